@@ -1,6 +1,7 @@
-"""The electives: which there are, what turns each on, and what one may put in the place of the core's parts.
+"""The electives: what turns each on, and what one may put in the place of the core's parts.
 
-The table below is the one place where the core names an elective. Its module is imported when a configuration asks for it.
+Here the core names an elective by a string; its module is imported when it is asked for. Elsewhere it should name none:
+the imports that are left are listed in `tests/m1/test_floors.py` (`ARROWS`).
 """
 
 from __future__ import annotations
@@ -48,8 +49,10 @@ COMMANDS = (
 class Extension:
     """What an elective changes in an engine. Each method is a hook; here it returns what the core has without electives.
 
-    The driver has one, and each rank makes its own from the same setup. `prepare`, `scheduler` and `close` are called in
-    the driver alone.
+    An engine has one extension. The driver calls `prepare`, then `model_runner` or `graph_runner`, `attention_backend` and
+    `num_samples` as it makes the worker, then `scheduler`, and at the end `close`. Each rank of several makes an extension
+    of its own from its copy of the setup and never calls `prepare`, `scheduler` or `close`. What a hook returns is called
+    as the core's own part is (`folovllm.build`). M1's runners and a learner's own components ask no hook.
     """
 
     def __init__(self, setup: EngineSetup) -> None:
@@ -59,23 +62,23 @@ class Extension:
         """Make what needs memory of its own on the device: the executor, which comes next, takes all that is left."""
 
     def num_samples(self) -> int:
-        """The most tokens that a step samples: one for each row."""
+        """The most tokens that a step samples: one for each row. A `model_runner` that samples more says so, too."""
         return self.setup.max_num_seqs
 
     def attention_backend(self, usual: Callable[[], AttentionBackend]) -> AttentionBackend:
-        """Who attends. `usual` makes the backend that the configuration names."""
+        """Return the attention backend. `usual` makes the one that the configuration names."""
         return usual()
 
     def model_runner(self, usual: type[ModelRunner]) -> type[ModelRunner]:
-        """The runner of a step (M2)."""
+        """Return the runner of a step (M2)."""
         return usual
 
     def graph_runner(self, usual: MakeGraphRunner) -> MakeGraphRunner:
-        """The runner of a packed step (M6)."""
+        """Return what makes the runner of a packed step (M6)."""
         return usual
 
     def scheduler(self, usual: MakeScheduler, executor: Executor, logits_mask: LogitsMask) -> MakeScheduler:
-        """Who makes the scheduler, now that the executor is there and may be measured."""
+        """Return what makes the scheduler. The executor is there by now, and may be measured."""
         return usual
 
     def close(self) -> None:
@@ -83,16 +86,16 @@ class Extension:
 
 
 def extension_of(setup: EngineSetup) -> Extension:
-    """The extension that the configuration asks for, or one that changes nothing."""
-    for place, asks in EXTENSIONS.values():
-        if asks(setup.config):
-            found: Extension = _named(place)(setup)
-            return found
-    return Extension(setup)
+    """The extension that the configuration asks for, or one that changes nothing. Raises ValueError if it asks for two."""
+    asked = {name: place for name, (place, asks) in EXTENSIONS.items() if asks(setup.config)}
+    if len(asked) > 1:
+        raise ValueError(f"{' and '.join(asked)} do not work together: choose one of them")
+    found: Extension = _named(*asked.values())(setup) if asked else Extension(setup)
+    return found
 
 
 def make_logits_mask(tokenizer: PreTrainedTokenizerBase, vocab_size: int, faults: Faults) -> LogitsMask:
-    """The one that knows grammars, if it is installed. `faults` gets what goes wrong with one request."""
+    """The mask of structured output if its package is there, else one that allows all. `faults` gets what goes wrong with one request."""
     if not is_installed(LOGITS_MASK.split(":")[0]):
         from folovllm.engine.logits_mask import LogitsMask
 
@@ -108,8 +111,9 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def is_installed(module: str) -> bool:
-    """Whether the package of a module is there: each elective may be deleted."""
-    return find_spec(".".join(module.split(".")[:2])) is not None
+    """Whether the package of a module is there: each elective may be deleted. What Python left in its folder does not count."""
+    spec = find_spec(".".join(module.split(".")[:2]))
+    return spec is not None and spec.origin is not None
 
 
 def _named(place: str) -> Any:

@@ -75,9 +75,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what is marked slow, unless it is asked for: by `--slow`, or by the name of its file."""
-    if config.getoption("slow") or any(".py" in argument for argument in config.args):
+    if config.getoption("slow") or "slow" in str(config.getoption("markexpr")):
         return
-    slow = [item for item in items if item.get_closest_marker("slow")]
+    named = {Path(argument.split("::")[0]).name for argument in config.args}
+    slow = [item for item in items if item.get_closest_marker("slow") and item.path.name not in named]
     config.hook.pytest_deselected(items=slow)
     items[:] = [item for item in items if item not in slow]
 

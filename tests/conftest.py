@@ -44,8 +44,8 @@ def timed_collect(generation: int = 2) -> int:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def frozen_by_tests_alone() -> None:
-    """Let no engine freeze or thaw anything: what there is, is frozen before a test if a collection has become slow.
+def engines_do_not_freeze() -> None:
+    """Tests freeze what there is, before one begins and if a collection has become slow; engines do not.
 
     An engine looks for garbage when it is made and when it is closed, which takes a quarter of a second each time among
     the objects of thousands of tests and of large libraries. There are hundreds of engines here.
@@ -77,6 +77,7 @@ def real_freezing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     global last_collection
     if last_collection >= SLOW:
+        UNFREEZE()  # of an engine that has ended meanwhile, too
         COLLECT()
         FREEZE()
         last_collection = 0.0

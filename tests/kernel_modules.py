@@ -3,7 +3,7 @@
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "folovllm"
-NONE_OF_TRITON = ("folovllm.kernels.cpu", "folovllm.kernels.rehearsal")
+NONE_OF_TRITON = "folovllm.kernels.rehearsal"
 
 
 def kernel_modules() -> list[str]:
@@ -12,4 +12,4 @@ def kernel_modules() -> list[str]:
     names = [
         ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) for file in files if file.stem != "__init__"
     ]
-    return sorted(name for name in names if not name.startswith(NONE_OF_TRITON))
+    return sorted(name for name in names if name != NONE_OF_TRITON)

@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import gc
 import importlib
+import itertools
 import marshal
 import multiprocessing
 import os
@@ -158,10 +159,10 @@ def serve(address: str, python: str, before: dict[str, str]) -> None:
                 connection, _ = listener.accept()
                 request, files = _receive(connection, before)
                 if request is None:
-                    connection.sendall(struct.pack("=i", 0))
+                    _tell(connection, 0)
                     connection.close()
                 elif pid := os.fork():
-                    connection.sendall(struct.pack("=i", pid))
+                    _tell(connection, pid)
                     children[pid] = connection
                     selector.register(connection, selectors.EVENT_READ, pid)
                 else:
@@ -172,18 +173,34 @@ def serve(address: str, python: str, before: dict[str, str]) -> None:
                 with contextlib.suppress(BlockingIOError):
                     woken.recv(4096)
                 _reap(children, selector)
-            else:  # the stand-in was killed
+            elif key.data in children:  # the stand-in was killed
                 selector.unregister(key.fileobj)
                 _kill(key.data)
 
 
 def _receive(connection: socket.socket, before: dict[str, str]) -> tuple[Any, list[int]]:
-    head, files, _, _ = socket.recv_fds(connection, 8, 250)
-    (size,) = struct.unpack("=Q", head)
-    request = marshal.loads(connection.recv(size, socket.MSG_WAITALL))
-    words, environment = request[0], request[2]
-    can = words and (words[0] in ("-m", "-c", "-P", "-u", "-") or not words[0].startswith("-"))
-    return (request if can and early(environment) == before else None), files
+    """A request and its open files; None for what the real interpreter has to do, or who has left meanwhile."""
+    files: list[int] = []
+    try:
+        head, files, _, _ = socket.recv_fds(connection, 8, 250)
+        (size,) = struct.unpack("=Q", head)
+        request = marshal.loads(connection.recv(size, socket.MSG_WAITALL))
+    except (OSError, EOFError, ValueError, struct.error):
+        return None, files
+    _, words = options_of(request[0])
+    can = words and (words[0] in ("-m", "-c", "-") or not words[0].startswith("-"))
+    return (request if can and early(request[2]) == before else None), files
+
+
+def options_of(words: list[str]) -> tuple[set[str], list[str]]:
+    """The options -P and -u that a command of Python begins with, and what follows them."""
+    options = list(itertools.takewhile(lambda word: word in ("-P", "-u"), words))
+    return set(options), words[len(options) :]
+
+
+def _tell(connection: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # a stand-in that was killed: its child is, too, once the selector sees that
+        connection.sendall(struct.pack("=i", number))
 
 
 def _kill(pid: int) -> None:
@@ -200,8 +217,7 @@ def _reap(children: dict[int, socket.socket], selector: selectors.BaseSelector) 
         connection = children.pop(pid)
         with contextlib.suppress(KeyError):
             selector.unregister(connection)
-        with contextlib.suppress(OSError):
-            connection.sendall(struct.pack("=i", status))
+        _tell(connection, status)
         connection.close()
 
 
@@ -214,8 +230,9 @@ def _become(request: Any, received: list[int], python: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN if deaf else signal.default_int_handler)
     above = max([*numbers, *received]) + 1
     files = [fcntl.fcntl(file, fcntl.F_DUPFD, above) for file in received]
-    os.closerange(0, above)
-    os.closerange(above + len(files), above + 2000)
+    for file in {*map(int, os.listdir("/dev/fd"))} - {*files}:
+        with contextlib.suppress(OSError):
+            os.close(file)
     for file, number in zip(files, numbers, strict=True):
         os.dup2(file, number)
         os.close(file)
@@ -254,17 +271,16 @@ def _status(words: list[str]) -> int:
 
 def _main(words: list[str]) -> None:
     libraries = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    is_safe = words[0] == "-P"
-    if words[0] == "-u":
+    options, (kind, *rest) = options_of(words)
+    if "-u" in options:
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
-    kind, *rest = words[1:] if words[0] in ("-P", "-u") else words
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     if kind in ("-m", "-c"):
         what, *rest = rest
         first, sys.argv = "" if kind == "-c" else os.getcwd(), [kind, *rest]
     else:
         what, first, sys.argv = kind, os.path.dirname(os.path.realpath(kind)), [kind, *rest]
-    sys.path[:0] = [*([] if is_safe else [first]), *libraries]
+    sys.path[:0] = [*([] if "-P" in options else [first]), *libraries]
     if kind == "-m":
         runpy._run_module_as_main(what)  # type: ignore[attr-defined]
     elif kind == "-c":
@@ -289,7 +305,7 @@ def _end(status: int) -> None:
 
 
 if __name__ == "__main__":
-    before = early(os.environ)  # imports set some
+    before = early(os.environ)  # read before the imports, which change it
     for module in sys.argv[3:]:
         importlib.import_module(module)
     assert "folovllm" not in sys.modules, "whether it is the reference or a learner's is for the command to say"

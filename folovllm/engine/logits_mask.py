@@ -13,8 +13,10 @@ from folovllm.step.schedule import SchedulerOutput
 class LogitsMask:
     """Which tokens each sequence may go on with. This one allows all; a grammar (X1) allows some.
 
-    The engine calls `add` once a request, and then for each step `concern`, `masks` if that was True, and `advance`. With
-    overlapping steps the masks of a step are made when `advance` has had all tokens before it.
+    The engine calls `add` once a request. A step is then `concern`, `masks` if that was True, `advance` with what was
+    sampled, and `broken`. Where steps overlap, `concern` of a step comes before `advance` of the one before it, and its
+    `masks` behind that. So a mask keeps its own account of what was sampled: a sequence's tokens may be a step behind.
+    Speculative decoding calls `trim` and `forced` before a step. Nobody says when a sequence ends: hold it weakly.
     """
 
     def add(self, seqs: SequenceOf[Sequence]) -> None:
@@ -27,11 +29,17 @@ class LogitsMask:
         return False
 
     def masks(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> Masks:
-        """The tokens that such sequences may have in the step, a bit for each token, for every position that is sampled."""
+        """The tokens that such sequences may have in the step, a bit for each token, for every position that is sampled.
+
+        A share with `num_draws` above 1 is sampled behind its first token and behind each draft token, `token_ids[1:]`.
+        """
         raise NotImplementedError("no sequence is concerned")
 
     def advance(self, seqs: Iterable[Sequence], token_ids: Iterable[list[int]]) -> None:
-        """Note what a step sampled; cut off, in `token_ids`, what does not count."""
+        """Note what a step sampled, before the sequences get it; cut off, in the lists of `token_ids`, what does not count.
+
+        A list is empty where a chunk of a prompt samples nothing; a sequence may have finished meanwhile.
+        """
 
     def broken(self, seqs: Iterable[Sequence]) -> list[Sequence]:
         """The sequences that no token can follow; they end with finish_reason "abort"."""

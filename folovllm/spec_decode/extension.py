@@ -45,7 +45,9 @@ class SpeculativeDecoding(Extension):
 
     def prepare(self) -> None:
         """Make the proposer. A draft model has weights and a cache of its own."""
-        if "draft_model" in self._config.methods:  # one more than it drafts, where a token is in flight
+        if (
+            "draft_model" in self._config.methods
+        ):  # a run samples a token behind the drafts, and may begin with one in flight
             self._drafted = DraftTokens.for_runs(self._config.num_speculative_tokens + 2, self.setup)
         proposer = make_proposer(self._config, self._draft)
         self._proposer = proposer if self._config.methods else Own(proposer, self.setup.vocab_size)
@@ -65,7 +67,7 @@ class SpeculativeDecoding(Extension):
         )
 
     def num_samples(self) -> int:
-        """More than rows, where there are few of these."""
+        """At least 256, even where rows are few."""
         return most_draws(self.setup.max_num_seqs)
 
     def attention_backend(self, usual: Callable[[], AttentionBackend]) -> AttentionBackend:
@@ -100,7 +102,7 @@ class SpeculativeDecoding(Extension):
 
 
 class Drafting(Extension):
-    """Of a draft model itself: several decode steps at once."""
+    """The extension of a draft model's own worker: several decode steps at once."""
 
     def __init__(self, setup: EngineSetup, drafted: DraftTokens) -> None:
         super().__init__(setup)
