@@ -74,8 +74,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is marked slow, unless it is asked for: by `--slow`, or by the name of its file."""
+    """Leave out what is marked slow, unless it is asked for: by `--slow`, or by the name of its file.
+
+    With `--slow` it comes first: of several processes, one would wait for the last long test of another.
+    """
     if config.getoption("slow") or "slow" in str(config.getoption("markexpr")):
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
         return
     named = {Path(argument.split("::")[0]).name for argument in config.args}
     slow = [item for item in items if item.get_closest_marker("slow") and item.path.name not in named]
