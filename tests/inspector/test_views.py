@@ -393,8 +393,12 @@ class TestLive:
                 json={"fields": fields, "mine": 0, "error": None, "requests": [], "paused": True, "delay": 0.2}
             )
 
+        streams: list[Any] = []
+
         def stream(route: Any) -> None:
-            route.fulfill(body=sse(lines), content_type="text/event-stream")
+            streams.append(route)
+            if len(streams) == 1:  # a later one stays open, as a server's does: else the page is drawn anew all the time
+                route.fulfill(body=sse(lines), content_type="text/event-stream")
 
         source = {"kind": "playground", "events": "events", "control": "control"}
         show_source(here, source, {"events": stream, "control*": control, "control/*": control})
