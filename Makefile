@@ -21,7 +21,7 @@ help:
 	@echo "make learn      what the course needs: pytest, JupyterLab; then: source .venv/bin/activate"
 	@echo "make test       ruff, mypy --strict (make lint), pytest (make suite)"
 	@echo "make ci         test, lm-eval, the course's own tests, Ray, notebooks, docs and every command in them"
-	@echo "make release    what must hold before a release beside make ci: the Chinese edition is in step, the embedded model's training runs"
+	@echo "make release    what must hold before a release beside make ci: the Chinese edition is in step, the embedded model's training runs, all kernels fit on all cards"
 	@echo "make notebooks  run the notebooks' sources and write the notebooks"
 	@echo "make recordings record the engine for the book's inspector, its pictures and their tests"
 	@echo "make screenshots take the pictures of the inspector (needs chromium)"
@@ -53,9 +53,10 @@ ci: .venv/.all
 	timeout -k 30 900 $(BIN)/python -m pytest -q tests/ray
 	$(if $(wildcard notebooks/src/*.py),$(BIN)/python -m milestones.notebooks --check)
 
-release: .venv/.engine
+release: .venv/.serve .venv/.dev
 	$(BIN)/python tools/translation.py check --release
 	$(BIN)/python -m tools.train_tiny.train "$$(mktemp -d)" --smoke
+	FOLOVLLM_RELEASE=1 $(PYTEST) tests/m4/test_offline_compile.py
 
 notebooks: .venv/.notebooks
 	$(BIN)/python -m milestones.notebooks

@@ -397,7 +397,7 @@ class TestLive:
 
         def stream(route: Any) -> None:
             streams.append(route)
-            if len(streams) == 1:  # a later one stays open, as a server's does: else the page is drawn anew all the time
+            if len(streams) == 1:  # a later one stays open: else the page is drawn anew, and typing lost
                 route.fulfill(body=sse(lines), content_type="text/event-stream")
 
         source = {"kind": "playground", "events": "events", "control": "control"}
