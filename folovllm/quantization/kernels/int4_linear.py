@@ -7,7 +7,7 @@ times as many weights a second, unpacking them is what could take too long. So
 - a group's scale and zero meet sums, not weights: sum(x s (c - z)) is s sum(x (c - 8)) + s (8 - z) sum(x);
 - a program has several rows of weights, which share each piece of `x` and its sum.
 
-Words are in the order of `layers.formats.packing.pack_planes`. Four neighbouring words, a quad, are the 16 bytes that a
+Words are in the order of `quantization.packing.pack_planes`. Four neighbouring words, a quad, are the 16 bytes that a
 thread reads at once, and lie within one group; their codes i meet four neighbouring inputs.
 """
 
