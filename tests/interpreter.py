@@ -86,7 +86,8 @@ def remember_operands() -> None:
     pairs: dict[Any, tuple[Any, Any] | None] = {}
 
     def kind(operand: Any) -> Any:
-        return operand.type.name if isinstance(operand, core.tensor) else (type(operand), operand)
+        """Of a number its text: 0.0 and -0.0, or 1 and 1.0 in a constant, are equal and not the same."""
+        return operand.type.name if isinstance(operand, core.tensor) else (type(operand), repr(operand))
 
     def plan(before: Any, after: Any) -> Any:
         """The type that `before` gets, and the number that it is; no type if its numbers change."""

@@ -112,7 +112,7 @@ def grouped_linear(
         x: [T, K] for tokens that all ask the same number of experts, or [pairs, K]; contiguous. T divides the pairs.
         weight: [E, N, K], contiguous; gated: [E, 2N, K], gate and up.
         order, starts: the pairs in the order of experts [pairs], and the experts' borders in it [E + 1]
-            (`layers.moe.sort_by_expert`).
+            (`moe.layers.sort_by_expert`).
         gated: return silu(gate) * up.
 
     Returns:

@@ -60,7 +60,7 @@ def choose_kernel(
 ):  # fmt: skip
     """Program p: tokens p * TOKENS to p * TOKENS + TOKENS. ALONE: order and starts too; else how often each key occurs.
 
-    The largest logit is taken out TOP_K times; of equal ones the lowest expert, as `layers.moe.route` has it. CHOICES is a
+    The largest logit is taken out TOP_K times; of equal ones the lowest expert, as `moe.layers.route` has it. CHOICES is a
     power of two, TOP_K or more.
     """
     let_next_start(PDL)
@@ -118,7 +118,7 @@ def order_kernel(
 def choose(
     logits: torch.Tensor, top_k: int, normalise: bool, held: range
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The experts that each token asks, as `layers.moe.route`, and the order of the pairs, as `layers.moe.sort_by_expert`.
+    """The experts that each token asks, as `moe.layers.route`, and the order of the pairs, as `moe.layers.sort_by_expert`.
 
     Args:
         logits: [T, E], contiguous. held: the experts of this rank.
@@ -186,7 +186,7 @@ def late_combine_kernel(
 
 
 def combine(answers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """As `layers.moe.combine`: answers [T, k, H], contiguous, and weights [T, k] -> [T, H]."""
+    """As `moe.layers.combine`: answers [T, k, H], contiguous, and weights [T, k] -> [T, H]."""
     num_tokens, top_k, hidden = answers.shape
     out = answers.new_empty(num_tokens, hidden)
     if num_tokens:
