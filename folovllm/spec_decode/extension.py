@@ -16,7 +16,7 @@ from folovllm.spec_decode.measure import clock_for, is_here
 from folovllm.spec_decode.multi_step import MultiStepExecutor, MultiStepRunner
 from folovllm.spec_decode.own import Own
 from folovllm.spec_decode.registry import make_depth, make_proposer
-from folovllm.spec_decode.scheduler import SpeculativeOverlapScheduler, SpeculativeScheduler
+from folovllm.spec_decode.scheduler import SpeculativeScheduler
 from folovllm.spec_decode.speculation import Speculation
 from folovllm.spec_decode.verifier import DraftVerifier
 from folovllm.spec_decode.verify import most_draws
@@ -91,8 +91,7 @@ class SpeculativeDecoding(Extension):
         proposer, depth, budget = make_depth(self._config, setup, executor, self._proposer)
         waits = budget is not None and is_here(setup)
         speculation = Speculation(proposer, depth, logits_mask, clock_for(setup), budget, waits)
-        kind = SpeculativeOverlapScheduler if setup.config.async_scheduling else SpeculativeScheduler
-        return partial(kind, speculation=speculation)
+        return partial(SpeculativeScheduler, speculation=speculation)
 
     def close(self) -> None:
         """Close the proposer, and a draft model with it."""
