@@ -56,10 +56,10 @@ from folovllm.setup import EngineSetup
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.worker.draw import OwnDraw, RanksDraw, StepDraw
 from folovllm.worker.gpu_worker import GPUWorker, Runner
-from folovllm.worker.graph_cache import AllGraphs
 from folovllm.worker.graph_runner import GraphRunner
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.native_model import load_native_model, load_sharded_model
+from folovllm.worker.step_graph import AllGraphs
 
 if TYPE_CHECKING:
     from folovllm.extensions import MakeScheduler

@@ -99,7 +99,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
     ],
     "m6": [
         ("worker/step_graph.py", "engine/model_runner.py", "compilation/cuda_graph.py"),
-        ("worker/graph_cache.py", "", ""),
         ("worker/graph_runner.py", "engine/model_runner.py", "v1/worker/gpu_model_runner.py"),
         ("worker/pending_step.py", "", ""),
         ("step/packed.py", "", ""),
@@ -120,7 +119,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/compile_elsewhere.py", "", ""),
         ("kernels/compile_worker.py", "", ""),
         ("worker/rehearse.py", "", ""),
-        ("worker/host_ring.py", "", ""),
         ("engine/overlap.py", "", "v1/core/sched/async_scheduler.py"),
         ("engine/detokenizer_stream.py", "", "v1/engine/detokenizer.py"),
         ("kernels/gumbel_max.py", "layers/sampler.py", "v1/worker/gpu/sample/gumbel.py"),

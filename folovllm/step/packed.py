@@ -110,6 +110,9 @@ class PackedStep:
         is_special: some sequence samples with filters, or from logits that depend on the tokens so far.
         has_memory: some sequence samples from logits that depend on the tokens so far.
         draws_late: it stops at its logits, and samples when `Masks` come.
+        is_decode: every sequence has one new token and the first matrix says it all.
+        num_samples: R, how many tokens are sampled.
+        has_drafts: more than one token of some sequence is sampled.
     """
 
     fields: Int32  # [len(Field), width]
@@ -124,21 +127,14 @@ class PackedStep:
     is_special: bool = False
     has_memory: bool = False
     draws_late: bool = False
+    is_decode: bool = field(init=False)
+    num_samples: int = field(init=False)
+    has_drafts: bool = field(init=False)
 
-    @property
-    def is_decode(self) -> bool:
-        """Whether every sequence has one new token and the matrix says it all."""
-        return not len(self.tokens)
-
-    @property
-    def num_samples(self) -> int:
-        """R: how many tokens are sampled."""
-        return self.num_seqs if self.is_decode else self.samples.shape[1]
-
-    @property
-    def has_drafts(self) -> bool:
-        """Whether more than one token of some sequence is sampled."""
-        return not self.is_decode and bool(self.fields[Field.NUM_DRAWS].max(initial=0) > 1)
+    def __post_init__(self) -> None:
+        self.is_decode = not len(self.tokens)
+        self.num_samples = self.num_seqs if self.is_decode else self.samples.shape[1]
+        self.has_drafts = not self.is_decode and bool(self.fields[Field.NUM_DRAWS].max() > 1)
 
     @property
     def parts(self) -> Parts[Int32]:

@@ -32,12 +32,10 @@ from folovllm.step.schedule import SchedulerOutput
 from folovllm.worker.buckets import Bucket, buckets_for, decode_bucket, draft_bucket, pad, padding_of
 from folovllm.worker.device_tables import DeviceTables
 from folovllm.worker.draw import StepDraw
-from folovllm.worker.graph_cache import GraphStore
-from folovllm.worker.host_ring import HostRing
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.pending_step import Computed, PendingStep, Verifier
 from folovllm.worker.rehearse import compile_at_once
-from folovllm.worker.step_graph import Recorder, StepGraph
+from folovllm.worker.step_graph import GraphStore, HostRing, Recorder, StepGraph
 from folovllm.worker.warm_up import late_draft, small_steps, steps_with_drafts
 
 logger = logging.getLogger("folovllm")
@@ -72,6 +70,7 @@ class GraphRunner:
         self._rows_draw = rows_draw
         self._verifier = verifier
         self.buckets: list[int] = []  # widths of decode steps
+        self._decodes: dict[int, Bucket] = {}  # by width
         self._others: dict[bool, list[Bucket]] = {
             False: [],
             True: [],
@@ -181,11 +180,12 @@ class GraphRunner:
         On CPU a step is captured when it is first needed: nothing is gained by doing it earlier.
         """
         self.buckets = self._graphs.widths
+        self._decodes = {width: decode_bucket(width) for width in self.buckets}
         for bucket in self._wanted():
             self._others[bucket.has_drafts].append(bucket)
         self._kept_free = torch.empty(0)
         if self._setup.device.type == "cuda":
-            kinds = self._others[False], [decode_bucket(width) for width in self.buckets], self._others[True]
+            kinds = self._others[False], [*self._decodes.values()], self._others[True]
             every = [bucket for kind in kinds for bucket in kind[::-1]]
             for bucket in tqdm(every, desc="Capturing graphs", disable=not self._setup.config.use_tqdm):
                 self._capture(bucket)
@@ -216,7 +216,7 @@ class GraphRunner:
         def capture() -> StepGraph:
             return self._recorder.record(self._padding(bucket, work), partial(work, bucket))
 
-        if bucket.is_decode:
+        if not bucket.num_others:  # decodes alone
             return self._graphs.get(bucket.num_decodes, work.__name__, capture)
         key = bucket, work.__name__
         if key not in self._other_graphs:
@@ -241,10 +241,11 @@ class GraphRunner:
     def _start(self, step: PackedStep) -> PendingStep:
         """Start a step that computes and draws at once."""
         bucket = self._bucket_of(step)
-        if bucket is not None and bucket.is_decode and not step.is_special:
-            return self._sent(self._replay(step, bucket, self._decode))
-        if bucket is not None and bucket.has_drafts and not step.has_memory:
-            return self._sent(self._replay(step, bucket, self._verify))
+        if bucket is not None:
+            if step.is_decode and not step.is_special:
+                return self._sent(self._replay(step, bucket, self._decode))
+            if step.has_drafts and not step.has_memory:
+                return self._sent(self._replay(step, bucket, self._verify))
         computed = self._compute(step, bucket)
         self._sample(computed, None)
         return self._sent(computed)
@@ -255,14 +256,14 @@ class GraphRunner:
         None if there is none, if the hidden states of all tokens are needed, or if rows with drafts are new.
         """
         if step.is_decode:
-            return decode_bucket(step.fields.shape[1])
+            return self._decodes[step.fields.shape[1]]
         if step.scores.size or (step.has_drafts and step.draws.num_rows):
             return None
         return next((bucket for bucket in self._others[step.has_drafts] if bucket.holds(step)), None)
 
     def _replay(self, step: PackedStep, bucket: Bucket, work: Work, more: Int32 | None = None) -> Computed:
         """Do the captured `work` on a step that it holds, with `more` numbers behind the step's buffer."""
-        numbers = step.fields.ravel() if bucket.is_decode else pad(step, bucket, self._setup.max_num_seqs)
+        numbers = step.fields.ravel() if step.is_decode else pad(step, bucket, self._setup.max_num_seqs)
         numbers = numbers if more is None else np.concatenate([numbers, more])
         self._graph(bucket, work).replay(self._steps_in.stage(numbers))
         self._steps_in.mark()
@@ -304,7 +305,7 @@ class GraphRunner:
 
     def _compute(self, step: PackedStep, bucket: Bucket | None) -> Computed:
         """Do the work of any step up to its logits. The scores of prompts are sent to the host on the way."""
-        if bucket is not None and (bucket.is_decode or bucket.has_drafts):
+        if bucket is not None and (step.is_decode or step.has_drafts):
             return self._replay(step, bucket, self._forward)
         parts, padded = self._upload(step, bucket)
         if bucket is not None:

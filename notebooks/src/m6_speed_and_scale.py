@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from folovllm import LLM, SamplingParams
 from folovllm.step.schedule import StepResult
-from folovllm.worker.graph_cache import decode_buckets
+from folovllm.worker.step_graph import decode_buckets
 
 MODEL = "stories-5m"  # comes with the package
 
