@@ -29,9 +29,17 @@ from folovllm.engine.cpu_threads import use_threads
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.overlap import OverlappedEngine
-from folovllm.engine.overlap_scheduler import OverlapScheduler
 from folovllm.engine.parts import Parts
-from folovllm.engine.scheduler import Scheduler, SchedulerLike, TokensOfStep, chunk, preempt, wait, whole_prompt
+from folovllm.engine.scheduler import (
+    Scheduler,
+    SchedulerLike,
+    TokensOfStep,
+    chunk,
+    preempt,
+    unless_finished,
+    wait,
+    whole_prompt,
+)
 from folovllm.engine.serial_scheduler import SerialScheduler
 from folovllm.engine.setup import set_up
 from folovllm.events import Events
@@ -48,10 +56,10 @@ from folovllm.setup import EngineSetup
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.worker.draw import OwnDraw, RanksDraw, StepDraw
 from folovllm.worker.gpu_worker import GPUWorker, Runner
-from folovllm.worker.graph_cache import AllGraphs
 from folovllm.worker.graph_runner import GraphRunner
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.native_model import load_native_model, load_sharded_model
+from folovllm.worker.step_graph import AllGraphs
 
 if TYPE_CHECKING:
     from folovllm.extensions import MakeScheduler
@@ -79,8 +87,7 @@ def put_together(config: EngineConfig) -> Parts:
     executor = make_executor(setup, extension)
     events, faults = Events(), Faults()
     mask = make_logits_mask(tokenizer, setup.vocab_size, faults)
-    usual = OverlapScheduler if setup.config.async_scheduling else Scheduler  # M6; M2
-    kind = extension.scheduler(usual, executor, mask)
+    kind = extension.scheduler(Scheduler, executor, mask)
     scheduler = make_scheduler(setup, executor.num_kv_blocks, events, kind)
     return Parts(setup, num_threads, tokenizer, processor, executor, scheduler, events, faults, mask, extension)
 
@@ -113,11 +120,11 @@ def cache_manager(config: EngineConfig) -> type[KVCacheManager]:
 
 
 def tokens_of_step(config: EngineConfig) -> TokensOfStep:
-    """How much of a prompt a step takes: all of it (M2), or what the budget has left (M5)."""
-    if not config.enable_chunked_prefill:
-        return whole_prompt
-    threshold = config.long_prefill_token_threshold
-    return partial(chunk, threshold=threshold) if threshold else chunk
+    """How much of a prompt a step takes: all of it (M2), or what the budget has left (M5); steps that overlap stop in time (M6)."""
+    tokens: TokensOfStep = chunk if config.enable_chunked_prefill else whole_prompt
+    if config.enable_chunked_prefill and config.long_prefill_token_threshold:
+        tokens = partial(chunk, threshold=config.long_prefill_token_threshold)
+    return unless_finished(tokens) if config.async_scheduling else tokens
 
 
 def make_executor(setup: EngineSetup, extension: Extension) -> Executor:

@@ -38,6 +38,7 @@ FILTERS = 1  # the row is drawn, and with top_k, top_p or min_p
 WORDS = 2  # the row's logits depend on its words: penalties, min_tokens, biases
 MASK = 4  # only tokens whose bit in the row's mask is set may be drawn
 BAD = 8  # the row has bad words; tokens that would end one have a bit
+FLAGS_OF_MEMORY = WORDS | BAD  # the row's logits depend on the tokens that were drawn before
 
 # A word: the token's count in the answer, two bits, and a bias on its logit as the bits of a float16.
 COUNT = (1 << 14) - 1  # a count stays at this once it is there

@@ -20,9 +20,8 @@ from folovllm.engine.scheduler import Scheduler, SchedulerLike, chunk, preempt, 
 from folovllm.engine.serial_scheduler import SerialScheduler
 from folovllm.step.packed import Field, choose_bucket
 from folovllm.step.schedule import SchedulerOutput
-from folovllm.worker.graph_cache import AllGraphs
 from folovllm.worker.loop_runner import TokenLoop
-from folovllm.worker.step_graph import StepGraph
+from folovllm.worker.step_graph import AllGraphs, StepGraph
 from milestones.counting import ToyModel, count_kernel
 from milestones.virtual import Costs, Run, load_trace, serve
 

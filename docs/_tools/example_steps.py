@@ -7,7 +7,7 @@ from unittest.mock import patch
 from anatomy import table
 from pictures import run
 
-from folovllm.engine.overlap_scheduler import OverlapScheduler
+from folovllm.engine.scheduler import Scheduler
 from folovllm.step.packed import IN_FLIGHT, Field, PackedStep, StepPacker
 from folovllm.step.schedule import SchedulerOutput
 from milestones.running_example import Turn, play
@@ -36,9 +36,9 @@ def reads_table(number: int) -> str:
 def packed_steps(**overrides: int) -> list[tuple[bool, PackedStep]]:
     """M6's steps as they are sent, and whether tokens were awaited before."""
     found: list[tuple[bool, PackedStep]] = []
-    pack, must_wait, waits = StepPacker.pack, OverlapScheduler.must_wait, [False]
+    pack, must_wait, waits = StepPacker.pack, Scheduler.must_wait, [False]
 
-    def noted_wait(self: OverlapScheduler) -> bool:
+    def noted_wait(self: Scheduler) -> bool:
         waits.append(must_wait(self))
         return waits[-1]
 
@@ -46,7 +46,7 @@ def packed_steps(**overrides: int) -> list[tuple[bool, PackedStep]]:
         found.append((waits[-1], pack(self, output)))
         return found[-1][1]
 
-    with patch.object(StepPacker, "pack", noted), patch.object(OverlapScheduler, "must_wait", noted_wait):
+    with patch.object(StepPacker, "pack", noted), patch.object(Scheduler, "must_wait", noted_wait):
         play("m6", **overrides)
     return found
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.engine.overlap_scheduler import OverlapScheduler
+from folovllm.engine.scheduler import Scheduler
 from folovllm.executor.abstract import AsyncExecutor, Pending
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
@@ -31,7 +31,7 @@ class InFlight:
 class OverlappedEngine(LLMEngine):
     """An `LLMEngine` that starts a step before it takes in the tokens of the one before."""
 
-    scheduler: OverlapScheduler
+    scheduler: Scheduler
     executor: AsyncExecutor
 
     def __init__(self, config: EngineConfig) -> None:

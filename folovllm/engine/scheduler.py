@@ -135,6 +135,22 @@ class Scheduler:
         """The sequences of the shares of the step that was decided last, in their order."""
         return self._rows.owners(output)
 
+    @property
+    def made_room(self) -> bool:
+        """Whether a sequence gave way when a step was scheduled last, so that the next one has room."""
+        return self._rows.made_room
+
+    def must_wait(self) -> bool:
+        """Whether the next step can be scheduled only after the tokens in flight have arrived (M6).
+
+        That is so if a sequence may have to give way: its tokens are computed again, so the host must know all of them.
+        """
+        budget, size = self._max_num_batched_tokens, self.kv.block_size
+        if self.kv.num_free > len(self.running) + budget // size:  # room for any step: no need to look closer
+            return False
+        most_blocks = sum(min(seq.num_uncomputed_tokens, budget) // size + 1 for seq in self.running)
+        return self.kv.num_free < most_blocks
+
     def _grow(self, seq: Sequence, num_new_tokens: int, plan: Plan) -> bool:
         """Find cache for a running sequence. Without a free block, sequences that rank behind it give way, and at last itself.
 
@@ -202,6 +218,16 @@ class Scheduler:
             if token_ids:
                 updated.append(seq)
         return updated
+
+
+def will_finish(seq: Sequence) -> bool:
+    """Whether the tokens in flight bring the answer to its full length: each computed token brings the one after it."""
+    return seq.num_computed_tokens + 1 >= seq.num_prompt_tokens + seq.max_tokens
+
+
+def unless_finished(tokens_of_step: TokensOfStep) -> TokensOfStep:
+    """`tokens_of_step` for steps whose tokens arrive late (M6): none for a sequence that `will_finish`."""
+    return lambda seq, budget: 0 if will_finish(seq) else tokens_of_step(seq, budget)
 
 
 def whole_prompt(seq: Sequence, budget: int) -> int:

@@ -15,24 +15,20 @@ from folovllm.model_config import num_experts_of
 from folovllm.setup import EngineSetup
 from folovllm.step.draw import Logprobs
 from folovllm.step.masks import Masks
-from folovllm.step.packed import Field, Int32, PackedStep
+from folovllm.step.packed import LINES, Field, Int32, PackedStep, Parts, Sample, split
 from folovllm.step.schedule import StepResult
 
 STOP: Int32 = np.empty(0, np.int32)  # the last message of all
-HEADER = 11  # int32 numbers before a step
+HEADER = len(LINES) + 7  # int32 numbers before a step
 MASKS = -1  # where a step has its number of sequences
 ASK_LOAD: Int32 = np.array([-2], np.int32)  # there, too: no step, but the question how often each expert was asked
 
 
 def encode_step(step: PackedStep) -> Int32:
-    """Encode a packed step as numbers."""
-    draws = step.draws
-    numbers = [
-        step.num_seqs, step.num_decodes, step.fields.shape[1], len(step.tokens), step.updates.shape[1],
-        len(draws.buffer), draws.num_rows, draws.num_with_line, int(step.is_special), int(step.draws_late),
-        step.scores.shape[1],
-    ]  # fmt: skip
-    return np.concatenate([np.array(numbers, np.int32), step.flatten(), step.scores.ravel(), step.logprobs.ravel()])
+    """Encode a packed step: a header, and the very buffer that goes to a device."""
+    draws, flags = step.draws, (step.is_special, step.has_memory, step.draws_late)
+    header = [step.num_seqs, step.num_decodes, draws.num_rows, draws.num_with_line, *flags, *step.columns]
+    return np.concatenate([np.array(header, np.int32), step.flatten()])
 
 
 def encode_masks(masks: Masks) -> Int32:
@@ -42,21 +38,16 @@ def encode_masks(masks: Masks) -> Int32:
 
 def decode_step(message: Int32) -> PackedStep | Masks:
     """Decode what `encode_step` or `encode_masks` encoded."""
-    parts = _Reader(message)
     if message[0] == MASKS:
-        num_rows = int(parts.take(2)[1])
-        return Masks(parts.take(num_rows), parts.take(parts.left).reshape(num_rows, -1))
-    num_seqs, num_decodes, width, num_tokens, num_updates, *of_draws, is_special, late, num_scores = parts.take(
-        HEADER
-    ).tolist()
-    fields = parts.take(len(Field) * width).reshape(len(Field), width)
-    tokens, updates = parts.take(num_tokens), parts.take(3 * num_updates).reshape(3, num_updates)
-    length, num_rows, num_with_line = of_draws
-    draws = DrawUpdate(parts.take(length), num_rows, num_with_line)
-    scores, logprobs = parts.take(4 * num_scores).reshape(4, num_scores), parts.take(parts.left).reshape(2, -1)
+        rows, bits = np.split(message[2:], [int(message[1])])
+        return Masks(rows, bits.reshape(len(rows), -1))
+    num_seqs, num_decodes, num_rows, num_with_line, *rest = message[:HEADER].tolist()
+    parts = split(message[HEADER:], Parts(*rest[3:]))
+    draws = DrawUpdate(parts.draws, num_rows, num_with_line)
     return PackedStep(
-        fields, num_seqs, num_decodes, tokens, updates, draws, bool(is_special), logprobs, scores, bool(late)
-    )
+        parts.fields, num_seqs, num_decodes, parts.tokens, parts.updates, parts.samples, draws, parts.scores,
+        parts.logprobs, *map(bool, rest[:3]),
+    )  # fmt: skip
 
 
 def encode_result(result: StepResult) -> Int32:
@@ -97,11 +88,12 @@ def longest_messages(setup: EngineSetup) -> tuple[int, int]:
     """Return how many numbers a step and a result can have at most. Memory is taken only as far as it is used."""
     rows, tokens, vocab_size = setup.max_num_seqs, setup.max_num_batched_tokens, setup.vocab_size
     blocks = -(-setup.max_model_len // setup.block_size)
-    per_row = len(Field) + 3 * blocks + 1 + len(RowField) + 3 * line_width(vocab_size) + 2
+    samples = rows + tokens  # at most: one a sequence, or with drafts one a token
+    per_row = len(Field) + 3 * blocks + 1 + len(RowField) + 3 * line_width(vocab_size)
     per_score = 2 + 3 * (1 + min(setup.config.max_logprobs, vocab_size))
     load = 1 + setup.hf_config.num_hidden_layers * (1 + 2 * num_experts_of(setup.hf_config))
     result = 1 + rows * (4 + 3 * (vocab_size + 1)) + per_score * tokens
-    return HEADER + rows * per_row + 5 * tokens, max(result, load)
+    return HEADER + rows * per_row + 5 * tokens + (len(Sample) + 2) * samples, max(result, load)
 
 
 class _Reader:

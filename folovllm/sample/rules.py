@@ -48,6 +48,15 @@ def bits_of(masks: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return bits.flatten(1)[:, :vocab_size] != 0
 
 
+def without_masked(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    """The logits [n, V] with -inf where the masks [n, ceil(V / 32)] int32 have no bit."""
+    if logits.is_cuda:
+        from folovllm.kernels.mask_logits import mask_logits
+
+        return mask_logits(logits, masks)
+    return logits.masked_fill(~bits_of(masks, logits.shape[1]), -torch.inf)
+
+
 def apply_rules(logits: torch.Tensor, rules: Sequence[RowRules | None]) -> torch.Tensor:
     """Apply the rules of those rows of `logits` [S, V] float32 that have any."""
     if not any(rules):

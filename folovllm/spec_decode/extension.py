@@ -13,14 +13,13 @@ from folovllm.spec_decode.draft_model import DraftModel
 from folovllm.spec_decode.draft_setup import draft_setup
 from folovllm.spec_decode.draft_tokens import DraftTokens
 from folovllm.spec_decode.measure import clock_for, is_here
+from folovllm.spec_decode.multi_step import MultiStepExecutor, MultiStepRunner
 from folovllm.spec_decode.own import Own
 from folovllm.spec_decode.registry import make_depth, make_proposer
-from folovllm.spec_decode.run_executor import RunExecutor
-from folovllm.spec_decode.run_graph_runner import RunGraphRunner
-from folovllm.spec_decode.scheduler import SpeculativeOverlapScheduler, SpeculativeScheduler
+from folovllm.spec_decode.scheduler import SpeculativeScheduler
 from folovllm.spec_decode.speculation import Speculation
+from folovllm.spec_decode.verifier import DraftVerifier
 from folovllm.spec_decode.verify import most_draws
-from folovllm.spec_decode.verify_graph_runner import VerifyingGraphRunner
 from folovllm.spec_decode.verify_runner import VerifyingModelRunner
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ class SpeculativeDecoding(Extension):
 
     def graph_runner(self, usual: MakeGraphRunner) -> MakeGraphRunner:
         """The same for packed steps; it reads what a draft model has just written."""
-        return VerifyingGraphRunner if self._drafted is None else partial(VerifyingGraphRunner, drafted=self._drafted)
+        return partial(usual, verifier=DraftVerifier(self.num_samples(), self._drafted))
 
     def scheduler(self, usual: MakeScheduler, executor: Executor, logits_mask: LogitsMask) -> MakeScheduler:
         """One that asks the proposer; how far to draft follows from what steps cost on this executor."""
@@ -92,8 +91,7 @@ class SpeculativeDecoding(Extension):
         proposer, depth, budget = make_depth(self._config, setup, executor, self._proposer)
         waits = budget is not None and is_here(setup)
         speculation = Speculation(proposer, depth, logits_mask, clock_for(setup), budget, waits)
-        kind = SpeculativeOverlapScheduler if setup.config.async_scheduling else SpeculativeScheduler
-        return partial(kind, speculation=speculation)
+        return partial(SpeculativeScheduler, speculation=speculation)
 
     def close(self) -> None:
         """Close the proposer, and a draft model with it."""
@@ -110,11 +108,11 @@ class Drafting(Extension):
 
     def graph_runner(self, usual: MakeGraphRunner) -> MakeGraphRunner:
         """Writes what it samples into `drafted`."""
-        return partial(RunGraphRunner, drafted=self._drafted)
+        return partial(MultiStepRunner, drafted=self._drafted)
 
 
-def make_run_executor(setup: EngineSetup, drafted: DraftTokens) -> RunExecutor:
+def make_run_executor(setup: EngineSetup, drafted: DraftTokens) -> MultiStepExecutor:
     """A device that is sent several decode steps at once."""
     worker, runner = make_packed_worker(setup, extension=Drafting(setup, drafted))
-    assert isinstance(runner, RunGraphRunner)
-    return RunExecutor(setup.max_num_seqs, worker, runner)
+    assert isinstance(runner, MultiStepRunner)
+    return MultiStepExecutor(setup.max_num_seqs, worker, runner)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from folovllm.engine.overlap_scheduler import OverlapScheduler
 from folovllm.engine.plan import Rows
 from folovllm.engine.scheduler import Scheduler
 from folovllm.events import GuessesChecked
@@ -94,6 +93,15 @@ class SpeculativeScheduler(Scheduler):
             if guesses:
                 self._with_guesses = [share for share in output.shares if share.num_draws > 1]
         return output
+
+    def must_wait(self) -> bool:
+        """As `Scheduler`. Nothing is scheduled behind a step with guesses until it is known what came of them.
+
+        Steps without guesses overlap as ever.
+        """
+        if self._under_way and (self.speculation.waits or any(guesses for _, guesses in self._under_way)):
+            return True
+        return Scheduler.must_wait(self)
 
     def _expect(self, guesses: dict[int, list[int]]) -> None:
         self._rows.expect(guesses)
@@ -192,16 +200,6 @@ class SpeculativeScheduler(Scheduler):
         """Blocks that the table of `seq` lacks for its next tokens."""
         needed = -(-(seq.num_computed_tokens + num_new_tokens) // self.kv.block_size)
         return max(0, needed - len(seq.block_table))
-
-
-class SpeculativeOverlapScheduler(SpeculativeScheduler, OverlapScheduler):
-    """The same behind overlapped steps. Nothing is scheduled behind a step with guesses until it is known what came of them."""
-
-    def must_wait(self) -> bool:
-        """As `OverlapScheduler`. Steps without guesses overlap as ever."""
-        if self._under_way and (self.speculation.waits or any(guesses for _, guesses in self._under_way)):
-            return True
-        return OverlapScheduler.must_wait(self)
 
 
 def num_guessed(output: SchedulerOutput) -> dict[int, int]:

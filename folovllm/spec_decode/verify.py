@@ -7,16 +7,8 @@ as long as all guesses before it are what was drawn. No draw has to be rejected 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
-from folovllm.step.schedule import Share
-
-Ints = npt.NDArray[np.int64]
-NO_GUESS = -1
 FEW = 256
 
 
@@ -39,36 +31,3 @@ def accept(drawn: Sequence[int], guesses: Sequence[int]) -> list[int]:
     while right < len(guesses) and drawn[right] == guesses[right]:
         right += 1
     return list(drawn[: right + 1])
-
-
-@dataclass(slots=True, frozen=True, eq=False)
-class Draws:
-    """All draws of a step, R of them: share by share, and of each share in the order of positions."""
-
-    share: Ints  # [R] index of the share
-    level: Ints  # [R] which of its share's draws: 0, 1, ...
-    token: Ints  # [R] index in the step of the token that it is drawn after
-    position: Ints  # [R] of the token to draw, in its sequence
-    guess: Ints  # [R] what it must be for the next one to count; NO_GUESS for the last of a share
-
-    @classmethod
-    def of_shares(cls, shares: Sequence[Share]) -> Draws:
-        """Of shares that bring all their tokens."""
-        counts = [(share.num_new_tokens, share.num_draws, share.end) for share in shares]
-        num_new_tokens, num_draws, ends = np.array(counts, np.int64).T
-        return cls.of(num_new_tokens, num_draws, ends, np.concatenate([share.token_ids for share in shares]))
-
-    @classmethod
-    def of(cls, num_new_tokens: Ints, num_draws: Ints, ends: Ints, token_ids: npt.NDArray[np.int32]) -> Draws:
-        """Of shares [S] and their tokens [T], end to end."""
-        share = np.repeat(np.arange(len(num_draws)), num_draws)
-        level = np.arange(len(share)) - (num_draws.cumsum() - num_draws)[share]
-        left = (num_draws[share] - 1 - level).astype(np.int64)  # draws of the share that come after it
-        token = num_new_tokens.cumsum()[share] - 1 - left
-        guess = np.where(left > 0, token_ids[np.minimum(token + 1, len(token_ids) - 1)], NO_GUESS)
-        return cls(share, level, token, ends[share] - left, guess)
-
-    def levels(self) -> Iterator[Ints]:
-        """The first draws of all shares, then the second ones of those that have two, and so on: indices of draws."""
-        for level in range(int(self.level.max(initial=-1)) + 1):
-            yield (self.level == level).nonzero()[0]

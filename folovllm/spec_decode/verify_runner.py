@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from folovllm.forward_batch import ForwardBatch
-from folovllm.spec_decode.verify import Draws, most_draws
+from folovllm.spec_decode.verify import most_draws
 from folovllm.step.draw import Logprobs
+from folovllm.step.packed import Int32, Sample, fields_of, sample_levels, samples_of
 from folovllm.step.schedule import SchedulerOutput, Share, StepResult
 from folovllm.worker.model_runner import ModelRunner
 
@@ -24,7 +26,8 @@ class VerifyingModelRunner(ModelRunner):
         for share in shares:  # a table may have been cut back
             del self._input_batch.block_tables.get(share.row, [])[share.first_new_block :]
         batch = super()._build(shares)
-        batch.logits_indices = torch.from_numpy(Draws.of_shares(shares).token).to(batch.input_ids.device)
+        after = torch.from_numpy(samples_of_shares(shares)[Sample.AFTER])
+        batch.logits_indices = after.to(batch.input_ids.device, torch.int64)
         return batch
 
     def _most_draws(self) -> int:
@@ -32,23 +35,29 @@ class VerifyingModelRunner(ModelRunner):
 
     def _draw(self, output: SchedulerOutput, logits: torch.Tensor, scores: dict[int, list[Logprobs]]) -> StepResult:
         """As many tokens for each share as its guesses allow, from `logits` [R, V] of all draws."""
-        draws, shares = Draws.of_shares(output.shares), output.shares
+        shares, samples = output.shares, samples_of_shares(output.shares)
+        sequence, position, draft = samples[[Sample.SEQUENCE, Sample.POSITION, Sample.DRAFT]].tolist()
         drawn: list[list[int]] = [[] for _ in shares]
         logprobs = dict(scores)
         right = [True] * len(shares)  # whether all guesses so far were
-        for level, every in enumerate(draws.levels()):
-            at = [r for r in every.tolist() if right[draws.share[r]]]
+        for level, every in enumerate(sample_levels(samples)):
+            at = [r for r in every.tolist() if right[sequence[r]] and samples[Sample.COUNTS, r]]
             if not at:
                 break
-            own = [shares[i] for i in draws.share[at]]
+            own = [shares[sequence[r]] for r in at]
             self._draws.set_masks(None if output.masks is None else output.masks.of_level(level))
-            batch = self._draws.batch([share.row for share in own], draws.position[at].tolist())
+            batch = self._draws.batch([share.row for share in own], [position[r] for r in at])
             found = self._sampler(logits[at], batch)
             self._draws.note_drawn(own, StepResult([[token] for token in found.token_ids], {}))
             for r, token, row in zip(at, found.token_ids, found.logprobs, strict=True):
-                i = int(draws.share[r])
+                i = sequence[r]
                 drawn[i].append(token)
-                right[i] = token == draws.guess[r]
+                right[i] = token == draft[r]
                 if row is not None:
                     logprobs.setdefault(i, []).append(row)
         return StepResult(drawn, logprobs)
+
+
+def samples_of_shares(shares: Sequence[Share]) -> Int32:
+    """The samples [len(Sample), R] of shares that bring all their tokens."""
+    return samples_of(fields_of(shares), np.concatenate([share.token_ids for share in shares]))

@@ -1,7 +1,10 @@
 """A whole step in one int32 buffer: the host packs it, one copy moves it, the device unpacks it.
 
-The device keeps what does not change from step to step: the block table of each row, the last token drawn for it and how
-its tokens are drawn. A step brings only what is new. Floats and seeds travel as the bits of int32 numbers.
+The device keeps what does not change from step to step: the block table of each row, the last token sampled for it and how
+its tokens are sampled. A step brings only what is new. Floats and seeds travel as the bits of int32 numbers.
+
+There is one layout, `Parts`: for a decode, a prompt, a chunk, drafts that are verified, and what ranks are sent. A step is
+ragged twice: a sequence has any number of new tokens, and any number of tokens is sampled for it.
 """
 
 from __future__ import annotations
@@ -9,19 +12,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from folovllm.draw_row import DrawUpdate, RowField, pack_updates, row_update
+from folovllm.draw_row import FLAGS_OF_MEMORY, DrawUpdate, RowField, pack_updates, row_update
 from folovllm.step.draw import DrawSpec
 from folovllm.step.schedule import SchedulerOutput, Share, tokens_to_score
+
+if TYPE_CHECKING:
+    import torch
 
 Int32 = npt.NDArray[np.int32]
 IN_FLIGHT = -1  # a token that is on the device and has not come back yet
 NOTHING = -1
 FLYING = np.array([IN_FLIGHT], np.int32)
-NO_DRAWS, NOBODY, NO_SCORES = pack_updates([]), np.empty((2, 0), np.int32), np.empty((4, 0), np.int32)
 
 
 class Field(IntEnum):
@@ -38,35 +44,113 @@ class Field(IntEnum):
     NUM_DRAWS = 8  # tokens to draw
 
 
+class Sample(IntEnum):
+    """Lines of the matrix of samples: one number for each token that is sampled, sequence by sequence.
+
+    ROW, TEMPERATURE and the seeds are where `Field` has them, and POSITION is where it has SEQ_LEN. So the first matrix of a
+    decode step, which samples one token a sequence, is also the matrix of its samples.
+    """
+
+    DRAFT = 0  # what the token must be for the sequence's next sample to count; NOTHING behind the last draft token
+    ROW = 1
+    POSITION = 2  # index of the token to sample in its sequence
+    AFTER = 3  # index in the step of the token after which it is sampled
+    TEMPERATURE = 4
+    SEED_LOW = 5
+    SEED_HIGH = 6
+    SEQUENCE = 7  # its column in the first matrix
+    COUNTS = 8  # 0: the sequence has not all its tokens yet, so nobody wants this one
+
+
+Array = TypeVar("Array", Int32, "torch.Tensor")
+Part = TypeVar("Part")
+
+
+class Parts(NamedTuple, Generic[Part]):
+    """The parts of a step's buffer in the order in which they lie there: of `Parts[int]` how many columns each has."""
+
+    fields: Part  # [len(Field), S]
+    tokens: Part  # [T]; of a decode step none, for its fields have them
+    samples: Part  # [len(Sample), R]; likewise
+    updates: Part  # [3, U], new entries of block tables: row, column, block
+    draws: Part  # [D], how new rows sample: `DrawUpdate.buffer`
+    scores: Part  # [4, n]: `tokens_to_score`
+    logprobs: Part  # [2, n]: which samples report log-probabilities, and how many each
+
+
+LINES = Parts(len(Field), 1, len(Sample), 3, 1, 4, 2)
+
+
+def split(buffer: Array, columns: Parts[int]) -> Parts[Array]:
+    """The parts of a buffer on the host or on a device, as views of it."""
+    found, at = [], 0
+    for lines, width in zip(LINES, columns, strict=True):
+        part = buffer[at : at + lines * width]
+        found.append(part if lines == 1 else part.reshape(lines, width))
+        at += lines * width
+    return Parts(*found)
+
+
+def num_numbers(columns: Parts[int]) -> int:
+    """How many numbers a buffer has."""
+    return sum(lines * width for lines, width in zip(LINES, columns, strict=True))
+
+
+NO_DRAWS = pack_updates([])
+NO_SAMPLES, NO_SCORES, NOBODY = (np.empty((lines, 0), np.int32) for lines in (len(Sample), 4, 2))
+
+
 @dataclass(slots=True)
 class PackedStep:
     """One step on the host.
 
-    A decode step is the matrix alone, padded to a bucket's width. Other steps also bring the tokens of all sequences
-    end to end, entries of block tables as (row, column, block), and how the tokens of new rows are drawn.
+    A decode step is the first matrix alone, padded to a bucket's width. Other steps have more of the `Parts`.
 
-    `is_special`: some sequence draws with filters, or from logits that depend on the tokens so far.
+    Attributes:
+        is_special: some sequence samples with filters, or from logits that depend on the tokens so far.
+        has_memory: some sequence samples from logits that depend on the tokens so far.
+        draws_late: it stops at its logits, and samples when `Masks` come.
+        is_decode: every sequence has one new token and the first matrix says it all.
+        num_samples: R, how many tokens are sampled.
+        has_drafts: more than one token of some sequence is sampled.
     """
 
     fields: Int32  # [len(Field), width]
     num_seqs: int
     num_decodes: int
-    tokens: Int32  # [T], empty in a decode step
+    tokens: Int32  # [T]
     updates: Int32  # [3, U]
+    samples: Int32 = field(default_factory=lambda: NO_SAMPLES)
     draws: DrawUpdate = NO_DRAWS  # of new rows
+    scores: Int32 = field(default_factory=lambda: NO_SCORES)
+    logprobs: Int32 = field(default_factory=lambda: NOBODY)
     is_special: bool = False
-    logprobs: Int32 = field(default_factory=lambda: NOBODY)  # [2, n]: which sequences, how many each
-    scores: Int32 = field(default_factory=lambda: NO_SCORES)  # [4, n]: `tokens_to_score`
-    draws_late: bool = False  # it stops at its logits, and draws when `Masks` come
+    has_memory: bool = False
+    draws_late: bool = False
+    is_decode: bool = field(init=False)
+    num_samples: int = field(init=False)
+    has_drafts: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.is_decode = not len(self.tokens)
+        self.num_samples = self.num_seqs if self.is_decode else self.samples.shape[1]
+        self.has_drafts = not self.is_decode and bool(self.fields[Field.NUM_DRAWS].max() > 1)
 
     @property
-    def is_decode(self) -> bool:
-        """Whether every sequence has one new token and the matrix says it all."""
-        return not len(self.tokens)
+    def parts(self) -> Parts[Int32]:
+        """All that travels."""
+        return Parts(
+            self.fields, self.tokens, self.samples, self.updates, self.draws.buffer, self.scores, self.logprobs
+        )
+
+    @property
+    def columns(self) -> Parts[int]:
+        """How many columns each part has."""
+        return Parts(*[part.shape[-1] for part in self.parts])
 
     def flatten(self) -> Int32:
         """What goes to the device, end to end."""
-        return np.concatenate([self.fields.ravel(), self.tokens, self.updates.ravel(), self.draws.buffer])
+        return np.concatenate([part.ravel() for part in self.parts])
 
 
 class StepPacker:
@@ -78,7 +162,7 @@ class StepPacker:
         self._buckets = buckets
         # TEMPERATURE, SEED_LOW and SEED_HIGH of each row, as its first share said.
         self._row_numbers = np.zeros((3, num_rows), np.int32)
-        self._special: set[int] = set()  # rows whose draw takes more than temperature and noise
+        self._special: dict[int, bool] = {}  # rows that sample with more than temperature and noise: do they remember?
         self._logprobs: dict[int, int] = {}  # by row, where the request wants any
 
     def pack(self, output: SchedulerOutput) -> PackedStep:
@@ -88,10 +172,11 @@ class StepPacker:
         is_decode = width and all(map(is_plain_decode, shares))
         step = self.pack_decode(shares, width) if is_decode else self._pack_mixed(shares)
         if self._special or self._logprobs:
-            drawn = [(i, share.row) for i, share in enumerate(shares) if share.num_draws]
-            step.is_special = any(row in self._special for _, row in drawn)
-            asked = [(i, self._logprobs[row]) for i, row in drawn if row in self._logprobs]
-            step.logprobs = np.array(asked, np.int32).reshape(-1, 2).T
+            drawn = [share.row for share in shares if share.num_draws]
+            special = [self._special[row] for row in drawn if row in self._special]
+            step.is_special, step.has_memory = bool(special), any(special)
+            if not self._logprobs.keys().isdisjoint(drawn):
+                step.logprobs = self._asked_logprobs(step)
         return step
 
     def pack_decode(self, shares: Sequence[Share], width: int) -> PackedStep:
@@ -124,18 +209,35 @@ class StepPacker:
         return PackedStep(fields, n, n, np.empty(0, np.int32), np.empty((3, 0), np.int32))
 
     def _pack_mixed(self, shares: Sequence[Share]) -> PackedStep:
-        """Any step: fields, tokens, blocks that the devices do not know yet, and how new rows are drawn."""
+        """Any step: fields, tokens, samples, blocks that the devices do not know yet, and how new rows sample."""
         draws = self._new_draws({share.row: share.draw for share in shares if share.draw is not None})
-        fields = np.zeros((len(Field), len(shares)), np.int32)
-        fields[Field.ROW] = rows = [share.row for share in shares]
-        fields[Field.SEQ_LEN] = [share.end for share in shares]
-        fields[Field.QUERY_LEN] = [share.num_new_tokens for share in shares]
-        fields[Field.NUM_DRAWS] = [share.num_draws for share in shares]
-        fields[Field.TEMPERATURE : Field.SEED_HIGH + 1] = self._row_fields(rows)
+        fields = fields_of(shares)
+        fields[Field.TEMPERATURE : Field.SEED_HIGH + 1] = self._row_fields([share.row for share in shares])
         tokens = np.concatenate([share.token_ids if len(share.token_ids) else FLYING for share in shares])
         num_decodes = next((i for i, share in enumerate(shares) if share.num_new_tokens > 1), len(shares))
         wanted = np.array(tokens_to_score(shares), np.int32).reshape(-1, 4).T
-        return PackedStep(fields, len(shares), num_decodes, tokens, block_updates(shares), draws, scores=wanted)
+        samples = samples_of(fields, tokens)
+        return PackedStep(fields, len(shares), num_decodes, tokens, block_updates(shares), samples, draws, wanted)
+
+    def _asked_logprobs(self, step: PackedStep) -> Int32:
+        """Which samples report log-probabilities, and how many each, [2, n]."""
+        rows, counts = step.fields[Field.ROW, : step.num_seqs], step.fields[Field.NUM_DRAWS, : step.num_seqs]
+        if not step.is_decode:
+            rows, counts = step.samples[Sample.ROW], step.samples[Sample.COUNTS]
+        asked = [
+            (i, self._logprobs[row])
+            for i, (row, counted) in enumerate(zip(rows.tolist(), counts.tolist(), strict=True))
+            if counted and row in self._logprobs
+        ]
+        return np.array(asked, np.int32).reshape(-1, 2).T
+
+    def is_special(self, shares: Sequence[Share]) -> bool:
+        """Whether some of these rows, which the devices know, sample with more than temperature and noise."""
+        return any(share.row in self._special for share in shares)
+
+    def reports_logprobs(self, shares: Sequence[Share]) -> bool:
+        """Whether some of these rows, which the devices know, report log-probabilities."""
+        return any(share.row in self._logprobs for share in shares)
 
     def _new_draws(self, new: Mapping[int, DrawSpec]) -> DrawUpdate:
         """How the tokens of rows that have a new owner are drawn: noted here, and what the devices must be told."""
@@ -145,7 +247,9 @@ class StepPacker:
             self._row_numbers[0, row] = np.float32(spec.temperature).view(np.int32)
             # Little endian: the low word comes first.
             self._row_numbers[1:, row] = np.array([spec.seed], np.int64).view(np.int32)
-            (self._special.add if update.fields[RowField.FLAGS] else self._special.discard)(row)
+            self._special.pop(row, None)
+            if flags := int(update.fields[RowField.FLAGS]):
+                self._special[row] = bool(flags & FLAGS_OF_MEMORY)
             self._logprobs.pop(row, None)
             if spec.logprobs is not None:
                 self._logprobs[row] = spec.logprobs
@@ -173,6 +277,44 @@ def is_plain_decode(share: Share) -> bool:
     """
     is_one = share.num_new_tokens == 1 and share.num_draws == 1
     return is_one and share.draw is None and len(share.new_blocks) < 2
+
+
+def fields_of(shares: Sequence[Share]) -> Int32:
+    """The first matrix [len(Field), S] of any step, but for temperatures and seeds, which are 0."""
+    fields = np.zeros((len(Field), len(shares)), np.int32)
+    fields[Field.ROW] = [share.row for share in shares]
+    fields[Field.SEQ_LEN] = [share.end for share in shares]
+    fields[Field.QUERY_LEN] = [share.num_new_tokens for share in shares]
+    fields[Field.NUM_DRAWS] = [share.num_draws for share in shares]
+    return fields
+
+
+def samples_of(fields: Int32, tokens: Int32) -> Int32:
+    """The samples [len(Sample), R] of sequences with these `fields` [len(Field), S] and new `tokens` [T].
+
+    A sequence that samples n tokens does so after each of its last n. Behind the first of these stand its draft tokens.
+    Without drafts each sequence has one sample, whether or not it counts; so these are the last tokens of all.
+    """
+    num_draws = fields[Field.NUM_DRAWS]
+    has_drafts = bool(num_draws.max(initial=0) > 1)
+    sequence = np.arange(len(num_draws)).repeat(num_draws if has_drafts else 1)
+    samples = fields[:, sequence]
+    samples[Sample.SEQUENCE], samples[Sample.COUNTS] = sequence, num_draws[sequence] > 0
+    samples[Sample.AFTER], samples[Sample.DRAFT] = (fields[Field.QUERY_LEN].cumsum() - 1)[sequence], NOTHING
+    if has_drafts:
+        left = num_draws.cumsum()[sequence] - 1 - np.arange(len(sequence))  # samples of the sequence behind this one
+        samples[[Sample.POSITION, Sample.AFTER]] -= left.astype(np.int32)
+        following = tokens[np.minimum(samples[Sample.AFTER] + 1, len(tokens) - 1)]
+        samples[Sample.DRAFT] = np.where(left > 0, following, NOTHING)
+    return samples
+
+
+def sample_levels(samples: Int32) -> list[npt.NDArray[np.int64]]:
+    """The first samples of all sequences, then the second ones of those that have two, and so on: their columns."""
+    sequence = samples[Sample.SEQUENCE]
+    first = np.searchsorted(sequence, sequence)  # of the same sequence
+    level = np.arange(len(sequence)) - first
+    return [(level == n).nonzero()[0] for n in range(int(level.max(initial=-1)) + 1)]
 
 
 def block_updates(shares: Sequence[Share]) -> Int32:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from folovllm.forward_batch import ForwardBatch
-from folovllm.step.packed import IN_FLIGHT, NOTHING, Field, PackedStep
+from folovllm.step.packed import IN_FLIGHT, NOTHING, Field, Int32, Parts, Sample
 
 
 class DeviceTables:
@@ -59,20 +59,22 @@ class DeviceTables:
         input_ids = torch.where(given == IN_FLIGHT, self.last_token[rows], given)
         return input_ids, positions, torch.where(seq_lens > 0, slots, -1), self.block_tables[rows]
 
-    def enter_blocks(self, step: PackedStep, flat: torch.Tensor) -> None:
-        """Note the blocks that a step brings: entries of `block_tables`, from its flattened buffer [n] on the device."""
-        if not step.updates.size:
-            return
-        row, column, block = flat[step.fields.size + len(step.tokens) :][: step.updates.size].view(3, -1)
+    def enter_blocks(self, updates: torch.Tensor) -> None:
+        """Note the blocks that a step brings: entries [3, U] of `block_tables`. Device work only."""
+        row, column, block = updates
         self.block_tables[row.long(), column.long()] = block
 
-    def unpack_mixed(self, step: PackedStep, flat: torch.Tensor) -> ForwardBatch:
-        """The batch of any step, from its flattened buffer [n] int32 on the device."""
-        self.enter_blocks(step, flat)
-        num_fields = step.fields.size
-        fields, tokens = flat[:num_fields].view(step.fields.shape), flat[num_fields:][: len(step.tokens)]
-        rows, seq_lens, query_lens = fields[Field.ROW], fields[Field.SEQ_LEN], fields[Field.QUERY_LEN]
-        input_ids, positions, slots, starts, tables = self.unpack_ragged(rows, seq_lens, query_lens, tokens)
+    def unpack(
+        self, parts: Parts[torch.Tensor], num_decodes: int, max_query_len: int, max_seq_len: int, host: Int32 | None
+    ) -> ForwardBatch:
+        """The batch of a step that is no decode, from its parts on the device, whose new blocks were entered. Device work only.
+
+        `host`: the same fields in host memory; None while a step is captured, for they are others at each replay.
+        """
+        rows, seq_lens, query_lens = (parts.fields[f] for f in (Field.ROW, Field.SEQ_LEN, Field.QUERY_LEN))
+        input_ids, positions, slots, starts, tables = self.unpack_ragged(rows, seq_lens, query_lens, parts.tokens)
+        if host is None and rows.device.type == "cpu":
+            host = parts.fields.numpy()
         return ForwardBatch(
             input_ids=input_ids,
             positions=positions,
@@ -80,14 +82,13 @@ class DeviceTables:
             query_start_loc=starts,
             seq_lens=seq_lens,
             block_tables=tables,
-            logits_indices=starts[1:].long() - 1,
+            logits_indices=parts.samples[Sample.AFTER],
             num_seqs=len(rows),
-            num_decodes=step.num_decodes,
-            max_query_len=int(step.fields[Field.QUERY_LEN].max()),
-            max_seq_len=int(step.fields[Field.SEQ_LEN].max()),
-            query_lens_host=step.fields[Field.QUERY_LEN].tolist(),
-            seq_lens_host=step.fields[Field.SEQ_LEN].tolist(),
-            only_last=not step.scores.size,
+            num_decodes=num_decodes,
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            query_lens_host=[] if host is None else host[Field.QUERY_LEN].tolist(),
+            seq_lens_host=[] if host is None else host[Field.SEQ_LEN].tolist(),
         )
 
     def unpack_ragged(

@@ -1,70 +1,91 @@
-"""Keeps the CPU off the critical path: packed steps, recorded decodes, tokens that stay on the device."""
+"""Keeps the CPU off the critical path: packed steps, captured steps, tokens that stay on the device."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
-from folovllm.forward_batch import ForwardBatch
+from folovllm.draw_row import mask_width
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.sample.draw_state import DrawState
 from folovllm.sample.logprobs import DrawnLogprobs, gather_logprobs
+from folovllm.sample.rules import without_masked
 from folovllm.setup import EngineSetup
 from folovllm.step.masks import Masks
-from folovllm.step.packed import Field, Int32, PackedStep, StepPacker
+from folovllm.step.packed import (
+    Field,
+    Int32,
+    PackedStep,
+    Parts,
+    Sample,
+    StepPacker,
+    num_numbers,
+    sample_levels,
+    split,
+)
 from folovllm.step.schedule import SchedulerOutput
+from folovllm.worker.buckets import Bucket, buckets_for, decode_bucket, draft_bucket, pad, padding_of
 from folovllm.worker.device_tables import DeviceTables
 from folovllm.worker.draw import StepDraw
-from folovllm.worker.graph_cache import GraphStore
-from folovllm.worker.host_ring import HostRing
 from folovllm.worker.model_runner import ModelRunner
-from folovllm.worker.pending_step import Computed, PendingStep
-from folovllm.worker.prompt_graphs import PromptGraphs
+from folovllm.worker.pending_step import Computed, PendingStep, Verifier
 from folovllm.worker.rehearse import compile_at_once
-from folovllm.worker.step_graph import Recorder, StepGraph
-from folovllm.worker.warm_up import small_steps
+from folovllm.worker.step_graph import GraphStore, HostRing, Recorder, StepGraph
+from folovllm.worker.warm_up import late_draft, small_steps, steps_with_drafts
 
 logger = logging.getLogger("folovllm")
+
+Work = Callable[[Bucket, torch.Tensor], None]  # device work on the buffer of a step in a bucket
 
 
 class GraphRunner:
     """Wraps a `ModelRunner`: it starts packed steps and does not wait for them.
 
-    For each width in `buckets` three things are recorded: the whole decode step, from unpacking its buffer to the draw in
-    one pass; the step as far as its logits; and from there the draw of any row. Of small steps with prompts the model is
-    recorded (`PromptGraphs`). Other steps run the same operations one by one. All device work is queued on one stream, so
-    that a step sees what the step before it wrote, whatever the host knows by then.
+    Steps that fill a `Bucket` are captured: the whole step, from its buffer to its tokens; the step as far as its logits; and
+    from there the sampling of any row. Of steps with prompts the model alone is captured. Other steps run the same operations
+    one by one. All device work is queued on one stream, so that a step sees what the step before it wrote, whatever the host
+    knows by then.
 
     A step that draws late stops at its logits. The masks that its rows draw with are the next thing to come, and set it
     going again.
     """
 
     def __init__(
-        self, setup: EngineSetup, runner: ModelRunner, draw: StepDraw, rows_draw: DrawState, graphs: GraphStore
-    ) -> None:
+        self, setup: EngineSetup, runner: ModelRunner, draw: StepDraw, rows_draw: DrawState, graphs: GraphStore,
+        verifier: Verifier | None = None,
+    ) -> None:  # fmt: skip
         """`draw` serves steps whose draw is plain; `rows_draw` serves all others, and knows how each row draws.
 
-        `graphs` says which widths are recorded, and keeps what is.
+        `graphs` says which widths of decode steps are captured, and keeps what is. `verifier` is needed for steps with drafts.
         """
         rows, device = setup.max_num_seqs, setup.device
         self._setup = setup
         self._runner = runner
         self._draw = draw
         self._rows_draw = rows_draw
-        self.buckets: list[int] = []
+        self._verifier = verifier
+        self.buckets: list[int] = []  # widths of decode steps
+        self._decodes: dict[int, Bucket] = {}  # by width
+        self._others: dict[bool, list[Bucket]] = {
+            False: [],
+            True: [],
+        }  # by whether they are for drafts; small ones first
         self._tables = DeviceTables(rows, -(-setup.max_model_len // setup.block_size), setup.block_size, device)
         self._graphs = graphs
+        self._other_graphs: dict[tuple[Bucket, str], StepGraph] = {}
         self._is_rehearsed = device.type == "cuda" and not setup.config.compile
         # Ranks run it before: their sums' first call in a recording has never been tried on several GPUs.
         self._recorder = Recorder(device, self._is_rehearsed and setup.config.tensor_parallel_size == 1)
-        self._prompts = PromptGraphs(setup, runner, self._tables, self._recorder)
         self._late: Computed | None = None  # what `Masks` set going again
-        self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)  # what the step drew
-        self._logits: torch.Tensor | None = None  # [rows, V], where recorded steps leave them
+        self._num_drafted = 0 if verifier is None else verifier.num_samples
+        self._tokens = torch.zeros(max(rows, self._num_drafted), dtype=torch.int64, device=device)  # what the step drew
+        # Where captured steps leave their results: logits [R, V], and hidden states [R, H] of steps that are no decodes.
+        self._logits = self._last_hidden = self._kept_free = torch.empty(0)
         self._steps_in, self._tokens_out = HostRing(torch.int32, device), HostRing(torch.int64, device)
 
     @property
@@ -77,31 +98,44 @@ class GraphRunner:
         self._runner.load_model()
 
     def initialize_kv_cache(self) -> int:
-        """Find out how many blocks fit, and allocate them; compile kernels and record steps. Returns the number of blocks."""
+        """Find out how many blocks fit, and allocate them; compile kernels and capture steps. Returns the number of blocks."""
         setup = self._setup
-        records = not setup.config.enforce_eager and self._runner.supports_graph()
-        if records:
-            self._reserve_logits()
+        captures = not setup.config.enforce_eager and self._runner.supports_graph()
+        buckets = self._wanted() if captures else []
+        if captures:
+            self._reserve_results(buckets)
         if self._is_rehearsed:
-            self.compile_at_once(records)
-        num_blocks = self._runner.fit_kv_cache(self._prompts.largest() if records else 0.0)
+            self.compile_at_once(captures)
+        largest = max((bucket.num_tokens for bucket in buckets if not bucket.has_drafts), default=0)
+        num_blocks = self._runner.fit_kv_cache(largest / setup.max_num_batched_tokens)
         if setup.device.type == "cuda":
             self.compile_kernels()
-        if records:
+        if captures:
             self.capture_cudagraph()
         return num_blocks
 
-    def _reserve_logits(self) -> None:
-        """Make the place where recorded steps leave their logits, before the cache takes what is left."""
-        shape = self._setup.max_num_seqs, len(self.model.lm_head.weight)
-        self._logits = torch.zeros(shape, dtype=self._setup.dtype, device=self._setup.device)
+    def _wanted(self) -> list[Bucket]:
+        """What to capture beside decodes."""
+        return buckets_for(self._setup, self._num_drafted) if self._runner.supports_prompt_graph() else []
 
-    def compile_at_once(self, records: bool) -> None:
+    def _reserve_results(self, buckets: list[Bucket]) -> None:
+        """Make the places where captured steps leave their results, before the cache takes what is left.
+
+        What masks leave of a draft's logits takes as much again; that is held until the steps with drafts are captured.
+        """
+        setup, (vocab_size, width) = self._setup, self.model.lm_head.weight.shape
+        drafted = max((bucket.num_samples for bucket in buckets if bucket.has_drafts), default=0)
+        most = max((bucket.num_samples for bucket in buckets), default=0)
+        self._logits = torch.zeros(max(setup.max_num_seqs, drafted), vocab_size, dtype=setup.dtype, device=setup.device)
+        self._kept_free = torch.empty_like(self._logits[:drafted])
+        self._last_hidden = torch.zeros(most, width, dtype=setup.dtype, device=setup.device)
+
+    def compile_at_once(self, captures: bool) -> None:
         """Compile all kernels of the start, many at a time."""
-        compile_at_once(self._setup, self.model.model, lambda: self._rehearse(records))
+        compile_at_once(self._setup, self.model.model, lambda: self._rehearse(captures))
 
-    def _rehearse(self, records: bool) -> None:
-        """Do once, over a small cache, what the start does: the largest step, small ones, and what is recorded.
+    def _rehearse(self, captures: bool) -> None:
+        """Do once, over a small cache, what the start does: the largest step, small ones, and what is captured.
 
         Scales of a cache come first, since kernels are others where keys lose an offset; the start finds the true ones.
         """
@@ -111,20 +145,27 @@ class GraphRunner:
         self._runner.warmup_model()
         self._runner.allocate_kv_cache(-(-min(setup.max_model_len, setup.max_num_batched_tokens) // setup.block_size))
         self.compile_kernels()
-        if records:
+        if captures:
             self._rehearse_graphs()
         self._runner.allocate_kv_cache(0)
 
     def _rehearse_graphs(self) -> None:
-        """Do the work that will be recorded."""
-        for width in self._graphs.widths:
-            for work in self._works():
-                work(torch.from_numpy(self._padding(width)).to(self._setup.device))
-        self._prompts.rehearse()
+        """Do the work that will be captured."""
+        for bucket in [decode_bucket(width) for width in self._graphs.widths] + self._wanted():
+            for work in self._works(bucket):
+                work(bucket, torch.from_numpy(self._padding(bucket, work)).to(self._setup.device))
 
     def compile_kernels(self) -> None:
         """Run one operation after the other, so that all of their kernels are compiled before the first request."""
         self._warm_up(small_steps(self._setup))
+        if self._verifier is not None:
+            self._warm_up(steps_with_drafts(self._setup, self._num_drafted))
+            with torch.inference_mode():
+                step, masks = late_draft(self._setup)
+                self.execute_model(step)
+                pending = self.execute_model(masks)
+                assert pending is not None
+                pending.wait()
 
     def _warm_up(self, steps: Iterable[SchedulerOutput]) -> None:
         """Run steps, and wait for each."""
@@ -134,32 +175,53 @@ class GraphRunner:
                 self._start(packer.pack(output)).wait()
 
     def capture_cudagraph(self) -> None:
-        """Record steps with prompts, then the decode step for every bucket, the widest first, so that all others fit into
-        its memory. On CPU a step is recorded when it is first needed: nothing is gained by doing it earlier.
+        """Capture steps of every bucket, each kind's widest first, so that all others fit into its memory.
+
+        On CPU a step is captured when it is first needed: nothing is gained by doing it earlier.
         """
-        setup = self._setup
         self.buckets = self._graphs.widths
-        self._prompts.open()
-        if setup.device.type == "cuda":
-            for width in tqdm(self.buckets[::-1], desc="Capturing graphs", disable=not setup.config.use_tqdm):
-                self._record(width)
+        self._decodes = {width: decode_bucket(width) for width in self.buckets}
+        for bucket in self._wanted():
+            self._others[bucket.has_drafts].append(bucket)
+        self._kept_free = torch.empty(0)
+        if self._setup.device.type == "cuda":
+            kinds = self._others[False], [*self._decodes.values()], self._others[True]
+            every = [bucket for kind in kinds for bucket in kind[::-1]]
+            for bucket in tqdm(every, desc="Capturing graphs", disable=not self._setup.config.use_tqdm):
+                self._capture(bucket)
 
-    def _record(self, width: int) -> None:
-        """Record all that steps of this width may need, so that no later step waits for it."""
-        for work in self._works():
-            self._recorded(width, work)
+    def _capture(self, bucket: Bucket) -> None:
+        """Capture all that steps in this bucket may need, so that no later step waits for it."""
+        for work in self._works(bucket):
+            self._graph(bucket, work)
 
-    def _works(self) -> tuple[Callable[[torch.Tensor], None], ...]:
-        """What is recorded of each width."""
-        return self._decode, self._forward, self._draw_recorded
+    def _works(self, bucket: Bucket) -> tuple[Work, ...]:
+        """What is captured of a bucket."""
+        if bucket.is_decode:
+            return self._decode, self._forward, self._sample_decode
+        if bucket.has_drafts:
+            return self._verify, self._forward, self._sample_masked
+        return (self._forward,)
 
-    def _padding(self, width: int) -> Int32:
-        """The fields of a decode step of nothing but padding."""
-        return StepPacker(self._setup.max_num_seqs, []).pack_decode([], width).fields
+    def _padding(self, bucket: Bucket, work: Work) -> Int32:
+        """The input of some work where there is nothing to do."""
+        nothing = padding_of(bucket, self._setup.max_num_seqs)
+        if work == self._sample_masked:
+            return np.concatenate([nothing, self._masks_in(bucket, None)])
+        return nothing
 
-    def _recorded(self, width: int, work: Callable[[torch.Tensor], None]) -> StepGraph:
-        """The graph of `work` on the fields of a decode step. Records it now, with nothing but padding, if none is kept."""
-        return self._graphs.get(width, work.__name__, lambda: self._recorder.record(self._padding(width), work))
+    def _graph(self, bucket: Bucket, work: Work) -> StepGraph:
+        """The graph of `work` in a bucket. Captures it now, with nothing but padding, if none is kept."""
+
+        def capture() -> StepGraph:
+            return self._recorder.record(self._padding(bucket, work), partial(work, bucket))
+
+        if not bucket.num_others:  # decodes alone
+            return self._graphs.get(bucket.num_decodes, work.__name__, capture)
+        key = bucket, work.__name__
+        if key not in self._other_graphs:
+            self._other_graphs[key] = capture()
+        return self._other_graphs[key]
 
     def execute_model(self, step: PackedStep | Masks) -> PendingStep | None:
         """Start a packed step, or the draw of the one that has its logits; the host does not wait for anything.
@@ -167,117 +229,239 @@ class GraphRunner:
         None for a step that draws late.
         """
         if isinstance(step, Masks):
-            return self._draw_late(step)
+            assert self._late is not None, "no step waits for masks"
+            computed, self._late = self._late, None
+            self._sample(computed, step)
+            return self._sent(computed)
         if not step.draws_late:
             return self._start(step)
-        self._late = self._compute(step)
+        self._late = self._compute(step, self._bucket_of(step))
         return None
 
     def _start(self, step: PackedStep) -> PendingStep:
         """Start a step that computes and draws at once."""
-        if step.is_decode and not step.is_special:
-            return self._sent(self._replay(step, self._decode))
-        computed = self._compute(step)
-        self._draw_step(computed, step.is_special)
-        return self._pending(computed)
-
-    def _draw_late(self, masks: Masks) -> PendingStep:
-        """Draw for the step that has its logits."""
-        assert self._late is not None, "no step waits for masks"
-        computed, self._late = self._late, None
-        numbers = self._steps_in.to_device(np.concatenate([masks.rows, masks.bits.ravel()]))
-        rows, bits = numbers[: len(masks.rows)], numbers[len(masks.rows) :].view(masks.bits.shape)
-        self._rows_draw.set_masks(rows, bits)
-        self._draw_step(computed, is_special=True)
-        return self._pending(computed)
-
-    def _replay(self, step: PackedStep, work: Callable[[torch.Tensor], None]) -> Computed:
-        """Do the recorded `work` on the fields of a decode step."""
-        width = step.fields.shape[1]
-        graph = self._recorded(width, work)
-        graph.replay(self._steps_in.stage(step.fields.ravel()).view(step.fields.shape))
-        self._steps_in.mark()
-        return Computed(step, self._logits_of(graph.static_input), graph.static_input)
-
-    def _pending(self, computed: Computed) -> PendingStep:
-        """What will have the result of a step that has drawn."""
+        bucket = self._bucket_of(step)
+        if bucket is not None:
+            if step.is_decode and not step.is_special:
+                return self._sent(self._replay(step, bucket, self._decode))
+            if step.has_drafts and not step.has_memory:
+                return self._sent(self._replay(step, bucket, self._verify))
+        computed = self._compute(step, bucket)
+        self._sample(computed, None)
         return self._sent(computed)
 
-    def _sent(self, computed: Computed) -> PendingStep:
-        """Send a token for each share, and their log-probabilities, on their way to the host."""
-        step, logits = computed.step, computed.logits
-        logprobs = self._gather_logprobs(logits, step) if step.logprobs.size else None
-        tokens, arrived = self._tokens_out.to_host(self._tokens[: step.num_seqs])
-        return PendingStep(step, tokens, arrived, logprobs, computed.scores)
+    def _bucket_of(self, step: PackedStep) -> Bucket | None:
+        """The smallest bucket that holds a step and is captured.
 
-    def _decode(self, fields: torch.Tensor) -> None:
-        """Do the whole work of a plain decode step, from its buffer [len(Field), width] to its tokens. A graph records this."""
-        self._forward(fields)
-        self._one_pass(self._logits_of(fields), fields)
-
-    def _forward(self, fields: torch.Tensor) -> None:
-        """Do the work of a decode step up to its logits, which stay in their buffer. A graph records this too."""
-        batch = self._tables.unpack_decode(fields, self._setup.max_model_len)
-        self._runner.forward(batch, out=self._logits_of(fields))
-
-    def _draw_recorded(self, fields: torch.Tensor) -> None:
-        """Draw for the rows of a decode step that has its logits, however they draw. A graph records this too."""
-        self._draw_rows(self._logits_of(fields), fields)
-
-    def _logits_of(self, fields: torch.Tensor) -> torch.Tensor:
-        """The part of the buffer that holds a decode step's logits, [width, V]."""
-        assert self._logits is not None
-        return self._logits[: fields.shape[1]]
-
-    def _compute(self, step: PackedStep) -> Computed:
-        """Do the work of any step up to its logits. The scores of prompts are sent to the host on the way."""
+        None if there is none, if the hidden states of all tokens are needed, or if rows with drafts are new.
+        """
         if step.is_decode:
-            return self._replay(step, self._forward)
-        room, numbers = self._prompts.pad(step)
-        flat, padded = self._upload(step, numbers)
-        fields = flat[: step.fields.size].view(step.fields.shape)
-        if room is not None:
-            return Computed(step, self._prompts.logits(step, flat, room, padded), fields)
-        logits, scores = self._logits_and_scores(step, self._tables.unpack_mixed(step, flat))
-        return Computed(step, logits, fields, scores)
+            return self._decodes[step.fields.shape[1]]
+        if step.scores.size or (step.has_drafts and step.draws.num_rows):
+            return None
+        return next((bucket for bucket in self._others[step.has_drafts] if bucket.holds(step)), None)
 
-    def _upload(self, step: PackedStep, numbers: Int32) -> tuple[torch.Tensor, torch.Tensor]:
-        """Bring a step's buffer to the device, and `numbers` behind it; note how new rows draw. Returns both."""
-        packed, draws = step.flatten(), step.draws
-        flat, more = self._steps_in.to_device(np.concatenate([packed, numbers])).tensor_split([len(packed)])
-        if draws.num_rows:
-            self._rows_draw.set_rows(flat[-len(draws.buffer) :], draws.num_rows, draws.num_with_line)
-        return flat, more
+    def _replay(self, step: PackedStep, bucket: Bucket, work: Work, more: Int32 | None = None) -> Computed:
+        """Do the captured `work` on a step that it holds, with `more` numbers behind the step's buffer."""
+        numbers = step.fields.ravel() if step.is_decode else pad(step, bucket, self._setup.max_num_seqs)
+        numbers = numbers if more is None else np.concatenate([numbers, more])
+        self._graph(bucket, work).replay(self._steps_in.stage(numbers))
+        self._steps_in.mark()
+        return Computed(step, self._logits[: step.num_samples], bucket=bucket)
 
-    def _logits_and_scores(self, step: PackedStep, batch: ForwardBatch) -> tuple[torch.Tensor, DrawnLogprobs | None]:
-        """Run the model on a step that is not recorded; the scores of prompts, if it has any, are on their way to the host."""
+    def _sent(self, computed: Computed) -> PendingStep:
+        """Send the tokens of a step, and their log-probabilities, on their way to the host."""
+        step = computed.step
+        logprobs = self._gather_logprobs(computed.logits, step) if step.logprobs.size else None
+        tokens, arrived = self._tokens_out.to_host(self._tokens[: step.num_samples])
+        return PendingStep(step, tokens, arrived, logprobs, computed.scores, self._verifier)
+
+    def _decode(self, bucket: Bucket, numbers: torch.Tensor) -> None:
+        """Do the whole work of a plain decode step, from its buffer to its tokens. A graph records this."""
+        self._forward(bucket, numbers)
+        self._one_pass(self._logits[: bucket.num_decodes], split(numbers, bucket.columns).fields)
+
+    def _verify(self, bucket: Bucket, numbers: torch.Tensor) -> None:
+        """Do the whole work of a step with drafts. A graph records this too."""
+        self._forward(bucket, numbers)
+        self._draw_all(self._draw.whole(self._logits[: bucket.num_samples]), split(numbers, bucket.columns).samples)
+
+    def _forward(self, bucket: Bucket, numbers: torch.Tensor) -> None:
+        """Do the work of a step up to its logits, or with prompts up to its hidden states, which stay in their places."""
+        parts, longest = split(numbers, bucket.columns), self._setup.max_model_len
+        if bucket.is_decode:
+            batch = self._tables.unpack_decode(parts.fields, longest)
+            self._runner.forward(batch, out=self._logits[: bucket.num_decodes])
+            return
+        if bucket.has_drafts:
+            self._tables.enter_blocks(parts.updates)
+            self._resolve(parts.tokens)
+        batch = self._tables.unpack(parts, bucket.num_decodes, bucket.num_tokens, longest, None)
+        batch.is_padded, batch.has_guesses = True, bucket.has_drafts
+        last = self._last_hidden[: bucket.num_samples]
+        torch.index_select(self._runner.forward_hidden(batch), 0, batch.logits_indices, out=last)
+        if bucket.has_drafts:
+            self.model.lm_head(last, self._logits[: bucket.num_samples])
+
+    def _compute(self, step: PackedStep, bucket: Bucket | None) -> Computed:
+        """Do the work of any step up to its logits. The scores of prompts are sent to the host on the way."""
+        if bucket is not None and (step.is_decode or step.has_drafts):
+            return self._replay(step, bucket, self._forward)
+        parts, padded = self._upload(step, bucket)
+        if bucket is not None:
+            self._graph(bucket, self._forward).replay(padded)
+            return Computed(step, self.model.lm_head(self._last_hidden[: step.num_samples]), parts.samples)
+        logits, scores = self._compute_eagerly(step, parts)
+        return Computed(step, logits, parts.samples, scores)
+
+    def _upload(self, step: PackedStep, bucket: Bucket | None) -> tuple[Parts[torch.Tensor], torch.Tensor]:
+        """Bring a step's buffer to the device, and how it lies in the bucket, if any. Returns the parts, and the latter.
+
+        Then the device knows new blocks, how new rows draw, and the tokens behind placeholder ids.
+        """
+        flat = step.flatten()
+        padded = flat[:0] if bucket is None else pad(step, bucket, self._setup.max_num_seqs)
+        buffer, more = self._steps_in.to_device(np.concatenate([flat, padded])).tensor_split([len(flat)])
+        parts = split(buffer, step.columns)
+        if step.draws.num_rows:
+            self._rows_draw.set_rows(parts.draws, step.draws.num_rows, step.draws.num_with_line)
+        if step.updates.size:
+            self._tables.enter_blocks(parts.updates)
+        if step.has_drafts:
+            self._resolve(parts.tokens)
+        return parts, more
+
+    def _resolve(self, tokens: torch.Tensor) -> None:
+        """Replace placeholder ids in `tokens` [n] int32."""
+        if self._verifier is not None:
+            self._verifier.resolve_on_device(tokens)
+
+    def _compute_eagerly(
+        self, step: PackedStep, parts: Parts[torch.Tensor]
+    ) -> tuple[torch.Tensor, DrawnLogprobs | None]:
+        """Run the model on a step that is not captured; the scores of prompts, if it has any, are on their way to the host."""
+        if step.num_samples > len(self._tokens):
+            raise RuntimeError(f"a step draws {step.num_samples} tokens, and there is room for {len(self._tokens)}")
+        host = step.fields
+        longest, most = int(host[Field.QUERY_LEN].max()), int(host[Field.SEQ_LEN].max())
+        batch = self._tables.unpack(parts, step.num_decodes, longest, most, host)
+        batch.logits_indices = batch.logits_indices.long()
+        batch.only_last = not (step.scores.size or step.has_drafts)
         if not step.scores.size:
             return self._runner.forward(batch), None
-        after, tokens = self._steps_in.to_device(step.scores[1:3].ravel()).long().view(2, -1)
+        after, tokens = parts.scores[1:3].long()
         logits, found = self._runner.forward_and_score(batch, after, tokens, int(step.scores[3].max()))
         return logits, found.to_host(non_blocking=True)
 
-    def _draw_step(self, computed: Computed, is_special: bool) -> None:
-        """Draw for a step that has its logits."""
-        if computed.step.is_decode:
-            self._replay(computed.step, self._draw_recorded)
-        elif is_special:
-            self._draw_rows(computed.logits, computed.fields)
+    def _sample(self, computed: Computed, masks: Masks | None) -> None:
+        """Draw for a step that has its logits, at its `masks` if there are any."""
+        step, samples = computed.step, computed.samples
+        if step.has_drafts:
+            self._sample_drafts(computed, masks)
+            return
+        if masks is not None:
+            self._set_masks(masks)
+        if samples is None:
+            assert computed.bucket is not None
+            self._replay(step, computed.bucket, self._sample_decode)
+        elif step.is_special or masks is not None:
+            self._draw_rows(computed.logits, samples)
         else:
-            self._one_pass(computed.logits, computed.fields)
+            self._one_pass(computed.logits, samples)
 
-    def _one_pass(self, logits: torch.Tensor, fields: torch.Tensor) -> None:
-        """Draw a token for each row of `logits`, into `self._tokens` and to where the next step finds it. Device work only."""
-        self._draw.one_pass(logits, fields, self._tokens, self._tables.last_token)
+    def _set_masks(self, masks: Masks) -> None:
+        """New masks for rows: one each."""
+        numbers = self._steps_in.to_device(np.concatenate([masks.rows, masks.bits.ravel()]))
+        rows, bits = numbers.tensor_split([len(masks.rows)])
+        self._rows_draw.set_masks(rows, bits.view(masks.bits.shape))
 
-    def _draw_rows(self, logits: torch.Tensor, fields: torch.Tensor) -> None:
-        """Do the same with all that each row asks for."""
-        whole, rows, positions = self._draw.whole(logits), fields[Field.ROW], fields[Field.SEQ_LEN]
-        tokens = self._rows_draw.draw(whole, rows, positions, self._tokens, self._tables.last_token)
-        self._rows_draw.note(tokens, rows, positions, fields[Field.NUM_DRAWS])
+    def _sample_decode(self, bucket: Bucket, numbers: torch.Tensor) -> None:
+        """Draw for the rows of a decode step that has its logits, however they draw. A graph records this too."""
+        self._draw_rows(self._logits[: bucket.num_decodes], split(numbers, bucket.columns).fields)
+
+    def _one_pass(self, logits: torch.Tensor, samples: torch.Tensor, out: torch.Tensor | None = None) -> None:
+        """Draw a token for each row of `logits`, into `out` and to where the next step finds it. Device work only."""
+        self._draw.one_pass(logits, samples, self._tokens if out is None else out, self._tables.last_token)
+
+    def _draw_rows(self, logits: torch.Tensor, samples: torch.Tensor, out: torch.Tensor | None = None) -> None:
+        """Do the same with all that each row asks for; a row has one sample."""
+        whole, rows, positions = self._draw.whole(logits), samples[Sample.ROW], samples[Sample.POSITION]
+        out = self._tokens if out is None else out
+        tokens = self._rows_draw.draw(whole, rows, positions, out, self._tables.last_token)
+        self._rows_draw.note(tokens, rows, positions, samples[Sample.COUNTS])
+
+    # --- drafts: a row has several samples, and no step begins before it is known which of them count ---
+
+    def _sample_drafts(self, computed: Computed, masks: Masks | None) -> None:
+        """Draw all samples at once, unless some row's logits depend on the tokens before."""
+        step, bucket, samples = computed.step, computed.bucket, computed.samples
+        if step.has_memory:
+            self._sample_levels(computed, masks)
+        elif bucket is not None:
+            assert masks is not None, "without masks it has drawn already"
+            self._replay(step, bucket, self._sample_masked, self._masks_in(bucket, (step, masks)))
+        elif masks is not None:
+            assert samples is not None
+            numbers = self._steps_in.to_device(self._masks_in(draft_bucket(step.num_samples), (step, masks)))
+            self._draw_masked(computed.logits, samples, numbers)
+        elif step.is_special:
+            assert samples is not None
+            self._draw_all(self._draw.whole(computed.logits), samples)
+        else:
+            assert samples is not None
+            self._one_pass(computed.logits, samples)
+
+    def _draw_all(self, logits: torch.Tensor, samples: torch.Tensor) -> None:
+        """Draw at whole logits [R, V]. Rows keep nothing of it. Device work only."""
+        self._rows_draw.draw(logits, samples[Sample.ROW], samples[Sample.POSITION], self._tokens)
+
+    def _sample_masked(self, bucket: Bucket, numbers: torch.Tensor) -> None:
+        """Draw for a step with drafts that has its logits. Behind its buffer stands what `_masks_in` returns. A graph records this."""
+        samples, masks = split(numbers, bucket.columns).samples, numbers[num_numbers(bucket.columns) :]
+        self._draw_masked(self._logits[: bucket.num_samples], samples, masks)
+
+    def _draw_masked(self, logits: torch.Tensor, samples: torch.Tensor, masks: torch.Tensor) -> None:
+        """Draw with a mask for each sample: then the one of its row rules nothing out. `masks`: as `_masks_in`."""
+        rows, bits = masks.tensor_split([len(logits)])
+        self._rows_draw.masks.index_fill_(0, rows.long(), -1)
+        self._draw_all(without_masked(self._draw.whole(logits), bits.view(len(logits), -1)), samples)
+
+    def _masks_in(self, bucket: Bucket, of: tuple[PackedStep, Masks] | None) -> Int32:
+        """Rows with masks [R], and a mask for each sample [R, ceil(V / 32)]; one that has none may draw all tokens."""
+        count = bucket.num_samples
+        numbers = np.full(count * (1 + mask_width(self._draw.vocab_size)), -1, np.int32)
+        rows, bits = numbers[:count], numbers[count:].reshape(count, -1)
+        rows[:] = self._setup.max_num_seqs
+        if of is not None:
+            step, masks = of
+            at = np.isin(step.samples[Sample.ROW], masks.rows).nonzero()[0]
+            rows[at], bits[at] = masks.rows, masks.bits
+        return numbers
+
+    def _sample_levels(self, computed: Computed, masks: Masks | None) -> None:
+        """Draw the first samples of all sequences, then the second ones of those that have two, and so on.
+
+        So penalties and bad words see at each draw the tokens before it. What is drawn behind a wrong draft token leaves no
+        trace in the rows' words.
+        """
+        step, samples, whole = computed.step, computed.samples, self._draw.whole(computed.logits)
+        if samples is None:
+            samples = self._steps_in.to_device(step.samples.ravel()).view(step.samples.shape)
+        self._resolve(samples[Sample.DRAFT])
+        right = torch.ones(step.num_seqs, dtype=torch.int32, device=whole.device)
+        for level, at in enumerate(sample_levels(step.samples)):
+            if masks is not None and len((own := masks.of_level(level)).rows):
+                self._set_masks(own)
+            index = self._steps_in.to_device(at.astype(np.int32)).long()
+            these = samples[:, index]
+            rows, positions, of = these[Sample.ROW], these[Sample.POSITION], these[Sample.SEQUENCE].long()
+            drawn = self._rows_draw.draw(whole[index], rows, positions)
+            self._tokens[index] = drawn
+            self._rows_draw.note(drawn, rows, positions, right[of])
+            right[of] &= (drawn == these[Sample.DRAFT]).int()
 
     def _gather_logprobs(self, logits: torch.Tensor, step: PackedStep) -> DrawnLogprobs:
-        """Send log-probabilities to the host, ahead of the tokens, for the sequences that want them."""
+        """Send log-probabilities to the host, ahead of the tokens, for the samples whose requests want them."""
         index, count = step.logprobs
         at = self._steps_in.to_device(index).long()
         return gather_logprobs(self._draw.whole(logits[at]), self._tokens[at], int(count.max())).to_host(

@@ -6,9 +6,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from folovllm.draw_row import mask_width
 from folovllm.model_config import num_experts_of
 from folovllm.setup import EngineSetup
 from folovllm.step.draw import DrawSpec
+from folovllm.step.masks import Masks
+from folovllm.step.packed import PackedStep, StepPacker
 from folovllm.step.schedule import SchedulerOutput, Share
 
 WARM_UP_TOKENS = 256  # from here on more tokens, or more sequences, change no kernel of a plain model,
@@ -34,6 +37,22 @@ def small_steps(setup: EngineSetup) -> Iterator[SchedulerOutput]:
         yield SchedulerOutput(dummy_shares(lengths, setup.block_size))
     for n in doublings(most):
         yield SchedulerOutput(dummy_shares([*[1] * (n - 1), min(2, longest)], setup.block_size, DrawSpec()))
+
+
+def steps_with_drafts(setup: EngineSetup, num_samples: int) -> Iterator[SchedulerOutput]:
+    """Small steps in which 2, 4, 8, ... tokens of a sequence are sampled, at most `num_samples`: plainly and with a filter."""
+    for n in doublings(min(setup.max_model_len, setup.max_num_batched_tokens, num_samples))[1:]:
+        for draw in FILTERED, DrawSpec():
+            (share,) = dummy_shares([n], setup.block_size, draw)
+            yield SchedulerOutput((share._replace(num_draws=n),))
+
+
+def late_draft(setup: EngineSetup) -> tuple[PackedStep, Masks]:
+    """A step with a draft that stops at its logits, and the masks with which it goes on."""
+    (share,) = dummy_shares([2], setup.block_size, DrawSpec(has_form=True))
+    step = StepPacker(setup.max_num_seqs, []).pack(SchedulerOutput((share._replace(num_draws=2),)))
+    step.draws_late = True
+    return step, Masks(np.zeros(2, np.int32), np.full((2, mask_width(setup.vocab_size)), -1, np.int32))
 
 
 def long_prompts(setup: EngineSetup, tokens: int = LONG_STEP) -> list[int]:

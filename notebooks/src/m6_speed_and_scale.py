@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from folovllm import LLM, SamplingParams
 from folovllm.step.schedule import StepResult
-from folovllm.worker.graph_cache import decode_buckets
+from folovllm.worker.step_graph import decode_buckets
 
 MODEL = "stories-5m"  # comes with the package
 
@@ -536,15 +536,15 @@ assert matrix.shape == (len(Field), 4) and matrix[Field.SEQ_LEN, 3] == 0
 # are few, so in the middle the loop must take in tokens before it schedules; with forty it need not.
 
 # %%
-from folovllm.engine.overlap_scheduler import OverlapScheduler
+from folovllm.engine.scheduler import Scheduler
 from milestones.running_example import play
 
-pack, must_wait = StepPacker.pack, OverlapScheduler.must_wait
+pack, must_wait = StepPacker.pack, Scheduler.must_wait
 for blocks in (10, 40):
     sent, waits = [], []
     with (
         patch.object(StepPacker, "pack", lambda self, *a: sent.append(pack(self, *a)) or sent[-1]),
-        patch.object(OverlapScheduler, "must_wait", lambda self: waits.append(must_wait(self)) or waits[-1]),
+        patch.object(Scheduler, "must_wait", lambda self: waits.append(must_wait(self)) or waits[-1]),
     ):
         play("m6", num_kv_blocks=blocks)
     print(f"{blocks} blocks")

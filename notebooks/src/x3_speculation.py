@@ -370,7 +370,7 @@ assert written < 40
 # **Take a guess for a fact.** An engine that keeps all guesses, right or wrong: nothing crashes, and nothing warns. The text is simply the proposer's, with a word of the model here and there.
 
 # %%
-import folovllm.spec_decode.verify_graph_runner as checking
+import folovllm.spec_decode.verifier as checking
 
 with patch.object(checking, "accept", lambda drawn, guesses: [*guesses, drawn[len(guesses)]]):
     wrong, _ = answer(ids, Oracle({tuple(ids): text}, 0.7, 4096), count=60)

@@ -28,7 +28,8 @@ from folovllm.config import EngineConfig
 from folovllm.kernels import pdl
 from folovllm.kernels.filter_logits import FilterWorkspace
 from folovllm.quantization.kv_scales import UNSCALED
-from folovllm.worker import prompt_graphs
+from folovllm.worker import graph_runner
+from folovllm.worker.buckets import decode_bucket, every_bucket
 from folovllm.worker.graph_runner import GraphRunner
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.native_model import attention_layers
@@ -52,7 +53,7 @@ def pretend_gpu() -> None:
     torch.Tensor.is_cuda = property(lambda _: True)
     torch.empty, torch.empty_like, torch.Tensor.new_empty = torch.zeros, torch.zeros_like, torch.Tensor.new_zeros
     torch.cuda.get_device_capability = lambda *_: (9, 0)
-    prompt_graphs.rooms_for = lambda setup: prompt_graphs.rooms(setup.max_num_seqs, setup.max_num_batched_tokens)
+    graph_runner.buckets_for = every_bucket
     triton_backend.interpreted = pdl.available = lambda *_: True
 
 
@@ -82,7 +83,7 @@ def start(runner: GraphRunner, records: bool) -> dict[str, None]:
     inner, num_blocks = runner._runner, runner._runner.kv_cache.shape[2]
     runner._draw._use_kernel = True
     runner._rows_draw._work = FilterWorkspace.allocate(21, runner._draw.vocab_size, torch.device("cpu"))
-    rooms, runner._prompts.rooms = runner._prompts.rooms, []  # kernels are compiled before any is open
+    others, runner._others = runner._others, {False: [], True: []}  # kernels are compiled before any is captured
     forget_kv_scales(inner)
     runner.compile_at_once(records)
     rehearsed = dict(seen)
@@ -94,11 +95,9 @@ def start(runner: GraphRunner, records: bool) -> dict[str, None]:
     inner.allocate_kv_cache(num_blocks)
     with torch.inference_mode():
         runner.compile_kernels()
-        for room in rooms:
-            runner._prompts.graph(room)
-        for width in runner.buckets:
-            runner._record(width)
-    runner._prompts.rooms = rooms
+        for bucket in [*others[False], *map(decode_bucket, runner.buckets), *others[True]]:
+            runner._capture(bucket)
+    runner._others = others
     return rehearsed
 
 

@@ -19,8 +19,7 @@ from folovllm.cache.prefix_cache import PrefixCache
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.overlap import OverlappedEngine
-from folovllm.engine.overlap_scheduler import OverlapScheduler
-from folovllm.engine.scheduler import chunk, preempt
+from folovllm.engine.scheduler import Scheduler, chunk, preempt, unless_finished
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
@@ -83,8 +82,8 @@ def test_small_pools_and_chunks(mode: str, pool: dict[str, Any]) -> None:
 def test_a_decode_that_may_need_a_block_waits_where_none_is_free() -> None:
     for num_blocks, waits in ((1, True), (2, False)):
         kv = BlockManager(num_blocks, 4)
-        scheduler = OverlapScheduler(
-            kv=kv, max_num_seqs=1, max_num_batched_tokens=8, tokens_of_step=chunk, make_room=preempt
+        scheduler = Scheduler(
+            kv=kv, max_num_seqs=1, max_num_batched_tokens=8, tokens_of_step=unless_finished(chunk), make_room=preempt
         )
         scheduler.add(make_seq(4))
         assert scheduler.schedule().num_tokens == 4 and kv.num_free == num_blocks - 1

@@ -17,7 +17,18 @@ from folovllm.forward_batch import ForwardBatch
 from folovllm.request import Request, Sequence
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.draw import DrawSpec
-from folovllm.step.packed import IN_FLIGHT, NOTHING, Field, PackedStep, StepPacker, choose_bucket, is_plain_decode
+from folovllm.step.packed import (
+    IN_FLIGHT,
+    NOTHING,
+    Field,
+    PackedStep,
+    Sample,
+    StepPacker,
+    choose_bucket,
+    is_plain_decode,
+    sample_levels,
+    split,
+)
 from folovllm.step.schedule import SchedulerOutput, Share
 from folovllm.worker.device_tables import DeviceTables
 from folovllm.worker.draw import seeds_of
@@ -50,7 +61,10 @@ class Device:
     def unpack(self, step: PackedStep) -> ForwardBatch:
         if step.is_decode:
             return self.tables.unpack_decode(torch.from_numpy(step.fields), MAX_BLOCKS * BLOCK_SIZE)
-        return self.tables.unpack_mixed(step, torch.from_numpy(step.flatten()))
+        parts, fields = split(torch.from_numpy(step.flatten()), step.columns), step.fields
+        self.tables.enter_blocks(parts.updates)
+        longest, most = int(fields[Field.QUERY_LEN].max()), int(fields[Field.SEQ_LEN].max())
+        return self.tables.unpack(parts, step.num_decodes, longest, most, fields)
 
 
 class TestChooseBucket:
@@ -160,6 +174,33 @@ def test_what_is_no_plain_decode() -> None:
     assert not is_plain_decode(plain._replace(draw=DrawSpec())), "how a new row is drawn must travel too"
     assert not is_plain_decode(plain._replace(num_new_tokens=2))
     assert not is_plain_decode(plain._replace(num_draws=0)), "a chunk of one token: a recorded step would draw after it"
+
+
+def test_samples_of_a_step_with_drafts() -> None:
+    """A draft of two tokens behind one that is in flight, a chunk that samples nothing, and a prompt."""
+    draft = Share(1, 4, 7, 3, np.array([IN_FLIGHT, 50, 51], np.int32), (), 2, 3, None)
+    chunk = Share(2, 1, 0, 2, np.array([5, 6], np.int32), (3,), 0, 0, DrawSpec())
+    prompt = Share(3, 0, 0, 2, np.array([8, 9], np.int32), (4,), 0, 1, DrawSpec(logprobs=2))
+    packer = StepPacker(ROWS, [])
+    packer._pack_mixed((draft._replace(draw=DrawSpec(temperature=0.5, logprobs=1)),))
+    step = packer.pack(SchedulerOutput((draft, chunk, prompt)))
+    samples = step.samples
+    assert samples[Sample.SEQUENCE].tolist() == [0, 0, 0, 2] and samples[Sample.COUNTS].tolist() == [1, 1, 1, 1]
+    assert samples[Sample.ROW].tolist() == [4, 4, 4, 0] and samples[Sample.AFTER].tolist() == [0, 1, 2, 6]
+    assert samples[Sample.POSITION].tolist() == [8, 9, 10, 2], "each token's own index in its sequence"
+    assert samples[Sample.DRAFT].tolist() == [50, 51, NOTHING, NOTHING], "behind the last there is no draft token"
+    assert samples[Sample.TEMPERATURE].view(np.float32).tolist() == [0.5, 0.5, 0.5, 1.0]
+    assert step.logprobs.T.tolist() == [[0, 1], [1, 1], [2, 1], [3, 2]], "by sample"
+    assert step.has_drafts and [level.tolist() for level in sample_levels(samples)] == [[0, 3], [1], [2]]
+
+
+def test_without_drafts_each_sequence_has_a_sample() -> None:
+    """The last token of each, also where nobody wants what follows it."""
+    chunk = Share(2, 1, 0, 2, np.array([5, 6], np.int32), (3,), 0, 0, DrawSpec())
+    prompt = Share(3, 0, 0, 2, np.array([8, 9], np.int32), (4,), 0, 1, DrawSpec())
+    step = StepPacker(ROWS, []).pack(SchedulerOutput((chunk, prompt)))
+    assert step.samples[Sample.AFTER].tolist() == [1, 3] and step.samples[Sample.COUNTS].tolist() == [0, 1]
+    assert not step.has_drafts
 
 
 @pytest.mark.parametrize("seed", [0, 2**31, 2**32 - 1, 3 * 2**40 + 2**31, 2**63 - 1])

@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from folovllm.build import make_engine
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
+from folovllm.forward_batch import ForwardBatch
 from folovllm.sampling_params import SamplingParams
-from folovllm.step.packed import Field, PackedStep
-from folovllm.worker import prompt_graphs
+from folovllm.step.packed import Field, PackedStep, Parts, Sample, samples_of, split
+from folovllm.worker import buckets, graph_runner
+from folovllm.worker.buckets import Bucket, pad, prompt_bucket, prompt_buckets
 from folovllm.worker.device_tables import DeviceTables
-from folovllm.worker.prompt_graphs import Line, PromptGraphs, Room, pad, rooms
+from folovllm.worker.graph_runner import GraphRunner
 from tests.helpers import prompts, tiny_checkpoint
 from tests.m6.test_overlap import COUNT
 from tests.workloads import ARRIVALS, MAX_MODEL_LEN, assert_nothing_left, serve, workload
@@ -29,17 +31,32 @@ ROWS, BLOCK_SIZE, MAX_BLOCKS = 6, 4, 16
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Room]]:
-    """Record steps with prompts on a CPU as well, of sizes that a tiny model meets; yields the rooms that were used."""
-    used: list[Room] = []
-    run = PromptGraphs.graph
-    monkeypatch.setattr(prompt_graphs, "TOKENS", (4, 8, 24, 64, 128, 800))
-    monkeypatch.setattr(prompt_graphs, "DECODES", (0, 2, 8))
-    monkeypatch.setattr(
-        prompt_graphs, "rooms_for", lambda setup: rooms(setup.max_num_seqs, setup.max_num_batched_tokens)
-    )
-    monkeypatch.setattr(PromptGraphs, "graph", lambda self, room: (used.append(room), run(self, room))[1])
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Bucket]]:
+    """Capture steps with prompts on a CPU as well, of sizes that a tiny model meets; yields the buckets that were used."""
+    used: list[Bucket] = []
+    capture(monkeypatch, (4, 8, 24, 64, 128, 800), (0, 2, 8))
+    watch(monkeypatch, used)
     yield used
+
+
+def capture(monkeypatch: pytest.MonkeyPatch, tokens: tuple[int, ...], decodes: tuple[int, ...]) -> None:
+    monkeypatch.setattr(buckets, "TOKENS", tokens)
+    monkeypatch.setattr(buckets, "DECODES", decodes)
+    monkeypatch.setattr(
+        graph_runner, "buckets_for", lambda setup, _: prompt_buckets(setup.max_num_seqs, setup.max_num_batched_tokens)
+    )
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, used: list[Bucket]) -> None:
+    """Note the buckets with prompts of which a graph is replayed."""
+    run = GraphRunner._graph
+
+    def noted(self: GraphRunner, bucket: Bucket, work: Any) -> Any:
+        if not bucket.is_decode:
+            used.append(bucket)
+        return run(self, bucket, work)
+
+    monkeypatch.setattr(GraphRunner, "_graph", noted)
 
 
 def engine(**overrides: Any) -> LLMEngine:
@@ -55,20 +72,21 @@ def step_of(decodes: list[int], chunks: list[tuple[int, int]]) -> PackedStep:
     fields[Field.SEQ_LEN] = [*decodes, *(length for _, length in chunks)]
     fields[Field.QUERY_LEN] = lens = [1] * len(decodes) + [new for new, _ in chunks]
     tokens = np.arange(100, 100 + sum(lens), dtype=np.int32)
-    return PackedStep(fields, n, len(decodes), tokens, np.empty((3, 0), np.int32))
+    return PackedStep(fields, n, len(decodes), tokens, np.empty((3, 0), np.int32), samples_of(fields, tokens))
 
 
 class TestPad:
     def test_a_worked_case(self) -> None:
         """The one of the module's docstring, but with more room for prompts."""
-        room = Room(tokens=12, decodes=4)
-        lines, tokens = parts(pad(step_of([9, 3], [(5, 5)]), room, padding_row=6), room)
-        rest = room.prompts - 1
-        assert lines[Line.ROW].tolist() == [0, 1, 6, 6, 2, *[6] * rest]
-        assert lines[Line.SEQ_LEN].tolist() == [9, 3, 0, 0, 5, *[0] * rest]
-        assert lines[Line.QUERY_LEN].tolist() == [1, 1, 0, 0, 5, *[0] * (rest - 1), 5]
-        assert lines[Line.LAST].tolist() == [0, 1, 6, *[0] * (room.num_seqs - 3)]
-        assert tokens.tolist() == [*range(100, 107), *[0] * 5]
+        bucket = prompt_bucket(num_tokens=12, num_decodes=4)
+        padded = split(pad(step_of([9, 3], [(5, 5)]), bucket, padding_row=6), bucket.columns)
+        rest = bucket.num_others - 1
+        assert padded.fields[Field.ROW].tolist() == [0, 1, 6, 6, 2, *[6] * rest]
+        assert padded.fields[Field.SEQ_LEN].tolist() == [9, 3, 0, 0, 5, *[0] * rest]
+        assert padded.fields[Field.QUERY_LEN].tolist() == [1, 1, 0, 0, 5, *[0] * (rest - 1), 5]
+        assert padded.samples[Sample.AFTER].tolist() == [0, 1, 6, *[0] * (bucket.num_seqs - 3)]
+        assert padded.samples[Sample.ROW].tolist() == [0, 1, 2, *[6] * (bucket.num_seqs - 3)]
+        assert padded.tokens.tolist() == [*range(100, 107), *[0] * 5]
 
     @pytest.mark.parametrize(("decodes", "chunks", "fits"), [
         (4, [8], True), (4, [9], False), (5, [1], False), (0, [12], True), (0, [13], False), (4, [1] * 8, True),
@@ -76,17 +94,12 @@ class TestPad:
     ])  # fmt: skip
     def test_what_fits(self, decodes: int, chunks: list[int], fits: bool) -> None:
         step = step_of([5] * decodes, [(n, n) for n in chunks])
-        assert Room(tokens=12, decodes=4).holds(step) is fits
+        assert prompt_bucket(num_tokens=12, num_decodes=4).holds(step) is fits
 
-    def test_rooms_end_with_the_budget_and_the_batch(self) -> None:
-        assert rooms(3, 100) == [Room(64, 0), Room(64, 3), Room(100, 0), Room(100, 3)]
-        assert rooms(256, 16_384)[-4:] == [Room(3072, 0), Room(3072, 16), Room(3072, 64), Room(3072, 256)]
-        assert Room(64, 256) not in rooms(256, 16_384), "each decode has a token"
-
-
-def parts(numbers: np.ndarray, room: Room) -> tuple[np.ndarray, np.ndarray]:
-    cut = len(Line) * room.num_seqs
-    return numbers[:cut].reshape(len(Line), -1), numbers[cut:]
+    def test_buckets_end_with_the_budget_and_the_batch(self) -> None:
+        assert [(b.num_tokens, b.num_decodes) for b in prompt_buckets(3, 100)] == [(64, 0), (64, 3), (100, 0), (100, 3)]
+        assert prompt_buckets(256, 16_384)[-4:] == [prompt_bucket(3072, n) for n in (0, 16, 64, 256)]
+        assert prompt_bucket(64, 256) not in prompt_buckets(256, 16_384), "each decode has a token"
 
 
 @st.composite
@@ -104,31 +117,38 @@ def steps(draw: st.DrawFn) -> PackedStep:
 def test_a_padded_step_is_the_same_step(step: PackedStep, more: int, decodes: int, seed: int) -> None:
     """Of what is there everything is the same; of the rest nothing is written, and only memory that exists is read."""
     torch.manual_seed(seed)
-    room = Room(max(len(step.tokens) + more, step.num_decodes + decodes), step.num_decodes + decodes)
+    bucket = prompt_bucket(max(len(step.tokens) + more, step.num_decodes + decodes), step.num_decodes + decodes)
     tables = DeviceTables(ROWS, MAX_BLOCKS, BLOCK_SIZE, CPU)
     tables.block_tables.copy_(torch.randint(50, tables.block_tables.shape))
-    eager = tables.unpack_mixed(step, torch.from_numpy(step.flatten()))
-    lines, tokens = map(torch.from_numpy, parts(pad(step, room, ROWS), room))
-    ids, positions, slots, starts, batch_tables = tables.unpack_ragged(*lines[: Line.LAST], tokens)
+    eager = unpacked(tables, split(torch.from_numpy(step.flatten()), step.columns), step.num_decodes)
+    parts = split(torch.from_numpy(pad(step, bucket, ROWS)), bucket.columns)
+    padded = unpacked(tables, parts, bucket.num_decodes)
+    ids, positions, slots, starts = padded.input_ids, padded.positions, padded.slot_mapping, padded.query_start_loc
     t, n, d = len(step.tokens), step.num_seqs, step.num_decodes
-    at = torch.tensor([*range(d), *range(room.decodes, room.decodes + n - d)])
+    at = torch.tensor([*range(d), *range(bucket.num_decodes, bucket.num_decodes + n - d)])
     assert torch.equal(ids[:t], eager.input_ids) and torch.equal(positions[:t], eager.positions)
     assert torch.equal(slots[:t], eager.slot_mapping)
     assert torch.equal(starts[at], eager.query_start_loc[:-1]) and torch.equal(
         starts[at + 1], eager.query_start_loc[1:]
     )
-    assert torch.equal(lines[Line.SEQ_LEN][at], eager.seq_lens) and torch.equal(batch_tables[at], eager.block_tables)
-    assert torch.equal(lines[Line.LAST, :n].long(), eager.logits_indices)
-    assert (slots[t:] == -1).all() and (positions[t:] == 0).all() and starts[-1] == room.tokens
-    hole = torch.ones(room.num_seqs, dtype=torch.bool).index_fill(0, at, False)
-    assert (lines[Line.SEQ_LEN, hole] == 0).all() and (lines[Line.ROW, hole] == ROWS).all()
+    assert torch.equal(padded.seq_lens[at], eager.seq_lens)
+    assert torch.equal(padded.block_tables[at], eager.block_tables)
+    assert torch.equal(padded.logits_indices[:n], eager.logits_indices)
+    assert (slots[t:] == -1).all() and (positions[t:] == 0).all() and starts[-1] == bucket.num_tokens
+    hole = torch.ones(bucket.num_seqs, dtype=torch.bool).index_fill(0, at, False)
+    assert (padded.seq_lens[hole] == 0).all() and (parts.fields[Field.ROW, hole] == ROWS).all()
+
+
+def unpacked(tables: DeviceTables, parts: Parts[torch.Tensor], num_decodes: int) -> ForwardBatch:
+    """The batch of a step whose lengths nobody asks for."""
+    return tables.unpack(parts, num_decodes, 0, 0, None)
 
 
 @pytest.mark.parametrize("pool", [
     {}, {"block_size": 4, "num_kv_blocks": 34, "max_num_batched_tokens": 7}, {"max_num_seqs": 3, "async_scheduling": False},
     {"block_size": 16, "num_kv_blocks": 12, "max_num_batched_tokens": 130},
 ], ids=str)  # fmt: skip
-def test_answers_are_those_of_m1(pool: dict[str, Any], recorded: list[Room]) -> None:
+def test_answers_are_those_of_m1(pool: dict[str, Any], recorded: list[Bucket]) -> None:
     """Over chunks, preemptions and prefix hits, in a cache that is poison wherever no step has written."""
     served = engine(**pool)
     served.executor._worker.runner._runner.kv_cache.fill_(torch.nan)  # type: ignore[attr-defined]
@@ -140,8 +160,8 @@ def test_answers_are_those_of_m1(pool: dict[str, Any], recorded: list[Room]) -> 
         recorded.clear()
 
 
-def test_a_graph_is_recorded_once_and_every_width_serves(recorded: list[Room]) -> None:
-    """Prompts of every length up to 30 beside 0 to 9 decodes: rooms at and between their edges."""
+def test_a_graph_is_recorded_once_and_every_width_serves(recorded: list[Bucket]) -> None:
+    """Prompts of every length up to 30 beside 0 to 9 decodes: buckets at and between their edges."""
     eager, served = engine(enforce_eager=True), engine()
     for i in range(10):
         params = SamplingParams(temperature=0.0, max_tokens=50 - i, ignore_eos=True)
@@ -155,22 +175,22 @@ def test_a_graph_is_recorded_once_and_every_width_serves(recorded: list[Room]) -
         assert [o.outputs[0].token_ids for o in served.step()] == [o.outputs[0].token_ids for o in eager.step()]
     assert len(set(recorded)) > 4
     runner = served.executor._worker.runner  # type: ignore[attr-defined]
-    assert set(runner._prompts._graphs) == set(recorded)
+    assert {bucket for bucket, _ in runner._other_graphs} == set(recorded)
 
 
-def test_what_is_not_recorded(recorded: list[Room]) -> None:
-    """Scored prompts need all hidden states; an engine that records nothing, and one on a CPU, has no room."""
+def test_what_is_not_recorded(recorded: list[Bucket]) -> None:
+    """Scored prompts need all hidden states; an engine that captures nothing has no buckets."""
     served = engine()
     served.add_request("a", [1, 2, 3, 4], SamplingParams(max_tokens=1, prompt_logprobs=1), stream=False)
     while served.has_unfinished_requests():
         served.step()
     assert not recorded
     runner = engine(enforce_eager=True).executor._worker.runner  # type: ignore[attr-defined]
-    assert not runner._prompts.rooms
+    assert not any(runner._others.values())
 
 
 def test_a_cpu_computes_no_padding() -> None:
-    assert not engine().executor._worker.runner._prompts.rooms  # type: ignore[attr-defined]
+    assert not any(engine().executor._worker.runner._others.values())  # type: ignore[attr-defined]
 
 
 @settings(max_examples=4, deadline=None)
@@ -178,9 +198,7 @@ def test_a_cpu_computes_no_padding() -> None:
 def test_random_traffic(seed: int) -> None:
     """Arrivals, aborts, chunks, draws of every kind: the same answers as with eager steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prompt_graphs, "TOKENS", (3, 9, 20))
-        patch.setattr(prompt_graphs, "DECODES", (0, 1, 4))
-        patch.setattr(prompt_graphs, "rooms_for", lambda setup: rooms(setup.max_num_seqs, setup.max_num_batched_tokens))
+        capture(patch, (3, 9, 20), (0, 1, 4))
         assert traffic(engine(**TIGHT), seed) == traffic(engine(enforce_eager=True, **TIGHT), seed)
 
 
@@ -212,11 +230,11 @@ def traffic(served: LLMEngine, seed: int) -> dict[str, list[int]]:
 @pytest.mark.parametrize("arrival", ARRIVALS)
 @pytest.mark.parametrize("pool", [{}, {"block_size": 4, "num_kv_blocks": 64, "max_num_batched_tokens": 70}], ids=str)
 def test_on_a_gpu(pool: dict[str, Any], arrival: str) -> None:
-    load, used, run = workload("seeded"), [], PromptGraphs.graph
+    load, used = workload("seeded"), list[Bucket]()
     served = engine(device="cuda", dtype="float32", attention_backend="triton", **pool)
     served.executor._worker.runner._runner.kv_cache.fill_(torch.nan)  # type: ignore[attr-defined]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(PromptGraphs, "graph", lambda self, room: (used.append(room), run(self, room))[1])
+        watch(patch, used)
         load.check(serve(served, load.requests, arrival), tol=0.05)
     assert used
     assert_nothing_left(served)
@@ -225,18 +243,16 @@ def test_on_a_gpu(pool: dict[str, Any], arrival: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_decodes", [0, 1, 16, 17, 60])
 def test_a_gpus_graph_is_as_good_as_eager(num_decodes: int) -> None:
-    """Logits of one step with three prompts, recorded and kernel by kernel; prompt lengths around rooms' edges."""
+    """Logits of one step with three prompts, recorded and kernel by kernel; prompt lengths around buckets' edges."""
     served = engine(device="cuda", dtype="float32", attention_backend="triton", max_num_seqs=80, max_model_len=512,
                     model=str(tiny_checkpoint(max_position_embeddings=1024)))  # fmt: skip
     runner = served.executor._worker.runner  # type: ignore[attr-defined]
-    graphs, found = runner._prompts, []
+    found = []
 
-    def both(step: PackedStep, run: Any = runner._compute) -> Any:
-        computed = run(step)
-        if graphs.pad(step)[0] is not None:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(graphs, "rooms", [])
-                found.append((computed.logits.clone(), run(step).logits.clone()))
+    def both(step: PackedStep, bucket: Bucket | None, run: Any = runner._compute) -> Any:
+        computed = run(step, bucket)
+        if bucket is not None and not bucket.is_decode:
+            found.append((computed.logits.clone(), run(step, None).logits.clone()))
         return computed
 
     with pytest.MonkeyPatch.context() as patch:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from folovllm.worker.graph_cache import decode_buckets
-from folovllm.worker.step_graph import POISON, CudaGraph, RecordedGraph
+from folovllm.worker.step_graph import POISON, CudaGraph, RecordedGraph, decode_buckets
 from tests.tiny import worked_case
 
 

@@ -19,7 +19,7 @@ from folovllm.engine.llm_engine import LLMEngine
 from folovllm.executor.messages import decode_result, decode_step, encode_result, encode_step
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.draw import DrawSpec
-from folovllm.step.packed import Field, PackedStep
+from folovllm.step.packed import Field, PackedStep, Sample
 from folovllm.step.schedule import StepResult
 from tests.helpers import prompts, tiny_checkpoint
 from tests.m6 import test_draw_rows, test_prompt_logprobs
@@ -139,16 +139,16 @@ def test_a_step_crosses(rows: list[list[int]], logprobs: list[int]) -> None:
     fields = np.arange(len(Field) * 3, dtype=np.int32).reshape(len(Field), 3)
     step = PackedStep(
         fields, 3, 1, np.arange(5, dtype=np.int32), np.ones((3, 2), np.int32),
-        pack_updates([row_update(7 - i, spec) for i, spec in enumerate(specs)]), bool(rows),
-        np.array([range(len(logprobs)), logprobs], np.int32),
+        np.arange(len(Sample) * 4, dtype=np.int32).reshape(len(Sample), 4),
+        pack_updates([row_update(7 - i, spec) for i, spec in enumerate(specs)]),
+        logprobs=np.array([range(len(logprobs)), logprobs], np.int32), is_special=bool(rows), draws_late=True,
     )  # fmt: skip
     back = decode_step(encode_step(step))
+    assert isinstance(back, PackedStep)
     assert (back.num_seqs, back.num_decodes, back.is_special) == (3, 1, bool(rows))
+    assert (back.has_memory, back.draws_late) == (False, True)
     assert (back.draws.num_rows, back.draws.num_with_line) == (step.draws.num_rows, step.draws.num_with_line)
-    for mine, other in (
-        (step.fields, back.fields), (step.tokens, back.tokens), (step.updates, back.updates),
-        (step.draws.buffer, back.draws.buffer), (step.logprobs, back.logprobs),
-    ):  # fmt: skip
+    for mine, other in zip(step.parts, back.parts, strict=True):
         assert np.array_equal(mine, other) and mine.shape == other.shape
 
 

@@ -25,8 +25,7 @@ from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.masks import Masks
 from folovllm.step.schedule import SchedulerOutput
-from folovllm.worker.host_ring import SLOTS, HostRing
-from folovllm.worker.step_graph import CudaGraph
+from folovllm.worker.step_graph import SLOTS, CudaGraph, HostRing
 from tests.helpers import VOCAB_SIZE, prompts, tiny_checkpoint
 from tests.m6.devices import DEVICE
 from tests.m6.test_overlap import MODES, assert_clean, essence

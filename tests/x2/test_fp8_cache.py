@@ -247,16 +247,19 @@ def test_an_engine_of_two_processes(tmp_path: Path) -> None:
 def test_all_layers_see_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """A padded step is planned once. A layer's own copy of the backend, which has its scales, must know of it."""
     pytest.importorskip("triton", reason="Triton is for Linux only")
-    from folovllm.worker import prompt_graphs
+    from folovllm.worker import graph_runner
+    from folovllm.worker.buckets import prompt_bucket
 
     greedy = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
     model = tiny_checkpoint(num_heads=2, num_kv_heads=1, num_hidden_layers=2)
     requests = [Request(prompt, greedy) for prompt in prompts([1, 2, 9])]
-    monkeypatch.setattr(prompt_graphs, "rooms_for", lambda setup: [prompt_graphs.Room(16, 4)])
+    monkeypatch.setattr(graph_runner, "buckets_for", lambda *_: [prompt_bucket(16, 4)])
     used: list[object] = []
-    graph = prompt_graphs.PromptGraphs.graph
+    graph = graph_runner.GraphRunner._graph
     monkeypatch.setattr(
-        prompt_graphs.PromptGraphs, "graph", lambda self, room: (used.append(room), graph(self, room))[1]
+        graph_runner.GraphRunner,
+        "_graph",
+        lambda self, bucket, work: (used.append(bucket) if bucket.num_others else None, graph(self, bucket, work))[1],
     )
     fields: dict[str, Any] = {
         "max_num_seqs": 4,

@@ -11,12 +11,11 @@ from typing import Any
 from folovllm import events as ev
 from folovllm.cache.block_manager import BlockManager
 from folovllm.engine.detokenizer import IncrementalDetokenizer
-from folovllm.engine.overlap_scheduler import will_finish
-from folovllm.engine.scheduler import chunk, preempt
+from folovllm.engine.scheduler import chunk, preempt, unless_finished, will_finish
 from folovllm.request import Request, Sequence
 from folovllm.sampling_params import SamplingParams
 from folovllm.spec_decode.proposer import Depth, Proposer, RowState
-from folovllm.spec_decode.scheduler import SpeculativeOverlapScheduler
+from folovllm.spec_decode.scheduler import SpeculativeScheduler
 from folovllm.spec_decode.speculation import Speculation
 from folovllm.spec_decode.verify import accept
 from folovllm.step.packed import IN_FLIGHT
@@ -146,8 +145,8 @@ class Loop:
     ) -> None:  # fmt: skip
         self.kv, self.device, self.rng, self.add_up = kv, device, rng, add_up
         self.proposer, self.depth = Coin(rng), AtTimes(rng, k)
-        self.scheduler = SpeculativeOverlapScheduler(
-            kv=kv, max_num_seqs=4, max_num_batched_tokens=budget, tokens_of_step=chunk, make_room=preempt,
+        self.scheduler = SpeculativeScheduler(
+            kv=kv, max_num_seqs=4, max_num_batched_tokens=budget, tokens_of_step=unless_finished(chunk), make_room=preempt,
             speculation=Speculation(self.proposer, self.depth, NoForms()),
         )  # fmt: skip
         self.watcher = Watcher()

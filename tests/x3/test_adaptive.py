@@ -10,13 +10,13 @@ import pytest
 
 from folovllm import LLM, SamplingParams
 from folovllm.cache.block_manager import BlockManager
-from folovllm.engine.scheduler import chunk, preempt
+from folovllm.engine.scheduler import chunk, preempt, unless_finished
 from folovllm.executor.abstract import Pending
 from folovllm.spec_decode.adaptive import AdaptiveDepth
 from folovllm.spec_decode.measure import Timer
 from folovllm.spec_decode.ngram import NgramProposer
 from folovllm.spec_decode.proposer import Depth, FixedDepth, InTurn, RowState
-from folovllm.spec_decode.scheduler import SpeculativeOverlapScheduler
+from folovllm.spec_decode.scheduler import SpeculativeScheduler
 from folovllm.spec_decode.speculation import Speculation
 from folovllm.spec_decode.suffix import SuffixProposer
 from folovllm.step.draw import DrawSpec
@@ -102,8 +102,8 @@ def test_a_step_in_a_rest_or_behind_it_takes_its_own_time_alone(ahead: int, num_
             return super().propose(state, k)
 
     now, depth, under_way = 0.0, Resting(num_guesses), []
-    scheduler = SpeculativeOverlapScheduler(
-        kv=BlockManager(64, 4), max_num_seqs=1, max_num_batched_tokens=64, tokens_of_step=chunk, make_room=preempt,
+    scheduler = SpeculativeScheduler(
+        kv=BlockManager(64, 4), max_num_seqs=1, max_num_batched_tokens=64, tokens_of_step=unless_finished(chunk), make_room=preempt,
         speculation=Speculation(Slow(), depth, NoForms(), clock=lambda: now),
     )  # fmt: skip
     scheduler.add(make_seq(3, max_tokens=60))

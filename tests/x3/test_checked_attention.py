@@ -23,7 +23,6 @@ from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.decode import DecodeConfig
 from folovllm.quantization.kv_scales import FP8, UNSCALED, KVScales, decode, encode
 from folovllm.sampling_params import SamplingParams
-from folovllm.spec_decode import check_graphs
 from folovllm.spec_decode.attention import CheckingTritonBackend
 from folovllm.spec_decode.kernels.check import SplitKVCheck, tile_shape
 from tests.helpers import prompts, tiny_checkpoint
@@ -31,6 +30,7 @@ from tests.m4.cases import DEVICE, Paged, assert_close, starts
 from tests.m4.conftest import like_a_gpu  # noqa: F401
 from tests.workloads import Request, serve
 from tests.x3.engines import Pair, speculation_of
+from tests.x3.test_lossless import capture_drafts
 from tools.bench_attention import make_batch
 from tools.bench_checks import checks_of
 
@@ -258,7 +258,7 @@ class TestEngine:
             used.append(len(query))
             return run(kernel, query, *rest, **more)
 
-        monkeypatch.setattr(check_graphs, "check_rooms", lambda setup: check_graphs.rooms(6))
+        capture_drafts(monkeypatch, 6)
         monkeypatch.setattr(SplitKVCheck, "__call__", watched)
         params = SamplingParams(temperature=0.8, seed=1, max_tokens=4, ignore_eos=True)
         requests = [Request(prompt, params) for prompt in prompts([6, 3], seed=4)]

@@ -10,8 +10,8 @@ import pytest
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.events import Event, GuessesChecked, StepEnded
 from folovllm.sampling_params import SamplingParams
+from folovllm.spec_decode import extension
 from folovllm.spec_decode import scheduler as speculative_scheduler
-from folovllm.spec_decode import verify_graph_runner
 from folovllm.spec_decode.proposer import RowState
 from folovllm.step.schedule import SchedulerOutput
 from folovllm.worker.warm_up import dummy_shares
@@ -134,7 +134,7 @@ def in_flight_at_each_start(engine: LLMEngine, request: Request) -> list[tuple[i
 
 def test_a_step_draws_no_more_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guesses are cut down to what a step may draw; a step that is made by hand and draws more is refused."""
-    for place in (speculative_scheduler, verify_graph_runner):
+    for place in (speculative_scheduler, extension):
         monkeypatch.setattr(place, "most_draws", lambda max_num_seqs: 9)
     pair = Pair.of(crowd(), milestone="m6", max_num_seqs=6)
     engine = pair.engine("right", k=5)

@@ -14,12 +14,11 @@ from folovllm.engine.llm_engine import LLMEngine
 from folovllm.events import Event, StepEnded
 from folovllm.inspector.recorder import Recorder
 from folovllm.sampling_params import SamplingParams
-from folovllm.spec_decode import check_graphs
 from folovllm.spec_decode.draft_tokens import DraftTokens
 from tests.helpers import VOCAB_SIZE, prompts, tiny_checkpoint
 from tests.workloads import Request, serve, workload
 from tests.x3.engines import Pair, make_engine, speculation_of
-from tests.x3.test_lossless import BLOCKS, demanding_pair
+from tests.x3.test_lossless import BLOCKS, capture_drafts, demanding_pair
 
 SMALL: dict[str, Any] = {"block_size": 4, "num_kv_blocks": 34, "max_num_batched_tokens": 18, "max_num_seqs": 6}
 
@@ -34,7 +33,7 @@ def drafting(preset: str = "m6", layers: int = 3, k: int = 3, **fields: Any) -> 
 @pytest.fixture
 def rooms(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps with guesses are recorded, on a CPU too."""
-    monkeypatch.setattr(check_graphs, "check_rooms", lambda setup: check_graphs.rooms(24))
+    capture_drafts(monkeypatch, 24)
 
 
 @pytest.mark.parametrize(("layers", "recorded"), [(3, True), (1, False)], ids=["right, recorded", "wrong"])

@@ -11,12 +11,12 @@ import pytest
 
 from folovllm.attention.backends.torch_paged import TorchPagedBackend
 from folovllm.sampling_params import SamplingParams
-from folovllm.spec_decode import check_graphs
-from folovllm.spec_decode.check_graphs import CheckGraphs, CheckRoom
 from folovllm.spec_decode.proposer import Proposer, RowState
 from folovllm.structured_outputs import StructuredOutputsParams
+from folovllm.worker import graph_runner
+from folovllm.worker.buckets import Bucket, draft_bucket, draft_buckets
+from folovllm.worker.graph_runner import GraphRunner
 from folovllm.worker.model_runner import ModelRunner
-from folovllm.worker.prompt_graphs import Room
 from tests.helpers import VOCAB_SIZE, prompts, tiny_tokenizer
 from tests.workloads import Request, serve, workload
 from tests.x3.engines import Pair, guessing, make_engine, make_proposer, speculation_of
@@ -133,22 +133,34 @@ def test_forms_and_filters_are_drawn_at_once() -> None:
     assert speculation_of(engine).num_accepted > 10
 
 
+def capture_drafts(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """Steps with drafts are captured, on a CPU too, of up to so many samples."""
+    monkeypatch.setattr(
+        graph_runner, "buckets_for", lambda setup, num_drafted: draft_buckets(most) if num_drafted else []
+    )
+
+
 def test_recorded_steps_with_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU too, with rooms of few sizes: those that no room holds, and those with prompts, run as before."""
-    used: list[Room] = []
-    run = CheckGraphs.graph
-    monkeypatch.setattr(check_graphs, "check_rooms", lambda setup: check_graphs.rooms(24))
-    monkeypatch.setattr(CheckGraphs, "graph", lambda self, room: (used.append(room), run(self, room))[1])
+    """On a CPU too, with buckets of few sizes: those that no bucket holds, and those with prompts, run as before."""
+    used: list[Bucket] = []
+    run = GraphRunner._graph
+
+    def noted(self: GraphRunner, bucket: Bucket, work: Any) -> Any:
+        used.extend([bucket] * bucket.has_drafts)
+        return run(self, bucket, work)
+
+    capture_drafts(monkeypatch, 24)
+    monkeypatch.setattr(GraphRunner, "_graph", noted)
     pair = demanding_pair("m6")
     pair.check(serve(pair.engine("often"), pair.requests))
-    assert len(set(used)) > 3 and max(used).tokens <= 24
-    assert check_graphs.rooms(64)[-2:] == [CheckRoom(48, 0), CheckRoom(64, 0)]
-    assert check_graphs.rooms(2000)[-1] == CheckRoom(512, 0)
+    assert len(set(used)) > 3 and max(used).num_tokens <= 24
+    assert draft_buckets(64)[-2:] == [draft_bucket(48), draft_bucket(64)]
+    assert draft_buckets(2000)[-1] == draft_bucket(512)
 
 
 def test_recorded_guesses_beside_a_prompt_that_will_be_penalised(monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompt draws nothing yet: who draws beside it draws as if it were not there."""
-    monkeypatch.setattr(check_graphs, "check_rooms", lambda setup: check_graphs.rooms(24))
+    capture_drafts(monkeypatch, 24)
     short, long = prompts([3, 40], seed=6)
     load = [Request(short, replace(DRAWN, max_tokens=24)), Request(long, replace(DRAWN, repetition_penalty=1.5))]
     pair = Pair.of(load, max_num_seqs=2, long_prefill_token_threshold=2, **BLOCKS["m6"])
@@ -160,20 +172,20 @@ def test_recorded_guesses_beside_a_prompt_that_will_be_penalised(monkeypatch: py
 @pytest.mark.parametrize("recorded", [True, False])
 def test_logits_have_places_only_where_steps_are_recorded(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two while the cache is sized, and then one; none where the backend cannot be part of a recording."""
-    made: list[CheckGraphs] = []
+    made: list[GraphRunner] = []
     sizes: list[list[int]] = []
-    make, fit = CheckGraphs.__init__, ModelRunner.fit_kv_cache
+    make, fit = GraphRunner.__init__, ModelRunner.fit_kv_cache
 
     def places() -> list[int]:
         return [len(made[0]._logits), len(made[0]._kept_free)]
 
-    def noted(self: CheckGraphs, *rest: Any, **more: Any) -> None:
+    def noted(self: GraphRunner, *rest: Any, **more: Any) -> None:
         made.append(self)
         make(self, *rest, **more)
 
-    monkeypatch.setattr(check_graphs, "check_rooms", lambda setup: check_graphs.rooms(24))
+    capture_drafts(monkeypatch, 24)
     monkeypatch.setattr(TorchPagedBackend, "supports_graph", lambda self, device: recorded)
-    monkeypatch.setattr(CheckGraphs, "__init__", noted)
+    monkeypatch.setattr(GraphRunner, "__init__", noted)
     monkeypatch.setattr(ModelRunner, "fit_kv_cache", lambda *args: (sizes.append(places()), fit(*args))[1])
     make_engine(max_num_seqs=4, **BLOCKS["m6"], **guessing(make_proposer("right", [], [])))
     assert [*sizes, places()] == ([[24, 24], [24, 0]] if recorded else [[0, 0], [0, 0]])

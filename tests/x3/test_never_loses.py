@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from folovllm.cache.block_manager import BlockManager
-from folovllm.engine.overlap_scheduler import OverlapScheduler
-from folovllm.engine.scheduler import chunk, preempt
+from folovllm.engine.scheduler import Scheduler, chunk, preempt, unless_finished
 from folovllm.request import Sequence
 from folovllm.spec_decode.adaptive import AdaptiveDepth
 from folovllm.spec_decode.budget import Budget
@@ -23,7 +22,7 @@ from folovllm.spec_decode.choose import Curve, StepCost
 from folovllm.spec_decode.ngram import NgramProposer
 from folovllm.spec_decode.proposer import InTurn, Proposer, RowState
 from folovllm.spec_decode.registry import LOAN, SAVED, make_budget
-from folovllm.spec_decode.scheduler import SpeculativeOverlapScheduler
+from folovllm.spec_decode.scheduler import SpeculativeScheduler
 from folovllm.spec_decode.shadow import Shadow
 from folovllm.spec_decode.speculation import Speculation
 from folovllm.spec_decode.suffix import SuffixProposer
@@ -105,11 +104,11 @@ class Served:
             "kv": BlockManager(max_num_seqs * 160, 16),
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": 2**16,
-            "tokens_of_step": chunk,
+            "tokens_of_step": unless_finished(chunk),
             "make_room": preempt,
         }
         if not (methods or draft):
-            self.scheduler: OverlapScheduler = OverlapScheduler(**common)
+            self.scheduler: Scheduler = Scheduler(**common)
             return
         kinds = {"ngram": NgramProposer, "suffix": SuffixProposer}
         tables = (Curve(widths, tuple(scale * s for s in seconds)) for widths, seconds in (PLAIN, CHECKED))
@@ -119,7 +118,7 @@ class Served:
         proposer = draft or InTurn([Slow(kinds[name](), self.clock) for name in methods.split("+")])
         shadow = Shadow(proposer, self.depth, budget, most=0 if draft else 4)
         self.speculation = Speculation(shadow, self.depth, self if forms else NoForms(), self.clock, budget)
-        self.scheduler = SpeculativeOverlapScheduler(speculation=self.speculation, **common)
+        self.scheduler = SpeculativeScheduler(speculation=self.speculation, **common)
 
     def forced(self, seq: Sequence, most: int) -> list[int]:
         if seq.params.structured_outputs is None:

@@ -11,8 +11,7 @@ from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
 from folovllm.spec_decode.draft_tokens import DraftTokens
 from folovllm.spec_decode.extension import make_run_executor
-from folovllm.spec_decode.run_executor import RunExecutor
-from folovllm.spec_decode.run_graph_runner import parts
+from folovllm.spec_decode.multi_step import MultiStepExecutor, parts
 from folovllm.step.draw import DrawSpec, no_tokens
 from folovllm.step.schedule import SchedulerOutput, Share, StepResult
 from tests.helpers import tiny_checkpoint
@@ -26,7 +25,7 @@ SPECS = {
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
-def executor(device: str = "cpu", **more: object) -> RunExecutor:
+def executor(device: str = "cpu", **more: object) -> MultiStepExecutor:
     fields = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 3, "num_kv_blocks": 3 * BLOCKS, **more}
     config = EngineConfig(model=str(tiny_checkpoint()), device=device, block_size=BLOCK, use_tqdm=False, **fields)  # type: ignore[arg-type]
     setup = set_up(config)
@@ -36,7 +35,7 @@ def executor(device: str = "cpu", **more: object) -> RunExecutor:
 class Writers:
     """Rows with a prompt each, all but its newest token computed, and their next steps."""
 
-    def __init__(self, device: RunExecutor, specs: Sequence[DrawSpec]) -> None:
+    def __init__(self, device: MultiStepExecutor, specs: Sequence[DrawSpec]) -> None:
         self._ends = [3 + 2 * row for row in range(len(specs))]
         prompts = [np.arange(1, 1 + end, dtype=np.int32) * (row + 1) for row, end in enumerate(self._ends)]
         shares = []

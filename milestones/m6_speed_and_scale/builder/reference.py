@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from folovllm.worker.graph_cache import GraphStore
-from folovllm.worker.step_graph import StepGraph
+from folovllm.worker.step_graph import GraphStore, StepGraph
 
 KEPT = 16  # graphs at most
 

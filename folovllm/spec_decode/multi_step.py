@@ -1,0 +1,193 @@
+"""Several decode steps of a draft model as one call: a row goes on from what it sampled, and nobody looks at it in between.
+
+Each graph has some steps, and a call is put together of these: 7 steps are 4, 2 and 1. So there are few to capture, and each
+has lines of its own for its tokens. A graph begins with the copy of its input from the host and ends with the copy of its
+tokens to the host, so that a call costs the host a launch or two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from folovllm.executor.abstract import Run
+from folovllm.executor.packed_executor import LocalExecutor
+from folovllm.setup import EngineSetup
+from folovllm.spec_decode.draft_tokens import DraftTokens
+from folovllm.step.masks import Masks
+from folovllm.step.packed import Int32, PackedStep, choose_bucket, is_plain_decode, split
+from folovllm.step.schedule import SchedulerOutput, StepResult
+from folovllm.worker.buckets import Bucket, decode_bucket, padding_of
+from folovllm.worker.gpu_worker import GPUWorker
+from folovllm.worker.graph_runner import GraphRunner
+from folovllm.worker.model_runner import ModelRunner
+from folovllm.worker.step_graph import StepGraph
+
+WIDEST = 32  # sequences of a captured call: beyond, a step takes the device much longer than the host takes to start it
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class PackedSteps:
+    """Decode steps on the host that run one behind the other.
+
+    Attributes:
+        numbers: [n, at least what a step has], the buffers of decode steps, each padded to the width of the widest.
+        width: columns of each step. num_seqs: [n], of each step.
+        is_special: some sequence samples with filters.
+    """
+
+    numbers: Int32
+    width: int
+    num_seqs: list[int]
+    is_special: bool
+
+
+@dataclass(slots=True, frozen=True)
+class Completed:
+    """Decode steps that have run."""
+
+    results: list[StepResult]
+    names: None = None
+
+    def wait(self) -> list[StepResult]:
+        """As `Run`."""
+        return self.results
+
+
+@dataclass(slots=True, frozen=True)
+class PendingSteps:
+    """Decode steps that were started. Their tokens are in `drafted`, in these `lines`."""
+
+    num_seqs: list[int]
+    lines: list[int]
+    drafted: DraftTokens
+
+    @property
+    def names(self) -> Int32:
+        """The placeholder ids of the tokens that step j samples for its sequence i, [j, i]."""
+        return self.drafted.names[self.lines]
+
+    def wait(self) -> list[StepResult]:
+        """Wait for the last token and return what each step sampled."""
+        tokens = self.drafted.spell(self.names[:, : max(self.num_seqs)]).tolist()
+        return [
+            StepResult([[token] for token in step[:count]], {})
+            for step, count in zip(tokens, self.num_seqs, strict=True)
+        ]
+
+
+class MultiStepRunner(GraphRunner):
+    """Also captures several decode steps behind each other, for the widths of decode steps: sampled in one pass, or of any row."""
+
+    def __init__(self, setup: EngineSetup, runner: ModelRunner, *others: Any, drafted: DraftTokens) -> None:
+        """As `GraphRunner`. The tokens go to `drafted`, whose lines are the most steps of a call."""
+        super().__init__(setup, runner, *others)
+        self._drafted = drafted
+        self._out = torch.zeros(drafted.drawn.shape, dtype=torch.int64, device=setup.device)  # as kernels draw
+        self._ended = torch.cuda.Event() if setup.device.type == "cuda" else None
+
+    def execute_model(self, step: PackedStep | Masks | PackedSteps) -> Any:
+        """As `GraphRunner`; several steps have a `PendingSteps`."""
+        return self._start_steps(step) if isinstance(step, PackedSteps) else super().execute_model(step)
+
+    def _start_steps(self, steps: PackedSteps) -> PendingSteps:
+        if self._drafted.arrived is not None:
+            self._drafted.arrived.synchronize()  # the last call has read its input
+        lines: list[int] = []
+        for n in parts(len(steps.numbers)):
+            graph = self._graph_of(steps.width, n, steps.is_special)
+            graph.replay(torch.from_numpy(steps.numbers[len(lines) : len(lines) + n]))
+            lines += range(n - 1, 2 * n - 1)
+        if self._ended is not None:
+            self._ended.record()
+            self._drafted.arrived = self._ended
+        return PendingSteps(steps.num_seqs, lines, self._drafted)
+
+    def _graph_of(self, width: int, length: int, is_special: bool) -> StepGraph:
+        """The graph of so many steps. Captures it now, with nothing but padding, if none is kept."""
+
+        def capture() -> StepGraph:
+            numbers = np.repeat(padding_of_step(width, self._setup.max_num_seqs), length, 0)
+            return self._recorder.record(numbers, self._steps(decode_bucket(width), is_special), from_host=True)
+
+        return self._graphs.get(width, f"{length} steps{' special' * is_special}", capture)
+
+    def _steps(self, bucket: Bucket, is_special: bool) -> Callable[[torch.Tensor], None]:
+        """The work of decode steps from their buffers [n, ...] in host memory to their tokens there."""
+
+        def work(numbers: torch.Tensor) -> None:
+            lines = slice(len(numbers) - 1, 2 * len(numbers) - 1)
+            for step, out in zip(numbers.to(self._setup.device, non_blocking=True), self._out[lines], strict=True):
+                self._forward(bucket, step)
+                logits, fields = self._logits[: bucket.num_decodes], split(step, bucket.columns).fields
+                (self._draw_rows if is_special else self._one_pass)(logits, fields, out)
+            self._drafted.drawn[lines] = self._out[lines]
+            self._drafted.host[lines].copy_(self._drafted.drawn[lines], non_blocking=True)
+
+        return work
+
+    def _capture(self, bucket: Bucket) -> None:
+        super()._capture(bucket)
+        if bucket.is_decode and bucket.num_decodes <= WIDEST:
+            for length in parts(len(self._drafted.drawn)):
+                for is_special in (False, True):
+                    self._graph_of(bucket.num_decodes, length, is_special)
+
+    def _rehearse_graphs(self) -> None:
+        """As `GraphRunner`. What a step launches does not depend on which of several it is."""
+        super()._rehearse_graphs()
+        for width in self._graphs.widths:
+            for is_special in (False, True):
+                padding = torch.from_numpy(padding_of_step(width, self._setup.max_num_seqs))
+                self._steps(decode_bucket(width), is_special)(padding)
+
+
+class MultiStepExecutor(LocalExecutor):
+    """A `LocalExecutor` that sends decode steps down together, where they are captured; else it runs one after the other."""
+
+    def __init__(self, max_num_seqs: int, worker: GPUWorker[Any, Any], runner: MultiStepRunner) -> None:
+        super().__init__(max_num_seqs, worker, runner)
+        self._widths = runner.buckets
+        self._widest = min(WIDEST, max(runner.buckets, default=0))
+        self._paddings = {width: padding_of_step(width, max_num_seqs) for width in runner.buckets}
+
+    def submit_run(self, outputs: Sequence[SchedulerOutput]) -> Run:
+        """As `RunsSteps`."""
+        if max(len(output.shares) for output in outputs) > self._widest:
+            return Completed([self.execute_model(output) for output in outputs])
+        run: Run = self._running().execute_model(self._pack_steps(outputs))  # type: ignore[arg-type,assignment]
+        return run
+
+    def _pack_steps(self, outputs: Sequence[SchedulerOutput]) -> PackedSteps:
+        """Pack steps that run one behind the other.
+
+        Raises:
+            ValueError: a share is no plain decode (`is_plain_decode`), or asks for log-probabilities.
+        """
+        shares, num_seqs = [share for output in outputs for share in output.shares], [len(o.shares) for o in outputs]
+        if not all(map(is_plain_decode, shares)) or self._packer.reports_logprobs(shares):
+            raise ValueError("a run has decodes of one token, in rows that the device knows, and no log-probabilities")
+        width = choose_bucket(max(num_seqs), self._widths)
+        packed, start = self._packer.pack_decode(shares, len(shares)).fields, 0
+        numbers = np.repeat(self._paddings[width], len(outputs), 0)
+        for step, count in zip(numbers, num_seqs, strict=True):
+            split(step, decode_bucket(width).columns).fields[:, :count] = packed[:, start : start + count]
+            start += count
+        return PackedSteps(numbers, width, num_seqs, self._packer.is_special(shares))
+
+
+def padding_of_step(width: int, padding_row: int) -> Int32:
+    """A decode step in which nothing is done, [1, ...]: as long that the next one begins at a multiple of 16 bytes."""
+    numbers = padding_of(decode_bucket(width), padding_row)
+    return np.pad(numbers, (0, -len(numbers) % 4))[None]
+
+
+def parts(count: int) -> Iterator[int]:
+    """`count` as a sum of powers of two, the largest first."""
+    for bit in reversed(range(count.bit_length())):
+        if count >> bit & 1:
+            yield 1 << bit
