@@ -35,9 +35,9 @@ from folovllm.sampling_params import SamplingParams
 from folovllm.server.app import build_app
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
+from folovllm.server.link import serve_socket
 from folovllm.server.patience import PatientProtocol
 from folovllm.server.serve import Server, listen
-from folovllm.server.socket_link import serve_socket
 from folovllm.server.transport import ProcessTransport
 from folovllm.setup import EngineSetup
 from folovllm.step.schedule import NothingScheduled, SchedulerOutput, StepResult

@@ -23,10 +23,10 @@ from folovllm.config import EngineConfig
 from folovllm.server.app import build_app
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
+from folovllm.server.link import serve_socket
 from folovllm.server.messages import Delta, Frames, Load, Step, decode_news, encode, frame
 from folovllm.server.patience import PatientProtocol
 from folovllm.server.serve import Server, listen
-from folovllm.server.socket_link import serve_socket
 from folovllm.server.transport import ProcessTransport, ThreadTransport
 
 DATA = Path(__file__).resolve().parents[1] / "docs" / "data" / "x1_serving_cpu.json"

@@ -145,7 +145,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("server/engine_loop.py", "", "v1/engine/core.py"),
         ("server/digest.py", "", ""),
         ("server/transport.py", "", "v1/engine/core_client.py"),
-        ("server/socket_link.py", "", "v1/engine/core.py"),
+        ("server/link.py", "", "v1/engine/core.py"),
         ("server/engine_process.py", "", "v1/engine/utils.py"),
         ("server/stream.py", "", "v1/engine/output_processor.py"),
         ("server/open_requests.py", "", ""),

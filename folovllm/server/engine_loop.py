@@ -8,20 +8,19 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from folovllm.config import EngineConfig
-from folovllm.events import Event, Listener
+from folovllm.events import Event
 from folovllm.faults import RequestFailed
+from folovllm.inspector import recorder
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.digest import Digest
 from folovllm.server.messages import Abort, Add, Failure, News, Ready, Refused, Step, Stop, Work, failure_of
-from folovllm.setup import EngineSetup, plain
+from folovllm.setup import plain
 
 logger = logging.getLogger("folovllm")
 
 
-class Engine(Protocol):
-    """What the loop asks of an engine: `LLMEngine` has it."""
-
-    setup: EngineSetup
+class Engine(recorder.Engine, Protocol):
+    """What is asked of an engine that is served, beside what its recorder asks: `LLMEngine` has it."""
 
     def add_request(
         self,
@@ -44,8 +43,11 @@ class Engine(Protocol):
     def step(self) -> object:
         """Compute. Listeners hear what came of it. Raises RequestFailed at its end if requests failed; it goes on with the others."""
 
-    def subscribe(self, listener: Listener) -> None:
-        """Call `listener` with what happens from now on, and first with the present state."""
+    def prepare_forms(self) -> None:
+        """Prepare for structured output: the first such request would hold up the others for a second."""
+
+    def expert_load(self) -> list[list[int]]:
+        """How often each expert of each layer was asked, [L][E]."""
 
     def close(self) -> None:
         """Give everything back."""

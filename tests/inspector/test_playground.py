@@ -18,7 +18,7 @@ from folovllm.inspector.replay import Recording, parse
 from folovllm.inspector.serve import playground_app, replay_app
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.messages import Abort, Pace
-from folovllm.server.watched import WatchedLink
+from folovllm.server.link import WatchedLink
 from tests.helpers import tiny_checkpoint
 from tests.inspector.test_live import replayed
 from tests.x1.scripted import ScriptedEngine

@@ -124,7 +124,7 @@ def marking_guides(add: Any) -> Any:
 
 
 if __name__ == "__main__":
-    from folovllm.server.socket_link import serve_socket
+    from folovllm.server.link import serve_socket
 
     install()
     serve_socket(int(sys.argv[-1]))
