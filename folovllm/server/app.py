@@ -26,10 +26,8 @@ from folovllm.models.files import generation_defaults
 from folovllm.quick_tokenizer import whole
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.admission import Admission
-from folovllm.server.answers import ChatWriter, CompletionWriter
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
-from folovllm.server.echo import EchoWriter
 from folovllm.server.errors import ApiError, as_api_error
 from folovllm.server.guard import HostGuard
 from folovllm.server.http import CLIENT_GONE, error_response, json_response, read_body, require_json
@@ -49,9 +47,10 @@ from folovllm.server.protocol import (
 from folovllm.server.reader import TAGS, reading_of
 from folovllm.server.replies import Detokenized, ModelCard, ModelList, Tokens, Version
 from folovllm.server.requests import chat_params, chat_prompt, completion_params, prompts_of, wants_prompt_alone
-from folovllm.server.respond import Job
+from folovllm.server.respond import ResponseHandler
 from folovllm.server.sse import unless_gone
 from folovllm.server.tokenizer_info import tokenizer_info
+from folovllm.server.writers import ChatWriter, CompletionWriter, EchoWriter
 
 Handler = Callable[[Request], Awaitable[Response]]
 R = TypeVar("R", bound=msgspec.Struct)
@@ -237,10 +236,10 @@ class Api:
             prepared.append(await engine.prepare(prompt, params, priority=asked.priority, cache_salt=salt))
             await asyncio.sleep(0)  # others have their turn between two of many prompts
         self._check_room(len(prepared), params, sum(seqs[0].num_prompt_tokens for seqs in prepared))
-        job = Job(engine, prepared, writer, params.n)
+        handler = ResponseHandler(engine, prepared, writer, params.n)
         if asked.stream:
-            return job.events(asked.stream_options or StreamOptions())
-        return await job.whole(request.receive)
+            return handler.events(asked.stream_options or StreamOptions())
+        return await handler.whole(request.receive)
 
     def _check_room(self, num_prompts: int, params: SamplingParams, num_tokens: int = 0) -> None:
         """Raise unless the queue has room for `n` sequences of each prompt."""

@@ -7,18 +7,17 @@ from collections.abc import AsyncIterator
 from starlette.responses import Response
 from starlette.types import Receive
 
-from folovllm.engine.output_processor import Piece
+from folovllm.engine.output_processor import OutputDelta
 from folovllm.request import Sequence
-from folovllm.server.answers import DONE, CompletionWriter, event
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.errors import as_api_error
 from folovllm.server.protocol import StreamOptions
-from folovllm.server.replies import Usage
 from folovllm.server.sse import EventStream, unless_gone
 from folovllm.server.stream import Mailbox, Stream
+from folovllm.server.writers import DONE, CompletionWriter, event
 
 
-class Job:
+class ResponseHandler:
     """One HTTP request: a stream for each of its prompts, each with `n` answers.
 
     Its maker calls `whole` or `events`, once: each closes the streams at its end.
@@ -49,14 +48,14 @@ class Job:
             answers = await unless_gone(receive, self._read_all())
         finally:
             self.close()
-        return Response(self._writer.whole(answers, self._usage()), media_type="application/json")
+        return Response(self._writer.whole(answers), media_type="application/json")
 
     def events(self, options: StreamOptions) -> EventStream:
         """The response as a stream of events."""
         return EventStream(self._events(options), self.close)
 
-    async def _read_all(self) -> list[tuple[int, Piece]]:
-        answers: list[tuple[int, Piece]] = []  # each stream has news once, at its end
+    async def _read_all(self) -> list[tuple[int, OutputDelta]]:
+        answers: list[tuple[int, OutputDelta]] = []  # each stream has news once, at its end
         while self._num_open:
             answers += await self._next()
         return sorted(answers)
@@ -66,16 +65,16 @@ class Job:
         try:
             while self._num_open:
                 pieces = await self._next()
-                usage = self._usage() if options.continuous_usage_stats else None
+                usage = self._writer.usage() if options.continuous_usage_stats else None
                 if chunks := self._writer.chunks(pieces, usage):
                     yield chunks
             if options.include_usage:
-                yield self._writer.last(self._usage())
+                yield self._writer.last()
         except Exception as error:
             yield event(as_api_error(error).body())
         yield DONE
 
-    async def _next(self) -> list[tuple[int, Piece]]:
+    async def _next(self) -> list[tuple[int, OutputDelta]]:
         """Wait for news; what is new, by the number of the answer in the response."""
         news = []
         for stream in await self._mailbox.get():
@@ -83,6 +82,3 @@ class Job:
             news += [(first + piece.answer, piece) for piece in stream.take()]
             self._num_open -= stream.is_over
         return news
-
-    def _usage(self) -> Usage:
-        return self._writer.usage()

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from folovllm.cache.prefix_cache import CachedPrefix
-from folovllm.engine.output_processor import Piece, RequestState, with_text
+from folovllm.engine.output_processor import OutputDelta, RequestState, with_text
 from folovllm.engine.stop import check_stop_conditions
 from folovllm.faults import RequestFailed, log_fault
 from folovllm.outputs import RequestOutput, TokenLogprob
@@ -158,12 +158,12 @@ class Stream:
         self.is_over = True
         self._on_close(self)
 
-    def take(self) -> list[Piece]:
+    def take(self) -> list[OutputDelta]:
         """What is new since the last look, an answer at a time. Raises what ended the stream, if that was an error.
 
         RequestFailed if its text cannot be made; the stream is over then.
         """
-        return self._look(self.state.pieces)
+        return self._look(self.state.deltas)
 
     def _look(self, report: Callable[[], T]) -> T:
         self._has_mail = False

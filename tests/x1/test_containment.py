@@ -42,7 +42,7 @@ SIDES = {
         "check_stop_conditions", "keep_logprobs", "decode",
     ],
     "server": [
-        "InputProcessor.process", "RequestState", "RequestState.pieces", "append", "advance", "find_stop", "flush", "add_message",
+        "InputProcessor.process", "RequestState", "RequestState.deltas", "append", "advance", "find_stop", "flush", "add_message",
         "Stream.feed", "Stream.check", "Counters.note_start", "with_text",
     ],
 }  # fmt: skip
