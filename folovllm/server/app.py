@@ -31,10 +31,9 @@ from folovllm.server.config import ServerConfig
 from folovllm.server.errors import ApiError, as_api_error
 from folovllm.server.guard import HostGuard
 from folovllm.server.http import CLIENT_GONE, error_response, json_response, read_body, require_json
-from folovllm.server.look import Look
 from folovllm.server.metrics import Metrics
-from folovllm.server.openapi import document
-from folovllm.server.page import chat_page
+from folovllm.server.openapi import ENDPOINTS, document
+from folovllm.server.pages import InspectorRoutes, chat_page
 from folovllm.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -45,11 +44,10 @@ from folovllm.server.protocol import (
     parse,
 )
 from folovllm.server.reader import TAGS, reading_of
-from folovllm.server.replies import Detokenized, ModelCard, ModelList, Tokens, Version
+from folovllm.server.replies import Detokenized, ModelCard, ModelList, Tokens, Version, tokenizer_info
 from folovllm.server.requests import chat_params, chat_prompt, completion_params, prompts_of, wants_prompt_alone
 from folovllm.server.respond import ResponseHandler
 from folovllm.server.sse import unless_gone
-from folovllm.server.tokenizer_info import tokenizer_info
 from folovllm.server.writers import ChatWriter, CompletionWriter, EchoWriter
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -63,25 +61,19 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
     """The application around an engine that was started."""
     api = Api(engine, config)
     routes = [
-        Route("/", api.guarded(api.page)),
-        Route("/health", api.guarded(api.health)),
-        Route("/version", api.guarded(api.version)),
-        Route("/openapi.json", api.guarded(api.openapi)),
-        Route("/metrics", api.guarded(api.metrics)),
-        Route("/v1/models", api.guarded(api.models, needs_key=True)),
-        Route("/v1/models/{name:path}", api.guarded(api.model, needs_key=True)),
-        Route("/v1/completions", api.guarded(api.completions, needs_key=True), methods=["POST"]),
-        Route("/v1/chat/completions", api.guarded(api.chat, needs_key=True), methods=["POST"]),
-        Route("/tokenize", api.guarded(api.tokenize, needs_key=True), methods=["POST"]),
-        Route("/detokenize", api.guarded(api.detokenize, needs_key=True), methods=["POST"]),
-        Route("/tokenizer_info", api.guarded(api.tokenizer_info, needs_key=True)),
+        Route(
+            each.path.replace("{name}", "{name:path}"),
+            api.guarded(getattr(api, each.handler), needs_key=not each.is_open),
+            methods=["POST" if each.takes else "GET"],
+        )
+        for each in ENDPOINTS
     ]
     if config.inspector:
-        look = Look(engine, config)
+        inspector = InspectorRoutes(engine, bool(config.api_key))
         routes += [  # the page and its files say nothing of the engine: a browser asks for them without a key
-            Route(PAGE, api.guarded(look.page)),
-            Route(FILES, api.guarded(look.file)),
-            Route(f"{PAGE}/events", api.guarded(look.events, needs_key=True)),
+            Route(PAGE, api.guarded(inspector.page)),
+            Route(FILES, api.guarded(inspector.file)),
+            Route(f"{PAGE}/events", api.guarded(inspector.events, needs_key=True)),
         ]
     cors = Middleware(
         CORSMiddleware, allow_origins=config.cors_origin, allow_methods=["GET", "POST"], allow_headers=["*"]

@@ -6,8 +6,8 @@ import asyncio
 from collections import Counter
 
 from folovllm.faults import RequestFailed
-from folovllm.server.counters import Counters
 from folovllm.server.messages import Delta, Refused, Step, failure_of
+from folovllm.server.metrics import Counters
 from folovllm.server.stream import Stream
 
 
@@ -66,7 +66,7 @@ class OpenRequests:
             except BaseException as error:
                 failed.append(failure_of(stream.number, error))
                 self._refuse(failed[-1])
-        self.counters.note_step(now, before, step.queue_times)
+        self.counters.record_step(now, before, step.queue_times)
         for refused in step.refused:
             self._refuse(refused)
         return [each.number for each in failed]
@@ -76,7 +76,7 @@ class OpenRequests:
         if delta.token_ids:
             if not stream.has_begun:
                 self._leave_queue(stream)
-                self.counters.note_start(stream, now)
+                self.counters.record_start(stream, now)
             if (last := stream.newest[delta.index]) is not None:
                 before[last] += 1
             self.counters.generation_tokens += len(delta.token_ids)
@@ -91,7 +91,7 @@ class OpenRequests:
     def end(self, stream: Stream) -> None:
         """The engine works on it no more."""
         self._remove(stream)
-        self.counters.note_end(stream)
+        self.counters.record_end(stream)
 
     def fail(self, stream: Stream, error: Exception) -> None:
         """End a request with an error, which its reader gets. No counter counts it."""

@@ -12,11 +12,10 @@ from folovllm.chat_template import render
 from folovllm.engine.input_processor import encode_within, too_long
 from folovllm.inputs import Prompt, TokensPrompt
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
+from folovllm.server.conversation import call_grammar, checked, must_call, offered
 from folovllm.server.errors import ApiError
-from folovllm.server.forms import form_of
-from folovllm.server.messages_in import checked
 from folovllm.server.protocol import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
-from folovllm.server.tools import offered
+from folovllm.structured_outputs import StructuredOutputsParams
 
 SAME = (
     "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
@@ -28,6 +27,9 @@ PROMPTS = (*ONE_PROMPT, list[str], list[list[int]])
 MOST = {"stop": 64, "stop_token_ids": 1024}  # entries: each token of an answer is compared with all of them
 MOST |= {"allowed_token_ids": 1 << 18, "logit_bias": 1 << 16}  # each is looked at within the event loop
 LONGEST_STOP = 1024  # characters; as many are looked through again with each token
+FORMATS = (
+    '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}'
+)
 COMPLETION_TOKENS = 16  # OpenAI's default; a chat's answer may fill the context
 
 
@@ -70,7 +72,7 @@ def _params(request: Sampling, defaults: dict[str, Any], own: dict[str, Any]) ->
         raise ApiError(400, "prompt_logprobs are for whole answers: leave out stream", "prompt_logprobs")
     _require_few(request)
     given = {name: getattr(request, name) for name in SAME} | own
-    given["structured_outputs"] = form_of(request)
+    given["structured_outputs"] = _structured_output(request)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
     return SamplingParams(
         **(defaults | {name: value for name, value in given.items() if value is not None}), output_kind=kind
@@ -85,6 +87,49 @@ def _require_few(request: Sampling) -> None:
             raise ApiError(400, f"{name} has {count} entries: give {most} at most", name)
     if (longest := max(map(len, stop), default=0)) > LONGEST_STOP:
         raise ApiError(400, f"stop has a text of {longest} characters: give {LONGEST_STOP} at most", "stop")
+
+
+def _structured_output(request: Sampling) -> StructuredOutputsParams | None:
+    """What the answer must be: by `response_format`, `structured_outputs`, or tools that must be called. None: anything.
+
+    Raises ApiError for an unknown kind, or for two of them.
+    """
+    asked = _of_format(request.response_format)
+    if request.structured_outputs is not None:
+        if asked is not None:
+            raise ApiError(400, "response_format and structured_outputs: give one of them", "structured_outputs")
+        asked = _made(request.structured_outputs, "structured_outputs")
+    if not isinstance(request, ChatRequest) or not (tools := offered(request.tools, request.tool_choice)):
+        return asked
+    several = request.parallel_tool_calls is not False
+    if must_call(request.tool_choice):
+        return StructuredOutputsParams(grammar=call_grammar(tools, request.tool_choice, several))
+    if asked is not None and request.response_format is not None:  # a document, or a call
+        return StructuredOutputsParams(grammar=call_grammar(tools, request.tool_choice, several, asked.schema()))
+    return asked
+
+
+def _of_format(given: dict[str, Any] | None) -> StructuredOutputsParams | None:
+    kind = None if given is None else given.get("type")
+    if given is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    described = given.get("json_schema")
+    if kind != "json_schema" or not isinstance(described, dict) or not isinstance(described.get("schema"), dict | bool):
+        raise ApiError(400, f"response_format must be {FORMATS}", "response_format")
+    strict = described.get("strict")
+    return _made({"json": described["schema"], "strict": False if strict is None else strict}, "response_format")
+
+
+def _made(fields: dict[str, Any], param: str) -> StructuredOutputsParams:
+    """The parameters that a request describes. Raises ApiError that names `param`."""
+    try:
+        return StructuredOutputsParams(**fields)
+    except TypeError as error:
+        raise ApiError(400, f"{param}: unknown field {str(error).split()[-1]}", param) from error
+    except ValueError as error:
+        raise ApiError(400, str(error), param) from error
 
 
 def prompts_of(request: CompletionRequest) -> list[Prompt]:

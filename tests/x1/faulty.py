@@ -19,7 +19,7 @@ from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.detokenizer_stream import StreamDetokenizer
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.output_processor import OutputProcessor, RequestState
-from folovllm.server.counters import Counters
+from folovllm.server.metrics import Counters
 from folovllm.structured_output.guide import Guide
 from folovllm.structured_output.guides import Guides
 
@@ -77,7 +77,7 @@ SITES: dict[str, tuple[Any, str, Callable[..., Call]]] = {
     "decode": (messages, "_decode_command", lambda data: ("engine", data[data.index(b"fault|") :].decode()) if b"|decode|" in data else ("", None)),
     "add_message": (async_engine, "add_message", lambda number, request: of_request(request)),
     "Stream.feed": (stream.Stream, "feed", lambda self, *_: of_request(self.state.seqs[0].request)),
-    "Counters.note_start": (Counters, "note_start", lambda self, stream, _: of_request(stream.state.seqs[0].request)),
+    "Counters.record_start": (Counters, "record_start", lambda self, stream, _: of_request(stream.state.seqs[0].request)),
     "Stream.check": (stream, "check_stop_conditions", lambda seq: of_request(seq.request)),
     "with_text": (stream.Stream, "_with_text", lambda self, _: of_request(self.state.seqs[0].request)),
 }  # fmt: skip

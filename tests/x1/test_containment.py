@@ -43,7 +43,7 @@ SIDES = {
     ],
     "server": [
         "InputProcessor.process", "RequestState", "RequestState.deltas", "append", "advance", "find_stop", "flush", "add_message",
-        "Stream.feed", "Stream.check", "Counters.note_start", "with_text",
+        "Stream.feed", "Stream.check", "Counters.record_start", "with_text",
     ],
 }  # fmt: skip
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 from folovllm.server.admission import Admission
 from folovllm.server.async_engine import AsyncEngine
-from folovllm.server.counters import Histogram
 from folovllm.server.errors import ApiError
 from folovllm.server.messages import Abort, Add, Delta, Frames, Load, Step, decode_command, decode_news, encode, frame
+from folovllm.server.metrics import Histogram
 from folovllm.server.protocol import ChatRequest, CompletionRequest, parse
 from folovllm.server.requests import chat_params, completion_params, prompts_of
 from tests.helpers import tiny_checkpoint
@@ -191,5 +191,5 @@ class TestAdmission:
 def test_a_histogram_counts_what_is_at_most_a_bound() -> None:
     histogram = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 9.0):
-        histogram.note(value)
+        histogram.record(value)
     assert (histogram.counts, histogram.sum) == ([2, 1, 1], 12.0)

@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 
 from folovllm.engine.output_processor import OutputDelta
 from folovllm.sampling_params import SamplingParams
+from folovllm.server.conversation import call_grammar, checked, offered
 from folovllm.server.errors import ApiError
-from folovllm.server.messages_in import checked
 from folovllm.server.protocol import ChatRequest
 from folovllm.server.reader import AnswerReader, reading_of
 from folovllm.server.reasoning import ReasoningSplitter
 from folovllm.server.replies import ChatMessage
 from folovllm.server.tool_calls import ToolCallParser
-from folovllm.server.tools import call_grammar, offered
 from folovllm.structured_outputs import StructuredOutputsParams
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>'
