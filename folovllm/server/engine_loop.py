@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 from folovllm.config import EngineConfig
 from folovllm.events import Event
 from folovllm.faults import RequestFailed
 from folovllm.inspector import recorder
-from folovllm.sampling_params import SamplingParams
+from folovllm.request import Request
 from folovllm.server.digest import Digest
 from folovllm.server.messages import Abort, Add, Failure, News, Ready, Refused, Step, Stop, Work, failure_of
 from folovllm.setup import plain
@@ -22,17 +22,8 @@ logger = logging.getLogger("folovllm")
 class Engine(recorder.Engine, Protocol):
     """What is asked of an engine that is served, beside what its recorder asks: `LLMEngine` has it."""
 
-    def add_request(
-        self,
-        request_id: str,
-        prompt: Any,
-        params: SamplingParams,
-        *,
-        priority: int,
-        cache_salt: str | None,
-        stream: bool,
-    ) -> None:
-        """Queue a request. Raises ValueError if it can never be served."""
+    def add_checked(self, request: Request) -> None:
+        """Queue a request that the server has checked. Raises ValueError if it can never be served all the same."""
 
     def abort_request(self, request_id: Iterable[str]) -> object:
         """End those of the requests that are being served."""
@@ -140,9 +131,8 @@ class EngineLoop:
         """Queue a request, or say why it cannot be. A ValueError is about what it asks for; else the fault is the server's."""
         if isinstance(add, Refused):  # the link could not read it
             return add
-        extra: dict[str, Any] = {"priority": add.priority, "cache_salt": add.cache_salt, "stream": False}
         try:
-            self._engine.add_request(str(add.number), add.token_ids, add.params, **extra)
+            self._engine.add_checked(add.request)
         except ValueError as error:
             return Refused(add.number, str(error))
         except BaseException as error:

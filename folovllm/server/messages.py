@@ -8,19 +8,16 @@ from collections.abc import Iterator
 import msgspec
 
 from folovllm.faults import RequestFailed, log_fault
-from folovllm.sampling_params import SamplingParams
+from folovllm.request import Request
 
 Row = list[tuple[int, float, int]]  # of one token: (token id, log-probability, rank); the chosen comes first
 
 
 class Add(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Serve a request. `number` is the server's own name for it, never used twice."""
+    """Serve a request. `number` is the server's own name for it, never used twice; its id is the same as text."""
 
     number: int
-    token_ids: list[int]
-    params: SamplingParams
-    priority: int = 0
-    cache_salt: str | None = None
+    request: Request
 
 
 class Abort(msgspec.Struct, array_like=True, tag=True, frozen=True):

@@ -13,7 +13,6 @@ from folovllm.engine.stop import check_stop_conditions
 from folovllm.faults import RequestFailed, log_fault
 from folovllm.outputs import RequestOutput, TokenLogprob
 from folovllm.request import Request, Sequence, SequenceStatus
-from folovllm.sampling_params import RequestOutputKind
 from folovllm.server.messages import Add, Delta, Row
 
 T = TypeVar("T")
@@ -21,11 +20,8 @@ T = TypeVar("T")
 
 def add_message(number: int, request: Request) -> Add:
     """What the engine is told of a new request. It makes text only to look for stop strings."""
-    asked = request.params
-    params = replace(
-        asked, detokenize=bool(asked.stop), truncate_prompt_tokens=None, output_kind=RequestOutputKind.DELTA
-    )
-    return Add(number, request.prompt_token_ids, params, int(request.priority), request.cache_salt)
+    params = replace(request.params, detokenize=bool(request.params.stop))
+    return Add(number, replace(request, request_id=str(number), params=params, prompt=None))
 
 
 class Mailbox:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -57,6 +58,7 @@ def marked(thing: Any) -> Call:
 # name -> (owner, attribute, side and salt of a call)
 SITES: dict[str, tuple[Any, str, Callable[..., Call]]] = {
     "InputProcessor.process": (InputProcessor, "process", lambda self, id_, prompt, params, priority, salt: ("engine" if id_ else "server", salt)),
+    "InputProcessor.sequences": (InputProcessor, "sequences", lambda self, request: of_request(request)),
     "Guides.add": (Guides, "add", lambda self, seqs: of_request(seqs[0].request)),
     "Guide.copy": (Guide, "copy", lambda self: marked(self)),
     "Guide.finish": (Guide, "finish", lambda self, *_: marked(self)),
@@ -74,7 +76,7 @@ SITES: dict[str, tuple[Any, str, Callable[..., Call]]] = {
     "flush": (IncrementalDetokenizer, "flush", lambda self: marked(self)),
     "check_stop_conditions": (scheduler, "check_stop_conditions", lambda seq: of_request(seq.request) if seq.num_output_tokens > 2 else ("", None)),
     "keep_logprobs": (OutputProcessor, "keep_logprobs", lambda self, seq, *_: of_request(seq.request)),
-    "decode": (messages, "_decode_command", lambda data: ("engine", data[data.index(b"fault|") :].decode()) if b"|decode|" in data else ("", None)),
+    "decode": (messages, "_decode_command", lambda data: ("engine", re.search(rb"fault\|[\w.|]+", data)[0].decode()) if b"|decode|" in data else ("", None)),
     "add_message": (async_engine, "add_message", lambda number, request: of_request(request)),
     "Stream.feed": (stream.Stream, "feed", lambda self, *_: of_request(self.state.seqs[0].request)),
     "Counters.record_start": (Counters, "record_start", lambda self, stream, _: of_request(stream.state.seqs[0].request)),
@@ -87,7 +89,7 @@ def install(patch: Patch = setattr) -> None:
     """Let all these calls fail for requests that ask for it."""
     for name, (owner, attribute, asked) in SITES.items():
         patch(owner, attribute, failing(getattr(owner, attribute), name, asked))
-    patch(InputProcessor, "process", marking_detokenizers(InputProcessor.process))
+    patch(InputProcessor, "sequences", marking_detokenizers(InputProcessor.sequences))
     patch(Guides, "add", marking_guides(Guides.add))
 
 
@@ -99,9 +101,9 @@ def failing(call: Any, name: str, asked: Callable[..., Call]) -> Any:
     return wrapped
 
 
-def marking_detokenizers(process: Any) -> Any:
+def marking_detokenizers(sequences: Any) -> Any:
     def wrapped(*args: Any) -> Any:
-        seqs = process(*args)
+        seqs = sequences(*args)
         for seq in seqs:
             seq.detokenizer.mark = of_request(seq.request)
         return seqs

@@ -120,10 +120,10 @@ class TestStreams:
         plain = await engine.prepare("abc", params, priority=-2, cache_salt="s")
         engine.submit(plain)
         engine.submit(await engine.prepare("abc", replace(params, stop=["x"])))
-        first, second = transport.added
-        assert (first.token_ids, first.priority, first.cache_salt) == ([A + 1, A + 2], -2, "s")
+        first, second = (added.request for added in transport.added)
+        assert (first.prompt_token_ids, first.priority, first.cache_salt) == ([A + 1, A + 2], -2, "s")
         assert (first.params.detokenize, second.params.detokenize) == (False, True)
-        assert first.params.truncate_prompt_tokens is None
+        assert (first.request_id, first.max_tokens, first.prompt) == ("0", 3, None)
 
 
 class TestEnds:

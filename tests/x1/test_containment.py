@@ -37,7 +37,7 @@ VICTIM = {
 UNUSED = {"RequestState.output", "flush"}
 SIDES = {
     "engine": [
-        "InputProcessor.process", "Guides.add", "Guide.copy", "Guide.finish", "Guide.advance", "Guide.forced",
+        "InputProcessor.sequences", "Guides.add", "Guide.copy", "Guide.finish", "Guide.advance", "Guide.forced",
         "fill_together", "RequestState", "RequestState.output", "added", "Scheduler.add", "append", "advance", "find_stop", "flush",
         "check_stop_conditions", "keep_logprobs", "decode",
     ],
@@ -86,7 +86,7 @@ def ask(server: Background, fields: dict[str, Any]) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("server", "side"), [("thread", "engine"), ("thread", "server"), ("process", "engine")], indirect=["server"]
 )
-def test_a_fault_at_one_request(server: Background, side: str, request: pytest.FixtureRequest) -> None:
+def test_a_fault_at_one_request(server: Background, side: str) -> None:
     """Whole answers and streams that fail at all these calls, and between them others, which get their own texts."""
     right = ask(server, STORY)
     errors = itertools.cycle(faulty.ERRORS)
@@ -101,9 +101,8 @@ def test_a_fault_at_one_request(server: Background, side: str, request: pytest.F
         answers = list(clients.map(lambda fields: ask(server, fields), mixed))
     assert set(answers[1::3]) == {right}, "who did nothing wrong is answered as ever"
     del answers[1::3]
-    unused = UNUSED if request.node.callspec.params["server"] == "process" else {*UNUSED, "decode"}
     for victim, (status, said) in zip(victims, answers, strict=True):
-        is_unused = side == "engine" and victim["cache_salt"].split("|")[2] in unused
+        is_unused = side == "engine" and victim["cache_salt"].split("|")[2] in UNUSED
         assert status == (200 if is_unused else 500), (
             f"{victim['cache_salt']} is the server's own fault: {status} {said}"
         )

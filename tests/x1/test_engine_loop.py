@@ -5,18 +5,18 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from folovllm.config import EngineConfig
 from folovllm.faults import RequestFailed
+from folovllm.request import Request
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.engine_loop import EngineLoop, run_engine
 from folovllm.server.messages import Abort, Add, Command, Failure, News, Ready, Step, Stop
 from tests.helpers import tiny_checkpoint
 from tests.tiny import worked_case
-from tests.x1.scripted import A, ScriptedEngine
+from tests.x1.scripted import A, ScriptedEngine, request_of
 
 
 class LoggingEngine(ScriptedEngine):
@@ -28,9 +28,9 @@ class LoggingEngine(ScriptedEngine):
         self.fails: Exception | None = None
         self.fails_after: Exception | None = None
 
-    def add_request(self, request_id: str, prompt: Any, params: SamplingParams, **extra: Any) -> None:
-        self.log.append(f"add {request_id}")
-        super().add_request(request_id, prompt, params, **extra)
+    def add_checked(self, request: Request) -> None:
+        self.log.append(f"add {request.request_id}")
+        super().add_checked(request)
 
     def abort_request(self, request_id: Iterable[str]) -> None:
         ids = list(request_id)
@@ -66,7 +66,7 @@ class ScriptedLink:
 
 
 def add(number: int, max_tokens: int = 9) -> Add:
-    return Add(number, [1, 2, 3], SamplingParams(max_tokens=max_tokens))
+    return Add(number, request_of(number, [1, 2, 3], SamplingParams(max_tokens=max_tokens)))
 
 
 def loop_of(*script: list[Command]) -> tuple[EngineLoop, LoggingEngine, ScriptedLink]:
@@ -157,12 +157,10 @@ class TestTurn:
 
     def test_the_request_is_handed_on_whole(self) -> None:
         params = SamplingParams(max_tokens=5)
-        loop, engine, _ = loop_of([Add(7, [1, 2], params, -3, "salt")])
+        request = request_of(7, [1, 2], params, priority=-3, cache_salt="salt")
+        loop, engine, _ = loop_of([Add(7, request)])
         loop.turn()
-        request = engine.requests["7"]
-        assert (request["params"], request["priority"], request["cache_salt"]) == (params, -3, "salt"), (
-            "parameters, priority and salt arrive at the engine"
-        )
+        assert engine.requests["7"]["request"] == request, "parameters, priority and salt arrive at the engine"
 
     def test_who_fails_in_a_step_is_told_and_the_others_go_on(self) -> None:
         loop, engine, link = loop_of([add(0), add(1)], [add(2)])
