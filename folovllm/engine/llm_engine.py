@@ -207,10 +207,10 @@ class LLMEngine(Observed):
 
     def _compute(self, output: SchedulerOutput, seqs: list[Sequence]) -> StepResult:
         """Compute a step and draw. Where an answer has a form, the mask says what may be drawn, and is told what was."""
-        if self._logits_mask.concern(output, seqs):
-            output = replace(output, masks=self._logits_mask.masks(output, seqs))
+        if self._logits_mask.needs_mask(output, seqs):
+            output = replace(output, masks=self._logits_mask.bitmasks(output, seqs))
         result = self.executor.execute_model(output)
-        self._logits_mask.advance(seqs, result.token_ids)
+        self._logits_mask.accept_tokens(seqs, result.token_ids)
         return result
 
     def _take_in(
@@ -260,7 +260,7 @@ class LLMEngine(Observed):
         if broken:
             self.scheduler.abort(*broken)
 
-    def prepare_forms(self) -> None:
+    def prepare_structured_outputs(self) -> None:
         """Prepare for answers with a form. It takes about a second, and the first such answer would hold up all others."""
         self._logits_mask.prepare(self._processor.eos_token_ids)
 

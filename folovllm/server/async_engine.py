@@ -18,9 +18,20 @@ from folovllm.models.files import generation_defaults, load_tokenizer
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
-from folovllm.server.messages import Abort, AskExperts, ExpertLoad, Failure, Load, News, Ready, Seen, Step, Watch
+from folovllm.server.messages import (
+    Abort,
+    AskExperts,
+    EngineMessage,
+    ExpertLoad,
+    Failure,
+    Ready,
+    SchedulerStats,
+    Seen,
+    Step,
+    Watch,
+)
 from folovllm.server.open_requests import OpenRequests
-from folovllm.server.stream import Mailbox, Stream, add_message
+from folovllm.server.stream import OutputCollector, Stream, add_message
 from folovllm.server.transport import ProcessTransport, ThreadTransport, Transport
 from folovllm.setup import EngineSetup
 from folovllm.structured_output.grammar_check import GrammarChecker
@@ -84,7 +95,7 @@ class AsyncEngine:
         self.death: Exception | None = None
         self.died = asyncio.Event()
         self.is_over = asyncio.Event()  # nothing more comes: it was drained, closed, or died
-        self.load = Load()
+        self.stats = SchedulerStats()
         self.expert_load: list[list[int]] = []  # [L][E], when `ask_experts` last returned
         self._asking: asyncio.Future[None] | None = None
         self.counters = self._open.counters
@@ -161,15 +172,17 @@ class AsyncEngine:
         """Call a function that reads long texts, beside the event loop; one at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, function, *arguments)
 
-    def submit(self, seqs: list[Sequence], request_id: str | None = None, mailbox: Mailbox | None = None) -> Stream:
-        """Hand a prepared request to the engine. The caller must close the stream. Several streams may share a `mailbox`."""
+    def submit(
+        self, seqs: list[Sequence], request_id: str | None = None, collector: OutputCollector | None = None
+    ) -> Stream:
+        """Hand a prepared request to the engine. The caller must close the stream. Several streams may share a `collector`."""
         self.require_open()
         number = next(self._numbers)
         request_id = f"request-{number}" if request_id is None else request_id
         if self._open.named(request_id) is not None:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
         now = time.monotonic()
-        stream = Stream(number, request_id, seqs, now, mailbox or Mailbox(), self._abort)
+        stream = Stream(number, request_id, seqs, now, collector or OutputCollector(), self._abort)
         self._transport.send(add_message(number, seqs[0].request))
         self._open.add(stream)  # only now: what cannot be sent takes no place in the queue
         return stream
@@ -285,27 +298,27 @@ class AsyncEngine:
         """The parameters of a request that gives none: what the model recommends, else our defaults."""
         return SamplingParams.from_optional(**generation_defaults(self.setup.path))
 
-    def _deliver(self, news: News) -> None:
+    def _deliver(self, message: EngineMessage) -> None:
         """Take in a message from the engine. An error here would leave readers waiting for ever, so it ends the engine."""
-        if isinstance(news, Step):
+        if isinstance(message, Step):
             try:
-                self._take_in(news)
+                self._process_outputs(message)
             except Exception as error:
-                logger.exception("a step's news could not be taken in")
+                logger.exception("a step's outputs could not be taken in")
                 self._die(Failure(f"{type(error).__name__}: {error}"))
-        elif isinstance(news, Seen):
-            self.on_seen(news.pieces)
-        elif isinstance(news, ExpertLoad):
-            self.expert_load = news.counts
+        elif isinstance(message, Seen):
+            self.on_seen(message.pieces)
+        elif isinstance(message, ExpertLoad):
+            self.expert_load = message.counts
             self._experts_told()
-        elif isinstance(news, Failure):
-            self._die(news)
+        elif isinstance(message, Failure):
+            self._die(message)
         elif not self._ready.done():
-            self._ready.set_result(news)
+            self._ready.set_result(message)
 
-    def _take_in(self, step: Step) -> None:
-        self.load = step.load
-        for number in self._open.take_in(step, time.monotonic()):
+    def _process_outputs(self, step: Step) -> None:
+        self.stats = step.stats
+        for number in self._open.update(step, time.monotonic()):
             self._transport.send(Abort(number))
 
     def _die(self, failure: Failure) -> None:

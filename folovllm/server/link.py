@@ -17,10 +17,10 @@ from folovllm.server.messages import (
     NOT_SENT,
     AskExperts,
     Command,
+    EngineMessage,
     ExpertLoad,
     Failure,
     Frames,
-    News,
     Pace,
     Refused,
     Seen,
@@ -103,9 +103,9 @@ class SocketLink:
             self._poll.unregister(self._socket)
             self._unread.append(encode(Stop()))
 
-    def send(self, news: News) -> None:
+    def send(self, message: EngineMessage) -> None:
         """Say something."""
-        self._socket.sendall(frame(encode(news)))
+        self._socket.sendall(frame(encode(message)))
 
 
 class WatchedLink:
@@ -121,7 +121,7 @@ class WatchedLink:
 
         def make(config: EngineConfig) -> Engine:
             engine = make_engine(config)
-            engine.prepare_forms()
+            engine.prepare_structured_outputs()
             self._engine, self._live = PacedEngine(engine), LiveLines(engine)
             return cast(Engine, self._engine)
 
@@ -147,11 +147,11 @@ class WatchedLink:
             self._tell(self._live.end("closed"))
         return left
 
-    def send(self, news: News) -> None:
+    def send(self, message: EngineMessage) -> None:
         """As `Link` has it; before a failure, the last that was seen."""
-        if isinstance(news, Failure) and self._live is not None:
-            self._tell(self._live.end(news.message))
-        self._link.send(news)
+        if isinstance(message, Failure) and self._live is not None:
+            self._tell(self._live.end(message.message))
+        self._link.send(message)
 
     def _watch(self, is_on: bool) -> None:
         assert self._live is not None

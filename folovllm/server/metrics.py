@@ -96,7 +96,7 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """As `prometheus_client` has it."""
-        load, counters = self._engine.load, self._engine.counters
+        load, counters = self._engine.stats, self._engine.counters
         used = load.kv_blocks_used / load.kv_blocks_total if load.kv_blocks_total else 0.0
         yield self._number(GaugeMetricFamily, "num_requests_running", "Sequences in the batch.", load.num_running)
         yield self._number(GaugeMetricFamily, "num_requests_waiting", "Sequences that wait.", load.num_waiting)

@@ -49,7 +49,7 @@ class OpenRequests:
         self.num_queued_tokens += stream.state.metrics.num_prompt_tokens
         self.is_empty.clear()
 
-    def take_in(self, step: Step, now: float) -> list[int]:
+    def update(self, step: Step, now: float) -> list[int]:
         """Give each request what the step brought for it. Those that end leave.
 
         Returns:

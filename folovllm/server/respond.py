@@ -13,7 +13,7 @@ from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.errors import as_api_error
 from folovllm.server.protocol import StreamOptions
 from folovllm.server.sse import EventStream, unless_gone
-from folovllm.server.stream import Mailbox, Stream
+from folovllm.server.stream import OutputCollector, Stream
 from folovllm.server.writers import DONE, CompletionWriter, event
 
 
@@ -24,11 +24,11 @@ class ResponseHandler:
     """
 
     def __init__(self, engine: AsyncEngine, requests: list[list[Sequence]], writer: CompletionWriter, n: int) -> None:
-        self._mailbox = Mailbox()
+        self._collector = OutputCollector()
         self._streams: list[Stream] = []
         try:
             for seqs in requests:
-                self._streams.append(engine.submit(seqs, mailbox=self._mailbox))
+                self._streams.append(engine.submit(seqs, collector=self._collector))
         except BaseException:  # nobody would close those before
             self.close()
             raise
@@ -55,7 +55,7 @@ class ResponseHandler:
         return EventStream(self._events(options), self.close)
 
     async def _read_all(self) -> list[tuple[int, OutputDelta]]:
-        answers: list[tuple[int, OutputDelta]] = []  # each stream has news once, at its end
+        answers: list[tuple[int, OutputDelta]] = []  # each stream has outputs once, at its end
         while self._num_open:
             answers += await self._next()
         return sorted(answers)
@@ -75,10 +75,10 @@ class ResponseHandler:
         yield DONE
 
     async def _next(self) -> list[tuple[int, OutputDelta]]:
-        """Wait for news; what is new, by the number of the answer in the response."""
-        news = []
-        for stream in await self._mailbox.get():
+        """Wait for outputs; returns what is new, by the number of the answer in the response."""
+        answers = []
+        for stream in await self._collector.get():
             first = self._first_index[stream.number]
-            news += [(first + piece.answer, piece) for piece in stream.take()]
+            answers += [(first + piece.answer, piece) for piece in stream.take()]
             self._num_open -= stream.is_over
-        return news
+        return answers

@@ -24,21 +24,21 @@ def add_message(number: int, request: Request) -> Add:
     return Add(number, replace(request, request_id=str(number), params=params, prompt=None))
 
 
-class Mailbox:
-    """Tells one reader which of its streams have news. The reader wakes once, however many they are."""
+class OutputCollector:
+    """Tells one reader which of its streams have new outputs. The reader wakes once, however many they are."""
 
     def __init__(self) -> None:
         self._fresh: list[Stream] = []
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, stream: Stream) -> None:
-        """Add a stream that has news to `self._fresh`, and wake the reader if it waits: once, however many streams come."""
+        """Add a stream that has new outputs to `self._fresh`, and wake the reader if it waits: once, however many streams come."""
         self._fresh.append(stream)
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def get(self) -> list[Stream]:
-        """The streams that have news, each handed out once; waits until there is one.
+        """The streams that have new outputs, each handed out once; waits until there is one.
 
         The reader waits on `self._waiter`, a future of the running event loop: `put` gives it a result.
         """
@@ -56,7 +56,7 @@ class Stream:
     is no queue of outputs. A reader gets all that is new since it last looked, so one that reads slowly gets fewer and
     longer pieces, and holds no more memory than the answer takes.
 
-    A reader of one stream iterates over its `RequestOutput`s. A reader of several, which share a mailbox, takes their pieces.
+    A reader of one stream iterates over its `RequestOutput`s. A reader of several, which share a collector, takes their pieces.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Stream:
         request_id: str,
         seqs: list[Sequence],
         arrival: float,
-        mailbox: Mailbox,
+        collector: OutputCollector,
         on_close: Callable[[Stream], None],
     ) -> None:
         self.number, self.request_id = number, request_id
@@ -75,7 +75,7 @@ class Stream:
         self._seqs = seqs
         for seq in seqs:
             seq.detokenizer.offsets = None if self.params.logprobs is None else []
-        self._mailbox, self._has_mail = mailbox, False
+        self._collector, self._has_mail = collector, False
         self._on_close = on_close
         self.is_finished = False  # all is drawn, whether somebody took it or not
         self.is_over = False  # there is nothing more to take
@@ -147,7 +147,7 @@ class Stream:
     def _tell(self) -> None:
         if not self._has_mail:
             self._has_mail = True
-            self._mailbox.put(self)
+            self._collector.put(self)
 
     def close(self) -> None:
         """The reader leaves. If the answer is not over, the engine stops working on it."""
@@ -179,5 +179,5 @@ class Stream:
     async def __anext__(self) -> RequestOutput:
         if self.is_over:
             raise StopAsyncIteration
-        await self._mailbox.get()
+        await self._collector.get()
         return self._look(self.state.output)

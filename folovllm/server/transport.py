@@ -19,10 +19,20 @@ from folovllm.children import import_path, python_command
 from folovllm.config import EngineConfig
 from folovllm.server.engine_loop import MakeEngine
 from folovllm.server.link import SocketLink, serve
-from folovllm.server.messages import NOT_SENT, Command, Failure, Frames, News, Stop, decode_news, encode, frame
+from folovllm.server.messages import (
+    NOT_SENT,
+    Command,
+    EngineMessage,
+    Failure,
+    Frames,
+    Stop,
+    decode_message,
+    encode,
+    frame,
+)
 
 logger = logging.getLogger("folovllm")
-Deliver = Callable[[News], None]
+Deliver = Callable[[EngineMessage], None]
 GRACE = 5.0  # seconds that the engine has to end by itself
 BUFFER = 4 << 20  # bytes on their way: the engine need not wait for a server that is busy
 
@@ -169,7 +179,7 @@ class _Receiver(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         for message in self._frames.feed(data):
-            self._deliver(decode_news(message))
+            self._deliver(decode_message(message))
 
     def connection_lost(self, error: Exception | None) -> None:
         """The engine has said why it ended, or was killed. Its exit code takes a moment to come."""

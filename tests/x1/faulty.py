@@ -1,6 +1,6 @@
 """Faults on demand: the `cache_salt` of a request says where it fails, and how. Installed in this process, or run as the engine's.
 
-`{"cache_salt": "fault|engine|Guides.add|KeyError"}` makes the engine's call of `Guides.add` raise a KeyError for this request alone.
+`{"cache_salt": "fault|engine|StructuredOutputManager.add|KeyError"}` makes the engine's call of `StructuredOutputManager.add` raise a KeyError for this request alone.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from folovllm.engine.detokenizer_stream import StreamDetokenizer
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.output_processor import OutputProcessor, RequestState
 from folovllm.server.metrics import Counters
-from folovllm.structured_output.guide import Guide
-from folovllm.structured_output.guides import Guides
+from folovllm.structured_output.grammar_matcher import GrammarMatcher
+from folovllm.structured_output.manager import StructuredOutputManager
 
 
 class PanicException(BaseException):
@@ -32,7 +32,7 @@ class PanicException(BaseException):
 ERRORS = {kind.__name__: kind for kind in (RuntimeError, KeyError, MemoryError, AssertionError, PanicException)}
 Patch = Callable[[Any, str, Any], None]
 Call = tuple[str, str | None]  # the side on which it is made, and the salt of the request that it is made for
-ADDING: list[Call] = [("", None)]  # last, whose guides are being made
+ADDING: list[Call] = [("", None)]  # last, whose matchers are being made
 
 
 def side_of(request: Any) -> str:
@@ -51,7 +51,7 @@ def of_request(request: Any) -> Call:
 
 
 def marked(thing: Any) -> Call:
-    """Of a thing that does not know its request: a matcher, a detokenizer."""
+    """Of a thing that does not know its request: a grammar, a detokenizer."""
     return getattr(thing, "mark", ADDING[-1])
 
 
@@ -59,12 +59,12 @@ def marked(thing: Any) -> Call:
 SITES: dict[str, tuple[Any, str, Callable[..., Call]]] = {
     "InputProcessor.process": (InputProcessor, "process", lambda self, id_, prompt, params, priority, salt: ("engine" if id_ else "server", salt)),
     "InputProcessor.sequences": (InputProcessor, "sequences", lambda self, request: of_request(request)),
-    "Guides.add": (Guides, "add", lambda self, seqs: of_request(seqs[0].request)),
-    "Guide.copy": (Guide, "copy", lambda self: marked(self)),
-    "Guide.finish": (Guide, "finish", lambda self, *_: marked(self)),
-    "Guide.advance": (Guide, "advance", lambda self, *_: marked(self)),
-    "Guide.forced": (Guide, "forced", lambda self: marked(self)),
-    "fill_together": (guidance, "fill_together", lambda places, bits: next((marked(m) for m, _, _ in places if "|fill_together|" in (marked(m)[1] or "")), ("", None))),
+    "StructuredOutputManager.add": (StructuredOutputManager, "add", lambda self, seqs: of_request(seqs[0].request)),
+    "GrammarMatcher.copy": (GrammarMatcher, "copy", lambda self: marked(self)),
+    "GrammarMatcher.finish": (GrammarMatcher, "finish", lambda self, *_: marked(self)),
+    "GrammarMatcher.accept_token": (GrammarMatcher, "accept_token", lambda self, *_: marked(self)),
+    "GrammarMatcher.forced": (GrammarMatcher, "forced", lambda self: marked(self)),
+    "fill_bitmasks": (guidance, "fill_bitmasks", lambda places, bits: next((marked(m) for m, _, _ in places if "|fill_bitmasks|" in (marked(m)[1] or "")), ("", None))),
     "RequestState": (RequestState, "__init__", lambda self, id_, seqs, *_: of_request(seqs[0].request)),
     "RequestState.output": (RequestState, "output", lambda self: of_request(self.seqs[0].request)),
     "RequestState.deltas": (RequestState, "deltas", lambda self: of_request(self.seqs[0].request)),
@@ -90,7 +90,7 @@ def install(patch: Patch = setattr) -> None:
     for name, (owner, attribute, asked) in SITES.items():
         patch(owner, attribute, failing(getattr(owner, attribute), name, asked))
     patch(InputProcessor, "sequences", marking_detokenizers(InputProcessor.sequences))
-    patch(Guides, "add", marking_guides(Guides.add))
+    patch(StructuredOutputManager, "add", marking_matchers(StructuredOutputManager.add))
 
 
 def failing(call: Any, name: str, asked: Callable[..., Call]) -> Any:
@@ -111,16 +111,16 @@ def marking_detokenizers(sequences: Any) -> Any:
     return wrapped
 
 
-def marking_guides(add: Any) -> Any:
-    def wrapped(self: Guides, seqs: Any) -> None:
+def marking_matchers(add: Any) -> Any:
+    def wrapped(self: StructuredOutputManager, seqs: Any) -> None:
         ADDING.append(of_request(seqs[0].request))
         try:
             add(self, seqs)
         finally:
             ADDING.pop()
         for seq in seqs:
-            if guide := self._guides.get(seq):
-                guide.mark = guide._matcher.mark = of_request(seq.request)  # type: ignore[attr-defined]
+            if matcher := self._matchers.get(seq):
+                matcher.mark = matcher._grammar.mark = of_request(seq.request)  # type: ignore[attr-defined]
 
     return wrapped
 

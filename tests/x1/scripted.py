@@ -12,7 +12,7 @@ from folovllm.events import Aborted, Admitted, Event, Finished, GivenUp, Listene
 from folovllm.request import Request
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.engine_loop import EngineLoop, plain
-from folovllm.server.messages import Abort, Add, Command, News, Ready
+from folovllm.server.messages import Abort, Add, Command, EngineMessage, Ready
 from folovllm.server.transport import Deliver
 from folovllm.step.draw import no_tokens
 from folovllm.step.schedule import SchedulerOutput, Share, StepResult
@@ -65,7 +65,7 @@ class ScriptedEngine:
                 self._tell([Aborted(seq_id) for seq_id in request["seq_ids"]])
                 self.aborted.append(id_)
 
-    def prepare_forms(self) -> None:
+    def prepare_structured_outputs(self) -> None:
         pass
 
     def has_unfinished_requests(self) -> bool:
@@ -96,7 +96,7 @@ class HandTransport:
     def __init__(self, engine: ScriptedEngine | None = None) -> None:
         self.engine = engine or ScriptedEngine()
         self.inbox: list[Command] = []
-        self.sent: list[News] = []
+        self.sent: list[EngineMessage] = []
         self.is_stopped = False
 
     async def start(self, config: EngineConfig, deliver: Deliver) -> None:
@@ -131,6 +131,6 @@ class _Link:
         commands, self._transport.inbox = self._transport.inbox, []
         return commands
 
-    def send(self, news: News) -> None:
-        self._transport.sent.append(news)
-        self._transport.deliver(news)
+    def send(self, message: EngineMessage) -> None:
+        self._transport.sent.append(message)
+        self._transport.deliver(message)

@@ -19,8 +19,8 @@ from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
-from folovllm.structured_output.guide import Guide
-from folovllm.structured_output.guides import Guides
+from folovllm.structured_output.grammar_matcher import GrammarMatcher
+from folovllm.structured_output.manager import StructuredOutputManager
 from tests.helpers import VOCAB_SIZE, tiny_checkpoint, tiny_tokenizer
 from tests.sequences import make_seq
 from tests.workloads import assert_nothing_left
@@ -37,8 +37,8 @@ VICTIM = {
 UNUSED = {"RequestState.output", "flush"}
 SIDES = {
     "engine": [
-        "InputProcessor.sequences", "Guides.add", "Guide.copy", "Guide.finish", "Guide.advance", "Guide.forced",
-        "fill_together", "RequestState", "RequestState.output", "added", "Scheduler.add", "append", "advance", "find_stop", "flush",
+        "InputProcessor.sequences", "StructuredOutputManager.add", "GrammarMatcher.copy", "GrammarMatcher.finish", "GrammarMatcher.accept_token", "GrammarMatcher.forced",
+        "fill_bitmasks", "RequestState", "RequestState.output", "added", "Scheduler.add", "append", "advance", "find_stop", "flush",
         "check_stop_conditions", "keep_logprobs", "decode",
     ],
     "server": [
@@ -222,8 +222,8 @@ class TestFaults:
 
     def test_drafts_of_an_answer_whose_form_cannot_be_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
         faults = Faults()
-        guides, seq = Guides(tiny_tokenizer(), VOCAB_SIZE, faults), make_seq()
-        monkeypatch.setattr(Guide, "num_allowed", lambda self, guesses: 1 // 0)
-        guides._guides[seq] = object.__new__(Guide)
-        assert guides.trim(seq, [1, 2]) == [1, 2]
+        manager, seq = StructuredOutputManager(tiny_tokenizer(), VOCAB_SIZE, faults), make_seq()
+        monkeypatch.setattr(GrammarMatcher, "num_allowed", lambda self, guesses: 1 // 0)
+        manager._matchers[seq] = object.__new__(GrammarMatcher)
+        assert manager.trim(seq, [1, 2]) == [1, 2]
         assert list(faults.of) == [seq.request_id]

@@ -15,7 +15,18 @@ from folovllm.sampling_params import RequestOutputKind, SamplingParams
 from folovllm.server.admission import Admission
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.errors import ApiError
-from folovllm.server.messages import Abort, Add, Delta, Frames, Load, Step, decode_command, decode_news, encode, frame
+from folovllm.server.messages import (
+    Abort,
+    Add,
+    Delta,
+    Frames,
+    SchedulerStats,
+    Step,
+    decode_command,
+    decode_message,
+    encode,
+    frame,
+)
 from folovllm.server.metrics import Histogram
 from folovllm.server.protocol import ChatRequest, CompletionRequest, parse
 from folovllm.server.requests import chat_params, completion_params, prompts_of
@@ -169,8 +180,8 @@ class TestMessages:
             Abort(2**40),
         ):
             assert decode_command(encode(command)) == command
-        news = Step([Delta(1, 0, [5], "stop", 3, [[(5, -0.5, 1), (6, -1.5, 2)]])], Load(1, 2))
-        assert decode_news(encode(news)) == news
+        message = Step([Delta(1, 0, [5], "stop", 3, [[(5, -0.5, 1), (6, -1.5, 2)]])], SchedulerStats(1, 2))
+        assert decode_message(encode(message)) == message
 
     def test_numpy_numbers_are_numbers(self) -> None:
         add = Add(1, request_of(1, [1], SamplingParams(seed=np.int64(3), stop_token_ids=[np.int32(4)])))

@@ -19,7 +19,7 @@ from folovllm.engine.setup import set_up
 from folovllm.models.files import load_tokenizer
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 from folovllm.server.messages import Delta
-from folovllm.server.stream import Mailbox, Stream
+from folovllm.server.stream import OutputCollector, Stream
 from tests.helpers import tiny_checkpoint
 from tests.tiny import worked_case
 
@@ -40,11 +40,11 @@ def ids_of(text: str) -> list[int]:
     return found
 
 
-def stream_of(params: SamplingParams = DELTAS, mailbox: Mailbox | None = None, number: int = 0) -> Stream:
+def stream_of(params: SamplingParams = DELTAS, collector: OutputCollector | None = None, number: int = 0) -> Stream:
     """A stream whose request came at second 0."""
     _, processor = parts()
     seqs = processor.process("", [1, 2, 3], params, 0, None)
-    return Stream(number, str(number), seqs, 0.0, mailbox or Mailbox(), lambda stream: None)
+    return Stream(number, str(number), seqs, 0.0, collector or OutputCollector(), lambda stream: None)
 
 
 def run(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
@@ -209,11 +209,11 @@ class TestFeed:
         assert stream._seqs[0].stop_reason is None, "it wrote no token, so none of its own stopped it"
 
     def test_who_wants_the_whole_is_not_woken_before_the_end(self) -> None:
-        mailbox = Mailbox()
-        stream = stream_of(replace(DELTAS, output_kind=RequestOutputKind.FINAL_ONLY), mailbox)
+        collector = OutputCollector()
+        stream = stream_of(replace(DELTAS, output_kind=RequestOutputKind.FINAL_ONLY), collector)
 
         async def main() -> list[bool]:
-            waiting = asyncio.ensure_future(mailbox.get())
+            waiting = asyncio.ensure_future(collector.get())
             seen = []
             for delta in (Delta(0, 0, ids_of("a")), Delta(0, 0, ids_of("b")), Delta(0, 0, [], "length")):
                 stream.feed(delta, 1.0)
@@ -225,19 +225,19 @@ class TestFeed:
         assert run(main) == [False, False, True], "a token is no news for it, only the end is"
 
     def test_who_wants_the_whole_waits_for_all_answers(self) -> None:
-        mailbox = Mailbox()
-        stream = stream_of(replace(DELTAS, n=2, output_kind=RequestOutputKind.FINAL_ONLY), mailbox)
+        collector = OutputCollector()
+        stream = stream_of(replace(DELTAS, n=2, output_kind=RequestOutputKind.FINAL_ONLY), collector)
         stream.feed(Delta(0, 1, ids_of("x"), "length"), 1.0)
-        assert mailbox._fresh == [], "one of two answers is over: its reader wants both"
+        assert collector._fresh == [], "one of two answers is over: its reader wants both"
         stream.feed(Delta(0, 0, ids_of("a"), "length"), 2.0)
-        assert mailbox._fresh == [stream], "now both are"
+        assert collector._fresh == [stream], "now both are"
 
     def test_a_stream_is_in_the_mailbox_once(self) -> None:
-        mailbox = Mailbox()
-        stream = stream_of(mailbox=mailbox)
+        collector = OutputCollector()
+        stream = stream_of(collector=collector)
         for letter in "abc":
             stream.feed(Delta(0, 0, ids_of(letter)), 1.0)
-        assert mailbox._fresh == [stream], (
+        assert collector._fresh == [stream], (
             "three tokens came before the reader looked: it is told of them once (`_tell`)"
         )
 
@@ -291,12 +291,12 @@ class TestFeed:
 class TestMailbox:
     def test_one_wake_up_for_many(self) -> None:
         async def main() -> list[int]:
-            mailbox = Mailbox()
-            streams = [stream_of(mailbox=mailbox, number=i) for i in range(3)]
-            waiting = asyncio.ensure_future(mailbox.get())
+            collector = OutputCollector()
+            streams = [stream_of(collector=collector, number=i) for i in range(3)]
+            waiting = asyncio.ensure_future(collector.get())
             await turns()
             assert not woken(waiting), "nobody has news: it waits"
-            assert mailbox._waiter is not None and not mailbox._waiter.done(), (
+            assert collector._waiter is not None and not collector._waiter.done(), (
                 "it waits on a future, and takes no time; who asks again and again keeps a core busy"
             )
             for stream in streams[:2]:
@@ -309,9 +309,9 @@ class TestMailbox:
 
     def test_news_that_are_there_are_not_waited_for(self) -> None:
         async def main() -> list[int]:
-            mailbox = Mailbox()
-            stream_of(mailbox=mailbox, number=4).feed(Delta(0, 0, ids_of("a")), 1.0)
-            waiting = asyncio.ensure_future(mailbox.get())
+            collector = OutputCollector()
+            stream_of(collector=collector, number=4).feed(Delta(0, 0, ids_of("a")), 1.0)
+            waiting = asyncio.ensure_future(collector.get())
             await turns()
             assert woken(waiting), "the news came before the reader, and nobody will say it again"
             return [stream.number for stream in waiting.result()]
@@ -320,12 +320,12 @@ class TestMailbox:
 
     def test_news_are_handed_out_once(self) -> None:
         async def main() -> bool:
-            mailbox = Mailbox()
-            stream = stream_of(mailbox=mailbox)
+            collector = OutputCollector()
+            stream = stream_of(collector=collector)
             stream.feed(Delta(0, 0, ids_of("a")), 1.0)
-            await mailbox.get()
+            await collector.get()
             stream.take()
-            waiting = asyncio.ensure_future(mailbox.get())
+            waiting = asyncio.ensure_future(collector.get())
             await turns()
             assert not woken(waiting), "there is nothing new: it waits"
             stream.feed(Delta(0, 0, ids_of("b")), 1.0)
@@ -338,12 +338,12 @@ class TestMailbox:
         """A step serves many streams before the event loop turns: only the first of them wakes the reader."""
 
         async def main() -> int:
-            mailbox = Mailbox()
-            waiting = asyncio.ensure_future(mailbox.get())
+            collector = OutputCollector()
+            waiting = asyncio.ensure_future(collector.get())
             await turns()
             assert not woken(waiting), "there are no news yet"
             for i in range(3):
-                mailbox.put(stream_of(mailbox=mailbox, number=i))
+                collector.put(stream_of(collector=collector, number=i))
             await turns()
             return len(await waiting)
 
@@ -351,14 +351,14 @@ class TestMailbox:
 
     def test_a_reader_that_was_cancelled_is_not_woken(self) -> None:
         async def main() -> list[int]:
-            mailbox = Mailbox()
-            waiting = asyncio.ensure_future(mailbox.get())
+            collector = OutputCollector()
+            waiting = asyncio.ensure_future(collector.get())
             await turns()
             assert not woken(waiting), "there are no news yet"
             waiting.cancel()
             await turns()
-            mailbox.put(stream_of(mailbox=mailbox, number=9))
-            return [stream.number for stream in await mailbox.get()]
+            collector.put(stream_of(collector=collector, number=9))
+            return [stream.number for stream in await collector.get()]
 
         assert run(main) == [9], "the next reader finds what came meanwhile"
 

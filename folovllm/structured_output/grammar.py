@@ -12,27 +12,27 @@ import numpy.typing as npt
 from folovllm.structured_output.choice import choice_mask
 from folovllm.structured_output.vocabulary import Vocabulary
 
-Words = npt.NDArray[np.int32]  # [ceil(V / 32)]: bit t % 32 of word t // 32 is token t's
+Bitmask = npt.NDArray[np.int32]  # [ceil(V / 32)]: bit t % 32 of word t // 32 is token t's
 NO_TEXT = b"\xff"  # a byte that no text holds: it stands behind all texts that go on from the same beginning
 MOST_MASKS = 64  # that are kept of a choice
 
 
-class Matcher(Protocol):
+class Grammar(Protocol):
     """One answer's place in a form.
 
     Attributes:
-        sees_ahead: whether masks behind tokens that may come can be made together, without copies (`fill_together`).
+        sees_ahead: whether masks behind tokens that may come can be made together, without copies (`fill_bitmasks`).
     """
 
     sees_ahead: ClassVar[bool]
 
-    def fill(self, words: Words) -> None:
+    def fill(self, words: Bitmask) -> None:
         """Write the mask of the tokens that may come next over `words`; of those that end an answer, the model's own."""
 
     def is_accepting(self) -> bool:
         """Whether the answer may end here."""
 
-    def advance(self, token_id: int) -> bool:
+    def accept_token(self, token_id: int) -> bool:
         """Take in a token. False: the form does not allow it, or has become too complex to be followed."""
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
@@ -41,7 +41,7 @@ class Matcher(Protocol):
     def forced(self) -> list[int]:
         """The tokens that come next, as far as the form leaves no choice: `fill` would allow each of them alone. No ends."""
 
-    def copy(self) -> Matcher:
+    def copy(self) -> Grammar:
         """Another answer at the same place."""
 
 
@@ -50,7 +50,7 @@ class Choices:
 
     def __init__(self, vocabulary: Vocabulary, choices: Collection[bytes], end_ids: Sequence[int]) -> None:
         self.vocabulary, self._sorted, self._end_ids = vocabulary, sorted(choices), end_ids
-        self._masks: dict[bytes, Words] = {}  # by the answer so far; the newest last
+        self._masks: dict[bytes, Bitmask] = {}  # by the answer so far; the newest last
 
     def begin_with(self, so_far: bytes) -> Sequence[bytes]:
         """Those of the choices that begin with these bytes, found without a look at the others."""
@@ -67,7 +67,7 @@ class Choices:
         first = bisect_left(self._sorted, so_far)
         return first < len(self._sorted) and self._sorted[first].startswith(so_far)
 
-    def mask(self, so_far: bytes, width: int) -> Words:
+    def mask(self, so_far: bytes, width: int) -> Bitmask:
         """The mask [width] of an answer that is `so_far`."""
         if so_far not in self._masks:
             within_reach = {choice[: len(so_far) + self.vocabulary.longest] for choice in self.begin_with(so_far)}
@@ -79,7 +79,7 @@ class Choices:
         return self._masks[so_far]
 
 
-class ChoiceMatcher:
+class ChoiceGrammar:
     """An answer that must be one of a few texts."""
 
     sees_ahead: ClassVar[bool] = False
@@ -87,34 +87,34 @@ class ChoiceMatcher:
     def __init__(self, choices: Choices, so_far: bytes = b"") -> None:
         self._choices, self._so_far = choices, so_far
 
-    def fill(self, words: Words) -> None:
-        """As `Matcher`."""
+    def fill(self, words: Bitmask) -> None:
+        """As `Grammar`."""
         words[:] = self._choices.mask(self._so_far, len(words))
 
     def is_accepting(self) -> bool:
-        """As `Matcher`."""
+        """As `Grammar`."""
         return self._choices.has(self._so_far)
 
-    def advance(self, token_id: int) -> bool:
-        """As `Matcher`."""
+    def accept_token(self, token_id: int) -> bool:
+        """As `Grammar`."""
         self._so_far += self._choices.vocabulary.bytes_of.get(token_id, NO_TEXT)
         return self._choices.can_become(self._so_far)
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """As `Matcher`."""
+        """As `Grammar`."""
         ahead = self.copy()
-        return next((i for i, token in enumerate(token_ids) if not ahead.advance(token)), len(token_ids))
+        return next((i for i, token in enumerate(token_ids) if not ahead.accept_token(token)), len(token_ids))
 
     def forced(self) -> list[int]:
-        """As `Matcher`: none, for a text may be cut into tokens in several ways."""
+        """As `Grammar`: none, for a text may be cut into tokens in several ways."""
         return []
 
-    def copy(self) -> ChoiceMatcher:
-        """As `Matcher`."""
-        return ChoiceMatcher(self._choices, self._so_far)
+    def copy(self) -> ChoiceGrammar:
+        """As `Grammar`."""
+        return ChoiceGrammar(self._choices, self._so_far)
 
 
-def set_bits(words: Words, ids: Collection[int]) -> None:
+def set_bits(words: Bitmask, ids: Collection[int]) -> None:
     """Set the tokens' bits."""
     at = np.fromiter(ids, np.int64, len(ids))
     np.bitwise_or.at(words.view(np.uint32), at // 32, np.uint32(1) << (at % 32).astype(np.uint32))

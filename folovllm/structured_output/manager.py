@@ -20,8 +20,8 @@ from folovllm.request import Sequence
 from folovllm.step.masks import Masks
 from folovllm.step.schedule import SchedulerOutput
 from folovllm.structured_output import guidance
-from folovllm.structured_output.guide import Guide, Preface
-from folovllm.structured_output.matcher import ChoiceMatcher, Choices, Matcher, Words
+from folovllm.structured_output.grammar import Bitmask, ChoiceGrammar, Choices, Grammar
+from folovllm.structured_output.grammar_matcher import GrammarMatcher, ReasoningPrefix
 from folovllm.structured_output.vocabulary import Vocabulary, read_vocabulary
 from folovllm.structured_outputs import StructuredOutputsParams
 
@@ -43,13 +43,13 @@ class Compiled:
     Copies share what the library finds out about the form, and keeps for ever; so it is compiled anew from time to time.
     """
 
-    matcher: Matcher  # at the beginning of an answer
+    grammar: Grammar  # at the beginning of an answer
     num_uses: int = 0
 
     @property
     def is_exhausted(self) -> bool:
         """Whether no answer can begin here any more."""
-        return isinstance(self.matcher, guidance.GuidanceMatcher) and self.matcher.is_exhausted()
+        return isinstance(self.grammar, guidance.GuidanceGrammar) and self.grammar.is_exhausted()
 
 
 class Place(NamedTuple):
@@ -57,43 +57,43 @@ class Place(NamedTuple):
 
     seq: Sequence
     level: int  # which of its draws
-    guide: Guide
+    matcher: GrammarMatcher
     line: int  # of its mask
     ahead: list[int]
 
-    def finish(self, bits: Words) -> int | None:
+    def finish(self, bits: Bitmask) -> int | None:
         """Make its masks what the request asks for. Returns the first draw that nothing leads on from, if there is one."""
         if self.ahead:
-            broken = self.guide.finish_ahead(bits[self.line : self.line + 1 + len(self.ahead)])
+            broken = self.matcher.finish_ahead(bits[self.line : self.line + 1 + len(self.ahead)])
             return None if broken is None else self.level + broken
-        return None if self.guide.finish(bits[self.line]) else self.level
+        return None if self.matcher.finish(bits[self.line]) else self.level
 
 
-def places_behind(seq: Sequence, guide: Guide, guesses: list[int], level: int, line: int) -> list[Place]:
-    """The places of an answer that is `level` of its guesses further, where `guide` is; its first draw has that `line`."""
+def places_behind(seq: Sequence, matcher: GrammarMatcher, guesses: list[int], level: int, line: int) -> list[Place]:
+    """The places of an answer that is `level` of its guesses further, where `matcher` is; its first draw has that `line`."""
     ahead = guesses[level:]
-    if ahead and guide.sees_ahead:
-        return [Place(seq, level, guide, line + level, ahead)]
-    return [Place(seq, i, at, line + i, []) for i, at in enumerate(guide.ahead(ahead), level)]
+    if ahead and matcher.sees_ahead:
+        return [Place(seq, level, matcher, line + level, ahead)]
+    return [Place(seq, i, at, line + i, []) for i, at in enumerate(matcher.ahead(ahead), level)]
 
 
-class Guides(LogitsMask):
-    """The owner of all guides. A guide goes with its sequence; what preemption takes is the cache, not the guide."""
+class StructuredOutputManager(LogitsMask):
+    """The owner of all matchers. A matcher goes with its sequence; what preemption takes is the cache, not the matcher."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, faults: Faults | None = None) -> None:
-        """`faults` gets what goes wrong with one answer's guide."""
+        """`faults` gets what goes wrong with one answer's matcher."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._faults = faults or Faults()
         self._library_tokenizers: dict[tuple[int, ...], Any] = {}  # by the tokens that end a text, and are never in one
         self._compiled: dict[
             tuple[str, tuple[int, ...]], Compiled
         ] = {}  # by form and such ends; the one that was used last stands at the end
-        self._preface = lru_cache(MOST_FORMS)(lambda closing: Preface(self._vocabulary, closing))
-        self._guides: WeakKeyDictionary[Sequence, Guide] = WeakKeyDictionary()
+        self._prefix = lru_cache(MOST_FORMS)(lambda closing: ReasoningPrefix(self._vocabulary, closing))
+        self._matchers: WeakKeyDictionary[Sequence, GrammarMatcher] = WeakKeyDictionary()
         self._limits: dict[int, int] = {}  # by seq_id: tokens of the step under way that count, where not all may
 
     def add(self, seqs: SequenceOf[Sequence]) -> None:
-        """Make the guides of a request's answers, if it asks for a form: compiled once, and copied for each answer.
+        """Make the matchers of a request's answers, if it asks for a form: compiled once, and copied for each answer.
 
         Raises:
             ValueError: the form is none, cannot be kept, or needs what is not installed.
@@ -105,33 +105,33 @@ class Guides(LogitsMask):
         end_ids = sorted({*first.eos_token_ids, *first.params.stop_token_ids})
         if not end_ids:
             raise ValueError("structured_outputs needs a token that ends the answer: give stop_token_ids")
-        preface = None if form.after is None else self._preface(form.after.encode()).copy()
+        prefix = None if form.after is None else self._prefix(form.after.encode()).copy()
         model_end_ids = sorted(first.eos_token_ids) or end_ids
-        matcher = self._matcher(form, end_ids, model_end_ids)
+        grammar = self._grammar(form, end_ids, model_end_ids)
         params = first.params
         allowed = None if params.allowed_token_ids is None else mask_of(params.allowed_token_ids, self._vocab_size)
-        guide = Guide(
-            matcher,
+        matcher = GrammarMatcher(
+            grammar,
             end_ids,
             model_end_ids=model_end_ids,
             min_tokens=params.min_tokens,
             allowed=allowed,
-            preface=preface,
+            prefix=prefix,
         )
         for seq in seqs:
-            self._guides[seq] = guide if seq is first else guide.copy()
+            self._matchers[seq] = matcher if seq is first else matcher.copy()
 
-    def _guide(self, seq: Sequence) -> Guide | None:
-        """The guide of an answer. A request that ran into a fault has none any more."""
-        return None if seq.request_id in self._faults.of else self._guides.get(seq)
+    def _matcher(self, seq: Sequence) -> GrammarMatcher | None:
+        """The matcher of an answer. A request that ran into a fault has none any more."""
+        return None if seq.request_id in self._faults.of else self._matchers.get(seq)
 
-    def concern(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> bool:
+    def needs_mask(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> bool:
         """Whether the step draws for any of these answers. `seqs`: whose its shares are."""
-        if not self._guides:
+        if not self._matchers:
             return False
-        return any(share.num_draws and seq in self._guides for share, seq in zip(output.shares, seqs, strict=True))
+        return any(share.num_draws and seq in self._matchers for share, seq in zip(output.shares, seqs, strict=True))
 
-    def masks(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> Masks:
+    def bitmasks(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> Masks:
         """What each of these answers may draw in the step, a mask for each draw. All tokens before are taken in.
 
         An answer that has ended meanwhile draws what it likes. So do draws behind a guess that its form does not allow,
@@ -141,14 +141,14 @@ class Guides(LogitsMask):
         forced: list[tuple[int, int]] = []  # line of the mask, the only token that it allows
         places: list[Place] = []
         for share, seq in zip(output.shares, seqs, strict=True):
-            guide = self._guide(seq) if share.num_draws else None
-            if guide is None:
+            matcher = self._matcher(seq) if share.num_draws else None
+            if matcher is None:
                 continue
             if not seq.status.is_finished:
                 guesses = share.token_ids[1:].tolist() if share.num_draws > 1 else []
                 with self._faults.at(seq):
-                    own = common(guide.forced(), guesses) if guesses else []
-                    places += places_behind(seq, guide.behind(own), guesses, len(own), len(rows))
+                    own = common(matcher.forced(), guesses) if guesses else []
+                    places += places_behind(seq, matcher.behind(own), guesses, len(own), len(rows))
                     forced += [(len(rows) + level, token) for level, token in enumerate(own)]
             rows += [share.row] * share.num_draws
         bits = np.full((len(rows), mask_width(self._vocab_size)), -1, np.int32)
@@ -161,38 +161,38 @@ class Guides(LogitsMask):
             with self._faults.at(p.seq):
                 if (broken := p.finish(bits)) is not None:
                     self._limits.setdefault(p.seq.seq_id, broken)
-            if self._guide(p.seq) is None:  # a fault, and half a mask perhaps
+            if self._matcher(p.seq) is None:  # a fault, and half a mask perhaps
                 bits[p.line : p.line + 1 + len(p.ahead)] = -1
         return Masks(np.array(rows, np.int32), bits)
 
-    def _fill(self, places: list[Place], bits: Words) -> None:
-        """Write the masks of the matchers to `bits`. If they cannot be made together, each is made by itself."""
-        asked = [(p.seq, (p.guide.matcher, p.line, p.ahead)) for p in places if p.guide.matcher]
+    def _fill(self, places: list[Place], bits: Bitmask) -> None:
+        """Write the masks of the grammars to `bits`. If they cannot be made together, each is made by itself."""
+        asked = [(p.seq, (p.matcher.grammar, p.line, p.ahead)) for p in places if p.matcher.grammar]
         try:
-            guidance.fill_together([each for _, each in asked], bits)
+            guidance.fill_bitmasks([each for _, each in asked], bits)
         except BaseException as error:
             require_fault(error)  # whose it is, is found out now
             for seq, each in asked:
                 with self._faults.at(seq):
-                    guidance.fill_together([each], bits)
+                    guidance.fill_bitmasks([each], bits)
 
     def trim(self, seq: Sequence, draft: list[int]) -> list[int]:
         """The draft tokens, from the first on, that the form of an answer allows; all of them where it has none.
 
-        What may be drawn beside and behind them is found out later, while the device computes (`masks`).
+        What may be drawn beside and behind them is found out later, while the device computes (`bitmasks`).
         """
-        guide = self._guide(seq)
-        if guide is not None:
+        matcher = self._matcher(seq)
+        if matcher is not None:
             with self._faults.at(seq):
-                return draft[: guide.num_allowed(draft)]
+                return draft[: matcher.num_allowed(draft)]
         return draft
 
     def forced(self, seq: Sequence, most: int) -> list[int]:
         """At most so many tokens that come next in an answer because its form leaves no choice."""
-        guide = self._guide(seq)
-        if guide is not None:
+        matcher = self._matcher(seq)
+        if matcher is not None:
             with self._faults.at(seq):
-                return guide.forced()[:most]
+                return matcher.forced()[:most]
         return []
 
     def prepare(self, model_end_ids: Collection[int]) -> None:
@@ -204,32 +204,32 @@ class Guides(LogitsMask):
         except ValueError as error:  # requests that ask for one are told the same
             logger.warning("%s", error)
 
-    def advance(self, seqs: Iterable[Sequence], token_ids: Iterable[list[int]]) -> None:
+    def accept_tokens(self, seqs: Iterable[Sequence], token_ids: Iterable[list[int]]) -> None:
         """Take in what a step drew, share by share, and cut off what does not count. Where nothing counts, give up."""
-        if not self._guides:
+        if not self._matchers:
             return
         for seq, tokens in zip(seqs, token_ids, strict=True):
             limit = self._limits.pop(seq.seq_id, len(tokens)) if self._limits else len(tokens)
-            guide = self._guide(seq) if tokens and not seq.status.is_finished else None
+            matcher = self._matcher(seq) if tokens and not seq.status.is_finished else None
             del tokens[limit:]
-            if guide is not None:
+            if matcher is not None:
                 if not tokens:
-                    guide.give_up()
+                    matcher.give_up()
                 with self._faults.at(seq):
                     for i, token_id in enumerate(tokens):
-                        guide.advance(token_id)
-                        if guide.is_broken:
+                        matcher.accept_token(token_id)
+                        if matcher.is_broken:
                             del tokens[i:]
                             break
 
     def broken(self, seqs: Iterable[Sequence]) -> list[Sequence]:
         """Those of the answers that can no longer come to their form, and have not ended."""
-        if not self._guides:
+        if not self._matchers:
             return []
-        guides = ((seq, self._guide(seq)) for seq in seqs if not seq.status.is_finished)
-        return [seq for seq, guide in guides if guide is not None and guide.is_broken]
+        matchers = ((seq, self._matcher(seq)) for seq in seqs if not seq.status.is_finished)
+        return [seq for seq, matcher in matchers if matcher is not None and matcher.is_broken]
 
-    def _matcher(self, form: StructuredOutputsParams, end_ids: list[int], model_end_ids: list[int]) -> Matcher:
+    def _grammar(self, form: StructuredOutputsParams, end_ids: list[int], model_end_ids: list[int]) -> Grammar:
         key = repr(form), tuple(end_ids if form.kind == "choice" else model_end_ids)
         known = self._compiled.pop(key, None)
         if known is None or known.num_uses == MOST_USES or known.is_exhausted:
@@ -237,12 +237,12 @@ class Guides(LogitsMask):
         self._compiled[key], known.num_uses = known, known.num_uses + 1
         if len(self._compiled) > MOST_FORMS:
             del self._compiled[next(iter(self._compiled))]
-        return known.matcher.copy()
+        return known.grammar.copy()
 
-    def _compile(self, form: StructuredOutputsParams, end_ids: tuple[int, ...]) -> Matcher:
+    def _compile(self, form: StructuredOutputsParams, end_ids: tuple[int, ...]) -> Grammar:
         if form.choice is not None:
-            return ChoiceMatcher(Choices(self._vocabulary, {text.encode() for text in form.choice}, end_ids))
-        return guidance.GuidanceMatcher.compile(form, self._library_tokenizer(end_ids))
+            return ChoiceGrammar(Choices(self._vocabulary, {text.encode() for text in form.choice}, end_ids))
+        return guidance.GuidanceGrammar.compile(form, self._library_tokenizer(end_ids))
 
     def _library_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
         """The library's, which knows these ends; made once."""

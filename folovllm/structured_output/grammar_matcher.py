@@ -7,11 +7,11 @@ from copy import copy
 
 import numpy as np
 
-from folovllm.structured_output.matcher import Matcher, Words, set_bits
+from folovllm.structured_output.grammar import Bitmask, Grammar, set_bits
 from folovllm.structured_output.vocabulary import Vocabulary
 
 
-class Preface:
+class ReasoningPrefix:
     """The free text before an answer has a form: up to a closing text, "</think>" say, wherever tokens cut it.
 
     The token that ends it may bring the beginning of the answer with it. New lines right behind the closing text, in the same
@@ -22,18 +22,18 @@ class Preface:
         self._vocabulary, self._closing, self._tail = vocabulary, closing, b""
         self._enders = enders(vocabulary, closing)
 
-    def advance(self, token_id: int) -> list[int] | None:
+    def accept_token(self, token_id: int) -> list[int] | None:
         """Take in a token. If the closing text has come: tokens that say what came behind it."""
         rest = self._rest(token_id)
         said = self._vocabulary.bytes_of.get(token_id, b"")
         self._tail = (self._tail + said)[-len(self._closing) :]
         return None if rest is None else spelled(self._vocabulary, rest)
 
-    def forbidden(self, matcher: Matcher) -> list[int]:
-        """Tokens that would end the text and bring what the answer, which is `matcher`'s, must not begin with."""
+    def forbidden(self, grammar: Grammar) -> list[int]:
+        """Tokens that would end the text and bring what the answer, which is `grammar`'s, must not begin with."""
         near = {id_ for n, ids in enumerate(self._enders) if self._tail.endswith(self._closing[:n]) for id_ in ids}
         rests = {id_: rest for id_ in near if (rest := self._rest(id_))}
-        return [id_ for id_, rest in rests.items() if not begins(matcher, spelled(self._vocabulary, rest))]
+        return [id_ for id_, rest in rests.items() if not begins(grammar, spelled(self._vocabulary, rest))]
 
     def _rest(self, token_id: int) -> bytes | None:
         """What a token would bring behind the closing text; None if that would not have come."""
@@ -41,7 +41,7 @@ class Preface:
         _, closing, rest = text.partition(self._closing)
         return rest.lstrip(b"\n") if closing else None
 
-    def copy(self) -> Preface:
+    def copy(self) -> ReasoningPrefix:
         """Another one at the same place."""
         return copy(self)
 
@@ -64,12 +64,12 @@ def spelled(vocabulary: Vocabulary, text: bytes) -> list[int]:
     return ids
 
 
-def begins(matcher: Matcher, token_ids: list[int]) -> bool:
+def begins(grammar: Grammar, token_ids: list[int]) -> bool:
     """Whether these tokens may come next."""
-    return -1 not in token_ids and matcher.num_allowed(token_ids) == len(token_ids)
+    return -1 not in token_ids and grammar.num_allowed(token_ids) == len(token_ids)
 
 
-class Guide:
+class GrammarMatcher:
     """One answer's way through its form.
 
     The answer may end where the form is complete, and then only ends: by any of `end_ids`. `min_tokens` holds as far as the
@@ -78,33 +78,33 @@ class Guide:
 
     def __init__(
         self,
-        matcher: Matcher,
+        grammar: Grammar,
         end_ids: Collection[int],
         *,
         model_end_ids: Collection[int] = (),
         min_tokens: int = 0,
-        allowed: Words | None = None,
-        preface: Preface | None = None,
+        allowed: Bitmask | None = None,
+        prefix: ReasoningPrefix | None = None,
     ) -> None:
         """`allowed` [ceil(V / 32)]: the only tokens that the request wants at all.
 
-        `model_end_ids`: those of `end_ids` that are never text. Where the form is complete, the matcher's mask has them.
+        `model_end_ids`: those of `end_ids` that are never text. Where the form is complete, the grammar's mask has them.
         """
-        self._matcher, self._end_ids, self._allowed, self._preface = matcher, end_ids, allowed, preface
+        self._grammar, self._end_ids, self._allowed, self._prefix = grammar, end_ids, allowed, prefix
         self._model_end_ids = np.array(model_end_ids, np.int32)
         self._num_missing = min_tokens  # tokens that must come before the answer may end
-        self._ends: Words | None = None  # the mask of `end_ids`, once it was needed
+        self._ends: Bitmask | None = None  # the mask of `end_ids`, once it was needed
         self._forced: list[int] | None = None  # what is known of `forced`
         self.is_over = False  # it may only end
         self.is_broken = False  # nothing leads to an answer of this form any more, and all that counts was taken in
 
     @property
-    def matcher(self) -> Matcher | None:
+    def grammar(self) -> Grammar | None:
         """Whose mask `finish` starts from; None where the form has no say: before it begins, and when it is over."""
-        return None if self.is_over or self.is_broken or self._preface is not None else self._matcher
+        return None if self.is_over or self.is_broken or self._prefix is not None else self._grammar
 
-    def finish(self, words: Words) -> bool:
-        """From the mask of the matcher, if there is one, to that of all the request asks for, in place: [ceil(V / 32)].
+    def finish(self, words: Bitmask) -> bool:
+        """From the mask of the grammar, if there is one, to that of all the request asks for, in place: [ceil(V / 32)].
 
         Returns whether an answer of this form can still come. If not, `words` has the ends alone; and what is drawn with
         them must not count: `give_up` is for the step that drew it, since tokens before it may be on their way.
@@ -112,11 +112,11 @@ class Guide:
         if self.is_over or self.is_broken:
             self._fill_ends(words)
             return self.is_over
-        if self._preface is not None:
+        if self._prefix is not None:
             words.fill(0)
-            set_bits(words, self._preface.forbidden(self._matcher))
+            set_bits(words, self._prefix.forbidden(self._grammar))
             np.invert(words, out=words)
-        elif self._matcher.is_accepting():
+        elif self._grammar.is_accepting():
             words |= self._end_words(words)
         if self._allowed is not None:
             words &= self._allowed
@@ -125,32 +125,32 @@ class Guide:
         if words.any():
             return True
         self._fill_ends(words)
-        return self._preface is None and self._matcher.is_accepting()
+        return self._prefix is None and self._grammar.is_accepting()
 
-    def _fill_ends(self, words: Words) -> None:
+    def _fill_ends(self, words: Bitmask) -> None:
         words[:] = self._end_words(words)
 
-    def _end_words(self, words: Words) -> Words:
+    def _end_words(self, words: Bitmask) -> Bitmask:
         """The mask of the tokens that end an answer, as long as `words`."""
         if self._ends is None:
             self._ends = np.zeros_like(words)
             set_bits(self._ends, self._end_ids)
         return self._ends
 
-    def advance(self, token_id: int) -> None:
+    def accept_token(self, token_id: int) -> None:
         """Take in a token that was drawn."""
         self._num_missing -= 1
         self._forced = self._forced[1:] or None if self._forced and self._forced[0] == token_id else None
         if self.is_over or self.is_broken:
             return
-        if self._preface is not None:
-            if (rest := self._preface.advance(token_id)) is not None:
-                self._preface = None
-                self.is_broken = not (begins(self._matcher, rest) and all(map(self._matcher.advance, rest)))
-        elif token_id in self._end_ids and self._matcher.is_accepting():
+        if self._prefix is not None:
+            if (rest := self._prefix.accept_token(token_id)) is not None:
+                self._prefix = None
+                self.is_broken = not (begins(self._grammar, rest) and all(map(self._grammar.accept_token, rest)))
+        elif token_id in self._end_ids and self._grammar.is_accepting():
             self.is_over = True
         else:
-            self.is_broken = not self._matcher.advance(token_id)
+            self.is_broken = not self._grammar.accept_token(token_id)
 
     def give_up(self) -> None:
         """No answer of this form can come any more, and all tokens that count were taken in."""
@@ -161,22 +161,22 @@ class Guide:
         if self.is_over or self.is_broken:
             return 0
         first_end = next((i for i, token in enumerate(guesses) if token in self._end_ids), len(guesses))
-        return first_end if self._preface is not None else self._matcher.num_allowed(guesses[:first_end])
+        return first_end if self._prefix is not None else self._grammar.num_allowed(guesses[:first_end])
 
     def forced(self) -> list[int]:
         """The tokens that come next, as far as there is no choice."""
         if self._forced is None:
-            self._forced = [] if self.matcher is None or self._allowed is not None else self._matcher.forced()
+            self._forced = [] if self.grammar is None or self._allowed is not None else self._grammar.forced()
         return self._forced
 
     @property
     def sees_ahead(self) -> bool:
         """Whether masks behind guesses can be made together, and only the ends of the answer added (`finish_ahead`)."""
-        is_plain = self.matcher is not None and self._allowed is None and self._num_missing <= 0
-        return is_plain and self._matcher.sees_ahead
+        is_plain = self.grammar is not None and self._allowed is None and self._num_missing <= 0
+        return is_plain and self._grammar.sees_ahead
 
-    def finish_ahead(self, lines: Words) -> int | None:
-        """As `finish`, here and behind guesses: masks [n, ceil(V / 32)] of a guide that `sees_ahead`.
+    def finish_ahead(self, lines: Bitmask) -> int | None:
+        """As `finish`, here and behind guesses: masks [n, ceil(V / 32)] of a matcher that `sees_ahead`.
 
         The form is complete where its mask has an end of the model. Those of the request may be text that the form allows.
         Returns the first place from which nothing leads to an answer of this form, if there is one.
@@ -187,8 +187,8 @@ class Guide:
         lines[nowhere] = ends
         return int(nowhere[0]) if len(nowhere) else None
 
-    def ahead(self, guesses: Sequence[int]) -> Iterator[Guide]:
-        """The guide itself, and others at the places behind the guesses, up to the first that leads nowhere."""
+    def ahead(self, guesses: Sequence[int]) -> Iterator[GrammarMatcher]:
+        """The matcher itself, and others at the places behind the guesses, up to the first that leads nowhere."""
         place = self
         yield place
         for token in guesses:
@@ -197,23 +197,23 @@ class Guide:
             if place.is_broken:
                 break
 
-    def behind(self, token_ids: Sequence[int]) -> Guide:
-        """The guide itself, or if there are any tokens another one behind them."""
+    def behind(self, token_ids: Sequence[int]) -> GrammarMatcher:
+        """The matcher itself, or if there are any tokens another one behind them."""
         place = self.copy() if token_ids else self
         for token in token_ids:
-            place.advance(token)
+            place.accept_token(token)
         return place
 
-    def copy(self) -> Guide:
-        """The guide of another answer at the same place."""
-        preface = None if self._preface is None else self._preface.copy()
-        guide = Guide(
-            self._matcher.copy(),
+    def copy(self) -> GrammarMatcher:
+        """The matcher of another answer at the same place."""
+        prefix = None if self._prefix is None else self._prefix.copy()
+        matcher = GrammarMatcher(
+            self._grammar.copy(),
             self._end_ids,
             model_end_ids=self._model_end_ids,
             min_tokens=self._num_missing,
             allowed=self._allowed,
-            preface=preface,
+            prefix=prefix,
         )
-        guide._ends, guide.is_over, guide.is_broken = self._ends, self.is_over, self.is_broken
-        return guide
+        matcher._ends, matcher.is_over, matcher.is_broken = self._ends, self.is_over, self.is_broken
+        return matcher
