@@ -46,8 +46,7 @@ from folovllm.server.protocol import (
 from folovllm.server.reader import TAGS, reading_of
 from folovllm.server.replies import Detokenized, ModelCard, ModelList, Tokens, Version, tokenizer_info
 from folovllm.server.requests import chat_params, chat_prompt, completion_params, prompts_of, wants_prompt_alone
-from folovllm.server.respond import ResponseHandler
-from folovllm.server.sse import unless_gone
+from folovllm.server.sse import ResponseHandler, unless_gone
 from folovllm.server.writers import ChatWriter, CompletionWriter, EchoWriter
 
 Handler = Callable[[Request], Awaitable[Response]]

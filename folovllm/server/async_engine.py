@@ -30,8 +30,7 @@ from folovllm.server.messages import (
     Step,
     Watch,
 )
-from folovllm.server.open_requests import OpenRequests
-from folovllm.server.stream import OutputCollector, Stream, add_message
+from folovllm.server.stream import OpenRequests, OutputCollector, Stream, add_message
 from folovllm.server.transport import ProcessTransport, ThreadTransport, Transport
 from folovllm.setup import EngineSetup
 from folovllm.structured_output.grammar_check import GrammarChecker

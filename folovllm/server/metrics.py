@@ -14,10 +14,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from folovllm.engine.metrics import imbalance
-from folovllm.server.stream import Stream
 
 if TYPE_CHECKING:
     from folovllm.server.async_engine import AsyncEngine
+    from folovllm.server.stream import Stream
 
 REASONS = ("stop", "length", "abort")
 LABELS = ("model_name", "engine")
@@ -58,8 +58,8 @@ class Counters:
 
     def record_start(self, stream: Stream, now: float) -> None:
         """An answer's first token is here."""
-        self.prompt_tokens += stream.state.metrics.num_prompt_tokens
-        self.time_to_first_token.record(now - stream.state.metrics.arrival_time)
+        self.prompt_tokens += stream.metrics.num_prompt_tokens
+        self.time_to_first_token.record(now - stream.metrics.arrival_time)
 
     def record_step(self, now: float, before: Mapping[float, int], queue_times: Iterable[float]) -> None:
         """A step's tokens are here; `before` says when, and how many, answers had got their last ones."""
@@ -70,8 +70,8 @@ class Counters:
 
     def record_end(self, stream: Stream) -> None:
         """A request is over."""
-        metrics = stream.state.metrics
-        for seq in stream.state.seqs:
+        metrics = stream.metrics
+        for seq in stream.seqs:
             self.finished[seq.status.value] += 1
         self.request_prompt_tokens.record(metrics.num_prompt_tokens)
         self.request_generation_tokens.record(metrics.num_generated_tokens)

@@ -12,10 +12,10 @@ from folovllm.chat_template import with_plain_content
 from folovllm.engine.output_processor import OutputDelta
 from folovllm.sampling_params import SamplingParams
 from folovllm.server import reasoning, tool_calls
-from folovllm.server.conversation import offered
 from folovllm.server.protocol import ChatRequest
 from folovllm.server.reasoning import ReasoningSplitter
 from folovllm.server.replies import ChatMessage
+from folovllm.server.requests import offered
 from folovllm.server.tool_calls import ToolCall, ToolCallParser
 
 TAGS = (reasoning.OPENING, reasoning.CLOSING, tool_calls.OPENING, tool_calls.CLOSING)

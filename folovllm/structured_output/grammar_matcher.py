@@ -4,11 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from copy import copy
+from typing import ClassVar, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
-from folovllm.structured_output.grammar import Bitmask, Grammar, set_bits
 from folovllm.structured_output.vocabulary import Vocabulary
+
+Bitmask = npt.NDArray[np.int32]  # [ceil(V / 32)]: bit t % 32 of word t // 32 is token t's
+
+
+class Grammar(Protocol):
+    """One answer's place in a form.
+
+    Attributes:
+        sees_ahead: whether masks behind tokens that may come can be made together, without copies (`fill_bitmasks`).
+    """
+
+    sees_ahead: ClassVar[bool]
+
+    def fill(self, words: Bitmask) -> None:
+        """Write the mask of the tokens that may come next over `words`; of those that end an answer, the model's own."""
+
+    def is_accepting(self) -> bool:
+        """Whether the answer may end here."""
+
+    def accept_token(self, token_id: int) -> bool:
+        """Take in a token. False: the form does not allow it, or has become too complex to be followed."""
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """How many of these tokens, one after the other, the form allows. The answer stays where it is."""
+
+    def forced(self) -> list[int]:
+        """The tokens that come next, as far as the form leaves no choice: `fill` would allow each of them alone. No ends."""
+
+    def copy(self) -> Grammar:
+        """Another answer at the same place."""
 
 
 class ReasoningPrefix:
@@ -217,3 +248,9 @@ class GrammarMatcher:
         )
         matcher._ends, matcher.is_over, matcher.is_broken = self._ends, self.is_over, self.is_broken
         return matcher
+
+
+def set_bits(words: Bitmask, ids: Collection[int]) -> None:
+    """Set the tokens' bits."""
+    at = np.fromiter(ids, np.int64, len(ids))
+    np.bitwise_or.at(words.view(np.uint32), at // 32, np.uint32(1) << (at % 32).astype(np.uint32))

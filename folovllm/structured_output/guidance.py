@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from folovllm.structured_output.grammar import Bitmask, Grammar
+from folovllm.structured_output.grammar_matcher import Bitmask, Grammar
 from folovllm.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:

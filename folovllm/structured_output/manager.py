@@ -20,8 +20,8 @@ from folovllm.request import Sequence
 from folovllm.step.masks import Masks
 from folovllm.step.schedule import SchedulerOutput
 from folovllm.structured_output import guidance
-from folovllm.structured_output.grammar import Bitmask, ChoiceGrammar, Choices, Grammar
-from folovllm.structured_output.grammar_matcher import GrammarMatcher, ReasoningPrefix
+from folovllm.structured_output.choice import ChoiceGrammar, Choices
+from folovllm.structured_output.grammar_matcher import Bitmask, Grammar, GrammarMatcher, ReasoningPrefix
 from folovllm.structured_output.vocabulary import Vocabulary, read_vocabulary
 from folovllm.structured_outputs import StructuredOutputsParams
 

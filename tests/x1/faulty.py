@@ -78,10 +78,10 @@ SITES: dict[str, tuple[Any, str, Callable[..., Call]]] = {
     "keep_logprobs": (OutputProcessor, "keep_logprobs", lambda self, seq, *_: of_request(seq.request)),
     "decode": (messages, "_decode_command", lambda data: ("engine", re.search(rb"fault\|[\w.|]+", data)[0].decode()) if b"|decode|" in data else ("", None)),
     "add_message": (async_engine, "add_message", lambda number, request: of_request(request)),
-    "Stream.feed": (stream.Stream, "feed", lambda self, *_: of_request(self.state.seqs[0].request)),
-    "Counters.record_start": (Counters, "record_start", lambda self, stream, _: of_request(stream.state.seqs[0].request)),
+    "Stream.feed": (stream.Stream, "feed", lambda self, *_: of_request(self.seqs[0].request)),
+    "Counters.record_start": (Counters, "record_start", lambda self, stream, _: of_request(stream.seqs[0].request)),
     "Stream.check": (stream, "check_stop_conditions", lambda seq: of_request(seq.request)),
-    "with_text": (stream.Stream, "_with_text", lambda self, _: of_request(self.state.seqs[0].request)),
+    "with_text": (stream.Stream, "_with_text", lambda self, _: of_request(self.seqs[0].request)),
 }  # fmt: skip
 
 

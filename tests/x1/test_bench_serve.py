@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from folovllm.bench.http_load import Client, Reply, Server
 from folovllm.bench.own_server import flags_of
 from folovllm.bench.report import Metric, Result, Run, load
-from folovllm.bench.serving import Point, SchedulerStats, Slo, arrivals, drive, shifted
+from folovllm.bench.serving import Load, Point, Slo, arrivals, drive, shifted
 from folovllm.bench.sweep import Sweep, show_sweep
 from folovllm.bench.workload import BenchRequest, Workload
 from folovllm.cli import main
@@ -101,7 +101,7 @@ class TestFigures:
         """Three answers: 1 s and then a token each 0.1 s; 2 s and 0.2 s; one that failed."""
         quick = Reply(0.0, [1.0, 1.1, 1.2], 3, None, True)
         slow = Reply(1.0, [3.0, 3.2, 4.0], 6, None, True)
-        found = SchedulerStats(Point(rate=1), [quick, slow, Reply(1.0, [], 0, "no", True), Reply(3.0)], begin=0.0)
+        found = Load(Point(rate=1), [quick, slow, Reply(1.0, [], 0, "no", True), Reply(3.0)], begin=0.0)
         metrics = {name: metric.median for name, metric in found.metrics(Slo(ttft=1.5, tpot=0.15)).items()}
         assert (metrics["answered"], metrics["failed"], metrics["requests"]) == (2, 1, 0.5)
         assert metrics["output tokens"] == pytest.approx(9 / 4)
@@ -110,7 +110,7 @@ class TestFigures:
         assert metrics["goodput"] == pytest.approx(0.25)
 
     def test_nothing_was_answered(self) -> None:
-        metrics = SchedulerStats(Point(rate=1), [Reply(1.0, [], 0, "no", True)], begin=1.0).metrics(Slo())
+        metrics = Load(Point(rate=1), [Reply(1.0, [], 0, "no", True)], begin=1.0).metrics(Slo())
         assert {name: metric.median for name, metric in metrics.items()} == {"answered": 0, "failed": 1}
 
     def test_limits(self) -> None:

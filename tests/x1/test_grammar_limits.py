@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.config import ServerConfig
-from folovllm.structured_output.grammar import ChoiceGrammar, Choices
+from folovllm.structured_output.choice import ChoiceGrammar, Choices
 from folovllm.structured_output.guidance import LIMITS
 from folovllm.structured_output.vocabulary import Vocabulary, read_vocabulary
 from folovllm.structured_outputs import GrammarLimits, StructuredOutputsParams

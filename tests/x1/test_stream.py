@@ -94,8 +94,8 @@ class TestFeed:
             if name == "# # c":
                 stream.feed(Delta(0, 0, [], "stop"), 1.0)
             got[name] = text_of(stream)
-        got["why"] = stream._seqs[0].stop_reason
-        got["tokens counted"] = stream.state.metrics.num_generated_tokens
+        got["why"] = stream.seqs[0].stop_reason
+        got["tokens counted"] = stream.metrics.num_generated_tokens
         says = "one character is held back, as it could begin ##, until the end; half an é waits; c comes after ##: too late"
         expected = ["a", "", "b", "é", "##", 6]
         worked_case("x1.3", got, dict(zip(got, expected, strict=True)), says)
@@ -105,11 +105,11 @@ class TestFeed:
         assert not stream.has_begun, "no token has come"
         for now in (3.0, 4.0):
             stream.feed(Delta(0, 0, ids_of("a"), num_cached_tokens=2), now)
-        metrics = stream.state.metrics
+        metrics = stream.metrics
         assert (metrics.first_token_time, metrics.num_generated_tokens) == (3.0, 2), (
             "the first came at second 3; two came"
         )
-        assert stream._seqs[0].num_cached_tokens == 2, "of the prompt 2 tokens were found in the cache"
+        assert stream.seqs[0].num_cached_tokens == 2, "of the prompt 2 tokens were found in the cache"
         assert stream.newest == [4.0], "the newest came at second 4"
 
     def test_the_first_tokens_of_several_answers(self) -> None:
@@ -117,8 +117,8 @@ class TestFeed:
         stream = stream_of(replace(DELTAS, n=2))
         stream.feed(Delta(0, 1, ids_of("x"), num_cached_tokens=2), 3.0)
         stream.feed(Delta(0, 0, ids_of("a"), num_cached_tokens=9), 4.0)
-        assert stream.state.metrics.first_token_time == 3.0, "of all answers the first token came at second 3"
-        assert stream._seqs[0].num_cached_tokens == 2, (
+        assert stream.metrics.first_token_time == 3.0, "of all answers the first token came at second 3"
+        assert stream.seqs[0].num_cached_tokens == 2, (
             "what was found when the first began; the first sequence notes it"
         )
         assert stream.newest == [4.0, 3.0], "each answer has a newest time of its own"
@@ -128,10 +128,10 @@ class TestFeed:
         stream = stream_of(replace(DELTAS, prompt_logprobs=0))
         for now, token in ((1.0, 2), (2.0, 3)):
             stream.feed(Delta(0, 0, prompt_logprobs=[[(token, -0.5, 1)]]), now)
-        assert [list(row) for row in stream._seqs[0].prompt_logprobs] == [[2], [3]], (
+        assert [list(row) for row in stream.seqs[0].prompt_logprobs] == [[2], [3]], (
             "a row for each token of the prompt that a step scored, in `prompt_logprobs` of the first sequence"
         )
-        assert not stream._seqs[0].logprobs, "they are not the answer's"
+        assert not stream.seqs[0].logprobs, "they are not the answer's"
         assert not stream.has_begun, "no token has come: a chunk of the prompt is not the first token's time"
 
     def test_no_text_is_made_before_the_reader_looks(self) -> None:
@@ -142,7 +142,7 @@ class TestFeed:
             calls.append(ids)
             return str(parts()[0].decode(ids))
 
-        stream._seqs[0].detokenizer = IncrementalDetokenizer(decode)
+        stream.seqs[0].detokenizer = IncrementalDetokenizer(decode)
         for letter in "abcdefgh":
             stream.feed(Delta(0, 0, ids_of(letter)), 1.0)
         assert len(calls) == 0, (
@@ -180,7 +180,7 @@ class TestFeed:
                 answer.finish_reason,
                 answer.stop_reason,
                 output.finished,
-                stream.state.metrics.finish_time,
+                stream.metrics.finish_time,
             )
 
         said = ("a", "stop", ids_of("z")[0], True, 2.0)
@@ -192,21 +192,21 @@ class TestFeed:
         stream.feed(Delta(0, 0, ids_of("a")), 1.0)
         stream.feed(Delta(0, 0, ids_of("z"), "stop"), 2.0)
         assert stream.is_finished, "it was said to have ended"
-        assert stream._seqs[0].stop_reason == ids_of("z")[0], "z stopped it, and came with the end"
+        assert stream.seqs[0].stop_reason == ids_of("z")[0], "z stopped it, and came with the end"
 
     def test_a_stop_token_within_a_piece_of_several_tokens(self) -> None:
         """No stop string was asked for."""
         stream = stream_of(replace(DELTAS, stop_token_ids=ids_of("z")))
         stream.feed(Delta(0, 0, ids_of("azb"), "stop"), 1.0)
         assert text_of(stream) == "a", "z ends the answer, and b was drawn after the end"
-        assert stream.state.metrics.num_generated_tokens == 2, "a and z; what comes after the end is not counted"
+        assert stream.metrics.num_generated_tokens == 2, "a and z; what comes after the end is not counted"
 
     def test_an_answer_without_a_token_was_stopped_by_none(self) -> None:
         """It was given up: that its prompt ends in a stop token says nothing."""
         stream = stream_of(SamplingParams(stop_token_ids=[1, 2, 3]))
         stream.feed(Delta(0, 0, [], "abort"), 1.0)
         assert stream.is_finished, "to be given up is an end"
-        assert stream._seqs[0].stop_reason is None, "it wrote no token, so none of its own stopped it"
+        assert stream.seqs[0].stop_reason is None, "it wrote no token, so none of its own stopped it"
 
     def test_who_wants_the_whole_is_not_woken_before_the_end(self) -> None:
         collector = OutputCollector()
@@ -254,20 +254,20 @@ class TestFeed:
         stream.feed(Delta(0, 0, ids_of("abc")), 1.0)
         stream.feed(Delta(0, 0, [], "stop"), 1.0)
         assert text_of(stream) == "a", "b ends the answer, and c was drawn after the end"
-        assert stream.state.metrics.num_generated_tokens == 2, "a and b; what comes after the end is not counted"
+        assert stream.metrics.num_generated_tokens == 2, "a and b; what comes after the end is not counted"
 
     def test_a_stop_token_among_several_that_came_together(self) -> None:
         stream = stream_of(replace(DELTAS, stop_token_ids=ids_of("b")))
         stream.feed(Delta(0, 0, ids_of("abc"), "stop"), 1.0)
         assert text_of(stream) == "a", "b ends the answer and is no text, and c was drawn after the end"
-        assert stream.state.metrics.num_generated_tokens == 2, "a and b; what comes after the end is not counted"
+        assert stream.metrics.num_generated_tokens == 2, "a and b; what comes after the end is not counted"
 
     def test_what_was_drawn_behind_the_end_is_in_no_sum(self) -> None:
         stream = stream_of(replace(DELTAS, stop=["b"], logprobs=0))
         rows = [[(token, -(2.0**i), 1)] for i, token in enumerate(ids_of("abc"))]
         stream.feed(Delta(0, 0, ids_of("abc"), None, 0, rows), 1.0)
         stream.feed(Delta(0, 0, [], "stop"), 1.0)
-        (answer,) = stream.state.output().outputs
+        (answer,) = stream.output().outputs
         assert (answer.cumulative_logprob, len(answer.logprobs or ())) == (-3.0, 2), "c was drawn behind the end"
 
     @given(st.text("aé#€", max_size=12), st.data())

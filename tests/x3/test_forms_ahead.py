@@ -17,8 +17,7 @@ from folovllm.step.masks import Masks
 from folovllm.step.schedule import SchedulerOutput, Share
 from folovllm.structured_output import guidance
 from folovllm.structured_output import manager as manager_module
-from folovllm.structured_output.grammar import Bitmask
-from folovllm.structured_output.grammar_matcher import GrammarMatcher
+from folovllm.structured_output.grammar_matcher import Bitmask, GrammarMatcher
 from folovllm.structured_output.guidance import GuidanceGrammar
 from folovllm.structured_output.manager import StructuredOutputManager
 from folovllm.structured_outputs import StructuredOutputsParams
