@@ -220,7 +220,7 @@ class Api:
         engine = self._engine
         self._check_room(len(prompts), params)  # before the work of reading them
         if params.structured_outputs is not None:  # a check may take long, and ends when the client leaves
-            await unless_gone(request.receive, engine.check_form(params.structured_outputs))
+            await unless_gone(request.receive, engine.check_structured_outputs(params.structured_outputs))
         prepared = []
         for prompt in prompts:
             salt = asked.cache_salt

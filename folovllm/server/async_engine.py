@@ -89,7 +89,7 @@ class AsyncEngine:
         self._numbers = itertools.count()
         self._open = OpenRequests()
         self._readers = ThreadPoolExecutor(1, "tokenizer")
-        self._forms = GrammarChecker(grammar_limits or GrammarLimits(), self._readers)
+        self._grammars = GrammarChecker(grammar_limits or GrammarLimits(), self._readers)
         self._is_draining = self._is_closed = False
         self.death: Exception | None = None
         self.died = asyncio.Event()
@@ -111,7 +111,7 @@ class AsyncEngine:
             # Not the engine's own tokenizer, in a thread: the library's objects are not for two at once.
             self.tokenizer = await asyncio.to_thread(load_tokenizer, self.setup.path, self.setup.config)
             self._processor = InputProcessor(self.setup, self.tokenizer)
-            self._forms.use(self.tokenizer, self.setup.vocab_size, self._processor.eos_token_ids)
+            self._grammars.use(self.tokenizer, self.setup.vocab_size, self._processor.eos_token_ids)
         except BaseException:
             await self._transport.stop()
             raise
@@ -125,7 +125,7 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Answer one prompt; what is new comes as it is drawn, in the form that `params.output_kind` names.
+        """Answer one prompt; what is new comes as it is sampled, as `params.output_kind` says.
 
         A reader that is slower than the engine gets longer pieces. Closing the generator ends the request.
 
@@ -152,16 +152,16 @@ class AsyncEngine:
         self.require_open()
         params = self.default_params() if params is None else params
         if params.structured_outputs is not None:
-            await self.check_form(params.structured_outputs)
+            await self.check_structured_outputs(params.structured_outputs)
         arguments = ("", prompt, params, priority, cache_salt)
         is_text = isinstance(prompt, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None)
         if is_text:
             return await self.in_thread(self._processor.process, *arguments)
         return self._processor.process(*arguments)
 
-    async def check_form(self, form: StructuredOutputsParams) -> None:
-        """Raise ValueError if answers cannot have this form, or it is too complex. What was checked, it knows."""
-        await self._forms.check(form)
+    async def check_structured_outputs(self, asked: StructuredOutputsParams) -> None:
+        """Raise ValueError if answers cannot have this grammar, or it is too complex. What was checked, it knows."""
+        await self._grammars.check(asked)
 
     def check_amounts(self, params: SamplingParams) -> None:
         """Raise ValueError if a request asks for more of something than this engine gives: answers, log-probabilities."""
@@ -225,7 +225,7 @@ class AsyncEngine:
         await self._transport.stop()
         self.is_over.set()
         self._experts_told()
-        self._forms.close()
+        self._grammars.close()
         self._readers.shutdown(wait=False)
 
     async def __aenter__(self) -> Self:

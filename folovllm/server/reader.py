@@ -58,8 +58,8 @@ def reading_of(
 ) -> tuple[SamplingParams, Callable[[], AnswerReader]]:
     """How the text of the answers is read, and the sampling parameters that this needs.
 
-    Tags must be text, even where the tokenizer takes them for special tokens; and the form of an answer begins behind its
-    thought.
+    Tags must be text, even where the tokenizer takes them for special tokens; and the grammar of an answer begins behind
+    its thought.
 
     Args:
         parser: which way the model thinks; None: thoughts stay in the content.

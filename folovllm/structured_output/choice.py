@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
@@ -46,11 +47,11 @@ def choice_mask(
 
 
 class Choices:
-    """The texts that an answer may be, in order, and the masks that answers needed; all answers of a form share them."""
+    """The texts that an answer may be, in order, and the masks that answers needed; all answers of a grammar share them."""
 
     def __init__(self, vocabulary: Vocabulary, choices: Collection[bytes], end_ids: Sequence[int]) -> None:
         self.vocabulary, self._sorted, self._end_ids = vocabulary, sorted(choices), end_ids
-        self._masks: dict[bytes, Bitmask] = {}  # by the answer so far; the newest last
+        self.mask = lru_cache(MOST_MASKS)(self._mask)
 
     def begin_with(self, so_far: bytes) -> Sequence[bytes]:
         """Those of the choices that begin with these bytes, found without a look at the others."""
@@ -67,16 +68,12 @@ class Choices:
         first = bisect_left(self._sorted, so_far)
         return first < len(self._sorted) and self._sorted[first].startswith(so_far)
 
-    def mask(self, so_far: bytes, width: int) -> Bitmask:
+    def _mask(self, so_far: bytes, width: int) -> Bitmask:
         """The mask [width] of an answer that is `so_far`."""
-        if so_far not in self._masks:
-            within_reach = {choice[: len(so_far) + self.vocabulary.longest] for choice in self.begin_with(so_far)}
-            words = np.zeros(width, np.int32)
-            set_bits(words, choice_mask(self.vocabulary.ids_of, within_reach, so_far, self._end_ids))
-            self._masks[so_far] = words
-            if len(self._masks) > MOST_MASKS:
-                del self._masks[next(iter(self._masks))]
-        return self._masks[so_far]
+        within_reach = {choice[: len(so_far) + self.vocabulary.longest] for choice in self.begin_with(so_far)}
+        words = np.zeros(width, np.int32)
+        set_bits(words, choice_mask(self.vocabulary.ids_of, within_reach, so_far, self._end_ids))
+        return words
 
 
 class ChoiceGrammar:

@@ -1,4 +1,4 @@
-"""What an answer of a given form may go on with, everything else that the request asks for considered."""
+"""Which tokens an answer with a grammar may go on with, after all else that its request asks for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Bitmask = npt.NDArray[np.int32]  # [ceil(V / 32)]: bit t % 32 of word t // 32 is
 
 
 class Grammar(Protocol):
-    """One answer's place in a form.
+    """One answer's place in a grammar.
 
     Attributes:
         sees_ahead: whether masks behind tokens that may come can be made together, without copies (`fill_bitmasks`).
@@ -30,20 +30,20 @@ class Grammar(Protocol):
         """Whether the answer may end here."""
 
     def accept_token(self, token_id: int) -> bool:
-        """Take in a token. False: the form does not allow it, or has become too complex to be followed."""
+        """Take in a token. False: the grammar does not allow it, or has become too complex to be followed."""
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens, one after the other, the form allows. The answer stays where it is."""
+        """How many of these tokens, one after the other, the grammar allows. The answer stays where it is."""
 
     def forced(self) -> list[int]:
-        """The tokens that come next, as far as the form leaves no choice: `fill` would allow each of them alone. No ends."""
+        """The tokens that come next, as far as the grammar leaves no choice: `fill` would allow each of them alone. No ends."""
 
     def copy(self) -> Grammar:
         """Another answer at the same place."""
 
 
 class ReasoningPrefix:
-    """The free text before an answer has a form: up to a closing text, "</think>" say, wherever tokens cut it.
+    """The free text before an answer has a grammar: up to a closing text, "</think>" say, wherever tokens cut it.
 
     The token that ends it may bring the beginning of the answer with it. New lines right behind the closing text, in the same
     token, belong to neither.
@@ -101,10 +101,10 @@ def begins(grammar: Grammar, token_ids: list[int]) -> bool:
 
 
 class GrammarMatcher:
-    """One answer's way through its form.
+    """One answer's way through its grammar.
 
-    The answer may end where the form is complete, and then only ends: by any of `end_ids`. `min_tokens` holds as far as the
-    form has something else to offer. Where it has not, ends are repeated until there are enough: they are no text.
+    The answer may end where the grammar is complete, and then only ends: by any of `end_ids`. `min_tokens` holds as far as the
+    grammar has something else to offer. Where it has not, ends are repeated until there are enough: they are no text.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class GrammarMatcher:
     ) -> None:
         """`allowed` [ceil(V / 32)]: the only tokens that the request wants at all.
 
-        `model_end_ids`: those of `end_ids` that are never text. Where the form is complete, the grammar's mask has them.
+        `model_end_ids`: those of `end_ids` that are never text. Where the grammar is complete, the grammar's mask has them.
         """
         self._grammar, self._end_ids, self._allowed, self._prefix = grammar, end_ids, allowed, prefix
         self._model_end_ids = np.array(model_end_ids, np.int32)
@@ -127,17 +127,17 @@ class GrammarMatcher:
         self._ends: Bitmask | None = None  # the mask of `end_ids`, once it was needed
         self._forced: list[int] | None = None  # what is known of `forced`
         self.is_over = False  # it may only end
-        self.is_broken = False  # nothing leads to an answer of this form any more, and all that counts was taken in
+        self.is_broken = False  # nothing leads to an answer of this grammar any more, and all that counts was taken in
 
     @property
     def grammar(self) -> Grammar | None:
-        """Whose mask `finish` starts from; None where the form has no say: before it begins, and when it is over."""
+        """Whose mask `finish` starts from; None where the grammar has no say: before it begins, and when it is over."""
         return None if self.is_over or self.is_broken or self._prefix is not None else self._grammar
 
     def finish(self, words: Bitmask) -> bool:
         """From the mask of the grammar, if there is one, to that of all the request asks for, in place: [ceil(V / 32)].
 
-        Returns whether an answer of this form can still come. If not, `words` has the ends alone; and what is drawn with
+        Returns whether an answer of this grammar can still come. If not, `words` has the ends alone; and what is drawn with
         them must not count: `give_up` is for the step that drew it, since tokens before it may be on their way.
         """
         if self.is_over or self.is_broken:
@@ -184,15 +184,15 @@ class GrammarMatcher:
             self.is_broken = not self._grammar.accept_token(token_id)
 
     def give_up(self) -> None:
-        """No answer of this form can come any more, and all tokens that count were taken in."""
+        """No answer of this grammar can come any more, and all tokens that count were taken in."""
         self.is_broken = True
 
-    def num_allowed(self, guesses: Sequence[int]) -> int:
-        """How many of these tokens, from the first on, the form allows. An end is no guess: nothing is behind it."""
+    def num_allowed(self, drafted: Sequence[int]) -> int:
+        """How many of these tokens, from the first on, the grammar allows. An end is no draft token: nothing is behind it."""
         if self.is_over or self.is_broken:
             return 0
-        first_end = next((i for i, token in enumerate(guesses) if token in self._end_ids), len(guesses))
-        return first_end if self._prefix is not None else self._grammar.num_allowed(guesses[:first_end])
+        first_end = next((i for i, token in enumerate(drafted) if token in self._end_ids), len(drafted))
+        return first_end if self._prefix is not None else self._grammar.num_allowed(drafted[:first_end])
 
     def forced(self) -> list[int]:
         """The tokens that come next, as far as there is no choice."""
@@ -202,15 +202,15 @@ class GrammarMatcher:
 
     @property
     def sees_ahead(self) -> bool:
-        """Whether masks behind guesses can be made together, and only the ends of the answer added (`finish_ahead`)."""
+        """Whether masks behind draft tokens can be made together, and only the ends of the answer added (`finish_ahead`)."""
         is_plain = self.grammar is not None and self._allowed is None and self._num_missing <= 0
         return is_plain and self._grammar.sees_ahead
 
     def finish_ahead(self, lines: Bitmask) -> int | None:
-        """As `finish`, here and behind guesses: masks [n, ceil(V / 32)] of a matcher that `sees_ahead`.
+        """As `finish`, here and behind draft tokens: masks [n, ceil(V / 32)] of a matcher that `sees_ahead`.
 
-        The form is complete where its mask has an end of the model. Those of the request may be text that the form allows.
-        Returns the first place from which nothing leads to an answer of this form, if there is one.
+        The grammar is complete where its mask has an end of the model. Those of the request may be text that the grammar allows.
+        Returns the first place from which nothing leads to an answer of this grammar, if there is one.
         """
         ends, own = self._end_words(lines[0]), self._model_end_ids
         lines[(lines[:, own // 32] >> own % 32 & 1).any(axis=1)] |= ends
@@ -218,11 +218,11 @@ class GrammarMatcher:
         lines[nowhere] = ends
         return int(nowhere[0]) if len(nowhere) else None
 
-    def ahead(self, guesses: Sequence[int]) -> Iterator[GrammarMatcher]:
-        """The matcher itself, and others at the places behind the guesses, up to the first that leads nowhere."""
+    def ahead(self, drafted: Sequence[int]) -> Iterator[GrammarMatcher]:
+        """The matcher itself, and others at the places behind the draft tokens, up to the first that leads nowhere."""
         place = self
         yield place
-        for token in guesses:
+        for token in drafted:
             place = place.behind([token])
             yield place
             if place.is_broken:

@@ -32,7 +32,7 @@ LIMITS = {
     "verbose_errors": False,
 }
 NO_TOKENIZER = "json, regex and grammar cannot be had with this tokenizer"
-WALKS, STEPS = 4, 25  # of `check_form`: as long as grammars are that grow more ambiguous with each token
+WALKS, STEPS = 4, 25  # of `check_grammar`: as long as grammars are that grow more ambiguous with each token
 FEW = 16  # masks that are made one after the other: more of them on several threads
 
 
@@ -74,33 +74,33 @@ def make_tokenizer(written: str, vocab_size: int, end_ids: Sequence[int]) -> Any
         raise ValueError(f"{NO_TOKENIZER}: {error}") from error
 
 
-def source_of(form: StructuredOutputsParams) -> str:
-    """The form in llguidance's own notation. Raises ValueError if it cannot be had."""
+def source_of(asked: StructuredOutputsParams) -> str:
+    """The grammar in llguidance's own notation. Raises ValueError if it cannot be had."""
     compiler = library().LLMatcher
-    if form.regex is not None:
-        return str(compiler.grammar_from_regex(form.regex))
-    if form.grammar is not None:
+    if asked.regex is not None:
+        return str(compiler.grammar_from_regex(asked.regex))
+    if asked.grammar is not None:
         from llguidance import grammar_from
 
         try:
-            return str(grammar_from("grammar", form.grammar))
+            return str(grammar_from("grammar", asked.grammar))
         except ValueError as error:
             raise ValueError(f"structured_outputs holds a grammar that cannot be used: {error}") from error
-    pattern = WHITESPACE if form.whitespace_pattern is None else form.whitespace_pattern
-    options = {"whitespace_flexible": False} if form.disable_any_whitespace else {"whitespace_pattern": pattern}
-    schema = str(form.json) if form.kind == "json" else '{"type": "object"}'
+    pattern = WHITESPACE if asked.whitespace_pattern is None else asked.whitespace_pattern
+    options = {"whitespace_flexible": False} if asked.disable_any_whitespace else {"whitespace_pattern": pattern}
+    schema = str(asked.json) if asked.kind == "json" else '{"type": "object"}'
     schema = "{}" if schema == "true" else schema
     if schema == "false":
         raise ValueError("structured_outputs holds the JSON schema false, under which no document is valid")
-    return str(compiler.grammar_from_json_schema(schema, overrides={**options, "lenient": not form.strict}))
+    return str(compiler.grammar_from_json_schema(schema, overrides={**options, "lenient": not asked.strict}))
 
 
-def check_form(form: StructuredOutputsParams, tokenizer: Any) -> None:
-    """Raise ValueError if this form is none, has no text, or becomes too complex within a few tokens.
+def check_grammar(asked: StructuredOutputsParams, tokenizer: Any) -> None:
+    """Raise ValueError if this grammar is none, has no text, or becomes too complex within a few tokens.
 
     The library finds out what a grammar costs only as an answer goes through it: so a few go, each where chance leads.
     """
-    start = GuidanceGrammar.compile(form, tokenizer).inner
+    start = GuidanceGrammar.compile(asked, tokenizer).inner
     for seed in range(WALKS):
         chance, place = random.Random(seed), start.deep_copy()
         for _ in range(STEPS):
@@ -108,13 +108,13 @@ def check_form(form: StructuredOutputsParams, tokenizer: Any) -> None:
             if place.is_stopped():
                 break
             place.consume_token(int(chance.choice(mask.nonzero()[0])))
-        require_good(form, place.get_error())
+        require_good(asked, place.get_error())
 
 
-def require_good(form: StructuredOutputsParams, error: str) -> None:
+def require_good(asked: StructuredOutputsParams, error: str) -> None:
     """Raise ValueError with the library's `error`, if there is one."""
     if error and not error.startswith("WARNING"):
-        kind = {"regex": "regex", "grammar": "grammar"}.get(form.kind, "JSON schema")
+        kind = {"regex": "regex", "grammar": "grammar"}.get(asked.kind, "JSON schema")
         says = "no text has this form" if error.startswith("NoExtension") else " ".join(error.split())[:500]
         raise ValueError(f"structured_outputs holds a {kind} that cannot be used: {says}")
 
@@ -128,12 +128,12 @@ class GuidanceGrammar:
         self.inner = inner  # an LLMatcher
 
     @classmethod
-    def compile(cls, form: StructuredOutputsParams, tokenizer: Any) -> GuidanceGrammar:
-        """At the beginning of an answer, with its first mask. Raises ValueError if the form cannot be used, or has no text."""
+    def compile(cls, asked: StructuredOutputsParams, tokenizer: Any) -> GuidanceGrammar:
+        """At the beginning of an answer, with its first mask. Raises ValueError if the grammar cannot be used, or has no text."""
         guidance = library()
-        inner = guidance.LLMatcher(tokenizer, source_of(form), log_level=0, limits=guidance.LLParserLimits(**LIMITS))
+        inner = guidance.LLMatcher(tokenizer, source_of(asked), log_level=0, limits=guidance.LLParserLimits(**LIMITS))
         inner.compute_bitmask()
-        require_good(form, inner.get_error())
+        require_good(asked, inner.get_error())
         return cls(inner)
 
     def fill(self, words: Bitmask) -> None:
@@ -171,7 +171,7 @@ def fill_bitmasks(places: Collection[tuple[Grammar, int, list[int]]], bits: Bitm
     """Write the masks of grammars to lines of `bits` [n, ceil(V / 32)].
 
     Each comes with the line of its first mask, and with tokens: behind each of them there is a mask, in the lines that
-    follow, up to one that the form does not allow. Only a `GuidanceGrammar` may have tokens.
+    follow, up to one that the grammar does not allow. Only a `GuidanceGrammar` may have tokens.
     """
     is_parallel = sum(1 + len(tokens) for _, _, tokens in places) > FEW
     single: list[tuple[Any, int]] = []

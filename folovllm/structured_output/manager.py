@@ -1,4 +1,4 @@
-"""All answers of an engine that must have a form: who they are, how far each has come, what each may go on with."""
+"""The owner of all grammar matchers of an engine: it makes them, feeds them, and asks them for bitmasks."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("folovllm")
 
 
-MOST_FORMS = 16  # that are kept: a large grammar takes up to 75 MB
+MOST_GRAMMARS = 16  # that are kept: a large grammar takes up to 75 MB
 MOST_USES = 1000
 MOST_TOKENIZERS = 4  # of the library, that are kept: a model with ends of its own has one
 
 
 @dataclass(slots=True)
 class Compiled:
-    """A form that requests have asked for, and others may. It takes milliseconds to compile.
+    """A grammar that requests have asked for, and others may. It takes milliseconds to compile.
 
-    Copies share what the library finds out about the form, and keeps for ever; so it is compiled anew from time to time.
+    Copies share what the library finds out about the grammar, and keeps for ever; so it is compiled anew from time to time.
     """
 
     grammar: Grammar  # at the beginning of an answer
@@ -53,7 +53,7 @@ class Compiled:
 
 
 class Place(NamedTuple):
-    """Where an answer is at one of its draws, or at several: there, and behind each of the guesses `ahead`."""
+    """Where an answer is at one of its draws, or at several: there, and behind each of the draft tokens `ahead`."""
 
     seq: Sequence
     level: int  # which of its draws
@@ -69,45 +69,44 @@ class Place(NamedTuple):
         return None if self.matcher.finish(bits[self.line]) else self.level
 
 
-def places_behind(seq: Sequence, matcher: GrammarMatcher, guesses: list[int], level: int, line: int) -> list[Place]:
-    """The places of an answer that is `level` of its guesses further, where `matcher` is; its first draw has that `line`."""
-    ahead = guesses[level:]
+def places_behind(seq: Sequence, matcher: GrammarMatcher, drafted: list[int], level: int, line: int) -> list[Place]:
+    """The places of an answer that is `level` of its draft tokens further, where `matcher` is; its first draw has that `line`."""
+    ahead = drafted[level:]
     if ahead and matcher.sees_ahead:
         return [Place(seq, level, matcher, line + level, ahead)]
     return [Place(seq, i, at, line + i, []) for i, at in enumerate(matcher.ahead(ahead), level)]
 
 
 class StructuredOutputManager(LogitsMask):
-    """The owner of all matchers. A matcher goes with its sequence; what preemption takes is the cache, not the matcher."""
+    """A `LogitsMask` with a grammar matcher for each sequence that needs one. A preempted sequence keeps its matcher."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, faults: Faults | None = None) -> None:
         """`faults` gets what goes wrong with one answer's matcher."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._faults = faults or Faults()
-        self._library_tokenizers: dict[tuple[int, ...], Any] = {}  # by the tokens that end a text, and are never in one
-        self._compiled: dict[
-            tuple[str, tuple[int, ...]], Compiled
-        ] = {}  # by form and such ends; the one that was used last stands at the end
-        self._prefix = lru_cache(MOST_FORMS)(lambda closing: ReasoningPrefix(self._vocabulary, closing))
+        # By the tokens that end a text, and are never in one: the library's tokenizer, and with a grammar what was compiled.
+        self._library_tokenizer = lru_cache(MOST_TOKENIZERS)(self._make_library_tokenizer)
+        self._compiled: dict[tuple[str, tuple[int, ...]], Compiled] = {}  # the one that was used last stands at the end
+        self._prefix = lru_cache(MOST_GRAMMARS)(lambda closing: ReasoningPrefix(self._vocabulary, closing))
         self._matchers: WeakKeyDictionary[Sequence, GrammarMatcher] = WeakKeyDictionary()
         self._limits: dict[int, int] = {}  # by seq_id: tokens of the step under way that count, where not all may
 
     def add(self, seqs: SequenceOf[Sequence]) -> None:
-        """Make the matchers of a request's answers, if it asks for a form: compiled once, and copied for each answer.
+        """Make the matchers of a request's answers, if it asks for a grammar: compiled once, and copied for each answer.
 
         Raises:
-            ValueError: the form is none, cannot be kept, or needs what is not installed.
+            ValueError: the grammar is none, cannot be kept, or needs what is not installed.
         """
         first = seqs[0]
-        form = first.params.structured_outputs
-        if form is None:
+        asked = first.params.structured_outputs
+        if asked is None:
             return
         end_ids = sorted({*first.eos_token_ids, *first.params.stop_token_ids})
         if not end_ids:
             raise ValueError("structured_outputs needs a token that ends the answer: give stop_token_ids")
-        prefix = None if form.after is None else self._prefix(form.after.encode()).copy()
+        prefix = None if asked.after is None else self._prefix(asked.after.encode()).copy()
         model_end_ids = sorted(first.eos_token_ids) or end_ids
-        grammar = self._grammar(form, end_ids, model_end_ids)
+        grammar = self._grammar(asked, end_ids, model_end_ids)
         params = first.params
         allowed = None if params.allowed_token_ids is None else mask_of(params.allowed_token_ids, self._vocab_size)
         matcher = GrammarMatcher(
@@ -134,8 +133,8 @@ class StructuredOutputManager(LogitsMask):
     def bitmasks(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> Masks:
         """What each of these answers may draw in the step, a mask for each draw. All tokens before are taken in.
 
-        An answer that has ended meanwhile draws what it likes. So do draws behind a guess that its form does not allow,
-        which count for nothing; nor does anything drawn where the form cannot be reached any more.
+        An answer that has ended meanwhile is sampled without a mask, and its token is dropped. So are tokens that are sampled
+        behind a draft token that the grammar rejects, and those of an answer that cannot satisfy its grammar any more.
         """
         rows: list[int] = []
         forced: list[tuple[int, int]] = []  # line of the mask, the only token that it allows
@@ -145,10 +144,10 @@ class StructuredOutputManager(LogitsMask):
             if matcher is None:
                 continue
             if not seq.status.is_finished:
-                guesses = share.token_ids[1:].tolist() if share.num_draws > 1 else []
+                drafted = share.token_ids[1:].tolist() if share.num_draws > 1 else []
                 with self._faults.at(seq):
-                    own = common(matcher.forced(), guesses) if guesses else []
-                    places += places_behind(seq, matcher.behind(own), guesses, len(own), len(rows))
+                    own = common(matcher.forced(), drafted) if drafted else []
+                    places += places_behind(seq, matcher.behind(own), drafted, len(own), len(rows))
                     forced += [(len(rows) + level, token) for level, token in enumerate(own)]
             rows += [share.row] * share.num_draws
         bits = np.full((len(rows), mask_width(self._vocab_size)), -1, np.int32)
@@ -177,7 +176,7 @@ class StructuredOutputManager(LogitsMask):
                     guidance.fill_bitmasks([each], bits)
 
     def trim(self, seq: Sequence, draft: list[int]) -> list[int]:
-        """The draft tokens, from the first on, that the form of an answer allows; all of them where it has none.
+        """The draft tokens, from the first on, that the grammar of an answer allows; all of them where it has none.
 
         What may be drawn beside and behind them is found out later, while the device computes (`bitmasks`).
         """
@@ -188,7 +187,7 @@ class StructuredOutputManager(LogitsMask):
         return draft
 
     def forced(self, seq: Sequence, most: int) -> list[int]:
-        """At most so many tokens that come next in an answer because its form leaves no choice."""
+        """At most so many tokens that come next in an answer because its grammar leaves no choice."""
         matcher = self._matcher(seq)
         if matcher is not None:
             with self._faults.at(seq):
@@ -223,36 +222,29 @@ class StructuredOutputManager(LogitsMask):
                             break
 
     def broken(self, seqs: Iterable[Sequence]) -> list[Sequence]:
-        """Those of the answers that can no longer come to their form, and have not ended."""
+        """Those of the answers that can no longer satisfy their grammar, and have not ended."""
         if not self._matchers:
             return []
         matchers = ((seq, self._matcher(seq)) for seq in seqs if not seq.status.is_finished)
         return [seq for seq, matcher in matchers if matcher is not None and matcher.is_broken]
 
-    def _grammar(self, form: StructuredOutputsParams, end_ids: list[int], model_end_ids: list[int]) -> Grammar:
-        key = repr(form), tuple(end_ids if form.kind == "choice" else model_end_ids)
+    def _grammar(self, asked: StructuredOutputsParams, end_ids: list[int], model_end_ids: list[int]) -> Grammar:
+        key = repr(asked), tuple(end_ids if asked.kind == "choice" else model_end_ids)
         known = self._compiled.pop(key, None)
         if known is None or known.num_uses == MOST_USES or known.is_exhausted:
-            known = Compiled(self._compile(form, key[1]))
+            known = Compiled(self._compile(asked, key[1]))
         self._compiled[key], known.num_uses = known, known.num_uses + 1
-        if len(self._compiled) > MOST_FORMS:
+        if len(self._compiled) > MOST_GRAMMARS:
             del self._compiled[next(iter(self._compiled))]
         return known.grammar.copy()
 
-    def _compile(self, form: StructuredOutputsParams, end_ids: tuple[int, ...]) -> Grammar:
-        if form.choice is not None:
-            return ChoiceGrammar(Choices(self._vocabulary, {text.encode() for text in form.choice}, end_ids))
-        return guidance.GuidanceGrammar.compile(form, self._library_tokenizer(end_ids))
+    def _compile(self, asked: StructuredOutputsParams, end_ids: tuple[int, ...]) -> Grammar:
+        if asked.choice is not None:
+            return ChoiceGrammar(Choices(self._vocabulary, {text.encode() for text in asked.choice}, end_ids))
+        return guidance.GuidanceGrammar.compile(asked, self._library_tokenizer(end_ids))
 
-    def _library_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
-        """The library's, which knows these ends; made once."""
-        made = self._library_tokenizers.pop(end_ids, None)
-        if made is None:
-            made = guidance.make_tokenizer(guidance.tokenizer_json(self._tokenizer), self._vocab_size, end_ids)
-        self._library_tokenizers[end_ids] = made
-        if len(self._library_tokenizers) > MOST_TOKENIZERS:
-            del self._library_tokenizers[next(iter(self._library_tokenizers))]
-        return made
+    def _make_library_tokenizer(self, end_ids: tuple[int, ...]) -> Any:
+        return guidance.make_tokenizer(guidance.tokenizer_json(self._tokenizer), self._vocab_size, end_ids)
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:

@@ -118,9 +118,7 @@ class TestFeed:
         stream.feed(Delta(0, 1, ids_of("x"), num_cached_tokens=2), 3.0)
         stream.feed(Delta(0, 0, ids_of("a"), num_cached_tokens=9), 4.0)
         assert stream.metrics.first_token_time == 3.0, "of all answers the first token came at second 3"
-        assert stream.seqs[0].num_cached_tokens == 2, (
-            "what was found when the first began; the first sequence notes it"
-        )
+        assert stream.seqs[0].num_cached_tokens == 2, "what was found when the first began; the first sequence notes it"
         assert stream.newest == [4.0, 3.0], "each answer has a newest time of its own"
 
     def test_log_probabilities_of_the_prompt(self) -> None:

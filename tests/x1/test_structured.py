@@ -24,7 +24,7 @@ from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.async_engine import AsyncEngine
-from folovllm.structured_output.guidance import GuidanceGrammar, check_form, make_tokenizer, tokenizer_json
+from folovllm.structured_output.guidance import GuidanceGrammar, check_grammar, make_tokenizer, tokenizer_json
 from folovllm.structured_output.manager import StructuredOutputManager
 from folovllm.structured_outputs import StructuredOutputsParams
 from tests.helpers import prompts, tiny_checkpoint, tiny_tokenizer
@@ -405,7 +405,7 @@ class TestErrors:
     def test_nonsense(self, form: dict[str, Any]) -> None:
         """Whatever is asked for: it is taken, or refused in a sentence."""
         try:
-            check_form(StructuredOutputsParams(**form), library_tokenizer())
+            check_grammar(StructuredOutputsParams(**form), library_tokenizer())
         except ValueError as error:
             assert len(str(error)) > 10
 

@@ -214,7 +214,7 @@ def test_a_form_that_was_asked_for_before_is_not_compiled_again(monkeypatch: pyt
     compiled = []
     compile_ = GuidanceGrammar.compile
     monkeypatch.setattr(GuidanceGrammar, "compile", lambda *form: (compiled.append(form), compile_(*form))[1])
-    monkeypatch.setattr(manager_module, "MOST_FORMS", 2)
+    monkeypatch.setattr(manager_module, "MOST_GRAMMARS", 2)
     manager = StructuredOutputManager(tiny_tokenizer(), VOCAB_SIZE)
     for letter in "aabababcba":  # b is kept, for it was used after a
         seq = sequence([1, 1, 1], 8)
