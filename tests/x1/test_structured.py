@@ -202,7 +202,7 @@ class TestOthers:
         with engine("m6") as llm:
             executor = llm.engine.executor
             monkeypatch.setattr(executor, "forward", None)
-            monkeypatch.setattr(StructuredOutputManager, "masks", None)
+            monkeypatch.setattr(StructuredOutputManager, "bitmasks", None)
             llm.generate(INPUTS[:4], FREE, use_tqdm=False)
             assert {name for _, name in executor._worker.runner._graphs._graphs} == {"_decode"}
 
