@@ -35,7 +35,9 @@ EXTENSIONS: dict[str, tuple[str, Callable[[EngineConfig], bool]]] = {
         lambda config: config.speculation is not None,
     ),
 }
-LOGITS_MASK = "folovllm.structured_output.guides:Guides"  # structured output (X1): any request may ask for it
+LOGITS_MASK = (
+    "folovllm.structured_output.manager:StructuredOutputManager"  # structured output (X1): any request may ask for it
+)
 
 # Modules with commands: each has `add_to(app)`.
 COMMANDS = (

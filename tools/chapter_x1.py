@@ -105,13 +105,13 @@ async def streams() -> dict[str, Any]:
     config = EngineConfig(max_num_seqs=16, max_num_batched_tokens=256, use_tqdm=False)
     async with AsyncEngine(config, transport=ThreadTransport(make_engine_on_device)) as engine:
         clock, sizes = clock_from_now(), []
-        take_in = engine._take_in
+        take_in = engine._process_outputs
 
         def note(step: Any) -> None:
-            sizes.append((clock(), sum(len(delta.token_ids) for delta in step.deltas), step.load.num_waiting))
+            sizes.append((clock(), sum(len(delta.token_ids) for delta in step.deltas), step.stats.num_waiting))
             take_in(step)
 
-        engine._take_in = note  # type: ignore[method-assign]
+        engine._process_outputs = note  # type: ignore[method-assign]
 
         async def client(i: int, at: float, length: int, count: int) -> Seen:
             await asyncio.sleep(at)

@@ -35,9 +35,9 @@ from folovllm.sampling_params import SamplingParams
 from folovllm.server.app import build_app
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
-from folovllm.server.patience import PatientProtocol
+from folovllm.server.http_protocol import BoundedProtocol
+from folovllm.server.link import serve_socket
 from folovllm.server.serve import Server, listen
-from folovllm.server.socket_link import serve_socket
 from folovllm.server.transport import ProcessTransport
 from folovllm.setup import EngineSetup
 from folovllm.step.schedule import NothingScheduled, SchedulerOutput, StepResult
@@ -174,7 +174,7 @@ async def serve(args: argparse.Namespace) -> AsyncIterator[dict[str, Any]]:
     async with AsyncEngine(config_of(args), transport=transport) as engine:
         app = build_app(engine, ServerConfig(max_queued_requests=args.streams))
         options: dict[str, Any] = {"lifespan": "off", "log_level": "warning", "timeout_graceful_shutdown": 1}
-        server = Server(uvicorn.Config(app, http=PatientProtocol, ws="none", access_log=False, **options))
+        server = Server(uvicorn.Config(app, http=BoundedProtocol, ws="none", access_log=False, **options))
         listener.listen(2048)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         assert transport.pid

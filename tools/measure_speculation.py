@@ -166,14 +166,14 @@ def main() -> None:
     again = LLM(**common) if arguments.again else None
     exact = LLM(**common, dtype="float32", num_kv_blocks=256) if arguments.exact else None
     for llm in filter(None, (plain, again)):
-        llm.engine.prepare_forms()  # it takes a second, once, before the first answer with a form
+        llm.engine.prepare_structured_outputs()  # it takes a second, once, before the first answer with a form
     for method in arguments.methods:
         config: dict[str, Any] = {"method": method, "num_speculative_tokens": arguments.tokens}
         config["adaptive"] = not arguments.fixed
         if "draft_model" in method:
             config["model"] = arguments.draft or "stories-draft"
         guessing = LLM(**common, speculative_config=config)
-        guessing.engine.prepare_forms()
+        guessing.engine.prepare_structured_outputs()
         engines = {"plain": plain, "guessing": guessing} | ({"again": again} if again else {})
         for batch, num_rounds in zip(arguments.batches, rounds, strict=True):
             for name in arguments.sets:

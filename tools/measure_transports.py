@@ -23,10 +23,10 @@ from folovllm.config import EngineConfig
 from folovllm.server.app import build_app
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
-from folovllm.server.messages import Delta, Frames, Load, Step, decode_news, encode, frame
-from folovllm.server.patience import PatientProtocol
+from folovllm.server.http_protocol import BoundedProtocol
+from folovllm.server.link import serve_socket
+from folovllm.server.messages import Delta, Frames, SchedulerStats, Step, decode_message, encode, frame
 from folovllm.server.serve import Server, listen
-from folovllm.server.socket_link import serve_socket
 from folovllm.server.transport import ProcessTransport, ThreadTransport
 
 DATA = Path(__file__).resolve().parents[1] / "docs" / "data" / "x1_serving_cpu.json"
@@ -44,10 +44,12 @@ async def transports(step_ms: float = 60.0, num_streams: int = 128, tokens: int 
 
 def border(num_streams: int) -> dict[str, Any]:
     """CPU time of what a process adds to a step's message: to write it, and to read it."""
-    step = Step([Delta(1000 + i, 0, [20000 + i]) for i in range(num_streams)], Load(0, num_streams, 4000, 8000))
+    step = Step(
+        [Delta(1000 + i, 0, [20000 + i]) for i in range(num_streams)], SchedulerStats(0, num_streams, 4000, 8000)
+    )
     frames, data = Frames(), frame(encode(step))
     write, read = (
-        best_of(act) for act in (lambda: frame(encode(step)), lambda: [*map(decode_news, frames.feed(data))])
+        best_of(act) for act in (lambda: frame(encode(step)), lambda: [*map(decode_message, frames.feed(data))])
     )
     return {"streams": num_streams, "bytes": len(data), "write_us": 1e6 * write, "read_us": 1e6 * read}
 
@@ -72,7 +74,7 @@ async def one_transport(kind: str, step_ms: float, num_streams: int, tokens: int
     async with AsyncEngine(config, transport=transport) as engine:
         app = build_app(engine, ServerConfig(max_queued_requests=num_streams))
         options: dict[str, Any] = {"lifespan": "off", "log_level": "warning", "timeout_graceful_shutdown": 1}
-        server = Server(uvicorn.Config(app, http=PatientProtocol, ws="none", access_log=False, **options))
+        server = Server(uvicorn.Config(app, http=BoundedProtocol, ws="none", access_log=False, **options))
         listener.listen(2048)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         for _ in range(4):

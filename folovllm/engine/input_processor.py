@@ -44,7 +44,7 @@ class InputProcessor:
     def process(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, cache_salt: str | None = None
     ) -> list[Sequence]:
-        """Tokenize and check a request; returns its sequences, one for each answer.
+        """Returns the sequences of a request, one for each answer: it is tokenized and checked here, once.
 
         Raises:
             ValueError: the prompt is empty, too long for the context, or holds an id outside 0..V-1; or something is of
@@ -72,6 +72,11 @@ class InputProcessor:
             cache_salt=cache_salt,
             prompt=parts.text,
         )
+        return self.sequences(request)
+
+    def sequences(self, request: Request) -> list[Sequence]:
+        """Returns the sequences of a request that was checked before, by this processor or in another process."""
+        params = request.params
         return [Sequence(request, self._make_detokenizer(params), index) for index in range(params.n)]
 
     def _make_detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer:

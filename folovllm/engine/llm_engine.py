@@ -21,7 +21,7 @@ from folovllm.faults import log_fault
 from folovllm.inputs import Prompt, as_requests, is_one_prompt
 from folovllm.outputs import RequestOutput
 from folovllm.quick_tokenizer import whole
-from folovllm.request import Sequence
+from folovllm.request import Request, Sequence
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.vllm_arguments import GENERATE, REQUEST, also_takes
@@ -107,13 +107,28 @@ class LLMEngine(Observed):
             ValueError: the id is in use, or the request can never be served. If it raises, the engine keeps nothing of the request.
             RuntimeError: the engine was closed.
         """
+        self._require_new(request_id)
+        params = SamplingParams() if params is None else params
+        seqs = self._processor.process(request_id, prompt, params, priority, cache_salt)
+        self._add(seqs, params.output_kind if stream else RequestOutputKind.FINAL_ONLY)
+
+    def add_checked(self, request: Request) -> None:
+        """Queue a request that an `InputProcessor` of this model has checked, in another process say; it has one output, its last.
+
+        Raises what `add_request` raises.
+        """
+        self._require_new(request.request_id)
+        self._add(self._processor.sequences(request), RequestOutputKind.FINAL_ONLY)
+
+    def _require_new(self, request_id: str) -> None:
+        """Raise RuntimeError if the engine was closed, ValueError if the id is in use."""
         self.require_open()
         if request_id in self._output.requests:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
-        params = SamplingParams() if params is None else params
-        seqs = self._processor.process(request_id, prompt, params, priority, cache_salt)
+
+    def _add(self, seqs: list[Sequence], kind: RequestOutputKind) -> None:
         self._logits_mask.add(seqs)
-        kind = params.output_kind if stream else RequestOutputKind.FINAL_ONLY
+        request_id = seqs[0].request_id
         state = RequestState(request_id, seqs, kind, time.monotonic())
         if self.events.on:
             for event in [added(seq, state.metrics.arrival_time) for seq in seqs]:
@@ -192,10 +207,10 @@ class LLMEngine(Observed):
 
     def _compute(self, output: SchedulerOutput, seqs: list[Sequence]) -> StepResult:
         """Compute a step and draw. Where an answer has a form, the mask says what may be drawn, and is told what was."""
-        if self._logits_mask.concern(output, seqs):
-            output = replace(output, masks=self._logits_mask.masks(output, seqs))
+        if self._logits_mask.needs_mask(output, seqs):
+            output = replace(output, masks=self._logits_mask.bitmasks(output, seqs))
         result = self.executor.execute_model(output)
-        self._logits_mask.advance(seqs, result.token_ids)
+        self._logits_mask.accept_tokens(seqs, result.token_ids)
         return result
 
     def _take_in(
@@ -245,7 +260,7 @@ class LLMEngine(Observed):
         if broken:
             self.scheduler.abort(*broken)
 
-    def prepare_forms(self) -> None:
+    def prepare_structured_outputs(self) -> None:
         """Prepare for answers with a form. It takes about a second, and the first such answer would hold up all others."""
         self._logits_mask.prepare(self._processor.eos_token_ids)
 

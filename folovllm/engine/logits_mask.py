@@ -13,9 +13,9 @@ from folovllm.step.schedule import SchedulerOutput
 class LogitsMask:
     """Which tokens each sequence may go on with. This one allows all; a grammar (X1) allows some.
 
-    The engine calls `add` once a request. A step is then `concern`, `masks` if that was True, `advance` with what was
-    sampled, and `broken`. Where steps overlap, `concern` of a step comes before `advance` of the one before it, and its
-    `masks` behind that. So a mask keeps its own account of what was sampled: a sequence's tokens may be a step behind.
+    The engine calls `add` once a request. A step is then `needs_mask`, `bitmasks` if that was True, `accept_tokens` with what was
+    sampled, and `broken`. Where steps overlap, `needs_mask` of a step comes before `accept_tokens` of the one before it, and its
+    `bitmasks` behind that. So a mask keeps its own account of what was sampled: a sequence's tokens may be a step behind.
     Speculative decoding calls `trim` and `forced` before a step. Nobody says when a sequence ends: hold it weakly.
     """
 
@@ -24,18 +24,18 @@ class LogitsMask:
         if seqs[0].params.structured_outputs is not None:
             raise ValueError("structured_outputs needs folovllm/structured_output, which is not installed")
 
-    def concern(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> bool:
+    def needs_mask(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> bool:
         """Whether a step samples for any sequence that may not have every token. `seqs`: one for each share."""
         return False
 
-    def masks(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> Masks:
+    def bitmasks(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> Masks:
         """The tokens that such sequences may have in the step, a bit for each token, for every position that is sampled.
 
         A share with `num_draws` above 1 is sampled behind its first token and behind each draft token, `token_ids[1:]`.
         """
         raise NotImplementedError("no sequence is concerned")
 
-    def advance(self, seqs: Iterable[Sequence], token_ids: Iterable[list[int]]) -> None:
+    def accept_tokens(self, seqs: Iterable[Sequence], token_ids: Iterable[list[int]]) -> None:
         """Note what a step sampled, before the sequences get it; cut off, in the lists of `token_ids`, what does not count.
 
         A list is empty where a chunk of a prompt samples nothing; a sequence may have finished meanwhile.

@@ -21,7 +21,7 @@ PromptLogprobs = list[dict[int, TokenLogprob] | None] | None
 IS_FINISHED = attrgetter("status.is_finished")  # of a sequence; asked of each at each step
 
 
-class Piece(NamedTuple):
+class OutputDelta(NamedTuple):
     """What is new in an answer, for servers. Programs get a `CompletionOutput`."""
 
     answer: int  # among the `n`
@@ -120,9 +120,9 @@ class RequestState:
             prompt_logprobs=self._report_prompt(once=deltas_alone),
         )
 
-    def pieces(self) -> list[Piece]:
+    def deltas(self) -> list[OutputDelta]:
         """What is new since the last call, of those answers that have news."""
-        return [answer.piece() for answer in self._answers if answer.has_news]
+        return [answer.delta() for answer in self._answers if answer.has_news]
 
     def _report_prompt(self, once: bool) -> PromptLogprobs:
         if once and self._prompt_was_scored:
@@ -168,11 +168,11 @@ class Answer:
             delta_token_ids=_token_ids(seq, old_tokens, self._num_tokens),
         )
 
-    def piece(self) -> Piece:
+    def delta(self) -> OutputDelta:
         """What is new."""
         seq = self._seq
         old_chars, old_tokens = self._advance()
-        return Piece(
+        return OutputDelta(
             seq.index,
             seq.detokenizer.read(old_chars, self._num_chars),
             None if seq.params.logprobs is None else seq.logprobs[old_tokens : self._num_tokens],

@@ -85,7 +85,7 @@ class OverlappedEngine(LLMEngine):
         that are still in flight. So the device has work while the host waits for these.
         """
         seqs = self.scheduler.sequences(output)
-        if self._logits_mask.concern(output, seqs):
+        if self._logits_mask.needs_mask(output, seqs):
             self.executor.forward(output)
             started = self._undrawn = InFlight(output, seqs, None, time.monotonic())
         else:
@@ -106,7 +106,7 @@ class OverlappedEngine(LLMEngine):
         assert step.pending is not None
         result = step.pending.wait()
         self._in_flight = None  # only now: what cannot arrive is an error in every later step too
-        self._logits_mask.advance(step.seqs, result.token_ids)
+        self._logits_mask.accept_tokens(step.seqs, result.token_ids)
         self._draw_late()
         start, self._last_arrival = max(step.start, self._last_arrival), time.monotonic()
         return self._take_in(step.output, step.seqs, result, start)
@@ -115,4 +115,4 @@ class OverlappedEngine(LLMEngine):
         """Let the waiting step draw, if there is one: the mask has taken in all tokens before its own."""
         if self._undrawn is not None:
             step, self._undrawn = self._undrawn, None
-            step.pending = self.executor.draw(self._logits_mask.masks(step.output, step.seqs))
+            step.pending = self.executor.draw(self._logits_mask.bitmasks(step.output, step.seqs))

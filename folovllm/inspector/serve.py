@@ -24,7 +24,7 @@ from folovllm.inspector.web import FILES, PAGE, SAFE, file_response, page_respon
 from folovllm.server.errors import ApiError, as_api_error
 from folovllm.server.guard import HostGuard
 from folovllm.server.http import CLIENT_GONE, error_response, json_response, read_body, require_json
-from folovllm.server.patience import PatientProtocol
+from folovllm.server.http_protocol import BoundedProtocol
 from folovllm.server.serve import Server, ending_signals, listen
 from folovllm.server.sse import EventStream
 
@@ -190,7 +190,7 @@ async def _serve(
 ) -> None:
     """Serve until a signal comes."""
     options: dict[str, Any] = {"lifespan": "off", "log_level": "warning", "access_log": False}
-    server = Server(uvicorn.Config(app, http=PatientProtocol, ws="none", **options))
+    server = Server(uvicorn.Config(app, http=BoundedProtocol, ws="none", **options))
     for sign in ending_signals():
         asyncio.get_running_loop().add_signal_handler(sign, _end, server, at_end)
     listener.listen()

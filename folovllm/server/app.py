@@ -26,17 +26,14 @@ from folovllm.models.files import generation_defaults
 from folovllm.quick_tokenizer import whole
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.admission import Admission
-from folovllm.server.answers import ChatWriter, CompletionWriter
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
-from folovllm.server.echo import EchoWriter
 from folovllm.server.errors import ApiError, as_api_error
 from folovllm.server.guard import HostGuard
 from folovllm.server.http import CLIENT_GONE, error_response, json_response, read_body, require_json
-from folovllm.server.look import Look
 from folovllm.server.metrics import Metrics
-from folovllm.server.openapi import document
-from folovllm.server.page import chat_page
+from folovllm.server.openapi import ENDPOINTS, document
+from folovllm.server.pages import InspectorRoutes, chat_page
 from folovllm.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -47,11 +44,10 @@ from folovllm.server.protocol import (
     parse,
 )
 from folovllm.server.reader import TAGS, reading_of
-from folovllm.server.replies import Detokenized, ModelCard, ModelList, Tokens, Version
+from folovllm.server.replies import Detokenized, ModelCard, ModelList, Tokens, Version, tokenizer_info
 from folovllm.server.requests import chat_params, chat_prompt, completion_params, prompts_of, wants_prompt_alone
-from folovllm.server.respond import Job
-from folovllm.server.sse import unless_gone
-from folovllm.server.tokenizer_info import tokenizer_info
+from folovllm.server.sse import ResponseHandler, unless_gone
+from folovllm.server.writers import ChatWriter, CompletionWriter, EchoWriter
 
 Handler = Callable[[Request], Awaitable[Response]]
 R = TypeVar("R", bound=msgspec.Struct)
@@ -64,25 +60,19 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
     """The application around an engine that was started."""
     api = Api(engine, config)
     routes = [
-        Route("/", api.guarded(api.page)),
-        Route("/health", api.guarded(api.health)),
-        Route("/version", api.guarded(api.version)),
-        Route("/openapi.json", api.guarded(api.openapi)),
-        Route("/metrics", api.guarded(api.metrics)),
-        Route("/v1/models", api.guarded(api.models, needs_key=True)),
-        Route("/v1/models/{name:path}", api.guarded(api.model, needs_key=True)),
-        Route("/v1/completions", api.guarded(api.completions, needs_key=True), methods=["POST"]),
-        Route("/v1/chat/completions", api.guarded(api.chat, needs_key=True), methods=["POST"]),
-        Route("/tokenize", api.guarded(api.tokenize, needs_key=True), methods=["POST"]),
-        Route("/detokenize", api.guarded(api.detokenize, needs_key=True), methods=["POST"]),
-        Route("/tokenizer_info", api.guarded(api.tokenizer_info, needs_key=True)),
+        Route(
+            each.path.replace("{name}", "{name:path}"),
+            api.guarded(getattr(api, each.handler), needs_key=not each.is_open),
+            methods=["POST" if each.takes else "GET"],
+        )
+        for each in ENDPOINTS
     ]
     if config.inspector:
-        look = Look(engine, config)
+        inspector = InspectorRoutes(engine, bool(config.api_key))
         routes += [  # the page and its files say nothing of the engine: a browser asks for them without a key
-            Route(PAGE, api.guarded(look.page)),
-            Route(FILES, api.guarded(look.file)),
-            Route(f"{PAGE}/events", api.guarded(look.events, needs_key=True)),
+            Route(PAGE, api.guarded(inspector.page)),
+            Route(FILES, api.guarded(inspector.file)),
+            Route(f"{PAGE}/events", api.guarded(inspector.events, needs_key=True)),
         ]
     cors = Middleware(
         CORSMiddleware, allow_origins=config.cors_origin, allow_methods=["GET", "POST"], allow_headers=["*"]
@@ -230,17 +220,17 @@ class Api:
         engine = self._engine
         self._check_room(len(prompts), params)  # before the work of reading them
         if params.structured_outputs is not None:  # a check may take long, and ends when the client leaves
-            await unless_gone(request.receive, engine.check_form(params.structured_outputs))
+            await unless_gone(request.receive, engine.check_structured_outputs(params.structured_outputs))
         prepared = []
         for prompt in prompts:
             salt = asked.cache_salt
             prepared.append(await engine.prepare(prompt, params, priority=asked.priority, cache_salt=salt))
             await asyncio.sleep(0)  # others have their turn between two of many prompts
         self._check_room(len(prepared), params, sum(seqs[0].num_prompt_tokens for seqs in prepared))
-        job = Job(engine, prepared, writer, params.n)
+        handler = ResponseHandler(engine, prepared, writer, params.n)
         if asked.stream:
-            return job.events(asked.stream_options or StreamOptions())
-        return await job.whole(request.receive)
+            return handler.events(asked.stream_options or StreamOptions())
+        return await handler.whole(request.receive)
 
     def _check_room(self, num_prompts: int, params: SamplingParams, num_tokens: int = 0) -> None:
         """Raise unless the queue has room for `n` sequences of each prompt."""

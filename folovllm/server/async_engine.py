@@ -18,9 +18,19 @@ from folovllm.models.files import generation_defaults, load_tokenizer
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
-from folovllm.server.messages import Abort, AskExperts, ExpertLoad, Failure, Load, News, Ready, Seen, Step, Watch
-from folovllm.server.open_requests import OpenRequests
-from folovllm.server.stream import Mailbox, Stream, add_message
+from folovllm.server.messages import (
+    Abort,
+    AskExperts,
+    EngineMessage,
+    ExpertLoad,
+    Failure,
+    Ready,
+    SchedulerStats,
+    Seen,
+    Step,
+    Watch,
+)
+from folovllm.server.stream import OpenRequests, OutputCollector, Stream, add_message
 from folovllm.server.transport import ProcessTransport, ThreadTransport, Transport
 from folovllm.setup import EngineSetup
 from folovllm.structured_output.grammar_check import GrammarChecker
@@ -79,12 +89,12 @@ class AsyncEngine:
         self._numbers = itertools.count()
         self._open = OpenRequests()
         self._readers = ThreadPoolExecutor(1, "tokenizer")
-        self._forms = GrammarChecker(grammar_limits or GrammarLimits(), self._readers)
+        self._grammars = GrammarChecker(grammar_limits or GrammarLimits(), self._readers)
         self._is_draining = self._is_closed = False
         self.death: Exception | None = None
         self.died = asyncio.Event()
         self.is_over = asyncio.Event()  # nothing more comes: it was drained, closed, or died
-        self.load = Load()
+        self.stats = SchedulerStats()
         self.expert_load: list[list[int]] = []  # [L][E], when `ask_experts` last returned
         self._asking: asyncio.Future[None] | None = None
         self.counters = self._open.counters
@@ -101,7 +111,7 @@ class AsyncEngine:
             # Not the engine's own tokenizer, in a thread: the library's objects are not for two at once.
             self.tokenizer = await asyncio.to_thread(load_tokenizer, self.setup.path, self.setup.config)
             self._processor = InputProcessor(self.setup, self.tokenizer)
-            self._forms.use(self.tokenizer, self.setup.vocab_size, self._processor.eos_token_ids)
+            self._grammars.use(self.tokenizer, self.setup.vocab_size, self._processor.eos_token_ids)
         except BaseException:
             await self._transport.stop()
             raise
@@ -115,7 +125,7 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Answer one prompt; what is new comes as it is drawn, in the form that `params.output_kind` names.
+        """Answer one prompt; what is new comes as it is sampled, as `params.output_kind` says.
 
         A reader that is slower than the engine gets longer pieces. Closing the generator ends the request.
 
@@ -142,16 +152,16 @@ class AsyncEngine:
         self.require_open()
         params = self.default_params() if params is None else params
         if params.structured_outputs is not None:
-            await self.check_form(params.structured_outputs)
+            await self.check_structured_outputs(params.structured_outputs)
         arguments = ("", prompt, params, priority, cache_salt)
         is_text = isinstance(prompt, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None)
         if is_text:
             return await self.in_thread(self._processor.process, *arguments)
         return self._processor.process(*arguments)
 
-    async def check_form(self, form: StructuredOutputsParams) -> None:
-        """Raise ValueError if answers cannot have this form, or it is too complex. What was checked, it knows."""
-        await self._forms.check(form)
+    async def check_structured_outputs(self, asked: StructuredOutputsParams) -> None:
+        """Raise ValueError if answers cannot have this grammar, or it is too complex. What was checked, it knows."""
+        await self._grammars.check(asked)
 
     def check_amounts(self, params: SamplingParams) -> None:
         """Raise ValueError if a request asks for more of something than this engine gives: answers, log-probabilities."""
@@ -161,15 +171,17 @@ class AsyncEngine:
         """Call a function that reads long texts, beside the event loop; one at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._readers, function, *arguments)
 
-    def submit(self, seqs: list[Sequence], request_id: str | None = None, mailbox: Mailbox | None = None) -> Stream:
-        """Hand a prepared request to the engine. The caller must close the stream. Several streams may share a `mailbox`."""
+    def submit(
+        self, seqs: list[Sequence], request_id: str | None = None, collector: OutputCollector | None = None
+    ) -> Stream:
+        """Hand a prepared request to the engine. The caller must close the stream. Several streams may share a `collector`."""
         self.require_open()
         number = next(self._numbers)
         request_id = f"request-{number}" if request_id is None else request_id
         if self._open.named(request_id) is not None:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
         now = time.monotonic()
-        stream = Stream(number, request_id, seqs, now, mailbox or Mailbox(), self._abort)
+        stream = Stream(number, request_id, seqs, now, collector or OutputCollector(), self._abort)
         self._transport.send(add_message(number, seqs[0].request))
         self._open.add(stream)  # only now: what cannot be sent takes no place in the queue
         return stream
@@ -213,7 +225,7 @@ class AsyncEngine:
         await self._transport.stop()
         self.is_over.set()
         self._experts_told()
-        self._forms.close()
+        self._grammars.close()
         self._readers.shutdown(wait=False)
 
     async def __aenter__(self) -> Self:
@@ -285,27 +297,27 @@ class AsyncEngine:
         """The parameters of a request that gives none: what the model recommends, else our defaults."""
         return SamplingParams.from_optional(**generation_defaults(self.setup.path))
 
-    def _deliver(self, news: News) -> None:
+    def _deliver(self, message: EngineMessage) -> None:
         """Take in a message from the engine. An error here would leave readers waiting for ever, so it ends the engine."""
-        if isinstance(news, Step):
+        if isinstance(message, Step):
             try:
-                self._take_in(news)
+                self._process_outputs(message)
             except Exception as error:
-                logger.exception("a step's news could not be taken in")
+                logger.exception("a step's outputs could not be taken in")
                 self._die(Failure(f"{type(error).__name__}: {error}"))
-        elif isinstance(news, Seen):
-            self.on_seen(news.pieces)
-        elif isinstance(news, ExpertLoad):
-            self.expert_load = news.counts
+        elif isinstance(message, Seen):
+            self.on_seen(message.pieces)
+        elif isinstance(message, ExpertLoad):
+            self.expert_load = message.counts
             self._experts_told()
-        elif isinstance(news, Failure):
-            self._die(news)
+        elif isinstance(message, Failure):
+            self._die(message)
         elif not self._ready.done():
-            self._ready.set_result(news)
+            self._ready.set_result(message)
 
-    def _take_in(self, step: Step) -> None:
-        self.load = step.load
-        for number in self._open.take_in(step, time.monotonic()):
+    def _process_outputs(self, step: Step) -> None:
+        self.stats = step.stats
+        for number in self._open.update(step, time.monotonic()):
             self._transport.send(Abort(number))
 
     def _die(self, failure: Failure) -> None:

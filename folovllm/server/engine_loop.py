@@ -5,35 +5,25 @@ from __future__ import annotations
 import logging
 import pickle
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 from folovllm.config import EngineConfig
-from folovllm.events import Event, Listener
+from folovllm.events import Event
 from folovllm.faults import RequestFailed
-from folovllm.sampling_params import SamplingParams
-from folovllm.server.digest import Digest
-from folovllm.server.messages import Abort, Add, Failure, News, Ready, Refused, Step, Stop, Work, failure_of
-from folovllm.setup import EngineSetup, plain
+from folovllm.inspector import recorder
+from folovllm.request import Request
+from folovllm.server.aggregator import Aggregator
+from folovllm.server.messages import Abort, Add, EngineMessage, Failure, Ready, Refused, Step, Stop, Work, failure_of
+from folovllm.setup import plain
 
 logger = logging.getLogger("folovllm")
 
 
-class Engine(Protocol):
-    """What the loop asks of an engine: `LLMEngine` has it."""
+class Engine(recorder.Engine, Protocol):
+    """What is asked of an engine that is served, beside what its recorder asks: `LLMEngine` has it."""
 
-    setup: EngineSetup
-
-    def add_request(
-        self,
-        request_id: str,
-        prompt: Any,
-        params: SamplingParams,
-        *,
-        priority: int,
-        cache_salt: str | None,
-        stream: bool,
-    ) -> None:
-        """Queue a request. Raises ValueError if it can never be served."""
+    def add_checked(self, request: Request) -> None:
+        """Queue a request that the server has checked. Raises ValueError if it can never be served all the same."""
 
     def abort_request(self, request_id: Iterable[str]) -> object:
         """End those of the requests that are being served."""
@@ -44,8 +34,11 @@ class Engine(Protocol):
     def step(self) -> object:
         """Compute. Listeners hear what came of it. Raises RequestFailed at its end if requests failed; it goes on with the others."""
 
-    def subscribe(self, listener: Listener) -> None:
-        """Call `listener` with what happens from now on, and first with the present state."""
+    def prepare_structured_outputs(self) -> None:
+        """Prepare for structured output: the first such request would hold up the others for a second."""
+
+    def expert_load(self) -> list[list[int]]:
+        """How often each expert of each layer was asked, [L][E]."""
 
     def close(self) -> None:
         """Give everything back."""
@@ -60,7 +53,7 @@ class Link(Protocol):
     def receive(self, wait: bool) -> list[Work]:
         """What has arrived, in order; with `wait` at least one. `Stop` where nobody is left at the other end."""
 
-    def send(self, news: News) -> None:
+    def send(self, message: EngineMessage) -> None:
         """Say something."""
 
 
@@ -68,7 +61,7 @@ def run_engine(config: EngineConfig, link: Link, make_engine: MakeEngine) -> boo
     """Build an engine and step it until it is told to stop; both in the thread that calls this, which is torch's own.
 
     Once the engine is there the link hears `Ready(pickle.dumps(plain(engine.setup)), n)`, with the number of KV blocks that
-    `loop.news().load` has as `kv_blocks_total`. Then an `EngineLoop` turns until a turn returns False.
+    `loop.outputs().stats` has as `kv_blocks_total`. Then an `EngineLoop` turns until a turn returns False.
 
     Any exception ends it, and is the last that the link hears, as a `Failure`. A ValueError while the engine is built is the
     user's error: its sentence alone is the message. Any other is "TypeName: sentence", and `logger.exception` notes where it
@@ -81,7 +74,7 @@ def run_engine(config: EngineConfig, link: Link, make_engine: MakeEngine) -> boo
     try:
         engine = make_engine(config)
         loop = EngineLoop(engine, link)
-        link.send(Ready(pickle.dumps(plain(engine.setup)), loop.news().load.kv_blocks_total))
+        link.send(Ready(pickle.dumps(plain(engine.setup)), loop.outputs().stats.kv_blocks_total))
         while loop.turn():
             pass
         return True
@@ -106,7 +99,7 @@ class EngineLoop:
         self._engine = engine
         self._link = link
         self._events: list[Event] = []  # since the last message
-        self._digest = Digest(bool(engine.setup.config.enable_prefix_caching))
+        self._aggregator = Aggregator(bool(engine.setup.config.enable_prefix_caching))
         engine.subscribe(self._events.extend)
 
     def turn(self) -> bool:
@@ -117,7 +110,7 @@ class EngineLoop:
         the turn at once; an `Abort` goes to `abort_request([str(number)])`, an `Add` to `self.add`, which may refuse it.
 
         `self.step()` takes the step, and returns the requests that failed in it: they count as refused, too. The message is
-        `self.news(refused)`, one for each step, whatever was in it.
+        `self.outputs(refused)`, one for each step, whatever was in it.
 
         Returns:
             False: it was told to stop.
@@ -131,16 +124,15 @@ class EngineLoop:
             elif (refusal := self.add(command)) is not None:
                 refused.append(refusal)
         refused += self.step()
-        self._link.send(self.news(refused))
+        self._link.send(self.outputs(refused))
         return True
 
     def add(self, add: Add | Refused) -> Refused | None:
         """Queue a request, or say why it cannot be. A ValueError is about what it asks for; else the fault is the server's."""
         if isinstance(add, Refused):  # the link could not read it
             return add
-        extra: dict[str, Any] = {"priority": add.priority, "cache_salt": add.cache_salt, "stream": False}
         try:
-            self._engine.add_request(str(add.number), add.token_ids, add.params, **extra)
+            self._engine.add_checked(add.request)
         except ValueError as error:
             return Refused(add.number, str(error))
         except BaseException as error:
@@ -155,9 +147,9 @@ class EngineLoop:
             return [Refused(int(id_), str(RequestFailed([id_])), is_fault=True) for id_ in failed.request_ids]
         return []
 
-    def news(self, refused: list[Refused] | None = None) -> Step:
+    def outputs(self, refused: list[Refused] | None = None) -> Step:
         """All that happened since the last time, as one message."""
-        self._digest.take_in(self._events)
+        self._aggregator.update(self._events)
         self._events.clear()
-        deltas, queue_times = self._digest.take()
-        return Step(deltas, self._digest.load, refused or [], queue_times)
+        deltas, queue_times = self._aggregator.take()
+        return Step(deltas, self._aggregator.stats, refused or [], queue_times)

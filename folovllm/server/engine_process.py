@@ -22,7 +22,7 @@ def main() -> None:
     fd = int(sys.argv[1])
     threading.Thread(target=end_with_parent, args=[fd], daemon=True).start()
     sys.setswitchinterval(SWITCH)
-    from folovllm.server.socket_link import serve_socket
+    from folovllm.server.link import serve_socket
 
     is_well = serve_socket(fd)
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What travels between a server and its engine: commands down, news up, one message of news a step."""
+"""What travels between a server and its engine: commands down, messages up, one `Step` of outputs a step."""
 
 from __future__ import annotations
 
@@ -8,19 +8,16 @@ from collections.abc import Iterator
 import msgspec
 
 from folovllm.faults import RequestFailed, log_fault
-from folovllm.sampling_params import SamplingParams
+from folovllm.request import Request
 
 Row = list[tuple[int, float, int]]  # of one token: (token id, log-probability, rank); the chosen comes first
 
 
 class Add(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Serve a request. `number` is the server's own name for it, never used twice."""
+    """Serve a request. `number` is the server's own name for it, never used twice; its id is the same as text."""
 
     number: int
-    token_ids: list[int]
-    params: SamplingParams
-    priority: int = 0
-    cache_salt: str | None = None
+    request: Request
 
 
 class Abort(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -78,7 +75,7 @@ class Refused(msgspec.Struct, array_like=True, frozen=True):
     is_fault: bool = False  # of the server; else the request asks for what cannot be
 
 
-class Load(msgspec.Struct, array_like=True, frozen=True):
+class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
     """The engine after a step; what is counted, is counted since its start."""
 
     num_waiting: int = 0
@@ -97,7 +94,7 @@ class Step(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """All that one turn of the engine's loop has to say."""
 
     deltas: list[Delta]
-    load: Load
+    stats: SchedulerStats
     refused: list[Refused] = []
     queue_times: list[float] = []  # seconds in the queue of each sequence that this step let in for the first time
 
@@ -124,11 +121,11 @@ class Failure(msgspec.Struct, array_like=True, tag=True, frozen=True):
 NOT_SENT = 'the configuration, or a proposer in it, does not exist in the engine\'s process: take transport="thread"'
 Work = Add | Abort | Stop | Refused  # the last: an `Add` that could not be read
 Command = Add | Abort | Stop | Watch | Pace | AskExperts
-News = Ready | Step | Seen | ExpertLoad | Failure
+EngineMessage = Ready | Step | Seen | ExpertLoad | Failure
 
 encode = msgspec.msgpack.Encoder(enc_hook=lambda number: number.item()).encode  # NumPy's numbers are numbers too
 _decode_command = msgspec.msgpack.Decoder(Command).decode
-decode_news = msgspec.msgpack.Decoder(News).decode
+decode_message = msgspec.msgpack.Decoder(EngineMessage).decode
 
 
 def failure_of(number: int, error: BaseException) -> Refused:

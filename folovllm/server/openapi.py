@@ -1,4 +1,4 @@
-"""`/openapi.json`: every address, what it takes and what it says. The types of `protocol.py` and `replies.py` describe themselves."""
+"""Every address of the server, what it takes and what it returns; and `/openapi.json`, which describes them. The types of `protocol.py` and `replies.py` describe themselves."""
 
 from __future__ import annotations
 
@@ -32,59 +32,40 @@ HTML, TEXT, NOTHING = "text/html", "text/plain", ""
 BODY = (400, 408, 413, 415, 426)  # what may be wrong with a request that has one
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An address and a method. `returns` is a type of JSON, or the media type of what is no JSON."""
+    """An address, and the method of `Api` that answers. `returns` is a type of JSON, or the media type of what is no JSON."""
 
     path: str
+    handler: str
     does: str
     returns: Any
-    takes: type | None = None
+    takes: type | None = None  # JSON in the body of a POST; a GET has none
     streams: Any = None  # what each event of a stream holds
     errors: tuple[int, ...] = ()
     is_open: bool = False  # to those without a key, too
 
 
 ENDPOINTS = (
-    Endpoint(path="/", does="A page to chat in a browser.", returns=HTML, is_open=True),
-    Endpoint(path="/health", does="Whether new requests are taken.", returns=NOTHING, errors=(503,), is_open=True),
-    Endpoint(path="/version", does="The version of this server.", returns=Version, is_open=True),
-    Endpoint(path="/openapi.json", does="This description.", returns=dict[str, Any], is_open=True),
-    Endpoint(path="/metrics", does="Figures for Prometheus.", returns=TEXT, is_open=True),
-    Endpoint(path="/v1/models", does="The model, by all its names.", returns=ModelList),
-    Endpoint(path="/v1/models/{name}", does="One of its names.", returns=ModelCard, errors=(404,)),
+    Endpoint("/", "page", "A page to chat in a browser.", HTML, is_open=True),
+    Endpoint("/health", "health", "Whether new requests are taken.", NOTHING, errors=(503,), is_open=True),
+    Endpoint("/version", "version", "The version of this server.", Version, is_open=True),
+    Endpoint("/openapi.json", "openapi", "This description.", dict[str, Any], is_open=True),
+    Endpoint("/metrics", "metrics", "Figures for Prometheus.", TEXT, is_open=True),
+    Endpoint("/v1/models", "models", "The model, by all its names.", ModelList),
+    Endpoint("/v1/models/{name}", "model", "One of its names.", ModelCard, errors=(404,)),
     Endpoint(
-        path="/v1/completions",
-        does="Continue prompts.",
-        takes=CompletionRequest,
-        returns=Answer[CompletionChoice],
-        streams=Answer[CompletionChoice],
-        errors=(*BODY, 404, 429, 503),
+        "/v1/completions", "completions", "Continue prompts.", Answer[CompletionChoice],
+        CompletionRequest, streams=Answer[CompletionChoice], errors=(*BODY, 404, 429, 503),
     ),
     Endpoint(
-        path="/v1/chat/completions",
-        does="Answer a conversation.",
-        takes=ChatRequest,
-        returns=Answer[ChatChoice],
-        streams=Answer[ChatDelta],
-        errors=(*BODY, 404, 429, 503),
+        "/v1/chat/completions", "chat", "Answer a conversation.", Answer[ChatChoice],
+        ChatRequest, streams=Answer[ChatDelta], errors=(*BODY, 404, 429, 503),
     ),
-    Endpoint(
-        path="/tokenize",
-        does="The ids of a prompt or a conversation.",
-        takes=TokenizeRequest,
-        returns=Tokens,
-        errors=(*BODY, 404, 503),
-    ),
-    Endpoint(
-        path="/detokenize",
-        does="The text of ids.",
-        takes=DetokenizeRequest,
-        returns=Detokenized,
-        errors=(*BODY, 404, 503),
-    ),
-    Endpoint(path="/tokenizer_info", does="How texts become ids.", returns=TokenizerInfo),
-)
+    Endpoint("/tokenize", "tokenize", "The ids of a prompt or a conversation.", Tokens, TokenizeRequest, errors=(*BODY, 404, 503)),
+    Endpoint("/detokenize", "detokenize", "The text of ids.", Detokenized, DetokenizeRequest, errors=(*BODY, 404, 503)),
+    Endpoint("/tokenizer_info", "tokenizer_info", "How texts become ids.", TokenizerInfo),
+)  # fmt: skip
 STRANGERS = (
     "A field that is not listed is refused with its name, unless the server runs with --ignore-unknown-fields, or it is one "
     "that other servers' clients send and that asks for nothing here (`user`, `metadata`, `store`)."

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-from folovllm.server.held_back import common_part
-
 OPENING, CLOSING = "<think>", "</think>"
 PARSERS = ("qwen3", "deepseek_r1")  # vLLM's names
 TAG = re.compile(f"{OPENING}|{CLOSING}")
@@ -84,3 +82,9 @@ def last_turn(prompt: str, begun: str) -> str:
     stem = head.rstrip()
     tag = next((tag for tag in (OPENING, CLOSING) if stem.endswith(tag)), "")
     return prompt[len(stem) - len(tag) if tag else len(head) :]
+
+
+def common_part(text: str, tag: str) -> int:
+    """How many characters at the end of `text` may be the beginning of `tag`: they are not shown yet."""
+    most = min(len(text), len(tag) - 1)
+    return next((n for n in range(most, 0, -1) if text.endswith(tag[:n])), 0)

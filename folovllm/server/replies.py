@@ -153,6 +153,10 @@ class Detokenized(msgspec.Struct):
     prompt: str
 
 
+NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
+FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+
+
 class TokenizerInfo(msgspec.Struct):
     """What `/tokenizer_info` answers: how texts become ids, and conversations texts."""
 
@@ -171,3 +175,22 @@ class Version(msgspec.Struct):
     """What `/version` answers."""
 
     version: str
+
+
+def tokenizer_info(tokenizer: Any) -> TokenizerInfo:
+    """What `/tokenizer_info` tells of a tokenizer, by the names of `tokenizer_config.json`. No path of this machine is among them."""
+    added = {
+        str(id_): {flag: getattr(token, flag) for flag in FLAGS}
+        for id_, token in tokenizer.added_tokens_decoder.items()
+    }
+    named = {name: getattr(tokenizer, name) for name in NAMED}
+    extra = [token for token in tokenizer.all_special_tokens if token not in named.values()]
+    template = getattr(tokenizer, "chat_template", None)
+    return TokenizerInfo(
+        tokenizer_class=type(tokenizer).__name__,
+        vocab_size=len(tokenizer),
+        chat_template=template if isinstance(template, str) else None,
+        extra_special_tokens=extra,
+        added_tokens_decoder=added,
+        **named,
+    )

@@ -16,7 +16,7 @@ from folovllm.config import EngineConfig
 from folovllm.server.app import build_app
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
-from folovllm.server.patience import PatientProtocol
+from folovllm.server.http_protocol import BoundedProtocol
 from folovllm.structured_outputs import GrammarLimits
 
 LINGER = 5.0  # seconds that /health says 503 before a server without an engine ends
@@ -78,7 +78,7 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, listener: soc
         app = build_app(engine, config)
         server = Server(
             uvicorn.Config(
-                app, http=PatientProtocol, ws="none", lifespan="off", log_level="warning", access_log=False,
+                app, http=BoundedProtocol, ws="none", lifespan="off", log_level="warning", access_log=False,
                 backlog=BACKLOG, timeout_graceful_shutdown=LAST_WORDS,
             )
         )  # fmt: skip

@@ -8,7 +8,7 @@ import uuid
 
 import msgspec
 
-from folovllm.server.held_back import common_part
+from folovllm.server.reasoning import common_part
 from folovllm.structured_outputs import refuse_constant
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"

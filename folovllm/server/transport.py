@@ -1,4 +1,4 @@
-"""Where the engine runs: in a thread of this process, or in a process of its own. The other side cannot tell."""
+"""Where the engine runs: in a thread of this process, or in a process of its own. Both are at the other end of a Unix socket."""
 
 from __future__ import annotations
 
@@ -6,28 +6,39 @@ import asyncio
 import logging
 import os
 import pickle
-import queue
 import socket
 import subprocess
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from folovllm.build import make_engine
 from folovllm.children import import_path, python_command
 from folovllm.config import EngineConfig
-from folovllm.server.engine_loop import run_engine
-from folovllm.server.messages import NOT_SENT, Command, Failure, Frames, News, Stop, decode_news, encode, frame
-from folovllm.server.watched import MakeWatchable, WatchedLink
+from folovllm.server.engine_loop import MakeEngine
+from folovllm.server.link import SocketLink, serve
+from folovllm.server.messages import (
+    NOT_SENT,
+    Command,
+    EngineMessage,
+    Failure,
+    Frames,
+    Stop,
+    decode_message,
+    encode,
+    frame,
+)
 
 logger = logging.getLogger("folovllm")
-Deliver = Callable[[News], None]
+Deliver = Callable[[EngineMessage], None]
 GRACE = 5.0  # seconds that the engine has to end by itself
 BUFFER = 4 << 20  # bytes on their way: the engine need not wait for a server that is busy
 
 
 class Transport(Protocol):
-    """The server's end: starts the engine, carries commands to it, and news from it into the event loop."""
+    """The server's end: starts the engine, carries commands to it, and its messages into the event loop."""
 
     async def start(self, config: EngineConfig, deliver: Deliver) -> None:
         """Start the engine. `deliver` is called in the event loop with each of its messages; the first is `Ready` or a `Failure`."""
@@ -39,96 +50,33 @@ class Transport(Protocol):
         """End the engine, and return when it has ended. A second call does nothing."""
 
 
-class ThreadTransport:
-    """The engine in a thread of this process: for notebooks, CPUs and tests."""
+class SocketTransport(ABC):
+    """A `Transport` over a pair of sockets. A subclass says what runs at the other end."""
 
-    def __init__(self, make_engine: MakeWatchable = make_engine) -> None:
-        self._make_engine = make_engine
-        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    async def start(self, config: EngineConfig, deliver: Deliver) -> None:
-        """As `Transport` has it."""
-        self._loop, self._deliver = asyncio.get_running_loop(), deliver
-        self._thread = threading.Thread(target=self._run, args=[config], name="engine", daemon=True)
-        self._thread.start()
-
-    def send(self, command: Command) -> None:
-        """As `Transport` has it."""
-        self._commands.put(command)
-
-    async def stop(self) -> None:
-        """As `Transport` has it."""
-        self._commands.put(Stop())
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join)
-
-    def _run(self, config: EngineConfig) -> None:
-        link = WatchedLink(_ThreadLink(self._commands, self._loop, self._deliver))
-        try:
-            run_engine(config, link, link.making(self._make_engine))
-        except BaseException as error:  # no `Exception`: the panic of a library in Rust. A process would be seen to end
-            logger.exception("the engine has ended")
-            link.send(Failure(f"{type(error).__name__}: {error}"))
-
-
-class _ThreadLink:
-    """The engine's end of a `ThreadTransport`."""
-
-    def __init__(self, commands: queue.SimpleQueue[Command], loop: asyncio.AbstractEventLoop, deliver: Deliver) -> None:
-        self._commands, self._loop, self._deliver = commands, loop, deliver
-
-    def receive(self, wait: bool) -> list[Command]:
-        """As `Link` has it."""
-        if self._loop.is_closed():  # the engine was not closed, and nobody is left who could
-            return [Stop()]
-        commands = [self._commands.get()] if wait else []
-        while not self._commands.empty():
-            commands.append(self._commands.get())
-        return commands
-
-    def send(self, news: News) -> None:
-        """As `Link` has it."""
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._deliver, news)
-
-
-class ProcessTransport:
-    """The engine in a process of its own, at the other end of a Unix socket: two Pythons, two cores.
-
-    Args:
-        command: the program to run, which serves the socket whose number is its last argument.
-    """
-
-    def __init__(self, command: list[str] | None = None) -> None:
-        self._command = command or python_command("folovllm.server.engine_process")
-        self._process: subprocess.Popen[bytes] | None = None
+    def __init__(self) -> None:
         self._writer: asyncio.WriteTransport | None = None
 
-    @property
-    def pid(self) -> int | None:
-        """The engine's process."""
-        return None if self._process is None else self._process.pid
-
     async def start(self, config: EngineConfig, deliver: Deliver) -> None:
-        """As `Transport` has it. Raises ValueError if `config` cannot be sent, with a proposer of the user's in it say."""
-        try:
-            first = frame(pickle.dumps(config))
-        except Exception as error:
-            raise ValueError(f"{NOT_SENT} ({error})") from error
+        """As `Transport` has it."""
         here, there = socket.socketpair()
-        with there:
-            for end in (here, there):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
-            command = [*self._command, str(there.fileno())]
-            environment = dict(os.environ) | {"PYTHONPATH": import_path()}
-            self._process = subprocess.Popen(
-                command, env=environment, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL
-            )
-        protocol = _Receiver(deliver, self._process)
-        loop = asyncio.get_running_loop()
-        self._writer, _ = await loop.create_unix_connection(lambda: protocol, sock=here)
-        self._writer.write(first)
+        for end in (here, there):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+        try:
+            self._launch(config, here, there)
+        except BaseException:
+            here.close()
+            there.close()
+            raise
+        receiver = _Receiver(deliver, self._end)
+        self._writer, _ = await asyncio.get_running_loop().create_unix_connection(lambda: receiver, sock=here)
+
+    @abstractmethod
+    def _launch(self, config: EngineConfig, here: socket.socket, there: socket.socket) -> None:
+        """Start the engine at the end `there`, which it closes when it ends."""
+
+    @abstractmethod
+    def _end(self) -> str:
+        """How the engine ended, once its socket is closed."""
 
     def send(self, command: Command) -> None:
         """As `Transport` has it."""
@@ -136,33 +84,103 @@ class ProcessTransport:
             self._writer.write(frame(encode(command)))
 
     async def stop(self) -> None:
-        """As `Transport` has it. What does not end within `GRACE` is killed."""
+        """As `Transport` has it."""
         self.send(Stop())
-        if self._process is not None:
-            try:
-                await asyncio.to_thread(self._process.wait, GRACE)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        await asyncio.to_thread(self._join)
         if self._writer is not None:
             self._writer.close()
 
+    @abstractmethod
+    def _join(self) -> None:
+        """Wait until the engine has ended, if it was started."""
+
+
+class ThreadTransport(SocketTransport):
+    """The engine in a thread of this process: for notebooks, CPUs and tests."""
+
+    def __init__(self, make_engine: MakeEngine = make_engine) -> None:
+        super().__init__()
+        self._make_engine = make_engine
+        self._thread: threading.Thread | None = None
+
+    def _launch(self, config: EngineConfig, here: socket.socket, there: socket.socket) -> None:
+        self._thread = threading.Thread(target=self._run, args=[config, there], name="engine", daemon=True)
+        self._thread.start()
+
+    def _run(self, config: EngineConfig, there: socket.socket) -> None:
+        with there, suppress(BrokenPipeError):  # the event loop was closed before the engine: nobody is left to be told
+            link = SocketLink(there)
+            try:
+                serve(config, link, self._make_engine)
+            except Exception:
+                raise
+            except BaseException as error:  # the panic of a library in Rust. A process would be seen to end
+                logger.exception("the engine has ended")
+                link.send(Failure(f"{type(error).__name__}: {error}"))
+
+    def _end(self) -> str:
+        return "the engine's thread ended"
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+
+class ProcessTransport(SocketTransport):
+    """The engine in a process of its own: two Pythons, two cores.
+
+    Args:
+        command: the program to run, which serves the socket whose number is its last argument.
+    """
+
+    def __init__(self, command: list[str] | None = None) -> None:
+        super().__init__()
+        self._command = command or python_command("folovllm.server.engine_process")
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The engine's process."""
+        return None if self._process is None else self._process.pid
+
+    def _launch(self, config: EngineConfig, here: socket.socket, there: socket.socket) -> None:
+        """The first message is the configuration. Raises ValueError if it cannot be sent, with a proposer of the user's in it say."""
+        try:
+            first = frame(pickle.dumps(config))
+        except Exception as error:
+            raise ValueError(f"{NOT_SENT} ({error})") from error
+        command, environment = [*self._command, str(there.fileno())], os.environ | {"PYTHONPATH": import_path()}
+        with there:
+            self._process = subprocess.Popen(
+                command, env=environment, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL
+            )
+        here.sendall(first)
+
+    def _end(self) -> str:
+        code = None if self._process is None else self._process.poll()
+        how = "" if code is None else f" with exit code {code}" if code >= 0 else f", killed by signal {-code}"
+        return f"the engine's process ended{how}"
+
+    def _join(self) -> None:
+        """What does not end within `GRACE` is killed."""
+        if self._process is not None:
+            try:
+                self._process.wait(GRACE)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+
 
 class _Receiver(asyncio.Protocol):
-    """Delivers each message when it is whole, and the end of the process as a `Failure`."""
+    """Delivers each message when it is whole, and the end of the engine as a `Failure`."""
 
-    def __init__(self, deliver: Deliver, process: subprocess.Popen[bytes]) -> None:
-        self._deliver, self._process, self._frames = deliver, process, Frames()
+    def __init__(self, deliver: Deliver, end: Callable[[], str]) -> None:
+        self._deliver, self._end, self._frames = deliver, end, Frames()
 
     def data_received(self, data: bytes) -> None:
         for message in self._frames.feed(data):
-            self._deliver(decode_news(message))
+            self._deliver(decode_message(message))
 
     def connection_lost(self, error: Exception | None) -> None:
         """The engine has said why it ended, or was killed. Its exit code takes a moment to come."""
-        asyncio.get_running_loop().call_later(0.05, self._tell_the_end)
-
-    def _tell_the_end(self) -> None:
-        code = self._process.poll()
-        how = "" if code is None else f" with exit code {code}" if code >= 0 else f", killed by signal {-code}"
-        self._deliver(Failure(f"the engine's process ended{how}"))
+        asyncio.get_running_loop().call_later(0.05, lambda: self._deliver(Failure(self._end())))

@@ -1,1 +1,1 @@
-"""Answers of a given form: which tokens may come next, decided on the host and applied before the draw."""
+"""Structured output: a grammar decides on the host which tokens may come next, and a bitmask keeps the sampler to them."""

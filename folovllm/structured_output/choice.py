@@ -1,8 +1,19 @@
-"""Which tokens may come next where the answer must be one of a few texts."""
+"""Answers that must be one of a few texts: which tokens may come next."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
+from typing import ClassVar
+
+import numpy as np
+
+from folovllm.structured_output.grammar_matcher import Bitmask, set_bits
+from folovllm.structured_output.vocabulary import Vocabulary
+
+NO_TEXT = b"\xff"  # a byte that no text holds: it stands behind all texts that go on from the same beginning
+MOST_MASKS = 64  # that are kept of a choice
 
 
 def choice_mask(
@@ -33,3 +44,68 @@ def choice_mask(
             for length in range(1, len(rest) + 1):
                 allowed.update(vocabulary.get(rest[:length], ()))
     return sorted(allowed)
+
+
+class Choices:
+    """The texts that an answer may be, in order, and the masks that answers needed; all answers of a grammar share them."""
+
+    def __init__(self, vocabulary: Vocabulary, choices: Collection[bytes], end_ids: Sequence[int]) -> None:
+        self.vocabulary, self._sorted, self._end_ids = vocabulary, sorted(choices), end_ids
+        self.mask = lru_cache(MOST_MASKS)(self._mask)
+
+    def begin_with(self, so_far: bytes) -> Sequence[bytes]:
+        """Those of the choices that begin with these bytes, found without a look at the others."""
+        first = bisect_left(self._sorted, so_far)
+        return self._sorted[first : bisect_left(self._sorted, so_far + NO_TEXT, first)]
+
+    def has(self, so_far: bytes) -> bool:
+        """Whether this is one of the choices."""
+        first = bisect_left(self._sorted, so_far)
+        return self._sorted[first : first + 1] == [so_far]
+
+    def can_become(self, so_far: bytes) -> bool:
+        """Whether one of the choices begins with these bytes."""
+        first = bisect_left(self._sorted, so_far)
+        return first < len(self._sorted) and self._sorted[first].startswith(so_far)
+
+    def _mask(self, so_far: bytes, width: int) -> Bitmask:
+        """The mask [width] of an answer that is `so_far`."""
+        within_reach = {choice[: len(so_far) + self.vocabulary.longest] for choice in self.begin_with(so_far)}
+        words = np.zeros(width, np.int32)
+        set_bits(words, choice_mask(self.vocabulary.ids_of, within_reach, so_far, self._end_ids))
+        return words
+
+
+class ChoiceGrammar:
+    """An answer that must be one of a few texts."""
+
+    sees_ahead: ClassVar[bool] = False
+
+    def __init__(self, choices: Choices, so_far: bytes = b"") -> None:
+        self._choices, self._so_far = choices, so_far
+
+    def fill(self, words: Bitmask) -> None:
+        """As `Grammar`."""
+        words[:] = self._choices.mask(self._so_far, len(words))
+
+    def is_accepting(self) -> bool:
+        """As `Grammar`."""
+        return self._choices.has(self._so_far)
+
+    def accept_token(self, token_id: int) -> bool:
+        """As `Grammar`."""
+        self._so_far += self._choices.vocabulary.bytes_of.get(token_id, NO_TEXT)
+        return self._choices.can_become(self._so_far)
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        """As `Grammar`."""
+        ahead = self.copy()
+        return next((i for i, token in enumerate(token_ids) if not ahead.accept_token(token)), len(token_ids))
+
+    def forced(self) -> list[int]:
+        """As `Grammar`: none, for a text may be cut into tokens in several ways."""
+        return []
+
+    def copy(self) -> ChoiceGrammar:
+        """As `Grammar`."""
+        return ChoiceGrammar(self._choices, self._so_far)

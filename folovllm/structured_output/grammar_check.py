@@ -25,9 +25,9 @@ MOST_KNOWN = 1024  # verdicts that are kept
 
 
 class GrammarChecker:
-    """Checks forms in processes of their own: one that has read the tokenizer, which waits, and a fork of it for each form.
+    """Checks grammars in processes of their own: one that has read the tokenizer, which waits, and a fork of it for each grammar.
 
-    The first form that needs it starts it. A fork that takes more than the limits is ended by the system; one whose client
+    The first grammar that needs it starts it. A fork that takes more than the limits is ended by the system; one whose client
     leaves, by the end of its connection.
     """
 
@@ -35,30 +35,31 @@ class GrammarChecker:
         """`readers`: whose one thread alone may use the tokenizer."""
         self._limits, self._readers = limits, readers
         self._slots = asyncio.Semaphore(AT_ONCE)
-        self._known: dict[bytes, str] = {}  # by a form's digest: what is wrong with it, "" if nothing; the oldest first
+        # By a grammar's digest: what is wrong with it, "" if nothing; the oldest first.
+        self._known: dict[bytes, str] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None  # to the process
         self._setting: tuple[PreTrainedTokenizerBase, int, list[int]]  # set by `use`
 
     def use(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, end_ids: Collection[int]) -> None:
-        """Check forms for this tokenizer's tokens. Nothing is read before the first of them."""
+        """Check grammars for this tokenizer's tokens. Nothing is read before the first of them."""
         self._setting = tokenizer, vocab_size, sorted(end_ids) or [vocab_size - 1]
 
-    async def check(self, form: StructuredOutputsParams) -> None:
-        """Raise ValueError if the form cannot be used, or costs too much."""
-        if form.kind == "choice":
+    async def check(self, asked: StructuredOutputsParams) -> None:
+        """Raise ValueError if the grammar cannot be used, or costs too much."""
+        if asked.kind == "choice":
             return
-        key = sha256(repr(form).encode()).digest()
+        key = sha256(repr(asked).encode()).digest()
         if key not in self._known:
             async with self._slots:
                 if key not in self._known:  # another client may have asked meanwhile
-                    self._known[key] = await self._ask(form)
+                    self._known[key] = await self._ask(asked)
         if len(self._known) > MOST_KNOWN:
             del self._known[next(iter(self._known))]
         if error := self._known[key]:
             raise ValueError(error)
 
-    async def _ask(self, form: StructuredOutputsParams) -> str:
+    async def _ask(self, asked: StructuredOutputsParams) -> str:
         line = await asyncio.get_running_loop().run_in_executor(self._readers, self._started)
         here, there = socket.socketpair()
         reader, writer = await asyncio.open_unix_connection(sock=here)
@@ -66,7 +67,7 @@ class GrammarChecker:
         try:
             with there:
                 socket.send_fds(line, [b"?"], [there.fileno()])
-            writer.write(pickle.dumps(form))
+            writer.write(pickle.dumps(asked))
             writer.write_eof()
             verdict = await reader.read()
         except OSError:

@@ -20,7 +20,7 @@ STATUS = Path("/proc/self/statm")  # on Linux; elsewhere nothing says how much m
 
 
 def main() -> None:
-    """Check the forms that come through sockets, which come through the socket of the first argument, until it is closed.
+    """Check the grammars that come through sockets, which come through the socket of the first argument, until it is closed.
 
     The second argument is the number of a file that says what is needed for all of them.
     """
@@ -44,13 +44,13 @@ def main() -> None:
 
 
 def verdict_on(connection: socket.socket, limits: GrammarLimits, tokenizer: Any) -> str:
-    """What is wrong with the form that the connection brings, "" if nothing. Beyond the limits, this process ends."""
-    form = pickle.loads(b"".join(iter(lambda: connection.recv(1 << 16), b"")))
+    """What is wrong with the grammar that the connection brings, "" if nothing. Beyond the limits, this process ends."""
+    asked = pickle.loads(b"".join(iter(lambda: connection.recv(1 << 16), b"")))
     if isinstance(tokenizer, ValueError):
         return str(tokenizer)
     _bound(connection, limits)
     try:
-        guidance.check_form(form, tokenizer)
+        guidance.check_grammar(asked, tokenizer)
     except ValueError as error:
         return str(error)
     return ""

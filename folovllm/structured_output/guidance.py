@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from folovllm.structured_output.matcher import Matcher, Words
+from folovllm.structured_output.grammar_matcher import Bitmask, Grammar
 from folovllm.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ LIMITS = {
     "verbose_errors": False,
 }
 NO_TOKENIZER = "json, regex and grammar cannot be had with this tokenizer"
-WALKS, STEPS = 4, 25  # of `check_form`: as long as grammars are that grow more ambiguous with each token
+WALKS, STEPS = 4, 25  # of `check_grammar`: as long as grammars are that grow more ambiguous with each token
 FEW = 16  # masks that are made one after the other: more of them on several threads
 
 
@@ -74,33 +74,33 @@ def make_tokenizer(written: str, vocab_size: int, end_ids: Sequence[int]) -> Any
         raise ValueError(f"{NO_TOKENIZER}: {error}") from error
 
 
-def source_of(form: StructuredOutputsParams) -> str:
-    """The form in llguidance's own notation. Raises ValueError if it cannot be had."""
-    matcher = library().LLMatcher
-    if form.regex is not None:
-        return str(matcher.grammar_from_regex(form.regex))
-    if form.grammar is not None:
+def source_of(asked: StructuredOutputsParams) -> str:
+    """The grammar in llguidance's own notation. Raises ValueError if it cannot be had."""
+    compiler = library().LLMatcher
+    if asked.regex is not None:
+        return str(compiler.grammar_from_regex(asked.regex))
+    if asked.grammar is not None:
         from llguidance import grammar_from
 
         try:
-            return str(grammar_from("grammar", form.grammar))
+            return str(grammar_from("grammar", asked.grammar))
         except ValueError as error:
             raise ValueError(f"structured_outputs holds a grammar that cannot be used: {error}") from error
-    pattern = WHITESPACE if form.whitespace_pattern is None else form.whitespace_pattern
-    options = {"whitespace_flexible": False} if form.disable_any_whitespace else {"whitespace_pattern": pattern}
-    schema = str(form.json) if form.kind == "json" else '{"type": "object"}'
+    pattern = WHITESPACE if asked.whitespace_pattern is None else asked.whitespace_pattern
+    options = {"whitespace_flexible": False} if asked.disable_any_whitespace else {"whitespace_pattern": pattern}
+    schema = str(asked.json) if asked.kind == "json" else '{"type": "object"}'
     schema = "{}" if schema == "true" else schema
     if schema == "false":
         raise ValueError("structured_outputs holds the JSON schema false, under which no document is valid")
-    return str(matcher.grammar_from_json_schema(schema, overrides={**options, "lenient": not form.strict}))
+    return str(compiler.grammar_from_json_schema(schema, overrides={**options, "lenient": not asked.strict}))
 
 
-def check_form(form: StructuredOutputsParams, tokenizer: Any) -> None:
-    """Raise ValueError if this form is none, has no text, or becomes too complex within a few tokens.
+def check_grammar(asked: StructuredOutputsParams, tokenizer: Any) -> None:
+    """Raise ValueError if this grammar is none, has no text, or becomes too complex within a few tokens.
 
     The library finds out what a grammar costs only as an answer goes through it: so a few go, each where chance leads.
     """
-    start = GuidanceMatcher.compile(form, tokenizer).inner
+    start = GuidanceGrammar.compile(asked, tokenizer).inner
     for seed in range(WALKS):
         chance, place = random.Random(seed), start.deep_copy()
         for _ in range(STEPS):
@@ -108,19 +108,19 @@ def check_form(form: StructuredOutputsParams, tokenizer: Any) -> None:
             if place.is_stopped():
                 break
             place.consume_token(int(chance.choice(mask.nonzero()[0])))
-        require_good(form, place.get_error())
+        require_good(asked, place.get_error())
 
 
-def require_good(form: StructuredOutputsParams, error: str) -> None:
+def require_good(asked: StructuredOutputsParams, error: str) -> None:
     """Raise ValueError with the library's `error`, if there is one."""
     if error and not error.startswith("WARNING"):
-        kind = {"regex": "regex", "grammar": "grammar"}.get(form.kind, "JSON schema")
+        kind = {"regex": "regex", "grammar": "grammar"}.get(asked.kind, "JSON schema")
         says = "no text has this form" if error.startswith("NoExtension") else " ".join(error.split())[:500]
         raise ValueError(f"structured_outputs holds a {kind} that cannot be used: {says}")
 
 
-class GuidanceMatcher:
-    """An answer's place in a grammar; a `Matcher`."""
+class GuidanceGrammar:
+    """An answer's place in a grammar; a `Grammar`."""
 
     sees_ahead: ClassVar[bool] = True
 
@@ -128,32 +128,32 @@ class GuidanceMatcher:
         self.inner = inner  # an LLMatcher
 
     @classmethod
-    def compile(cls, form: StructuredOutputsParams, tokenizer: Any) -> GuidanceMatcher:
-        """At the beginning of an answer, with its first mask. Raises ValueError if the form cannot be used, or has no text."""
+    def compile(cls, asked: StructuredOutputsParams, tokenizer: Any) -> GuidanceGrammar:
+        """At the beginning of an answer, with its first mask. Raises ValueError if the grammar cannot be used, or has no text."""
         guidance = library()
-        inner = guidance.LLMatcher(tokenizer, source_of(form), log_level=0, limits=guidance.LLParserLimits(**LIMITS))
+        inner = guidance.LLMatcher(tokenizer, source_of(asked), log_level=0, limits=guidance.LLParserLimits(**LIMITS))
         inner.compute_bitmask()
-        require_good(form, inner.get_error())
+        require_good(asked, inner.get_error())
         return cls(inner)
 
-    def fill(self, words: Words) -> None:
-        """As `Matcher`."""
+    def fill(self, words: Bitmask) -> None:
+        """As `Grammar`."""
         self.inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
 
     def is_accepting(self) -> bool:
-        """As `Matcher`."""
+        """As `Grammar`."""
         return bool(self.inner.is_accepting())
 
-    def advance(self, token_id: int) -> bool:
-        """As `Matcher`. Beyond its limits the library takes any end for one that the grammar allows."""
+    def accept_token(self, token_id: int) -> bool:
+        """As `Grammar`. Beyond its limits the library takes any end for one that the grammar allows."""
         return bool(self.inner.consume_token(token_id)) and not self.inner.is_error()
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """As `Matcher`."""
+        """As `Grammar`."""
         return int(self.inner.validate_tokens(list(token_ids)))
 
     def forced(self) -> list[int]:
-        """As `Matcher`: a text that the grammar forces is cut into tokens as the tokenizer cuts it, and in no other way."""
+        """As `Grammar`: a text that the grammar forces is cut into tokens as the tokenizer cuts it, and in no other way."""
         return list(self.inner.compute_ff_tokens())
 
     def is_exhausted(self) -> bool:
@@ -162,29 +162,29 @@ class GuidanceMatcher:
         start.compute_bitmask()
         return bool(start.is_error())
 
-    def copy(self) -> GuidanceMatcher:
-        """As `Matcher`."""
-        return GuidanceMatcher(self.inner.deep_copy())
+    def copy(self) -> GuidanceGrammar:
+        """As `Grammar`."""
+        return GuidanceGrammar(self.inner.deep_copy())
 
 
-def fill_together(places: Collection[tuple[Matcher, int, list[int]]], bits: Words) -> None:
-    """Write the masks of matchers to lines of `bits` [n, ceil(V / 32)].
+def fill_bitmasks(places: Collection[tuple[Grammar, int, list[int]]], bits: Bitmask) -> None:
+    """Write the masks of grammars to lines of `bits` [n, ceil(V / 32)].
 
     Each comes with the line of its first mask, and with tokens: behind each of them there is a mask, in the lines that
-    follow, up to one that the form does not allow. Only a `GuidanceMatcher` may have tokens.
+    follow, up to one that the grammar does not allow. Only a `GuidanceGrammar` may have tokens.
     """
     is_parallel = sum(1 + len(tokens) for _, _, tokens in places) > FEW
     single: list[tuple[Any, int]] = []
     ahead: list[tuple[Any, int, list[int]]] = []
-    for matcher, i, tokens in places:
-        if not isinstance(matcher, GuidanceMatcher) or not (is_parallel or tokens):
-            matcher.fill(bits[i])
+    for grammar, i, tokens in places:
+        if not isinstance(grammar, GuidanceGrammar) or not (is_parallel or tokens):
+            grammar.fill(bits[i])
         elif not is_parallel:
-            matcher.inner.unsafe_compute_mask_ptr_with_draft_token(bits[i:].ctypes.data, bits[i].nbytes, tokens)
+            grammar.inner.unsafe_compute_mask_ptr_with_draft_token(bits[i:].ctypes.data, bits[i].nbytes, tokens)
         elif tokens:
-            ahead.append((matcher.inner, i, tokens))
+            ahead.append((grammar.inner, i, tokens))
         else:
-            single.append((matcher.inner, i))
+            single.append((grammar.inner, i))
     if single:
         _threads().unsafe_compute_mask_ptr(single, bits.ctypes.data, bits[0].nbytes, len(bits))
     if ahead:

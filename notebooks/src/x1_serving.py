@@ -197,7 +197,7 @@ from folovllm.structured_output.choice import choice_mask
 EXERCISES = {
     "x1.1": [EngineLoop.turn, engine_loop.run_engine],
     "x1.2": [Frames.feed],
-    "x1.3": [stream.Mailbox.put, stream.Mailbox.get, stream.Stream.feed],
+    "x1.3": [stream.OutputCollector.put, stream.OutputCollector.get, stream.Stream.feed],
     "x1.4": [sse.unless_gone],
     "x1.5": [Admission.check],
     "x1.6": [choice_mask],
@@ -353,7 +353,7 @@ take_in = engine._take_in
 
 
 def note(step):
-    loads.append((step.load.num_running, step.load.kv_blocks_used))
+    loads.append((step.stats.num_running, step.stats.kv_blocks_used))
     take_in(step)
 
 
@@ -366,7 +366,7 @@ with patch.object(engine, "_take_in", note):
             break
     left_at = len(loads)
     await answers.aclose()  # what the race of x1.4 does when `http.disconnect` comes
-    while engine.load.num_running:
+    while engine.stats.num_running:
         await asyncio.sleep(0)
 print(f"it left after {got} tokens, in step {left_at}; {len(loads) - left_at} messages later nothing ran and {loads[-1][1]} blocks were held")
 assert loads[-1] == (0, 0) and len(loads) - left_at < 100 and engine.num_open == 0
@@ -532,7 +532,7 @@ breaks = {
     "a step fails": (EngineLoop, "turn", dies),
     "waits before each step": (EngineLoop, "turn", always_waits),
     "takes one command a turn": (EngineLoop, "turn", one_command_a_turn),
-    "news wake nobody": (stream.Mailbox, "put", wakes_nobody),
+    "news wake nobody": (stream.OutputCollector, "put", wakes_nobody),
     "the end is overlooked": (stream.Stream, "feed", forgets_the_end),
 }
 said = {}

@@ -17,11 +17,11 @@ from folovllm.inspector.playground import FIELDS, Playground, Settings
 from folovllm.inspector.replay import Recording, parse
 from folovllm.inspector.serve import playground_app, replay_app
 from folovllm.sampling_params import SamplingParams
+from folovllm.server.link import WatchedLink
 from folovllm.server.messages import Abort, Pace
-from folovllm.server.watched import WatchedLink
 from tests.helpers import tiny_checkpoint
 from tests.inspector.test_live import replayed
-from tests.x1.scripted import ScriptedEngine
+from tests.x1.scripted import ScriptedEngine, request_of
 
 MODEL = {"model": str(tiny_checkpoint()), "device": "cpu"}
 SMALL = {"num_kv_blocks": 12, "block_size": 4, "max_num_seqs": 4}
@@ -220,7 +220,7 @@ class TestPace:
         engine.subscribe(lambda events: None)
         link = WatchedLink(Ends())  # type: ignore[arg-type]
         served = link.making(lambda config: engine)(EngineConfig())  # type: ignore[arg-type, return-value]
-        served.add_request("1", [1], SamplingParams(max_tokens=99))  # type: ignore[call-arg]
+        served.add_checked(request_of(1, [1], SamplingParams(max_tokens=99)))
         for command, steps in (
             (Pace(is_held=True, step=1), 1),
             (None, 1),

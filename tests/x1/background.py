@@ -15,7 +15,7 @@ from folovllm.config import EngineConfig
 from folovllm.server.app import build_app
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
-from folovllm.server.patience import PatientProtocol
+from folovllm.server.http_protocol import BoundedProtocol
 from folovllm.server.serve import Server, listen
 
 PATIENCE = 30.0  # seconds until a test gives up
@@ -48,7 +48,7 @@ class Background:
         async with AsyncEngine(EngineConfig(**self._overrides), transport=self._transport) as self.engine:
             app = build_app(self.engine, self._config)
             options: dict[str, Any] = {"lifespan": "off", "log_level": "warning", "timeout_graceful_shutdown": 1}
-            self._server = Server(uvicorn.Config(app, http=PatientProtocol, ws="none", **options))
+            self._server = Server(uvicorn.Config(app, http=BoundedProtocol, ws="none", **options))
             self._loop = asyncio.get_running_loop()
             self._listener.listen()
             self._ready.set()
@@ -71,8 +71,8 @@ class Background:
     def wait_until_idle(self) -> None:
         """Until the engine has nothing to do, and holds nothing."""
         engine = self.engine
-        eventually(lambda: not (engine.num_open or engine.load.num_running or engine.load.num_waiting))
-        assert (engine.load.kv_blocks_used, engine.num_queued, engine.num_queued_tokens) == (0, 0, 0)
+        eventually(lambda: not (engine.num_open or engine.stats.num_running or engine.stats.num_waiting))
+        assert (engine.stats.kv_blocks_used, engine.num_queued, engine.num_queued_tokens) == (0, 0, 0)
 
 
 def eventually(holds: Callable[[], bool]) -> None:

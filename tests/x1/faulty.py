@@ -1,10 +1,11 @@
 """Faults on demand: the `cache_salt` of a request says where it fails, and how. Installed in this process, or run as the engine's.
 
-`{"cache_salt": "fault|engine|Guides.add|KeyError"}` makes the engine's call of `Guides.add` raise a KeyError for this request alone.
+`{"cache_salt": "fault|engine|StructuredOutputManager.add|KeyError"}` makes the engine's call of `StructuredOutputManager.add` raise a KeyError for this request alone.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +20,9 @@ from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.detokenizer_stream import StreamDetokenizer
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.output_processor import OutputProcessor, RequestState
-from folovllm.server.counters import Counters
-from folovllm.structured_output.guide import Guide
-from folovllm.structured_output.guides import Guides
+from folovllm.server.metrics import Counters
+from folovllm.structured_output.grammar_matcher import GrammarMatcher
+from folovllm.structured_output.manager import StructuredOutputManager
 
 
 class PanicException(BaseException):
@@ -31,7 +32,7 @@ class PanicException(BaseException):
 ERRORS = {kind.__name__: kind for kind in (RuntimeError, KeyError, MemoryError, AssertionError, PanicException)}
 Patch = Callable[[Any, str, Any], None]
 Call = tuple[str, str | None]  # the side on which it is made, and the salt of the request that it is made for
-ADDING: list[Call] = [("", None)]  # last, whose guides are being made
+ADDING: list[Call] = [("", None)]  # last, whose matchers are being made
 
 
 def side_of(request: Any) -> str:
@@ -50,22 +51,23 @@ def of_request(request: Any) -> Call:
 
 
 def marked(thing: Any) -> Call:
-    """Of a thing that does not know its request: a matcher, a detokenizer."""
+    """Of a thing that does not know its request: a grammar, a detokenizer."""
     return getattr(thing, "mark", ADDING[-1])
 
 
 # name -> (owner, attribute, side and salt of a call)
 SITES: dict[str, tuple[Any, str, Callable[..., Call]]] = {
     "InputProcessor.process": (InputProcessor, "process", lambda self, id_, prompt, params, priority, salt: ("engine" if id_ else "server", salt)),
-    "Guides.add": (Guides, "add", lambda self, seqs: of_request(seqs[0].request)),
-    "Guide.copy": (Guide, "copy", lambda self: marked(self)),
-    "Guide.finish": (Guide, "finish", lambda self, *_: marked(self)),
-    "Guide.advance": (Guide, "advance", lambda self, *_: marked(self)),
-    "Guide.forced": (Guide, "forced", lambda self: marked(self)),
-    "fill_together": (guidance, "fill_together", lambda places, bits: next((marked(m) for m, _, _ in places if "|fill_together|" in (marked(m)[1] or "")), ("", None))),
+    "InputProcessor.sequences": (InputProcessor, "sequences", lambda self, request: of_request(request)),
+    "StructuredOutputManager.add": (StructuredOutputManager, "add", lambda self, seqs: of_request(seqs[0].request)),
+    "GrammarMatcher.copy": (GrammarMatcher, "copy", lambda self: marked(self)),
+    "GrammarMatcher.finish": (GrammarMatcher, "finish", lambda self, *_: marked(self)),
+    "GrammarMatcher.accept_token": (GrammarMatcher, "accept_token", lambda self, *_: marked(self)),
+    "GrammarMatcher.forced": (GrammarMatcher, "forced", lambda self: marked(self)),
+    "fill_bitmasks": (guidance, "fill_bitmasks", lambda places, bits: next((marked(m) for m, _, _ in places if "|fill_bitmasks|" in (marked(m)[1] or "")), ("", None))),
     "RequestState": (RequestState, "__init__", lambda self, id_, seqs, *_: of_request(seqs[0].request)),
     "RequestState.output": (RequestState, "output", lambda self: of_request(self.seqs[0].request)),
-    "RequestState.pieces": (RequestState, "pieces", lambda self: of_request(self.seqs[0].request)),
+    "RequestState.deltas": (RequestState, "deltas", lambda self: of_request(self.seqs[0].request)),
     "added": (llm_engine, "added", lambda seq, _: of_request(seq.request)),
     "Scheduler.add": (scheduler.Scheduler, "add", lambda self, seq: of_request(seq.request) if seq.index or seq.params.n == 1 else ("", None)),
     "append": (IncrementalDetokenizer, "append", lambda self, _: marked(self)),
@@ -74,12 +76,12 @@ SITES: dict[str, tuple[Any, str, Callable[..., Call]]] = {
     "flush": (IncrementalDetokenizer, "flush", lambda self: marked(self)),
     "check_stop_conditions": (scheduler, "check_stop_conditions", lambda seq: of_request(seq.request) if seq.num_output_tokens > 2 else ("", None)),
     "keep_logprobs": (OutputProcessor, "keep_logprobs", lambda self, seq, *_: of_request(seq.request)),
-    "decode": (messages, "_decode_command", lambda data: ("engine", data[data.index(b"fault|") :].decode()) if b"|decode|" in data else ("", None)),
+    "decode": (messages, "_decode_command", lambda data: ("engine", re.search(rb"fault\|[\w.|]+", data)[0].decode()) if b"|decode|" in data else ("", None)),
     "add_message": (async_engine, "add_message", lambda number, request: of_request(request)),
-    "Stream.feed": (stream.Stream, "feed", lambda self, *_: of_request(self.state.seqs[0].request)),
-    "Counters.note_start": (Counters, "note_start", lambda self, stream, _: of_request(stream.state.seqs[0].request)),
+    "Stream.feed": (stream.Stream, "feed", lambda self, *_: of_request(self.seqs[0].request)),
+    "Counters.record_start": (Counters, "record_start", lambda self, stream, _: of_request(stream.seqs[0].request)),
     "Stream.check": (stream, "check_stop_conditions", lambda seq: of_request(seq.request)),
-    "with_text": (stream.Stream, "_with_text", lambda self, _: of_request(self.state.seqs[0].request)),
+    "with_text": (stream.Stream, "_with_text", lambda self, _: of_request(self.seqs[0].request)),
 }  # fmt: skip
 
 
@@ -87,8 +89,8 @@ def install(patch: Patch = setattr) -> None:
     """Let all these calls fail for requests that ask for it."""
     for name, (owner, attribute, asked) in SITES.items():
         patch(owner, attribute, failing(getattr(owner, attribute), name, asked))
-    patch(InputProcessor, "process", marking_detokenizers(InputProcessor.process))
-    patch(Guides, "add", marking_guides(Guides.add))
+    patch(InputProcessor, "sequences", marking_detokenizers(InputProcessor.sequences))
+    patch(StructuredOutputManager, "add", marking_matchers(StructuredOutputManager.add))
 
 
 def failing(call: Any, name: str, asked: Callable[..., Call]) -> Any:
@@ -99,9 +101,9 @@ def failing(call: Any, name: str, asked: Callable[..., Call]) -> Any:
     return wrapped
 
 
-def marking_detokenizers(process: Any) -> Any:
+def marking_detokenizers(sequences: Any) -> Any:
     def wrapped(*args: Any) -> Any:
-        seqs = process(*args)
+        seqs = sequences(*args)
         for seq in seqs:
             seq.detokenizer.mark = of_request(seq.request)
         return seqs
@@ -109,22 +111,22 @@ def marking_detokenizers(process: Any) -> Any:
     return wrapped
 
 
-def marking_guides(add: Any) -> Any:
-    def wrapped(self: Guides, seqs: Any) -> None:
+def marking_matchers(add: Any) -> Any:
+    def wrapped(self: StructuredOutputManager, seqs: Any) -> None:
         ADDING.append(of_request(seqs[0].request))
         try:
             add(self, seqs)
         finally:
             ADDING.pop()
         for seq in seqs:
-            if guide := self._guides.get(seq):
-                guide.mark = guide._matcher.mark = of_request(seq.request)  # type: ignore[attr-defined]
+            if matcher := self._matchers.get(seq):
+                matcher.mark = matcher._grammar.mark = of_request(seq.request)  # type: ignore[attr-defined]
 
     return wrapped
 
 
 if __name__ == "__main__":
-    from folovllm.server.socket_link import serve_socket
+    from folovllm.server.link import serve_socket
 
     install()
     serve_socket(int(sys.argv[-1]))

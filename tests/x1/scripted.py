@@ -9,15 +9,21 @@ from typing import Any
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
 from folovllm.events import Aborted, Admitted, Event, Finished, GivenUp, Listener, RequestAdded, Snapshot, StepEnded
+from folovllm.request import Request
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.engine_loop import EngineLoop, plain
-from folovllm.server.messages import Abort, Add, Command, News, Ready
+from folovllm.server.messages import Abort, Add, Command, EngineMessage, Ready
 from folovllm.server.transport import Deliver
 from folovllm.step.draw import no_tokens
 from folovllm.step.schedule import SchedulerOutput, Share, StepResult
 from tests.helpers import tiny_checkpoint
 
 A = 64  # the id of "a" in the tests' tokenizer
+
+
+def request_of(number: int, ids: list[int], params: SamplingParams, **fields: Any) -> Request:
+    """A request as the server hands it to the engine."""
+    return Request(str(number), ids, params, params.max_tokens or 9, 0, **fields)
 
 
 class ScriptedEngine:
@@ -36,14 +42,17 @@ class ScriptedEngine:
         self._tell = listener
         listener([Snapshot(100, 16, 256, 8192, 0, (), ())])
 
-    def add_request(self, request_id: str, prompt: Any, params: SamplingParams, **extra: Any) -> None:
+    def add_checked(self, request: Request) -> None:
+        request_id, params = request.request_id, request.params
         if self.refuses:
             raise ValueError(self.refuses)
         ids = [self._num_seqs + i for i in range(params.n)]
         self._num_seqs += params.n
-        self.requests[request_id] = {"seq_ids": ids, "params": params, "num_given": 0, **extra}
+        self.requests[request_id] = {"seq_ids": ids, "params": params, "num_given": 0, "request": request}
         for index, seq_id in enumerate(ids):
-            self._tell([RequestAdded(seq_id, request_id, index, prompt, params.max_tokens or 0, 0, 0.0)])
+            self._tell(
+                [RequestAdded(seq_id, request_id, index, request.prompt_token_ids, params.max_tokens or 0, 0, 0.0)]
+            )
             self._tell([Admitted(seq_id, 0)])
 
     def give_up(self, request_id: str) -> None:
@@ -56,7 +65,7 @@ class ScriptedEngine:
                 self._tell([Aborted(seq_id) for seq_id in request["seq_ids"]])
                 self.aborted.append(id_)
 
-    def prepare_forms(self) -> None:
+    def prepare_structured_outputs(self) -> None:
         pass
 
     def has_unfinished_requests(self) -> bool:
@@ -87,7 +96,7 @@ class HandTransport:
     def __init__(self, engine: ScriptedEngine | None = None) -> None:
         self.engine = engine or ScriptedEngine()
         self.inbox: list[Command] = []
-        self.sent: list[News] = []
+        self.sent: list[EngineMessage] = []
         self.is_stopped = False
 
     async def start(self, config: EngineConfig, deliver: Deliver) -> None:
@@ -122,6 +131,6 @@ class _Link:
         commands, self._transport.inbox = self._transport.inbox, []
         return commands
 
-    def send(self, news: News) -> None:
-        self._transport.sent.append(news)
-        self._transport.deliver(news)
+    def send(self, message: EngineMessage) -> None:
+        self._transport.sent.append(message)
+        self._transport.deliver(message)

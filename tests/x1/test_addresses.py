@@ -16,14 +16,14 @@ from starlette.routing import Route
 from folovllm.server.app import build_app
 from folovllm.server.config import ServerConfig
 from folovllm.server.openapi import document
-from folovllm.server.page import PAGE
+from folovllm.server.pages import PAGE
 from folovllm.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tests.x1.background import PATIENCE, Background
 
 KEY = "a-key"
 CONFIG = ServerConfig(api_key=[KEY], served_model_name=["little"], max_body_size=20_000)
 QUESTION = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
-STORY = {"prompt": "Once", "max_tokens": 4}
+STORY = {"prompt": "Once", "max_tokens": 8}
 
 
 @pytest.fixture(scope="module")

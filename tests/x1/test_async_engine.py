@@ -16,7 +16,7 @@ from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 from folovllm.server.async_engine import AsyncEngine, EngineDead, Unavailable
-from folovllm.server.messages import Delta, Failure, Load, Step
+from folovllm.server.messages import Delta, Failure, SchedulerStats, Step
 from folovllm.server.stream import Stream
 from folovllm.server.transport import ThreadTransport
 from tests.helpers import tiny_checkpoint
@@ -120,10 +120,10 @@ class TestStreams:
         plain = await engine.prepare("abc", params, priority=-2, cache_salt="s")
         engine.submit(plain)
         engine.submit(await engine.prepare("abc", replace(params, stop=["x"])))
-        first, second = transport.added
-        assert (first.token_ids, first.priority, first.cache_salt) == ([A + 1, A + 2], -2, "s")
+        first, second = (added.request for added in transport.added)
+        assert (first.prompt_token_ids, first.priority, first.cache_salt) == ([A + 1, A + 2], -2, "s")
         assert (first.params.detokenize, second.params.detokenize) == (False, True)
-        assert first.params.truncate_prompt_tokens is None
+        assert (first.request_id, first.max_tokens, first.prompt) == ("0", 3, None)
 
 
 class TestEnds:
@@ -173,9 +173,9 @@ class TestEnds:
         await submit(engine, replace(DELTAS, prompt_logprobs=0))
         await submit(engine)
         for token_id in (1, 2):
-            transport.deliver(Step([Delta(0, 0, [], prompt_logprobs=[[(token_id, -1.0, 1)]])], Load()))
+            transport.deliver(Step([Delta(0, 0, [], prompt_logprobs=[[(token_id, -1.0, 1)]])], SchedulerStats()))
         assert (engine.num_queued, engine.num_queued_tokens) == (2, 6), "no token has come yet"
-        transport.deliver(Step([Delta(0, 0, [A])], Load()))
+        transport.deliver(Step([Delta(0, 0, [A])], SchedulerStats()))
         assert (engine.num_queued, engine.num_queued_tokens) == (1, 3)
         assert engine.counters.prompt_tokens == 3, "one prompt has been answered"
 
@@ -188,7 +188,7 @@ class TestEnds:
         engine.abort("mine")
         engine.abort("never was")
         again = await submit(engine, request_id="mine")
-        transport.deliver(Step([Delta(0, 0, [A + 25])], Load()))
+        transport.deliver(Step([Delta(0, 0, [A + 25])], SchedulerStats()))
         output = await anext(stream)
         assert (text(output), output.outputs[0].finish_reason) == ("a", "abort")
         assert transport.ended == [0]
@@ -273,7 +273,7 @@ class TestEnds:
     async def test_news_that_make_no_sense(self, engine: AsyncEngine, transport: HandTransport) -> None:
         """Whoever waits is told; else it would be for ever. Nobody else is."""
         stream, other = await submit(engine), await submit(engine)
-        transport.deliver(Step([Delta(0, 5, [1]), Delta(1, 0, [A])], Load()))
+        transport.deliver(Step([Delta(0, 5, [1]), Delta(1, 0, [A])], SchedulerStats()))
         with pytest.raises(RequestFailed, match="request 0"):
             await anext(stream)
         assert transport.ended == [0], "the engine need not go on with it"
@@ -345,7 +345,7 @@ class TestThread:
                     return output
 
                 outputs = await asyncio.gather(*map(last, prompts, params))
-                assert (engine.load.num_running, engine.load.kv_blocks_used) == (0, 0)
+                assert (engine.stats.num_running, engine.stats.kv_blocks_used) == (0, 0)
                 return outputs
 
         for got, wanted in zip(asyncio.run(main()), expected, strict=True):

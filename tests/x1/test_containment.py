@@ -19,8 +19,8 @@ from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
-from folovllm.structured_output.guide import Guide
-from folovllm.structured_output.guides import Guides
+from folovllm.structured_output.grammar_matcher import GrammarMatcher
+from folovllm.structured_output.manager import StructuredOutputManager
 from tests.helpers import VOCAB_SIZE, tiny_checkpoint, tiny_tokenizer
 from tests.sequences import make_seq
 from tests.workloads import assert_nothing_left
@@ -37,13 +37,13 @@ VICTIM = {
 UNUSED = {"RequestState.output", "flush"}
 SIDES = {
     "engine": [
-        "InputProcessor.process", "Guides.add", "Guide.copy", "Guide.finish", "Guide.advance", "Guide.forced",
-        "fill_together", "RequestState", "RequestState.output", "added", "Scheduler.add", "append", "advance", "find_stop", "flush",
+        "InputProcessor.sequences", "StructuredOutputManager.add", "GrammarMatcher.copy", "GrammarMatcher.finish", "GrammarMatcher.accept_token", "GrammarMatcher.forced",
+        "fill_bitmasks", "RequestState", "RequestState.output", "added", "Scheduler.add", "append", "advance", "find_stop", "flush",
         "check_stop_conditions", "keep_logprobs", "decode",
     ],
     "server": [
-        "InputProcessor.process", "RequestState", "RequestState.pieces", "append", "advance", "find_stop", "flush", "add_message",
-        "Stream.feed", "Stream.check", "Counters.note_start", "with_text",
+        "InputProcessor.process", "RequestState", "RequestState.deltas", "append", "advance", "find_stop", "flush", "add_message",
+        "Stream.feed", "Stream.check", "Counters.record_start", "with_text",
     ],
 }  # fmt: skip
 
@@ -86,7 +86,7 @@ def ask(server: Background, fields: dict[str, Any]) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("server", "side"), [("thread", "engine"), ("thread", "server"), ("process", "engine")], indirect=["server"]
 )
-def test_a_fault_at_one_request(server: Background, side: str, request: pytest.FixtureRequest) -> None:
+def test_a_fault_at_one_request(server: Background, side: str) -> None:
     """Whole answers and streams that fail at all these calls, and between them others, which get their own texts."""
     right = ask(server, STORY)
     errors = itertools.cycle(faulty.ERRORS)
@@ -101,9 +101,8 @@ def test_a_fault_at_one_request(server: Background, side: str, request: pytest.F
         answers = list(clients.map(lambda fields: ask(server, fields), mixed))
     assert set(answers[1::3]) == {right}, "who did nothing wrong is answered as ever"
     del answers[1::3]
-    unused = UNUSED if request.node.callspec.params["server"] == "process" else {*UNUSED, "decode"}
     for victim, (status, said) in zip(victims, answers, strict=True):
-        is_unused = side == "engine" and victim["cache_salt"].split("|")[2] in unused
+        is_unused = side == "engine" and victim["cache_salt"].split("|")[2] in UNUSED
         assert status == (200 if is_unused else 500), (
             f"{victim['cache_salt']} is the server's own fault: {status} {said}"
         )
@@ -223,8 +222,8 @@ class TestFaults:
 
     def test_drafts_of_an_answer_whose_form_cannot_be_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
         faults = Faults()
-        guides, seq = Guides(tiny_tokenizer(), VOCAB_SIZE, faults), make_seq()
-        monkeypatch.setattr(Guide, "num_allowed", lambda self, guesses: 1 // 0)
-        guides._guides[seq] = object.__new__(Guide)
-        assert guides.trim(seq, [1, 2]) == [1, 2]
+        manager, seq = StructuredOutputManager(tiny_tokenizer(), VOCAB_SIZE, faults), make_seq()
+        monkeypatch.setattr(GrammarMatcher, "num_allowed", lambda self, guesses: 1 // 0)
+        manager._matchers[seq] = object.__new__(GrammarMatcher)
+        assert manager.trim(seq, [1, 2]) == [1, 2]
         assert list(faults.of) == [seq.request_id]

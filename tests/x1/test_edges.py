@@ -223,7 +223,7 @@ class TestHalfClosed:
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_probes_are_no_part_of_it(self, server: Background, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("folovllm.server.patience.PROBES", (0.0, 0.01, 0.02, 0.04))
+        monkeypatch.setattr("folovllm.server.http_protocol.PROBES", (0.0, 0.01, 0.02, 0.04))
         with connect(server, post(LONG | {"max_tokens": 40, "stream": stream})) as connection:
             connection.shutdown(socket.SHUT_WR)
             status, said = answer(connection)
@@ -234,7 +234,7 @@ class TestHalfClosed:
         self, server: Background, stream: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """It looks the same until something is sent."""
-        monkeypatch.setattr("folovllm.server.patience.PROBES", (0.01, 0.02))
+        monkeypatch.setattr("folovllm.server.http_protocol.PROBES", (0.01, 0.02))
         aborted = server.engine.counters.finished["abort"]
         with connect(server, post(LONG | {"n": 8, "stream": stream})):
             eventually(lambda: server.engine.num_open == 1)
@@ -244,7 +244,7 @@ class TestHalfClosed:
 
 def test_refused_but_still_sending(server: Background, monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes after a refusal is dropped, so that the client can read it; then the connection is closed."""
-    monkeypatch.setattr("folovllm.server.patience.LAST_SECONDS", 0.05)
+    monkeypatch.setattr("folovllm.server.http_protocol.LAST_SECONDS", 0.05)
     with connect(server, b"GET / HTTP/1.1\r\nX: " + b"y" * MEGABYTE) as connection:
         begun = time.monotonic()
         with pytest.raises(OSError):
@@ -268,7 +268,7 @@ def test_nobody_is_waited_for_behind_an_answer(
     """Bytes that begin no request keep a connection no longer than a head without end does; the answer comes all the same."""
     with connect(server, wire) as connection:
         said = b"" if behind[:1] == b"G" else connection.recv(1 << 16)
-        monkeypatch.setattr("folovllm.server.patience.HEADER_SECONDS", 0.05)
+        monkeypatch.setattr("folovllm.server.http_protocol.HEADER_SECONDS", 0.05)
         connection.sendall(behind)
         said += read_all(connection)
     assert said.count(b"HTTP/1.1 ") == 1 and said.startswith(b"HTTP/1.1 %d" % status)

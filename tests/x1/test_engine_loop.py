@@ -5,18 +5,18 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from folovllm.config import EngineConfig
 from folovllm.faults import RequestFailed
+from folovllm.request import Request
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.engine_loop import EngineLoop, run_engine
-from folovllm.server.messages import Abort, Add, Command, Failure, News, Ready, Step, Stop
+from folovllm.server.messages import Abort, Add, Command, EngineMessage, Failure, Ready, Step, Stop
 from tests.helpers import tiny_checkpoint
 from tests.tiny import worked_case
-from tests.x1.scripted import A, ScriptedEngine
+from tests.x1.scripted import A, ScriptedEngine, request_of
 
 
 class LoggingEngine(ScriptedEngine):
@@ -28,9 +28,9 @@ class LoggingEngine(ScriptedEngine):
         self.fails: Exception | None = None
         self.fails_after: Exception | None = None
 
-    def add_request(self, request_id: str, prompt: Any, params: SamplingParams, **extra: Any) -> None:
-        self.log.append(f"add {request_id}")
-        super().add_request(request_id, prompt, params, **extra)
+    def add_checked(self, request: Request) -> None:
+        self.log.append(f"add {request.request_id}")
+        super().add_checked(request)
 
     def abort_request(self, request_id: Iterable[str]) -> None:
         ids = list(request_id)
@@ -50,7 +50,7 @@ class ScriptedLink:
     """Hands out a list of commands at each look, and writes down what is said."""
 
     def __init__(self, *script: list[Command], log: list[str] | None = None) -> None:
-        self.script, self.log, self.sent = list(script), [] if log is None else log, list[News]()
+        self.script, self.log, self.sent = list(script), [] if log is None else log, list[EngineMessage]()
 
     def receive(self, wait: bool) -> list[Command]:
         self.log.append("wait for commands" if wait else "look for commands")
@@ -59,14 +59,14 @@ class ScriptedLink:
         assert not wait, "the script is over, and a loop that waits now waits for ever"
         return []
 
-    def send(self, news: News) -> None:
-        self.sent.append(news)
-        if isinstance(news, Step):
-            self.log.append(f"say {[delta.number for delta in news.deltas]}")
+    def send(self, message: EngineMessage) -> None:
+        self.sent.append(message)
+        if isinstance(message, Step):
+            self.log.append(f"say {[delta.number for delta in message.deltas]}")
 
 
 def add(number: int, max_tokens: int = 9) -> Add:
-    return Add(number, [1, 2, 3], SamplingParams(max_tokens=max_tokens))
+    return Add(number, request_of(number, [1, 2, 3], SamplingParams(max_tokens=max_tokens)))
 
 
 def loop_of(*script: list[Command]) -> tuple[EngineLoop, LoggingEngine, ScriptedLink]:
@@ -97,7 +97,7 @@ class TestTurn:
         loop, engine, link = loop_of([add(0, max_tokens=3)], [], [])
         for _ in range(3):
             assert loop.turn(), "nobody has said stop"
-        tokens = [delta.token_ids for news in link.sent if isinstance(news, Step) for delta in news.deltas]
+        tokens = [delta.token_ids for message in link.sent if isinstance(message, Step) for delta in message.deltas]
         assert [ids for ids in tokens if ids] == [[A], [A + 1], [A + 2]], "a step a turn, and what it drew goes out"
         assert engine.log.count("wait for commands") == 1, "only the first turn found the engine without work"
 
@@ -125,7 +125,7 @@ class TestTurn:
         assert "abort 9" in engine.log, "a refusal ends nothing: what arrived after it is taken in, too"
         engine.refuses = None
         loop.turn()
-        refused = [[each.number for each in news.refused] for news in link.sent if isinstance(news, Step)]
+        refused = [[each.number for each in message.refused] for message in link.sent if isinstance(message, Step)]
         assert refused == [[0, 1], []], "both are refused in the first turn's message, and nobody in the second's"
 
     def test_commands_are_taken_in_their_order(self) -> None:
@@ -157,12 +157,10 @@ class TestTurn:
 
     def test_the_request_is_handed_on_whole(self) -> None:
         params = SamplingParams(max_tokens=5)
-        loop, engine, _ = loop_of([Add(7, [1, 2], params, -3, "salt")])
+        request = request_of(7, [1, 2], params, priority=-3, cache_salt="salt")
+        loop, engine, _ = loop_of([Add(7, request)])
         loop.turn()
-        request = engine.requests["7"]
-        assert (request["params"], request["priority"], request["cache_salt"]) == (params, -3, "salt"), (
-            "parameters, priority and salt arrive at the engine"
-        )
+        assert engine.requests["7"]["request"] == request, "parameters, priority and salt arrive at the engine"
 
     def test_who_fails_in_a_step_is_told_and_the_others_go_on(self) -> None:
         loop, engine, link = loop_of([add(0), add(1)], [add(2)])
@@ -197,7 +195,7 @@ class TestRunEngine:
         setup = pickle.loads(ready.setup)
         assert setup.path == engine.setup.path, "and its set-up, pickled"
         assert type(setup.hf_config) is SimpleNamespace, "`plain`: a class of the model's own may not exist elsewhere"
-        assert [type(news) for news in steps] == [Step, Step], "a message a turn until Stop, and nothing after it"
+        assert [type(message) for message in steps] == [Step, Step], "a message a turn until Stop, and nothing after it"
         assert engine.is_closed, "whoever builds an engine closes it"
 
     def test_an_exception_in_a_step_is_the_last_word(self) -> None:
@@ -225,7 +223,7 @@ class TestRunEngine:
         """The server is gone: the link raises, also for the last word."""
 
         class Broken(ScriptedLink):
-            def send(self, news: News) -> None:
+            def send(self, message: EngineMessage) -> None:
                 raise BrokenPipeError("nobody reads")
 
         engine = LoggingEngine()
@@ -237,10 +235,10 @@ class TestRunEngine:
         """Though nothing was said to be ready yet."""
 
         class NotReady(ScriptedLink):
-            def send(self, news: News) -> None:
-                if isinstance(news, Ready):
+            def send(self, message: EngineMessage) -> None:
+                if isinstance(message, Ready):
                     raise ValueError("cannot be sent")
-                super().send(news)
+                super().send(message)
 
         link = NotReady()
         assert run(link, LoggingEngine()) is False, "it did not end well"

@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from folovllm.engine.output_processor import RequestState
+from folovllm.server.aggregator import Served
 from folovllm.server.config import ServerConfig
-from folovllm.server.digest import Served
-from folovllm.server.stream import Mailbox, Stream
+from folovllm.server.stream import OutputCollector, Stream
 from tests.helpers import tiny_checkpoint
 from tests.x1.background import PATIENCE, Background, eventually
 
@@ -204,7 +204,7 @@ class TestClientsThatSayNothing:
         story = STORY | {"stream": True}
         with raw(server, story | {"max_tokens": 1}) as connection:
             assert read_to_the_end(connection)
-            monkeypatch.setattr("folovllm.server.patience.HEADER_SECONDS", 0.05)
+            monkeypatch.setattr("folovllm.server.http_protocol.HEADER_SECONDS", 0.05)
             monkeypatch.setattr("folovllm.server.app.BODY_SECONDS", 0.05)
             connection.sendall(bytes_of(story))
             assert read_to_the_end(connection) == whole_story
@@ -212,7 +212,7 @@ class TestClientsThatSayNothing:
             with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection:
                 connection.sendall(begun)
                 assert connection.recv(1) == b""
-        monkeypatch.setattr("folovllm.server.patience.HEADER_SECONDS", PATIENCE)
+        monkeypatch.setattr("folovllm.server.http_protocol.HEADER_SECONDS", PATIENCE)
         with raw(server, STORY, cut=1) as connection:
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408")
 
@@ -292,5 +292,10 @@ class TestSoak:
     @staticmethod
     def left() -> Counter[str]:
         gc.collect()
-        kinds = (Stream, RequestState, Served, Mailbox)  # the scheduler's rows keep the sequences of its last step
+        kinds = (
+            Stream,
+            RequestState,
+            Served,
+            OutputCollector,
+        )  # the scheduler's rows keep the sequences of its last step
         return Counter(type(thing).__name__ for thing in gc.get_objects() if isinstance(thing, kinds))

@@ -21,8 +21,8 @@ from transformers import AutoTokenizer
 from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.config import ServerConfig
+from folovllm.structured_output.choice import ChoiceGrammar, Choices
 from folovllm.structured_output.guidance import LIMITS
-from folovllm.structured_output.matcher import ChoiceMatcher, Choices
 from folovllm.structured_output.vocabulary import Vocabulary, read_vocabulary
 from folovllm.structured_outputs import GrammarLimits, StructuredOutputsParams
 from tests.helpers import tiny_checkpoint
@@ -258,14 +258,14 @@ class TestChoices:
         shared, counted = Choices(vocabulary, choices, [0]), vocabulary.ids_of
         assert isinstance(counted, Counted)
         first, words = shared.mask(b"", 9), np.empty(9, np.int32)
-        answers, counted.num_asked = [ChoiceMatcher(shared) for _ in range(128)], 0
+        answers, counted.num_asked = [ChoiceGrammar(shared) for _ in range(128)], 0
         for answer in answers:
             answer.fill(words)
             assert (words == first).all()
         assert counted.num_asked == 0, "all answers that are at the same place share a mask"
         for answer in answers:
             chosen = rng.choice(choices)
-            assert answer.advance(chosen[0]) and answer.advance(chosen[1])
+            assert answer.accept_token(chosen[0]) and answer.accept_token(chosen[1])
             answer.fill(words)
         assert counted.num_asked < 128 * vocabulary.longest * (1 + len(choices) // 64)
 

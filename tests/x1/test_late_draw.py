@@ -50,7 +50,7 @@ FORM = {"choice": ["x"]}  # makes a request one whose draws wait; `Script` says 
 
 
 class Script:
-    """In place of the guides: each answer must draw one certain token next, known only once all before it have come."""
+    """In place of the manager: each answer must draw one certain token next, known only once all before it have come."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -69,14 +69,14 @@ class Script:
         return drawn
 
     def add(self, seqs: SequenceOf[Sequence]) -> None:
-        """As `Guides`; nothing is compiled."""
+        """As `StructuredOutputManager`; nothing is compiled."""
 
-    def concern(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> bool:
-        """As `Guides`."""
+    def needs_mask(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> bool:
+        """As `StructuredOutputManager`."""
         return any(share.num_draws and has_form(seq) for share, seq in zip(output.shares, seqs, strict=True))
 
-    def masks(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> Masks:
-        """As `Guides`."""
+    def bitmasks(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> Masks:
+        """As `StructuredOutputManager`."""
         pairs = zip(output.shares, seqs, strict=True)
         drawn = [(share.row, seq) for share, seq in pairs if share.num_draws and has_form(seq)]
         bits = np.zeros((len(drawn), mask_width(self._vocab_size)), np.int32)
@@ -84,13 +84,13 @@ class Script:
             bits[i] = mask_of([self.next(seq.num_prompt_tokens, self._drawn[seq.seq_id])], self._vocab_size)
         return Masks(np.array([row for row, _ in drawn], np.int32), bits)
 
-    def advance(self, seqs: Iterable[Sequence], token_ids: Iterable[list[int]]) -> None:
-        """As `Guides`."""
+    def accept_tokens(self, seqs: Iterable[Sequence], token_ids: Iterable[list[int]]) -> None:
+        """As `StructuredOutputManager`."""
         for seq, tokens in zip(seqs, token_ids, strict=True):
             self._drawn[seq.seq_id] += tokens
 
     def broken(self, seqs: Iterable[Sequence]) -> list[Sequence]:
-        """As `Guides`; none ever is."""
+        """As `StructuredOutputManager`; none ever is."""
         return []
 
 

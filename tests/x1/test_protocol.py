@@ -14,13 +14,24 @@ from hypothesis import strategies as st
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 from folovllm.server.admission import Admission
 from folovllm.server.async_engine import AsyncEngine
-from folovllm.server.counters import Histogram
 from folovllm.server.errors import ApiError
-from folovllm.server.messages import Abort, Add, Delta, Frames, Load, Step, decode_command, decode_news, encode, frame
+from folovllm.server.messages import (
+    Abort,
+    Add,
+    Delta,
+    Frames,
+    SchedulerStats,
+    Step,
+    decode_command,
+    decode_message,
+    encode,
+    frame,
+)
+from folovllm.server.metrics import Histogram
 from folovllm.server.protocol import ChatRequest, CompletionRequest, parse
 from folovllm.server.requests import chat_params, completion_params, prompts_of
 from tests.helpers import tiny_checkpoint
-from tests.x1.scripted import HandTransport
+from tests.x1.scripted import HandTransport, request_of
 
 
 def completion(**fields: Any) -> CompletionRequest:
@@ -153,14 +164,28 @@ class TestMessages:
 
     def test_there_and_back(self) -> None:
         params = SamplingParams(n=2, stop=["a"], seed=2**62, max_tokens=None, temperature=np.float32(0.5))
-        for command in (Add(1, [1, 2], params, -3, "salt"), Abort(2**40)):
+        for command in (
+            Add(
+                1,
+                request_of(
+                    1,
+                    [1, 2],
+                    params,
+                    priority=-3,
+                    cache_salt="salt",
+                    bad_words=((5, 6), (7,)),
+                    eos_token_ids=frozenset({1, 2}),
+                ),
+            ),
+            Abort(2**40),
+        ):
             assert decode_command(encode(command)) == command
-        news = Step([Delta(1, 0, [5], "stop", 3, [[(5, -0.5, 1), (6, -1.5, 2)]])], Load(1, 2))
-        assert decode_news(encode(news)) == news
+        message = Step([Delta(1, 0, [5], "stop", 3, [[(5, -0.5, 1), (6, -1.5, 2)]])], SchedulerStats(1, 2))
+        assert decode_message(encode(message)) == message
 
     def test_numpy_numbers_are_numbers(self) -> None:
-        add = Add(1, [1], SamplingParams(seed=np.int64(3), stop_token_ids=[np.int32(4)]))
-        assert decode_command(encode(add)).params.stop_token_ids == [4]
+        add = Add(1, request_of(1, [1], SamplingParams(seed=np.int64(3), stop_token_ids=[np.int32(4)])))
+        assert decode_command(encode(add)).request.params.stop_token_ids == [4]
 
 
 class TestAdmission:
@@ -191,5 +216,5 @@ class TestAdmission:
 def test_a_histogram_counts_what_is_at_most_a_bound() -> None:
     histogram = Histogram((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 9.0):
-        histogram.note(value)
+        histogram.record(value)
     assert (histogram.counts, histogram.sum) == ([2, 1, 1], 12.0)

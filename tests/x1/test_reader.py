@@ -12,16 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from folovllm.outputs import CompletionOutput
+from folovllm.engine.output_processor import OutputDelta
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.errors import ApiError
-from folovllm.server.messages_in import checked
 from folovllm.server.protocol import ChatRequest
 from folovllm.server.reader import AnswerReader, reading_of
 from folovllm.server.reasoning import ReasoningSplitter
 from folovllm.server.replies import ChatMessage
+from folovllm.server.requests import call_grammar, checked, offered
 from folovllm.server.tool_calls import ToolCallParser
-from folovllm.server.tools import call_grammar, offered
 from folovllm.structured_outputs import StructuredOutputsParams
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>'
@@ -38,7 +37,7 @@ def read(pieces: list[str], reader: AnswerReader, finish: str = "stop") -> tuple
     content, thought, calls, reason = "", "", {}, None
     for i, piece in enumerate(pieces):
         last = i == len(pieces) - 1
-        news, reason = reader.news(CompletionOutput(0, piece, [], finish_reason=finish if last else None))
+        news, reason = reader.read(OutputDelta(0, piece, None, finish if last else None, None))
         content += news.content if isinstance(news.content, str) else ""
         thought += news.reasoning_content or ""
         for call in news.tool_calls or ():
@@ -118,7 +117,7 @@ def test_letter_by_letter_and_whole(
 ) -> None:
     message, _ = read([*text, ""], reader(parser, prompt))
     assert (message.reasoning_content, message.content, message.tool_calls) == (thought, content, calls)
-    whole, reason = reader(parser, prompt).whole(CompletionOutput(0, text, [], finish_reason="stop"))
+    whole, reason = reader(parser, prompt).read(OutputDelta(0, text, None, "stop", None), is_whole=True)
     assert [[c.function.name, c.function.arguments] for c in whole.tool_calls or ()] == (calls or [])  # type: ignore[union-attr]
     assert (whole.reasoning_content, whole.content or "") == (thought, content)
     assert all(call.index is None and call.id for call in whole.tool_calls or ())

@@ -19,7 +19,7 @@ from folovllm.engine.setup import set_up
 from folovllm.models.files import load_tokenizer
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 from folovllm.server.messages import Delta
-from folovllm.server.stream import Mailbox, Stream
+from folovllm.server.stream import OutputCollector, Stream
 from tests.helpers import tiny_checkpoint
 from tests.tiny import worked_case
 
@@ -40,11 +40,11 @@ def ids_of(text: str) -> list[int]:
     return found
 
 
-def stream_of(params: SamplingParams = DELTAS, mailbox: Mailbox | None = None, number: int = 0) -> Stream:
+def stream_of(params: SamplingParams = DELTAS, collector: OutputCollector | None = None, number: int = 0) -> Stream:
     """A stream whose request came at second 0."""
     _, processor = parts()
     seqs = processor.process("", [1, 2, 3], params, 0, None)
-    return Stream(number, str(number), seqs, 0.0, mailbox or Mailbox(), lambda stream: None)
+    return Stream(number, str(number), seqs, 0.0, collector or OutputCollector(), lambda stream: None)
 
 
 def run(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
@@ -94,8 +94,8 @@ class TestFeed:
             if name == "# # c":
                 stream.feed(Delta(0, 0, [], "stop"), 1.0)
             got[name] = text_of(stream)
-        got["why"] = stream._seqs[0].stop_reason
-        got["tokens counted"] = stream.state.metrics.num_generated_tokens
+        got["why"] = stream.seqs[0].stop_reason
+        got["tokens counted"] = stream.metrics.num_generated_tokens
         says = "one character is held back, as it could begin ##, until the end; half an é waits; c comes after ##: too late"
         expected = ["a", "", "b", "é", "##", 6]
         worked_case("x1.3", got, dict(zip(got, expected, strict=True)), says)
@@ -105,11 +105,11 @@ class TestFeed:
         assert not stream.has_begun, "no token has come"
         for now in (3.0, 4.0):
             stream.feed(Delta(0, 0, ids_of("a"), num_cached_tokens=2), now)
-        metrics = stream.state.metrics
+        metrics = stream.metrics
         assert (metrics.first_token_time, metrics.num_generated_tokens) == (3.0, 2), (
             "the first came at second 3; two came"
         )
-        assert stream._seqs[0].num_cached_tokens == 2, "of the prompt 2 tokens were found in the cache"
+        assert stream.seqs[0].num_cached_tokens == 2, "of the prompt 2 tokens were found in the cache"
         assert stream.newest == [4.0], "the newest came at second 4"
 
     def test_the_first_tokens_of_several_answers(self) -> None:
@@ -117,10 +117,8 @@ class TestFeed:
         stream = stream_of(replace(DELTAS, n=2))
         stream.feed(Delta(0, 1, ids_of("x"), num_cached_tokens=2), 3.0)
         stream.feed(Delta(0, 0, ids_of("a"), num_cached_tokens=9), 4.0)
-        assert stream.state.metrics.first_token_time == 3.0, "of all answers the first token came at second 3"
-        assert stream._seqs[0].num_cached_tokens == 2, (
-            "what was found when the first began; the first sequence notes it"
-        )
+        assert stream.metrics.first_token_time == 3.0, "of all answers the first token came at second 3"
+        assert stream.seqs[0].num_cached_tokens == 2, "what was found when the first began; the first sequence notes it"
         assert stream.newest == [4.0, 3.0], "each answer has a newest time of its own"
 
     def test_log_probabilities_of_the_prompt(self) -> None:
@@ -128,10 +126,10 @@ class TestFeed:
         stream = stream_of(replace(DELTAS, prompt_logprobs=0))
         for now, token in ((1.0, 2), (2.0, 3)):
             stream.feed(Delta(0, 0, prompt_logprobs=[[(token, -0.5, 1)]]), now)
-        assert [list(row) for row in stream._seqs[0].prompt_logprobs] == [[2], [3]], (
+        assert [list(row) for row in stream.seqs[0].prompt_logprobs] == [[2], [3]], (
             "a row for each token of the prompt that a step scored, in `prompt_logprobs` of the first sequence"
         )
-        assert not stream._seqs[0].logprobs, "they are not the answer's"
+        assert not stream.seqs[0].logprobs, "they are not the answer's"
         assert not stream.has_begun, "no token has come: a chunk of the prompt is not the first token's time"
 
     def test_no_text_is_made_before_the_reader_looks(self) -> None:
@@ -142,7 +140,7 @@ class TestFeed:
             calls.append(ids)
             return str(parts()[0].decode(ids))
 
-        stream._seqs[0].detokenizer = IncrementalDetokenizer(decode)
+        stream.seqs[0].detokenizer = IncrementalDetokenizer(decode)
         for letter in "abcdefgh":
             stream.feed(Delta(0, 0, ids_of(letter)), 1.0)
         assert len(calls) == 0, (
@@ -180,7 +178,7 @@ class TestFeed:
                 answer.finish_reason,
                 answer.stop_reason,
                 output.finished,
-                stream.state.metrics.finish_time,
+                stream.metrics.finish_time,
             )
 
         said = ("a", "stop", ids_of("z")[0], True, 2.0)
@@ -192,28 +190,28 @@ class TestFeed:
         stream.feed(Delta(0, 0, ids_of("a")), 1.0)
         stream.feed(Delta(0, 0, ids_of("z"), "stop"), 2.0)
         assert stream.is_finished, "it was said to have ended"
-        assert stream._seqs[0].stop_reason == ids_of("z")[0], "z stopped it, and came with the end"
+        assert stream.seqs[0].stop_reason == ids_of("z")[0], "z stopped it, and came with the end"
 
     def test_a_stop_token_within_a_piece_of_several_tokens(self) -> None:
         """No stop string was asked for."""
         stream = stream_of(replace(DELTAS, stop_token_ids=ids_of("z")))
         stream.feed(Delta(0, 0, ids_of("azb"), "stop"), 1.0)
         assert text_of(stream) == "a", "z ends the answer, and b was drawn after the end"
-        assert stream.state.metrics.num_generated_tokens == 2, "a and z; what comes after the end is not counted"
+        assert stream.metrics.num_generated_tokens == 2, "a and z; what comes after the end is not counted"
 
     def test_an_answer_without_a_token_was_stopped_by_none(self) -> None:
         """It was given up: that its prompt ends in a stop token says nothing."""
         stream = stream_of(SamplingParams(stop_token_ids=[1, 2, 3]))
         stream.feed(Delta(0, 0, [], "abort"), 1.0)
         assert stream.is_finished, "to be given up is an end"
-        assert stream._seqs[0].stop_reason is None, "it wrote no token, so none of its own stopped it"
+        assert stream.seqs[0].stop_reason is None, "it wrote no token, so none of its own stopped it"
 
     def test_who_wants_the_whole_is_not_woken_before_the_end(self) -> None:
-        mailbox = Mailbox()
-        stream = stream_of(replace(DELTAS, output_kind=RequestOutputKind.FINAL_ONLY), mailbox)
+        collector = OutputCollector()
+        stream = stream_of(replace(DELTAS, output_kind=RequestOutputKind.FINAL_ONLY), collector)
 
         async def main() -> list[bool]:
-            waiting = asyncio.ensure_future(mailbox.get())
+            waiting = asyncio.ensure_future(collector.get())
             seen = []
             for delta in (Delta(0, 0, ids_of("a")), Delta(0, 0, ids_of("b")), Delta(0, 0, [], "length")):
                 stream.feed(delta, 1.0)
@@ -225,19 +223,19 @@ class TestFeed:
         assert run(main) == [False, False, True], "a token is no news for it, only the end is"
 
     def test_who_wants_the_whole_waits_for_all_answers(self) -> None:
-        mailbox = Mailbox()
-        stream = stream_of(replace(DELTAS, n=2, output_kind=RequestOutputKind.FINAL_ONLY), mailbox)
+        collector = OutputCollector()
+        stream = stream_of(replace(DELTAS, n=2, output_kind=RequestOutputKind.FINAL_ONLY), collector)
         stream.feed(Delta(0, 1, ids_of("x"), "length"), 1.0)
-        assert mailbox._fresh == [], "one of two answers is over: its reader wants both"
+        assert collector._fresh == [], "one of two answers is over: its reader wants both"
         stream.feed(Delta(0, 0, ids_of("a"), "length"), 2.0)
-        assert mailbox._fresh == [stream], "now both are"
+        assert collector._fresh == [stream], "now both are"
 
     def test_a_stream_is_in_the_mailbox_once(self) -> None:
-        mailbox = Mailbox()
-        stream = stream_of(mailbox=mailbox)
+        collector = OutputCollector()
+        stream = stream_of(collector=collector)
         for letter in "abc":
             stream.feed(Delta(0, 0, ids_of(letter)), 1.0)
-        assert mailbox._fresh == [stream], (
+        assert collector._fresh == [stream], (
             "three tokens came before the reader looked: it is told of them once (`_tell`)"
         )
 
@@ -254,20 +252,20 @@ class TestFeed:
         stream.feed(Delta(0, 0, ids_of("abc")), 1.0)
         stream.feed(Delta(0, 0, [], "stop"), 1.0)
         assert text_of(stream) == "a", "b ends the answer, and c was drawn after the end"
-        assert stream.state.metrics.num_generated_tokens == 2, "a and b; what comes after the end is not counted"
+        assert stream.metrics.num_generated_tokens == 2, "a and b; what comes after the end is not counted"
 
     def test_a_stop_token_among_several_that_came_together(self) -> None:
         stream = stream_of(replace(DELTAS, stop_token_ids=ids_of("b")))
         stream.feed(Delta(0, 0, ids_of("abc"), "stop"), 1.0)
         assert text_of(stream) == "a", "b ends the answer and is no text, and c was drawn after the end"
-        assert stream.state.metrics.num_generated_tokens == 2, "a and b; what comes after the end is not counted"
+        assert stream.metrics.num_generated_tokens == 2, "a and b; what comes after the end is not counted"
 
     def test_what_was_drawn_behind_the_end_is_in_no_sum(self) -> None:
         stream = stream_of(replace(DELTAS, stop=["b"], logprobs=0))
         rows = [[(token, -(2.0**i), 1)] for i, token in enumerate(ids_of("abc"))]
         stream.feed(Delta(0, 0, ids_of("abc"), None, 0, rows), 1.0)
         stream.feed(Delta(0, 0, [], "stop"), 1.0)
-        (answer,) = stream.state.output().outputs
+        (answer,) = stream.output().outputs
         assert (answer.cumulative_logprob, len(answer.logprobs or ())) == (-3.0, 2), "c was drawn behind the end"
 
     @given(st.text("aé#€", max_size=12), st.data())
@@ -291,12 +289,12 @@ class TestFeed:
 class TestMailbox:
     def test_one_wake_up_for_many(self) -> None:
         async def main() -> list[int]:
-            mailbox = Mailbox()
-            streams = [stream_of(mailbox=mailbox, number=i) for i in range(3)]
-            waiting = asyncio.ensure_future(mailbox.get())
+            collector = OutputCollector()
+            streams = [stream_of(collector=collector, number=i) for i in range(3)]
+            waiting = asyncio.ensure_future(collector.get())
             await turns()
             assert not woken(waiting), "nobody has news: it waits"
-            assert mailbox._waiter is not None and not mailbox._waiter.done(), (
+            assert collector._waiter is not None and not collector._waiter.done(), (
                 "it waits on a future, and takes no time; who asks again and again keeps a core busy"
             )
             for stream in streams[:2]:
@@ -309,9 +307,9 @@ class TestMailbox:
 
     def test_news_that_are_there_are_not_waited_for(self) -> None:
         async def main() -> list[int]:
-            mailbox = Mailbox()
-            stream_of(mailbox=mailbox, number=4).feed(Delta(0, 0, ids_of("a")), 1.0)
-            waiting = asyncio.ensure_future(mailbox.get())
+            collector = OutputCollector()
+            stream_of(collector=collector, number=4).feed(Delta(0, 0, ids_of("a")), 1.0)
+            waiting = asyncio.ensure_future(collector.get())
             await turns()
             assert woken(waiting), "the news came before the reader, and nobody will say it again"
             return [stream.number for stream in waiting.result()]
@@ -320,12 +318,12 @@ class TestMailbox:
 
     def test_news_are_handed_out_once(self) -> None:
         async def main() -> bool:
-            mailbox = Mailbox()
-            stream = stream_of(mailbox=mailbox)
+            collector = OutputCollector()
+            stream = stream_of(collector=collector)
             stream.feed(Delta(0, 0, ids_of("a")), 1.0)
-            await mailbox.get()
+            await collector.get()
             stream.take()
-            waiting = asyncio.ensure_future(mailbox.get())
+            waiting = asyncio.ensure_future(collector.get())
             await turns()
             assert not woken(waiting), "there is nothing new: it waits"
             stream.feed(Delta(0, 0, ids_of("b")), 1.0)
@@ -338,12 +336,12 @@ class TestMailbox:
         """A step serves many streams before the event loop turns: only the first of them wakes the reader."""
 
         async def main() -> int:
-            mailbox = Mailbox()
-            waiting = asyncio.ensure_future(mailbox.get())
+            collector = OutputCollector()
+            waiting = asyncio.ensure_future(collector.get())
             await turns()
             assert not woken(waiting), "there are no news yet"
             for i in range(3):
-                mailbox.put(stream_of(mailbox=mailbox, number=i))
+                collector.put(stream_of(collector=collector, number=i))
             await turns()
             return len(await waiting)
 
@@ -351,14 +349,14 @@ class TestMailbox:
 
     def test_a_reader_that_was_cancelled_is_not_woken(self) -> None:
         async def main() -> list[int]:
-            mailbox = Mailbox()
-            waiting = asyncio.ensure_future(mailbox.get())
+            collector = OutputCollector()
+            waiting = asyncio.ensure_future(collector.get())
             await turns()
             assert not woken(waiting), "there are no news yet"
             waiting.cancel()
             await turns()
-            mailbox.put(stream_of(mailbox=mailbox, number=9))
-            return [stream.number for stream in await mailbox.get()]
+            collector.put(stream_of(collector=collector, number=9))
+            return [stream.number for stream in await collector.get()]
 
         assert run(main) == [9], "the next reader finds what came meanwhile"
 

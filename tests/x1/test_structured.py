@@ -24,8 +24,8 @@ from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.async_engine import AsyncEngine
-from folovllm.structured_output.guidance import GuidanceMatcher, check_form, make_tokenizer, tokenizer_json
-from folovllm.structured_output.guides import Guides
+from folovllm.structured_output.guidance import GuidanceGrammar, check_grammar, make_tokenizer, tokenizer_json
+from folovllm.structured_output.manager import StructuredOutputManager
 from folovllm.structured_outputs import StructuredOutputsParams
 from tests.helpers import prompts, tiny_checkpoint, tiny_tokenizer
 from tests.m6.test_overlap import assert_clean
@@ -202,7 +202,7 @@ class TestOthers:
         with engine("m6") as llm:
             executor = llm.engine.executor
             monkeypatch.setattr(executor, "forward", None)
-            monkeypatch.setattr(Guides, "masks", None)
+            monkeypatch.setattr(StructuredOutputManager, "bitmasks", None)
             llm.generate(INPUTS[:4], FREE, use_tqdm=False)
             assert {name for _, name in executor._worker.runner._graphs._graphs} == {"_decode"}
 
@@ -258,7 +258,7 @@ class TestOthers:
             llm.engine.abort_request("gone")
             assert not llm.engine.has_unfinished_requests()
             llm.generate(INPUTS[0], FREE, use_tqdm=False)
-            assert not llm.engine._logits_mask._guides
+            assert not llm.engine._logits_mask._matchers
 
 
 @pytest.fixture(scope="module")
@@ -331,7 +331,7 @@ class TestCorners:
         assert asyncio.run(last()).prompt_logprobs == dead.prompt_logprobs
 
     def test_a_grammar_that_becomes_too_complex(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(GuidanceMatcher, "advance", lambda self, token_id: False)
+        monkeypatch.setattr(GuidanceGrammar, "accept_token", lambda self, token_id: False)
         assert one(llm, regex="[a-z]{9}").finish_reason == "abort"
 
     def test_from_behind_a_text(self) -> None:
@@ -405,7 +405,7 @@ class TestErrors:
     def test_nonsense(self, form: dict[str, Any]) -> None:
         """Whatever is asked for: it is taken, or refused in a sentence."""
         try:
-            check_form(StructuredOutputsParams(**form), library_tokenizer())
+            check_grammar(StructuredOutputsParams(**form), library_tokenizer())
         except ValueError as error:
             assert len(str(error)) > 10
 
@@ -426,16 +426,16 @@ class TestErrors:
 
     def test_a_tokenizer_that_cannot_be_read(self, caplog: pytest.LogCaptureFixture) -> None:
         """An engine that is prepared for forms starts all the same, and says so once; a request is told."""
-        guides = Guides(object(), 259)  # type: ignore[arg-type]
-        guides.prepare({1})
+        manager = StructuredOutputManager(object(), 259)  # type: ignore[arg-type]
+        manager.prepare({1})
         assert "cannot be had with this tokenizer" in caplog.text
         seq = make_seq(structured_outputs={"regex": "a"})
         seq.request = replace(seq.request, eos_token_ids=frozenset({1}))
         with pytest.raises(ValueError, match="cannot be had with this tokenizer"):
-            guides.add([seq])
+            manager.add([seq])
         seq = make_seq(structured_outputs={"choice": ["a"]}, stop_token_ids=[3])
         with pytest.raises(ValueError, match="tokens stand for bytes"):
-            guides.add([seq])
+            manager.add([seq])
 
     def test_a_model_without_an_end(self, llm: LLM) -> None:
         processor = llm.engine._processor

@@ -16,11 +16,10 @@ from folovllm.spec_decode.speculation import Speculation
 from folovllm.step.masks import Masks
 from folovllm.step.schedule import SchedulerOutput, Share
 from folovllm.structured_output import guidance
-from folovllm.structured_output import guides as guides_module
-from folovllm.structured_output.guidance import GuidanceMatcher
-from folovllm.structured_output.guide import Guide
-from folovllm.structured_output.guides import Guides
-from folovllm.structured_output.matcher import Words
+from folovllm.structured_output import manager as manager_module
+from folovllm.structured_output.grammar_matcher import Bitmask, GrammarMatcher
+from folovllm.structured_output.guidance import GuidanceGrammar
+from folovllm.structured_output.manager import StructuredOutputManager
 from folovllm.structured_outputs import StructuredOutputsParams
 from tests.helpers import VOCAB_SIZE, tiny_tokenizer
 from tests.x3.guessing_loop import sequence
@@ -36,13 +35,13 @@ class DeadEnd:
     def __init__(self, is_dead: bool = False) -> None:
         self._is_dead = is_dead
 
-    def fill(self, words: Words) -> None:
+    def fill(self, words: Bitmask) -> None:
         words[:] = 0 if self._is_dead else ANY
 
     def is_accepting(self) -> bool:
         return False
 
-    def advance(self, token_id: int) -> bool:
+    def accept_token(self, token_id: int) -> bool:
         self._is_dead = token_id == NOTHING_BEHIND
         return token_id <= LAST
 
@@ -56,10 +55,10 @@ class DeadEnd:
         return DeadEnd(self._is_dead)
 
 
-def guides_of(seq: Any) -> Guides:
-    guides = Guides(None, 32)  # type: ignore[arg-type]
-    guides._guides[seq] = Guide(DeadEnd(), end_ids=[9])
-    return guides
+def manager_of(seq: Any) -> StructuredOutputManager:
+    manager = StructuredOutputManager(None, 32)  # type: ignore[arg-type]
+    manager._matchers[seq] = GrammarMatcher(DeadEnd(), end_ids=[9])
+    return manager
 
 
 def step(seq: Any, guesses: list[int]) -> SchedulerOutput:
@@ -69,14 +68,14 @@ def step(seq: Any, guesses: list[int]) -> SchedulerOutput:
 
 def test_a_form_is_asked_for_no_more_than_it_allows_and_never_for_an_end() -> None:
     seq = sequence([1, 1, 1], 8)
-    guides = guides_of(seq)
-    assert guides.trim(seq, [1, 3, 4, 1]) == [1, 3]
-    assert guides.trim(seq, [1, 9, 1]) == [1], "behind an end there is nothing to guess"
+    manager = manager_of(seq)
+    assert manager.trim(seq, [1, 3, 4, 1]) == [1, 3]
+    assert manager.trim(seq, [1, 9, 1]) == [1], "behind an end there is nothing to guess"
 
 
 def test_each_draw_has_its_own_mask() -> None:
     seq = sequence([1, 1, 1], 8)
-    masks = guides_of(seq).masks(step(seq, [1, 3]), [seq])
+    masks = manager_of(seq).bitmasks(step(seq, [1, 3]), [seq])
     assert masks.rows.tolist() == [5, 5, 5] and masks.bits.tolist() == [[ANY]] * 3
 
 
@@ -89,17 +88,17 @@ def test_masks_draw_by_draw() -> None:
 def test_what_is_drawn_where_the_form_cannot_be_reached_does_not_count() -> None:
     """The answer ends there as it does without guesses: by the step that finds nothing it may draw."""
     seq = sequence([1, 1, 1], 8)
-    guides = guides_of(seq)
-    masks = guides.masks(step(seq, [1, NOTHING_BEHIND, 1]), [seq])
+    manager = manager_of(seq)
+    masks = manager.bitmasks(step(seq, [1, NOTHING_BEHIND, 1]), [seq])
     assert masks.bits[:3].tolist() == [[ANY], [ANY], [1 << 9]], "behind the second guess there is but an end"
     drawn = [[1, NOTHING_BEHIND, 9]]
-    guides.advance([seq], drawn)
-    assert drawn == [[1, NOTHING_BEHIND]] and not guides.broken([seq])
-    guides.masks(step(seq, []), [seq])
-    assert not guides.broken([seq]), "tokens before these masks' own may be on their way"
+    manager.accept_tokens([seq], drawn)
+    assert drawn == [[1, NOTHING_BEHIND]] and not manager.broken([seq])
+    manager.bitmasks(step(seq, []), [seq])
+    assert not manager.broken([seq]), "tokens before these masks' own may be on their way"
     drawn = [[9]]
-    guides.advance([seq], drawn)
-    assert drawn == [[]] and guides.broken([seq]) == [seq]
+    manager.accept_tokens([seq], drawn)
+    assert drawn == [[]] and manager.broken([seq]) == [seq]
 
 
 FORMS: list[dict[str, Any]] = [
@@ -123,105 +122,105 @@ def test_masks_behind_guesses_are_those_of_one_after_the_other(
     """Along texts that are drawn at random from the masks; some guesses are what comes, some are not allowed."""
     monkeypatch.setattr(guidance, "FEW", few)
     rng = random.Random(1)
-    guides = Guides(tiny_tokenizer(), VOCAB_SIZE)
+    manager = StructuredOutputManager(tiny_tokenizer(), VOCAB_SIZE)
     num_forced = 0
     for _ in range(6):
         seq, other = sequence([1, 1, 1], 40), sequence([1], 40)
         seq.request.params.structured_outputs = StructuredOutputsParams(**form)
         other.request.params.structured_outputs = StructuredOutputsParams(**FORMS[0])
-        guides.add([seq])
-        guides.add([other])
-        text, place = [], guides._guides[seq].copy()
+        manager.add([seq])
+        manager.add([other])
+        text, place = [], manager._matchers[seq].copy()
         while not place.is_over and len(text) < 30:
             text.append(rng.choice(allowed_by(place)))
-            place.advance(text[-1])
-        end, guide = len(text) - 1, guides._guides[seq]  # the last one ends the answer: it is no guess
+            place.accept_token(text[-1])
+        end, matcher = len(text) - 1, manager._matchers[seq]  # the last one ends the answer: it is no guess
         for i in range(end):
             guesses = text[i : i + rng.randint(1, 6)][: end - i]
             if rng.random() < 0.3:
                 guesses[-1] = rng.randrange(VOCAB_SIZE)
-            num_forced += len(forced := guides.forced(seq, 3))
+            num_forced += len(forced := manager.forced(seq, 3))
             assert text[i : i + len(forced)] == forced[: end - i]
             two = SchedulerOutput((*step(seq, guesses).shares, *step(other, []).shares))
-            masks = guides.masks(two, [seq, other])
-            guides._limits.clear()
-            assert ids_of(masks.bits[-1]) == allowed_by(guides._guides[other])
-            for level, at in enumerate(guide.copy().ahead(guides.trim(seq, guesses))):
+            masks = manager.bitmasks(two, [seq, other])
+            manager._limits.clear()
+            assert ids_of(masks.bits[-1]) == allowed_by(manager._matchers[other])
+            for level, at in enumerate(matcher.copy().ahead(manager.trim(seq, guesses))):
                 assert ids_of(masks.bits[level]) == allowed_by(at)
-            guide.advance(text[i])
+            matcher.accept_token(text[i])
     assert num_forced or "choice" in form
 
 
 def test_a_stop_token_that_is_text_completes_no_form() -> None:
     """The form allows "a" all the way. That the request stops at an "a" does not mean that the answer may end."""
     a, b, c = tiny_tokenizer().encode("abc")
-    guides, seq = Guides(tiny_tokenizer(), VOCAB_SIZE), sequence([1, 1, 1], 8)
+    manager, seq = StructuredOutputManager(tiny_tokenizer(), VOCAB_SIZE), sequence([1, 1, 1], 8)
     seq.request.params.structured_outputs = StructuredOutputsParams(regex="[a-c]{3}")
     seq.request.params.stop_token_ids = [a]
-    guides.add([seq])
-    masks = guides.masks(step(seq, [b, c, b]), [seq])
+    manager.add([seq])
+    masks = manager.bitmasks(step(seq, [b, c, b]), [seq])
     assert [ids_of(words) for words in masks.bits] == [[a, b, c]] * 3 + [sorted([a, *seq.eos_token_ids])]
 
 
 def test_no_end_before_min_tokens_where_the_form_goes_on() -> None:
     a, b = tiny_tokenizer().encode("ab")
-    guides, seq = Guides(tiny_tokenizer(), VOCAB_SIZE), sequence([1, 1, 1], 8)
+    manager, seq = StructuredOutputManager(tiny_tokenizer(), VOCAB_SIZE), sequence([1, 1, 1], 8)
     seq.request.params.structured_outputs = StructuredOutputsParams(regex="ab*")
     seq.request.params.min_tokens = 3
-    guides.add([seq])
-    guide, ends = guides._guides[seq], sorted(seq.eos_token_ids)
+    manager.add([seq])
+    matcher, ends = manager._matchers[seq], sorted(seq.eos_token_ids)
     for token, then in [(a, [b]), (b, [b]), (b, sorted([b, *ends]))]:
-        guide.advance(token)
-        assert allowed_by(guide) == then
+        matcher.accept_token(token)
+        assert allowed_by(matcher) == then
 
 
 @pytest.mark.parametrize("prepared", [False, True])
 def test_requests_to_a_model_without_ends_have_each_their_own(prepared: bool) -> None:
     """What ends one request is text of another, whichever comes first."""
     a, b, c, x, y = tiny_tokenizer().encode("abcxy")
-    guides = Guides(tiny_tokenizer(), VOCAB_SIZE)
+    manager = StructuredOutputManager(tiny_tokenizer(), VOCAB_SIZE)
     if prepared:
-        guides.prepare([])
+        manager.prepare([])
     for end, other in [(x, y), (y, x), (x, y), *((int(id_), x) for id_ in tiny_tokenizer().encode("0123456789"))]:
         seq = sequence([1, 1, 1], 8)
         seq.request = replace(seq.request, eos_token_ids=frozenset())
         seq.request.params.structured_outputs = StructuredOutputsParams(regex="[a-cxy][a-c]{2}")
         seq.request.params.stop_token_ids = [end]
-        guides.add([seq])
-        guide, seen = guides._guides[seq], []
+        manager.add([seq])
+        matcher, seen = manager._matchers[seq], []
         for token in [other, b, c]:
-            seen.append(allowed_by(guide))
-            guide.advance(token)
+            seen.append(allowed_by(matcher))
+            matcher.accept_token(token)
         assert other in seen[0] and {a, b, c} < {*seen[0]}
-        assert [*seen[1:], allowed_by(guide)] == [[a, b, c], [a, b, c], [end]]
-        masks = guides.masks(step(seq, []), [seq])
+        assert [*seen[1:], allowed_by(matcher)] == [[a, b, c], [a, b, c], [end]]
+        masks = manager.bitmasks(step(seq, []), [seq])
         assert ids_of(masks.bits[0]) == [end]
 
 
-def allowed_by(guide: Guide) -> list[int]:
+def allowed_by(matcher: GrammarMatcher) -> list[int]:
     """What may come, each place asked by itself."""
-    guide, words = guide.copy(), np.full(mask_width(VOCAB_SIZE), -1, np.int32)
-    if guide.matcher is not None:
-        guide.matcher.fill(words)
-    guide.finish(words)
+    matcher, words = matcher.copy(), np.full(mask_width(VOCAB_SIZE), -1, np.int32)
+    if matcher.grammar is not None:
+        matcher.grammar.fill(words)
+    matcher.finish(words)
     return ids_of(words)
 
 
-def ids_of(words: Words) -> list[int]:
+def ids_of(words: Bitmask) -> list[int]:
     return np.unpackbits(words.view(np.uint8), bitorder="little")[:VOCAB_SIZE].nonzero()[0].tolist()
 
 
 def test_a_form_that_was_asked_for_before_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
-    compile_ = GuidanceMatcher.compile
-    monkeypatch.setattr(GuidanceMatcher, "compile", lambda *form: (compiled.append(form), compile_(*form))[1])
-    monkeypatch.setattr(guides_module, "MOST_FORMS", 2)
-    guides = Guides(tiny_tokenizer(), VOCAB_SIZE)
+    compile_ = GuidanceGrammar.compile
+    monkeypatch.setattr(GuidanceGrammar, "compile", lambda *form: (compiled.append(form), compile_(*form))[1])
+    monkeypatch.setattr(manager_module, "MOST_GRAMMARS", 2)
+    manager = StructuredOutputManager(tiny_tokenizer(), VOCAB_SIZE)
     for letter in "aabababcba":  # b is kept, for it was used after a
         seq = sequence([1, 1, 1], 8)
         seq.request.params.structured_outputs = StructuredOutputsParams(regex=letter)
-        guides.add([seq])
-        assert guides._guides[seq].forced() == tiny_tokenizer().encode(letter)
+        manager.add([seq])
+        assert manager._matchers[seq].forced() == tiny_tokenizer().encode(letter)
     assert [form.regex for form, _ in compiled] == ["a", "b", "c", "a"]
 
 
@@ -241,7 +240,7 @@ def test_to_propose_what_a_form_rules_out_is_to_have_no_idea() -> None:
 
     seq = sequence([1, 1, 1], 8)
     seq.num_computed_tokens = 2
-    guides = Guides(None, 32)  # type: ignore[arg-type]
-    guides._guides[seq] = Guide(DeadEnd(), end_ids=[1])
-    assert Speculation(Ones(), Listening(2), guides).guess([seq], 8) == {}
+    manager = StructuredOutputManager(None, 32)  # type: ignore[arg-type]
+    manager._matchers[seq] = GrammarMatcher(DeadEnd(), end_ids=[1])
+    assert Speculation(Ones(), Listening(2), manager).guess([seq], 8) == {}
     assert seen == [(0, 0)], "or it would be asked again and again"

@@ -13,7 +13,7 @@ from folovllm.config import EngineConfig
 from folovllm.events import Event, GuessesChecked, StepBegan, StepEnded
 from folovllm.inspector.replay import Recording
 from folovllm.inspector.trace import REQUESTS, Trace
-from folovllm.server.digest import Digest
+from folovllm.server.aggregator import Aggregator
 from folovllm.spec_decode.config import SpeculativeConfig
 from folovllm.spec_decode.proposer import FixedDepth
 from folovllm.step.schedule import SchedulerOutput, StepResult
@@ -54,7 +54,7 @@ def test_watcher_recording_digest_and_log(milestone: str) -> None:
     served.subscribe(traced)
     for _ in range(60):
         taped.turn()
-    made, digest = speculation_of(served), Digest(has_prefix_cache=True)
+    made, aggregator = speculation_of(served), Aggregator(has_prefix_cache=True)
     assert made.num_guessed > made.num_accepted > 0
     counted = [
         (event.num_guessed, event.num_accepted) for event in taped.seen if type(event).__name__ == "GuessesChecked"
@@ -65,8 +65,8 @@ def test_watcher_recording_digest_and_log(milestone: str) -> None:
     ]
     for event in taped.seen:
         if type(event).__name__ == "GuessesChecked":
-            digest.take_in([event])
-    assert (digest.load.num_drafts, digest.load.num_guessed) == (made.num_drafts, made.num_guessed)
+            aggregator.update([event])
+    assert (aggregator.stats.num_drafts, aggregator.stats.num_guessed) == (made.num_drafts, made.num_guessed)
     assert sum(step.num_guessed for step in served.history) == made.num_guessed
     told = [step_line(step) for step in served.history if step.num_guessed]
     assert told and all("   guesses right " in line for line in told)

@@ -16,5 +16,5 @@ class EngineLoop:
                 if r is not None:
                     refused.append(r)
         refused += self.step()
-        self._link.send(self.news(refused))
+        self._link.send(self.outputs(refused))
         return True

@@ -6,7 +6,7 @@ def run_engine(config, link, make_engine):
     try:
         engine = make_engine(config)
         loop = EngineLoop(engine, link)
-        link.send(Ready(pickle.dumps(plain(engine.setup)), loop.news().load.kv_blocks_total))
+        link.send(Ready(pickle.dumps(plain(engine.setup)), loop.outputs().stats.kv_blocks_total))
     except Exception as error:
         is_user_error = engine is None and isinstance(error, ValueError)
         link.send(Failure(str(error) if is_user_error else f"{type(error).__name__}: {error}", is_user_error))

@@ -13,5 +13,5 @@ class EngineLoop:
             else:
                 self.add(command)
         self.step()
-        self._link.send(self.news())
+        self._link.send(self.outputs())
         return True

@@ -6,7 +6,7 @@ def run_engine(config, link, make_engine):
     try:
         engine = make_engine(config)
         loop = EngineLoop(engine, link)
-        link.send(Ready(pickle.dumps(plain(engine.setup)), loop.news().load.kv_blocks_total))
+        link.send(Ready(pickle.dumps(plain(engine.setup)), loop.outputs().stats.kv_blocks_total))
         while loop.turn():
             pass
         engine.close()

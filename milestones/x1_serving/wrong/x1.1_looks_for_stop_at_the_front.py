@@ -13,5 +13,5 @@ class EngineLoop:
             elif isinstance(c, Add) and (r := self.add(c)) is not None:
                 refused.append(r)
         refused += self.step()
-        self._link.send(self.news(refused))
+        self._link.send(self.outputs(refused))
         return True

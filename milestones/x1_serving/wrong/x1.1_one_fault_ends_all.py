@@ -14,5 +14,5 @@ class EngineLoop:
             elif (refusal := self.add(command)) is not None:
                 refused.append(refusal)
         self._engine.step()
-        self._link.send(self.news(refused))
+        self._link.send(self.outputs(refused))
         return True

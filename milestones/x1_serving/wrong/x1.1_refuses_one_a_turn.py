@@ -12,5 +12,5 @@ class EngineLoop:
             elif (refusal := self.add(command)) is not None:
                 refused = [refusal]
         refused += self.step()
-        self._link.send(self.news(refused))
+        self._link.send(self.outputs(refused))
         return True

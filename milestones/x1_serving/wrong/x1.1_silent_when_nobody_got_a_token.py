@@ -14,7 +14,7 @@ class EngineLoop:
             elif (refusal := self.add(command)) is not None:
                 refused.append(refusal)
         refused += self.step()
-        news = self.news(refused)
+        news = self.outputs(refused)
         if news.deltas:
             self._link.send(news)
         return True

@@ -15,5 +15,5 @@ class EngineLoop:
                 self._engine.abort_request([str(command.number)])
             elif (refusal := self.add(command)) is not None:
                 refused.append(refusal)
-        self._link.send(self.news(refused))
+        self._link.send(self.outputs(refused))
         return True

@@ -1,7 +1,7 @@
 """Leaves what it hands out in the box: the next look finds it again, and never waits."""
 
 
-class Mailbox:
+class OutputCollector:
     async def get(self):
         if not self._fresh:
             self._waiter = asyncio.get_running_loop().create_future()

@@ -3,25 +3,25 @@
 
 class Stream:
     def feed(self, delta, now):
-        seq = self._seqs[delta.index]
+        seq = self.seqs[delta.index]
         if not self.has_begun:
-            self._seqs[0].prefix = CachedPrefix(num_hit_tokens=delta.num_cached_tokens)
+            self.seqs[0].prefix = CachedPrefix(num_hit_tokens=delta.num_cached_tokens)
             if delta.token_ids:
-                self.state.metrics.first_token_time = now
+                self.metrics.first_token_time = now
         for row in delta.prompt_logprobs or ():
-            self._seqs[0].prompt_logprobs.append(self._with_text(row))
+            self.seqs[0].prompt_logprobs.append(self._with_text(row))
         for row in delta.logprobs or ():
             seq.logprobs.append(self._with_text(row))
         must_look = bool(self.params.stop) or len(delta.token_ids) > 1
         for token_id in delta.token_ids:
             seq.append_token(token_id)
             seq.detokenizer.append(token_id)
-            self.state.metrics.num_generated_tokens += 1
+            self.metrics.num_generated_tokens += 1
             if must_look and check_stop_conditions(seq) is not None:
                 break
         self.newest[delta.index] = now
         if delta.finish_reason is not None:
             self._end(seq, delta.finish_reason, now)
             self._tell()
-        elif self.state.streams:
+        elif self.streams:
             self._tell()

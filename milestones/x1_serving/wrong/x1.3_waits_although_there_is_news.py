@@ -1,7 +1,7 @@
 """Waits before it looks. News that came before the reader did is never told again: a lost wake-up."""
 
 
-class Mailbox:
+class OutputCollector:
     async def get(self):
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter

@@ -3,16 +3,16 @@
 
 class Stream:
     def feed(self, delta, now):
-        seq = self._seqs[delta.index]
+        seq = self.seqs[delta.index]
         if not self.has_begun:
-            self._seqs[0].prefix = CachedPrefix(num_hit_tokens=delta.num_cached_tokens)
-            self.state.metrics.first_token_time = now
+            self.seqs[0].prefix = CachedPrefix(num_hit_tokens=delta.num_cached_tokens)
+            self.metrics.first_token_time = now
         for row in delta.logprobs or ():
             seq.logprobs.append(self._with_text(row))
         for token_id in delta.token_ids:
             seq.append_token(token_id)
             seq.detokenizer.append(token_id)
-            self.state.metrics.num_generated_tokens += 1
+            self.metrics.num_generated_tokens += 1
             if check_stop_conditions(seq) is not None:
                 break
         self.newest[delta.index] = now

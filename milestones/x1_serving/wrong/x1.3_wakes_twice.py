@@ -1,7 +1,7 @@
 """Gives the future a result for each piece of news. The second time it has one already, and that is an InvalidStateError in the middle of a step."""
 
 
-class Mailbox:
+class OutputCollector:
     def put(self, stream):
         self._fresh.append(stream)
         if self._waiter is not None:

@@ -1,53 +1,50 @@
-"""Between the engine's loop and its link: the commands of those who watch the engine, of which the loop knows nothing."""
+"""The engine's end of a socket; and the commands of those who watch the engine, of which its loop knows nothing."""
 
 from __future__ import annotations
 
+import pickle
+import select
+import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections import deque
+from typing import Any, cast
 
+from folovllm.build import make_engine
 from folovllm.config import EngineConfig
-from folovllm.events import Listener
-from folovllm.inspector import recorder
 from folovllm.inspector.live import LiveLines
-from folovllm.sampling_params import SamplingParams
-from folovllm.server import engine_loop as server
+from folovllm.server.engine_loop import Engine, MakeEngine, run_engine
 from folovllm.server.messages import (
+    NOT_SENT,
     AskExperts,
     Command,
+    EngineMessage,
     ExpertLoad,
     Failure,
-    News,
+    Frames,
     Pace,
     Refused,
     Seen,
     Stop,
     Watch,
     Work,
+    decode_command,
+    encode,
+    frame,
 )
 
-
-class Watchable(server.Engine, recorder.Engine, Protocol):
-    """What is asked of an engine that is served and watched: `LLMEngine` has it."""
-
-    def prepare_forms(self) -> None:
-        """Prepare for answers with a form: the first one would hold up the others for a second."""
-
-    def expert_load(self) -> list[list[int]]:
-        """How often each expert of each layer was asked, [L][E]."""
-
-
-MakeWatchable = Callable[[EngineConfig], Watchable]
+CHUNK = 1 << 20  # bytes that are read at once
 
 
 class PacedEngine:
-    """An engine that waits between steps, or takes none, as those who watch it ask."""
+    """An engine that waits between steps, or takes none, as those who watch it ask. All else is the engine's own."""
 
-    def __init__(self, engine: Watchable) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.setup = engine.setup
         self._pace = Pace()
         self._steps_left = 0  # while it is held
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
     def set(self, pace: Pace) -> None:
         """Go at another pace from here on."""
@@ -73,53 +70,60 @@ class PacedEngine:
         if not self._pace.is_held:
             time.sleep(self._pace.delay)
 
-    def add_request(self, request_id: str, prompt: Any, params: SamplingParams, **extra: Any) -> None:
-        """As the engine has it."""
-        self._engine.add_request(request_id, prompt, params, **extra)
 
-    def abort_request(self, request_id: Iterable[str]) -> None:
-        """As the engine has it."""
-        self._engine.abort_request(request_id)
+class SocketLink:
+    """Reads without waiting while the engine has work; writes until all is written."""
 
-    def subscribe(self, listener: Listener) -> None:
-        """As the engine has it."""
-        self._engine.subscribe(listener)
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._frames = Frames()
+        self._unread: deque[bytes] = deque()
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
 
-    def expert_load(self) -> list[list[int]]:
-        """As the engine has it."""
-        return self._engine.expert_load()
+    def first(self) -> bytes:
+        """The first message to a process: no command, but the configuration."""
+        while not self._unread:
+            self._read()
+        return self._unread.popleft()
 
-    def close(self) -> None:
-        """As the engine has it."""
-        self._engine.close()
-
-
-class Link(Protocol):
-    """The engine's end of a transport, with all that may come through it."""
-
-    def receive(self, wait: bool) -> Sequence[Command | Refused]:
+    def receive(self, wait: bool) -> list[Command | Refused]:
         """What has arrived, in order; with `wait` at least one."""
+        while self._poll.poll(None if wait and not self._unread else 0):
+            self._read()
+        commands = [decode_command(message) for message in self._unread]
+        self._unread.clear()
+        return commands
 
-    def send(self, news: News) -> None:
+    def _read(self) -> None:
+        """Take in what is there; the end of the stream is a `Stop`."""
+        data = self._socket.recv(CHUNK)
+        self._unread.extend(self._frames.feed(data))
+        if not data:
+            self._poll.unregister(self._socket)
+            self._unread.append(encode(Stop()))
+
+    def send(self, message: EngineMessage) -> None:
         """Say something."""
+        self._socket.sendall(frame(encode(message)))
 
 
 class WatchedLink:
     """A link that keeps the commands of those who watch from the loop, and carries them out between two turns."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: SocketLink) -> None:
         self._link = link
         self._engine: PacedEngine | None = None  # once it is made
         self._live: LiveLines | None = None
 
-    def making(self, make_engine: MakeWatchable) -> Callable[[EngineConfig], PacedEngine]:
+    def making(self, make_engine: MakeEngine) -> MakeEngine:
         """Wrap `make_engine`: its engine can be watched through this link."""
 
-        def make(config: EngineConfig) -> PacedEngine:
+        def make(config: EngineConfig) -> Engine:
             engine = make_engine(config)
-            engine.prepare_forms()
+            engine.prepare_structured_outputs()
             self._engine, self._live = PacedEngine(engine), LiveLines(engine)
-            return self._engine
+            return cast(Engine, self._engine)
 
         return make
 
@@ -143,11 +147,11 @@ class WatchedLink:
             self._tell(self._live.end("closed"))
         return left
 
-    def send(self, news: News) -> None:
+    def send(self, message: EngineMessage) -> None:
         """As `Link` has it; before a failure, the last that was seen."""
-        if isinstance(news, Failure) and self._live is not None:
-            self._tell(self._live.end(news.message))
-        self._link.send(news)
+        if isinstance(message, Failure) and self._live is not None:
+            self._tell(self._live.end(message.message))
+        self._link.send(message)
 
     def _watch(self, is_on: bool) -> None:
         assert self._live is not None
@@ -159,3 +163,20 @@ class WatchedLink:
     def _tell(self, pieces: list[bytes]) -> None:
         if pieces:
             self._link.send(Seen(pieces))
+
+
+def serve(config: EngineConfig, link: SocketLink, make_engine: MakeEngine) -> bool:
+    """Build an engine that can be watched, and serve it. Returns whether it ended as it was told to."""
+    watched = WatchedLink(link)
+    return run_engine(config, watched, watched.making(make_engine))
+
+
+def serve_socket(fd: int, make_engine: MakeEngine = make_engine) -> bool:
+    """Build the engine that the first message describes, and serve it. Returns whether it ended as it was told to."""
+    link = SocketLink(socket.socket(fileno=fd))
+    try:
+        config = pickle.loads(link.first())
+    except (AttributeError, ImportError) as error:  # a class of the user's main program, say
+        link.send(Failure(f"{NOT_SENT} ({error})", True))
+        return False
+    return serve(config, link, make_engine)

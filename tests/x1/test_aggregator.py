@@ -10,8 +10,8 @@ from folovllm import events as ev
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
-from folovllm.server.digest import Digest, Served, deltas_of
-from folovllm.server.messages import Delta, Load
+from folovllm.server.aggregator import Aggregator, Served, deltas_of
+from folovllm.server.messages import Delta, SchedulerStats
 from folovllm.step.draw import no_tokens
 from folovllm.step.schedule import SchedulerOutput, Share, StepResult
 from tests.m5.test_events import World, engine
@@ -44,7 +44,7 @@ class Mirror:
 
     def __init__(self, served: LLMEngine, seed: int) -> None:
         self.world = World(served, seed)
-        self.digest = Digest(bool(served.setup.config.enable_prefix_caching))
+        self.digest = Aggregator(bool(served.setup.config.enable_prefix_caching))
         self.tokens: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         self.ends: dict[tuple[int, int], str] = {}
         self.outputs: dict[str, RequestOutput] = {}
@@ -67,7 +67,7 @@ class Mirror:
         self.read()
 
     def read(self) -> None:
-        self.digest.take_in(self.events)
+        self.digest.update(self.events)
         self.events.clear()
         deltas, queue_times = self.digest.take()
         self.queue_times += queue_times
@@ -76,13 +76,13 @@ class Mirror:
             self.tokens[delta.number, delta.index] += delta.token_ids
             if delta.finish_reason is not None:
                 self.ends[delta.number, delta.index] = delta.finish_reason
-        assert self.digest.load == self.expected()
+        assert self.digest.stats == self.expected()
 
-    def expected(self) -> Load:
+    def expected(self) -> SchedulerStats:
         stats, cached = self.engine.stats(), self.engine.setup.config.enable_prefix_caching
-        load, preempted = self.digest.load, sum(isinstance(event, ev.Preempted) for event in self.world.seen)
+        load, preempted = self.digest.stats, sum(isinstance(event, ev.Preempted) for event in self.world.seen)
         assert load.prefix_tokens_hit <= load.prefix_tokens if cached else load.prefix_tokens == 0
-        return Load(
+        return SchedulerStats(
             stats.waiting, stats.running, stats.kv_blocks_used, stats.kv_blocks_total,
             preempted, load.prefix_tokens, load.prefix_tokens_hit,
         )  # fmt: skip
@@ -103,7 +103,10 @@ def test_the_digest_is_what_the_engine_would_say(milestone: str) -> None:
         mirror.engine.step()
         mirror.read()
         assert (
-            mirror.digest.load.num_running == mirror.digest.load.num_waiting == mirror.digest.load.kv_blocks_used == 0
+            mirror.digest.stats.num_running
+            == mirror.digest.stats.num_waiting
+            == mirror.digest.stats.kv_blocks_used
+            == 0
         )
         assert all(seconds >= 0 for seconds in mirror.queue_times)
         assert len(mirror.queue_times) >= len(mirror.outputs), "each that was let in has waited, if only a moment"
@@ -113,16 +116,16 @@ def test_the_digest_is_what_the_engine_would_say(milestone: str) -> None:
 def test_an_end_comes_with_its_last_tokens(milestone: str) -> None:
     """In one delta: so nobody can look at an answer that has its stop token and does not know yet that it is one."""
     served = engine(milestone)
-    digest, seen = Digest(False), list[ev.Event]()
+    aggregator, seen = Aggregator(False), list[ev.Event]()
     served.subscribe(seen.extend)
     for i in range(5):
         served.add_request(str(i), [1, 2, 3 + i], SamplingParams(temperature=0, max_tokens=1 + i, n=1 + i % 2))
     ends = []
     while served.has_unfinished_requests():
         served.step()
-        digest.take_in(seen)
+        aggregator.update(seen)
         seen.clear()
-        deltas, _ = digest.take()
+        deltas, _ = aggregator.take()
         ends += [delta for delta in deltas if delta.finish_reason is not None]
         assert all(delta.token_ids for delta in deltas)
     assert len(ends) == 7

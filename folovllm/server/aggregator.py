@@ -9,7 +9,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from folovllm import events as ev
-from folovllm.server.messages import Delta, Load
+from folovllm.server.messages import Delta, SchedulerStats
 from folovllm.step.draw import Logprobs
 from folovllm.step.schedule import Share
 
@@ -48,8 +48,8 @@ def split(share: Share, rows: list[Logprobs] | None) -> tuple[list[Logprobs] | N
     return rows[num_scores:], rows[:num_scores]
 
 
-class Digest:
-    """A reducer: takes in events in their order; `take` hands over what is new, and `load` says how things stand."""
+class Aggregator:
+    """A reducer: takes in events in their order; `take` hands over what is new, and `stats` says how things stand."""
 
     def __init__(self, has_prefix_cache: bool) -> None:
         self._has_prefix_cache = has_prefix_cache
@@ -75,7 +75,7 @@ class Digest:
             ev.BlockFreed: self._freed,
         }
 
-    def take_in(self, events: Iterable[ev.Event]) -> None:
+    def update(self, events: Iterable[ev.Event]) -> None:
         """Take in what happened since the last call."""
         for event in events:
             if (reduce := self._reducers.get(type(event))) is not None:
@@ -88,9 +88,9 @@ class Digest:
         return taken
 
     @property
-    def load(self) -> Load:
+    def stats(self) -> SchedulerStats:
         """How busy the engine is."""
-        return Load(
+        return SchedulerStats(
             num_waiting=len(self._served) - self._num_running,
             num_running=self._num_running,
             kv_blocks_used=self._num_used,

@@ -17,7 +17,7 @@ LAST_SECONDS = 5.0  # that a refused client has to read why
 PROBES = (3.0, 4.0)  # seconds after a client's end of input: the second write fails if the first found nobody
 
 
-class PatientProtocol(HttpToolsProtocol):
+class BoundedProtocol(HttpToolsProtocol):
     """uvicorn's protocol, but a connection is closed whose first request does not begin, or whose headers do not end, in time.
 
     Bytes that come do not extend the time, so a byte a second keeps no connection open. Answers may take as long as they need.
