@@ -14,7 +14,7 @@ EXTRAS  := serve dev notebooks docs ray eval
 # Ranks, learners' code and commands are tested in hundreds of processes: each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo learn test lint suite ci release notebooks recordings screenshots docs lab clean
+.PHONY: help demo learn test lint suite ci course ray release notebooks recordings screenshots docs lab clean
 
 help:
 	@echo "make demo       a text from a real model, with its speed"
@@ -45,13 +45,20 @@ lint: .venv/.serve .venv/.dev
 suite: .venv/.serve .venv/.dev
 	$(PYTEST) $(SLOW) --ignore tests/course --ignore tests/ray
 
-# mypy has one process, so beside the suite, which here runs what is marked slow, too. The course's tests start
-# processes of their own, so not under xdist; Ray's start a cluster, and have 15 minutes.
+# mypy has one process, so beside the suite, which here runs what is marked slow, too. Ray's tests mostly wait, so
+# they run beside the course's.
 ci: .venv/.all
 	$(MAKE) --jobs 2 lint suite SLOW=--slow
-	$(BIN)/python -m pytest -q tests/course
-	timeout -k 30 900 $(BIN)/python -m pytest -q tests/ray
+	$(MAKE) --jobs 2 course ray
 	$(if $(wildcard notebooks/src/*.py),$(BIN)/python -m milestones.notebooks --check)
+
+# They start processes of their own, one for each core, so not under xdist.
+course: .venv/.serve .venv/.dev
+	nice $(BIN)/python -m pytest -q tests/course
+
+# Ray gives its parts 30 seconds to start, hence the lower priority of what runs beside it.
+ray: .venv/.serve .venv/.dev .venv/.ray
+	timeout -k 30 900 $(BIN)/python -m pytest -q tests/ray
 
 release: .venv/.serve .venv/.dev
 	$(BIN)/python tools/translation.py check --release

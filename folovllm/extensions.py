@@ -1,7 +1,7 @@
 """The electives: what turns each on, and what one may put in the place of the core's parts.
 
 Here the core names an elective by a string; its module is imported when it is asked for. Elsewhere it should name none:
-the imports that are left are listed in `tests/m1/test_floors.py` (`ARROWS`).
+the imports that are left are listed in `tests/project/test_floors.py` (`ARROWS`).
 """
 
 from __future__ import annotations

@@ -31,7 +31,10 @@ hypothesis.settings.load_profile("folovllm")
 
 FREEZE, UNFREEZE, COLLECT = gc.freeze, gc.unfreeze, gc.collect
 SLOW = 0.03  # seconds of a collection
-last_collection = SLOW  # how long it took
+FORKED = (
+    gc.get_freeze_count() > 0
+)  # the libraries' objects were frozen before the fork: to look at them copies their pages
+last_collection = 0.0 if FORKED else SLOW  # how long it took
 
 
 def timed_collect(generation: int = 2) -> int:
@@ -77,7 +80,8 @@ def real_freezing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     global last_collection
     if last_collection >= SLOW:
-        UNFREEZE()  # of an engine that has ended meanwhile, too
+        if not FORKED:
+            UNFREEZE()  # of an engine that has ended meanwhile, too
         COLLECT()
         FREEZE()
         last_collection = 0.0

@@ -47,6 +47,9 @@ PRELOAD = [
     "_pytest.doctest",
     "_pytest.unittest",
     "_pytest.debugging",
+    "rich.console",
+    "typer.testing",
+    "xxhash",
     "safetensors.torch",
     "transformers.models.qwen3.modeling_qwen3",
     "transformers.models.llama.modeling_llama",
@@ -63,6 +66,9 @@ READ_EARLY = (
     "LC_",
     "LANG",
     "VIRTUAL_ENV",
+    "TYPER_",
+    "_TYPER_",
+    "TERMINAL_WIDTH",
 )
 NOT_EARLY = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)

@@ -26,9 +26,8 @@ bench() { # bench STEP LOG SECONDS ARGUMENTS of `folovllm bench`
 
 model=(--random-weights qwen3-0.6b)
 
-# Without the command line and packaging, which have nothing to do with a GPU, and tests that need a downloaded model.
-step tests tests 300 python3 -m pytest -v -n 14 -p no:cacheprovider tests/m{1,2,3,4,5,6} -m "not model" \
-    --ignore tests/m1/test_cli.py --ignore tests/m1/test_packaging.py --ignore tests/m1/test_download.py
+# Without tests that need a downloaded model.
+step tests tests 300 python3 -m pytest -v -n 14 -p no:cacheprovider tests/m{1,2,3,4,5,6} -m "not model"
 step attention attention 120 python3 tools/bench_attention.py
 bench latency latency_m1 90 latency --compare m1:model_impl=hf,m1:model_impl=native --repeats 5
 bench throughput throughput_m1_m2 120 throughput --compare m1,m2 --limit 30
@@ -46,9 +45,9 @@ step looking looking_served 200 python3 tools/measure_recording.py "${model[@]}"
 bench bits bits_throughput 240 throughput "${model[@]}" --workload nano-vllm --max-num-batched-tokens 16384 \
     --compare m6,m6:kv_cache_dtype=fp8,m6:quantization=fp8:kv_cache_dtype=fp8
 for geometry in qwen3-4b qwen3-0.6b; do
-    step bits "bits_steps_$geometry" 200 python3 -m tools.measure_formats --geometry $geometry
+    step bits "bits_steps_$geometry" 200 python3 tools/measure_step.py --geometry $geometry formats
 done
-step bits bits_both 120 python3 -m tools.measure_formats --compare m6,m6:quantization=fp8:quantize_activations=true
+step bits bits_both 120 python3 tools/measure_step.py --geometry qwen3-4b formats --compare m6,m6:quantization=fp8:quantize_activations=true
 guesses=(python3 -m tools.measure_speculation --batches 1 16)
 for small in stories-5m smollm2; do
     step guesses "guesses_$small" 200 "${guesses[@]}" --model $small --methods ngram+suffix ngram --tokens 15 --rounds 3 --exact
@@ -61,7 +60,7 @@ step guesses guesses_checks 200 python3 -m tools.bench_checks
 for start in cold warm warm_again; do
     step few few_start_$start 60 env TRITON_CACHE_DIR="$out/triton" python3 tools/measure_start.py
 done
-step few few_steps 60 python3 tools/measure_step.py --num-seqs 1 2 4 16 --kinds plain
+step few few_steps 60 python3 tools/measure_step.py sampling --num-seqs 1 2 4 16 --kinds plain
 step experts experts_layer 120 python3 tools/bench_experts.py
 bench experts experts_latency 200 latency --random-weights qwen3-30b-a3b --repeats 3 --milestone m6
 bench experts experts_throughput 240 throughput --random-weights qwen3-30b-a3b --workload nano-vllm --max-num-batched-tokens 16384

@@ -3,7 +3,8 @@
 Three processes on this machine: the server as `folovllm serve` runs it, its engine, and a client that reads 256 streams and
 throws them away. The engine is the real one, with its scheduler and its cache, on a device that draws made-up tokens after
 `--step-ms` milliseconds. So a step is as long as on a GPU, and all that is measured is Python: CPU microseconds a token, which
-a busy machine hardly disturbs, of the server and of the engine; and of the same engine without a server, offline.
+a busy machine hardly disturbs, of the server and of the engine; and of the same engine without a server, offline. With
+`--transport thread` the engine is a thread of the server, as on a CPU.
 
 At `--step-ms 9.5` 256 streams get 27,000 tokens a second. Where the server cannot keep up streams get several tokens in a
 piece, and a token costs less: look at `tokens a piece`, and take a longer step to see what a token costs alone.
@@ -38,7 +39,7 @@ from folovllm.server.config import ServerConfig
 from folovllm.server.http_protocol import BoundedProtocol
 from folovllm.server.link import serve_socket
 from folovllm.server.serve import Server, listen
-from folovllm.server.transport import ProcessTransport
+from folovllm.server.transport import ProcessTransport, ThreadTransport
 from folovllm.setup import EngineSetup
 from folovllm.step.schedule import NothingScheduled, SchedulerOutput, StepResult
 
@@ -160,16 +161,21 @@ class Client:
         return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
-def cpu_seconds(pid: int) -> float:
-    """What a process has used so far, all threads."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
+def cpu_seconds(transport: ThreadTransport | ProcessTransport) -> float:
+    """CPU seconds of the engine's process, or thread, so far."""
+    if isinstance(transport, ProcessTransport):
+        fields = Path(f"/proc/{transport.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / TICKS
+    thread = transport._thread
+    assert thread is not None and thread.ident is not None
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
 async def serve(args: argparse.Namespace) -> AsyncIterator[dict[str, Any]]:
     """Serve a client a few times; what each time cost."""
     command = [sys.executable, __file__, "--step-ms", str(args.step_ms), "--engine"]
-    transport = ProcessTransport(command)
+    in_thread = args.transport == "thread"
+    transport = ThreadTransport(make_fake_engine) if in_thread else ProcessTransport(command)
     listener = listen("127.0.0.1", 0)
     async with AsyncEngine(config_of(args), transport=transport) as engine:
         app = build_app(engine, ServerConfig(max_queued_requests=args.streams))
@@ -177,19 +183,19 @@ async def serve(args: argparse.Namespace) -> AsyncIterator[dict[str, Any]]:
         server = Server(uvicorn.Config(app, http=BoundedProtocol, ws="none", access_log=False, **options))
         listener.listen(2048)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
-        assert transport.pid
         for _ in range(args.repeats + 1):
             await asyncio.sleep(0.2)
-            here, there, kernel = time.process_time(), cpu_seconds(transport.pid), os.times().system
+            here, there, kernel = time.process_time(), cpu_seconds(transport), os.times().system
             client = await asyncio.create_subprocess_exec(
                 sys.executable, __file__, "--client", str(listener.getsockname()[1]), "--streams", str(args.streams),
                 "--tokens", str(args.tokens), "--path", args.path, stdout=subprocess.PIPE,
             )  # fmt: skip
             said = json.loads((await client.communicate())[0])
+            in_engine = cpu_seconds(transport) - there
             used = {
-                "server": time.process_time() - here,
+                "server": time.process_time() - here - in_engine * in_thread,
                 "kernel": os.times().system - kernel,
-                "engine": cpu_seconds(transport.pid) - there,
+                "engine": in_engine,
             }
             yield said | {name: 1e6 * seconds / said["tokens"] for name, seconds in used.items()}
         server.should_exit = True
@@ -219,6 +225,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200, help="of each answer")
     parser.add_argument("--step-ms", type=float, default=20.0, help="how long the device takes for a step")
     parser.add_argument("--path", default="/v1/completions", help="/v1/completions or /v1/chat/completions")
+    parser.add_argument("--transport", default="process", choices=["process", "thread"], help="where the engine runs")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)  # a socket: be the engine
     parser.add_argument("--client", type=int, help=argparse.SUPPRESS)  # a port: be the client

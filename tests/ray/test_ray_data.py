@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from folovllm.models.files import resolve_model
 from tests.helpers import hf_greedy, margins, tolerance
-from tests.ray.cluster import EXAMPLES, PATIENCE, environment, eventually
+from tests.ray.cluster import EXAMPLES, PATIENCE, Ray, eventually
 
 pytest.importorskip("ray.data", reason='needs Ray: pip install "folovllm[ray]"')
 pytestmark = [
@@ -26,8 +26,8 @@ ENDS = (0, 2)  # the embedded model's end-of-text ids
 PROMPTS = [f"Once upon a time there was a cat called {name}{i}" for i in range(80) for name in ("Tom", "Mia")]
 
 
-def engines(driver: int) -> list[int]:
-    """The processes of Ray's actors that hold an engine, among those that come from the driver."""
+def engines(ancestor: int) -> list[int]:
+    """The processes of Ray's actors that hold an engine, among those that descend from a process."""
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -35,10 +35,10 @@ def engines(driver: int) -> list[int]:
         except (FileNotFoundError, ProcessLookupError):
             continue  # it has just ended
 
-    def comes_from_driver(pid: int) -> bool:
-        return pid == driver or (pid in parents and comes_from_driver(parents[pid]))
+    def descends(pid: int) -> bool:
+        return pid == ancestor or (pid in parents and descends(parents[pid]))
 
-    return [pid for pid in parents if comes_from_driver(pid) and re.match("ray::.*Answerer", title(pid))]
+    return [pid for pid in parents if descends(pid) and re.match("ray::.*Answerer", title(pid))]
 
 
 def title(pid: int) -> str:
@@ -57,17 +57,17 @@ def answers(folder: Path) -> list[tuple[str, str]]:
     return [(line["text"], line["answer"]) for line in lines]
 
 
-def test_an_engine_is_killed(tmp_path: Path) -> None:
+def test_an_engine_is_killed(ray: Ray, tmp_path: Path) -> None:
     """No prompt is lost, none is answered twice, and the answers are the reference's."""
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
     out = tmp_path / "answers"
     command = [sys.executable, str(EXAMPLES / "ray_data.py"), str(tmp_path / "prompts.txt"), str(out)]
     command += ["--engines", "2", "--device", "cpu", "--batch-size", "4"]
-    with environment() as variables, (tmp_path / "log").open("w+") as log:
-        process = subprocess.Popen(command, env=variables, stdout=log, stderr=subprocess.STDOUT)
+    with (tmp_path / "log").open("w+") as log:
+        process = subprocess.Popen(command, env=ray.variables, stdout=log, stderr=subprocess.STDOUT)
         try:
             eventually(lambda: answers(out) or process.poll() is not None)
-            before = engines(process.pid)
+            before = engines(ray.pid)
             assert len(before) == 2 and len(answers(out)) < len(PROMPTS)
             os.kill(before[0], signal.SIGKILL)
             assert process.wait(2 * PATIENCE) == 0, (tmp_path / "log").read_text()[-3000:]

@@ -15,7 +15,7 @@ import pytest
 from openai import APIError, BadRequestError, OpenAI
 
 from folovllm import LLM, SamplingParams
-from tests.ray.cluster import PATIENCE, eventually, running
+from tests.ray.cluster import PATIENCE, Ray, eventually, running
 
 pytest.importorskip("ray.serve", reason='needs Ray: pip install "folovllm[serve,ray]"')
 pytestmark = pytest.mark.timeout(500)
@@ -67,16 +67,26 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def started(*arguments: str) -> Any:
+def serving(ray: Ray, *arguments: str) -> Any:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     fixed = ("--engines", str(BOTH), "--device", "cpu", "--port", str(port))
-    return running("ray_serve.py", *fixed, *arguments, says=r"^serving 2 engines at (\S+)/v1")
+    return running(ray, "ray_serve.py", *fixed, *arguments, says=r"^serving 2 engines at (\S+)/v1")
+
+
+def test_by_load(ray: Ray) -> None:
+    """One conversation's requests go to whichever engine has less to do. First, for Ray has one `serve` at a time."""
+    with serving(ray, "--route", "load") as said:
+        cluster = Cluster(said[1])
+        streams = [cluster.chat([user("The same")], stream=True, **LONG) for _ in range(6)]
+        assert len({engine for engine, _ in streams}) == BOTH
+        for _, stream in streams:
+            stream.close()
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with started() as said:
+def cluster(ray: Ray) -> Iterator[Cluster]:
+    with serving(ray) as said:
         yield Cluster(said[1])
 
 
@@ -149,13 +159,3 @@ def test_an_engine_is_killed(cluster: Cluster) -> None:
     assert engine != victim and answer.usage.completion_tokens == 600
     replaced = eventually(lambda: set(cluster.figures("x")) - {f"{socket.gethostname()}:{survivor}"})
     assert f"{socket.gethostname()}:{victim}" not in replaced  # there are two again
-
-
-def test_by_load() -> None:
-    """One conversation's requests go to whichever engine has less to do."""
-    with started("--route", "load") as said:
-        cluster = Cluster(said[1])
-        streams = [cluster.chat([user("The same")], stream=True, **LONG) for _ in range(6)]
-        assert len({engine for engine, _ in streams}) == BOTH
-        for _, stream in streams:
-            stream.close()

@@ -121,7 +121,7 @@ class TestEnds:
             eventually(lambda: is_gone(engine))
 
 
-SOON = 5.0  # seconds; what was seen is a few tenths: `python tools/measure_kills.py`
+SOON = 5.0  # seconds; what was seen is a few tenths
 
 
 def read_until_an_error(stream: Iterator[Any], ends: list[str]) -> None:

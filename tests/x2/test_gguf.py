@@ -23,7 +23,7 @@ from folovllm.quantization.gguf_codes import TYPES
 from folovllm.quantization.gguf_file import convert
 from folovllm.quantization.grouped import Grouped
 from tests.helpers import Driver, assert_logits_equal, prompts
-from tests.m1.test_download import _add_tokenizer, _pairs
+from tests.project.test_download import _add_tokenizer, _pairs
 
 HIDDEN, INNER, HEADS, KV_HEADS = 64, 96, 4, 2
 
