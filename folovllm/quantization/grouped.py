@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from folovllm.layers.linear_method import on_gpu
 from folovllm.quantization import packing
+from folovllm.quantization.linear_method import on_gpu
 
 
 @dataclass(slots=True)
@@ -98,14 +98,15 @@ class Grouped:
 
     def product_on_gpu(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """As `product`, of an `x` that is as W's columns are."""
-        from folovllm.hopper.int4 import int4_hopper, serves
+        from folovllm.kernels.variants import kernel_variant
         from folovllm.quantization.kernels.int4_matmul import MANY, int4_matmul, unpacked
 
         assert self.words is not None
         if len(x) < MANY:
             return int4_matmul(x, self.words, self.scales, self.zeros, residual)
-        if serves(x, self.scales, self.zeros):
-            return int4_hopper(x, self.words, self.scales, self.zeros, residual)
+        variant = kernel_variant("int4_matmul", x.device)
+        if variant is not None and variant.serves(x, self.scales, self.zeros):
+            return variant.launch(x, self.words, self.scales, self.zeros, residual)
         weight = unpacked(self.words, self.scales, self.zeros, x.dtype)
         return F.linear(x, weight) if residual is None else residual.addmm_(x, weight.t())
 

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from folovllm.layers.linear_method import ALL, FLOATS, Coded, rows_of
+from folovllm.layers.linear_method import ALL, FLOATS
 from folovllm.quantization import packing
 from folovllm.quantization.grouped import Grouped, narrowest
+from folovllm.quantization.linear_method import QuantizedWeights, rows_of
 from folovllm.require import is_whole
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ STEPS = 4.6  # standard deviation of random codes
 
 
 @dataclass(frozen=True)
-class Int4(Coded):
+class Int4(QuantizedWeights):
     """W is (code - zero) * scale, or code * scale + minimum; a layer keeps a `Grouped`.
 
     Attributes:

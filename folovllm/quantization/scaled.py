@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from folovllm.layers.linear_method import ALL, FLOATS, Coded, on_gpu, rows_of
+from folovllm.layers.linear_method import ALL, FLOATS
+from folovllm.quantization.linear_method import QuantizedWeights, on_gpu, rows_of
 from folovllm.require import is_whole
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Scaled(Coded):
+class Scaled(QuantizedWeights):
     """W is `weight` [outputs, inputs], codes, times `scale`, float32: one for each output, or for each block of W.
 
     Activations stay as they are. A scale for the whole layer is kept once for each output.

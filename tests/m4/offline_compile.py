@@ -49,11 +49,11 @@ from folovllm.kernels.store import store_kvcache_kernel
 from folovllm.kernels.summed_linear import fits, summed_linear_kernel
 from folovllm.kernels.unpack_step import unpack_decode_kernel, unpack_ragged_kernel
 from folovllm.moe.kernels.grouped_linear import grouped_linear_kernel, tiles_for
+from folovllm.moe.kernels.moe_gemv import moe_gemv_kernel
+from folovllm.moe.kernels.moe_gemv import tiling as tiling_of_pairs
 from folovllm.moe.kernels.route import STEP, choose_kernel, combine_kernel, late_combine_kernel, order_kernel
 from folovllm.quantization.kernels.few_codes import few_codes_kernel
 from folovllm.quantization.kernels.few_codes import tile_of as tile_of_codes
-from folovllm.quantization.kernels.few_pairs import few_pairs_kernel
-from folovllm.quantization.kernels.few_pairs import tiling as tiling_of_pairs
 from folovllm.quantization.kernels.grouped_quant import grouped_quant_kernel
 from folovllm.quantization.kernels.grouped_quant import tiles as tiles_of_experts
 from folovllm.quantization.kernels.int4_linear import int4_linear_kernel
@@ -92,7 +92,7 @@ OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("early_decode_kernel", "sum
              ("summed_linear_kernel", "x_ptr"): "*i32", ("summed_linear_kernel", "weight_ptr"): "*i32",
              ("quant_matmul_kernel", "weight_ptr"): "*i8", ("quant_matmul_kernel", "scale_ptr"): "*fp32",
              ("unpack_kernel", "weight_ptr"): "*i8", ("unpack_kernel", "scale_ptr"): "*fp32",
-             ("few_pairs_kernel", "x_ptr"): "*i32", ("few_pairs_kernel", "weight_ptr"): "*i32",
+             ("moe_gemv_kernel", "x_ptr"): "*i32", ("moe_gemv_kernel", "weight_ptr"): "*i32",
              ("choose_kernel", "count_ptr"): "*i16", ("order_kernel", "count_ptr"): "*i16",
              ("int4_linear_kernel", "scale_ptr"): "*fp16", ("int4_matmul_kernel", "scale_ptr"): "*fp16",
              ("int4_unpack_kernel", "scale_ptr"): "*fp16", ("int4_hopper_kernel", "zero_ptr"): "*u8", ("int4_hopper_kernel", "part_ptr"): "*fp32", ("int4_matmul_kernel", "part_ptr"): "*fp32",
@@ -450,7 +450,7 @@ def kernels_of_x4(capability: int, head_dim: int, block_size: int):
     for k, gated in ((hidden, True), (inner, False)):
         shape = {"K": k, "E": experts, "ASKED": asked if gated else 1}
         warps, rows, chunk = tiling_of_pairs(2 * k * (1 + gated))
-        yield few_pairs_kernel, {**shape, "ALL": experts, "GATED": gated, "ROWS": rows, "CHUNK": chunk, **pdl}, warps, 3
+        yield moe_gemv_kernel, {**shape, "ALL": experts, "GATED": gated, "ROWS": rows, "CHUNK": chunk, **pdl}, warps, 3
         shape["WIDTH"] = experts
         for each in (0, 16, 32, 256) if capability in (80, 90) else (0, 256):
             tile_m, tile_n, tile_k, num_warps, num_stages = tiles_for(each, torch.bfloat16, gated, capability)

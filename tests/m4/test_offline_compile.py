@@ -30,7 +30,7 @@ MOST = {
     "plain_kernel": (80, 0), "special_kernel": (128, 0), "note_drawn_kernel": (40, 0), "unpack_decode_kernel": (48, 0),
     "unpack_ragged_kernel": (64, 0), "list_tiles_kernel": (40, 0),
     "grouped_linear_kernel": (255, 0), "grouped_quant_kernel": (255, 0), "choose_kernel": (128, 0), "combine_kernel": (40, 0),
-    "few_pairs_kernel": (96, 0), "grouped_hopper_kernel": (255, 0), "order_kernel": (168, 0), "late_combine_kernel": (40, 0),
+    "moe_gemv_kernel": (96, 0), "grouped_hopper_kernel": (255, 0), "order_kernel": (168, 0), "late_combine_kernel": (40, 0),
     "late_add_rms_norm_kernel": (40, 0),
     "check_kernel": (255, 0), "merge_checks_kernel": (96, 0), "list_checks_kernel": (48, 0), "plan_checks_kernel": (40, 0),
     "mask_logits_kernel": (40, 0),
@@ -86,7 +86,7 @@ def check(capability: int, milestone: str, rows: list[dict]) -> None:
     assert not too_many, f"more registers than there are {where}"
     in_flight = (
         "early_decode_kernel",
-        "few_pairs_kernel",
+        "moe_gemv_kernel",
         "small_linear_kernel",
         "summed_linear_kernel",
         "few_codes_kernel",

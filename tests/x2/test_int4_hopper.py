@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
+from folovllm.hopper import even_shares
 from folovllm.hopper.int4 import MOST, int4_hopper, serves, tiling
 from folovllm.kernels.split_sum import MOST_TILES
-from folovllm.moe.kernels import even_shares
 from folovllm.quantization.grouped import Grouped
 from folovllm.quantization.kernels.int4_matmul import MANY, unpacked
 from folovllm.worker.warm_up import small_steps
@@ -86,11 +86,6 @@ def test_the_start_has_a_step_of_so_many_tokens(max_model_len: int, budget: int,
 @given(st.integers(MANY, MOST), st.integers(1, 40_000), st.integers(2, 200), st.integers(16, 200))
 def test_one_such_step_has_compiled_for_all(tokens: int, rows: int, groups: int, sms: int) -> None:
     assert tiling(tokens, rows, groups * GROUP, sms)[0] == tiling(MOST, rows, groups * GROUP, sms)[0]
-
-
-def test_serves_nothing_without_a_gpu() -> None:
-    scales = torch.ones(8, 1)
-    assert not serves(torch.ones(200, GROUP, dtype=torch.bfloat16), scales, None)
 
 
 def poison(like: torch.Tensor) -> None:

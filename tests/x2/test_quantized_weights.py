@@ -15,8 +15,9 @@ from folovllm import EngineConfig
 from folovllm.engine.setup import set_up
 from folovllm.layers.linear import LinearBase
 from folovllm.models.loader import load_model
+from folovllm.models.shapes import linear_bytes, linear_shapes
 from folovllm.quantization import scaled
-from folovllm.quantization.config import formats_of, linear_bytes, linear_shapes
+from folovllm.quantization.config import formats_of
 from folovllm.quantization.fp8 import Fp8
 from folovllm.quantization.int8 import Int8
 from folovllm.quantization.scaled import Scaled

@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from folovllm.moe.kernels.grouped_linear import capability_of, find_tile
+from folovllm.kernels.grouped_tiles import find_tile, finish_tile
+from folovllm.kernels.multiprocessors import capability_of
 from folovllm.quantization.kernels.int4_linear import EXPONENT, code
 from folovllm.quantization.kernels.int4_matmul import load_tile
 from folovllm.quantization.kernels.quant_linear import Codes, kind_of
@@ -81,10 +82,7 @@ def grouped_quant_kernel(
                     total_up, inputs, code_ptr, scale_ptr, zero_ptr, rows + N, tile, exponent, K, GROUP_ROWS, GROUP, KIND,
                     TILE_K
                 )  # fmt: skip
-        result = total.to(DTYPE)
-        if GATED:
-            gate = result.to(tl.float32)
-            result = (gate / (1.0 + tl.exp(-gate))).to(DTYPE) * total_up.to(DTYPE)
+        result = finish_tile(total, total_up, DTYPE, GATED)
         tl.store(out_ptr + pair[None, :] * N + n, result, mask=inside[None, :] & (n < N))
 
 

@@ -11,11 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
+from folovllm.kernels.fp8_cache import INTERPRETED
 from folovllm.kernels.split_sum import counters, num_parts, parts_for, store_sum, token_tiles
-from folovllm.quantization.kernels.fp8 import INTERPRETED
 from folovllm.quantization.kernels.int4_linear import EXPONENT, code, load_scales
 
-MANY = 129  # as in `quant_matmul`; up to `int4_hopper.MOST` that may have a kernel of its own
+MANY = 129  # as in `quant_matmul`; from there on a card may have a variant
 
 
 @triton.jit

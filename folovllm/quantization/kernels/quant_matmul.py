@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
+from folovllm.kernels.fp8_cache import INTERPRETED
+from folovllm.kernels.multiprocessors import capability_of
 from folovllm.kernels.split_sum import counters, num_parts, parts_for, store_sum, token_tiles
-from folovllm.moe.kernels.grouped_linear import capability_of
-from folovllm.quantization.kernels.fp8 import INTERPRETED
 from folovllm.quantization.kernels.quant_linear import Codes, kind_of
 
 MANY = 129  # tokens, from which on codes are unpacked before they are multiplied: a second tile would unpack all of them again

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from folovllm.quantization.kernels.fp8 import LARGEST, to_cache
+from folovllm.kernels.fp8_cache import LARGEST, to_cache
 from folovllm.quantization.kernels.quant_linear import Codes
 
 MULTIPLE = 16  # of tokens that the library multiplies: the others are zeros
