@@ -25,8 +25,9 @@ def test_the_example_serves_the_shortest_prompt_first(tmp_path: Path, monkeypatc
     fields = {"milestone": "m3", "device": "cpu", "num_kv_blocks": 40, "max_num_seqs": 1, "use_tqdm": False}
     for scheduling, expected in (("priority", [1, 2, 0]), ("fcfs", [0, 1, 2])):
         with LLM(str(tiny_checkpoint()), scheduling=scheduling, **fields) as llm:  # type: ignore[arg-type]
-            ids = [llm.engine.add_request([5] * length, params) for length in (9, 3, 6)]
-            order = []
+            for number, length in enumerate((9, 3, 6)):
+                llm.engine.add_request(str(number), [5] * length, params)
+            order: list[int] = []
             while llm.engine.has_unfinished_requests():
-                order += [ids.index(out.request_id) for out in llm.engine.step() if out.finished]
+                order += [int(out.request_id) for out in llm.engine.step() if out.finished]
         assert order == expected
