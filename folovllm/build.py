@@ -13,10 +13,12 @@ import weakref
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from folovllm import builders
 from folovllm.attention.backends.abstract import AttentionBackend
 from folovllm.attention.backends.registry import make_backend
-from folovllm.build_layers import expert_load, layer_set
+from folovllm.build_layers import layer_set
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.manager import KVCacheManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
@@ -49,7 +51,6 @@ from folovllm.executor.packed_executor import LocalExecutor, PackedWorker
 from folovllm.extensions import Extension, extension_of, make_logits_mask
 from folovllm.faults import Faults
 from folovllm.models.files import load_tokenizer
-from folovllm.moe.expert_load import CountedLoad
 from folovllm.sample.draw_state import DrawState
 from folovllm.sample.sampler import Sampler
 from folovllm.setup import EngineSetup
@@ -130,7 +131,8 @@ def tokens_of_step(config: EngineConfig) -> TokensOfStep:
 def make_executor(setup: EngineSetup, extension: Extension) -> Executor:
     """The devices: one (M1), one that is sent packed steps, or several that share the model (M6)."""
     if not setup.config.packed_steps:
-        return GPUExecutor(GPUWorker(setup.device, make_runner(setup, extension, load := expert_load(setup)), load))
+        counters = counters_of(setup)
+        return GPUExecutor(GPUWorker(setup.device, make_runner(setup, extension, counters), counters))
     if setup.config.tensor_parallel_size == 1:
         return LocalExecutor(setup.max_num_seqs, *make_packed_worker(setup, extension=extension))
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -143,14 +145,14 @@ def make_executor(setup: EngineSetup, extension: Extension) -> Executor:
 
 
 def make_runner(
-    setup: EngineSetup, extension: Extension, load: CountedLoad | None = None
+    setup: EngineSetup, extension: Extension, counters: dict[str, torch.Tensor] | None = None
 ) -> Runner[SchedulerOutput, StepResult]:
     """The model: transformers' (M1), ours for one sequence (M1), ours for a batch (M2)."""
     if setup.config.model_impl == "hf":
         from folovllm.worker.hf_model_runner import HFModelRunner
 
         return HFModelRunner(setup)
-    load_model, sampler = partial(load_native_model, setup, layer_set(setup, load)), make_sampler(setup)
+    load_model, sampler = partial(load_native_model, setup, layer_set(setup, counters)), make_sampler(setup)
     if loop := builders.own(setup.config, "decode_loop"):
         from folovllm.worker.loop_runner import LoopRunner
 
@@ -172,10 +174,10 @@ def make_packed_worker(
     """
     extension = extension or extension_of(setup)
     plain = extension.model_runner(ModelRunner)
-    sampler, slots, load = make_sampler(setup), cache_manager(setup.config).slots, expert_load(setup)
+    sampler, slots, counters = make_sampler(setup), cache_manager(setup.config).slots, counters_of(setup)
     backend, graphs = attention_backend(setup, extension), (builders.own(setup.config, "graph_cache") or AllGraphs)
     draw: StepDraw
-    layers = layer_set(setup, load)
+    layers = layer_set(setup, counters)
     if group is None:
         draw = OwnDraw(setup.vocab_size, sampler, use_kernel=setup.device.type == "cuda" and not setup.config.compile)
         inner = plain(setup, partial(load_native_model, setup, layers), sampler, slots, backend)
@@ -185,7 +187,7 @@ def make_packed_worker(
         inner = plain(part, partial(load_sharded_model, setup, group, layers), sampler, slots, backend, draw.whole)
     rows_draw = DrawState(setup.max_num_seqs, setup.vocab_size, setup.device, sampler, extension.num_samples())
     runner = extension.graph_runner(GraphRunner)(setup, inner, draw, rows_draw, graphs(setup.max_num_seqs))
-    return GPUWorker(setup.device, runner, load), runner
+    return GPUWorker(setup.device, runner, counters), runner
 
 
 def attention_backend(setup: EngineSetup, extension: Extension) -> AttentionBackend:
@@ -195,6 +197,11 @@ def attention_backend(setup: EngineSetup, extension: Extension) -> AttentionBack
 
         return TritonBackend(setup.attention, own)
     return extension.attention_backend(partial(make_backend, setup.backend, setup.attention))
+
+
+def counters_of(setup: EngineSetup) -> dict[str, torch.Tensor] | None:
+    """What a model counts in as it runs, where that is asked for; the model fills it (`LayerSet.counters`)."""
+    return {} if setup.config.count_experts else None
 
 
 def make_sampler(setup: EngineSetup) -> Sampler:

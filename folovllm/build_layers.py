@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import torch
 
 from folovllm.engine.cpu_threads import largest_product
 from folovllm.files import cache_dir
 from folovllm.layers.layer_set import LayerSet
-from folovllm.model_config import num_experts_of
-from folovllm.moe.expert_load import CountedLoad, ExpertLoad
 from folovllm.setup import EngineSetup
 
 if TYPE_CHECKING:
@@ -17,10 +18,9 @@ if TYPE_CHECKING:
 LARGE = 50_000_000  # bytes of weights: more than a processor's cache holds
 
 
-def layer_set(setup: EngineSetup, load: CountedLoad | None = None) -> LayerSet:
-    """What the model is built from; its experts are counted in `load` (X4)."""
-    layers = kernels_for(setup)
-    return layers if load is None else layers.having({ExpertLoad: lambda: load})
+def layer_set(setup: EngineSetup, counters: dict[str, torch.Tensor] | None = None) -> LayerSet:
+    """What the model is built from, and where it counts what it does (`LayerSet`)."""
+    return replace(kernels_for(setup), counters=counters)
 
 
 def kernels_for(setup: EngineSetup) -> LayerSet:
@@ -30,11 +30,7 @@ def kernels_for(setup: EngineSetup) -> LayerSet:
     if setup.config.compile:
         from folovllm.layers.compiled import compiled_layers
 
-        if setup.device.type != "cuda":
-            return compiled_layers()
-        from folovllm.moe.fused import EXPERT_KERNELS
-
-        return compiled_layers().having(EXPERT_KERNELS)
+        return replace(compiled_layers(), kernels=setup.device.type == "cuda")
     if (kernels := cpu_kernels(setup)) is not None:
         from folovllm.models.cpu_layers import cpu_layers
 
@@ -63,10 +59,3 @@ def weight_bytes(setup: EngineSetup) -> int:
     """Bytes of the head and of all MLPs, about: most of a model."""
     outputs, inputs = largest_product(setup, 1)
     return inputs * (setup.vocab_size + 3 * setup.num_layers * outputs) * setup.dtype.itemsize
-
-
-def expert_load(setup: EngineSetup) -> CountedLoad | None:
-    """What a device counts its experts in, where that is asked for (X4)."""
-    if not setup.config.count_experts:
-        return None
-    return CountedLoad(setup.hf_config.num_hidden_layers, num_experts_of(setup.hf_config), setup.device)

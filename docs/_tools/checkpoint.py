@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from anatomy import FOLDER, LARGE, SMALL, fields, letters, skeleton, table
 
+from folovllm.electives import MODELS
 from folovllm.layers.rotary_embedding import SCALINGS, rope_amplitude, rope_frequencies
 from folovllm.models.loader import checkpoint_places
 from folovllm.models.registry import ARCHITECTURES
@@ -79,7 +80,7 @@ def _stretched() -> Any:
 
 def supported_table() -> str:
     """What our own layers have, from the registry and the table of scalings."""
-    families = ", ".join(f"`{name}`" for name in ARCHITECTURES)
+    families = ", ".join(f"`{name}`" for name in sorted(ARCHITECTURES | MODELS))
     return table(
         "of `config.json` | what loads",
         ("`architectures`", families),

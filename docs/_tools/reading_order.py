@@ -114,6 +114,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/early_decode.py", "", ""),
         ("layers/skinny_linear.py", "", ""),
         ("models/fused_layer.py", "", ""),
+        ("kernels/variants.py", "", ""),
         ("hopper/prefill.py", "", ""),
         ("kernels/rehearsal.py", "", ""),
         ("kernels/compile_elsewhere.py", "", ""),
@@ -163,18 +164,21 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
     "x2": [
         ("quantization/quantizer/groups.py", "", "model_executor/layers/quantization/utils/quant_utils.py"),
         ("quantization/packing.py", "", "model_executor/layers/quantization/utils/quant_utils.py"),
+        ("models/quantized.py", "", ""),
         ("quantization/config.py", "", "model_executor/layers/quantization/__init__.py"),
+        ("quantization/weight.py", "", ""),
+        ("quantization/linear_method.py", "", ""),
         ("quantization/scaled.py", "", "model_executor/layers/quantization/fp8.py"),
         ("quantization/int4.py", "", "model_executor/layers/quantization/auto_gptq.py"),
         ("quantization/int4_checkpoints.py", "", "model_executor/layers/quantization/auto_awq.py"),
         ("quantization/grouped.py", "", ""),
         ("quantization/kernels/int4_linear.py", "", ""),
-        ("quantization/kernels/int4_matmul.py", "", ""),
-        ("moe/kernels/even_shares.py", "", ""),
+        ("quantization/kernels/quant_matmul.py", "", ""),
+        ("hopper/even_shares.py", "", ""),
         ("hopper/int4.py", "", ""),
-        ("quantization/kv_scales.py", "", "model_executor/layers/quantization/kv_cache.py"),
+        ("kv_format.py", "", "model_executor/layers/quantization/kv_cache.py"),
         ("quantization/calibrate.py", "", ""),
-        ("quantization/kernels/fp8.py", "", ""),
+        ("kernels/fp8_cache.py", "", ""),
         ("attention/backends/decoded.py", "", ""),
         ("quantization/quantizer/run.py", "", ""),
         ("quantization/quantizer/one_layer.py", "", ""),
@@ -214,11 +218,13 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
     "x4": [
         ("moe/models.py", "", "model_executor/models/qwen3_moe.py"),
         ("moe/layers.py", "", "model_executor/layers/fused_moe/layer.py"),
+        ("kernels/grouped_tiles.py", "", ""),
         ("moe/kernels/grouped_linear.py", "", "model_executor/layers/fused_moe/fused_moe.py"),
         ("moe/kernels/route.py", "", "model_executor/layers/fused_moe/moe_align_block_size.py"),
-        ("quantization/kernels/few_pairs.py", "", ""),
+        ("moe/kernels/moe_gemv.py", "", ""),
         ("hopper/grouped.py", "", ""),
         ("moe/fused.py", "", "model_executor/layers/fused_moe/fused_moe.py"),
+        ("moe/quantized.py", "", ""),
         ("moe/expert_load.py", "", ""),
     ],
 }
@@ -236,7 +242,7 @@ moves its files now and then: search for the class when one is gone. A dash mean
 What is not listed is not needed to follow the chapters: the command line (`cli.py`, `terminal.py`, `chat.py`, `flags.py`), names and arguments of vLLM's (`compat.py`,
 `vllm_arguments.py`, `chat_template.py`, `beam_search.py`), the flags of the server (`server/config.py`, `server/cli.py`), what a user's values are checked for (`config_checks.py`,
 `require.py`), the benchmarks (`bench/`), what fetches and converts a model (`models/files.py`,
-`models/json_files.py`, `models/smollm2.py`, `quantization/gguf_file.py`, `quantization/gguf_reader.py`, `quantization/gguf_rope.py`), the helpers `files.py` and `children.py`, and the import finder of `mine/` (`_overlay.py`).
+`models/json_files.py`, `quantization/smollm2.py`, `quantization/gguf_file.py`, `quantization/gguf_reader.py`, `quantization/gguf_rope.py`), the helpers `files.py` and `children.py`, and the import finder of `mine/` (`_overlay.py`).
 """
 
 

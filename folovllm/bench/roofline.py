@@ -18,7 +18,7 @@ import torch
 from folovllm.bench.workload import Workload
 from folovllm.model_config import num_experts_of, windows_of
 from folovllm.models.registry import renamed_by
-from folovllm.quantization.config import Shapes, expert_shapes, linear_bytes, linear_shapes
+from folovllm.models.shapes import Shapes, expert_shapes, linear_bytes, linear_shapes
 from folovllm.setup import EngineSetup
 
 

@@ -176,6 +176,7 @@ def local_config(hf_config: PretrainedConfig, size: int, expert_parallel: bool =
     for name, inner in cut_sizes(hf_config, expert_parallel).items():
         setattr(local, name, inner // size)
     local.whole_vocab_size = hf_config.vocab_size
+    local.expert_parallel = expert_parallel
     local.vocab_size = vocab_shard_size(hf_config.vocab_size, size)
     return local
 

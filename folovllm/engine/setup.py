@@ -15,16 +15,10 @@ from folovllm.attention.backends.select import choose_backend
 from folovllm.config import EngineConfig
 from folovllm.distributed.sharding import local_config
 from folovllm.files import reading
+from folovllm.kv_format import FP8
 from folovllm.model_config import head_dim_of, num_experts_of, num_kv_heads_of, num_positions
-from folovllm.models.registry import renamed_by
-from folovllm.quantization.config import (
-    activations_as_asked,
-    check_known_to_transformers,
-    check_num_weights,
-    check_quantization,
-    quantized_as_asked,
-)
-from folovllm.quantization.kv_scales import FP8
+from folovllm.models.quantized import quantization_of
+from folovllm.models.shapes import check_num_weights
 from folovllm.setup import EngineSetup
 
 NAIVE = ("torch_naive", "native")  # the backend's name for what a growing cache does with our layers
@@ -38,7 +32,9 @@ def set_up(config: EngineConfig) -> EngineSetup:
     from folovllm.models.loader import checkpoint_files
 
     path = resolve_model(config.model)
-    hf_config = activations_as_asked(quantized_as_asked(load_hf_config(path, config), config), config)
+    hf_config = load_hf_config(path, config)
+    quantization = quantization_of(hf_config, config)
+    hf_config = quantization.configured(hf_config, config)
     device = choose_device(config.device)
     max_model_len = config.resolve_max_model_len(num_positions(hf_config))
     budget = config.resolve_max_num_batched_tokens(max_model_len)
@@ -50,10 +46,7 @@ def set_up(config: EngineConfig) -> EngineSetup:
     if config.count_experts and not num_experts_of(hf_config):
         raise ValueError("count_experts counts how often experts are asked, and this model has none: leave it out")
     share = local_config(hf_config, config.tensor_parallel_size, config.enable_expert_parallel)  # one rank's part
-    if config.model_impl == "native":
-        check_quantization(hf_config, share, renamed_by(hf_config))
-    else:
-        check_known_to_transformers(hf_config)
+    quantization.check(hf_config, share, config)
     if not config.random_weights:
         with reading(f"the model in {path}"):
             check_num_weights(hf_config, sum(file.stat().st_size for file in checkpoint_files(path)))

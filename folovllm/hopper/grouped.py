@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from folovllm.quantization.kernels.few_pairs import finish_tile
+from folovllm.kernels.grouped_tiles import finish_tile
+from folovllm.kernels.variants import KernelVariant
 
 TILE_M = 128  # pairs of a tile
 REST = 64  # the most that it takes besides, if there are no others; and the tile for so few
@@ -27,7 +28,7 @@ MANY = 24  # pairs of each expert, from which on this is faster than smaller til
 
 @triton.jit
 def find_long_tile(starts_ptr, tile, E: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr, REST: tl.constexpr):
-    """As `grouped_linear.find_tile`; but if an expert's last tile had REST pairs or fewer, its tile before has them.
+    """As `find_tile`; but if an expert's last tile had REST pairs or fewer, its tile before has them.
 
     Returns:
         The expert, the tile's first place, and how many pairs there are from there on (or just more than a tile takes);
@@ -117,10 +118,10 @@ def grouped_hopper_kernel(
                         TILE_K)  # fmt: skip
 
 
-def serves(each: int, weight: torch.Tensor, capability: int) -> bool:
+def serves(each: int, weight: torch.Tensor) -> bool:
     """Whether `grouped_hopper` is the product to take, if each expert had so many pairs. Rows must be 16 bytes, or some."""
     is_aligned = weight.shape[-1] % 8 == 0 and weight.data_ptr() % 16 == 0
-    return capability == 90 and each > MANY and weight.itemsize == 2 and is_aligned
+    return each > MANY and weight.itemsize == 2 and is_aligned
 
 
 def grouped_hopper(
@@ -137,3 +138,6 @@ def grouped_hopper(
         num_stages=STAGES,
     )  # fmt: skip
     return out
+
+
+VARIANT = KernelVariant(serves, grouped_hopper)

@@ -1,4 +1,4 @@
-"""`int4_hopper`: what `int4_matmul` computes, for 129 to 256 tokens on Hopper, which has matrix units of its own (wgmma).
+"""`int4_hopper`: what `quant_matmul` computes, for 129 to 256 tokens on Hopper, which has matrix units of its own (wgmma).
 
 All tokens meet a weight at once where they fit into the registers, so it is unpacked once, or twice. Two groups of four warps
 have 64 outputs each of a tile. Codes come straight to the registers from which the matrix units take the weights, and are
@@ -23,12 +23,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from folovllm.hopper.even_shares import add_parts, first_unit, program_of
 from folovllm.kernels.multiprocessors import num_sms
 from folovllm.kernels.split_sum import counters
-from folovllm.moe.kernels.even_shares import add_parts, first_unit, program_of
-from folovllm.quantization.kernels.int4_matmul import MANY
+from folovllm.kernels.variants import KernelVariant
 
-MOST = 256  # tokens; with more, the library is as fast
+MANY, MOST = 129, 256  # tokens: fewer are one tile of `quant_matmul`, and with more the library is as fast
 
 GROUP = gl.constexpr(128)  # inputs that share a scale
 WIDE = gl.constexpr(64)  # inputs of a box
@@ -241,13 +241,11 @@ def tiling(num_tokens: int, rows: int, width: int, sms: int) -> tuple[int, int]:
 
 
 def serves(x: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> bool:
-    """Whether there is a kernel for these: on Hopper, for so many tokens, in bfloat16, for groups of 128 inputs whose
-    zeros, if any, are codes, and for an `x` that the copy engine can read. (For one group alone Triton 3.6 makes no kernel.)
+    """Whether the kernel computes these: for so many tokens, in bfloat16, for groups of 128 inputs whose zeros, if any,
+    are codes, and for an `x` that the copy engine can read. (For one group alone Triton 3.6 makes no kernel.)
     """
     return (
-        x.is_cuda
-        and torch.cuda.get_device_capability(x.device) == (9, 0)
-        and MANY <= len(x) <= MOST
+        MANY <= len(x) <= MOST
         and x.dtype == torch.bfloat16
         and x.shape[1] == GROUP.value * scales.shape[1] > GROUP.value
         and (zeros is None or zeros.dtype == torch.uint8)
@@ -263,7 +261,7 @@ def int4_hopper(
     zeros: torch.Tensor | None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `int4_matmul`, where `serves` says so."""
+    """As `quant_matmul`, where `serves` says so."""
     num_tokens, width = x.shape
     rows, out = len(words), x.new_empty(num_tokens, len(words))
     tile, programs = tiling(num_tokens, rows, width, num_sms(x.device))
@@ -277,3 +275,6 @@ def int4_hopper(
         num_warps=4,
     )  # fmt: skip
     return out
+
+
+VARIANT = KernelVariant(serves, int4_hopper)

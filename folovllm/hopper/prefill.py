@@ -25,7 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from folovllm.attention.backends.abstract import AttentionConfig
 from folovllm.kernels.online_softmax import LOG2_E, LOWEST
+from folovllm.kernels.variants import KernelVariant
 
 GROUP_M = gl.constexpr(64)  # queries of one group of warps: the height of a matrix instruction
 TILE_M = gl.constexpr(128)  # of a program: two groups
@@ -253,15 +255,15 @@ def prefill_hopper(
     return out
 
 
-def serves(head_dim: int, dtype: torch.dtype, block_size: int, device: torch.device) -> bool:
-    """Whether the kernel can be used: on Hopper, in half precision, for tiles that its registers hold, in whole boxes."""
-    return (
-        device.type == "cuda"
-        and torch.cuda.get_device_capability(device) == (9, 0)
-        and dtype in (torch.bfloat16, torch.float16)
-        and head_dim in (64, 128)
-        and (block_size in (16, 32, 64) or block_size % TILE_N.value == 0)
-    )
+def serves(config: AttentionConfig, num_tokens: int, max_query_len: int) -> bool:
+    """Whether it computes a step of so many new tokens, the longest share of which is given, faster than `prefill`.
+
+    In half precision, for tiles that its registers hold, in whole boxes.
+    """
+    dim, size = config.head_dim, config.block_size
+    possible = config.dtype in (torch.bfloat16, torch.float16) and dim in (64, 128) and not config.is_fp8
+    boxes = size in (16, 32, 64) or (size is not None and size % TILE_N.value == 0)
+    return possible and boxes and is_ahead(dim, num_tokens, max_query_len)
 
 
 def is_ahead(head_dim: int, num_tokens: int, max_query_len: int) -> bool:
@@ -271,3 +273,6 @@ def is_ahead(head_dim: int, num_tokens: int, max_query_len: int) -> bool:
     that free. And its programs begin and end slowly, which short heads make up for later.
     """
     return num_tokens >= LONG_STEP and max_query_len >= (256 if head_dim == 128 else 2048)
+
+
+VARIANT = KernelVariant(serves, prefill_hopper)

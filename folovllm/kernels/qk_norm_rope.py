@@ -10,10 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
+from folovllm.kernels.fp8_cache import less_offset, to_cache
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.rms_norm import inverse_rms
-from folovllm.quantization.kernels.fp8 import less_offset, to_cache
 
 
 @triton.jit

@@ -7,7 +7,7 @@ from torch import nn
 
 from folovllm.attention.backends.abstract import AttentionBackend
 from folovllm.forward_batch import ForwardBatch
-from folovllm.quantization.kv_scales import UNSCALED, KVScales
+from folovllm.kv_format import UNSCALED, KVScales
 
 
 class Attention(nn.Module):

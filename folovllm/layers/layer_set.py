@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 from torch import nn
 
 from folovllm.layers.linear import PLAIN
@@ -23,12 +24,18 @@ class LayerSet:
 
     The plain set makes every layer of the class that the model names: torch, and weights as checkpoints have them. Of a
     quantized checkpoint `quantized` knows each layer's format by its name; what is within `prefix` is being built.
+
+    A model with layers of its own asks two things more. With `kernels`, they should be made of kernels where they have some:
+    a step may be captured, so no layer may read on the host what the device computed. `counters`, where it is not None,
+    takes tensors by name in which the model counts as it runs (`GPUWorker`): int64, and zero after the warm-up.
     """
 
     places: Stand = field(default_factory=dict)
     format: WeightFormat = PLAIN
     quantized: FormatOf | None = None
     prefix: str = ""
+    kernels: bool = False
+    counters: dict[str, torch.Tensor] | None = None
 
     def make(self, kind: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
         """Make a layer of this kind, or of the subclass that stands in its place; both take the same arguments."""

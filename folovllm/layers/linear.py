@@ -24,7 +24,7 @@ class LinearBase(nn.Module):
     is_stack: ClassVar[bool] = False  # whether its parts are experts, of which each product takes some
     weight: torch.Tensor  # what a format's parameter is mostly called
     scale: torch.Tensor  # and what its codes are multiples of
-    grouped: Any  # codes of 4 bits, with all that belongs to them (`formats.int4.Grouped`)
+    grouped: Any  # what else a format keeps
     columns: torch.Tensor | None  # factors [inputs] of `x` that a format could not fold into its codes
     dtype: torch.dtype  # of `x`, where the weight has another
 

@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from folovllm.distributed.group import Group
     from folovllm.distributed.sharding import Weight
     from folovllm.layers.linear import LinearBase
-    from folovllm.quantization.kernels.quant_linear import Codes
 
     Cut = Callable[[Weight], torch.Tensor]  # a whole tensor [outputs, inputs] or [outputs] -> one rank's part of it
 
@@ -126,9 +125,28 @@ class WeightFormat(ABC):
         """W [outputs, inputs] of some of the `output_sizes` in `dtype`, a copy. Works after `check_stack`."""
         raise NotImplementedError(f"{type(self).__name__} does not unpack")
 
-    def codes_of(self, layer: LinearBase) -> Codes:
-        """What a kernel is told of the weights. Works after `check_stack`."""
-        raise NotImplementedError(f"{type(self).__name__} has no codes")
+    def grouped_product(
+        self,
+        layer: LinearBase,
+        x: torch.Tensor,
+        num_experts: int,
+        order: torch.Tensor,
+        starts: torch.Tensor,
+        gated: bool = False,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Multiply each token by the matrices of its experts, which are the parts of `layer`. Works after `check_stack`.
+
+        Args:
+            x: [T, inputs], or [pairs, inputs] where each (token, expert) pair has a row of its own.
+            order, starts: the pairs sorted by expert, and where each expert's begin (`moe.layers.sort_by_expert`).
+            gated: an expert is two parts, gate and up; the result is silu(gate) * up.
+            out: [pairs, outputs] to write to. Rows of pairs whose expert is elsewhere stay as they are.
+
+        Returns:
+            [pairs, outputs], in the order of pairs, not of experts.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no such kernel")
 
     def can_fold(self, layer: LinearBase) -> bool:
         """Whether `fold` works, and the product of an `x` that is divided only afterwards is as exact."""
@@ -137,38 +155,3 @@ class WeightFormat(ABC):
     def fold(self, layer: LinearBase, scale: torch.Tensor) -> None:
         """Multiply the columns of W by `scale` [inputs], for good: (x * scale) W^T is x (W * scale)^T."""
         raise NotImplementedError(f"{type(self).__name__} cannot fold")
-
-
-class Coded(WeightFormat):
-    """Weights in codes, in which there is no room for what is folded into them: `layer.columns`, factors of `x` [inputs] or None."""
-
-    def create(self, layer: LinearBase) -> None:
-        """As `WeightFormat`: what a layer of codes knows beside them."""
-        layer.columns, layer.dtype = None, torch.get_default_dtype()  # of activations
-
-    def loaded(self, layer: LinearBase) -> None:
-        """Forget what was folded into earlier weights."""
-        layer.columns = None
-
-    def can_fold(self, layer: LinearBase) -> bool:
-        """As for plain weights: False with a bias, and in float16."""
-        return layer.bias is None and layer.dtype != torch.float16
-
-    def fold(self, layer: LinearBase, scale: torch.Tensor) -> None:
-        """Keep the factors; every product multiplies its `x` by them."""
-        layer.columns = scale.clone() if layer.columns is None else layer.columns * scale
-
-    def folded(self, layer: LinearBase, x: torch.Tensor) -> torch.Tensor:
-        """`x` times what was folded into the weights."""
-        return x if layer.columns is None else x * layer.columns
-
-
-def rows_of(sizes: Sequence[int], parts: slice) -> slice:
-    """The rows of some parts, whose `sizes` say how many each has."""
-    first, end, _ = parts.indices(len(sizes))
-    return slice(sum(sizes[:first]), sum(sizes[:end]))
-
-
-def on_gpu(x: torch.Tensor) -> bool:
-    """Whether kernels should multiply these. In the interpreter their many programs would take minutes."""
-    return x.is_cuda

@@ -12,7 +12,7 @@ from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import PLAIN, RowParallelLinear
 from folovllm.layers.linear_method import WeightFormat
-from folovllm.moe.layers import ExpertRanks
+from folovllm.layers.rank_sum import RankSum
 
 
 class ShardedRowLinear(RowParallelLinear):
@@ -77,32 +77,23 @@ class ShardedHead(ParallelLMHead):
         return logits
 
 
-class ShardedExperts(ExpertRanks):
-    """Each rank holds a part of every expert, or, in expert parallelism, all of some experts; one sum joins both.
+class ShardedSum(RankSum):
+    """Adds up over the ranks of a group."""
 
-    All tokens are on all ranks anyway, so no token travels to its experts and back.
-    """
-
-    def __init__(self, *, group: Group, expert_parallel: bool) -> None:
+    def __init__(self, *, group: Group) -> None:
         super().__init__()
-        self.group, self.expert_parallel = group, expert_parallel
-
-    def held(self, num_experts: int) -> range:
-        """As `ExpertRanks`: all, or an equal share in the order of ranks."""
-        count = num_experts // self.group.size if self.expert_parallel else num_experts
-        first = self.group.rank * count if self.expert_parallel else 0
-        return range(first, first + count)
+        self.group, self.rank, self.size = group, group.rank, group.size
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H], whole on every rank."""
         return self.group.all_reduce(x)
 
 
-def sharded(layers: LayerSet, group: Group, vocab_size: int, expert_parallel: bool = False) -> LayerSet:
+def sharded(layers: LayerSet, group: Group, vocab_size: int) -> LayerSet:
     """Return `layers` for one rank's part of a model. `vocab_size` is the whole model's."""
     return layers.having(
         {
-            ExpertRanks: partial(ShardedExperts, group=group, expert_parallel=expert_parallel),
+            RankSum: partial(ShardedSum, group=group),
             RowParallelLinear: partial(ShardedRowLinear, group=group),
             VocabParallelEmbedding: partial(ShardedEmbedding, group=group),
             ParallelLMHead: partial(ShardedHead, group=group, num_ids=vocab_size),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from folovllm.config import DEFAULT_MODEL, EngineConfig
+from folovllm.electives import DOWNLOADS, FILE_FORMATS, require
 from folovllm.files import in_one_line, reading
 from folovllm.models.json_files import check_content, read_json
 from folovllm.models.plain_config import plain_config
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ASSETS = Path(__file__).parent.parent / "assets"
-BY_NAME = ("stories-5m", "stories-moe", "smollm2", "smollm2-gguf")  # embedded or downloaded: the hub has none of them
+BY_NAME = ("stories-5m", "stories-moe", *DOWNLOADS)  # embedded or downloaded: the hub has none of them
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -38,15 +39,13 @@ def resolve_model(name: str) -> Path:
         raise ValueError('a model has no name: give a folder, a hub id, or an embedded one, say "stories-5m"')
     if (ASSETS / name / "config.json").is_file():
         return ASSETS / name
-    if name in ("smollm2", "smollm2-gguf"):
-        from folovllm.models.smollm2 import smollm2_dir
-
-        return smollm2_dir(name=name)
+    if name in DOWNLOADS:
+        downloaded: Path = require(DOWNLOADS[name], f"the model {name}")(name)
+        return downloaded
     path = Path(name).expanduser()
-    if path.suffix == ".gguf" and path.is_file():
-        from folovllm.quantization.gguf_file import gguf_dir
-
-        return gguf_dir(path)
+    if path.suffix in FILE_FORMATS and path.is_file():
+        converted: Path = require(FILE_FORMATS[path.suffix], f"the model {path}")(path)
+        return converted
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(f"{path} has no config.json: it is not a model in Hugging Face format")

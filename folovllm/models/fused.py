@@ -18,7 +18,6 @@ from folovllm.models.gemma3 import Gemma3RMSNorm
 from folovllm.models.llama import LlamaAttention
 from folovllm.models.qwen2 import Qwen2Attention
 from folovllm.models.qwen3 import Qwen3Attention
-from folovllm.moe.fused import EXPERT_KERNELS
 
 
 class FusedLlamaAttention(LlamaAttention):
@@ -71,4 +70,4 @@ def fused_layers(head_dim: int) -> LayerSet:
         RMSNorm: FusedRMSNorm, SiluAndMul: FusedSiluAndMul,
         Gemma3RMSNorm: FusedGemma3RMSNorm, GeluAndMul: FusedGeluAndMul,
     }  # fmt: skip
-    return LayerSet(places | EXPERT_KERNELS | (ATTENTION if head_dim & (head_dim - 1) == 0 else {}))
+    return LayerSet(places | (ATTENTION if head_dim & (head_dim - 1) == 0 else {}), kernels=True)

@@ -13,19 +13,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from folovllm.electives import EXTRA_TENSORS, is_installed, named
 from folovllm.files import UnreadableFile, in_one_line, reading
 from folovllm.layers.linear import PLAIN, LinearBase
 from folovllm.layers.linear_method import FLOATS, WeightFormat
 from folovllm.layers.plain_linear import Plain
 from folovllm.models.json_files import read_json
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.quantization.checkpoint_kv_scales import is_kv_scale, take_kv_scale
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 IN_FLOATS = (".weight", "proj.bias", "weight_scale", "weight_scale_inv")  # unless the format says otherwise
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a constant that old Llama checkpoints carry
 
 Formats = dict[str, WeightFormat]  # by the name of a module
+Taker = Callable[
+    [LlamaForCausalLM, str, torch.Tensor], None
+]  # gives a tensor of this name to its layer; may raise ValueError
 Shard = Callable[[str, Any], torch.Tensor]  # a tensor's name, and the tensor (or a `StoredTensor`) -> the part to keep
 
 
@@ -61,10 +64,10 @@ def load_model(model: LlamaForCausalLM, path: Path, use_tqdm: bool = True, shard
             with reading(f"the checkpoint in {path}", name):
                 if tied and name == "lm_head.weight":
                     copied_head = tensor
-                elif is_kv_scale(name):
-                    take_kv_scale(model, name, tensor)
                 elif is_ignored(name, formats):
                     formats.get(name.rpartition(".")[0], PLAIN).check_ignored(name, tensor)
+                elif name not in places and (taker := taker_of(name)) is not None:
+                    taker(model, name, tensor)
                 elif not is_empty_bias(name, tensor, places, formats):
                     copy_weight(name, arranged(name, tensor, places), places)
                     progress.update()
@@ -115,6 +118,8 @@ def checkpoint_places(model: LlamaForCausalLM) -> dict[str, Place]:
 
 def part_of(places: dict[str, Place], shard: Shard, name: str, tensor: Any) -> torch.Tensor:
     """Return the part of a checkpoint's tensor that `shard` keeps; its format knows how the tensor is laid out."""
+    if name not in places and taker_of(name) is not None:
+        return tensor[:] if tensor.shape else tensor[...]
     format = places[name].format if name in places else PLAIN
     return format.shard(name.rpartition(".")[2], tensor, partial(shard, name))
 
@@ -145,6 +150,12 @@ def arranged(name: str, tensor: torch.Tensor, places: dict[str, Place]) -> torch
     if place is None or isinstance(place.format, Plain):
         return tensor
     return place.format.arrange(name.rpartition(".")[2], tensor.to(place.view.device), place.view.shape)
+
+
+def taker_of(name: str) -> Taker | None:
+    """Return what takes a tensor for which the model has no place, such as a scale of an FP8 cache; None if nobody knows it."""
+    takers = (named(place)(name) for place in EXTRA_TENSORS if is_installed(place))
+    return next((taker for taker in takers if taker is not None), None)
 
 
 def is_ignored(name: str, formats: Formats) -> bool:
@@ -244,7 +255,7 @@ def read_tensors(
                 with reading(file, stored_name):
                     stored = handle.get_slice(stored_name)
                     require_stored(name, stored.get_dtype(), formats)
-                    if shard is None or is_ignored(name, formats) or is_kv_scale(name):
+                    if shard is None or is_ignored(name, formats):
                         tensor = handle.get_tensor(stored_name)
                     else:
                         tensor = shard(name, StoredTensor(stored))

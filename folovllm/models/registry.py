@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
 
+from folovllm.electives import MODELS, require
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.unsupported import UnsupportedModel
 from folovllm.model_config import hidden_act_of
-from folovllm.quantization.config import formats_of
+from folovllm.models.quantized import quantization_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -24,12 +24,9 @@ ARCHITECTURES: dict[str, str] = {
     "Gemma3ForCausalLM": "folovllm.models.gemma3",
     "LlamaForCausalLM": "folovllm.models.llama",
     "MistralForCausalLM": "folovllm.models.mistral",
-    "MixtralForCausalLM": "folovllm.moe.mixtral",
     "Phi3ForCausalLM": "folovllm.models.phi3",
     "Qwen2ForCausalLM": "folovllm.models.qwen2",
-    "Qwen2MoeForCausalLM": "folovllm.moe.qwen2_moe",
     "Qwen3ForCausalLM": "folovllm.models.qwen3",
-    "Qwen3MoeForCausalLM": "folovllm.moe.qwen3_moe",
 }
 NEEDED = ("intermediate_size", "rms_norm_eps", "tie_word_embeddings")  # beside what any model has
 
@@ -38,19 +35,21 @@ PLAIN_LAYERS = LayerSet()
 
 
 def get_model_class(hf_config: PretrainedConfig) -> type[LlamaForCausalLM]:
-    """Return the class of the first known name among `hf_config.architectures`. Its module is imported here.
+    """Return the class of the first known name among `hf_config.architectures`, the core's or an elective's. It is imported here.
 
     Raises:
         UnsupportedModel: none of them is known.
+        ValueError: its package is not installed.
     """
     names: list[str] = getattr(hf_config, "architectures", None) or []
-    name = next((name for name in names if name in ARCHITECTURES), None)
+    known = ARCHITECTURES | MODELS
+    name = next((name for name in names if name in known), None)
     if name is None:
         raise UnsupportedModel(
-            f"no model for architecture {', '.join(names) or '(none named)'}: "
-            f"the known ones are {', '.join(ARCHITECTURES)}"
+            f"no model for architecture {', '.join(names) or '(none named)'}: the known ones are {', '.join(sorted(known))}"
         )
-    return getattr(import_module(ARCHITECTURES[name]), name)
+    found: type[LlamaForCausalLM] = require(f"{known[name]}:{name}", f"a model of architecture {name}")
+    return found
 
 
 def renamed_by(hf_config: PretrainedConfig) -> Mapping[str, str]:
@@ -80,9 +79,10 @@ def build_model(
     """
     try:
         model_class = get_model_class(hf_config)
-        layers = replace(
-            layers, quantized=formats_of(hf_config, model_class.packed_modules_mapping, model_class.renamed)
+        format_of = quantization_of(hf_config).formats_of(
+            hf_config, model_class.packed_modules_mapping, model_class.renamed
         )
+        layers = replace(layers, quantized=format_of)
         absent = [field for field in NEEDED if getattr(hf_config, field, None) is None]
         if absent := absent + ["hidden_act"] * (hidden_act_of(hf_config) is None):
             raise ValueError(f"config.json lacks {', '.join(absent)}, without which there is no {model_class.__name__}")

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
+
+from folovllm.model_config import num_experts_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class ExpertLoad(nn.Module):
@@ -23,9 +30,11 @@ class CountedLoad(ExpertLoad):
     rank sees all tokens and counts all experts, so one rank's numbers are everybody's.
     """
 
-    def __init__(self, num_layers: int, num_experts: int, device: torch.device) -> None:
+    def __init__(self, config: PretrainedConfig, counters: dict[str, torch.Tensor]) -> None:
+        """`counters` get the counts under the name "experts" (`LayerSet.counters`)."""
         super().__init__()
-        self.counts = torch.zeros(num_layers, num_experts, dtype=torch.int64, device=device)
+        self.counts = torch.zeros(config.num_hidden_layers, num_experts_of(config), dtype=torch.int64)
+        counters["experts"] = self.counts
         self._chosen: list[torch.Tensor] = []  # by the layers of this step so far, [T, k] each
 
     def note(self, experts: torch.Tensor) -> None:

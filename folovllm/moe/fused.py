@@ -11,7 +11,7 @@ from torch import nn
 from folovllm.moe.kernels.grouped_linear import grouped_linear
 from folovllm.moe.kernels.route import choose, combine
 from folovllm.moe.layers import Experts, MoE
-from folovllm.quantization.experts import CodedExperts, GroupedCodedExperts
+from folovllm.moe.quantized import GroupedQuantizedExperts, QuantizedExperts
 
 
 class FusedMoE(MoE):
@@ -40,7 +40,7 @@ class GroupedExperts(Experts):
 
 # Where steps are recorded, no layer may read what the device computed.
 EXPERT_KERNELS: dict[Any, Callable[..., nn.Module]] = {
-    CodedExperts: GroupedCodedExperts,
+    QuantizedExperts: GroupedQuantizedExperts,
     Experts: GroupedExperts,
     MoE: FusedMoE,
 }

@@ -18,6 +18,7 @@ from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear
 from folovllm.layers.plain_linear import Plain
+from folovllm.layers.rank_sum import RankSum
 from folovllm.layers.unsupported import UnsupportedModel
 from folovllm.model_config import expert_size_of, num_experts_of
 from folovllm.moe.expert_load import ExpertLoad
@@ -131,18 +132,6 @@ def ask_one_by_one(
     return answers
 
 
-class ExpertRanks(nn.Module):
-    """How ranks share the experts, and join what each of them computed. Here there is one rank."""
-
-    def held(self, num_experts: int) -> range:
-        """The experts that this rank holds a part of."""
-        return range(num_experts)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part of the sum [T, H] -> the sum."""
-        return x
-
-
 class SharedExpert(nn.Module):
     """An MLP that every token asks, beside the k of its own choice; a gate says how much it counts (Qwen2-MoE)."""
 
@@ -159,6 +148,18 @@ class SharedExpert(nn.Module):
         return self.down_proj(self.act_fn(self.gate_up_proj(x)))
 
 
+def experts_of_rank(config: PretrainedConfig, ranks: RankSum) -> range:
+    """The experts that this rank holds: a part of every one, or, in expert parallelism, an equal share of them whole.
+
+    All tokens are on all ranks anyway, so no token travels to its experts and back: one sum joins both kinds.
+    """
+    num_experts = num_experts_of(config)
+    if not getattr(config, "expert_parallel", False):
+        return range(num_experts)
+    count = num_experts // ranks.size
+    return range(ranks.rank * count, (ranks.rank + 1) * count)
+
+
 class MoE(nn.Module):
     """Stands in the place of a decoder layer's MLP."""
 
@@ -168,8 +169,8 @@ class MoE(nn.Module):
             raise UnsupportedModel(f"hidden_act {config.hidden_act!r} is not supported: only 'silu' is")
         hidden, num_experts = config.hidden_size, num_experts_of(config)
         self.top_k, self.normalise = config.num_experts_per_tok, getattr(config, "norm_topk_prob", True)
-        self.ranks, self.load = layers.make(ExpertRanks), layers.make(ExpertLoad)
-        self.held = self.ranks.held(num_experts)
+        self.sum, self.load = layers.make(RankSum), layers.make(ExpertLoad)
+        self.held = experts_of_rank(config, self.sum)
         self.gate = LinearBase(hidden, [num_experts], format=layers.format_of("mlp.gate"))  # whole on every rank
         self.experts = layers.make(Experts, self.held, num_experts, hidden, expert_size_of(config))
         self.shared_expert = self.shared_expert_gate = None
@@ -183,7 +184,7 @@ class MoE(nn.Module):
         result = self.combine(self.experts(x, order, starts).view(len(x), self.top_k, x.shape[1]), weights)
         if self.shared_expert is not None and self.shared_expert_gate is not None:
             result = result + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
-        return self.ranks(result)
+        return self.sum(result)
 
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[T, H] -> the weights of each token's experts [T, k], and the pairs' `order` and `starts` (`sort_by_expert`)."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
 
 from folovllm.distributed.sharding import EXPERTS
 from folovllm.forward_batch import ForwardBatch
@@ -11,9 +14,9 @@ from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.unsupported import UnsupportedModel
 from folovllm.model_config import num_experts_of
 from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
-from folovllm.moe.expert_load import ExpertLoad
+from folovllm.moe.expert_load import CountedLoad, ExpertLoad
 from folovllm.moe.layers import Experts, MoE
-from folovllm.quantization.experts import CodedExperts, formats_of_experts
+from folovllm.moe.quantized import QuantizedExperts, formats_of_experts
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +27,7 @@ def choose_moe(config: PretrainedConfig, layers: LayerSet) -> MoE:
     """The mixture of experts that stands in the place of the MLP, of the set's own kind."""
     formats = formats_of_experts(layers.coded, range(num_experts_of(config)))
     if formats is not None:
-        layers = layers.having({Experts: partial(layers.places.get(CodedExperts, CodedExperts), formats)})
+        layers = layers.having({Experts: partial(layers.places.get(QuantizedExperts, QuantizedExperts), formats)})
     return layers.make(MoE, config, layers)
 
 
@@ -34,13 +37,21 @@ class MoeForCausalLM(LlamaForCausalLM):
     def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
         if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
             raise UnsupportedModel("layers with experts among layers without are not supported: all must have them")
+        load = (
+            ExpertLoad() if layers.counters is None else CountedLoad(config, layers.counters)
+        )  # all layers tell this one
+        if layers.kernels:
+            from folovllm.moe.fused import EXPERT_KERNELS  # here, for not every machine has Triton
+
+            layers = layers.having(EXPERT_KERNELS)
         # The router and the experts read one normed stream, so the norm's weights cannot move into a projection.
-        super().__init__(
-            config,
-            layers.having({LlamaMLP: choose_moe, LlamaDecoderLayer: LlamaDecoderLayer}),
-            max_model_len,
-        )
-        self.load = layers.make(ExpertLoad)  # the one that all layers tell
+        own: dict[Any, Callable[..., nn.Module]] = {
+            LlamaMLP: choose_moe,
+            LlamaDecoderLayer: LlamaDecoderLayer,
+            ExpertLoad: lambda: load,
+        }
+        super().__init__(config, layers.having(own), max_model_len)
+        self.load = load
         held = self.moe().held
         stacks = {  # of experts in codes
             "gate_ups": [f"{e}.{part}" for e in held for part in self.packed_modules_mapping["gate_up_proj"]],

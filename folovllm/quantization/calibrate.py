@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from folovllm.quantization.kv_scales import LARGEST, KVScales, decode, encode
+from folovllm.kv_format import LARGEST, KVScales, decode, encode
 from folovllm.setup import EngineSetup
 from folovllm.step.draw import TokenIds
 from folovllm.step.schedule import Share

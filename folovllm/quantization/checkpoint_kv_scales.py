@@ -9,6 +9,7 @@ from typing import cast
 import torch
 
 from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM
+from folovllm.models.loader import Taker
 
 # As compressed-tensors, vLLM, ModelOpt and older quantisers name them.
 NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:(?:attn\.|[kv]_proj\.)?([kv])_scale|([kv])_proj\.output_scale)")
@@ -17,6 +18,11 @@ NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:(?:attn\.|[kv]_proj\.)?(
 def is_kv_scale(name: str) -> bool:
     """Whether a tensor of this name is the scale of a layer's cached keys or values."""
     return NAME.fullmatch(name) is not None
+
+
+def taker_of(name: str) -> Taker | None:
+    """Return what gives such a tensor to its layer, for the loader; None for other tensors (`folovllm.electives`)."""
+    return take_kv_scale if is_kv_scale(name) else None
 
 
 def take_kv_scale(model: LlamaForCausalLM, name: str, tensor: torch.Tensor) -> None:

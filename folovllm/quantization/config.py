@@ -8,31 +8,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from folovllm.config import EngineConfig
 from folovllm.files import reading
 from folovllm.layers.layer_set import FormatOf
-from folovllm.layers.linear import PLAIN
 from folovllm.layers.linear_method import WeightFormat
-from folovllm.model_config import expert_size_of, head_dim_of, num_experts_of, num_kv_heads_of
+from folovllm.models.quantized import Quantization
+from folovllm.models.registry import renamed_by
+from folovllm.models.shapes import NO_NAMES, expert_shapes, linear_shapes
 from folovllm.quantization.compressed_tensors import read_compressed_tensors
 from folovllm.quantization.fp8 import Fp8, Fp8Both
 from folovllm.quantization.gguf_codes import read_gguf_types
 from folovllm.quantization.int4_checkpoints import Awq, Gptq, SortedGptq
-from folovllm.require import is_whole
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ROUTERS = ("gate", "shared_expert_gate")  # that GPTQ and AWQ leave plain without a word
 Said = Mapping[str, Any]  # a `quantization_config`
-Shapes = dict[str, tuple[int, int]]  # [outputs, inputs] of linear layers, by their names within a decoder layer
-NO_NAMES: Mapping[str, str] = MappingProxyType({})
 ACTIVATIONS = "quantize_activations"  # our own word in a `quantization_config`
 NOT_FP8 = "quantize_activations needs weights in FP8, which this model has not: leave it out"
 
@@ -243,52 +237,22 @@ def check_known_to_transformers(hf_config: PretrainedConfig) -> None:
         )
 
 
-def linear_bytes(
-    hf_config: PretrainedConfig, dtype: torch.dtype, shapes: Shapes, renamed: Mapping[str, str] = NO_NAMES
-) -> int:
-    """Bytes of matrices of these shapes in all decoder layers, with their scales."""
-    format_of, total = formats_of(hf_config, {}, renamed) or (lambda name: None), 0
-    for i in range(hf_config.num_hidden_layers):
-        for name, (outputs, inputs) in shapes.items():
-            format = format_of(f"model.layers.{i}.{name}") or PLAIN
-            total += format.num_bytes(outputs, inputs, dtype)
-    return total
+class CheckpointQuantization(Quantization):
+    """Reads the `quantization_config` of checkpoints; random weights may be asked to be in one of `MADE_UP`."""
 
+    def configured(self, hf_config: Any, config: EngineConfig) -> Any:
+        """As `Quantization`: the ways in which random weights, and activations, are to be quantized are added."""
+        return activations_as_asked(quantized_as_asked(hf_config, config), config)
 
-def linear_shapes(config: PretrainedConfig) -> Shapes:
-    """[outputs, inputs] of the linear layers of a decoder layer that each token is multiplied by, by their names."""
-    hidden, head_dim = config.hidden_size, head_dim_of(config)
-    query, kv = config.num_attention_heads * head_dim, num_kv_heads_of(config) * head_dim
-    shapes = {"q_proj": (query, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, query)}
-    attention = {f"self_attn.{name}": shape for name, shape in shapes.items()}
-    if not num_experts_of(config):
-        return attention | mlp_shapes("mlp", hidden, config.intermediate_size)
-    attention["mlp.gate"] = (num_experts_of(config), hidden)
-    if shared := getattr(config, "shared_expert_intermediate_size", None):
-        attention |= {"mlp.shared_expert_gate": (1, hidden), **mlp_shapes("mlp.shared_expert", hidden, shared)}
-    return attention
+    def formats_of(
+        self, hf_config: PretrainedConfig, packed: Mapping[str, Sequence[str]], renamed: Mapping[str, str]
+    ) -> FormatOf | None:
+        """As `Quantization`."""
+        return formats_of(hf_config, packed, renamed)
 
-
-def check_num_weights(config: PretrainedConfig, num_bytes: int) -> None:
-    """Raise ValueError, before memory is taken, if so many bytes of files cannot hold the model: a weight has a bit at least."""
-    if not is_whole(getattr(config, "intermediate_size", None)):
-        return  # a family that only transformers knows
-    shapes, experts = linear_shapes(config).values(), expert_shapes(config).values()
-    in_layer = sum(map(prod, shapes)) + num_experts_of(config) * sum(map(prod, experts))
-    weights = config.vocab_size * config.hidden_size + config.num_hidden_layers * in_layer
-    if weights > 8 * num_bytes:
-        raise ValueError(
-            f"the configuration describes a model of {weights:,} weights, which {num_bytes:,} bytes of files cannot hold: "
-            "they are damaged or incomplete, or of another model"
-        )
-
-
-def expert_shapes(config: PretrainedConfig) -> Shapes:
-    """The same of one expert, which stands for all; none in a model without."""
-    return mlp_shapes("mlp.experts.0", config.hidden_size, expert_size_of(config)) if num_experts_of(config) else {}
-
-
-def mlp_shapes(prefix: str, hidden: int, inner: int) -> Shapes:
-    """The three matrices of an MLP."""
-    shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
-    return {f"{prefix}.{name}": shape for name, shape in shapes.items()}
+    def check(self, hf_config: PretrainedConfig, part: PretrainedConfig, config: EngineConfig) -> None:
+        """As `Quantization`. Transformers' own model reads what it can, and no GGUF."""
+        if config.model_impl == "native":
+            check_quantization(hf_config, part, renamed_by(hf_config))
+        else:
+            check_known_to_transformers(hf_config)

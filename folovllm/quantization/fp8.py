@@ -65,10 +65,10 @@ class Fp8Both(Fp8):
         from folovllm.quantization.kernels.quant_matmul import unpacked
         from folovllm.quantization.kernels.quantize_rows import fp8_matmul, serves
 
-        codes = self.codes_of(layer)
-        if x.dtype == torch.bfloat16 and serves(codes):
-            return fp8_matmul(x, codes, layer.columns)
-        return F.linear(rounded(self.folded(layer, x), self.group_of(layer)), unpacked(codes, x.dtype))
+        weight = self.weight_of(layer)
+        if x.dtype == torch.bfloat16 and serves(weight):
+            return fp8_matmul(x, weight, layer.columns)
+        return F.linear(rounded(self.folded(layer, x), self.group_of(layer)), unpacked(weight, x.dtype))
 
     def check_stack(self, layer: LinearBase) -> None:
         """As `WeightFormat`: experts have a kernel of their own, which does not round."""

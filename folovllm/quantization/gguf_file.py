@@ -122,7 +122,7 @@ def convert_in_codes(gguf_file: Path, out: Path) -> None:
 
 def _convert(gguf_file: Path, out: Path, in_codes: bool) -> None:
     """Read all of the file, and only then write."""
-    from folovllm.quantization.config import check_num_weights
+    from folovllm.models.shapes import check_num_weights
     from folovllm.quantization.gguf_codes import coded_weights
     from folovllm.quantization.gguf_reader import read_gguf
 
@@ -221,7 +221,7 @@ def _biases(weights: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[st
     """What the configuration says of biases. Where some projections have one, the others get one of zeros."""
     import torch
 
-    from folovllm.quantization.config import linear_shapes
+    from folovllm.models.shapes import linear_shapes
 
     said = {"attention_bias": "self_attn.", "mlp_bias": "mlp."}
     has_bias = {

@@ -10,18 +10,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from folovllm.layers.linear_method import ALL, FLOATS, Coded, on_gpu, rows_of
+from folovllm.layers.linear_method import ALL, FLOATS
+from folovllm.quantization.linear_method import QuantizedWeights, on_gpu, rows_of
+from folovllm.quantization.weight import QuantizedWeight
 from folovllm.require import is_whole
 
 if TYPE_CHECKING:
     from folovllm.distributed.sharding import Weight
     from folovllm.layers.linear import LinearBase
     from folovllm.layers.linear_method import Cut
-    from folovllm.quantization.kernels.quant_linear import Codes
 
 
 @dataclass(frozen=True)
-class Scaled(Coded):
+class Scaled(QuantizedWeights):
     """W is `weight` [outputs, inputs], codes, times `scale`, float32: one for each output, or for each block of W.
 
     Activations stay as they are. A scale for the whole layer is kept once for each output.
@@ -114,39 +115,29 @@ class Scaled(Coded):
         return cut(PerOutput(tensor) if self.block is None else PerBlock(tensor, self.block))
 
     def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """As `WeightFormat`: by a kernel that unpacks codes where it needs them, or by the library.
-
-        The library has the weights in the dtype of `x` for as long as it takes. With so many tokens that tensor cores are
-        busy for longer than it takes to unpack, that is the faster way.
-        """
+        """As `WeightFormat`: on a GPU by `multiply`."""
         x = self.folded(layer, x)
         if not self.has_kernels(layer, x):
             y = F.linear(x, self.dequantized(layer, x.dtype), layer.bias)
             return y if residual is None else residual.add_(y)
-        from folovllm.quantization.kernels.quant_matmul import MANY, quant_matmul, unpacked
+        from folovllm.quantization.kernels.quant_matmul import multiply
 
-        if len(x) < MANY:
-            y = quant_matmul(x, self.codes_of(layer), residual)
-        elif residual is None:
-            y = F.linear(x, unpacked(self.codes_of(layer), x.dtype))
-        else:
-            y = residual.addmm_(x, unpacked(self.codes_of(layer), x.dtype).t())
+        y = multiply(x, self.weight_of(layer), residual)
         return y if layer.bias is None else y.add_(layer.bias)
 
     def fused(
         self, layer: LinearBase, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
     ) -> torch.Tensor:
         """As `WeightFormat`."""
-        from folovllm.quantization.kernels.quant_linear import quant_linear
+        from folovllm.quantization.kernels.quant_gemv import quant_gemv
 
-        return quant_linear(x, self.codes_of(layer), norm_eps, gated, residual, layer.columns)
+        return quant_gemv(x, self.weight_of(layer), norm_eps, gated, residual, layer.columns)
 
     def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
         """True for few tokens and no bias, on a card whose tensor cores serve few tokens."""
         if layer.bias is not None or not self.has_kernels(layer, x):
             return False
-        from folovllm.quantization.kernels.few_codes import serves
-        from folovllm.quantization.kernels.quant_linear import FEW
+        from folovllm.quantization.kernels.quant_gemv import FEW, serves
 
         return len(x) in FEW and serves(x)
 
@@ -169,11 +160,9 @@ class Scaled(Coded):
                 f"{layer.input_size}] into multiples of 16 inputs"
             )
 
-    def codes_of(self, layer: LinearBase) -> Codes:
-        """What a kernel is told of the weights."""
-        from folovllm.quantization.kernels.quant_linear import Codes
-
-        return Codes(layer.weight, layer.scale, *self.block_of(layer.input_size))
+    def weight_of(self, layer: LinearBase) -> QuantizedWeight:
+        """As `QuantizedWeights`."""
+        return QuantizedWeight(layer.weight, layer.scale, *self.block_of(layer.input_size))
 
     def dequantized(self, layer: LinearBase, dtype: torch.dtype, parts: slice = ALL) -> torch.Tensor:
         """As `WeightFormat`: the one copy that is made."""

@@ -8,8 +8,6 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from folovllm.moe.expert_load import CountedLoad
-
 Step = TypeVar("Step")
 Result = TypeVar("Result")
 StepIn = TypeVar("StepIn", contravariant=True)
@@ -37,12 +35,12 @@ class GPUWorker(Generic[Step, Result]):
     """
 
     def __init__(
-        self, device: torch.device, runner: Runner[Step, Result], expert_load: CountedLoad | None = None
+        self, device: torch.device, runner: Runner[Step, Result], counters: dict[str, torch.Tensor] | None = None
     ) -> None:
-        """`expert_load` is what the model's experts are counted in, if they are."""
+        """`counters`: what the model counts in as it runs, if it does (`LayerSet.counters`)."""
         self._device = device
         self.runner = runner
-        self._expert_load = expert_load
+        self._counters = counters
         self.num_kv_blocks = 0
 
     def load_model(self) -> None:
@@ -58,8 +56,8 @@ class GPUWorker(Generic[Step, Result]):
         with self.current():
             self.runner.load_model()
             self.num_kv_blocks = self.runner.initialize_kv_cache()
-            if self._expert_load is not None:
-                self._expert_load.counts.zero_()  # nobody asked for the tokens of the warm-up
+            for counts in (self._counters or {}).values():
+                counts.zero_()  # nobody asked for the tokens of the warm-up
 
     def execute_model(self, step: Step) -> Result:
         """Run one step, or start it, without autograd."""
@@ -68,8 +66,9 @@ class GPUWorker(Generic[Step, Result]):
 
     def expert_load(self) -> list[list[int]]:
         """How often each expert of each layer [L][E] was asked by all steps so far; the host waits for them."""
-        assert self._expert_load is not None, "experts are not counted"
-        return self._expert_load.counts.tolist()
+        assert self._counters is not None, "experts are not counted"
+        counts: list[list[int]] = self._counters["experts"].tolist()
+        return counts
 
     @contextmanager
     def current(self) -> Iterator[None]:

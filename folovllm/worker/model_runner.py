@@ -10,9 +10,9 @@ import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend
 from folovllm.attention.backends.registry import make_backend
+from folovllm.electives import CALIBRATION, require
 from folovllm.forward_batch import ForwardBatch
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.quantization.calibrate import calibration_shares, centred_scales_of
 from folovllm.sample.logprobs import DrawnLogprobs, by_share, score
 from folovllm.sample.rows import DrawRows
 from folovllm.sample.sampler import Sampler, SamplingBatch
@@ -79,10 +79,17 @@ class ModelRunner:
         return num_blocks
 
     def calculate_kv_scales(self) -> None:
-        """Choose the scales of a cache in 8 bits: compute some tokens over a cache of full precision, and look at their K/V."""
-        setup, layers = self._setup, attention_layers(self.model)
+        """Choose the scales of a cache in 8 bits: compute some tokens over a cache of full precision, and look at their K/V.
+
+        Which tokens (`calibration_shares`), and which scales (`centred_scales_of`), is the business of an elective.
+        """
+        setup, layers, calibration = (
+            self._setup,
+            attention_layers(self.model),
+            require(CALIBRATION, "calculate_kv_scales"),
+        )
         whole = make_backend(setup.backend, replace(setup.attention, kv_dtype=None))
-        shares = calibration_shares(setup)
+        shares = calibration.calibration_shares(setup)
         num_tokens = shares[-1].end
         self.allocate_kv_cache(-(-num_tokens // setup.block_size), setup.dtype)
         self.kv_cache.zero_()
@@ -93,7 +100,7 @@ class ModelRunner:
                 batch = self._input_batch.build([share])
                 whole.plan(batch)
                 self.model(batch)
-            found = centred_scales_of([attention.kv_cache for attention in layers], num_tokens)
+            found = calibration.centred_scales_of([attention.kv_cache for attention in layers], num_tokens)
         for attention, scales in zip(layers, found, strict=True):
             attention.scales = scales
         self._bind_backends()

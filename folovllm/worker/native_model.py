@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from folovllm.distributed.group import Group
@@ -37,10 +38,10 @@ def load_sharded_model(setup: EngineSetup, group: Group, layers: LayerSet = PLAI
     shard = partial(shard_merged, hf_config=setup.hf_config, shard=shard)
     if expert_parallel:
         shard = partial(keep_experts_whole, shard=shard)
-    part = sharded(layers, group, setup.vocab_size, expert_parallel)
+    part = sharded(layers, group, setup.vocab_size)
     model = build_model(config, setup.dtype, setup.device, setup.max_model_len, part)
     if setup.config.random_weights:
-        whole = build_model(setup.hf_config, setup.dtype, "meta", setup.max_model_len, layers)
+        whole = build_model(setup.hf_config, setup.dtype, "meta", setup.max_model_len, replace(layers, counters=None))
         init_random_weights(model, setup.config.seed, whole, shard)
     else:
         load_model(model, setup.path, use_tqdm=setup.config.use_tqdm and group.rank == 0, shard=shard)

@@ -31,7 +31,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from folovllm import LLM, SamplingParams
-from folovllm.moe.kernels.grouped_linear import find_tile, grouped_linear, multiply_tile
+from folovllm.kernels.grouped_tiles import find_tile
+from folovllm.moe.kernels.grouped_linear import grouped_linear, multiply_tile
 from folovllm.moe.kernels.route import combine_kernel
 from folovllm.moe import layers as moe
 from folovllm.moe.layers import Experts, combine, route, sort_by_expert

@@ -27,7 +27,7 @@ from folovllm.build import make_engine
 from folovllm.config import EngineConfig
 from folovllm.kernels import pdl
 from folovllm.kernels.filter_logits import FilterWorkspace
-from folovllm.quantization.kv_scales import UNSCALED
+from folovllm.kv_format import UNSCALED
 from folovllm.worker import graph_runner
 from folovllm.worker.buckets import decode_bucket, every_bucket
 from folovllm.worker.graph_runner import GraphRunner

@@ -4,8 +4,6 @@ Gluon has no interpreter: what it computes shows on a Hopper GPU only. That it c
 everywhere (`tests/m4/test_offline_compile.py`).
 """
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -17,7 +15,8 @@ from tools.bench_attention import make_batch
 pytest.importorskip("triton.experimental.gluon")
 
 from folovllm.attention.backends import triton as triton_backend
-from folovllm.hopper.prefill import is_ahead, prefill_hopper, serves
+from folovllm.hopper.prefill import VARIANT, is_ahead, prefill_hopper
+from folovllm.kernels.variants import KernelVariant
 
 on_hopper = pytest.mark.skipif(
     DEVICE.type != "cuda" or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
@@ -105,19 +104,20 @@ class TestOnHopper:
         assert_close(prefill_hopper(query, *args), prefill(query, *args))
 
 
-def test_whom_it_serves(monkeypatch):
-    """Hopper and nothing before or after it, half precision, head dims whose tiles fit, blocks that are whole boxes."""
-    capability = [(9, 0)]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability[0])
-    half, gpu = torch.bfloat16, torch.device("cuda")
-    assert all(serves(dim, dtype, 16, gpu) for dim in (64, 128) for dtype in HALF)
-    assert [size for size in (4, 16, 24, 32, 48, 64, 96, 128, 192, 256, 4096) if serves(128, half, size, gpu)] == [
+def test_whom_it_serves():
+    """Half precision, head dims whose tiles fit, blocks that are whole boxes, no cache in 8 bits."""
+
+    def serves(head_dim, dtype, block_size, **other):
+        config = AttentionConfig(2, 1, head_dim, dtype, torch.device("cuda"), block_size, 4, **other)
+        return VARIANT.serves(config, 8192, 8192)
+
+    half = torch.bfloat16
+    assert all(serves(dim, dtype, 16) for dim in (64, 128) for dtype in HALF)
+    assert [size for size in (4, 16, 24, 32, 48, 64, 96, 128, 192, 256, 4096) if serves(128, half, size)] == [
         16, 32, 64, 128, 256, 4096]  # fmt: skip
-    assert not serves(256, half, 16, gpu) and not serves(32, half, 16, gpu)
-    assert not serves(128, torch.float32, 16, gpu)
-    assert not serves(128, half, 16, torch.device("cpu"))
-    for capability[0] in ((8, 0), (8, 9), (10, 0), (12, 0)):
-        assert not serves(128, half, 16, gpu), "its matrix instructions exist on Hopper alone"
+    assert not serves(256, half, 16) and not serves(32, half, 16)
+    assert not serves(128, torch.float32, 16)
+    assert not serves(128, half, 16, kv_dtype=torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -131,15 +131,17 @@ def test_short_prompts_stay_where_they_were(head_dim):
 def test_long_prompts_are_sent_to_it(monkeypatch):
     """By the longest of the batch, and only where the backend was told that it may."""
     calls = []
-    module = SimpleNamespace(is_ahead=is_ahead, prefill_hopper=lambda *args, **_: calls.append("hopper"))
+    variant = KernelVariant(
+        lambda config, *step: is_ahead(config.head_dim, *step), lambda *args, **_: calls.append("hopper")
+    )
     monkeypatch.setattr(triton_backend, "prefill", lambda *args, **_: calls.append("prefill"))
     config = AttentionConfig(2, 1, 128, torch.float32, DEVICE, 16, 4)
     for lens, hopper in (([5000], True), ([7, 5000], True), ([5], False)):
         backend = triton_backend.TritonBackend(config)
-        backend._hopper = module
+        backend._variant = variant
         batch = make_batch(lens, 16, False, DEVICE)
         backend.forward(torch.zeros(sum(lens), 2, 128, device=DEVICE), torch.zeros(2, 1, 16, 1, 128), batch)
-        backend._hopper = None
+        backend._variant = None
         backend.forward(torch.zeros(sum(lens), 2, 128, device=DEVICE), torch.zeros(2, 1, 16, 1, 128), batch)
         assert calls == ["hopper" if hopper else "prefill", "prefill"]
         calls.clear()
@@ -148,6 +150,6 @@ def test_long_prompts_are_sent_to_it(monkeypatch):
 @pytest.mark.parametrize("asked", [False, True])
 def test_who_may_use_it(monkeypatch, asked):
     """M6 does; in M4 and M5, a prompt of any length is the reader's own kernel's."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    config = AttentionConfig(2, 1, 128, torch.bfloat16, torch.device("cuda"), 16, 4, long_prompts=asked)
-    assert (triton_backend._hopper(config) is not None) is asked
+    monkeypatch.setattr(triton_backend, "kernel_variant", lambda kernel, device: VARIANT)
+    config = AttentionConfig(2, 1, 128, torch.float32, DEVICE, 16, 4, long_prompts=asked)
+    assert (triton_backend.TritonBackend(config)._variant is not None) is asked

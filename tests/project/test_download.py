@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from folovllm.cli import main
-from folovllm.models import smollm2
+from folovllm.quantization import smollm2
 from folovllm.quantization.gguf_file import BLOCK_NAMES, publish
 from tests.helpers import no_file_beyond
 

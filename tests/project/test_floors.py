@@ -56,39 +56,7 @@ ELECTIVES = {
 BESIDE = ("bench", "inspector")  # they use the engine, and all of it
 # Imports from the core into an elective, and from one elective into another, by the file that has them. There should be none:
 # what is struck out here must not come back.
-ARROWS: dict[str, set[str]] = {
-    "attention/backends/abstract.py": {"quantization.kv_scales"},
-    "attention/backends/decoded.py": {"quantization.kv_scales"},
-    "attention/backends/triton.py": {"hopper"},
-    "build.py": {"moe.expert_load"},
-    "build_layers.py": {"moe.expert_load", "moe.fused"},
-    "config.py": {"spec_decode.config"},
-    "engine/setup.py": {"quantization.config", "quantization.kv_scales"},
-    "hopper/grouped.py": {"quantization.kernels.few_pairs"},
-    "hopper/int4.py": {"moe.kernels.even_shares", "quantization.kernels.int4_matmul"},
-    "kernels/decode.py": {"quantization.kernels.fp8", "quantization.kv_scales"},
-    "kernels/prefill.py": {"quantization.kernels.fp8", "quantization.kv_scales"},
-    "kernels/preparation.py": {"quantization.kv_scales"},
-    "kernels/qk_norm_rope.py": {"quantization.kernels.fp8"},
-    "layers/attention.py": {"quantization.kv_scales"},
-    "layers/linear_method.py": {"quantization.kernels.quant_linear"},
-    "layers/sharded.py": {"moe.layers"},
-    "models/files.py": {"quantization.gguf_file"},
-    "models/fused.py": {"moe.fused"},
-    "models/loader.py": {"quantization.checkpoint_kv_scales"},
-    "models/registry.py": {"quantization.config"},
-    "models/smollm2.py": {"quantization.gguf_file"},
-    "moe/fused.py": {"quantization.experts"},
-    "moe/kernels/grouped_linear.py": {"hopper", "quantization.kernels", "quantization.kernels.few_pairs"},
-    "moe/models.py": {"quantization.experts"},
-    "quantization/experts.py": {"moe.layers"},
-    "quantization/grouped.py": {"hopper.int4"},
-    "quantization/kernels/grouped_quant.py": {"moe.kernels.grouped_linear"},
-    "quantization/kernels/quant_matmul.py": {"moe.kernels.grouped_linear"},
-    "spec_decode/kernels/check.py": {"quantization.kernels.fp8", "quantization.kv_scales"},
-    "worker/gpu_worker.py": {"moe.expert_load"},
-    "worker/model_runner.py": {"quantization.calibrate"},
-}
+ARROWS: dict[str, set[str]] = {"config.py": {"spec_decode.config"}}
 EXCEPTIONS = {
     "engine/llm_engine.py": ("build",),  # an engine that is made from a configuration puts itself together
     "request.py": ("cache.prefix_cache", "engine.detokenizer"),  # types of fields, which others fill and read

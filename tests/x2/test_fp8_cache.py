@@ -19,9 +19,9 @@ from folovllm.attention.backends.registry import make_backend
 from folovllm.attention.backends.select import choose_backend
 from folovllm.attention.backends.torch_naive import TorchNaiveBackend
 from folovllm.engine.setup import set_up
+from folovllm.kv_format import FP8, UNSCALED, KVScales, decode, encode
 from folovllm.quantization.calibrate import centred_scales_of
 from folovllm.quantization.checkpoint_kv_scales import take_kv_scale
-from folovllm.quantization.kv_scales import FP8, UNSCALED, KVScales, decode, encode
 from folovllm.sampling_params import SamplingParams
 from folovllm.worker.native_model import load_sharded_model
 from tests import contract
@@ -86,7 +86,7 @@ def test_kernels_round_as_torch_does(dtype: torch.dtype, factor: float) -> None:
     """Half to even, below the smallest normal number too; what is too large becomes the largest."""
     triton = pytest.importorskip("triton", reason="Triton is for Linux only")
     tl = triton.language
-    from folovllm.quantization.kernels.fp8 import to_cache
+    from folovllm.kernels.fp8_cache import to_cache
 
     @triton.jit
     def cast(x_ptr, out_ptr, n, factor, BLOCK: tl.constexpr, to: tl.constexpr):

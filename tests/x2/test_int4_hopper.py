@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
+from folovllm.hopper import even_shares
 from folovllm.hopper.int4 import MOST, int4_hopper, serves, tiling
 from folovllm.kernels.split_sum import MOST_TILES
-from folovllm.moe.kernels import even_shares
 from folovllm.quantization.grouped import Grouped
-from folovllm.quantization.kernels.int4_matmul import MANY, unpacked
+from folovllm.quantization.kernels.quant_matmul import MANY, unpacked
 from folovllm.worker.warm_up import small_steps
-from tests.x2.test_int4_kernels import Kept, made_up
+from tests.x2.test_int4_kernels import Kept, made_up, weight_of
 
 GROUP = 128
 ON_HOPPER = [
@@ -88,11 +88,6 @@ def test_one_such_step_has_compiled_for_all(tokens: int, rows: int, groups: int,
     assert tiling(tokens, rows, groups * GROUP, sms)[0] == tiling(MOST, rows, groups * GROUP, sms)[0]
 
 
-def test_serves_nothing_without_a_gpu() -> None:
-    scales = torch.ones(8, 1)
-    assert not serves(torch.ones(200, GROUP, dtype=torch.bfloat16), scales, None)
-
-
 def poison(like: torch.Tensor) -> None:
     """Fill memory that a product is about to get: what is not written shows."""
     filled = [torch.full_like(like, float("nan")), torch.full((16 << 20,), float("nan"), device=like.device)]
@@ -132,7 +127,7 @@ class TestOnHopper:
         (words, scales, kept), _ = made_up(300, 256, GROUP, zeros)
         grouped = words, scales.to(dtype), kept
         x = torch.eye(256, dtype=torch.bfloat16, device="cuda")
-        assert torch.equal(multiplied(x, grouped), unpacked(*grouped, torch.bfloat16).t())
+        assert torch.equal(multiplied(x, grouped), unpacked(weight_of(*grouped), torch.bfloat16).t())
 
     def test_a_token_does_not_depend_on_others(self) -> None:
         """The same bits beside others and beside none that are numbers; what is behind the last token is not read."""

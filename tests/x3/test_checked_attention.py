@@ -21,7 +21,7 @@ from folovllm.engine.setup import set_up
 from folovllm.extensions import extension_of
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.decode import DecodeConfig
-from folovllm.quantization.kv_scales import FP8, UNSCALED, KVScales, decode, encode
+from folovllm.kv_format import FP8, UNSCALED, KVScales, decode, encode
 from folovllm.sampling_params import SamplingParams
 from folovllm.spec_decode.attention import CheckingTritonBackend
 from folovllm.spec_decode.kernels.check import SplitKVCheck, tile_shape

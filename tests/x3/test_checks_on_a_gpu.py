@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from folovllm.kernels.decode import DecodeConfig
-from folovllm.quantization.kv_scales import UNSCALED, KVScales, decode, encode
+from folovllm.kv_format import UNSCALED, KVScales, decode, encode
 from folovllm.spec_decode.kernels.check import SplitKVCheck
 from tests.m4.cases import DEVICE, Paged, assert_close, starts
 

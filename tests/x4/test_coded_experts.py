@@ -15,8 +15,8 @@ from folovllm import EngineConfig
 from folovllm.bench.contenders import write_geometry
 from folovllm.engine.setup import set_up
 from folovllm.layers.linear import LinearBase
-from folovllm.quantization.config import expert_shapes, linear_bytes, linear_shapes
-from folovllm.quantization.experts import CodedExperts, ExpertStack, GroupedCodedExperts
+from folovllm.models.shapes import expert_shapes, linear_bytes, linear_shapes
+from folovllm.moe.quantized import ExpertStack, GroupedQuantizedExperts, QuantizedExperts
 from folovllm.quantization.quantizer.methods import method_for
 from folovllm.quantization.quantizer.options import QuantizeOptions
 from folovllm.quantization.quantizer.run import quantize as quantize_folder
@@ -105,7 +105,7 @@ def test_answers_are_those_of_the_numbers_that_the_codes_stand_for(kind: str, wr
         start += length
     assert_logits_equal(torch.cat(logits), hf_logits(floats, ids))
     mlp: Any = driver.model.model.layers[1].mlp
-    assert type(mlp.experts) is CodedExperts and mlp.gate.weight.dtype == torch.float32
+    assert type(mlp.experts) is QuantizedExperts and mlp.gate.weight.dtype == torch.float32
     stacks = [module for module in driver.model.modules() if isinstance(module, ExpertStack)]
     assert len(stacks) == 4 and not any(p.is_floating_point() and p.dtype != E4M3 for m in stacks for p in codes(m))
 
@@ -135,7 +135,7 @@ def test_the_grouped_kernel_in_the_model(kind: str, written: Any) -> None:
     driver = Driver(coded, "torch_paged", max_seqs=1, device=DEVICE, layers=fused_layers(32))
     assert_logits_equal(driver.step({0: ids})[0], hf_logits(floats, ids))
     mlp: Any = driver.model.model.layers[0].mlp
-    assert type(mlp.experts) is GroupedCodedExperts
+    assert type(mlp.experts) is GroupedQuantizedExperts
 
 
 def test_in_16_bits_on_cpu(written: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 from functools import cache
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -149,8 +151,10 @@ class TestOff:
 
 def test_choices_that_are_no_experts_count_nowhere() -> None:
     """Of padding, and of a token whose logits are not numbers."""
-    load = CountedLoad(2, 4, torch.device("cpu"))
+    config: Any = SimpleNamespace(num_hidden_layers=2, num_experts=4)
+    counters: dict[str, torch.Tensor] = {}
+    load = CountedLoad(config, counters)
     for _ in range(2):
         load.note(torch.tensor([[0, 3], [7, -1], [2, 1]]))
     load.end(torch.tensor([5, 6, -1]))
-    assert load.counts.tolist() == [[1, 0, 0, 1]] * 2
+    assert load.counts.tolist() == counters["experts"].tolist() == [[1, 0, 0, 1]] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,6 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from folovllm import LLM, SamplingParams
 from folovllm.bench.contenders import write_geometry
@@ -20,8 +22,8 @@ from folovllm.build import make_engine
 from folovllm.build_layers import layer_set
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
-from folovllm.models.registry import PLAIN_LAYERS
-from folovllm.moe.layers import Experts, MoE, route
+from folovllm.models.registry import PLAIN_LAYERS, build_model
+from folovllm.moe.layers import MoE, route
 from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.workloads import ARRIVALS, MAX_MODEL_LEN, answered, mixed_requests, serve
 from tests.x4.checkpoints import FAMILIES, assert_ranks_have_experts, moe_checkpoint
@@ -168,12 +170,15 @@ def test_no_tokens(backend: str) -> None:
     assert moe(torch.empty(0, moe.experts.down.shape[1], device=moe.experts.down.device)).shape == (0, 72)
 
 
-@pytest.mark.parametrize(("device", "kind"), [("cpu", None), ("cuda", "GroupedExperts")])
-def test_compiled_layers_can_be_recorded_with_experts(device: str, kind: str | None) -> None:
+@pytest.mark.parametrize(("device", "kind"), [("cpu", "Experts"), ("cuda", "GroupedExperts")])
+def test_compiled_layers_can_be_recorded_with_experts(device: str, kind: str) -> None:
     """On a GPU: there torch's path of experts would wait for the device in the middle of a recording."""
     pytest.importorskip("triton")
     setup: Any = SimpleNamespace(config=SimpleNamespace(compile=True), device=torch.device(device))
-    assert getattr(layer_set(setup).places.get(Experts), "__name__", None) == kind
+    layers = replace(PLAIN_LAYERS, kernels=layer_set(setup).kernels)
+    hf_config = AutoConfig.from_pretrained(moe_checkpoint("qwen3_moe"))
+    model = build_model(hf_config, torch.float32, "meta", layers=layers)
+    assert type(cast(MoE, model.model.layers[0].mlp).experts).__name__ == kind
 
 
 @pytest.mark.parametrize("backend", ["torch_naive", "triton"])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from folovllm.forward_batch import ForwardBatch
-from folovllm.quantization.kv_scales import FP8, UNSCALED, KVScales, encode
+from folovllm.kv_format import FP8, UNSCALED, KVScales, encode
 
 if TYPE_CHECKING:
     from folovllm.kernels.preparation import Preparation

@@ -9,7 +9,7 @@ import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend
 from folovllm.forward_batch import ForwardBatch
-from folovllm.quantization.kv_scales import FP8, KVScales, decode
+from folovllm.kv_format import FP8, KVScales, decode
 
 
 class DecodedCache(AttentionBackend):

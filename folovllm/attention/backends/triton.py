@@ -5,7 +5,6 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from types import ModuleType
 
 import torch
 import triton
@@ -18,6 +17,7 @@ from folovllm.kernels.prefill import PrefillKernel, config_on, prefill
 from folovllm.kernels.prefill_tiles import list_tiles
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.store import store_kvcache
+from folovllm.kernels.variants import kernel_variant
 
 
 def interpreted() -> bool:
@@ -50,7 +50,8 @@ class TritonBackend(AttentionBackend):
         self._decodes: dict[int | None, SplitKVDecode] = {None: self._decode}  # by window; copies share it
         self._own_prefill = own_prefill
         self.supports_prompt_graph = own_prefill is None  # a kernel of a learner's need not know padded steps
-        self._hopper = None if own_prefill else _hopper(config)
+        wanted = config.long_prompts and own_prefill is None
+        self._variant = kernel_variant("prefill", config.device) if wanted else None
         self._tile_m = config_on(config.device, config.head_dim, config.dtype.itemsize).tile_m
         self._planned = Planned()
 
@@ -125,13 +126,11 @@ class TritonBackend(AttentionBackend):
         return out
 
     def _prefill_kernel(self, num_tokens: int, max_query_len: int) -> PrefillKernel:
-        """The prefill kernel for a step of `num_tokens` tokens. Hopper's has no windows."""
+        """The prefill kernel for a step of `num_tokens` tokens. A variant knows no windows."""
         if self._planned.tiles is not None or self._window is not None:
             return partial(prefill, tiles=self._planned.tiles, scales=self.scales, window=self._window)
-        hopper = self._hopper
-        if hopper is not None and hopper.is_ahead(self.config.head_dim, num_tokens, max_query_len):
-            kernel: PrefillKernel = hopper.prefill_hopper
-            return kernel
+        if self._variant is not None and self._variant.serves(self.config, num_tokens, max_query_len):
+            return self._variant.launch
         return self._own_prefill or partial(prefill, scales=self.scales)
 
     def forward_raw(
@@ -145,17 +144,6 @@ class TritonBackend(AttentionBackend):
                 self._decode, qkv, kv_cache, batch.block_tables, batch.num_seqs, c.scale, out, preparation
             )
         return self._decode(qkv, kv_cache, batch.block_tables, batch.num_seqs, c.scale, out, preparation, self.scales)
-
-
-def _hopper(config: AttentionConfig) -> ModuleType | None:
-    """The kernel for long prompts, where it is asked for and can run: Gluon has no interpreter."""
-    if not config.long_prompts or config.is_fp8 or config.device.type != "cuda":
-        return None
-    from folovllm.hopper import prefill as prefill_hopper
-
-    assert config.block_size is not None
-    serves = prefill_hopper.serves(config.head_dim, config.dtype, config.block_size, config.device)
-    return prefill_hopper if serves else None
 
 
 def _check_bfloat16(device: torch.device) -> None:

@@ -6,38 +6,14 @@ each program finds out whose tile it is: tiles of one expert after those of anot
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 
-from folovllm.quantization.kernels import few_pairs
-from folovllm.quantization.kernels.few_pairs import finish_tile
-
-
-@triton.jit
-def find_tile(starts_ptr, tile, E: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl.constexpr):
-    """Find out whose tile this is. Tiles of expert 0 come first, then those of expert 1: as many of each as its pairs fill.
-
-    Args:
-        starts_ptr: [E + 1], int64. The pairs of expert e are at the places starts[e] to starts[e + 1] - 1 of the sorted order.
-        tile: the number of the tile, of TILE_M places each. The last tile of an expert may be filled in part.
-        WIDTH: a power of two, E or more.
-
-    Returns:
-        The expert, E where there is no such tile; the tile's first place; and the end of the expert's places, up to which the
-        tile may read. Of a tile that there is not, the last two mean nothing.
-    """
-    e = tl.arange(0, WIDTH)
-    first = tl.load(starts_ptr + e, mask=e < E, other=0)
-    end = tl.load(starts_ptr + e + 1, mask=e < E, other=0)
-    tiles = tl.cdiv(end - first, TILE_M)
-    last = tl.cumsum(tiles, 0)  # tiles up to and with each expert's
-    expert = tl.minimum(tl.sum((last <= tile).to(tl.int32), 0), E)
-    mine = e == expert
-    begin = tl.sum(tl.where(mine, first + (tile - (last - tiles)) * TILE_M, 0), 0)
-    return expert, begin, tl.sum(tl.where(mine, end, 0), 0)
+from folovllm.kernels.grouped_tiles import find_tile, finish_tile
+from folovllm.kernels.multiprocessors import capability_of
+from folovllm.kernels.variants import kernel_variant
+from folovllm.moe.kernels import moe_gemv
 
 
 @triton.jit
@@ -127,13 +103,12 @@ def grouped_linear(
         raise ValueError(
             f"{num_pairs} pairs of {max(n, k)} numbers are too many for a kernel: lower max_num_batched_tokens"
         )
-    from folovllm.hopper import grouped as grouped_hopper  # whose kernel takes a function of ours
-
     each, capability = num_pairs // num_experts, capability_of(x.device)
-    if few_pairs.serves(num_pairs, num_experts):
-        return few_pairs.few_pairs(x, weight, order, starts, gated, out)
-    if grouped_hopper.serves(each, weight, capability):
-        return grouped_hopper.grouped_hopper(x, weight, order, starts, gated, out)
+    if moe_gemv.serves(num_pairs, num_experts):
+        return moe_gemv.moe_gemv(x, weight, order, starts, gated, out)
+    variant = kernel_variant("grouped_linear", x.device)
+    if variant is not None and variant.serves(each, weight):
+        return variant.launch(x, weight, order, starts, gated, out)
     tile_m, tile_n, tile_k, warps, stages = tiles_for(each, x.dtype, gated, capability)
     num_tiles = (num_pairs + min(num_experts, num_pairs) * (tile_m - 1)) // tile_m
     grouped_linear_kernel[(triton.cdiv(n, tile_n), num_tiles)](
@@ -142,13 +117,6 @@ def grouped_linear(
         PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out
-
-
-@cache
-def capability_of(device: torch.device) -> int:
-    """10 times the compute capability of a card, 80 for Ampere's first; where there is none, as the interpreter needs it."""
-    major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
-    return 10 * major + minor
 
 
 def tiles_for(each: int, dtype: torch.dtype, gated: bool, capability: int) -> tuple[int, int, int, int, int]:

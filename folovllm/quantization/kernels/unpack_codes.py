@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from folovllm.quantization.kernels.fp8 import INTERPRETED
+from folovllm.kernels.fp8_cache import INTERPRETED
 from folovllm.quantization.kernels.int4_linear import code
 
 # Four codes of FP8, the bytes of $4, as bfloat16: the bits of a bfloat16 whose exponent counts from another number, 120 less.

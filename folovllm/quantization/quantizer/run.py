@@ -22,7 +22,7 @@ from folovllm.files import reading
 from folovllm.model_config import expert_size_of, head_dim_of, num_experts_of, windows_of
 from folovllm.models.files import eos_token_ids, load_hf_config, load_tokenizer, resolve_model
 from folovllm.models.registry import build_model, renamed_by
-from folovllm.quantization.config import check_num_weights, linear_shapes
+from folovllm.models.shapes import check_num_weights, linear_shapes
 from folovllm.quantization.quantizer.calibration import read_texts, split_rows
 from folovllm.quantization.quantizer.folder import OutputFolder
 from folovllm.quantization.quantizer.inputs import Inputs

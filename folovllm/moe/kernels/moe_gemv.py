@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from folovllm.kernels.grouped_tiles import finish_tile
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.small_linear import MAX_WARPS, load_chunk, load_rows, multiply_add
 
@@ -18,17 +19,7 @@ PROGRAM_BYTES = 12288  # of weights
 
 
 @triton.jit
-def finish_tile(total, total_up, DTYPE: tl.constexpr, GATED: tl.constexpr):
-    """Sums in float32 as outputs: rounded; GATED: silu(gate) * up, both rounded before they meet."""
-    result = total.to(DTYPE)
-    if GATED:
-        gate = result.to(tl.float32)
-        result = (gate / (1.0 + tl.exp(-gate))).to(DTYPE) * total_up.to(DTYPE)
-    return result
-
-
-@triton.jit
-def few_pairs_kernel(
+def moe_gemv_kernel(
     x_ptr, weight_ptr, order_ptr, starts_ptr, out_ptr, N, K: tl.constexpr, E: tl.constexpr, ALL: tl.constexpr,
     ASKED: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +54,7 @@ def few_pairs_kernel(
 
 
 def serves(num_pairs: int, num_experts: int) -> bool:
-    """Whether the pairs are so few that `few_pairs` is the product to take."""
+    """Whether the pairs are so few that `moe_gemv` is the product to take."""
     return num_pairs * SPARSE <= num_experts
 
 
@@ -78,7 +69,7 @@ def tiling(row_bytes: int) -> tuple[int, int, int]:
     return warps, rows, 4 * 32 * max(1, warps // rows)
 
 
-def few_pairs(
+def moe_gemv(
     x: torch.Tensor, weight: torch.Tensor, order: torch.Tensor, starts: torch.Tensor, gated: bool, out: torch.Tensor
 ) -> torch.Tensor:
     """As `grouped_linear`, into `out` [pairs, N]."""
@@ -87,7 +78,7 @@ def few_pairs(
     warps, rows, chunk = tiling(k * x.itemsize * (1 + gated))
     if x.itemsize == 2 and k % 2 == x.storage_offset() % 2 == weight.storage_offset() % 2 == 0:
         x, weight = x.view(torch.int32), weight.view(torch.int32)
-    few_pairs_kernel[(triton.cdiv(n, rows), len(order))](
+    moe_gemv_kernel[(triton.cdiv(n, rows), len(order))](
         x, weight, order, starts, out, n, K=k, E=num_experts, ALL=triton.next_power_of_2(num_experts), ASKED=top_k,
         GATED=gated, ROWS=rows, CHUNK=min(chunk, triton.next_power_of_2(weight.shape[2])), num_warps=warps,
         **launch_options(x.device, 1),

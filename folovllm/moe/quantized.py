@@ -1,4 +1,4 @@
-"""Experts whose weights are codes, in the formats that linear layers have (`formats`), as far as these allow it."""
+"""Experts whose weights are quantized, by the linear methods of `layers.linear_method`, as far as these allow it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ExpertStack(LinearBase):
             raise ValueError(f"experts with such weights are not supported: {error}") from error
 
 
-class CodedExperts(nn.Module):
+class QuantizedExperts(nn.Module):
     """Stands in the place of `Experts`: the experts that this rank holds, in two stacks."""
 
     def __init__(
@@ -55,17 +55,15 @@ class CodedExperts(nn.Module):
         return F.linear(self.act_fn(F.linear(x, gate_up)), down)
 
 
-class GroupedCodedExperts(CodedExperts):
+class GroupedQuantizedExperts(QuantizedExperts):
     """All experts in two kernels, as `GroupedExperts`."""
 
     def forward(self, x: torch.Tensor, order: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         """As `Experts`."""
-        from folovllm.quantization.kernels.grouped_quant import grouped_quant
-
-        gate_ups, downs = (stack.format.codes_of(stack) for stack in (self.gate_ups, self.downs))
-        hidden = grouped_quant(x.contiguous(), gate_ups, self.num_held, order, starts, gated=True)
+        gate_ups, downs = self.gate_ups, self.downs
+        hidden = gate_ups.format.grouped_product(gate_ups, x.contiguous(), self.num_held, order, starts, gated=True)
         answers = x.new_zeros(len(order), x.shape[1]) if self.is_part else None
-        return grouped_quant(hidden, downs, self.num_held, order, starts, out=answers)
+        return downs.format.grouped_product(downs, hidden, self.num_held, order, starts, out=answers)
 
 
 def formats_of_experts(

@@ -41,7 +41,7 @@ UNSCALED = KVScales()
 
 
 def encode(x: torch.Tensor, factor: float) -> torch.Tensor:
-    """`x` times `factor` in FP8; what is too large becomes the largest number, as in the kernels (`quantization/kernels/fp8.py`)."""
+    """`x` times `factor` in FP8; what is too large becomes the largest number, as in the kernels (`kernels/fp8_cache.py`)."""
     return (x.float() * factor).clamp(-LARGEST, LARGEST).to(FP8)
 
 

@@ -21,7 +21,7 @@ ROOM = "half a gigabyte while it is converted"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 
 
-def smollm2_dir(download: bool = False, name: str = "smollm2") -> Path:
+def smollm2_dir(name: str = "smollm2", download: bool = False) -> Path:
     """The folder of the converted model. It is renamed into place at the end, so what is there is complete.
 
     `name` is "smollm2", or "smollm2-gguf": the projections stay in the 4 bits that the wheel has.

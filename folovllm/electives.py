@@ -1,0 +1,57 @@
+"""The one table of the electives' parts that the core asks for: a hook's name, and by strings where a package has it.
+
+The core names an elective here and in `folovllm.extensions` (parts of an engine), and nowhere else. A module is imported
+when its hook is asked for, and each package may be missing: then a hook does nothing, or says which package is needed.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+# Quantization (X2): a subclass of `folovllm.models.quantized:Quantization`.
+QUANTIZATION = "folovllm.quantization.config:CheckpointQuantization"
+# Tensors of a checkpoint for which a model has no place: from a tensor's name to what takes it (`models.loader.Taker`), or None.
+EXTRA_TENSORS = ("folovllm.quantization.checkpoint_kv_scales:taker_of",)
+# A module that measures the scales of an FP8 cache (`ModelRunner.calculate_kv_scales`).
+CALIBRATION = "folovllm.quantization.calibrate"
+
+# Weight sources: what returns the folder of a model, `find(name)`, which `find(name, download=True)` may fetch ...
+DOWNLOADS = dict.fromkeys(("smollm2", "smollm2-gguf"), "folovllm.quantization.smollm2:smollm2_dir")
+# ... or of a file with this suffix, `find(path)`.
+FILE_FORMATS = {".gguf": "folovllm.quantization.gguf_file:gguf_dir"}
+
+# Models by the architecture that `config.json` names: the module that has a class of this name.
+MODELS = {
+    "MixtralForCausalLM": "folovllm.moe.mixtral",
+    "Qwen2MoeForCausalLM": "folovllm.moe.qwen2_moe",
+    "Qwen3MoeForCausalLM": "folovllm.moe.qwen3_moe",
+}
+
+# Kernels for cards of one compute capability: the plain kernel that they stand for, and a `KernelVariant`.
+KERNEL_VARIANTS = {
+    "prefill": ((9, 0), "folovllm.hopper.prefill:VARIANT"),
+    "grouped_linear": ((9, 0), "folovllm.hopper.grouped:VARIANT"),
+    "quant_matmul": ((9, 0), "folovllm.hopper.int4:VARIANT"),
+}
+
+
+def is_installed(place: str) -> bool:
+    """Whether the package of a module is there: each elective may be deleted. What Python left in its folder does not count."""
+    spec = find_spec(".".join(place.partition(":")[0].split(".")[:2]))
+    return spec is not None and spec.origin is not None
+
+
+def named(place: str) -> Any:
+    """What stands at "module:name", or the module "module". It is imported here."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name) if name else import_module(module)
+
+
+def require(place: str, purpose: str) -> Any:
+    """As `named`. Raises ValueError, which says that `purpose` needs the package, where that is not installed."""
+    if not is_installed(place):
+        package = ".".join(place.partition(":")[0].split(".")[:2])
+        raise ValueError(f"{purpose} needs the package {package}, which is not installed here")
+    return named(place)

@@ -1,0 +1,73 @@
+"""The shapes of a model's matrices, by its `config.json`: before a weight is read, and for what a step must read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import prod
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+
+from folovllm.layers.linear import PLAIN
+from folovllm.model_config import expert_size_of, head_dim_of, num_experts_of, num_kv_heads_of
+from folovllm.models.quantized import quantization_of
+from folovllm.require import is_whole
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+Shapes = dict[str, tuple[int, int]]  # [outputs, inputs] of linear layers, by their names within a decoder layer
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
+
+
+def linear_shapes(config: PretrainedConfig) -> Shapes:
+    """[outputs, inputs] of the linear layers of a decoder layer that each token is multiplied by, by their names."""
+    hidden, head_dim = config.hidden_size, head_dim_of(config)
+    query, kv = config.num_attention_heads * head_dim, num_kv_heads_of(config) * head_dim
+    shapes = {"q_proj": (query, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, query)}
+    attention = {f"self_attn.{name}": shape for name, shape in shapes.items()}
+    if not num_experts_of(config):
+        return attention | mlp_shapes("mlp", hidden, config.intermediate_size)
+    attention["mlp.gate"] = (num_experts_of(config), hidden)
+    if shared := getattr(config, "shared_expert_intermediate_size", None):
+        attention |= {"mlp.shared_expert_gate": (1, hidden), **mlp_shapes("mlp.shared_expert", hidden, shared)}
+    return attention
+
+
+def expert_shapes(config: PretrainedConfig) -> Shapes:
+    """The same of one expert, which stands for all; none in a model without."""
+    return mlp_shapes("mlp.experts.0", config.hidden_size, expert_size_of(config)) if num_experts_of(config) else {}
+
+
+def mlp_shapes(prefix: str, hidden: int, inner: int) -> Shapes:
+    """The three matrices of an MLP."""
+    shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+    return {f"{prefix}.{name}": shape for name, shape in shapes.items()}
+
+
+def linear_bytes(
+    hf_config: PretrainedConfig, dtype: torch.dtype, shapes: Shapes, renamed: Mapping[str, str] = NO_NAMES
+) -> int:
+    """Bytes of matrices of these shapes in all decoder layers, with their scales."""
+    quantization, total = quantization_of(hf_config), 0
+    format_of = quantization.formats_of(hf_config, {}, renamed) or (lambda name: None)
+    for i in range(hf_config.num_hidden_layers):
+        for name, (outputs, inputs) in shapes.items():
+            format = format_of(f"model.layers.{i}.{name}") or PLAIN
+            total += format.num_bytes(outputs, inputs, dtype)
+    return total
+
+
+def check_num_weights(config: PretrainedConfig, num_bytes: int) -> None:
+    """Raise ValueError, before memory is taken, if so many bytes of files cannot hold the model: a weight has a bit at least."""
+    if not is_whole(getattr(config, "intermediate_size", None)):
+        return  # a family that only transformers knows
+    shapes, experts = linear_shapes(config).values(), expert_shapes(config).values()
+    in_layer = sum(map(prod, shapes)) + num_experts_of(config) * sum(map(prod, experts))
+    weights = config.vocab_size * config.hidden_size + config.num_hidden_layers * in_layer
+    if weights > 8 * num_bytes:
+        raise ValueError(
+            f"the configuration describes a model of {weights:,} weights, which {num_bytes:,} bytes of files cannot hold: "
+            "they are damaged or incomplete, or of another model"
+        )

@@ -1,0 +1,211 @@
+"""The hooks of `folovllm.electives`, with doubles that are no electives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from folovllm import LLM, SamplingParams, electives
+from folovllm.files import cache_dir
+from folovllm.kernels import variants
+from folovllm.kernels.variants import KernelVariant, kernel_variant
+from folovllm.layers.layer_set import LayerSet
+from folovllm.layers.linear import LinearBase
+from folovllm.layers.plain_linear import Plain
+from folovllm.layers.rank_sum import RankSum
+from folovllm.models import files, loader, quantized, registry
+from folovllm.models.llama import LlamaForCausalLM
+from folovllm.models.quantized import Quantization
+from folovllm.worker.gpu_worker import GPUWorker
+from folovllm.worker.native_model import load_native_model
+from tests.helpers import tiny_checkpoint
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+def llm(**fields: Any) -> LLM:
+    return LLM(str(tiny_checkpoint()), milestone="m6", device="cpu", num_kv_blocks=40, use_tqdm=False, **fields)
+
+
+class Halved(Plain):
+    """Weights that the checkpoint has twice as large."""
+
+    def loaded(self, layer: LinearBase) -> None:
+        layer.weight.data /= 2
+
+
+class Halving(Quantization):
+    """A way of quantizing of which the engine is told by `quantization="halved"`."""
+
+    asked: ClassVar[list[str]] = []
+
+    def configured(self, hf_config: Any, config: Any) -> Any:
+        assert config.quantization == "halved"
+        hf_config.quantization_config = {"quant_method": "halved"}
+        return hf_config
+
+    def formats_of(self, hf_config: Any, packed: Any, renamed: Any) -> Any:
+        assert packed["qkv_proj"] == ["q_proj", "k_proj", "v_proj"]
+        self.asked.append("formats_of")
+        return lambda name: Halved() if name.endswith("o_proj") else None
+
+    def check(self, hf_config: Any, part: Any, config: Any) -> None:
+        self.asked.append("check")
+
+
+class TestQuantization:
+    def test_each_layer_gets_its_linear_method(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(quantized, "QUANTIZATION", f"{__name__}:Halving")
+        monkeypatch.setattr(Halving, "asked", [])
+        with llm(quantization="halved") as engine:
+            runner = engine.engine.executor._worker.runner  # type: ignore[attr-defined]
+            kinds = {
+                name.split(".")[-1]: type(m.format)
+                for name, m in runner.model.named_modules()
+                if isinstance(m, LinearBase)
+            }
+        assert kinds.pop("o_proj") is Halved and Halved not in kinds.values()
+        assert Halving.asked[0] == "check" and "formats_of" in Halving.asked
+
+    def test_none_is_asked_for_a_plain_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(quantized, "QUANTIZATION", "folovllm.gone:Quantization")
+        with llm() as engine:
+            assert len(engine.generate("Once", GREEDY)[0].outputs[0].token_ids) == 6
+
+    @pytest.mark.parametrize(
+        "fields", [{"quantization": "int4", "random_weights": True}, {"quantize_activations": True}]
+    )
+    def test_the_package_that_is_missing_is_named(
+        self, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+    ) -> None:
+        monkeypatch.setattr(quantized, "QUANTIZATION", "folovllm.gone:Quantization")
+        with pytest.raises(ValueError, match=r"a quantized model .* needs the package folovllm\.gone"):
+            llm(**fields)
+        config = SimpleNamespace(quantization_config={"quant_method": "fp8"})
+        with pytest.raises(ValueError, match=r"needs the package folovllm\.gone"):
+            quantized.quantization_of(config)  # type: ignore[arg-type]
+
+
+class TestModels:
+    def test_a_model_of_another_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(registry, "MODELS", {"Twin": __name__})
+        assert registry.get_model_class(SimpleNamespace(architectures=["Twin"])) is Twin  # type: ignore[arg-type]
+
+    def test_the_package_that_is_missing_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(registry, "MODELS", {"Twin": "folovllm.gone.twin"})
+        with pytest.raises(ValueError, match=r"a model of architecture Twin needs the package folovllm\.gone"):
+            registry.get_model_class(SimpleNamespace(architectures=["Twin"]))  # type: ignore[arg-type]
+
+
+class Twin(LlamaForCausalLM):
+    """A model that counts the tokens that it has seen, where that is asked for."""
+
+    def __init__(self, config: Any, layers: LayerSet, max_model_len: int | None = None) -> None:
+        super().__init__(config, layers, max_model_len)
+        self.kernels, self.sum = layers.kernels, layers.make(RankSum)
+        self.seen = torch.zeros(1, 1, dtype=torch.int64)
+        if layers.counters is not None:
+            layers.counters["experts"] = self.seen
+
+    def forward(self, batch: Any) -> torch.Tensor:
+        self.seen += int((batch.slot_mapping >= 0).sum())
+        return super().forward(batch)
+
+
+def test_a_model_counts_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker sets the counters to zero behind the warm-up, and reads them."""
+    monkeypatch.setattr(registry, "MODELS", {"Twin": __name__})
+    counters: dict[str, torch.Tensor] = {}
+    with LLM(str(tiny_checkpoint("llama")), milestone="m6", device="cpu", num_kv_blocks=40, use_tqdm=False) as engine:
+        setup = engine.engine.setup
+    setup.hf_config.architectures = ["Twin"]
+    model = load_native_model(setup, LayerSet(counters=counters))
+    assert isinstance(model, Twin) and not model.kernels and (model.sum.rank, model.sum.size) == (0, 1)
+
+    class Runner:
+        def load_model(self) -> None: ...
+        def initialize_kv_cache(self) -> int:
+            model.seen += 5  # the warm-up
+            return 1
+
+        def execute_model(self, step: int) -> int:
+            model.seen += step
+            return step
+
+    worker: GPUWorker[int, int] = GPUWorker(torch.device("cpu"), Runner(), counters)
+    worker.load_model()
+    worker.execute_model(3)
+    assert worker.expert_load() == [[3]]
+
+
+def taker_of(name: str) -> Any:
+    """Knows one tensor for which the model has no place."""
+    return TAKEN.append if name == "model.norm.temperature" else None
+
+
+TAKEN: Any = SimpleNamespace(append=lambda model, name, tensor: setattr(model, "temperature", tensor))
+
+
+def test_a_tensor_without_a_place_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "EXTRA_TENSORS", (f"{__name__}:taker_of", "folovllm.gone:taker_of"))
+    whole = torch.ones(3)
+    assert loader.part_of({}, lambda name, tensor: tensor[:1], "model.norm.temperature", whole) is not None
+    taker = loader.taker_of("model.norm.temperature")
+    assert taker is not None and loader.taker_of("model.norm.other") is None
+    model = SimpleNamespace()
+    taker(model, "model.norm.temperature", whole)  # type: ignore[arg-type]
+    assert model.temperature is whole
+
+
+def find(name: str | Path, download: bool = False) -> Path:
+    """A weight source."""
+    return cache_dir() / Path(name).stem
+
+
+def test_weight_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(files, "DOWNLOADS", {"by-name": f"{__name__}:find", "lost": "folovllm.gone:find"})
+    monkeypatch.setattr(files, "FILE_FORMATS", {".own": f"{__name__}:find"})
+    (tmp_path / "model.own").touch()
+    assert files.resolve_model("by-name") == cache_dir() / "by-name"
+    assert files.resolve_model(str(tmp_path / "model.own")) == cache_dir() / "model"
+    with pytest.raises(ValueError, match=r"the model lost needs the package folovllm\.gone"):
+        files.resolve_model("lost")
+
+
+VARIANT = KernelVariant(serves=lambda n: n > 1, launch=lambda n: torch.ones(n))
+
+
+class TestKernelVariants:
+    @pytest.fixture(autouse=True)
+    def _fresh(self) -> Any:
+        kernel_variant.cache_clear()
+        yield
+        kernel_variant.cache_clear()
+
+    def test_it_is_for_cards_of_its_capability_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(variants, "KERNEL_VARIANTS", {"one": ((9, 0), f"{__name__}:VARIANT")})
+        for number, capability in enumerate([(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)]):
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, c=capability: c)
+            found = kernel_variant("one", torch.device("cuda", number))
+            assert (found is VARIANT) is (capability == (9, 0))
+        assert kernel_variant("one", torch.device("cpu")) is None
+
+    def test_without_its_package_there_is_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(variants, "KERNEL_VARIANTS", {"one": ((9, 0), "folovllm.gone.one:VARIANT")})
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        assert kernel_variant("one", torch.device("cuda")) is None
+
+
+def test_every_place_of_the_table_is_there() -> None:
+    """Whatever is installed can be found under the name that the table has for it."""
+    places = [electives.QUANTIZATION, *electives.EXTRA_TENSORS, electives.CALIBRATION]
+    places += [*electives.DOWNLOADS.values(), *electives.FILE_FORMATS.values()]
+    places += [f"{module}:{name}" for name, module in electives.MODELS.items()]
+    pytest.importorskip("triton", reason="Triton is for Linux only")
+    places += [place for _, place in electives.KERNEL_VARIANTS.values()]
+    for place in filter(electives.is_installed, places):
+        assert electives.named(place) is not None
