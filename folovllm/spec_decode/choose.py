@@ -88,8 +88,9 @@ class StepCost:
         return silent * self.of_vain(num_seqs) + some * checked + self.first_guess + self.guess * depths
 
     def note_plain(self, num_seqs: int, seconds: float, weight: float = WEIGHT) -> None:
-        """Correct the time of a plain step by a measured one."""
-        self.plain_more += weight * (seconds - self.of_plain(num_seqs))
+        """Correct the time of a plain step by a measured one. One that took far too long counts twice its time."""
+        expected = self.of_plain(num_seqs)
+        self.plain_more += weight * (min(seconds, 2 * expected) - expected)
 
     def note_vain(self, num_seqs: int, seconds: float) -> None:
         """Correct the time of a step for which the proposer was asked in vain. One that took far too long counts twice its time."""

@@ -128,14 +128,16 @@ class AdaptiveLength(LengthPolicy):
     PROBE = 4  # draft tokens of a probe
     SHARE = 0.005  # of the time may be lost
     SAVED = 16  # plain steps: as much of what drafts won may be lost before a long rest
-    AT_MOST = 4096  # steps of a rest
+    AT_MOST = 1 << 14  # steps of a rest
+    FEW = 4  # sequences that nothing is known of that begin at once, and as many more as something is known of
 
     def __init__(self, cost: StepCost, most: int, first: Acceptance = UNKNOWN) -> None:
-        """`most`: draft tokens for a sequence in a step. `first`: what is thought of the proposer before it was asked."""
+        """`most`: draft tokens for a sequence in a step. `first`: `UNKNOWN`, or what is thought of a draft model before it was asked."""
         self.cost, self.most = cost, most
         self._common = {False: replace(first), True: replace(UNKNOWN)}  # by whether a grammar constrains a sequence
         self._own: dict[int, Acceptance] = {}  # by seq_id
         self._constrained: set[int] = set()  # by seq_id
+        self._reads_each = first is UNKNOWN  # such a proposer reads texts one by one, and a draft model all in one step
         self._decided: dict[int, int] = {}  # by seq_id
         self._hold = 0  # steps that the decision still holds
         self._pause = self._until_probe = self.SHORTEST
@@ -150,6 +152,10 @@ class AdaptiveLength(LengthPolicy):
             return [self._decided[seq_id] for seq_id in seq_ids]
         hits, rates = np.array([(own.hit, own.rate) for own in map(self.acceptance, seq_ids)]).T
         lengths = best_depths(hits, rates, self.cost, self.most, self.MARGIN)
+        if self._reads_each:
+            new = [i for i, seq_id in enumerate(seq_ids) if lengths[i] and seq_id not in self._own]
+            for i in new[self.FEW + len(self._own) :]:
+                lengths[i] = 0
         pays, self.rest = any(lengths), 0
         self._hold = pays * (self.HOLD if self._own.keys() >= set(seq_ids) else self.FIRST) - 1
         self._decided = dict(zip(seq_ids, lengths, strict=True))
@@ -169,9 +175,8 @@ class AdaptiveLength(LengthPolicy):
         What was lost beyond `SAVED` plain steps must be a small share in any case.
         """
         self._has_rested, self.may_wake = True, self._lost <= 0.0
-        rest, lost = float(self._pause), self._lost / self.cost.of_plain(num_seqs)  # in steps
-        if lost > 0.0:
-            rest = max(min(rest, max(self.LONGEST, lost / self.SHARE)), (lost - self.SAVED) / self.SHARE)
+        lost = self._lost / self.cost.of_plain(num_seqs)  # in steps
+        rest = max(min(self._pause, max(self.LONGEST, lost / self.SHARE)), (lost - self.SAVED) / self.SHARE)
         self.rest, self._lost = int(min(rest, self.AT_MOST)), min(self._lost, 0.0)
 
     def _probe(self, seq_ids: Sequence[int], lengths: list[int]) -> None:
@@ -210,7 +215,9 @@ class AdaptiveLength(LengthPolicy):
         """Correct the cost, and count what was lost or won against plain steps that bring as many tokens."""
         n, k, cost = steps.num_seqs, steps.num_draft_tokens, self.cost
         if not (steps.length or k):
-            cost.note_plain(n, steps.seconds / steps.num_steps, 0.5 if steps.num_steps > 1 else 0.1)
+            is_rest = steps.num_steps > 1
+            cost.note_plain(n, (steps.seconds - is_rest * steps.proposing) / steps.num_steps, 0.3 if is_rest else 0.1)
+            self._lost += is_rest * steps.proposing  # what the decision to rest took
             return
         drafting = cost.first_guess + cost.guess * steps.length if steps.length else 0.0
         expected = drafting + (cost.of_narrow(n + k) if k else cost.of_vain(n))

@@ -212,7 +212,7 @@ def test_a_step_in_which_the_proposer_read_a_text_says_nothing_of_others() -> No
 
 def test_a_rest_says_what_plain_steps_take() -> None:
     policy = AdaptiveLength(costs((1.0, 9.0), (1.0, 1.0)), 8)
-    for _ in range(8):
+    for _ in range(20):
         policy.observe_steps(TimedSteps(24.0, 8, 1, 0, 0, 0, 0.0, True))
     assert policy.cost.of_plain(1) == pytest.approx(3.0, rel=0.01)
 
