@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from folovllm import LLM, SamplingParams
-from folovllm.spec_decode.adaptive import AdaptiveDepth
+from folovllm.spec_decode.policy import AdaptiveLength
 from folovllm.step.schedule import SchedulerOutput
 from folovllm.structured_outputs import StructuredOutputsParams
 
@@ -193,14 +193,14 @@ def compare(
     def work(turn: int) -> tuple[list[str], list[SamplingParams], int]:
         return *requests(plain, name, arguments.temperature, times, 1000 * turn * arguments.fresh), batch
 
-    before = counts.num_guessed, counts.num_accepted, counts.num_drafts
+    before = counts.num_draft_tokens, counts.num_accepted, counts.num_drafts
     found: dict[str, list[Answers]] = {who: [] for who in engines}
     order, chance = list(engines), random.Random(0)
     for turn in range(num_rounds):
         chance.shuffle(order)
         for who in order:
             found[who].append(answer(engines[who], *work(turn)))
-    now = counts.num_guessed, counts.num_accepted, counts.num_drafts
+    now = counts.num_draft_tokens, counts.num_accepted, counts.num_drafts
     with Watch(guessing) as watch:
         answer(guessing, *work(num_rounds))
     guessed, accepted, steps = (one - other for one, other in zip(now, before, strict=True))
@@ -216,7 +216,7 @@ def compare(
     print(
         f"{arguments.model}, {name}, batch {batch}, {method}: {'; '.join(told)}; {accepted} of {guessed} guesses right, in "
         f"{steps} shares with guesses {1 + accepted / max(1, steps):.2f} tokens; {same} of {times * num_tasks} texts equal; "
-        f"rounds {gains(found['plain'], found['guessing'])}\n    {watch.told()}{opinion(counts.depth)}",
+        f"rounds {gains(found['plain'], found['guessing'])}\n    {watch.told()}{opinion(counts.policy)}",
         flush=True,
     )
     if "again" in found:
@@ -270,11 +270,11 @@ def log_probability(llm: LLM, text: list[int], token: int) -> float:
     return float(output.prompt_logprobs[-1][token].logprob)
 
 
-def opinion(depth: object) -> str:
-    """What `AdaptiveDepth` thinks that steps of one sequence take."""
-    if not isinstance(depth, AdaptiveDepth):
+def opinion(policy: object) -> str:
+    """What `AdaptiveLength` thinks that steps of one sequence take."""
+    if not isinstance(policy, AdaptiveLength):
         return ""
-    cost = depth.cost
+    cost = policy.cost
     plain, vain, checked = (1e3 * of(1) for of in (cost.of_plain, cost.of_vain, cost.of_narrow))
     return f"; thought to take {plain:.3f}, {vain:.3f}, {checked:.3f} ms, guesses {1e3 * cost.first_guess:.4f}, and {1e3 * cost.guess:.4f} each"
 

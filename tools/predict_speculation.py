@@ -35,7 +35,8 @@ from folovllm.spec_decode.draft_tokens import DraftTokens
 from folovllm.spec_decode.extension import make_run_executor
 from folovllm.spec_decode.measure import measure_steps
 from folovllm.spec_decode.oracle import Oracle
-from folovllm.spec_decode.proposer import FixedDepth, RowState
+from folovllm.spec_decode.policy import FixedLength
+from folovllm.spec_decode.proposer import RowState
 from tools.measure_speculation import answer
 
 TOKEN = 1234  # all that is written
@@ -83,15 +84,15 @@ def compare(plain: LLM, guessing: LLM, told: ToldDraft, arguments: argparse.Name
     told.oracle = Oracle({tuple(own): text for own in ids}, arguments.chance)
     answer(plain, prompts, params, batch)
     counts = guessing.engine.scheduler.speculation
-    counts.depth = FixedDepth(k)
+    counts.policy = FixedLength(k)
     answer(guessing, prompts, params, batch)
     told.seconds.clear()
-    before, gains = (counts.num_drafts, counts.num_guessed, counts.num_accepted), []
+    before, gains = (counts.num_drafts, counts.num_draft_tokens, counts.num_accepted), []
     for _ in range(arguments.rounds):
         slow = answer(plain, prompts, params, batch)
         fast = answer(guessing, prompts, params, batch)
         gains.append(slow.behind_first / fast.behind_first)
-    shares, guessed, accepted = np.subtract((counts.num_drafts, counts.num_guessed, counts.num_accepted), before)
+    shares, guessed, accepted = np.subtract((counts.num_drafts, counts.num_draft_tokens, counts.num_accepted), before)
     cost, guess = measure_steps(guessing.engine.executor, guessing.engine.setup, k), statistics.median(told.seconds)
     tokens, came = sum(arguments.chance**i for i in range(k + 1)), 1 + accepted / shares
     step, checked = cost.plain.at(batch), cost.checked.at(batch * (k + 1))

@@ -53,6 +53,10 @@ class Rows:
         """The sequences of the shares of the step that was planned last, in their order."""
         return [self._rows[share.seq_id].seq for share in output.shares]
 
+    def share_maker(self) -> Callable[[Sequence, int], Share]:
+        """Return what makes the shares of the next step."""
+        return self.share
+
     def share(self, seq: Sequence, num_new_tokens: int) -> Share:
         """The next `num_new_tokens` of `seq`, whose blocks are in its table by now."""
         row, draw = self._rows.get(seq.seq_id), None
@@ -82,7 +86,7 @@ class Plan:
         rows.release(running)
         self.budget = budget  # tokens that the step may still compute
         self.preempted: list[int] = []  # by seq_id
-        self._rows, self._share = rows, rows.share
+        self._rows, self._share = rows, rows.share_maker()
         self._running = running
         self._shares: dict[int, Share] = {}  # by seq_id
         self._unsettled: list[Sequence] = []

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from folovllm.executor.abstract import RunsSteps
-from folovllm.spec_decode.patience import Patience
-from folovllm.spec_decode.proposer import Proposer, RowState, Work
+from folovllm.spec_decode.proposer import Proposer, RowState
 from folovllm.step.draw import DrawSpec, TokenIds
 from folovllm.step.schedule import SchedulerOutput, Share
 
@@ -44,10 +43,6 @@ class Draft:
         drawn = state.token_ids[self.num_known :].tolist()
         return next((i for i, (g, t) in enumerate(zip(self.guesses, drawn, strict=False)) if g != t), len(self.guesses))
 
-    def was_useful(self, state: RowState) -> bool:
-        """Whether a guess was right behind the first one, which may stand for a token that was in flight."""
-        return self.num_right(state) >= min(2, len(self.guesses))
-
     def cut_back(self, state: RowState) -> None:
         """Count as cached what agrees with the text. Its newest token never does: its logits are what is wanted."""
         right = self.num_right(state)
@@ -59,11 +54,8 @@ class DraftModel(Proposer):
     """Guesses by decoding with a small model: an executor of its own, that no scheduler drives.
 
     Its blocks are its own. A sequence for which there is no row or block gets no guesses; one that is not asked about may
-    lose what it has, and is computed again when it is. Answers with a form, which the small model does not know, get guesses
-    as often as these are of use (`Patience`).
+    lose what it has, and is computed again when it is.
     """
-
-    is_dear = True
 
     def __init__(
         self,
@@ -84,7 +76,6 @@ class DraftModel(Proposer):
         self._free = list(range(executor.num_kv_blocks))
         self._drafts: dict[int, Draft] = {}  # by seq_id; who was asked about last stands at the end
         self._named: list[Draft] = []  # those whose guesses may be names: of the last run
-        self._patience = Patience()
 
     def propose(self, state: RowState, k: int) -> list[int]:
         """As `Proposer`."""
@@ -93,8 +84,7 @@ class DraftModel(Proposer):
     def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
         """As `Proposer`: where a text has grown by much one step over that, and then a run of steps of one token each."""
         self._learn()
-        self.work = None
-        asked = [(state, k) for state, k in zip(states, ks, strict=True) if k and self._is_worth_it(state)]
+        asked = [(state, k) for state, k in zip(states, ks, strict=True) if k]
         keep = {state.seq_id for state, _ in asked}
         others = iter([seq_id for seq_id in self._drafts if seq_id not in keep])
         placed = [(state, k) for state, k in asked if self._place(state, k, others)]
@@ -104,7 +94,7 @@ class DraftModel(Proposer):
             draft.guesses = tokens
         return [guesses.get(state.seq_id, []) for state in states]
 
-    def tokens_of(self, guess: Sequence[int]) -> list[int]:
+    def resolve(self, guess: Sequence[int]) -> list[int]:
         """As `Proposer`."""
         if self._hand_over is None:
             return list(guess)
@@ -112,26 +102,15 @@ class DraftModel(Proposer):
 
     def _learn(self) -> None:
         """Note the tokens of the last run: their names mean others when the next one begins."""
-        tokens = self.tokens_of([token for draft in self._named for token in draft.guesses])
+        tokens = self.resolve([token for draft in self._named for token in draft.guesses])
         for draft in self._named:
             count = len(draft.guesses)
             draft.guesses, tokens = tokens[:count], tokens[count:]
         self._named = []
 
-    def _is_worth_it(self, state: RowState) -> bool:
-        """False for a row with a form while guesses for it are of no use."""
-        if not state.draw.has_form:
-            return True
-        draft = self._drafts.get(state.seq_id)
-        if draft is not None and draft.guesses and len(state.token_ids) > draft.num_known:
-            self._patience.note(state.seq_id, draft.was_useful(state))
-            draft.cut_back(state)
-        return self._patience.may_try(state.seq_id)
-
     def finish(self, seq_id: int) -> None:
         """As `Proposer`."""
         self._drop(seq_id)
-        self._patience.finish(seq_id)
 
     def close(self) -> None:
         """As `Proposer`."""
@@ -171,12 +150,11 @@ class DraftModel(Proposer):
         Behind guesses that were all right a text lacks two tokens, and else one: these are left to the run. Of a text beyond
         the budget a part is computed.
         """
-        budget, shares, ready, most = self._budget - len(placed), [], [], 0
+        budget, shares, ready = self._budget - len(placed), [], []
         for state, k in placed:
             draft = self._drafts[state.seq_id]
             draft.cut_back(state)
             missing = len(state.token_ids) - 1 - draft.num_cached
-            most = max(most, missing)
             num_new = 0
             if missing > 1 or draft.is_new:
                 num_new = min(max(1, missing), 1 + max(0, budget))
@@ -187,7 +165,6 @@ class DraftModel(Proposer):
             if num_new >= missing - 1:
                 draft.num_cached = min(draft.num_cached, len(state.token_ids) - 1)
                 ready.append((state, k))
-        self.work = Work(max((k for _, k in ready), default=0), most) if placed else None
         if shares:
             self._executor.submit(SchedulerOutput(tuple(sorted(shares, key=lambda share: share.num_new_tokens))))
         return ready

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -12,12 +13,14 @@ from folovllm.spec_decode import attention
 from folovllm.spec_decode.draft_model import DraftModel
 from folovllm.spec_decode.draft_setup import draft_setup
 from folovllm.spec_decode.draft_tokens import DraftTokens
-from folovllm.spec_decode.measure import clock_for, is_here
+from folovllm.spec_decode.measure import clock_for, measure_guesses, measure_steps
 from folovllm.spec_decode.multi_step import MultiStepExecutor, MultiStepRunner
-from folovllm.spec_decode.own import Own
-from folovllm.spec_decode.registry import make_depth, make_proposer
+from folovllm.spec_decode.ngram import NgramProposer
+from folovllm.spec_decode.policy import TRUSTED, UNKNOWN, AdaptiveLength, FixedLength, LengthPolicy
+from folovllm.spec_decode.proposer import CompositeProposer, Proposer
 from folovllm.spec_decode.scheduler import SpeculativeScheduler
 from folovllm.spec_decode.speculation import Speculation
+from folovllm.spec_decode.suffix import SuffixProposer
 from folovllm.spec_decode.verifier import DraftVerifier
 from folovllm.spec_decode.verify import most_draws
 from folovllm.spec_decode.verify_runner import VerifyingModelRunner
@@ -28,7 +31,6 @@ if TYPE_CHECKING:
     from folovllm.executor.abstract import Executor
     from folovllm.extensions import MakeGraphRunner, MakeScheduler
     from folovllm.setup import EngineSetup
-    from folovllm.spec_decode.proposer import Proposer
     from folovllm.worker.model_runner import ModelRunner
 
 
@@ -48,8 +50,21 @@ class SpeculativeDecoding(Extension):
             "draft_model" in self._config.methods
         ):  # a run samples a token behind the drafts, and may begin with one in flight
             self._drafted = DraftTokens.for_runs(self._config.num_speculative_tokens + 2, self.setup)
-        proposer = make_proposer(self._config, self._draft)
-        self._proposer = proposer if self._config.methods else Own(proposer, self.setup.vocab_size)
+        config = self._config
+        if isinstance(config.method, str):
+            proposers = [self._make_proposer(name) for name in config.methods]
+            self._proposer = proposers[0] if len(proposers) == 1 else CompositeProposer(proposers)
+        else:
+            self._proposer = CompositeProposer([config.method], self.setup.vocab_size)
+
+    def _make_proposer(self, name: str) -> Proposer:
+        """The proposer of that name. Raises ValueError where it cannot be had."""
+        if name == "ngram":
+            return NgramProposer(self._config.prompt_lookup_min, self._config.prompt_lookup_max)
+        if name == "suffix":
+            return SuffixProposer()
+        assert self._config.model is not None
+        return self._draft(self._config.model)
 
     def _draft(self, model: str) -> Proposer:
         """The small model: rows and blocks for as many sequences as the large one has, in a part of its memory."""
@@ -87,11 +102,21 @@ class SpeculativeDecoding(Extension):
     def scheduler(self, usual: MakeScheduler, executor: Executor, logits_mask: LogitsMask) -> MakeScheduler:
         """One that asks the proposer; how far to draft follows from what steps cost on this executor."""
         assert self._proposer is not None
-        setup = self.setup
-        proposer, depth, budget = make_depth(self._config, setup, executor, self._proposer)
-        waits = budget is not None and is_here(setup)
-        speculation = Speculation(proposer, depth, logits_mask, clock_for(setup), budget, waits)
+        speculation = Speculation(self._proposer, self._policy(executor), logits_mask, clock_for(self.setup))
         return partial(SpeculativeScheduler, speculation=speculation)
+
+    def _policy(self, executor: Executor) -> LengthPolicy:
+        """Who says how many tokens to draft. Under torchrun all ranks must decide the same: there time may have no say."""
+        config, setup = self._config, self.setup
+        most = config.num_speculative_tokens
+        if not config.adaptive or not config.methods or "TORCHELASTIC_RUN_ID" in os.environ:
+            return FixedLength(most)
+        cost = measure_steps(executor, setup, most)
+        if "draft_model" not in config.methods:
+            return AdaptiveLength(cost, most, UNKNOWN)
+        assert self._proposer is not None
+        measure_guesses(executor, setup, self._proposer, most, cost)
+        return AdaptiveLength(cost, most, TRUSTED)
 
     def close(self) -> None:
         """Close the proposer, and a draft model with it."""

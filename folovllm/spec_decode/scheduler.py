@@ -1,15 +1,15 @@
-"""Schedulers whose steps check guesses: a sequence computes its newest token and k guessed ones, and draws k + 1."""
+"""Schedulers whose steps verify draft tokens: a sequence computes its newest token and k draft tokens, and samples k + 1."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from folovllm.engine.plan import Rows
 from folovllm.engine.scheduler import Scheduler
+from folovllm.engine.stop import check_stop_conditions
 from folovllm.events import GuessesChecked
 from folovllm.request import Sequence
 from folovllm.spec_decode.speculation import Speculation
@@ -17,31 +17,29 @@ from folovllm.spec_decode.verify import most_draws
 from folovllm.step.packed import FLYING
 from folovllm.step.schedule import SchedulerOutput, Share
 
-NO_GUESSES: dict[int, Any] = {}
 
+class DraftRows(Rows):
+    """`Rows` whose shares have draft tokens behind the tokens that are known.
 
-class GuessingRows(Rows):
-    """`Rows` whose shares have guesses behind the tokens that are known."""
+    Attributes:
+        drafts: of the coming step, by seq_id.
+    """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.guesses: dict[int, list[int]] = {}
+        self.drafts: dict[int, list[int]] = {}
 
-    def expect(self, guesses: dict[int, list[int]]) -> None:
-        """The coming step has these guesses, by seq_id. Where there are none, shares are made as ever, with nothing between."""
-        if guesses:
-            self.share = self._share_with_guesses  # type: ignore[method-assign]
-        elif self.guesses:
-            del self.share
-        self.guesses = guesses
+    def share_maker(self) -> Callable[[Sequence, int], Share]:
+        """As ever where the coming step has no drafts: nothing is looked up for each share."""
+        return self._share_with_draft if self.drafts else self.share
 
-    def _share_with_guesses(self, seq: Sequence, num_new_tokens: int) -> Share:
-        """As `share`; of a sequence with guesses all tokens but these and the newest are computed. That may be in flight."""
-        share, guesses = super().share(seq, num_new_tokens), self.guesses.get(seq.seq_id)
-        if guesses is None:
+    def _share_with_draft(self, seq: Sequence, num_new_tokens: int) -> Share:
+        """As `share`; of a sequence with a draft all tokens but this and the newest are computed. That may be in flight."""
+        share, draft = self.share(seq, num_new_tokens), self.drafts.get(seq.seq_id)
+        if draft is None:
             return share
         newest = share.token_ids if len(share.token_ids) else FLYING
-        tokens = np.array(guesses[: num_new_tokens - 1], np.int32)
+        tokens = np.array(draft[: num_new_tokens - 1], np.int32)
         return share._replace(token_ids=np.concatenate([newest, tokens]), num_draws=num_new_tokens)
 
     def cut(self, seq: Sequence) -> None:
@@ -50,146 +48,135 @@ class GuessingRows(Rows):
         row.num_sent = min(row.num_sent, len(seq.block_table))
 
 
-class SpeculativeScheduler(Scheduler):
-    """A `Scheduler` that lets the model check guesses.
+class Verifying(NamedTuple):
+    """A step under way that verifies drafts."""
 
-    Guesses are in shares and nowhere else: a sequence has only tokens that were drawn, and no block with a guess in it
-    gets a name. A step never preempts for a guess: where room or budget is short, fewer are checked.
+    number: int
+    shares: list[Share]  # those with drafts
+    num_draft_tokens: dict[int, int]  # by seq_id
+
+
+class SpeculativeScheduler(Scheduler):
+    """A `Scheduler` that lets the model verify drafts.
+
+    Draft tokens are in shares and nowhere else: a sequence has only tokens that were sampled, and no block with a draft token
+    in it gets a hash. A step never preempts for a draft: where room or budget is short, fewer tokens are verified.
     """
 
     def __init__(self, *, speculation: Speculation, **rest: Any) -> None:
         super().__init__(**rest)
         self.speculation = speculation
-        self._own_tokens = self._tokens_of_step
-        self._num_draws = min(self._max_num_batched_tokens, most_draws(self._max_num_seqs))  # of a step, at most
-        self._rows: GuessingRows = GuessingRows(self._rows.num_rows, self.events, lambda: self.waiting)
-        self._num_taken = 0  # steps
-        # Of those under way that are not idle: their numbers, and their guesses by seq_id.
-        self._under_way: deque[tuple[int, dict[int, int]]] = deque()
-        self._with_guesses: list[Share] = []  # of the step that has some
+        self._rows: DraftRows = DraftRows(self._max_num_seqs, self.events, lambda: self.waiting)
+        self._num_samples = min(self._max_num_batched_tokens, most_draws(self._max_num_seqs))  # of a step, at most
+        self._plain_tokens = self._tokens_of_step
+        self._num_taken = 0  # steps whose tokens have been taken in
+        self._verifying: Verifying | None = None  # nothing is scheduled behind it
 
     def add(self, seq: Sequence) -> None:
-        """As `Scheduler`."""
-        if not (self.running or self.waiting):
-            self.speculation.resume()
+        """Queue a sequence, and let the speculation know."""
+        self.speculation.add(seq, self._rows.num_steps, is_alone=not (self.running or self.waiting))
         super().add(seq)
-        self.speculation.wake(seq, self._rows.num_steps)
 
     def schedule(self) -> SchedulerOutput:
-        """As `Scheduler`. Sequences with guesses come behind other decodes, which have a kernel of their own.
+        """Decide the next step, with drafts where these may pay.
 
-        Parents are asked by name: to look one up takes longer than all else that an idle step does here.
+        Sequences with drafts come behind other decodes, which have a kernel of their own. The parent is asked by name: to look
+        it up takes longer than all else that a step without drafts does here.
         """
         number = self._rows.num_steps
-        if number < self.speculation.idle_until:
+        if number < self.speculation.asleep_until:
             return Scheduler.schedule(self)
-        guesses = self.speculation.guess(self.running, self._num_draws - len(self.running), number)
-        if guesses or self._rows.guesses:
-            self._expect(self._fitting(guesses))
+        drafts = self._fitting(self.speculation.propose(self.running, self._num_samples - len(self.running), number))
+        if drafts:
+            self._rows.drafts, self._tokens_of_step = drafts, self._tokens_with_draft
+            self.running.sort(key=lambda seq: seq.seq_id in drafts)
         output = Scheduler.schedule(self)
-        if output.shares:
-            self._under_way.append((number, num_guessed(output) if guesses else NO_GUESSES))
-            self.speculation.began(output)
-            if guesses:
-                self._with_guesses = [share for share in output.shares if share.num_draws > 1]
+        self.speculation.began(output)
+        if drafts:
+            self._rows.drafts, self._tokens_of_step = {}, self._plain_tokens
+            shares = [share for share in output.shares if share.num_draws > 1]
+            if shares:
+                self._verifying = Verifying(number, shares, {s.seq_id: s.num_draws - 1 for s in shares})
         return output
 
     def must_wait(self) -> bool:
-        """As `Scheduler`. Nothing is scheduled behind a step with guesses until it is known what came of them.
-
-        Steps without guesses overlap as ever.
-        """
-        if self._under_way and (self.speculation.waits or any(guesses for _, guesses in self._under_way)):
-            return True
-        return Scheduler.must_wait(self)
-
-    def _expect(self, guesses: dict[int, list[int]]) -> None:
-        self._rows.expect(guesses)
-        self._tokens_of_step = self._tokens_with_guesses if guesses else self._own_tokens
-        if guesses:
-            self.running.sort(key=lambda seq: seq.seq_id in guesses)
+        """Whether the next step can be scheduled only after the tokens in flight have arrived: drafts are verified first."""
+        return self._verifying is not None or Scheduler.must_wait(self)
 
     def postprocess(self, drawn: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
-        """As `Scheduler`: a share with guesses that drew m tokens counts as m steps of one token each.
+        """Take in the tokens that a step sampled, and cut back what was reserved and computed for rejected draft tokens.
 
-        So each token meets the same checks, and its K/V becomes known to the cache at the same moment, as without guesses.
         After an exception the step goes on with the next call, which gets the pairs behind the one that raised it.
         """
-        before = self.running[:]
-        try:
-            if self._under_way and self._under_way[0][0] == self._num_taken:
-                updated = self._take_in(drawn, self._under_way[0][1])
-                self._under_way.popleft()
-            else:
-                updated = Scheduler.postprocess(self, drawn)
-            self._num_taken += 1
-        finally:
-            if len(self.running) < len(before):
-                self._tell_of_ends(before)
-        return updated
-
-    def _tell_of_ends(self, before: list[Sequence]) -> None:
-        self.speculation.finish([seq for seq in before if seq.status.is_finished])
-        if self.waiting:
-            self.speculation.wake(self.waiting[0], self._rows.num_steps)
-        elif not self.running:
-            self.speculation.pause()
-
-    def _take_in(self, drawn: Iterable[tuple[Sequence, list[int]]], checked: dict[int, int]) -> list[Sequence]:
-        """The tokens of a step that is not idle; `checked`: its guesses."""
-        if not checked:
-            updated = super().postprocess(drawn)
+        num_running, step = len(self.running), self._verifying
+        if step is None or step.number != self._num_taken:
+            updated = Scheduler.postprocess(self, drawn)
         else:
             if self.events.on:
-                self._spell_guesses()
-            updated = [seq for pair in drawn for seq in self._take(*pair, checked.get(pair[0].seq_id, 0))]
-        self.speculation.ended()
+                self._resolve(step.shares)
+            updated = [seq for pair in drawn if (seq := self._accept(*pair, step.num_draft_tokens)) is not None]
+            self._verifying = None
+        self._num_taken += 1
+        if len(self.running) < num_running:
+            self.speculation.finish([seq for seq in updated if seq.status.is_finished])
         return updated
 
-    def _spell_guesses(self) -> None:
-        """Write tokens in place of their names: who watches is shown what was guessed."""
-        for share in self._with_guesses:
-            share.token_ids[:] = self.speculation.proposer.tokens_of(share.token_ids.tolist())
-
     def abort(self, *seqs: Sequence) -> None:
-        """As `Scheduler`."""
+        """End sequences at once, and let the speculation know."""
         super().abort(*seqs)
-        self.speculation.forget(seqs)
+        self.speculation.finish(seqs)
 
-    def _take(self, seq: Sequence, token_ids: list[int], num_guessed: int) -> list[Sequence]:
-        """Take in the tokens of one share, and cut off what was reserved and computed for wrong guesses."""
-        if not num_guessed:
-            return super().postprocess([(seq, token_ids)])
-        self.speculation.checked(seq, num_guessed, len(token_ids) - 1)
+    def _resolve(self, shares: list[Share]) -> None:
+        """Replace placeholder ids with the tokens of the draft model, for who watches."""
+        for share in shares:
+            share.token_ids[:] = self.speculation.proposer.resolve(share.token_ids.tolist())
+
+    def _accept(self, seq: Sequence, token_ids: list[int], num_draft_tokens: dict[int, int]) -> Sequence | None:
+        """Append the tokens of a share that verified a draft, as `Scheduler.postprocess` would one by one; returns `seq`.
+
+        So each token meets the same checks, and the same blocks get hashes, as without a draft. Tokens behind the end of the
+        answer are cut off the list.
+        """
+        num_drafted = num_draft_tokens.get(seq.seq_id, 0)
+        if not num_drafted:
+            return next(iter(super().postprocess([(seq, token_ids)])), None)
+        num_accepted, num_known, status = len(token_ids) - 1, seq.num_tokens, None
+        self.speculation.verified(seq, num_drafted, num_accepted)
         if self.events.on:
-            self.events.emit(GuessesChecked(seq.seq_id, num_guessed, len(token_ids) - 1))
-        seq.num_computed_tokens -= num_guessed + 1
-        for i, token_id in enumerate(token_ids, 1):
-            seq.num_computed_tokens += 1
-            super().postprocess([(seq, [token_id])])
-            if seq.status.is_finished:
-                del token_ids[i:]  # nobody hears of what was drawn behind the end
-                return [seq]
-        self.kv.truncate(seq)
-        self._rows.cut(seq)
-        return [seq]
+            self.events.emit(GuessesChecked(seq.seq_id, num_drafted, num_accepted))
+        for token_id in token_ids:
+            seq.append_token(token_id)
+            seq.detokenizer.append(token_id)
+            if (status := check_stop_conditions(seq)) is not None:
+                break
+        del token_ids[seq.num_tokens - num_known :]
+        seq.num_computed_tokens = seq.num_tokens - 1  # of the newest token the K/V is not there
+        self.kv.publish(seq)
+        if status is None:
+            self.kv.truncate(seq)
+            self._rows.cut(seq)
+        else:
+            seq.finish(status)
+            self.running.remove(seq)
+            self.kv.free(seq)
+        return seq
 
-    def _tokens_with_guesses(self, seq: Sequence, budget: int) -> int:
-        """What a step computes of `seq`, guesses included."""
-        n = self._own_tokens(seq, budget)
-        return min(budget, n + len(self._rows.guesses.get(seq.seq_id, ()))) if n else 0
+    def _tokens_with_draft(self, seq: Sequence, budget: int) -> int:
+        """What a step computes of `seq`, its draft included."""
+        n = self._plain_tokens(seq, budget)
+        return min(budget, n + len(self._rows.drafts.get(seq.seq_id, ()))) if n else 0
 
-    def _fitting(self, guesses: dict[int, list[int]]) -> dict[int, list[int]]:
-        """As many of the guesses as need nothing that a running sequence needs without them."""
-        if not guesses:
-            return guesses
+    def _fitting(self, drafts: dict[int, list[int]]) -> dict[int, list[int]]:
+        """As many of the draft tokens as need nothing that a running sequence needs without them."""
+        if not drafts:
+            return drafts
         budget = self._max_num_batched_tokens
-        tokens = self._num_draws - len(self.running)
+        tokens = self._num_samples - len(self.running)
         blocks, fitting = self.kv.num_free, {}
         for seq in self.running:
             blocks -= self._missing(seq, min(seq.num_uncomputed_tokens, budget))
         for seq in self.running:
-            own = guesses.get(seq.seq_id, [])[: max(0, tokens)]
+            own = drafts.get(seq.seq_id, [])[: max(0, tokens)]
             needed = self._missing(seq, 1 + len(own)) - self._missing(seq, 1)
             if own and needed <= blocks:
                 fitting[seq.seq_id] = own
@@ -202,6 +189,3 @@ class SpeculativeScheduler(Scheduler):
         return max(0, needed - len(seq.block_table))
 
 
-def num_guessed(output: SchedulerOutput) -> dict[int, int]:
-    """Guesses of each sequence that has some, by seq_id."""
-    return {share.seq_id: share.num_draws - 1 for share in output.shares if share.num_draws > 1}

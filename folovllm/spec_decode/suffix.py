@@ -172,16 +172,12 @@ class SuffixProposer(Proposer):
         self._learn()
         return super().propose_all(states, ks)
 
-    def look(self, states: Sequence[RowState]) -> None:
-        """As `Proposer`."""
-        self._learn()
-
     def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
         """As `Proposer`."""
         self._answers[seq_id][1].extend(token_ids)
 
     def finish(self, seq_id: int) -> None:
-        """As `Proposer`: the answer will be remembered, while guesses are asked for or looked at."""
+        """As `Proposer`: the answer will be remembered, while drafts are asked for."""
         self._texts.pop(seq_id, None)
         salt, answer = self._answers.pop(seq_id)
         self._ended.append((salt, [*answer, ANSWER_ENDS]))

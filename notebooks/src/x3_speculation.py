@@ -259,7 +259,7 @@ from folovllm.spec_decode.ngram import NgramProposer
 shown = Shown(NgramProposer(1, 3))
 tokens, counts = answer(prompt, shown)
 draw_steps(shown.made, tokens)
-print(f"{len(tokens)} tokens; {counts.num_accepted} of {counts.num_guessed} guesses were right")
+print(f"{len(tokens)} tokens; {counts.num_accepted} of {counts.num_draft_tokens} guesses were right")
 
 # %% [markdown]
 # And as a film: two requests in M5, and a small model that guesses four tokens for each in every step. Go through it with the arrow keys. In a text the accepted

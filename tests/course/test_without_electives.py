@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from milestones.manifest import Course
-from tests.m1.test_floors import ARROWS, ELECTIVES
+from tests.project.test_floors import ARROWS, ELECTIVES
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -148,7 +148,7 @@ def test_wrong_guesses_leave_no_trace(here: Shown, milestone: str) -> None:
         world.turn()
         world.note()
     told = assert_page_agrees(here, world)
-    assert speculation_of(world.engine).num_guessed > speculation_of(world.engine).num_accepted > 0
+    assert speculation_of(world.engine).num_draft_tokens > speculation_of(world.engine).num_accepted > 0
     for seq in (*world.engine.scheduler.running, *world.engine.scheduler.waiting):
         assert told["tokens"][str(seq.seq_id)] == seq.token_ids.tolist()
     kinds = assert_ghosts_lie_where_the_engine_has_them(world, here.run(GHOSTS, world.data.decode()))

@@ -14,7 +14,8 @@ from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.scheduler import chunk, preempt, unless_finished, will_finish
 from folovllm.request import Request, Sequence
 from folovllm.sampling_params import SamplingParams
-from folovllm.spec_decode.proposer import Depth, Proposer, RowState
+from folovllm.spec_decode.policy import LengthPolicy
+from folovllm.spec_decode.proposer import Proposer, RowState
 from folovllm.spec_decode.scheduler import SpeculativeScheduler
 from folovllm.spec_decode.speculation import Speculation
 from folovllm.spec_decode.verify import accept
@@ -55,18 +56,18 @@ class Coin(Proposer):
         del self.open[seq_id]
 
 
-class AtTimes(Depth):
+class AtTimes(LengthPolicy):
     """Guesses now and then."""
 
     def __init__(self, rng: random.Random, k: int) -> None:
         self.rng, self.k, self.checked = rng, k, 0
 
-    def choose(self, seq_ids: SequenceOf[int]) -> list[int]:
+    def lengths(self, seq_ids: SequenceOf[int]) -> list[int]:
         most = self.rng.choice((0, self.k))
         return [self.rng.randint(0, most) for _ in seq_ids]
 
-    def observe(self, seq_id: int, num_guessed: int, num_accepted: int) -> None:
-        self.checked += num_guessed
+    def observe(self, seq_id: int, num_draft_tokens: int, num_accepted: int) -> None:
+        self.checked += num_draft_tokens
 
 
 class Clock:
@@ -144,10 +145,10 @@ class Loop:
         add_up: Callable[[Any, list[Sequence]], None] = assert_blocks_add_up,
     ) -> None:  # fmt: skip
         self.kv, self.device, self.rng, self.add_up = kv, device, rng, add_up
-        self.proposer, self.depth = Coin(rng), AtTimes(rng, k)
+        self.proposer, self.policy = Coin(rng), AtTimes(rng, k)
         self.scheduler = SpeculativeScheduler(
             kv=kv, max_num_seqs=4, max_num_batched_tokens=budget, tokens_of_step=unless_finished(chunk), make_room=preempt,
-            speculation=Speculation(self.proposer, self.depth, NoForms()),
+            speculation=Speculation(self.proposer, self.policy, NoForms()),
         )  # fmt: skip
         self.watcher = Watcher()
         snapshot = partial(ev.Snapshot, kv.num_blocks, kv.block_size, 4, budget, 0)

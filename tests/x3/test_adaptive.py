@@ -12,10 +12,10 @@ from folovllm import LLM, SamplingParams
 from folovllm.cache.block_manager import BlockManager
 from folovllm.engine.scheduler import chunk, preempt, unless_finished
 from folovllm.executor.abstract import Pending
-from folovllm.spec_decode.adaptive import AdaptiveDepth
 from folovllm.spec_decode.measure import Timer
 from folovllm.spec_decode.ngram import NgramProposer
-from folovllm.spec_decode.proposer import Depth, FixedDepth, InTurn, RowState
+from folovllm.spec_decode.policy import AdaptiveLength, FixedLength, LengthPolicy, TimedSteps
+from folovllm.spec_decode.proposer import CompositeProposer, RowState
 from folovllm.spec_decode.scheduler import SpeculativeScheduler
 from folovllm.spec_decode.speculation import Speculation
 from folovllm.spec_decode.suffix import SuffixProposer
@@ -49,9 +49,9 @@ def test_each_method_writes_the_same_text(plain: list[list[int]], method: str) -
     llm = LLM("stories-5m", **COMMON, speculative_config=config)
     assert answers(llm) == plain
     counts = llm.engine.scheduler.speculation  # type: ignore[attr-defined]
-    assert isinstance(counts.depth, AdaptiveDepth if method == "ngram" else FixedDepth)
+    assert isinstance(counts.policy, AdaptiveLength if method == "ngram" else FixedLength)
     if "draft" in method:
-        assert counts.num_accepted > 0.4 * counts.num_guessed, (
+        assert counts.num_accepted > 0.4 * counts.num_draft_tokens, (
             "a draft that was distilled from the model agrees with it"
         )
 
@@ -60,40 +60,33 @@ def test_each_method_writes_the_same_text(plain: list[list[int]], method: str) -
 def test_the_cost_of_steps_is_measured(milestone: str) -> None:
     config = {"method": "ngram", "num_speculative_tokens": 3}
     with LLM("stories-5m", milestone=milestone, **COMMON, speculative_config=config) as llm:
-        cost = llm.engine.scheduler.speculation.depth.cost  # type: ignore[attr-defined]
+        cost = llm.engine.scheduler.speculation.policy.cost  # type: ignore[attr-defined]
         assert cost.plain.widths == (1, 2)
         assert cost.checked.widths == (1, 2, 4, 8)
         for curve in (cost.plain, cost.checked):
             assert 0 < curve.seconds[0] <= curve.seconds[-1]
 
 
-class Resting(Depth):
-    """Wants no guesses, or some after every second rest; notes what it is told of steps."""
+class Resting(LengthPolicy):
+    """Wants no drafts, or some after every second rest; notes what it is told of steps."""
 
-    def __init__(self, num_guesses: int) -> None:
-        self.seconds, self.num_guesses, self.num_asked = list[tuple[bool, float]](), num_guesses, 0
+    def __init__(self, length: int) -> None:
+        self.heard, self.length, self.num_asked = list[TimedSteps](), length, 0
 
-    def choose(self, seq_ids: Sequence[int]) -> list[int]:
+    def lengths(self, seq_ids: Sequence[int]) -> list[int]:
         self.num_asked += 1
-        num_guesses = self.num_guesses if self.num_asked % 2 == 0 else 0
-        self.rest = 0 if num_guesses else 8
-        return [num_guesses] * len(seq_ids)
+        length = self.length if self.num_asked % 2 == 0 else 0
+        self.rest = 0 if length else 8
+        return [length] * len(seq_ids)
 
-    def observe(self, seq_id: int, num_guessed: int, num_accepted: int) -> None:
-        pass
-
-    def observe_step(
-        self, num_seqs: int, num_tokens: int, num_guessed: int, num_right: int, seconds: float, asked: bool
-    ) -> None:
-        self.seconds.append((asked, seconds))
+    def observe_steps(self, steps: TimedSteps) -> None:
+        self.heard.append(steps)
 
 
-@pytest.mark.parametrize("num_guesses", [0, 2])
+@pytest.mark.parametrize("length", [0, 2])
 @pytest.mark.parametrize("ahead", [0, 1], ids=["in turn", "overlapped"])
-def test_a_step_in_a_rest_or_behind_it_takes_its_own_time_alone(ahead: int, num_guesses: int) -> None:
-    """Each step takes a second, and guesses five. Nobody asks when the idle ones end, but that must not be counted to the one
-    that is timed; nor must guesses be lost that were made while the step before was under way.
-    """
+def test_a_step_in_a_rest_or_behind_it_takes_its_own_time_alone(ahead: int, length: int) -> None:
+    """Each step takes a second, and a draft five. Overlapped steps end in those behind them; no second is lost or counted twice."""
 
     class Slow(NgramProposer):
         def propose(self, state: RowState, k: int) -> list[int]:
@@ -101,19 +94,27 @@ def test_a_step_in_a_rest_or_behind_it_takes_its_own_time_alone(ahead: int, num_
             now += 5.0
             return super().propose(state, k)
 
-    now, depth, under_way = 0.0, Resting(num_guesses), []
+    now, policy, under_way = 0.0, Resting(length), []
+    speculation = Speculation(Slow(), policy, NoForms(), clock=lambda: now)
     scheduler = SpeculativeScheduler(
         kv=BlockManager(64, 4), max_num_seqs=1, max_num_batched_tokens=64, tokens_of_step=unless_finished(chunk), make_room=preempt,
-        speculation=Speculation(Slow(), depth, NoForms(), clock=lambda: now),
+        speculation=speculation,
     )  # fmt: skip
     scheduler.add(make_seq(3, max_tokens=60))
+    began = -1.0
     for _ in range(40):
+        before, start = len(policy.heard), now
         under_way.append(scheduler.sequences(scheduler.schedule()))
+        began = start if policy.num_asked and began < 0 else began
+        if len(policy.heard) > before:
+            assert sum(steps.seconds for steps in policy.heard) == start - began
         while len(under_way) > (0 if scheduler.must_wait() else ahead):
             now += 1.0
             scheduler.postprocess([(seq, [1]) for seq in under_way.pop(0)])
-    assert set(depth.seconds) == {(False, 1.0)} | ({(True, 6.0)} if num_guesses else set())
-    assert len(depth.seconds) >= 5
+    if not ahead:
+        assert all(steps.seconds == steps.num_steps + steps.proposing for steps in policy.heard)
+        assert {steps.proposing for steps in policy.heard if steps.length} == ({5.0} if length else set())
+    assert len(policy.heard) >= 4
 
 
 @pytest.mark.parametrize(("method", "longest"), [("ngram", 2), ("draft_model", 2), ("draft_model", 8)])
@@ -132,7 +133,7 @@ def test_guesses_never_seem_to_save_time(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Timer, "guessing", lambda *_: 0.0)
     config = {"method": "draft_model", "num_speculative_tokens": 4, "model": str(tiny_checkpoint())}
     with LLM(str(tiny_checkpoint()), **COMMON, speculative_config=config) as llm:
-        cost = llm.engine.scheduler.speculation.depth.cost  # type: ignore[attr-defined]
+        cost = llm.engine.scheduler.speculation.policy.cost  # type: ignore[attr-defined]
         assert (cost.first_guess, cost.guess) == (0.0, 0.0)
 
 
@@ -154,7 +155,7 @@ def test_several_are_asked_in_turn() -> None:
 
     first, second = Fixed({1: [5, 6]}), Fixed({1: [9], 2: [7]})
     states = [RowState(i, np.array([1], np.int32), 1, DrawSpec()) for i in (1, 2, 3)]
-    assert InTurn([first, second]).propose_all(states, [2, 2, 0]) == [[5, 6], [7], []]
+    assert CompositeProposer([first, second]).propose_all(states, [2, 2, 0]) == [[5, 6], [7], []]
     assert (first.asked, second.asked) == ([1, 2], [2]), "who has a guess already is not asked about again"
 
 
@@ -170,9 +171,9 @@ def test_on_a_gpu(method: str) -> None:
     llm = LLM("stories-5m", **common, speculative_config=config)
     assert answers(llm) == plain
     counts = llm.engine.scheduler.speculation  # type: ignore[attr-defined]
-    assert counts.num_guessed > 0
+    assert counts.num_draft_tokens > 0
     if method == "draft_model":
-        assert counts.num_accepted > 0.4 * counts.num_guessed
+        assert counts.num_accepted > 0.4 * counts.num_draft_tokens
 
 
 def test_each_step_on_a_cpu_is_charged_with_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,21 +181,18 @@ def test_each_step_on_a_cpu_is_charged_with_its_own_time(monkeypatch: pytest.Mon
     clock = Clock()
     monkeypatch.setattr("folovllm.spec_decode.measure.time.process_time", clock)
     llm = LLM("stories-5m", **COMMON, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
-    submit, heard = llm.engine.executor.submit, list[tuple[int, float]]()  # type: ignore[attr-defined]
+    submit, heard = llm.engine.executor.submit, list[TimedSteps]()  # type: ignore[attr-defined]
 
     def timed(output: SchedulerOutput) -> Pending:
         clock.now += 1.0 + 0.25 * output.num_tokens
         return submit(output)
 
-    def note(num_seqs: int, num_tokens: int, num_guessed: int, num_right: int, seconds: float, asked: bool) -> None:
-        heard.append((num_tokens, seconds))
-
     with llm:
-        depth = llm.engine.scheduler.speculation.depth  # type: ignore[attr-defined]
+        policy = llm.engine.scheduler.speculation.policy  # type: ignore[attr-defined]
         monkeypatch.setattr(llm.engine.executor, "submit", timed)
-        monkeypatch.setattr(depth, "observe_step", note)
-        monkeypatch.setattr(depth, "choose", lambda seq_ids: [3 * (len(heard) % 5 < 3)] * len(seq_ids))
+        monkeypatch.setattr(policy, "observe_steps", heard.append)
+        monkeypatch.setattr(policy, "lengths", lambda seq_ids: [3 * (len(heard) % 5 < 3)] * len(seq_ids))
         llm.generate(["one two one two one two one two"], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
-    assert {num_tokens for num_tokens, _ in heard} >= {1, 4}, "plain steps, and such with guesses"
-    wrong = {(n, seconds) for n, seconds in heard if seconds != pytest.approx(1.0 + 0.25 * n)}
-    assert not wrong, "tokens of a step, and the seconds that it is said to have taken"
+    assert {steps.num_draft_tokens for steps in heard} >= {0, 3}, "plain steps, and such with drafts"
+    for steps in heard:
+        assert steps.seconds == pytest.approx(1.25 * steps.num_steps + 0.25 * steps.num_draft_tokens)

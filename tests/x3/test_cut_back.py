@@ -9,8 +9,9 @@ from hypothesis import given, settings
 
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
-from folovllm.engine.scheduler import chunk, preempt
-from folovllm.spec_decode.proposer import FixedDepth, Proposer, RowState
+from folovllm.engine.scheduler import chunk, preempt, unless_finished
+from folovllm.spec_decode.policy import FixedLength
+from folovllm.spec_decode.proposer import Proposer, RowState
 from folovllm.spec_decode.scheduler import SpeculativeScheduler
 from folovllm.spec_decode.speculation import Speculation
 from tests.sequences import EOS, make_seq
@@ -53,8 +54,8 @@ def test_right_guesses_behind_the_end_are_told_to_nobody() -> None:
             return [1] * k
 
     scheduler = SpeculativeScheduler(
-        kv=BlockManager(64, 4), max_num_seqs=4, max_num_batched_tokens=64, tokens_of_step=chunk, make_room=preempt,
-        speculation=Speculation(Ones(), FixedDepth(3), NoForms()),
+        kv=BlockManager(64, 4), max_num_seqs=4, max_num_batched_tokens=64, tokens_of_step=unless_finished(chunk), make_room=preempt,
+        speculation=Speculation(Ones(), FixedLength(3), NoForms()),
     )  # fmt: skip
     seq = make_seq(3, max_tokens=20)
     scheduler.add(seq)

@@ -47,4 +47,4 @@ def test_drawn_tokens_are_those_of_plain_sampling() -> None:
     distance = sum((counts[c] - total * p) ** 2 / (total * p) for c, p in chances.items())
     assert distance < 37.7, "such a distance comes once in a thousand times, for 15 degrees of freedom"
     made = speculation_of(engine)
-    assert 0.1 < made.num_accepted / made.num_guessed < 0.9
+    assert 0.1 < made.num_accepted / made.num_draft_tokens < 0.9

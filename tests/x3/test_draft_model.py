@@ -66,7 +66,7 @@ def test_guesses_are_what_the_model_writes(alone: LLM, how: str, by_name: bool) 
         for now, k, guess in zip(states, ks, proposer.propose_all(states, ks), strict=True):
             assert len(guess) in (0, k)
             assert all((token >= VOCAB_SIZE) == by_name for token in guess)
-            guess = proposer.tokens_of(guess)
+            guess = proposer.resolve(guess)
             num_guesses += len(guess)
             if guess:
                 assert guess == written(alone, now, k), f"turn {turn}, sequence {now.seq_id}"

@@ -101,7 +101,7 @@ def test_only_what_comes_behind_guesses_waits() -> None:
     flying = in_flight_at_each_start(engine, request)
     assert {count for count, behind_guesses in flying if behind_guesses} == {1}
     assert {count for count, behind_guesses in flying[1:] if not behind_guesses} == {2}, "no step waits for a guess"
-    speculation_of(engine).depth.choose = lambda seq_ids: [0] * len(seq_ids)  # type: ignore[method-assign]
+    speculation_of(engine).policy.lengths = lambda seq_ids: [0] * len(seq_ids)  # type: ignore[method-assign]
     assert set(in_flight_at_each_start(engine, request)[1:]) == {(2, False)}
 
 
@@ -156,8 +156,8 @@ def test_a_proposer_knows_each_salt() -> None:
             salts[len(state.token_ids)] = state.cache_salt
 
     engine = make_engine(milestone="m3", **guessing(Listening()))
-    engine.add_request("1", {"prompt_token_ids": [5, 6, 7], "cache_salt": "s"}, replace(PLAIN, max_tokens=2))
-    engine.add_request("2", [5, 6], replace(PLAIN, max_tokens=2))
+    engine.add_request("1", {"prompt_token_ids": [5, 6, 7], "cache_salt": "s"}, replace(PLAIN, max_tokens=4))
+    engine.add_request("2", [5, 6], replace(PLAIN, max_tokens=4))
     while engine.has_unfinished_requests():
         engine.step()
     assert salts == {3: "s", 2: None}

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from folovllm.draw_row import mask_width
-from folovllm.spec_decode.proposer import FixedDepth, Proposer, RowState
+from folovllm.spec_decode.policy import FixedLength
+from folovllm.spec_decode.proposer import Proposer, RowState
 from folovllm.spec_decode.speculation import Speculation
 from folovllm.step.masks import Masks
 from folovllm.step.schedule import SchedulerOutput, Share
@@ -234,13 +235,13 @@ class Ones(Proposer):
 def test_to_propose_what_a_form_rules_out_is_to_have_no_idea() -> None:
     seen: list[tuple[int, int]] = []
 
-    class Listening(FixedDepth):
-        def observe(self, seq_id: int, num_guessed: int, num_accepted: int) -> None:
-            seen.append((num_guessed, num_accepted))
+    class Listening(FixedLength):
+        def observe(self, seq_id: int, num_draft_tokens: int, num_accepted: int) -> None:
+            seen.append((num_draft_tokens, num_accepted))
 
     seq = sequence([1, 1, 1], 8)
     seq.num_computed_tokens = 2
     manager = StructuredOutputManager(None, 32)  # type: ignore[arg-type]
     manager._matchers[seq] = GrammarMatcher(DeadEnd(), end_ids=[1])
-    assert Speculation(Ones(), Listening(2), manager).guess([seq], 8) == {}
+    assert Speculation(Ones(), Listening(2), manager).propose([seq], 8, 0) == {}
     assert seen == [(0, 0)], "or it would be asked again and again"

@@ -47,9 +47,9 @@ def test_the_text_is_that_of_transformers(preset: str, kind: str, guesses: str) 
     engine = make_engine(max_num_seqs=4, **BLOCKS[preset], **guessing(proposer))
     load.check(serve(engine, load.requests))
     made = speculation_of(engine)
-    assert made.num_guessed > 20
+    assert made.num_draft_tokens > 20
     if guesses == "right":
-        assert made.num_accepted == made.num_guessed
+        assert made.num_accepted == made.num_draft_tokens
     elif guesses == "wrong":
         assert made.num_accepted == 0
 
@@ -82,7 +82,7 @@ def test_all_that_a_draw_depends_on_is_kept_token_by_token(preset: str, guesses:
     engine = pair.engine(guesses)
     pair.check(serve(engine, pair.requests))
     made = speculation_of(engine)
-    assert made.num_guessed > 20 and (made.num_accepted > 20 or guesses == "random")
+    assert made.num_draft_tokens > 20 and (made.num_accepted > 20 or guesses == "random")
 
 
 class NoTokens(Proposer):

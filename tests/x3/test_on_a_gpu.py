@@ -29,7 +29,7 @@ def test_texts_agree_until_rounding_decides(fields: dict[str, object], backend: 
         pytest.skip(str(error))
     engine = pair.engine(guesses)
     assert pair.share_of_equal(serve(engine, requests)) >= 0.9
-    assert speculation_of(engine).num_guessed > 50
+    assert speculation_of(engine).num_draft_tokens > 50
 
 
 @pytest.mark.parametrize("num_seqs", [1, 8])
@@ -57,4 +57,4 @@ def test_nothing_is_compiled_after_the_start(monkeypatch: pytest.MonkeyPatch) ->
     assert len(compiled) >= 9, f"the hook saw {compiled}"
     compiled.clear()
     serve(engine, pair.requests)
-    assert not compiled and speculation_of(engine).num_guessed > 20
+    assert not compiled and speculation_of(engine).num_draft_tokens > 20

@@ -235,7 +235,7 @@ class TestProposer:
         self.answer(proposer, 1, *answer)
         proposer.admit(self.state(9, 1, 2))
         for known in (PATIENCE, 2 * PATIENCE, len(answer) + 1):
-            proposer.look([])
+            proposer.propose_all([], [])
             assert proposer._past.num_tokens == known
         at = PATIENCE - 3
         assert self.guess(proposer, self.state(9, 1, 2, *answer[:at]), 8) == answer[at : at + 8], "as if learnt at once"

@@ -15,7 +15,7 @@ from folovllm.inspector.replay import Recording
 from folovllm.inspector.trace import REQUESTS, Trace
 from folovllm.server.aggregator import Aggregator
 from folovllm.spec_decode.config import SpeculativeConfig
-from folovllm.spec_decode.proposer import FixedDepth
+from folovllm.spec_decode.policy import FixedLength
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.terminal import step_line
 from tests.inspector.test_recording import Taped, assert_replays
@@ -55,19 +55,19 @@ def test_watcher_recording_digest_and_log(milestone: str) -> None:
     for _ in range(60):
         taped.turn()
     made, aggregator = speculation_of(served), Aggregator(has_prefix_cache=True)
-    assert made.num_guessed > made.num_accepted > 0
+    assert made.num_draft_tokens > made.num_accepted > 0
     counted = [
         (event.num_guessed, event.num_accepted) for event in taped.seen if type(event).__name__ == "GuessesChecked"
     ]
-    assert [made.num_drafts, made.num_guessed, made.num_accepted] == [
+    assert [made.num_drafts, made.num_draft_tokens, made.num_accepted] == [
         len(counted),
         *map(sum, zip(*counted, strict=True)),
     ]
     for event in taped.seen:
         if type(event).__name__ == "GuessesChecked":
             aggregator.update([event])
-    assert (aggregator.stats.num_drafts, aggregator.stats.num_guessed) == (made.num_drafts, made.num_guessed)
-    assert sum(step.num_guessed for step in served.history) == made.num_guessed
+    assert (aggregator.stats.num_drafts, aggregator.stats.num_guessed) == (made.num_drafts, made.num_draft_tokens)
+    assert sum(step.num_guessed for step in served.history) == made.num_draft_tokens
     told = [step_line(step) for step in served.history if step.num_guessed]
     assert told and all("   guesses right " in line for line in told)
     found: Recording = assert_replays(taped)
@@ -129,4 +129,4 @@ def test_ranks_with_schedulers_of_their_own_do_not_look_at_the_clock(monkeypatch
     """Under torchrun all must decide the same."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "one")
     served = engine("m5", speculative_config={"method": "ngram", "num_speculative_tokens": 3})
-    assert type(speculation_of(served).depth) is FixedDepth
+    assert type(speculation_of(served).policy) is FixedLength

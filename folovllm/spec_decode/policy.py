@@ -1,0 +1,238 @@
+"""How many tokens to draft for each request: by an acceptance average, a measured cost curve, and a back-off."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+
+from folovllm.spec_decode.choose import StepCost, best_depths
+
+
+class TimedSteps(NamedTuple):
+    """One step whose time is known; or several plain ones of the same sequences."""
+
+    seconds: float  # of all of them, the proposer's included
+    num_steps: int
+    num_seqs: int
+    num_draft_tokens: int
+    num_accepted: int
+    length: int  # the longest draft that the proposer was asked for; 0: it was not asked
+    proposing: float  # of the seconds, the proposer's on the host
+    is_typical: bool  # the proposer had no text to read first
+
+
+class LengthPolicy(ABC):
+    """Says how many tokens to draft, and learns whether it paid. All but `lengths` may be left as they are.
+
+    Attributes:
+        most: draft tokens for a sequence in a step.
+        rest: steps for which the scheduler need not ask again after `lengths` has said 0 for all.
+        may_wake: whether a new sequence may shorten a rest.
+    """
+
+    most = 64
+    rest = 0
+    may_wake = True
+
+    @abstractmethod
+    def lengths(self, seq_ids: Sequence[int]) -> list[int]:
+        """How many tokens to draft for each sequence of the coming step.
+
+        The answer comes before the newest tokens are known where steps overlap. The engine may draft fewer, where the text or the
+        step's budget has no room.
+        """
+
+    def pays(self, num_seqs: int, num_tokens: int) -> bool:
+        """Whether to verify so many draft tokens that are certain, since a grammar forces them, in a step of `num_seqs`."""
+        return True
+
+    def constrain(self, seq_id: int) -> None:
+        """Note that a grammar constrains a sequence. It may be said again."""
+
+    def observe(self, seq_id: int, num_draft_tokens: int, num_accepted: int) -> None:
+        """Note what came of a draft; 0 tokens: the proposer was asked for one and had none."""
+
+    def observe_steps(self, steps: TimedSteps) -> None:
+        """Note what steps took."""
+
+    def forget(self, seq_id: int) -> None:
+        """Drop what is known of a sequence that has ended."""
+
+
+class FixedLength(LengthPolicy):
+    """The same number for all sequences, in each step."""
+
+    def __init__(self, k: int) -> None:
+        self.most = k
+
+    def lengths(self, seq_ids: Sequence[int]) -> list[int]:
+        """`k` for each."""
+        return [self.most] * len(seq_ids)
+
+
+@dataclass
+class Acceptance:
+    """Running averages of what came of drafts. Old observations fade, so that they follow the text."""
+
+    drafts: float  # steps in which the proposer had a draft
+    silent: float  # steps in which it was asked and had none
+    accepted: float  # draft tokens that were accepted
+    rejected: float  # draft tokens that were the first wrong one of a step
+
+    @property
+    def hit(self) -> float:
+        """The chance that there is a draft."""
+        return self.drafts / (self.drafts + self.silent)
+
+    @property
+    def rate(self) -> float:
+        """The chance that a draft token is accepted if those before it were."""
+        return self.accepted / (self.accepted + self.rejected)
+
+    def note(self, num_draft_tokens: int, num_accepted: int, keep: float) -> None:
+        """Add a step. What was known before counts `keep` times as much as until now."""
+        self.drafts = keep * self.drafts + (num_draft_tokens > 0)
+        self.silent = keep * self.silent + (num_draft_tokens == 0)
+        if num_draft_tokens:
+            self.accepted = keep * self.accepted + num_accepted
+            self.rejected = keep * self.rejected + (num_accepted < num_draft_tokens)
+
+    def of_new(self, weight: float) -> Acceptance:
+        """The same averages with the weight of `weight` steps: what a new sequence begins with."""
+        hit, rate = self.hit, self.rate
+        return Acceptance(weight * hit, weight * (1 - hit), weight * rate, weight * (1 - rate))
+
+
+UNKNOWN = Acceptance(0.0, 1.0, 0.5, 0.5)  # of a proposer that has had no draft yet
+TRUSTED = Acceptance(8.0, 0.0, 7.6, 0.4)  # of a draft model: who loads one means it
+
+
+class AdaptiveLength(LengthPolicy):
+    """Drafts as many tokens as pay, for each sequence; none where none pay, and then it backs off.
+
+    `best_depths` decides from the acceptance averages and `cost`; a decision holds for some steps. A sequence that gets no
+    draft is probed now and then: the proposer is asked for a few tokens, for one sequence in turn. The steps from one probe to
+    the next become four times as many while probes fail. Where nothing is drafted for anyone, the scheduler rests between
+    probes: as many steps, but no more than make what was lost on drafts `SHARE` of the time.
+    """
+
+    KEEP, KEEP_COMMON = 0.9, 0.99  # what an observation counts a step later: for its sequence, and for those to come
+    OF_NEW = 2.0  # steps that the averages of all sequences count at the start of one
+    MARGIN = 1.02  # a draft must gain as much
+    HOLD, FIRST = 8, 3  # steps that a decision holds; if nothing is known of a sequence
+    SHORTEST, GROWTH, LONGEST = 8, 4, 64  # steps from one probe to the next: 8, then 32, ...
+    PROBE = 4  # draft tokens of a probe
+    SHARE = 0.005  # of the time may be lost
+    SAVED = 16  # plain steps: as much of what drafts won may be lost before a long rest
+    AT_MOST = 1 << 14  # steps of a rest
+    FEW = 4  # sequences that nothing is known of that begin at once, and as many more as something is known of
+
+    def __init__(self, cost: StepCost, most: int, first: Acceptance = UNKNOWN) -> None:
+        """`most`: draft tokens for a sequence in a step. `first`: `UNKNOWN`, or what is thought of a draft model before it was asked."""
+        self.cost, self.most = cost, most
+        self._common = {False: replace(first), True: replace(UNKNOWN)}  # by whether a grammar constrains a sequence
+        self._own: dict[int, Acceptance] = {}  # by seq_id
+        self._constrained: set[int] = set()  # by seq_id
+        self._reads_each = first is UNKNOWN  # such a proposer reads texts one by one, and a draft model all in one step
+        self._decided: dict[int, int] = {}  # by seq_id
+        self._hold = 0  # steps that the decision still holds
+        self._pause = self._until_probe = self.SHORTEST
+        self._has_rested: bool | None = None  # whether the last decision was to rest; None: there was none
+        self._lost = 0.0  # seconds
+        self._num_probes, self._probed = 0, -1  # so far; the last one's seq_id
+
+    def lengths(self, seq_ids: Sequence[int]) -> list[int]:
+        """By the decision that holds, or by a new one."""
+        self._hold -= 1
+        if self._hold >= 0 and self._decided.keys() >= set(seq_ids):
+            return [self._decided[seq_id] for seq_id in seq_ids]
+        hits, rates = np.array([(own.hit, own.rate) for own in map(self.acceptance, seq_ids)]).T
+        lengths = best_depths(hits, rates, self.cost, self.most, self.MARGIN)
+        if self._reads_each:
+            new = [i for i, seq_id in enumerate(seq_ids) if lengths[i] and seq_id not in self._own]
+            for i in new[self.FEW + len(self._own) :]:
+                lengths[i] = 0
+        pays, self.rest = any(lengths), 0
+        self._hold = pays * (self.HOLD if self._own.keys() >= set(seq_ids) else self.FIRST) - 1
+        self._decided = dict(zip(seq_ids, lengths, strict=True))
+        if self._has_rested is None or not (self._has_rested or pays):  # in the first rest plain steps are timed
+            self._hold = -1
+            self._rest(len(seq_ids))
+            return [0] * len(seq_ids)
+        self._has_rested = False
+        self._until_probe -= self._hold + 1
+        if 0 in lengths and (not pays or self._until_probe <= 0):
+            self._probe(seq_ids, lengths)
+        return lengths
+
+    def _rest(self, num_seqs: int) -> None:
+        """Back off until the next probe is due; a rest above `LONGEST` ends as soon as what was lost is a small share of the time.
+
+        What was lost beyond `SAVED` plain steps must be a small share in any case.
+        """
+        self._has_rested, self.may_wake = True, self._lost <= 0.0
+        lost = self._lost / self.cost.of_plain(num_seqs)  # in steps
+        rest = max(min(self._pause, max(self.LONGEST, lost / self.SHARE)), (lost - self.SAVED) / self.SHARE)
+        self.rest, self._lost = int(min(rest, self.AT_MOST)), min(self._lost, 0.0)
+
+    def _probe(self, seq_ids: Sequence[int], lengths: list[int]) -> None:
+        """Ask for a few tokens for one of those that get none, in turn, in this step."""
+        idle = [i for i, length in enumerate(lengths) if not length]
+        place = idle[self._num_probes % len(idle)]
+        lengths[place], self._probed = min(self.PROBE, self.most), seq_ids[place]
+        self._num_probes += 1
+        self._until_probe = min(self._pause, self.LONGEST)
+        self._pause = min(self.GROWTH * self._pause, self.AT_MOST)
+
+    def acceptance(self, seq_id: int) -> Acceptance:
+        """What is known of a sequence; of a new one, what is known of all that have a grammar as well, or have none."""
+        return self._own.get(seq_id) or self._common[seq_id in self._constrained]
+
+    def pays(self, num_seqs: int, num_tokens: int) -> bool:
+        """By the cost alone: these tokens are accepted for certain."""
+        width, cost = num_seqs + num_tokens, self.cost
+        return width * cost.of_plain(num_seqs) > self.MARGIN * num_seqs * cost.of_narrow(width)
+
+    def constrain(self, seq_id: int) -> None:
+        """Keep the averages of such sequences apart: of grammars most proposers know nothing."""
+        self._constrained.add(seq_id)
+
+    def observe(self, seq_id: int, num_draft_tokens: int, num_accepted: int) -> None:
+        """Update the averages of the sequence and of all. A probe that was accepted as a whole ends the back-off."""
+        common = self._common[seq_id in self._constrained]
+        if seq_id not in self._own:
+            self._own[seq_id] = common.of_new(self.OF_NEW)
+        self._own[seq_id].note(num_draft_tokens, num_accepted, self.KEEP)
+        common.note(num_draft_tokens, num_accepted, self.KEEP_COMMON)
+        if seq_id == self._probed and 0 < num_draft_tokens == num_accepted:
+            self._pause = self._until_probe = self.SHORTEST
+
+    def observe_steps(self, steps: TimedSteps) -> None:
+        """Correct the cost, and count what was lost or won against plain steps that bring as many tokens."""
+        n, k, cost = steps.num_seqs, steps.num_draft_tokens, self.cost
+        if not (steps.length or k):
+            is_rest = steps.num_steps > 1
+            cost.note_plain(n, (steps.seconds - is_rest * steps.proposing) / steps.num_steps, 0.3 if is_rest else 0.1)
+            self._lost += is_rest * steps.proposing  # what the decision to rest took
+            return
+        drafting = cost.first_guess + cost.guess * steps.length if steps.length else 0.0
+        expected = drafting + (cost.of_narrow(n + k) if k else cost.of_vain(n))
+        if steps.is_typical and k:
+            cost.note_checked(n, k, steps.seconds - drafting)
+        elif steps.is_typical:
+            cost.note_vain(n, steps.seconds - drafting)
+        if steps.length:
+            plain = cost.of_plain(n)
+            spent = steps.proposing + min(steps.seconds - steps.proposing, 2 * expected)
+            self._lost += spent - plain * (1 + steps.num_accepted / n)
+            if self._lost < -self.SAVED * plain:
+                self._lost, self._pause = -self.SAVED * plain, min(self._pause, self.LONGEST)
+
+    def forget(self, seq_id: int) -> None:
+        """Drop its averages; those of all keep what it added."""
+        self._own.pop(seq_id, None)
+        self._constrained.discard(seq_id)

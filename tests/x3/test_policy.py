@@ -1,0 +1,292 @@
+"""The policy in virtual time: a step costs what a table says, and texts repeat themselves or do not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from random import Random
+
+import numpy as np
+import pytest
+
+from folovllm.cache.block_manager import BlockManager
+from folovllm.engine.scheduler import chunk, preempt, unless_finished
+from folovllm.spec_decode.choose import Curve, StepCost
+from folovllm.spec_decode.ngram import NgramProposer
+from folovllm.spec_decode.policy import (
+    TRUSTED,
+    UNKNOWN,
+    Acceptance,
+    AdaptiveLength,
+    FixedLength,
+    LengthPolicy,
+    TimedSteps,
+)
+from folovllm.spec_decode.proposer import Proposer, RowState
+from folovllm.spec_decode.scheduler import SpeculativeScheduler
+from folovllm.spec_decode.speculation import Speculation
+from folovllm.step.draw import DrawSpec, TokenIds
+from tests.sequences import make_seq
+from tests.x3.guessing_loop import Clock, NoForms
+from tests.x3.test_choose import FLAT, STEEP, costs
+
+
+def test_averages_follow_the_text() -> None:
+    known = Acceptance(1.0, 0.0, 0.5, 0.5)
+    for _ in range(30):
+        known.note(4, 4, 0.9)
+    assert known.rate > 0.95
+    for _ in range(30):
+        known.note(4, 0, 0.9)
+    assert known.rate < 0.2
+    for _ in range(20_000):
+        known.note(0, 0, 0.9)
+    assert known.rate < 0.2, "silence says nothing of the drafts there were"
+    assert known.hit < 0.01
+
+
+class Guesser(Proposer):
+    """Right with a chance that the text sets; drafts of a small model, say."""
+
+    def __init__(self, texts: dict[int, list[int]], chance: float) -> None:
+        self._texts, self.chance, self._random = texts, chance, Random(1)
+
+    def propose(self, state: RowState, k: int) -> list[int]:
+        at = len(state.token_ids)
+        return [t if self._random.random() < self.chance else -1 for t in self._texts[state.seq_id][at : at + k]]
+
+
+def virtual_seconds(
+    texts: dict[int, list[int]], proposer: Proposer, policy: LengthPolicy, cost: StepCost
+) -> tuple[float, list[int]]:
+    """The time to write all texts, and the sum of draft tokens asked for in each step, as an engine would go about it."""
+    written, now, asked, resting = dict.fromkeys(texts, 1), 0.0, list[int](), 0
+    plain, checked, wait, guess = cost.plain, cost.checked, cost.wait, cost.guess  # the policy may correct its own
+
+    while written:
+        ids, num_right = list(written), 0
+        chosen = [0] * len(ids) if resting else policy.lengths(ids)
+        resting = 0 if any(chosen) else (resting or policy.rest + 1) - 1
+        states = [RowState(i, np.array(texts[i][: written[i]], np.int32), 1, DrawSpec()) for i in ids]
+        drafts = proposer.propose_all(states, chosen)
+        k = sum(map(len, drafts))
+        seconds = (checked.at(len(ids) + k) if k else plain.at(len(ids)) + wait * any(chosen)) + guess * max(chosen)
+        asked.append(sum(chosen))
+        for seq_id, length, draft in zip(ids, chosen, drafts, strict=True):
+            rest = texts[seq_id][written[seq_id] :]
+            right = next((i for i, (g, t) in enumerate(zip(draft, rest, strict=False)) if g != t), len(draft))
+            if length:
+                policy.observe(seq_id, len(draft), right)
+            num_right += right
+            written[seq_id] += right + 1
+            if written[seq_id] >= len(texts[seq_id]):
+                del written[seq_id]
+                policy.forget(seq_id)
+        policy.observe_steps(TimedSteps(seconds, 1, len(ids), k, num_right, max(chosen), 0.0, True))
+        now += seconds
+    return now, asked
+
+
+def noise(length: int, seed: int = 0) -> list[int]:
+    return [Random(seed * 10**6 + i).randrange(200) for i in range(length)]
+
+
+def both(
+    texts: dict[int, list[int]], cost: StepCost, proposer: Proposer | None = None, first: Acceptance = UNKNOWN
+) -> tuple[float, float, list[int]]:
+    """The seconds of plain decoding and with drafts, and what was asked for."""
+    plain, _ = virtual_seconds(texts, NgramProposer(), FixedLength(0), cost)
+    policy = AdaptiveLength(cost, 8, first)
+    return plain, *virtual_seconds(texts, proposer or NgramProposer(1, 3), policy, cost)
+
+
+@pytest.mark.parametrize("cost", [FLAT, STEEP])
+def test_without_repetition_it_turns_itself_off(cost: StepCost) -> None:
+    plain, seconds, asked = both({i: noise(600, i) for i in range(3)}, cost)
+    assert seconds < 1.02 * plain
+    assert sum(map(bool, asked[50:])) <= 0.05 * len(asked)
+
+
+def test_on_repetition_it_drafts_far() -> None:
+    plain, seconds, asked = both({0: noise(30) * 20}, FLAT)
+    assert asked[-1] == 8
+    assert plain > 5 * seconds
+
+
+def test_it_comes_back_when_the_text_begins_to_repeat_itself() -> None:
+    _, _, asked = both({0: noise(300) + noise(30, 9) * 10}, FLAT)
+    assert sum(map(bool, asked[200:290])) < 9, "off while nothing repeats"
+    assert asked[-1] == 8, "on again: a probe was accepted"
+
+
+def test_one_sequence_repeats_and_the_other_does_not() -> None:
+    plain, seconds, _ = both({0: noise(25) * 20, 1: noise(250, 5)}, FLAT)
+    assert seconds < 0.6 * plain
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.1, 0.8])
+def test_a_draft_model_is_probed_now_and_then(chance: float) -> None:
+    cost = costs((1.0, 64.0), (1.0, 1.063), wait=0.1, guess=0.2)
+    texts = {0: noise(6000)}
+    plain, seconds, asked = both(texts, cost, Guesser(texts, chance), TRUSTED)
+    if chance < 0.5:
+        assert seconds < 1.02 * plain
+        assert any(asked[3000:]), "it keeps looking whether drafts have become better"
+    else:
+        assert plain > 1.5 * seconds
+
+
+def test_a_probe_finds_out_that_drafts_have_become_better() -> None:
+    cost = costs((1.0, 64.0), (1.0, 1.063), wait=0.1, guess=0.1)
+    texts = {0: noise(3000)}
+    guesser, policy = Guesser(texts, 0.0), AdaptiveLength(cost, 4, TRUSTED)
+    virtual_seconds({0: texts[0][:500]}, guesser, policy, cost)
+    guesser.chance = 0.95
+    _, asked = virtual_seconds(texts, guesser, policy, cost)
+    assert asked[-1] == 4
+
+
+def step(num_draft_tokens: int, num_accepted: int, seconds: float = 1.0) -> TimedSteps:
+    return TimedSteps(seconds, 1, 1, num_draft_tokens, num_accepted, 4, 0.0, True)
+
+
+def rests(policy: AdaptiveLength, lost: float) -> Iterator[int]:
+    """The rests of a policy, each behind a probe that has no draft and takes so many seconds more than a plain step."""
+    while True:
+        assert policy.lengths([0]) == [0]
+        yield policy.rest
+        assert policy.lengths([0]) == [4], "behind a rest comes a probe"
+        policy.observe(0, 0, 0)
+        policy.observe_steps(step(0, 0)._replace(proposing=lost, seconds=1.0 + lost))
+
+
+def test_rests_grow_until_probes_take_a_small_share_of_the_time() -> None:
+    found = rests(AdaptiveLength(costs((1.0,), (1.0,)), 8), lost=1.0)
+    assert [next(found) for _ in range(6)] == [8, 32, 128, 200, 200, 200], "a step of 200 is half a per cent"
+
+
+def test_a_probe_that_takes_very_long_is_earned_before_the_next() -> None:
+    found = rests(AdaptiveLength(costs((1.0,), (1.0,)), 8), lost=20.0)
+    assert [next(found) for _ in range(2)] == [8, 800], "4 steps more than the 16 that may be lost"
+    found = rests(AdaptiveLength(costs((1.0,), (1.0,)), 8), lost=1e9)
+    assert [next(found) for _ in range(2)] == [8, AdaptiveLength.AT_MOST], "an interrupted one silences nobody for ever"
+
+
+def test_what_drafts_have_won_may_be_lost_again() -> None:
+    policy = AdaptiveLength(costs((1.0,), (1.0,)), 8)
+    for _ in range(8):
+        policy.observe_steps(step(4, 4))
+    for _ in range(15):
+        policy.observe_steps(step(0, 0, seconds=2.0))
+    policy.lengths([0])
+    assert policy.may_wake and policy.rest == 8
+    policy.observe_steps(step(0, 0, seconds=30.0))
+    policy.lengths([0])
+    policy.lengths([0])
+    assert not policy.may_wake, "no more than 16 steps are saved"
+
+
+def test_of_constrained_sequences_all_have_averages_of_their_own() -> None:
+    policy = AdaptiveLength(FLAT, 8)
+    policy.constrain(1)
+    for _ in range(20):
+        policy.observe(1, 4, 4)
+    policy.constrain(2)
+    assert policy.acceptance(2).hit > 0.9 and policy.acceptance(3).hit == 0
+
+
+def test_a_step_with_a_draft_model_is_charged_without_what_drafting_takes() -> None:
+    cost = costs((1.0, 9.0), (1.0, 1.0), guess=0.2)
+    cost.first_guess = 0.1
+    policy = AdaptiveLength(cost, 8)
+    for _ in range(60):
+        policy.observe_steps(step(4, 4, seconds=2.2))
+    assert (cost.first_guess, cost.guess) == (0.1, 0.2), "as measured"
+    assert cost.of_checked(np.array([5.0]), np.array([4]), np.array([1.0])) == pytest.approx(2.2, rel=0.01)
+
+
+def test_a_step_in_which_the_proposer_read_a_text_says_nothing_of_others() -> None:
+    policy = AdaptiveLength(costs((1.0, 9.0), (1.0, 1.0)), 8)
+    policy.observe_steps(step(4, 4, seconds=9.0)._replace(is_typical=False))
+    assert policy.cost.checked_more == 0.0
+
+
+def test_a_rest_says_what_plain_steps_take() -> None:
+    policy = AdaptiveLength(costs((1.0, 9.0), (1.0, 1.0)), 8)
+    for _ in range(20):
+        policy.observe_steps(TimedSteps(24.0, 8, 1, 0, 0, 0, 0.0, True))
+    assert policy.cost.of_plain(1) == pytest.approx(3.0, rel=0.01)
+
+
+def test_certain_tokens_are_verified_where_the_step_is_worth_it() -> None:
+    policy = AdaptiveLength(StepCost(Curve((1.0, 16.0), (1.0, 2.0)), Curve((1.0, 16.0, 32.0), (2.0, 3.0, 3.2))), 8)
+    assert not policy.pays(1, 1) and policy.pays(1, 4)
+    assert not policy.pays(16, 4) and policy.pays(16, 16)
+
+
+class Never(LengthPolicy):
+    """Wants no drafts."""
+
+    rest = 64
+
+    def lengths(self, seq_ids: Sequence[int]) -> list[int]:
+        return [0] * len(seq_ids)
+
+
+class Remembers(Proposer):
+    """Notes what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[list[int]] = []
+
+    def admit(self, state: RowState) -> None:
+        raise AssertionError("nobody asked")
+
+    def propose(self, state: RowState, k: int) -> list[int]:
+        raise AssertionError("nobody asked")
+
+    def remember(self, answer: TokenIds, cache_salt: str | None) -> None:
+        self.heard.append(answer.tolist())
+
+
+def test_who_ends_unasked_is_remembered_and_who_is_aborted_is_not() -> None:
+    proposer = Remembers()
+    scheduler = SpeculativeScheduler(
+        kv=BlockManager(64, 4), max_num_seqs=4, max_num_batched_tokens=64, tokens_of_step=unless_finished(chunk), make_room=preempt,
+        speculation=Speculation(proposer, Never(), NoForms()),
+    )  # fmt: skip
+    seqs = [make_seq(3, max_tokens=n) for n in (3, 5, 20)]
+    for seq in seqs:
+        scheduler.add(seq)
+    for token in range(8):
+        running = scheduler.sequences(scheduler.schedule())
+        scheduler.postprocess([(seq, [token]) for seq in running])
+    scheduler.abort(seqs[2])
+    assert proposer.heard == [[0, 1, 2], [0, 1, 2, 3, 4]]
+
+
+class Listening(Never):
+    """Notes what steps took."""
+
+    rest = 8
+
+    def __init__(self) -> None:
+        self.heard: list[TimedSteps] = []
+
+    def observe_steps(self, steps: TimedSteps) -> None:
+        self.heard.append(steps)
+
+
+def test_time_without_work_is_no_steps() -> None:
+    policy, clock = Listening(), Clock()
+    scheduler = SpeculativeScheduler(
+        kv=BlockManager(64, 4), max_num_seqs=4, max_num_batched_tokens=64, tokens_of_step=unless_finished(chunk), make_room=preempt,
+        speculation=Speculation(Remembers(), policy, NoForms(), clock),
+    )  # fmt: skip
+    for _ in range(3):
+        clock.now += 1000.0  # nobody is there
+        scheduler.add(make_seq(3, max_tokens=30))
+        for _ in range(30):
+            clock.now += 1.0
+            scheduler.postprocess([(seq, [1]) for seq in scheduler.sequences(scheduler.schedule())])
+        assert not scheduler.schedule().shares
+    assert len(policy.heard) > 4 and all(steps.seconds == steps.num_steps for steps in policy.heard)
