@@ -3,11 +3,12 @@
 
 PYTHON ?= python3
 MODEL  ?= $(if $(wildcard folovllm/assets/stories-5m/config.json),stories-5m,smollm2)
+WORKERS ?= 2
 PROMPT ?= Tell me a story about Lily and a red kite.
 
 BIN     := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
-PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
+PYTEST  := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 EXTRAS  := serve dev notebooks docs ray eval
 
@@ -45,10 +46,10 @@ lint: .venv/.serve .venv/.dev
 suite: .venv/.serve .venv/.dev
 	$(PYTEST) $(SLOW) --ignore tests/course --ignore tests/ray
 
-# mypy has one process, so beside the suite, which here runs what is marked slow, too. Ray's tests mostly wait, so
-# they run beside the course's.
+# mypy has one process, so beside the suite, which here runs what is marked slow, too: such tests often wait for a
+# browser or a server, so three share two cores. Ray's tests mostly wait, so they run beside the course's.
 ci: .venv/.all
-	$(MAKE) --jobs 2 lint suite SLOW=--slow
+	$(MAKE) --jobs 2 lint suite SLOW=--slow WORKERS=3
 	$(MAKE) --jobs 2 course ray
 	$(if $(wildcard notebooks/src/*.py),$(BIN)/python -m milestones.notebooks --check)
 

@@ -4,6 +4,7 @@ import gc
 import importlib.util
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 
@@ -65,6 +66,21 @@ def most_cached() -> int:
     if not CUDA:
         kv_memory.MOST_CACHED = 4096
     return most
+
+
+@pytest.fixture(scope="session")
+def forked_commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The path of a `python` that forks a process with the large libraries (`tests/warm.py`), which are imported once."""
+    from tests.warm import Warm
+
+    with Warm(tmp_path_factory.mktemp("warm")) as warm:
+        yield warm.python
+
+
+@pytest.fixture
+def warm(forked_commands: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test starts by `sys.executable` need not import the large libraries anew."""
+    monkeypatch.setattr(sys, "executable", forked_commands)
 
 
 @pytest.fixture

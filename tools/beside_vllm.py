@@ -3,6 +3,9 @@
 Random weights of some shape, fresh prompts in every pass, both engines through their `LLM` with their own defaults but for
 steps of at most 16,384 tokens and, if asked, the cache's number format. Each work is done once to warm up and then `--passes` times; a line tells the seconds of each
 pass, and the last table the ratio of the best ones (above 1: ours is faster). vLLM must be there to import.
+
+With `--rates 8,16,32 --model Qwen/Qwen3-0.6B` it compares the servers, over HTTP: `folovllm serve` and `vllm serve`, each under the loads
+of `folovllm bench serve`, which prints a table of each. Nobody caches prefixes.
 """
 
 from __future__ import annotations
@@ -11,10 +14,12 @@ import argparse
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +35,9 @@ WORKS = {  # requests at once, tokens of a prompt, tokens of an answer
 }
 NANO, BURST = "nano-vllm", "burst"
 ENGINES = ("folovllm", "vllm")
+SERVERS = {"folovllm": [sys.executable, "-m", "folovllm", "serve"], "vllm": ["vllm", "serve"]}
+SERVED = ["--max-num-batched-tokens", "16384", "--max-model-len", "4096", "--no-enable-prefix-caching"]
+START = 300.0  # seconds that a server has until it is healthy
 COMMON: dict[str, Any] = {"max_num_batched_tokens": 16_384, "max_model_len": 16_384, "dtype": "bfloat16"}
 
 
@@ -102,6 +110,35 @@ def told_by(command: list[str], who: str) -> Iterator[dict[str, Any]]:
         print(f"{who} ended with code {child.returncode}", flush=True)
 
 
+def serve_over_http(engine: str, args: argparse.Namespace) -> None:
+    """Start the engine's server, and print what `folovllm bench serve` finds of it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    command = [*SERVERS[engine], args.model, "--port", url.rpartition(":")[2], "--served-model-name", engine, *SERVED]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        wait_until_healthy(url, server)
+        load = ["--rates", args.rates, "--workload", args.workload, "--requests", str(args.requests)]
+        subprocess.run(
+            [*SERVERS["folovllm"][:-1], "bench", "serve", "--url", url, "--model", engine, *load], check=True
+        )
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def wait_until_healthy(url: str, server: subprocess.Popen[bytes]) -> None:
+    """Return as soon as the server answers. TimeoutError if it does not within `START` seconds, or has ended."""
+    end = time.monotonic() + START
+    while server.poll() is None and time.monotonic() < end:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2):
+                return
+        except OSError:
+            time.sleep(0.2)
+    raise TimeoutError(f"{server.args} is not healthy after {START:.0f} s, or has ended")
+
+
 def main() -> None:
     """Run both engines, or one."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -111,7 +148,15 @@ def main() -> None:
     parser.add_argument("--works", nargs="+", default=[*WORKS, BURST, NANO], choices=[*WORKS, BURST, NANO])
     parser.add_argument("--passes", type=int, default=2, help="measured ones; the best counts")
     parser.add_argument("--engine", choices=ENGINES, help="this one alone, in this process")
+    parser.add_argument("--rates", help="requests a second: compare the servers at these loads")
+    parser.add_argument("--model", help="what the servers serve: real weights, so that each token is text")
+    parser.add_argument("--workload", default="mixed", help="of the servers, as `folovllm bench serve` has it")
+    parser.add_argument("--requests", type=int, default=256, help="of the servers, at each rate")
     args = parser.parse_args()
+    if args.rates:
+        for engine in [args.engine] if args.engine else ENGINES:
+            serve_over_http(engine, args)
+        return
     if args.engine:
         os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
         with tempfile.TemporaryDirectory() as folder:

@@ -3,7 +3,6 @@
 import inspect
 import os
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 
 from milestones.manifest import Course
 from tests.course.farm import Farm, Job
-from tests.warm import Warm
 
 HERE = Path(__file__).resolve().parent
 collect_ignore = ["sample", "electives"]
@@ -26,18 +24,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return 1 if _job(item) else 2
 
     items.sort(key=turn)
-
-
-@pytest.fixture(scope="session")
-def forked_commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with Warm(tmp_path_factory.mktemp("warm")) as warm:
-        yield warm.python
-
-
-@pytest.fixture
-def warm(forked_commands: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a test starts by `sys.executable` need not import the large libraries anew."""
-    monkeypatch.setattr(sys, "executable", forked_commands)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ import pytest
 from folovllm.inspector.replay import Recording, parse
 from folovllm.watcher import Watched, Watcher
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm")]
 REFERENCE = Path(__file__).parents[2] / "folovllm" / "engine" / "scheduler.py"
 SMALL = ["--milestone", "m3", "--num-kv-blocks", "6", "--block-size", "8", "--max-num-seqs", "4"]
 

@@ -199,6 +199,7 @@ class TestCommands:
         assert says in said, said
 
     @pytest.mark.slow
+    @pytest.mark.usefixtures("warm")
     def test_a_server_of_its_own(self, tmp_path: Path) -> None:
         """It says where it is, and Ctrl-C ends it, with a reader attached."""
         for arguments, kind in ((["--milestone", "m3", *MODEL], "playground"), ([str(DATA / "m2.jsonl")], "files")):
@@ -221,6 +222,7 @@ class TestCommands:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_ctrl_c_leaves_a_recording_that_replays(tmp_path: Path) -> None:
     record = tmp_path / "run.jsonl"
     command = [sys.executable, "-m", "folovllm", "generate", "Once", "--raw", "--ignore-eos", "--max-tokens", "3000"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import selectors
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
@@ -22,7 +21,6 @@ from folovllm.bench.sweep import Sweep, show_sweep
 from folovllm.bench.workload import BenchRequest, Workload
 from folovllm.cli import main
 from tests.x1.background import Background
-from tools import programs
 
 
 class NoWait(selectors.SelectSelector):
@@ -271,22 +269,3 @@ def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="no result of"):
         draw(Result("ladder", {}), tmp_path / "x.png")
     show_sweep(result)
-
-
-def test_two_servers_have_no_core_in_common(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four cores with two threads each; where the machine does not say which belong together, each counts by itself."""
-    for cpu in range(8):
-        siblings = tmp_path / f"cpu{cpu}" / "topology" / "thread_siblings_list"
-        siblings.parent.mkdir(parents=True)
-        siblings.write_text(f"{cpu % 4},{cpu % 4 + 4}\n")
-    monkeypatch.setattr(programs, "CPUS", tmp_path)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    assert [programs.Place(i, 2).before[-1] for i in range(2)] == ["0,4,1,5", "2,6,3,7"]
-    monkeypatch.setattr(programs, "CPUS", tmp_path / "none")
-    assert [programs.Place(i, 2).before[-1] for i in range(2)] == ["0,1,2,3", "4,5,6,7"]
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 4}, raising=False)
-    assert [programs.Place(i, 2).before[-1] for i in range(2)] == ["0", "4"]
-    monkeypatch.setattr(programs, "CPUS", tmp_path)
-    with pytest.raises(ValueError, match="2 programs at once need as many cores, and there are 1"):
-        programs.Place(0, 2)
-    assert programs.Place(0, 1).before == []
