@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from folovllm import config_checks
-from folovllm.spec_decode.config import SpeculativeConfig
+from folovllm import config_checks, electives
 from folovllm.vllm_arguments import ENGINE, also_takes
 
 DEFAULT_MODEL = "stories-5m"  # embedded in the package
@@ -135,9 +134,7 @@ class EngineConfig:
     quantization: str | None = None
     quantize_activations: bool = False
     use_tqdm: bool = True
-    speculative_config: SpeculativeConfig | dict[str, Any] | str | None = field(
-        default=None, metadata={"flag_type": str}
-    )
+    speculative_config: Any = field(default=None, metadata={"flag_type": str})  # as it comes; `spec_decode` parses it
     speculative_method: str | None = None
     num_speculative_tokens: int | None = None
     builders: str | None = None
@@ -174,26 +171,13 @@ class EngineConfig:
         return cls(milestone=milestone, **overrides)
 
     def _gather_speculation(self) -> None:
-        """Make one `SpeculativeConfig` of what was said about guesses; None: there are none."""
-        said: dict[str, Any] = {
-            "method": self.speculative_method,
-            "num_speculative_tokens": self.num_speculative_tokens,
-        }
-        said = {name: value for name, value in said.items() if value is not None}
-        if self.speculative_config is not None:
-            whole = SpeculativeConfig.parse(self.speculative_config)
-            self.speculative_config = replace(whole, **said)
-        elif "method" in said:
-            self.speculative_config = SpeculativeConfig(**said)
-        elif said:
-            raise ValueError("num_speculative_tokens needs a speculative_method, or a speculative_config")
-        self.speculative_method = self.num_speculative_tokens = None
-
-    @property
-    def speculation(self) -> SpeculativeConfig | None:
-        """How tokens are guessed; None: they are not."""
-        assert not isinstance(self.speculative_config, (str, dict))
-        return self.speculative_config
+        """Let the elective that owns these three fields make one of them. It stays None if nobody said anything."""
+        if (self.speculative_config, self.speculative_method, self.num_speculative_tokens) != (None, None, None):
+            gather = electives.require(electives.SPECULATION, "speculative decoding")
+            self.speculative_config = gather(
+                self.speculative_config, self.speculative_method, self.num_speculative_tokens
+            )
+            self.speculative_method = self.num_speculative_tokens = None
 
     @property
     def packed_steps(self) -> bool:

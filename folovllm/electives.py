@@ -17,6 +17,9 @@ EXTRA_TENSORS = ("folovllm.quantization.checkpoint_kv_scales:taker_of",)
 # A module that measures the scales of an FP8 cache (`ModelRunner.calculate_kv_scales`).
 CALIBRATION = "folovllm.quantization.calibrate"
 
+# Speculative decoding (X3): makes one value of what an `EngineConfig` says about it in three fields.
+SPECULATION = "folovllm.spec_decode.config:gather"
+
 # Weight sources: what returns the folder of a model, `find(name)`, which `find(name, download=True)` may fetch ...
 DOWNLOADS = dict.fromkeys(("smollm2", "smollm2-gguf"), "folovllm.quantization.smollm2:smollm2_dir")
 # ... or of a file with this suffix, `find(path)`.

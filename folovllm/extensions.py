@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 EXTENSIONS: dict[str, tuple[str, Callable[[EngineConfig], bool]]] = {
     "speculative decoding (X3)": (
         "folovllm.spec_decode.extension:SpeculativeDecoding",
-        lambda config: config.speculation is not None,
+        lambda config: config.speculative_config is not None,
     ),
 }
 LOGITS_MASK = (

@@ -212,7 +212,7 @@ def compare(
             1e3 * statistics.median(getattr(one, which) for one in found[who]) for who in ("plain", "guessing")
         )
         told.append(f"{kind}{slow:.3f} ms a token, guessing {fast:.3f} ms, {slow / fast:.2f} x")
-    method = "+".join(guessing.engine.setup.config.speculation.methods)
+    method = "+".join(guessing.engine.setup.config.speculative_config.methods)
     print(
         f"{arguments.model}, {name}, batch {batch}, {method}: {'; '.join(told)}; {accepted} of {guessed} guesses right, in "
         f"{steps} shares with guesses {1 + accepted / max(1, steps):.2f} tokens; {same} of {times * num_tasks} texts equal; "

@@ -134,7 +134,7 @@ def step_times(engine: LLMEngine, batches: tuple[int, ...] = BATCHES) -> list[St
 
 def _room(engine: LLMEngine) -> int:
     """Return how many sequences can decode together without a preemption."""
-    setup, num_blocks, guesses = engine.setup, engine.executor.num_kv_blocks, engine.setup.config.speculation
+    setup, num_blocks, guesses = engine.setup, engine.executor.num_kv_blocks, engine.setup.config.speculative_config
     if not num_blocks:  # caches that grow
         return setup.max_num_seqs
     first_steps = -(-setup.max_num_seqs * PROMPT // setup.max_num_batched_tokens)  # until all prompts are computed

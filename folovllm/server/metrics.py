@@ -106,7 +106,7 @@ class Metrics(Collector):
             ("prefix_cache_queries", "Tokens asked of the prefix cache.", load.prefix_tokens),
             ("prefix_cache_hits", "Tokens found there.", load.prefix_tokens_hit),
         ]
-        if self._engine.config.speculation is not None:
+        if self._engine.config.speculative_config is not None:
             counts += [
                 ("spec_decode_num_drafts", "Checks of guessed tokens.", load.num_drafts),
                 ("spec_decode_num_draft_tokens", "Guessed tokens.", load.num_guessed),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from folovllm.require import is_whole
@@ -101,3 +101,16 @@ class SpeculativeConfig:
         if unknown := sorted(map(str, given.keys() - set(known))):
             raise ValueError(f"speculative_config knows {', '.join(known)}, not {', '.join(unknown)}: leave it out")
         return cls(**{name: value for name, value in given.items() if value is not None})
+
+
+def gather(
+    whole: str | Mapping[str, Any] | SpeculativeConfig | None, method: str | Proposer | None, num_tokens: int | None
+) -> SpeculativeConfig:
+    """One configuration of three fields of `EngineConfig`: the whole of it, and two parts that may be said alone."""
+    said: dict[str, Any] = {"method": method, "num_speculative_tokens": num_tokens}
+    said = {name: value for name, value in said.items() if value is not None}
+    if whole is not None:
+        return replace(SpeculativeConfig.parse(whole), **said)
+    if "method" not in said:
+        raise ValueError("num_speculative_tokens needs a speculative_method, or a speculative_config")
+    return SpeculativeConfig(**said)

@@ -39,8 +39,8 @@ class SpeculativeDecoding(Extension):
 
     def __init__(self, setup: EngineSetup) -> None:
         super().__init__(setup)
-        assert setup.config.speculation is not None
-        self._config = setup.config.speculation
+        assert setup.config.speculative_config is not None
+        self._config = setup.config.speculative_config
         self._proposer: Proposer | None = None
         self._drafted: DraftTokens | None = None
 

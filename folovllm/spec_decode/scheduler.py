@@ -187,5 +187,3 @@ class SpeculativeScheduler(Scheduler):
         """Blocks that the table of `seq` lacks for its next tokens."""
         needed = -(-(seq.num_computed_tokens + num_new_tokens) // self.kv.block_size)
         return max(0, needed - len(seq.block_table))
-
-

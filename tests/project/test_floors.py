@@ -56,7 +56,7 @@ ELECTIVES = {
 BESIDE = ("bench", "inspector")  # they use the engine, and all of it
 # Imports from the core into an elective, and from one elective into another, by the file that has them. There should be none:
 # what is struck out here must not come back.
-ARROWS: dict[str, set[str]] = {"config.py": {"spec_decode.config"}}
+ARROWS: dict[str, set[str]] = {}
 EXCEPTIONS = {
     "engine/llm_engine.py": ("build",),  # an engine that is made from a configuration puts itself together
     "request.py": ("cache.prefix_cache", "engine.detokenizer"),  # types of fields, which others fill and read

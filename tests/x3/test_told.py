@@ -98,9 +98,9 @@ CONFIG = SpeculativeConfig(num_speculative_tokens=6)
 ])  # fmt: skip
 def test_a_configuration_says_the_same_in_several_ways(given: dict[str, Any], whole: SpeculativeConfig | None) -> None:
     config = EngineConfig(**given)
-    assert config.speculation == whole
+    assert config.speculative_config == whole
     again = EngineConfig(**{field.name: getattr(config, field.name) for field in fields(config)})
-    assert again.speculation == whole, "what was resolved can be said again"
+    assert again.speculative_config == whole, "what was resolved can be said again"
 
 
 @pytest.mark.parametrize(("given", "says"), [
