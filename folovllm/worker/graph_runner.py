@@ -14,7 +14,7 @@ from folovllm.draw_row import mask_width
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.sample.draw_state import DrawState
 from folovllm.sample.logprobs import DrawnLogprobs, gather_logprobs
-from folovllm.sample.rules import without_masked
+from folovllm.sample.masks import without_masked
 from folovllm.setup import EngineSetup
 from folovllm.step.masks import Masks
 from folovllm.step.packed import (
