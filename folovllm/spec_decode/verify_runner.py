@@ -31,7 +31,7 @@ class VerifyingModelRunner(ModelRunner):
         return batch
 
     def _most_draws(self) -> int:
-        return most_draws(self._setup.max_num_seqs)
+        return most_draws(self._setup.max_num_seqs) + self._setup.max_num_seqs
 
     def _draw(self, output: SchedulerOutput, logits: torch.Tensor, scores: dict[int, list[Logprobs]]) -> StepResult:
         """As many tokens for each share as its guesses allow, from `logits` [R, V] of all draws."""
