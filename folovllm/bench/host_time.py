@@ -97,7 +97,11 @@ def _waits(engine: LLMEngine, clock: WaitClock) -> list[tuple[Any, str, Callable
     if engine.setup.device.type == "cpu":
         model = runner.model
         work = [(model, "forward"), (model, "compute_logits")]
-        work += [(runner._draw, "one_pass"), (runner._rows_draw, "draw")] if packed else [(runner._draws._sampler, "sample")]
+        work += (
+            [(runner._draw, "one_pass"), (runner._rows_draw, "draw")]
+            if packed
+            else [(runner._draws._sampler, "sample")]
+        )
         return [(target, name, clock.around) for target, name in work if hasattr(target, name)]
     if packed:
         return [(runner, "execute_model", clock.around_wait)]
