@@ -98,6 +98,8 @@ class TestRules:
         assert rows.draw(torch.zeros(2, V), [0, 1], [5, 5]).token_ids == [3, 4]
         rows.set({0: DrawSpec(temperature=0.0), 1: DrawSpec(temperature=0.0)})
         assert rows.draw(torch.zeros(2, V), [0, 1], [5, 5]).token_ids == [0, 0]
+        rows.set({1: DrawSpec(temperature=0.0, bias=((4, 9.0),))})
+        assert rows.draw(torch.zeros(2, V), [0, 1], [5, 5]).token_ids == [0, 4], "also beside one that has rules"
 
     def test_tokens_are_noted_as_they_come(self) -> None:
         state = state_of(DrawSpec(bad_words=((3, 4, 5),)), vocab_size=V)
