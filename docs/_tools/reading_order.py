@@ -42,7 +42,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("attention/growing_cache.py", "", ""),
         ("sample/sampler.py", "layers/sampler.py", "v1/sample/sampler.py"),
         ("sample/rows.py", "", "v1/sample/metadata.py"),
-        ("sample/penalties.py", "", "v1/sample/ops/penalties.py"),
         ("sample/filters.py", "", "v1/sample/ops/topk_topp_sampler.py"),
         ("sample/noise.py", "", ""),
         ("models/llama.py", "", "model_executor/models/llama.py"),

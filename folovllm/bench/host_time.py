@@ -97,11 +97,15 @@ def _waits(engine: LLMEngine, clock: WaitClock) -> list[tuple[Any, str, Callable
     if engine.setup.device.type == "cpu":
         model = runner.model
         work = [(model, "forward"), (model, "compute_logits")]
-        work += [(runner._draw, "one_pass"), (runner._rows_draw, "draw")] if packed else [(runner._sampler, "choose")]
+        work += (
+            [(runner._draw, "one_pass"), (runner._rows_draw, "draw")]
+            if packed
+            else [(runner._draws._sampler, "sample")]
+        )
         return [(target, name, clock.around) for target, name in work if hasattr(target, name)]
     if packed:
         return [(runner, "execute_model", clock.around_wait)]
-    return [(runner._sampler, "choose", clock.then_synchronize)]
+    return [(runner._draws._sampler, "sample", clock.then_synchronize)]
 
 
 @dataclass(slots=True, frozen=True)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 from folovllm.step.masks import Masks
-from folovllm.step.packed import Int32
 from folovllm.step.schedule import SchedulerOutput, StepResult
 
 
@@ -45,25 +43,3 @@ class AsyncExecutor(Executor, Protocol):
 
     def draw(self, masks: Masks) -> Pending:
         """Let the step that `forward` started draw. Rows in `masks` may draw only what their mask allows."""
-
-
-class Run(Protocol):
-    """Decode steps that were started together."""
-
-    @property
-    def names(self) -> Int32 | None:
-        """Names of the tokens that step j draws for its share i, [j, i]: `DraftTokens`. None if they are known already."""
-
-    def wait(self) -> list[StepResult]:
-        """Wait for the last step and return what each drew, as `execute_model` of one after the other would."""
-
-
-class RunsSteps(AsyncExecutor, Protocol):
-    """An executor that can start decode steps one behind the other, with no look at the tokens in between."""
-
-    def submit_run(self, outputs: Sequence[SchedulerOutput]) -> Run:
-        """Start the steps and return at once. The next run may begin when this one is over.
-
-        Each share is a decode of one token in a row that the device knows; a token that an earlier step of the run draws is
-        in flight. ValueError for any other share.
-        """

@@ -36,7 +36,7 @@ from folovllm.draw_row import (
     mask_width,
 )
 from folovllm.sample.bad_words import forbid_next
-from folovllm.sample.rules import bits_of
+from folovllm.sample.masks import bits_of
 from folovllm.sample.sampler import Sampler, SamplingBatch
 
 if TYPE_CHECKING:
@@ -60,13 +60,15 @@ class DrawState:
         device: torch.device,
         sampler: Sampler | None = None,
         most_draws: int = 0,
+        use_kernels: bool = True,
     ) -> None:
-        """`sampler` draws where there is no GPU. `most_draws`: of one step, if they can be more than rows."""
+        """`sampler` draws where there is no GPU, or no kernels are to be used. `most_draws`: of one step, if they can be more than rows."""
         self.fields = torch.zeros(num_rows + 1, len(RowField), dtype=torch.int32, device=device)
         self.words = torch.zeros(num_rows + 1, line_width(vocab_size), dtype=torch.int32, device=device)
         self.masks = masks_of(self.words, vocab_size)
         self._vocab_size = vocab_size
-        self._work = _workspace(max(num_rows + 1, most_draws), vocab_size, device) if device.type == "cuda" else None
+        use_kernels = use_kernels and device.type == "cuda"
+        self._work = _workspace(max(num_rows + 1, most_draws), vocab_size, device) if use_kernels else None
         self._sampler = sampler or Sampler()
 
     def set_rows(self, buffer: torch.Tensor, num_rows: int, num_with_line: int) -> None:
@@ -171,7 +173,12 @@ def sampling_batch(fields: torch.Tensor, positions: torch.Tensor) -> SamplingBat
 def adjust(
     logits: torch.Tensor, fields: torch.Tensor, words: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Logits [S, V] in float32 with all that `Sampler.choose` does to them before the filters.
+    """Logits [S, V] in float32 as the rows' words make them, before temperature and filters.
+
+    The order is vLLM's: allowed tokens (`allowed_token_ids`, or a grammar's mask), `bad_words`, `logit_bias`, penalties,
+    `min_tokens`. vLLM applies `min_tokens` before the bias. The result is the same, since a forbidden token is -inf and stays
+    so. The repetition penalty divides a positive logit and multiplies a negative one, for tokens of prompt and answer (CTRL,
+    Keskar et al. 2019). Presence and frequency penalties are subtracted for tokens of the answer, once and once per occurrence.
 
     Args:
         fields: [S, len(RowField)], of the sequences. words: [rows, line_width(V)].

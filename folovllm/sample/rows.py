@@ -1,4 +1,4 @@
-"""What a draw must know of each running sequence, kept by row from the share that brings it."""
+"""The draw for runners that know all tokens: what it must know of each running sequence, kept by row."""
 
 from __future__ import annotations
 
@@ -6,57 +6,53 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from folovllm.draw_row import Int32
-from folovllm.sample.penalties import TokenCounts
-from folovllm.sample.rules import RowRules
-from folovllm.sample.sampler import SamplingBatch
+from folovllm.draw_row import pack_updates, row_update
+from folovllm.sample.draw_state import DrawState, adjust
+from folovllm.sample.sampler import Sampler, SamplerOutput, SamplingBatch
 from folovllm.step.draw import DrawSpec
 from folovllm.step.masks import Masks
-from folovllm.step.schedule import Share, StepResult
 
 
 class DrawRows:
-    """The `DrawSpec` of every row, the token counts of those with penalties, and the rules of those with any."""
+    """The `DrawSpec` of every row. What depends on more than the logits is in a `DrawState`, made when the first row needs it."""
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._vocab_size = vocab_size
-        self._device = device
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device, sampler: Sampler) -> None:
+        self._num_rows, self._vocab_size, self._device, self._sampler = num_rows, vocab_size, device, sampler
         self._specs: dict[int, DrawSpec] = {}
-        self._counts: dict[int, TokenCounts] = {}
-        self._rules: dict[int, RowRules] = {}
+        self._state: DrawState | None = None
 
     def set(self, new: Mapping[int, DrawSpec]) -> None:
         """Begin anew in the rows of `new`, whatever they held."""
-        for row, spec in new.items():
-            self._specs[row] = spec
-            self._counts.pop(row, None)
-            self._rules.pop(row, None)
-            if spec.has_rules:
-                self._rules[row] = RowRules(spec, self._vocab_size, self._device)
-            if spec.has_penalties:
-                self._counts[row] = TokenCounts(spec, self._vocab_size, self._device)
-
-    def set_mask(self, row: int, mask: Int32) -> None:
-        """A new mask [ceil(V / 32)] for `row`, whose spec has one, from the next draw on."""
-        self._rules[row].set_mask(mask)
+        self._specs.update(new)
+        if self._state is None and any(spec.has_line for spec in new.values()):
+            self._state = DrawState(self._num_rows, self._vocab_size, self._device, use_kernels=False)
+        if self._state is not None and new:
+            update = pack_updates([row_update(row, spec) for row, spec in new.items()])
+            buffer = torch.from_numpy(update.buffer).to(self._device)
+            self._state.set_rows(buffer, update.num_rows, update.num_with_line)
 
     def set_masks(self, masks: Masks | None) -> None:
         """New masks for the rows of a step, if it has any."""
         if masks is not None:
-            for row, mask in zip(masks.rows.tolist(), masks.bits, strict=True):
-                self.set_mask(row, mask)
+            assert self._state is not None, "rows with masks have a line"
+            rows, bits = (torch.from_numpy(array).to(self._device) for array in (masks.rows, masks.bits))
+            self._state.set_masks(rows, bits)
 
-    def batch(self, rows: Sequence[int], positions: Sequence[int]) -> SamplingBatch:
-        """The parameters of a draw for `rows`, whose tokens go to `positions`."""
+    def draw(
+        self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int], counts: Sequence[int] | None = None
+    ) -> SamplerOutput:
+        """Draw a token for each of `rows` from its logits [S, V], at its index in the sequence. The rows know of it.
+
+        `counts`: 0 where the token is none of the answer's; None: all are.
+        """
         specs = [self._specs[row] for row in rows]
-        batch = SamplingBatch.from_specs(specs, positions, self._device, [self._counts.get(row) for row in rows])
-        batch.rules = [self._rules.get(row) for row in rows]
-        return batch
-
-    def note_drawn(self, shares: Sequence[Share], result: StepResult) -> None:
-        """Take in the tokens of answers with penalties or rules."""
-        for share, tokens in zip(shares, result.token_ids, strict=True):
-            if (rules := self._rules.get(share.row)) is not None:
-                rules.note(tokens)
-            if tokens and (counts := self._counts.get(share.row)) is not None:
-                counts.note(torch.tensor(tokens, device=self._device))
+        batch = SamplingBatch.from_specs(specs, positions, self._device)
+        if self._state is None or not any(spec.has_line for spec in specs):
+            return self._sampler(logits, batch)
+        state, on = self._state, self._device
+        at, where = (torch.tensor(list(values), dtype=torch.int32, device=on) for values in (rows, positions))
+        adjusted = adjust(logits, state.fields[at.long()], state.words, at, where)
+        drawn = self._sampler(logits, batch, adjusted)
+        counted = None if counts is None else torch.tensor(list(counts), device=on)
+        state.note(torch.tensor(drawn.token_ids, device=on), at, where, counted)
+        return drawn

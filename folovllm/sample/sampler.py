@@ -10,8 +10,6 @@ import torch
 from folovllm.sample.filters import apply_min_p_filtering, apply_top_k_filtering, apply_top_p_filtering
 from folovllm.sample.logprobs import gather_logprobs
 from folovllm.sample.noise import gumbel
-from folovllm.sample.penalties import TokenCounts, apply_penalties, forbid_stop_tokens
-from folovllm.sample.rules import RowRules, apply_rules
 from folovllm.step.draw import DrawSpec, Logprobs
 
 
@@ -26,19 +24,10 @@ class SamplingBatch:
     min_p: torch.Tensor | None = None  # [S]
     top_k: torch.Tensor | None = None  # [S]
     top_p: torch.Tensor | None = None  # [S]
-    specs: SequenceOf[DrawSpec] = ()  # [S], and below: for what depends on the tokens so far
-    host_positions: SequenceOf[int] = ()
-    counts: SequenceOf[TokenCounts | None] = ()
-    rules: SequenceOf[RowRules | None] = ()
+    specs: SequenceOf[DrawSpec] = ()  # [S], for who wants log-probabilities
 
     @classmethod
-    def from_specs(
-        cls,
-        specs: SequenceOf[DrawSpec],
-        positions: SequenceOf[int],
-        device: torch.device,
-        counts: SequenceOf[TokenCounts | None] | None = None,
-    ) -> SamplingBatch:
+    def from_specs(cls, specs: SequenceOf[DrawSpec], positions: SequenceOf[int], device: torch.device) -> SamplingBatch:
         """Gather the parameters of the rows' requests."""
 
         def row(values: list[float] | list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -53,8 +42,6 @@ class SamplingBatch:
             top_k=row([spec.top_k for spec in specs], torch.int64) if any(spec.top_k > 0 for spec in specs) else None,
             top_p=row([spec.top_p for spec in specs]) if any(spec.top_p < 1 for spec in specs) else None,
             specs=specs,
-            host_positions=positions,
-            counts=[None] * len(specs) if counts is None else counts,
         )
 
 
@@ -69,24 +56,16 @@ class SamplerOutput:
 class Sampler:
     """Logits `[S, V]` to one token a row. Keeps no state: the noise is a function of (seed, position, token id)."""
 
-    def __call__(self, logits: torch.Tensor, batch: SamplingBatch) -> SamplerOutput:
-        """Draw a token for each row of `logits` [S, V]."""
+    def __call__(
+        self, logits: torch.Tensor, batch: SamplingBatch, adjusted: torch.Tensor | None = None
+    ) -> SamplerOutput:
+        """Draw a token for each row of `logits` [S, V]; from `adjusted` logits if requests make tokens likelier, or forbid them."""
         raw = logits.float()
-        tokens = self.choose(raw, batch).tolist()
+        tokens = self.sample(raw if adjusted is None else adjusted, batch).tolist()
         return SamplerOutput(tokens, self.logprobs(raw, tokens, batch.specs))
 
-    def choose(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """All steps from `logits` [S, V] float32 to tokens [S].
-
-        The order is vLLM's: allowed tokens (`allowed_token_ids`, or a grammar's mask), `bad_words`, `logit_bias`,
-        penalties, `min_tokens`; then `filter`: temperature, min_p, top_k, top_p. vLLM applies `min_tokens` before the
-        bias. The result is the same, since a forbidden token is -inf and stays so.
-        """
-        penalized = apply_penalties(apply_rules(logits, batch.rules), batch.specs, batch.counts)
-        return self.sample(forbid_stop_tokens(penalized, batch.specs, batch.host_positions), batch)
-
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Filter `logits` [S, V], which have their penalties, and draw [S]. This part needs no earlier tokens."""
+        """Filter `logits` [S, V], which are adjusted (`folovllm.sample.draw_state.adjust`), and draw [S]."""
         return self.draw(self.filter(logits, batch), batch)
 
     def filter(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from folovllm.executor.abstract import RunsSteps
 from folovllm.spec_decode.proposer import Proposer, RowState
 from folovllm.step.draw import DrawSpec, TokenIds
 from folovllm.step.schedule import SchedulerOutput, Share
 
 if TYPE_CHECKING:
     from folovllm.spec_decode.draft_tokens import DraftTokens
+    from folovllm.spec_decode.multi_step import MultiStepExecutor
 
 
 @dataclass(slots=True, eq=False)
@@ -59,7 +59,7 @@ class DraftModel(Proposer):
 
     def __init__(
         self,
-        executor: RunsSteps,
+        executor: MultiStepExecutor,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_model_len: int,

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from folovllm.executor.abstract import Run
 from folovllm.executor.packed_executor import LocalExecutor
 from folovllm.setup import EngineSetup
 from folovllm.spec_decode.draft_tokens import DraftTokens
@@ -54,7 +53,7 @@ class Completed:
     names: None = None
 
     def wait(self) -> list[StepResult]:
-        """As `Run`."""
+        """What each sampled."""
         return self.results
 
 
@@ -155,12 +154,17 @@ class MultiStepExecutor(LocalExecutor):
         self._widest = min(WIDEST, max(runner.buckets, default=0))
         self._paddings = {width: padding_of_step(width, max_num_seqs) for width in runner.buckets}
 
-    def submit_run(self, outputs: Sequence[SchedulerOutput]) -> Run:
-        """As `RunsSteps`."""
+    def submit_run(self, outputs: Sequence[SchedulerOutput]) -> PendingSteps | Completed:
+        """Start the steps and return at once. The next call may begin when this one is over.
+
+        Each share is a decode of one token in a row that the device knows; a token that an earlier of the steps samples is in
+        flight. ValueError for any other share.
+        """
         if max(len(output.shares) for output in outputs) > self._widest:
             return Completed([self.execute_model(output) for output in outputs])
-        run: Run = self._running().execute_model(self._pack_steps(outputs))  # type: ignore[arg-type,assignment]
-        return run
+        steps = self._pack_steps(outputs)
+        pending: PendingSteps = self._running().execute_model(steps)  # type: ignore[arg-type,assignment]
+        return pending
 
     def _pack_steps(self, outputs: Sequence[SchedulerOutput]) -> PackedSteps:
         """Pack steps that run one behind the other.

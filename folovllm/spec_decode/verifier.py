@@ -17,7 +17,7 @@ class DraftVerifier:
     """Accepts the longest prefix of a draft that was sampled.
 
     Attributes:
-        num_samples: the most samples of a step with drafts.
+        num_samples: the most samples of a step with drafts, but for sequences that it admits.
         drafted: has the draft tokens that steps bring as placeholder ids, if any do.
     """
 

@@ -13,7 +13,7 @@ FEW = 256
 
 
 def most_draws(max_num_seqs: int) -> int:
-    """The most tokens that a step with guesses draws: what there is memory for. Where so many run, guesses do not pay."""
+    """The most tokens that those who run draw in a step with guesses: what there is memory for. Where so many run, guesses do not pay."""
     return max(max_num_seqs, FEW)
 
 

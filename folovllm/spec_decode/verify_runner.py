@@ -31,7 +31,7 @@ class VerifyingModelRunner(ModelRunner):
         return batch
 
     def _most_draws(self) -> int:
-        return most_draws(self._setup.max_num_seqs)
+        return most_draws(self._setup.max_num_seqs) + self._setup.max_num_seqs
 
     def _draw(self, output: SchedulerOutput, logits: torch.Tensor, scores: dict[int, list[Logprobs]]) -> StepResult:
         """As many tokens for each share as its guesses allow, from `logits` [R, V] of all draws."""
@@ -44,11 +44,8 @@ class VerifyingModelRunner(ModelRunner):
             at = [r for r in every.tolist() if right[sequence[r]] and samples[Sample.COUNTS, r]]
             if not at:
                 break
-            own = [shares[sequence[r]] for r in at]
             self._draws.set_masks(None if output.masks is None else output.masks.of_level(level))
-            batch = self._draws.batch([share.row for share in own], [position[r] for r in at])
-            found = self._sampler(logits[at], batch)
-            self._draws.note_drawn(own, StepResult([[token] for token in found.token_ids], {}))
+            found = self._draws.draw(logits[at], [shares[sequence[r]].row for r in at], [position[r] for r in at])
             for r, token, row in zip(at, found.token_ids, found.logprobs, strict=True):
                 i = sequence[r]
                 drawn[i].append(token)

@@ -63,6 +63,11 @@ class DrawSpec:
         return self.has_mask or bool(self.bad_words) or bool(self.bias)
 
     @property
+    def has_line(self) -> bool:
+        """Whether the draw depends on more than these numbers and the logits: on tokens so far, masks, or biases."""
+        return self.has_penalties or self.has_rules or bool(self.forbidden)
+
+    @property
     def answer(self) -> TokenIds:
         """The part of the history behind the prompt."""
         return self.history[self.num_prompt_tokens :]

@@ -97,7 +97,11 @@ def num_numbers(columns: Parts[int]) -> int:
 
 
 NO_DRAWS = pack_updates([])
-NO_SAMPLES, NO_SCORES, NOBODY = (np.empty((lines, 0), np.int32) for lines in (len(Sample), 4, 2))
+NO_SAMPLES, NO_SCORES, NOBODY = (
+    np.empty((len(Sample), 0), np.int32),
+    np.empty((4, 0), np.int32),
+    np.empty((2, 0), np.int32),
+)
 
 
 @dataclass(slots=True)

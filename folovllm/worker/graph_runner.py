@@ -14,7 +14,7 @@ from folovllm.draw_row import mask_width
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.sample.draw_state import DrawState
 from folovllm.sample.logprobs import DrawnLogprobs, gather_logprobs
-from folovllm.sample.rules import without_masked
+from folovllm.sample.masks import without_masked
 from folovllm.setup import EngineSetup
 from folovllm.step.masks import Masks
 from folovllm.step.packed import (
@@ -83,7 +83,7 @@ class GraphRunner:
         self._recorder = Recorder(device, self._is_rehearsed and setup.config.tensor_parallel_size == 1)
         self._late: Computed | None = None  # what `Masks` set going again
         self._num_drafted = 0 if verifier is None else verifier.num_samples
-        self._tokens = torch.zeros(max(rows, self._num_drafted), dtype=torch.int64, device=device)  # what the step drew
+        self._tokens = torch.zeros(rows + self._num_drafted, dtype=torch.int64, device=device)  # what the step drew
         # Where captured steps leave their results: logits [R, V], and hidden states [R, H] of steps that are no decodes.
         self._logits = self._last_hidden = self._kept_free = torch.empty(0)
         self._steps_in, self._tokens_out = HostRing(torch.int32, device), HostRing(torch.int64, device)

@@ -38,8 +38,7 @@ class HFModelRunner:
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
-        self._sampler = Sampler()
-        self._draws = DrawRows(setup.vocab_size, setup.device)
+        self._draws = DrawRows(1, setup.vocab_size, setup.device, Sampler())
         self._cache: Any = None
         self.model: Any = None
 
@@ -93,10 +92,8 @@ class HFModelRunner:
         else:
             logits, scores[0] = self._score(input_ids, share.scores)
         self._draws.set_masks(output.masks)
-        drawn = self._sampler(logits, self._draws.batch([share.row], [share.end]))
-        result = one_each(output.shares, drawn.token_ids, drawn.logprobs, scores)
-        self._draws.note_drawn(output.shares, result)
-        return result
+        drawn = self._draws.draw(logits, [share.row], [share.end])
+        return one_each(output.shares, drawn.token_ids, drawn.logprobs, scores)
 
     def _logits(self, input_ids: torch.Tensor, keep: int) -> torch.Tensor:
         """The logits [1, n, V] after the last `keep` (0: all) of the tokens [1, T], which are in the cache afterwards."""

@@ -98,9 +98,7 @@ class LoopRunner(SerialModelRunner):
         token, drawn = next(self._answer, None), self._drawn
         if drawn is None or token != drawn.token_ids[0]:
             raise RuntimeError("a decode loop draws one token, yields it as it was drawn, and goes on to the next")
-        result = one_each(output.shares, drawn.token_ids, drawn.logprobs, self._scores)
-        self._draws.note_drawn(output.shares, result)
-        return result
+        return one_each(output.shares, drawn.token_ids, drawn.logprobs, self._scores)
 
     def _begin_step(self, output: SchedulerOutput) -> None:
         self._output, self._scores, self._drawn = output, None, None
@@ -117,5 +115,5 @@ class LoopRunner(SerialModelRunner):
     def _draw(self, logits: torch.Tensor) -> int:
         (share,) = self._output.shares
         self._draws.set_masks(self._output.masks)
-        drawn = self._drawn = self._sampler(logits[None], self._draws.batch([share.row], [share.end]))
+        drawn = self._drawn = self._draws.draw(logits[None], [share.row], [share.end])
         return drawn.token_ids[0]

@@ -45,7 +45,7 @@ class ModelRunner:
         self._sampler = sampler
         self._whole = whole
         self._input_batch = InputBatch(slots, setup.block_size, setup.device)
-        self._draws = DrawRows(setup.vocab_size, setup.device)
+        self._draws = DrawRows(setup.max_num_seqs, setup.vocab_size, setup.device, sampler)
         self._backend = backend
 
     def load_model(self) -> None:
@@ -143,10 +143,9 @@ class ModelRunner:
         """Draw a token for each share from `logits` [S, V]. The result has the prompts' `scores`, too."""
         shares = output.shares
         self._draws.set_masks(output.masks)
-        drawn = self._sampler(logits, self._draws.batch([s.row for s in shares], [s.end for s in shares]))
-        result = one_each(shares, drawn.token_ids, drawn.logprobs, scores)
-        self._draws.note_drawn(shares, result)
-        return result
+        rows, positions, counts = zip(*[(s.row, s.end, s.num_draws) for s in shares], strict=True)
+        drawn = self._draws.draw(logits, rows, positions, counts)
+        return one_each(shares, drawn.token_ids, drawn.logprobs, scores)
 
     def forward(self, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits after the last new token of each sequence, [S, V], in `out` if given; K/V of all new tokens are cached."""

@@ -22,7 +22,7 @@ Ids = npt.NDArray[np.signedinteger[Any]]
 class Verifier(Protocol):
     """The hook for draft tokens: what they are, and how many of the tokens that were sampled behind them count."""
 
-    num_samples: int  # the most of a step with drafts
+    num_samples: int  # the most of a step with drafts, but for sequences that it admits
 
     def resolve_on_device(self, tokens: torch.Tensor) -> None:
         """Replace placeholder ids in `tokens` [n] int32 by the tokens that they stand for. Device work only."""

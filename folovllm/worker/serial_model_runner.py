@@ -26,8 +26,7 @@ class SerialModelRunner:
     def __init__(self, setup: EngineSetup, load: Callable[[], LlamaForCausalLM], sampler: Sampler) -> None:
         self._setup = setup
         self._load = load
-        self._sampler = sampler
-        self._draws = DrawRows(setup.vocab_size, setup.device)
+        self._draws = DrawRows(1, setup.vocab_size, setup.device, sampler)
         self._caches: list[GrowingKVCache] = []
 
     def load_model(self) -> None:
@@ -56,10 +55,8 @@ class SerialModelRunner:
         scores = self._score(output, hidden, batch)
         logits = self.model.compute_logits(hidden, batch)  # [1, V]
         self._draws.set_masks(output.masks)
-        drawn = self._sampler(logits, self._draws.batch([share.row], [share.end]))
-        result = one_each(output.shares, drawn.token_ids, drawn.logprobs, scores)
-        self._draws.note_drawn(output.shares, result)
-        return result
+        drawn = self._draws.draw(logits, [share.row], [share.end])
+        return one_each(output.shares, drawn.token_ids, drawn.logprobs, scores)
 
     def _score(self, output: SchedulerOutput, hidden: torch.Tensor, batch: ForwardBatch) -> dict[int, list[Logprobs]]:
         """What `Share.scores` asks for, from the hidden states [T, H] of the step's tokens."""

@@ -14,12 +14,12 @@ from transformers import NoBadWordsLogitsProcessor, SequenceBiasLogitsProcessor
 from folovllm.draw_row import MAX_BAD_TOKENS, mask_of
 from folovllm.engine.input_processor import bad_word_tokens
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.sample.penalties import TokenCounts, apply_penalties
+from folovllm.sample.masks import bits_of
 from folovllm.sample.rows import DrawRows
-from folovllm.sample.rules import RowRules, apply_rules, bits_of
-from folovllm.sample.sampler import Sampler, SamplingBatch
+from folovllm.sample.sampler import Sampler
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.draw import DrawSpec, about_to_end
+from tests.draws import adjusted, note, state_of
 from tests.helpers import tiny_checkpoint, tiny_tokenizer
 from tests.workloads import make_engine
 
@@ -30,14 +30,15 @@ FEW = st.integers(3, 5)  # so that words do occur
 
 
 def ruled(logits: torch.Tensor, spec: DrawSpec) -> torch.Tensor:
-    return RowRules(spec, V, CPU).apply(logits)
+    """What the rules of a request make of the logits [V] of its next token."""
+    return adjusted(logits[None], state_of(spec, vocab_size=len(logits)), [len(spec.history)])[0]
 
 
 class TestRules:
     def test_a_worked_case(self) -> None:
         """Of the tokens 1, 2 and 3, 2 is forbidden behind 5, and 3 gets half a point."""
         spec = DrawSpec(allowed=(1, 2, 3), bad_words=((5, 2),), bias=((3, 0.5),), history=np.array([9, 5], np.int32))
-        out = RowRules(spec, 6, CPU).apply(torch.zeros(6))
+        out = ruled(torch.zeros(6), spec)
         assert out.tolist() == [-np.inf, 0, -np.inf, 0.5, -np.inf, -np.inf]
 
     @settings(max_examples=40)
@@ -80,33 +81,31 @@ class TestRules:
         spec = DrawSpec(
             temperature=0.0, bias=((0, 4.0), (2, 100.0)), allowed=(0, 1), repetition_penalty=2.0, history=history
         )
-        counts, rules = [TokenCounts(spec, 3, CPU)], [RowRules(spec, 3, CPU)]
-        logits = torch.tensor([[-1.0, 1.25, 9.0]])
-        out = apply_penalties(apply_rules(logits, rules), [spec], counts)
-        assert out.tolist() == [[1.5, 1.25, -np.inf]]
-        batch = SamplingBatch.from_specs([spec], [1], CPU, counts)
-        batch.rules = rules
-        assert Sampler()(logits, batch).token_ids == [0]
+        logits = torch.tensor([-1.0, 1.25, 9.0])
+        assert ruled(logits, spec).tolist() == [1.5, 1.25, -np.inf]
+        rows = DrawRows(1, 3, CPU, Sampler())
+        rows.set({0: spec})
+        assert rows.draw(logits[None], [0], [1]).token_ids == [0]
 
     def test_only_the_rows_that_ask_and_never_in_place(self) -> None:
         logits = torch.zeros(2, V)
-        rules = RowRules(DrawSpec(allowed=(3,)), V, CPU)
-        out = apply_rules(logits, [None, rules])
+        out = adjusted(logits, state_of(DrawSpec(), DrawSpec(allowed=(3,)), vocab_size=V), [5, 5])
         assert out[0].eq(0).all() and out[1].isneginf().sum() == V - 1 and logits.eq(0).all()
-        assert apply_rules(logits, [None, None]) is logits
 
     def test_the_next_owner_of_a_row_has_its_own(self) -> None:
-        rows = DrawRows(V, CPU)
+        rows = DrawRows(2, V, CPU, Sampler())
         rows.set({0: DrawSpec(temperature=0.0, allowed=(3,)), 1: DrawSpec(temperature=0.0, bias=((4, 9.0),))})
-        assert Sampler()(torch.zeros(2, V), rows.batch([0, 1], [5, 5])).token_ids == [3, 4]
+        assert rows.draw(torch.zeros(2, V), [0, 1], [5, 5]).token_ids == [3, 4]
         rows.set({0: DrawSpec(temperature=0.0), 1: DrawSpec(temperature=0.0)})
-        assert Sampler()(torch.zeros(2, V), rows.batch([0, 1], [5, 5])).token_ids == [0, 0]
+        assert rows.draw(torch.zeros(2, V), [0, 1], [5, 5]).token_ids == [0, 0]
+        rows.set({1: DrawSpec(temperature=0.0, bias=((4, 9.0),))})
+        assert rows.draw(torch.zeros(2, V), [0, 1], [5, 5]).token_ids == [0, 4], "also beside one that has rules"
 
     def test_tokens_are_noted_as_they_come(self) -> None:
-        rules = RowRules(DrawSpec(bad_words=((3, 4, 5),)), V, CPU)
-        for token, forbidden in ((3, False), (4, True), (9, False)):
-            rules.note([token])
-            assert bool(rules.apply(torch.zeros(V))[5].isneginf()) == forbidden
+        state = state_of(DrawSpec(bad_words=((3, 4, 5),)), vocab_size=V)
+        for position, (token, forbidden) in enumerate(((3, False), (4, True), (9, False))):
+            note(state, 0, token, position)
+            assert bool(adjusted(torch.zeros(1, V), state, [position + 1])[0, 5].isneginf()) == forbidden
 
     def test_a_word_that_begins_anew_inside_itself(self) -> None:
         assert about_to_end([(1, 2, 1, 2, 3)], [1, 2, 1, 2]) == [3]

@@ -20,9 +20,9 @@ from folovllm.engine.plan import draw_spec
 from folovllm.request import Request, Sequence
 from folovllm.sample.filters import apply_min_p_filtering, apply_top_k_filtering, apply_top_p_filtering
 from folovllm.sample.noise import gumbel, philox_4x32_10, uniform
-from folovllm.sample.penalties import TokenCounts, apply_penalties, forbid_stop_tokens
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.sampling_params import SamplingParams
+from tests.draws import adjusted, note, state_of
 from tests.tiny import worked_case
 
 INF = float("inf")
@@ -261,9 +261,8 @@ def batch_of(*params: SamplingParams) -> SamplingBatch:
 
 def penalized(logits: torch.Tensor, *seqs: Sequence) -> torch.Tensor:
     """What penalties make of the logits [S, V]."""
-    specs = [draw_spec(seq) for seq in seqs]
-    counts = [TokenCounts(spec, logits.shape[1], CPU) if spec.has_penalties else None for spec in specs]
-    return apply_penalties(logits, specs, counts)
+    state = state_of(*map(draw_spec, seqs), vocab_size=logits.shape[1])
+    return adjusted(logits, state, [seq.num_tokens for seq in seqs])
 
 
 class TestWholeSampler:
@@ -324,19 +323,19 @@ class TestPenalties:
         seqs = [sequence(SamplingParams(), [0], [2]), sequence(SamplingParams(presence_penalty=2.0), [0], [2])]
         out = penalized(logits, *seqs)
         assert out[0].tolist() == [1] * 5 and out[1, 2] == -1 and logits.eq(1).all()
-        assert penalized(logits, *seqs[:1] * 2) is logits
+        assert penalized(logits, *seqs[:1] * 2) is logits, "float32 that nobody changes is not copied"
 
     def test_no_end_before_min_tokens(self) -> None:
         seq = sequence(SamplingParams(min_tokens=2, stop_token_ids=[4]), [0], [2])
-        early, late = (forbid_stop_tokens(torch.zeros(1, 5), [draw_spec(seq)], [position]) for position in (2, 3))
+        state = state_of(draw_spec(seq), vocab_size=5)
+        early, late = (adjusted(torch.zeros(1, 5), state, [position]) for position in (2, 3))
         assert early.isneginf().tolist() == [[False, True, False, False, True]] and late.isfinite().all()
 
     def test_counts_are_kept_as_tokens_are_drawn(self) -> None:
         params = SamplingParams(presence_penalty=1.0, frequency_penalty=0.25, repetition_penalty=2.0)
-        spec = draw_spec(sequence(params, [0], [2]))
-        counts = TokenCounts(spec, 5, CPU)
-        counts.note(torch.tensor([2]))
-        counts.note(torch.tensor([3]))
-        whole = draw_spec(sequence(params, [0], [2, 2, 3]))
-        logits = torch.randn(5)
-        assert torch.equal(counts.penalize(logits, spec), TokenCounts(whole, 5, CPU).penalize(logits, whole))
+        state = state_of(draw_spec(sequence(params, [0], [2])), vocab_size=5)
+        for position, token in enumerate((2, 3), 2):
+            note(state, 0, token, position)
+        logits = torch.randn(1, 5)
+        whole = penalized(logits, sequence(params, [0], [2, 2, 3]))
+        assert torch.equal(adjusted(logits, state, [4]), whole)

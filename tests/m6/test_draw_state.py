@@ -30,9 +30,9 @@ from folovllm.engine.plan import draw_spec
 from folovllm.request import Sequence
 from folovllm.sample.draw_state import DrawState, adjust, masks_of
 from folovllm.sample.logprobs import gather_logprobs
-from folovllm.sample.penalties import TokenCounts, apply_penalties, forbid_stop_tokens
-from folovllm.sample.rules import RowRules, apply_rules, bits_of
-from folovllm.sample.sampler import Sampler, SamplingBatch
+from folovllm.sample.masks import bits_of
+from folovllm.sample.rows import DrawRows
+from folovllm.sample.sampler import Sampler
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.draw import DrawSpec, about_to_end
 from tests.m6.specs import spec_of
@@ -89,23 +89,22 @@ class TestDrawState:
     ROWS = (5, 0, 7, 2, 1, 3, 4, 6, 9, 8, 10)
 
     def test_draws_as_from_the_sequences(self) -> None:
-        """The words on the device are the sampler's look at all tokens, as the answer grows."""
+        """The words as the answer grows are those of a row that is filled from all tokens anew, at each step."""
         seqs = sequences(EVERY_RULE, [])
         state, rows = state_for(seqs, list(self.ROWS)), int32(*self.ROWS)
         for step in range(12):
             logits = 3 * torch.randn(len(seqs), V, generator=torch.manual_seed(step))
             positions = torch.tensor([seq.num_tokens for seq in seqs], dtype=torch.int32)
-            specs = [draw_spec(seq) for seq in seqs]
-            counts = [TokenCounts(spec, V, CPU) if spec.has_penalties else None for spec in specs]
-            rules = [RowRules(spec, V, CPU) if spec.has_rules else None for spec in specs]
-            penalized = apply_penalties(apply_rules(logits, rules), specs, counts)
-            adjusted = forbid_stop_tokens(penalized, specs, positions.tolist())
-            assert torch.allclose(adjust(logits, state.fields[rows.long()], state.words, rows, positions), adjusted)
+            anew = DrawRows(len(seqs), V, CPU, Sampler())
+            anew.set({row: draw_spec(seq) for row, seq in enumerate(seqs)})
+            fresh = state_for(seqs, list(self.ROWS))
+            adjusted, expected = (
+                adjust(logits, one.fields[rows.long()], one.words, rows, positions) for one in (state, fresh)
+            )
+            assert torch.equal(adjusted, expected)
             tokens = state.draw(logits, rows, positions)
-            batch = SamplingBatch.from_specs(specs, positions.tolist(), CPU, counts)
-            batch.rules = rules
-            expected = Sampler().choose(logits, batch)
-            assert tokens.tolist() == expected.tolist()
+            drawn = anew.draw(logits, range(len(seqs)), positions.tolist())
+            assert tokens.tolist() == drawn.token_ids
             state.note(tokens, rows, positions)
             for seq, token in zip(seqs, tokens.tolist(), strict=True):
                 seq.append_token(token)

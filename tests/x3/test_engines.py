@@ -142,9 +142,28 @@ def test_a_step_draws_no_more_than_there_is_room_for(monkeypatch: pytest.MonkeyP
     engine.subscribe(told)
     pair.check(serve(engine, pair.requests))
     assert max(sum(s.num_draws for s in e.output.shares) for e in told if isinstance(e, StepEnded)) == 9
-    (share,) = dummy_shares([10], 16)
-    with pytest.raises(RuntimeError, match="a step draws 10 tokens, and there is room for 9"):
-        engine.executor.execute_model(SchedulerOutput((share._replace(num_draws=10),)))
+    (share,) = dummy_shares([16], 16)
+    with pytest.raises(RuntimeError, match="a step draws 16 tokens, and there is room for 15"):
+        engine.executor.execute_model(SchedulerOutput((share._replace(num_draws=16),)))
+
+
+@pytest.mark.parametrize("milestone", ["m5", "m6"])
+def test_requests_that_come_beside_as_many_guesses_as_there_can_be(
+    milestone: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each draws too, in the step that admits it: there is room for all of them."""
+    for place in (speculative_scheduler, extension):
+        monkeypatch.setattr(place, "most_draws", lambda max_num_seqs: 9)
+    pair = Pair.of(crowd(), milestone=milestone, max_num_seqs=6)
+    engine, told = pair.engine("right", k=5), Told()
+    engine.subscribe(told)
+    for i, request in enumerate(pair.requests[:6]):
+        engine.add_request(str(i), request.prompt, request.params)
+        for _ in range(4 * (i == 1)):
+            engine.step()
+    for _ in range(4):
+        engine.step()
+    assert max(sum(s.num_draws for s in e.output.shares) for e in told if isinstance(e, StepEnded)) > 9
 
 
 def test_a_proposer_knows_each_salt() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from folovllm.sample.rules import bits_of
+from folovllm.sample.masks import bits_of
 from tests.m6.devices import DEVICE
 
 pytest.importorskip("triton", reason="Triton is for Linux only")

@@ -1,0 +1,22 @@
+"""Masks on the device: a bit for each token says whether it may be drawn."""
+
+from __future__ import annotations
+
+import torch
+
+from folovllm.draw_row import BITS_OF
+
+
+def bits_of(masks: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Masks [n, ceil(V / 32)] int32 as [n, V] bool."""
+    bits = masks[:, :, None] >> torch.arange(BITS_OF, device=masks.device, dtype=torch.int32) & 1
+    return bits.flatten(1)[:, :vocab_size] != 0
+
+
+def without_masked(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+    """The logits [n, V] with -inf where the masks [n, ceil(V / 32)] int32 have no bit."""
+    if logits.is_cuda:
+        from folovllm.kernels.mask_logits import mask_logits
+
+        return mask_logits(logits, masks)
+    return logits.masked_fill(~bits_of(masks, logits.shape[1]), -torch.inf)
