@@ -49,7 +49,7 @@ def split(share: Share, rows: list[Logprobs] | None) -> tuple[list[Logprobs] | N
 
 
 class Aggregator:
-    """A reducer: takes in events in their order; `take` hands over what is new, and `stats` says how things stand."""
+    """Reduces events, in their order, to the deltas of each answer (`take`) and to the state of the engine (`stats`)."""
 
     def __init__(self, has_prefix_cache: bool) -> None:
         self._has_prefix_cache = has_prefix_cache
@@ -57,9 +57,7 @@ class Aggregator:
         self._deltas: list[Delta] = []
         self._queue_times: list[float] = []
         self._admitted: list[Served] = []  # for the first time, by the step that is about to begin
-        self._num_running = self._num_blocks = self._num_used = 0
-        self._num_preemptions = self._prefix_tokens = self._prefix_tokens_hit = 0
-        self._num_drafts = self._num_guessed = self._num_accepted = 0
+        self._stats = SchedulerStats()
         self._reducers: dict[type, Callable[[Any], None]] = {
             ev.Snapshot: self._snapshot,
             ev.RequestAdded: self._added,
@@ -90,23 +88,12 @@ class Aggregator:
     @property
     def stats(self) -> SchedulerStats:
         """How busy the engine is."""
-        return SchedulerStats(
-            num_waiting=len(self._served) - self._num_running,
-            num_running=self._num_running,
-            kv_blocks_used=self._num_used,
-            kv_blocks_total=self._num_blocks,
-            num_preemptions=self._num_preemptions,
-            prefix_tokens=self._prefix_tokens,
-            prefix_tokens_hit=self._prefix_tokens_hit,
-            num_drafts=self._num_drafts,
-            num_guessed=self._num_guessed,
-            num_accepted=self._num_accepted,
-        )
+        return replace(self._stats, num_waiting=len(self._served) - self._stats.num_running)
 
     def _snapshot(self, event: ev.Snapshot) -> None:
         """The engine was idle when it was subscribed to: nobody is served yet."""
-        self._num_blocks = event.num_blocks
-        self._num_used = sum(not block.is_free for block in event.blocks)
+        self._stats.kv_blocks_total = event.num_blocks
+        self._stats.kv_blocks_used = sum(not block.is_free for block in event.blocks)
 
     def _added(self, event: ev.RequestAdded) -> None:
         self._served[event.seq_id] = Served(
@@ -115,17 +102,17 @@ class Aggregator:
 
     def _let_in(self, event: ev.Admitted) -> None:
         answer = self._served[event.seq_id]
-        self._num_running += 1
+        self._stats.num_running += 1
         answer.is_running = True
         if answer.num_cached_tokens is None:
             answer.num_cached_tokens = event.num_cached_tokens
             self._admitted.append(answer)
-            self._prefix_tokens += answer.num_prompt_tokens * self._has_prefix_cache
-            self._prefix_tokens_hit += event.num_cached_tokens
+            self._stats.prefix_tokens += answer.num_prompt_tokens * self._has_prefix_cache
+            self._stats.prefix_tokens_hit += event.num_cached_tokens
 
     def _preempted(self, event: ev.Preempted) -> None:
-        self._num_preemptions += 1
-        self._num_running -= 1
+        self._stats.num_preemptions += 1
+        self._stats.num_running -= 1
         self._served[event.seq_id].is_running = False
 
     def _step_began(self, event: ev.StepBegan) -> None:
@@ -153,16 +140,16 @@ class Aggregator:
 
     def _gone(self, seq_id: int) -> Served:
         answer = self._served.pop(seq_id)
-        self._num_running -= answer.is_running
+        self._stats.num_running -= answer.is_running
         return answer
 
     def _checked(self, event: ev.GuessesChecked) -> None:
-        self._num_drafts += 1
-        self._num_guessed += event.num_guessed
-        self._num_accepted += event.num_accepted
+        self._stats.num_drafts += 1
+        self._stats.num_guessed += event.num_guessed
+        self._stats.num_accepted += event.num_accepted
 
     def _claimed(self, event: ev.BlockClaimed) -> None:
-        self._num_used += 1
+        self._stats.kv_blocks_used += 1
 
     def _freed(self, event: ev.BlockFreed) -> None:
-        self._num_used -= 1
+        self._stats.kv_blocks_used -= 1
