@@ -27,21 +27,21 @@ class Served:
 
 
 def deltas_of(step: ev.StepEnded, served: Mapping[int, Served]) -> list[Delta]:
-    """The tokens that a step drew, an answer at a time; `served` has the answers by their `seq_id`.
+    """The tokens that a step sampled, an answer at a time; `served` has the answers by their `seq_id`.
 
-    A share may draw nothing (its prompt is not done), and its sequence may have ended while the step was under way: there is
+    A share may sample nothing (its prompt is not done), and its sequence may have ended while the step was under way: there is
     no delta for such. Rows of log-probabilities are there for the shares that asked for them, those of the prompt first.
     """
     token_ids, logprobs = step.result.token_ids, step.result.logprobs
     return [
-        Delta(answer.number, answer.index, drawn, None, answer.num_cached_tokens or 0, *split(share, logprobs.get(i)))
-        for i, (share, drawn) in enumerate(zip(step.output.shares, token_ids, strict=True))
-        if (drawn or share.scores is not None) and (answer := served.get(share.seq_id)) is not None
+        Delta(answer.number, answer.index, sampled, None, answer.num_cached_tokens or 0, *split(share, logprobs.get(i)))
+        for i, (share, sampled) in enumerate(zip(step.output.shares, token_ids, strict=True))
+        if (sampled or share.scores is not None) and (answer := served.get(share.seq_id)) is not None
     ]
 
 
 def split(share: Share, rows: list[Logprobs] | None) -> tuple[list[Logprobs] | None, list[Logprobs] | None]:
-    """Rows of the tokens that were drawn, and of the prompt's tokens that were scored."""
+    """Rows of the tokens that were sampled, and of the prompt's tokens that were scored."""
     if rows is None or share.scores is None:
         return rows, None
     num_scores = len(share.scores.token_ids)
@@ -127,7 +127,7 @@ class Aggregator:
         """Add the end to the delta of the last tokens: a reader that got these first would take a stop token for text."""
         answer = self._gone(event.seq_id)
         of_it = (i for i, d in enumerate(self._deltas) if (d.number, d.index) == (answer.number, answer.index))
-        last = max(of_it)  # there is one: the step that ended it drew for it
+        last = max(of_it)  # there is one: the step that ended it sampled for it
         self._deltas[last] = replace(self._deltas[last], finish_reason=event.reason)
 
     def _given_up(self, event: ev.GivenUp) -> None:
