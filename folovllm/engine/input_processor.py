@@ -128,7 +128,7 @@ class InputProcessor:
                 raise ValueError(f"{name} must lie between 0 and {vocab_size - 1}, and {wrong[0]} does not")
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """The tokens of the bad words. Raises ValueError where they are too many, or nothing is left to draw."""
+        """The tokens of the bad words. Raises ValueError where they are too many, or nothing is left to sample."""
         runs = bad_word_tokens(self._tokenizer, params.bad_words) if params.bad_words else ()
         if params.allowed_token_ids is not None:
             never = {run[0] for run in runs if len(run) == 1}

@@ -40,7 +40,7 @@ class OutputProcessor:
         self.requests: dict[str, RequestState] = {}
 
     def keep_logprobs(self, seq: Sequence, scores: Scores | None, rows: list[Logprobs]) -> None:
-        """Take in the log-probabilities of a step: first those of the prompt's tokens, then those of drawn tokens."""
+        """Take in the log-probabilities of a step: first those of the prompt's tokens, then those of sampled tokens."""
         shown = [with_text(row, seq.detokenizer.spelling) for row in rows]
         num_scores = 0 if scores is None else len(scores.token_ids)
         seq.prompt_logprobs += shown[:num_scores]
@@ -215,7 +215,7 @@ def ended_by_token(seq: Sequence) -> bool:
 
 
 def chosen(row: dict[int, TokenLogprob]) -> TokenLogprob:
-    """The entry of the token that was drawn: it comes first."""
+    """The entry of the token that was sampled: it comes first."""
     return next(iter(row.values()))
 
 

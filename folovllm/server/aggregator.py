@@ -27,21 +27,21 @@ class Served:
 
 
 def deltas_of(step: ev.StepEnded, served: Mapping[int, Served]) -> list[Delta]:
-    """The tokens that a step drew, an answer at a time; `served` has the answers by their `seq_id`.
+    """The tokens that a step sampled, an answer at a time; `served` has the answers by their `seq_id`.
 
-    A share may draw nothing (its prompt is not done), and its sequence may have ended while the step was under way: there is
+    A share may sample nothing (its prompt is not done), and its sequence may have ended while the step was under way: there is
     no delta for such. Rows of log-probabilities are there for the shares that asked for them, those of the prompt first.
     """
     token_ids, logprobs = step.result.token_ids, step.result.logprobs
     return [
-        Delta(answer.number, answer.index, drawn, None, answer.num_cached_tokens or 0, *split(share, logprobs.get(i)))
-        for i, (share, drawn) in enumerate(zip(step.output.shares, token_ids, strict=True))
-        if (drawn or share.scores is not None) and (answer := served.get(share.seq_id)) is not None
+        Delta(answer.number, answer.index, sampled, None, answer.num_cached_tokens or 0, *split(share, logprobs.get(i)))
+        for i, (share, sampled) in enumerate(zip(step.output.shares, token_ids, strict=True))
+        if (sampled or share.scores is not None) and (answer := served.get(share.seq_id)) is not None
     ]
 
 
 def split(share: Share, rows: list[Logprobs] | None) -> tuple[list[Logprobs] | None, list[Logprobs] | None]:
-    """Rows of the tokens that were drawn, and of the prompt's tokens that were scored."""
+    """Rows of the tokens that were sampled, and of the prompt's tokens that were scored."""
     if rows is None or share.scores is None:
         return rows, None
     num_scores = len(share.scores.token_ids)
@@ -49,7 +49,7 @@ def split(share: Share, rows: list[Logprobs] | None) -> tuple[list[Logprobs] | N
 
 
 class Aggregator:
-    """A reducer: takes in events in their order; `take` hands over what is new, and `stats` says how things stand."""
+    """Reduces events, in their order, to the deltas of each answer (`take`) and to the state of the engine (`stats`)."""
 
     def __init__(self, has_prefix_cache: bool) -> None:
         self._has_prefix_cache = has_prefix_cache
@@ -57,9 +57,7 @@ class Aggregator:
         self._deltas: list[Delta] = []
         self._queue_times: list[float] = []
         self._admitted: list[Served] = []  # for the first time, by the step that is about to begin
-        self._num_running = self._num_blocks = self._num_used = 0
-        self._num_preemptions = self._prefix_tokens = self._prefix_tokens_hit = 0
-        self._num_drafts = self._num_guessed = self._num_accepted = 0
+        self._stats = SchedulerStats()
         self._reducers: dict[type, Callable[[Any], None]] = {
             ev.Snapshot: self._snapshot,
             ev.RequestAdded: self._added,
@@ -90,23 +88,12 @@ class Aggregator:
     @property
     def stats(self) -> SchedulerStats:
         """How busy the engine is."""
-        return SchedulerStats(
-            num_waiting=len(self._served) - self._num_running,
-            num_running=self._num_running,
-            kv_blocks_used=self._num_used,
-            kv_blocks_total=self._num_blocks,
-            num_preemptions=self._num_preemptions,
-            prefix_tokens=self._prefix_tokens,
-            prefix_tokens_hit=self._prefix_tokens_hit,
-            num_drafts=self._num_drafts,
-            num_guessed=self._num_guessed,
-            num_accepted=self._num_accepted,
-        )
+        return replace(self._stats, num_waiting=len(self._served) - self._stats.num_running)
 
     def _snapshot(self, event: ev.Snapshot) -> None:
         """The engine was idle when it was subscribed to: nobody is served yet."""
-        self._num_blocks = event.num_blocks
-        self._num_used = sum(not block.is_free for block in event.blocks)
+        self._stats.kv_blocks_total = event.num_blocks
+        self._stats.kv_blocks_used = sum(not block.is_free for block in event.blocks)
 
     def _added(self, event: ev.RequestAdded) -> None:
         self._served[event.seq_id] = Served(
@@ -115,17 +102,17 @@ class Aggregator:
 
     def _let_in(self, event: ev.Admitted) -> None:
         answer = self._served[event.seq_id]
-        self._num_running += 1
+        self._stats.num_running += 1
         answer.is_running = True
         if answer.num_cached_tokens is None:
             answer.num_cached_tokens = event.num_cached_tokens
             self._admitted.append(answer)
-            self._prefix_tokens += answer.num_prompt_tokens * self._has_prefix_cache
-            self._prefix_tokens_hit += event.num_cached_tokens
+            self._stats.prefix_tokens += answer.num_prompt_tokens * self._has_prefix_cache
+            self._stats.prefix_tokens_hit += event.num_cached_tokens
 
     def _preempted(self, event: ev.Preempted) -> None:
-        self._num_preemptions += 1
-        self._num_running -= 1
+        self._stats.num_preemptions += 1
+        self._stats.num_running -= 1
         self._served[event.seq_id].is_running = False
 
     def _step_began(self, event: ev.StepBegan) -> None:
@@ -140,7 +127,7 @@ class Aggregator:
         """Add the end to the delta of the last tokens: a reader that got these first would take a stop token for text."""
         answer = self._gone(event.seq_id)
         of_it = (i for i, d in enumerate(self._deltas) if (d.number, d.index) == (answer.number, answer.index))
-        last = max(of_it)  # there is one: the step that ended it drew for it
+        last = max(of_it)  # there is one: the step that ended it sampled for it
         self._deltas[last] = replace(self._deltas[last], finish_reason=event.reason)
 
     def _given_up(self, event: ev.GivenUp) -> None:
@@ -153,16 +140,16 @@ class Aggregator:
 
     def _gone(self, seq_id: int) -> Served:
         answer = self._served.pop(seq_id)
-        self._num_running -= answer.is_running
+        self._stats.num_running -= answer.is_running
         return answer
 
     def _checked(self, event: ev.GuessesChecked) -> None:
-        self._num_drafts += 1
-        self._num_guessed += event.num_guessed
-        self._num_accepted += event.num_accepted
+        self._stats.num_drafts += 1
+        self._stats.num_guessed += event.num_guessed
+        self._stats.num_accepted += event.num_accepted
 
     def _claimed(self, event: ev.BlockClaimed) -> None:
-        self._num_used += 1
+        self._stats.kv_blocks_used += 1
 
     def _freed(self, event: ev.BlockFreed) -> None:
-        self._num_used -= 1
+        self._stats.kv_blocks_used -= 1

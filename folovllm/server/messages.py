@@ -75,7 +75,7 @@ class Refused(msgspec.Struct, array_like=True, frozen=True):
     is_fault: bool = False  # of the server; else the request asks for what cannot be
 
 
-class SchedulerStats(msgspec.Struct, array_like=True, frozen=True):
+class SchedulerStats(msgspec.Struct, array_like=True):
     """The engine after a step; what is counted, is counted since its start."""
 
     num_waiting: int = 0

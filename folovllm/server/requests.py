@@ -39,7 +39,7 @@ COMPLETION_TOKENS = 16  # OpenAI's default; a chat's answer may fill the context
 
 
 def completion_params(request: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
-    """How a completion is drawn. `defaults` are the model's recommendations.
+    """How a completion is sampled. `defaults` are the model's recommendations.
 
     `echo` with `logprobs` takes the prompt's as well. A prompt alone (`wants_prompt_alone`) costs a token that nobody sees.
     """
@@ -57,7 +57,7 @@ def wants_prompt_alone(request: CompletionRequest) -> bool:
 
 
 def chat_params(request: ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
-    """How an answer in a conversation is drawn."""
+    """How an answer in a conversation is sampled."""
     most, other = request.max_completion_tokens, request.max_tokens
     if most is not None and other is not None and most != other:
         raise ApiError(400, "max_tokens and max_completion_tokens differ: give one of them", "max_completion_tokens")

@@ -78,7 +78,7 @@ class Stream(RequestState):
         self._collector, self._has_mail = collector, False
         self._on_close = on_close
         self.is_queued = True  # it counts as such: see `OpenRequests`
-        self.is_finished = False  # all is drawn, whether somebody took it or not
+        self.is_finished = False  # all is sampled, whether somebody took it or not
         self.is_over = False  # there is nothing more to take
         self._error: Exception | None = None
 
@@ -88,15 +88,15 @@ class Stream(RequestState):
         return self.metrics.first_token_time is not None
 
     def feed(self, delta: Delta, now: float) -> None:
-        """Take in what a step drew for the answer `self.seqs[delta.index]`.
+        """Take in what a step sampled for the answer `self.seqs[delta.index]`.
 
         With the first tokens of all (`has_begun`) `self.metrics` gets its `first_token_time`, and `prefix` of the first
         sequence becomes `CachedPrefix(num_hit_tokens=delta.num_cached_tokens)`. Rows of log-probabilities (`_with_text`) join
-        `seq.logprobs`, and those of the prompt (`delta.prompt_logprobs`) `prompt_logprobs` of the first sequence. Each token goes to the sequence (`append_token`) and to its `detokenizer` (`append`) and is counted
-        in `num_generated_tokens`. `check_stop_conditions(seq)` cuts the text at a stop string: ask it after each token where
-        the request has stop strings or the delta several tokens, and drop what was drawn after the end.
+        `seq.logprobs`, and those of the prompt (`delta.prompt_logprobs`) `prompt_logprobs` of the first sequence. Each token
+        goes to the sequence (`append_token`) and to its `detokenizer` (`append`) and is counted in `num_generated_tokens`.
+        `check_stop_conditions(seq)` cuts the text at a stop string: ask it after each token where the request has stop strings or the delta several tokens, and drop what was sampled after the end.
 
-        `newest` notes when. A `finish_reason` ends the answer (`_end`). The reader hears of it (`_tell`) if all is drawn, or if it
+        `newest` notes when. A `finish_reason` ends the answer (`_end`). The reader hears of it (`_tell`) if all is sampled, or if it
         wants outputs before that (`self.streams`). No text is made before it looks.
         """
         seq = self.seqs[delta.index]

@@ -137,8 +137,8 @@ class GrammarMatcher:
     def finish(self, words: Bitmask) -> bool:
         """From the mask of the grammar, if there is one, to that of all the request asks for, in place: [ceil(V / 32)].
 
-        Returns whether an answer of this grammar can still come. If not, `words` has the ends alone; and what is drawn with
-        them must not count: `give_up` is for the step that drew it, since tokens before it may be on their way.
+        Returns whether an answer of this grammar can still come. If not, `words` has the ends alone; and what is sampled with
+        them must not count: `give_up` is for the step that sampled it, since tokens before it may be on their way.
         """
         if self.is_over or self.is_broken:
             self._fill_ends(words)
@@ -169,7 +169,7 @@ class GrammarMatcher:
         return self._ends
 
     def accept_token(self, token_id: int) -> None:
-        """Take in a token that was drawn."""
+        """Take in a token that was sampled."""
         self._num_missing -= 1
         self._forced = self._forced[1:] or None if self._forced and self._forced[0] == token_id else None
         if self.is_over or self.is_broken:

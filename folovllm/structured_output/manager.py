@@ -53,16 +53,16 @@ class Compiled:
 
 
 class Place(NamedTuple):
-    """Where an answer is at one of its draws, or at several: there, and behind each of the draft tokens `ahead`."""
+    """Where an answer is at one of its sampled positions, or at several: there, and behind each of the draft tokens `ahead`."""
 
     seq: Sequence
-    level: int  # which of its draws
+    level: int  # which of its sampled positions
     matcher: GrammarMatcher
     line: int  # of its mask
     ahead: list[int]
 
     def finish(self, bits: Bitmask) -> int | None:
-        """Make its masks what the request asks for. Returns the first draw that nothing leads on from, if there is one."""
+        """Make its masks what the request asks for. Returns the first position that nothing leads on from, if there is one."""
         if self.ahead:
             broken = self.matcher.finish_ahead(bits[self.line : self.line + 1 + len(self.ahead)])
             return None if broken is None else self.level + broken
@@ -70,7 +70,7 @@ class Place(NamedTuple):
 
 
 def places_behind(seq: Sequence, matcher: GrammarMatcher, drafted: list[int], level: int, line: int) -> list[Place]:
-    """The places of an answer that is `level` of its draft tokens further, where `matcher` is; its first draw has that `line`."""
+    """The places of an answer that is `level` of its draft tokens further, where `matcher` is; its first mask has that `line`."""
     ahead = drafted[level:]
     if ahead and matcher.sees_ahead:
         return [Place(seq, level, matcher, line + level, ahead)]
@@ -125,13 +125,13 @@ class StructuredOutputManager(LogitsMask):
         return None if seq.request_id in self._faults.of else self._matchers.get(seq)
 
     def needs_mask(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> bool:
-        """Whether the step draws for any of these answers. `seqs`: whose its shares are."""
+        """Whether the step samples for any of these answers. `seqs`: whose its shares are."""
         if not self._matchers:
             return False
         return any(share.num_draws and seq in self._matchers for share, seq in zip(output.shares, seqs, strict=True))
 
     def bitmasks(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> Masks:
-        """What each of these answers may draw in the step, a mask for each draw. All tokens before are taken in.
+        """What each of these answers may go on with in the step, a mask for each sampled position. All tokens before are taken in.
 
         An answer that has ended meanwhile is sampled without a mask, and its token is dropped. So are tokens that are sampled
         behind a draft token that the grammar rejects, and those of an answer that cannot satisfy its grammar any more.
@@ -178,7 +178,7 @@ class StructuredOutputManager(LogitsMask):
     def trim(self, seq: Sequence, draft: list[int]) -> list[int]:
         """The draft tokens, from the first on, that the grammar of an answer allows; all of them where it has none.
 
-        What may be drawn beside and behind them is found out later, while the device computes (`bitmasks`).
+        What may be sampled beside and behind them is found out later, while the device computes (`bitmasks`).
         """
         matcher = self._matcher(seq)
         if matcher is not None:
@@ -204,7 +204,7 @@ class StructuredOutputManager(LogitsMask):
             logger.warning("%s", error)
 
     def accept_tokens(self, seqs: Iterable[Sequence], token_ids: Iterable[list[int]]) -> None:
-        """Take in what a step drew, share by share, and cut off what does not count. Where nothing counts, give up."""
+        """Take in what a step sampled, share by share, and cut off what does not count. Where nothing counts, give up."""
         if not self._matchers:
             return
         for seq, tokens in zip(seqs, token_ids, strict=True):
