@@ -33,7 +33,7 @@ MODELS = {
 KERNEL_VARIANTS = {
     "prefill": ((9, 0), "folovllm.hopper.prefill:VARIANT"),
     "grouped_linear": ((9, 0), "folovllm.hopper.grouped:VARIANT"),
-    "int4_matmul": ((9, 0), "folovllm.hopper.int4:VARIANT"),
+    "quant_matmul": ((9, 0), "folovllm.hopper.int4:VARIANT"),
 }
 
 

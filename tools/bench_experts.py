@@ -25,11 +25,10 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from folovllm.hopper import grouped as grouped_hopper
 from folovllm.moe.kernels import grouped_linear, moe_gemv
 from folovllm.moe.kernels.route import choose, combine
 from folovllm.quantization.kernels import grouped_quant
-from folovllm.quantization.kernels.quant_linear import Codes
+from folovllm.quantization.weight import QuantizedWeight
 
 TOKENS = (1, 2, 4, 16, 64, 256, 1024, 4096)
 LAYERS, ROUNDS = 6, 4
@@ -93,7 +92,7 @@ class Shape:
     asked: int
     format: str
 
-    def weights(self, part: str) -> torch.Tensor | Codes:
+    def weights(self, part: str) -> torch.Tensor | QuantizedWeight:
         """Of one layer; what is in them does not matter, but for the time that random numbers take."""
         rows, k = (2 * self.inner, self.hidden) if part == "gate_up" else (self.hidden, self.inner)
         rows *= self.experts
@@ -102,18 +101,23 @@ class Shape:
                 return torch.randn(self.experts, rows // self.experts, k, dtype=torch.bfloat16) / 50
             if self.format == "fp8":
                 codes = torch.randint(0, 120, (rows, k), dtype=torch.uint8).view(torch.float8_e4m3fn)
-                return Codes(codes, torch.rand(rows // 128, k // 128), 128, 128)
+                return QuantizedWeight(codes, torch.rand(rows // 128, k // 128), 128, 128)
             if self.format == "int8":
-                return Codes(torch.randint(-127, 128, (rows, k), dtype=torch.int8), torch.rand(rows, 1), 1, k)
+                return QuantizedWeight(torch.randint(-127, 128, (rows, k), dtype=torch.int8), torch.rand(rows, 1), 1, k)
             words = torch.randint(-(2**31), 2**31, (rows, k // 8), dtype=torch.int32)
-            return Codes(words, torch.rand(rows, k // 128, dtype=torch.float16), 1, 128)
+            return QuantizedWeight(words, torch.rand(rows, k // 128, dtype=torch.float16), 1, 128)
 
     def multiply(
-        self, part: str, weights: torch.Tensor | Codes, x: torch.Tensor, order: torch.Tensor, starts: torch.Tensor
+        self,
+        part: str,
+        weights: torch.Tensor | QuantizedWeight,
+        x: torch.Tensor,
+        order: torch.Tensor,
+        starts: torch.Tensor,
     ) -> torch.Tensor:
         """The product of all experts."""
         gated = part == "gate_up"
-        if isinstance(weights, Codes):
+        if isinstance(weights, QuantizedWeight):
             return grouped_quant.grouped_quant(x, weights, self.experts, order, starts, gated)
         return grouped_linear.grouped_linear(x, weights, order, starts, gated)
 
@@ -135,7 +139,7 @@ def using(tiles: Tiles) -> Iterator[None]:
     with (
         patch.object(grouped_quant, "tiles", lambda *_: coded),
         patch.object(grouped_linear, "tiles_for", lambda *_: tiles),
-        patch.object(grouped_hopper, "serves", lambda *_: False),
+        patch.object(grouped_linear, "kernel_variant", lambda *_: None),
         patch.object(moe_gemv, "serves", lambda *_: len(tiles) == 3),
         patch.object(moe_gemv, "tiling", lambda *_: tiles),
     ):
@@ -157,7 +161,7 @@ def compile_tiles(shape: Shape, part: str, tokens: int, tiles: Tiles) -> bool:
 class Work:
     """What a layer does for some tokens; each method takes the number of the layer."""
 
-    def __init__(self, shape: Shape, tokens: int, layers: dict[str, list[torch.Tensor | Codes]]) -> None:
+    def __init__(self, shape: Shape, tokens: int, layers: dict[str, list[torch.Tensor | QuantizedWeight]]) -> None:
         self.shape, self.layers = shape, layers
         draw = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
         self.x, self.logits = draw(tokens, shape.hidden), draw(tokens, shape.experts)
@@ -190,9 +194,9 @@ class Work:
         return F.linear(self.rows, weights[0][i]), F.linear(self.inner, weights[1][i])
 
 
-def bytes_of(weights: torch.Tensor | Codes) -> int:
+def bytes_of(weights: torch.Tensor | QuantizedWeight) -> int:
     """Of a layer's experts, scales included."""
-    tensors = [weights.weight, weights.scale] if isinstance(weights, Codes) else [weights]
+    tensors = [weights.weight, weights.scale] if isinstance(weights, QuantizedWeight) else [weights]
     return sum(tensor.nbytes for tensor in tensors)
 
 

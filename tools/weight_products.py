@@ -12,11 +12,10 @@ import torch.nn.functional as F
 
 from folovllm.hopper.int4 import int4_hopper
 from folovllm.kernels.small_linear import small_linear
-from folovllm.quantization.kernels import int4_matmul as four
-from folovllm.quantization.kernels import quant_matmul as eight
-from folovllm.quantization.kernels.few_codes import few_codes
-from folovllm.quantization.kernels.quant_linear import Codes, quant_linear
+from folovllm.quantization.kernels import quant_matmul
+from folovllm.quantization.kernels.quant_gemv import quant_gemv
 from folovllm.quantization.kernels.quantize_rows import fp8_matmul
+from folovllm.quantization.weight import QuantizedWeight
 
 GEOMETRIES = {"4B": (2560, 6144, 4096, 9728), "0.6B": (1024, 4096, 2048, 3072)}  # hidden, qkv, heads, MLP
 LARGER_THAN_L2 = 160 << 20  # bytes of weights to go through
@@ -39,7 +38,7 @@ class Job:
         names = (
             "BM",
             "BN",
-            "WORDS" if self.format.startswith("int4") else "BK",
+            "BK",
             "num_warps",
             "num_stages",
             "maxnreg",
@@ -64,18 +63,19 @@ def weight_of(format: str, outputs: int, inputs: int) -> object:
         words = torch.randint(-(2**31), 2**31 - 1, (outputs, inputs // 8), dtype=torch.int32, **cuda)
         scales = torch.full((outputs, inputs // 128), 0.005, dtype=torch.float16, **cuda)
         zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8, **cuda) if format == "int4 zeros" else None
-        return words, scales, zeros
+        return QuantizedWeight(words, scales, 1, 128, zeros)
     rows, columns = (128, 128) if format == "fp8 block" else (1, inputs)
     scale = torch.full((outputs // rows, inputs // columns), 0.0005, **cuda)
     codes = (torch.randn(outputs, inputs, **cuda) * 40).clamp_(-127, 127)
-    return Codes(codes.to(torch.int8 if format == "int8" else torch.float8_e4m3fn), scale, rows, columns)
+    return QuantizedWeight(codes.to(torch.int8 if format == "int8" else torch.float8_e4m3fn), scale, rows, columns)
 
 
 def bytes_of(weight: object) -> int:
     """What a product must read of it."""
-    if isinstance(weight, Codes):
-        return weight.weight.nbytes + weight.scale.nbytes
-    return sum(t.nbytes for t in (weight if isinstance(weight, tuple) else (weight,)) if t is not None)
+    if isinstance(weight, QuantizedWeight):
+        return sum(t.nbytes for t in (weight.weight, weight.scale, weight.zeros) if t is not None)
+    assert isinstance(weight, torch.Tensor)
+    return weight.nbytes
 
 
 @cache
@@ -95,16 +95,14 @@ def multiply(job: Job, name: str, weight: object, x: torch.Tensor, residual: tor
     fused = (normed, name == "gate_up", added)
     if job.format == "bf16":
         return small_linear(x, weight, *fused) if job.way == "few" else by_library(x, weight, added)
-    if isinstance(weight, Codes):
-        ways = {"few": partial(quant_linear, x, weight, *fused), "tiles": partial(eight.quant_matmul, x, weight, added),
-                "both": partial(both_fp8, x, weight, added)}  # fmt: skip
-        return ways[job.way]() if job.way in ways else by_library(x, eight.unpacked(weight, x.dtype), added)
+    assert isinstance(weight, QuantizedWeight)
     ways = {
-        "few": partial(few_codes, x, *weight, (1, 128), "int4", *fused),
-        "tiles": partial(four.int4_matmul, x, *weight, added),
-        "hopper": partial(int4_hopper, x, *weight, added),
+        "few": partial(quant_gemv, x, weight, *fused),
+        "tiles": partial(quant_matmul.quant_matmul, x, weight, added),
+        "hopper": partial(int4_hopper, x, weight.weight, weight.scale, weight.zeros, added),
+        "both": partial(both_fp8, x, weight, added),
     }
-    return ways[job.way]() if job.way in ways else by_library(x, four.unpacked(*weight, x.dtype), added)
+    return ways[job.way]() if job.way in ways else by_library(x, quant_matmul.unpacked(weight, x.dtype), added)
 
 
 def by_library(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
@@ -112,7 +110,7 @@ def by_library(x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | N
     return F.linear(x, weight) if residual is None else residual.addmm_(x, weight.t())
 
 
-def both_fp8(x: torch.Tensor, codes: Codes, residual: torch.Tensor | None) -> torch.Tensor:
+def both_fp8(x: torch.Tensor, codes: QuantizedWeight, residual: torch.Tensor | None) -> torch.Tensor:
     """The product of FP8 with FP8."""
     y = fp8_matmul(x, codes)
     return y if residual is None else residual.add_(y)
@@ -137,8 +135,7 @@ def step_of(job: Job, num_layers: int) -> Callable[[], None]:
 
 def with_tiles(job: Job) -> patch:
     """Within this, the job's tiles are the engine's."""
-    module, name = (four, "tiling") if job.format.startswith("int4") else (eight, "tiles")
-    return patch.object(module, name, (lambda *_: job.shape()) if job.tiles else getattr(module, name))
+    return patch.object(quant_matmul, "tiles", (lambda *_: job.shape()) if job.tiles else quant_matmul.tiles)
 
 
 def error_of(job: Job) -> float:
@@ -148,7 +145,6 @@ def error_of(job: Job) -> float:
     (layer,) = layers_of(job.geometry, job.format, 1)
     weight, (_, width) = layer["qkv"], shapes_of(job.geometry)["qkv"]
     x = torch.randn(job.tokens, width, dtype=torch.bfloat16, device="cuda")
-    exact = by_library(
-        x, eight.unpacked(weight, x.dtype) if isinstance(weight, Codes) else four.unpacked(*weight, x.dtype), None
-    )
+    assert isinstance(weight, QuantizedWeight)
+    exact = by_library(x, quant_matmul.unpacked(weight, x.dtype), None)
     return float((multiply(job, "qkv", weight, x, x) - exact).float().norm() / exact.float().norm())

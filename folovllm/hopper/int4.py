@@ -1,4 +1,4 @@
-"""`int4_hopper`: what `int4_matmul` computes, for 129 to 256 tokens on Hopper, which has matrix units of its own (wgmma).
+"""`int4_hopper`: what `quant_matmul` computes, for 129 to 256 tokens on Hopper, which has matrix units of its own (wgmma).
 
 All tokens meet a weight at once where they fit into the registers, so it is unpacked once, or twice. Two groups of four warps
 have 64 outputs each of a tile. Codes come straight to the registers from which the matrix units take the weights, and are
@@ -28,7 +28,7 @@ from folovllm.kernels.multiprocessors import num_sms
 from folovllm.kernels.split_sum import counters
 from folovllm.kernels.variants import KernelVariant
 
-MANY, MOST = 129, 256  # tokens: fewer are one tile of `int4_matmul`, and with more the library is as fast
+MANY, MOST = 129, 256  # tokens: fewer are one tile of `quant_matmul`, and with more the library is as fast
 
 GROUP = gl.constexpr(128)  # inputs that share a scale
 WIDE = gl.constexpr(64)  # inputs of a box
@@ -261,7 +261,7 @@ def int4_hopper(
     zeros: torch.Tensor | None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `int4_matmul`, where `serves` says so."""
+    """As `quant_matmul`, where `serves` says so."""
     num_tokens, width = x.shape
     rows, out = len(words), x.new_empty(num_tokens, len(words))
     tile, programs = tiling(num_tokens, rows, width, num_sms(x.device))

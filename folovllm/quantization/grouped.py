@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from folovllm.quantization import packing
 from folovllm.quantization.linear_method import on_gpu
+from folovllm.quantization.weight import QuantizedWeight
 
 
 @dataclass(slots=True)
@@ -84,37 +85,26 @@ class Grouped:
         return codes.mul_(scales[..., None]).add_(minimums[..., None]).flatten(1).to(dtype)
 
     def product(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """x W^T: [T, inputs] -> [T, outputs]; added to `residual`, which may be written over, where there is one.
-
-        On a GPU by a kernel that unpacks codes where it needs them; with so many tokens that the tensor cores are busy for
-        longer than unpacking takes, by the library. On Hopper there is a kernel for sizes between these.
-        """
+        """x W^T: [T, inputs] -> [T, outputs]; added to `residual`, which may be written over, where there is one."""
         if self.order is not None:
             x = x[:, self.order]
         if on_gpu(x):
-            return self.product_on_gpu(x, residual)
+            from folovllm.quantization.kernels.quant_matmul import multiply
+
+            return multiply(x, self.weight(), residual)
         y = F.linear(x, self.dequantized(x.dtype)) if self.library is None else self.library.product(x)
         return y if residual is None else residual.add_(y)
 
-    def product_on_gpu(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-        """As `product`, of an `x` that is as W's columns are."""
-        from folovllm.kernels.variants import kernel_variant
-        from folovllm.quantization.kernels.int4_matmul import MANY, int4_matmul, unpacked
-
+    def weight(self) -> QuantizedWeight:
+        """As kernels read it."""
         assert self.words is not None
-        if len(x) < MANY:
-            return int4_matmul(x, self.words, self.scales, self.zeros, residual)
-        variant = kernel_variant("int4_matmul", x.device)
-        if variant is not None and variant.serves(x, self.scales, self.zeros):
-            return variant.launch(x, self.words, self.scales, self.zeros, residual)
-        weight = unpacked(self.words, self.scales, self.zeros, x.dtype)
-        return F.linear(x, weight) if residual is None else residual.addmm_(x, weight.t())
+        return QuantizedWeight(self.words, self.scales, 1, self.group_size, self.zeros)
 
     def fuses(self, x: torch.Tensor) -> bool:
         """Whether one kernel can multiply these with all that comes before and after: few tokens, and inputs as they come."""
         if self.order is not None or not on_gpu(x):
             return False
-        from folovllm.quantization.kernels.int4_linear import FEW
+        from folovllm.quantization.kernels.quant_gemv import FEW
 
         return len(x) in FEW
 

@@ -19,7 +19,7 @@ from folovllm.require import is_whole
 
 if TYPE_CHECKING:
     from folovllm.layers.linear import LinearBase
-    from folovllm.quantization.kernels.quant_linear import Codes
+    from folovllm.quantization.weight import QuantizedWeight
 
 MULTIPLE = 32  # of inputs that a group has: what a thread of the kernel reads at once
 WHOLE = 128  # inputs that 16 words hold: of shorter groups, tensor cores would have numbers move between threads
@@ -137,13 +137,10 @@ class Int4(QuantizedWeights):
         w: torch.Tensor = layer.grouped.rows(rows_of(layer.output_sizes, parts)).dequantized(dtype)
         return w
 
-    def codes_of(self, layer: LinearBase) -> Codes:
-        """As `WeightFormat`."""
-        from folovllm.quantization.kernels.quant_linear import Codes
-
-        kept: Grouped = layer.grouped
-        assert kept.words is not None
-        return Codes(kept.words, kept.scales, 1, kept.group_size, kept.zeros)
+    def weight_of(self, layer: LinearBase) -> QuantizedWeight:
+        """As `QuantizedWeights`."""
+        weight: QuantizedWeight = layer.grouped.weight()
+        return weight
 
     def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """As `WeightFormat`."""
@@ -154,15 +151,13 @@ class Int4(QuantizedWeights):
         self, layer: LinearBase, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
     ) -> torch.Tensor:
         """As `WeightFormat`: on the tensor cores, where they are fast."""
-        from folovllm.quantization.kernels.few_codes import few_codes, serves
         from folovllm.quantization.kernels.int4_linear import int4_linear
+        from folovllm.quantization.kernels.quant_gemv import quant_gemv, serves
 
-        kept: Grouped = layer.grouped
-        assert kept.words is not None
-        if x.itemsize == 2 and kept.group_size % WHOLE == 0 and serves(x):
-            given = kept.words, kept.scales, kept.zeros, (1, kept.group_size), "int4"
-            return few_codes(x, *given, norm_eps, gated, residual, layer.columns)
-        return int4_linear(x, kept.words, kept.scales, kept.zeros, norm_eps, gated, residual, layer.columns)
+        w = self.weight_of(layer)
+        if x.itemsize == 2 and w.columns % WHOLE == 0 and serves(x):
+            return quant_gemv(x, w, norm_eps, gated, residual, layer.columns)
+        return int4_linear(x, w.weight, w.scale, w.zeros, norm_eps, gated, residual, layer.columns)
 
     def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
         """True for few tokens and no bias."""

@@ -12,7 +12,7 @@ from folovllm.layers.linear_method import WeightFormat
 
 if TYPE_CHECKING:
     from folovllm.layers.linear import LinearBase
-    from folovllm.quantization.kernels.quant_linear import Codes
+    from folovllm.quantization.weight import QuantizedWeight
 
 
 class QuantizedWeights(WeightFormat):
@@ -35,7 +35,7 @@ class QuantizedWeights(WeightFormat):
         layer.columns = scale.clone() if layer.columns is None else layer.columns * scale
 
     @abstractmethod
-    def codes_of(self, layer: LinearBase) -> Codes:
+    def weight_of(self, layer: LinearBase) -> QuantizedWeight:
         """What a kernel is told of the weights. Works after `check_stack`."""
 
     def grouped_product(
@@ -51,7 +51,7 @@ class QuantizedWeights(WeightFormat):
         """As `WeightFormat`."""
         from folovllm.quantization.kernels.grouped_quant import grouped_quant
 
-        return grouped_quant(x, self.codes_of(layer), num_experts, order, starts, gated, out)
+        return grouped_quant(x, self.weight_of(layer), num_experts, order, starts, gated, out)
 
     def folded(self, layer: LinearBase, x: torch.Tensor) -> torch.Tensor:
         """`x` times what was folded into the weights."""

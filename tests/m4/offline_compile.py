@@ -52,16 +52,14 @@ from folovllm.moe.kernels.grouped_linear import grouped_linear_kernel, tiles_for
 from folovllm.moe.kernels.moe_gemv import moe_gemv_kernel
 from folovllm.moe.kernels.moe_gemv import tiling as tiling_of_pairs
 from folovllm.moe.kernels.route import STEP, choose_kernel, combine_kernel, late_combine_kernel, order_kernel
-from folovllm.quantization.kernels.few_codes import few_codes_kernel
-from folovllm.quantization.kernels.few_codes import tile_of as tile_of_codes
 from folovllm.quantization.kernels.grouped_quant import grouped_quant_kernel
 from folovllm.quantization.kernels.grouped_quant import tiles as tiles_of_experts
 from folovllm.quantization.kernels.int4_linear import int4_linear_kernel
 from folovllm.quantization.kernels.int4_linear import tiling as tiling_4
-from folovllm.quantization.kernels.int4_matmul import int4_matmul_kernel, int4_unpack_kernel
-from folovllm.quantization.kernels.int4_matmul import tiling as tiling_4_many
-from folovllm.quantization.kernels.integer_codes import integer_codes_kernel, takes
-from folovllm.quantization.kernels.integer_codes import tile_of as tile_of_integers
+from folovllm.quantization.kernels.integer_gemv import integer_gemv_kernel, takes
+from folovllm.quantization.kernels.integer_gemv import tile_of as tile_of_integers
+from folovllm.quantization.kernels.quant_gemv import quant_gemv_kernel
+from folovllm.quantization.kernels.quant_gemv import tile_of as tile_of_gemv
 from folovllm.quantization.kernels.quant_matmul import quant_matmul_kernel, tiles, unpack_kernel
 from folovllm.quantization.kernels.quantize_rows import quantize_rows_kernel
 from folovllm.spec_decode.kernels.check import (
@@ -88,19 +86,18 @@ WINDOW = 1024  # of a layer that has one
 OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("early_decode_kernel", "sum_ptr"): "*fp32", ("check_kernel", "sum_ptr"): "*fp32", ("merge_checks_kernel", "sum_ptr"): "*fp32", ("scan_kernel", "weight_ptr"): "*fp32",
              ("finish_kernel", "weight_ptr"): "*fp32", ("finish_kernel", "token_ptr"): "*i32",
              ("small_linear_kernel", "x_ptr"): "*i32", ("small_linear_kernel", "weight_ptr"): "*i32",
-             ("few_codes_kernel", "scale_ptr"): "*fp32", ("integer_codes_kernel", "scale_ptr"): "*fp32", ("integer_codes_kernel", "zero_ptr"): "*u8",
+             ("quant_gemv_kernel", "scale_ptr"): "*fp32", ("integer_gemv_kernel", "scale_ptr"): "*fp32", ("integer_gemv_kernel", "zero_ptr"): "*u8",
              ("summed_linear_kernel", "x_ptr"): "*i32", ("summed_linear_kernel", "weight_ptr"): "*i32",
-             ("quant_matmul_kernel", "weight_ptr"): "*i8", ("quant_matmul_kernel", "scale_ptr"): "*fp32",
-             ("unpack_kernel", "weight_ptr"): "*i8", ("unpack_kernel", "scale_ptr"): "*fp32",
              ("moe_gemv_kernel", "x_ptr"): "*i32", ("moe_gemv_kernel", "weight_ptr"): "*i32",
              ("choose_kernel", "count_ptr"): "*i16", ("order_kernel", "count_ptr"): "*i16",
-             ("int4_linear_kernel", "scale_ptr"): "*fp16", ("int4_matmul_kernel", "scale_ptr"): "*fp16",
-             ("int4_unpack_kernel", "scale_ptr"): "*fp16", ("int4_hopper_kernel", "zero_ptr"): "*u8", ("int4_hopper_kernel", "part_ptr"): "*fp32", ("int4_matmul_kernel", "part_ptr"): "*fp32",
+             ("int4_linear_kernel", "scale_ptr"): "*fp16",
+             ("int4_hopper_kernel", "zero_ptr"): "*u8", ("int4_hopper_kernel", "part_ptr"): "*fp32",
              ("quant_matmul_kernel", "part_ptr"): "*fp32", ("quantize_rows_kernel", "code_ptr"): "*fp8e4nv",
              ("quantize_rows_kernel", "scale_ptr"): "*fp32"}  # fmt: skip
 
 
-WEIGHTS = {"code_ptr": "codes", "scale_ptr": "scales"}
+WEIGHTS = {"code_ptr": "codes", "weight_ptr": "codes", "scale_ptr": "scales"}
+IN_8_BITS = {"codes": "i8", "scales": "fp32", "zero_ptr": None}
 CACHES = {("decode_kernel", "k_ptr"), ("decode_kernel", "v_ptr"), ("check_kernel", "k_ptr"), ("check_kernel", "v_ptr"), ("prefill_kernel", "k_ptr"), ("prefill_kernel", "v_ptr"),
           ("qk_norm_rope_store_kernel", "k_cache_ptr"), ("qk_norm_rope_store_kernel", "v_cache_ptr")}  # fmt: skip
 
@@ -137,7 +134,8 @@ def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_war
     dtype = constants.pop("dtype", dtype)
     cache, most = constants.pop("cache", dtype), constants.pop("maxnreg", None)
     tokens = constants.pop("tokens", None)
-    weights = {name: constants.pop(kind) for name, kind in WEIGHTS.items() if kind in constants}
+    weights = {name: constants[kind] for name, kind in WEIGHTS.items() if kind in constants}
+    constants = {name: value for name, value in constants.items() if name not in WEIGHTS.values()}
     for index, parameter in enumerate(kernel.params):
         name = parameter.name
         if name in constants:
@@ -325,21 +323,21 @@ def kernels_of_x2(capability: int, head_dim: int, block_size: int):
         ]
         some += [(32, "int8"), (64, fp8), (256, fp8), (256, "int8")]
     for tokens, width, gated, kind in few if capability >= 80 else ():
-        yield few_codes_of(tokens, 9728 if gated else 2560, width, gated, kind, pdl)
+        yield quant_gemv_of(tokens, 9728 if gated else 2560, width, gated, kind, pdl)
     for tokens, kind in some:
         group = {"GROUP_ROWS": 1, "GROUP": 9728} if kind == "int8" else {"GROUP_ROWS": 128, "GROUP": 128}
-        shape = tiles(tokens, 1 << 30 if kind == "int8" else 128, 2, capability)
+        shape = tiles(tokens, 9728, group["GROUP"], kind, 2, capability)
         split = {"SPLIT": shape.pop("programs") > 0}
         num_warps, num_stages = shape.pop("num_warps"), shape.pop("num_stages")
         yield (
             quant_matmul_kernel,
-            {"OUTPUTS": 2560, "K": 9728, **group, **split, "KIND": kind, "RESIDUAL": True, **shape},
+            {"OUTPUTS": 2560, "K": 9728, **group, **split, "KIND": kind, "RESIDUAL": True, **shape, **IN_8_BITS},
             num_warps,
             num_stages,
         )
     if capability == 86:  # little shared memory, and floats of 32 bits, which one may ask for
         for tokens in (16, 64):
-            shape = tiles(tokens, 1 << 30, 4, capability)
+            shape = tiles(tokens, 9728, 9728, "int8", 4, capability)
             num_warps, num_stages = shape.pop("num_warps"), shape.pop("num_stages")
             group = {
                 "GROUP_ROWS": 1,
@@ -350,28 +348,28 @@ def kernels_of_x2(capability: int, head_dim: int, block_size: int):
             }
             yield (
                 quant_matmul_kernel,
-                {"OUTPUTS": 2560, "K": 9728, **group, "RESIDUAL": True, **shape},
+                {"OUTPUTS": 2560, "K": 9728, **group, "RESIDUAL": True, **shape, **IN_8_BITS},
                 num_warps,
                 num_stages,
             )
-    yield unpack_kernel, {"K": 2560, "GROUP_ROWS": 128, "GROUP": 128, "KIND": fp8, "BLOCK": 2048}, 4, 3
+    yield unpack_kernel, {"K": 2560, "GROUP_ROWS": 128, "GROUP": 128, "KIND": fp8, "BLOCK": 2048, **IN_8_BITS}, 4, 3
     if capability >= 89:
         for group in (9728, 128):
             yield quantize_rows_kernel, {"K": 9728, "GROUP": group, "WIDTH": 16384}, 8, 3
     yield from kernels_of_int4(capability)
 
 
-def few_codes_of(tokens, outputs, width, gated, kind, options):
+def quant_gemv_of(tokens, outputs, width, gated, kind, options):
     """The product of few tokens with codes in Qwen3-4B's layers: with a norm and gate, or with a residual."""
     rows, columns = (1, width) if kind == "int8" else (1, 128) if kind == "int4" else (128, 128)
     ahead = {"NORM": gated, "GATED": gated, "RESIDUAL": not gated} | ({} if gated else {"columns_ptr": None})
     group = {"GROUP_ROWS": rows, "GROUP": columns, "KIND": kind, "zero_ptr": None}
     if takes(torch.empty(tokens, width, dtype=torch.bfloat16, device="meta"), (rows, columns), kind):
         tile = tile_of_integers(outputs * (1 + gated), width, kind, num_sms=132)
-        return integer_codes_kernel, {"K": width, **group, **ahead, **tile, **options}, tile["SPLITS"], 3
+        return integer_gemv_kernel, {"K": width, **group, **ahead, **tile, **options}, tile["SPLITS"], 3
     row_bytes, group_bytes = width // 2 if kind == "int4" else width, 64 if kind.startswith("int") else columns
-    tile = tile_of_codes(tokens, outputs * (1 + gated), row_bytes, group_bytes, kind == "fp8" and tokens == 1)
-    return few_codes_kernel, {"K": width, **group, **ahead, "M": tokens, **tile, **options}, tile["SPLITS"], 3
+    tile = tile_of_gemv(tokens, outputs * (1 + gated), row_bytes, group_bytes, kind == "fp8" and tokens == 1)
+    return quant_gemv_kernel, {"K": width, **group, **ahead, "M": tokens, **tile, **options}, tile["SPLITS"], 3
 
 
 def kernels_of_int4(capability: int):
@@ -390,24 +388,35 @@ def kernels_of_int4(capability: int):
     few += [(1, 2560, 4096, False, 128)]
     for tokens, outputs, width, gated, _ in few if capability >= 80 else ():
         options = {"PDL": capability >= 90, "scales": "fp16"}
-        kernel, constants, *launch = few_codes_of(tokens, outputs, width, gated, "int4", options)
+        kernel, constants, *launch = quant_gemv_of(tokens, outputs, width, gated, "int4", options)
         yield kernel, constants, *launch
         if width == 4096:  # with zeros, too
             yield kernel, {name: value for name, value in constants.items() if name != "zero_ptr"}, *launch
+    in_words = {"KIND": "int4", "codes": "i32", "scales": "fp16"}
     some = [(*one, 2) for one in some] + [(256, 128, 4), (128, 512, 2)] * (capability == 86)
     for tokens, group, itemsize in some:
-        shape = tiling_4_many(tokens, group, itemsize)
+        shape = tiles(tokens, 2560, group, "int4", itemsize, capability)
         split = {"SPLIT": shape.pop("programs") > 0}
         num_warps, num_stages = shape.pop("num_warps"), shape.pop("num_stages")
         none = {} if group == 32 else {"zero_ptr": None}
         none |= {"dtype": "fp32"} if itemsize == 4 else {}
         yield (
-            int4_matmul_kernel,
-            {"OUTPUTS": 9728, "K": 2560, "GROUP": group, "RESIDUAL": True, **split, **shape, **none},
+            quant_matmul_kernel,
+            {
+                "OUTPUTS": 9728,
+                "K": 2560,
+                "GROUP_ROWS": 1,
+                "GROUP": group,
+                "RESIDUAL": True,
+                **split,
+                **shape,
+                **none,
+                **in_words,
+            },
             num_warps,
             num_stages,
         )
-    yield int4_unpack_kernel, {"K": 2560, "GROUP": 128, "WORDS": 512}, 4, 3
+    yield unpack_kernel, {"K": 2560, "GROUP_ROWS": 1, "GROUP": 128, "BLOCK": 512, **in_words}, 4, 3
     for tokens, zeros in ((256, False), (256, True), (128, False), (128, True)) if capability == 90 else ():
         none = {} if zeros else {"zero_ptr": None}
         yield (int4_hopper_kernel, {"OUTPUTS": 19456, "K": 2560, "RESIDUAL": zeros, "TWO": tokens == 256, "tokens": tokens,

@@ -19,7 +19,7 @@ ON_HOPPER_ALONE = {
     "x4": {"grouped_hopper_kernel"},
 }
 FROM_AMPERE_ON = {"x3"}
-ON_AMPERE_ALONE = {"x2": {"few_codes_kernel", "integer_codes_kernel"}}  # and later
+ON_AMPERE_ALONE = {"x2": {"quant_gemv_kernel", "integer_gemv_kernel"}}  # and later
 WITH_FP8_ALONE = {"x2": {"quantize_rows_kernel"}}  # compute capability 8.9
 # The most registers of a thread, and bytes of stack, where what does not fit into registers goes: what Triton 3.6 and 3.7
 # make of a kernel on sm_80 and sm_90, and a little more. A stack is memory, and slow.
@@ -35,8 +35,8 @@ MOST = {
     "check_kernel": (255, 0), "merge_checks_kernel": (96, 0), "list_checks_kernel": (48, 0), "plan_checks_kernel": (40, 0),
     "mask_logits_kernel": (40, 0),
     "small_linear_kernel": (255, 0), "summed_linear_kernel": (255, 0), "prefill_hopper_kernel": (168, 0),
-    "few_codes_kernel": (176, 0), "integer_codes_kernel": (176, 112), "quant_matmul_kernel": (200, 0), "unpack_kernel": (48, 0),
-    "int4_linear_kernel": (255, 0), "int4_matmul_kernel": (255, 0), "int4_unpack_kernel": (64, 0), "int4_hopper_kernel": (168, 16), "quantize_rows_kernel": (72, 0),
+    "quant_gemv_kernel": (176, 0), "integer_gemv_kernel": (176, 112), "quant_matmul_kernel": (255, 0), "unpack_kernel": (64, 0),
+    "int4_linear_kernel": (255, 0), "int4_hopper_kernel": (168, 16), "quantize_rows_kernel": (72, 0),
 }  # fmt: skip
 STACK_OF_WIDE_HEADS = 64  # of the attention kernels where D is 256
 
@@ -89,7 +89,7 @@ def check(capability: int, milestone: str, rows: list[dict]) -> None:
         "moe_gemv_kernel",
         "small_linear_kernel",
         "summed_linear_kernel",
-        "few_codes_kernel",
+        "quant_gemv_kernel",
         "int4_linear_kernel",
     )
     spilled = [row for row in rows if row["stack"] and row["kernel"] in in_flight]
@@ -97,7 +97,7 @@ def check(capability: int, milestone: str, rows: list[dict]) -> None:
     moved = [
         row
         for row in rows
-        if row["kernel"] in ("few_codes_kernel", "integer_codes_kernel") and row["shared"] > row["warps"] // 2 * 1024
+        if row["kernel"] in ("quant_gemv_kernel", "integer_gemv_kernel") and row["shared"] > row["warps"] // 2 * 1024
     ]
     assert not moved, f"through shared memory go the sums of several warps, and no number else {where}"
     for row in rows if capability in (80, 90) else ():

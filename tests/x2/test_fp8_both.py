@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from folovllm.layers.linear import LinearBase
-from folovllm.quantization.fp8 import Fp8Both, rounded
+from folovllm.quantization.scaled import Fp8Both, rounded
 from tests.contract import DEVICE
 from tests.helpers import tiny_checkpoint
 from tests.workloads import make_engine
@@ -40,8 +40,8 @@ def test_what_a_token_becomes_depends_on_that_token_alone() -> None:
 @pytest.mark.parametrize("columns", [False, True])
 def test_kernel_rounds_alike(group: int | None, columns: bool) -> None:
     pytest.importorskip("triton", reason="Triton is for Linux only")
-    from folovllm.quantization.kernels.quant_linear import has_fp8
     from folovllm.quantization.kernels.quantize_rows import quantize_rows
+    from folovllm.quantization.weight import has_fp8
 
     if not has_fp8(torch.device(DEVICE)):
         pytest.skip("this card has no numbers of FP8")
@@ -61,14 +61,14 @@ def test_kernel_rounds_alike(group: int | None, columns: bool) -> None:
 @pytest.mark.parametrize("tokens", [1, 5, 16, 300])
 def test_product_on_a_gpu(blocks: bool, tokens: int) -> None:
     """By the library, in bfloat16, for any number of tokens."""
-    from folovllm.quantization.kernels.quant_linear import Codes
     from folovllm.quantization.kernels.quantize_rows import fp8_matmul, serves
+    from folovllm.quantization.weight import QuantizedWeight
 
     generator = torch.Generator().manual_seed(2)
     weight = (torch.randn(256, 1024, generator=generator) * 64).clamp_(-400, 400).to(E4M3)
     rows, columns = (128, 128) if blocks else (1, 1024)
     scale = torch.rand(256 // rows, 1024 // columns, generator=generator) / 1000
-    codes = Codes(weight.to(DEVICE), scale.to(DEVICE), rows, columns)
+    codes = QuantizedWeight(weight.to(DEVICE), scale.to(DEVICE), rows, columns)
     if not serves(codes):
         pytest.skip("this card does not multiply these")
     x = torch.randn(tokens, 1024, generator=generator).bfloat16().to(DEVICE)

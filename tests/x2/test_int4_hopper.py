@@ -16,9 +16,9 @@ from folovllm.hopper import even_shares
 from folovllm.hopper.int4 import MOST, int4_hopper, serves, tiling
 from folovllm.kernels.split_sum import MOST_TILES
 from folovllm.quantization.grouped import Grouped
-from folovllm.quantization.kernels.int4_matmul import MANY, unpacked
+from folovllm.quantization.kernels.quant_matmul import MANY, unpacked
 from folovllm.worker.warm_up import small_steps
-from tests.x2.test_int4_kernels import Kept, made_up
+from tests.x2.test_int4_kernels import Kept, made_up, weight_of
 
 GROUP = 128
 ON_HOPPER = [
@@ -127,7 +127,7 @@ class TestOnHopper:
         (words, scales, kept), _ = made_up(300, 256, GROUP, zeros)
         grouped = words, scales.to(dtype), kept
         x = torch.eye(256, dtype=torch.bfloat16, device="cuda")
-        assert torch.equal(multiplied(x, grouped), unpacked(*grouped, torch.bfloat16).t())
+        assert torch.equal(multiplied(x, grouped), unpacked(weight_of(*grouped), torch.bfloat16).t())
 
     def test_a_token_does_not_depend_on_others(self) -> None:
         """The same bits beside others and beside none that are numbers; what is behind the last token is not read."""

@@ -13,9 +13,10 @@ from tests.contract import DEVICE
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from folovllm.quantization.kernels.few_codes import few_codes
 from folovllm.quantization.kernels.int4_linear import int4_linear
-from folovllm.quantization.kernels.int4_matmul import int4_matmul, unpacked
+from folovllm.quantization.kernels.quant_gemv import quant_gemv
+from folovllm.quantization.kernels.quant_matmul import quant_matmul, unpacked
+from folovllm.quantization.weight import QuantizedWeight
 
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -75,11 +76,12 @@ def test_few_tokens_on_tensor_cores(
     check_few(on_tensor_cores, dtype, tokens, outputs, inputs, group, zeros)
 
 
+def weight_of(words: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> QuantizedWeight:
+    return QuantizedWeight(words, scales, 1, 8 * words.shape[1] // scales.shape[1], zeros)
+
+
 def on_tensor_cores(x: torch.Tensor, *kept: torch.Tensor | None, **more: object) -> torch.Tensor:
-    words, scales, zeros = kept
-    assert words is not None and scales is not None
-    block = (1, x.shape[1] // scales.shape[1])
-    return few_codes(x, words, scales, zeros, block, "int4", **more)  # type: ignore[arg-type]
+    return quant_gemv(x, weight_of(*kept), **more)  # type: ignore[arg-type]
 
 
 def check_few(
@@ -109,12 +111,12 @@ def test_some_tokens(dtype: torch.dtype, tokens: int, outputs: int, inputs: int,
     kept, weight = made_up(outputs, inputs, group, zeros)
     x = inputs_of(tokens, inputs, dtype)
     exact = x.double().cpu() @ weight.t()
-    close(int4_matmul(x, *kept), exact)
+    close(quant_matmul(x, weight_of(*kept)), exact)
     residual = torch.randn(tokens, outputs, generator=torch.Generator().manual_seed(1)).to(dtype).to(DEVICE)
-    close(int4_matmul(x, *kept, residual), exact + residual.double().cpu())
+    close(quant_matmul(x, weight_of(*kept), residual), exact + residual.double().cpu())
 
 
 @pytest.mark.parametrize("zeros", ["none", "codes", "minimums"])
 def test_unpacked(zeros: str) -> None:
     kept, weight = made_up(3, 96, 32, zeros)
-    close(unpacked(*kept, torch.float32), weight)
+    close(unpacked(weight_of(*kept), torch.float32), weight)

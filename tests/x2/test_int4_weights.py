@@ -126,12 +126,12 @@ def test_the_fused_layers_of_m6_over_kernels(tmp_path: Path, monkeypatch: pytest
     """Norms fold, for products take their weights along; few tokens, some and many have a kernel each."""
     pytest.importorskip("triton", reason="Triton is for Linux only")
     from folovllm.models.fused_layer import few_token_layers
-    from folovllm.quantization.kernels import int4_linear, int4_matmul
+    from folovllm.quantization.kernels import int4_linear, quant_matmul
 
     monkeypatch.setattr(grouped, "on_gpu", lambda x: True)
-    monkeypatch.setattr(int4_matmul, "MANY", 5)
+    monkeypatch.setattr(quant_matmul, "MANY", 5)
     used: list[str] = []
-    for module, name in ((int4_linear, "int4_linear"), (int4_matmul, "int4_matmul"), (int4_matmul, "unpacked")):
+    for module, name in ((int4_linear, "int4_linear"), (quant_matmul, "quant_matmul"), (quant_matmul, "unpacked")):
         kernel = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *given, k=kernel, n=name: used.append(n) or k(*given))
     source = tiny_checkpoint(
@@ -147,7 +147,7 @@ def test_the_fused_layers_of_m6_over_kernels(tmp_path: Path, monkeypatch: pytest
         for seq, logits in ours.step(pieces).items():
             assert_logits_equal(logits, expected[seq])
         tokens = sum(map(len, pieces.values()))
-        assert set(used) == {"int4_linear" if tokens <= 2 else "int4_matmul" if tokens < 5 else "unpacked"}
+        assert set(used) == {"int4_linear" if tokens <= 2 else "quant_matmul" if tokens < 5 else "unpacked"}
 
 
 @pytest.fixture(scope="module")

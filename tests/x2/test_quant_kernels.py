@@ -13,11 +13,11 @@ pytest.importorskip("triton", reason="Triton is for Linux only")
 import triton
 import triton.language as tl
 
-from folovllm.quantization.kernels import few_codes
-from folovllm.quantization.kernels import quant_linear as few
+from folovllm.quantization.kernels import integer_gemv
+from folovllm.quantization.kernels import quant_gemv as few
 from folovllm.quantization.kernels import quant_matmul as many
-from folovllm.quantization.kernels.code_tiles import as_halves
-from folovllm.quantization.kernels.quant_linear import Codes
+from folovllm.quantization.kernels.gemv_tiles import as_halves
+from folovllm.quantization.weight import QuantizedWeight, has_fp8
 
 E4M3 = torch.float8_e4m3fn
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -25,7 +25,9 @@ ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 KINDS = ["int8", "fp8", "fp8_bits"]
 
 
-def made_up(kind: str, outputs: int, inputs: int, block: tuple[int, int] | None) -> tuple[Codes, torch.Tensor]:
+def made_up(
+    kind: str, outputs: int, inputs: int, block: tuple[int, int] | None
+) -> tuple[QuantizedWeight, torch.Tensor]:
     """Codes, all of them somewhere, and W in double precision."""
     generator = torch.Generator().manual_seed(inputs)
     codes = torch.randint(0, 256, (outputs, inputs), dtype=torch.uint8, generator=generator)
@@ -34,15 +36,15 @@ def made_up(kind: str, outputs: int, inputs: int, block: tuple[int, int] | None)
     shape = -(-outputs // rows), -(-inputs // columns)
     scale = (torch.rand(shape, generator=generator) + 0.1) / (100 if kind == "int8" else 200)
     wide = scale.repeat_interleave(rows, 0)[:outputs].repeat_interleave(columns, 1)[:, :inputs]
-    return Codes(codes.to(DEVICE), scale.to(DEVICE), rows, columns), codes.double() * wide.double()
+    return QuantizedWeight(codes.to(DEVICE), scale.to(DEVICE), rows, columns), codes.double() * wide.double()
 
 
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "fp8" and not few.has_fp8(torch.device(DEVICE)):
+    if request.param == "fp8" and not has_fp8(torch.device(DEVICE)):
         pytest.skip("this card has no numbers of FP8")
-    monkeypatch.setattr(few, "kind_of", lambda weight: request.param)
-    monkeypatch.setattr(many, "kind_of", lambda weight: request.param)
+    for module in (few, integer_gemv, many):
+        monkeypatch.setattr(module, "kind_of", lambda weight: request.param)
     return request.param
 
 
@@ -62,36 +64,36 @@ def test_few_tokens(kind: str, dtype: torch.dtype, tokens: int, outputs: int, in
     wide = torch.randn(tokens, inputs + 16, generator=generator).to(dtype)
     x, columns = wide[:, :inputs], torch.rand(inputs, generator=generator).to(dtype)
     on = x.to(DEVICE) if DEVICE != "cpu" else x
-    close(few.quant_linear(on, codes), x.double() @ weight.T)
+    close(few.quant_gemv(on, codes), x.double() @ weight.T)
     residual = torch.randn(tokens, outputs, generator=generator).to(dtype)
     normed = F.rms_norm(x.double(), (inputs,), eps=1e-5) * columns.double()
-    actual = few.quant_linear(on, codes, 1e-5, residual=residual.to(DEVICE), columns=columns.to(DEVICE))
+    actual = few.quant_gemv(on, codes, 1e-5, residual=residual.to(DEVICE), columns=columns.to(DEVICE))
     close(actual, normed @ weight.T + residual.double())
     if outputs % 2 == 0:
         gate, up = (normed @ weight.T).chunk(2, 1)
-        close(few.quant_linear(on, codes, 1e-5, gated=True, columns=columns.to(DEVICE)), F.silu(gate) * up)
+        close(few.quant_gemv(on, codes, 1e-5, gated=True, columns=columns.to(DEVICE)), F.silu(gate) * up)
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("block", [None, (2, 64)])
 def test_one_token_of_several_groups(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block: object) -> None:
     """In float16 `x` is divided by its largest, so it may have any size; the last program has more groups than rows."""
-    if not few.has_fp8(torch.device(DEVICE)):
+    if not has_fp8(torch.device(DEVICE)):
         pytest.skip("this card has no numbers of FP8")
-    monkeypatch.setattr(few_codes, "PROGRAMS", 1)
+    monkeypatch.setattr(few, "PROGRAMS", 1)
     codes, weight = made_up("fp8", 10, 2624, block)
     x = torch.randn(1, 2624, generator=torch.Generator().manual_seed(0))
     x[0, 1600:] *= 1e6 if dtype == torch.bfloat16 else 1000  # a float16 ends at 65,504
-    close(few.quant_linear(x.to(DEVICE, dtype), codes), x.to(dtype).double() @ weight.T)
+    close(few.quant_gemv(x.to(DEVICE, dtype), codes), x.to(dtype).double() @ weight.T)
     zero = torch.zeros(1, 2624, dtype=dtype, device=DEVICE)
-    assert not few.quant_linear(zero, codes).any()
+    assert not few.quant_gemv(zero, codes).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 @pytest.mark.parametrize("values", [(torch.inf,), (-torch.inf,), (torch.nan,), (torch.inf, torch.nan)])
 def test_one_token_that_is_not_finite(dtype: torch.dtype, values: tuple[float, ...]) -> None:
     """Inf makes Inf, but NaN where it meets zero or another sign; NaN makes NaN."""
-    if not few.has_fp8(torch.device(DEVICE)):
+    if not has_fp8(torch.device(DEVICE)):
         pytest.skip("this card has no numbers of FP8")
     codes, weight = made_up("fp8", 10, 2608, None)
     codes.weight.view(torch.uint8)[3, 7] = 0
@@ -102,7 +104,7 @@ def test_one_token_that_is_not_finite(dtype: torch.dtype, values: tuple[float, .
     expected = x.double() @ weight.T
     assert expected[0, 3].isnan() and not expected.isfinite().any()
     torch.testing.assert_close(
-        few.quant_linear(x.to(DEVICE), codes).double().cpu(), expected, rtol=0, atol=0, equal_nan=True
+        few.quant_gemv(x.to(DEVICE), codes).double().cpu(), expected, rtol=0, atol=0, equal_nan=True
     )
 
 

@@ -18,9 +18,7 @@ from folovllm.models.loader import load_model
 from folovllm.models.shapes import linear_bytes, linear_shapes
 from folovllm.quantization import scaled
 from folovllm.quantization.config import formats_of
-from folovllm.quantization.fp8 import Fp8
-from folovllm.quantization.int8 import Int8
-from folovllm.quantization.scaled import Scaled
+from folovllm.quantization.scaled import Fp8, Int8, Scaled
 from folovllm.setup import EngineSetup
 from folovllm.worker.native_model import load_native_model
 from tests.contract import DEVICE
@@ -233,12 +231,12 @@ def test_the_fused_layers_of_m6_over_kernels(kind: str, tmp_path: Path, monkeypa
     """Norms fold, for products take their weights along; few tokens, some and many have a kernel each."""
     pytest.importorskip("triton", reason="Triton is for Linux only")
     from folovllm.models.fused_layer import few_token_layers
-    from folovllm.quantization.kernels import quant_linear, quant_matmul
+    from folovllm.quantization.kernels import quant_gemv, quant_matmul
 
     monkeypatch.setattr(scaled, "on_gpu", lambda x: True)
     monkeypatch.setattr(quant_matmul, "MANY", 6)
     used: list[str] = []
-    for module, name in ((quant_linear, "quant_linear"), (quant_matmul, "quant_matmul"), (quant_matmul, "unpacked")):
+    for module, name in ((quant_gemv, "quant_gemv"), (quant_matmul, "quant_matmul"), (quant_matmul, "unpacked")):
         kernel = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *given, k=kernel, n=name, **more: used.append(n) or k(*given, **more))
     source = tiny_checkpoint("qwen3", num_hidden_layers=1, **ALIGNED)
@@ -253,7 +251,7 @@ def test_the_fused_layers_of_m6_over_kernels(kind: str, tmp_path: Path, monkeypa
         for seq, logits in ours.step(pieces).items():
             assert_logits_equal(logits, expected[seq])
         tokens = sum(map(len, pieces.values()))
-        assert set(used) == {"quant_linear" if tokens <= 4 else "quant_matmul" if tokens < 6 else "unpacked"}
+        assert set(used) == {"quant_gemv" if tokens <= 4 else "quant_matmul" if tokens < 6 else "unpacked"}
 
 
 def test_what_was_folded_into_earlier_weights_is_forgotten(tmp_path: Path) -> None:

@@ -9,15 +9,14 @@ import torch.nn.functional as F
 from folovllm.layers.linear_method import WeightFormat
 from folovllm.moe.layers import sort_by_expert
 from folovllm.moe.quantized import ExpertStack
-from folovllm.quantization.fp8 import Fp8
 from folovllm.quantization.int4 import Int4
-from folovllm.quantization.int8 import Int8
+from folovllm.quantization.scaled import Fp8, Int8
 from tests.contract import DEVICE
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from folovllm.quantization.kernels import grouped_quant as grouped
-from folovllm.quantization.kernels.quant_linear import has_fp8
+from folovllm.quantization.weight import has_fp8
 
 BLOCK = Fp8("weight_scale_inv", (16, 16))
 SMALL: dict[str, tuple[WeightFormat, int, int]] = {  # N, K
@@ -65,7 +64,7 @@ def check(case: tuple[WeightFormat, int, int], asked: torch.Tensor, num_experts:
     for per_expert in (1, 2):
         stack = stack_of(format, n, k, per_expert * num_experts)
         out = torch.full((asked.numel(), n), 7.0, dtype=dtype, device=DEVICE)
-        grouped.grouped_quant(x, format.codes_of(stack), num_experts, order, starts, per_expert == 2, out)
+        grouped.grouped_quant(x, format.weight_of(stack), num_experts, order, starts, per_expert == 2, out)
         for pair, e in enumerate(asked.flatten().tolist()):
             w = format.dequantized(stack, dtype, slice(per_expert * e, per_expert * (e + 1)))
             y = w.float() @ x[pair // asked.shape[1]].float() if e >= 0 else torch.full((n,), 7.0, device=DEVICE)

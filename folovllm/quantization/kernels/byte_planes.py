@@ -22,7 +22,7 @@ import triton.language as tl
 
 from folovllm.kernels.fp8_cache import INTERPRETED
 from folovllm.kernels.small_linear import append
-from folovllm.quantization.kernels.code_tiles import load_pieces
+from folovllm.quantization.kernels.gemv_tiles import load_pieces
 
 PLANES = tl.constexpr(4)
 THREE = tl.constexpr(0x40400000)  # the bits of 3.0

@@ -5,7 +5,7 @@ pairs of an expert. With very many a code is unpacked in several programs, once 
 product (`quant_matmul.unpacked`) there is no other way for them, since all experts in plain floats would be the memory that
 codes are there to save.
 
-Weights are the first factor, as in `quant_matmul`, and tiles are unpacked as there and in `int4_matmul`.
+Weights are the first factor, and tiles are unpacked, as in `quant_matmul`.
 """
 
 from __future__ import annotations
@@ -16,42 +16,9 @@ import triton.language as tl
 
 from folovllm.kernels.grouped_tiles import find_tile, finish_tile
 from folovllm.kernels.multiprocessors import capability_of
-from folovllm.quantization.kernels.int4_linear import EXPONENT, code
-from folovllm.quantization.kernels.int4_matmul import load_tile
-from folovllm.quantization.kernels.quant_linear import Codes, kind_of
-from folovllm.quantization.kernels.quant_matmul import unpack
-
-
-@triton.jit
-def add_tile(
-    total, x_ptr, code_ptr, scale_ptr, zero_ptr, rows, tile, exponent, K: tl.constexpr, GROUP_ROWS: tl.constexpr,
-    GROUP: tl.constexpr, KIND: tl.constexpr, TILE_K: tl.constexpr,
-):  # fmt: skip
-    """`total` [TILE_N, TILE_M], and the products of a tile of inputs with weights of some `rows` [TILE_N, 1].
-
-    `x_ptr` [1, TILE_M] is where the inputs of each pair begin.
-    """
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
-    PRECISION: tl.constexpr = "ieee" if DTYPE == tl.float32 else "tf32"  # noqa: SIM300
-    if KIND == "int4":
-        words, scale, offset, input, inside = load_tile(
-            code_ptr, scale_ptr, zero_ptr, rows, tile, K, GROUP, TILE_K // 8
-        )
-        for i in tl.static_range(8):
-            x = tl.load(x_ptr + (input + i * (GROUP // 8))[:, None], mask=inside[:, None], other=0)
-            weights = code(words, i, exponent) * scale
-            if zero_ptr is not None:
-                weights += offset
-            total = tl.dot(weights.to(DTYPE), x, total, input_precision=PRECISION)
-    else:
-        k = tile * TILE_K + tl.arange(0, TILE_K)
-        codes = tl.load(code_ptr + rows * K + k[None, :], mask=k[None, :] < K, other=0)
-        x = tl.load(x_ptr + k[:, None], mask=k[:, None] < K, other=0)
-        numbers = unpack(codes, KIND, DTYPE)
-        # A tile lies within a group. Its scale at once, for the sake of what `quant_matmul_kernel` says.
-        scale = tl.load(scale_ptr + rows // GROUP_ROWS * tl.cdiv(K, GROUP) + tile * TILE_K // GROUP)
-        total += tl.dot(numbers, x, input_precision=PRECISION) * scale
-    return total
+from folovllm.quantization.kernels.int4_linear import EXPONENT
+from folovllm.quantization.kernels.quant_matmul import add_tile, scale_of_rows
+from folovllm.quantization.weight import QuantizedWeight, kind_of
 
 
 @triton.jit
@@ -73,22 +40,22 @@ def grouped_quant_kernel(
         rows = expert.to(tl.int64) * (2 * N if GATED else N) + tl.where(n < N, n, 0)
         total = tl.zeros((TILE_N, TILE_M), tl.float32)
         total_up = tl.zeros((TILE_N, TILE_M), tl.float32)
+        scale, up_scale = scale_of_rows(scale_ptr, rows, K, GROUP_ROWS, GROUP, KIND), 1.0
+        if GATED:
+            up_scale = scale_of_rows(scale_ptr, rows + N, K, GROUP_ROWS, GROUP, KIND)
         for tile in range(0, tl.cdiv(K, TILE_K)):
-            total = add_tile(
-                total, inputs, code_ptr, scale_ptr, zero_ptr, rows, tile, exponent, K, GROUP_ROWS, GROUP, KIND, TILE_K
-            )  # fmt: skip
+            total = add_tile(total, inputs, code_ptr, scale_ptr, zero_ptr, rows, tile, scale, exponent, K, GROUP_ROWS,
+                             GROUP, KIND, TILE_K)  # fmt: skip
             if GATED:
-                total_up = add_tile(
-                    total_up, inputs, code_ptr, scale_ptr, zero_ptr, rows + N, tile, exponent, K, GROUP_ROWS, GROUP, KIND,
-                    TILE_K
-                )  # fmt: skip
+                total_up = add_tile(total_up, inputs, code_ptr, scale_ptr, zero_ptr, rows + N, tile, up_scale, exponent, K,
+                                    GROUP_ROWS, GROUP, KIND, TILE_K)  # fmt: skip
         result = finish_tile(total, total_up, DTYPE, GATED)
         tl.store(out_ptr + pair[None, :] * N + n, result, mask=inside[None, :] & (n < N))
 
 
 def grouped_quant(
     x: torch.Tensor,
-    codes: Codes,
+    weight: QuantizedWeight,
     num_experts: int,
     order: torch.Tensor,
     starts: torch.Tensor,
@@ -98,11 +65,11 @@ def grouped_quant(
     """Multiply each pair's row by the matrix of its expert; accumulated in float32. Nothing waits for the device.
 
     Args:
-        codes: the matrices [N, K] of all experts end to end; gated: [2N, K] each, gate and up.
+        weight: the matrices [N, K] of all experts end to end; gated: [2N, K] each, gate and up.
         x, order, starts, gated, out: as in `grouped_linear`, and so is what is returned.
     """
     num_pairs, k = len(order), x.shape[1]
-    n = len(codes.weight) // num_experts // (2 if gated else 1)
+    n = len(weight.weight) // num_experts // (2 if gated else 1)
     out = x.new_empty(num_pairs, n) if out is None else out
     if num_pairs == 0:
         return out
@@ -110,13 +77,12 @@ def grouped_quant(
         raise ValueError(
             f"{num_pairs} pairs of {max(n, k)} numbers are too many for a kernel: lower max_num_batched_tokens"
         )
-    kind, group = kind_of(codes.weight), min(codes.columns, k)
+    kind, group = kind_of(weight.weight), min(weight.columns, k)
     shape = tiles(num_pairs // num_experts, k, group, kind, x.dtype, gated, capability_of(x.device))
     num_tiles = (num_pairs + min(num_experts, num_pairs) * (shape["TILE_M"] - 1)) // shape["TILE_M"]
-    weight = codes.weight if kind == "int4" else codes.weight.view(torch.int8)
     grouped_quant_kernel[(triton.cdiv(n, shape["TILE_N"]), num_tiles)](
-        x, weight, codes.scale, codes.zeros, order, starts, out, n, EXPONENT, K=k, E=num_experts,
-        WIDTH=triton.next_power_of_2(num_experts), ASKED=num_pairs // len(x), GATED=gated, GROUP_ROWS=codes.rows,
+        x, weight.stored, weight.scale, weight.zeros, order, starts, out, n, EXPONENT, K=k, E=num_experts,
+        WIDTH=triton.next_power_of_2(num_experts), ASKED=num_pairs // len(x), GATED=gated, GROUP_ROWS=weight.rows,
         GROUP=group, KIND=kind, **shape,
     )  # fmt: skip
     return out

@@ -20,7 +20,6 @@ import triton.language as tl
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.small_linear import add_products, add_squares, append, repeat, silu_product, total_rows
 
-FEW = (1, 2, 4)  # tokens; above, the tensor cores are better (`int4_matmul`)
 IN_QUAD = 32  # codes
 
 

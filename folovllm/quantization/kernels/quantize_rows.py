@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from folovllm.kernels.fp8_cache import LARGEST, to_cache
-from folovllm.quantization.kernels.quant_linear import Codes
+from folovllm.quantization.weight import QuantizedWeight
 
 MULTIPLE = 16  # of tokens that the library multiplies: the others are zeros
 
@@ -53,17 +53,17 @@ def quantize_rows(
     return codes, scales.t() if group else scales.view(rows, 1)
 
 
-def serves(codes: Codes) -> bool:
+def serves(weight: QuantizedWeight) -> bool:
     """Whether the library multiplies such weights by activations in FP8.
 
     Blocks only on Hopper and from CUDA 12.9 on; it reads their scales in fours along the inputs.
     """
-    outputs, inputs = codes.weight.shape
-    capability = torch.cuda.get_device_capability(codes.weight.device)
-    if codes.columns >= inputs and codes.rows == 1:
+    outputs, inputs = weight.weight.shape
+    capability = torch.cuda.get_device_capability(weight.weight.device)
+    if weight.columns >= inputs and weight.rows == 1:
         return capability >= (8, 9) and outputs % 16 == inputs % 16 == 0
     has_blocks = capability == (9, 0) and cuda_version() >= (12, 9)
-    return has_blocks and (codes.rows, codes.columns) == (128, 128) and outputs % 128 == inputs % 512 == 0
+    return has_blocks and (weight.rows, weight.columns) == (128, 128) and outputs % 128 == inputs % 512 == 0
 
 
 def cuda_version() -> tuple[int, ...]:
@@ -71,13 +71,13 @@ def cuda_version() -> tuple[int, ...]:
     return tuple(int(part) for part in (torch.version.cuda or "0").split("."))
 
 
-def fp8_matmul(x: torch.Tensor, codes: Codes, columns: torch.Tensor | None = None) -> torch.Tensor:
+def fp8_matmul(x: torch.Tensor, weight: QuantizedWeight, columns: torch.Tensor | None = None) -> torch.Tensor:
     """`x` [T, inputs] in bfloat16, times `columns`, in FP8, times the transpose of W. Where `serves` says so.
 
     The tensor cores' own sums of FP8 keep too few bits for long rows: they are added up outside (`use_fast_accum`).
     """
-    group = codes.columns if codes.columns < x.shape[1] else None
+    group = weight.columns if weight.columns < x.shape[1] else None
     x_codes, scales = quantize_rows(x, group, columns)
-    scale = codes.scale.t() if codes.scale.shape[1] > 1 else codes.scale.view(1, -1)
-    y = torch._scaled_mm(x_codes, codes.weight.t(), scales, scale, out_dtype=x.dtype, use_fast_accum=False)
+    scale = weight.scale.t() if weight.scale.shape[1] > 1 else weight.scale.view(1, -1)
+    y = torch._scaled_mm(x_codes, weight.weight.t(), scales, scale, out_dtype=x.dtype, use_fast_accum=False)
     return y[: len(x)]

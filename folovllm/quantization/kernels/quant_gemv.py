@@ -16,7 +16,7 @@ so all that is left is to make such floats (`unpack_codes`). Three things make i
 As in `small_linear`, a program asks for weights before it waits for its inputs. A scale meets the sum of a tile's products,
 or of all where a row has one scale.
 
-Codes that are integers meet one token in integers (`integer_codes`), where that is faster.
+Codes that are integers meet one token in integers (`integer_gemv`), where that is faster.
 
 FP8 becomes float16 in one instruction for two codes, bfloat16 in five. So with one token `x` becomes float16 too, which is
 long: a program keeps it in registers, and has several groups of lines, one after the other (TIMES). What else was tried,
@@ -31,10 +31,11 @@ import triton.language as tl
 
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.small_linear import append
-from folovllm.quantization.kernels.code_results import finish, inverse_root, load_residual, load_row_scales, sum_parts
-from folovllm.quantization.kernels.code_tiles import as_halves, load_lines, load_tile, sixteen
+from folovllm.quantization.kernels.gemv_results import finish, inverse_root, load_residual, load_row_scales, sum_parts
+from folovllm.quantization.kernels.gemv_tiles import as_halves, load_lines, load_tile, sixteen
 from folovllm.quantization.kernels.int4_linear import EXPONENT
-from folovllm.quantization.kernels.integer_codes import integer_codes, takes
+from folovllm.quantization.kernels.integer_gemv import integer_gemv, takes
+from folovllm.quantization.weight import QuantizedWeight, kind_of
 
 
 @triton.jit
@@ -50,7 +51,7 @@ def add_products(acc, numbers, x, factors, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def few_codes_kernel(
+def quant_gemv_kernel(
     x_ptr, word_ptr, scale_ptr, zero_ptr, columns_ptr, residual_ptr, out_ptr, stride_x, num_rows, eps, exponent,
     K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
     RESIDUAL: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr,
@@ -103,6 +104,7 @@ def serves(x: torch.Tensor) -> bool:
     return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
+FEW = (1, 2, 4)  # tokens; above, `quant_matmul` is faster
 REGISTERS = 84  # of codes, in each thread
 MAX_WARPS = 16
 PROGRAMS = 600
@@ -128,31 +130,23 @@ def tile_of(num_tokens: int, rows: int, row_bytes: int, group_bytes: int, halves
     return {"PARTS": parts, "SPLITS": min(MAX_WARPS, splits), "WORDS": words, "TIMES": times, "HALVES": halves}
 
 
-def few_codes(
+def quant_gemv(
     x: torch.Tensor,
-    words: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    block: tuple[int, int],
-    kind: str,
+    weight: QuantizedWeight,
     norm_eps: float | None = None,
     gated: bool = False,
     residual: torch.Tensor | None = None,
     columns: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`x` [T, K] times the transpose of W [rows, K], for T of 1, 2 or 4; accumulated in float32.
+    """`x` [T, K] times the transpose of W, for T in FEW; accumulated in float32.
 
     Args:
-        words: [rows, K / 4 or K / 8] int32: codes of 8 bits as they come, of 4 bits in the order of `pack_planes`.
-        scales: [rows / block[0], K / block[1]], floats.
-        zeros: of codes of 4 bits, as `int4_linear` has them.
-        block: outputs and inputs that share a scale. So many inputs are a multiple of 16 (8 bits) or 32 (4 bits).
-        kind: "fp8", "fp8_bits" (on a card that has no such numbers), "int8" or "int4".
         norm_eps, gated, residual: as in `small_linear`. Rows of `x` may be apart; nothing else is.
         columns: [K], factors of the (normed) `x`. Their product is rounded to its dtype.
     """
+    words, block, kind = weight.weight.view(torch.int32), (weight.rows, weight.columns), kind_of(weight.weight)
     if takes(x, block, kind):
-        return integer_codes(x, words, scales, zeros, block, kind, norm_eps, gated, residual, columns)
+        return integer_gemv(x, weight, norm_eps, gated, residual, columns)
     num_tokens, width = x.shape
     rows = len(words) // (1 + gated)
     out = x.new_empty(num_tokens, rows)
@@ -160,9 +154,9 @@ def few_codes(
     has_groups = block[1] < width or kind == "int4"
     halves = kind == "fp8" and num_tokens == 1 and x.itemsize == 2
     tile = tile_of(num_tokens, len(words), row_bytes, row_bytes * block[1] // width if has_groups else 64, halves)
-    few_codes_kernel[(triton.cdiv(rows, 16 // tile["PARTS"] // (1 + gated) * tile["TIMES"]),)](
-        x, words, scales, zeros, columns, out if residual is None else residual, out, x.stride(0), rows, norm_eps or 0.0,
-        EXPONENT, K=width, GROUP_ROWS=block[0], GROUP=block[1], KIND=kind, NORM=norm_eps is not None, GATED=gated,
+    quant_gemv_kernel[(triton.cdiv(rows, 16 // tile["PARTS"] // (1 + gated) * tile["TIMES"]),)](
+        x, words, weight.scale, weight.zeros, columns, out if residual is None else residual, out, x.stride(0), rows,
+        norm_eps or 0.0, EXPONENT, K=width, GROUP_ROWS=block[0], GROUP=block[1], KIND=kind, NORM=norm_eps is not None, GATED=gated,
         RESIDUAL=residual is not None, M=num_tokens, **tile, num_warps=tile["SPLITS"],
         **launch_options(x.device, num_tokens),
     )  # fmt: skip

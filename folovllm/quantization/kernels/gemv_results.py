@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from folovllm.kernels.small_linear import silu_product
-from folovllm.quantization.kernels.code_tiles import load_or_zero, row_of
+from folovllm.quantization.kernels.gemv_tiles import load_or_zero, row_of
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""What a program of `few_codes` reads, in the order in which a tensor core takes it: words, their factors, and inputs.
+"""What a program of `quant_gemv` reads, in the order in which a tensor core takes it: words, their factors, and inputs.
 
 The smallest product is 16 lines of weights times 8 columns. A line is a part of a row, one of PARTS, and column c holds a
 part of `x` that belongs to token c % (8 / PARTS). Each of SPLITS warps has every SPLITS-th tile of WORDS words of all parts.

@@ -1,6 +1,6 @@
 """Codes of 8 or 4 bits that are integers, times one token: on the tensor cores, in integers.
 
-What `few_codes` spends most instructions on is to make floats of codes. Here codes are bytes as they come, or one instruction
+What `quant_gemv` spends most instructions on is to make floats of codes. Here codes are bytes as they come, or one instruction
 away from that (`byte_planes`), and a tensor core takes 32 of a row at once in place of 16. `x` becomes integers instead: four
 bytes of each number are four columns of a product. That is long. So a program keeps `x` in registers, and takes several
 groups of lines one after the other (TIMES).
@@ -16,8 +16,9 @@ from folovllm.kernels.multiprocessors import num_sms
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.small_linear import append
 from folovllm.quantization.kernels.byte_planes import FLIP, in_pairs, load_columns, planes_of, sixteen_bytes
-from folovllm.quantization.kernels.code_results import finish, inverse_root, load_residual, load_row_scales, sum_parts
-from folovllm.quantization.kernels.code_tiles import load_lines
+from folovllm.quantization.kernels.gemv_results import finish, inverse_root, load_residual, load_row_scales, sum_parts
+from folovllm.quantization.kernels.gemv_tiles import load_lines
+from folovllm.quantization.weight import QuantizedWeight, kind_of
 
 PARTS = tl.constexpr(2)  # of a row: four columns each
 
@@ -57,12 +58,12 @@ def units_of(unit, KIND: tl.constexpr):
 
 
 @triton.jit
-def integer_codes_kernel(
+def integer_gemv_kernel(
     x_ptr, word_ptr, scale_ptr, zero_ptr, columns_ptr, residual_ptr, out_ptr, num_rows, eps, flip,
     K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
     RESIDUAL: tl.constexpr, SPLITS: tl.constexpr, TIMES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """As `few_codes_kernel`, with KIND "int4" or "int8", 16 words of a row in a tile, and `x` in bytes."""
+    """As `quant_gemv_kernel`, with KIND "int4" or "int8", 16 words of a row in a tile, and `x` in bytes."""
     let_next_start(PDL)
     WORDS: tl.constexpr = 16
     ROWS: tl.constexpr = 16 // PARTS // (1 + GATED)
@@ -97,7 +98,7 @@ def integer_codes_kernel(
 MOST_TIMES = 5  # groups of lines of a program, which are unrolled
 MOST_WARPS = 8
 TILES = {"int4": 3, "int8": 8}  # of a warp, while there may be more warps
-MOST_TILES = {"int4": 3, "int8": 10}  # of a warp: with more `few_codes` is faster (and `in_pairs` bears 16)
+MOST_TILES = {"int4": 3, "int8": 10}  # of a warp: with more `quant_gemv` is faster (and `in_pairs` bears 16)
 # Of a thread, and for each tile of a warp: few bytes or none go to a stack.
 REGISTERS = {"int4": (-16, 48), "int8": (64, 13)}
 INPUTS = {"int4": 128, "int8": 64}  # of a tile
@@ -109,7 +110,7 @@ def tiles_of(width: int, kind: str) -> int:
 
 
 def takes(x: torch.Tensor, block: tuple[int, int], kind: str) -> bool:
-    """Whether `integer_codes` is for these: one token of 16 bits, groups of whole tiles, and rows that are not too long."""
+    """Whether `integer_gemv` is for these: one token of 16 bits, groups of whole tiles, and rows that are not too long."""
     num_tokens, width = x.shape
     if kind not in INPUTS or x.itemsize != 2 or num_tokens > 1:
         return False
@@ -133,26 +134,22 @@ def tile_of(lines: int, width: int, kind: str, num_sms: int) -> dict[str, int]:
     return {"SPLITS": splits, "TIMES": times, "maxnreg": registers}
 
 
-def integer_codes(
+def integer_gemv(
     x: torch.Tensor,
-    words: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor | None,
-    block: tuple[int, int],
-    kind: str,
+    weight: QuantizedWeight,
     norm_eps: float | None = None,
     gated: bool = False,
     residual: torch.Tensor | None = None,
     columns: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `few_codes`, for one token of 16 bits, and groups of 128 (4 bits) or 64 (8 bits) inputs or a multiple."""
-    width = x.shape[1]
+    """As `quant_gemv`, for one token of 16 bits, and groups of 128 (4 bits) or 64 (8 bits) inputs or a multiple."""
+    width, words, kind = x.shape[1], weight.weight.view(torch.int32), kind_of(weight.weight)
     rows = len(words) // (1 + gated)
     out = x.new_empty(1, rows)
     tile = tile_of(len(words), width, kind, num_sms(x.device))
-    integer_codes_kernel[(triton.cdiv(rows, 16 // PARTS.value // (1 + gated) * tile["TIMES"]),)](
-        x, words, scales, zeros, columns, out if residual is None else residual, out, rows, norm_eps or 0.0,
-        FLIP, K=width, GROUP_ROWS=block[0], GROUP=block[1], KIND=kind, NORM=norm_eps is not None, GATED=gated,
+    integer_gemv_kernel[(triton.cdiv(rows, 16 // PARTS.value // (1 + gated) * tile["TIMES"]),)](
+        x, words, weight.scale, weight.zeros, columns, out if residual is None else residual, out, rows, norm_eps or 0.0,
+        FLIP, K=width, GROUP_ROWS=weight.rows, GROUP=weight.columns, KIND=kind, NORM=norm_eps is not None, GATED=gated,
         RESIDUAL=residual is not None, **tile, num_warps=tile["SPLITS"],
         **launch_options(x.device, 1),
     )  # fmt: skip

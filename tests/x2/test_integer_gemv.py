@@ -13,15 +13,16 @@ from tests.contract import DEVICE
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from folovllm.quantization.kernels import integer_codes as module
-from folovllm.quantization.kernels.few_codes import few_codes
-from folovllm.quantization.kernels.integer_codes import integer_codes, takes
+from folovllm.quantization.kernels import integer_gemv as module
+from folovllm.quantization.kernels.integer_gemv import integer_gemv, takes
+from folovllm.quantization.kernels.quant_gemv import quant_gemv
+from folovllm.quantization.weight import QuantizedWeight
 
 DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-8}  # of a result
 
 
-def made_up(kind: str, rows: int, width: int, group: int | None, zeros: bool) -> tuple[tuple, torch.Tensor]:
+def made_up(kind: str, rows: int, width: int, group: int | None, zeros: bool) -> tuple[QuantizedWeight, torch.Tensor]:
     """What the product takes of weights, and W in double precision. In row 0 the weight of input width // 3 is zero."""
     generator = torch.Generator().manual_seed(width)
     if kind == "int8":
@@ -29,8 +30,7 @@ def made_up(kind: str, rows: int, width: int, group: int | None, zeros: bool) ->
         codes[0, width // 3] = 0
         scales = (torch.rand(rows, -(-width // (group or width)), generator=generator) + 0.1) / 1000
         wide = scales.repeat_interleave(group or width, 1)[:, :width].double()
-        words = codes.to(DEVICE).view(torch.int32)
-        return (words, scales.to(DEVICE), None, (1, group or width), kind), codes.double() * wide
+        return QuantizedWeight(codes.to(DEVICE), scales.to(DEVICE), 1, group or width), codes.double() * wide
     assert group is not None
     codes = torch.randint(0, 16, (rows, width), generator=generator).byte()
     scales = ((torch.rand(rows, width // group, generator=generator) + 0.1) / 100).half()
@@ -39,7 +39,7 @@ def made_up(kind: str, rows: int, width: int, group: int | None, zeros: bool) ->
     wide = scales.double().repeat_interleave(group, 1)
     weight = (codes.double() - (zero.double().repeat_interleave(group, 1) if zeros else 8)) * wide
     words = pack_planes(codes, group).to(DEVICE)
-    return (words, scales.to(DEVICE), zero.to(DEVICE) if zeros else None, (1, group), kind), weight
+    return QuantizedWeight(words, scales.to(DEVICE), 1, group, zero.to(DEVICE) if zeros else None), weight
 
 
 def assert_close(actual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> None:
@@ -64,7 +64,7 @@ def test_every_output_is_close(dtype: torch.dtype, kind: str, width: int, group:
     x = torch.randn(1, width, generator=torch.Generator().manual_seed(1)) / 8
     x[:, width // 3] = 1250
     x = x.to(dtype)
-    assert_close(integer_codes(x.to(DEVICE), *given_), x, weight)
+    assert_close(integer_gemv(x.to(DEVICE), given_), x, weight)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -75,11 +75,11 @@ def test_with_all_that_comes_before_and_after(dtype: torch.dtype, kind: str, gro
     x, residual = torch.randn(1, 512, generator=generator).to(dtype), torch.randn(1, 22, generator=generator).to(dtype)
     columns = torch.rand(512, generator=generator).to(dtype)
     normed = F.rms_norm(x.double(), (512,), eps=1e-5) * columns.double() @ weight.T
-    y = integer_codes(x.to(DEVICE), *given_, 1e-5, residual=residual.to(DEVICE), columns=columns.to(DEVICE))
+    y = integer_gemv(x.to(DEVICE), given_, 1e-5, residual=residual.to(DEVICE), columns=columns.to(DEVICE))
     limit = 16 * ROUNDING[dtype]
     assert (y.double().cpu() - normed - residual.double()).abs().max() <= limit * normed.abs().max()
     gate, up = normed.chunk(2, 1)
-    y = integer_codes(x.to(DEVICE), *given_, 1e-5, gated=True, columns=columns.to(DEVICE))
+    y = integer_gemv(x.to(DEVICE), given_, 1e-5, gated=True, columns=columns.to(DEVICE))
     assert (y.double().cpu() - F.silu(gate) * up).abs().max() <= limit * gate.abs().max() * up.abs().max()
 
 
@@ -90,7 +90,7 @@ def test_what_is_no_number_stays_none(kind: str, group: int | None, number: floa
     given_, _ = made_up(kind, 5, 256, group, False)
     x = torch.randn(1, 256).to(DEVICE, torch.float16)
     x[0, 77] = number
-    y = integer_codes(x, *given_)
+    y = integer_gemv(x, given_)
     assert not y.isfinite().any()
 
 
@@ -105,7 +105,7 @@ def test_any_size(shape: tuple, rows: int, exponent: int, seed: int) -> None:
     x[torch.rand(x.shape, generator=generator) < 0.3] = 0
     x[:, : width // 2] *= seed % 2
     x = x.half()
-    assert_close(integer_codes(x.to(DEVICE), *given_), x, weight)
+    assert_close(integer_gemv(x.to(DEVICE), given_), x, weight)
 
 
 @pytest.mark.parametrize(
@@ -121,10 +121,10 @@ def test_programs_of_several_groups(
     given_, weight = made_up(kind, rows, width, group, zeros)
     generator = torch.Generator().manual_seed(2)
     x, residual = torch.randn(1, width, generator=generator).half(), torch.randn(1, rows, generator=generator).half()
-    assert_close(integer_codes(x.to(DEVICE), *given_), x, weight)
-    y, exact = integer_codes(x.to(DEVICE), *given_, residual=residual.to(DEVICE)), x.double() @ weight.T
+    assert_close(integer_gemv(x.to(DEVICE), given_), x, weight)
+    y, exact = integer_gemv(x.to(DEVICE), given_, residual=residual.to(DEVICE)), x.double() @ weight.T
     assert (y.double().cpu() - exact - residual.double()).abs().max() <= 2**-10 * (exact.abs().max() + 4)
-    y, (gate, up) = integer_codes(x.to(DEVICE), *given_, gated=True), exact.chunk(2, 1)
+    y, (gate, up) = integer_gemv(x.to(DEVICE), given_, gated=True), exact.chunk(2, 1)
     assert (y.double().cpu() - F.silu(gate) * up).abs().max() <= 2**-7 * gate.abs().max() * up.abs().max()
 
 
@@ -151,22 +151,22 @@ def test_the_longest_rows_with_the_largest_codes_and_bytes(kind: str, width: int
     x[:, :: width // 64] = 1.5
     if kind == "int4":
         scales = torch.full((3, width // 128), 0.001).half()
-        given_ = pack_planes((codes + 8).byte(), 128).to(DEVICE), scales.to(DEVICE), None, (1, 128), kind
+        given_ = QuantizedWeight(pack_planes((codes + 8).byte(), 128).to(DEVICE), scales.to(DEVICE), 1, 128)
     else:
         scales = torch.full((3, 1), 0.001)
-        given_ = codes.to(torch.int8).to(DEVICE).view(torch.int32), scales.to(DEVICE), None, (1, width), kind
-    assert_close(integer_codes(x.to(DEVICE), *given_), x, codes.double() * scales[0, 0].double())
+        given_ = QuantizedWeight(codes.to(torch.int8).to(DEVICE), scales.to(DEVICE), 1, width)
+    assert_close(integer_gemv(x.to(DEVICE), given_), x, codes.double() * scales[0, 0].double())
 
 
 def test_one_token_goes_this_way() -> None:
-    """`few_codes` hands it on."""
+    """`quant_gemv` hands it on."""
     given_, _ = made_up("int4", 6, 256, 128, False)
     x = torch.randn(1, 256).to(DEVICE, torch.float16)
-    assert torch.equal(few_codes(x, *given_), integer_codes(x, *given_))
+    assert torch.equal(quant_gemv(x, given_), integer_gemv(x, given_))
 
 
 def test_what_it_is_for() -> None:
-    """Neither for floats of 32 bits, nor for small groups, many tokens or long rows: `few_codes` has those."""
+    """Neither for floats of 32 bits, nor for small groups, many tokens or long rows: `quant_gemv` has those."""
     half = torch.zeros(1, 4096, dtype=torch.float16)
     assert takes(half, (1, 128), "int4") and takes(half, (1, 4096), "int8")
     assert not takes(half.float(), (1, 128), "int4")
