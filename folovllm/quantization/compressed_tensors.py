@@ -8,9 +8,8 @@ from typing import Any
 
 from folovllm.layers.layer_set import FormatOf
 from folovllm.layers.linear_method import WeightFormat
-from folovllm.quantization.fp8 import Fp8
 from folovllm.quantization.int4_checkpoints import PackedInt4
-from folovllm.quantization.int8 import Int8, PackedInt8
+from folovllm.quantization.scaled import Fp8, Int8, PackedInt8
 
 Scheme = Mapping[str, Any]  # of weights: num_bits, type, strategy, symmetric, group_size, block_structure, actorder
 

@@ -18,9 +18,9 @@ from folovllm.models.quantized import Quantization
 from folovllm.models.registry import renamed_by
 from folovllm.models.shapes import NO_NAMES, expert_shapes, linear_shapes
 from folovllm.quantization.compressed_tensors import read_compressed_tensors
-from folovllm.quantization.fp8 import Fp8, Fp8Both
 from folovllm.quantization.gguf_codes import read_gguf_types
 from folovllm.quantization.int4_checkpoints import Awq, Gptq, SortedGptq
+from folovllm.quantization.scaled import Fp8, Fp8Both
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

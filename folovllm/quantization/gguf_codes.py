@@ -19,7 +19,7 @@ from folovllm.layers.linear_method import WeightFormat
 from folovllm.quantization import packing
 from folovllm.quantization.gguf_reader import GGUFTensor
 from folovllm.quantization.int4 import Int4
-from folovllm.quantization.int8 import Int8
+from folovllm.quantization.scaled import Int8
 
 Tensors = dict[str, torch.Tensor]
 

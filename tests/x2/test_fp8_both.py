@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from folovllm.layers.linear import LinearBase
-from folovllm.quantization.fp8 import Fp8Both, rounded
+from folovllm.quantization.scaled import Fp8Both, rounded
 from tests.contract import DEVICE
 from tests.helpers import tiny_checkpoint
 from tests.workloads import make_engine

@@ -18,9 +18,7 @@ from folovllm.models.loader import load_model
 from folovllm.models.shapes import linear_bytes, linear_shapes
 from folovllm.quantization import scaled
 from folovllm.quantization.config import formats_of
-from folovllm.quantization.fp8 import Fp8
-from folovllm.quantization.int8 import Int8
-from folovllm.quantization.scaled import Scaled
+from folovllm.quantization.scaled import Fp8, Int8, Scaled
 from folovllm.setup import EngineSetup
 from folovllm.worker.native_model import load_native_model
 from tests.contract import DEVICE

@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from folovllm.layers.linear_method import WeightFormat
 from folovllm.moe.layers import sort_by_expert
 from folovllm.moe.quantized import ExpertStack
-from folovllm.quantization.fp8 import Fp8
 from folovllm.quantization.int4 import Int4
-from folovllm.quantization.int8 import Int8
+from folovllm.quantization.scaled import Fp8, Int8
 from tests.contract import DEVICE
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
