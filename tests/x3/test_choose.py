@@ -57,7 +57,8 @@ class TestBestDepths:
         assert found[0] > found[1], "the step's width belongs to the sequence whose guesses are right"
 
     def test_a_draft_that_never_comes_is_none(self) -> None:
-        assert best_depths(np.zeros(2), np.full(2, 0.9), FLAT, 8) == [0, 0]
+        found = best_depths(np.zeros(2), np.full(2, 0.9), FLAT, 8)
+        assert found == [0, 0], "nobody has a draft, so there is nothing to ask for"
 
     def test_a_gain_below_the_margin_is_none(self) -> None:
         found = [best_depths(np.ones(1), np.array([0.5]), costs((1.0, 2.0), (1.0, 1.25)), 2, m) for m in (1.19, 1.21)]
