@@ -28,7 +28,7 @@ def encode_step(step: PackedStep) -> Int32:
     """Encode a packed step: a header, and the very buffer that goes to a device."""
     draws, flags = step.draws, (step.is_special, step.has_memory, step.draws_late)
     header = [step.num_seqs, step.num_decodes, draws.num_rows, draws.num_with_line, *flags, *step.columns]
-    return np.concatenate([np.array(header, np.int32), step.flatten()])
+    return step.flatten(header)
 
 
 def encode_masks(masks: Masks) -> Int32:

@@ -152,9 +152,18 @@ class PackedStep:
         """How many columns each part has."""
         return Parts(*[part.shape[-1] for part in self.parts])
 
-    def flatten(self) -> Int32:
-        """What goes to the device, end to end."""
-        return np.concatenate([part.ravel() for part in self.parts])
+    def flatten(self, header: Sequence[int] = ()) -> Int32:
+        """What goes to the device, end to end; behind a `header` what goes to other processes."""
+        parts = [
+            np.array(header, np.int32),
+            self.fields.ravel(),
+            self.tokens,
+            self.updates.ravel(),
+            self.logprobs.ravel(),
+        ]
+        if not self.is_decode:
+            parts[3:4] = [self.samples.ravel(), self.updates.ravel(), self.draws.buffer, self.scores.ravel()]
+        return np.concatenate(parts)
 
 
 class StepPacker:
