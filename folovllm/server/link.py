@@ -16,13 +16,11 @@ from folovllm.server.engine_loop import Engine, MakeEngine, run_engine
 from folovllm.server.messages import (
     NOT_SENT,
     AskExperts,
-    Command,
     EngineMessage,
     ExpertLoad,
     Failure,
     Frames,
     Pace,
-    Refused,
     Seen,
     Stop,
     Watch,
@@ -72,7 +70,10 @@ class PacedEngine:
 
 
 class SocketLink:
-    """Reads without waiting while the engine has work; writes until all is written."""
+    """Reads without waiting while the engine has work; writes until all is written.
+
+    It carries out the commands of those who watch by itself, between two turns of the loop.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -80,6 +81,8 @@ class SocketLink:
         self._unread: deque[bytes] = deque()
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
+        self._engine: PacedEngine | None = None  # once it is made
+        self._live: LiveLines | None = None
 
     def first(self) -> bytes:
         """The first message to a process: no command, but the configuration."""
@@ -87,13 +90,50 @@ class SocketLink:
             self._read()
         return self._unread.popleft()
 
-    def receive(self, wait: bool) -> list[Command | Refused]:
-        """What has arrived, in order; with `wait` at least one."""
+    def serve(self, config: EngineConfig, make_engine: MakeEngine) -> bool:
+        """Build an engine that can be watched through this link, and serve it. Returns whether it ended as it was told to."""
+
+        def make(config: EngineConfig) -> Engine:
+            engine = make_engine(config)
+            engine.prepare_structured_outputs()
+            return self.watched(engine)
+
+        return run_engine(config, self, make)
+
+    def watched(self, engine: Engine) -> Engine:
+        """The engine, as those who watch it through this link have it paced."""
+        self._engine, self._live = PacedEngine(engine), LiveLines(engine)
+        return cast(Engine, self._engine)
+
+    def receive(self, wait: bool) -> list[Work]:
+        """What has arrived for the loop, in order. With `wait` it waits for a command, which may be for this link alone."""
+        if self._live is not None and self._engine is not None:
+            self._tell(self._live.take(all_of_it=wait or self._engine.is_slow))
         while self._poll.poll(None if wait and not self._unread else 0):
             self._read()
-        commands = [decode_command(message) for message in self._unread]
+        work: list[Work] = []
+        for command in map(decode_command, self._unread):
+            if isinstance(command, Work):
+                work.append(command)
+            else:
+                self._carry_out(command)
         self._unread.clear()
-        return commands
+        if self._live is not None and any(isinstance(command, Stop) for command in work):
+            self._tell(self._live.end("closed"))
+        return work
+
+    def _carry_out(self, command: Watch | Pace | AskExperts) -> None:
+        """Do what those who watch ask for. Nobody knows of an engine that is not made yet."""
+        if self._live is None or self._engine is None:
+            return
+        if isinstance(command, Pace):
+            self._engine.set(command)
+        elif isinstance(command, AskExperts):
+            self.send(ExpertLoad(self._engine.expert_load()))
+        elif command.is_on:
+            self._live.begin()
+        else:
+            self._tell(self._live.end("closed"))
 
     def _read(self) -> None:
         """Take in what is there; the end of the stream is a `Stop`."""
@@ -104,79 +144,22 @@ class SocketLink:
             self._unread.append(encode(Stop()))
 
     def send(self, message: EngineMessage) -> None:
-        """Say something."""
-        self._socket.sendall(frame(encode(message)))
-
-
-class WatchedLink:
-    """A link that keeps the commands of those who watch from the loop, and carries them out between two turns."""
-
-    def __init__(self, link: SocketLink) -> None:
-        self._link = link
-        self._engine: PacedEngine | None = None  # once it is made
-        self._live: LiveLines | None = None
-
-    def making(self, make_engine: MakeEngine) -> MakeEngine:
-        """Wrap `make_engine`: its engine can be watched through this link."""
-
-        def make(config: EngineConfig) -> Engine:
-            engine = make_engine(config)
-            engine.prepare_structured_outputs()
-            self._engine, self._live = PacedEngine(engine), LiveLines(engine)
-            return cast(Engine, self._engine)
-
-        return make
-
-    def receive(self, wait: bool) -> list[Work]:
-        """As the loop's link has it; but the list may be empty with `wait` too, if no command was for the loop."""
-        if self._live is None or self._engine is None:
-            return [command for command in self._link.receive(wait) if isinstance(command, Work)]
-        self._tell(self._live.take(all_of_it=wait or self._engine.is_slow))
-        commands = self._link.receive(wait)
-        left: list[Work] = []
-        for command in commands:
-            if isinstance(command, Watch):
-                self._watch(command.is_on)
-            elif isinstance(command, Pace):
-                self._engine.set(command)
-            elif isinstance(command, AskExperts):
-                self._link.send(ExpertLoad(self._engine.expert_load()))
-            else:
-                left.append(command)
-        if any(isinstance(command, Stop) for command in left):
-            self._tell(self._live.end("closed"))
-        return left
-
-    def send(self, message: EngineMessage) -> None:
-        """As `Link` has it; before a failure, the last that was seen."""
+        """Say something; before a failure, the last that was seen."""
         if isinstance(message, Failure) and self._live is not None:
             self._tell(self._live.end(message.message))
-        self._link.send(message)
-
-    def _watch(self, is_on: bool) -> None:
-        assert self._live is not None
-        if is_on:
-            self._live.begin()
-        else:
-            self._tell(self._live.end("closed"))
+        self._socket.sendall(frame(encode(message)))
 
     def _tell(self, pieces: list[bytes]) -> None:
         if pieces:
-            self._link.send(Seen(pieces))
-
-
-def serve(config: EngineConfig, link: SocketLink, make_engine: MakeEngine) -> bool:
-    """Build an engine that can be watched, and serve it. Returns whether it ended as it was told to."""
-    watched = WatchedLink(link)
-    return run_engine(config, watched, watched.making(make_engine))
+            self.send(Seen(pieces))
 
 
 def serve_socket(fd: int, make_engine: MakeEngine = make_engine) -> bool:
     """Build the engine that the first message describes, and serve it. Returns whether it ended as it was told to."""
     link = SocketLink(socket.socket(fileno=fd))
     try:
-        config = pickle.loads(link.first())
+        config: EngineConfig = pickle.loads(link.first())
     except (AttributeError, ImportError) as error:  # a class of the user's main program, say
         link.send(Failure(f"{NOT_SENT} ({error})", True))
         return False
-    return serve(config, link, make_engine)
+    return link.serve(config, make_engine)

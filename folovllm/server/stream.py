@@ -94,7 +94,8 @@ class Stream(RequestState):
         sequence becomes `CachedPrefix(num_hit_tokens=delta.num_cached_tokens)`. Rows of log-probabilities (`_with_text`) join
         `seq.logprobs`, and those of the prompt (`delta.prompt_logprobs`) `prompt_logprobs` of the first sequence. Each token
         goes to the sequence (`append_token`) and to its `detokenizer` (`append`) and is counted in `num_generated_tokens`.
-        `check_stop_conditions(seq)` cuts the text at a stop string: ask it after each token where the request has stop strings or the delta several tokens, and drop what was sampled after the end.
+        `check_stop_conditions(seq)` cuts the text at a stop string: ask it after each token where the request has stop strings
+        or the delta several tokens, and drop what was sampled after the end.
 
         `newest` notes when. A `finish_reason` ends the answer (`_end`). The reader hears of it (`_tell`) if all is sampled, or if it
         wants outputs before that (`self.streams`). No text is made before it looks.

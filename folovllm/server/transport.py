@@ -18,7 +18,7 @@ from folovllm.build import make_engine
 from folovllm.children import import_path, python_command
 from folovllm.config import EngineConfig
 from folovllm.server.engine_loop import MakeEngine
-from folovllm.server.link import SocketLink, serve
+from folovllm.server.link import SocketLink
 from folovllm.server.messages import (
     NOT_SENT,
     Command,
@@ -111,7 +111,7 @@ class ThreadTransport(SocketTransport):
         with there, suppress(BrokenPipeError):  # the event loop was closed before the engine: nobody is left to be told
             link = SocketLink(there)
             try:
-                serve(config, link, self._make_engine)
+                link.serve(config, self._make_engine)
             except Exception:
                 raise
             except BaseException as error:  # the panic of a library in Rust. A process would be seen to end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,13 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from folovllm.config import EngineConfig
 from folovllm.engine.scheduler import Scheduler
 from folovllm.inspector.playground import FIELDS, Playground, Settings
 from folovllm.inspector.replay import Recording, parse
 from folovllm.inspector.serve import playground_app, replay_app
 from folovllm.sampling_params import SamplingParams
-from folovllm.server.link import WatchedLink
-from folovllm.server.messages import Abort, Pace
+from folovllm.server.link import SocketLink
+from folovllm.server.messages import Abort, Pace, encode, frame
 from tests.helpers import tiny_checkpoint
 from tests.inspector.test_live import replayed
 from tests.x1.scripted import ScriptedEngine, request_of
@@ -209,17 +209,11 @@ def test_wrong_code_ends_the_engine_and_another_can_be_built(monkeypatch: pytest
 
 class TestPace:
     def test_steps_are_counted_while_it_is_held(self) -> None:
-        inbox: list[Any] = []
-
-        class Ends:
-            def receive(self, wait: bool) -> list[Any]:
-                commands, inbox[:] = list(inbox), []
-                return commands
-
         engine = ScriptedEngine()
         engine.subscribe(lambda events: None)
-        link = WatchedLink(Ends())  # type: ignore[arg-type]
-        served = link.making(lambda config: engine)(EngineConfig())  # type: ignore[arg-type, return-value]
+        here, there = socket.socketpair()
+        link = SocketLink(there)
+        served = link.watched(engine)  # type: ignore[arg-type]
         served.add_checked(request_of(1, [1], SamplingParams(max_tokens=99)))
         for command, steps in (
             (Pace(is_held=True, step=1), 1),
@@ -232,10 +226,13 @@ class TestPace:
             (Pace(is_held=True), 5),  # what was granted before is forgotten
             (Pace(), 6),
         ):
-            inbox += [] if command is None else [Abort(7), command]
+            for each in [] if command is None else [Abort(7), command]:
+                here.sendall(frame(encode(each)))
             assert link.receive(False) == ([] if command is None else [Abort(7)])
             served.step()
             assert engine.num_steps == steps
+        here.close()
+        there.close()
 
     @pytest.mark.parametrize(
         "wrong", [{"delay": -1}, {"delay": 60}, {"delay": float("nan")}, {"step": -1}, {"step": 10_000}]
