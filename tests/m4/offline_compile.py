@@ -485,23 +485,23 @@ def kernels_of_x4(capability: int, head_dim: int, block_size: int):
 
 
 def grouped_codes(capability: int):
-    """Experts in codes, those that ask for most: FP8 in blocks, and INT4 with zeros in short groups, in the tiles for few and
+    """Experts in codes, those that ask for most: FP8 in blocks, and INT4 with zeros in short groups or without, in the tiles for few and
     many pairs; on other cards one. INT8 asks for less.
     """
     hidden, inner, experts, asked = 2048, 768, 128, 8
     fp8 = "fp8" if capability >= 89 else "fp8_bits"
-    shapes = [(fp8, 8, True)]  # kind, pairs, gated
+    shapes = [(fp8, 8, True, 128)]  # kind, pairs, gated, inputs that share a scale
     if capability in (80, 90):
-        shapes += [(fp8, 2048, False), (fp8, 32768, True), ("int4", 8, True), ("int4", 32768, True)]
-    for kind, pairs, gated in shapes:
-        k, group, rows = hidden if gated else inner, 128 if kind == fp8 else 32, 128 if kind == fp8 else 1
+        shapes += [(fp8, 2048, False, 128), (fp8, 32768, True, 128), ("int4", 8, True, 32), ("int4", 32768, True, 32)]
+        shapes += [("int4", 32768, True, 128)]
+    for kind, pairs, gated, group in shapes:
+        k, rows = hidden if gated else inner, 128 if kind == fp8 else 1
         shape = tiles_of_experts(pairs // experts, k, group, kind, torch.bfloat16, gated, capability)
         num_warps, num_stages = shape.pop("num_warps"), shape.pop("num_stages")
         shape |= {"K": k, "E": experts, "WIDTH": experts, "ASKED": asked if gated else 1, "GATED": gated}
         shape |= {"GROUP_ROWS": rows, "GROUP": group, "KIND": kind}
-        shape |= (
-            {"codes": "i8", "scales": "fp32", "zero_ptr": None} if kind == fp8 else {"codes": "i32", "scales": "fp16"}
-        )
+        shape |= IN_8_BITS if kind == fp8 else {"codes": "i32", "scales": "fp16"}
+        shape |= {"zero_ptr": None} if kind == "int4" and group == 128 else {}
         yield grouped_quant_kernel, shape, num_warps, num_stages
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.kernel_modules import kernel_modules
 
 ROOT = Path(__file__).parents[2]
-NUM_KERNELS = {"m4": 7, "m6": 12, "x2": 5, "x3": 5, "x4": 8}
+NUM_KERNELS = {"m4": 7, "m6": 12, "x2": 3, "x3": 5, "x4": 8}
 ON_HOPPER_ALONE = {
     "m6": {"prefill_hopper_kernel", "early_decode_kernel"},
     "x2": {"int4_hopper_kernel"},
