@@ -50,14 +50,10 @@ def measure_drafting(executor: Executor, setup: EngineSetup, proposer: Proposer,
     cost.first_guess = one - cost.guess
 
 
-def is_here(setup: EngineSetup) -> bool:
-    """Whether this process computes steps itself: one has been computed when it has begun, and nothing runs beside the host."""
-    return setup.device.type == "cpu" and setup.config.tensor_parallel_size == 1
-
-
 def clock_for(setup: EngineSetup) -> Callable[[], float]:
-    """The seconds that count for steps. On a CPU those of this process: other programs may keep the cores busy."""
-    return time.process_time if is_here(setup) else time.perf_counter
+    """Return the clock for steps: on a CPU, where one process computes, its own seconds, for other programs may keep the cores busy."""
+    is_here = setup.device.type == "cpu" and setup.config.tensor_parallel_size == 1
+    return time.process_time if is_here else time.perf_counter
 
 
 class Timer:
