@@ -61,8 +61,8 @@ class ToldDraft(DraftModel):
         self.seconds.append(time.perf_counter() - start)
         return found
 
-    def _guess(self, ready: list[tuple[RowState, int]]) -> dict[int, list[int]]:
-        super()._guess(ready)
+    def _write(self, ready: list[tuple[RowState, int]]) -> dict[int, list[int]]:
+        super()._write(ready)
         return {state.seq_id: self.oracle.propose(state, k) for state, k in ready}
 
 

@@ -1,4 +1,4 @@
-"""Attention for steps with guesses, by this project's own kernels."""
+"""Attention for steps that verify drafts, by this project's own kernels."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ CAPABILITY = (8, 0)  # from which on a GPU has room for a tile's rows
 
 
 class CheckingTritonBackend(TritonBackend):
-    """A `TritonBackend` that sends sequences with few new tokens, as those with guesses are, to a kernel of their own.
+    """A `TritonBackend` that sends sequences with few new tokens, as those with drafts are, to a kernel of their own.
 
-    In a recorded step with guesses that serves all sequences. A prompt among them is cut into tiles: slower than by the
+    In a captured step with drafts that serves all sequences. A prompt among them is cut into tiles: slower than by the
     prefill kernel, and still faster than a step that is not recorded. Layers with a window take the prefill kernel.
     """
 
     def __init__(self, config: AttentionConfig, most_tokens: int, most_draws: int) -> None:
-        """`most_tokens`: of a sequence whose guesses are checked; `most_draws`: of a step."""
+        """`most_tokens`: of a sequence whose draft is verified; `most_draws`: of a step."""
         super().__init__(config)
         assert config.block_size is not None
         self._check = SplitKVCheck(

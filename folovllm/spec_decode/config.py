@@ -1,4 +1,4 @@
-"""What a user asks for when tokens are to be guessed: vLLM's `speculative_config`, checked."""
+"""What a user asks for when tokens are to be drafted: vLLM's `speculative_config`, checked."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MOST_TOKENS = 64
 
 @dataclass(slots=True, frozen=True)
 class SpeculativeConfig:
-    """How the next tokens are guessed.
+    """How the next tokens are drafted.
 
     Attributes:
-        method: a name in METHODS; several, joined by "+", are asked in this order until one has a guess; or a `Proposer`.
-        num_speculative_tokens: the most guesses that a step checks for one sequence.
+        method: a name in METHODS; several, joined by "+", are asked in this order until one has a draft; or a `Proposer`.
+        num_speculative_tokens: the most draft tokens that a step verifies for one sequence.
         prompt_lookup_max: "ngram" looks for the last so many tokens of a text in what comes before them,
         prompt_lookup_min: and for fewer, down to so many.
-        adaptive: guess as many tokens as pays, at most `num_speculative_tokens`, and none where none pay; else always so
+        adaptive: draft as many tokens as pays, at most `num_speculative_tokens`, and none where none pay; else always so
             many. A `Proposer` of your own is always asked.
         model: of "draft_model": a small model with the vocabulary of the large one.
     """

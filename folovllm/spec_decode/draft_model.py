@@ -1,7 +1,7 @@
 """A small model that writes ahead of the large one (Leviathan et al., arXiv 2211.17192), with the same noise.
 
-It draws with the seed, the position and the filters of the sequence. Where both models find about the same tokens likely,
-the same noise then makes both draw the same one: they agree more often than two independent draws would.
+It samples with the seed, the position and the filters of the sequence. Where both models find about the same tokens likely,
+the same noise then makes both sample the same one: they agree more often than two independent samples would.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ class Draft:
     """What the small model has of one sequence.
 
     Invariant: the K/V of the first `num_cached` tokens lie in `blocks`; those of the text's first tokens are of use up to
-    the first wrong guess, and what lies behind is written over.
+    the first rejected draft token, and what lies behind is written over.
     """
 
     row: int
     blocks: list[int] = field(default_factory=list)
     num_sent: int = 0  # blocks that the device knows
-    num_known: int = 0  # tokens of the text when guesses were last made; all of them were right
-    guesses: list[int] = field(default_factory=list)  # what was written behind them, or its names
+    num_known: int = 0  # tokens of the text when it was last drafted for
+    tokens: list[int] = field(default_factory=list)  # what was drafted behind them, or its placeholder ids
     num_cached: int = 0
-    is_new: bool = True  # the device does not know how its tokens are drawn
+    is_new: bool = True  # the device does not know how its tokens are sampled
 
-    def num_right(self, state: RowState) -> int:
-        """How many of the guesses agree with the text, as far as that goes: all if none is seen to be wrong."""
-        drawn = state.token_ids[self.num_known :].tolist()
-        return next((i for i, (g, t) in enumerate(zip(self.guesses, drawn, strict=False)) if g != t), len(self.guesses))
+    def num_accepted(self, state: RowState) -> int:
+        """How many of the draft tokens agree with the text, as far as that goes: all if none is seen to be wrong."""
+        sampled = state.token_ids[self.num_known :].tolist()
+        return next((i for i, (g, t) in enumerate(zip(self.tokens, sampled, strict=False)) if g != t), len(self.tokens))
 
     def cut_back(self, state: RowState) -> None:
         """Count as cached what agrees with the text. Its newest token never does: its logits are what is wanted."""
-        right = self.num_right(state)
-        self.num_cached = min(self.num_cached, self.num_known + right, len(state.token_ids) - 1)
-        self.num_known, self.guesses = len(state.token_ids), []
+        accepted = self.num_accepted(state)
+        self.num_cached = min(self.num_cached, self.num_known + accepted, len(state.token_ids) - 1)
+        self.num_known, self.tokens = len(state.token_ids), []
 
 
 class DraftModel(Proposer):
-    """Guesses by decoding with a small model: an executor of its own, that no scheduler drives.
+    """Drafts by decoding with a small model: an executor of its own, that no scheduler drives.
 
-    Its blocks are its own. A sequence for which there is no row or block gets no guesses; one that is not asked about may
+    Its blocks are its own. A sequence for which there is no row or block gets no draft; one that is not asked about may
     lose what it has, and is computed again when it is.
     """
 
@@ -68,45 +68,45 @@ class DraftModel(Proposer):
     ) -> None:
         """`executor` runs the small model, in steps of at most so many sequences and tokens, blocks of `block_size`.
 
-        `hand_over`: where the model that checks finds the tokens by their names, which are what is guessed then.
+        `hand_over`: where the model that verifies finds the tokens by their placeholder ids, which are what is drafted then.
         """
         self._executor, self._hand_over = executor, hand_over
         self._budget, self._max_model_len, self._block_size = max_num_batched_tokens, max_model_len, block_size
         self._rows = list(range(max_num_seqs))
         self._free = list(range(executor.num_kv_blocks))
         self._drafts: dict[int, Draft] = {}  # by seq_id; who was asked about last stands at the end
-        self._named: list[Draft] = []  # those whose guesses may be names: of the last run
+        self._unresolved: list[Draft] = []  # those whose tokens may be placeholder ids: of the last multi-step decode
 
     def propose(self, state: RowState, k: int) -> list[int]:
         """As `Proposer`."""
         return self.propose_all([state], [k])[0]
 
     def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
-        """As `Proposer`: where a text has grown by much one step over that, and then a run of steps of one token each."""
+        """As `Proposer`: where a text has grown by much one step over that, and then a multi-step decode."""
         self._learn()
         asked = [(state, k) for state, k in zip(states, ks, strict=True) if k]
         keep = {state.seq_id for state, _ in asked}
         others = iter([seq_id for seq_id in self._drafts if seq_id not in keep])
         placed = [(state, k) for state, k in asked if self._place(state, k, others)]
-        guesses = self._guess(self._catch_up(placed))
-        self._named = [self._drafts[seq_id] for seq_id in guesses]
-        for draft, tokens in zip(self._named, guesses.values(), strict=True):
-            draft.guesses = tokens
-        return [guesses.get(state.seq_id, []) for state in states]
+        written = self._write(self._catch_up(placed))
+        self._unresolved = [self._drafts[seq_id] for seq_id in written]
+        for draft, tokens in zip(self._unresolved, written.values(), strict=True):
+            draft.tokens = tokens
+        return [written.get(state.seq_id, []) for state in states]
 
-    def resolve(self, guess: Sequence[int]) -> list[int]:
+    def resolve(self, draft: Sequence[int]) -> list[int]:
         """As `Proposer`."""
         if self._hand_over is None:
-            return list(guess)
-        return self._hand_over.spell(np.array(guess, np.int32)).tolist()
+            return list(draft)
+        return self._hand_over.spell(np.array(draft, np.int32)).tolist()
 
     def _learn(self) -> None:
-        """Note the tokens of the last run: their names mean others when the next one begins."""
-        tokens = self.resolve([token for draft in self._named for token in draft.guesses])
-        for draft in self._named:
-            count = len(draft.guesses)
-            draft.guesses, tokens = tokens[:count], tokens[count:]
-        self._named = []
+        """Resolve the tokens of the last multi-step decode: its placeholder ids mean others when the next one begins."""
+        tokens = self.resolve([token for draft in self._unresolved for token in draft.tokens])
+        for draft in self._unresolved:
+            count = len(draft.tokens)
+            draft.tokens, tokens = tokens[:count], tokens[count:]
+        self._unresolved = []
 
     def finish(self, seq_id: int) -> None:
         """As `Proposer`."""
@@ -123,9 +123,9 @@ class DraftModel(Proposer):
             self._free += draft.blocks
 
     def _place(self, state: RowState, k: int, others: Iterator[int]) -> bool:
-        """Give `state` a row and blocks for `k` guesses, at need those of the next of `others`; False if there are too few.
+        """Give `state` a row and blocks for `k` draft tokens, at need those of the next of `others`; False if there are too few.
 
-        The last guess is drawn and not computed.
+        The last draft token is sampled and not computed.
         """
         length = len(state.token_ids) + k - 1
         if length > self._max_model_len:
@@ -145,9 +145,9 @@ class DraftModel(Proposer):
         return True
 
     def _catch_up(self, placed: list[tuple[RowState, int]]) -> list[tuple[RowState, int]]:
-        """Compute what texts have before their newest tokens, and tell the device of new rows. Returns who can guess now.
+        """Compute what texts have before their newest tokens, and tell the device of new rows. Returns who can be drafted for now.
 
-        Behind guesses that were all right a text lacks two tokens, and else one: these are left to the run. Of a text beyond
+        Behind a draft that was accepted as a whole a text lacks two tokens, and else one: these are left to the multi-step decode. Of a text beyond
         the budget a part is computed.
         """
         budget, shares, ready = self._budget - len(placed), [], []
@@ -169,8 +169,8 @@ class DraftModel(Proposer):
             self._executor.submit(SchedulerOutput(tuple(sorted(shares, key=lambda share: share.num_new_tokens))))
         return ready
 
-    def _guess(self, ready: list[tuple[RowState, int]]) -> dict[int, list[int]]:
-        """Let the model write: one token a step, first those of the text that are left, then those that it drew."""
+    def _write(self, ready: list[tuple[RowState, int]]) -> dict[int, list[int]]:
+        """Let the model write: one token a step, first those of the text that are left, then those that it sampled."""
         left = {state.seq_id: state.token_ids[self._drafts[state.seq_id].num_cached :] for state, _ in ready}
         writers = [(state, left[state.seq_id], len(left[state.seq_id]) - 1 + k) for state, k in ready]
         writers.sort(key=lambda writer: -writer[2])  # so that each has the same place in all of its steps
@@ -194,7 +194,7 @@ class DraftModel(Proposer):
         }
 
     def _share(self, state: RowState, tokens: TokenIds, num_new: int, num_draws: int) -> Share:
-        """The next `num_new` tokens of a sequence; without `tokens`, the one that was drawn last and is on the device."""
+        """The next `num_new` tokens of a sequence; without `tokens`, the one that was sampled last and is on the device."""
         draft = self._drafts[state.seq_id]
         start, end = draft.num_cached, draft.num_cached + num_new
         first, needed = draft.num_sent, -(-end // self._block_size)
@@ -204,5 +204,5 @@ class DraftModel(Proposer):
 
 
 def how_to_draw(spec: DrawSpec) -> DrawSpec:
-    """The noise and the filters of a sequence, without what depends on the tokens so far: guesses may be wrong, and stay."""
+    """The noise and the filters of a sequence, without what depends on the tokens so far: draft tokens may be rejected, and stay."""
     return DrawSpec(spec.seed, spec.temperature, spec.top_k, spec.top_p, spec.min_p)

@@ -1,4 +1,4 @@
-"""What must be known of a draft, the small model that guesses for a large one, before its weights are loaded."""
+"""What must be known of a draft, the small model that drafts for a large one, before its weights are loaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a draft leaves what it drew, for the step that checks it: on the device at once, on the host a little later (X3)."""
+"""Where a draft model leaves what it sampled, for the step that verifies it: on the device at once, on the host a little later (X3)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from folovllm.step.packed import Int32
 
 
 class DraftTokens:
-    """The tokens of a draft's last run, by line and row. Each has a *name*, a token id behind the vocabulary.
+    """The tokens of a draft model's last multi-step decode, by line and row. Each has a *placeholder id*, behind the vocabulary.
 
-    So a step can bring guesses that the host does not know yet: the draft and the model that checks are on one device, whose
-    work is done in order. A name holds until the next run begins.
+    So a step can bring draft tokens that the host does not know yet: the draft and the model that verifies are on one device, whose
+    work is done in order. A placeholder id holds until the next multi-step decode begins.
 
     Attributes:
         drawn: [lines, rows] int32, on the device. host: the same in host memory, once `arrived`.
-        names: [lines, rows] int32.
+        names: [lines, rows] int32, the placeholder ids.
     """
 
     def __init__(self, vocab_size: int, num_lines: int, num_rows: int, device: torch.device) -> None:
@@ -37,17 +37,17 @@ class DraftTokens:
     def for_runs(cls, longest: int, setup: EngineSetup) -> DraftTokens:
         """For runs of up to `longest` steps in recordings of 1, 2, 4, ... steps, each with lines of its own.
 
-        `setup` describes the model that checks. Lines begin at multiples of 16 bytes.
+        `setup` describes the model that verifies. Lines begin at multiples of 16 bytes.
         """
         rows = -(-setup.max_num_seqs // 4) * 4
         return cls(setup.vocab_size, (1 << longest.bit_length()) - 1, rows, setup.device)
 
     def spell_on_device(self, tokens: torch.Tensor) -> None:
-        """Put what is meant in place of each name in `tokens` [n] int32; what is in flight stays. Device work only."""
+        """Replace placeholder ids in `tokens` [n] int32; what is in flight stays. Device work only."""
         torch.index_select(self._meant, 0, tokens + 1, out=tokens)
 
     def spell(self, tokens: npt.NDArray[np.signedinteger[Any]]) -> npt.NDArray[np.signedinteger[Any]]:
-        """[n] tokens with what is meant in place of each name. The host waits for the run."""
+        """Return [n] tokens with their placeholder ids replaced. The host waits for the multi-step decode."""
         if self.arrived is not None:
             self.arrived.synchronize()
         places = tokens - self._first_name

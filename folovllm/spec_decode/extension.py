@@ -13,7 +13,7 @@ from folovllm.spec_decode import attention
 from folovllm.spec_decode.draft_model import DraftModel
 from folovllm.spec_decode.draft_setup import draft_setup
 from folovllm.spec_decode.draft_tokens import DraftTokens
-from folovllm.spec_decode.measure import clock_for, measure_guesses, measure_steps
+from folovllm.spec_decode.measure import clock_for, measure_drafting, measure_steps
 from folovllm.spec_decode.multi_step import MultiStepExecutor, MultiStepRunner
 from folovllm.spec_decode.ngram import NgramProposer
 from folovllm.spec_decode.policy import TRUSTED, UNKNOWN, AdaptiveLength, FixedLength, LengthPolicy
@@ -46,11 +46,11 @@ class SpeculativeDecoding(Extension):
 
     def prepare(self) -> None:
         """Make the proposer. A draft model has weights and a cache of its own."""
-        if (
-            "draft_model" in self._config.methods
-        ):  # a run samples a token behind the drafts, and may begin with one in flight
-            self._drafted = DraftTokens.for_runs(self._config.num_speculative_tokens + 2, self.setup)
         config = self._config
+        if (
+            "draft_model" in config.methods
+        ):  # a multi-step decode samples a token behind the draft, and may begin with one in flight
+            self._drafted = DraftTokens.for_runs(config.num_speculative_tokens + 2, self.setup)
         if isinstance(config.method, str):
             proposers = [self._make_proposer(name) for name in config.methods]
             self._proposer = proposers[0] if len(proposers) == 1 else CompositeProposer(proposers)
@@ -115,7 +115,7 @@ class SpeculativeDecoding(Extension):
         if "draft_model" not in config.methods:
             return AdaptiveLength(cost, most, UNKNOWN)
         assert self._proposer is not None
-        measure_guesses(executor, setup, self._proposer, most, cost)
+        measure_drafting(executor, setup, self._proposer, most, cost)
         return AdaptiveLength(cost, most, TRUSTED)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What steps with and without guesses cost on this machine: timed once, when an engine starts."""
+"""Times steps with and without draft tokens on this machine, once, when an engine starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOST = 512  # tokens of a step: beyond, both curves are taken for straight
 
 
 def measure_steps(executor: Executor, setup: EngineSetup, most: int) -> StepCost:
-    """Time steps of 1, 2, 4, ... tokens: of as many sequences, and of few sequences with up to `most` guesses each.
+    """Time steps of 1, 2, 4, ... tokens: of as many sequences, and of few sequences with up to `most` draft tokens each.
 
     The sequences are made up and share their blocks; no request uses what they leave in the cache.
     """
@@ -34,31 +34,26 @@ def measure_steps(executor: Executor, setup: EngineSetup, most: int) -> StepCost
     time_of = Timer(executor, setup, most)
     without = time_of.curve(plain)
     found = time_of.curve([lengths for lengths in checked if len(lengths) <= setup.max_num_seqs])
-    seconds = tuple(max(t, without.at(n)) for n, t in zip(*found, strict=True))  # a step with guesses is never cheaper
+    seconds = tuple(max(t, without.at(n)) for n, t in zip(*found, strict=True))  # a step that verifies is never cheaper
     return StepCost(without, Curve(found.widths, seconds))
 
 
-def measure_guesses(executor: Executor, setup: EngineSetup, proposer: Proposer, most: int, cost: StepCost) -> None:
-    """Note in `cost` what guesses take beside the step that checks them: the line through one guess and `most`.
+def measure_drafting(executor: Executor, setup: EngineSetup, proposer: Proposer, most: int, cost: StepCost) -> None:
+    """Set in `cost` what drafting takes beside the step that verifies: the line through one draft token and `most`.
 
-    Such a step may begin before the host knows its guesses, so both are timed together. They are made behind a text in which
-    no token comes twice.
+    Such a step may begin before the host knows its draft tokens, so both are timed together. The text has no token twice.
     """
     most = max(1, min(most, setup.max_model_len - 2))
     time_of = Timer(executor, setup, most)
-    one, every = (max(0.0, time_of.guessing(proposer, k) - cost.of_narrow(1 + k)) for k in (1, most))
+    one, every = (max(0.0, time_of.drafting(proposer, k) - cost.of_narrow(1 + k)) for k in (1, most))
     cost.guess = max(0.0, every - one) / max(1, most - 1)
     cost.first_guess = one - cost.guess
 
 
-def is_here(setup: EngineSetup) -> bool:
-    """Whether this process computes steps itself: one has been computed when it has begun, and nothing runs beside the host."""
-    return setup.device.type == "cpu" and setup.config.tensor_parallel_size == 1
-
-
 def clock_for(setup: EngineSetup) -> Callable[[], float]:
-    """The seconds that count for steps. On a CPU those of this process: other programs may keep the cores busy."""
-    return time.process_time if is_here(setup) else time.perf_counter
+    """Return the clock for steps: on a CPU, where one process computes, its own seconds, for other programs may keep the cores busy."""
+    is_here = setup.device.type == "cpu" and setup.config.tensor_parallel_size == 1
+    return time.process_time if is_here else time.perf_counter
 
 
 class Timer:
@@ -90,8 +85,8 @@ class Timer:
         self._executor.execute_model(output)
         return min(self._timed(output) for _ in range(ROUNDS))
 
-    def guessing(self, proposer: Proposer, k: int) -> float:
-        """The fastest of some rounds, after one that is not timed, of `k` guesses and the step that checks them."""
+    def drafting(self, proposer: Proposer, k: int) -> float:
+        """The fastest of some rounds, after one that is not timed, of `k` draft tokens and the step that verifies them."""
         text = np.arange(self._start + 1, dtype=np.int32) % self._vocab_size
         state = RowState(-1, text, len(text), DrawSpec(temperature=0))
         self._executor.execute_model(SchedulerOutput(tuple(self._shares([1], state.draw))))

@@ -10,9 +10,9 @@ from folovllm.spec_decode.proposer import Proposer, RowState
 
 
 class Oracle(Proposer):
-    """Guesses a known text, each token of it right with a fixed probability, independently of the others.
+    """Drafts a known text, each token of it right with a fixed probability, independently of the others.
 
-    So the chance that the first j of k guesses are accepted is probability ** j: what the cost model takes for granted.
+    So the chance that the first j of k draft tokens are accepted is probability ** j: what the cost model takes for granted.
     """
 
     def __init__(

@@ -117,7 +117,7 @@ class AdaptiveLength(LengthPolicy):
     `best_depths` decides from the acceptance averages and `cost`; a decision holds for some steps. A sequence that gets no
     draft is probed now and then: the proposer is asked for a few tokens, for one sequence in turn. The steps from one probe to
     the next become four times as many while probes fail. Where nothing is drafted for anyone, the scheduler rests between
-    probes: as many steps, but no more than make what was lost on drafts `SHARE` of the time.
+    probes. A rest above `LONGEST` ends when what was lost on drafts is `SHARE` of the time.
     """
 
     KEEP, KEEP_COMMON = 0.9, 0.99  # what an observation counts a step later: for its sequence, and for those to come
@@ -170,9 +170,9 @@ class AdaptiveLength(LengthPolicy):
         return lengths
 
     def _rest(self, num_seqs: int) -> None:
-        """Back off until the next probe is due; a rest above `LONGEST` ends as soon as what was lost is a small share of the time.
+        """Set how long to back off: until the next probe is due, and above `LONGEST` no longer than what was lost asks for.
 
-        What was lost beyond `SAVED` plain steps must be a small share in any case.
+        What was lost beyond `SAVED` plain steps must be a small share of the time in any case.
         """
         self._has_rested, self.may_wake = True, self._lost <= 0.0
         lost = self._lost / self.cost.of_plain(num_seqs)  # in steps

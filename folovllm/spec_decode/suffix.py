@@ -1,4 +1,4 @@
-"""Guesses from all that was written before: the longest end of a text that occurred earlier, and what followed it then.
+"""Drafts from all that was written before: the longest end of a text that occurred earlier, and what followed it then.
 
 After SuffixDecoding (Oliaro et al., arXiv 2411.04975), with suffix automata in place of its suffix trees.
 """

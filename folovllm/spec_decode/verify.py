@@ -1,8 +1,8 @@
 """Several draws of one sequence in a step: which they are, and how many of their tokens count.
 
-A share of a sequence with guesses computes its newest token and k guessed ones, and draws k + 1 tokens: one after each of
+A share of a sequence with a draft computes its newest token and k draft tokens, and draws k + 1 tokens: one after each of
 them. Noise depends on (seed, position, token id) alone. So each draw is the very one that a step of its own would make,
-as long as all guesses before it are what was drawn. No draw has to be rejected by chance.
+as long as all draft tokens before it are what was drawn. No draw has to be rejected by chance.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ FEW = 256
 
 
 def most_draws(max_num_seqs: int) -> int:
-    """The most tokens that those who run draw in a step with guesses: what there is memory for. Where so many run, guesses do not pay."""
+    """The most tokens that running sequences sample in a step with drafts: what there is memory for. Where so many run, drafts do not pay."""
     return max(max_num_seqs, FEW)
 
 

@@ -130,7 +130,7 @@ def test_more_guesses_than_the_context_has_room_for(method: str, longest: int) -
 
 def test_guesses_never_seem_to_save_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step with them that was quicker than the table says was timed badly, or had none."""
-    monkeypatch.setattr(Timer, "guessing", lambda *_: 0.0)
+    monkeypatch.setattr(Timer, "drafting", lambda *_: 0.0)
     config = {"method": "draft_model", "num_speculative_tokens": 4, "model": str(tiny_checkpoint())}
     with LLM(str(tiny_checkpoint()), **COMMON, speculative_config=config) as llm:
         cost = llm.engine.scheduler.speculation.policy.cost  # type: ignore[attr-defined]

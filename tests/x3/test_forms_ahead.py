@@ -245,3 +245,63 @@ def test_to_propose_what_a_form_rules_out_is_to_have_no_idea() -> None:
     manager._matchers[seq] = GrammarMatcher(DeadEnd(), end_ids=[1])
     assert Speculation(Ones(), Listening(2), manager).propose([seq], 8, 0) == {}
     assert seen == [(0, 0)], "or it would be asked again and again"
+
+
+class Forces:
+    """A grammar that goes on with these tokens and nothing else, and then allows all."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = tokens
+
+    def forced(self, seq: Any, most: int) -> list[int]:
+        return self.tokens[:most]
+
+    def trim(self, seq: Any, draft: list[int]) -> list[int]:
+        right = next((i for i, (g, t) in enumerate(zip(draft, self.tokens, strict=False)) if g != t), len(draft))
+        return draft if right >= len(self.tokens) else draft[:right]
+
+
+class Noting(FixedLength):
+    """Notes what came of drafts, and says whether certain tokens pay."""
+
+    def __init__(self, k: int, pays: bool = True) -> None:
+        super().__init__(k)
+        self.seen, self._pays = list[tuple[int, int]](), pays
+
+    def pays(self, num_seqs: int, num_tokens: int) -> bool:
+        return self._pays
+
+    def observe(self, seq_id: int, num_draft_tokens: int, num_accepted: int) -> None:
+        self.seen.append((num_draft_tokens, num_accepted))
+
+
+@pytest.mark.parametrize(
+    ("forced", "draft", "seen"),
+    [
+        ([], [1, 1, 1], []),  # nothing is forced: the proposer's draft
+        ([7, 8], [7, 8], [(0, 0)]),  # the proposer says something else: the grammar's tokens, and no draft
+        ([1, 1, 1, 1], [1, 1, 1], [(0, 0)]),  # it says no more than the grammar
+        ([1], [1, 1, 1], []),  # it goes on behind what is forced
+    ],
+)
+def test_jump_forward_tokens_and_drafts(forced: list[int], draft: list[int], seen: list[tuple[int, int]]) -> None:
+    seq = sequence([1, 1, 1], 8, structured_outputs=StructuredOutputsParams(regex=".*"))
+    seq.num_computed_tokens, policy = 2, Noting(3)
+    speculation = Speculation(Ones(), policy, Forces(forced))  # type: ignore[arg-type]
+    assert speculation.propose([seq], 8, 0) == {seq.seq_id: draft}
+    assert policy.seen == seen
+    speculation.verified(seq, len(draft), 1)
+    assert policy.seen == (seen or [(len(draft), 1)]), "what a grammar forces says nothing of the proposer"
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_jump_forward_tokens_go_into_a_step_where_they_pay(pays: bool) -> None:
+    class Silent(Proposer):
+        def propose(self, state: RowState, k: int) -> list[int]:
+            return []
+
+    seq = sequence([1, 1, 1], 8, structured_outputs=StructuredOutputsParams(regex=".*"))
+    seq.num_computed_tokens = 2
+    speculation = Speculation(Silent(), Noting(3, pays), Forces([5, 6]))  # type: ignore[arg-type]
+    assert speculation.propose([seq], 8, 0) == ({seq.seq_id: [5, 6]} if pays else {})
+    assert speculation.asleep_until <= 1, "the next step is asked for as well"
