@@ -51,16 +51,16 @@ from folovllm.executor.packed_executor import LocalExecutor, PackedWorker
 from folovllm.extensions import Extension, extension_of, make_logits_mask
 from folovllm.faults import Faults
 from folovllm.models.files import load_tokenizer
-from folovllm.sample.draw_state import DrawState
 from folovllm.sample.sampler import Sampler
+from folovllm.sample.sampler_state import SamplerState
 from folovllm.setup import EngineSetup
 from folovllm.step.schedule import SchedulerOutput, StepResult
-from folovllm.worker.draw import OwnDraw, RanksDraw, StepDraw
 from folovllm.worker.gpu_worker import GPUWorker, Runner
 from folovllm.worker.graph_runner import GraphRunner
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.native_model import load_native_model, load_sharded_model
 from folovllm.worker.step_graph import AllGraphs
+from folovllm.worker.step_sampler import LocalSampler, StepSampler, TensorParallelSampler
 
 if TYPE_CHECKING:
     from folovllm.extensions import MakeScheduler
@@ -106,7 +106,7 @@ def make_scheduler(setup: EngineSetup, num_kv_blocks: int, events: Events, kind:
         max_num_seqs=setup.max_num_seqs,
         max_num_batched_tokens=setup.max_num_batched_tokens,
         tokens_of_step=tokens_of_step(config),
-        make_room=wait if config.kv_cache == "slots" else preempt,  # M2; M3
+        on_full=wait if config.kv_cache == "slots" else preempt,  # M2; M3
         by_priority=config.scheduling == "priority",
     )
 
@@ -176,17 +176,21 @@ def make_packed_worker(
     plain = extension.model_runner(ModelRunner)
     sampler, slots, counters = make_sampler(setup), cache_manager(setup.config).slots, counters_of(setup)
     backend, graphs = attention_backend(setup, extension), (builders.own(setup.config, "graph_cache") or AllGraphs)
-    draw: StepDraw
+    step_sampler: StepSampler
     layers = layer_set(setup, counters)
     if group is None:
-        draw = OwnDraw(setup.vocab_size, sampler, use_kernel=setup.device.type == "cuda" and not setup.config.compile)
+        step_sampler = LocalSampler(
+            setup.vocab_size, sampler, use_kernel=setup.device.type == "cuda" and not setup.config.compile
+        )
         inner = plain(setup, partial(load_native_model, setup, layers), sampler, slots, backend)
     else:
-        draw = RanksDraw(setup.vocab_size, group)
+        step_sampler = TensorParallelSampler(setup.vocab_size, group)
         part = setup.with_hf_config(local_config(setup.hf_config, group.size, setup.config.enable_expert_parallel))
-        inner = plain(part, partial(load_sharded_model, setup, group, layers), sampler, slots, backend, draw.whole)
-    rows_draw = DrawState(setup.max_num_seqs, setup.vocab_size, setup.device, sampler, extension.num_samples())
-    runner = extension.graph_runner(GraphRunner)(setup, inner, draw, rows_draw, graphs(setup.max_num_seqs))
+        inner = plain(
+            part, partial(load_sharded_model, setup, group, layers), sampler, slots, backend, step_sampler.whole
+        )
+    row_sampler = SamplerState(setup.max_num_seqs, setup.vocab_size, setup.device, sampler, extension.num_samples())
+    runner = extension.graph_runner(GraphRunner)(setup, inner, step_sampler, row_sampler, graphs(setup.max_num_seqs))
     return GPUWorker(setup.device, runner, counters), runner
 
 
@@ -205,7 +209,7 @@ def counters_of(setup: EngineSetup) -> dict[str, torch.Tensor] | None:
 
 
 def make_sampler(setup: EngineSetup) -> Sampler:
-    """Who draws the tokens (M1). The draw is compiled when the configuration asks for it."""
+    """Who samples the tokens (M1). Sampling is compiled when the configuration asks for it."""
     if setup.config.compile:
         from folovllm.sample.compiled import CompiledSampler
 

@@ -38,9 +38,9 @@ def kernels_for(setup: EngineSetup) -> LayerSet:
     if "triton" not in setup.backend and "flash_attn" not in setup.backend:
         return LayerSet()
     from folovllm.models.fused import fused_layers
-    from folovllm.models.fused_layer import few_token_layers
+    from folovllm.models.fused_layer import skinny_layers
 
-    return (few_token_layers if setup.config.packed_steps else fused_layers)(setup.attention.head_dim)
+    return (skinny_layers if setup.config.packed_steps else fused_layers)(setup.attention.head_dim)
 
 
 def cpu_kernels(setup: EngineSetup) -> CpuKernels | None:

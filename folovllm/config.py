@@ -49,7 +49,7 @@ class EngineConfig:
         dtype: "float32" (or "float"), "bfloat16", "float16" (or "half"), or "auto": float32 on a CPU, the checkpoint's own
             on a GPU.
         device: "cuda" or "cpu"; if left out, CUDA where there is one.
-        seed: the seed of the engine's own draws (requests without a seed, random weights).
+        seed: the seed of the engine's own noise (requests without a seed, random weights).
         max_model_len: longest prompt plus answer, in tokens; if left out, the smaller of the model's and 4,096.
         max_num_seqs: most sequences in one step.
         max_num_batched_tokens: most tokens in one step; if left out, at least one whole prompt fits.
@@ -69,7 +69,7 @@ class EngineConfig:
         long_prefill_token_threshold: most tokens of one prompt in one step; 0 sets no bound.
         enforce_eager: no CUDA graphs.
         async_scheduling: schedule a step while the one before it runs.
-        compile: put element-wise layers and the draw through torch.compile instead of our kernels.
+        compile: put element-wise layers and sampling through torch.compile instead of our kernels.
         num_threads: threads of torch, in the whole process; ranks divide them. If left out on a CPU: one for a small model,
             else as many as a short measurement shows to be of use, at most `OMP_NUM_THREADS`.
         max_n: most answers to one prompt that a request may ask for.

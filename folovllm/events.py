@@ -81,7 +81,7 @@ class Aborted(NamedTuple):
 
 
 class StepBegan(NamedTuple):
-    """A step was decided. Its shares say what each sequence computes, and which blocks are new in its table.
+    """A step was decided. Its scheduled sequences say what each sequence computes, and which blocks are new in its table.
 
     A draft's guesses may be there by name (`DraftTokens`); from `GuessesChecked` on they are tokens.
     """
@@ -101,7 +101,7 @@ class StepEnded(NamedTuple):
     arrived: float  # its tokens were on the host
     end: float
     output: SchedulerOutput
-    result: StepResult  # share by share; what a share of an ended sequence drew is dropped
+    result: StepResult  # sequence by sequence; what a scheduled sequence of an ended sequence sampled is dropped
     waiting: int  # sequences
     kv_blocks_used: int
 
@@ -128,7 +128,7 @@ class BlockFreed(NamedTuple):
 
 
 class BlockTaken(NamedTuple):
-    """A block got a first holder, for new contents. The share that names it says which sequence holds it."""
+    """A block got a first holder, for new contents. The scheduled sequence that names it says which sequence holds it."""
 
     block_id: int
 
@@ -141,7 +141,7 @@ class BlockAdopted(NamedTuple):
     ref_count: int  # with it
 
 
-class BlockPublished(NamedTuple):
+class BlockCached(NamedTuple):
     """A full block got a name, so that others find it."""
 
     block_id: int
@@ -187,7 +187,7 @@ class GuessesChecked(NamedTuple):
 
     seq_id: int
     num_guessed: int
-    num_accepted: int  # the first so many; one token more was drawn
+    num_accepted: int  # the first so many; one token more was sampled
 
 
 class BlockState(NamedTuple):
@@ -227,7 +227,7 @@ class Snapshot(NamedTuple):
 
 Event = (
     RequestAdded | Refused | Admitted | PrefixHit | Preempted | Finished | Aborted | StepBegan | StepEnded | ExpertsAsked
-    | BlockClaimed | BlockFreed | BlockTaken | BlockAdopted | BlockPublished | BlockEvicted | BlockPassed | TableFreed
+    | BlockClaimed | BlockFreed | BlockTaken | BlockAdopted | BlockCached | BlockEvicted | BlockPassed | TableFreed
     | TableCut | GuessesChecked | GivenUp | Snapshot
 )  # fmt: skip
 Listener = Callable[[SequenceOf[Event]], None]

@@ -12,7 +12,7 @@ import xxhash
 
 from folovllm.outputs import TokenLogprob
 from folovllm.sampling_params import SamplingParams
-from folovllm.step.draw import TokenIds
+from folovllm.step.sampling_spec import TokenIds
 
 if TYPE_CHECKING:
     from folovllm.cache.prefix_cache import CachedPrefix
@@ -90,7 +90,7 @@ class Sequence:
 
     @property
     def params(self) -> SamplingParams:
-        """How to draw, and when to stop."""
+        """How to sample, and when to stop."""
         return self.request.params
 
     @property
@@ -131,7 +131,7 @@ class Sequence:
     def num_uncomputed_tokens(self) -> int:
         """What a step may compute: more than 1 during prefill and after preemption, 1 while decoding.
 
-        It is 1 before the drawn token is known, too: the device knows it.
+        It is 1 before the sampled token is known, too: the device knows it.
         """
         missing = self.num_tokens - self.num_computed_tokens
         return missing if missing > 1 else 1

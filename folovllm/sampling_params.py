@@ -1,4 +1,4 @@
-"""How a request wants its tokens drawn, and when it wants to stop."""
+"""How a request wants its tokens sampled, and when it wants to stop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from folovllm.structured_outputs import StructuredOutputsParams
 from folovllm.vllm_arguments import SAMPLING, also_takes
 
 SMALLEST_TEMPERATURE = 1e-5  # below it is greedy: the same choice, and no quotient that overflows
-RANGES: dict[str, tuple[float, float, str]] = {  # no draw from finite logits overflows within them
+RANGES: dict[str, tuple[float, float, str]] = {  # no sample from finite logits overflows within them
     "temperature": (0, 1e6, "0 is greedy"),
     "min_p": (0, 1, "0 is off"),
     "repetition_penalty": (0.01, 100, "1 is off"),
@@ -43,12 +43,12 @@ class SamplingParams:
     Filters act in the order temperature, min_p, top_k, top_p. Penalties come first of all, on the raw logits.
 
     Attributes:
-        n: how many independent answers to draw for the prompt; at most the engine's `max_n`.
+        n: how many independent answers to sample for the prompt; at most the engine's `max_n`.
         temperature: 0 takes the most likely token (greedy); 1 samples from the model's own distribution.
         top_k: keep the k most likely tokens; -1 or 0 keeps all.
         top_p: keep the smallest set of most likely tokens whose probability reaches `top_p`.
         min_p: drop tokens less likely than `min_p` times the most likely one.
-        seed: the same seed gives the same text, whatever runs beside it; if left out, or -1, one is drawn.
+        seed: the same seed gives the same text, whatever runs beside it; if left out, or -1, one is chosen at random.
         max_tokens: generate at most this many tokens (vLLM's default is 16); None fills the context.
         min_tokens: no end-of-text or stop before this many tokens.
         stop: strings that end the text (and are cut off it unless `include_stop_str_in_output`).
@@ -63,14 +63,14 @@ class SamplingParams:
         presence_penalty: subtracted once from each token that the answer already holds; -2 to 2, as elsewhere.
         frequency_penalty: subtracted once per occurrence in the answer; -2 to 2.
         logit_bias: what is added to the logits of some tokens, by token id; -100 to 100, rounded to float16.
-        allowed_token_ids: draw only these tokens; if left out, all.
+        allowed_token_ids: sample only these tokens; if left out, all.
         bad_words: texts that the answer must not hold: the tokens that write one, as it stands or after a space, are
-            not drawn all in a row.
+            not sampled all in a row.
         skip_special_tokens: leave tokens such as `<|im_end|>` out of the text.
         detokenize: make text of the tokens; without it the text stays empty.
         truncate_prompt_tokens: keep only this many tokens at the end of the prompt; -1 keeps what fits into the context.
         prompt_only: the prompt alone is of interest, to score it: it may fill the whole context, and the one token that is
-            drawn behind it (`max_tokens` must be 1) says nothing.
+            sampled behind it (`max_tokens` must be 1) says nothing.
         structured_outputs: the form of the answer, a `StructuredOutputsParams` or a dictionary of its fields; None is free.
         output_kind: what the outputs hold while the request is served; `LLM.generate` always returns whole answers.
 
@@ -107,7 +107,7 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._take_other_forms()
-        self._validate_draw()
+        self._validate_sampling()
         self._validate_stop()
         self._validate_rules()
         if self.temperature < SMALLEST_TEMPERATURE:
@@ -141,7 +141,7 @@ class SamplingParams:
             if isinstance(value := getattr(self, name), bool):
                 setattr(self, name, 1 if value else None)
 
-    def _validate_draw(self) -> None:
+    def _validate_sampling(self) -> None:
         for name in (
             "n",
             "top_k",
@@ -215,12 +215,12 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken instead of a drawn one."""
+        """Whether the most likely token is taken instead of a sampled one."""
         return self.temperature == 0
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the draw depends on the tokens so far."""
+        """Whether sampling depends on the tokens so far."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 

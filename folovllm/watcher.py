@@ -62,7 +62,7 @@ class Watcher:
             ev.BlockFreed: self._freed,
             ev.BlockTaken: self._taken,
             ev.BlockAdopted: self._adopted,
-            ev.BlockPublished: self._published,
+            ev.BlockCached: self._published,
             ev.BlockEvicted: self._evicted,
             ev.BlockPassed: self._passed,
             ev.TableFreed: self._table_freed,
@@ -79,7 +79,7 @@ class Watcher:
     def holders(self) -> list[list[tuple[Watched, int]]]:
         """Who holds each block, [N]: pairs of a running sequence and how many of its tokens lie there (0 to B).
 
-        Several entries are a prefix that sequences share.
+        Several entries are a prefix that sequences scheduled sequence.
         """
         size = self.block_size
         held: list[list[tuple[Watched, int]]] = [[] for _ in self.cells]
@@ -119,14 +119,14 @@ class Watcher:
         del self.sequences[event.seq_id]
 
     def _step_began(self, event: ev.StepBegan) -> None:
-        for share in event.output.shares:
-            if (seq := self.sequences.get(share.seq_id)) is not None:
-                seq.num_computed_tokens = share.end
-                seq.block_table[share.first_new_block :] = share.new_blocks
+        for scheduled in event.output.scheduled_seqs:
+            if (seq := self.sequences.get(scheduled.seq_id)) is not None:
+                seq.num_computed_tokens = scheduled.end
+                seq.block_table[scheduled.first_new_block :] = scheduled.new_blocks
 
     def _step_ended(self, event: ev.StepEnded) -> None:
-        for share, token_ids in zip(event.output.shares, event.result.token_ids, strict=True):
-            if (seq := self.sequences.get(share.seq_id)) is not None:  # else it ended while the step was under way
+        for scheduled, token_ids in zip(event.output.scheduled_seqs, event.result.token_ids, strict=True):
+            if (seq := self.sequences.get(scheduled.seq_id)) is not None:  # else it ended while the step was under way
                 seq.num_tokens += len(token_ids)
 
     def _claimed(self, event: ev.BlockClaimed) -> None:
@@ -141,7 +141,7 @@ class Watcher:
     def _adopted(self, event: ev.BlockAdopted) -> None:
         self.cells[event.block_id].ref_count = event.ref_count
 
-    def _published(self, event: ev.BlockPublished) -> None:
+    def _published(self, event: ev.BlockCached) -> None:
         cell = self.cells[event.block_id]
         cell.hash, cell.serial, cell.parent = event.hash, event.serial, event.parent
 
@@ -152,7 +152,7 @@ class Watcher:
     def _passed(self, event: ev.BlockPassed) -> None:
         self.cells[event.block_id].ref_count = event.ref_count
         table = self.sequences[event.seq_id].block_table
-        if event.place < len(table):  # else the share that names it will say so
+        if event.place < len(table):  # else the scheduled sequence that names it will say so
             table[event.place] = -1
 
     def _table_freed(self, event: ev.TableFreed) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from html import escape
 from itertools import groupby
 
-from milestones.running_example import Place, Run, Share, State, Turn, example
+from milestones.running_example import Place, Run, ScheduledSequence, State, Turn, example
 
 DARK = {"A": "#a85f00", "B": "#0072b2", "C": "#007a5a"}  # as in the inspector: orange, blue, green
 LIGHT = {"A": "#fae3bd", "B": "#d6ebf8", "C": "#d2ece3"}
@@ -72,7 +72,7 @@ def _lanes(run: Run, title: str, top: int, wide: int) -> Iterable[str]:
 
 def _doing(turn: Turn, name: str) -> str:
     """What a request does in a step: "share 0", "share 1" (a number of its own for each), "gives way", "waits", or nothing."""
-    if any(share.name == name for share in turn.shares):
+    if any(scheduled.name == name for scheduled in turn.scheduled_seqs):
         return f"share {turn.number}"
     if name in turn.preempted:
         return "gives way"
@@ -89,9 +89,9 @@ def _stretch(doing: str, name: str, turns: list[Turn], y: float, wide: int) -> I
         yield box(x + 2, y + 2, width - 4, LINE - 4, "white", RED)
         yield text(x + width / 2, y + 16, "out", size=10, fill=RED, middle=True)
     elif doing:
-        share = next(share for share in turns[0].shares if share.name == name)
-        tokens, found = share.end - share.start, turns[0].hits.get(name, 0)
-        is_dark = tokens > 1 or not share.draws
+        scheduled = next(scheduled for scheduled in turns[0].scheduled_seqs if scheduled.name == name)
+        tokens, found = scheduled.end - scheduled.start, turns[0].hits.get(name, 0)
+        is_dark = tokens > 1 or not scheduled.draws
         yield box(x + 1, y + 1, width - 2, LINE - 2, (DARK if is_dark else LIGHT)[name], DARK[name])
         label = f"{found}+{tokens}" if found else str(tokens)
         yield text(x + width / 2, y + 16, label, size=11, fill="white" if is_dark else INK, middle=True)
@@ -131,9 +131,9 @@ def _holders(run: Run, top: float, wide: int) -> Iterable[str]:
 def _filled(run: Run, turn: Turn) -> dict[tuple[int, str], int]:
     """Of each block and each request that holds it in a step, how many of its tokens lie there."""
     found: dict[tuple[int, str], int] = {}
-    for share in turn.shares:
-        for i, block in enumerate(_table(turn, share.name, share, run.block_size)):
-            found[block, share.name] = min(run.block_size, share.end - i * run.block_size)
+    for scheduled in turn.scheduled_seqs:
+        for i, block in enumerate(_table(turn, scheduled.name, scheduled, run.block_size)):
+            found[block, scheduled.name] = min(run.block_size, scheduled.end - i * run.block_size)
     return found
 
 
@@ -144,12 +144,12 @@ def step(run: Run, number: int) -> Picture:
     parts += [text(8, 38 + 15 * i, line, size=11) for i, line in enumerate(_story(run, turn))]
     top = 52 + 15 * len(_story(run, turn))
     for name in sorted(
-        {*turn.after.tables, *turn.before.tables, *(share.name for share in turn.shares), *turn.refused}
+        {*turn.after.tables, *turn.before.tables, *(scheduled.name for scheduled in turn.scheduled_seqs), *turn.refused}
     ):
-        share = next((share for share in turn.shares if share.name == name), None)
-        parts += _request(run, turn, name, share, top)
+        scheduled = next((scheduled for scheduled in turn.scheduled_seqs if scheduled.name == name), None)
+        parts += _request(run, turn, name, scheduled, top)
         top += 78
-    new = {slot for share in turn.shares for slot in share.slots}
+    new = {slot for scheduled in turn.scheduled_seqs for slot in scheduled.slots}
     left = WIDTH - 2 * (ACROSS * CELL + 40)
     parts += _memory(run, turn.before, left, "memory before", frozenset())
     parts += _memory(run, turn.after, left + ACROSS * CELL + 40, "memory after", new)
@@ -174,10 +174,10 @@ def _story(run: Run, turn: Turn) -> list[str]:
     return said + [f"{name} is done." for name in turn.finished]
 
 
-def _request(run: Run, turn: Turn, name: str, share: Share | None, top: float) -> Iterable[str]:
+def _request(run: Run, turn: Turn, name: str, scheduled: ScheduledSequence | None, top: float) -> Iterable[str]:
     """Positions of a request's tokens in groups of a block, the table below them, and the new tokens' slots."""
-    start, end = (share.start, share.end) if share else (0, 0)
-    table = _table(turn, name, share, run.block_size)
+    start, end = (scheduled.start, scheduled.end) if scheduled else (0, 0)
+    table = _table(turn, name, scheduled, run.block_size)
     yield text(8, top + 14, name, fill=DARK[name], bold=True)
     wide, group = 16, run.block_size * 16 + 6
     for p in range(end):
@@ -185,23 +185,23 @@ def _request(run: Run, turn: Turn, name: str, share: Share | None, top: float) -
         is_new = p >= start
         yield box(x, top, wide - 1, 18, (DARK if is_new else LIGHT)[name], DARK[name])
         yield text(x + wide / 2, top + 13, str(p), size=8.5, fill="white" if is_new else INK, middle=True)
-    for i, block in enumerate(table if share else ()):
+    for i, block in enumerate(table if scheduled else ()):
         x = 30 + group * i
         wide_here = wide * min(run.block_size, end - i * run.block_size)
         yield text(x + max(wide_here, 52) / 2 - 2, top + 34, f"↓ block {block}", size=10, middle=True)
-    slots = list(share.slots) if share else []
-    if share and slots:
+    slots = list(scheduled.slots) if scheduled else []
+    if scheduled and slots:
         yield text(30, top + 52, f"slot mapping of the new: {_ranges(slots)}", size=10, fill=INK)
-    if not share:
+    if not scheduled:
         yield text(30, top + 14, "takes no part in this step", size=11, fill=GREY)
 
 
-def _table(turn: Turn, name: str, share: Share | None, size: int) -> tuple[int, ...]:
+def _table(turn: Turn, name: str, scheduled: ScheduledSequence | None, size: int) -> tuple[int, ...]:
     """The block table of a request in a step; if it ended in the step, as far as the slots say."""
     if name in turn.after.tables:
         return turn.after.tables[name]
     known = turn.before.tables.get(name, ())
-    named = dict.fromkeys(slot // size for slot in (share.slots if share else ()))
+    named = dict.fromkeys(slot // size for slot in (scheduled.slots if scheduled else ()))
     return known + tuple(block for block in named if block not in known)
 
 

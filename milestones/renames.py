@@ -192,7 +192,7 @@ class Text:
         for change in changes:
             for word in self.words.values():
                 word.follow(change)
-        self._make_room()
+        self._on_full()
         edits = {w.start: (len(w.name), w.new) for w in self.words.values() if w.new != w.name}
         for start, end, new in (*self._in_words(changes), *self._imports(changes)):
             edits = {at: edit for at, edit in edits.items() if not start <= at < end} | {start: (end - start, new)}
@@ -202,7 +202,7 @@ class Text:
             text = text[:start] + new + text[start + length :]
         return text
 
-    def _make_room(self) -> None:
+    def _on_full(self) -> None:
         """A local of the learner's that is called as something is from now on gets an underscore."""
         taken = {w.new for w in self.words.values() if w.kind in ("name", "local") and w.new != w.name}
         changed = {(id(w.scope), w.new) for w in self.words.values() if w.kind == "local" and w.new != w.name}

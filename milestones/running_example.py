@@ -74,7 +74,7 @@ def example() -> Example:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ScheduledSequence:
     """What a step computes of one request: its tokens `start` to `end`."""
 
     name: str
@@ -105,7 +105,7 @@ class Turn:
     arrived: tuple[str, ...]
     before: State
     after: State
-    shares: tuple[Share, ...]
+    scheduled_seqs: tuple[ScheduledSequence, ...]
     drawn: dict[str, int]  # whose next token came, and its id
     refused: dict[str, str]  # who had to wait, and for want of what: "sequences", "tokens", "blocks" or "preemption"
     preempted: dict[str, str]  # who gave way, and for whom
@@ -230,22 +230,22 @@ class Observer:
         self._memory = self._memory or [None] * (len(self._watcher.cells) * self.block_size)
         before = self._state()
         said: list[Event] = []
-        shares: tuple[Share, ...] = ()
+        scheduled_seqs: tuple[ScheduledSequence, ...] = ()
         drawn: dict[str, int] = {}
         for event in events:
             if not isinstance(event, coming):
                 self._watcher([event])
                 said.append(event)
             if isinstance(event, ev.StepBegan):
-                shares = self._shares(event)
+                scheduled_seqs = self._scheduled_seqs(event)
             if isinstance(event, ev.StepEnded):
-                drawn = self._drawn(event)
+                drawn = self._sampled(event)
         return Turn(
             number=number,
             arrived=tuple(event.request_id for event in events if isinstance(event, ev.RequestAdded)),
             before=before,
             after=self._state(),
-            shares=shares,
+            scheduled_seqs=scheduled_seqs,
             drawn=drawn,
             refused={name: event.budget for name, event in self._named(said, ev.Refused)},
             preempted={name: self._names[event.for_seq_id] for name, event in self._named(said, ev.Preempted)},
@@ -260,22 +260,26 @@ class Observer:
         found: list[Any] = [event for event in events if isinstance(event, kind)]
         return [(self._names[event.seq_id], event) for event in found]
 
-    def _shares(self, event: Any) -> tuple[Share, ...]:
+    def _scheduled_seqs(self, event: Any) -> tuple[ScheduledSequence, ...]:
         """The shares of a step that begins, and their tokens in memory."""
-        shares = []
-        for share in event.output.shares:
-            name, table = self._names[share.seq_id], self._watcher.sequences[share.seq_id].block_table
-            slots = self._slots(table, self.block_size, share.start, share.end).tolist() if self._memory else []
-            for position, slot in enumerate(slots, share.start):
+        scheduled_seqs = []
+        for scheduled in event.output.scheduled_seqs:
+            name, table = self._names[scheduled.seq_id], self._watcher.sequences[scheduled.seq_id].block_table
+            slots = self._slots(table, self.block_size, scheduled.start, scheduled.end).tolist() if self._memory else []
+            for position, slot in enumerate(slots, scheduled.start):
                 self._memory[slot] = (name, position)
-            token_ids = tuple(int(token) for token in share.token_ids)
-            shares.append(Share(name, share.start, share.end, token_ids, tuple(slots), bool(share.num_draws)))
-        return tuple(shares)
+            token_ids = tuple(int(token) for token in scheduled.token_ids)
+            scheduled_seqs.append(
+                ScheduledSequence(
+                    name, scheduled.start, scheduled.end, token_ids, tuple(slots), bool(scheduled.num_samples)
+                )
+            )
+        return tuple(scheduled_seqs)
 
-    def _drawn(self, event: Any) -> dict[str, int]:
+    def _sampled(self, event: Any) -> dict[str, int]:
         """The tokens that came back."""
-        pairs = zip(event.output.shares, event.result.token_ids, strict=True)
-        return {self._names[share.seq_id]: token_ids[0] for share, token_ids in pairs if token_ids}
+        pairs = zip(event.output.scheduled_seqs, event.result.token_ids, strict=True)
+        return {self._names[scheduled.seq_id]: token_ids[0] for scheduled, token_ids in pairs if token_ids}
 
     def _state(self) -> State:
         sequences, cells = self._watcher.sequences.values(), self._watcher.cells

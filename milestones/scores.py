@@ -90,7 +90,7 @@ def graph_cache(component: Any) -> Score:
 
     def watch(output: SchedulerOutput) -> int:
         nonlocal padded, computed, most
-        rows = len(output.shares)
+        rows = len(output.scheduled_seqs)
         if output.num_tokens > rows:  # with a prompt in it a step is not replayed
             return 0
         width = choose_bucket(rows, graphs.widths)

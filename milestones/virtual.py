@@ -37,7 +37,7 @@ class Costs:
 
     def seconds(self, output: SchedulerOutput, width: int = 0) -> float:
         """Of a step; `width` rows are computed if that is more than its tokens (padding)."""
-        cached = sum(share.end for share in output.shares)
+        cached = sum(scheduled.end for scheduled in output.scheduled_seqs)
         return self.fixed + self.per_token * max(width, output.num_tokens) + cached * self.kv_bytes / self.bandwidth
 
 
@@ -117,18 +117,18 @@ def serve(
             continue
         output = scheduler.schedule()
         run.preemptions += len(output.preempted)
-        idle = 0 if output.shares else idle + 1
+        idle = 0 if output.scheduled_seqs else idle + 1
         if idle == STANDSTILL:
             raise RuntimeError(f"the scheduler stands still: {left} requests are not served, and no step has a share")
-        if not output.shares:
+        if not output.scheduled_seqs:
             continue
         clock += costs.seconds(output, watch(output))
         seqs = scheduler.sequences(output)
         drawn = []
-        for share, seq in zip(output.shares, seqs, strict=True):
+        for scheduled, seq in zip(output.scheduled_seqs, seqs, strict=True):
             answer = requests[served[seq]].answer
-            drawn.append((seq, [answer[seq.num_output_tokens]] if share.num_draws else []))
-            if share.num_draws:
+            drawn.append((seq, [answer[seq.num_output_tokens]] if scheduled.num_samples else []))
+            if scheduled.num_samples:
                 run.first_token.setdefault(served[seq], clock - requests[served[seq]].arrival)
         scheduler.postprocess(drawn)
         left -= sum(seq.status.is_finished for seq in seqs)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "folovllm"
-NONE_OF_TRITON = "folovllm.kernels.rehearsal"
+NONE_OF_TRITON = "folovllm.kernels.dry_run"
 
 
 def kernel_modules() -> list[str]:

@@ -37,23 +37,23 @@ class CountingCache(KVCacheManager):
     def __init__(self, num_tokens: int = 10_000) -> None:
         super().__init__(num_tokens, 1)
         self.held: dict[Sequence, int] = {}
-        self.cached: dict[str, int] = {}  # request id -> tokens that `match` finds
+        self.cached: dict[str, int] = {}  # request id -> tokens that `get_computed_blocks` finds
         self.calls: list[tuple[str, str]] = []
 
-    def match(self, seq: Sequence) -> None:
-        self.calls.append(("match", seq.request_id))
+    def get_computed_blocks(self, seq: Sequence) -> None:
+        self.calls.append(("get_computed_blocks", seq.request_id))
         seq.num_computed_tokens = self.held[seq] = self.cached.get(seq.request_id, 0)
 
-    def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
-        self.calls.append(("reserve", seq.request_id))
+    def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> bool:
+        self.calls.append(("allocate_slots", seq.request_id))
         missing = seq.num_computed_tokens + num_new_tokens - self.held.get(seq, 0)
         if missing > self.num_free:
             return False
         self.held[seq] = self.held.get(seq, 0) + missing
         return True
 
-    def publish(self, seq: Sequence) -> None:
-        self.calls.append(("publish", f"{seq.request_id} with {seq.num_tokens} tokens"))
+    def cache_blocks(self, seq: Sequence) -> None:
+        self.calls.append(("cache_blocks", f"{seq.request_id} with {seq.num_tokens} tokens"))
 
     def free(self, seq: Sequence) -> None:
         self.calls.append(("free", seq.request_id))

@@ -4,7 +4,7 @@
 
 Attention of recorded steps: by the prefill kernel, by the kernel for checked rows, and for comparison the decode of one token
 a sequence, which reads the same K/V. Products of Qwen3-0.6B's and 4B's layers: by the library, and where it serves by
-`small_linear`. Medians over captured graphs, in microseconds a layer, with the share of the card's own copy bandwidth.
+`skinny_linear`. Medians over captured graphs, in microseconds a layer, with the share of the card's own copy bandwidth.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import triton
 from folovllm.attention.backends.abstract import AttentionConfig
 from folovllm.attention.backends.triton import TritonBackend
 from folovllm.forward_batch import ForwardBatch
-from folovllm.kernels.small_linear import serves, small_linear
+from folovllm.kernels.skinny_linear import serves, skinny_linear
 from folovllm.spec_decode.attention import CheckingTritonBackend
 from tools.bench_attention import LARGER_THAN_L2, LAYERS, copy_bandwidth, make_batch, measure
 
@@ -84,9 +84,9 @@ def bench_products(bandwidth: float, tokens: Iterable[int] = (1, 2, 3, 4, 5, 6, 
         for count in tokens:
             xs = {n: torch.randn(count, n, dtype=torch.bfloat16, device="cuda") for _, n in shapes}
             found = []
-            for multiply in torch.nn.functional.linear, small_linear:
+            for multiply in torch.nn.functional.linear, skinny_linear:
                 weights = [w for layer in layers for w in layer]
-                if multiply is small_linear and not all(serves(count, w) for w in weights):
+                if multiply is skinny_linear and not all(serves(count, w) for w in weights):
                     continue
 
                 def step(multiply=multiply, weights=weights, xs=xs) -> None:  # type: ignore[no-untyped-def]

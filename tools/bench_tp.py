@@ -141,7 +141,7 @@ def product_and_sum(group: ProcessGroup, tokens: int, outputs: int, inputs: int)
 
     The weights are never those of the call before, so that they come from memory.
     """
-    from folovllm.kernels.small_linear import small_linear
+    from folovllm.kernels.skinny_linear import skinny_linear
     from folovllm.kernels.summed_linear import summed_linear
 
     inputs //= group.size
@@ -149,11 +149,11 @@ def product_and_sum(group: ProcessGroup, tokens: int, outputs: int, inputs: int)
     x, residual = (torch.randn(tokens, n, dtype=torch.bfloat16, device="cuda") for n in (inputs, outputs))
     row: dict[str, Any] = {"tokens": tokens, "outputs": outputs, "inputs of a rank": inputs}
     ways = {
-        "product_us": lambda weight: small_linear(x, weight),
-        "two_kernels_us": lambda weight: group.all_reduce(small_linear(x, weight)),
-        "one_kernel_us": lambda weight: summed_linear(x, weight, group.mailboxes, residual),
+        "product_us": lambda weight: skinny_linear(x, weight),
+        "two_kernels_us": lambda weight: group.all_reduce(skinny_linear(x, weight)),
+        "one_kernel_us": lambda weight: summed_linear(x, weight, group.one_shot_buffers, residual),
     }
-    if group.mailboxes is None:
+    if group.one_shot_buffers is None:
         del ways["one_kernel_us"]
     for name, way in ways.items():
         turn = cycle(weights)

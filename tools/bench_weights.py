@@ -29,7 +29,7 @@ import torch
 import triton
 
 from folovllm.hopper.int4 import MANY, MOST
-from folovllm.kernels.small_linear import serves
+from folovllm.kernels.skinny_linear import serves
 from tools.weight_products import GEOMETRIES, Job, error_of, layers_of, shapes_of, step_of, with_tiles
 
 TOKENS = (1, 2, 4, 8, 16, 64, 128, 256, 512, 2048, 8192)

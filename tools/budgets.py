@@ -24,7 +24,7 @@ PARTS = {
     "X3": ["spec_decode/*"],
     "X4": ["moe/*"],
     "inspector, bench, cli": [
-        "inspector/*", "bench/*", "cli/*", "cli.py", "chat.py", "terminal.py", "flags.py", "show.py", "watcher.py", "remote.py",
+        "inspector/*", "bench/*", "cli/*", "cli.py", "cli/chat.py", "cli/terminal.py", "cli/flags.py", "cli/show.py", "watcher.py", "cli/remote.py",
     ],
 }  # fmt: skip
 BUDGETS = {

@@ -45,7 +45,7 @@ class Device(MadeUpTokens):
 
     def submit(self, output: SchedulerOutput) -> PendingTokens:
         """As inherited."""
-        self.seconds = STEP + TOKEN * sum(share.num_new_tokens for share in output.shares)
+        self.seconds = STEP + TOKEN * sum(scheduled.num_new_tokens for scheduled in output.scheduled_seqs)
         return super().submit(output)
 
 

@@ -18,9 +18,9 @@ from folovllm import LLM, EngineConfig, SamplingParams, build
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.executor.packed_executor import PackedExecutor
 from folovllm.setup import EngineSetup
-from folovllm.step.masks import Masks
 from folovllm.step.packed import Field, PackedStep
 from folovllm.step.schedule import StepResult
+from folovllm.step.token_bitmask import TokenBitmasks
 from tools.measure_speculation import answer, requests
 
 VOCAB = range(300, 4000)
@@ -30,13 +30,15 @@ PROMPT, SETTLING, WINDOW = 32, 30, 64  # tokens, steps
 class Drawn:
     """A step that is over when it begins."""
 
-    def __init__(self, num_draws: list[int], die: random.Random) -> None:
-        self._num_draws, self._die = num_draws, die
+    def __init__(self, num_samples: list[int], die: random.Random) -> None:
+        self._num_samples, self._die = num_samples, die
 
     def wait(self) -> StepResult:
         """As `Pending`: one token for each share that draws. No guess is right."""
-        tokens = iter(self._die.choices(VOCAB, k=len(self._num_draws)))
-        return StepResult([[token] if drawn else [] for token, drawn in zip(tokens, self._num_draws, strict=True)], {})
+        tokens = iter(self._die.choices(VOCAB, k=len(self._num_samples)))
+        return StepResult(
+            [[token] if drawn else [] for token, drawn in zip(tokens, self._num_samples, strict=True)], {}
+        )
 
 
 class NoDevice(PackedExecutor):
@@ -57,10 +59,10 @@ class NoDevice(PackedExecutor):
         """As `PackedExecutor`."""
         return []
 
-    def _send(self, step: PackedStep | Masks) -> Drawn:
+    def _send(self, step: PackedStep | TokenBitmasks) -> Drawn:
         assert isinstance(step, PackedStep)
         step.flatten()
-        return Drawn(step.fields[Field.NUM_DRAWS, : step.num_seqs].tolist(), self._die)
+        return Drawn(step.fields[Field.NUM_SAMPLES, : step.num_seqs].tolist(), self._die)
 
     def _send_ahead(self, step: PackedStep) -> None:
         raise NotImplementedError("nothing here has a form")

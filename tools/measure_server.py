@@ -63,11 +63,11 @@ class MadeUpTokens:
 
     def submit(self, output: SchedulerOutput) -> PendingTokens:
         """As `AsyncExecutor` has it: steps follow each other on the device."""
-        if not output.shares:
+        if not output.scheduled_seqs:
             raise NothingScheduled
         self._word = (self._word + 1) % 3000
         self._free_at = max(self._free_at, time.monotonic()) + self.seconds
-        return PendingTokens([share.num_draws for share in output.shares], self._word, self._free_at)
+        return PendingTokens([scheduled.num_samples for scheduled in output.scheduled_seqs], self._word, self._free_at)
 
     def shutdown(self) -> None:
         """Nothing is held."""
@@ -77,14 +77,14 @@ class MadeUpTokens:
 class PendingTokens:
     """A step that ends at `end`."""
 
-    num_draws: list[int]
+    num_samples: list[int]
     word: int
     end: float
 
     def wait(self) -> StepResult:
         """Sleep until then."""
         time.sleep(max(0.0, self.end - time.monotonic()))
-        return StepResult([[400 + self.word + i % 500] * n for i, n in enumerate(self.num_draws)], {})
+        return StepResult([[400 + self.word + i % 500] * n for i, n in enumerate(self.num_samples)], {})
 
 
 def make_fake_engine(config: EngineConfig) -> LLMEngine:

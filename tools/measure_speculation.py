@@ -92,7 +92,7 @@ class Watch:
 
         def watched_schedule(_: Any) -> SchedulerOutput:
             output = schedule()
-            if output.shares:
+            if output.scheduled_seqs:
                 self._kinds.append(self._kind(output))
             return output
 
@@ -118,9 +118,9 @@ class Watch:
                 setattr(type(self._scheduler), name, own)
 
     def _kind(self, output: SchedulerOutput) -> str:
-        if any(share.draw is not None for share in output.shares):
+        if any(scheduled.sampling is not None for scheduled in output.scheduled_seqs):
             return "prompts"
-        if any(share.num_draws > 1 for share in output.shares):
+        if any(scheduled.num_samples > 1 for scheduled in output.scheduled_seqs):
             return "with guesses"
         return "no idea" if self._scheduler.speculation.asked else "plain"
 

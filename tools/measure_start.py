@@ -80,11 +80,11 @@ class Compiled:
 
     def watch(self, workers: Any) -> None:
         """Note those that other processes compile, too. Triton finds them here afterwards."""
-        compile_elsewhere: Callable[[Any, Any], None] = workers.compile
+        compile_pool: Callable[[Any, Any], None] = workers.compile
 
         def timed(self_: Any, task: Any) -> None:
             start = time.monotonic()
-            compile_elsewhere(self_, task)
+            compile_pool(self_, task)
             self._new.append((time.monotonic() - start, task.name))
 
         workers.compile = timed
@@ -115,7 +115,7 @@ def main() -> None:
     clock.add("import folovllm")
     from triton import knobs
 
-    from folovllm.kernels.compile_elsewhere import Workers
+    from folovllm.kernels.compile_pool import Workers
 
     knobs.compilation.listener = compiled
     compiled.watch(Workers)

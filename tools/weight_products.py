@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from folovllm.hopper.int4 import int4_hopper
-from folovllm.kernels.small_linear import small_linear
+from folovllm.kernels.skinny_linear import skinny_linear
 from folovllm.quantization.kernels import quant_matmul
 from folovllm.quantization.kernels.quant_gemv import quant_gemv
 from folovllm.quantization.kernels.quantize_rows import fp8_matmul
@@ -94,7 +94,7 @@ def multiply(job: Job, name: str, weight: object, x: torch.Tensor, residual: tor
     added, normed = residual if name in ("o", "down") else None, EPS if name in ("qkv", "gate_up") else None
     fused = (normed, name == "gate_up", added)
     if job.format == "bf16":
-        return small_linear(x, weight, *fused) if job.way == "few" else by_library(x, weight, added)
+        return skinny_linear(x, weight, *fused) if job.way == "few" else by_library(x, weight, added)
     assert isinstance(weight, QuantizedWeight)
     ways = {
         "few": partial(quant_gemv, x, weight, *fused),

@@ -16,17 +16,17 @@ from milestones.running_example import Turn, play
 def reads_table(number: int) -> str:
     """Which program of M4's kernels reads which blocks in a step."""
     turn, size, rows = run("m4").turns[number], run("m4").block_size, []
-    for share in turn.shares:
-        blocks, rest = turn.after.tables[share.name], share.end - (-(-share.end // size) - 1) * size
-        is_decode = share.end == share.start + 1
+    for scheduled in turn.scheduled_seqs:
+        blocks, rest = turn.after.tables[scheduled.name], scheduled.end - (-(-scheduled.end // size) - 1) * size
+        is_decode = scheduled.end == scheduled.start + 1
         rows.append(
             (
-                f"decode, {share.name}, a KV head (2 programs)"
+                f"decode, {scheduled.name}, a KV head (2 programs)"
                 if is_decode
-                else f"prefill, {share.name}, a head (4 programs)",
-                f"position {share.start}, for the head's two query heads"
+                else f"prefill, {scheduled.name}, a head (4 programs)",
+                f"position {scheduled.start}, for the head's two query heads"
                 if is_decode
-                else f"positions {share.start} to {share.end - 1}",
+                else f"positions {scheduled.start} to {scheduled.end - 1}",
                 f"{', '.join(map(str, blocks))}; of the last one {rest} slot{'s' * (rest > 1)}",
             )
         )
@@ -53,15 +53,15 @@ def packed_steps(**overrides: int) -> list[tuple[bool, PackedStep]]:
 
 def sent_table() -> str:
     """How each of M6's steps is sent and started."""
-    rows, turns = [], [turn for turn in run("m6").turns if turn.shares]
+    rows, turns = [], [turn for turn in run("m6").turns if turn.scheduled_seqs]
     for turn, (waited, step) in zip(turns, packed_steps(), strict=True):
         newest = []
-        for i, share in enumerate(turn.shares):
-            if share.end - share.start > 1:
-                newest.append(f"{share.end - share.start} of {share.name}'s prompt")
+        for i, scheduled in enumerate(turn.scheduled_seqs):
+            if scheduled.end - scheduled.start > 1:
+                newest.append(f"{scheduled.end - scheduled.start} of {scheduled.name}'s prompt")
             else:
                 token = step.fields[Field.TOKEN, i] if step.is_decode else step.tokens[place(turn, i)]
-                newest.append(f"{share.name} {'`?`' if token == IN_FLIGHT else token}")
+                newest.append(f"{scheduled.name} {'`?`' if token == IN_FLIGHT else token}")
         width = step.fields.shape[1]
         rows.append(
             (
@@ -76,12 +76,12 @@ def sent_table() -> str:
 
 def place(turn: Turn, index: int) -> int:
     """Where the tokens of a share begin, end to end."""
-    return sum(share.end - share.start for share in turn.shares[:index])
+    return sum(scheduled.end - scheduled.start for scheduled in turn.scheduled_seqs[:index])
 
 
 def fields_table(number: int) -> str:
     """A packed decode step, a column a sequence."""
-    step, names = packed_steps()[number][1], [share.name for share in run("m6").turns[number].shares]
+    step, names = packed_steps()[number][1], [scheduled.name for scheduled in run("m6").turns[number].scheduled_seqs]
     columns = [*names, *["padding"] * (step.fields.shape[1] - len(names))]
     means = {
         Field.TOKEN: "−1 if it is in flight",

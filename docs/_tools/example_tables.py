@@ -10,8 +10,8 @@ from anatomy import table
 from pictures import run
 
 from folovllm.cache.slot_manager import SlotManager
-from folovllm.step.draw import DrawSpec
-from folovllm.step.schedule import Share
+from folovllm.step.sampling_spec import SamplingSpec
+from folovllm.step.schedule import ScheduledSequence
 from folovllm.worker.input_batch import InputBatch
 from milestones.running_example import Run, Turn, example
 
@@ -51,14 +51,14 @@ def loop_table(count: int) -> str:
     """The first steps of M1, which serves A alone: what goes in, what is drawn."""
     rows, word = [], lambda token: example().texts[token].replace(" ", "␣")
     for turn in run("m1").turns[:count]:
-        (share,), (drawn,) = turn.shares, turn.drawn.values()
-        ids = ", ".join(map(str, share.token_ids))
+        (scheduled,), (drawn,) = turn.scheduled_seqs, turn.drawn.values()
+        ids = ", ".join(map(str, scheduled.token_ids))
         rows.append(
             (
                 turn.number,
-                f"{share.start} to {share.end - 1}" if share.end > share.start + 1 else share.start,
+                f"{scheduled.start} to {scheduled.end - 1}" if scheduled.end > scheduled.start + 1 else scheduled.start,
                 ids,
-                share.end,
+                scheduled.end,
                 f"{drawn} `{word(drawn)}`",
             )
         )
@@ -70,7 +70,7 @@ def _names(names: Iterable[str]) -> str:
 
 
 def _several(turn: Turn) -> bool:
-    return len(turn.shares) > 1
+    return len(turn.scheduled_seqs) > 1
 
 
 Looks = tuple[Callable[[Turn, Run], object], Callable[[Turn], str]]  # when it is there, and how it looks
@@ -82,7 +82,9 @@ FIRSTS: dict[str, Looks] = {
     ),
     "a batch": (
         lambda turn, run: _several(turn),
-        lambda turn: ", ".join(f"{share.name} computes {share.end - share.start}" for share in turn.shares),
+        lambda turn: ", ".join(
+            f"{scheduled.name} computes {scheduled.end - scheduled.start}" for scheduled in turn.scheduled_seqs
+        ),
     ),
     "a wait for memory": (
         lambda turn, run: "blocks" in turn.refused.values(),
@@ -97,12 +99,14 @@ FIRSTS: dict[str, Looks] = {
         lambda turn: f"{_names(turn.preempted)} gives way to {_names(turn.preempted.values())}",
     ),
     "a recomputation": (
-        lambda turn, run: any(_again(share.name, turn, run) and not turn.hits for share in turn.shares),
-        lambda turn: f"C computes its {turn.shares[-1].end} tokens in one step",
+        lambda turn, run: any(_again(scheduled.name, turn, run) and not turn.hits for scheduled in turn.scheduled_seqs),
+        lambda turn: f"C computes its {turn.scheduled_seqs[-1].end} tokens in one step",
     ),
     "a chunk": (
-        lambda turn, run: any(not share.draws for share in turn.shares),
-        lambda turn: ", ".join(f"{s.name} computes {s.end - s.start} of 12 tokens" for s in turn.shares if not s.draws),
+        lambda turn, run: any(not scheduled.draws for scheduled in turn.scheduled_seqs),
+        lambda turn: ", ".join(
+            f"{s.name} computes {s.end - s.start} of 12 tokens" for s in turn.scheduled_seqs if not s.draws
+        ),
     ),
     "a prefix hit": (
         lambda turn, run: turn.hits,
@@ -113,7 +117,7 @@ FIRSTS: dict[str, Looks] = {
         lambda turn: ", ".join(f"{name} finds {hit} tokens, its own among them" for name, hit in turn.hits.items()),
     ),
     "an overlap": (
-        lambda turn, run: turn.shares and not turn.drawn,
+        lambda turn, run: turn.scheduled_seqs and not turn.drawn,
         lambda turn: "the step is sent, and the next one planned before its tokens are back",
     ),
 }
@@ -122,7 +126,9 @@ FIRSTS: dict[str, Looks] = {
 def _again(name: str, turn: Turn, run: Run) -> bool:
     """Whether a request that gave way before comes back in this turn."""
     gone = [earlier.number for earlier in run.turns[: turn.number] if name in earlier.preempted]
-    return bool(gone) and name in turn.before.waiting and any(share.name == name for share in turn.shares)
+    return (
+        bool(gone) and name in turn.before.waiting and any(scheduled.name == name for scheduled in turn.scheduled_seqs)
+    )
 
 
 def firsts_table() -> str:
@@ -147,19 +153,21 @@ def batch_table(step: int) -> str:
     """The tensors of a step of M2, as the engine builds them."""
     milestone_run = run("m2")
     turn, size = milestone_run.turns[step], milestone_run.block_size
-    shares = [
-        Share(i, i, share.start, share.end - share.start, np.array(share.token_ids, np.int32),
-              turn.after.tables[share.name], 0, int(share.draws), DrawSpec())
-        for i, share in enumerate(turn.shares)
+    scheduled_seqs = [
+        ScheduledSequence(i, i, scheduled.start, scheduled.end - scheduled.start, np.array(scheduled.token_ids, np.int32),
+              turn.after.tables[scheduled.name], 0, int(scheduled.draws), SamplingSpec())
+        for i, scheduled in enumerate(turn.scheduled_seqs)
     ]  # fmt: skip
-    batch = InputBatch(SlotManager.slots, size, torch.device("cpu")).build(shares)
+    batch = InputBatch(SlotManager.slots, size, torch.device("cpu")).build(scheduled_seqs)
     of_tokens, of_sequences = (
         [(f"`{name}`", *getattr(batch, name)[: len(heads)].tolist()) for name in names]
         for names, heads in (
             (("input_ids", "positions", "slot_mapping"), batch.input_ids),
-            (("query_start_loc", "seq_lens", "logits_indices"), shares),
+            (("query_start_loc", "seq_lens", "logits_indices"), scheduled_seqs),
         )
     )
-    owners = [f"{share.name}{p}" for share in turn.shares for p in range(share.start, share.end)]
+    owners = [
+        f"{scheduled.name}{p}" for scheduled in turn.scheduled_seqs for p in range(scheduled.start, scheduled.end)
+    ]
     first = table(" | ".join(["a token each", *owners]), *of_tokens)
-    return f"{first}\n\n{table(' | '.join(['a sequence each', *(share.name for share in turn.shares)]), *of_sequences)}"
+    return f"{first}\n\n{table(' | '.join(['a sequence each', *(scheduled.name for scheduled in turn.scheduled_seqs)]), *of_sequences)}"

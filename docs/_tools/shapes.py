@@ -21,8 +21,8 @@ from folovllm.attention.backends.abstract import AttentionConfig
 from folovllm.attention.backends.torch_paged import TorchPagedBackend, gather_blocks
 from folovllm.cache.block_manager import BlockManager
 from folovllm.forward_batch import ForwardBatch
-from folovllm.step.draw import DrawSpec
-from folovllm.step.schedule import Share
+from folovllm.step.sampling_spec import SamplingSpec
+from folovllm.step.schedule import ScheduledSequence
 from folovllm.worker.input_batch import InputBatch
 from folovllm.worker.native_model import attention_layers
 
@@ -100,10 +100,10 @@ def batches() -> list[ForwardBatch]:
     pieces, start, given, built = [prompt, drawn[:1], drawn[1:2]], 0, 0, []
     for step, ids in enumerate(pieces):
         need = -(-(start + len(ids)) // BLOCK_SIZE)
-        draw = None if step else DrawSpec()
+        draw = None if step else SamplingSpec()
         blocks = BLOCKS[given:need]
-        share = Share(0, 0, start, len(ids), np.array(ids, np.int32), blocks, given, 1, draw)
-        built.append(builder.build([share]))
+        scheduled = ScheduledSequence(0, 0, start, len(ids), np.array(ids, np.int32), blocks, given, 1, draw)
+        built.append(builder.build([scheduled]))
         start, given = start + len(ids), max(given, need)
     return built
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from folovllm.flags import Given, in_a_folder, pick, with_flags
+from folovllm.cli.flags import Given, in_a_folder, pick, with_flags
 
 if TYPE_CHECKING:
     from folovllm.bench.contenders import Contender

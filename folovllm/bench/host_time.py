@@ -98,14 +98,14 @@ def _waits(engine: LLMEngine, clock: WaitClock) -> list[tuple[Any, str, Callable
         model = runner.model
         work = [(model, "forward"), (model, "compute_logits")]
         work += (
-            [(runner._draw, "one_pass"), (runner._rows_draw, "draw")]
+            [(runner._step_sampler, "one_pass"), (runner._row_sampler, "sample")]
             if packed
-            else [(runner._draws._sampler, "sample")]
+            else [(runner._sampling_rows._sampler, "sample")]
         )
         return [(target, name, clock.around) for target, name in work if hasattr(target, name)]
     if packed:
         return [(runner, "execute_model", clock.around_wait)]
-    return [(runner._draws._sampler, "sample", clock.then_synchronize)]
+    return [(runner._sampling_rows._sampler, "sample", clock.then_synchronize)]
 
 
 @dataclass(slots=True, frozen=True)

@@ -122,13 +122,13 @@ def serve(engine: LLMEngine, load: Workload, caching: bool, clock: Clock) -> tup
     """Serve the first request alone, then the others together; the cache is empty at the start.
 
     Returns:
-        Seconds in all, seconds in `match` and `publish`, and the share of the tokens that were found.
+        Seconds in all, seconds in `get_computed_blocks` and `cache_blocks`, and the share of the tokens that were found.
     """
     assert isinstance(engine.scheduler, Scheduler), "prefix caching needs a pool of blocks"
     old = engine.scheduler.kv
     manager = PrefixCachingBlockManager if caching else BlockManager
     engine.scheduler.kv = kv = manager(old.num_blocks, old.block_size)
-    spent = [clocked(kv, name, clock) for name in ("match", "publish")]
+    spent = [clocked(kv, name, clock) for name in ("get_computed_blocks", "cache_blocks")]
     parts = [Workload(load.name, part) for part in (load.requests[:1], load.requests[1:]) if part]
     start = clock()
     for part in parts:

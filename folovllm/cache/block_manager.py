@@ -28,7 +28,7 @@ class BlockManager(KVCacheManager):
         self._free = FreeList(self.blocks, self.events)
         self._watermark = int(WATERMARK * num_blocks)
 
-    def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
+    def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> bool:
         """Take the blocks for the next tokens of `seq`: many when it is admitted, later one each time its last block is full."""
         if seq.status is SequenceStatus.WAITING:
             if not self.can_allocate(seq, num_new_tokens):
@@ -96,7 +96,7 @@ class BlockManager(KVCacheManager):
 
         Blocks that were reserved for guesses, which turned out wrong, go back to the front of the free list
         (`prepend(self._free, block)`), for they hold nothing that could be found again, the first of them to the very front.
-        None of them is shared or has a name: only blocks of tokens that were drawn have. Listeners hear of each:
+        None of them is shared or has a name: only blocks of tokens that were sampled have. Listeners hear of each:
         `TableCut(seq.seq_id, block_id)`.
         """
         needed = -(-seq.num_computed_tokens // self.block_size)

@@ -32,7 +32,7 @@ class PrefixCacheStats:
 class KVCacheManager(ABC):
     """Owns `num_blocks` blocks of `block_size` tokens, and the block table of each sequence that holds some.
 
-    Invariant: a block belongs to a sequence from `reserve` to `free`, and the table covers every token that is
+    Invariant: a block belongs to a sequence from `allocate_slots` to `free`, and the table covers every token that is
     computed or scheduled.
     """
 
@@ -41,20 +41,20 @@ class KVCacheManager(ABC):
         self.block_size = block_size
         self.events = Events() if events is None else events
 
-    def match(self, seq: Sequence) -> None:
+    def get_computed_blocks(self, seq: Sequence) -> None:
         """Let a waiting sequence adopt what is cached of its tokens already. Nothing, unless prefixes are cached."""
 
     @abstractmethod
-    def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
+    def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> bool:
         """Make room for the next tokens of `seq`; False (and nothing taken) if there is none."""
 
-    def settle(self, seqs: Iterable[Sequence]) -> None:
+    def cache_scheduled_blocks(self, seqs: Iterable[Sequence]) -> None:
         """Hear that the next step will write the K/V of all computed tokens of `seqs`, come what may.
 
         Nothing, unless prefixes are cached.
         """
 
-    def publish(self, seq: Sequence) -> None:
+    def cache_blocks(self, seq: Sequence) -> None:
         """Hear that the K/V of all computed tokens of `seq` is written. Nothing, unless prefixes are cached."""
 
     def truncate(self, seq: Sequence) -> None:

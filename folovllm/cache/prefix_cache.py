@@ -15,9 +15,9 @@ import xxhash
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.free_list import Block
 from folovllm.cache.manager import PrefixCacheStats
-from folovllm.events import BlockAdopted, BlockEvicted, BlockPublished, Events, PrefixHit
+from folovllm.events import BlockAdopted, BlockCached, BlockEvicted, Events, PrefixHit
 from folovllm.request import Sequence, SequenceStatus
-from folovllm.step.draw import TokenIds
+from folovllm.step.sampling_spec import TokenIds
 
 ROOT = 0  # the parent of every first block
 
@@ -83,7 +83,7 @@ class PrefixCache:
             parent = block.serial
         return found
 
-    def publish(self, seq: Sequence, blocks: list[Block]) -> None:
+    def cache_blocks(self, seq: Sequence, blocks: list[Block]) -> None:
         """Name the full, computed blocks of `seq` that have no name yet, so that others can find them.
 
         Args:
@@ -141,7 +141,7 @@ class PrefixCache:
         block.serial, block.parent = next(self._serials), parent
         self._by_hash[hash_] = block
         if self._events.on:
-            self._events.emit(BlockPublished(block.block_id, seq.seq_id, i, hash_, block.serial, parent))
+            self._events.emit(BlockCached(block.block_id, seq.seq_id, i, hash_, block.serial, parent))
         return block
 
     def serials(self, seq: Sequence) -> list[int]:
@@ -199,7 +199,7 @@ class PrefixCachingBlockManager(BlockManager):
         """Forget all cached prefixes."""
         self.prefix_cache.reset()
 
-    def match(self, seq: Sequence) -> None:
+    def get_computed_blocks(self, seq: Sequence) -> None:
         """Let a waiting sequence begin with the blocks that are cached.
 
         Not if its prompt still needs scores: cached tokens are not computed, so they get none.
@@ -220,10 +220,10 @@ class PrefixCachingBlockManager(BlockManager):
             self._free.remove(block)
         block.ref_count += 1
 
-    def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
+    def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> bool:
         """As `BlockManager`. Counts admissions, and how many of their tokens were cached."""
         admission = seq.status is SequenceStatus.WAITING
-        reserved = super().reserve(seq, num_new_tokens)
+        reserved = super().allocate_slots(seq, num_new_tokens)
         if admission and reserved:
             stats, hit = self.prefix_cache.stats, seq.num_computed_tokens
             stats.requests += 1
@@ -236,19 +236,19 @@ class PrefixCachingBlockManager(BlockManager):
                 self.events.emit(PrefixHit(seq.seq_id, hit))
         return reserved
 
-    def settle(self, seqs: Iterable[Sequence]) -> None:
+    def cache_scheduled_blocks(self, seqs: Iterable[Sequence]) -> None:
         """Name the blocks that the coming step will fill, so that others can begin with them in this very step.
 
         A layer stores the K/V of the whole step before it attends, so a sequence that finds them reads what is written.
         """
         for seq in seqs:
-            self.publish(seq)
+            self.cache_blocks(seq)
 
-    def publish(self, seq: Sequence) -> None:
+    def cache_blocks(self, seq: Sequence) -> None:
         """Name the blocks whose tokens are known and whose K/V is written, now or by a step that is on its way."""
         num_full = min(seq.num_computed_tokens, seq.num_tokens) // self.block_size
         if num_full > (0 if seq.prefix is None else len(seq.prefix.serials)):
-            self.prefix_cache.publish(seq, [self.blocks[i] for i in seq.block_table[:num_full]])
+            self.prefix_cache.cache_blocks(seq, [self.blocks[i] for i in seq.block_table[:num_full]])
 
     def free(self, seq: Sequence) -> None:
         """Take the blocks back; they stay findable."""

@@ -35,10 +35,10 @@ class SlidingBlockManager(BlockManager):
         super().__init__(num_blocks, block_size, events)
         self.window = window
 
-    def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
+    def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> bool:
         """As without a window, once what `seq` has left behind is given back; that also if there is no room."""
         self.give_back(seq)
-        return super().reserve(seq, num_new_tokens)
+        return super().allocate_slots(seq, num_new_tokens)
 
     def give_back(self, seq: Sequence) -> None:
         """Give back the blocks that no coming token of `seq` sees, newest first: its beginning stays findable longest."""

@@ -46,7 +46,7 @@ class SlotManager(KVCacheManager):
         super().__init__(num_blocks, block_size, events)
         self._free = FreeSlots(reversed(range(num_blocks)), self.events)  # the end is the next one to go
 
-    def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
+    def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> bool:
         """Give `seq` a block if it has none: its id is appended to `seq.block_table`, to the list that is there.
 
         A sequence that has its block has room for all tokens it will ever have: True, and nothing changes. Else a free

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from folovllm.distributed.mailboxes import Mailboxes
+from folovllm.distributed.one_shot_buffers import OneShotBuffers
 
 logger = logging.getLogger("folovllm")
 
@@ -31,7 +31,7 @@ class Group(Protocol):
 
     rank: int
     size: int
-    mailboxes: Mailboxes | None  # by which a kernel may add up itself, as `all_reduce` would
+    one_shot_buffers: OneShotBuffers | None  # by which a kernel may add up itself, as `all_reduce` would
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Add up all ranks' `x`, and return the sum on every rank. `x` may be overwritten."""
@@ -57,7 +57,7 @@ class ProcessGroup:
         else:
             dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         self._one_shot = make_one_shot(device, size) if device.type == "cuda" else None
-        self.mailboxes = make_mailboxes(rank, size, device) if self._one_shot is not None else None
+        self.one_shot_buffers = make_one_shot_buffers(rank, size, device) if self._one_shot is not None else None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """As `Group`. Small sums on GPUs go through memory that all of them see."""
@@ -79,7 +79,7 @@ class ProcessGroup:
         """Leave the group. Graphs that recorded a collective must be gone by now, or this never returns."""
         if self._one_shot is not None:
             torch.cuda.synchronize()  # peers may read our memory until our last sum is over
-            self._one_shot = self.mailboxes = None
+            self._one_shot = self.one_shot_buffers = None
         dist.destroy_process_group()
 
     def _together(self, collective: Callable[[], object], x: torch.Tensor) -> torch.Tensor:
@@ -135,24 +135,24 @@ def make_one_shot(device: torch.device, size: int) -> OneShotAllReduce | None:
     return one_shot if all_say(is_right, device) else None
 
 
-def make_mailboxes(rank: int, size: int, device: torch.device) -> Mailboxes | None:
+def make_one_shot_buffers(rank: int, size: int, device: torch.device) -> OneShotBuffers | None:
     """Return boxes of GPUs that see each other's memory, if letters arrive in all of them. All ranks call this together.
 
     `FOLOVLLM_MAILBOXES=0` does without, to compare.
     """
     if os.environ.get("FOLOVLLM_MAILBOXES") == "0":
         return None
-    mailboxes = None
+    one_shot_buffers = None
     try:
-        mailboxes = Mailboxes.shared(rank, size, device)
+        one_shot_buffers = OneShotBuffers.shared(rank, size, device)
     except (RuntimeError, ImportError, AttributeError) as error:
         logger.warning("no sums in the last lines of products (%s): a kernel of its own adds up", error)
-    if not all_say(mailboxes is not None, device):
+    if not all_say(one_shot_buffers is not None, device):
         return None
-    assert mailboxes is not None
-    mailboxes.greet()
+    assert one_shot_buffers is not None
+    one_shot_buffers.greet()
     all_say(True, device)  # by now all have written
-    return mailboxes if all_say(mailboxes.is_greeted(), device) else None
+    return one_shot_buffers if all_say(one_shot_buffers.is_greeted(), device) else None
 
 
 def all_say(yes: bool, device: torch.device) -> bool:

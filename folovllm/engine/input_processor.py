@@ -6,7 +6,6 @@ import random
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any
 
-from folovllm.draw_row import MAX_BAD_TOKENS, MAX_BAD_WORDS
 from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.detokenizer_stream import make_detokenizer
 from folovllm.inputs import Prompt, PromptParts, parse_prompt
@@ -14,6 +13,7 @@ from folovllm.models.files import eos_token_ids
 from folovllm.request import Request, Sequence
 from folovllm.require import is_whole, require
 from folovllm.sampling_params import SamplingParams
+from folovllm.sampling_row import MAX_BAD_TOKENS, MAX_BAD_WORDS
 from folovllm.setup import EngineSetup
 from folovllm.spelling import Spelling
 

@@ -187,7 +187,7 @@ class LLMEngine(Observed):
         return whole(self.tokenizer)
 
     def step(self) -> list[RequestOutput]:
-        """Schedule, compute, draw, and hand out what is new. Without work it returns an empty list.
+        """Schedule, compute, sample, and hand out what is new. Without work it returns an empty list.
 
         Raises:
             RequestFailed: requests ran into faults of their own and are gone. It has the outputs of the others, and the step is
@@ -199,14 +199,14 @@ class LLMEngine(Observed):
         with self.events:  # listeners hear of all this at the end
             start = time.monotonic()
             output = self.scheduler.schedule()
-            if output.preempted and not output.shares:  # room was made, and the next step has it
+            if output.preempted and not output.scheduled_seqs:  # room was made, and the next step has it
                 return self._report([])
             seqs = self.scheduler.sequences(output)
             outputs = self._take_in(output, seqs, self._compute(output, seqs), start)
         return self._report(outputs)
 
     def _compute(self, output: SchedulerOutput, seqs: list[Sequence]) -> StepResult:
-        """Compute a step and draw. Where an answer has a form, the mask says what may be drawn, and is told what was."""
+        """Compute a step and sample. Where an answer has a form, the mask says what may be sampled, and is told what was."""
         if self._logits_mask.needs_mask(output, seqs):
             output = replace(output, masks=self._logits_mask.bitmasks(output, seqs))
         result = self.executor.execute_model(output)
@@ -219,7 +219,7 @@ class LLMEngine(Observed):
         """Hand the tokens of a step that began at `start` to their sequences; returns what is new."""
         arrived = time.monotonic()
         alive = [i for i, seq in enumerate(seqs) if not seq.status.is_finished]
-        broken = self._logits_mask.broken(seqs)  # what they drew before that counts, and may end them
+        broken = self._logits_mask.broken(seqs)  # what they sampled before that counts, and may end them
         counts = [i for i in alive if result.token_ids[i] or seqs[i] not in broken]
         updated = self._faults.each(self.scheduler.postprocess, [(seqs[i], result.token_ids[i]) for i in counts])
         broken = self._logits_mask.broken(broken)
@@ -227,7 +227,7 @@ class LLMEngine(Observed):
             for i in alive:
                 if i in result.logprobs:
                     with self._faults.at(seqs[i]):
-                        self._output.keep_logprobs(seqs[i], output.shares[i].scores, result.logprobs[i])
+                        self._output.keep_logprobs(seqs[i], output.scheduled_seqs[i].scores, result.logprobs[i])
         now = time.monotonic()
         if self.events.on:
             kv, waiting = self.scheduler.kv, len(self.scheduler.waiting)

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 
 from folovllm.request import Sequence
-from folovllm.step.masks import Masks
 from folovllm.step.schedule import SchedulerOutput
+from folovllm.step.token_bitmask import TokenBitmasks
 
 
 class LogitsMask:
@@ -25,13 +25,13 @@ class LogitsMask:
             raise ValueError("structured_outputs needs folovllm/structured_output, which is not installed")
 
     def needs_mask(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> bool:
-        """Whether a step samples for any sequence that may not have every token. `seqs`: one for each share."""
+        """Whether a step samples for any sequence that may not have every token. `seqs`: one for each scheduled sequence."""
         return False
 
-    def bitmasks(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> Masks:
+    def bitmasks(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> TokenBitmasks:
         """The tokens that such sequences may have in the step, a bit for each token, for every position that is sampled.
 
-        A share with `num_draws` above 1 is sampled behind its first token and behind each draft token, `token_ids[1:]`.
+        A scheduled sequence with `num_samples` above 1 is sampled behind its first token and behind each draft token, `token_ids[1:]`.
         """
         raise NotImplementedError("no sequence is concerned")
 

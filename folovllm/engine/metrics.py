@@ -32,7 +32,7 @@ class StepStats:
     num_decode_tokens: int
     preempted: int
     kv_blocks_used: int
-    shares: tuple[tuple[str, int, int, int], ...]  # (request_id, index, first token, number of tokens)
+    scheduled_seqs: tuple[tuple[str, int, int, int], ...]  # (request_id, index, first token, number of tokens)
     num_guessed: int = 0  # tokens that were guessed and checked
     num_accepted: int = 0  # and were right
     experts: tuple[tuple[int, ...], ...] = ()  # [L][E], how often asked since the step before, where that is counted
@@ -53,7 +53,7 @@ class StepLog:
 
     def __init__(self, steps: list[StepStats] | None = None) -> None:
         self.steps = [] if steps is None else steps
-        self._added: dict[int, RequestAdded] = {}  # by seq_id; with overlap a share outlives its sequence
+        self._added: dict[int, RequestAdded] = {}  # by seq_id; with overlap a scheduled sequence outlives its sequence
         self._gone = deque[tuple[int, int]]()  # ended sequences: the last step that may tell of one, and its seq_id
         self._last_begun = self._last_ended = -1  # steps
         self._guessed = self._accepted = 0  # in the step that is being taken in
@@ -92,23 +92,25 @@ class StepLog:
         return steps
 
     def _stats(self, event: StepEnded) -> StepStats:
-        decodes, shares = 0, []
-        for share in event.output.shares:
-            if (added := self._added.get(share.seq_id)) is not None:  # else it had ended before anybody listened
-                if share.num_new_tokens == max(1, share.num_draws) and share.start >= len(added.prompt_token_ids):
-                    decodes += share.num_new_tokens
-                shares.append((added.request_id, added.answer, share.start, share.num_new_tokens))
+        decodes, scheduled_seqs = 0, []
+        for scheduled in event.output.scheduled_seqs:
+            if (added := self._added.get(scheduled.seq_id)) is not None:  # else it had ended before anybody listened
+                if scheduled.num_new_tokens == max(1, scheduled.num_samples) and scheduled.start >= len(
+                    added.prompt_token_ids
+                ):
+                    decodes += scheduled.num_new_tokens
+                scheduled_seqs.append((added.request_id, added.answer, scheduled.start, scheduled.num_new_tokens))
         return StepStats(
             index=event.step,
             start=event.start,
             seconds=event.end - event.start,
             waiting=event.waiting,
-            running=len(event.output.shares),
+            running=len(event.output.scheduled_seqs),
             num_prefill_tokens=event.output.num_tokens - decodes,
             num_decode_tokens=decodes,
             preempted=len(event.output.preempted),
             kv_blocks_used=event.kv_blocks_used,
-            shares=tuple(shares),
+            scheduled_seqs=tuple(scheduled_seqs),
             num_guessed=self._guessed,
             num_accepted=self._accepted,
             experts=self._experts,

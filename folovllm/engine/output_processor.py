@@ -14,7 +14,7 @@ from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, To
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.sampling_params import RequestOutputKind
 from folovllm.spelling import Spelling
-from folovllm.step.draw import Logprobs
+from folovllm.step.sampling_spec import Logprobs
 from folovllm.step.schedule import Scores
 
 PromptLogprobs = list[dict[int, TokenLogprob] | None] | None

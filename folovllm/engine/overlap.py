@@ -1,6 +1,6 @@
 """Overlap scheduling: while the device runs step i, the host schedules step i + 1 and only then looks at i's tokens.
 
-So the host always acts one step behind. A token that was drawn and has not arrived is *in flight*: it counts for
+So the host always acts one step behind. A token that was sampled and has not arrived is *in flight*: it counts for
 scheduling, and for nothing else, since the host does not know it. The device does know it and goes on from there.
 """
 
@@ -23,8 +23,8 @@ class InFlight:
     """A step that was started and whose tokens were not taken in yet."""
 
     output: SchedulerOutput
-    seqs: list[Sequence]  # one for each share
-    pending: Pending | None  # None: it has not drawn yet, and waits for its masks
+    seqs: list[Sequence]  # one for each scheduled sequence
+    pending: Pending | None  # None: it has not sampled yet, and waits for its masks
     start: float
 
 
@@ -37,11 +37,11 @@ class OverlappedEngine(LLMEngine):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._in_flight: InFlight | None = None
-        self._undrawn: InFlight | None = None  # started up to its logits
+        self._unsampled: InFlight | None = None  # started up to its logits
         self._last_arrival = 0.0
 
     def step(self) -> list[RequestOutput]:
-        """Start the next step, then hand out what the step before it drew.
+        """Start the next step, then hand out what the step before it sampled.
 
         Raises:
             NothingScheduled: neither is there.
@@ -52,7 +52,7 @@ class OverlappedEngine(LLMEngine):
         with self.events:
             outputs = self.step_overlapped()
         outputs = self._report(outputs)
-        idle = self._in_flight is None and self._num_steps == before and not self.scheduler.made_room
+        idle = self._in_flight is None and self._num_steps == before and not self.scheduler.has_preempted
         if idle and self.has_unfinished_requests():
             raise NothingScheduled
         return outputs
@@ -71,7 +71,7 @@ class OverlappedEngine(LLMEngine):
         """
         outputs = self._collect() if self.scheduler.must_wait() else []
         schedule = self.scheduler.schedule()
-        started = self._start(schedule) if schedule.shares else None
+        started = self._start(schedule) if schedule.scheduled_seqs else None
         outputs += self._collect()
         self._in_flight = started
         if not self.has_unfinished_requests():
@@ -79,15 +79,15 @@ class OverlappedEngine(LLMEngine):
         return outputs
 
     def _start(self, output: SchedulerOutput) -> InFlight:
-        """Start a step on the device; the tokens that it draws are in flight from here on.
+        """Start a step on the device; the tokens that it samples are in flight from here on.
 
-        If some of its answers must have a form, it gets as far as its logits: what they may draw depends on the tokens
+        If some of its answers must have a form, it gets as far as its logits: what they may sample depends on the tokens
         that are still in flight. So the device has work while the host waits for these.
         """
         seqs = self.scheduler.sequences(output)
         if self._logits_mask.needs_mask(output, seqs):
             self.executor.forward(output)
-            started = self._undrawn = InFlight(output, seqs, None, time.monotonic())
+            started = self._unsampled = InFlight(output, seqs, None, time.monotonic())
         else:
             started = InFlight(output, seqs, self.executor.submit(output), time.monotonic())
         return started
@@ -96,23 +96,23 @@ class OverlappedEngine(LLMEngine):
         """Wait for the step in flight, if there is one, and hand its tokens to their sequences.
 
         A sequence that ended while the step was under way gets nothing more. As soon as the tokens are known, the step after
-        it draws, if it waits for that.
+        it samples, if it waits for that.
         """
         step = self._in_flight
-        if step is None or step is self._undrawn:
-            self._draw_late()
+        if step is None or step is self._unsampled:
+            self._sample_deferred()
         if step is None:
             return []
         assert step.pending is not None
         result = step.pending.wait()
         self._in_flight = None  # only now: what cannot arrive is an error in every later step too
         self._logits_mask.accept_tokens(step.seqs, result.token_ids)
-        self._draw_late()
+        self._sample_deferred()
         start, self._last_arrival = max(step.start, self._last_arrival), time.monotonic()
         return self._take_in(step.output, step.seqs, result, start)
 
-    def _draw_late(self) -> None:
-        """Let the waiting step draw, if there is one: the mask has taken in all tokens before its own."""
-        if self._undrawn is not None:
-            step, self._undrawn = self._undrawn, None
-            step.pending = self.executor.draw(self._logits_mask.bitmasks(step.output, step.seqs))
+    def _sample_deferred(self) -> None:
+        """Let the waiting step sample, if there is one: the mask has taken in all tokens before its own."""
+        if self._unsampled is not None:
+            step, self._unsampled = self._unsampled, None
+            step.pending = self.executor.sample(self._logits_mask.bitmasks(step.output, step.seqs))

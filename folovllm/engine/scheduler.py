@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
 from folovllm.cache.manager import KVCacheManager
-from folovllm.engine.plan import Plan, Rows
+from folovllm.engine.step_builder import BatchRows, StepBuilder
 from folovllm.engine.stop import check_stop_conditions
 from folovllm.events import Aborted, Admitted, Budget, Preempted, Refused
 from folovllm.request import Sequence, SequenceStatus
@@ -40,14 +40,14 @@ class SchedulerLike(Protocol):
         """Decide the next step."""
 
     def sequences(self, output: SchedulerOutput) -> list[Sequence]:
-        """The sequences of the shares of the step that was decided last, in their order."""
+        """The sequences of the step that was decided last, in their order."""
 
-    def postprocess(self, drawn: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
-        """Take in the tokens that a step drew for each of its sequences; returns those that got any."""
+    def postprocess(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
+        """Take in the tokens that a step sampled for each of its sequences; returns those that got any."""
 
 
 TokensOfStep = Callable[[Sequence, int], int]  # (sequence, budget) -> tokens to compute in this step
-MakeRoom = Callable[["Scheduler", list[Sequence]], Sequence | None]  # (scheduler, running) -> the victim, if any
+OnFull = Callable[["Scheduler", list[Sequence]], Sequence | None]  # (scheduler, running) -> the victim, if any
 
 
 class Scheduler:
@@ -55,7 +55,7 @@ class Scheduler:
 
     A new request joins at any step and a finished one leaves at once. Two steps of the work are chosen when the engine
     is put together: `tokens_of_step(seq, budget)` says how many tokens of a sequence a step may compute, and
-    `make_room(scheduler, running)` what happens when the cache is full.
+    `on_full(scheduler, running)` what happens when the cache is full.
 
     Invariants: `waiting` is ordered by `rank`; a sequence is in exactly one of `waiting` and `running`, or finished; only
     running sequences hold cache.
@@ -67,18 +67,18 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         tokens_of_step: TokensOfStep,
-        make_room: MakeRoom,
+        on_full: OnFull,
         by_priority: bool = False,
     ) -> None:
         self.kv = kv
         self.events = kv.events
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self._rows = Rows(max_num_seqs, self.events, lambda: self.waiting)
+        self._rows = BatchRows(max_num_seqs, self.events, lambda: self.waiting)
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._tokens_of_step = tokens_of_step
-        self._make_room = make_room
+        self._on_full = on_full
         self._by_priority = by_priority
 
     def add(self, seq: Sequence) -> None:
@@ -104,41 +104,41 @@ class Scheduler:
         """Decide the next step: first those that run, then as many of those that wait as fit.
 
         1. Running sequences, decodes (one uncomputed token) before the rest: each gets
-           `_tokens_of_step(seq, plan.budget)` tokens if `_grow(seq, n, plan)` finds room for them, else none, and the
+           `_tokens_of_step(seq, builder.budget)` tokens if `_grow(seq, n, builder)` finds room for them, else none, and the
            next is asked.
-        2. Waiting sequences, in order, while fewer than `max_num_seqs` run: `_admit(seq, plan)` finds room for the first
+        2. Waiting sequences, in order, while fewer than `max_num_seqs` run: `_admit(seq, builder)` finds room for the first
            tokens of one and says how many they are. If none, it and all behind it wait: overtaking would let short
            requests starve a long one. Else it leaves `waiting`, starts, and runs.
 
-        Every share goes to `plan.add(seq, n)`, which takes n off `plan.budget`.
+        Every scheduled sequence goes to `builder.add(seq, n)`, which takes n off `builder.budget`.
 
         Returns:
-            `plan.output()`.
+            `builder.output()`.
         """
-        plan = Plan(self._rows, self.running, self._max_num_batched_tokens)
+        builder = StepBuilder(self._rows, self.running, self._max_num_batched_tokens)
         for seq in sorted(self.running, key=lambda seq: seq.num_uncomputed_tokens > 1):
-            n = self._tokens_of_step(seq, plan.budget)
-            if n and self._grow(seq, n, plan):
-                plan.add(seq, n)
+            n = self._tokens_of_step(seq, builder.budget)
+            if n and self._grow(seq, n, builder):
+                builder.add(seq, n)
         while self.waiting and len(self.running) < self._max_num_seqs:
             seq = self.waiting[0]
-            n = self._admit(seq, plan)
+            n = self._admit(seq, builder)
             if n == 0:
                 break
             self.waiting.pop(0)
             seq.start()
             self.running.append(seq)
-            plan.add(seq, n)
-        return plan.output()
+            builder.add(seq, n)
+        return builder.output()
 
     def sequences(self, output: SchedulerOutput) -> list[Sequence]:
-        """The sequences of the shares of the step that was decided last, in their order."""
+        """The sequences of the step that was decided last, in their order."""
         return self._rows.owners(output)
 
     @property
-    def made_room(self) -> bool:
+    def has_preempted(self) -> bool:
         """Whether a sequence gave way when a step was scheduled last, so that the next one has room."""
-        return self._rows.made_room
+        return self._rows.has_preempted
 
     def must_wait(self) -> bool:
         """Whether the next step can be scheduled only after the tokens in flight have arrived (M6).
@@ -151,36 +151,36 @@ class Scheduler:
         most_blocks = sum(min(seq.num_uncomputed_tokens, budget) // size + 1 for seq in self.running)
         return self.kv.num_free < most_blocks
 
-    def _grow(self, seq: Sequence, num_new_tokens: int, plan: Plan) -> bool:
+    def _grow(self, seq: Sequence, num_new_tokens: int, builder: StepBuilder) -> bool:
         """Find cache for a running sequence. Without a free block, sequences that rank behind it give way, and at last itself.
 
         Returns False if there is no room, or if `seq` itself has given way in this step.
         """
-        if seq.seq_id in plan.preempted:
+        if seq.seq_id in builder.preempted:
             return False
-        while not self.kv.reserve(seq, num_new_tokens):
+        while not self.kv.allocate_slots(seq, num_new_tokens):
             had = {running.seq_id: running.num_computed_tokens for running in self.running} if self.events.on else {}
-            victim = self._make_room(self, self.running)
+            victim = self._on_full(self, self.running)
             if victim is None:
                 return False
-            withdrawn = plan.withdraw(victim)
+            withdrawn = builder.withdraw(victim)
             if had:
                 self.events.emit(Preempted(victim.seq_id, seq.seq_id, had[victim.seq_id] - withdrawn))
             if victim is seq:
                 return False
         return True
 
-    def _admit(self, seq: Sequence, plan: Plan) -> int:
+    def _admit(self, seq: Sequence, builder: StepBuilder) -> int:
         """Find cache for the first tokens of `seq`, the first that waits. Returns how many tokens, or 0 if it must wait.
 
         No sequence is admitted after a preemption: the victim's room is for the running sequences.
         """
-        if plan.preempted:
+        if builder.preempted:
             return self._refuse(seq, "preemption")
-        self.kv.settle(plan.take_settled())
-        self.kv.match(seq)
-        n = self._tokens_of_step(seq, plan.budget)
-        if n == 0 or not self.kv.reserve(seq, n):
+        self.kv.cache_scheduled_blocks(builder.take_final())
+        self.kv.get_computed_blocks(seq)
+        n = self._tokens_of_step(seq, builder.budget)
+        if n == 0 or not self.kv.allocate_slots(seq, n):
             self.kv.free(seq)
             return self._refuse(seq, "blocks" if n else "tokens")
         if self.events.on:
@@ -193,10 +193,10 @@ class Scheduler:
             self.events.emit(Refused(seq.seq_id, budget))
         return 0
 
-    def postprocess(self, drawn: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
-        """Take in the tokens that a step drew: for each of its sequences, in order, a list of them.
+    def postprocess(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
+        """Take in the tokens that a step sampled: for each of its sequences, in order, a list of them.
 
-        For each: the K/V of its computed tokens is written now (`kv.publish(seq)`). A share that did not reach the last
+        For each: the K/V of its computed tokens is written now (`kv.cache_blocks(seq)`). A scheduled sequence that did not reach the last
         token of its sequence has no next one, and an empty list. Each token is appended, to the sequence and to its
         detokenizer, and `check_stop_conditions` asked: a sequence that ends takes its status, leaves `running` and frees
         its cache in this very step, so that the next one can use it; what is left of its list is dropped.
@@ -205,8 +205,8 @@ class Scheduler:
             The sequences that got a token.
         """
         updated = []
-        for seq, token_ids in drawn:
-            self.kv.publish(seq)
+        for seq, token_ids in sampled:
+            self.kv.cache_blocks(seq)
             for token_id in token_ids:
                 seq.append_token(token_id)
                 seq.detokenizer.append(token_id)

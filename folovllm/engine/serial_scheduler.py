@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from folovllm.engine.plan import Plan, Rows
+from folovllm.engine.step_builder import BatchRows, StepBuilder
 from folovllm.engine.stop import check_stop_conditions
 from folovllm.events import Aborted, Admitted, Events
 from folovllm.request import Sequence, SequenceStatus
@@ -21,7 +21,7 @@ class SerialScheduler:
         self.events = Events() if events is None else events
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._rows = Rows(1, self.events, lambda: self.waiting)
+        self._rows = BatchRows(1, self.events, lambda: self.waiting)
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
@@ -45,19 +45,19 @@ class SerialScheduler:
             self.running.append(seq)
             if self.events.on:
                 self.events.emit(Admitted(seq.seq_id, 0))
-        plan = Plan(self._rows, self.running, budget=0)
+        builder = StepBuilder(self._rows, self.running, budget=0)
         for seq in self.running:
-            plan.add(seq, seq.num_uncomputed_tokens)
-        return plan.output()
+            builder.add(seq, seq.num_uncomputed_tokens)
+        return builder.output()
 
     def sequences(self, output: SchedulerOutput) -> list[Sequence]:
-        """The sequences of the shares of the step that was decided last."""
+        """The sequences of the step that was decided last."""
         return self._rows.owners(output)
 
-    def postprocess(self, drawn: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
+    def postprocess(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
         """Append the token; leave when it ends the answer."""
         updated = []
-        for seq, (token_id,) in drawn:
+        for seq, (token_id,) in sampled:
             seq.append_token(token_id)
             seq.detokenizer.append(token_id)
             updated.append(seq)

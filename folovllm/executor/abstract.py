@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from folovllm.step.masks import Masks
 from folovllm.step.schedule import SchedulerOutput, StepResult
+from folovllm.step.token_bitmask import TokenBitmasks
 
 
 class Pending(Protocol):
@@ -39,7 +39,7 @@ class AsyncExecutor(Executor, Protocol):
         """Start one step and return at once."""
 
     def forward(self, output: SchedulerOutput) -> None:
-        """Start one step up to its logits, and return at once; `draw` must be what is called next."""
+        """Start one step up to its logits, and return at once; `sample` must be what is called next."""
 
-    def draw(self, masks: Masks) -> Pending:
-        """Let the step that `forward` started draw. Rows in `masks` may draw only what their mask allows."""
+    def sample(self, masks: TokenBitmasks) -> Pending:
+        """Let the step that `forward` started sample. Rows in `masks` may sample only what their mask allows."""

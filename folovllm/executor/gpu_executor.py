@@ -20,7 +20,7 @@ class GPUExecutor:
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:
         """Run one step. Raises `NothingScheduled` if it is empty."""
-        if not output.shares:
+        if not output.scheduled_seqs:
             raise NothingScheduled
         return self._worker.execute_model(output)
 

@@ -10,13 +10,13 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from folovllm.draw_row import DrawUpdate, RowField, line_width
 from folovllm.model_config import num_experts_of
+from folovllm.sampling_row import RowField, SamplingUpdate, line_width
 from folovllm.setup import EngineSetup
-from folovllm.step.draw import Logprobs
-from folovllm.step.masks import Masks
 from folovllm.step.packed import LINES, Field, Int32, PackedStep, Parts, Sample, split
+from folovllm.step.sampling_spec import Logprobs
 from folovllm.step.schedule import StepResult
+from folovllm.step.token_bitmask import TokenBitmasks
 
 STOP: Int32 = np.empty(0, np.int32)  # the last message of all
 HEADER = len(LINES) + 7  # int32 numbers before a step
@@ -26,32 +26,39 @@ ASK_LOAD: Int32 = np.array([-2], np.int32)  # there, too: no step, but the quest
 
 def encode_step(step: PackedStep) -> Int32:
     """Encode a packed step: a header, and the very buffer that goes to a device."""
-    draws, flags = step.draws, (step.is_special, step.has_memory, step.draws_late)
-    header = [step.num_seqs, step.num_decodes, draws.num_rows, draws.num_with_line, *flags, *step.columns]
+    sampling_updates, flags = step.sampling_updates, (step.is_special, step.has_memory, step.defers_sampling)
+    header = [
+        step.num_seqs,
+        step.num_decodes,
+        sampling_updates.num_rows,
+        sampling_updates.num_with_line,
+        *flags,
+        *step.columns,
+    ]
     return step.flatten(header)
 
 
-def encode_masks(masks: Masks) -> Int32:
+def encode_masks(masks: TokenBitmasks) -> Int32:
     """Encode masks as numbers."""
     return np.concatenate([np.array([MASKS, len(masks.rows)], np.int32), masks.rows, masks.bits.ravel()])
 
 
-def decode_step(message: Int32) -> PackedStep | Masks:
+def decode_step(message: Int32) -> PackedStep | TokenBitmasks:
     """Decode what `encode_step` or `encode_masks` encoded."""
     if message[0] == MASKS:
         rows, bits = np.split(message[2:], [int(message[1])])
-        return Masks(rows, bits.reshape(len(rows), -1))
+        return TokenBitmasks(rows, bits.reshape(len(rows), -1))
     num_seqs, num_decodes, num_rows, num_with_line, *rest = message[:HEADER].tolist()
     parts = split(message[HEADER:], Parts(*rest[3:]))
-    draws = DrawUpdate(parts.draws, num_rows, num_with_line)
+    sampling_updates = SamplingUpdate(parts.sampling_updates, num_rows, num_with_line)
     return PackedStep(
-        parts.fields, num_seqs, num_decodes, parts.tokens, parts.updates, parts.samples, draws, parts.scores,
+        parts.fields, num_seqs, num_decodes, parts.tokens, parts.updates, parts.samples, sampling_updates, parts.scores,
         parts.logprobs, *map(bool, rest[:3]),
     )  # fmt: skip
 
 
 def encode_result(result: StepResult) -> Int32:
-    """Encode how many tokens each share drew, the tokens, and log-probabilities where there are any."""
+    """Encode how many tokens each scheduled sequence sampled, the tokens, and log-probabilities where there are any."""
     counts = [len(tokens) for tokens in result.token_ids]
     parts = [np.array([len(counts), *counts, *chain.from_iterable(result.token_ids)], np.int32)]
     for index, rows in result.logprobs.items():
@@ -75,7 +82,7 @@ def decode_result(message: Int32) -> StepResult:
 
 
 def load_as_result(load: list[list[int]]) -> StepResult:
-    """How often each expert of each layer [L][E] was asked, as if a share had drawn each layer's 64-bit numbers."""
+    """How often each expert of each layer [L][E] was asked, as if a scheduled sequence had sampled each layer's 64-bit numbers."""
     return StepResult(np.array(load, np.int64).view(np.int32).tolist(), {})
 
 

@@ -28,12 +28,12 @@ from folovllm.executor.packed_executor import PackedExecutor
 from folovllm.executor.rank import Assignment, Failure, MakeRank, Ready, spin_seconds
 from folovllm.executor.ring import Ring, wait_for
 from folovllm.setup import EngineSetup, plain
-from folovllm.step.masks import Masks
 from folovllm.step.packed import Int32, PackedStep
 from folovllm.step.schedule import StepResult
+from folovllm.step.token_bitmask import TokenBitmasks
 
 GRACE = 5.0  # seconds that ranks have to end by themselves
-HEARSAY = 1.0  # seconds to wait for the cause of a failure, once its consequences are seen
+FAILURE_TIMEOUT = 1.0  # seconds to wait for the cause of a failure, once its consequences are seen
 
 
 class WorkerDied(RuntimeError):
@@ -65,10 +65,10 @@ class Rank:
         return self.failure is not None or self.process.poll() is not None
 
 
-class MeetingPlace:
+class Rendezvous:
     """A file by which the ranks find each other.
 
-    On Linux it has no name: it goes with its last user, however that ends. Elsewhere it lies among temporary files.
+    On Linux it has no name: it goes with its last user, however that ends. InPool it lies among temporary files.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Ranks:
         self.size = setup.config.tensor_parallel_size
         longest_step, longest_result = longest_messages(setup)
         self.steps, self.results = Ring(self.size, longest_step), Ring(1, longest_result)
-        self._meeting = MeetingPlace()
+        self._rendezvous = Rendezvous()
         self._ranks: list[Rank] = []
         self._error: WorkerDied | ValueError | None = None
         self._is_started = False
@@ -152,7 +152,7 @@ class Ranks:
         self._ranks.clear()
         self.steps.close()
         self.results.close()
-        self._meeting.close()
+        self._rendezvous.close()
 
     def _start(self, setup: EngineSetup, rank: int) -> Rank:
         """Start a process that runs `folovllm.executor.start`, and tell it who it is.
@@ -160,13 +160,13 @@ class Ranks:
         Not by `multiprocessing`, whose children import the user's main script once more.
         """
         parent, child = Pipe()
-        fds = child.fileno(), self.steps.fd, self.results.fd, self._meeting.fd
+        fds = child.fileno(), self.steps.fd, self.results.fd, self._rendezvous.fd
         command = python_command("folovllm.executor.start", str(child.fileno()))
         environment = child_environment() | {"PYTHONPATH": import_path()}
         process = subprocess.Popen(command, env=environment, pass_fds=fds, stdin=subprocess.DEVNULL)
         child.close()
         threads = max(1, torch.get_num_threads() // self.size)
-        parent.send(Assignment(plain(setup), rank, self._meeting.path, *fds[1:3], threads, self._make_rank))
+        parent.send(Assignment(plain(setup), rank, self._rendezvous.path, *fds[1:3], threads, self._make_rank))
         return Rank(process, parent)
 
     def _wait_until_ready(self, rank: Rank) -> Ready:
@@ -174,7 +174,7 @@ class Ranks:
 
     def _cause(self) -> WorkerDied | ValueError:
         """Which rank failed first, and how. Ranks that only missed another one are not the cause."""
-        deadline = time.monotonic() + HEARSAY
+        deadline = time.monotonic() + FAILURE_TIMEOUT
         while True:
             is_late = time.monotonic() > deadline
             for rank in self._ranks:
@@ -197,7 +197,7 @@ class Ranks:
 
 
 class MultiprocExecutor(PackedExecutor):
-    """Hands each packed step to all ranks through shared memory; rank 0 hands back what was drawn."""
+    """Hands each packed step to all ranks through shared memory; rank 0 hands back what was sampled."""
 
     def __init__(self, setup: EngineSetup, make_rank: MakeRank) -> None:
         """Start the ranks and wait until all are ready.
@@ -231,9 +231,9 @@ class MultiprocExecutor(PackedExecutor):
         """End the ranks. A second call does nothing."""
         self._end()
 
-    def _send(self, step: PackedStep | Masks) -> RemoteStep:
+    def _send(self, step: PackedStep | TokenBitmasks) -> RemoteStep:
         """Start one step on all ranks and return at once. Raises `WorkerDied` if one of them has ended."""
-        return self._ask(encode_masks(step) if isinstance(step, Masks) else encode_step(step))
+        return self._ask(encode_masks(step) if isinstance(step, TokenBitmasks) else encode_step(step))
 
     def _ask(self, message: Int32) -> RemoteStep:
         self._write(message)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from folovllm.executor.abstract import Pending
-from folovllm.step.masks import Masks
 from folovllm.step.packed import PackedStep, StepPacker
 from folovllm.step.schedule import NothingScheduled, SchedulerOutput, StepResult
+from folovllm.step.token_bitmask import TokenBitmasks
 from folovllm.worker.gpu_worker import GPUWorker
 from folovllm.worker.graph_runner import GraphRunner
 from folovllm.worker.pending_step import PendingStep
 
-PackedWorker = GPUWorker[PackedStep | Masks, PendingStep | None]
+PackedWorker = GPUWorker[PackedStep | TokenBitmasks, PendingStep | None]
 
 
 class PackedExecutor(ABC):
@@ -28,44 +28,44 @@ class PackedExecutor(ABC):
         if output.masks is None:
             return self.submit(output).wait()
         self.forward(output)
-        return self.draw(output.masks).wait()
+        return self.sample(output.masks).wait()
 
     def submit(self, output: SchedulerOutput) -> Pending:
         """Start one step and return at once. Raises `NothingScheduled` if it is empty."""
         return self._send(self._pack(output))
 
     def forward(self, output: SchedulerOutput) -> None:
-        """Start one step up to its logits, and return at once; `draw` must be what is called next."""
+        """Start one step up to its logits, and return at once; `sample` must be what is called next."""
         step = self._pack(output)
-        step.draws_late = True
+        step.defers_sampling = True
         self._send_ahead(step)
 
-    def draw(self, masks: Masks) -> Pending:
-        """Let the step that `forward` started draw. Rows in `masks` may draw only what their mask allows."""
+    def sample(self, masks: TokenBitmasks) -> Pending:
+        """Let the step that `forward` started sample. Rows in `masks` may sample only what their mask allows."""
         self.check()
         return self._send(masks)
 
     def _pack(self, output: SchedulerOutput) -> PackedStep:
         self.check()
-        if not output.shares:
+        if not output.scheduled_seqs:
             raise NothingScheduled
         return self._packer.pack(output)
 
     @abstractmethod
     def expert_load(self) -> list[list[int]]:
-        """As `Executor`. No step may wait for its draw."""
+        """As `Executor`. No step may wait for its sample."""
 
     @abstractmethod
     def check(self) -> None:
         """Raise an error if no step can be sent any more."""
 
     @abstractmethod
-    def _send(self, step: PackedStep | Masks) -> Pending:
-        """Start a packed step, or the draw of the one that was sent ahead."""
+    def _send(self, step: PackedStep | TokenBitmasks) -> Pending:
+        """Start a packed step, or sampling of the one that was sent ahead."""
 
     @abstractmethod
     def _send_ahead(self, step: PackedStep) -> None:
-        """Start a packed step that draws late."""
+        """Start a packed step that samples late."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -92,7 +92,7 @@ class LocalExecutor(PackedExecutor):
         """Drop the model and its cache. A second call does nothing."""
         self._worker = None
 
-    def _send(self, step: PackedStep | Masks) -> PendingStep:
+    def _send(self, step: PackedStep | TokenBitmasks) -> PendingStep:
         pending = self._running().execute_model(step)
         assert pending is not None
         return pending

@@ -1,4 +1,4 @@
-"""One rank: a child process that takes steps from a ring and runs them; rank 0 hands back what was drawn."""
+"""One rank: a child process that takes steps from a ring and runs them; rank 0 hands back what was sampled."""
 
 from __future__ import annotations
 
@@ -19,15 +19,17 @@ from folovllm.distributed.group import PeersLost, ProcessGroup
 from folovllm.executor.messages import ASK_LOAD, decode_step, encode_result, load_as_result, longest_messages
 from folovllm.executor.ring import Ring, wait_for
 from folovllm.setup import EngineSetup
-from folovllm.step.masks import Masks
 from folovllm.step.packed import Int32, PackedStep
 from folovllm.step.schedule import StepResult
+from folovllm.step.token_bitmask import TokenBitmasks
 from folovllm.worker.gpu_worker import GPUWorker
 from folovllm.worker.graph_runner import GraphRunner
 from folovllm.worker.pending_step import PendingStep
 
 # A rank's worker and its runner; a function of a module, since its name is what travels to another process.
-MakeRank = Callable[[EngineSetup, ProcessGroup], tuple[GPUWorker[PackedStep | Masks, PendingStep | None], GraphRunner]]
+MakeRank = Callable[
+    [EngineSetup, ProcessGroup], tuple[GPUWorker[PackedStep | TokenBitmasks, PendingStep | None], GraphRunner]
+]
 
 
 @dataclass(slots=True, frozen=True)
@@ -110,7 +112,7 @@ def rank_setup(setup: EngineSetup, rank: int) -> EngineSetup:
 class AskedLoad:
     """Stands among the steps under way for the question how often each expert was asked by those before it."""
 
-    worker: GPUWorker[PackedStep | Masks, PendingStep | None]
+    worker: GPUWorker[PackedStep | TokenBitmasks, PendingStep | None]
 
     def is_here(self) -> bool:
         """The steps before it are, and so is the answer."""

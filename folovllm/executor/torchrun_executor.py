@@ -17,7 +17,7 @@ class TorchrunExecutor(LocalExecutor):
     """Runs a worker in this process; its peers run the same program.
 
     Under torchrun every rank has an engine of its own. Given the same requests they all schedule the same steps, for
-    scheduling knows neither time nor chance, and they draw the same tokens; so nothing needs to travel but what the
+    scheduling knows neither time nor chance, and they sample the same tokens; so nothing needs to travel but what the
     layers exchange. A program prints on rank 0 and does everything else everywhere.
     """
 

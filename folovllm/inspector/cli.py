@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from folovllm.flags import engine_flags, in_a_folder, with_flags
+from folovllm.cli.flags import engine_flags, in_a_folder, with_flags
 
 
 def inspect(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from folovllm import events as ev
-from folovllm.step.draw import TokenIds, no_tokens
+from folovllm.step.sampling_spec import TokenIds, no_tokens
 
 Line = list[Any]
 

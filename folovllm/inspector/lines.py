@@ -11,7 +11,7 @@ import msgspec
 from folovllm import events as ev
 from folovllm.inspector.keyframe import Line, Served, State, head_of, tokens_of
 from folovllm.inspector.texts import TokenTexts
-from folovllm.step.schedule import Share
+from folovllm.step.schedule import ScheduledSequence
 
 FORMAT, VERSION = "folovllm recording", 1
 KEY_EVERY = 256  # turns
@@ -22,7 +22,7 @@ encode = msgspec.json.Encoder(enc_hook=lambda number: number.item()).encode  # a
 class LineWriter:
     """Turns one engine's events into lines, one batch of them (a turn) after the other.
 
-    It keeps the same state as any reader of the lines. So a share that says nothing new is one number, and a keyframe asks
+    It keeps the same state as any reader of the lines. So a scheduled sequence that says nothing new is one number, and a keyframe asks
     the engine nothing. It may run in a thread of its own.
     """
 
@@ -48,7 +48,7 @@ class LineWriter:
             ev.BlockTaken: self._taken,
             ev.BlockFreed: self._freed,
             ev.BlockAdopted: self._adopted,
-            ev.BlockPublished: self._published,
+            ev.BlockCached: self._published,
             ev.BlockEvicted: self._evicted,
             ev.BlockPassed: self._passed,
             ev.TableFreed: self._table_freed,
@@ -138,13 +138,13 @@ class LineWriter:
 
     def _began(self, event: ev.StepBegan) -> Line:
         times = self._at(event.start), self._at(event.scheduled)
-        return ["begin", event.step, *times, self._shares(event.output.shares), event.budget_left]
+        return ["begin", event.step, *times, self._scheduled_seqs(event.output.scheduled_seqs), event.budget_left]
 
-    def _shares(self, shares: Iterable[Share]) -> list[int | Line]:
-        """A number for a share that says nothing new, a line for others. Hundreds a step come here, so it is one loop."""
+    def _scheduled_seqs(self, scheduled_seqs: Iterable[ScheduledSequence]) -> list[int | Line]:
+        """A number for a scheduled sequence that says nothing new, a line for others. Hundreds a step come here, so it is one loop."""
         entries: list[int | Line] = []
         sequences = self._state.sequences
-        for seq_id, _, start, n, token_ids, blocks, first, draws, _, _ in shares:
+        for seq_id, _, start, n, token_ids, blocks, first, draws, _, _ in scheduled_seqs:
             if (seq := sequences.get(seq_id)) is None:  # it ended while the step before was under way
                 entries.append([seq_id, start, n, draws, first, blocks])
                 continue
@@ -162,13 +162,13 @@ class LineWriter:
         seqs: list[int] = []
         tokens: list[int | list[int]] = []
         sequences = self._state.sequences
-        for share, ids in zip(event.output.shares, event.result.token_ids, strict=True):
+        for scheduled, ids in zip(event.output.scheduled_seqs, event.result.token_ids, strict=True):
             if not ids:
                 continue
-            seqs.append(share.seq_id)
+            seqs.append(scheduled.seq_id)
             tokens.append(ids[0] if len(ids) == 1 else ids)
             self._new.update(ids)
-            if (seq := sequences.get(share.seq_id)) is not None:
+            if (seq := sequences.get(scheduled.seq_id)) is not None:
                 seq.num_tokens += len(ids)
         self._state.num_steps += 1
         times = self._at(event.start), self._at(event.arrived), self._at(event.end)
@@ -197,7 +197,7 @@ class LineWriter:
         self._state.refs[event.block_id] = event.ref_count
         return ["adopt", *event]
 
-    def _published(self, event: ev.BlockPublished) -> Line:
+    def _published(self, event: ev.BlockCached) -> Line:
         block_id, seq_id, place, hash_, serial, parent = event
         name = self._state.names[block_id] = (block_id, f"{hash_:016x}", serial, parent)
         return ["publish", block_id, seq_id, place, *name[1:]]

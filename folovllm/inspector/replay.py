@@ -13,8 +13,8 @@ import numpy as np
 from folovllm import events as ev
 from folovllm.inspector.keyframe import Line
 from folovllm.inspector.lines import FORMAT, VERSION
-from folovllm.step.draw import no_tokens
-from folovllm.step.schedule import SchedulerOutput, Share, StepResult
+from folovllm.step.sampling_spec import no_tokens
+from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, StepResult
 
 
 class Turn(NamedTuple):
@@ -101,7 +101,7 @@ def check_header(line: str, name: str) -> dict[str, Any]:
 
 
 class _Decoder:
-    """Lines of a turn to events. A step's end names its shares by the step, so those that are under way are kept."""
+    """Lines of a turn to events. A step's end names its scheduled sequences by the step, so those that are under way are kept."""
 
     def __init__(self, header: dict[str, Any]) -> None:
         self._engine = header["engine"]
@@ -123,7 +123,7 @@ class _Decoder:
             "take": lambda *ids: map(ev.BlockTaken, ids),
             "free": lambda *ids: map(ev.BlockFreed, ids),
             "adopt": ev.BlockAdopted,
-            "publish": lambda block, seq, place, hash_, serial, parent: ev.BlockPublished(
+            "publish": lambda block, seq, place, hash_, serial, parent: ev.BlockCached(
                 block, seq, place, int(hash_, 16), serial, parent
             ),
             "evict": self._evict,
@@ -142,7 +142,7 @@ class _Decoder:
         found = self._decoders[name](*rest)
         events: list[Any] = [found] if isinstance(found, ev.Event) else list(found)
         for event in events:
-            if isinstance(event, ev.BlockPublished):
+            if isinstance(event, ev.BlockCached):
                 self._names[event.block_id] = event.hash
         return events
 
@@ -196,17 +196,17 @@ class _Decoder:
         self._ends[seq] -= guessed - accepted
         return ev.GuessesChecked(seq, guessed, accepted)
 
-    def _begin(self, step: int, start: int, ready: int, shares: list[int | Line], left: int) -> ev.Event:
-        output = self._begun[step] = SchedulerOutput(tuple(map(self._share, shares)))
+    def _begin(self, step: int, start: int, ready: int, scheduled_seqs: list[int | Line], left: int) -> ev.Event:
+        output = self._begun[step] = SchedulerOutput(tuple(map(self._scheduled, scheduled_seqs)))
         return ev.StepBegan(step, start / 1e6, ready / 1e6, output, left)
 
-    def _share(self, line: int | Line) -> Share:
+    def _scheduled(self, line: int | Line) -> ScheduledSequence:
         if isinstance(line, int):
             line = [line, self._ends.get(line, 0), 1, 1]
         seq, start, n, draws, *table = line
         first, blocks = table or (self._tables.get(seq, 0), [])
         self._ends[seq], self._tables[seq] = start + n, first + len(blocks)
-        return Share(seq, 0, start, n, no_tokens(), tuple(blocks), first, draws, None)
+        return ScheduledSequence(seq, 0, start, n, no_tokens(), tuple(blocks), first, draws, None)
 
     def _end(
         self, step: int, start: int, arrived: int, end: int, seqs: list[int], tokens: list[Any], waiting: int, used: int
@@ -214,6 +214,8 @@ class _Decoder:
         drawn = {seq: [ids] if isinstance(ids, int) else ids for seq, ids in zip(seqs, tokens, strict=True)}
         output = self._begun.pop(step, None)
         if output is None:  # it was under way as the recording began
-            output = SchedulerOutput(tuple(Share(seq, 0, 0, 0, no_tokens(), (), 0, 1, None) for seq in seqs))
-        result = StepResult([drawn.get(share.seq_id, []) for share in output.shares], {})
+            output = SchedulerOutput(
+                tuple(ScheduledSequence(seq, 0, 0, 0, no_tokens(), (), 0, 1, None) for seq in seqs)
+            )
+        result = StepResult([drawn.get(scheduled.seq_id, []) for scheduled in output.scheduled_seqs], {})
         return ev.StepEnded(step, start / 1e6, arrived / 1e6, end / 1e6, output, result, waiting, used)

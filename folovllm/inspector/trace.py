@@ -93,15 +93,15 @@ class Trace:
         start = max(event.start, self._arrived, self._scheduled.pop(event.step, event.start))
         self._arrived = event.arrived
         prefill = 0
-        for share in event.output.shares:
-            if (added := self._added.get(share.seq_id)) is None:
+        for scheduled in event.output.scheduled_seqs:
+            if (added := self._added.get(scheduled.seq_id)) is None:
                 continue
-            n, num_guesses = share.num_new_tokens, max(0, share.num_draws - 1)
+            n, num_guesses = scheduled.num_new_tokens, max(0, scheduled.num_samples - 1)
             name = f"check {num_guesses}" if num_guesses else "decode"
-            if n > 1 + num_guesses or share.start < len(added.prompt_token_ids):
+            if n > 1 + num_guesses or scheduled.start < len(added.prompt_token_ids):
                 name, prefill = f"prefill {n}", prefill + n
-            self._spans.append(self._span(REQUESTS, share.seq_id, name, start, event.arrived))
-        tokens = {"sequences": len(event.output.shares), "prefill tokens": prefill}
+            self._spans.append(self._span(REQUESTS, scheduled.seq_id, name, start, event.arrived))
+        tokens = {"sequences": len(event.output.scheduled_seqs), "prefill tokens": prefill}
         self._spans.append(self._span(ENGINE, DEVICE, f"step {event.step}", start, event.arrived, tokens))
         self._spans.append(self._span(ENGINE, TAKE_IN, f"step {event.step}", event.arrived, event.end))
         for name, value in (("KV blocks used", event.kv_blocks_used), ("waiting", event.waiting)):

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from triton.compiler import CompiledKernel
 
 PREFERRED_CARVEOUT = 9  # of CUDA's function attributes
-SHARE = 57  # percent, 132 KB on Hopper: room for two programs of `early_decode`
+SHARE = 57  # percent, 132 KB on Hopper: room for two programs of `prefetching_decode`
 MOST_TOKENS = 2
 
 
@@ -40,7 +40,7 @@ def divide_memory(kernel: CompiledKernel) -> None:
 
 def wants_a_share(kernel: CompiledKernel) -> bool:
     """Whether this is a kernel of each layer, for one or two tokens."""
-    if kernel.name == "small_linear_kernel":
+    if kernel.name == "skinny_linear_kernel":
         source = kernel.src
         return bool(source.constants[(source.fn.arg_names.index("M"),)] <= MOST_TOKENS)
-    return kernel.name == "early_decode_kernel"
+    return kernel.name == "prefetching_decode_kernel"

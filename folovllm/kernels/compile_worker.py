@@ -34,13 +34,13 @@ class Task:
     triton_key: str  # a hash of Triton, which takes a while to compute
 
 
-class Shell(ModuleType):
+class TorchStub(ModuleType):
     """A module that has every name, and nothing behind it."""
 
-    def __getattr__(self, name: str) -> Shell:
+    def __getattr__(self, name: str) -> TorchStub:
         if name.startswith("__"):
             raise AttributeError(name)
-        return Shell(name)
+        return TorchStub(name)
 
 
 def compile_it(task: Task) -> None:
@@ -87,7 +87,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to answer
     fd = int(sys.argv[1])
     threading.Thread(target=end_with_parent, args=[fd], daemon=True).start()
-    sys.modules.update({name: Shell(name) for name in WITHOUT})
+    sys.modules.update({name: TorchStub(name) for name in WITHOUT})
     os.dup2(2, 1)  # what is printed here is no program's output
     with Connection(fd) as connection, suppress(EOFError, ConnectionError):  # the other end is closed
         while True:

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from folovllm.draw_row import RowField
 from folovllm.kernels.gumbel_max import negative_log, philox_round
 from folovllm.kernels.penalties import adjusted_logits, float_field
+from folovllm.sampling_row import RowField
 
 UNIT = tl.constexpr(float(1 << 40))  # the weight of the most likely token; a sum over 2^22 tokens fits 63 bits
 LAST_ID = tl.constexpr(0x7FFFFFFF)
@@ -143,7 +143,7 @@ def noise_of(ids, seed_low, seed_high, position, FAST: tl.constexpr):
 
 
 @triton.jit
-def draw_candidate(row, scale, floor, last, CHUNK: tl.constexpr, FAST: tl.constexpr):
+def sample_candidate(row, scale, floor, last, CHUNK: tl.constexpr, FAST: tl.constexpr):
     """The token with the best scaled logit plus noise among the candidates that survive; the lowest id of several."""
     field_ptr = row[2]
     low, high = tl.load(field_ptr + SEED_LOW), tl.load(field_ptr + SEED_HIGH)

@@ -1,13 +1,13 @@
-"""Which tokens of a row survive min_p, top_k and top_p, without sorting; and the draw among them.
+"""Which tokens of a row survive min_p, top_k and top_p, without sorting; and sampling among them.
 
 What survives is always "more likely than a border, and of those exactly at the border the lower ids". Two launches:
 
 1. `scan`: several programs share a row. They leave the largest logit of each GROUP of tokens, and what the group weighs.
 2. `finish`: one program a row. From the groups it knows a *cut* below which certainly nothing survives; it looks again at
    the few groups that reach above, and writes down their tokens above the cut, the candidates. It finds the border among
-   them (`filter_border`) and draws from those that survive.
+   them (`filter_border`) and samples from those that survive.
 
-With too many candidates to write down it finds the border all the same, only slower, and leaves the draw to `draw_tokens`.
+With too many candidates to write down it finds the border all the same, only slower, and leaves sampling to `sample_tokens`.
 Logits tie often (bfloat16 has 16 bits), so a border is exact, not a number between two logits. Rows without filters cost
 programs that return at once.
 """
@@ -20,9 +20,9 @@ import torch
 import triton
 import triton.language as tl
 
-from folovllm.draw_row import RowField
-from folovllm.kernels.filter_border import TOP_K, TOP_P, UNIT, divide, draw_candidate, find_border, key_of, weight
+from folovllm.kernels.filter_border import TOP_K, TOP_P, UNIT, divide, find_border, key_of, sample_candidate, weight
 from folovllm.kernels.penalties import FILTERS, FLAGS, NUM_FIELDS, WORDS, adjusted_logits, float_field
+from folovllm.sampling_row import RowField
 
 TILE = 4096  # tokens that a program looks at in one go
 PROGRAMS = 512  # about as many as one launch has, each with some tiles of a row
@@ -191,7 +191,7 @@ def finish_kernel(
     if count <= CAPACITY:
         source = row + (count, True)  # noqa: RUF005 -- Triton knows no *row
         floor, last = find_border(source, scale, bounds, shift, rest, CHUNK)
-        tl.store(token_ptr + s, draw_candidate(source, scale, floor, last, CHUNK, FAST))
+        tl.store(token_ptr + s, sample_candidate(source, scale, floor, last, CHUNK, FAST))
     else:
         source = row + (vocab_size, False)  # noqa: RUF005 -- Triton knows no *row
         floor, last = find_border(source, scale, bounds, shift, rest * 0, WIDE_CHUNK)
@@ -212,7 +212,7 @@ class FilterWorkspace:
     ids: torch.Tensor  # [S, CAPACITY] int32
     floor: torch.Tensor  # [S] float32, the border: a logit over the temperature
     last: torch.Tensor  # [S] int32, the last id that survives among those at the border
-    tokens: torch.Tensor  # [S] int32, what was drawn; -1: nothing yet
+    tokens: torch.Tensor  # [S] int32, what was sampled; -1: nothing yet
 
     @classmethod
     def allocate(cls, num_seqs: int, vocab_size: int, device: torch.device) -> FilterWorkspace:
@@ -243,16 +243,16 @@ def filter_logits(
     positions: torch.Tensor,
     work: FilterWorkspace,
 ) -> None:
-    """Find what survives the filters of each sequence that has FILTERS, and draw from it.
+    """Find what survives the filters of each sequence that has FILTERS, and sample from it.
 
     A token survives if its logit (with bias and penalties) over the temperature is above `work.floor`, or equal to it
-    and its id is `work.last` at most. `work.tokens` is the draw, or -1 where there were too many candidates for it.
+    and its id is `work.last` at most. `work.tokens` is sampling, or -1 where there were too many candidates for it.
     Entries of sequences without filters are left as they are.
 
     Args:
         logits: [S, V], any float dtype, rows contiguous.
         fields: [rows, len(RowField)] int32. words: [rows, line_width(V)] int32.
-        rows: [S] int32. positions: [S] int32, index of the token to draw in its sequence.
+        rows: [S] int32. positions: [S] int32, index of the token to sample in its sequence.
     """
     num_seqs, vocab_size = logits.shape
     num_groups, strides = work.largest.shape[1], (logits.stride(0), words.stride(0), vocab_size)

@@ -1,6 +1,6 @@
 """One-pass sampling: the next token of every row straight from the logits, with no softmax and no sort.
 
-argmax(logits / temperature + Gumbel noise) is a draw from the softmax (`folovllm/sample/noise.py` defines the noise). Two
+argmax(logits / temperature + Gumbel noise) is a sample from the softmax (`folovllm/sample/noise.py` defines the noise). Two
 launches: each program takes a stretch of one row and keeps its best token; then the bests of a row are compared.
 """
 
@@ -131,13 +131,13 @@ def gumbel_max(
     out: torch.Tensor | None = None,
     keep: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Draw a token for every row.
+    """Sample a token for every row.
 
     Args:
         logits: [S, V], any float dtype, rows contiguous.
         temperature: [S] float32; 0 is greedy.
         seed_low: [S] int32, `seed_high` [S] int32: the two words of each row's seed.
-        positions: [S] int32, index of the token to draw in its sequence.
+        positions: [S] int32, index of the token to sample in its sequence.
         offset: token id of column 0, a multiple of 4 (a rank's share of the vocabulary).
         out: [at least S] int64, where the tokens go.
         keep: `last_token` int64 and `rows` [S] int32: the tokens go to `last_token[rows]` too.

@@ -11,7 +11,7 @@ WIDTH = 1024
 
 @triton.jit(do_not_specialize_on_alignment=["mask_ptr"])
 def mask_logits_kernel(logits_ptr, mask_ptr, out_ptr, stride_logits, stride_mask, vocab_size, WIDTH: tl.constexpr):
-    """Program (row, tile): a tile of one row. Bit t % 32 of word t // 32 is set where token t may be drawn."""
+    """Program (row, tile): a tile of one row. Bit t % 32 of word t // 32 is set where token t may be sampled."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = index < vocab_size

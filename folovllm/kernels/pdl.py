@@ -30,7 +30,7 @@ def wait_for_inputs(PDL: tl.constexpr):
 
     Every kernel that is launched with `launch_options` calls it before it reads what another kernel wrote and before it
     writes anything. It may read earlier what was there from the start, as weights are; and what was complete before some
-    kernel without these options began, since nothing overlaps with that one (`early_decode`). A program without work may
+    kernel without these options began, since nothing overlaps with that one (`prefetching_decode`). A program without work may
     end without this call, if another program of its launch makes it.
     """
     if PDL:

@@ -9,18 +9,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from folovllm import draw_row
-from folovllm.draw_row import RowField
+from folovllm import sampling_row
+from folovllm.sampling_row import RowField
 
 FLAGS, FREE_FROM = tl.constexpr(int(RowField.FLAGS)), tl.constexpr(int(RowField.FREE_FROM))
 REPETITION = tl.constexpr(int(RowField.REPETITION))
 PRESENCE, FREQUENCY = tl.constexpr(int(RowField.PRESENCE)), tl.constexpr(int(RowField.FREQUENCY))
 NUM_FIELDS = tl.constexpr(len(RowField))
-FILTERS, WORDS = tl.constexpr(draw_row.FILTERS), tl.constexpr(draw_row.WORDS)
-COUNT, ENDS = tl.constexpr(draw_row.COUNT), tl.constexpr(draw_row.ENDS)
-MASK, BAD = tl.constexpr(draw_row.MASK), tl.constexpr(draw_row.BAD)
-MASK_AT, PLANES = tl.constexpr(draw_row.MASK_AT), tl.constexpr(draw_row.PLANES)
-IN_PROMPT, BIAS_SHIFT = tl.constexpr(draw_row.IN_PROMPT), tl.constexpr(draw_row.BIAS_SHIFT)
+FILTERS, WORDS = tl.constexpr(sampling_row.FILTERS), tl.constexpr(sampling_row.WORDS)
+COUNT, ENDS = tl.constexpr(sampling_row.COUNT), tl.constexpr(sampling_row.ENDS)
+MASK, BAD = tl.constexpr(sampling_row.MASK), tl.constexpr(sampling_row.BAD)
+MASK_AT, PLANES = tl.constexpr(sampling_row.MASK_AT), tl.constexpr(sampling_row.PLANES)
+IN_PROMPT, BIAS_SHIFT = tl.constexpr(sampling_row.IN_PROMPT), tl.constexpr(sampling_row.BIAS_SHIFT)
 
 
 @triton.jit

@@ -44,7 +44,7 @@ def add_rms_norm_kernel(
 
 
 @triton.jit
-def late_add_rms_norm_kernel(
+def deferred_add_rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, stride_x, stride_residual, eps,
     H: tl.constexpr, WIDTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -76,7 +76,7 @@ def _launch(
     num_tokens, hidden = x.shape
     if num_tokens:
         width, late = triton.next_power_of_2(hidden), launch_options(x.device, num_tokens)
-        kernel, options = (late_add_rms_norm_kernel, late) if late["PDL"] else (add_rms_norm_kernel, {})
+        kernel, options = (deferred_add_rms_norm_kernel, late) if late["PDL"] else (add_rms_norm_kernel, {})
         kernel[(num_tokens,)](
             x, x if residual is None else residual, weight, out, out if total is None else total,
             x.stride(0), 0 if residual is None else residual.stride(0), eps,

@@ -1,7 +1,7 @@
 """A product whose inputs are cut among ranks, and the sum over ranks in its last lines.
 
-The product is `small_linear`'s. Then each program sends its parts of sums into the other ranks' boxes, and waits for theirs in
-its own (`distributed.mailboxes`). All ranks add up in the order of ranks, and so have the same bits.
+The product is `skinny_linear`'s. Then each program sends its parts of sums into the other ranks' boxes, and waits for theirs in
+its own (`distributed.one_shot_buffers`). All ranks add up in the order of ranks, and so have the same bits.
 
 A program waits for the program of the same number on another rank. It has sent before it waits, and programs start in the
 order of their numbers: so of all that wait, that with the lowest number finds its letters or gets them soon, and no rank's
@@ -15,9 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
-from folovllm.distributed.mailboxes import LETTERS, MOST_PROGRAMS, Mailboxes
+from folovllm.distributed.one_shot_buffers import LETTERS, MOST_PROGRAMS, OneShotBuffers
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
-from folovllm.kernels.small_linear import add_products, load_inputs, load_rows, repeat, tiling, total_rows
+from folovllm.kernels.skinny_linear import add_products, load_inputs, load_rows, repeat, tiling, total_rows
 
 # Reads a letter again and again, until it has the right number: past all caches that do not hear of other GPUs.
 WAIT = tl.constexpr("""{
@@ -66,7 +66,7 @@ def summed_linear_kernel(
     LETTERS: tl.constexpr, RESIDUAL: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     WAITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program p: outputs p * ROWS to p * ROWS + ROWS of all M tokens, as `small_linear_kernel`; then the other ranks' parts.
+    """Program p: outputs p * ROWS to p * ROWS + ROWS of all M tokens, as `skinny_linear_kernel`; then the other ranks' parts.
 
     RESIDUAL [M, num_rows] is added to the sum. Of the boxes a program uses its own place alone.
     """
@@ -104,11 +104,11 @@ def summed_linear_kernel(
 
 
 def summed_linear(
-    x: torch.Tensor, weight: torch.Tensor, mailboxes: Mailboxes, residual: torch.Tensor | None = None
+    x: torch.Tensor, weight: torch.Tensor, one_shot_buffers: OneShotBuffers, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The sum over ranks of `x` [T, K] times the transpose of `weight` [rows, K], on every rank: [T, rows].
 
-    For what `fits`, as `small_linear` has it; all ranks call it with the same shapes. The parts of the sum are float32, and so is
+    For what `fits`, as `skinny_linear` has it; all ranks call it with the same shapes. The parts of the sum are float32, and so is
     the sum, to which `residual` [T, rows] is added once.
     """
     num_tokens, width = x.shape
@@ -118,8 +118,8 @@ def summed_linear(
     if x.itemsize == 2 and width % 2 == x.stride(0) % 2 == x.storage_offset() % 2 == weight.storage_offset() % 2 == 0:
         x, weight = x.view(torch.int32), weight.view(torch.int32)
     summed_linear_kernel[(triton.cdiv(rows, per_program),)](
-        x, weight, out if residual is None else residual, out, mailboxes.boxes, mailboxes.numbers, x.stride(0), rows,
-        K=width, RANK=mailboxes.rank, LETTERS=LETTERS, RESIDUAL=residual is not None, M=num_tokens, ROWS=per_program,
+        x, weight, out if residual is None else residual, out, one_shot_buffers.buffers, one_shot_buffers.numbers, x.stride(0), rows,
+        K=width, RANK=one_shot_buffers.rank, LETTERS=LETTERS, RESIDUAL=residual is not None, M=num_tokens, ROWS=per_program,
         CHUNK=min(chunk, triton.next_power_of_2(x.shape[1])), WAITS=not triton.knobs.runtime.interpret, num_warps=num_warps,
         **launch_options(x.device, num_tokens),
     )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from folovllm.kernels.small_linear import serves, small_linear
+from folovllm.kernels.skinny_linear import serves, skinny_linear
 from folovllm.kernels.summed_linear import fits, summed_linear
 from folovllm.layers.plain_linear import Plain
 
@@ -15,21 +15,21 @@ if TYPE_CHECKING:
     from folovllm.layers.linear import LinearBase
 
 
-class FewTokens(Plain):
+class SkinnyLinear(Plain):
     """With few tokens, the kernel of the product also applies the norm, the gate and the residual."""
 
     def fused(
         self, layer: LinearBase, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
     ) -> torch.Tensor:
         """As `WeightFormat`."""
-        return small_linear(x, layer.weight, norm_eps, gated, residual)
+        return skinny_linear(x, layer.weight, norm_eps, gated, residual)
 
     def summed(
         self, layer: LinearBase, x: torch.Tensor, group: Group, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """As `WeightFormat`; where the ranks have mailboxes, in one kernel."""
-        if group.mailboxes is not None and self.fuses(layer, x) and fits(len(x), layer.weight):
-            return summed_linear(x, layer.weight, group.mailboxes, residual)
+        """As `WeightFormat`; where the ranks have one_shot_buffers, in one kernel."""
+        if group.one_shot_buffers is not None and self.fuses(layer, x) and fits(len(x), layer.weight):
+            return summed_linear(x, layer.weight, group.one_shot_buffers, residual)
         return super().summed(layer, x, group, residual)
 
     def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
@@ -38,5 +38,5 @@ class FewTokens(Plain):
 
 
 def is_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `small_linear` should multiply these. In the interpreter its many programs would take minutes."""
+    """Whether `skinny_linear` should multiply these. In the interpreter its many programs would take minutes."""
     return x.is_cuda and serves(len(x), weight)

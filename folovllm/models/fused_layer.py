@@ -13,17 +13,17 @@ import torch
 
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.activation import silu_and_mul
-from folovllm.kernels.small_linear import small_linear
+from folovllm.kernels.skinny_linear import skinny_linear
 from folovllm.layers.embed_head import ParallelLMHead
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.skinny_linear import FewTokens, is_few
+from folovllm.layers.skinny_linear import SkinnyLinear, is_few
 from folovllm.models.fused import FusedLlamaAttention, fused_layers
 from folovllm.models.llama import LlamaDecoderLayer, LlamaMLP, LlamaModel
 
 MANY = 1024  # tokens that nobody reads: from here on the last layer leaves them out
 
 
-class FewTokensMLP(LlamaMLP):
+class SkinnyMLP(LlamaMLP):
     """Computes gate, up and activation in one kernel where the batch is small."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ class FewTokensMLP(LlamaMLP):
         return super().forward(x)
 
 
-class LateNormDecoderLayer(LlamaDecoderLayer):
+class DeferredNormDecoderLayer(LlamaDecoderLayer):
     """Runs four matrix products, attention, and a pass before and after it; norms and additions are part of them.
     With few tokens a decode has not even those.
 
@@ -113,11 +113,15 @@ class LastTokensModel(LlamaModel):
         x, residual = self.embed(batch.input_ids), None
         for layer in self.layers[:-1]:
             x, residual = layer(x, residual, batch)
-        return self.norm(cast(LateNormDecoderLayer, last).forward_last_tokens(x, batch))
+        return self.norm(cast(DeferredNormDecoderLayer, last).forward_last_tokens(x, batch))
 
 
 def _leaves_a_stream(layer: torch.nn.Module) -> bool:
-    return isinstance(layer, LateNormDecoderLayer) and layer.folded and isinstance(layer.self_attn, FusedLlamaAttention)
+    return (
+        isinstance(layer, DeferredNormDecoderLayer)
+        and layer.folded
+        and isinstance(layer.self_attn, FusedLlamaAttention)
+    )
 
 
 def last_tokens(batch: ForwardBatch) -> ForwardBatch:
@@ -145,18 +149,18 @@ def attend(attention: FusedLlamaAttention, qkv: torch.Tensor, batch: ForwardBatc
     return attn(attention.prepare(qkv, batch), batch)
 
 
-class FewTokensHead(ParallelLMHead):
+class SkinnyHead(ParallelLMHead):
     """The largest product of a step, by the kernel for few tokens where that is ahead."""
 
     def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """As `ParallelLMHead`."""
         if is_few(hidden, self.weight):
-            return small_linear(hidden, self.weight, out=out)
+            return skinny_linear(hidden, self.weight, out=out)
         return super().forward(hidden, out)
 
 
-def few_token_layers(head_dim: int) -> LayerSet:
+def skinny_layers(head_dim: int) -> LayerSet:
     """Return the fused layers, with those of this file where they would leave small kernels between large ones."""
-    late = {LlamaDecoderLayer: LateNormDecoderLayer, LlamaMLP: FewTokensMLP, ParallelLMHead: FewTokensHead,
+    late = {LlamaDecoderLayer: DeferredNormDecoderLayer, LlamaMLP: SkinnyMLP, ParallelLMHead: SkinnyHead,
             LlamaModel: LastTokensModel}  # fmt: skip
-    return fused_layers(head_dim).having(late, FewTokens())
+    return fused_layers(head_dim).having(late, SkinnyLinear())

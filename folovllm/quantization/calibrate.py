@@ -10,21 +10,21 @@ import torch
 
 from folovllm.kv_format import LARGEST, KVScales, decode, encode
 from folovllm.setup import EngineSetup
-from folovllm.step.draw import TokenIds
-from folovllm.step.schedule import Share
-from folovllm.worker.warm_up import dummy_shares
+from folovllm.step.sampling_spec import TokenIds
+from folovllm.step.schedule import ScheduledSequence
+from folovllm.worker.warm_up import dummy_seqs
 
 TOKENS = 512  # to look at
 HEADROOM = 2.0  # a prompt may bring larger numbers than these
 
 
-def calibration_shares(setup: EngineSetup) -> list[Share]:
+def calibration_seqs(setup: EngineSetup) -> list[ScheduledSequence]:
     """One sequence of tokens from all over the vocabulary, cut into steps that the engine has room for.
 
     It is the same at every start, for any size of steps and on any number of ranks.
     """
     length, most = min(TOKENS, setup.max_model_len), setup.max_num_batched_tokens
-    (whole,) = dummy_shares([length], setup.block_size)
+    (whole,) = dummy_seqs([length], setup.block_size)
     vocab_size = getattr(setup.hf_config, "whole_vocab_size", setup.vocab_size)  # a rank's own is a part
     tokens = np.random.default_rng(0).integers(0, vocab_size, length, dtype=np.int32)
     return [
@@ -32,8 +32,8 @@ def calibration_shares(setup: EngineSetup) -> list[Share]:
     ]
 
 
-def part_of(whole: Share, tokens: TokenIds, start: int, end: int, block_size: int) -> Share:
-    """The tokens `start` to `end` of a sequence, as a share of their own."""
+def part_of(whole: ScheduledSequence, tokens: TokenIds, start: int, end: int, block_size: int) -> ScheduledSequence:
+    """The tokens `start` to `end` of a sequence, as a scheduled sequence of their own."""
     first, last = -(-start // block_size), -(-end // block_size)
     return whole._replace(
         start=start,
@@ -41,7 +41,7 @@ def part_of(whole: Share, tokens: TokenIds, start: int, end: int, block_size: in
         token_ids=tokens[start:end],
         new_blocks=whole.new_blocks[first:last],
         first_new_block=first,
-        draw=None if start else whole.draw,
+        sampling=None if start else whole.sampling,
     )
 
 

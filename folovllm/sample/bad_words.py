@@ -1,10 +1,10 @@
-"""Bad words by row on the device, in torch: which tokens would end one, after each draw (`folovllm/draw_row.py`)."""
+"""Bad words by row on the device, in torch: which tokens would end one, after each sample (`folovllm/sampling_row.py`)."""
 
 from __future__ import annotations
 
 import torch
 
-from folovllm.draw_row import (
+from folovllm.sampling_row import (
     BAD_ENDS_AT,
     BAD_TOKENS_AT,
     BITS_OF,
@@ -17,7 +17,7 @@ from folovllm.draw_row import (
 
 
 def forbid_next(line: torch.Tensor, token: torch.Tensor, position: int) -> None:
-    """Take in a drawn `token` [] at `position`, and set the bits of what must not come next, and no others.
+    """Take in a sampled `token` [] at `position`, and set the bits of what must not come next, and no others.
 
     `line`: what lies behind the words of a row; changed in place.
     """

@@ -1,4 +1,4 @@
-"""The draw through `torch.compile`, as nano-vLLM does it: the rival of the one-pass kernel."""
+"""Sampling through `torch.compile`, as nano-vLLM does it: the rival of the one-pass kernel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class CompiledSampler(Sampler):
     """A `Sampler` whose arithmetic, from the logits to the tokens, is generated code; the tokens are the same.
 
     One piece of code serves batches of any size, but one row alone, and each set of filters, takes another. That is
-    compiled when it is first met: seconds on a GPU, up to half a minute on a CPU. With top_p rows are drawn as ever: it
+    compiled when it is first met: seconds on a GPU, up to half a minute on a CPU. With top_p rows are sampled as ever: it
     sums along the vocabulary, and for a row that long PyTorch 2.11 cannot generate the code.
     """
 

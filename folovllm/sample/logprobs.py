@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens that were drawn and of the most likely ones, left on the device until they are asked for."""
+"""Log-probabilities of the tokens that were sampled and of the most likely ones, left on the device until they are asked for."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from dataclasses import dataclass
 
 import torch
 
-from folovllm.step.draw import Logprobs
+from folovllm.step.sampling_spec import Logprobs
 
 SCORED_AT_ONCE = 1 << 22  # logits; with what is made of them about 100 MB
 
 
 @dataclass(slots=True)
-class DrawnLogprobs:
-    """For each of n sequences the drawn token first, then the K most likely."""
+class SampledLogprobs:
+    """For each of n sequences the sampled token first, then the K most likely."""
 
     ids: torch.Tensor  # [n, 1 + K] int64
     values: torch.Tensor  # [n, 1 + K] float32
-    ranks: torch.Tensor  # [n] int64: how many tokens are at least as likely as the drawn one
+    ranks: torch.Tensor  # [n] int64: how many tokens are at least as likely as the sampled one
 
-    def to_host(self, non_blocking: bool = False) -> DrawnLogprobs:
+    def to_host(self, non_blocking: bool = False) -> SampledLogprobs:
         """A copy in host memory. With `non_blocking` it is only queued: wait for an event before you read it."""
         parts = (part.to("cpu", non_blocking=non_blocking) for part in (self.ids, self.values, self.ranks))
-        return DrawnLogprobs(*parts)
+        return SampledLogprobs(*parts)
 
     def of(self, i: int, k: int) -> Logprobs:
-        """Sequence i's drawn token and its `k` most likely, as a request gets them."""
+        """Sequence i's sampled token and its `k` most likely, as a request gets them."""
         ids, values = self.ids[i, : 1 + k].tolist(), self.values[i, : 1 + k].tolist()
         return list(zip(ids, values, [int(self.ranks[i]), *range(1, len(ids))], strict=True))
 
 
-def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> DrawnLogprobs:
-    """Log-probabilities under the model's own distribution: of the drawn `tokens`, and of the `k` most likely.
+def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> SampledLogprobs:
+    """Log-probabilities under the model's own distribution: of the sampled `tokens`, and of the `k` most likely.
 
     Of equally likely tokens the lower id comes first. Only device work is queued.
 
@@ -44,7 +44,7 @@ def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> Drawn
     most_likely = _order(logprobs).topk(min(k, logprobs.shape[1])).indices
     ids = torch.cat([tokens[:, None], most_likely], dim=1)
     values = logprobs.gather(1, ids)
-    return DrawnLogprobs(ids, values, (logprobs >= values[:, :1]).sum(-1))
+    return SampledLogprobs(ids, values, (logprobs >= values[:, :1]).sum(-1))
 
 
 def score(
@@ -53,7 +53,7 @@ def score(
     tokens: torch.Tensor,
     k: int,
     vocab_size: int,
-) -> DrawnLogprobs:
+) -> SampledLogprobs:
     """As `gather_logprobs`, for tokens of prompts: with the logits of a few at a time, however long the prompts are.
 
     Args:
@@ -64,7 +64,7 @@ def score(
     parts = [
         gather_logprobs(logits_after(at), own, k) for at, own in zip(after.split(size), tokens.split(size), strict=True)
     ]
-    return DrawnLogprobs(
+    return SampledLogprobs(
         torch.cat([part.ids for part in parts]),
         torch.cat([part.values for part in parts]),
         torch.cat([part.ranks for part in parts]),
@@ -76,8 +76,8 @@ def num_scored_at_once(vocab_size: int) -> int:
     return max(1, SCORED_AT_ONCE // vocab_size)
 
 
-def by_share(found: DrawnLogprobs, wanted: Sequence[Sequence[int]]) -> dict[int, list[Logprobs]]:
-    """What was found of the tokens [n] that were `wanted` (`tokens_to_score`), by index of the share."""
+def by_sequence(found: SampledLogprobs, wanted: Sequence[Sequence[int]]) -> dict[int, list[Logprobs]]:
+    """What was found of the tokens [n] that were `wanted` (`tokens_to_score`), by index of the scheduled sequence."""
     rows: dict[int, list[Logprobs]] = {}
     for n, (i, _, _, count) in enumerate(wanted):
         rows.setdefault(i, []).append(found.of(n, count))

@@ -1,10 +1,10 @@
-"""Masks on the device: a bit for each token says whether it may be drawn."""
+"""Masks on the device: a bit for each token says whether it may be sampled."""
 
 from __future__ import annotations
 
 import torch
 
-from folovllm.draw_row import BITS_OF
+from folovllm.sampling_row import BITS_OF
 
 
 def bits_of(masks: torch.Tensor, vocab_size: int) -> torch.Tensor:

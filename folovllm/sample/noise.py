@@ -1,6 +1,6 @@
 """The engine's one source of randomness: a function of (seed, position, token id), and of nothing else.
 
-Because no state is kept, a request draws the same tokens alone or in a batch, before and after preemption, at every
+Because no state is kept, a request samples the same tokens alone or in a batch, before and after preemption, at every
 milestone and on any number of ranks.
 """
 
@@ -40,7 +40,7 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int, first
     word of the seed). 23 bits and a half keep both ends open in float32.
 
     Args:
-        seeds: [S] int64. positions: [S] int64, index of the token to draw in its sequence.
+        seeds: [S] int64. positions: [S] int64, index of the token to sample in its sequence.
         first_id: token id of column 0, a multiple of 4 (a rank's share of the vocabulary).
 
     Returns:
@@ -56,5 +56,5 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int, first
 
 
 def gumbel(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int, first_id: int = 0) -> torch.Tensor:
-    """Standard Gumbel noise [S, V]: argmax(log p + noise) is a draw from p (Gumbel-max; Maddison et al. 2014)."""
+    """Standard Gumbel noise [S, V]: argmax(log p + noise) is a sample from p (Gumbel-max; Maddison et al. 2014)."""
     return -torch.log(-torch.log(uniform(seeds, positions, vocab_size, first_id)))

@@ -1,4 +1,4 @@
-"""The draw for runners that know all tokens: what it must know of each running sequence, kept by row."""
+"""Sampling for runners that know all tokens: what it must know of each running sequence, kept by row."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from folovllm.draw_row import pack_updates, row_update
-from folovllm.sample.draw_state import DrawState, adjust
 from folovllm.sample.sampler import Sampler, SamplerOutput, SamplingBatch
-from folovllm.step.draw import DrawSpec
-from folovllm.step.masks import Masks
+from folovllm.sample.sampler_state import SamplerState, adjust
+from folovllm.sampling_row import pack_updates, row_update
+from folovllm.step.sampling_spec import SamplingSpec
+from folovllm.step.token_bitmask import TokenBitmasks
 
 
-class DrawRows:
-    """The `DrawSpec` of every row. What depends on more than the logits is in a `DrawState`, made when the first row needs it."""
+class SamplingRows:
+    """The `SamplingSpec` of every row. What depends on more than the logits is in a `SamplerState`, made when the first row needs it."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device, sampler: Sampler) -> None:
         self._num_rows, self._vocab_size, self._device, self._sampler = num_rows, vocab_size, device, sampler
-        self._specs: dict[int, DrawSpec] = {}
-        self._state: DrawState | None = None
+        self._specs: dict[int, SamplingSpec] = {}
+        self._state: SamplerState | None = None
 
-    def set(self, new: Mapping[int, DrawSpec]) -> None:
+    def set(self, new: Mapping[int, SamplingSpec]) -> None:
         """Begin anew in the rows of `new`, whatever they held."""
         self._specs.update(new)
         if self._state is None and any(spec.has_line for spec in new.values()):
-            self._state = DrawState(self._num_rows, self._vocab_size, self._device, use_kernels=False)
+            self._state = SamplerState(self._num_rows, self._vocab_size, self._device, use_kernels=False)
         if self._state is not None and new:
             update = pack_updates([row_update(row, spec) for row, spec in new.items()])
             buffer = torch.from_numpy(update.buffer).to(self._device)
             self._state.set_rows(buffer, update.num_rows, update.num_with_line)
 
-    def set_masks(self, masks: Masks | None) -> None:
+    def set_masks(self, masks: TokenBitmasks | None) -> None:
         """New masks for the rows of a step, if it has any."""
         if masks is not None:
             assert self._state is not None, "rows with masks have a line"
@@ -41,7 +41,7 @@ class DrawRows:
     def draw(
         self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int], counts: Sequence[int] | None = None
     ) -> SamplerOutput:
-        """Draw a token for each of `rows` from its logits [S, V], at its index in the sequence. The rows know of it.
+        """Sample a token for each of `rows` from its logits [S, V], at its index in the sequence. The rows know of it.
 
         `counts`: 0 where the token is none of the answer's; None: all are.
         """
@@ -52,7 +52,7 @@ class DrawRows:
         state, on = self._state, self._device
         at, where = (torch.tensor(list(values), dtype=torch.int32, device=on) for values in (rows, positions))
         adjusted = adjust(logits, state.fields[at.long()], state.words, at, where)
-        drawn = self._sampler(logits, batch, adjusted)
+        sampled = self._sampler(logits, batch, adjusted)
         counted = None if counts is None else torch.tensor(list(counts), device=on)
-        state.note(torch.tensor(drawn.token_ids, device=on), at, where, counted)
-        return drawn
+        state.note(torch.tensor(sampled.token_ids, device=on), at, where, counted)
+        return sampled

@@ -1,4 +1,4 @@
-"""The draw of the next token of every row: penalties, temperature, filters, noise, argmax."""
+"""Sampling of the next token of every row: penalties, temperature, filters, noise, argmax."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ import torch
 from folovllm.sample.filters import apply_min_p_filtering, apply_top_k_filtering, apply_top_p_filtering
 from folovllm.sample.logprobs import gather_logprobs
 from folovllm.sample.noise import gumbel
-from folovllm.step.draw import DrawSpec, Logprobs
+from folovllm.step.sampling_spec import Logprobs, SamplingSpec
 
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """Per-row parameters of a draw; None where no row uses the filter, so that it costs nothing."""
+    """Per-row parameters of a sample; None where no row uses the filter, so that it costs nothing."""
 
     temperature: torch.Tensor  # [S] float32; 0 is greedy
     seeds: torch.Tensor  # [S] int64
-    positions: torch.Tensor  # [S] int64, index of the token to draw in its sequence
+    positions: torch.Tensor  # [S] int64, index of the token to sample in its sequence
     all_greedy: bool
     min_p: torch.Tensor | None = None  # [S]
     top_k: torch.Tensor | None = None  # [S]
     top_p: torch.Tensor | None = None  # [S]
-    specs: SequenceOf[DrawSpec] = ()  # [S], for who wants log-probabilities
+    specs: SequenceOf[SamplingSpec] = ()  # [S], for who wants log-probabilities
 
     @classmethod
-    def from_specs(cls, specs: SequenceOf[DrawSpec], positions: SequenceOf[int], device: torch.device) -> SamplingBatch:
+    def from_specs(
+        cls, specs: SequenceOf[SamplingSpec], positions: SequenceOf[int], device: torch.device
+    ) -> SamplingBatch:
         """Gather the parameters of the rows' requests."""
 
         def row(values: list[float] | list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -59,14 +61,14 @@ class Sampler:
     def __call__(
         self, logits: torch.Tensor, batch: SamplingBatch, adjusted: torch.Tensor | None = None
     ) -> SamplerOutput:
-        """Draw a token for each row of `logits` [S, V]; from `adjusted` logits if requests make tokens likelier, or forbid them."""
+        """Sample a token for each row of `logits` [S, V]; from `adjusted` logits if requests make tokens likelier, or forbid them."""
         raw = logits.float()
         tokens = self.sample(raw if adjusted is None else adjusted, batch).tolist()
         return SamplerOutput(tokens, self.logprobs(raw, tokens, batch.specs))
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Filter `logits` [S, V], which are adjusted (`folovllm.sample.draw_state.adjust`), and draw [S]."""
-        return self.draw(self.filter(logits, batch), batch)
+        """Filter `logits` [S, V], which are adjusted (`folovllm.sample.sampler_state.adjust`), and sample [S]."""
+        return self.sample_filtered(self.filter(logits, batch), batch)
 
     def filter(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Temperature, min_p, top_k, top_p on [S, V]. Greedy rows keep their scale; no filter drops their maximum."""
@@ -81,15 +83,15 @@ class Sampler:
             logits = apply_top_p_filtering(logits, batch.top_p)
         return logits
 
-    def draw(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    def sample_filtered(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """The next token of every row by the Gumbel-max trick.
 
-        argmax(logits + noise) is a draw from softmax(logits) if the noise is `gumbel(seeds, positions, V)`: no softmax,
+        argmax(logits + noise) is a sample from softmax(logits) if the noise is `gumbel(seeds, positions, V)`: no softmax,
         no cumulative sum. Rows with temperature 0 add no noise, so the argmax is the greedy choice; if all rows are
         greedy no noise is made at all. Ties go to the lowest id, as argmax does.
 
         Args:
-            logits: [S, V], filtered: what must not be drawn is -inf.
+            logits: [S, V], filtered: what must not be sampled is -inf.
 
         Returns:
             [S] int64.
@@ -99,7 +101,7 @@ class Sampler:
         noise = gumbel(batch.seeds, batch.positions, logits.shape[-1])  # [S, V]
         return (logits + noise * (batch.temperature > 0)[:, None]).argmax(-1)
 
-    def logprobs(self, raw: torch.Tensor, tokens: list[int], specs: SequenceOf[DrawSpec]) -> list[Logprobs | None]:
+    def logprobs(self, raw: torch.Tensor, tokens: list[int], specs: SequenceOf[SamplingSpec]) -> list[Logprobs | None]:
         """The most likely tokens under the model's own distribution, for the rows that asked."""
         rows: list[Logprobs | None] = [None] * len(specs)
         asked = {i: spec.logprobs for i, spec in enumerate(specs) if spec.logprobs is not None}

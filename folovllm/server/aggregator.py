@@ -10,8 +10,8 @@ from msgspec.structs import replace
 
 from folovllm import events as ev
 from folovllm.server.messages import Delta, SchedulerStats
-from folovllm.step.draw import Logprobs
-from folovllm.step.schedule import Share
+from folovllm.step.sampling_spec import Logprobs
+from folovllm.step.schedule import ScheduledSequence
 
 
 @dataclass(slots=True)
@@ -34,17 +34,26 @@ def deltas_of(step: ev.StepEnded, served: Mapping[int, Served]) -> list[Delta]:
     """
     token_ids, logprobs = step.result.token_ids, step.result.logprobs
     return [
-        Delta(answer.number, answer.index, sampled, None, answer.num_cached_tokens or 0, *split(share, logprobs.get(i)))
-        for i, (share, sampled) in enumerate(zip(step.output.shares, token_ids, strict=True))
-        if (sampled or share.scores is not None) and (answer := served.get(share.seq_id)) is not None
+        Delta(
+            answer.number,
+            answer.index,
+            sampled,
+            None,
+            answer.num_cached_tokens or 0,
+            *split(scheduled, logprobs.get(i)),
+        )
+        for i, (scheduled, sampled) in enumerate(zip(step.output.scheduled_seqs, token_ids, strict=True))
+        if (sampled or scheduled.scores is not None) and (answer := served.get(scheduled.seq_id)) is not None
     ]
 
 
-def split(share: Share, rows: list[Logprobs] | None) -> tuple[list[Logprobs] | None, list[Logprobs] | None]:
+def split(
+    scheduled: ScheduledSequence, rows: list[Logprobs] | None
+) -> tuple[list[Logprobs] | None, list[Logprobs] | None]:
     """Rows of the tokens that were sampled, and of the prompt's tokens that were scored."""
-    if rows is None or share.scores is None:
+    if rows is None or scheduled.scores is None:
         return rows, None
-    num_scores = len(share.scores.token_ids)
+    num_scores = len(scheduled.scores.token_ids)
     return rows[num_scores:], rows[:num_scores]
 
 

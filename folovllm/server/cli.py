@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from folovllm.flags import engine_flags, pick, with_flags
+from folovllm.cli.flags import engine_flags, pick, with_flags
 
 
 def serve(

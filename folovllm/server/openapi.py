@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 import folovllm
-from folovllm.flags import described_fields
+from folovllm.cli.flags import described_fields
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.errors import ErrorBody
 from folovllm.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest

@@ -23,12 +23,12 @@ class CheckingTritonBackend(TritonBackend):
     prefill kernel, and still faster than a step that is not recorded. Layers with a window take the prefill kernel.
     """
 
-    def __init__(self, config: AttentionConfig, most_tokens: int, most_draws: int) -> None:
-        """`most_tokens`: of a sequence whose draft is verified; `most_draws`: of a step."""
+    def __init__(self, config: AttentionConfig, most_tokens: int, max_samples: int) -> None:
+        """`most_tokens`: of a sequence whose draft is verified; `max_samples`: of a step."""
         super().__init__(config)
         assert config.block_size is not None
         self._check = SplitKVCheck(
-            most_draws, most_tokens, config.num_heads, config.num_kv_heads, config.head_dim, config.block_size, config.device,
+            max_samples, most_tokens, config.num_heads, config.num_kv_heads, config.head_dim, config.block_size, config.device,
             config.dtype.itemsize, config.is_fp8,
         )  # fmt: skip
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from folovllm.spec_decode.proposer import Proposer, RowState
-from folovllm.step.draw import DrawSpec, TokenIds
-from folovllm.step.schedule import SchedulerOutput, Share
+from folovllm.step.sampling_spec import SamplingSpec, TokenIds
+from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
 
 if TYPE_CHECKING:
     from folovllm.spec_decode.draft_tokens import DraftTokens
@@ -150,7 +150,7 @@ class DraftModel(Proposer):
         Behind a draft that was accepted as a whole a text lacks two tokens, and else one: these are left to the multi-step decode. Of a text beyond
         the budget a part is computed.
         """
-        budget, shares, ready = self._budget - len(placed), [], []
+        budget, scheduled_seqs, ready = self._budget - len(placed), [], []
         for state, k in placed:
             draft = self._drafts[state.seq_id]
             draft.cut_back(state)
@@ -160,13 +160,15 @@ class DraftModel(Proposer):
                 num_new = min(max(1, missing), 1 + max(0, budget))
                 budget -= num_new - 1
                 tokens = state.token_ids[draft.num_cached : draft.num_cached + num_new]
-                shares.append(self._share(state, tokens, num_new, 0))
+                scheduled_seqs.append(self._scheduled(state, tokens, num_new, 0))
                 draft.is_new = False
             if num_new >= missing - 1:
                 draft.num_cached = min(draft.num_cached, len(state.token_ids) - 1)
                 ready.append((state, k))
-        if shares:
-            self._executor.submit(SchedulerOutput(tuple(sorted(shares, key=lambda share: share.num_new_tokens))))
+        if scheduled_seqs:
+            self._executor.submit(
+                SchedulerOutput(tuple(sorted(scheduled_seqs, key=lambda scheduled: scheduled.num_new_tokens)))
+            )
         return ready
 
     def _write(self, ready: list[tuple[RowState, int]]) -> dict[int, list[int]]:
@@ -178,31 +180,31 @@ class DraftModel(Proposer):
             return {}
         steps = [
             SchedulerOutput(
-                tuple(self._share(state, tokens[i : i + 1], 1, 1) for state, tokens, end in writers if i < end)
+                tuple(self._scheduled(state, tokens[i : i + 1], 1, 1) for state, tokens, end in writers if i < end)
             )
             for i in range(writers[0][2])
         ]
         run = self._executor.submit_run(steps)
         if self._hand_over is not None and run.names is not None:
-            drawn = run.names[:, : len(writers)].T.tolist()
+            sampled = run.names[:, : len(writers)].T.tolist()
         else:
             by_step = ([token for (token,) in step.token_ids] for step in run.wait())
-            drawn = [list(tokens) for tokens in zip_longest(*by_step)]
+            sampled = [list(tokens) for tokens in zip_longest(*by_step)]
         return {
             state.seq_id: tokens[len(given) - 1 : end]
-            for tokens, (state, given, end) in zip(drawn, writers, strict=False)
+            for tokens, (state, given, end) in zip(sampled, writers, strict=False)
         }
 
-    def _share(self, state: RowState, tokens: TokenIds, num_new: int, num_draws: int) -> Share:
+    def _scheduled(self, state: RowState, tokens: TokenIds, num_new: int, num_samples: int) -> ScheduledSequence:
         """The next `num_new` tokens of a sequence; without `tokens`, the one that was sampled last and is on the device."""
         draft = self._drafts[state.seq_id]
         start, end = draft.num_cached, draft.num_cached + num_new
         first, needed = draft.num_sent, -(-end // self._block_size)
         draft.num_cached, draft.num_sent = end, max(first, needed)
-        blocks, draw = tuple(draft.blocks[first:needed]), how_to_draw(state.draw) if draft.is_new else None
-        return Share(state.seq_id, draft.row, start, num_new, tokens, blocks, first, num_draws, draw)
+        blocks, draw = tuple(draft.blocks[first:needed]), how_to_draw(state.sampling) if draft.is_new else None
+        return ScheduledSequence(state.seq_id, draft.row, start, num_new, tokens, blocks, first, num_samples, draw)
 
 
-def how_to_draw(spec: DrawSpec) -> DrawSpec:
+def how_to_draw(spec: SamplingSpec) -> SamplingSpec:
     """The noise and the filters of a sequence, without what depends on the tokens so far: draft tokens may be rejected, and stay."""
-    return DrawSpec(spec.seed, spec.temperature, spec.top_k, spec.top_p, spec.min_p)
+    return SamplingSpec(spec.seed, spec.temperature, spec.top_k, spec.top_p, spec.min_p)

@@ -19,7 +19,7 @@ class DraftTokens:
     work is done in order. A placeholder id holds until the next multi-step decode begins.
 
     Attributes:
-        drawn: [lines, rows] int32, on the device. host: the same in host memory, once `arrived`.
+        sampled: [lines, rows] int32, on the device. host: the same in host memory, once `arrived`.
         names: [lines, rows] int32, the placeholder ids.
     """
 
@@ -27,7 +27,7 @@ class DraftTokens:
         shape = num_lines, num_rows
         self._first_name = vocab_size
         self._meant = torch.arange(-1, vocab_size + num_lines * num_rows, dtype=torch.int32, device=device)
-        self.drawn = self._meant[1 + vocab_size :].view(shape)
+        self.sampled = self._meant[1 + vocab_size :].view(shape)
         self.names: Int32 = np.arange(num_lines * num_rows, dtype=np.int32).reshape(shape) + vocab_size
         self.host = torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._on_host = self.host.numpy().ravel()  # a view

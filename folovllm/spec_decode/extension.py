@@ -22,7 +22,7 @@ from folovllm.spec_decode.scheduler import SpeculativeScheduler
 from folovllm.spec_decode.speculation import Speculation
 from folovllm.spec_decode.suffix import SuffixProposer
 from folovllm.spec_decode.verifier import DraftVerifier
-from folovllm.spec_decode.verify import most_draws
+from folovllm.spec_decode.verify import max_samples
 from folovllm.spec_decode.verify_runner import VerifyingModelRunner
 
 if TYPE_CHECKING:
@@ -82,14 +82,14 @@ class SpeculativeDecoding(Extension):
 
     def num_samples(self) -> int:
         """What drafts leave room for, and one for each sequence that is admitted to the same step."""
-        return most_draws(self.setup.max_num_seqs) + self.setup.max_num_seqs
+        return max_samples(self.setup.max_num_seqs) + self.setup.max_num_seqs
 
     def attention_backend(self, usual: Callable[[], AttentionBackend]) -> AttentionBackend:
         """Triton's, with a kernel that verifies, where the device has it."""
         if self.setup.backend != "triton" or not attention.serves(self.setup.device):
             return usual()
         most_tokens = self._config.num_speculative_tokens + 1
-        return attention.CheckingTritonBackend(self.setup.attention, most_tokens, most_draws(self.setup.max_num_seqs))
+        return attention.CheckingTritonBackend(self.setup.attention, most_tokens, max_samples(self.setup.max_num_seqs))
 
     def model_runner(self, usual: type[ModelRunner]) -> type[ModelRunner]:
         """Samples several tokens of a sequence."""
@@ -97,7 +97,7 @@ class SpeculativeDecoding(Extension):
 
     def graph_runner(self, usual: MakeGraphRunner) -> MakeGraphRunner:
         """The same for packed steps; it reads what a draft model has just written."""
-        return partial(usual, verifier=DraftVerifier(most_draws(self.setup.max_num_seqs), self._drafted))
+        return partial(usual, verifier=DraftVerifier(max_samples(self.setup.max_num_seqs), self._drafted))
 
     def scheduler(self, usual: MakeScheduler, executor: Executor, logits_mask: LogitsMask) -> MakeScheduler:
         """One that asks the proposer; how far to draft follows from what steps cost on this executor."""

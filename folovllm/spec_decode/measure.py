@@ -11,9 +11,9 @@ from folovllm.executor.abstract import Executor
 from folovllm.setup import EngineSetup
 from folovllm.spec_decode.choose import Curve, StepCost
 from folovllm.spec_decode.proposer import Proposer, RowState
-from folovllm.spec_decode.verify import most_draws
-from folovllm.step.draw import DrawSpec
-from folovllm.step.schedule import SchedulerOutput, Share
+from folovllm.spec_decode.verify import max_samples
+from folovllm.step.sampling_spec import SamplingSpec
+from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
 
 CONTEXT = 128  # tokens that each sequence has already, if the context and the cache allow it
 ROUNDS = 3
@@ -27,7 +27,7 @@ def measure_steps(executor: Executor, setup: EngineSetup, most: int) -> StepCost
     The sequences are made up and share their blocks; no request uses what they leave in the cache.
     """
     most = min(most, setup.max_model_len - 2)
-    widest = min(setup.max_num_batched_tokens, setup.max_num_seqs * (most + 1), most_draws(setup.max_num_seqs), MOST)
+    widest = min(setup.max_num_batched_tokens, setup.max_num_seqs * (most + 1), max_samples(setup.max_num_seqs), MOST)
     widths = [1 << i for i in range(widest.bit_length())]
     plain = [[1] * n for n in widths if n <= setup.max_num_seqs]
     checked = [[most + 1] * (n // (most + 1)) + [n % (most + 1)] * (n % (most + 1) > 0) for n in widths]
@@ -80,23 +80,27 @@ class Timer:
 
     def _seconds(self, lengths: list[int]) -> float:
         """The fastest of some rounds; before them one in which all that a step of this kind needs is made."""
-        self._executor.execute_model(SchedulerOutput(tuple(self._shares([1] * len(lengths), DrawSpec(temperature=0)))))
-        output = SchedulerOutput(tuple(self._shares(lengths, None)))
+        self._executor.execute_model(
+            SchedulerOutput(tuple(self._scheduled_seqs([1] * len(lengths), SamplingSpec(temperature=0))))
+        )
+        output = SchedulerOutput(tuple(self._scheduled_seqs(lengths, None)))
         self._executor.execute_model(output)
         return min(self._timed(output) for _ in range(ROUNDS))
 
     def drafting(self, proposer: Proposer, k: int) -> float:
         """The fastest of some rounds, after one that is not timed, of `k` draft tokens and the step that verifies them."""
         text = np.arange(self._start + 1, dtype=np.int32) % self._vocab_size
-        state = RowState(-1, text, len(text), DrawSpec(temperature=0))
-        self._executor.execute_model(SchedulerOutput(tuple(self._shares([1], state.draw))))
+        state = RowState(-1, text, len(text), SamplingSpec(temperature=0))
+        self._executor.execute_model(SchedulerOutput(tuple(self._scheduled_seqs([1], state.sampling))))
         proposer.admit(state)
 
         def seconds() -> float:
             start = self._clock()
             tokens = np.array([0, *proposer.propose_all([state], [k])[0]], np.int32)
-            share = Share(-1, 0, self._start, len(tokens), tokens, (), len(self._blocks), len(tokens), None)
-            self._executor.execute_model(SchedulerOutput((share,)))
+            scheduled = ScheduledSequence(
+                -1, 0, self._start, len(tokens), tokens, (), len(self._blocks), len(tokens), None
+            )
+            self._executor.execute_model(SchedulerOutput((scheduled,)))
             return self._clock() - start
 
         found = [seconds() for _ in range(1 + ROUNDS)]
@@ -108,8 +112,8 @@ class Timer:
         self._executor.execute_model(output)
         return self._clock() - start
 
-    def _shares(self, lengths: list[int], draw: DrawSpec | None) -> Iterator[Share]:
-        """Shares of sequences that are new where `draw` is given; all tokens are drawn after."""
+    def _scheduled_seqs(self, lengths: list[int], draw: SamplingSpec | None) -> Iterator[ScheduledSequence]:
+        """Scheduled sequences of sequences that are new where `sample` is given; all tokens are sampled after."""
         blocks, first = ((), len(self._blocks)) if draw is None else (self._blocks, 0)
         for row, n in enumerate(lengths):
-            yield Share(-1 - row, row, self._start, n, np.zeros(n, np.int32), blocks, first, n, draw)
+            yield ScheduledSequence(-1 - row, row, self._start, n, np.zeros(n, np.int32), blocks, first, n, draw)

@@ -17,9 +17,9 @@ import torch
 from folovllm.executor.packed_executor import LocalExecutor
 from folovllm.setup import EngineSetup
 from folovllm.spec_decode.draft_tokens import DraftTokens
-from folovllm.step.masks import Masks
 from folovllm.step.packed import Int32, PackedStep, choose_bucket, is_plain_decode, split
 from folovllm.step.schedule import SchedulerOutput, StepResult
+from folovllm.step.token_bitmask import TokenBitmasks
 from folovllm.worker.buckets import Bucket, decode_bucket, padding_of
 from folovllm.worker.gpu_worker import GPUWorker
 from folovllm.worker.graph_runner import GraphRunner
@@ -86,10 +86,10 @@ class MultiStepRunner(GraphRunner):
         """As `GraphRunner`. The tokens go to `drafted`, whose lines are the most steps of a call."""
         super().__init__(setup, runner, *others)
         self._drafted = drafted
-        self._out = torch.zeros(drafted.drawn.shape, dtype=torch.int64, device=setup.device)  # as kernels draw
+        self._out = torch.zeros(drafted.sampled.shape, dtype=torch.int64, device=setup.device)  # as kernels sample
         self._ended = torch.cuda.Event() if setup.device.type == "cuda" else None
 
-    def execute_model(self, step: PackedStep | Masks | PackedSteps) -> Any:
+    def execute_model(self, step: PackedStep | TokenBitmasks | PackedSteps) -> Any:
         """As `GraphRunner`; several steps have a `PendingSteps`."""
         return self._start_steps(step) if isinstance(step, PackedSteps) else super().execute_model(step)
 
@@ -123,22 +123,22 @@ class MultiStepRunner(GraphRunner):
             for step, out in zip(numbers.to(self._setup.device, non_blocking=True), self._out[lines], strict=True):
                 self._forward(bucket, step)
                 logits, fields = self._logits[: bucket.num_decodes], split(step, bucket.columns).fields
-                (self._draw_rows if is_special else self._one_pass)(logits, fields, out)
-            self._drafted.drawn[lines] = self._out[lines]
-            self._drafted.host[lines].copy_(self._drafted.drawn[lines], non_blocking=True)
+                (self._sample_rows if is_special else self._one_pass)(logits, fields, out)
+            self._drafted.sampled[lines] = self._out[lines]
+            self._drafted.host[lines].copy_(self._drafted.sampled[lines], non_blocking=True)
 
         return work
 
     def _capture(self, bucket: Bucket) -> None:
         super()._capture(bucket)
         if bucket.is_decode and bucket.num_decodes <= WIDEST:
-            for length in parts(len(self._drafted.drawn)):
+            for length in parts(len(self._drafted.sampled)):
                 for is_special in (False, True):
                     self._graph_of(bucket.num_decodes, length, is_special)
 
-    def _rehearse_graphs(self) -> None:
+    def _dry_run_graphs(self) -> None:
         """As `GraphRunner`. What a step launches does not depend on which of several it is."""
-        super()._rehearse_graphs()
+        super()._dry_run_graphs()
         for width in self._graphs.widths:
             for is_special in (False, True):
                 padding = torch.from_numpy(padding_of_step(width, self._setup.max_num_seqs))
@@ -157,10 +157,10 @@ class MultiStepExecutor(LocalExecutor):
     def submit_run(self, outputs: Sequence[SchedulerOutput]) -> PendingSteps | Completed:
         """Start the steps and return at once. The next call may begin when this one is over.
 
-        Each share is a decode of one token in a row that the device knows; a token that an earlier of the steps samples is in
-        flight. ValueError for any other share.
+        Each scheduled sequence is a decode of one token in a row that the device knows; a token that an earlier of the steps samples is in
+        flight. ValueError for any other scheduled sequence.
         """
-        if max(len(output.shares) for output in outputs) > self._widest:
+        if max(len(output.scheduled_seqs) for output in outputs) > self._widest:
             return Completed([self.execute_model(output) for output in outputs])
         steps = self._pack_steps(outputs)
         pending: PendingSteps = self._running().execute_model(steps)  # type: ignore[arg-type,assignment]
@@ -170,18 +170,21 @@ class MultiStepExecutor(LocalExecutor):
         """Pack steps that run one behind the other.
 
         Raises:
-            ValueError: a share is no plain decode (`is_plain_decode`), or asks for log-probabilities.
+            ValueError: a scheduled sequence is no plain decode (`is_plain_decode`), or asks for log-probabilities.
         """
-        shares, num_seqs = [share for output in outputs for share in output.shares], [len(o.shares) for o in outputs]
-        if not all(map(is_plain_decode, shares)) or self._packer.reports_logprobs(shares):
+        scheduled_seqs, num_seqs = (
+            [scheduled for output in outputs for scheduled in output.scheduled_seqs],
+            [len(o.scheduled_seqs) for o in outputs],
+        )
+        if not all(map(is_plain_decode, scheduled_seqs)) or self._packer.reports_logprobs(scheduled_seqs):
             raise ValueError("a run has decodes of one token, in rows that the device knows, and no log-probabilities")
         width = choose_bucket(max(num_seqs), self._widths)
-        packed, start = self._packer.pack_decode(shares, len(shares)).fields, 0
+        packed, start = self._packer.pack_decode(scheduled_seqs, len(scheduled_seqs)).fields, 0
         numbers = np.repeat(self._paddings[width], len(outputs), 0)
         for step, count in zip(numbers, num_seqs, strict=True):
             split(step, decode_bucket(width).columns).fields[:, :count] = packed[:, start : start + count]
             start += count
-        return PackedSteps(numbers, width, num_seqs, self._packer.is_special(shares))
+        return PackedSteps(numbers, width, num_seqs, self._packer.is_special(scheduled_seqs))
 
 
 def padding_of_step(width: int, padding_row: int) -> Int32:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-from folovllm.step.draw import DrawSpec, TokenIds
+from folovllm.step.sampling_spec import SamplingSpec, TokenIds
 
 
 class RowState(NamedTuple):
@@ -16,7 +16,9 @@ class RowState(NamedTuple):
     seq_id: int  # no other sequence ever has it
     token_ids: TokenIds  # [n] int32: prompt and answer as far as known, a view. The first draft token is for position n
     num_prompt_tokens: int
-    draw: DrawSpec  # how its tokens are drawn; with the seed and a position a draft draws with the same noise
+    sampling: (
+        SamplingSpec  # how its tokens are sampled; with the seed and a position a draft samples with the same noise
+    )
     cache_salt: str | None = None  # what is learnt from a sequence may serve those of the same salt
 
 

@@ -7,19 +7,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from folovllm.engine.plan import Rows
 from folovllm.engine.scheduler import Scheduler
+from folovllm.engine.step_builder import BatchRows
 from folovllm.engine.stop import check_stop_conditions
 from folovllm.events import GuessesChecked
 from folovllm.request import Sequence
 from folovllm.spec_decode.speculation import Speculation
-from folovllm.spec_decode.verify import most_draws
+from folovllm.spec_decode.verify import max_samples
 from folovllm.step.packed import FLYING
-from folovllm.step.schedule import SchedulerOutput, Share
+from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
 
 
-class DraftRows(Rows):
-    """`Rows` whose shares have draft tokens behind the tokens that are known.
+class DraftRows(BatchRows):
+    """`BatchRows` whose scheduled sequences have draft tokens behind the tokens that are known.
 
     Attributes:
         drafts: of the coming step, by seq_id.
@@ -29,18 +29,18 @@ class DraftRows(Rows):
         super().__init__(*args)
         self.drafts: dict[int, list[int]] = {}
 
-    def share_maker(self) -> Callable[[Sequence, int], Share]:
-        """As ever where the coming step has no drafts: nothing is looked up for each share."""
-        return self._share_with_draft if self.drafts else self.share
+    def share_maker(self) -> Callable[[Sequence, int], ScheduledSequence]:
+        """As ever where the coming step has no drafts: nothing is looked up for each scheduled sequence."""
+        return self._share_with_draft if self.drafts else self.scheduled
 
-    def _share_with_draft(self, seq: Sequence, num_new_tokens: int) -> Share:
-        """As `share`; of a sequence with a draft all tokens but this and the newest are computed. That may be in flight."""
-        share, draft = self.share(seq, num_new_tokens), self.drafts.get(seq.seq_id)
+    def _share_with_draft(self, seq: Sequence, num_new_tokens: int) -> ScheduledSequence:
+        """As `scheduled`; of a sequence with a draft all tokens but this and the newest are computed. That may be in flight."""
+        scheduled, draft = self.scheduled(seq, num_new_tokens), self.drafts.get(seq.seq_id)
         if draft is None:
-            return share
-        newest = share.token_ids if len(share.token_ids) else FLYING
+            return scheduled
+        newest = scheduled.token_ids if len(scheduled.token_ids) else FLYING
         tokens = np.array(draft[: num_new_tokens - 1], np.int32)
-        return share._replace(token_ids=np.concatenate([newest, tokens]), num_draws=num_new_tokens)
+        return scheduled._replace(token_ids=np.concatenate([newest, tokens]), num_samples=num_new_tokens)
 
     def cut(self, seq: Sequence) -> None:
         """The table of `seq` has become shorter: what the devices know behind its end counts no more."""
@@ -52,14 +52,14 @@ class Verifying(NamedTuple):
     """A step under way that verifies drafts."""
 
     number: int
-    shares: list[Share]  # those with drafts
+    scheduled_seqs: list[ScheduledSequence]  # those with drafts
     num_draft_tokens: dict[int, int]  # by seq_id
 
 
 class SpeculativeScheduler(Scheduler):
     """A `Scheduler` that lets the model verify drafts.
 
-    Draft tokens are in shares and nowhere else: a sequence has only tokens that were sampled, and no block with a draft token
+    Draft tokens are in scheduled sequences and nowhere else: a sequence has only tokens that were sampled, and no block with a draft token
     in it gets a hash. A step never preempts for a draft: where room or budget is short, fewer tokens are verified.
     """
 
@@ -67,7 +67,7 @@ class SpeculativeScheduler(Scheduler):
         super().__init__(**rest)
         self.speculation = speculation
         self._rows: DraftRows = DraftRows(self._max_num_seqs, self.events, lambda: self.waiting)
-        self._num_samples = min(self._max_num_batched_tokens, most_draws(self._max_num_seqs))  # of a step, at most
+        self._num_samples = min(self._max_num_batched_tokens, max_samples(self._max_num_seqs))  # of a step, at most
         self._plain_tokens = self._tokens_of_step
         self._num_taken = 0  # steps whose tokens have been taken in
         self._verifying: Verifying | None = None  # nothing is scheduled behind it
@@ -94,27 +94,29 @@ class SpeculativeScheduler(Scheduler):
         self.speculation.began(output)
         if drafts:
             self._rows.drafts, self._tokens_of_step = {}, self._plain_tokens
-            shares = [share for share in output.shares if share.num_draws > 1]
-            if shares:
-                self._verifying = Verifying(number, shares, {s.seq_id: s.num_draws - 1 for s in shares})
+            scheduled_seqs = [scheduled for scheduled in output.scheduled_seqs if scheduled.num_samples > 1]
+            if scheduled_seqs:
+                self._verifying = Verifying(
+                    number, scheduled_seqs, {s.seq_id: s.num_samples - 1 for s in scheduled_seqs}
+                )
         return output
 
     def must_wait(self) -> bool:
         """Whether the next step can be scheduled only after the tokens in flight have arrived: drafts are verified first."""
         return self._verifying is not None or Scheduler.must_wait(self)
 
-    def postprocess(self, drawn: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
+    def postprocess(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
         """Take in the tokens that a step sampled, and cut back what was reserved and computed for rejected draft tokens.
 
         After an exception the step goes on with the next call, which gets the pairs behind the one that raised it.
         """
         num_running, step = len(self.running), self._verifying
         if step is None or step.number != self._num_taken:
-            updated = Scheduler.postprocess(self, drawn)
+            updated = Scheduler.postprocess(self, sampled)
         else:
             if self.events.on:
-                self._resolve(step.shares)
-            updated = [seq for pair in drawn if (seq := self._accept(*pair, step.num_draft_tokens)) is not None]
+                self._resolve(step.scheduled_seqs)
+            updated = [seq for pair in sampled if (seq := self._accept(*pair, step.num_draft_tokens)) is not None]
             self._verifying = None
         self._num_taken += 1
         if len(self.running) < num_running:
@@ -126,13 +128,13 @@ class SpeculativeScheduler(Scheduler):
         super().abort(*seqs)
         self.speculation.finish(seqs)
 
-    def _resolve(self, shares: list[Share]) -> None:
+    def _resolve(self, scheduled_seqs: list[ScheduledSequence]) -> None:
         """Replace placeholder ids with the tokens of the draft model, for who watches."""
-        for share in shares:
-            share.token_ids[:] = self.speculation.proposer.resolve(share.token_ids.tolist())
+        for scheduled in scheduled_seqs:
+            scheduled.token_ids[:] = self.speculation.proposer.resolve(scheduled.token_ids.tolist())
 
     def _accept(self, seq: Sequence, token_ids: list[int], num_draft_tokens: dict[int, int]) -> Sequence | None:
-        """Append the tokens of a share that verified a draft, as `Scheduler.postprocess` would one by one; returns `seq`.
+        """Append the tokens of a scheduled sequence that verified a draft, as `Scheduler.postprocess` would one by one; returns `seq`.
 
         So each token meets the same checks, and the same blocks get hashes, as without a draft. Tokens behind the end of the
         answer are cut off the list.
@@ -151,7 +153,7 @@ class SpeculativeScheduler(Scheduler):
                 break
         del token_ids[seq.num_tokens - num_known :]
         seq.num_computed_tokens = seq.num_tokens - 1  # of the newest token the K/V is not there
-        self.kv.publish(seq)
+        self.kv.cache_blocks(seq)
         if status is None:
             self.kv.truncate(seq)
             self._rows.cut(seq)

@@ -8,11 +8,11 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from folovllm.engine.logits_mask import LogitsMask
-from folovllm.engine.plan import draw_spec
+from folovllm.engine.step_builder import sampling_spec
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.spec_decode.policy import LengthPolicy, TimedSteps
 from folovllm.spec_decode.proposer import Proposer, RowState
-from folovllm.step.draw import DrawSpec
+from folovllm.step.sampling_spec import SamplingSpec
 from folovllm.step.schedule import SchedulerOutput
 
 SOON = 8  # steps after which a new sequence is thought of, where the policy lets it wake
@@ -25,7 +25,7 @@ class Known:
     """A sequence that the proposer knows."""
 
     seq: Sequence
-    spec: DrawSpec
+    spec: SamplingSpec
     num_told: int  # tokens that the proposer was told of
 
     def state(self) -> RowState:
@@ -126,7 +126,7 @@ class Speculation:
         found = self.proposer.propose_all([self._know(seq).state() for seq in asked], ks)
         drafts = {}
         for seq, k, draft in zip(asked, ks, found, strict=True):
-            if draft and self._known[seq.seq_id].spec.has_form:
+            if draft and self._known[seq.seq_id].spec.has_grammar:
                 draft = self.proposer.resolve(draft)
             if own := self._mask.trim(seq, draft[:k])[num_in_flight(seq) :]:
                 drafts[seq.seq_id] = own
@@ -158,8 +158,10 @@ class Speculation:
         """Note what the step of the last `propose` became."""
         step = self._begun
         if step is not None:
-            step.seq_ids = [share.seq_id for share in output.shares]
-            step.num_draft_tokens = sum(share.num_draws - 1 for share in output.shares if share.num_draws > 1)
+            step.seq_ids = [scheduled.seq_id for scheduled in output.scheduled_seqs]
+            step.num_draft_tokens = sum(
+                scheduled.num_samples - 1 for scheduled in output.scheduled_seqs if scheduled.num_samples > 1
+            )
             step.has_prompts = output.num_tokens != len(step.seq_ids) + step.num_draft_tokens
 
     def _tell_policy(self, running: SequenceOf[Sequence], now: float, number: int) -> None:
@@ -212,7 +214,7 @@ class Speculation:
         """A sequence of which the proposer has now been told all. Where it had much to read, the step is not typical."""
         known = self._known.get(seq.seq_id)
         if known is None:
-            known = self._known[seq.seq_id] = Known(seq, draw_spec(seq), seq.num_prompt_tokens)
+            known = self._known[seq.seq_id] = Known(seq, sampling_spec(seq), seq.num_prompt_tokens)
             self.proposer.admit(known.state())
             self._note_reading()
         if known.num_told < seq.num_tokens:

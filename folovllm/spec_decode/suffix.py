@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from folovllm.spec_decode.automaton import NOWHERE, Place, SuffixAutomaton
 from folovllm.spec_decode.proposer import Proposer, RowState
-from folovllm.step.draw import TokenIds
+from folovllm.step.sampling_spec import TokenIds
 
 ANSWER_ENDS = -1  # stands behind a past answer; no token has this id
 PATIENCE = 64  # tokens of past answers that are learnt at once: a step waits

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from folovllm.draw_row import FLAGS_OF_MEMORY, DrawUpdate, RowField, pack_updates, row_update
-from folovllm.step.draw import DrawSpec
-from folovllm.step.schedule import SchedulerOutput, Share, tokens_to_score
+from folovllm.sampling_row import FLAGS_OF_MEMORY, RowField, SamplingUpdate, pack_updates, row_update
+from folovllm.step.sampling_spec import SamplingSpec
+from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, tokens_to_score
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ class Field(IntEnum):
     SEED_LOW = 5
     SEED_HIGH = 6
     NEW_BLOCK = 7  # decodes: the block that begins with this token, or NOTHING
-    NUM_DRAWS = 8  # tokens to draw
+    NUM_SAMPLES = 8  # tokens to sample
 
 
 class Sample(IntEnum):
@@ -73,7 +73,7 @@ class Parts(NamedTuple, Generic[Part]):
     tokens: Part  # [T]; of a decode step none, for its fields have them
     samples: Part  # [len(Sample), R]; likewise
     updates: Part  # [3, U], new entries of block tables: row, column, block
-    draws: Part  # [D], how new rows sample: `DrawUpdate.buffer`
+    sampling_updates: Part  # [D], how new rows sample: `SamplingUpdate.buffer`
     scores: Part  # [4, n]: `tokens_to_score`
     logprobs: Part  # [2, n]: which samples report log-probabilities, and how many each
 
@@ -113,7 +113,7 @@ class PackedStep:
     Attributes:
         is_special: some sequence samples with filters, or from logits that depend on the tokens so far.
         has_memory: some sequence samples from logits that depend on the tokens so far.
-        draws_late: it stops at its logits, and samples when `Masks` come.
+        defers_sampling: it stops at its logits, and samples when `TokenBitmasks` come.
         is_decode: every sequence has one new token and the first matrix says it all.
         num_samples: R, how many tokens are sampled.
         has_drafts: more than one token of some sequence is sampled.
@@ -125,12 +125,12 @@ class PackedStep:
     tokens: Int32  # [T]
     updates: Int32  # [3, U]
     samples: Int32 = field(default_factory=lambda: NO_SAMPLES)
-    draws: DrawUpdate = NO_DRAWS  # of new rows
+    sampling_updates: SamplingUpdate = NO_DRAWS  # of new rows
     scores: Int32 = field(default_factory=lambda: NO_SCORES)
     logprobs: Int32 = field(default_factory=lambda: NOBODY)
     is_special: bool = False
     has_memory: bool = False
-    draws_late: bool = False
+    defers_sampling: bool = False
     is_decode: bool = field(init=False)
     num_samples: int = field(init=False)
     has_drafts: bool = field(init=False)
@@ -138,13 +138,19 @@ class PackedStep:
     def __post_init__(self) -> None:
         self.is_decode = not len(self.tokens)
         self.num_samples = self.num_seqs if self.is_decode else self.samples.shape[1]
-        self.has_drafts = not self.is_decode and bool(self.fields[Field.NUM_DRAWS].max() > 1)
+        self.has_drafts = not self.is_decode and bool(self.fields[Field.NUM_SAMPLES].max() > 1)
 
     @property
     def parts(self) -> Parts[Int32]:
         """All that travels."""
         return Parts(
-            self.fields, self.tokens, self.samples, self.updates, self.draws.buffer, self.scores, self.logprobs
+            self.fields,
+            self.tokens,
+            self.samples,
+            self.updates,
+            self.sampling_updates.buffer,
+            self.scores,
+            self.logprobs,
         )
 
     @property
@@ -162,7 +168,7 @@ class PackedStep:
             self.logprobs.ravel(),
         ]
         if not self.is_decode:
-            parts[3:4] = [self.samples.ravel(), self.updates.ravel(), self.draws.buffer, self.scores.ravel()]
+            parts[3:4] = [self.samples.ravel(), self.updates.ravel(), self.sampling_updates.buffer, self.scores.ravel()]
         return np.concatenate(parts)
 
 
@@ -173,68 +179,87 @@ class StepPacker:
         """`buckets` are the widths for which a decode step is recorded, ascending."""
         self._padding_row = num_rows
         self._buckets = buckets
-        # TEMPERATURE, SEED_LOW and SEED_HIGH of each row, as its first share said.
+        # TEMPERATURE, SEED_LOW and SEED_HIGH of each row, as its first scheduled sequence said.
         self._row_numbers = np.zeros((3, num_rows), np.int32)
         self._special: dict[int, bool] = {}  # rows that sample with more than temperature and noise: do they remember?
         self._logprobs: dict[int, int] = {}  # by row, where the request wants any
 
     def pack(self, output: SchedulerOutput) -> PackedStep:
         """One step."""
-        shares = output.shares
-        width = choose_bucket(len(shares), self._buckets)
-        is_decode = width and all(map(is_plain_decode, shares))
-        step = self.pack_decode(shares, width) if is_decode else self._pack_mixed(shares)
+        scheduled_seqs = output.scheduled_seqs
+        width = choose_bucket(len(scheduled_seqs), self._buckets)
+        is_decode = width and all(map(is_plain_decode, scheduled_seqs))
+        step = self.pack_decode(scheduled_seqs, width) if is_decode else self._pack_mixed(scheduled_seqs)
         if self._special or self._logprobs:
-            drawn = [share.row for share in shares if share.num_draws]
-            special = [self._special[row] for row in drawn if row in self._special]
+            sampled = [scheduled.row for scheduled in scheduled_seqs if scheduled.num_samples]
+            special = [self._special[row] for row in sampled if row in self._special]
             step.is_special, step.has_memory = bool(special), any(special)
-            if not self._logprobs.keys().isdisjoint(drawn):
+            if not self._logprobs.keys().isdisjoint(sampled):
                 step.logprobs = self._asked_logprobs(step)
         return step
 
-    def pack_decode(self, shares: Sequence[Share], width: int) -> PackedStep:
+    def pack_decode(self, scheduled_seqs: Sequence[ScheduledSequence], width: int) -> PackedStep:
         """A step in which every sequence has one new token, padded to `width` columns.
 
-        Column i is share i, line by line as `Field` says:
+        Column i is scheduled sequence i, line by line as `Field` says:
 
-        - TOKEN: `newest_token(share)`; ROW: `share.row`; SEQ_LEN: `share.end`, the new token counted; QUERY_LEN and
-          NUM_DRAWS: 1;
+        - TOKEN: `newest_token(scheduled)`; ROW: `scheduled.row`; SEQ_LEN: `scheduled.end`, the new token counted; QUERY_LEN and
+          NUM_SAMPLES: 1;
         - TEMPERATURE, SEED_LOW and SEED_HIGH: those of the row (`self._row_fields(rows)`, [3, S]);
-        - NEW_BLOCK: the one entry of `share.new_blocks`, or NOTHING if that is empty.
+        - NEW_BLOCK: the one entry of `scheduled.new_blocks`, or NOTHING if that is empty.
 
         Padding columns have row `self._padding_row`, NOTHING for a block and 0 for the rest: length 0 means that no K/V
         is written and nothing is read.
 
         Returns:
-            A step whose `num_seqs` and `num_decodes` are both `len(shares)`, padding not counted; `tokens` [0] and
+            A step whose `num_seqs` and `num_decodes` are both `len(scheduled_seqs)`, padding not counted; `tokens` [0] and
             `updates` [3, 0] are empty, of int32 all the same, for `flatten` puts everything into one buffer.
         """
         fields = np.zeros((len(Field), width), np.int32)
         fields[Field.ROW] = self._padding_row
         fields[Field.NEW_BLOCK] = NOTHING
-        n = len(shares)
-        fields[Field.TOKEN, :n] = [newest_token(share) for share in shares]
-        fields[Field.ROW, :n] = rows = [share.row for share in shares]
-        fields[Field.SEQ_LEN, :n] = [share.end for share in shares]
-        fields[[Field.QUERY_LEN, Field.NUM_DRAWS], :n] = 1
+        n = len(scheduled_seqs)
+        fields[Field.TOKEN, :n] = [newest_token(scheduled) for scheduled in scheduled_seqs]
+        fields[Field.ROW, :n] = rows = [scheduled.row for scheduled in scheduled_seqs]
+        fields[Field.SEQ_LEN, :n] = [scheduled.end for scheduled in scheduled_seqs]
+        fields[[Field.QUERY_LEN, Field.NUM_SAMPLES], :n] = 1
         fields[Field.TEMPERATURE : Field.SEED_HIGH + 1, :n] = self._row_fields(rows)
-        fields[Field.NEW_BLOCK, :n] = [share.new_blocks[0] if share.new_blocks else NOTHING for share in shares]
+        fields[Field.NEW_BLOCK, :n] = [
+            scheduled.new_blocks[0] if scheduled.new_blocks else NOTHING for scheduled in scheduled_seqs
+        ]
         return PackedStep(fields, n, n, np.empty(0, np.int32), np.empty((3, 0), np.int32))
 
-    def _pack_mixed(self, shares: Sequence[Share]) -> PackedStep:
+    def _pack_mixed(self, scheduled_seqs: Sequence[ScheduledSequence]) -> PackedStep:
         """Any step: fields, tokens, samples, blocks that the devices do not know yet, and how new rows sample."""
-        draws = self._new_draws({share.row: share.draw for share in shares if share.draw is not None})
-        fields = fields_of(shares)
-        fields[Field.TEMPERATURE : Field.SEED_HIGH + 1] = self._row_fields([share.row for share in shares])
-        tokens = np.concatenate([share.token_ids if len(share.token_ids) else FLYING for share in shares])
-        num_decodes = next((i for i, share in enumerate(shares) if share.num_new_tokens > 1), len(shares))
-        wanted = np.array(tokens_to_score(shares), np.int32).reshape(-1, 4).T
+        sampling_updates = self._new_specs(
+            {scheduled.row: scheduled.sampling for scheduled in scheduled_seqs if scheduled.sampling is not None}
+        )
+        fields = fields_of(scheduled_seqs)
+        fields[Field.TEMPERATURE : Field.SEED_HIGH + 1] = self._row_fields(
+            [scheduled.row for scheduled in scheduled_seqs]
+        )
+        tokens = np.concatenate(
+            [scheduled.token_ids if len(scheduled.token_ids) else FLYING for scheduled in scheduled_seqs]
+        )
+        num_decodes = next(
+            (i for i, scheduled in enumerate(scheduled_seqs) if scheduled.num_new_tokens > 1), len(scheduled_seqs)
+        )
+        wanted = np.array(tokens_to_score(scheduled_seqs), np.int32).reshape(-1, 4).T
         samples = samples_of(fields, tokens)
-        return PackedStep(fields, len(shares), num_decodes, tokens, block_updates(shares), samples, draws, wanted)
+        return PackedStep(
+            fields,
+            len(scheduled_seqs),
+            num_decodes,
+            tokens,
+            block_updates(scheduled_seqs),
+            samples,
+            sampling_updates,
+            wanted,
+        )
 
     def _asked_logprobs(self, step: PackedStep) -> Int32:
         """Which samples report log-probabilities, and how many each, [2, n]."""
-        rows, counts = step.fields[Field.ROW, : step.num_seqs], step.fields[Field.NUM_DRAWS, : step.num_seqs]
+        rows, counts = step.fields[Field.ROW, : step.num_seqs], step.fields[Field.NUM_SAMPLES, : step.num_seqs]
         if not step.is_decode:
             rows, counts = step.samples[Sample.ROW], step.samples[Sample.COUNTS]
         asked = [
@@ -244,16 +269,16 @@ class StepPacker:
         ]
         return np.array(asked, np.int32).reshape(-1, 2).T
 
-    def is_special(self, shares: Sequence[Share]) -> bool:
+    def is_special(self, scheduled_seqs: Sequence[ScheduledSequence]) -> bool:
         """Whether some of these rows, which the devices know, sample with more than temperature and noise."""
-        return any(share.row in self._special for share in shares)
+        return any(scheduled.row in self._special for scheduled in scheduled_seqs)
 
-    def reports_logprobs(self, shares: Sequence[Share]) -> bool:
+    def reports_logprobs(self, scheduled_seqs: Sequence[ScheduledSequence]) -> bool:
         """Whether some of these rows, which the devices know, report log-probabilities."""
-        return any(share.row in self._logprobs for share in shares)
+        return any(scheduled.row in self._logprobs for scheduled in scheduled_seqs)
 
-    def _new_draws(self, new: Mapping[int, DrawSpec]) -> DrawUpdate:
-        """How the tokens of rows that have a new owner are drawn: noted here, and what the devices must be told."""
+    def _new_specs(self, new: Mapping[int, SamplingSpec]) -> SamplingUpdate:
+        """How the tokens of rows that have a new owner are sampled: noted here, and what the devices must be told."""
         updates = [row_update(row, spec) for row, spec in new.items()]
         for update, spec in zip(updates, new.values(), strict=True):
             row = update.row
@@ -278,27 +303,27 @@ def choose_bucket(num_seqs: int, buckets: list[int]) -> int:
     return next((width for width in buckets if width >= num_seqs), 0)
 
 
-def newest_token(share: Share) -> int:
+def newest_token(scheduled: ScheduledSequence) -> int:
     """The one token of a decode, or IN_FLIGHT if the host has not seen it yet."""
-    return int(share.token_ids[0]) if len(share.token_ids) else IN_FLIGHT
+    return int(scheduled.token_ids[0]) if len(scheduled.token_ids) else IN_FLIGHT
 
 
-def is_plain_decode(share: Share) -> bool:
-    """One new token to draw after, in a row that the devices know, and at most one new block, which this token goes to.
+def is_plain_decode(scheduled: ScheduledSequence) -> bool:
+    """One new token to sample after, in a row that the devices know, and at most one new block, which this token goes to.
 
-    A chunk can be one token too; but nothing is drawn in the middle of a prompt.
+    A chunk can be one token too; but nothing is sampled in the middle of a prompt.
     """
-    is_one = share.num_new_tokens == 1 and share.num_draws == 1
-    return is_one and share.draw is None and len(share.new_blocks) < 2
+    is_one = scheduled.num_new_tokens == 1 and scheduled.num_samples == 1
+    return is_one and scheduled.sampling is None and len(scheduled.new_blocks) < 2
 
 
-def fields_of(shares: Sequence[Share]) -> Int32:
+def fields_of(scheduled_seqs: Sequence[ScheduledSequence]) -> Int32:
     """The first matrix [len(Field), S] of any step, but for temperatures and seeds, which are 0."""
-    fields = np.zeros((len(Field), len(shares)), np.int32)
-    fields[Field.ROW] = [share.row for share in shares]
-    fields[Field.SEQ_LEN] = [share.end for share in shares]
-    fields[Field.QUERY_LEN] = [share.num_new_tokens for share in shares]
-    fields[Field.NUM_DRAWS] = [share.num_draws for share in shares]
+    fields = np.zeros((len(Field), len(scheduled_seqs)), np.int32)
+    fields[Field.ROW] = [scheduled.row for scheduled in scheduled_seqs]
+    fields[Field.SEQ_LEN] = [scheduled.end for scheduled in scheduled_seqs]
+    fields[Field.QUERY_LEN] = [scheduled.num_new_tokens for scheduled in scheduled_seqs]
+    fields[Field.NUM_SAMPLES] = [scheduled.num_samples for scheduled in scheduled_seqs]
     return fields
 
 
@@ -308,14 +333,14 @@ def samples_of(fields: Int32, tokens: Int32) -> Int32:
     A sequence that samples n tokens does so after each of its last n. Behind the first of these stand its draft tokens.
     Without drafts each sequence has one sample, whether or not it counts; so these are the last tokens of all.
     """
-    num_draws = fields[Field.NUM_DRAWS]
-    has_drafts = bool(num_draws.max(initial=0) > 1)
-    sequence = np.arange(len(num_draws)).repeat(num_draws if has_drafts else 1)
+    num_samples = fields[Field.NUM_SAMPLES]
+    has_drafts = bool(num_samples.max(initial=0) > 1)
+    sequence = np.arange(len(num_samples)).repeat(num_samples if has_drafts else 1)
     samples = fields[:, sequence]
-    samples[Sample.SEQUENCE], samples[Sample.COUNTS] = sequence, num_draws[sequence] > 0
+    samples[Sample.SEQUENCE], samples[Sample.COUNTS] = sequence, num_samples[sequence] > 0
     samples[Sample.AFTER], samples[Sample.DRAFT] = (fields[Field.QUERY_LEN].cumsum() - 1)[sequence], NOTHING
     if has_drafts:
-        left = num_draws.cumsum()[sequence] - 1 - np.arange(len(sequence))  # samples of the sequence behind this one
+        left = num_samples.cumsum()[sequence] - 1 - np.arange(len(sequence))  # samples of the sequence behind this one
         samples[[Sample.POSITION, Sample.AFTER]] -= left.astype(np.int32)
         following = tokens[np.minimum(samples[Sample.AFTER] + 1, len(tokens) - 1)]
         samples[Sample.DRAFT] = np.where(left > 0, following, NOTHING)
@@ -330,12 +355,14 @@ def sample_levels(samples: Int32) -> list[npt.NDArray[np.int64]]:
     return [(level == n).nonzero()[0] for n in range(int(level.max(initial=-1)) + 1)]
 
 
-def block_updates(shares: Sequence[Share]) -> Int32:
+def block_updates(scheduled_seqs: Sequence[ScheduledSequence]) -> Int32:
     """Entries of block tables that the devices do not know yet, [3, U]: row, column, block.
 
-    A share's new blocks are the end of its table, which covers the share and no more.
+    A scheduled sequence's new blocks are the end of its table, which covers the scheduled sequence and no more.
     """
     updates = [
-        (share.row, share.first_new_block + i, block) for share in shares for i, block in enumerate(share.new_blocks)
+        (scheduled.row, scheduled.first_new_block + i, block)
+        for scheduled in scheduled_seqs
+        for i, block in enumerate(scheduled.new_blocks)
     ]
     return np.array(updates, np.int32).reshape(-1, 3).T

@@ -13,12 +13,12 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from folovllm.draw_row import mask_of, mask_width
 from folovllm.engine.logits_mask import LogitsMask
 from folovllm.faults import Faults, require_fault
 from folovllm.request import Sequence
-from folovllm.step.masks import Masks
+from folovllm.sampling_row import mask_of, mask_width
 from folovllm.step.schedule import SchedulerOutput
+from folovllm.step.token_bitmask import TokenBitmasks
 from folovllm.structured_output import guidance
 from folovllm.structured_output.choice import ChoiceGrammar, Choices
 from folovllm.structured_output.grammar_matcher import Bitmask, Grammar, GrammarMatcher, ReasoningPrefix
@@ -40,7 +40,7 @@ MOST_TOKENIZERS = 4  # of the library, that are kept: a model with ends of its o
 class Compiled:
     """A grammar that requests have asked for, and others may. It takes milliseconds to compile.
 
-    Copies share what the library finds out about the grammar, and keeps for ever; so it is compiled anew from time to time.
+    Copies scheduled sequence what the library finds out about the grammar, and keeps for ever; so it is compiled anew from time to time.
     """
 
     grammar: Grammar  # at the beginning of an answer
@@ -125,12 +125,15 @@ class StructuredOutputManager(LogitsMask):
         return None if seq.request_id in self._faults.of else self._matchers.get(seq)
 
     def needs_mask(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> bool:
-        """Whether the step samples for any of these answers. `seqs`: whose its shares are."""
+        """Whether the step samples for any of these answers. `seqs`: whose its scheduled sequences are."""
         if not self._matchers:
             return False
-        return any(share.num_draws and seq in self._matchers for share, seq in zip(output.shares, seqs, strict=True))
+        return any(
+            scheduled.num_samples and seq in self._matchers
+            for scheduled, seq in zip(output.scheduled_seqs, seqs, strict=True)
+        )
 
-    def bitmasks(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> Masks:
+    def bitmasks(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> TokenBitmasks:
         """What each of these answers may go on with in the step, a mask for each sampled position. All tokens before are taken in.
 
         An answer that has ended meanwhile is sampled without a mask, and its token is dropped. So are tokens that are sampled
@@ -139,17 +142,17 @@ class StructuredOutputManager(LogitsMask):
         rows: list[int] = []
         forced: list[tuple[int, int]] = []  # line of the mask, the only token that it allows
         places: list[Place] = []
-        for share, seq in zip(output.shares, seqs, strict=True):
-            matcher = self._matcher(seq) if share.num_draws else None
+        for scheduled, seq in zip(output.scheduled_seqs, seqs, strict=True):
+            matcher = self._matcher(seq) if scheduled.num_samples else None
             if matcher is None:
                 continue
             if not seq.status.is_finished:
-                drafted = share.token_ids[1:].tolist() if share.num_draws > 1 else []
+                drafted = scheduled.token_ids[1:].tolist() if scheduled.num_samples > 1 else []
                 with self._faults.at(seq):
                     own = common(matcher.forced(), drafted) if drafted else []
                     places += places_behind(seq, matcher.behind(own), drafted, len(own), len(rows))
                     forced += [(len(rows) + level, token) for level, token in enumerate(own)]
-            rows += [share.row] * share.num_draws
+            rows += [scheduled.row] * scheduled.num_samples
         bits = np.full((len(rows), mask_width(self._vocab_size)), -1, np.int32)
         if forced:
             lines, tokens = np.array(forced).T
@@ -162,7 +165,7 @@ class StructuredOutputManager(LogitsMask):
                     self._limits.setdefault(p.seq.seq_id, broken)
             if self._matcher(p.seq) is None:  # a fault, and half a mask perhaps
                 bits[p.line : p.line + 1 + len(p.ahead)] = -1
-        return Masks(np.array(rows, np.int32), bits)
+        return TokenBitmasks(np.array(rows, np.int32), bits)
 
     def _fill(self, places: list[Place], bits: Bitmask) -> None:
         """Write the masks of the grammars to `bits`. If they cannot be made together, each is made by itself."""
@@ -204,7 +207,7 @@ class StructuredOutputManager(LogitsMask):
             logger.warning("%s", error)
 
     def accept_tokens(self, seqs: Iterable[Sequence], token_ids: Iterable[list[int]]) -> None:
-        """Take in what a step sampled, share by share, and cut off what does not count. Where nothing counts, give up."""
+        """Take in what a step sampled, sequence by sequence, and cut off what does not count. Where nothing counts, give up."""
         if not self._matchers:
             return
         for seq, tokens in zip(seqs, token_ids, strict=True):

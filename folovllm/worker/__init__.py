@@ -1,1 +1,1 @@
-"""What runs on one device: input tensors, the model, the draw of a token."""
+"""What runs on one device: input tensors, the model, sampling of a token."""

@@ -24,7 +24,7 @@ class Runner(Protocol[StepIn, ResultOut]):
         """Allocate the KV cache; returns its number of blocks."""
 
     def execute_model(self, step: StepIn, /) -> ResultOut:
-        """Compute the scheduled tokens and draw the next ones."""
+        """Compute the scheduled tokens and sample the next ones."""
 
 
 class GPUWorker(Generic[Step, Result]):

@@ -10,13 +10,12 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from folovllm.draw_row import mask_width
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.sample.draw_state import DrawState
-from folovllm.sample.logprobs import DrawnLogprobs, gather_logprobs
+from folovllm.sample.logprobs import SampledLogprobs, gather_logprobs
 from folovllm.sample.masks import without_masked
+from folovllm.sample.sampler_state import SamplerState
+from folovllm.sampling_row import mask_width
 from folovllm.setup import EngineSetup
-from folovllm.step.masks import Masks
 from folovllm.step.packed import (
     Field,
     Int32,
@@ -29,13 +28,14 @@ from folovllm.step.packed import (
     split,
 )
 from folovllm.step.schedule import SchedulerOutput
+from folovllm.step.token_bitmask import TokenBitmasks
 from folovllm.worker.buckets import Bucket, buckets_for, decode_bucket, draft_bucket, pad, padding_of
 from folovllm.worker.device_tables import DeviceTables
-from folovllm.worker.draw import StepDraw
+from folovllm.worker.dry_run import compile_at_once
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.pending_step import Computed, PendingStep, Verifier
-from folovllm.worker.rehearse import compile_at_once
 from folovllm.worker.step_graph import GraphStore, HostRing, Recorder, StepGraph
+from folovllm.worker.step_sampler import StepSampler
 from folovllm.worker.warm_up import late_draft, small_steps, steps_with_drafts
 
 logger = logging.getLogger("folovllm")
@@ -51,23 +51,23 @@ class GraphRunner:
     one by one. All device work is queued on one stream, so that a step sees what the step before it wrote, whatever the host
     knows by then.
 
-    A step that draws late stops at its logits. The masks that its rows draw with are the next thing to come, and set it
+    A step that samples late stops at its logits. The masks that its rows sample with are the next thing to come, and set it
     going again.
     """
 
     def __init__(
-        self, setup: EngineSetup, runner: ModelRunner, draw: StepDraw, rows_draw: DrawState, graphs: GraphStore,
+        self, setup: EngineSetup, runner: ModelRunner, step_sampler: StepSampler, row_sampler: SamplerState, graphs: GraphStore,
         verifier: Verifier | None = None,
     ) -> None:  # fmt: skip
-        """`draw` serves steps whose draw is plain; `rows_draw` serves all others, and knows how each row draws.
+        """`step_sampler` serves steps that sample plainly; `row_sampler` serves all others, and knows how each row samples.
 
         `graphs` says which widths of decode steps are captured, and keeps what is. `verifier` is needed for steps with drafts.
         """
         rows, device = setup.max_num_seqs, setup.device
         self._setup = setup
         self._runner = runner
-        self._draw = draw
-        self._rows_draw = rows_draw
+        self._step_sampler = step_sampler
+        self._row_sampler = row_sampler
         self._verifier = verifier
         self.buckets: list[int] = []  # widths of decode steps
         self._decodes: dict[int, Bucket] = {}  # by width
@@ -78,12 +78,12 @@ class GraphRunner:
         self._tables = DeviceTables(rows, -(-setup.max_model_len // setup.block_size), setup.block_size, device)
         self._graphs = graphs
         self._other_graphs: dict[tuple[Bucket, str], StepGraph] = {}
-        self._is_rehearsed = device.type == "cuda" and not setup.config.compile
+        self._is_dry_run = device.type == "cuda" and not setup.config.compile
         # Ranks run it before: their sums' first call in a recording has never been tried on several GPUs.
-        self._recorder = Recorder(device, self._is_rehearsed and setup.config.tensor_parallel_size == 1)
-        self._late: Computed | None = None  # what `Masks` set going again
+        self._recorder = Recorder(device, self._is_dry_run and setup.config.tensor_parallel_size == 1)
+        self._late: Computed | None = None  # what `TokenBitmasks` set going again
         self._num_drafted = 0 if verifier is None else verifier.num_samples
-        self._tokens = torch.zeros(rows + self._num_drafted, dtype=torch.int64, device=device)  # what the step drew
+        self._tokens = torch.zeros(rows + self._num_drafted, dtype=torch.int64, device=device)  # what the step sampled
         # Where captured steps leave their results: logits [R, V], and hidden states [R, H] of steps that are no decodes.
         self._logits = self._last_hidden = self._kept_free = torch.empty(0)
         self._steps_in, self._tokens_out = HostRing(torch.int32, device), HostRing(torch.int64, device)
@@ -104,7 +104,7 @@ class GraphRunner:
         buckets = self._wanted() if captures else []
         if captures:
             self._reserve_results(buckets)
-        if self._is_rehearsed:
+        if self._is_dry_run:
             self.compile_at_once(captures)
         largest = max((bucket.num_tokens for bucket in buckets if not bucket.has_drafts), default=0)
         num_blocks = self._runner.fit_kv_cache(largest / setup.max_num_batched_tokens)
@@ -132,9 +132,9 @@ class GraphRunner:
 
     def compile_at_once(self, captures: bool) -> None:
         """Compile all kernels of the start, many at a time."""
-        compile_at_once(self._setup, self.model.model, lambda: self._rehearse(captures))
+        compile_at_once(self._setup, self.model.model, lambda: self._dry_run(captures))
 
-    def _rehearse(self, captures: bool) -> None:
+    def _dry_run(self, captures: bool) -> None:
         """Do once, over a small cache, what the start does: the largest step, small ones, and what is captured.
 
         Scales of a cache come first, since kernels are others where keys lose an offset; the start finds the true ones.
@@ -146,10 +146,10 @@ class GraphRunner:
         self._runner.allocate_kv_cache(-(-min(setup.max_model_len, setup.max_num_batched_tokens) // setup.block_size))
         self.compile_kernels()
         if captures:
-            self._rehearse_graphs()
+            self._dry_run_graphs()
         self._runner.allocate_kv_cache(0)
 
-    def _rehearse_graphs(self) -> None:
+    def _dry_run_graphs(self) -> None:
         """Do the work that will be captured."""
         for bucket in [decode_bucket(width) for width in self._graphs.widths] + self._wanted():
             for work in self._works(bucket):
@@ -223,23 +223,23 @@ class GraphRunner:
             self._other_graphs[key] = capture()
         return self._other_graphs[key]
 
-    def execute_model(self, step: PackedStep | Masks) -> PendingStep | None:
-        """Start a packed step, or the draw of the one that has its logits; the host does not wait for anything.
+    def execute_model(self, step: PackedStep | TokenBitmasks) -> PendingStep | None:
+        """Start a packed step, or sampling of the one that has its logits; the host does not wait for anything.
 
-        None for a step that draws late.
+        None for a step that samples late.
         """
-        if isinstance(step, Masks):
+        if isinstance(step, TokenBitmasks):
             assert self._late is not None, "no step waits for masks"
             computed, self._late = self._late, None
             self._sample(computed, step)
             return self._sent(computed)
-        if not step.draws_late:
+        if not step.defers_sampling:
             return self._start(step)
         self._late = self._compute(step, self._bucket_of(step))
         return None
 
     def _start(self, step: PackedStep) -> PendingStep:
-        """Start a step that computes and draws at once."""
+        """Start a step that computes and samples at once."""
         bucket = self._bucket_of(step)
         if bucket is not None:
             if step.is_decode and not step.is_special:
@@ -257,7 +257,7 @@ class GraphRunner:
         """
         if step.is_decode:
             return self._decodes[step.fields.shape[1]]
-        if step.scores.size or (step.has_drafts and step.draws.num_rows):
+        if step.scores.size or (step.has_drafts and step.sampling_updates.num_rows):
             return None
         return next((bucket for bucket in self._others[step.has_drafts] if bucket.holds(step)), None)
 
@@ -284,7 +284,9 @@ class GraphRunner:
     def _verify(self, bucket: Bucket, numbers: torch.Tensor) -> None:
         """Do the whole work of a step with drafts. A graph records this too."""
         self._forward(bucket, numbers)
-        self._draw_all(self._draw.whole(self._logits[: bucket.num_samples]), split(numbers, bucket.columns).samples)
+        self._draw_all(
+            self._step_sampler.whole(self._logits[: bucket.num_samples]), split(numbers, bucket.columns).samples
+        )
 
     def _forward(self, bucket: Bucket, numbers: torch.Tensor) -> None:
         """Do the work of a step up to its logits, or with prompts up to its hidden states, which stay in their places."""
@@ -317,14 +319,16 @@ class GraphRunner:
     def _upload(self, step: PackedStep, bucket: Bucket | None) -> tuple[Parts[torch.Tensor], torch.Tensor]:
         """Bring a step's buffer to the device, and how it lies in the bucket, if any. Returns the parts, and the latter.
 
-        Then the device knows new blocks, how new rows draw, and the tokens behind placeholder ids.
+        Then the device knows new blocks, how new rows sample, and the tokens behind placeholder ids.
         """
         flat = step.flatten()
         padded = flat[:0] if bucket is None else pad(step, bucket, self._setup.max_num_seqs)
         buffer, more = self._steps_in.to_device(np.concatenate([flat, padded])).tensor_split([len(flat)])
         parts = split(buffer, step.columns)
-        if step.draws.num_rows:
-            self._rows_draw.set_rows(parts.draws, step.draws.num_rows, step.draws.num_with_line)
+        if step.sampling_updates.num_rows:
+            self._row_sampler.set_rows(
+                parts.sampling_updates, step.sampling_updates.num_rows, step.sampling_updates.num_with_line
+            )
         if step.updates.size:
             self._tables.enter_blocks(parts.updates)
         if step.has_drafts:
@@ -338,7 +342,7 @@ class GraphRunner:
 
     def _compute_eagerly(
         self, step: PackedStep, parts: Parts[torch.Tensor]
-    ) -> tuple[torch.Tensor, DrawnLogprobs | None]:
+    ) -> tuple[torch.Tensor, SampledLogprobs | None]:
         """Run the model on a step that is not captured; the scores of prompts, if it has any, are on their way to the host."""
         if step.num_samples > len(self._tokens):
             raise RuntimeError(f"a step draws {step.num_samples} tokens, and there is room for {len(self._tokens)}")
@@ -353,8 +357,8 @@ class GraphRunner:
         logits, found = self._runner.forward_and_score(batch, after, tokens, int(step.scores[3].max()))
         return logits, found.to_host(non_blocking=True)
 
-    def _sample(self, computed: Computed, masks: Masks | None) -> None:
-        """Draw for a step that has its logits, at its `masks` if there are any."""
+    def _sample(self, computed: Computed, masks: TokenBitmasks | None) -> None:
+        """Sample for a step that has its logits, at its `masks` if there are any."""
         step, samples = computed.step, computed.samples
         if step.has_drafts:
             self._sample_drafts(computed, masks)
@@ -365,35 +369,35 @@ class GraphRunner:
             assert computed.bucket is not None
             self._replay(step, computed.bucket, self._sample_decode)
         elif step.is_special or masks is not None:
-            self._draw_rows(computed.logits, samples)
+            self._sample_rows(computed.logits, samples)
         else:
             self._one_pass(computed.logits, samples)
 
-    def _set_masks(self, masks: Masks) -> None:
+    def _set_masks(self, masks: TokenBitmasks) -> None:
         """New masks for rows: one each."""
         numbers = self._steps_in.to_device(np.concatenate([masks.rows, masks.bits.ravel()]))
         rows, bits = numbers.tensor_split([len(masks.rows)])
-        self._rows_draw.set_masks(rows, bits.view(masks.bits.shape))
+        self._row_sampler.set_masks(rows, bits.view(masks.bits.shape))
 
     def _sample_decode(self, bucket: Bucket, numbers: torch.Tensor) -> None:
-        """Draw for the rows of a decode step that has its logits, however they draw. A graph records this too."""
-        self._draw_rows(self._logits[: bucket.num_decodes], split(numbers, bucket.columns).fields)
+        """Sample for the rows of a decode step that has its logits, however they sample. A graph records this too."""
+        self._sample_rows(self._logits[: bucket.num_decodes], split(numbers, bucket.columns).fields)
 
     def _one_pass(self, logits: torch.Tensor, samples: torch.Tensor, out: torch.Tensor | None = None) -> None:
-        """Draw a token for each row of `logits`, into `out` and to where the next step finds it. Device work only."""
-        self._draw.one_pass(logits, samples, self._tokens if out is None else out, self._tables.last_token)
+        """Sample a token for each row of `logits`, into `out` and to where the next step finds it. Device work only."""
+        self._step_sampler.one_pass(logits, samples, self._tokens if out is None else out, self._tables.last_token)
 
-    def _draw_rows(self, logits: torch.Tensor, samples: torch.Tensor, out: torch.Tensor | None = None) -> None:
+    def _sample_rows(self, logits: torch.Tensor, samples: torch.Tensor, out: torch.Tensor | None = None) -> None:
         """Do the same with all that each row asks for; a row has one sample."""
-        whole, rows, positions = self._draw.whole(logits), samples[Sample.ROW], samples[Sample.POSITION]
+        whole, rows, positions = self._step_sampler.whole(logits), samples[Sample.ROW], samples[Sample.POSITION]
         out = self._tokens if out is None else out
-        tokens = self._rows_draw.draw(whole, rows, positions, out, self._tables.last_token)
-        self._rows_draw.note(tokens, rows, positions, samples[Sample.COUNTS])
+        tokens = self._row_sampler.sample(whole, rows, positions, out, self._tables.last_token)
+        self._row_sampler.note(tokens, rows, positions, samples[Sample.COUNTS])
 
     # --- drafts: a row has several samples, and no step begins before it is known which of them count ---
 
-    def _sample_drafts(self, computed: Computed, masks: Masks | None) -> None:
-        """Draw all samples at once, unless some row's logits depend on the tokens before."""
+    def _sample_drafts(self, computed: Computed, masks: TokenBitmasks | None) -> None:
+        """Sample all samples at once, unless some row's logits depend on the tokens before."""
         step, bucket, samples = computed.step, computed.bucket, computed.samples
         if step.has_memory:
             self._sample_levels(computed, masks)
@@ -406,30 +410,30 @@ class GraphRunner:
             self._draw_masked(computed.logits, samples, numbers)
         elif step.is_special:
             assert samples is not None
-            self._draw_all(self._draw.whole(computed.logits), samples)
+            self._draw_all(self._step_sampler.whole(computed.logits), samples)
         else:
             assert samples is not None
             self._one_pass(computed.logits, samples)
 
     def _draw_all(self, logits: torch.Tensor, samples: torch.Tensor) -> None:
-        """Draw at whole logits [R, V]. Rows keep nothing of it. Device work only."""
-        self._rows_draw.draw(logits, samples[Sample.ROW], samples[Sample.POSITION], self._tokens)
+        """Sample at whole logits [R, V]. Rows keep nothing of it. Device work only."""
+        self._row_sampler.sample(logits, samples[Sample.ROW], samples[Sample.POSITION], self._tokens)
 
     def _sample_masked(self, bucket: Bucket, numbers: torch.Tensor) -> None:
-        """Draw for a step with drafts that has its logits. Behind its buffer stands what `_masks_in` returns. A graph records this."""
+        """Sample for a step with drafts that has its logits. Behind its buffer stands what `_masks_in` returns. A graph records this."""
         samples, masks = split(numbers, bucket.columns).samples, numbers[num_numbers(bucket.columns) :]
         self._draw_masked(self._logits[: bucket.num_samples], samples, masks)
 
     def _draw_masked(self, logits: torch.Tensor, samples: torch.Tensor, masks: torch.Tensor) -> None:
-        """Draw with a mask for each sample: then the one of its row rules nothing out. `masks`: as `_masks_in`."""
+        """Sample with a mask for each sample: then the one of its row rules nothing out. `masks`: as `_masks_in`."""
         rows, bits = masks.tensor_split([len(logits)])
-        self._rows_draw.masks.index_fill_(0, rows.long(), -1)
-        self._draw_all(without_masked(self._draw.whole(logits), bits.view(len(logits), -1)), samples)
+        self._row_sampler.masks.index_fill_(0, rows.long(), -1)
+        self._draw_all(without_masked(self._step_sampler.whole(logits), bits.view(len(logits), -1)), samples)
 
-    def _masks_in(self, bucket: Bucket, of: tuple[PackedStep, Masks] | None) -> Int32:
-        """Rows with masks [R], and a mask for each sample [R, ceil(V / 32)]; one that has none may draw all tokens."""
+    def _masks_in(self, bucket: Bucket, of: tuple[PackedStep, TokenBitmasks] | None) -> Int32:
+        """Rows with masks [R], and a mask for each sample [R, ceil(V / 32)]; one that has none may sample all tokens."""
         count = bucket.num_samples
-        numbers = np.full(count * (1 + mask_width(self._draw.vocab_size)), -1, np.int32)
+        numbers = np.full(count * (1 + mask_width(self._step_sampler.vocab_size)), -1, np.int32)
         rows, bits = numbers[:count], numbers[count:].reshape(count, -1)
         rows[:] = self._setup.max_num_seqs
         if of is not None:
@@ -438,13 +442,13 @@ class GraphRunner:
             rows[at], bits[at] = masks.rows, masks.bits
         return numbers
 
-    def _sample_levels(self, computed: Computed, masks: Masks | None) -> None:
-        """Draw the first samples of all sequences, then the second ones of those that have two, and so on.
+    def _sample_levels(self, computed: Computed, masks: TokenBitmasks | None) -> None:
+        """Sample the first samples of all sequences, then the second ones of those that have two, and so on.
 
-        So penalties and bad words see at each draw the tokens before it. What is drawn behind a wrong draft token leaves no
+        So penalties and bad words see at each sample the tokens before it. What is sampled behind a wrong draft token leaves no
         trace in the rows' words.
         """
-        step, samples, whole = computed.step, computed.samples, self._draw.whole(computed.logits)
+        step, samples, whole = computed.step, computed.samples, self._step_sampler.whole(computed.logits)
         if samples is None:
             samples = self._steps_in.to_device(step.samples.ravel()).view(step.samples.shape)
         self._resolve(samples[Sample.DRAFT])
@@ -455,15 +459,15 @@ class GraphRunner:
             index = self._steps_in.to_device(at.astype(np.int32)).long()
             these = samples[:, index]
             rows, positions, of = these[Sample.ROW], these[Sample.POSITION], these[Sample.SEQUENCE].long()
-            drawn = self._rows_draw.draw(whole[index], rows, positions)
-            self._tokens[index] = drawn
-            self._rows_draw.note(drawn, rows, positions, right[of])
-            right[of] &= (drawn == these[Sample.DRAFT]).int()
+            sampled = self._row_sampler.sample(whole[index], rows, positions)
+            self._tokens[index] = sampled
+            self._row_sampler.note(sampled, rows, positions, right[of])
+            right[of] &= (sampled == these[Sample.DRAFT]).int()
 
-    def _gather_logprobs(self, logits: torch.Tensor, step: PackedStep) -> DrawnLogprobs:
+    def _gather_logprobs(self, logits: torch.Tensor, step: PackedStep) -> SampledLogprobs:
         """Send log-probabilities to the host, ahead of the tokens, for the samples whose requests want them."""
         index, count = step.logprobs
         at = self._steps_in.to_device(index).long()
-        return gather_logprobs(self._draw.whole(logits[at]), self._tokens[at], int(count.max())).to_host(
+        return gather_logprobs(self._step_sampler.whole(logits[at]), self._tokens[at], int(count.max())).to_host(
             non_blocking=True
         )

@@ -13,16 +13,16 @@ from transformers.utils import logging as hf_logging
 from folovllm.files import reading
 from folovllm.models.loader import checkpoint_files, require_finite, require_float_weights
 from folovllm.sample.logprobs import gather_logprobs, num_scored_at_once
-from folovllm.sample.rows import DrawRows
+from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler
 from folovllm.setup import EngineSetup
-from folovllm.step.draw import Logprobs
+from folovllm.step.sampling_spec import Logprobs
 from folovllm.step.schedule import SchedulerOutput, Scores, StepResult, one_each
 
 
 @contextmanager
 def progress_bars(wanted: bool) -> Iterator[None]:
-    """Let transformers draw its progress, or not; afterwards all is as before."""
+    """Let transformers sample its progress, or not; afterwards all is as before."""
     if wanted or not hf_logging.is_progress_bar_enabled():
         yield
         return
@@ -38,7 +38,7 @@ class HFModelRunner:
 
     def __init__(self, setup: EngineSetup) -> None:
         self._setup = setup
-        self._draws = DrawRows(1, setup.vocab_size, setup.device, Sampler())
+        self._sampling_rows = SamplingRows(1, setup.vocab_size, setup.device, Sampler())
         self._cache: Any = None
         self.model: Any = None
 
@@ -80,20 +80,20 @@ class HFModelRunner:
         return 0
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:
-        """Compute the scheduled tokens of the one running sequence and draw the next."""
-        (share,) = output.shares
-        if share.draw is not None:
-            self._draws.set({share.row: share.draw})
+        """Compute the scheduled tokens of the one running sequence and sample the next."""
+        (scheduled,) = output.scheduled_seqs
+        if scheduled.sampling is not None:
+            self._sampling_rows.set({scheduled.row: scheduled.sampling})
             self._cache = DynamicCache(config=self._setup.hf_config)
-        input_ids = torch.from_numpy(share.token_ids).long()[None].to(self._setup.device)  # [1, T]
+        input_ids = torch.from_numpy(scheduled.token_ids).long()[None].to(self._setup.device)  # [1, T]
         scores = {}
-        if share.scores is None:
+        if scheduled.scores is None:
             logits = self._logits(input_ids, 1)[:, -1]  # [1, V]
         else:
-            logits, scores[0] = self._score(input_ids, share.scores)
-        self._draws.set_masks(output.masks)
-        drawn = self._draws.draw(logits, [share.row], [share.end])
-        return one_each(output.shares, drawn.token_ids, drawn.logprobs, scores)
+            logits, scores[0] = self._score(input_ids, scheduled.scores)
+        self._sampling_rows.set_masks(output.masks)
+        sampled = self._sampling_rows.draw(logits, [scheduled.row], [scheduled.end])
+        return one_each(output.scheduled_seqs, sampled.token_ids, sampled.logprobs, scores)
 
     def _logits(self, input_ids: torch.Tensor, keep: int) -> torch.Tensor:
         """The logits [1, n, V] after the last `keep` (0: all) of the tokens [1, T], which are in the cache afterwards."""

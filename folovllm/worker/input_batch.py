@@ -1,4 +1,4 @@
-"""The tensors of one step, built from its shares; steps that are packed are unpacked on the device instead (M6)."""
+"""The tensors of one step, built from its scheduled sequences; steps that are packed are unpacked on the device instead (M6)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from folovllm.forward_batch import ForwardBatch
-from folovllm.step.schedule import Share
+from folovllm.step.schedule import ScheduledSequence
 
 Ints = npt.NDArray[np.int64]
 SlotsOf = Callable[[list[int], int, int, int], Ints]  # `KVCacheManager.slots`
@@ -28,9 +28,9 @@ class RaggedArrays:
 
 
 class InputBatch:
-    """Turns the shares of a step into a `ForwardBatch` on the device.
+    """Turns the scheduled sequences of a step into a `ForwardBatch` on the device.
 
-    A share brings the new entries of its sequence's block table; what came before is kept here, by row.
+    A scheduled sequence brings the new entries of its sequence's block table; what came before is kept here, by row.
     """
 
     def __init__(self, slots: SlotsOf, block_size: int, device: torch.device) -> None:
@@ -39,53 +39,58 @@ class InputBatch:
         self._device = device
         self.block_tables: dict[int, list[int]] = {}  # by row
 
-    def build(self, shares: Sequence[Share]) -> ForwardBatch:
+    def build(self, scheduled_seqs: Sequence[ScheduledSequence]) -> ForwardBatch:
         """The device tensors of one step."""
-        self.note_blocks(shares)
-        arrays = self.flatten(shares)
-        query_lens = [share.num_new_tokens for share in shares]
-        seq_lens = [share.end for share in shares]
+        self.note_blocks(scheduled_seqs)
+        arrays = self.flatten(scheduled_seqs)
+        query_lens = [scheduled.num_new_tokens for scheduled in scheduled_seqs]
+        seq_lens = [scheduled.end for scheduled in scheduled_seqs]
         return ForwardBatch(
             input_ids=self._tensor(arrays.input_ids),
             positions=self._tensor(arrays.positions),
             slot_mapping=self._tensor(arrays.slot_mapping),
             query_start_loc=self._tensor(arrays.query_start_loc.astype(np.int32)),
             seq_lens=self._tensor(np.array(seq_lens, np.int32)),
-            block_tables=self._tensor(padded_tables([self.block_tables[share.row] for share in shares])),
+            block_tables=self._tensor(
+                padded_tables([self.block_tables[scheduled.row] for scheduled in scheduled_seqs])
+            ),
             logits_indices=self._tensor(arrays.logits_indices),
-            num_seqs=len(shares),
-            num_decodes=next((i for i, n in enumerate(query_lens) if n > 1), len(shares)),
+            num_seqs=len(scheduled_seqs),
+            num_decodes=next((i for i, n in enumerate(query_lens) if n > 1), len(scheduled_seqs)),
             max_query_len=max(query_lens),
             max_seq_len=max(seq_lens),
             query_lens_host=query_lens,
             seq_lens_host=seq_lens,
         )
 
-    def note_blocks(self, shares: Sequence[Share]) -> None:
-        """Bring the block tables up to date. The first share of a row begins a new one."""
-        for share in shares:
-            if share.draw is not None:
-                self.block_tables[share.row] = []
-            self.block_tables[share.row].extend(share.new_blocks)
+    def note_blocks(self, scheduled_seqs: Sequence[ScheduledSequence]) -> None:
+        """Bring the block tables up to date. The first scheduled sequence of a row begins a new one."""
+        for scheduled in scheduled_seqs:
+            if scheduled.sampling is not None:
+                self.block_tables[scheduled.row] = []
+            self.block_tables[scheduled.row].extend(scheduled.new_blocks)
 
-    def flatten(self, shares: Sequence[Share]) -> RaggedArrays:
-        """Lay the new tokens of all shares end to end, with no padding.
+    def flatten(self, scheduled_seqs: Sequence[ScheduledSequence]) -> RaggedArrays:
+        """Lay the new tokens of all scheduled sequences end to end, with no padding.
 
-        Share i brings tokens `start` to `end = start + num_new_tokens` of its sequence:
+        Scheduled sequence i brings tokens `start` to `end = start + num_new_tokens` of its sequence:
 
-        - input_ids: `share.token_ids`; positions: start, ..., end - 1;
-        - slot_mapping: `self._slots(self.block_tables[share.row], self._block_size, start, end)`;
-        - query_start_loc: [0, n_0, n_0 + n_1, ...], so that share i's tokens are query_start_loc[i] to [i + 1];
-        - logits_indices: the last token of each share, the only one whose logits are needed.
+        - input_ids: `scheduled.token_ids`; positions: start, ..., end - 1;
+        - slot_mapping: `self._slots(self.block_tables[scheduled.row], self._block_size, start, end)`;
+        - query_start_loc: [0, n_0, n_0 + n_1, ...], so that scheduled sequence i's tokens are query_start_loc[i] to [i + 1];
+        - logits_indices: the last token of each scheduled sequence, the only one whose logits are needed.
 
-        All are int64, which torch takes as an index; `share.token_ids` is int32.
+        All are int64, which torch takes as an index; `scheduled.token_ids` is int32.
         """
-        ends = np.cumsum([share.num_new_tokens for share in shares])
-        tables = [self.block_tables[share.row] for share in shares]
-        slots = [self._slots(table, self._block_size, s.start, s.end) for table, s in zip(tables, shares, strict=True)]
+        ends = np.cumsum([scheduled.num_new_tokens for scheduled in scheduled_seqs])
+        tables = [self.block_tables[scheduled.row] for scheduled in scheduled_seqs]
+        slots = [
+            self._slots(table, self._block_size, s.start, s.end)
+            for table, s in zip(tables, scheduled_seqs, strict=True)
+        ]
         return RaggedArrays(
-            input_ids=np.concatenate([share.token_ids for share in shares]).astype(np.int64),
-            positions=np.concatenate([np.arange(share.start, share.end) for share in shares]),
+            input_ids=np.concatenate([scheduled.token_ids for scheduled in scheduled_seqs]).astype(np.int64),
+            positions=np.concatenate([np.arange(scheduled.start, scheduled.end) for scheduled in scheduled_seqs]),
             slot_mapping=np.concatenate(slots),
             query_start_loc=np.concatenate([[0], ends]),
             logits_indices=ends - 1,

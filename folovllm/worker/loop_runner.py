@@ -13,7 +13,7 @@ from folovllm.attention.backends.registry import get_backend
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.sample.sampler import Sampler, SamplerOutput
 from folovllm.setup import EngineSetup
-from folovllm.step.draw import Logprobs
+from folovllm.step.sampling_spec import Logprobs
 from folovllm.step.schedule import SchedulerOutput, StepResult, one_each
 from folovllm.worker.native_model import attention_layers
 from folovllm.worker.serial_model_runner import SerialModelRunner, single_sequence_batch
@@ -60,7 +60,7 @@ class TokenLoop(ABC):
     def answer(self, prompt: list[int], draw: Draw) -> Iterator[int]:
         """Yield the tokens of the answer to `prompt`, without end: the engine stops to ask when the answer is over.
 
-        `draw(logits)` gives the next token for logits [V]. Each token is drawn once, and yielded as it was drawn.
+        `sample(logits)` gives the next token for logits [V]. Each token is sampled once, and yielded as it was sampled.
         """
 
 
@@ -76,8 +76,10 @@ class LoopRunner(SerialModelRunner):
     ) -> None:
         super().__init__(setup, load, sampler)
         self._make_loop = loop
-        self._drawn: SamplerOutput | None = None  # in this step
-        self._scores: dict[int, list[Logprobs]] | None = None  # of this step's share; None: not computed yet
+        self._sampled: SamplerOutput | None = None  # in this step
+        self._scores: dict[int, list[Logprobs]] | None = (
+            None  # of this step's scheduled sequence; None: not computed yet
+        )
 
     def initialize_kv_cache(self) -> int:
         """Nothing to allocate: the loop has the caches."""
@@ -90,18 +92,18 @@ class LoopRunner(SerialModelRunner):
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:
         """Let the loop go on to its next token."""
-        (share,) = output.shares
+        (scheduled,) = output.scheduled_seqs
         self._begin_step(output)
-        if share.draw is not None:
-            self._draws.set({share.row: share.draw})
-            self._answer = self._loop.answer(share.token_ids.tolist(), self._draw)
-        token, drawn = next(self._answer, None), self._drawn
-        if drawn is None or token != drawn.token_ids[0]:
+        if scheduled.sampling is not None:
+            self._sampling_rows.set({scheduled.row: scheduled.sampling})
+            self._answer = self._loop.answer(scheduled.token_ids.tolist(), self._sample)
+        token, sampled = next(self._answer, None), self._sampled
+        if sampled is None or token != sampled.token_ids[0]:
             raise RuntimeError("a decode loop draws one token, yields it as it was drawn, and goes on to the next")
-        return one_each(output.shares, drawn.token_ids, drawn.logprobs, self._scores)
+        return one_each(output.scheduled_seqs, sampled.token_ids, sampled.logprobs, self._scores)
 
     def _begin_step(self, output: SchedulerOutput) -> None:
-        self._output, self._scores, self._drawn = output, None, None
+        self._output, self._scores, self._sampled = output, None, None
 
     def _forward(self, token_ids: list[int], start: int, caches: list[LayerCache]) -> torch.Tensor:
         for attention, cache in zip(self._layers, caches, strict=True):
@@ -112,8 +114,8 @@ class LoopRunner(SerialModelRunner):
             self._scores = self._score(self._output, hidden, batch)
         return self.model.compute_logits(hidden, batch)[0]
 
-    def _draw(self, logits: torch.Tensor) -> int:
-        (share,) = self._output.shares
-        self._draws.set_masks(self._output.masks)
-        drawn = self._drawn = self._draws.draw(logits[None], [share.row], [share.end])
-        return drawn.token_ids[0]
+    def _sample(self, logits: torch.Tensor) -> int:
+        (scheduled,) = self._output.scheduled_seqs
+        self._sampling_rows.set_masks(self._output.masks)
+        sampled = self._sampled = self._sampling_rows.draw(logits[None], [scheduled.row], [scheduled.end])
+        return sampled.token_ids[0]

@@ -1,4 +1,4 @@
-"""Our model over a whole batch at once, with one KV cache that all sequences share."""
+"""Our model over a whole batch at once, with one KV cache that all sequences scheduled sequence."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from folovllm.attention.backends.registry import make_backend
 from folovllm.electives import CALIBRATION, require
 from folovllm.forward_batch import ForwardBatch
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.sample.logprobs import DrawnLogprobs, by_share, score
-from folovllm.sample.rows import DrawRows
+from folovllm.sample.logprobs import SampledLogprobs, by_sequence, score
+from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.setup import EngineSetup
-from folovllm.step.draw import Logprobs
-from folovllm.step.schedule import SchedulerOutput, Share, StepResult, one_each, tokens_to_score
+from folovllm.step.sampling_spec import Logprobs
+from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, StepResult, one_each, tokens_to_score
 from folovllm.worker.input_batch import InputBatch, SlotsOf
 from folovllm.worker.kv_memory import num_blocks_that_fit
 from folovllm.worker.native_model import attention_layers
-from folovllm.worker.warm_up import dummy_shares, small_steps
+from folovllm.worker.warm_up import dummy_seqs, small_steps
 
 logger = logging.getLogger("folovllm")
 
 
 class ModelRunner:
-    """Runs a step: tensors, model, logits of the last tokens, draw."""
+    """Runs a step: tensors, model, logits of the last tokens, sample."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class ModelRunner:
         self._sampler = sampler
         self._whole = whole
         self._input_batch = InputBatch(slots, setup.block_size, setup.device)
-        self._draws = DrawRows(setup.max_num_seqs, setup.vocab_size, setup.device, sampler)
+        self._sampling_rows = SamplingRows(setup.max_num_seqs, setup.vocab_size, setup.device, sampler)
         self._backend = backend
 
     def load_model(self) -> None:
@@ -81,7 +81,7 @@ class ModelRunner:
     def calculate_kv_scales(self) -> None:
         """Choose the scales of a cache in 8 bits: compute some tokens over a cache of full precision, and look at their K/V.
 
-        Which tokens (`calibration_shares`), and which scales (`centred_scales_of`), is the business of an elective.
+        Which tokens (`calibration_seqs`), and which scales (`centred_scales_of`), is the business of an elective.
         """
         setup, layers, calibration = (
             self._setup,
@@ -89,15 +89,15 @@ class ModelRunner:
             require(CALIBRATION, "calculate_kv_scales"),
         )
         whole = make_backend(setup.backend, replace(setup.attention, kv_dtype=None))
-        shares = calibration.calibration_shares(setup)
-        num_tokens = shares[-1].end
+        scheduled_seqs = calibration.calibration_seqs(setup)
+        num_tokens = scheduled_seqs[-1].end
         self.allocate_kv_cache(-(-num_tokens // setup.block_size), setup.dtype)
         self.kv_cache.zero_()
         for attention in layers:
             attention.bind(whole)
         with torch.inference_mode():
-            for share in shares:
-                batch = self._input_batch.build([share])
+            for scheduled in scheduled_seqs:
+                batch = self._input_batch.build([scheduled])
                 whole.plan(batch)
                 self.model(batch)
             found = calibration.centred_scales_of([attention.kv_cache for attention in layers], num_tokens)
@@ -122,30 +122,32 @@ class ModelRunner:
             attention.kv_cache = part
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:
-        """Compute the scheduled tokens of all sequences and draw a token for each."""
-        shares = output.shares
-        self._draws.set({share.row: share.draw for share in shares if share.draw is not None})
-        batch, wanted = self._build(shares), tokens_to_score(shares)
+        """Compute the scheduled tokens of all sequences and sample a token for each."""
+        scheduled_seqs = output.scheduled_seqs
+        self._sampling_rows.set(
+            {scheduled.row: scheduled.sampling for scheduled in scheduled_seqs if scheduled.sampling is not None}
+        )
+        batch, wanted = self._build(scheduled_seqs), tokens_to_score(scheduled_seqs)
         scores = {}
         if wanted:
             _, after, tokens, counts = torch.tensor(wanted, device=self._setup.device).T
             logits, found = self.forward_and_score(batch, after, tokens, int(counts.max()))
-            scores = by_share(found.to_host(), wanted)
+            scores = by_sequence(found.to_host(), wanted)
         else:
             logits = self.forward(batch)  # [S, V]
-        return self._draw(output, logits, scores)
+        return self._sample(output, logits, scores)
 
-    def _build(self, shares: Sequence[Share]) -> ForwardBatch:
+    def _build(self, scheduled_seqs: Sequence[ScheduledSequence]) -> ForwardBatch:
         """The step's tensors."""
-        return self._input_batch.build(shares)
+        return self._input_batch.build(scheduled_seqs)
 
-    def _draw(self, output: SchedulerOutput, logits: torch.Tensor, scores: dict[int, list[Logprobs]]) -> StepResult:
-        """Draw a token for each share from `logits` [S, V]. The result has the prompts' `scores`, too."""
-        shares = output.shares
-        self._draws.set_masks(output.masks)
-        rows, positions, counts = zip(*[(s.row, s.end, s.num_draws) for s in shares], strict=True)
-        drawn = self._draws.draw(logits, rows, positions, counts)
-        return one_each(shares, drawn.token_ids, drawn.logprobs, scores)
+    def _sample(self, output: SchedulerOutput, logits: torch.Tensor, scores: dict[int, list[Logprobs]]) -> StepResult:
+        """Sample a token for each scheduled sequence from `logits` [S, V]. The result has the prompts' `scores`, too."""
+        scheduled_seqs = output.scheduled_seqs
+        self._sampling_rows.set_masks(output.masks)
+        rows, positions, counts = zip(*[(s.row, s.end, s.num_samples) for s in scheduled_seqs], strict=True)
+        sampled = self._sampling_rows.draw(logits, rows, positions, counts)
+        return one_each(scheduled_seqs, sampled.token_ids, sampled.logprobs, scores)
 
     def forward(self, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         """Logits after the last new token of each sequence, [S, V], in `out` if given; K/V of all new tokens are cached."""
@@ -160,7 +162,7 @@ class ModelRunner:
 
     def forward_and_score(
         self, batch: ForwardBatch, after: torch.Tensor, tokens: torch.Tensor, k: int
-    ) -> tuple[torch.Tensor, DrawnLogprobs]:
+    ) -> tuple[torch.Tensor, SampledLogprobs]:
         """As `forward`; also the log-probabilities of the `tokens` [n] of prompts, each `after` [n] a token of the step."""
         hidden = self.forward_hidden(batch)
 
@@ -181,27 +183,27 @@ class ModelRunner:
         """Whether a step with prompts can be recorded, padded to a fixed number of tokens."""
         return self._backend.supports_prompt_graph and not self._setup.config.compile
 
-    def _most_draws(self) -> int:
-        """The most tokens that a step draws."""
+    def _max_samples(self) -> int:
+        """The most tokens that a step samples."""
         return self._setup.max_num_seqs
 
     def warmup_model(self) -> None:
         """Run the largest step there can be, so that the memory it takes is known.
 
         As many sequences of the greatest length as the token budget holds, all over one small cache, and logits of
-        `max_num_seqs` rows with a draw that takes the full path.
+        `max_num_seqs` rows with a sample that takes the full path.
         """
-        setup, num_draws = self._setup, self._most_draws()
+        setup, num_samples = self._setup, self._max_samples()
         length = min(setup.max_model_len, setup.max_num_batched_tokens)
         self.allocate_kv_cache(-(-length // setup.block_size))
         count = max(1, min(setup.max_num_seqs, setup.max_num_batched_tokens // length))
         with torch.inference_mode():
-            batch = self._input_batch.build(dummy_shares([length] * count, setup.block_size))
+            batch = self._input_batch.build(dummy_seqs([length] * count, setup.block_size))
             self._backend.plan(batch)
             hidden = self.model(batch)
-            batch.logits_indices = torch.arange(num_draws, device=setup.device) % len(hidden)
+            batch.logits_indices = torch.arange(num_samples, device=setup.device) % len(hidden)
             logits = self._whole(self.model.compute_logits(hidden, batch))
-            rows = dummy_shares([1] * num_draws, setup.block_size)
-            specs = [share.draw for share in rows if share.draw is not None]
+            rows = dummy_seqs([1] * num_samples, setup.block_size)
+            specs = [scheduled.sampling for scheduled in rows if scheduled.sampling is not None]
             self._sampler(logits, SamplingBatch.from_specs(specs, [1] * len(specs), setup.device))
         self.allocate_kv_cache(0)  # the layers hold on to their parts of it

@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from folovllm.sample.logprobs import DrawnLogprobs, by_share
-from folovllm.step.draw import Logprobs
+from folovllm.sample.logprobs import SampledLogprobs, by_sequence
 from folovllm.step.packed import NOTHING, PackedStep, Sample
+from folovllm.step.sampling_spec import Logprobs
 from folovllm.step.schedule import StepResult
 from folovllm.worker.buckets import Bucket
 
@@ -41,7 +41,7 @@ class Computed:
     step: PackedStep
     logits: torch.Tensor  # [R, V]
     samples: torch.Tensor | None = None  # [len(Sample), R] on the device; None of a captured step, which has them
-    scores: DrawnLogprobs | None = None  # of prompts
+    scores: SampledLogprobs | None = None  # of prompts
     bucket: Bucket | None = None  # the captured step that was replayed, if it leaves its logits
 
 
@@ -52,8 +52,8 @@ class PendingStep:
     step: PackedStep
     tokens: torch.Tensor  # [R] int64 in host memory, once `arrived`, and so are `logprobs` and `scores`
     arrived: torch.cuda.Event | None
-    logprobs: DrawnLogprobs | None
-    scores: DrawnLogprobs | None
+    logprobs: SampledLogprobs | None
+    scores: SampledLogprobs | None
     verifier: Verifier | None
 
     def is_here(self) -> bool:
@@ -85,7 +85,7 @@ class PendingStep:
             sampled = self._accepted(sampled, sequences)
         logprobs: dict[int, list[Logprobs]] = {}
         if self.scores is not None:
-            logprobs = by_share(self.scores, step.scores.T.tolist())
+            logprobs = by_sequence(self.scores, step.scores.T.tolist())
         if self.logprobs is not None:
             for n, (r, k) in enumerate(step.logprobs.T.tolist()):
                 if place[r] < len(sampled[i := sequences[r]]):

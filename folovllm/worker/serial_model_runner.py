@@ -11,11 +11,11 @@ from folovllm.attention.backends.registry import get_backend
 from folovllm.attention.growing_cache import GrowingKVCache
 from folovllm.forward_batch import ForwardBatch
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.sample.logprobs import by_share, score
-from folovllm.sample.rows import DrawRows
+from folovllm.sample.logprobs import by_sequence, score
+from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler
 from folovllm.setup import EngineSetup
-from folovllm.step.draw import Logprobs, TokenIds
+from folovllm.step.sampling_spec import Logprobs, TokenIds
 from folovllm.step.schedule import SchedulerOutput, StepResult, one_each, tokens_to_score
 from folovllm.worker.native_model import attention_layers
 
@@ -26,7 +26,7 @@ class SerialModelRunner:
     def __init__(self, setup: EngineSetup, load: Callable[[], LlamaForCausalLM], sampler: Sampler) -> None:
         self._setup = setup
         self._load = load
-        self._draws = DrawRows(1, setup.vocab_size, setup.device, sampler)
+        self._sampling_rows = SamplingRows(1, setup.vocab_size, setup.device, sampler)
         self._caches: list[GrowingKVCache] = []
 
     def load_model(self) -> None:
@@ -44,23 +44,23 @@ class SerialModelRunner:
         return 0
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:
-        """Compute the scheduled tokens of the one running sequence and draw the next."""
-        (share,) = output.shares
-        if share.draw is not None:
-            self._draws.set({share.row: share.draw})
+        """Compute the scheduled tokens of the one running sequence and sample the next."""
+        (scheduled,) = output.scheduled_seqs
+        if scheduled.sampling is not None:
+            self._sampling_rows.set({scheduled.row: scheduled.sampling})
             for cache in self._caches:
                 cache.reset()
-        batch = single_sequence_batch(share.token_ids, share.start, self._setup.device)
+        batch = single_sequence_batch(scheduled.token_ids, scheduled.start, self._setup.device)
         hidden = self.model(batch)
         scores = self._score(output, hidden, batch)
         logits = self.model.compute_logits(hidden, batch)  # [1, V]
-        self._draws.set_masks(output.masks)
-        drawn = self._draws.draw(logits, [share.row], [share.end])
-        return one_each(output.shares, drawn.token_ids, drawn.logprobs, scores)
+        self._sampling_rows.set_masks(output.masks)
+        sampled = self._sampling_rows.draw(logits, [scheduled.row], [scheduled.end])
+        return one_each(output.scheduled_seqs, sampled.token_ids, sampled.logprobs, scores)
 
     def _score(self, output: SchedulerOutput, hidden: torch.Tensor, batch: ForwardBatch) -> dict[int, list[Logprobs]]:
-        """What `Share.scores` asks for, from the hidden states [T, H] of the step's tokens."""
-        wanted = tokens_to_score(output.shares)
+        """What `ScheduledSequence.scores` asks for, from the hidden states [T, H] of the step's tokens."""
+        wanted = tokens_to_score(output.scheduled_seqs)
         if not wanted:
             return {}
 
@@ -69,7 +69,7 @@ class SerialModelRunner:
 
         _, after, tokens, counts = torch.tensor(wanted, device=self._setup.device).T
         found = score(logits_after, after, tokens, int(counts.max()), self._setup.vocab_size)
-        return by_share(found.to_host(), wanted)
+        return by_sequence(found.to_host(), wanted)
 
 
 def single_sequence_batch(token_ids: TokenIds, start: int, device: torch.device) -> ForwardBatch:

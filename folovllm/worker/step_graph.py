@@ -41,14 +41,14 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
         self._pool = pool
         self._stream = stream
-        self._is_rehearsed = is_rehearsed
+        self._is_dry_run = is_rehearsed
 
     def capture(self, run: Callable[[torch.Tensor], None]) -> None:
-        """Record `run(static_input)`. Unless it is rehearsed it runs once before.
+        """Record `run(static_input)`. Unless it is dry_run it runs once before.
 
         A kernel that was missed is loaded all the same: "relaxed" allows that while something is recorded.
         """
-        if not self._is_rehearsed:
+        if not self._is_dry_run:
             run(self.static_input)
             torch.cuda.synchronize()
         with torch.cuda.graph(self._graph, pool=self._pool, stream=self._stream, capture_error_mode="relaxed"):
@@ -119,7 +119,7 @@ class GraphStore(ABC):
     """Keeps recorded decode steps.
 
     A graph serves steps of one width, its number of rows. A step of fewer rows is padded to the smallest width that holds
-    it. At one width there are several kinds of work (the whole step, its logits, its draw), each with a graph of its own.
+    it. At one width there are several kinds of work (the whole step, its logits, its sample), each with a graph of its own.
     """
 
     widths: list[int]  # ascending, the last one `max_num_seqs`; the driver pads to them, so they stay as they are

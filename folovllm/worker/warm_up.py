@@ -6,17 +6,17 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from folovllm.draw_row import mask_width
 from folovllm.model_config import num_experts_of
+from folovllm.sampling_row import mask_width
 from folovllm.setup import EngineSetup
-from folovllm.step.draw import DrawSpec
-from folovllm.step.masks import Masks
 from folovllm.step.packed import PackedStep, StepPacker
-from folovllm.step.schedule import SchedulerOutput, Share
+from folovllm.step.sampling_spec import SamplingSpec
+from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
+from folovllm.step.token_bitmask import TokenBitmasks
 
 WARM_UP_TOKENS = 256  # from here on more tokens, or more sequences, change no kernel of a plain model,
 LONG_STEP = 4096  # until here, where attention may have one for long prompts
-FILTERED = DrawSpec(top_p=0.9)
+FILTERED = SamplingSpec(top_p=0.9)
 
 
 def small_steps(setup: EngineSetup) -> Iterator[SchedulerOutput]:
@@ -24,7 +24,7 @@ def small_steps(setup: EngineSetup) -> Iterator[SchedulerOutput]:
 
     The variant of a kernel may depend on the number of tokens or of decodes, by limits and by powers of two; the places
     of the blocks never matter. So there are prompts of 1, 2, 4, ... tokens and a long one, then as many decodes, and
-    some decodes beside a prompt. The last draw plainly, all others with a filter. No request uses what they leave in
+    some decodes beside a prompt. The last sample plainly, all others with a filter. No request uses what they leave in
     the cache. Products of experts and of codes have other tiles for more tokens, up to the largest step.
     """
     longest = min(setup.max_model_len, setup.max_num_batched_tokens, WARM_UP_TOKENS)
@@ -34,25 +34,25 @@ def small_steps(setup: EngineSetup) -> Iterator[SchedulerOutput]:
         sizes = doublings(setup.max_num_batched_tokens)
         long += [long_prompts(setup, tokens) for tokens in sizes if tokens > longest]
     for lengths in long + [[n] for n in doublings(longest)] + [[1] * n for n in doublings(most)]:
-        yield SchedulerOutput(dummy_shares(lengths, setup.block_size))
+        yield SchedulerOutput(dummy_seqs(lengths, setup.block_size))
     for n in doublings(most):
-        yield SchedulerOutput(dummy_shares([*[1] * (n - 1), min(2, longest)], setup.block_size, DrawSpec()))
+        yield SchedulerOutput(dummy_seqs([*[1] * (n - 1), min(2, longest)], setup.block_size, SamplingSpec()))
 
 
 def steps_with_drafts(setup: EngineSetup, num_samples: int) -> Iterator[SchedulerOutput]:
     """Small steps in which 2, 4, 8, ... tokens of a sequence are sampled, at most `num_samples`: plainly and with a filter."""
     for n in doublings(min(setup.max_model_len, setup.max_num_batched_tokens, num_samples))[1:]:
-        for draw in FILTERED, DrawSpec():
-            (share,) = dummy_shares([n], setup.block_size, draw)
-            yield SchedulerOutput((share._replace(num_draws=n),))
+        for draw in FILTERED, SamplingSpec():
+            (scheduled,) = dummy_seqs([n], setup.block_size, draw)
+            yield SchedulerOutput((scheduled._replace(num_samples=n),))
 
 
-def late_draft(setup: EngineSetup) -> tuple[PackedStep, Masks]:
+def late_draft(setup: EngineSetup) -> tuple[PackedStep, TokenBitmasks]:
     """A step with a draft that stops at its logits, and the masks with which it goes on."""
-    (share,) = dummy_shares([2], setup.block_size, DrawSpec(has_form=True))
-    step = StepPacker(setup.max_num_seqs, []).pack(SchedulerOutput((share._replace(num_draws=2),)))
-    step.draws_late = True
-    return step, Masks(np.zeros(2, np.int32), np.full((2, mask_width(setup.vocab_size)), -1, np.int32))
+    (scheduled,) = dummy_seqs([2], setup.block_size, SamplingSpec(has_grammar=True))
+    step = StepPacker(setup.max_num_seqs, []).pack(SchedulerOutput((scheduled._replace(num_samples=2),)))
+    step.defers_sampling = True
+    return step, TokenBitmasks(np.zeros(2, np.int32), np.full((2, mask_width(setup.vocab_size)), -1, np.int32))
 
 
 def long_prompts(setup: EngineSetup, tokens: int = LONG_STEP) -> list[int]:
@@ -67,10 +67,10 @@ def doublings(limit: int) -> list[int]:
     return [1 << i for i in range((limit - 1).bit_length())] + [limit]
 
 
-def dummy_shares(lengths: list[int], block_size: int, draw: DrawSpec = FILTERED) -> tuple[Share, ...]:
+def dummy_seqs(lengths: list[int], block_size: int, draw: SamplingSpec = FILTERED) -> tuple[ScheduledSequence, ...]:
     """Made-up sequences that all share the same first blocks."""
     return tuple(
-        Share(
+        ScheduledSequence(
             seq_id=-1,
             row=row,
             start=0,
@@ -78,8 +78,8 @@ def dummy_shares(lengths: list[int], block_size: int, draw: DrawSpec = FILTERED)
             token_ids=np.zeros(length, np.int32),
             new_blocks=tuple(range(-(-length // block_size))),
             first_new_block=0,
-            num_draws=1,
-            draw=draw,
+            num_samples=1,
+            sampling=draw,
         )
         for row, length in enumerate(lengths)
     )

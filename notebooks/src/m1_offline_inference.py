@@ -129,9 +129,9 @@ lanes(run)
 # %%
 print("step  who  positions  tokens that go in, and the token that is drawn")
 for turn in run.turns[:3] + run.turns[10:12]:
-    (share,) = turn.shares
-    texts = [example().texts[token] for token in share.token_ids]
-    print(f"{turn.number:4}   {share.name}   {f'{share.start} to {share.end - 1}':9}  {''.join(texts)!r} -> {example().texts[turn.drawn[share.name]]!r}")
+    (scheduled,) = turn.scheduled_seqs
+    texts = [example().texts[token] for token in scheduled.token_ids]
+    print(f"{turn.number:4}   {scheduled.name}   {f'{scheduled.start} to {scheduled.end - 1}':9}  {''.join(texts)!r} -> {example().texts[turn.drawn[scheduled.name]]!r}")
 first = {name: next(turn.number for turn in run.turns if name in turn.drawn) for name in "ABC"}
 print("first token in step", first)
 assert first == {"A": 0, "B": 10, "C": 16}
@@ -253,7 +253,7 @@ EXERCISES = {
     "m1.2": [rotary_embedding.rotate],
     "m1.3": [RMSNorm.forward],
     "m1.4": [filters.apply_min_p_filtering, filters.apply_top_k_filtering, filters.apply_top_p_filtering],
-    "m1.5": [Sampler.draw],
+    "m1.5": [Sampler.sample_filtered],
     "m1.6": [check_stop_conditions],
     "m1.7": [IncrementalDetokenizer.advance],
     "m1.8": [checkpoint_places],
@@ -325,10 +325,10 @@ panel.set(xscale="log", xlim=(1, 10 * max(usual)), ylim=(3.6, -1.1), yticks=rang
 figure.tight_layout()
 plt.show()
 
-share = {name: sum(e - b for n, b, e in spans if n == name) for name in rows}
+scheduled = {name: sum(e - b for n, b, e in spans if n == name) for name in rows}
 whole = spans[-1][2] - zero
-model_share = (share["execute_model"] - share["sampler"]) / whole
-print(f"model {model_share:.0%}, sampler {share['sampler'] / whole:.0%}, all else {1 - share['execute_model'] / whole:.0%}")
+model_share = (scheduled["execute_model"] - scheduled["sampler"]) / whole
+print(f"model {model_share:.0%}, sampler {scheduled['sampler'] / whole:.0%}, all else {1 - scheduled['execute_model'] / whole:.0%}")
 assert len(deltas) == 7 and model_share > 0
 
 # %% [markdown]

@@ -79,7 +79,7 @@ pictures.lanes(("static batching", static_run), ("continuous batching", continuo
 # after. B's numbers are still there when C overwrites them, slot by slot.
 
 # %%
-assert continuous_run.turns[6].finished == ("B",) and continuous_run.turns[7].shares[1].name == "C"
+assert continuous_run.turns[6].finished == ("B",) and continuous_run.turns[7].scheduled_seqs[1].name == "C"
 pictures.step(continuous_run, 7)
 
 # %% [markdown]
@@ -87,7 +87,7 @@ pictures.step(continuous_run, 7)
 
 # %%
 for turn in continuous_run.turns[:4]:
-    print(f"step {turn.number}: {[f'{share.name} {share.end - share.start}' for share in turn.shares]}, refused: {turn.refused}")
+    print(f"step {turn.number}: {[f'{scheduled.name} {scheduled.end - scheduled.start}' for scheduled in turn.scheduled_seqs]}, refused: {turn.refused}")
 assert continuous_run.turns[0].refused == {"B": "tokens"} and continuous_run.turns[2].refused == {"C": "blocks"}
 
 # %% [markdown]
@@ -288,7 +288,7 @@ task("m2.1", Sequence.requeue)
 task("m2.1", Sequence.finish)
 task("m2.2", Scheduler.schedule)
 task("m2.3", Scheduler.postprocess)
-task("m2.4", SlotManager.reserve)
+task("m2.4", SlotManager.allocate_slots)
 task("m2.5", InputBatch.flatten)
 
 # %% [markdown]
@@ -300,27 +300,27 @@ task("m2.5", InputBatch.flatten)
 # %%
 def rows_of(history):
     """(row, request, start, seconds, tokens) of every share; a request keeps the lowest row that was free when it came."""
-    row, shares = {}, []
+    row, scheduled_seqs = {}, []
     for step in history:
-        present = {share[0] for share in step.shares}
+        present = {scheduled[0] for scheduled in step.scheduled_seqs}
         row = {request: r for request, r in row.items() if request in present}
-        for request, _, _, count in step.shares:
+        for request, _, _, count in step.scheduled_seqs:
             if request not in row:
                 row[request] = min(set(range(len(row) + 1)) - set(row.values()))
-            shares.append((row[request], int(request), step.start - history[0].start, step.seconds, count))
-    return shares
+            scheduled_seqs.append((row[request], int(request), step.start - history[0].start, step.seconds, count))
+    return scheduled_seqs
 
 
 def gantt(axes, history, title):
-    shares = rows_of(history)
+    scheduled_seqs = rows_of(history)
     colours = plt.get_cmap("tab20")
-    for p, request, start, seconds, count in shares:
+    for p, request, start, seconds, count in scheduled_seqs:
         axes.barh(p, seconds, left=start, height=0.85, color=colours(request % 20), alpha=1.0 if count > 1 else 0.55, linewidth=0)
-    for request in {share[1] for share in shares}:
-        own = [share for share in shares if share[1] == request]
+    for request in {scheduled[1] for scheduled in scheduled_seqs}:
+        own = [scheduled for scheduled in scheduled_seqs if scheduled[1] == request]
         axes.text(own[0][2], own[0][0], f" {request}", va="center", fontsize=8)
-    end = max(start + seconds for _, _, start, seconds, _ in shares)
-    idle = 1 - sum(seconds for *_, seconds, _ in shares) / (4 * end)
+    end = max(start + seconds for _, _, start, seconds, _ in scheduled_seqs)
+    idle = 1 - sum(seconds for *_, seconds, _ in scheduled_seqs) / (4 * end)
     axes.set(yticks=range(4), ylabel="row", title=f"{title}: {len(history)} steps, {end:.2f} s, {idle:.0%} of the area idle")
     return end, idle
 
@@ -395,10 +395,10 @@ axes.fill_between(range(len(used)), used, step="post", color="tab:blue", label="
 axes.set(xlabel="step", ylabel="MiB of K/V")
 axes.legend(frameon=False, loc="center")
 plt.show()
-share = sum(used) / sum(reserved)
+scheduled = sum(used) / sum(reserved)
 context = engine.setup.max_model_len
-print(f"blocks of {context} tokens: {share:.1%} of the reserved memory holds a token, {1 - share:.1%} is wasted")
-assert share < 0.5
+print(f"blocks of {context} tokens: {scheduled:.1%} of the reserved memory holds a token, {1 - scheduled:.1%} is wasted")
+assert scheduled < 0.5
 llm.close()
 
 # %% [markdown]
@@ -470,9 +470,9 @@ assert useful == sum(step.num_tokens for step in history), "M2 computes the usef
 reference_flatten = InputBatch.flatten
 
 
-def positions_from_zero(self, shares):
-    arrays = reference_flatten(self, shares)
-    arrays.positions = np.concatenate([np.arange(share.num_new_tokens) for share in shares])
+def positions_from_zero(self, scheduled_seqs):
+    arrays = reference_flatten(self, scheduled_seqs)
+    arrays.positions = np.concatenate([np.arange(scheduled.num_new_tokens) for scheduled in scheduled_seqs])
     return arrays
 
 

@@ -28,7 +28,7 @@ import torch
 from folovllm import LLM, SamplingParams
 from folovllm.bench.memory import measure
 from folovllm.bench.workload import mixed_workload
-from folovllm.show import draw_pool
+from folovllm.cli.show import draw_pool
 from folovllm.watcher import Watcher
 from milestones import pictures
 from milestones.running_example import example, play
@@ -104,7 +104,7 @@ pictures.step(short, 4)
 # Step 7: B is done, and C comes back. One step computes its 11 tokens again, nine of the prompt and two of the answer.
 
 # %%
-assert [share.end - share.start for share in short.turns[7].shares] == [1, 11]
+assert [scheduled.end - scheduled.start for scheduled in short.turns[7].scheduled_seqs] == [1, 11]
 pictures.step(short, 7)
 
 # %% [markdown]
@@ -192,7 +192,7 @@ class Blocks:
         self.kv, self.size = torch.full(shape, torch.nan), size
         self.free, self.tables = list(range(count)), {}
 
-    def reserve(self, seq, tokens):
+    def allocate_slots(self, seq, tokens):
         """Blocks for so many tokens; False if there is none left."""
         table = self.tables.setdefault(seq, [])
         while len(table) * self.size < tokens and self.free:
@@ -247,7 +247,7 @@ def mini_serve(folder, requests, count, size):
     blocks, computed, todo = Blocks(mini.c, count, size), [0] * len(texts), list(range(len(texts)))
     while todo:
         for seq in list(todo):  # in order of arrival
-            while seq in todo and not blocks.reserve(seq, len(texts[seq])):
+            while seq in todo and not blocks.allocate_slots(seq, len(texts[seq])):
                 victim = max(blocks.tables)  # the last to arrive gives way
                 blocks.release(victim)
                 computed[victim], preemptions = 0, preemptions + 1
@@ -398,7 +398,7 @@ for step in history:
 left.set(xlabel="step", ylabel="block", title="who holds which block (dotted: a preemption)")
 resumed = Counter()
 for step in history:
-    for request, _, start, n in step.shares:
+    for request, _, start, n in step.scheduled_seqs:
         again = start == 0 and n > len(hungry[int(request)][0])
         resumed[request] += again
         right.bar(step.index, 0.8, bottom=int(request) - 0.4, width=1, color="tab:red" if again else PALETTE(int(request)))
@@ -407,7 +407,7 @@ for step in history:
 right.set(xlabel="step", ylabel="request", ylim=(5.6, -0.8), title="who takes part (red: computes everything again)")
 figure.tight_layout()
 plt.show()
-recomputed = sum(n for step in history for _, _, start, n in step.shares) - sum(len(p) + a - 1 for p, a in hungry)
+recomputed = sum(n for step in history for _, _, start, n in step.scheduled_seqs) - sum(len(p) + a - 1 for p, a in hungry)
 print(f"{tight.engine.stats().preemptions} preemptions, {recomputed} tokens computed again")
 assert tight.engine.stats().preemptions == sum(resumed.values()) > 2
 assert short_of_memory == serve(paged.engine, hungry), "with memory for all: the same text"
@@ -591,8 +591,8 @@ def decodes(context, sequences=6, steps=10):
 
 print("context   time for copying   copied a step   new K/V a step")
 for context in (64, 512, 2048):
-    share, copied, new = decodes(context)
-    print(f"{context:7,} {share:18.0%} {copied / 1e6:12.1f} MB {new / 1e3:13.1f} KB")
+    scheduled, copied, new = decodes(context)
+    print(f"{context:7,} {scheduled:18.0%} {copied / 1e6:12.1f} MB {new / 1e3:13.1f} KB")
 assert copied > 1000 * new
 
 # %% [markdown]

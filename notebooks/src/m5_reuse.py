@@ -87,7 +87,7 @@ def serve(engine, requests, look=lambda: None):
 four, five = play("m4"), play("m5")
 assert four.answers == five.answers
 for run in (four, five):
-    print(run.milestone, sum(share.end - share.start for turn in run.turns for share in turn.shares), "tokens computed in", len(run.turns), "steps")
+    print(run.milestone, sum(scheduled.end - scheduled.start for turn in run.turns for scheduled in turn.scheduled_seqs), "tokens computed in", len(run.turns), "steps")
 lanes(("Whole prompts, nothing kept (M4)", four), ("Chunks and prefixes (M5)", five))
 
 # %% [markdown]
@@ -114,7 +114,7 @@ def converse(llm):
         engine.history = []
         out = llm.chat(messages, SamplingParams(temperature=0, max_tokens=160), use_tqdm=False)[0]
         messages.append({"role": "assistant", "content": out["text"]})
-        computed = sum(n for step in engine.history for *_, n in step.shares)
+        computed = sum(n for step in engine.history for *_, n in step.scheduled_seqs)
         counts.append((len(out.prompt_token_ids), computed - len(out["token_ids"]) + 1, out.num_cached_tokens))
     return messages, counts
 
@@ -168,7 +168,7 @@ class Blocks:
             name = hash((name, *ids[i : i + self.size]))  # the chain
             yield name
 
-    def match(self, seq, ids):
+    def get_computed_blocks(self, seq, ids):
         """Begin with what is there, but leave a token to compute; how many tokens were found."""
         table = self.tables[seq] = []
         for name in self.names(ids[:-1]):
@@ -179,7 +179,7 @@ class Blocks:
             table.append(block)
         return len(table) * self.size
 
-    def reserve(self, seq, tokens):
+    def allocate_slots(self, seq, tokens):
         table = self.tables[seq]
         while len(table) * self.size < tokens:
             block = next(iter(self.free))
@@ -188,7 +188,7 @@ class Blocks:
             self.holders[block] = 1
             table.append(block)
 
-    def publish(self, seq, ids):
+    def cache_blocks(self, seq, ids):
         for block, name in zip(self.tables[seq], self.names(ids), strict=False):
             if name not in self.block_of:
                 self.block_of[name], self.name_of[block] = block, name
@@ -213,11 +213,11 @@ def mini_serve(mini, requests, count, size, chunk):
     while todo:
         for seq in list(todo):
             text = texts[seq]
-            start = done[seq] if seq in done else blocks.match(seq, text)
+            start = done[seq] if seq in done else blocks.get_computed_blocks(seq, text)
             done[seq] = end = min(len(text), start + chunk)
-            blocks.reserve(seq, end)
+            blocks.allocate_slots(seq, end)
             token, computed = mini.next_token(text[:end], start, blocks, seq), computed + end - start
-            blocks.publish(seq, text[:end])
+            blocks.cache_blocks(seq, text[:end])
             if end == len(text):  # a chunk that ends earlier draws nothing
                 text.append(token)
                 if len(text) == len(requests[seq][0]) + requests[seq][1]:
@@ -299,7 +299,7 @@ from folovllm.engine import scheduler
 EXERCISES = {
     "m5.1": [prefix_cache.compute_hash],
     "m5.2": [PrefixCache.longest_cached_prefix],
-    "m5.3": [PrefixCache.publish],
+    "m5.3": [PrefixCache.cache_blocks],
     "m5.4": [PrefixCache.evict, PrefixCachingBlockManager.adopt],
     "m5.5": [scheduler.chunk],
 }

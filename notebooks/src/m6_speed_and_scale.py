@@ -350,11 +350,11 @@ print(f"{lines} lines; {sum(map(len, expected))} tokens equal to the preset's, e
 # %%
 from folovllm.distributed import sharding
 from folovllm.executor.ring import SLOTS, Ring
-from folovllm.worker.draw import best_of_ranks
+from folovllm.worker.step_sampler import best_of_ranks
 from folovllm.engine.overlap import OverlappedEngine
 from folovllm.kernels import gumbel_max
 from folovllm.layers.sharded import ShardedEmbedding
-from folovllm.sample.draw_state import DrawState
+from folovllm.sample.sampler_state import SamplerState
 from folovllm.step import packed as packed_step
 from folovllm.step.packed import Field, StepPacker
 from folovllm.worker.step_graph import RecordedGraph
@@ -414,14 +414,14 @@ class PretendGPU:
         self.host.append(("pack and start", began, now))
         self.device.append((start, self.free_at))
         owners = self.scheduler.sequences(output)  # no device knows them; this one has a script to read from
-        return Pending(self, self.free_at, [self.tokens(*pair) for pair in zip(output.shares, owners, strict=True)])
+        return Pending(self, self.free_at, [self.tokens(*pair) for pair in zip(output.scheduled_seqs, owners, strict=True)])
 
     def execute_model(self, output):
         return self.submit(output).wait()
 
-    def tokens(self, share, seq):
-        answer, i = self.answers[int(seq.request_id)], share.end - seq.num_prompt_tokens
-        return [answer[i] if i < len(answer) else 0] * share.num_draws
+    def tokens(self, scheduled, seq):
+        answer, i = self.answers[int(seq.request_id)], scheduled.end - seq.num_prompt_tokens
+        return [answer[i] if i < len(answer) else 0] * scheduled.num_samples
 
 
 class Pending:
@@ -577,12 +577,12 @@ films[0]
 
 # %%
 widths = decode_buckets(256)
-share = [packed_step.choose_bucket(n, widths) / n for n in range(1, 257)]
+scheduled = [packed_step.choose_bucket(n, widths) / n for n in range(1, 257)]
 figure, axes = plt.subplots(figsize=(8, 2.2))
-axes.step(range(1, 257), share, where="mid", color="tab:blue")
+axes.step(range(1, 257), scheduled, where="mid", color="tab:blue")
 axes.set(xlabel="sequences", ylabel="rows computed\nper sequence", xscale="log", ylim=(0.9, 2))
 plt.show()
-print(f"{len(widths)} graphs; on average {np.mean(share) - 1:.1%} more rows than sequences, at worst {max(share) - 1:.0%}, from {1 + int(np.argmax(share))} sequences")
+print(f"{len(widths)} graphs; on average {np.mean(scheduled) - 1:.1%} more rows than sequences, at worst {max(scheduled) - 1:.0%}, from {1 + int(np.argmax(scheduled))} sequences")
 
 # %% [markdown]
 # It looks worse than it is. At small batch a decode reads all weights whatever the number of rows, and padding reads no K/V at all: its length is 0.
@@ -850,9 +850,9 @@ assert said != "equal"
 # slot is -1. Does it do any harm?
 
 # %%
-def borrows_row_0(self, shares, width):
-    step = pack_decode(self, shares, width)
-    step.fields[Field.ROW, len(shares) :] = 0
+def borrows_row_0(self, scheduled_seqs, width):
+    step = pack_decode(self, scheduled_seqs, width)
+    step.fields[Field.ROW, len(scheduled_seqs) :] = 0
     return step
 
 
@@ -873,7 +873,7 @@ assert not all(right)
 penalized = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, frequency_penalty=2.0)
 story = "no no no no no"
 right = load().generate([story], penalized, use_tqdm=False)[0].outputs[0]
-note, drawn = DrawState.note, []
+note, drawn = SamplerState.note, []
 
 
 def counts_one_step_late(self, *step):
@@ -882,7 +882,7 @@ def counts_one_step_late(self, *step):
         note(self, *drawn[-2])
 
 
-with patch.object(DrawState, "note", counts_one_step_late):
+with patch.object(SamplerState, "note", counts_one_step_late):
     wrong = load().generate([story], penalized, use_tqdm=False)[0].outputs[0]
 same = next(i for i, (a, b) in enumerate(zip(right.token_ids, wrong.token_ids, strict=True)) if a != b)
 print(f"equal for {same} tokens, then\nright: {right.text!r}\nwrong: {wrong.text!r}")

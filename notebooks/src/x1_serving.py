@@ -243,11 +243,11 @@ class Device:
         self.free_at = 0.0
 
     def submit(self, output):
-        if not output.shares:
+        if not output.scheduled_seqs:
             raise NothingScheduled
-        tokens = sum(share.num_new_tokens for share in output.shares)
+        tokens = sum(scheduled.num_new_tokens for scheduled in output.scheduled_seqs)
         self.free_at = max(self.free_at, time.monotonic()) + 0.010 + 0.0001 * tokens
-        return Pending([[3] * share.num_draws for share in output.shares], self.free_at)
+        return Pending([[3] * scheduled.num_samples for scheduled in output.scheduled_seqs], self.free_at)
 
     def execute_model(self, output):
         return self.submit(output).wait()
@@ -418,19 +418,19 @@ async def poisson(rate, seconds=1.0, most=None):
     return served, refused
 
 
-shares, results = (0.3, 0.6, 0.9, 1.2, 1.8), {}
+scheduled_seqs, results = (0.3, 0.6, 0.9, 1.2, 1.8), {}
 for most in (None, 4):
-    for share in shares:
-        results[most, share] = await poisson(share * capacity, most=most)
+    for scheduled in scheduled_seqs:
+        results[most, scheduled] = await poisson(scheduled * capacity, most=most)
 bound = 0.2  # seconds: what was promised for the first token
 figure, axes = plt.subplots(1, 3, figsize=(12, 3))
 goodput = {}
 for most, colour, name in ((None, "tab:red", "takes everybody"), (4, "tab:blue", "queue holds 4")):
-    runs = [results[most, share] for share in shares]
+    runs = [results[most, scheduled] for scheduled in scheduled_seqs]
     goodput[most] = [sum(ttft <= bound for ttft, _ in served) / 1.0 for served, _ in runs]
-    axes[0].plot(shares, [1e3 * median(t for t, _ in served) for served, _ in runs], "o-", color=colour, label=name)
-    axes[1].plot(shares, [1e3 * median(i for _, i in served) for served, _ in runs], "o-", color=colour)
-    axes[2].plot(shares, goodput[most], "o-", color=colour)
+    axes[0].plot(scheduled_seqs, [1e3 * median(t for t, _ in served) for served, _ in runs], "o-", color=colour, label=name)
+    axes[1].plot(scheduled_seqs, [1e3 * median(i for _, i in served) for served, _ in runs], "o-", color=colour)
+    axes[2].plot(scheduled_seqs, goodput[most], "o-", color=colour)
 axes[0].axhline(1e3 * bound, color="grey", ls=":")
 axes[0].set(title="TTFT, median", ylabel="ms", yscale="log")
 axes[0].legend(frameon=False, fontsize=8)

@@ -17,22 +17,22 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from folovllm.chat import Chat, OwnEngine
 from folovllm.cli import main
+from folovllm.cli.chat import Chat, OwnEngine
+from folovllm.cli.flags import described_fields, pick
 from folovllm.config import EngineConfig
 from folovllm.events import Listener, StepEnded
-from folovllm.flags import described_fields, pick
 from folovllm.interrupts import Interrupted, interrupts
 from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from folovllm.sampling_params import SamplingParams
-from folovllm.step.schedule import SchedulerOutput, Share, StepResult
+from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, StepResult
 
 
 def step_ended(step: int) -> StepEnded:
     """Seven tokens of one sequence, in 12.5 ms."""
-    share = Share(0, 0, 0, 7, np.arange(7, dtype=np.int32), (), 0, 1, None)
+    scheduled = ScheduledSequence(0, 0, 0, 7, np.arange(7, dtype=np.int32), (), 0, 1, None)
     result = StepResult([[1]], [[]])
-    return StepEnded(step, 10.0, 10.0, 10.0125, SchedulerOutput((share,)), result, waiting=0, kv_blocks_used=3)
+    return StepEnded(step, 10.0, 10.0, 10.0125, SchedulerOutput((scheduled,)), result, waiting=0, kv_blocks_used=3)
 
 
 class FakeEngine:

@@ -83,7 +83,11 @@ class TestPrompts:
         with LLM(PATH, **FIELDS | {"milestone": "m2", "scheduling": "priority", "max_num_seqs": 1}) as llm:
             llm.engine.history = []
             llm.generate(["a", "b", "c"], replace(GREEDY, max_tokens=1), priority=[2, 0, 1], use_tqdm=False)
-            assert [share[0][-1] for step in llm.engine.history for share in step.shares] == ["1", "2", "0"]
+            assert [scheduled[0][-1] for step in llm.engine.history for scheduled in step.scheduled_seqs] == [
+                "1",
+                "2",
+                "0",
+            ]
             with pytest.raises(ValueError, match="2 priority for 1 prompts"):
                 llm.generate(["a"], GREEDY, priority=[1, 2], use_tqdm=False)
 

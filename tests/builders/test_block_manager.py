@@ -17,7 +17,7 @@ from tests.sequences import make_seq
 def admitted(kv: Any, num_tokens: int) -> Sequence | None:
     """A sequence whose prompt was admitted whole, or None."""
     seq = make_seq(num_tokens, 200)
-    if not kv.reserve(seq, num_tokens):
+    if not kv.allocate_slots(seq, num_tokens):
         return None
     seq.start()
     seq.num_computed_tokens = num_tokens
@@ -26,7 +26,7 @@ def admitted(kv: Any, num_tokens: int) -> Sequence | None:
 
 def grown(kv: Any, seq: Sequence, num_tokens: int = 1) -> bool:
     """Whether a running sequence got room for its next tokens."""
-    fits = bool(kv.reserve(seq, num_tokens))
+    fits = bool(kv.allocate_slots(seq, num_tokens))
     seq.num_computed_tokens += num_tokens * fits
     return fits
 
@@ -116,7 +116,7 @@ def test_a_preempted_sequence_comes_back(component: Any) -> None:
     seq.requeue()
     if other:
         kv.free(other)
-    assert kv.reserve(seq, seq.num_tokens), "it is admitted again, with all its tokens"
+    assert kv.allocate_slots(seq, seq.num_tokens), "it is admitted again, with all its tokens"
     seq.start()
     seq.num_computed_tokens = seq.num_tokens
     check(kv, [seq])

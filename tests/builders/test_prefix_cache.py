@@ -25,14 +25,14 @@ class Bench:
 
     def admit(self, seq: Sequence, count: int | None = None) -> bool:
         """Match and reserve as the scheduler does, then compute `count` tokens, or all."""
-        self.kv.match(seq)
+        self.kv.get_computed_blocks(seq)
         assert seq.num_computed_tokens == len(seq.block_table) * self.kv.block_size, (
             "what is matched counts as computed"
         )
         assert seq.num_uncomputed_tokens >= 1, "one token is left to compute: its logits give the next one"
         self.check(seq)
         count = seq.num_uncomputed_tokens if count is None else min(count, seq.num_uncomputed_tokens)
-        if not self.kv.reserve(seq, count):
+        if not self.kv.allocate_slots(seq, count):
             self.kv.free(seq)
             assert (seq.block_table, seq.num_computed_tokens) == ([], 0), "who is not admitted holds and has nothing"
             return False
@@ -51,7 +51,7 @@ class Bench:
         seq.num_computed_tokens = end
         for other in self.running:
             self.check(other)
-        self.kv.publish(seq)
+        self.kv.cache_blocks(seq)
 
     def check(self, seq: Sequence) -> None:
         slots = self.kv.slots(seq.block_table, self.kv.block_size, 0, seq.num_computed_tokens)
@@ -69,7 +69,7 @@ class Bench:
 def hit(bench: Bench, tokens: list[int], salt: str | None = None) -> int:
     """How many tokens of a new request are found; it comes and goes."""
     seq = sequence(tokens, salt=salt)
-    bench.kv.match(seq)
+    bench.kv.get_computed_blocks(seq)
     found = seq.num_computed_tokens
     bench.kv.free(seq)
     return found
@@ -95,7 +95,7 @@ def test_an_answer_is_found_too(component: Any) -> None:
     bench.admit(seq)
     for token in (4, 5):
         seq.append_token(token)
-        assert bench.kv.reserve(seq, 1), "there is room"
+        assert bench.kv.allocate_slots(seq, 1), "there is room"
         bench.compute(seq, 1)
     assert hit(bench, [1, 2, 3, 4, 7]) == 4, "the second turn of a chat begins with the first and its answer"
 
@@ -105,12 +105,12 @@ def test_tokens_in_flight_have_no_name(component: Any) -> None:
     bench = Bench(component)
     seq = sequence([1, 2, 3])
     bench.admit(seq)
-    assert bench.kv.reserve(seq, 1), "there is room"
+    assert bench.kv.allocate_slots(seq, 1), "there is room"
     seq.num_computed_tokens = 4  # its fourth token was drawn on the device
-    bench.kv.publish(seq)
+    bench.kv.cache_blocks(seq)
     assert hit(bench, [1, 2, 3, 0, 7]) == 2, "a block is published when all its tokens are known"
     seq.append_token(9)
-    bench.kv.publish(seq)
+    bench.kv.cache_blocks(seq)
     assert hit(bench, [1, 2, 3, 9, 7]) == 4, "and then it is"
 
 
@@ -135,8 +135,8 @@ def test_twins(component: Any) -> None:
     bench = Bench(component, num_blocks=8)
     twins = [sequence([1, 2, 3, 4, 5]) for _ in range(2)]
     for seq in twins:
-        bench.kv.match(seq)
-        assert bench.kv.reserve(seq, 5), "there is room"
+        bench.kv.get_computed_blocks(seq)
+        assert bench.kv.allocate_slots(seq, 5), "there is room"
         seq.start()
         bench.running.append(seq)
     for seq in twins:
@@ -156,7 +156,9 @@ def test_settled_blocks_are_found_in_the_same_step(component: Any) -> None:
     for seq in seqs:
         scheduler.add(seq)
     output = scheduler.schedule()
-    assert [share.num_new_tokens for share in output.shares] == [5, 1], "what `settle` was told of can be found"
+    assert [scheduled.num_new_tokens for scheduled in output.scheduled_seqs] == [5, 1], (
+        "what `cache_scheduled_blocks` was told of can be found"
+    )
 
 
 def test_room_is_made(component: Any) -> None:
@@ -204,7 +206,7 @@ def test_reset(component: Any) -> None:
     assert [hit(bench, [1, 2, 3]), hit(bench, [4, 5, 6])] == [0, 0], "after a reset nothing is found"
     assert bench.kv.stats.requests == 0, "the statistics begin anew"
     held.append_token(9)
-    assert bench.kv.reserve(held, 1), "there is room"
+    assert bench.kv.allocate_slots(held, 1), "there is room"
     bench.compute(held, 1)
     bench.end(held)
     assert bench.kv.num_free == 12, "who held blocks kept them, and gives them back"
@@ -228,7 +230,7 @@ def test_a_prompt_that_is_scored_is_computed(component: Any) -> None:
     bench = Bench(component)
     bench.admit(sequence([1, 2, 3, 4, 5]))
     scored = sequence([1, 2, 3, 4, 5], prompt_logprobs=0)
-    bench.kv.match(scored)
+    bench.kv.get_computed_blocks(scored)
     assert scored.num_computed_tokens == 0, "a cached token has K and V, and no score"
 
 
@@ -262,7 +264,7 @@ class Machine(RuleBasedStateMachine):
                 return
             seq.append_token(token)
         count = data.draw(st.integers(1, seq.num_uncomputed_tokens))
-        if self.bench.kv.reserve(seq, count):
+        if self.bench.kv.allocate_slots(seq, count):
             self.bench.compute(seq, count)
 
     @precondition(lambda self: self.bench.running)

@@ -52,17 +52,18 @@ class Bench:
         assert bool(seqs) == bool(self.unfinished()), "a step has shares as long as anybody has work"
         assert len(set(seqs)) == len(seqs) <= self.seats, "each sequence has one share, and max_num_seqs is the most"
         assert output.num_tokens <= self.budget, "a step computes max_num_batched_tokens at most"
-        counts = [share.num_new_tokens for share in output.shares]
+        counts = [scheduled.num_new_tokens for scheduled in output.scheduled_seqs]
         assert all(not (a > 1 and b == 1) for a, b in pairwise(counts)), "decodes, of one token, come first in a step"
-        for share, seq in zip(output.shares, seqs, strict=True):
-            assert share.start == self.computed.get(seq, 0), f"{seq.request_id} goes on where it was"
+        for scheduled, seq in zip(output.scheduled_seqs, seqs, strict=True):
+            assert scheduled.start == self.computed.get(seq, 0), f"{seq.request_id} goes on where it was"
             assert seq.status is SequenceStatus.RUNNING and seq in self.scheduler.running, "who has a share runs"
             assert seq.block_table, "who has a share has reserved its cache"
-            self.computed[seq] = share.end
+            self.computed[seq] = scheduled.end
             self.started += [seq] * (seq not in self.started)
         self.check()
         draws = [
-            [40 + seq.num_tokens] if share.num_draws else [] for share, seq in zip(output.shares, seqs, strict=True)
+            [40 + seq.num_tokens] if scheduled.num_samples else []
+            for scheduled, seq in zip(output.scheduled_seqs, seqs, strict=True)
         ]
         updated = self.scheduler.postprocess(list(zip(seqs, draws, strict=True)))
         assert list(updated) == [seq for seq, drawn in zip(seqs, draws, strict=True) if drawn], (
@@ -112,9 +113,11 @@ def test_a_worked_case(component: Any) -> None:
     assert second.status is SequenceStatus.FINISHED_LENGTH, "the second has its one token, and is over at once"
     assert list(bench.scheduler.running) == [first] and bench.kv.num_free == 3, "it has left, and its block is free"
     output = bench.scheduler.schedule()
-    assert [(s.start, s.num_new_tokens) for s in output.shares] == [(3, 1)], "the first decodes its new token"
+    assert [(s.start, s.num_new_tokens) for s in output.scheduled_seqs] == [(3, 1)], "the first decodes its new token"
     bench.scheduler.postprocess([(first, [51])])
-    assert first.output_token_ids.tolist() == [50, 51] and not bench.scheduler.schedule().shares, "nothing is left"
+    assert first.output_token_ids.tolist() == [50, 51] and not bench.scheduler.schedule().scheduled_seqs, (
+        "nothing is left"
+    )
 
 
 def test_a_newcomer_joins_at_once(component: Any) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from folovllm.cache.block_manager import BlockManager
 from folovllm.engine.scheduler import Scheduler, preempt, whole_prompt
-from folovllm.step.schedule import SchedulerOutput, Share
+from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
 from milestones.builders import load_file, scorer, scores
 from milestones.counting import CountBytes, ToyModel, count_kernel
 from milestones.manifest import Course
@@ -38,8 +38,8 @@ def test_the_cost_model_gives_what_was_measured() -> None:
 
     def seconds(sequences: int, length: int) -> float:
         ids = np.zeros(1, np.int32)
-        shares = [Share(i, i, length - 1, 1, ids, (), 0, 1, None) for i in range(sequences)]
-        return Costs().seconds(SchedulerOutput(tuple(shares)))
+        scheduled_seqs = [ScheduledSequence(i, i, length - 1, 1, ids, (), 0, 1, None) for i in range(sequences)]
+        return Costs().seconds(SchedulerOutput(tuple(scheduled_seqs)))
 
     assert seconds(256, 745) == pytest.approx(6.661e-3, rel=0.02)
     assert seconds(1, 256) == pytest.approx(0.894e-3, rel=0.02)

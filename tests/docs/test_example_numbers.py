@@ -23,18 +23,20 @@ def chapter(name: str) -> str:
 
 def test_m4_does_what_m3_did(four: Run) -> None:
     assert four.turns == play("m3").turns, "chapter 4: the same steps, the same blocks"
-    (share, _) = four.turns[4].shares
-    assert (share.token_ids, share.start, share.slots) == ((304,), 12, (36,)), "chapter 4 follows this token"
+    (scheduled, _) = four.turns[4].scheduled_seqs
+    assert (scheduled.token_ids, scheduled.start, scheduled.slots) == ((304,), 12, (36,)), (
+        "chapter 4 follows this token"
+    )
 
 
 def test_what_m4_and_m5_compute(four: Run) -> None:
     five = play("m5")
     for run, tokens, steps in ((four, 60, 12), (five, 42, 10)):
-        assert sum(share.end - share.start for turn in run.turns for share in turn.shares) == tokens
+        assert sum(scheduled.end - scheduled.start for turn in run.turns for scheduled in turn.scheduled_seqs) == tokens
         assert len(run.turns) == steps
     assert "M4 computes 60 tokens for them, M5 42." in chapter("5_reuse")
     assert (five.turns[2].hits, five.turns[7].hits) == ({"C": 8}, {"C": 12})
-    chunk = five.turns[1].shares[1]
+    chunk = five.turns[1].scheduled_seqs[1]
     assert (chunk.name, chunk.start, chunk.end) == ("B", 3, 12), "chapter 4 asks for its cu_seqlens"
 
 

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 
 from folovllm.cache.slot_manager import SlotManager
 from milestones.pictures import step
-from milestones.running_example import Run, Share, example, play
+from milestones.running_example import Run, ScheduledSequence, example, play
 from tests.docs.blocks import ROOT
 
 MILESTONES = ("m1", "m2", "m3", "m4", "m5", "m6")
@@ -61,7 +61,10 @@ def test_a_turn_says_what_the_engine_did(tools: dict[str, ModuleType]) -> None:
     assert (turn.preempted, turn.lost) == ({"C": "A"}, {"C": 10})
     assert turn.after.tables == {"A": (0, 1, 2, 9), "B": (3, 4, 5, 6)}
     a, b = example().request("A").token_ids, example().request("B").token_ids
-    assert turn.shares == (Share("A", 12, 13, (a[12],), (36,), True), Share("B", 14, 15, (b[14],), (26,), True))
+    assert turn.scheduled_seqs == (
+        ScheduledSequence("A", 12, 13, (a[12],), (36,), True),
+        ScheduledSequence("B", 14, 15, (b[14],), (26,), True),
+    )
     assert turn.drawn == {"A": a[13], "B": b[15]}
     assert turn.after.memory[36:38] == (("A", 12), ("C", 9)), "A overwrites the last block of C, slot by slot"
 
@@ -120,7 +123,7 @@ class TestWhatChapters1To3Say:
     def test_step_7_of_m2(self, tools: dict[str, ModuleType]) -> None:
         run = tools["pictures"].run("m2")
         assert run.turns[6].finished == ("B",)
-        assert [(share.name, share.slots) for share in run.turns[7].shares] == [
+        assert [(scheduled.name, scheduled.slots) for scheduled in run.turns[7].scheduled_seqs] == [
             ("A", (15,)),
             ("C", tuple(range(20, 29))),
         ]
@@ -130,8 +133,8 @@ class TestWhatChapters1To3Say:
         assert next(turn.number for turn in turns if len(turn.after.tables.get("A", ())) > 3) == 4
         assert next(turn.number for turn in turns if len(turn.after.tables.get("A", ())) > 4) == 8
         assert turns[2].after.tables == {"A": (0, 1, 2), "B": (3, 4, 5, 6), "C": (7, 8, 9)}
-        assert (turns[7].after.tables["C"], turns[7].shares[1].slots[-1]) == ((7, 8, 6), 26), (
+        assert (turns[7].after.tables["C"], turns[7].scheduled_seqs[1].slots[-1]) == ((7, 8, 6), 26), (
             "the list was 7, 8, 6, 5, 4, 3"
         )
-        assert turns[6].shares[0].slots == (38,), "A's token 14"
-        assert turns[6].shares[1].slots == (32,), "B's token 16 begins block 8"
+        assert turns[6].scheduled_seqs[0].slots == (38,), "A's token 14"
+        assert turns[6].scheduled_seqs[1].slots == (32,), "B's token 16 begins block 8"

@@ -36,12 +36,12 @@ class Steady:
     def turn(self, step: int) -> list[Any]:
         """The events of a step: all decode, one may come, some end."""
         events: list[Any] = []
-        shares = [self.decode(seq, events) for seq in self.tables]
+        scheduled_seqs = [self.decode(seq, events) for seq in self.tables]
         if len(self.tables) < self.num_rows:
-            shares.append(self.admit(step, events))
+            scheduled_seqs.append(self.admit(step, events))
         start, scheduled, arrived, end = (step * STEP + after for after in (0, 30, 3900, 3950))
         seqs = list(self.tables)
-        events.append(["begin", step, start, scheduled, shares, BUDGET - len(seqs)])
+        events.append(["begin", step, start, scheduled, scheduled_seqs, BUDGET - len(seqs)])
         for seq in seqs:
             self.left[seq] -= 1
         over = [seq for seq in seqs if self.left[seq] == 0]

@@ -128,7 +128,7 @@ def test_the_stream_is_a_recording(server: Background) -> None:
         tokens = list(tokens_of(found).values())
         assert [ids[:9] for ids in tokens] == [[1] * 9, [1] * 8 + [7]] and [len(ids) for ids in tokens] == [15, 15]
         kinds = {type(event) for turn in found.turns() for event in turn.events}
-        assert {ev.PrefixHit, ev.BlockPublished, ev.TableFreed} <= kinds
+        assert {ev.PrefixHit, ev.BlockCached, ev.TableFreed} <= kinds
 
 
 def test_who_joins_later_begins_there_and_the_first_goes_on(server: Background) -> None:

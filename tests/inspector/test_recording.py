@@ -92,8 +92,8 @@ def tokens_of(found: Recording) -> dict[str, list[int]]:
             if isinstance(event, ev.RequestAdded):
                 tokens[event.seq_id], names[event.seq_id] = list(event.prompt_token_ids), event.request_id
             elif isinstance(event, ev.StepEnded):
-                for share, ids in zip(event.output.shares, event.result.token_ids, strict=True):
-                    tokens[share.seq_id] += ids
+                for scheduled, ids in zip(event.output.scheduled_seqs, event.result.token_ids, strict=True):
+                    tokens[scheduled.seq_id] += ids
     return {names[seq]: ids for seq, ids in tokens.items()}
 
 
@@ -163,7 +163,7 @@ def test_all_events_come_back() -> None:
         assert type(a) is type(b)
         if isinstance(a, ev.StepBegan) and isinstance(b, ev.StepBegan):
             begins[a.step] = a.output
-            assert [plain(s) for s in a.output.shares] == [plain(s) for s in b.output.shares]
+            assert [plain(s) for s in a.output.scheduled_seqs] == [plain(s) for s in b.output.scheduled_seqs]
             assert (a.step, a.budget_left) == (b.step, b.budget_left)
         elif isinstance(a, ev.StepEnded) and isinstance(b, ev.StepEnded):
             assert a.output is begins[a.step] and a.result.token_ids == b.result.token_ids
@@ -176,9 +176,9 @@ def test_all_events_come_back() -> None:
     assert {ev.Preempted, ev.PrefixHit, ev.BlockEvicted, ev.BlockAdopted, ev.Aborted, ev.Refused} <= kinds
 
 
-def plain(share: Any) -> Any:
+def plain(scheduled: Any) -> Any:
     """What a recording keeps of a share."""
-    return share.seq_id, share.start, share.num_new_tokens, share.num_draws, share.new_blocks
+    return scheduled.seq_id, scheduled.start, scheduled.num_new_tokens, scheduled.num_samples, scheduled.new_blocks
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,11 @@ def assert_ghosts_lie_where_the_engine_has_them(world: Watched, moments: list[An
         checks = {event[1]: event[2:] for event in events if event[0] == "guess"}
         for event in events:
             if event[0] == "begin":
-                under_way |= {share[0]: share[3] - 1 for share in event[4] if isinstance(share, list) and share[3] > 1}
+                under_way |= {
+                    scheduled[0]: scheduled[3] - 1
+                    for scheduled in event[4]
+                    if isinstance(scheduled, list) and scheduled[3] > 1
+                }
             elif event[0] == "guess":
                 del under_way[event[1]]
         for id_, (asked, right, rejected) in checks.items():

@@ -37,7 +37,7 @@ def test_the_whole_prompt_in_one_step_then_a_token_a_step(llm: LLM) -> None:
     llm.engine.history = []
     llm.generate([5] * 20, PARAMS, use_tqdm=False)
     assert [(s.num_prefill_tokens, s.num_decode_tokens) for s in llm.engine.history] == [(20, 0)] + [(0, 1)] * 4
-    assert [share[2:] for s in llm.engine.history for share in s.shares] == [
+    assert [scheduled[2:] for s in llm.engine.history for scheduled in s.scheduled_seqs] == [
         (0, 20),
         (20, 1),
         (21, 1),
@@ -52,7 +52,7 @@ def test_one_at_a_time_first_come_first_served(llm: LLM) -> None:
         llm.engine.add_request(name, "Hello", PARAMS)
     assert llm.engine.stats().waiting == 3
     assert drain(llm) == ["a", "b", "c"]
-    served = [share[0] for s in llm.engine.history for share in s.shares]
+    served = [scheduled[0] for s in llm.engine.history for scheduled in s.scheduled_seqs]
     assert served == ["a"] * 5 + ["b"] * 5 + ["c"] * 5
     assert {s.running for s in llm.engine.history} == {1}
 
@@ -252,5 +252,5 @@ class TestSequence:
     def test_the_serial_scheduler_schedules_what_is_not_computed(self) -> None:
         scheduler, seq = SerialScheduler(), self.sequence()
         scheduler.add(seq)
-        (item,) = scheduler.schedule().shares
-        assert (item.seq_id, item.start, item.num_new_tokens, item.num_draws) == (seq.seq_id, 0, 3, 1)
+        (item,) = scheduler.schedule().scheduled_seqs
+        assert (item.seq_id, item.start, item.num_new_tokens, item.num_samples) == (seq.seq_id, 0, 3, 1)

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import NoBadWordsLogitsProcessor, SequenceBiasLogitsProcessor
 
-from folovllm.draw_row import MAX_BAD_TOKENS, mask_of
 from folovllm.engine.input_processor import bad_word_tokens
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.sample.masks import bits_of
-from folovllm.sample.rows import DrawRows
+from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler
 from folovllm.sampling_params import SamplingParams
-from folovllm.step.draw import DrawSpec, about_to_end
+from folovllm.sampling_row import MAX_BAD_TOKENS, mask_of
+from folovllm.step.sampling_spec import SamplingSpec, about_to_end
 from tests.draws import adjusted, note, state_of
 from tests.helpers import tiny_checkpoint, tiny_tokenizer
 from tests.workloads import make_engine
@@ -29,7 +29,7 @@ TOKENS = st.integers(0, V - 1)
 FEW = st.integers(3, 5)  # so that words do occur
 
 
-def ruled(logits: torch.Tensor, spec: DrawSpec) -> torch.Tensor:
+def ruled(logits: torch.Tensor, spec: SamplingSpec) -> torch.Tensor:
     """What the rules of a request make of the logits [V] of its next token."""
     return adjusted(logits[None], state_of(spec, vocab_size=len(logits)), [len(spec.history)])[0]
 
@@ -37,7 +37,9 @@ def ruled(logits: torch.Tensor, spec: DrawSpec) -> torch.Tensor:
 class TestRules:
     def test_a_worked_case(self) -> None:
         """Of the tokens 1, 2 and 3, 2 is forbidden behind 5, and 3 gets half a point."""
-        spec = DrawSpec(allowed=(1, 2, 3), bad_words=((5, 2),), bias=((3, 0.5),), history=np.array([9, 5], np.int32))
+        spec = SamplingSpec(
+            allowed=(1, 2, 3), bad_words=((5, 2),), bias=((3, 0.5),), history=np.array([9, 5], np.int32)
+        )
         out = ruled(torch.zeros(6), spec)
         assert out.tolist() == [-np.inf, 0, -np.inf, 0.5, -np.inf, -np.inf]
 
@@ -48,9 +50,9 @@ class TestRules:
         theirs = NoBadWordsLogitsProcessor(words, eos_token_id=None)(
             torch.tensor([answer], dtype=torch.int64), torch.zeros(1, V)
         )[0]
-        spec = DrawSpec(bad_words=tuple(map(tuple, words)), history=np.array(answer, np.int32))
+        spec = SamplingSpec(bad_words=tuple(map(tuple, words)), history=np.array(answer, np.int32))
         assert torch.equal(ruled(torch.zeros(V), spec), theirs)
-        prompt = DrawSpec(bad_words=spec.bad_words, history=spec.history, num_prompt_tokens=len(answer))
+        prompt = SamplingSpec(bad_words=spec.bad_words, history=spec.history, num_prompt_tokens=len(answer))
         assert set(ruled(torch.zeros(V), prompt).isneginf().nonzero().flatten().tolist()) == {
             word[0] for word in words if len(word) == 1
         }
@@ -62,13 +64,13 @@ class TestRules:
         theirs = SequenceBiasLogitsProcessor([[[t], float(np.float16(x))] for t, x in bias.items()])(
             torch.zeros(1, 0, dtype=torch.int64), logits
         )
-        assert torch.allclose(ruled(logits[0], DrawSpec(bias=tuple(bias.items()))), theirs[0])
+        assert torch.allclose(ruled(logits[0], SamplingSpec(bias=tuple(bias.items()))), theirs[0])
 
     @settings(max_examples=40)
     @given(st.sets(TOKENS, min_size=1))
     def test_what_is_allowed_keeps_its_logit(self, allowed: set[int]) -> None:
         logits = torch.randn(V)
-        out = ruled(logits, DrawSpec(allowed=tuple(allowed)))
+        out = ruled(logits, SamplingSpec(allowed=tuple(allowed)))
         assert set(out.isfinite().nonzero().flatten().tolist()) == allowed
         assert torch.equal(out[list(allowed)], logits[list(allowed)])
         assert bits_of(torch.from_numpy(mask_of(allowed, V))[None], V)[0].nonzero().flatten().tolist() == sorted(
@@ -78,31 +80,31 @@ class TestRules:
     def test_in_the_order_of_vllm(self) -> None:
         """A penalty looks at the biased logit; what is forbidden stays so, whatever is added to it."""
         history = np.array([0], np.int32)
-        spec = DrawSpec(
+        spec = SamplingSpec(
             temperature=0.0, bias=((0, 4.0), (2, 100.0)), allowed=(0, 1), repetition_penalty=2.0, history=history
         )
         logits = torch.tensor([-1.0, 1.25, 9.0])
         assert ruled(logits, spec).tolist() == [1.5, 1.25, -np.inf]
-        rows = DrawRows(1, 3, CPU, Sampler())
+        rows = SamplingRows(1, 3, CPU, Sampler())
         rows.set({0: spec})
         assert rows.draw(logits[None], [0], [1]).token_ids == [0]
 
     def test_only_the_rows_that_ask_and_never_in_place(self) -> None:
         logits = torch.zeros(2, V)
-        out = adjusted(logits, state_of(DrawSpec(), DrawSpec(allowed=(3,)), vocab_size=V), [5, 5])
+        out = adjusted(logits, state_of(SamplingSpec(), SamplingSpec(allowed=(3,)), vocab_size=V), [5, 5])
         assert out[0].eq(0).all() and out[1].isneginf().sum() == V - 1 and logits.eq(0).all()
 
     def test_the_next_owner_of_a_row_has_its_own(self) -> None:
-        rows = DrawRows(2, V, CPU, Sampler())
-        rows.set({0: DrawSpec(temperature=0.0, allowed=(3,)), 1: DrawSpec(temperature=0.0, bias=((4, 9.0),))})
+        rows = SamplingRows(2, V, CPU, Sampler())
+        rows.set({0: SamplingSpec(temperature=0.0, allowed=(3,)), 1: SamplingSpec(temperature=0.0, bias=((4, 9.0),))})
         assert rows.draw(torch.zeros(2, V), [0, 1], [5, 5]).token_ids == [3, 4]
-        rows.set({0: DrawSpec(temperature=0.0), 1: DrawSpec(temperature=0.0)})
+        rows.set({0: SamplingSpec(temperature=0.0), 1: SamplingSpec(temperature=0.0)})
         assert rows.draw(torch.zeros(2, V), [0, 1], [5, 5]).token_ids == [0, 0]
-        rows.set({1: DrawSpec(temperature=0.0, bias=((4, 9.0),))})
+        rows.set({1: SamplingSpec(temperature=0.0, bias=((4, 9.0),))})
         assert rows.draw(torch.zeros(2, V), [0, 1], [5, 5]).token_ids == [0, 4], "also beside one that has rules"
 
     def test_tokens_are_noted_as_they_come(self) -> None:
-        state = state_of(DrawSpec(bad_words=((3, 4, 5),)), vocab_size=V)
+        state = state_of(SamplingSpec(bad_words=((3, 4, 5),)), vocab_size=V)
         for position, (token, forbidden) in enumerate(((3, False), (4, True), (9, False))):
             note(state, 0, token, position)
             assert bool(adjusted(torch.zeros(1, V), state, [position + 1])[0, 5].isneginf()) == forbidden

@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
 )
 
 from folovllm.engine.detokenizer import IncrementalDetokenizer
-from folovllm.engine.plan import draw_spec
+from folovllm.engine.step_builder import sampling_spec
 from folovllm.request import Request, Sequence
 from folovllm.sample.filters import apply_min_p_filtering, apply_top_k_filtering, apply_top_p_filtering
 from folovllm.sample.noise import gumbel, philox_4x32_10, uniform
@@ -200,11 +200,11 @@ class TestDraw:
             "logits [20, 10, 0] of a greedy row; [20, 10, 0] + noise [0, 20, 0]; twice [40, 0, 10] + noise [0, 30, 0], "
             "of which the temperatures, 2 and 1, are applied already: the largest of each row"
         )
-        worked_case("m1.5", Sampler().draw(logits, batch), [0, 1, 0, 0], says)
+        worked_case("m1.5", Sampler().sample_filtered(logits, batch), [0, 1, 0, 0], says)
 
     def test_greedy_takes_the_largest_and_of_equals_the_first(self) -> None:
         logits = torch.tensor([[0.0, 5.0, 5.0], [9.0, 1.0, 2.0]])
-        drawn = Sampler().draw(logits, rows(2, temperature=0.0)).tolist()
+        drawn = Sampler().sample_filtered(logits, rows(2, temperature=0.0)).tolist()
         assert drawn == [1, 0], "the largest; the first of the two 5s"
 
     def test_greedy_makes_no_noise(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,11 +212,11 @@ class TestDraw:
             raise AssertionError("noise was made though all rows are greedy")
 
         monkeypatch.setattr("folovllm.sample.sampler.gumbel", never)
-        Sampler().draw(torch.randn(3, 5), rows(3, temperature=0.0))
+        Sampler().sample_filtered(torch.randn(3, 5), rows(3, temperature=0.0))
 
     def test_draws_follow_the_softmax(self) -> None:
         logits = torch.tensor([1.5, 0.0, -1.0, 1.0, -INF, 0.5, -2.0, 0.2])
-        tokens = Sampler().draw(logits.expand(20_000, -1), rows(20_000))
+        tokens = Sampler().sample_filtered(logits.expand(20_000, -1), rows(20_000))
         counts = tokens.bincount(minlength=8)
         assert counts[4] == 0, "a token that was filtered out was drawn"
         keep = logits.isfinite()
@@ -227,7 +227,7 @@ class TestDraw:
         batch = rows(20_000)
         batch.seeds, batch.positions = torch.full((20_000,), 42), torch.arange(20_000)
         logits = torch.tensor([0.3, 0.0, -1.0, 1.0])
-        counts = Sampler().draw(logits.expand(20_000, -1), batch).bincount(minlength=4)
+        counts = Sampler().sample_filtered(logits.expand(20_000, -1), batch).bincount(minlength=4)
         distance = chi_square(counts.double(), logits.softmax(0).double())
         assert distance < 16.3, (
             "the draws of one seed along its positions are not distributed as softmax(logits)"
@@ -238,7 +238,7 @@ class TestDraw:
         logits = torch.randn(64, 100)
         batch = rows(64, temperature, position=9)
         expected = (logits + gumbel(batch.seeds, batch.positions, 100)).argmax(-1)
-        drawn = Sampler().draw(logits, batch)
+        drawn = Sampler().sample_filtered(logits, batch)
         assert torch.equal(drawn, expected), (
             "argmax(logits + gumbel(seeds, positions, V)); the temperature is in the logits"
         )
@@ -246,22 +246,22 @@ class TestDraw:
     def test_greedy_and_drawing_rows_in_one_batch(self) -> None:
         logits = torch.randn(200, 10, generator=torch.Generator().manual_seed(0))
         batch = rows(200)
-        alone = Sampler().draw(logits, batch)
+        alone = Sampler().sample_filtered(logits, batch)
         batch.temperature = torch.where(torch.arange(200) % 2 == 0, 0.0, 1.0)
-        mixed = Sampler().draw(logits, batch)
+        mixed = Sampler().sample_filtered(logits, batch)
         assert torch.equal(mixed[::2], logits[::2].argmax(-1)), "greedy rows take the argmax beside rows that draw"
         assert torch.equal(mixed[1::2], alone[1::2]), "rows that draw are not changed by greedy ones beside them"
 
 
 def batch_of(*params: SamplingParams) -> SamplingBatch:
     """A draw after a prompt of one token, a row for each."""
-    specs = [draw_spec(sequence(p, [5])) for p in params]
+    specs = [sampling_spec(sequence(p, [5])) for p in params]
     return SamplingBatch.from_specs(specs, [1] * len(specs), CPU)
 
 
 def penalized(logits: torch.Tensor, *seqs: Sequence) -> torch.Tensor:
     """What penalties make of the logits [S, V]."""
-    state = state_of(*map(draw_spec, seqs), vocab_size=logits.shape[1])
+    state = state_of(*map(sampling_spec, seqs), vocab_size=logits.shape[1])
     return adjusted(logits, state, [seq.num_tokens for seq in seqs])
 
 
@@ -327,13 +327,13 @@ class TestPenalties:
 
     def test_no_end_before_min_tokens(self) -> None:
         seq = sequence(SamplingParams(min_tokens=2, stop_token_ids=[4]), [0], [2])
-        state = state_of(draw_spec(seq), vocab_size=5)
+        state = state_of(sampling_spec(seq), vocab_size=5)
         early, late = (adjusted(torch.zeros(1, 5), state, [position]) for position in (2, 3))
         assert early.isneginf().tolist() == [[False, True, False, False, True]] and late.isfinite().all()
 
     def test_counts_are_kept_as_tokens_are_drawn(self) -> None:
         params = SamplingParams(presence_penalty=1.0, frequency_penalty=0.25, repetition_penalty=2.0)
-        state = state_of(draw_spec(sequence(params, [0], [2])), vocab_size=5)
+        state = state_of(sampling_spec(sequence(params, [0], [2])), vocab_size=5)
         for position, token in enumerate((2, 3), 2):
             note(state, 0, token, position)
         logits = torch.randn(1, 5)

@@ -104,8 +104,8 @@ def test_snapshots_of_steps(model: Path) -> None:
     finish(engine)
     seen = [(s.waiting, s.running, s.num_prefill_tokens, s.num_decode_tokens) for s in engine.history]
     assert seen == [(1, 2, 11, 0), (1, 2, 0, 2), (1, 2, 0, 2), (0, 1, 3, 0), (0, 1, 0, 1), (0, 1, 0, 1)]
-    assert engine.history[0].shares == (("a", 0, 0, 4), ("b", 0, 0, 7))
-    assert engine.history[1].shares == (("a", 0, 4, 1), ("b", 0, 7, 1))
+    assert engine.history[0].scheduled_seqs == (("a", 0, 0, 4), ("b", 0, 0, 7))
+    assert engine.history[1].scheduled_seqs == (("a", 0, 4, 1), ("b", 0, 7, 1))
     assert [s.index for s in engine.history] == list(range(6)) and all(s.seconds > 0 for s in engine.history)
 
 

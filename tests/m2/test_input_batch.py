@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from folovllm.cache.slot_manager import SlotManager
-from folovllm.step.draw import DrawSpec
-from folovllm.step.schedule import Share
+from folovllm.step.sampling_spec import SamplingSpec
+from folovllm.step.schedule import ScheduledSequence
 from folovllm.worker.input_batch import InputBatch, RaggedArrays
 from tests.sequences import CountingCache, make_seq
 from tests.tiny import worked_case
@@ -17,21 +17,21 @@ from tests.tiny import worked_case
 BATCH = InputBatch(SlotManager.slots, 100, torch.device("cpu"))
 
 
-def item(num_prompt_tokens: int, start: int, count: int, slot: int, row: int | None = None) -> Share:
+def item(num_prompt_tokens: int, start: int, count: int, slot: int, row: int | None = None) -> ScheduledSequence:
     """Tokens `start` to `start + count` of a sequence whose tokens are 10, 11, ...: the first share of its row."""
     row = slot if row is None else row
     tokens, draws = make_seq(num_prompt_tokens).token_ids[start : start + count], start + count == num_prompt_tokens
-    return Share(70 + row, row, start, count, tokens, (slot,), 0, int(draws), DrawSpec())
+    return ScheduledSequence(70 + row, row, start, count, tokens, (slot,), 0, int(draws), SamplingSpec())
 
 
-def later(share: Share) -> Share:
+def later(scheduled: ScheduledSequence) -> ScheduledSequence:
     """The same as a later share: the table is known already."""
-    return share._replace(new_blocks=(), first_new_block=1, draw=None)
+    return scheduled._replace(new_blocks=(), first_new_block=1, sampling=None)
 
 
-def flatten(shares: list[Share], batch: InputBatch = BATCH) -> RaggedArrays:
-    batch.note_blocks(shares)
-    return batch.flatten(shares)
+def flatten(scheduled_seqs: list[ScheduledSequence], batch: InputBatch = BATCH) -> RaggedArrays:
+    batch.note_blocks(scheduled_seqs)
+    return batch.flatten(scheduled_seqs)
 
 
 def lists(arrays: RaggedArrays) -> dict[str, list[int]]:

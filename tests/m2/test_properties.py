@@ -75,10 +75,12 @@ class World:
         assert joined == queue[: len(joined)], "overtaken"
         assert queue == sorted(queue, key=self.scheduler.rank)
         assert output.num_tokens <= budget and len(self.scheduler.running) <= most_seqs
-        assert len(set(served)) == len(served) and len({share.row for share in output.shares}) == len(served)
+        assert len(set(served)) == len(served) and len({scheduled.row for scheduled in output.scheduled_seqs}) == len(
+            served
+        )
         assert served or not (before or queue), "there was work, and nobody did it"
-        pairs = zip(output.shares, served, strict=True)
-        singles = [share.num_new_tokens == 1 for share, seq in pairs if seq in before]
+        pairs = zip(output.scheduled_seqs, served, strict=True)
+        singles = [scheduled.num_new_tokens == 1 for scheduled, seq in pairs if seq in before]
         assert singles == sorted(singles, reverse=True)
         if len(before) <= budget:
             assert set(served) == {*before, *joined}

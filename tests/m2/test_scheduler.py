@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from folovllm.engine.scheduler import MakeRoom, Scheduler, TokensOfStep, wait, whole_prompt
+from folovllm.engine.scheduler import OnFull, Scheduler, TokensOfStep, wait, whole_prompt
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.step.schedule import SchedulerOutput
 from tests.sequences import EOS, CountingCache, make_seq
@@ -17,7 +17,7 @@ Shares = list[tuple[str, int, int]]
 
 def make_scheduler(cache: CountingCache | None = None, **changed: Any) -> Scheduler:
     options: dict[str, Any] = {
-        "max_num_seqs": 4, "max_num_batched_tokens": 100, "tokens_of_step": whole_prompt, "make_room": wait
+        "max_num_seqs": 4, "max_num_batched_tokens": 100, "tokens_of_step": whole_prompt, "on_full": wait
     }  # fmt: skip
     return Scheduler(cache or CountingCache(), **options | changed)
 
@@ -30,7 +30,7 @@ def queue(scheduler: Scheduler, *seqs: Sequence) -> None:
 def run(scheduler: Scheduler, name: str, num_tokens: int, num_computed: int, **options: Any) -> Sequence:
     """A sequence that is running already, with cache for its computed tokens."""
     seq = make_seq(num_tokens, name=name, **options)
-    assert scheduler.kv.reserve(seq, num_computed)
+    assert scheduler.kv.allocate_slots(seq, num_computed)
     seq.status, seq.num_computed_tokens = SequenceStatus.RUNNING, num_computed
     scheduler.running.append(seq)
     return seq
@@ -38,12 +38,12 @@ def run(scheduler: Scheduler, name: str, num_tokens: int, num_computed: int, **o
 
 def decide(scheduler: Scheduler) -> Shares:
     """The next step: (request, first token, number of tokens), in order."""
-    return shares(scheduler, scheduler.schedule())
+    return scheduled_seqs(scheduler, scheduler.schedule())
 
 
-def shares(scheduler: Scheduler, output: SchedulerOutput) -> Shares:
-    pairs = zip(scheduler.sequences(output), output.shares, strict=True)
-    return [(seq.request_id, share.start, share.num_new_tokens) for seq, share in pairs]
+def scheduled_seqs(scheduler: Scheduler, output: SchedulerOutput) -> Shares:
+    pairs = zip(scheduler.sequences(output), output.scheduled_seqs, strict=True)
+    return [(seq.request_id, scheduled.start, scheduled.num_new_tokens) for seq, scheduled in pairs]
 
 
 def names(seqs: Any) -> list[str]:
@@ -57,15 +57,15 @@ class WatchedCache(CountingCache):
         super().__init__()
         self.asked_as: dict[str, str] = {}
 
-    def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
+    def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> bool:
         self.asked_as[seq.request_id] = seq.status.value
-        return super().reserve(seq, num_new_tokens)
+        return super().allocate_slots(seq, num_new_tokens)
 
 
-def gives_way(name: str) -> MakeRoom:
+def gives_way(name: str) -> OnFull:
     """The sequence of that name gives way as long as it runs, and nobody else ever does."""
 
-    def make_room(scheduler: Scheduler, running: list[Sequence]) -> Sequence | None:
+    def on_full(scheduler: Scheduler, running: list[Sequence]) -> Sequence | None:
         victim = next((seq for seq in running if seq.request_id == name), None)
         if victim is not None:
             scheduler.running.remove(victim)
@@ -74,7 +74,7 @@ def gives_way(name: str) -> MakeRoom:
             scheduler.add(victim)
         return victim
 
-    return make_room
+    return on_full
 
 
 class TestSchedule:
@@ -108,12 +108,12 @@ class TestSchedule:
 
     def test_a_worked_case_without_room(self) -> None:
         """a, b and c fill the cache and need one token each: a gives way, which leaves room for b, c and 2 more."""
-        scheduler = make_scheduler(CountingCache(12), make_room=gives_way("a"))
+        scheduler = make_scheduler(CountingCache(12), on_full=gives_way("a"))
         seqs = [run(scheduler, name, 5, 4) for name in "abc"]
         queue(scheduler, make_seq(1, name="new"))
         output = scheduler.schedule()
         got = {
-            "shares": shares(scheduler, output),
+            "shares": scheduled_seqs(scheduler, output),
             "preempted": [seq.request_id for seq in seqs if seq.seq_id in output.preempted],
             "waiting": names(scheduler.waiting),
         }
@@ -123,11 +123,11 @@ class TestSchedule:
 
     def test_a_worked_case_of_a_share_that_is_taken_back(self) -> None:
         """A budget of 2 and room for one token more. v decodes, takes both, and gives way when a needs room."""
-        scheduler = make_scheduler(CountingCache(17), max_num_batched_tokens=2, make_room=gives_way("v"))
+        scheduler = make_scheduler(CountingCache(17), max_num_batched_tokens=2, on_full=gives_way("v"))
         seqs = [run(scheduler, name, 5, 4) for name in "vabc"]
         output = scheduler.schedule()
         got = {
-            "shares": shares(scheduler, output),
+            "shares": scheduled_seqs(scheduler, output),
             "preempted": [seq.request_id for seq in seqs if seq.seq_id in output.preempted],
             "computed tokens of v, a, b, c": [seq.num_computed_tokens for seq in seqs],
         }
@@ -144,10 +144,10 @@ class TestSchedule:
         scheduler, seq = make_scheduler(), make_seq(5, name="a")
         queue(scheduler, seq)
         output = scheduler.schedule()
-        assert shares(scheduler, output) == [("a", 0, 5)], "a prompt of 5 tokens is computed in one step"
-        assert output.shares[0].num_draws == 1, "it reaches the last token, so the next one is drawn"
+        assert scheduled_seqs(scheduler, output) == [("a", 0, 5)], "a prompt of 5 tokens is computed in one step"
+        assert output.scheduled_seqs[0].num_samples == 1, "it reaches the last token, so the next one is drawn"
         assert seq.status is SequenceStatus.RUNNING, "who takes part has been started"
-        assert seq.num_computed_tokens == 5, "`plan.add` counts the tokens of a share as computed, once"
+        assert seq.num_computed_tokens == 5, "`builder.add` counts the tokens of a share as computed, once"
         assert names(scheduler.running) == ["a"] and not scheduler.waiting, "it has left `waiting` and runs"
         for n in range(5, 8):
             seq.append_token(7)
@@ -185,7 +185,7 @@ class TestSchedule:
         run(scheduler, "old", 9, 8)
         queue(scheduler, make_seq(4, name="a"), make_seq(5, name="b"), make_seq(1, name="c"))
         output = scheduler.schedule()
-        assert shares(scheduler, output) == [("old", 8, 1), ("a", 0, 4), ("b", 0, 5)], "1 + 4 + 5 tokens are 10"
+        assert scheduled_seqs(scheduler, output) == [("old", 8, 1), ("a", 0, 4), ("b", 0, 5)], "1 + 4 + 5 tokens are 10"
         assert output.num_tokens == 10, "the budget can be used to its last token"
         assert names(scheduler.waiting) == ["c"], "nothing is left for c"
 
@@ -207,7 +207,7 @@ class TestSchedule:
         assert names(scheduler.waiting) == ["long", "short"], "both wait, in their order"
         assert cache.num_free == 6, "who waits holds no cache"
         assert all(seq.status is SequenceStatus.WAITING for seq in scheduler.waiting), "who waits was not started"
-        assert ("reserve", "short") not in cache.calls, "the first that does not fit ends the search"
+        assert ("allocate_slots", "short") not in cache.calls, "the first that does not fit ends the search"
 
     def test_the_cache_is_asked_what_it_has(self) -> None:
         """What is cached need not be computed."""
@@ -216,7 +216,9 @@ class TestSchedule:
         scheduler = make_scheduler(cache, max_num_batched_tokens=5)
         queue(scheduler, make_seq(9, name="a"))
         assert decide(scheduler) == [("a", 4, 5)], "4 of its 9 tokens are cached; the other 5 are its share"
-        assert cache.calls == [("match", "a"), ("reserve", "a")], "`_admit` asks for what is cached and for room, once"
+        assert cache.calls == [("get_computed_blocks", "a"), ("allocate_slots", "a")], (
+            "`_admit` asks for what is cached and for room, once"
+        )
 
     @pytest.mark.parametrize("short_of", ["budget", "cache"])
     def test_who_has_to_wait_gives_back_what_it_matched(self, short_of: str) -> None:
@@ -237,8 +239,10 @@ class TestSchedule:
             ([("a", 6, 1), ("b", 4, 3)], [1, 1]),
         ):
             output = scheduler.schedule()
-            assert shares(scheduler, output) == expected, "at most 3 of each and 5 in all, as `_tokens_of_step` says"
-            assert [share.num_draws for share in output.shares] == draws, (
+            assert scheduled_seqs(scheduler, output) == expected, (
+                "at most 3 of each and 5 in all, as `_tokens_of_step` says"
+            )
+            assert [scheduled.num_samples for scheduled in output.scheduled_seqs] == draws, (
                 "only a share that reaches the last token draws"
             )
 
@@ -261,19 +265,19 @@ class TestSchedule:
 
     def test_who_gets_no_room_does_not_stop_the_rest(self) -> None:
         """The one that needs room gives way itself; those behind it can use what it held."""
-        scheduler = make_scheduler(CountingCache(12), make_room=gives_way("a"))
+        scheduler = make_scheduler(CountingCache(12), on_full=gives_way("a"))
         a, *_ = (run(scheduler, name, 5, 4) for name in "abc")
         output = scheduler.schedule()
-        assert shares(scheduler, output) == [("b", 4, 1), ("c", 4, 1)], "a is passed over, b and c are asked"
+        assert scheduled_seqs(scheduler, output) == [("b", 4, 1), ("c", 4, 1)], "a is passed over, b and c are asked"
         assert output.preempted == (a.seq_id,), "the step says who lost its cache"
 
     def test_a_victim_that_had_its_share_leaves_the_step_and_gives_its_budget_back(self) -> None:
         """v is asked first and gets 3 of 4 tokens; then the cache is full, and v gives way to what comes behind it."""
-        scheduler = make_scheduler(CountingCache(12), max_num_batched_tokens=4, make_room=gives_way("v"))
+        scheduler = make_scheduler(CountingCache(12), max_num_batched_tokens=4, on_full=gives_way("v"))
         v, a = run(scheduler, "v", 9, 6), run(scheduler, "a", 6, 3)
         scheduler._tokens_of_step = lambda seq, budget: min(seq.num_uncomputed_tokens, budget, 3)
         output = scheduler.schedule()
-        assert shares(scheduler, output) == [("a", 3, 1)], "v has no part in the step any more"
+        assert scheduled_seqs(scheduler, output) == [("a", 3, 1)], "v has no part in the step any more"
         assert output.preempted == (v.seq_id,) and output.num_tokens == 1, "its tokens are not computed"
         assert (v.status, v.num_computed_tokens) == (SequenceStatus.WAITING, 0), "v waits, with nothing computed"
         assert list(scheduler.kv.held) == [a], "v holds no cache"  # type: ignore[attr-defined]
@@ -283,15 +287,17 @@ class TestSchedule:
         """The room that a victim left is for those who run; whoever came in now would be the next victim."""
         asked: list[list[str]] = []
 
-        def make_room(scheduler: Scheduler, running: list[Sequence]) -> Sequence | None:
+        def on_full(scheduler: Scheduler, running: list[Sequence]) -> Sequence | None:
             asked.append(names(running))
             return gives_way("c")(scheduler, running)
 
-        scheduler = make_scheduler(CountingCache(12), make_room=make_room, by_priority=True)
+        scheduler = make_scheduler(CountingCache(12), on_full=on_full, by_priority=True)
         *_, c = (run(scheduler, name, 5, 4) for name in "abc")
         queue(scheduler, make_seq(1, name="urgent", priority=-1))  # fits into what is left, and waits all the same
         output = scheduler.schedule()
-        assert shares(scheduler, output) == [("a", 4, 1), ("b", 4, 1)], "c gives way to a; there is room for b, too"
+        assert scheduled_seqs(scheduler, output) == [("a", 4, 1), ("b", 4, 1)], (
+            "c gives way to a; there is room for b, too"
+        )
         assert output.preempted == (c.seq_id,), "one victim is enough"
         assert asked == [["a", "b", "c"]], "anybody who runs may give way, whether it has a share already or not"
         assert names(scheduler.waiting) == ["urgent", "c"], "nobody comes in, not even who is more urgent"
@@ -318,7 +324,7 @@ class TestPostprocess:
             "status of a, b, c, d": [seq.status.value for seq in seqs],
             "running": names(scheduler.running),
             "who holds cache": names(cache.held),
-            "published": [says for call, says in cache.calls if call == "publish"],
+            "published": [says for call, says in cache.calls if call == "cache_blocks"],
         }
         answers = [
             ["d", "c", "b"],
@@ -396,14 +402,14 @@ class TestPostprocess:
         assert scheduler.running == [], "nobody runs any more"
 
     def test_the_cache_hears_what_was_written(self) -> None:
-        """`publish` speaks of computed tokens: the new token has no K/V yet. Partial shares are published too."""
+        """`cache_blocks` speaks of computed tokens: the new token has no K/V yet. Partial shares are published too."""
         cache = CountingCache()
         scheduler = make_scheduler(cache)
         a, b = run(scheduler, "a", 9, 0), run(scheduler, "b", 3, 2)
         cache.calls.clear()
         scheduler.postprocess([(b, [71]), (a, [])])
-        expected = [("publish", "b with 3 tokens"), ("publish", "a with 9 tokens")]
-        assert cache.calls == expected, "`publish` for every sequence of the step, before its token is appended"
+        expected = [("cache_blocks", "b with 3 tokens"), ("cache_blocks", "a with 9 tokens")]
+        assert cache.calls == expected, "`cache_blocks` for every sequence of the step, before its token is appended"
 
     def test_a_stop_string(self) -> None:
         scheduler = make_scheduler()

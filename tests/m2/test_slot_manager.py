@@ -14,7 +14,7 @@ class TestReserve:
         slots, (a, b, c) = SlotManager(2, 100), [make_seq() for _ in "abc"]
         table = a.block_table
         got = {
-            "a, a, b, a, c": [slots.reserve(seq, 1) for seq in (a, a, b, a, c)],
+            "a, a, b, a, c": [slots.allocate_slots(seq, 1) for seq in (a, a, b, a, c)],
             "blocks of a, b, c": [seq.block_table for seq in (a, b, c)],
             "is a's table the list that it had?": a.block_table is table,
         }
@@ -24,37 +24,41 @@ class TestReserve:
 
     def test_the_first_reservation_takes_a_slot(self) -> None:
         slots, seq = SlotManager(2, 100), make_seq()
-        assert slots.reserve(seq, 3) is True, "there is a free block: True"
+        assert slots.allocate_slots(seq, 3) is True, "there is a free block: True"
         assert len(seq.block_table) == 1 and seq.block_table[0] in (0, 1), "one block, and one of those that there are"
         assert slots.num_free == 1, "the block has left the free ones"
 
     def test_later_ones_change_nothing(self) -> None:
         slots, seq = SlotManager(2, 100), make_seq()
-        slots.reserve(seq, 3)
+        slots.allocate_slots(seq, 3)
         table = list(seq.block_table)
-        assert all(slots.reserve(seq, 1) is True for _ in range(5)), "who has a block has room for all its tokens: True"
+        assert all(slots.allocate_slots(seq, 1) is True for _ in range(5)), (
+            "who has a block has room for all its tokens: True"
+        )
         assert seq.block_table == table and slots.num_free == 1, "who has a block takes no other"
 
     def test_two_sequences_never_share(self) -> None:
         slots, seqs = SlotManager(3, 100), [make_seq() for _ in range(3)]
-        assert all(slots.reserve(seq, 3) for seq in seqs), "three blocks for three sequences"
+        assert all(slots.allocate_slots(seq, 3) for seq in seqs), "three blocks for three sequences"
         assert sorted(seq.block_table[0] for seq in seqs) == [0, 1, 2], "each has a block of its own"
 
     def test_no_slot_left(self) -> None:
         slots, first, second = SlotManager(1, 100), make_seq(), make_seq()
-        slots.reserve(first, 3)
-        assert slots.reserve(second, 3) is False, "the only block is taken: False"
+        slots.allocate_slots(first, 3)
+        assert slots.allocate_slots(second, 3) is False, "the only block is taken: False"
         assert second.block_table == [] and first.block_table == [0] and slots.num_free == 0, (
             "a refusal changes nothing"
         )
-        assert slots.reserve(first, 1) is True, "who has a block has room, however full the cache is"
+        assert slots.allocate_slots(first, 1) is True, "who has a block has room, however full the cache is"
 
     def test_a_freed_slot_goes_to_the_next(self) -> None:
         slots, first, second = SlotManager(1, 100), make_seq(), make_seq()
-        slots.reserve(first, 3)
+        slots.allocate_slots(first, 3)
         slots.free(first)
         assert first.block_table == [] and slots.num_free == 1, "the block came back"
-        assert slots.reserve(second, 3) and second.block_table == [0], "the next one gets the block that came back"
+        assert slots.allocate_slots(second, 3) and second.block_table == [0], (
+            "the next one gets the block that came back"
+        )
         slots.free(first)  # holds nothing: nothing comes back
         assert slots.num_free == 0, "a sequence without a block has nothing to give back"
 
@@ -69,7 +73,9 @@ def test_no_slot_is_lost_or_owned_twice(steps: list[tuple[bool, int]]) -> None:
     for takes, i in steps:
         had, free = list(seqs[i].block_table), slots.num_free
         if takes:
-            assert slots.reserve(seqs[i], 1) is bool(had or free), "True exactly if it had a block or one was free"
+            assert slots.allocate_slots(seqs[i], 1) is bool(had or free), (
+                "True exactly if it had a block or one was free"
+            )
         else:
             slots.free(seqs[i])
         owned = [slot for seq in seqs for slot in seq.block_table]

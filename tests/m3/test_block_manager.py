@@ -296,12 +296,12 @@ class TestAdmission:
 
     def test_reserve_takes_all_or_nothing(self) -> None:
         kv, seq = BlockManager(3, 4), make_seq(13)
-        assert not kv.reserve(seq, 13)
+        assert not kv.allocate_slots(seq, 13)
         assert (seq.block_table, kv.num_free) == ([], 3)
-        assert kv.reserve(seq, 12)
+        assert kv.allocate_slots(seq, 12)
         seq.start()
         seq.num_computed_tokens = 12
-        assert not kv.reserve(seq, 1)
+        assert not kv.allocate_slots(seq, 1)
         assert (len(seq.block_table), kv.num_free) == (3, 0)
         kv.free(seq)
         assert kv.num_free == 3

@@ -154,14 +154,14 @@ def test_preemption_watched() -> None:
     finished = []
     while engine.has_unfinished_requests():
         finished += engine.step()
-    shares = [{name: (start, n) for name, _, start, n in step.shares} for step in engine.history]
+    scheduled_seqs = [{name: (start, n) for name, _, start, n in step.scheduled_seqs} for step in engine.history]
     preempted = next(i for i, step in enumerate(engine.history) if step.preempted)
-    assert shares[0] == {"a": (0, 12), "b": (0, 12)}
+    assert scheduled_seqs[0] == {"a": (0, 12), "b": (0, 12)}
     assert engine.history[preempted - 1].kv_blocks_used == 10
-    assert shares[preempted] == {"a": (20, 1)}  # five blocks each: a gets a sixth, b gives all back
-    resumed = next(i for i in range(preempted, len(shares)) if "b" in shares[i])
-    assert shares[resumed] == {"b": (0, 21)}  # its prompt and the nine tokens of its answer so far, in one step
-    assert all("b" not in step for step in shares[preempted:resumed])
+    assert scheduled_seqs[preempted] == {"a": (20, 1)}  # five blocks each: a gets a sixth, b gives all back
+    resumed = next(i for i in range(preempted, len(scheduled_seqs)) if "b" in scheduled_seqs[i])
+    assert scheduled_seqs[resumed] == {"b": (0, 21)}  # its prompt and the nine tokens of its answer so far, in one step
+    assert all("b" not in step for step in scheduled_seqs[preempted:resumed])
     assert [output.request_id for output in finished] == ["a", "b"]
     for output, ids in zip(finished, prompts([12, 12]), strict=True):
         answer = output.outputs[0]

@@ -20,7 +20,7 @@ def run(scheduler: Scheduler, name: str, prompt: int = 4, answer: int = 0, prior
     for i in range(answer):
         seq.append_token(50 + i)
     seq.start()
-    assert scheduler.kv.reserve(seq, seq.num_tokens - 1)
+    assert scheduler.kv.allocate_slots(seq, seq.num_tokens - 1)
     seq.num_computed_tokens = seq.num_tokens - 1
     scheduler.running.append(seq)
     return seq
@@ -116,5 +116,7 @@ class TestPreempt:
         scheduler.abort(a)
         output = scheduler.schedule()
         assert scheduler.sequences(output) == [b], "a has gone, and b resumes"
-        shares = [(share.start, share.num_new_tokens, share.num_draws) for share in output.shares]
-        assert shares == [(0, 7, 1)], "with all its 7 tokens, after which the next one is drawn"
+        scheduled_seqs = [
+            (scheduled.start, scheduled.num_new_tokens, scheduled.num_samples) for scheduled in output.scheduled_seqs
+        ]
+        assert scheduled_seqs == [(0, 7, 1)], "with all its 7 tokens, after which the next one is drawn"

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from folovllm.cli import main
+from folovllm.cli.show import draw_pool
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.sampling_params import SamplingParams
-from folovllm.show import draw_pool
 from folovllm.watcher import Watcher
 from tests.helpers import prompts, tiny_checkpoint
 from tests.workloads import make_engine

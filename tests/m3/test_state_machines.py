@@ -39,7 +39,7 @@ class BlockManagerMachine(RuleBasedStateMachine):
         table = list(seq.block_table)
         missing = -(-(seq.num_computed_tokens + num_tokens) // self.kv.block_size) - len(table)
         fits = missing <= len(self.free)  # pools this small have a watermark of 0
-        assert self.kv.reserve(seq, num_tokens) is fits
+        assert self.kv.allocate_slots(seq, num_tokens) is fits
         if fits:
             table += self.free[:missing]
             self.free = self.free[missing:]
@@ -144,7 +144,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step(self) -> None:
         ranked = sorted(self.scheduler.running, key=self.scheduler.rank)
         output = self.scheduler.schedule()
-        if not output.shares and output.preempted:  # somebody gave way in vain: the next step has the room
+        if not output.scheduled_seqs and output.preempted:  # somebody gave way in vain: the next step has the room
             output = self.scheduler.schedule()
         seqs = self.scheduler.sequences(output)
         assert bool(seqs) == bool(self.unfinished()), "somebody always advances"
@@ -152,11 +152,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not {seq.seq_id for seq in seqs} & set(output.preempted)
         stayed = [seq for seq in ranked if seq.status is SequenceStatus.RUNNING]
         assert stayed == ranked[: len(stayed)], "somebody lost cache to one who ranks behind"
-        for share, seq in zip(output.shares, seqs, strict=True):
-            self.write(seq, share.start, share.end)
-        for share, seq in zip(output.shares, seqs, strict=True):
+        for scheduled, seq in zip(output.scheduled_seqs, seqs, strict=True):
+            self.write(seq, scheduled.start, scheduled.end)
+        for scheduled, seq in zip(output.scheduled_seqs, seqs, strict=True):
             assert self.read(seq) == [(seq, p) for p in range(seq.num_tokens)]
-            assert share.num_draws == 1 and share.token_ids.tolist() == seq.token_ids[share.start :].tolist()
+            assert (
+                scheduled.num_samples == 1 and scheduled.token_ids.tolist() == seq.token_ids[scheduled.start :].tolist()
+            )
         self.scheduler.postprocess([(seq, [self.next_token(seq)]) for seq in seqs])
 
     def write(self, seq: Sequence, start: int, end: int) -> None:

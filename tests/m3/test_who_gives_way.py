@@ -27,7 +27,9 @@ def step(scheduler: Scheduler) -> tuple[int, ...]:
     """One step; every share that reaches its end draws a token. Returns who lost its cache."""
     output = scheduler.schedule()
     seqs = scheduler.sequences(output)
-    scheduler.postprocess([(seq, [50] * share.num_draws) for seq, share in zip(seqs, output.shares, strict=True)])
+    scheduler.postprocess(
+        [(seq, [50] * scheduled.num_samples) for seq, scheduled in zip(seqs, output.scheduled_seqs, strict=True)]
+    )
     return output.preempted
 
 

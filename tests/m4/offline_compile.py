@@ -25,26 +25,26 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from folovllm.distributed.mailboxes import LETTERS
+from folovllm.distributed.one_shot_buffers import LETTERS
 from folovllm.hopper import grouped as grouped_hopper
 from folovllm.hopper.int4 import NUM_STAGES as STAGES_OF_TOKENS
 from folovllm.hopper.int4 import int4_hopper_kernel
 from folovllm.hopper.prefill import NUM_STAGES, prefill_hopper_kernel
-from folovllm.kernels import early_decode
+from folovllm.kernels import prefetching_decode
 from folovllm.kernels.activation import act_and_mul_kernel
 from folovllm.kernels.decode import MAX_PARTS, DecodeConfig, decode_kernel
 from folovllm.kernels.decode_plan import plan_kernel
-from folovllm.kernels.draw_tokens import plain_kernel, special_kernel
 from folovllm.kernels.filter_logits import CAPACITY, CHUNK, WARPS, WIDE_CHUNK, finish_kernel, scan_kernel
 from folovllm.kernels.gumbel_max import TILE, best_of_tiles_kernel, gumbel_max_kernel
 from folovllm.kernels.mask_logits import WIDTH as MASKED
 from folovllm.kernels.mask_logits import mask_logits_kernel
-from folovllm.kernels.note_drawn import note_drawn_kernel
 from folovllm.kernels.prefill import prefill_config, prefill_kernel
 from folovllm.kernels.prefill_tiles import list_tiles_kernel
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store_kernel
-from folovllm.kernels.rms_norm import add_rms_norm_kernel, late_add_rms_norm_kernel
-from folovllm.kernels.small_linear import serves, small_linear_kernel, tiling
+from folovllm.kernels.record_sampled import record_sampled_kernel
+from folovllm.kernels.rms_norm import add_rms_norm_kernel, deferred_add_rms_norm_kernel
+from folovllm.kernels.sample_tokens import plain_kernel, special_kernel
+from folovllm.kernels.skinny_linear import serves, skinny_linear_kernel, tiling
 from folovllm.kernels.store import store_kvcache_kernel
 from folovllm.kernels.summed_linear import fits, summed_linear_kernel
 from folovllm.kernels.unpack_step import unpack_decode_kernel, unpack_ragged_kernel
@@ -83,9 +83,9 @@ HQ, HKV = 16, 8
 WINDOW = 1024  # of a layer that has one
 
 
-OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("early_decode_kernel", "sum_ptr"): "*fp32", ("check_kernel", "sum_ptr"): "*fp32", ("merge_checks_kernel", "sum_ptr"): "*fp32", ("scan_kernel", "weight_ptr"): "*fp32",
+OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("prefetching_decode_kernel", "sum_ptr"): "*fp32", ("check_kernel", "sum_ptr"): "*fp32", ("merge_checks_kernel", "sum_ptr"): "*fp32", ("scan_kernel", "weight_ptr"): "*fp32",
              ("finish_kernel", "weight_ptr"): "*fp32", ("finish_kernel", "token_ptr"): "*i32",
-             ("small_linear_kernel", "x_ptr"): "*i32", ("small_linear_kernel", "weight_ptr"): "*i32",
+             ("skinny_linear_kernel", "x_ptr"): "*i32", ("skinny_linear_kernel", "weight_ptr"): "*i32",
              ("quant_gemv_kernel", "scale_ptr"): "*fp32", ("integer_gemv_kernel", "scale_ptr"): "*fp32", ("integer_gemv_kernel", "zero_ptr"): "*u8",
              ("summed_linear_kernel", "x_ptr"): "*i32", ("summed_linear_kernel", "weight_ptr"): "*i32",
              ("moe_gemv_kernel", "x_ptr"): "*i32", ("moe_gemv_kernel", "weight_ptr"): "*i32",
@@ -246,10 +246,10 @@ def kernels_of_m6(capability: int, head_dim: int, block_size: int):
             "STRIDE_HEAD": block_size * head_dim,
         }
         for group in (1, 8) if head_dim == 128 else ():
-            yield (early_decode.early_decode_kernel,
+            yield (prefetching_decode.prefetching_decode_kernel,
                    {**strides, "B": block_size, "HKV": HKV, "G": group, "GROUP": group, "D": head_dim, "M": 16, "NORM": True,
-                    "TILE": early_decode.TILE, "STEP": DecodeConfig().merge_step, "PDL": True},
-                   early_decode.NUM_WARPS, early_decode.NUM_STAGES)  # fmt: skip
+                    "TILE": prefetching_decode.TILE, "STEP": DecodeConfig().merge_step, "PDL": True},
+                   prefetching_decode.NUM_WARPS, prefetching_decode.NUM_STAGES)  # fmt: skip
     if (head_dim, block_size) != (128, 16):
         return
     yield gumbel_max_kernel, {"WIDTH": TILE, "FAST": True}, 8, 3
@@ -260,7 +260,7 @@ def kernels_of_m6(capability: int, head_dim: int, block_size: int):
     yield finish_kernel, {**sizes, "SHIFT": shift, "FAST": True}, WARPS, 3
     yield plain_kernel, {"WIDTH": TILE, "FAST": True}, 8, 3
     yield special_kernel, {"WIDTH": TILE, "FAST": True}, 8, 3
-    yield note_drawn_kernel, {"ALL": False}, 4, 3
+    yield record_sampled_kernel, {"ALL": False}, 4, 3
     lines = {"TOKEN": 0, "ROW": 1, "SEQ_LEN": 2, "NEW_BLOCK": 7}
     yield unpack_decode_kernel, {**lines, "B": block_size, "WIDTH": 128}, 1, 3
     yield unpack_ragged_kernel, {"B": block_size, "WIDTH": 128}, 1, 3
@@ -286,7 +286,7 @@ def small_linears(capability: int):
             alone = [1] * (hidden == 1024 and capability in (80, 90))
             for tokens in (*alone, most_tokens(weight)):
                 num_warps, per_program, chunk = tiling(tokens, rows, 2 * width * (1 + gated))
-                yield small_linear_kernel, {"K": width, "NORM": norm, "GATED": gated, "RESIDUAL": not norm, "M": tokens,
+                yield skinny_linear_kernel, {"K": width, "NORM": norm, "GATED": gated, "RESIDUAL": not norm, "M": tokens,
                                             "ROWS": per_program, "CHUNK": chunk, "PDL": capability >= 90}, num_warps, 3  # fmt: skip
 
 
@@ -481,7 +481,7 @@ def kernels_of_x4(capability: int, head_dim: int, block_size: int):
     combined = {"H": hidden, "TOP_K": asked, "WIDTH": 1024}
     yield combine_kernel, combined, 4, 3
     yield late_combine_kernel, combined | pdl, 4, 3
-    yield late_add_rms_norm_kernel, {"H": hidden, "WIDTH": hidden, "HAS_RESIDUAL": True, **pdl}, 8, 3
+    yield deferred_add_rms_norm_kernel, {"H": hidden, "WIDTH": hidden, "HAS_RESIDUAL": True, **pdl}, 8, 3
 
 
 def grouped_codes(capability: int):

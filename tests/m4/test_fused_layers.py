@@ -14,7 +14,7 @@ from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.rotary_embedding import RotaryEmbedding
 from folovllm.model_config import head_dim_of
 from folovllm.models.fused import fused_layers
-from folovllm.models.fused_layer import LateNormDecoderLayer, few_token_layers
+from folovllm.models.fused_layer import DeferredNormDecoderLayer, skinny_layers
 from tests.helpers import FAMILIES, Driver, assert_logits_equal, prompts, tiny_checkpoint
 from tests.m4.cases import DEVICE, assert_close
 from tests.tiny import worked_case
@@ -206,10 +206,10 @@ def test_a_late_division_of_zeros_and_of_small_numbers(dtype):
 def test_a_fused_model_computes_what_its_layers_did(family, whole):
     """Prompts and decodes, for every family. Of the whole layers those whose projections have biases keep their norms."""
     path = tiny_checkpoint(family, attention_bias=True) if family == "llama" else tiny_checkpoint(family)
-    layers = (few_token_layers if whole else fused_layers)(head_dim_of(AutoConfig.from_pretrained(path)))
+    layers = (skinny_layers if whole else fused_layers)(head_dim_of(AutoConfig.from_pretrained(path)))
     plain, fused = (Driver(path, "torch_paged", device=DEVICE.type, layers=s) for s in (LayerSet(), layers))
     if whole:
-        folded = [layer.folded for layer in fused.model.modules() if isinstance(layer, LateNormDecoderLayer)]
+        folded = [layer.folded for layer in fused.model.modules() if isinstance(layer, DeferredNormDecoderLayer)]
         assert folded == [family in ("qwen3", "mistral", "phi3")] * 3
     first, second = prompts([9, 5])
     for pieces in ({0: first, 1: second}, {0: [7], 1: [8]}, {0: [3], 1: [1, 2, 3]}):

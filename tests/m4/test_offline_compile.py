@@ -14,7 +14,7 @@ from tests.kernel_modules import kernel_modules
 ROOT = Path(__file__).parents[2]
 NUM_KERNELS = {"m4": 7, "m6": 12, "x2": 3, "x3": 5, "x4": 8}
 ON_HOPPER_ALONE = {
-    "m6": {"prefill_hopper_kernel", "early_decode_kernel"},
+    "m6": {"prefill_hopper_kernel", "prefetching_decode_kernel"},
     "x2": {"int4_hopper_kernel"},
     "x4": {"grouped_hopper_kernel"},
 }
@@ -24,17 +24,17 @@ WITH_FP8_ALONE = {"x2": {"quantize_rows_kernel"}}  # compute capability 8.9
 # The most registers of a thread, and bytes of stack, where what does not fit into registers goes: what Triton 3.6 and 3.7
 # make of a kernel on sm_80 and sm_90, and a little more. A stack is memory, and slow.
 MOST = {
-    "prefill_kernel": (255, 0), "decode_kernel": (255, 16), "early_decode_kernel": (255, 0), "qk_norm_rope_store_kernel": (72, 0),
+    "prefill_kernel": (255, 0), "decode_kernel": (255, 16), "prefetching_decode_kernel": (255, 0), "qk_norm_rope_store_kernel": (72, 0),
     "store_kvcache_kernel": (32, 0), "plan_kernel": (40, 0), "add_rms_norm_kernel": (40, 0), "act_and_mul_kernel": (48, 0),
     "gumbel_max_kernel": (96, 0), "best_of_tiles_kernel": (24, 0), "scan_kernel": (128, 0), "finish_kernel": (128, 16),
-    "plain_kernel": (80, 0), "special_kernel": (128, 0), "note_drawn_kernel": (40, 0), "unpack_decode_kernel": (48, 0),
+    "plain_kernel": (80, 0), "special_kernel": (128, 0), "record_sampled_kernel": (40, 0), "unpack_decode_kernel": (48, 0),
     "unpack_ragged_kernel": (64, 0), "list_tiles_kernel": (40, 0),
     "grouped_linear_kernel": (255, 0), "grouped_quant_kernel": (255, 0), "choose_kernel": (128, 0), "combine_kernel": (40, 0),
     "moe_gemv_kernel": (96, 0), "grouped_hopper_kernel": (255, 0), "order_kernel": (168, 0), "late_combine_kernel": (40, 0),
-    "late_add_rms_norm_kernel": (40, 0),
+    "deferred_add_rms_norm_kernel": (40, 0),
     "check_kernel": (255, 0), "merge_checks_kernel": (96, 0), "list_checks_kernel": (48, 0), "plan_checks_kernel": (40, 0),
     "mask_logits_kernel": (40, 0),
-    "small_linear_kernel": (255, 0), "summed_linear_kernel": (255, 0), "prefill_hopper_kernel": (168, 0),
+    "skinny_linear_kernel": (255, 0), "summed_linear_kernel": (255, 0), "prefill_hopper_kernel": (168, 0),
     "quant_gemv_kernel": (176, 0), "integer_gemv_kernel": (176, 112), "quant_matmul_kernel": (255, 0), "unpack_kernel": (64, 0),
     "int4_linear_kernel": (255, 0), "int4_hopper_kernel": (168, 16), "quantize_rows_kernel": (72, 0),
 }  # fmt: skip
@@ -85,9 +85,9 @@ def check(capability: int, milestone: str, rows: list[dict]) -> None:
     too_many = [row for row in rows if row["registers"] * row["warps"] * 32 > 65536]
     assert not too_many, f"more registers than there are {where}"
     in_flight = (
-        "early_decode_kernel",
+        "prefetching_decode_kernel",
         "moe_gemv_kernel",
-        "small_linear_kernel",
+        "skinny_linear_kernel",
         "summed_linear_kernel",
         "quant_gemv_kernel",
         "int4_linear_kernel",

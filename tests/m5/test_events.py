@@ -48,9 +48,9 @@ class NoDevice:
         self.num_kv_blocks, self.die = num_kv_blocks, die
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:
-        if not output.shares:
+        if not output.scheduled_seqs:
             raise NothingScheduled
-        tokens = [[self.die.randrange(3)] * share.num_draws for share in output.shares]
+        tokens = [[self.die.randrange(3)] * scheduled.num_samples for scheduled in output.scheduled_seqs]
         return StepResult(tokens, {})
 
     def submit(self, output: SchedulerOutput) -> Any:
@@ -216,14 +216,14 @@ def test_a_prefix_is_published_found_and_forgotten() -> None:
     served = engine("m5")
     seen = told(served)
     served.generate([list(range(9)), [*range(8), 99]], GREEDY)
-    published = of(seen, ev.BlockPublished)
+    published = of(seen, ev.BlockCached)
     assert [(event.place, event.parent) for event in published[:2]] == [(0, 0), (1, published[0].serial)]
     second = of(seen, ev.RequestAdded)[1].seq_id
     adopted = [(event.block_id, event.seq_id, event.ref_count) for event in of(seen, ev.BlockAdopted)]
     assert adopted == [(event.block_id, second, 2) for event in published[:2]], "the first one holds them too"
     assert of(seen, ev.PrefixHit) == [ev.PrefixHit(second, 8)] and not of(seen, ev.BlockEvicted)
     served.reset_prefix_cache()
-    assert {e.hash for e in of(seen, ev.BlockEvicted)} == {e.hash for e in of(seen, ev.BlockPublished)}
+    assert {e.hash for e in of(seen, ev.BlockEvicted)} == {e.hash for e in of(seen, ev.BlockCached)}
 
 
 @pytest.mark.parametrize("milestone", EVERY)
@@ -298,7 +298,7 @@ def test_the_log_of_steps_knows_whose_a_share_is_and_forgets_who_has_gone(milest
     for _ in range(60):
         world.turn()
     ended = [event for event in world.seen if isinstance(event, ev.StepEnded)]
-    assert [len(step.shares) for step in log.steps] == [len(event.output.shares) for event in ended]
+    assert [len(step.scheduled_seqs) for step in log.steps] == [len(event.output.scheduled_seqs) for event in ended]
     world.engine.abort_request(list(world.engine._output.requests))
     world.engine.step()
     world.add()

@@ -25,13 +25,13 @@ def sequence(prompt: list[int], salt: str | None = None) -> Sequence:
 
 def admit(manager: PrefixCachingBlockManager, seq: Sequence, count: int | None = None) -> int:
     """Match, reserve, compute and publish `count` tokens (all, if left out); returns how many were found."""
-    manager.match(seq)
+    manager.get_computed_blocks(seq)
     found = seq.num_computed_tokens
     count = seq.num_uncomputed_tokens if count is None else count
-    assert manager.reserve(seq, count)
+    assert manager.allocate_slots(seq, count)
     seq.start()
     seq.num_computed_tokens += count
-    manager.publish(seq)
+    manager.cache_blocks(seq)
     return found
 
 
@@ -77,7 +77,7 @@ class TestComputeHash:
 
 
 class Chain:
-    """A `PrefixCache` with some blocks in it, put there without its own `publish`."""
+    """A `PrefixCache` with some blocks in it, put there without its own `cache_blocks`."""
 
     def __init__(self, tokens: list[int]) -> None:
         self.cache = PrefixCache(B)
@@ -167,7 +167,7 @@ class TestLongestCachedPrefix:
         )
 
     def test_a_look_changes_nothing(self) -> None:
-        """`match` does what a hit needs, and a sequence may be looked up at many steps before it is admitted."""
+        """`get_computed_blocks` does what a hit needs, and a sequence may be looked up at many steps before it is admitted."""
         chain, seq = Chain(self.tokens), sequence([*self.tokens[:8], 1, 1, 1, 1, 1])
         chain.blocks[2].hash = chain.cache._hash(seq, 2)
         chain.cache._by_hash[chain.blocks[2].hash] = chain.blocks[2]  # its tokens are others: a collision
@@ -175,7 +175,7 @@ class TestLongestCachedPrefix:
         for _ in range(2):
             assert chain.cache.longest_cached_prefix(seq) == chain.blocks[:2], "the same, however often it is asked"
         assert (chain.cache.serials(seq), seq.block_table) == ([], []), (
-            "`match` notes the serials and the blocks of a hit"
+            "`get_computed_blocks` notes the serials and the blocks of a hit"
         )
         assert [block.ref_count for block in chain.blocks] == [0, 0, 0], "`adopt` counts who holds a block"
         assert chain.cache._by_hash == before, "a name stays with its block, whoever it does not fit"
@@ -226,20 +226,20 @@ class TestPublish:
             return sorted(block.block_id for block in cache._by_hash.values())
 
         cache, orphaned, ones, twos = PrefixCache(B), Forgetful(B), make_blocks(7, 8), make_blocks(17, 18, 19)
-        cache.publish(sequence(self.tokens[:8]), ones)
-        cache.publish(sequence(self.tokens), twos)
+        cache.cache_blocks(sequence(self.tokens[:8]), ones)
+        cache.cache_blocks(sequence(self.tokens), twos)
         got = {"blocks with a name": named(cache), "19 follows 8": twos[2].parent == ones[1].serial}
         gone, again = make_blocks(7, 8), make_blocks(17, 18)
-        orphaned.publish(sequence(self.tokens[:8]), gone)
+        orphaned.cache_blocks(sequence(self.tokens[:8]), gone)
         orphaned.evict(gone[0])
-        orphaned.publish(sequence(self.tokens[:8]), again)
+        orphaned.cache_blocks(sequence(self.tokens[:8]), again)
         got["the same, with block 7 forgotten before"] = named(orphaned)
         monkeypatch.setattr(prefix_cache, "compute_hash", lambda tokens, prefix: 42)
         collision, other = PrefixCache(B), sequence([1] * 8)
-        collision.publish(sequence(self.tokens[:4]), make_blocks(7))
+        collision.cache_blocks(sequence(self.tokens[:4]), make_blocks(7))
         ended = "no error"
         try:
-            collision.publish(other, make_blocks(17, 18))
+            collision.cache_blocks(other, make_blocks(17, 18))
         except IndexError as error:
             ended = f"IndexError: {error}"
         got["other tokens, and all hashes are 42"] = [named(collision), len(collision.serials(other)), ended]
@@ -248,7 +248,7 @@ class TestPublish:
 
     def test_names_full_blocks_in_a_chain(self) -> None:
         cache, seq, blocks = PrefixCache(B), sequence(self.tokens), make_blocks(7, 8, 9)
-        cache.publish(seq, blocks)
+        cache.cache_blocks(seq, blocks)
         assert len(cache) == 3, "three full blocks have a name"
         assert cache.serials(seq) == [b.serial for b in blocks], "the sequence's serials are those of its blocks"
         assert [b.parent for b in blocks] == [ROOT, blocks[0].serial, blocks[1].serial], (
@@ -266,9 +266,9 @@ class TestPublish:
 
     def test_goes_on_where_it_left_off(self) -> None:
         cache, seq, blocks = PrefixCache(B), sequence(self.tokens), make_blocks(7, 8, 9)
-        cache.publish(seq, blocks[:1])
+        cache.cache_blocks(seq, blocks[:1])
         serial = blocks[0].serial
-        cache.publish(seq, blocks)
+        cache.cache_blocks(seq, blocks)
         assert blocks[0].serial == serial, "what was published is not published again"
         assert blocks[1].parent == serial, "the next block follows it"
         assert len(cache) == 3, "three blocks have a name"
@@ -277,9 +277,9 @@ class TestPublish:
     def test_what_lost_its_name_does_not_get_it_again(self) -> None:
         """New weights came while the sequence ran: blocks 7 and 8 hold K/V of the old ones."""
         cache, seq, blocks = Forgetful(B), sequence(self.tokens), make_blocks(7, 8, 9)
-        cache.publish(seq, blocks[:2])
+        cache.cache_blocks(seq, blocks[:2])
         cache.reset()
-        cache.publish(seq, blocks)
+        cache.cache_blocks(seq, blocks)
         assert [b.hash for b in blocks[:2]] == [None, None], (
             "7 and 8 were published before, and were forgotten: only block 9 is new"
         )
@@ -287,8 +287,8 @@ class TestPublish:
     def test_a_twin_stays_nameless_and_counts_as_the_first(self) -> None:
         cache, first, second = PrefixCache(B), sequence(self.tokens), sequence([*self.tokens[:8], 1, 2, 3, 4])
         ones, twos = make_blocks(7, 8), make_blocks(17, 18, 19)
-        cache.publish(first, ones)
-        cache.publish(second, twos)
+        cache.cache_blocks(first, ones)
+        cache.cache_blocks(second, twos)
         assert [b.hash for b in twos[:2]] == [None, None], "17 and 18 are twins of 7 and 8, and get no name"
         assert cache.serials(second)[:2] == cache.serials(first), "the serials of 7 and 8 count for what follows"
         assert twos[2].parent == ones[1].serial, "19 follows 8"
@@ -298,8 +298,8 @@ class TestPublish:
         monkeypatch.setattr(prefix_cache, "compute_hash", lambda tokens, prefix: 42)
         cache, first, second = PrefixCache(B), sequence(self.tokens), sequence([1] * 12)
         ones, twos = make_blocks(7), make_blocks(17, 18, 19)
-        cache.publish(first, ones)
-        cache.publish(second, twos)
+        cache.cache_blocks(first, ones)
+        cache.cache_blocks(second, twos)
         assert cache.serials(second) == [], "no block of the second is published"
         assert all(b.hash is None for b in twos), "so none has a name"
         assert cache._by_hash[42] is ones[0], "who was first keeps the name"
@@ -311,8 +311,8 @@ class TestPublish:
         monkeypatch.setattr(prefix_cache, "compute_hash", lambda tokens, prefix: int(tokens.sum()))
         cache, start, end = PrefixCache(B), self.tokens[:4], [9, 9, 9, 9]
         ones, twos, seq = make_blocks(7, 8), make_blocks(17, 18, 19), sequence([*start, 4, 3, 2, 1, *end])
-        cache.publish(sequence([*start, 1, 2, 3, 4]), ones)
-        cache.publish(seq, twos)
+        cache.cache_blocks(sequence([*start, 1, 2, 3, 4]), ones)
+        cache.cache_blocks(seq, twos)
         assert all(b.hash is None for b in twos), (
             f"17 is a twin of 7, 18 collides with 8, and 19 must have no name. Yours follows {twos[2].parent}, and 7 is "
             f"{ones[0].serial}: a prompt of the tokens of 17 and 19 would be served K/V that was computed after those of 18, too"
@@ -322,25 +322,25 @@ class TestPublish:
     def test_other_tokens_after_another_block_are_no_collision(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(prefix_cache, "compute_hash", lambda tokens, prefix: int(tokens.sum()))
         cache, blocks = Forgetful(B), make_blocks(7, 8, 17, 18)
-        cache.publish(sequence([1, 1, 1, 1, 1, 2, 3, 4]), blocks[:2])
-        cache.publish(sequence([2, 2, 2, 2, 4, 3, 2, 1]), blocks[2:])
+        cache.cache_blocks(sequence([1, 1, 1, 1, 1, 2, 3, 4]), blocks[:2])
+        cache.cache_blocks(sequence([2, 2, 2, 2, 4, 3, 2, 1]), blocks[2:])
         assert cache._by_hash[10] is blocks[3], (
             "8 has the hash of 18, but it follows another block: the name goes to 18"
         )
 
     def test_a_block_whose_parent_was_a_twin_can_be_found(self) -> None:
         cache, blocks = PrefixCache(B), make_blocks(7, 17, 18)
-        cache.publish(sequence(self.tokens[:B]), blocks[:1])
-        cache.publish(sequence(self.tokens), [blocks[1], blocks[2]])
+        cache.cache_blocks(sequence(self.tokens[:B]), blocks[:1])
+        cache.cache_blocks(sequence(self.tokens), [blocks[1], blocks[2]])
         assert blocks[1].serial == 0, "17 is a twin of 7: it has no name, hence no serial"
         assert blocks[2].parent == blocks[0].serial, "18 follows 7, which can be found"
 
     def test_an_orphan_gives_its_name_away(self) -> None:
         cache, first, again = Forgetful(B), sequence(self.tokens), sequence(self.tokens)
         ones, twos = make_blocks(7, 8), make_blocks(17, 18)
-        cache.publish(first, ones)
+        cache.cache_blocks(first, ones)
         cache.evict(ones[0])  # block 8 can no longer be reached
-        cache.publish(again, twos)
+        cache.cache_blocks(again, twos)
         assert ones[1].hash is None, "8 follows a block that is gone: it loses its name"
         assert cache._by_hash[twos[1].hash or 0] is twos[1], "18 has it now"
         assert twos[1].parent == twos[0].serial, "and follows 17"
@@ -456,7 +456,7 @@ class TestAdopt:
 class TestEviction:
     def test_evicting_forgets_the_name(self) -> None:
         cache, seq, blocks = PrefixCache(B), sequence(list(range(8))), make_blocks(7, 8)
-        cache.publish(seq, blocks)
+        cache.cache_blocks(seq, blocks)
         cache.evict(blocks[1])
         assert (blocks[1].hash, blocks[1].token_ids, blocks[1].serial, blocks[1].parent) == (None, b"", 0, 0)
         assert len(cache) == 1 and cache.stats.evictions == 1
@@ -516,9 +516,9 @@ class TestManager:
         manager, seq = PrefixCachingBlockManager(20, B), sequence(list(range(12)))
         admit(manager, seq, 6)
         assert len(manager.prefix_cache) == 1
-        assert manager.reserve(seq, 2)
+        assert manager.allocate_slots(seq, 2)
         seq.num_computed_tokens += 2
-        manager.publish(seq)
+        manager.cache_blocks(seq)
         assert len(manager.prefix_cache) == 2
 
     def test_generated_tokens_are_cached_too(self) -> None:
@@ -526,9 +526,9 @@ class TestManager:
         admit(manager, seq)
         for token in (70, 71, 72, 73):
             seq.append_token(token)
-            assert manager.reserve(seq, 1)
+            assert manager.allocate_slots(seq, 1)
             seq.num_computed_tokens += 1
-            manager.publish(seq)
+            manager.cache_blocks(seq)
         leave(manager, seq)
         assert admit(manager, sequence([0, 1, 2, 3, 70, 71, 72, 73, 5])) == 8
 
@@ -539,9 +539,9 @@ class TestManager:
         leave(manager, seq)
         admit(manager, sequence([9] * 8))
         late = sequence([*range(5), *[1] * 8])
-        manager.match(late)
+        manager.get_computed_blocks(late)
         assert late.num_computed_tokens == 4
-        assert not manager.reserve(late, late.num_uncomputed_tokens)
+        assert not manager.allocate_slots(late, late.num_uncomputed_tokens)
         manager.free(late)
         assert (late.num_computed_tokens, late.block_table, manager.prefix_cache.serials(late)) == (0, [], [])
         assert manager.num_free == 2
@@ -560,9 +560,9 @@ class TestManager:
         assert len(manager.prefix_cache) == 0 and admit(manager, sequence([*range(8), 1])) == 0
         for token in (70, 71, 72, 73):
             seq.append_token(token)
-            assert manager.reserve(seq, 1)
+            assert manager.allocate_slots(seq, 1)
             seq.num_computed_tokens += 1
-            manager.publish(seq)
+            manager.cache_blocks(seq)
         assert admit(manager, sequence([*range(8), 70, 71, 72, 73, 5])) == 8  # its third block follows nothing known
 
     def test_counts_at_admission(self) -> None:

@@ -40,9 +40,9 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def admit(self, data: st.DataObject) -> None:
         seq = data.draw(st.sampled_from(self.waiting))
-        self.manager.match(seq)
+        self.manager.get_computed_blocks(seq)
         count = data.draw(st.integers(1, seq.num_uncomputed_tokens))
-        if not self.manager.reserve(seq, count):
+        if not self.manager.allocate_slots(seq, count):
             self.manager.free(seq)
             return
         self.waiting.remove(seq)
@@ -59,7 +59,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                 return
             seq.append_token(token)
         count = data.draw(st.integers(1, seq.num_uncomputed_tokens))
-        if self.manager.reserve(seq, count):
+        if self.manager.allocate_slots(seq, count):
             self.compute(seq, count)
 
     @precondition(lambda self: self.running)
@@ -85,7 +85,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             block = seq.block_table[position // B]
             self.written[block][position % B] = self.prefix(seq, position)
         seq.num_computed_tokens += count
-        self.manager.publish(seq)
+        self.manager.cache_blocks(seq)
 
     @staticmethod
     def prefix(seq: Sequence, position: int) -> tuple[str | int | None, ...]:

@@ -93,7 +93,7 @@ def test_the_threshold_holds_for_every_share() -> None:
     load, served = workload("greedy", 16), engine(long_prefill_token_threshold=5)
     served.history = []
     load.check(serve(served, load.requests))
-    assert max(n for step in served.history for *_, n in step.shares) == 5
+    assert max(n for step in served.history for *_, n in step.scheduled_seqs) == 5
 
 
 class TestPrefixes:

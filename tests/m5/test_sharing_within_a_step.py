@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
-from folovllm.engine.scheduler import MakeRoom, Scheduler, chunk, preempt, wait
+from folovllm.engine.scheduler import OnFull, Scheduler, chunk, preempt, wait
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts, tiny_checkpoint
@@ -16,8 +16,8 @@ from tests.workloads import make_engine, serve
 B = 4
 
 
-def make_scheduler(num_blocks: int = 50, budget: int = 100, make_room: MakeRoom = wait) -> Scheduler:
-    return Scheduler(PrefixCachingBlockManager(num_blocks, B), 8, budget, chunk, make_room)
+def make_scheduler(num_blocks: int = 50, budget: int = 100, on_full: OnFull = wait) -> Scheduler:
+    return Scheduler(PrefixCachingBlockManager(num_blocks, B), 8, budget, chunk, on_full)
 
 
 def names_of(scheduler: Scheduler) -> int:
@@ -48,7 +48,11 @@ def test_the_blocks_of_a_share_are_found_by_the_next_one() -> None:
     for seq in (first, second, other):
         scheduler.add(seq)
     output = scheduler.schedule()
-    assert [(share.start, share.num_new_tokens) for share in output.shares] == [(0, 11), (8, 6), (0, 3)]
+    assert [(scheduled.start, scheduled.num_new_tokens) for scheduled in output.scheduled_seqs] == [
+        (0, 11),
+        (8, 6),
+        (0, 3),
+    ]
     assert second.block_table[:2] == first.block_table[:2] and second.block_table[2] != first.block_table[2]
     assert second.num_cached_tokens == 8
 
@@ -62,7 +66,7 @@ def test_a_share_of_one_that_runs_is_found_too() -> None:
     scheduler.add(second)
     scheduler.postprocess([(first, [])])
     output = scheduler.schedule()
-    assert [(share.start, share.num_new_tokens) for share in output.shares] == [(8, 3), (8, 5)]
+    assert [(scheduled.start, scheduled.num_new_tokens) for scheduled in output.scheduled_seqs] == [(8, 3), (8, 5)]
 
 
 def test_what_is_in_flight_is_never_published() -> None:
@@ -74,23 +78,23 @@ def test_what_is_in_flight_is_never_published() -> None:
     scheduler.add(make_seq(1, name="one that is admitted, and might begin with what seq computes"))
     scheduler.schedule()
     assert (seq.num_tokens, seq.num_computed_tokens, names_of(scheduler)) == (7, 8, 1)
-    scheduler.kv.publish(seq)
+    scheduler.kv.cache_blocks(seq)
     assert names_of(scheduler) == 1
     seq.append_token(60)
-    scheduler.kv.publish(seq)
+    scheduler.kv.cache_blocks(seq)
     assert names_of(scheduler) == 2
 
 
 def test_a_share_that_was_taken_back_is_never_found() -> None:
     """The young one's share fills three blocks; then the old one takes its cache, and they are never written."""
-    scheduler = make_scheduler(num_blocks=7, budget=14, make_room=preempt)
+    scheduler = make_scheduler(num_blocks=7, budget=14, on_full=preempt)
     old, young = make_seq(8, name="old"), other_tokens(make_seq(20, name="young"))
     for seq, computed in ((young, 8), (old, 7)):
         seq.start()
         scheduler.running.append(seq)
-        assert scheduler.kv.reserve(seq, computed)
+        assert scheduler.kv.allocate_slots(seq, computed)
         seq.num_computed_tokens = computed
-        scheduler.kv.publish(seq)
+        scheduler.kv.cache_blocks(seq)
     old.append_token(60)  # two tokens to compute, in a third block
     scheduler.add(other_tokens(make_seq(20, name="late")))
     output = scheduler.schedule()
@@ -98,7 +102,7 @@ def test_a_share_that_was_taken_back_is_never_found() -> None:
     assert names_of(scheduler) == 2 + 1, "of young the blocks that were written before, and one of old"
     scheduler.abort(old)
     output = scheduler.schedule()
-    starts = [share.start for share in output.shares]
+    starts = [scheduled.start for scheduled in output.scheduled_seqs]
     assert starts == [8, 16], "young resumes behind what was written, late begins with what young computes now"
 
 

@@ -64,29 +64,29 @@ def measure(overrides: dict) -> dict:
     runner = engine.executor._worker.runner
     seen.clear()
     if isinstance(runner, GraphRunner):
-        rehearsed = start(runner, records=not config.enforce_eager)
+        dry_run = start(runner, records=not config.enforce_eager)
     else:
         with torch.inference_mode():
             runner.compile_kernels()
-        rehearsed = dict(seen)
+        dry_run = dict(seen)
     at_start = list(seen)
     steps = serve_everything(engine)
     engine.close()
-    not_rehearsed = [variant for variant in at_start if variant not in rehearsed]
+    not_rehearsed = [variant for variant in at_start if variant not in dry_run]
     return {
-        "at start": len(at_start), "steps": steps, "later": list(seen)[len(at_start) :], "not rehearsed": not_rehearsed
+        "at start": len(at_start), "steps": steps, "later": list(seen)[len(at_start) :], "not dry_run": not_rehearsed
     }  # fmt: skip
 
 
 def start(runner: GraphRunner, records: bool) -> dict[str, None]:
     """What follows the loading of the weights; returns what its rehearsal met."""
     inner, num_blocks = runner._runner, runner._runner.kv_cache.shape[2]
-    runner._draw._use_kernel = True
-    runner._rows_draw._work = FilterWorkspace.allocate(21, runner._draw.vocab_size, torch.device("cpu"))
+    runner._step_sampler._use_kernel = True
+    runner._row_sampler._work = FilterWorkspace.allocate(21, runner._step_sampler.vocab_size, torch.device("cpu"))
     others, runner._others = runner._others, {False: [], True: []}  # kernels are compiled before any is captured
     forget_kv_scales(inner)
     runner.compile_at_once(records)
-    rehearsed = dict(seen)
+    dry_run = dict(seen)
     seen.clear()
     forget_kv_scales(inner)
     if inner._setup.config.calculate_kv_scales:
@@ -98,7 +98,7 @@ def start(runner: GraphRunner, records: bool) -> dict[str, None]:
         for bucket in [*others[False], *map(decode_bucket, runner.buckets), *others[True]]:
             runner._capture(bucket)
     runner._others = others
-    return rehearsed
+    return dry_run
 
 
 def forget_kv_scales(runner: ModelRunner) -> None:

@@ -17,7 +17,7 @@ class ThreadGroup:
 
     def __init__(self, rank: int, board: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.size = rank, len(board)
-        self.mailboxes: Any = None
+        self.one_shot_buffers: Any = None
         self._board, self._barrier = board, barrier
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:

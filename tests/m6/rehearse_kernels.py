@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from folovllm.kernels.rehearsal import rehearsal
+from folovllm.kernels.dry_run import dry_run
 
 CPU = torch.device("cpu")
 launched: list[str] = []  # by which thread
@@ -63,7 +63,7 @@ def copy(n: int, width: int = 16) -> torch.Tensor:
 def outcome(body) -> str:
     """The name of the exception that ends a rehearsal."""
     try:
-        with rehearsal(CPU):
+        with dry_run(CPU):
             body()
     except BaseException as error:
         return type(error).__name__
@@ -92,7 +92,7 @@ def main() -> dict[str, object]:
     untouched = triton.runtime.JITFunction.run
     found: dict[str, object] = {}
     torch.full((16,), 7.0)  # leaves memory that is not zero
-    with rehearsal(CPU):
+    with dry_run(CPU):
         results = [copy(n) for n in (1, 2, 3, 16, 2)]
         other = threading.Thread(target=copy, args=[2, 32], name="other")
         other.start()

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from folovllm.sampling_params import SamplingParams
-from folovllm.step.draw import DrawSpec
+from folovllm.step.sampling_spec import SamplingSpec
 
 
 def spec_of(
@@ -17,11 +17,11 @@ def spec_of(
     answer: Iterable[int] = (),
     ends: Iterable[int] = (),
     bad_words: Sequence[Sequence[int]] = (),
-) -> DrawSpec:
+) -> SamplingSpec:
     """As the scheduler makes it; `ends` are the tokens that would end the answer."""
     prompt = list(prompt)
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    return DrawSpec(
+    return SamplingSpec(
         seed=seed,
         **{name: getattr(params, name) for name in (*names, "logprobs")},
         first_end=len(prompt) + params.min_tokens,

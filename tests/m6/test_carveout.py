@@ -38,19 +38,23 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
 
 
 def test_the_kernels_of_a_layer_for_one_or_two_tokens(told: list[tuple[int, int, int]]) -> None:
-    for one in (kernel("small_linear_kernel", 1), kernel("small_linear_kernel", 2), kernel("small_linear_kernel", 4)):
+    for one in (
+        kernel("skinny_linear_kernel", 1),
+        kernel("skinny_linear_kernel", 2),
+        kernel("skinny_linear_kernel", 4),
+    ):
         carveout.divide_memory(one)
-    for name in ("early_decode_kernel", "decode_kernel", "gumbel_max_kernel"):
+    for name in ("prefetching_decode_kernel", "decode_kernel", "gumbel_max_kernel"):
         carveout.divide_memory(kernel(name, 7))
     assert told == [(function, carveout.PREFERRED_CARVEOUT, carveout.SHARE) for function in (1, 2, 7)]
 
 
 def test_a_driver_that_refuses(told: list[tuple[int, int, int]]) -> None:
-    with pytest.raises(RuntimeError, match=r"early_decode_kernel cannot say .* 400"):
-        carveout.divide_memory(kernel("early_decode_kernel", 0))
+    with pytest.raises(RuntimeError, match=r"prefetching_decode_kernel cannot say .* 400"):
+        carveout.divide_memory(kernel("prefetching_decode_kernel", 0))
 
 
 def test_only_where_kernels_overlap(told: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(carveout, "available", lambda device: False)
-    carveout.divide_memory(kernel("early_decode_kernel"))
+    carveout.divide_memory(kernel("prefetching_decode_kernel"))
     assert told == []

@@ -85,5 +85,5 @@ def test_compiled_for_a_gpu(kind: str) -> None:
     runner = engine.executor._worker.runner
     layers = [m for m in runner.model.modules() if isinstance(m, RMSNorm)]
     assert layers and all(type(layer).__name__ == "CompiledRMSNorm" for layer in layers)
-    assert isinstance(runner._draw._sampler, CompiledSampler)
+    assert isinstance(runner._step_sampler._sampler, CompiledSampler)
     load.check(serve(engine, load.requests), tol=0.05)

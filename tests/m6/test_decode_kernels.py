@@ -16,7 +16,7 @@ from tests.m6.devices import DEVICE
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from folovllm.kernels.gumbel_max import TILE, gumbel_max
-from folovllm.kernels.small_linear import serves, small_linear, tiling
+from folovllm.kernels.skinny_linear import serves, skinny_linear, tiling
 from folovllm.kernels.unpack_step import unpack_decode
 
 
@@ -28,7 +28,7 @@ class TestSmallLinear:
         x = torch.randn(tokens, width, generator=generator).to(DEVICE)
         weight = torch.randn(rows, width, generator=generator).to(DEVICE)
         expected = (x.double() @ weight.double().T).float()
-        assert torch.allclose(small_linear(x, weight), expected, atol=1e-4, rtol=1e-5)
+        assert torch.allclose(skinny_linear(x, weight), expected, atol=1e-4, rtol=1e-5)
 
     @pytest.mark.parametrize("tokens", [1, 4])
     @pytest.mark.parametrize("rows", [3, 8, 20])
@@ -37,7 +37,7 @@ class TestSmallLinear:
         x = torch.randn(tokens, 130, generator=generator).to(DEVICE)
         weight = 0.2 * torch.randn(2 * rows, 130, generator=generator).to(DEVICE)
         gate, up = F.linear(x, weight).chunk(2, dim=-1)
-        assert torch.allclose(small_linear(x, weight, gated=True), F.silu(gate) * up, atol=1e-4, rtol=1e-4)
+        assert torch.allclose(skinny_linear(x, weight, gated=True), F.silu(gate) * up, atol=1e-4, rtol=1e-4)
 
     @pytest.mark.parametrize("tokens", [1, 4])
     @pytest.mark.parametrize("gated", [False, True])
@@ -50,7 +50,7 @@ class TestSmallLinear:
         before = stream.clone()
         y = F.linear(F.rms_norm(x.double(), (width,), eps=1e-5), weight.double())
         expected = stream + (F.silu(y[:, :20]) * y[:, 20:] if gated else y)
-        actual = small_linear(x, weight, 1e-5, gated, stream)
+        actual = skinny_linear(x, weight, 1e-5, gated, stream)
         assert torch.allclose(actual, expected.float(), atol=1e-4, rtol=1e-4)
         assert torch.equal(stream, before)
 
@@ -60,7 +60,7 @@ class TestSmallLinear:
         x = scale * torch.randn(2, 33, generator=generator).to(DEVICE)
         weight = torch.randn(5, 33, generator=generator).to(DEVICE)
         expected = F.linear(F.rms_norm(x.double(), (33,), eps=1e-6), weight.double())
-        assert torch.allclose(small_linear(x, weight, 1e-6).double(), expected, rtol=1e-4, atol=1e-5 * scale * 1e3)
+        assert torch.allclose(skinny_linear(x, weight, 1e-6).double(), expected, rtol=1e-4, atol=1e-5 * scale * 1e3)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
     @pytest.mark.parametrize(("width", "rows"), [(1, 2), (5, 9), (513, 1)])
@@ -71,11 +71,11 @@ class TestSmallLinear:
         y = F.linear(F.rms_norm(x.double(), (width,), eps=1e-6), weight.double())
         expected = F.silu(y[:, :rows]) * y[:, rows:]
         tol = 1e-5 if dtype == torch.float32 else 3e-3
-        assert torch.allclose(small_linear(x, weight, 1e-6, gated=True).double(), expected, rtol=tol, atol=tol)
+        assert torch.allclose(skinny_linear(x, weight, 1e-6, gated=True).double(), expected, rtol=tol, atol=tol)
 
     def test_takes_rows_of_a_larger_tensor(self) -> None:
         x, weight = torch.randn(2, 100, device=DEVICE)[:, :64], torch.randn(8, 64, device=DEVICE)
-        assert torch.allclose(small_linear(x, weight), x @ weight.T, atol=1e-4)
+        assert torch.allclose(skinny_linear(x, weight), x @ weight.T, atol=1e-4)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     @pytest.mark.parametrize(("width", "rows"), [(2, 1), (34, 7), (514, 9), (1100, 5)])
@@ -88,7 +88,7 @@ class TestSmallLinear:
         stream = torch.randn(tokens, rows, generator=generator).to(DEVICE, dtype)
         y = F.linear(F.rms_norm(x.double(), (width,), eps=1e-6), weight.double())
         expected = stream + F.silu(y[:, :rows]) * y[:, rows:]
-        actual = small_linear(x, weight, 1e-6, gated=True, residual=stream).double()
+        actual = skinny_linear(x, weight, 1e-6, gated=True, residual=stream).double()
         assert (actual - expected).norm() <= (0.02 if dtype == torch.bfloat16 else 2e-3) * expected.norm()
 
     @pytest.mark.parametrize("first", [0, 1, 2])  # pairs begin at even places; elsewhere each number is read by itself
@@ -96,14 +96,14 @@ class TestSmallLinear:
     def test_pairs_in_a_larger_tensor(self, first: int, apart: int) -> None:
         whole = torch.randn(3, apart, generator=torch.Generator().manual_seed(first)).to(DEVICE, torch.float16)
         x, weight = whole[:, first : first + 6], torch.randn(5, 6, device=DEVICE, dtype=torch.float16)
-        assert torch.allclose(small_linear(x, weight), x @ weight.T, atol=1e-2)
+        assert torch.allclose(skinny_linear(x, weight), x @ weight.T, atol=1e-2)
         weight = torch.randn(5 * 6 + 2, device=DEVICE, dtype=torch.float16)[first:][:30].view(5, 6)
-        assert torch.allclose(small_linear(x, weight), x @ weight.T, atol=1e-2)
+        assert torch.allclose(skinny_linear(x, weight), x @ weight.T, atol=1e-2)
 
     def test_writes_where_it_is_told(self) -> None:
         x, weight, out = torch.randn(2, 64, device=DEVICE), torch.randn(10, 64, device=DEVICE), torch.empty(4, 10)
         out = out.fill_(torch.nan).to(DEVICE)
-        small_linear(x, weight, out=out[:2])
+        skinny_linear(x, weight, out=out[:2])
         assert torch.allclose(out[:2], x @ weight.T, atol=1e-4) and out[2:].isnan().all()
 
     def test_serves_few_tokens(self) -> None:
@@ -131,7 +131,9 @@ class TestSmallLinear:
             return F.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1] if gated else y
 
         truth = compute(x.double(), weight.double())
-        ours, theirs = ((y.double() - truth).norm() for y in (small_linear(x, weight, gated=gated), compute(x, weight)))
+        ours, theirs = (
+            (y.double() - truth).norm() for y in (skinny_linear(x, weight, gated=gated), compute(x, weight))
+        )
         assert ours <= 1.2 * theirs
 
 

@@ -20,7 +20,7 @@ from folovllm.build import make_engine
 from folovllm.config import EngineConfig
 from folovllm.distributed.sharding import local_config, shard_named
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.kernels.small_linear import serves
+from folovllm.kernels.skinny_linear import serves
 from folovllm.layers import fused as fused_elements
 from folovllm.layers import skinny_linear as few_tokens
 from folovllm.layers.activation import SiluAndMul
@@ -30,7 +30,7 @@ from folovllm.layers.rotary_embedding import rotate
 from folovllm.layers.sharded import sharded
 from folovllm.model_config import head_dim_of
 from folovllm.models import fused, fused_layer
-from folovllm.models.fused_layer import LateNormDecoderLayer, few_token_layers
+from folovllm.models.fused_layer import DeferredNormDecoderLayer, skinny_layers
 from folovllm.models.llama import LlamaDecoderLayer
 from folovllm.models.loader import load_model
 from folovllm.models.registry import build_model
@@ -61,7 +61,7 @@ def gpu_paths(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=["few", "many"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which of a layer's two ways is taken: small batches in `small_linear`, wherever it serves them, or none."""
+    """Which of a layer's two ways is taken: small batches in `skinny_linear`, wherever it serves them, or none."""
     monkeypatch.setattr(few_tokens, "is_few", lambda x, weight: request.param == "few" and serves(len(x), weight))
     return request.param
 
@@ -72,11 +72,11 @@ def late_driver(checkpoint: Path, **fields: Any) -> Driver:
 
 
 def m6_layers(checkpoint: Path) -> LayerSet:
-    return few_token_layers(head_dim_of(AutoConfig.from_pretrained(checkpoint)))
+    return skinny_layers(head_dim_of(AutoConfig.from_pretrained(checkpoint)))
 
 
-def late_layers(driver: Driver) -> list[LateNormDecoderLayer]:
-    return [layer for layer in driver.model.model.layers if isinstance(layer, LateNormDecoderLayer)]
+def late_layers(driver: Driver) -> list[DeferredNormDecoderLayer]:
+    return [layer for layer in driver.model.model.layers if isinstance(layer, DeferredNormDecoderLayer)]
 
 
 def take_weights(driver: Driver, other: Driver) -> None:
@@ -107,7 +107,7 @@ def served_by_kernels(checkpoint: Path, **overrides: Any) -> LLMEngine:
 def test_the_engine_answers_as_m1_does(family: str, gpu_paths: None, monkeypatch: pytest.MonkeyPatch) -> None:
     load = _answered(small_checkpoint(family, num_hidden_layers=1))
     widths: set[int] = set()
-    for module, name in ((fused_layer, "silu_and_mul"), (few_tokens, "small_linear")):
+    for module, name in ((fused_layer, "silu_and_mul"), (few_tokens, "skinny_linear")):
         kernel = getattr(module, name)
         monkeypatch.setattr(module, name, lambda x, *rest, k=kernel, **kw: widths.add(len(x)) or k(x, *rest, **kw))
     served = served_by_kernels(load.model)
@@ -167,11 +167,11 @@ def _answered(checkpoint: Path) -> Workload:
 def test_the_head_is_a_product_for_few_tokens(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the library's for others; both write where the step's logits are."""
     taken: list[int] = []
-    head = few_token_layers(16).make(ParallelLMHead, 10, 24).to(DEVICE)
+    head = skinny_layers(16).make(ParallelLMHead, 10, 24).to(DEVICE)
     monkeypatch.setattr(fused_layer, "is_few", lambda x, weight: serves(len(x), weight))
-    kernel = fused_layer.small_linear
+    kernel = fused_layer.skinny_linear
     monkeypatch.setattr(
-        fused_layer, "small_linear", lambda x, *rest, **kw: taken.append(len(x)) or kernel(x, *rest, **kw)
+        fused_layer, "skinny_linear", lambda x, *rest, **kw: taken.append(len(x)) or kernel(x, *rest, **kw)
     )
     generator = torch.Generator().manual_seed(0)
     head.weight.data.copy_(torch.randn(10, 24, generator=generator))
@@ -282,7 +282,7 @@ def divided(x: torch.Tensor, stream: torch.Tensor | None, eps: float) -> torch.T
 
 
 def torch_linear(x, weight, norm_eps=None, gated=False, residual=None):  # type: ignore[no-untyped-def]
-    """`small_linear`: float32 until the result, but for gate and up."""
+    """`skinny_linear`: float32 until the result, but for gate and up."""
     y = F.linear(x.float(), weight.float())
     y = y if norm_eps is None else divided(y, x, norm_eps)
     y = SiluAndMul()(y.to(x.dtype)).float() if gated else y
@@ -314,7 +314,7 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_elements, "add_rms_norm", lambda x, r, w, eps: (torch_norm(x + r, w, eps), x + r))
     monkeypatch.setattr(fused_elements, "silu_and_mul", SiluAndMul())
     monkeypatch.setattr(fused_layer, "silu_and_mul", lambda x, stream, eps: SiluAndMul()(divided(x, stream, eps)))
-    monkeypatch.setattr(few_tokens, "small_linear", torch_linear)
+    monkeypatch.setattr(few_tokens, "skinny_linear", torch_linear)
 
 
 @pytest.mark.parametrize("has_mailboxes", [False, True])
@@ -335,12 +335,12 @@ def test_two_ranks_leave_the_same_stream_as_one(
     steps = [(torch.randn(n, 24, generator=generator), torch.randn(n, 2, 16, generator=generator)) for n in (1, 2, 3)]
 
     def work(group: ThreadGroup) -> list[torch.Tensor]:
-        group.mailboxes = group if has_mailboxes else None
+        group.one_shot_buffers = group if has_mailboxes else None
         layers = sharded(m6_layers(checkpoint), group, config.vocab_size)
         model = build_model(local_config(config, 2), torch.float32, DEVICE, layers=layers)
         load_model(model, checkpoint, use_tqdm=False, shard=partial(shard_named, head_dim=16, rank=group.rank, size=2))
         layer = model.model.layers[1]
-        assert isinstance(layer, LateNormDecoderLayer) and layer.folded
+        assert isinstance(layer, DeferredNormDecoderLayer) and layer.folded
         return [
             layer.after_attention(x.to(DEVICE, copy=True), attended[:, [group.rank]].to(DEVICE))
             for x, attended in steps

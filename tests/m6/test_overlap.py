@@ -83,7 +83,7 @@ def test_a_decode_that_may_need_a_block_waits_where_none_is_free() -> None:
     for num_blocks, waits in ((1, True), (2, False)):
         kv = BlockManager(num_blocks, 4)
         scheduler = Scheduler(
-            kv=kv, max_num_seqs=1, max_num_batched_tokens=8, tokens_of_step=unless_finished(chunk), make_room=preempt
+            kv=kv, max_num_seqs=1, max_num_batched_tokens=8, tokens_of_step=unless_finished(chunk), on_full=preempt
         )
         scheduler.add(make_seq(4))
         assert scheduler.schedule().num_tokens == 4 and kv.num_free == num_blocks - 1
@@ -92,14 +92,14 @@ def test_a_decode_that_may_need_a_block_waits_where_none_is_free() -> None:
 
 def test_only_tokens_that_the_host_knows_are_published(monkeypatch: pytest.MonkeyPatch) -> None:
     """A block is named after its tokens; one of them may be on the device alone."""
-    publish, in_flight = PrefixCache.publish, []
+    publish, in_flight = PrefixCache.cache_blocks, []
 
     def checked(cache: PrefixCache, seq: Sequence, blocks: list[Block]) -> None:
         assert len(blocks) * 4 <= seq.num_tokens
         in_flight.append(seq.num_computed_tokens > seq.num_tokens)
         publish(cache, seq, blocks)
 
-    monkeypatch.setattr(PrefixCache, "publish", checked)
+    monkeypatch.setattr(PrefixCache, "cache_blocks", checked)
     load, served = workload("greedy", COUNT), engine(block_size=4)
     load.check(serve(served, load.requests))
     assert any(in_flight)

@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from folovllm.cache.block_manager import BlockManager
 from folovllm.engine.detokenizer import IncrementalDetokenizer
-from folovllm.engine.plan import Rows
+from folovllm.engine.step_builder import BatchRows
 from folovllm.forward_batch import ForwardBatch
 from folovllm.request import Request, Sequence
 from folovllm.sampling_params import SamplingParams
-from folovllm.step.draw import DrawSpec
 from folovllm.step.packed import (
     IN_FLIGHT,
     NOTHING,
@@ -29,10 +28,11 @@ from folovllm.step.packed import (
     sample_levels,
     split,
 )
-from folovllm.step.schedule import SchedulerOutput, Share
+from folovllm.step.sampling_spec import SamplingSpec
+from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
 from folovllm.worker.device_tables import DeviceTables
-from folovllm.worker.draw import seeds_of
 from folovllm.worker.input_batch import InputBatch
+from folovllm.worker.step_sampler import seeds_of
 from tests.tiny import worked_case
 
 CPU = torch.device("cpu")
@@ -44,9 +44,9 @@ def sequence(prompt: list[int], temperature: float = 0.0, seed: int = 0) -> Sequ
     return Sequence(Request("r", prompt, params, 30, seed), IncrementalDetokenizer(str))
 
 
-def share(rows: Rows, seq: Sequence, num_new_tokens: int) -> Share:
+def scheduled(rows: BatchRows, seq: Sequence, num_new_tokens: int) -> ScheduledSequence:
     """A share, and what becomes of the sequence by it."""
-    made = rows.share(seq, num_new_tokens)
+    made = rows.scheduled(seq, num_new_tokens)
     seq.num_computed_tokens += num_new_tokens
     return made
 
@@ -82,24 +82,27 @@ class TestChooseBucket:
 
 
 class TestPackDecode:
-    def packed(self, *shares: Share, width: int = 4) -> PackedStep:
+    def packed(self, *scheduled_seqs: ScheduledSequence, width: int = 4) -> PackedStep:
         """A decode step of rows that were drawn for before: row 4 with temperature 0.5 and a seed, others greedily."""
-        draws = {4: DrawSpec(seed=(3 << 32) + 9, temperature=0.5)}
+        draws = {4: SamplingSpec(seed=(3 << 32) + 9, temperature=0.5)}
         packer = StepPacker(ROWS, [])
-        new = [share._replace(draw=draws.get(share.row, DrawSpec(temperature=0.0))) for share in shares]
+        new = [
+            scheduled._replace(sampling=draws.get(scheduled.row, SamplingSpec(temperature=0.0)))
+            for scheduled in scheduled_seqs
+        ]
         packer._pack_mixed(new)
-        return packer.pack_decode(shares, width)
+        return packer.pack_decode(scheduled_seqs, width)
 
     def decode(self, width: int = 4) -> PackedStep:
         """Rows 4 and 2 decode: the third token of one, and the fifth of the other, for which a block was taken."""
-        first = Share(1, 4, 2, 1, np.array([7], np.int32), (), 1, 1, None)
-        second = Share(2, 2, 4, 1, np.array([1], np.int32), (5,), 1, 1, None)
+        first = ScheduledSequence(1, 4, 2, 1, np.array([7], np.int32), (), 1, 1, None)
+        second = ScheduledSequence(2, 2, 4, 1, np.array([1], np.int32), (5,), 1, 1, None)
         return self.packed(first, second, width=width)
 
     def test_a_worked_case(self) -> None:
         """Width 3, six rows. The first's token 2 is known; the second's token 4 is in flight and begins block 5; then padding."""
-        first = Share(1, 4, 2, 1, np.array([7], np.int32), (), 1, 1, None)
-        second = Share(2, 2, 4, 1, np.empty(0, np.int32), (5,), 1, 1, None)
+        first = ScheduledSequence(1, 4, 2, 1, np.array([7], np.int32), (), 1, 1, None)
+        second = ScheduledSequence(2, 2, 4, 1, np.empty(0, np.int32), (5,), 1, 1, None)
         step = self.packed(first, second, width=3)
         got = {field.name: step.fields[field].tolist() for field in Field}
         got["TEMPERATURE"] = step.fields[Field.TEMPERATURE].view(np.float32).tolist()
@@ -107,7 +110,7 @@ class TestPackDecode:
         expected = {
             "TOKEN": [7, IN_FLIGHT, 0], "ROW": [4, 2, ROWS], "SEQ_LEN": [3, 5, 0], "QUERY_LEN": [1, 1, 0],
             "TEMPERATURE": [0.5, 0.0, 0.0], "SEED_LOW": [9, 0, 0], "SEED_HIGH": [3, 0, 0],
-            "NEW_BLOCK": [NOTHING, 5, NOTHING], "NUM_DRAWS": [1, 1, 0], "buffer": "int32",
+            "NEW_BLOCK": [NOTHING, 5, NOTHING], "NUM_SAMPLES": [1, 1, 0], "buffer": "int32",
         }  # fmt: skip
         says = "a column for each of two sequences, and one of padding; lengths are those after the step"
         worked_case("m6.3", got, expected, says)
@@ -118,12 +121,12 @@ class TestPackDecode:
         assert step.is_decode and (step.num_seqs, step.num_decodes) == (2, 2), "two sequences decode; padding is none"
         assert fields.dtype == np.int32 and fields.shape == (len(Field), 4), "int32, [len(Field), width]"
         assert fields[Field.TOKEN, :2].tolist() == [7, 1], "the newest token of each"
-        assert fields[Field.ROW, :2].tolist() == [4, 2], "`share.row`, in the order of the shares"
+        assert fields[Field.ROW, :2].tolist() == [4, 2], "`scheduled.row`, in the order of the shares"
         assert fields[Field.SEQ_LEN, :2].tolist() == [3, 5], (
             "tokens 2 and 4 are computed: 3 and 5 are in the cache then"
         )
         assert fields[Field.QUERY_LEN, :2].tolist() == [1, 1], "one new token each"
-        assert fields[Field.NUM_DRAWS, :2].tolist() == [1, 1], "after each the next one is drawn"
+        assert fields[Field.NUM_SAMPLES, :2].tolist() == [1, 1], "after each the next one is drawn"
         temperatures = fields[Field.TEMPERATURE, :2].view(np.float32).tolist()
         assert temperatures == [0.5, 0.0], "the bits of a float32, as they are"
         seeds = [fields[Field.SEED_LOW, :2].tolist(), fields[Field.SEED_HIGH, :2].tolist()]
@@ -148,7 +151,7 @@ class TestPackDecode:
         assert flat.tolist() == step.fields.ravel().tolist(), "tokens and updates are empty"
 
     def test_a_token_in_flight_is_the_devices_to_fill_in(self) -> None:
-        in_flight = Share(1, 1, 3, 1, np.empty(0, np.int32), (), 1, 1, None)
+        in_flight = ScheduledSequence(1, 1, 3, 1, np.empty(0, np.int32), (), 1, 1, None)
         device = Device()
         device.tables.last_token[1] = 77
         step = device.packer.pack_decode((in_flight,), 2)
@@ -159,8 +162,8 @@ class TestPackDecode:
 
 
 def test_a_token_in_flight_beside_a_prompt() -> None:
-    in_flight = Share(1, 1, 3, 1, np.empty(0, np.int32), (), 1, 1, None)
-    prompt = Share(2, 0, 0, 2, np.array([5, 6], np.int32), (3,), 0, 1, DrawSpec())
+    in_flight = ScheduledSequence(1, 1, 3, 1, np.empty(0, np.int32), (), 1, 1, None)
+    prompt = ScheduledSequence(2, 0, 0, 2, np.array([5, 6], np.int32), (3,), 0, 1, SamplingSpec())
     device = Device()
     device.tables.last_token[1] = 77
     batch = device.unpack(device.packer.pack(SchedulerOutput((in_flight, prompt))))
@@ -168,21 +171,23 @@ def test_a_token_in_flight_beside_a_prompt() -> None:
 
 
 def test_what_is_no_plain_decode() -> None:
-    plain = Share(1, 0, 8, 1, np.array([1], np.int32), (6,), 2, 1, None)
+    plain = ScheduledSequence(1, 0, 8, 1, np.array([1], np.int32), (6,), 2, 1, None)
     assert is_plain_decode(plain) and is_plain_decode(plain._replace(new_blocks=()))
     assert not is_plain_decode(plain._replace(new_blocks=(5, 6), first_new_block=1)), "two blocks: one field is too few"
-    assert not is_plain_decode(plain._replace(draw=DrawSpec())), "how a new row is drawn must travel too"
+    assert not is_plain_decode(plain._replace(sampling=SamplingSpec())), "how a new row is drawn must travel too"
     assert not is_plain_decode(plain._replace(num_new_tokens=2))
-    assert not is_plain_decode(plain._replace(num_draws=0)), "a chunk of one token: a recorded step would draw after it"
+    assert not is_plain_decode(plain._replace(num_samples=0)), (
+        "a chunk of one token: a recorded step would draw after it"
+    )
 
 
 def test_samples_of_a_step_with_drafts() -> None:
     """A draft of two tokens behind one that is in flight, a chunk that samples nothing, and a prompt."""
-    draft = Share(1, 4, 7, 3, np.array([IN_FLIGHT, 50, 51], np.int32), (), 2, 3, None)
-    chunk = Share(2, 1, 0, 2, np.array([5, 6], np.int32), (3,), 0, 0, DrawSpec())
-    prompt = Share(3, 0, 0, 2, np.array([8, 9], np.int32), (4,), 0, 1, DrawSpec(logprobs=2))
+    draft = ScheduledSequence(1, 4, 7, 3, np.array([IN_FLIGHT, 50, 51], np.int32), (), 2, 3, None)
+    chunk = ScheduledSequence(2, 1, 0, 2, np.array([5, 6], np.int32), (3,), 0, 0, SamplingSpec())
+    prompt = ScheduledSequence(3, 0, 0, 2, np.array([8, 9], np.int32), (4,), 0, 1, SamplingSpec(logprobs=2))
     packer = StepPacker(ROWS, [])
-    packer._pack_mixed((draft._replace(draw=DrawSpec(temperature=0.5, logprobs=1)),))
+    packer._pack_mixed((draft._replace(sampling=SamplingSpec(temperature=0.5, logprobs=1)),))
     step = packer.pack(SchedulerOutput((draft, chunk, prompt)))
     samples = step.samples
     assert samples[Sample.SEQUENCE].tolist() == [0, 0, 0, 2] and samples[Sample.COUNTS].tolist() == [1, 1, 1, 1]
@@ -196,8 +201,8 @@ def test_samples_of_a_step_with_drafts() -> None:
 
 def test_without_drafts_each_sequence_has_a_sample() -> None:
     """The last token of each, also where nobody wants what follows it."""
-    chunk = Share(2, 1, 0, 2, np.array([5, 6], np.int32), (3,), 0, 0, DrawSpec())
-    prompt = Share(3, 0, 0, 2, np.array([8, 9], np.int32), (4,), 0, 1, DrawSpec())
+    chunk = ScheduledSequence(2, 1, 0, 2, np.array([5, 6], np.int32), (3,), 0, 0, SamplingSpec())
+    prompt = ScheduledSequence(3, 0, 0, 2, np.array([8, 9], np.int32), (4,), 0, 1, SamplingSpec())
     step = StepPacker(ROWS, []).pack(SchedulerOutput((chunk, prompt)))
     assert step.samples[Sample.AFTER].tolist() == [1, 3] and step.samples[Sample.COUNTS].tolist() == [0, 1]
     assert not step.has_drafts
@@ -205,16 +210,16 @@ def test_without_drafts_each_sequence_has_a_sample() -> None:
 
 @pytest.mark.parametrize("seed", [0, 2**31, 2**32 - 1, 3 * 2**40 + 2**31, 2**63 - 1])
 def test_a_seed_arrives_whole(seed: int) -> None:
-    first = Share(1, 0, 0, 1, np.array([5], np.int32), (3,), 0, 1, DrawSpec(seed=seed))
+    first = ScheduledSequence(1, 0, 0, 1, np.array([5], np.int32), (3,), 0, 1, SamplingSpec(seed=seed))
     step = StepPacker(ROWS, []).pack(SchedulerOutput((first,)))
     assert seeds_of(torch.from_numpy(step.fields)).tolist() == [seed], "its lower half has no sign"
 
 
 def test_the_next_owner_of_a_row_asks_for_itself() -> None:
     packer = StepPacker(ROWS, [])
-    first = Share(1, 0, 0, 2, np.array([5, 6], np.int32), (3,), 0, 1, DrawSpec(logprobs=2))
+    first = ScheduledSequence(1, 0, 0, 2, np.array([5, 6], np.int32), (3,), 0, 1, SamplingSpec(logprobs=2))
     assert packer.pack(SchedulerOutput((first,))).logprobs.T.tolist() == [[0, 2]]
-    step = packer.pack(SchedulerOutput((first._replace(seq_id=2, draw=DrawSpec()),)))
+    step = packer.pack(SchedulerOutput((first._replace(seq_id=2, sampling=SamplingSpec()),)))
     assert not step.logprobs.size, "it wants no log-probabilities, whoever had its row before"
 
 
@@ -223,21 +228,21 @@ def test_the_next_owner_of_a_row_asks_for_itself() -> None:
 def test_a_packed_step_is_the_plain_one(seed: int, with_buckets: bool) -> None:
     """Random prefills, chunks and decodes over several steps: every tensor that counts is the same."""
     rng = random.Random(seed)
-    manager, device, rows = BlockManager(ROWS * MAX_BLOCKS, BLOCK_SIZE), Device(with_buckets), Rows(ROWS)
+    manager, device, rows = BlockManager(ROWS * MAX_BLOCKS, BLOCK_SIZE), Device(with_buckets), BatchRows(ROWS)
     plain = InputBatch(BlockManager.slots, BLOCK_SIZE, CPU)
     seqs = [sequence([rng.randrange(200) for _ in range(rng.randint(1, 20))]) for _ in range(ROWS)]
     for _ in range(6):
-        shares = []
+        scheduled_seqs = []
         served = sorted(rng.sample(seqs, rng.randint(1, ROWS)), key=lambda s: s.num_uncomputed_tokens > 1)
         for seq in served:
             count = 1 if seq.num_uncomputed_tokens == 1 else rng.randint(1, seq.num_uncomputed_tokens)
             manager.allocate(seq, count)
-            shares.append(share(rows, seq, count))
-        expected = plain.build(shares)
-        actual = device.unpack(device.packer.pack(SchedulerOutput(tuple(shares))))
+            scheduled_seqs.append(scheduled(rows, seq, count))
+        expected = plain.build(scheduled_seqs)
+        actual = device.unpack(device.packer.pack(SchedulerOutput(tuple(scheduled_seqs))))
         assert_same_batch(actual, expected)
-        for own, seq in zip(shares, served, strict=True):
-            if own.num_draws:
+        for own, seq in zip(scheduled_seqs, served, strict=True):
+            if own.num_samples:
                 seq.append_token(rng.randrange(200))
 
 

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from folovllm.kernels import early_decode as early
+from folovllm.kernels import prefetching_decode as early
 from folovllm.kernels.decode import DecodeConfig, SplitKVDecode
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
@@ -43,7 +43,7 @@ def test_equals_them_when_it_asks_early(
 ) -> None:
     """A chunk of two tiles, of which the second comes late; blocks of a tile's size, larger ones, and others."""
     monkeypatch.setattr(early, "TILE", 16)
-    check(partial(early.early_decode, num_programs=3), dtype, heads, dim, block_size, norm)
+    check(partial(early.prefetching_decode, num_programs=3), dtype, heads, dim, block_size, norm)
 
 
 def check(
@@ -105,6 +105,6 @@ def test_many_times_in_a_row_on_a_gpu(num_heads: int, lens: list[int]) -> None:
         out, expected = torch.full((2, num_seqs, num_heads, dim), float("nan"), device=DEVICE, dtype=torch.bfloat16)
         kernel(qkv, other, paged.block_tables, num_seqs, dim**-0.5, expected, preparation)
         for _ in range(3):
-            early.early_decode(kernel, qkv, cache, paged.block_tables, num_seqs, dim**-0.5, out, preparation)
+            early.prefetching_decode(kernel, qkv, cache, paged.block_tables, num_seqs, dim**-0.5, out, preparation)
         assert torch.allclose(out.float(), expected.float(), rtol=2e-2, atol=2e-2), f"step {step}"
         assert torch.allclose(cache.float(), other.float(), rtol=2e-2, atol=2e-2), f"step {step}"

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from folovllm.distributed.sharding import shard_column, shard_qkv, shard_row, shard_vocab
 from folovllm.layers.sharded import ShardedEmbedding
-from folovllm.worker.draw import best_of_ranks
+from folovllm.worker.step_sampler import best_of_ranks
 from tests.tiny import worked_case
 
 SIZES = [1, 2, 3, 4]

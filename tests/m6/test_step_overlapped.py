@@ -40,7 +40,7 @@ class Loop(OverlappedEngine):
         return self.scheduler.turn + 1 < self._turns and self._last not in self.log
 
     def _start(self, schedule: SchedulerOutput) -> Any:
-        name = schedule.shares[0]
+        name = schedule.scheduled_seqs[0]
         self.log.append(f"start {name}")
         return name
 

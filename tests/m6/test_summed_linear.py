@@ -11,25 +11,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from folovllm.distributed.mailboxes import LETTERS, MOST_PROGRAMS, Mailboxes, box_shape
+from folovllm.distributed.one_shot_buffers import LETTERS, MOST_PROGRAMS, OneShotBuffers, buffer_shape
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from folovllm.kernels.small_linear import tiling
+from folovllm.kernels.skinny_linear import tiling
 from folovllm.kernels.summed_linear import fits, summed_linear
 from tests.m6.two_gpus import on_two_gpus
 
 GEOMETRIES = [(1024, 1024), (1024, 1536), (2560, 2048), (2560, 4864), (4096, 2048), (4096, 6144), (8192, 14336)]
 
 
-def mailboxes(size: int) -> list[Mailboxes]:
+def one_shot_buffers(size: int) -> list[OneShotBuffers]:
     """Those of all ranks, in one process."""
-    boxes = tuple(torch.zeros(box_shape(size), dtype=torch.int64) for _ in range(size))
-    return [Mailboxes.of(rank, boxes) for rank in range(size)]
+    buffers = tuple(torch.zeros(buffer_shape(size), dtype=torch.int64) for _ in range(size))
+    return [OneShotBuffers.of(rank, buffers) for rank in range(size)]
 
 
 def add_up(
-    ranks: list[Mailboxes], x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None
+    ranks: list[OneShotBuffers], x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None
 ) -> Sequence[torch.Tensor]:
     """What each rank gets of a whole product. In the interpreter no rank waits: each is asked until the others have sent."""
     size, before = len(ranks), [own.numbers.clone() for own in ranks]
@@ -48,7 +48,7 @@ class TestLetters:
     @pytest.mark.parametrize("tokens", [1, 2, 4])
     def test_every_rank_has_the_whole_sum(self, size: int, tokens: int, adds: bool) -> None:
         """One sum after the other, of other numbers and other shapes, in boxes that nobody clears."""
-        generator, ranks = torch.Generator().manual_seed(tokens), mailboxes(size)
+        generator, ranks = torch.Generator().manual_seed(tokens), one_shot_buffers(size)
         for rows, width in ((7, 24), (5, 132), (7, 24)):
             x = torch.randn(tokens, size * width, generator=generator)
             weight = torch.randn(rows, size * width, generator=generator) / width**0.5
@@ -60,7 +60,7 @@ class TestLetters:
         assert ranks[0].numbers.max() == 4 and all(torch.equal(own.numbers, ranks[0].numbers) for own in ranks)
 
     def test_a_greeting_is_no_letter(self) -> None:
-        ranks = mailboxes(2)
+        ranks = one_shot_buffers(2)
         ranks[0].greet()
         assert not any(own.is_greeted() for own in ranks)
         ranks[1].greet()
@@ -68,7 +68,7 @@ class TestLetters:
         assert add_up(ranks, torch.ones(1, 8), torch.ones(3, 8), None)[0].eq(8).all()
 
     def test_numbers_of_sums_go_round(self) -> None:
-        ranks, x, weight = mailboxes(2), torch.ones(1, 8), torch.ones(3, 8)
+        ranks, x, weight = one_shot_buffers(2), torch.ones(1, 8), torch.ones(3, 8)
         for own in ranks:
             own.numbers.fill_(2**31 - 2)
         for _ in range(4):
@@ -76,7 +76,7 @@ class TestLetters:
         assert ranks[0].numbers[0] == -(2**31) + 2
 
     def test_pairs_of_numbers(self) -> None:
-        generator, ranks = torch.Generator().manual_seed(0), mailboxes(2)
+        generator, ranks = torch.Generator().manual_seed(0), one_shot_buffers(2)
         x = torch.randn(2, 68, generator=generator).half()
         weight = torch.randn(5, 68, generator=generator).half()
         result = add_up(ranks, x, weight, None)[0]
@@ -107,8 +107,8 @@ def as_rank() -> str:
 
     rank = int(os.environ["RANK"])
     group = ProcessGroup(rank, 2, torch.device("cuda", rank))
-    if group.mailboxes is None:
-        return "no mailboxes"
+    if group.one_shot_buffers is None:
+        return "no one_shot_buffers"
     generator = torch.Generator("cuda").manual_seed(0)  # all ranks know all numbers
 
     def whole_numbers(*shape: int) -> torch.Tensor:
@@ -130,13 +130,13 @@ def as_rank() -> str:
             chain.append((own_x, own_weight, residual, expected))
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        results = [summed_linear(x, weight, group.mailboxes, residual) for x, weight, residual, _ in chain]
+        results = [summed_linear(x, weight, group.one_shot_buffers, residual) for x, weight, residual, _ in chain]
     stream.synchronize()
     if not all(torch.equal(result, expected) for result, (*_, expected) in zip(results, chain, strict=True)):
         return "wrong"
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
-        results = [summed_linear(x, weight, group.mailboxes, residual) for x, weight, residual, _ in chain]
+        results = [summed_linear(x, weight, group.one_shot_buffers, residual) for x, weight, residual, _ in chain]
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for _ in range(1000):
         for result in results:

@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from folovllm.bench import host_time
 from folovllm.build import make_engine
 from folovllm.config import EngineConfig
-from folovllm.draw_row import pack_updates, row_update
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.executor.messages import decode_result, decode_step, encode_result, encode_step
 from folovllm.sampling_params import SamplingParams
-from folovllm.step.draw import DrawSpec
+from folovllm.sampling_row import pack_updates, row_update
 from folovllm.step.packed import Field, PackedStep, Sample
+from folovllm.step.sampling_spec import SamplingSpec
 from folovllm.step.schedule import StepResult
 from tests.helpers import prompts, tiny_checkpoint
-from tests.m6 import test_draw_rows, test_prompt_logprobs
+from tests.m6 import test_prompt_logprobs, test_sampling_rows
 from tests.m6.test_overlap import COUNT, assert_clean, essence, run
 from tests.workloads import ARRIVALS, MAX_MODEL_LEN, Request, serve, workload
 
@@ -77,7 +77,7 @@ class TestTwoRanks:
 
     def test_every_draw(self, served: LLMEngine, name: str) -> None:
         """Penalties, filters and log-probabilities are those of M1."""
-        test_draw_rows.check(serve(served, test_draw_rows.requests()), family_of(name))
+        test_sampling_rows.check(serve(served, test_sampling_rows.requests()), family_of(name))
 
     def test_prompts_are_scored(self, served: LLMEngine, name: str) -> None:
         """As transformers does. Each prompt comes twice, so that the second finds it in the cache."""
@@ -135,19 +135,22 @@ def test_fused_layers() -> None:
 
 @given(rows=st.lists(st.lists(st.integers(0, 258), max_size=4), max_size=3), logprobs=st.lists(st.integers(0, 9)))
 def test_a_step_crosses(rows: list[list[int]], logprobs: list[int]) -> None:
-    specs = [DrawSpec(seed=2**62 + i, top_p=0.5, forbidden=tuple(ends)) for i, ends in enumerate(rows)]
+    specs = [SamplingSpec(seed=2**62 + i, top_p=0.5, forbidden=tuple(ends)) for i, ends in enumerate(rows)]
     fields = np.arange(len(Field) * 3, dtype=np.int32).reshape(len(Field), 3)
     step = PackedStep(
         fields, 3, 1, np.arange(5, dtype=np.int32), np.ones((3, 2), np.int32),
         np.arange(len(Sample) * 4, dtype=np.int32).reshape(len(Sample), 4),
         pack_updates([row_update(7 - i, spec) for i, spec in enumerate(specs)]),
-        logprobs=np.array([range(len(logprobs)), logprobs], np.int32), is_special=bool(rows), draws_late=True,
+        logprobs=np.array([range(len(logprobs)), logprobs], np.int32), is_special=bool(rows), defers_sampling=True,
     )  # fmt: skip
     back = decode_step(encode_step(step))
     assert isinstance(back, PackedStep)
     assert (back.num_seqs, back.num_decodes, back.is_special) == (3, 1, bool(rows))
-    assert (back.has_memory, back.draws_late) == (False, True)
-    assert (back.draws.num_rows, back.draws.num_with_line) == (step.draws.num_rows, step.draws.num_with_line)
+    assert (back.has_memory, back.defers_sampling) == (False, True)
+    assert (back.draws.num_rows, back.draws.num_with_line) == (
+        step.sampling_updates.num_rows,
+        step.sampling_updates.num_with_line,
+    )
     for mine, other in zip(step.parts, back.parts, strict=True):
         assert np.array_equal(mine, other) and mine.shape == other.shape
 

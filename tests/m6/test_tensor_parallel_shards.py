@@ -35,9 +35,9 @@ from folovllm.layers.plain_linear import Plain
 from folovllm.layers.sharded import sharded
 from folovllm.sample.noise import gumbel
 from folovllm.step.packed import Field
-from folovllm.worker.draw import RanksDraw, best_of_ranks
 from folovllm.worker.native_model import load_native_model, load_sharded_model
-from folovllm.worker.warm_up import dummy_shares
+from folovllm.worker.step_sampler import TensorParallelSampler, best_of_ranks
+from folovllm.worker.warm_up import dummy_seqs
 from tests.helpers import assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.m6.ranks import ThreadGroup, on_ranks
 
@@ -239,12 +239,12 @@ def test_the_whole_model(family: str, fields: dict[str, Any], size: int) -> None
         angles = runner.model.model.layers[0].self_attn.rope.cos_sin_cache
         assert len(angles) == setup.max_model_len, "positions that no request has"
         runner.allocate_kv_cache(2)
-        (share,) = dummy_shares([len(tokens)], setup.block_size)
+        (share,) = dummy_seqs([len(tokens)], setup.block_size)
         batch = runner._input_batch.build([share._replace(token_ids=np.array(tokens, np.int32))])
         runner._backend.plan(batch)
         hidden = runner.model(batch)
         batch.logits_indices = torch.arange(len(tokens))
-        return RanksDraw(setup.vocab_size, group).whole(runner.model.compute_logits(hidden, batch))
+        return TensorParallelSampler(setup.vocab_size, group).whole(runner.model.compute_logits(hidden, batch))
 
     for logits in on_ranks(size, work):
         assert_logits_equal(logits, hf_logits(path, tokens))
@@ -271,7 +271,7 @@ def test_logits_that_are_not_numbers_still_give_a_token(temperature: float) -> N
         if group.rank == 1:
             logits[1, 3] = 0.0
         tokens, last = torch.zeros(2, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
-        RanksDraw(259, group).one_pass(logits, fields, tokens, last)
+        TensorParallelSampler(259, group).one_pass(logits, fields, tokens, last)
         return tokens.tolist()
 
     for tokens in on_ranks(2, work):

@@ -112,11 +112,11 @@ def test_a_whole_model(checkpoints: tuple[Path, Path]) -> None:
 def test_layers_for_few_tokens_take_what_the_format_can(checkpoints: tuple[Path, Path]) -> None:
     """Neither folded nor fused where the format knows nothing of it."""
     pytest.importorskip("triton", reason="Triton is for Linux only")
-    from folovllm.models.fused_layer import FewTokensMLP, LateNormDecoderLayer
+    from folovllm.models.fused_layer import DeferredNormDecoderLayer, SkinnyMLP
     from folovllm.models.llama import LlamaDecoderLayer, LlamaMLP
 
     coded, plain = checkpoints
-    driver = Driver(coded, layers=EIGHT_BITS.having({LlamaDecoderLayer: LateNormDecoderLayer, LlamaMLP: FewTokensMLP}))
+    driver = Driver(coded, layers=EIGHT_BITS.having({LlamaDecoderLayer: DeferredNormDecoderLayer, LlamaMLP: SkinnyMLP}))
     same_answers(driver, Driver(plain))
     assert not any(layer.folded for layer in driver.model.model.layers)
 

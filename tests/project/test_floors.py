@@ -138,7 +138,7 @@ def test_exceptions_are_needed() -> None:
 
 def test_events_know_only_what_a_step_is() -> None:
     assert {*imported(PACKAGE / "events.py")} == {"step.schedule"}
-    assert {*imported(PACKAGE / "step" / "schedule.py")} == {"step.draw", "step.masks"}
+    assert {*imported(PACKAGE / "step" / "schedule.py")} == {"step.sampling_spec", "step.token_bitmask"}
 
 
 def test_nothing_becomes_something_else_afterwards() -> None:

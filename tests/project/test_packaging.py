@@ -132,7 +132,7 @@ class TestBook:
             "code folovllm.config:NOPE",
             "code folovllm.config:EngineConfig.nope",
             "code folovllm.nope:X",
-            "symbols folovllm.flags:flag_name",
+            "symbols folovllm.cli.flags:flag_name",
         ],
     )
     def test_what_is_not_there_fails(self, book: ModuleType, marker: str) -> None:

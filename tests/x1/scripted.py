@@ -14,8 +14,8 @@ from folovllm.sampling_params import SamplingParams
 from folovllm.server.engine_loop import EngineLoop, plain
 from folovllm.server.messages import Abort, Add, Command, EngineMessage, Ready
 from folovllm.server.transport import Deliver
-from folovllm.step.draw import no_tokens
-from folovllm.step.schedule import SchedulerOutput, Share, StepResult
+from folovllm.step.sampling_spec import no_tokens
+from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, StepResult
 from tests.helpers import tiny_checkpoint
 
 A = 64  # the id of "a" in the tests' tokenizer
@@ -73,17 +73,17 @@ class ScriptedEngine:
 
     def step(self) -> None:
         self.num_steps += bool(self.requests)
-        shares, drawn, ends = list[Share](), list[list[int]](), list[Event]()
+        scheduled_seqs, drawn, ends = list[ScheduledSequence](), list[list[int]](), list[Event]()
         for id_, request in list(self.requests.items()):
             for index, seq_id in enumerate(request["seq_ids"]):
-                shares.append(Share(seq_id, 0, 0, 1, no_tokens(), (), 0, 1, None))
+                scheduled_seqs.append(ScheduledSequence(seq_id, 0, 0, 1, no_tokens(), (), 0, 1, None))
                 drawn.append([A + (int(id_) + index + request["num_given"]) % 26])
             request["num_given"] += 1
             if request["num_given"] == request["params"].max_tokens:
                 ends += [Finished(seq_id, "length") for seq_id in request["seq_ids"]]
                 del self.requests[id_]
-        if shares:
-            output, result = SchedulerOutput(tuple(shares)), StepResult(drawn, {})
+        if scheduled_seqs:
+            output, result = SchedulerOutput(tuple(scheduled_seqs)), StepResult(drawn, {})
             self._tell([StepEnded(self.num_steps, 0.0, 0.0, 0.0, output, result, 0, 0), *ends])
 
     def close(self) -> None:

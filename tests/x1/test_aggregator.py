@@ -12,16 +12,17 @@ from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.aggregator import Aggregator, Served, deltas_of
 from folovllm.server.messages import Delta, SchedulerStats
-from folovllm.step.draw import no_tokens
-from folovllm.step.schedule import SchedulerOutput, Share, StepResult
+from folovllm.step.sampling_spec import no_tokens
+from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, StepResult
 from tests.m5.test_events import World, engine
 
 
 def step_ended(drawn: list[list[int]], seq_ids: list[int], logprobs: dict | None = None) -> ev.StepEnded:  # type: ignore[type-arg]
-    shares = tuple(
-        Share(seq_id, 0, 0, 1, no_tokens(), (), 0, len(ids), None) for seq_id, ids in zip(seq_ids, drawn, strict=True)
+    scheduled_seqs = tuple(
+        ScheduledSequence(seq_id, 0, 0, 1, no_tokens(), (), 0, len(ids), None)
+        for seq_id, ids in zip(seq_ids, drawn, strict=True)
     )
-    return ev.StepEnded(0, 0.0, 0.0, 0.0, SchedulerOutput(shares), StepResult(drawn, logprobs or {}), 0, 0)
+    return ev.StepEnded(0, 0.0, 0.0, 0.0, SchedulerOutput(scheduled_seqs), StepResult(drawn, logprobs or {}), 0, 0)
 
 
 class TestDeltasOf:

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from folovllm.chat import Chat
 from folovllm.cli import main
+from folovllm.cli.chat import Chat
+from folovllm.cli.remote import Server, ServerError
 from folovllm.llm import LLM
-from folovllm.remote import Server, ServerError
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.config import ServerConfig
 from folovllm.server.serve import listen

@@ -125,7 +125,7 @@ def test_no_layout_is_read_as_another(tmp_path: Path) -> None:
 def test_the_fused_layers_of_m6_over_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms fold, for products take their weights along; few tokens, some and many have a kernel each."""
     pytest.importorskip("triton", reason="Triton is for Linux only")
-    from folovllm.models.fused_layer import few_token_layers
+    from folovllm.models.fused_layer import skinny_layers
     from folovllm.quantization.kernels import int4_linear, quant_matmul
 
     monkeypatch.setattr(grouped, "on_gpu", lambda x: True)
@@ -138,7 +138,7 @@ def test_the_fused_layers_of_m6_over_kernels(tmp_path: Path, monkeypatch: pytest
         "qwen3", num_hidden_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, hidden_size=32, intermediate_size=32
     )
     coded, floats = write_quantized(source, tmp_path, *KINDS["gptq"])
-    ours = Driver(coded, "torch_paged", device=DEVICE, layers=few_token_layers(16))
+    ours = Driver(coded, "torch_paged", device=DEVICE, layers=skinny_layers(16))
     plain = Driver(floats, "torch_paged", device=DEVICE)
     assert all(layer.folded for layer in ours.model.model.layers)  # type: ignore[union-attr]
     for pieces in ({0: [7]}, {0: [4], 1: [5, 9]}, {2: prompts([5])[0]}):

@@ -230,7 +230,7 @@ FP8_WIDE = (quantize_8(E4M3, "weight_scale_inv", (16, 16)), {"quant_method": "fp
 def test_the_fused_layers_of_m6_over_kernels(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms fold, for products take their weights along; few tokens, some and many have a kernel each."""
     pytest.importorskip("triton", reason="Triton is for Linux only")
-    from folovllm.models.fused_layer import few_token_layers
+    from folovllm.models.fused_layer import skinny_layers
     from folovllm.quantization.kernels import quant_gemv, quant_matmul
 
     monkeypatch.setattr(scaled, "on_gpu", lambda x: True)
@@ -241,7 +241,7 @@ def test_the_fused_layers_of_m6_over_kernels(kind: str, tmp_path: Path, monkeypa
         monkeypatch.setattr(module, name, lambda *given, k=kernel, n=name, **more: used.append(n) or k(*given, **more))
     source = tiny_checkpoint("qwen3", num_hidden_layers=1, **ALIGNED)
     coded, floats = write_quantized(source, tmp_path, *(FP8_WIDE if kind == "blocks" else KINDS["int8 channel"]))
-    ours = Driver(coded, "torch_paged", device=DEVICE, layers=few_token_layers(16))
+    ours = Driver(coded, "torch_paged", device=DEVICE, layers=skinny_layers(16))
     plain = Driver(floats, "torch_paged", device=DEVICE)
     assert all(layer.folded for layer in ours.model.model.layers)  # type: ignore[union-attr]
     batches: list[dict[int, list[int]]] = [{0: [4], 1: [2]}, {1: prompts([5])[0]}, {2: prompts([6])[0]}]
@@ -256,10 +256,10 @@ def test_the_fused_layers_of_m6_over_kernels(kind: str, tmp_path: Path, monkeypa
 
 def test_what_was_folded_into_earlier_weights_is_forgotten(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="Triton is for Linux only")
-    from folovllm.models.fused_layer import few_token_layers
+    from folovllm.models.fused_layer import skinny_layers
 
     source = tiny_checkpoint("qwen3", num_hidden_layers=1, **ALIGNED)
-    driver = Driver(write_quantized(source, tmp_path, *FP8_WIDE)[0], layers=few_token_layers(16))
+    driver = Driver(write_quantized(source, tmp_path, *FP8_WIDE)[0], layers=skinny_layers(16))
     before = driver.model.model.layers[0].self_attn.qkv_proj.columns.clone()  # type: ignore[union-attr]
     assert before.std() > 0.1
     load_model(driver.model, tmp_path / "coded", use_tqdm=False)

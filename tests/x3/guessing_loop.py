@@ -110,28 +110,28 @@ class Device:
     def run(self, output: SchedulerOutput) -> list[list[int]]:
         """Write all K/V of the step, then read it and draw."""
         drawn = []
-        texts = [self.write(share) for share in output.shares]
-        for share, text in zip(output.shares, texts, strict=True):
-            for end in range(share.start + 1, share.end + 1):
+        texts = [self.write(scheduled) for scheduled in output.scheduled_seqs]
+        for scheduled, text in zip(output.scheduled_seqs, texts, strict=True):
+            for end in range(scheduled.start + 1, scheduled.end + 1):
                 seen = self.seen(end)
-                read = [self.slots[self.tables[share.row][p // self.size]][p % self.size] for p in seen]
+                read = [self.slots[self.tables[scheduled.row][p // self.size]][p % self.size] for p in seen]
                 assert read == [tuple(text[: p + 1]) for p in seen], "a token saw K/V that is not its own"
-            first = share.end - share.num_draws + 1
-            tokens = [next_token(text[:end]) for end in range(first, share.end + 1)]
+            first = scheduled.end - scheduled.num_samples + 1
+            tokens = [next_token(text[:end]) for end in range(first, scheduled.end + 1)]
             drawn.append(accept(tokens, text[first:]) if tokens else [])
-            self.newest[share.row] = drawn[-1][-1] if drawn[-1] else -1
+            self.newest[scheduled.row] = drawn[-1][-1] if drawn[-1] else -1
         return drawn
 
-    def write(self, share: Any) -> list[int]:
+    def write(self, scheduled: Any) -> list[int]:
         """Take over the share's blocks, store its tokens; returns all of the text that the share knows."""
-        table = [] if share.draw is not None else self.tables[share.row]
-        table[share.first_new_block :] = share.new_blocks
-        self.tables[share.row] = table
-        tokens = share.token_ids.tolist() or [IN_FLIGHT]
-        tokens = [self.newest[share.row] if token == IN_FLIGHT else token for token in tokens]
-        before = share.start - 1
-        text = list(self.slots[table[before // self.size]][before % self.size]) if share.start else []
-        for position, token in enumerate(tokens, share.start):
+        table = [] if scheduled.sampling is not None else self.tables[scheduled.row]
+        table[scheduled.first_new_block :] = scheduled.new_blocks
+        self.tables[scheduled.row] = table
+        tokens = scheduled.token_ids.tolist() or [IN_FLIGHT]
+        tokens = [self.newest[scheduled.row] if token == IN_FLIGHT else token for token in tokens]
+        before = scheduled.start - 1
+        text = list(self.slots[table[before // self.size]][before % self.size]) if scheduled.start else []
+        for position, token in enumerate(tokens, scheduled.start):
             text.append(token)
             self.slots[table[position // self.size]][position % self.size] = tuple(text)  # type: ignore[call-overload]
         return text
@@ -147,7 +147,7 @@ class Loop:
         self.kv, self.device, self.rng, self.add_up = kv, device, rng, add_up
         self.proposer, self.policy = Coin(rng), AtTimes(rng, k)
         self.scheduler = SpeculativeScheduler(
-            kv=kv, max_num_seqs=4, max_num_batched_tokens=budget, tokens_of_step=unless_finished(chunk), make_room=preempt,
+            kv=kv, max_num_seqs=4, max_num_batched_tokens=budget, tokens_of_step=unless_finished(chunk), on_full=preempt,
             speculation=Speculation(self.proposer, self.policy, NoForms()),
         )  # fmt: skip
         self.watcher = Watcher()
@@ -184,7 +184,7 @@ class Loop:
         self.kv.events.drain()
         self.check_price(output)
         started = None
-        if output.shares:
+        if output.scheduled_seqs:
             started = output, self.scheduler.sequences(output), self.device.run(output)
         self.collect()
         self.flying = started
@@ -208,13 +208,16 @@ class Loop:
 
     def check_price(self, output: SchedulerOutput) -> None:
         """Nobody gives way to a guess, no answer waits for one, and none is beyond an answer's greatest length."""
-        for share, seq in zip(output.shares, self.scheduler.sequences(output), strict=True):
-            assert share.end < seq.num_prompt_tokens + seq.max_tokens
-        size, guessed = self.kv.block_size, [share for share in output.shares if share.num_draws > 1]
+        for scheduled, seq in zip(output.scheduled_seqs, self.scheduler.sequences(output), strict=True):
+            assert scheduled.end < seq.num_prompt_tokens + seq.max_tokens
+        size, guessed = (
+            self.kv.block_size,
+            [scheduled for scheduled in output.scheduled_seqs if scheduled.num_samples > 1],
+        )
         if output.preempted:
-            assert all(-(-share.end // size) == -(-(share.start + 1) // size) for share in guessed)
+            assert all(-(-scheduled.end // size) == -(-(scheduled.start + 1) // size) for scheduled in guessed)
         elif guessed:
-            own = {share.seq_id for share in output.shares}
+            own = {scheduled.seq_id for scheduled in output.scheduled_seqs}
             assert all(seq.seq_id in own or will_finish(seq) for seq in self.scheduler.running if seq.num_output_tokens)
 
     def check(self) -> None:

@@ -19,7 +19,7 @@ from folovllm.spec_decode.proposer import CompositeProposer, RowState
 from folovllm.spec_decode.scheduler import SpeculativeScheduler
 from folovllm.spec_decode.speculation import Speculation
 from folovllm.spec_decode.suffix import SuffixProposer
-from folovllm.step.draw import DrawSpec
+from folovllm.step.sampling_spec import SamplingSpec
 from folovllm.step.schedule import SchedulerOutput
 from tests.helpers import tiny_checkpoint
 from tests.sequences import make_seq
@@ -97,7 +97,7 @@ def test_a_step_in_a_rest_or_behind_it_takes_its_own_time_alone(ahead: int, leng
     now, policy, under_way = 0.0, Resting(length), []
     speculation = Speculation(Slow(), policy, NoForms(), clock=lambda: now)
     scheduler = SpeculativeScheduler(
-        kv=BlockManager(64, 4), max_num_seqs=1, max_num_batched_tokens=64, tokens_of_step=unless_finished(chunk), make_room=preempt,
+        kv=BlockManager(64, 4), max_num_seqs=1, max_num_batched_tokens=64, tokens_of_step=unless_finished(chunk), on_full=preempt,
         speculation=speculation,
     )  # fmt: skip
     scheduler.add(make_seq(3, max_tokens=60))
@@ -154,7 +154,7 @@ def test_several_are_asked_in_turn() -> None:
             return self.guesses.get(state.seq_id, [])[:k]
 
     first, second = Fixed({1: [5, 6]}), Fixed({1: [9], 2: [7]})
-    states = [RowState(i, np.array([1], np.int32), 1, DrawSpec()) for i in (1, 2, 3)]
+    states = [RowState(i, np.array([1], np.int32), 1, SamplingSpec()) for i in (1, 2, 3)]
     assert CompositeProposer([first, second]).propose_all(states, [2, 2, 0]) == [[5, 6], [7], []]
     assert (first.asked, second.asked) == ([1, 2], [2]), "who has a guess already is not asked about again"
 

@@ -35,14 +35,14 @@ def test_cut_blocks_are_taken_next() -> None:
     """They hold nothing of use, so they come before all that could be found again."""
     kv = BlockManager(8, 4)
     seq = make_seq(6)
-    assert kv.reserve(seq, 6)
+    assert kv.allocate_slots(seq, 6)
     seq.start()
     seq.num_computed_tokens = 6
-    assert kv.reserve(seq, 10) and seq.block_table == [0, 1, 2, 3]
+    assert kv.allocate_slots(seq, 10) and seq.block_table == [0, 1, 2, 3]
     seq.num_computed_tokens = 7
     kv.truncate(seq)
     assert seq.block_table == [0, 1] and kv.num_free == 6
-    assert kv.reserve(seq, 5) and seq.block_table == [0, 1, 2]
+    assert kv.allocate_slots(seq, 5) and seq.block_table == [0, 1, 2]
     kv.truncate(seq)
     kv.truncate(seq)
     assert seq.block_table == [0, 1] and kv.blocks[2].ref_count == 0
@@ -54,14 +54,14 @@ def test_right_guesses_behind_the_end_are_told_to_nobody() -> None:
             return [1] * k
 
     scheduler = SpeculativeScheduler(
-        kv=BlockManager(64, 4), max_num_seqs=4, max_num_batched_tokens=64, tokens_of_step=unless_finished(chunk), make_room=preempt,
+        kv=BlockManager(64, 4), max_num_seqs=4, max_num_batched_tokens=64, tokens_of_step=unless_finished(chunk), on_full=preempt,
         speculation=Speculation(Ones(), FixedLength(3), NoForms()),
     )  # fmt: skip
     seq = make_seq(3, max_tokens=20)
     scheduler.add(seq)
-    scheduler.postprocess([(seq, [1]) for _ in scheduler.schedule().shares])
-    (share,) = scheduler.schedule().shares
-    assert share.num_draws == 4
+    scheduler.postprocess([(seq, [1]) for _ in scheduler.schedule().scheduled_seqs])
+    (scheduled,) = scheduler.schedule().scheduled_seqs
+    assert scheduled.num_samples == 4
     drawn = [1, EOS, 1, 1]
     scheduler.postprocess([(seq, drawn)])
     assert drawn == seq.output_token_ids[1:].tolist() == [1, EOS], "who hears of the step hears of these alone"

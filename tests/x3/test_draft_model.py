@@ -17,11 +17,11 @@ from folovllm.spec_decode.draft_model import DraftModel
 from folovllm.spec_decode.draft_tokens import DraftTokens
 from folovllm.spec_decode.extension import make_run_executor
 from folovllm.spec_decode.proposer import RowState
-from folovllm.step.draw import DrawSpec
+from folovllm.step.sampling_spec import SamplingSpec
 from tests.helpers import VOCAB_SIZE, tiny_checkpoint
 
 LENGTH, BLOCK, BUDGET = 64, 4, 24
-DRAWS = {"greedy": DrawSpec(temperature=0), "seeded": DrawSpec(seed=7, temperature=0.8, top_k=50, logprobs=2)}
+DRAWS = {"greedy": SamplingSpec(temperature=0), "seeded": SamplingSpec(seed=7, temperature=0.8, top_k=50, logprobs=2)}
 
 
 def draft(num_blocks: int = 64, max_num_seqs: int = 3, by_name: bool = False) -> DraftModel:
@@ -42,14 +42,14 @@ def alone() -> LLM:
 
 def written(alone: LLM, state: RowState, k: int) -> list[int]:
     """What the model writes behind the text by itself."""
-    spec = state.draw
+    spec = state.sampling
     params = SamplingParams(
         temperature=spec.temperature, top_k=spec.top_k, seed=spec.seed, max_tokens=k, ignore_eos=True
     )
     return list(alone.generate([state.token_ids.tolist()], params)[0].outputs[0].token_ids)
 
 
-def state(seq_id: int, tokens: list[int], spec: DrawSpec) -> RowState:
+def state(seq_id: int, tokens: list[int], spec: SamplingSpec) -> RowState:
     return RowState(seq_id, np.array(tokens, np.int32), 1, spec)
 
 

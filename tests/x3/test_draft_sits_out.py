@@ -26,15 +26,15 @@ class Writer:
     def __init__(self, clock: Clock) -> None:
         self.clock, self.texts, self.knows = clock, dict[int, list[int]](), set[int]()
         self.runs: Counter[int] = Counter()  # by seq_id
-        self._drawn: list[StepResult] = []
+        self._sampled: list[StepResult] = []
 
     def submit(self, output: SchedulerOutput) -> None:
         self.clock.now += A_STEP
 
     def submit_run(self, steps: SequenceOf[SchedulerOutput]) -> Writer:
         self.clock.now += A_RUN + A_STEP * len(steps)
-        self.runs.update(share.seq_id for share in steps[0].shares)
-        self._drawn = [StepResult([[self.token(s.seq_id, s.end)] for s in step.shares], {}) for step in steps]
+        self.runs.update(scheduled.seq_id for scheduled in steps[0].scheduled_seqs)
+        self._sampled = [StepResult([[self.token(s.seq_id, s.end)] for s in step.scheduled_seqs], {}) for step in steps]
         return self
 
     def token(self, seq_id: int, position: int) -> int:
@@ -42,7 +42,7 @@ class Writer:
         return text[position] if seq_id in self.knows and position < len(text) else 99
 
     def wait(self) -> list[StepResult]:
-        return self._drawn
+        return self._sampled
 
 
 class Drafting(Served):
@@ -178,5 +178,5 @@ def test_the_time_in_which_there_was_nothing_to_do_is_no_steps(batch: int) -> No
     for turn in range(4):
         (seconds,), (others,) = without_forms(plain, batch, 1), without_forms(guessing, batch, 1)
         assert seconds > 1.5 * others, f"turn {turn}"
-        assert not guessing.scheduler.schedule().shares
+        assert not guessing.scheduler.schedule().scheduled_seqs
         guessing.clock.now += 5.0

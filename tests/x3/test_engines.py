@@ -14,7 +14,7 @@ from folovllm.spec_decode import extension
 from folovllm.spec_decode import scheduler as speculative_scheduler
 from folovllm.spec_decode.proposer import RowState
 from folovllm.step.schedule import SchedulerOutput
-from folovllm.worker.warm_up import dummy_shares
+from folovllm.worker.warm_up import dummy_seqs
 from tests.helpers import prompts
 from tests.workloads import Request, assert_nothing_left, serve
 from tests.x3.engines import Anything, Pair, guessing, make_engine, make_proposer, speculation_of
@@ -122,7 +122,7 @@ def in_flight_at_each_start(engine: LLMEngine, request: Request) -> list[tuple[i
         pending = submit(output)
         flying[0] += 1
         counts.append((flying[0], had_guesses[-1]))
-        had_guesses.append(any(share.num_draws > 1 for share in output.shares))
+        had_guesses.append(any(scheduled.num_samples > 1 for scheduled in output.scheduled_seqs))
         return Pending(pending)
 
     engine.executor.submit = start  # type: ignore[attr-defined]
@@ -135,16 +135,16 @@ def in_flight_at_each_start(engine: LLMEngine, request: Request) -> list[tuple[i
 def test_a_step_draws_no_more_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guesses are cut down to what a step may draw; a step that is made by hand and draws more is refused."""
     for place in (speculative_scheduler, extension):
-        monkeypatch.setattr(place, "most_draws", lambda max_num_seqs: 9)
+        monkeypatch.setattr(place, "max_samples", lambda max_num_seqs: 9)
     pair = Pair.of(crowd(), milestone="m6", max_num_seqs=6)
     engine = pair.engine("right", k=5)
     told = Told()
     engine.subscribe(told)
     pair.check(serve(engine, pair.requests))
-    assert max(sum(s.num_draws for s in e.output.shares) for e in told if isinstance(e, StepEnded)) == 9
-    (share,) = dummy_shares([16], 16)
+    assert max(sum(s.num_samples for s in e.output.scheduled_seqs) for e in told if isinstance(e, StepEnded)) == 9
+    (scheduled,) = dummy_seqs([16], 16)
     with pytest.raises(RuntimeError, match="a step draws 16 tokens, and there is room for 15"):
-        engine.executor.execute_model(SchedulerOutput((share._replace(num_draws=16),)))
+        engine.executor.execute_model(SchedulerOutput((scheduled._replace(num_samples=16),)))
 
 
 @pytest.mark.parametrize("milestone", ["m5", "m6"])
@@ -153,7 +153,7 @@ def test_requests_that_come_beside_as_many_guesses_as_there_can_be(
 ) -> None:
     """Each draws too, in the step that admits it: there is room for all of them."""
     for place in (speculative_scheduler, extension):
-        monkeypatch.setattr(place, "most_draws", lambda max_num_seqs: 9)
+        monkeypatch.setattr(place, "max_samples", lambda max_num_seqs: 9)
     pair = Pair.of(crowd(), milestone=milestone, max_num_seqs=6)
     engine, told = pair.engine("right", k=5), Told()
     engine.subscribe(told)
@@ -163,7 +163,7 @@ def test_requests_that_come_beside_as_many_guesses_as_there_can_be(
             engine.step()
     for _ in range(4):
         engine.step()
-    assert max(sum(s.num_draws for s in e.output.shares) for e in told if isinstance(e, StepEnded)) > 9
+    assert max(sum(s.num_samples for s in e.output.scheduled_seqs) for e in told if isinstance(e, StepEnded)) > 9
 
 
 def test_a_proposer_knows_each_salt() -> None:

@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from folovllm.draw_row import mask_width
+from folovllm.sampling_row import mask_width
 from folovllm.spec_decode.policy import FixedLength
 from folovllm.spec_decode.proposer import Proposer, RowState
 from folovllm.spec_decode.speculation import Speculation
-from folovllm.step.masks import Masks
-from folovllm.step.schedule import SchedulerOutput, Share
+from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
+from folovllm.step.token_bitmask import TokenBitmasks
 from folovllm.structured_output import guidance
 from folovllm.structured_output import manager as manager_module
 from folovllm.structured_output.grammar_matcher import Bitmask, GrammarMatcher
@@ -64,7 +64,7 @@ def manager_of(seq: Any) -> StructuredOutputManager:
 
 def step(seq: Any, guesses: list[int]) -> SchedulerOutput:
     tokens = np.array([0, *guesses], np.int32)
-    return SchedulerOutput((Share(seq.seq_id, 5, 2, len(tokens), tokens, (), 0, len(tokens), None),))
+    return SchedulerOutput((ScheduledSequence(seq.seq_id, 5, 2, len(tokens), tokens, (), 0, len(tokens), None),))
 
 
 def test_a_form_is_asked_for_no_more_than_it_allows_and_never_for_an_end() -> None:
@@ -81,7 +81,7 @@ def test_each_draw_has_its_own_mask() -> None:
 
 
 def test_masks_draw_by_draw() -> None:
-    masks = Masks(np.array([3, 3, 3, 1, 2, 2], np.int32), np.arange(6, dtype=np.int32)[:, None])
+    masks = TokenBitmasks(np.array([3, 3, 3, 1, 2, 2], np.int32), np.arange(6, dtype=np.int32)[:, None])
     got = [(level.rows.tolist(), level.bits[:, 0].tolist()) for level in map(masks.of_level, range(3))]
     assert got == [([3, 1, 2], [0, 3, 4]), ([3, 2], [1, 5]), ([3], [2])], "the first of each row, the second, the third"
 
@@ -142,7 +142,7 @@ def test_masks_behind_guesses_are_those_of_one_after_the_other(
                 guesses[-1] = rng.randrange(VOCAB_SIZE)
             num_forced += len(forced := manager.forced(seq, 3))
             assert text[i : i + len(forced)] == forced[: end - i]
-            two = SchedulerOutput((*step(seq, guesses).shares, *step(other, []).shares))
+            two = SchedulerOutput((*step(seq, guesses).scheduled_seqs, *step(other, []).scheduled_seqs))
             masks = manager.bitmasks(two, [seq, other])
             manager._limits.clear()
             assert ids_of(masks.bits[-1]) == allowed_by(manager._matchers[other])

@@ -92,7 +92,12 @@ def test_who_watches_sees_tokens() -> None:
     recorder = Recorder(engine, data.extend)
     load.check(serve(engine, load.requests))
     recorder.close()
-    guesses = [share.token_ids for event in seen if isinstance(event, StepEnded) for share in event.output.shares]
+    guesses = [
+        scheduled.token_ids
+        for event in seen
+        if isinstance(event, StepEnded)
+        for scheduled in event.output.scheduled_seqs
+    ]
     assert max(map(len, guesses)) > 2 and all(tokens.max(initial=0) < VOCAB_SIZE for tokens in guesses)
     turns = [turn for name, *_, turn in map(json.loads, data.decode().splitlines()) if name == "turn"]
     rejected = [token for turn in turns for name, *_, last in turn if name == "guess" for token in last]

@@ -24,7 +24,7 @@ from folovllm.spec_decode.scheduler import SpeculativeScheduler
 from folovllm.spec_decode.speculation import Speculation
 from folovllm.spec_decode.suffix import SuffixProposer
 from folovllm.spec_decode.verify import accept
-from folovllm.step.draw import TokenIds
+from folovllm.step.sampling_spec import TokenIds
 from folovllm.step.schedule import SchedulerOutput
 from folovllm.structured_outputs import StructuredOutputsParams
 from tests.x3.guessing_loop import Clock, NoForms, sequence
@@ -99,7 +99,7 @@ class Served:
             "max_num_seqs": max_num_seqs,
             "max_num_batched_tokens": 2**16,
             "tokens_of_step": unless_finished(chunk),
-            "make_room": preempt,
+            "on_full": preempt,
         }
         if not (methods or draft):
             self.scheduler: Scheduler = Scheduler(**common)
@@ -139,7 +139,7 @@ class Served:
                 self.collect(flying)
                 flying = None
             output = self.scheduler.schedule()
-            before, flying = flying, (output, self.scheduler.sequences(output)) if output.shares else None
+            before, flying = flying, (output, self.scheduler.sequences(output)) if output.scheduled_seqs else None
             self.collect(before)
         self.collect(flying)
         return self.clock.now - start
@@ -148,13 +148,13 @@ class Served:
         if step is None:
             return
         output, seqs = step
-        drawn, num_draws = [], sum(share.num_draws for share in output.shares)
-        self.clock.now += self.scale * (CHECKED if num_draws > len(seqs) else PLAIN).at(num_draws)
-        self.clock.now += self.form * (len(seqs) + 0.1 * num_draws)
-        for share, seq in zip(output.shares, seqs, strict=True):
-            text, at = self.texts[seq.seq_id], share.end - share.num_draws + 1
-            text = text[at : share.end + 1]
-            drawn.append((seq, accept(text, share.token_ids[1:].tolist() if share.num_draws > 1 else [])))
+        drawn, num_samples = [], sum(scheduled.num_samples for scheduled in output.scheduled_seqs)
+        self.clock.now += self.scale * (CHECKED if num_samples > len(seqs) else PLAIN).at(num_samples)
+        self.clock.now += self.form * (len(seqs) + 0.1 * num_samples)
+        for scheduled, seq in zip(output.scheduled_seqs, seqs, strict=True):
+            text, at = self.texts[seq.seq_id], scheduled.end - scheduled.num_samples + 1
+            text = text[at : scheduled.end + 1]
+            drawn.append((seq, accept(text, scheduled.token_ids[1:].tolist() if scheduled.num_samples > 1 else [])))
         self.scheduler.postprocess([pair for pair in drawn if not pair[0].status.is_finished])
 
 

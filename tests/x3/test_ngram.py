@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from folovllm.spec_decode.ngram import Lookup, NgramProposer
 from folovllm.spec_decode.proposer import RowState
-from folovllm.step.draw import DrawSpec
+from folovllm.step.sampling_spec import SamplingSpec
 from tests.tiny import worked_case
 
 Texts = st.lists(st.integers(0, 3), max_size=40)
@@ -130,7 +130,7 @@ class TestLookup:
 
 class TestProposer:
     def state(self, seq_id: int, *tokens: int) -> RowState:
-        return RowState(seq_id, np.array(tokens, np.int32), 1, DrawSpec())
+        return RowState(seq_id, np.array(tokens, np.int32), 1, SamplingSpec())
 
     def test_each_sequence_has_its_own_text(self) -> None:
         proposer = NgramProposer(1, 2)

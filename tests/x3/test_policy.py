@@ -24,7 +24,7 @@ from folovllm.spec_decode.policy import (
 from folovllm.spec_decode.proposer import Proposer, RowState
 from folovllm.spec_decode.scheduler import SpeculativeScheduler
 from folovllm.spec_decode.speculation import Speculation
-from folovllm.step.draw import DrawSpec, TokenIds
+from folovllm.step.sampling_spec import SamplingSpec, TokenIds
 from tests.sequences import make_seq
 from tests.x3.guessing_loop import Clock, NoForms
 from tests.x3.test_choose import FLAT, STEEP, costs
@@ -66,7 +66,7 @@ def virtual_seconds(
         ids, num_right = list(written), 0
         chosen = [0] * len(ids) if resting else policy.lengths(ids)
         resting = 0 if any(chosen) else (resting or policy.rest + 1) - 1
-        states = [RowState(i, np.array(texts[i][: written[i]], np.int32), 1, DrawSpec()) for i in ids]
+        states = [RowState(i, np.array(texts[i][: written[i]], np.int32), 1, SamplingSpec()) for i in ids]
         drafts = proposer.propose_all(states, chosen)
         k = sum(map(len, drafts))
         seconds = (checked.at(len(ids) + k) if k else plain.at(len(ids)) + wait * any(chosen)) + guess * max(chosen)
@@ -251,7 +251,7 @@ class Remembers(Proposer):
 def test_who_ends_unasked_is_remembered_and_who_is_aborted_is_not() -> None:
     proposer = Remembers()
     scheduler = SpeculativeScheduler(
-        kv=BlockManager(64, 4), max_num_seqs=4, max_num_batched_tokens=64, tokens_of_step=unless_finished(chunk), make_room=preempt,
+        kv=BlockManager(64, 4), max_num_seqs=4, max_num_batched_tokens=64, tokens_of_step=unless_finished(chunk), on_full=preempt,
         speculation=Speculation(proposer, Never(), NoForms()),
     )  # fmt: skip
     seqs = [make_seq(3, max_tokens=n) for n in (3, 5, 20)]
@@ -279,7 +279,7 @@ class Listening(Never):
 def test_time_without_work_is_no_steps() -> None:
     policy, clock = Listening(), Clock()
     scheduler = SpeculativeScheduler(
-        kv=BlockManager(64, 4), max_num_seqs=4, max_num_batched_tokens=64, tokens_of_step=unless_finished(chunk), make_room=preempt,
+        kv=BlockManager(64, 4), max_num_seqs=4, max_num_batched_tokens=64, tokens_of_step=unless_finished(chunk), on_full=preempt,
         speculation=Speculation(Remembers(), policy, NoForms(), clock),
     )  # fmt: skip
     for _ in range(3):
@@ -288,5 +288,5 @@ def test_time_without_work_is_no_steps() -> None:
         for _ in range(30):
             clock.now += 1.0
             scheduler.postprocess([(seq, [1]) for seq in scheduler.sequences(scheduler.schedule())])
-        assert not scheduler.schedule().shares
+        assert not scheduler.schedule().scheduled_seqs
     assert len(policy.heard) > 4 and all(steps.seconds == steps.num_steps for steps in policy.heard)

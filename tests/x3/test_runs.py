@@ -12,15 +12,15 @@ from folovllm.engine.setup import set_up
 from folovllm.spec_decode.draft_tokens import DraftTokens
 from folovllm.spec_decode.extension import make_run_executor
 from folovllm.spec_decode.multi_step import MultiStepExecutor, parts
-from folovllm.step.draw import DrawSpec, no_tokens
-from folovllm.step.schedule import SchedulerOutput, Share, StepResult
+from folovllm.step.sampling_spec import SamplingSpec, no_tokens
+from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, StepResult
 from tests.helpers import tiny_checkpoint
 
 BLOCK, BLOCKS, LONGEST = 4, 12, 13
 SPECS = {
-    "greedy": DrawSpec(temperature=0),
-    "noise": DrawSpec(seed=7, temperature=0.9),
-    "filter": DrawSpec(seed=5, temperature=0.8, top_k=5),
+    "greedy": SamplingSpec(temperature=0),
+    "noise": SamplingSpec(seed=7, temperature=0.9),
+    "filter": SamplingSpec(seed=5, temperature=0.8, top_k=5),
 }
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -35,13 +35,13 @@ def executor(device: str = "cpu", **more: object) -> MultiStepExecutor:
 class Writers:
     """Rows with a prompt each, all but its newest token computed, and their next steps."""
 
-    def __init__(self, device: MultiStepExecutor, specs: Sequence[DrawSpec]) -> None:
+    def __init__(self, device: MultiStepExecutor, specs: Sequence[SamplingSpec]) -> None:
         self._ends = [3 + 2 * row for row in range(len(specs))]
         prompts = [np.arange(1, 1 + end, dtype=np.int32) * (row + 1) for row, end in enumerate(self._ends)]
-        shares = []
+        scheduled_seqs = []
         for row, (end, tokens, spec) in enumerate(zip(self._ends, prompts, specs, strict=True)):
-            shares.append(Share(row, row, 0, end, tokens, self._blocks(row, 0, end), 0, 0, spec))
-        device.execute_model(SchedulerOutput(tuple(shares)))
+            scheduled_seqs.append(ScheduledSequence(row, row, 0, end, tokens, self._blocks(row, 0, end), 0, 0, spec))
+        device.execute_model(SchedulerOutput(tuple(scheduled_seqs)))
 
     @staticmethod
     def _blocks(row: int, start: int, end: int) -> tuple[int, ...]:
@@ -52,14 +52,16 @@ class Writers:
         """Row i decodes `lengths[i]` tokens; the first ones are given."""
         found = []
         for i in range(max(lengths)):
-            shares = []
+            scheduled_seqs = []
             for row, length in enumerate(lengths):
                 start = self._ends[row] + i
                 tokens = np.array([9 + row + i], np.int32) if i < num_given else no_tokens()
                 if i < length:
                     blocks = self._blocks(row, start, start + 1)
-                    shares.append(Share(row, row, start, 1, tokens, blocks, -(-start // BLOCK), 1, None))
-            found.append(SchedulerOutput(tuple(shares)))
+                    scheduled_seqs.append(
+                        ScheduledSequence(row, row, start, 1, tokens, blocks, -(-start // BLOCK), 1, None)
+                    )
+            found.append(SchedulerOutput(tuple(scheduled_seqs)))
         self._ends = [end + length for end, length in zip(self._ends, lengths, strict=True)]
         return found
 
@@ -90,18 +92,18 @@ def test_without_recordings_it_runs_one_after_the_other() -> None:
 
 def test_only_plain_decodes() -> None:
     device = executor()
-    writers = Writers(device, [SPECS["greedy"], DrawSpec(logprobs=1)])
+    writers = Writers(device, [SPECS["greedy"], SamplingSpec(logprobs=1)])
     (step,) = writers.steps([1, 1], 1)
-    first, second = step.shares
-    for share in (
+    first, second = step.scheduled_seqs
+    for scheduled in (
         first._replace(num_new_tokens=2),
-        first._replace(num_draws=0),
-        first._replace(draw=SPECS["greedy"]),
+        first._replace(num_samples=0),
+        first._replace(sampling=SPECS["greedy"]),
         first._replace(new_blocks=(1, 2)),
         second,
     ):
         with pytest.raises(ValueError, match="a run has decodes of one token"):
-            device.submit_run([SchedulerOutput((share,))])
+            device.submit_run([SchedulerOutput((scheduled,))])
 
 
 def test_parts() -> None:

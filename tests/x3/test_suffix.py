@@ -8,7 +8,7 @@ from folovllm.spec_decode import automaton
 from folovllm.spec_decode.automaton import NOWHERE, Place, SuffixAutomaton
 from folovllm.spec_decode.proposer import RowState
 from folovllm.spec_decode.suffix import ANSWER_ENDS, PATIENCE, AnswersBySalt, PastAnswers, SuffixProposer, most_frequent
-from folovllm.step.draw import DrawSpec
+from folovllm.step.sampling_spec import SamplingSpec
 from tests.tiny import worked_case
 
 Texts = st.lists(st.integers(0, 2), max_size=30)
@@ -199,7 +199,7 @@ class TestPastAnswers:
 
 class TestProposer:
     def state(self, seq_id: int, *tokens: int, salt: str | None = None) -> RowState:
-        return RowState(seq_id, np.array(tokens, np.int32), 2, DrawSpec(), salt)
+        return RowState(seq_id, np.array(tokens, np.int32), 2, SamplingSpec(), salt)
 
     def guess(self, proposer: SuffixProposer, state: RowState, k: int) -> list[int]:
         return proposer.propose_all([state], [k])[0]

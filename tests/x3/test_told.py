@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from folovllm.cli.terminal import step_line
 from folovllm.config import EngineConfig
 from folovllm.events import Event, GuessesChecked, StepBegan, StepEnded
 from folovllm.inspector.replay import Recording
@@ -17,7 +18,6 @@ from folovllm.server.aggregator import Aggregator
 from folovllm.spec_decode.config import SpeculativeConfig
 from folovllm.spec_decode.policy import FixedLength
 from folovllm.step.schedule import SchedulerOutput, StepResult
-from folovllm.terminal import step_line
 from tests.inspector.test_recording import Taped, assert_replays
 from tests.m5.test_events import NoDevice, engine
 from tests.x3.engines import Anything, guessing, speculation_of
@@ -28,8 +28,8 @@ class NoJudge(NoDevice):
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:
         whole = super().execute_model(output)
-        pairs = zip(whole.token_ids, output.shares, strict=True)
-        return StepResult([tokens[: self.die.randint(1, max(1, s.num_draws))] for tokens, s in pairs], {})
+        pairs = zip(whole.token_ids, output.scheduled_seqs, strict=True)
+        return StepResult([tokens[: self.die.randint(1, max(1, s.num_samples))] for tokens, s in pairs], {})
 
 
 def rejected_of(seen: list[Event]) -> Iterator[list[int]]:
@@ -38,7 +38,9 @@ def rejected_of(seen: list[Event]) -> Iterator[list[int]]:
     for event in seen:
         if isinstance(event, StepBegan):
             asked |= {
-                share.seq_id: share.token_ids[1:].tolist() for share in event.output.shares if share.num_draws > 1
+                scheduled.seq_id: scheduled.token_ids[1:].tolist()
+                for scheduled in event.output.scheduled_seqs
+                if scheduled.num_samples > 1
             }
         elif isinstance(event, GuessesChecked):
             yield asked[event.seq_id][event.num_accepted :]
@@ -78,7 +80,10 @@ def test_watcher_recording_digest_and_log(milestone: str) -> None:
     )
     spans = Counter(span["name"] for span in traced.events() if span["pid"] == REQUESTS and span["ph"] == "X")
     assert sum(spans[f"check {k}"] for k in range(1, 6)) == sum(
-        share.num_draws > 1 for event in taped.seen if isinstance(event, StepEnded) for share in event.output.shares
+        scheduled.num_samples > 1
+        for event in taped.seen
+        if isinstance(event, StepEnded)
+        for scheduled in event.output.scheduled_seqs
     )
     assert {"guess", "cut"} <= kinds if milestone != "m2" else "guess" in kinds
 

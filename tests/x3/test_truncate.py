@@ -87,10 +87,10 @@ def test_reserving_again_gives_the_same_blocks(computed: int, more: int) -> None
     kv = BlockManager(12, 4)
     seq = holding(kv, *range(-(-computed // 4)), computed=computed)
     before = list(seq.block_table)
-    assert kv.reserve(seq, 1 + 4 * more), "there are blocks enough"
+    assert kv.allocate_slots(seq, 1 + 4 * more), "there are blocks enough"
     reserved = list(seq.block_table)
     kv.truncate(seq)
     assert seq.block_table == before, "what was reserved for guesses is gone, and nothing else"
     assert kv.num_free == 12 - len(before), "each block is in a table or free"
-    assert kv.reserve(seq, 1 + 4 * more), "as many blocks are free as before"
+    assert kv.allocate_slots(seq, 1 + 4 * more), "as many blocks are free as before"
     assert seq.block_table == reserved, "what was cut is taken again, in the same order"

@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 
 from folovllm import LLM, SamplingParams
 from folovllm.build import make_engine
+from folovllm.cli.terminal import step_line
 from folovllm.config import EngineConfig
 from folovllm.engine.metrics import imbalance
 from folovllm.events import Event, ExpertsAsked
 from folovllm.moe.expert_load import CountedLoad
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.metrics import Metrics
-from folovllm.terminal import step_line
 from tests.helpers import assert_tokens_equal, hf_greedy, prompts, tiny_checkpoint
 from tests.x4.checkpoints import moe_checkpoint
 

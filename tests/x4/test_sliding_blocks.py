@@ -100,12 +100,12 @@ def test_the_most_that_one_sequence_holds(window: int, step: int, block_size: in
     for begun in range(1, 3 * (window + block_size)):
         kv = SlidingPrefixCachingBlockManager(99, block_size, window=window)
         seq = make_seq(begun + 2 * step)
-        assert kv.reserve(seq, begun)
+        assert kv.allocate_slots(seq, begun)
         seq.start()
         seq.num_computed_tokens = begun
-        kv.publish(seq)
+        kv.cache_blocks(seq)
         for _ in range(2):
-            assert kv.reserve(seq, step)
+            assert kv.allocate_slots(seq, step)
             seq.num_computed_tokens += step
         found.append(kv.num_used)
     assert max(found) == most_held(window, step, block_size)
@@ -115,12 +115,12 @@ def test_by_hand() -> None:
     """Blocks of 4, a window of 6: the token at 13 sees 8 to 13, so blocks 0 and 1 are of no use to it."""
     kv = SlidingBlockManager(8, 4, window=6)
     seq = make_seq(13)
-    assert kv.reserve(seq, 13) and seq.block_table == [0, 1, 2, 3]
+    assert kv.allocate_slots(seq, 13) and seq.block_table == [0, 1, 2, 3]
     seq.start()
     seq.num_computed_tokens = 12
-    assert kv.reserve(seq, 1) and seq.block_table == [GONE, 1, 2, 3], "the token at 12 still sees 7"
+    assert kv.allocate_slots(seq, 1) and seq.block_table == [GONE, 1, 2, 3], "the token at 12 still sees 7"
     seq.num_computed_tokens = 13
-    assert kv.reserve(seq, 1) and seq.block_table == [GONE, GONE, 2, 3] and kv.num_used == 2
+    assert kv.allocate_slots(seq, 1) and seq.block_table == [GONE, GONE, 2, 3] and kv.num_used == 2
     kv.free(seq)
     assert seq.block_table == [] and kv.num_used == 0
 
@@ -132,18 +132,18 @@ def test_a_collision_ends_with_the_name_that_it_met(monkeypatch: pytest.MonkeyPa
     other, seq = make_seq(1), make_seq(10)
     for _ in range(3):
         other.append_token(7)
-    assert kv.reserve(other, 4)
+    assert kv.allocate_slots(other, 4)
     other.num_computed_tokens = 4
-    kv.publish(other)
+    kv.cache_blocks(other)
     kv.free(other)  # blocks 0 and 1 keep their names until they are taken, 1 before 0
     tables = []
     for length in range(2, 12, 2):
-        assert kv.reserve(seq, 2)
+        assert kv.allocate_slots(seq, 2)
         tables.append(list(seq.block_table))
         if length == 2:
             seq.start()
         seq.num_computed_tokens = length
-        kv.publish(seq)
+        kv.cache_blocks(seq)
     assert tables[:4] == [[2], [2, 3], [2, 3, 1], [2, 3, 1, 0]], (
         "block 0 has the name that this text's first block gets"
     )
@@ -155,7 +155,7 @@ def test_a_sequence_longer_than_the_pool() -> None:
     kv = SlidingBlockManager(4, 4, window=6)
     seq = make_seq(1)
     for length in range(1, 200):
-        assert kv.reserve(seq, 1) and kv.num_used <= 3
+        assert kv.allocate_slots(seq, 1) and kv.num_used <= 3
         if length == 1:
             seq.start()
         seq.num_computed_tokens = length

@@ -109,9 +109,9 @@ def test_gemma_in_bfloat16(backend: str) -> None:
     device = "cuda" if backend == "triton" else "cpu"
     layers = LayerSet()
     if backend == "triton":
-        from folovllm.models.fused_layer import few_token_layers
+        from folovllm.models.fused_layer import skinny_layers
 
-        layers = few_token_layers(32)
+        layers = skinny_layers(32)
     driver = Driver(path, backend, max_seqs=1, dtype=torch.bfloat16, device=device, layers=layers)
     truth = hf_logits(path, ids)
     assert_as_accurate(driver.step({0: ids})[0], hf_logits(path, ids, torch.bfloat16), truth)

@@ -12,7 +12,7 @@ import triton
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.decode import DecodeConfig, SplitKVDecode
-from folovllm.kernels.early_decode import early_decode, serves
+from folovllm.kernels.prefetching_decode import prefetching_decode, serves
 from folovllm.kernels.prefill import PrefillKernel, config_on, prefill
 from folovllm.kernels.prefill_tiles import list_tiles
 from folovllm.kernels.preparation import Preparation
@@ -140,7 +140,7 @@ class TritonBackend(AttentionBackend):
         c = self.config
         out = qkv.new_empty(batch.num_seqs, c.num_heads, c.head_dim)
         if serves(self._decode, kv_cache, batch.num_seqs):
-            return early_decode(
+            return prefetching_decode(
                 self._decode, qkv, kv_cache, batch.block_tables, batch.num_seqs, c.scale, out, preparation
             )
         return self._decode(qkv, kv_cache, batch.block_tables, batch.num_seqs, c.scale, out, preparation, self.scales)

@@ -1,6 +1,6 @@
 """`grouped_linear` for so few pairs that hardly two of them ask one expert: each reads the weights that it needs by itself.
 
-Then there is nothing to group, and as in `small_linear` only the weights count. A program has a pair and some outputs. It asks
+Then there is nothing to group, and as in `skinny_linear` only the weights count. A program has a pair and some outputs. It asks
 for all weights of these outputs at once and keeps them in registers, so that many bytes are under way at any time.
 """
 
@@ -12,7 +12,7 @@ import triton.language as tl
 
 from folovllm.kernels.grouped_tiles import finish_tile
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
-from folovllm.kernels.small_linear import MAX_WARPS, load_chunk, load_rows, multiply_add
+from folovllm.kernels.skinny_linear import MAX_WARPS, load_chunk, load_rows, multiply_add
 
 SPARSE = 4  # times as many experts as pairs: of 128 experts 32 pairs ask 28 or so
 PROGRAM_BYTES = 12288  # of weights

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from folovllm.kernels.fp8_cache import INTERPRETED
-from folovllm.kernels.small_linear import append
+from folovllm.kernels.skinny_linear import append
 from folovllm.quantization.kernels.gemv_tiles import load_pieces
 
 PLANES = tl.constexpr(4)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from folovllm.kernels.small_linear import silu_product
+from folovllm.kernels.skinny_linear import silu_product
 from folovllm.quantization.kernels.gemv_tiles import load_or_zero, row_of
 
 

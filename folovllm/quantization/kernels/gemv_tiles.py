@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from folovllm.kernels.small_linear import append
+from folovllm.kernels.skinny_linear import append
 from folovllm.quantization.kernels.int4_linear import load_scales
 from folovllm.quantization.kernels.unpack_codes import four_bytes, in_turn, nibble
 

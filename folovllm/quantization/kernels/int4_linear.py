@@ -1,6 +1,6 @@
 """Codes of 4 bits times very few tokens: a quarter of the bytes of 16-bit weights, so a quarter of the time is the aim.
 
-As in `small_linear`, a program asks for all its weights before it waits for its inputs. What is new is arithmetic: at four
+As in `skinny_linear`, a program asks for all its weights before it waits for its inputs. What is new is arithmetic: at four
 times as many weights a second, unpacking them is what could take too long. So
 
 - a code becomes a float without a conversion, and mostly without a shift (`code`);
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
-from folovllm.kernels.small_linear import add_products, add_squares, append, repeat, silu_product, total_rows
+from folovllm.kernels.skinny_linear import add_products, add_squares, append, repeat, silu_product, total_rows
 
 IN_QUAD = 32  # codes
 
@@ -140,7 +140,7 @@ def int4_linear_kernel(
 ):  # fmt: skip
     """Program p: outputs p * ROWS to p * ROWS + ROWS of all M tokens, QUADS quads of each row at a time.
 
-    NORM, GATED and RESIDUAL as in `small_linear_kernel`. GATED: the program's lines are its rows of gate, then those of up.
+    NORM, GATED and RESIDUAL as in `skinny_linear_kernel`. GATED: the program's lines are its rows of gate, then those of up.
     With `columns_ptr`, `x` is multiplied by these [K]; a norm's mean is that of `x` before it.
     """
     let_next_start(PDL)
@@ -211,7 +211,7 @@ def int4_linear(
         words: [rows, K / 8] int32, in the order of `pack_planes`; of 32 inputs or a multiple of that is each group.
         scales: [rows, groups], floats.
         zeros: [rows, groups]: uint8 codes that mean zero, or floats that code 0 stands for; without, code 8 means zero.
-        norm_eps, gated, residual: as in `small_linear`. Rows of `x` may be apart; nothing else is.
+        norm_eps, gated, residual: as in `skinny_linear`. Rows of `x` may be apart; nothing else is.
         columns: [K], factors of the (normed) `x`.
     """
     num_tokens, width = x.shape

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from folovllm.kernels.multiprocessors import num_sms
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
-from folovllm.kernels.small_linear import append
+from folovllm.kernels.skinny_linear import append
 from folovllm.quantization.kernels.byte_planes import FLIP, in_pairs, load_columns, planes_of, sixteen_bytes
 from folovllm.quantization.kernels.gemv_results import finish, inverse_root, load_residual, load_row_scales, sum_parts
 from folovllm.quantization.kernels.gemv_tiles import load_lines

@@ -13,7 +13,7 @@ so all that is left is to make such floats (`unpack_codes`). Three things make i
 - **Warps share rows.** Of SPLITS warps each has every SPLITS-th tile of inputs, as in a batch of products. Their sums meet
   at the end.
 
-As in `small_linear`, a program asks for weights before it waits for its inputs. A scale meets the sum of a tile's products,
+As in `skinny_linear`, a program asks for weights before it waits for its inputs. A scale meets the sum of a tile's products,
 or of all where a row has one scale.
 
 Codes that are integers meet one token in integers (`integer_gemv`), where that is faster.
@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
-from folovllm.kernels.small_linear import append
+from folovllm.kernels.skinny_linear import append
 from folovllm.quantization.kernels.gemv_results import finish, inverse_root, load_residual, load_row_scales, sum_parts
 from folovllm.quantization.kernels.gemv_tiles import as_halves, load_lines, load_tile, sixteen
 from folovllm.quantization.kernels.int4_linear import EXPONENT
@@ -59,7 +59,7 @@ def quant_gemv_kernel(
 ):  # fmt: skip
     """Program p: outputs p * ROWS * TIMES to (p + 1) * ROWS * TIMES of all M tokens, ROWS at a time. HALVES: `x` in float16.
 
-    NORM, GATED and RESIDUAL as in `small_linear_kernel`. GATED: the lines are ROWS rows of gate, then those of up.
+    NORM, GATED and RESIDUAL as in `skinny_linear_kernel`. GATED: the lines are ROWS rows of gate, then those of up.
     GROUP_ROWS outputs and GROUP inputs share a scale; with GROUP = K it is multiplied last, unless there are zeros.
     """
     let_next_start(PDL)
@@ -141,7 +141,7 @@ def quant_gemv(
     """`x` [T, K] times the transpose of W, for T in FEW; accumulated in float32.
 
     Args:
-        norm_eps, gated, residual: as in `small_linear`. Rows of `x` may be apart; nothing else is.
+        norm_eps, gated, residual: as in `skinny_linear`. Rows of `x` may be apart; nothing else is.
         columns: [K], factors of the (normed) `x`. Their product is rounded to its dtype.
     """
     words, block, kind = weight.weight.view(torch.int32), (weight.rows, weight.columns), kind_of(weight.weight)

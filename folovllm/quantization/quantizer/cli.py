@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from folovllm.flags import pick, with_flags
+from folovllm.cli.flags import pick, with_flags
 
 if TYPE_CHECKING:
     from folovllm.quantization.quantizer.run import Report

@@ -2,11 +2,11 @@
 
 
 class Sampler:
-    def draw(self, logits, batch):
+    def sample_filtered(self, logits, batch):
         import torch
 
         greedy = logits.argmax(-1)
         if batch.all_greedy:
             return greedy
-        drawn = torch.multinomial(logits.softmax(-1), 1).squeeze(-1)
-        return torch.where(batch.temperature > 0, drawn, greedy)
+        sampled = torch.multinomial(logits.softmax(-1), 1).squeeze(-1)
+        return torch.where(batch.temperature > 0, sampled, greedy)

@@ -2,7 +2,7 @@
 
 
 class Sampler:
-    def draw(self, logits, batch):
+    def sample_filtered(self, logits, batch):
         from folovllm.sample.noise import gumbel
 
         if batch.all_greedy:

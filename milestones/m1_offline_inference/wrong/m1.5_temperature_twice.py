@@ -2,7 +2,7 @@
 
 
 class Sampler:
-    def draw(self, logits, batch):
+    def sample_filtered(self, logits, batch):
         import torch
         from folovllm.sample.noise import gumbel
 

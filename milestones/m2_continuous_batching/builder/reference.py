@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from folovllm.cache.manager import KVCacheManager
-from folovllm.engine.plan import Plan, Rows
 from folovllm.engine.scheduler import TokensOfStep
+from folovllm.engine.step_builder import BatchRows, StepBuilder
 from folovllm.engine.stop import check_stop_conditions
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.step.schedule import SchedulerOutput
@@ -27,7 +27,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._overtaken: dict[Sequence, int] = {}  # of those that wait: how often
-        self._rows = Rows(max_num_seqs, kv.events, lambda: self.waiting)
+        self._rows = BatchRows(max_num_seqs, kv.events, lambda: self.waiting)
         self._max_num_seqs = max_num_seqs
         self._budget = max_num_batched_tokens
         self._tokens_of_step = tokens_of_step
@@ -49,20 +49,20 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         """Decodes first, then the rest of prompts that have begun, then newcomers."""
-        plan = Plan(self._rows, self.running, self._budget)
+        builder = StepBuilder(self._rows, self.running, self._budget)
         for seq in sorted(self.running, key=lambda seq: seq.num_uncomputed_tokens > 1):
-            n = self._tokens_of_step(seq, plan.budget)
-            if n and self.kv.reserve(seq, n):
-                plan.add(seq, n)
+            n = self._tokens_of_step(seq, builder.budget)
+            if n and self.kv.allocate_slots(seq, n):
+                builder.add(seq, n)
         self.waiting.sort(key=self._rank)
         while self.waiting and len(self.running) < self._max_num_seqs:
             seq = self.waiting[0]
-            n = self._tokens_of_step(seq, plan.budget)
-            if n == 0 or not self.kv.reserve(seq, n):
+            n = self._tokens_of_step(seq, builder.budget)
+            if n == 0 or not self.kv.allocate_slots(seq, n):
                 break
             self._start(seq)
-            plan.add(seq, n)
-        return plan.output()
+            builder.add(seq, n)
+        return builder.output()
 
     def _rank(self, seq: Sequence) -> tuple[bool, int, int]:
         """Who goes first: the smaller."""
@@ -82,11 +82,11 @@ class Scheduler:
         """Whose the shares of the step are that was decided last, in their order."""
         return self._rows.owners(output)
 
-    def postprocess(self, drawn: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
+    def postprocess(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
         """Take in the drawn tokens; who ends gives its cache back at once. Returns the sequences that got a token."""
         updated = []
-        for seq, token_ids in drawn:
-            self.kv.publish(seq)
+        for seq, token_ids in sampled:
+            self.kv.cache_blocks(seq)
             for token_id in token_ids:
                 seq.append_token(token_id)
                 seq.detokenizer.append(token_id)

@@ -3,18 +3,18 @@
 
 class Scheduler:
     def schedule(self):
-        plan = Plan(self._rows, self.running, self._max_num_batched_tokens)
+        builder = StepBuilder(self._rows, self.running, self._max_num_batched_tokens)
         for seq in sorted(self.running, key=lambda seq: seq.num_uncomputed_tokens > 1):
             n = self._tokens_of_step(seq, self._max_num_batched_tokens)
-            if n and self._grow(seq, n, plan):
-                plan.add(seq, n)
+            if n and self._grow(seq, n, builder):
+                builder.add(seq, n)
         while self.waiting and len(self.running) < self._max_num_seqs:
             seq = self.waiting[0]
-            n = self._admit(seq, plan)
+            n = self._admit(seq, builder)
             if n == 0:
                 break
             self.waiting.pop(0)
             seq.start()
             self.running.append(seq)
-            plan.add(seq, n)
-        return plan.output()
+            builder.add(seq, n)
+        return builder.output()

@@ -3,19 +3,19 @@
 
 class Scheduler:
     def schedule(self):
-        plan = Plan(self._rows, self.running, self._max_num_batched_tokens)
+        builder = StepBuilder(self._rows, self.running, self._max_num_batched_tokens)
         for seq in sorted(self.running, key=lambda seq: seq.num_uncomputed_tokens > 1):
-            n = self._tokens_of_step(seq, plan.budget)
-            if n == 0 or not self._grow(seq, n, plan):
+            n = self._tokens_of_step(seq, builder.budget)
+            if n == 0 or not self._grow(seq, n, builder):
                 break
-            plan.add(seq, n)
+            builder.add(seq, n)
         while self.waiting and len(self.running) < self._max_num_seqs:
             seq = self.waiting[0]
-            n = self._admit(seq, plan)
+            n = self._admit(seq, builder)
             if n == 0:
                 break
             self.waiting.pop(0)
             seq.start()
             self.running.append(seq)
-            plan.add(seq, n)
-        return plan.output()
+            builder.add(seq, n)
+        return builder.output()

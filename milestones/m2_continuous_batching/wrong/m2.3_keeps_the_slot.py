@@ -2,10 +2,10 @@
 
 
 class Scheduler:
-    def postprocess(self, drawn):
+    def postprocess(self, sampled):
         updated = []
-        for seq, token_ids in drawn:
-            self.kv.publish(seq)
+        for seq, token_ids in sampled:
+            self.kv.cache_blocks(seq)
             for token_id in token_ids:
                 seq.append_token(token_id)
                 seq.detokenizer.append(token_id)

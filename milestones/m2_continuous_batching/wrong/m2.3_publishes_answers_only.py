@@ -2,12 +2,12 @@
 
 
 class Scheduler:
-    def postprocess(self, drawn):
+    def postprocess(self, sampled):
         updated = []
-        for seq, token_ids in drawn:
+        for seq, token_ids in sampled:
             if not token_ids:
                 continue
-            self.kv.publish(seq)
+            self.kv.cache_blocks(seq)
             for token_id in token_ids:
                 seq.append_token(token_id)
                 seq.detokenizer.append(token_id)

@@ -2,11 +2,11 @@
 
 
 class Scheduler:
-    def postprocess(self, drawn):
-        updated, tokens = [], dict(drawn)
+    def postprocess(self, sampled):
+        updated, tokens = [], dict(sampled)
         for seq in self.running:
             token_ids = tokens.get(seq, [])
-            self.kv.publish(seq)
+            self.kv.cache_blocks(seq)
             for token_id in token_ids:
                 seq.append_token(token_id)
                 seq.detokenizer.append(token_id)

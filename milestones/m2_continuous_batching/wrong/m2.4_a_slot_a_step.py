@@ -2,7 +2,7 @@
 
 
 class SlotManager:
-    def reserve(self, seq, num_new_tokens):
+    def allocate_slots(self, seq, num_new_tokens):
         if not self._free:
             return False
         seq.block_table.append(self._free.pop())

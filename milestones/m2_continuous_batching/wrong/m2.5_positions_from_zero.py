@@ -2,13 +2,13 @@
 
 
 class InputBatch:
-    def flatten(self, shares):
-        ends = np.cumsum([share.num_new_tokens for share in shares])
-        tables = [self.block_tables[share.row] for share in shares]
-        slots = [self._slots(table, self._block_size, s.start, s.end) for table, s in zip(tables, shares, strict=True)]
+    def flatten(self, scheduled_seqs):
+        ends = np.cumsum([scheduled.num_new_tokens for scheduled in scheduled_seqs])
+        tables = [self.block_tables[scheduled.row] for scheduled in scheduled_seqs]
+        slots = [self._slots(table, self._block_size, s.start, s.end) for table, s in zip(tables, scheduled_seqs, strict=True)]
         return RaggedArrays(
-            input_ids=np.concatenate([share.token_ids for share in shares]).astype(np.int64),
-            positions=np.concatenate([np.arange(share.num_new_tokens) for share in shares]),
+            input_ids=np.concatenate([scheduled.token_ids for scheduled in scheduled_seqs]).astype(np.int64),
+            positions=np.concatenate([np.arange(scheduled.num_new_tokens) for scheduled in scheduled_seqs]),
             slot_mapping=np.concatenate(slots),
             query_start_loc=np.concatenate([[0], ends]),
             logits_indices=ends - 1,

@@ -23,7 +23,7 @@ class BlockManager(KVCacheManager):
         self._num_free = num_blocks
         self._holders: set[int] = set()  # by seq_id
 
-    def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
+    def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> bool:
         """Blocks for the next tokens. An admission leaves a block for each of those that run already."""
         needed = -(-(seq.num_computed_tokens + num_new_tokens) // self.block_size)
         missing = max(0, needed - len(seq.block_table))

@@ -42,7 +42,7 @@ class PrefixCache(KVCacheManager):
         self._clock = itertools.count(1)
         self._stats = PrefixCacheStats()
 
-    def match(self, seq: Sequence) -> None:
+    def get_computed_blocks(self, seq: Sequence) -> None:
         """Walk down the tree along the tokens of `seq`; one token is left to compute."""
         if seq.num_unscored_tokens:
             return
@@ -57,7 +57,7 @@ class PrefixCache(KVCacheManager):
             seq.block_table.append(node.block_id)
         seq.num_computed_tokens = len(path) * self.block_size
 
-    def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
+    def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> bool:
         """Private blocks for the next tokens."""
         needed = -(-(seq.num_computed_tokens + num_new_tokens) // self.block_size)
         missing = max(0, needed - len(seq.block_table))
@@ -68,12 +68,12 @@ class PrefixCache(KVCacheManager):
             self._count(seq)
         return True
 
-    def settle(self, seqs: Iterable[Sequence]) -> None:
+    def cache_scheduled_blocks(self, seqs: Iterable[Sequence]) -> None:
         """The coming step writes their K/V before anybody reads it, so it can be found at once."""
         for seq in seqs:
-            self.publish(seq)
+            self.cache_blocks(seq)
 
-    def publish(self, seq: Sequence) -> None:
+    def cache_blocks(self, seq: Sequence) -> None:
         """Full private blocks become nodes. Where there is such a node, the path goes through it and the block stays private."""
         path = self._paths.setdefault(seq.seq_id, [])
         for i in range(len(path), min(seq.num_computed_tokens, seq.num_tokens) // self.block_size):

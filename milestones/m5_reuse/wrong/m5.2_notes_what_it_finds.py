@@ -1,4 +1,4 @@
-"""Notes the serials of a hit, which `match` does as well: the list is twice as long as the table, and what follows is never published."""
+"""Notes the serials of a hit, which `get_computed_blocks` does as well: the list is twice as long as the table, and what follows is never published."""
 
 
 class PrefixCache:

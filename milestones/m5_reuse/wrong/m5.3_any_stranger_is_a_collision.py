@@ -2,7 +2,7 @@
 
 
 class PrefixCache:
-    def publish(self, seq, blocks):
+    def cache_blocks(self, seq, blocks):
         serials = self.serials(seq)
         for i in range(len(serials), len(blocks)):
             parent = serials[-1] if i else ROOT

@@ -2,7 +2,7 @@
 
 
 class PrefixCache:
-    def publish(self, seq, blocks):
+    def cache_blocks(self, seq, blocks):
         serials = self.serials(seq)
         serials.clear()
         for i in range(len(blocks)):

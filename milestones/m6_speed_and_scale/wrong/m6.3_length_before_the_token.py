@@ -2,15 +2,15 @@
 
 
 class StepPacker:
-    def pack_decode(self, shares, width):
+    def pack_decode(self, scheduled_seqs, width):
         fields = np.zeros((len(Field), width), np.int32)
         fields[Field.ROW] = self._padding_row
         fields[Field.NEW_BLOCK] = NOTHING
-        n = len(shares)
-        fields[Field.TOKEN, :n] = [newest_token(share) for share in shares]
-        fields[Field.ROW, :n] = rows = [share.row for share in shares]
-        fields[Field.SEQ_LEN, :n] = [share.start for share in shares]
-        fields[[Field.QUERY_LEN, Field.NUM_DRAWS], :n] = 1
+        n = len(scheduled_seqs)
+        fields[Field.TOKEN, :n] = [newest_token(scheduled) for scheduled in scheduled_seqs]
+        fields[Field.ROW, :n] = rows = [scheduled.row for scheduled in scheduled_seqs]
+        fields[Field.SEQ_LEN, :n] = [scheduled.start for scheduled in scheduled_seqs]
+        fields[[Field.QUERY_LEN, Field.NUM_SAMPLES], :n] = 1
         fields[Field.TEMPERATURE : Field.SEED_HIGH + 1, :n] = self._row_fields(rows)
-        fields[Field.NEW_BLOCK, :n] = [share.new_blocks[0] if share.new_blocks else NOTHING for share in shares]
+        fields[Field.NEW_BLOCK, :n] = [scheduled.new_blocks[0] if scheduled.new_blocks else NOTHING for scheduled in scheduled_seqs]
         return PackedStep(fields, n, n, np.empty(0, np.int32), np.empty((3, 0), np.int32))

@@ -5,7 +5,7 @@ class OverlappedEngine:
     def step_overlapped(self):
         outputs = self._collect() if self.scheduler.must_wait() else []
         schedule = self.scheduler.schedule()
-        if not schedule.shares:
+        if not schedule.scheduled_seqs:
             return outputs
         started = self._start(schedule)
         outputs += self._collect()

@@ -3,7 +3,7 @@
 
 class SuffixAutomaton:
     def follow(self, place, token):
-        place = self.settle(place)
+        place = self.cache_scheduled_blocks(place)
         if token not in self._next[place.state]:
             return NOWHERE
         return Place(self._next[place.state][token], place.length + 1)

@@ -3,7 +3,7 @@
 
 class SuffixAutomaton:
     def follow(self, place, token):
-        place = self.settle(place)
+        place = self.cache_scheduled_blocks(place)
         length = place.length
         while token not in self._next[place.state]:
             if not place.length:

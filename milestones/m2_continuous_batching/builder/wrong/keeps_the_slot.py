@@ -10,9 +10,9 @@ from folovllm.request import Sequence
 
 
 class Scheduler(Right):
-    def postprocess(self, drawn: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
+    def postprocess(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
         updated = []
-        for seq, token_ids in drawn:
+        for seq, token_ids in sampled:
             for token_id in token_ids:
                 seq.append_token(token_id)
                 seq.detokenizer.append(token_id)

@@ -7,7 +7,7 @@ from folovllm.request import Sequence, SequenceStatus
 
 
 class BlockManager(Right):
-    def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
+    def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> bool:
         end = seq.num_computed_tokens + num_new_tokens
         is_new = seq.status is SequenceStatus.WAITING
-        return super().reserve(seq, num_new_tokens + is_new * (end % self.block_size == 0))
+        return super().allocate_slots(seq, num_new_tokens + is_new * (end % self.block_size == 0))

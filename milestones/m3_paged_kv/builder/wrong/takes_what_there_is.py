@@ -7,7 +7,7 @@ from folovllm.request import Sequence
 
 
 class BlockManager(Right):
-    def reserve(self, seq: Sequence, num_new_tokens: int) -> bool:
+    def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> bool:
         needed = -(-(seq.num_computed_tokens + num_new_tokens) // self.block_size)
         while len(seq.block_table) < needed:
             if self._num_free == 0:

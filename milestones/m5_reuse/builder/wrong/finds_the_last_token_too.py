@@ -7,9 +7,9 @@ from folovllm.request import Sequence
 
 
 class PrefixCache(Right):
-    def match(self, seq: Sequence) -> None:
+    def get_computed_blocks(self, seq: Sequence) -> None:
         seq.num_tokens += 1
         try:
-            super().match(seq)
+            super().get_computed_blocks(seq)
         finally:
             seq.num_tokens -= 1

@@ -7,9 +7,9 @@ from folovllm.request import Sequence
 
 
 class PrefixCache(Right):
-    def publish(self, seq: Sequence) -> None:
+    def cache_blocks(self, seq: Sequence) -> None:
         known, seq.num_tokens = seq.num_tokens, max(seq.num_tokens, seq.num_computed_tokens)
         try:
-            super().publish(seq)
+            super().cache_blocks(seq)
         finally:
             seq.num_tokens = known

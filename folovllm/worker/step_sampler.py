@@ -1,4 +1,4 @@
-"""How a recorded step draws: alone, or together with the other ranks that hold a part of the vocabulary each."""
+"""How a recorded step samples: alone, or together with the other ranks that hold a part of the vocabulary each."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from folovllm.step.packed import Field
 NOWHERE = 2**31 - 1
 
 
-class StepDraw(Protocol):
+class StepSampler(Protocol):
     """The part of a step from logits to tokens, where the vocabulary may be in parts. Device work only: it is recorded."""
 
     vocab_size: int  # of the whole model
@@ -30,8 +30,8 @@ class StepDraw(Protocol):
         """Logits over the whole vocabulary, [S, V]."""
 
 
-class OwnDraw:
-    """The draw of a device that has the whole vocabulary."""
+class LocalSampler:
+    """Sampling of a device that has the whole vocabulary."""
 
     def __init__(self, vocab_size: int, sampler: Sampler, use_kernel: bool) -> None:
         self.vocab_size = vocab_size
@@ -39,7 +39,7 @@ class OwnDraw:
         self._use_kernel = use_kernel
 
     def one_pass(self, logits: torch.Tensor, fields: torch.Tensor, tokens: torch.Tensor, last: torch.Tensor) -> None:
-        """As `StepDraw`."""
+        """As `StepSampler`."""
         temperature = fields[Field.TEMPERATURE].view(torch.float32)
         low, high, positions = fields[Field.SEED_LOW], fields[Field.SEED_HIGH], fields[Field.SEQ_LEN]
         if self._use_kernel:
@@ -56,10 +56,10 @@ class OwnDraw:
         return logits
 
 
-class RanksDraw:
-    """The draw of ranks whose logits [S, V / size] are of their own part of the vocabulary.
+class TensorParallelSampler:
+    """Sampling of ranks whose logits [S, V / size] are of their own part of the vocabulary.
 
-    All ranks draw from the same numbers, and so each ends with the same tokens.
+    All ranks sample from the same numbers, and so each ends with the same tokens.
     """
 
     def __init__(self, vocab_size: int, group: Group) -> None:
@@ -68,7 +68,7 @@ class RanksDraw:
         self._first_id = group.rank * vocab_shard_size(vocab_size, group.size)
 
     def one_pass(self, logits: torch.Tensor, fields: torch.Tensor, tokens: torch.Tensor, last: torch.Tensor) -> None:
-        """As `StepDraw`: each rank finds its own best, and only the bests are exchanged."""
+        """As `StepSampler`: each rank finds its own best, and only the bests are exchanged."""
         values, ids = self._own_best(logits, fields)
         mine = torch.stack([values.view(torch.int32), ids])  # [2, S]
         everyone = self._group.all_gather(mine)  # [size, 2, S]
@@ -101,10 +101,10 @@ def seeds_of(fields: torch.Tensor) -> torch.Tensor:
     return fields[Field.SEED_HIGH].long() << 32 | fields[Field.SEED_LOW].long() & 0xFFFFFFFF
 
 
-def keep(drawn: torch.Tensor, fields: torch.Tensor, tokens: torch.Tensor, last: torch.Tensor) -> None:
-    """Write the drawn tokens [S] to `tokens`, and to their rows' entries of `last`."""
-    tokens[: len(drawn)] = drawn
-    last[fields[Field.ROW].long()] = drawn
+def keep(sampled: torch.Tensor, fields: torch.Tensor, tokens: torch.Tensor, last: torch.Tensor) -> None:
+    """Write the sampled tokens [S] to `tokens`, and to their rows' entries of `last`."""
+    tokens[: len(sampled)] = sampled
+    last[fields[Field.ROW].long()] = sampled
 
 
 def best_of_ranks(scores: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from folovllm.layers.attention import Attention
-from folovllm.worker.rehearse import one_layer_of_each_kind
+from folovllm.worker.dry_run import one_layer_of_each_kind
 from tests.kernel_modules import kernel_modules
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def run(program: str, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_rehearsal(tmp_path: Path) -> None:
+def test_dry_run(tmp_path: Path) -> None:
     found = run("rehearse_kernels", tmp_path)
     assert found["launched in the rehearsal"] == ["other"], "only another thread launches, and that as ever"
     assert found["written"] == 0, "what a kernel would have written is zero"
@@ -60,27 +60,27 @@ def test_rehearsal(tmp_path: Path) -> None:
 def test_as_many_compile_as_a_container_has_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not as many as the machine has, and ranks share them."""
     pytest.importorskip("triton")
-    from folovllm.kernels import rehearsal
+    from folovllm.kernels import dry_run
 
     asked: list[int] = []
 
-    class Noted(rehearsal.ThreadPoolExecutor):
+    class Noted(dry_run.ThreadPoolExecutor):
         def __init__(self, max_workers: int, *rest: Any) -> None:
             asked.append(max_workers)
             super().__init__(max_workers, *rest)
 
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
-    monkeypatch.setattr(rehearsal, "ThreadPoolExecutor", Noted)
-    monkeypatch.setattr(rehearsal, "num_cores", lambda: 4)
+    monkeypatch.setattr(dry_run, "ThreadPoolExecutor", Noted)
+    monkeypatch.setattr(dry_run, "num_cores", lambda: 4)
     for num_processes in (1, 2, 8):
-        with rehearsal.rehearsal(torch.device("cpu"), num_processes):
+        with dry_run.dry_run(torch.device("cpu"), num_processes):
             pass
     assert asked == [4, 2, 1]
 
 
 @pytest.mark.slow
 def test_other_processes_compile(tmp_path: Path) -> None:
-    found = run("compile_elsewhere", tmp_path)
+    found = run("compile_pool", tmp_path)
     new = found["new"]
     assert new["here"] == [] and new["loaded"] == 2 and new["begun"] in (1, 2), (
         "other processes compile, this one loads"
@@ -100,7 +100,7 @@ def test_other_processes_compile(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_others_end_with_this_process(tmp_path: Path) -> None:
-    with begin("compile_elsewhere", tmp_path, "end") as process:
+    with begin("compile_pool", tmp_path, "end") as process:
         assert process.stdout is not None
         other = int(process.stdout.readline())
         os.kill(other, 0)

@@ -21,9 +21,9 @@ import typer
 from rich.text import Text
 
 import folovllm
+from folovllm.cli.flags import engine_flags, in_a_folder, pick, with_flags
+from folovllm.cli.terminal import print_next, run_steps, stderr, stream_answer, tolerate_encodings
 from folovllm.electives import DOWNLOADS, require
-from folovllm.flags import engine_flags, in_a_folder, pick, with_flags
-from folovllm.terminal import print_next, run_steps, stderr, stream_answer, tolerate_encodings
 
 if TYPE_CHECKING:
     from folovllm.llm import LLM
@@ -204,8 +204,8 @@ def chat(
     **given: Any,
 ) -> None:
     """Talk to the model. /reset starts anew, Ctrl-C stops an answer, Ctrl-D leaves."""
-    from folovllm.chat import Chat, OwnEngine
-    from folovllm.remote import server_of_flags
+    from folovllm.cli.chat import Chat, OwnEngine
+    from folovllm.cli.remote import server_of_flags
     from folovllm.sampling_params import SamplingParams
 
     chosen = {"max_tokens": CHAT_MAX_TOKENS, **pick(given, SamplingParams)}

@@ -53,7 +53,7 @@ def begin_with(is_mine, query, key, value, scale, M: tl.constexpr, D: tl.constex
 
 
 @triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["table_ptr"])
-def early_decode_kernel(
+def prefetching_decode_kernel(
     qkv_ptr, k_ptr, v_ptr, out_ptr, table_ptr, item_ptr, header_ptr, done_ptr, max_ptr, sum_ptr, acc_ptr,
     q_weight_ptr, k_weight_ptr, cos_sin_ptr, stride_q, stride_table, scale, eps,
     STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr,
@@ -120,7 +120,7 @@ def serves(decode: SplitKVDecode, kv_cache: torch.Tensor, num_seqs: int) -> bool
     return fits and is_plain and num_seqs <= MAX_SEQS and available(kv_cache.device)
 
 
-def early_decode(
+def prefetching_decode(
     decode: SplitKVDecode, qkv: torch.Tensor, kv_cache: torch.Tensor, block_tables: torch.Tensor, num_seqs: int,
     scale: float, out: torch.Tensor, preparation: Preparation, num_programs: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
@@ -130,7 +130,7 @@ def early_decode(
     """
     (k_cache, v_cache), (stride_block, stride_token, stride_head, _) = kv_cache.unbind(0), kv_cache.stride()[1:]
     q_weight, k_weight = preparation.q_weight, preparation.k_weight
-    early_decode_kernel[(num_programs or PROGRAMS * decode.num_sms,)](
+    prefetching_decode_kernel[(num_programs or PROGRAMS * decode.num_sms,)](
         qkv, k_cache, v_cache, out, block_tables, decode.items, decode.header, decode.done,
         decode.part_max, decode.part_sum, decode.part_acc, qkv if q_weight is None else q_weight,
         qkv if k_weight is None else k_weight, preparation.cos_sin_cache, qkv.stride(0), block_tables.stride(0),

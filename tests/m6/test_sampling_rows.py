@@ -130,8 +130,8 @@ def test_plain_steps_take_the_plain_draw(monkeypatch: pytest.MonkeyPatch, specia
     """Whoever asks for nothing pays for nothing; log-probabilities alone are nothing that the draw must know."""
     served = engine()
     runner = served.executor._worker.runner
-    draw, calls = runner._rows_draw.draw, []
-    monkeypatch.setattr(runner._rows_draw, "draw", lambda *args: calls.append(args) or draw(*args))
+    draw, calls = runner._row_sampler.sample, []
+    monkeypatch.setattr(runner._row_sampler, "sample", lambda *args: calls.append(args) or draw(*args))
     plain = {i for i, draw in enumerate(EVERY_DRAW) if not draw.keys() - {"logprobs", "temperature"}}
     serve(served, [request for i, request in enumerate(requests()) if i in plain or special])
     assert bool(calls) == special
@@ -161,7 +161,7 @@ def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(target, name, strict)
 
     forbid_waits(runner, "execute_model")
-    forbid_waits(runner._rows_draw, "set_rows")
+    forbid_waits(runner._row_sampler, "set_rows")
     forbid_waits(runner, "_gather_logprobs")
     for output, (*same, values) in zip(serve(served, requests()), expected, strict=True):
         *mine, own = essence(output)

@@ -1,4 +1,4 @@
-"""What a drawn token changes in its row: its count, and which tokens would now end a bad word. Nothing waits."""
+"""What a sampled token changes in its row: its count, and which tokens would now end a bad word. Nothing waits."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
-from folovllm import draw_row
+from folovllm import sampling_row
 from folovllm.kernels.penalties import BAD, COUNT, FLAGS, MASK_AT, NUM_FIELDS, PLANES, WORDS
 
-MAX_BAD_WORDS, RECENT = tl.constexpr(draw_row.MAX_BAD_WORDS), tl.constexpr(draw_row.RECENT)
-BAD_ENDS_AT, BAD_TOKENS_AT = tl.constexpr(draw_row.BAD_ENDS_AT), tl.constexpr(draw_row.BAD_TOKENS_AT)
-RECENT_AT = tl.constexpr(draw_row.RECENT_AT)
+MAX_BAD_WORDS, RECENT = tl.constexpr(sampling_row.MAX_BAD_WORDS), tl.constexpr(sampling_row.RECENT)
+BAD_ENDS_AT, BAD_TOKENS_AT = tl.constexpr(sampling_row.BAD_ENDS_AT), tl.constexpr(sampling_row.BAD_TOKENS_AT)
+RECENT_AT = tl.constexpr(sampling_row.RECENT_AT)
 
 
 @triton.jit
@@ -36,10 +36,10 @@ def forbid_next(line_ptr, token, position):
 
 
 @triton.jit(do_not_specialize_on_alignment=["token_ptr", "row_ptr", "position_ptr", "draws_ptr"])
-def note_drawn_kernel(
+def record_sampled_kernel(
     token_ptr, row_ptr, position_ptr, draws_ptr, field_ptr, word_ptr, stride_words, vocab_size, ALL: tl.constexpr
 ):
-    """Program (sequence): as `note_drawn` says."""
+    """Program (sequence): as `record_sampled` says."""
     s = tl.program_id(0)
     row = tl.load(row_ptr + s).to(tl.int64)
     flags = tl.load(field_ptr + row * NUM_FIELDS + FLAGS) & (WORDS | BAD)
@@ -55,7 +55,7 @@ def note_drawn_kernel(
         forbid_next(line_ptr + vocab_size, token, tl.load(position_ptr + s))
 
 
-def note_drawn(
+def record_sampled(
     tokens: torch.Tensor,
     rows: torch.Tensor,
     positions: torch.Tensor,
@@ -64,15 +64,15 @@ def note_drawn(
     words: torch.Tensor,
     vocab_size: int,
 ) -> None:
-    """Count each drawn token in its row's word, where the row has WORDS, and look for bad words, where it has BAD.
+    """Count each sampled token in its row's word, where the row has WORDS, and look for bad words, where it has BAD.
 
     Args:
         tokens: [S] int64. rows: [S] int32, each row once (padding, which has no flags, as often as it likes).
         positions: [S] int32, of the tokens.
-        draws: [S], not 0 where the token counts; None: all do.
+        samples: [S], not 0 where the token counts; None: all do.
         fields: [rows, len(RowField)] int32. words: [rows, line_width(V)] int32, changed in place.
     """
-    note_drawn_kernel[(len(tokens),)](
+    record_sampled_kernel[(len(tokens),)](
         tokens, rows, positions, rows if draws is None else draws, fields, words, words.stride(0), vocab_size,
         ALL=draws is None, num_warps=4,
     )  # fmt: skip

@@ -1,16 +1,16 @@
-"""The device's side of the draw: fields, words and bits by row, and the draw of any row with no look back at the host.
+"""The device's side of sampling: fields, words and bits by row, and sampling of any row with no look back at the host.
 
-The runner's seam. A row that gets an owner brings one `RowUpdate` (`folovllm/draw_row.py`); after that a step needs only
-which rows it draws for and at which position:
+The runner's seam. A row that gets an owner brings one `RowUpdate` (`folovllm/sampling_row.py`); after that a step needs only
+which rows it samples for and at which position:
 
-    state = DrawState(max_num_seqs, vocab_size, device)
+    state = SamplerState(max_num_seqs, vocab_size, device)
     update = pack_updates([row_update(row, spec), ...])   # the host
     state.set_rows(torch.from_numpy(update.buffer).to(device), update.num_rows, update.num_with_line)
-    tokens = state.draw(logits, rows, positions)     # [S]; may be recorded in a CUDA graph
-    state.note(tokens, rows, positions, num_draws)   # may be recorded too
+    tokens = state.sample(logits, rows, positions)     # [S]; may be recorded in a CUDA graph
+    state.note(tokens, rows, positions, num_samples)   # may be recorded too
 
-`set_rows` is queued before the step in which the new owner draws first. A row whose `DrawSpec.has_mask` has a mask, one
-bit for each token: `set_rows` writes the first, and `set_masks`, queued before any draw, another one. A mask that is not
+`set_rows` is queued before the step in which the new owner samples first. A row whose `SamplingSpec.has_mask` has a mask, one
+bit for each token: `set_rows` writes the first, and `set_masks`, queued before any sample, another one. A mask that is not
 written again stays. Nothing here waits for a GPU.
 """
 
@@ -20,7 +20,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from folovllm.draw_row import (
+from folovllm.sample.bad_words import forbid_next
+from folovllm.sample.masks import bits_of
+from folovllm.sample.sampler import Sampler, SamplingBatch
+from folovllm.sampling_row import (
     BAD,
     BIAS_SHIFT,
     COUNT,
@@ -35,20 +38,17 @@ from folovllm.draw_row import (
     line_width,
     mask_width,
 )
-from folovllm.sample.bad_words import forbid_next
-from folovllm.sample.masks import bits_of
-from folovllm.sample.sampler import Sampler, SamplingBatch
 
 if TYPE_CHECKING:
     from folovllm.kernels.filter_logits import FilterWorkspace
 
 
-class DrawState:
-    """What the device knows of the draw of each row, with one row more for padding, which is greedy and plain.
+class SamplerState:
+    """What the device knows of sampling of each row, with one row more for padding, which is greedy and plain.
 
     Attributes:
         fields: [rows + 1, len(RowField)] int32.
-        words: [rows + 1, `line_width(V)`] int32: V words, then what `folovllm/draw_row.py` says. Only the lines of rows
+        words: [rows + 1, `line_width(V)`] int32: V words, then what `folovllm/sampling_row.py` says. Only the lines of rows
             whose FLAGS ask for something in them are read; the others may be anything.
         masks: [rows + 1, ceil(V / 32)] int32, a part of `words`.
     """
@@ -59,20 +59,20 @@ class DrawState:
         vocab_size: int,
         device: torch.device,
         sampler: Sampler | None = None,
-        most_draws: int = 0,
+        max_samples: int = 0,
         use_kernels: bool = True,
     ) -> None:
-        """`sampler` draws where there is no GPU, or no kernels are to be used. `most_draws`: of one step, if they can be more than rows."""
+        """`sampler` samples where there is no GPU, or no kernels are to be used. `max_samples`: of one step, if they can be more than rows."""
         self.fields = torch.zeros(num_rows + 1, len(RowField), dtype=torch.int32, device=device)
         self.words = torch.zeros(num_rows + 1, line_width(vocab_size), dtype=torch.int32, device=device)
         self.masks = masks_of(self.words, vocab_size)
         self._vocab_size = vocab_size
         use_kernels = use_kernels and device.type == "cuda"
-        self._work = _workspace(max(num_rows + 1, most_draws), vocab_size, device) if use_kernels else None
+        self._work = _workspace(max(num_rows + 1, max_samples), vocab_size, device) if use_kernels else None
         self._sampler = sampler or Sampler()
 
     def set_rows(self, buffer: torch.Tensor, num_rows: int, num_with_line: int) -> None:
-        """Take over a `DrawUpdate`; its `buffer` is on the device. All else that was known of these rows is forgotten."""
+        """Take over a `SamplingUpdate`; its `buffer` is on the device. All else that was known of these rows is forgotten."""
         width = 1 + len(RowField)
         lines, entries = buffer[: num_rows * width].view(num_rows, width), buffer[num_rows * width :].view(3, -1)
         rows = lines[:, 0].long()
@@ -86,7 +86,7 @@ class DrawState:
         """New masks [n, ceil(V / 32)] int32 for `rows` [n] int32, which have MASK; both are on the device."""
         self.masks[rows.long()] = masks
 
-    def draw(
+    def sample(
         self,
         logits: torch.Tensor,
         rows: torch.Tensor,
@@ -94,21 +94,21 @@ class DrawState:
         out: torch.Tensor | None = None,
         keep: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Draw a token for every sequence of a step, with penalties, filters and noise.
+        """Sample a token for every sequence of a step, with penalties, filters and noise.
 
         Args:
             logits: [S, V], any float dtype; they stay as they are.
-            rows: [S] int32. positions: [S] int32, index of the token to draw in its sequence.
+            rows: [S] int32. positions: [S] int32, index of the token to sample in its sequence.
             out: [at least S] int64, where the tokens go. keep: [rows] int64; the tokens go to `keep[rows]` too.
 
         Returns:
             [S] int64.
         """
         if self._work is not None:
-            from folovllm.kernels.draw_tokens import draw_tokens
+            from folovllm.kernels.sample_tokens import sample_tokens
 
             kept = None if keep is None else (keep, rows)
-            return draw_tokens(logits, self.fields, self.words, rows, positions, self._work, out, kept)
+            return sample_tokens(logits, self.fields, self.words, rows, positions, self._work, out, kept)
         fields = self.fields[rows.long()]
         batch = sampling_batch(fields, positions)
         tokens = self._sampler.sample(adjust(logits, fields, self.words, rows, positions), batch)
@@ -119,16 +119,16 @@ class DrawState:
     def note(
         self, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, draws: torch.Tensor | None = None
     ) -> None:
-        """Take in the drawn `tokens`, for the draws to come: count them, and see which tokens would now end a bad word.
+        """Take in the sampled `tokens`, for the samples to come: count them, and see which tokens would now end a bad word.
 
         Args:
             tokens: [S] int64. rows: [S] int32. positions: [S] int32, of these tokens.
-            draws: [S], 0 where the token is none of the answer's; None: all are.
+            samples: [S], 0 where the token is none of the answer's; None: all are.
         """
         if self._work is not None:
-            from folovllm.kernels.note_drawn import note_drawn
+            from folovllm.kernels.record_sampled import record_sampled
 
-            note_drawn(tokens, rows, positions, draws, self.fields, self.words, self._vocab_size)
+            record_sampled(tokens, rows, positions, draws, self.fields, self.words, self._vocab_size)
             return
         at = rows.long()
         word, flags = self.words[at, tokens], self.fields[at, RowField.FLAGS]
@@ -153,7 +153,7 @@ def masks_of(words: torch.Tensor, vocab_size: int, plane: int = 0) -> torch.Tens
 
 
 def sampling_batch(fields: torch.Tensor, positions: torch.Tensor) -> SamplingBatch:
-    """The parameters of a step's draw, from its sequences' `fields` [S, len(RowField)]."""
+    """The parameters of a step's sample, from its sequences' `fields` [S, len(RowField)]."""
     floats = fields.view(torch.float32)
     filtered = fields[:, RowField.FLAGS] & FILTERS != 0
     some = _some(filtered)

@@ -1,4 +1,4 @@
-"""What a device must know of a request to draw its tokens. It travels once, with the first share of a row."""
+"""What a device must know of a request to sample its tokens. It travels once, with the first scheduled sequence of a row."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def no_tokens() -> TokenIds:
 
 
 @dataclass(slots=True, frozen=True, eq=False)
-class DrawSpec:
-    """How the tokens of one sequence are drawn.
+class SamplingSpec:
+    """How the tokens of one sequence are sampled.
 
-    The position of a draw (the index of the token to draw in its sequence) is no part of it: the share says it.
+    The position of a sample (the index of the token to sample in its sequence) is no part of it: the scheduled sequence says it.
     """
 
     seed: int = 0
@@ -33,12 +33,12 @@ class DrawSpec:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logprobs: int | None = None  # how many of the most likely tokens to report
-    first_end: int = 0  # the first position at which a token of `forbidden` may be drawn (`min_tokens`)
+    first_end: int = 0  # the first position at which a token of `forbidden` may be sampled (`min_tokens`)
     forbidden: tuple[int, ...] = ()  # tokens that would end the answer
     num_prompt_tokens: int = 0
     history: TokenIds = field(default_factory=no_tokens)  # the tokens so far, for penalties and bad words; else empty
-    allowed: tuple[int, ...] | None = None  # the tokens that may be drawn at all; None: all
-    has_form: bool = False  # which tokens may be drawn is said anew for each draw
+    allowed: tuple[int, ...] | None = None  # the tokens that may be sampled at all; None: all
+    has_grammar: bool = False  # which tokens may be sampled is said anew for each sample
     bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that the answer must not hold
     bias: tuple[tuple[int, float], ...] = ()  # token ids, each once, and what is added to their logits
 
@@ -54,8 +54,8 @@ class DrawSpec:
 
     @property
     def has_mask(self) -> bool:
-        """Whether a bit for each token says which may be drawn."""
-        return self.has_form or self.allowed is not None
+        """Whether a bit for each token says which may be sampled."""
+        return self.has_grammar or self.allowed is not None
 
     @property
     def has_rules(self) -> bool:
@@ -64,7 +64,7 @@ class DrawSpec:
 
     @property
     def has_line(self) -> bool:
-        """Whether the draw depends on more than these numbers and the logits: on tokens so far, masks, or biases."""
+        """Whether sampling depends on more than these numbers and the logits: on tokens so far, masks, or biases."""
         return self.has_penalties or self.has_rules or bool(self.forbidden)
 
     @property
@@ -74,7 +74,7 @@ class DrawSpec:
 
     @property
     def has_filters(self) -> bool:
-        """Whether a token may be too unlikely to be drawn."""
+        """Whether a token may be too unlikely to be sampled."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
-from folovllm.draw_row import pack_updates, row_update
-from folovllm.sample.draw_state import DrawState, adjust, sampling_batch
 from folovllm.sample.sampler import Sampler
+from folovllm.sample.sampler_state import SamplerState, adjust, sampling_batch
 from folovllm.sampling_params import SamplingParams
+from folovllm.sampling_row import pack_updates, row_update
 from tests.m6.devices import DEVICE
 from tests.m6.specs import spec_of
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from folovllm.kernels import filter_logits as filters
-from folovllm.kernels.draw_tokens import draw_tokens
-from folovllm.kernels.note_drawn import note_drawn
+from folovllm.kernels.record_sampled import record_sampled
+from folovllm.kernels.sample_tokens import sample_tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore:divide by zero")  # the logarithm of a min_p that is off
 
@@ -44,12 +44,12 @@ FEW_FILTERS = [EVERY_FILTER[i] for i in (2, 3, 7, 8, 9, 11)]
 
 def state_for(
     params: list[SamplingParams], vocab_size: int, prompt=(), answer=(), ends=(), bias=None, bad_words=None
-) -> DrawState:
+) -> SamplerState:
     """One row each, in reverse order, so that a row is not its sequence's index; seeds 100, 101 and so on.
 
     `bias` is for all of them; `bad_words` are given as tokens, for each.
     """
-    state = DrawState(len(params), vocab_size, torch.device(DEVICE))
+    state = SamplerState(len(params), vocab_size, torch.device(DEVICE))
     last, bad_words = len(params) - 1, bad_words or [()] * len(params)
     specs = [spec_of(p, 100 + i, prompt, answer, ends, bad_words[i]) for i, p in enumerate(params)]
     specs = [replace(spec, bias=tuple((dict(spec.bias) | (bias or {})).items())) for spec in specs]
@@ -61,7 +61,7 @@ def state_for(
 class Draw:
     """A step that the kernels and the sampler draw."""
 
-    def __init__(self, logits: torch.Tensor, state: DrawState, position: int = 40) -> None:
+    def __init__(self, logits: torch.Tensor, state: SamplerState, position: int = 40) -> None:
         count = len(logits)
         self.logits, self.state = logits.to(DEVICE), state
         self.rows = torch.arange(count - 1, -1, -1, dtype=torch.int32, device=DEVICE)
@@ -73,7 +73,7 @@ class Draw:
         return self.logits, self.state.fields, self.state.words, self.rows, self.positions
 
     def tokens(self) -> list[int]:
-        return draw_tokens(*self._step, self.work).tolist()
+        return sample_tokens(*self._step, self.work).tolist()
 
     def expected(self) -> tuple[torch.Tensor, list[int]]:
         """Logits over the temperature after all filters [S, V], and the tokens."""
@@ -201,7 +201,7 @@ class TestPenalties:
     BAD_WORDS: ClassVar = {6: [[3], [11, 12], [9, 11, 13], [11, 11, 21], [12, 14]], 7: [[i] for i in range(30)]}
 
     @pytest.fixture
-    def state(self) -> DrawState:
+    def state(self) -> SamplerState:
         params = [SamplingParams(**chosen) for chosen in self.PARAMS]
         return state_for(
             params, 60, prompt=[5, 5, 9, 10], answer=[9, 11, 11], ends=[0, 3], bias={20: 4.0, 21: -np.inf},
@@ -209,21 +209,21 @@ class TestPenalties:
         )  # fmt: skip
 
     @pytest.mark.parametrize("position", [0, 40])
-    def test_draws_as_the_sampler_does(self, state: DrawState, position: int) -> None:
+    def test_draws_as_the_sampler_does(self, state: SamplerState, position: int) -> None:
         for seed in range(2):
             draw = Draw(spread(len(self.PARAMS), 60, seed), state, position)
             assert draw.tokens() == draw.expected()[1]
 
-    def test_counts_what_was_drawn(self, state: DrawState) -> None:
+    def test_counts_what_was_drawn(self, state: SamplerState) -> None:
         rows = torch.tensor([0, 4, 9, 9, 3], dtype=torch.int32, device=DEVICE)  # 9 is padding
         tokens = torch.tensor([11, 0, 3, 3, 9], device=DEVICE)
         draws = torch.tensor([True, True, True, True, False], device=DEVICE)
         expected = state.words.clone()
         expected[0, 11] += 1
         expected[4, 0] += 1
-        note_drawn(tokens, rows, rows, draws, state.fields, state.words, 60)
+        record_sampled(tokens, rows, rows, draws, state.fields, state.words, 60)
         assert torch.equal(state.words, expected)
-        note_drawn(tokens, rows, rows, None, state.fields, state.words, 60)
+        record_sampled(tokens, rows, rows, None, state.fields, state.words, 60)
         assert (state.words - expected).nonzero().tolist() == [[0, 11], [3, 9], [4, 0]]
 
 
@@ -236,7 +236,7 @@ class TestBadWords:
 
     def test_forbids_as_torch_does(self) -> None:
         """Draw by draw, from a row that has a part of its answer already; the padding has no bad words."""
-        kernel, plain = (DrawState(3, 100, torch.device(where)) for where in (DEVICE, "cpu"))
+        kernel, plain = (SamplerState(3, 100, torch.device(where)) for where in (DEVICE, "cpu"))
         specs = [spec_of(SamplingParams(), i, [1, 2], [31, 3], bad_words=words) for i, words in enumerate(self.WORDS)]
         update = pack_updates([row_update(i, spec) for i, spec in enumerate(specs)])
         for state in (kernel, plain):
@@ -249,5 +249,5 @@ class TestBadWords:
             positions = torch.full((4,), position, dtype=torch.int32)
             plain.note(tokens, rows, positions, draws)
             step = [tensor.to(DEVICE) for tensor in (tokens, rows, positions, draws)]
-            note_drawn(*step, kernel.fields, kernel.words, 100)
+            record_sampled(*step, kernel.fields, kernel.words, 100)
             assert torch.equal(kernel.words.cpu(), plain.words)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 
+from folovllm.cli.remote import ServerError
 from folovllm.interrupts import interrupts
-from folovllm.remote import ServerError
 
 if TYPE_CHECKING:
     from folovllm.llm import LLM
@@ -19,7 +19,7 @@ HELP = "/reset starts anew, Ctrl-C stops an answer, Ctrl-D leaves."
 
 
 class Speaker(Protocol):
-    """Continues a conversation: `OwnEngine` in this process, or `folovllm.remote.Server`."""
+    """Continues a conversation: `OwnEngine` in this process, or `folovllm.cli.remote.Server`."""
 
     def stream(self, messages: list[dict[str, str]]) -> Iterator[str]:
         """The new text of each step, until the answer ends or Ctrl-C is pressed. ValueError where there is none."""

@@ -90,7 +90,7 @@ def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams, opening: str
 
 def show_steps_taken(steps: Iterable[StepStats], watcher: Watcher) -> None:
     """A line for each step that was taken in: with overlap none, one or two. Under a line the pool."""
-    from folovllm.show import draw_pool
+    from folovllm.cli.show import draw_pool
 
     lines = [step_line(stats) for stats in steps]
     for line in lines:

@@ -122,7 +122,7 @@ def total_rows(sums):
 
 
 @triton.jit
-def small_linear_kernel(
+def skinny_linear_kernel(
     x_ptr, weight_ptr, residual_ptr, out_ptr, stride_x, num_rows, eps, K: tl.constexpr, NORM: tl.constexpr,
     GATED: tl.constexpr, RESIDUAL: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     PDL: tl.constexpr,
@@ -187,7 +187,7 @@ def tiling(num_tokens: int, num_rows: int, row_bytes: int) -> tuple[int, int, in
     return sharing * beside, rows * beside, 4 * 32 * sharing
 
 
-def small_linear(
+def skinny_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     norm_eps: float | None = None,
@@ -208,7 +208,7 @@ def small_linear(
     num_warps, per_program, chunk = tiling(num_tokens, rows, width * x.itemsize * (1 + gated))
     if x.itemsize == 2 and width % 2 == x.stride(0) % 2 == x.storage_offset() % 2 == weight.storage_offset() % 2 == 0:
         x, weight = x.view(torch.int32), weight.view(torch.int32)
-    small_linear_kernel[(triton.cdiv(rows, per_program),)](
+    skinny_linear_kernel[(triton.cdiv(rows, per_program),)](
         x, weight, out if residual is None else residual, out, x.stride(0), rows, norm_eps or 0.0,
         K=width, NORM=norm_eps is not None, GATED=gated, RESIDUAL=residual is not None, M=num_tokens, ROWS=per_program,
         CHUNK=min(chunk, triton.next_power_of_2(x.shape[1])), num_warps=num_warps,
@@ -218,7 +218,7 @@ def small_linear(
 
 
 def serves(num_tokens: int, weight: torch.Tensor) -> bool:
-    """Whether `small_linear` is the product to take for so many tokens: a power of two, and few.
+    """Whether `skinny_linear` is the product to take for so many tokens: a power of two, and few.
 
     Four only where the weight has a narrow side, which in a model's layers is the width of its stream. A thread adds up
     for each token by itself, and with so many tokens wide layers do better on the library's tensor cores.

@@ -27,7 +27,7 @@ PAUSE = 1.0  # seconds between two checks of a process
 logger = logging.getLogger("folovllm")
 
 
-class Workers:
+class CompilePool:
     """A process for each thread that has a kernel to compile. Begun when it is first needed, so a start that finds all
     its kernels begins none.
     """
@@ -113,14 +113,14 @@ class Worker:
         self._process.wait()
 
 
-class Elsewhere(AsyncCompileMode):  # type: ignore[misc]  # to mypy all of Triton is Any
+class InPool(AsyncCompileMode):  # type: ignore[misc]  # to mypy all of Triton is Any
     """Within this, a thread lets `workers` compile a kernel first, unless Triton's cache has it.
 
     Triton asks such a mode to compile. It then does so here all the same, and finds the kernel in its cache; or not, and
     what is wrong with it is raised here.
     """
 
-    def __init__(self, workers: Workers, task: Task) -> None:
+    def __init__(self, workers: CompilePool, task: Task) -> None:
         super().__init__(None)
         self._workers = workers
         self._task = task

@@ -12,7 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from folovllm.draw_row import (
+from folovllm.engine.step_builder import sampling_spec
+from folovllm.request import Sequence
+from folovllm.sample.logprobs import gather_logprobs
+from folovllm.sample.masks import bits_of
+from folovllm.sample.rows import SamplingRows
+from folovllm.sample.sampler import Sampler
+from folovllm.sample.sampler_state import SamplerState, adjust, masks_of
+from folovllm.sampling_params import SamplingParams
+from folovllm.sampling_row import (
     COUNT,
     ENDS,
     FILTERS,
@@ -26,15 +34,7 @@ from folovllm.draw_row import (
     pack_updates,
     row_update,
 )
-from folovllm.engine.plan import draw_spec
-from folovllm.request import Sequence
-from folovllm.sample.draw_state import DrawState, adjust, masks_of
-from folovllm.sample.logprobs import gather_logprobs
-from folovllm.sample.masks import bits_of
-from folovllm.sample.rows import DrawRows
-from folovllm.sample.sampler import Sampler
-from folovllm.sampling_params import SamplingParams
-from folovllm.step.draw import DrawSpec, about_to_end
+from folovllm.step.sampling_spec import SamplingSpec, about_to_end
 from tests.m6.specs import spec_of
 from tests.sequences import make_seq
 
@@ -70,14 +70,14 @@ def sequences(rules: list[dict], answer: list[int]) -> list[Sequence]:
     return seqs
 
 
-def state_for(seqs: list[Sequence], rows: list[int], num_rows: int = 11) -> DrawState:
-    state = DrawState(num_rows, V, CPU)
+def state_for(seqs: list[Sequence], rows: list[int], num_rows: int = 11) -> SamplerState:
+    state = SamplerState(num_rows, V, CPU)
     set_rows(state, seqs, rows)
     return state
 
 
-def set_rows(state: DrawState, seqs: list[Sequence], rows: list[int]) -> None:
-    update = pack_updates([row_update(row, draw_spec(seq)) for row, seq in zip(rows, seqs, strict=True)])
+def set_rows(state: SamplerState, seqs: list[Sequence], rows: list[int]) -> None:
+    update = pack_updates([row_update(row, sampling_spec(seq)) for row, seq in zip(rows, seqs, strict=True)])
     state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_line)
 
 
@@ -95,14 +95,14 @@ class TestDrawState:
         for step in range(12):
             logits = 3 * torch.randn(len(seqs), V, generator=torch.manual_seed(step))
             positions = torch.tensor([seq.num_tokens for seq in seqs], dtype=torch.int32)
-            anew = DrawRows(len(seqs), V, CPU, Sampler())
-            anew.set({row: draw_spec(seq) for row, seq in enumerate(seqs)})
+            anew = SamplingRows(len(seqs), V, CPU, Sampler())
+            anew.set({row: sampling_spec(seq) for row, seq in enumerate(seqs)})
             fresh = state_for(seqs, list(self.ROWS))
             adjusted, expected = (
                 adjust(logits, one.fields[rows.long()], one.words, rows, positions) for one in (state, fresh)
             )
             assert torch.equal(adjusted, expected)
-            tokens = state.draw(logits, rows, positions)
+            tokens = state.sample(logits, rows, positions)
             drawn = anew.draw(logits, range(len(seqs)), positions.tolist())
             assert tokens.tolist() == drawn.token_ids
             state.note(tokens, rows, positions)
@@ -123,10 +123,10 @@ class TestDrawState:
         """Another mask may come before any draw; until then the one that is there holds."""
         state = state_for(sequences([{"allowed_token_ids": [9], "temperature": 0.0}] * 2 + [{}], []), [0, 3, 1])
         logits, rows, positions = torch.zeros(3, V), int32(0, 3, 1), int32(3, 3, 3)
-        assert state.draw(logits, rows, positions)[:2].tolist() == [9, 9]
+        assert state.sample(logits, rows, positions)[:2].tolist() == [9, 9]
         state.set_masks(int32(3), torch.from_numpy(mask_of([40, 119], V))[None])
         for _ in range(2):
-            assert state.draw(logits, rows, positions)[:2].tolist() == [9, 40]
+            assert state.sample(logits, rows, positions)[:2].tolist() == [9, 40]
 
     @given(st.lists(st.sets(st.integers(0, V - 1)), min_size=1, max_size=4))
     def test_masks_hold_every_token(self, allowed: list[set[int]]) -> None:
@@ -146,7 +146,7 @@ class TestDrawState:
         state = state_for(sequences([{"temperature": 0.0}] * 2, []), [3, 1])
         out, keep = torch.full((5,), -1), torch.full((9,), -1)
         logits = torch.eye(V)[[17, 40, 0]].half()
-        tokens = state.draw(logits, int32(3, 1, 8), int32(3, 3, 0), out, keep)  # the last is padding
+        tokens = state.sample(logits, int32(3, 1, 8), int32(3, 3, 0), out, keep)  # the last is padding
         assert tokens.tolist() == [17, 40, 0] == out[:3].tolist()
         assert keep.tolist() == [-1, 40, -1, 17, -1, -1, -1, -1, 0]
         assert logits.equal(torch.eye(V)[[17, 40, 0]].half())
@@ -160,21 +160,21 @@ class TestDrawState:
         assert state.words[:2, 50:52].tolist() == [[IN_PROMPT | COUNT, 1], [1, 0]]
 
     def test_a_bias_moves_and_forbids(self) -> None:
-        state = DrawState(2, V, CPU)
-        update = pack_updates([row_update(0, DrawSpec(temperature=0.0, bias=((3, 5.25), (4, -np.inf))))])
+        state = SamplerState(2, V, CPU)
+        update = pack_updates([row_update(0, SamplingSpec(temperature=0.0, bias=((3, 5.25), (4, -np.inf))))])
         state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_line)
         logits = torch.zeros(1, V)
         logits[0, 4] = 100.0
         adjusted = adjust(logits, state.fields[:1], state.words, int32(0), int32(3))
         assert (adjusted[0, 3], adjusted[0, 4], adjusted[0, 5]) == (5.25, -torch.inf, 0)
-        assert state.draw(logits, int32(0), int32(3)).tolist() == [3]
+        assert state.sample(logits, int32(0), int32(3)).tolist() == [3]
 
 
 BAD_WORDS = st.lists(st.lists(st.integers(30, 33), min_size=1, max_size=5), min_size=1, max_size=6)
 
 
 class TestBadWords:
-    def forbidden(self, state: DrawState, row: int) -> set[int]:
+    def forbidden(self, state: SamplerState, row: int) -> set[int]:
         return set(bits_of(masks_of(state.words, V, plane=1)[[row]], V)[0].nonzero().flatten().tolist())
 
     @given(BAD_WORDS, st.lists(st.integers(30, 33), max_size=20), st.integers(0, 20))
@@ -182,7 +182,7 @@ class TestBadWords:
         """Whether the host knew the tokens when the row got its owner, or the device drew them: the same are forbidden."""
         known = min(known, len(answer))
         spec = spec_of(SamplingParams(), 0, [30, 31, 32, 33], answer[:known], bad_words=words)
-        state, update = DrawState(1, V, CPU), pack_updates([row_update(0, spec)])
+        state, update = SamplerState(1, V, CPU), pack_updates([row_update(0, spec)])
         state.words.fill_(-1)  # what the row held before
         state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_line)
         for n in range(known, len(answer) + 1):
@@ -193,7 +193,7 @@ class TestBadWords:
 
     def test_only_tokens_of_the_answer_count(self) -> None:
         """A step that draws nothing leaves the row as it is; and so does a prompt that ends as a bad word begins."""
-        state = DrawState(1, V, CPU)
+        state = SamplerState(1, V, CPU)
         update = pack_updates([row_update(0, spec_of(SamplingParams(), 0, [1], bad_words=[[1, 2], [1, 3, 4]]))])
         state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_line)
         assert self.forbidden(state, 0) == set()
@@ -205,7 +205,7 @@ class TestBadWords:
     def test_as_many_and_as_long_as_fit(self) -> None:
         """One word takes all the room, behind an answer that is longer than what is kept of it; then many short ones."""
         longest = [(7 * i) % V for i in range(MAX_BAD_TOKENS)]
-        state, answer = DrawState(1, V, CPU), [5, *longest[:-2]]
+        state, answer = SamplerState(1, V, CPU), [5, *longest[:-2]]
         for words, expected in (
             ([longest], {longest[-1]}),
             ([[longest[-2], i % V, 3] for i in range(MAX_BAD_WORDS - 1)] + [[9]], {9}),
@@ -255,7 +255,7 @@ class TestRowUpdate:
         params = [SamplingParams(repetition_penalty=1.5 if p else 1.0) for p in penalised]
         update = pack_updates([row_update(i, spec_of(p, i, [i, 50])) for i, p in enumerate(params)])
         assert (update.num_rows, update.num_with_line) == (len(penalised), sum(penalised))
-        state = DrawState(6, V, CPU)
+        state = SamplerState(6, V, CPU)
         state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_line)
         assert state.fields[: len(penalised), RowField.SEED_LOW].tolist() == list(range(len(penalised)))
         assert state.words.nonzero().tolist() == [[i, t] for i, p in enumerate(penalised) if p for t in (i, 50)]

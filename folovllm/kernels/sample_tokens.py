@@ -1,4 +1,4 @@
-"""The draw of any row, in a recorded step: plain rows as `gumbel_max` does it, others with their penalties and filters."""
+"""Sampling of any row, in a recorded step: plain rows as `gumbel_max` does it, others with their penalties and filters."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 import triton
 import triton.language as tl
 
-from folovllm.draw_row import RowField
 from folovllm.kernels.filter_border import divide
 from folovllm.kernels.filter_logits import TEMPERATURE, FilterWorkspace, filter_logits, parts
 from folovllm.kernels.gumbel_max import TILE, best_of_tiles, gumbel_max_tile, gumbel_noise
 from folovllm.kernels.penalties import FILTERS, FLAGS, NUM_FIELDS, adjusted_logits, float_field
+from folovllm.sampling_row import RowField
 
-MAX_REGISTERS = 64  # of a thread of the plain draw, so that an SM holds four programs
+MAX_REGISTERS = 64  # of a thread of the plain sample, so that an SM holds four programs
 
 SEED_LOW, SEED_HIGH = tl.constexpr(int(RowField.SEED_LOW)), tl.constexpr(int(RowField.SEED_HIGH))
 
@@ -62,7 +62,7 @@ def special_kernel(
 ):  # fmt: skip
     """Program (sequence, part) takes tiles as in `scan_kernel`, of rows that are not plain.
 
-    What `filter_logits` has drawn already is passed on.
+    What `filter_logits` has sampled already is passed on.
     """
     s = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ptr + s).to(tl.int64)
@@ -73,10 +73,10 @@ def special_kernel(
     filtered = (flags & FILTERS) != 0
     floor = tl.load(floor_ptr + s, mask=filtered, other=float("-inf"))
     last = tl.load(last_ptr + s, mask=filtered, other=0x7FFFFFFF)
-    drawn = tl.load(drawn_ptr + s, mask=filtered, other=-1)
+    sampled = tl.load(drawn_ptr + s, mask=filtered, other=-1)
     for tile in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
-        best, at = 0.0, drawn
-        if drawn < 0:
+        best, at = 0.0, sampled
+        if sampled < 0:
             best, at = special_tile(
                 logits_ptr + s * stride_logits, word_ptr + row * stride_words, field_ptr, tl.load(position_ptr + s),
                 floor, last, tile * WIDTH, vocab_size, WIDTH, FAST,
@@ -85,7 +85,7 @@ def special_kernel(
         tl.store(at_ptr + s * num_tiles + tile, at)
 
 
-def draw_tokens(
+def sample_tokens(
     logits: torch.Tensor,
     fields: torch.Tensor,
     words: torch.Tensor,
@@ -95,12 +95,12 @@ def draw_tokens(
     out: torch.Tensor | None = None,
     keep: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Draw a token for every sequence, with everything its row asks for; the logits are only read.
+    """Sample a token for every sequence, with everything its row asks for; the logits are only read.
 
     Args:
         logits: [S, V], any float dtype, rows contiguous.
-        fields: [rows, len(RowField)] int32. words: [rows, line_width(V)] int32 (`folovllm/draw_row.py`).
-        rows: [S] int32. positions: [S] int32, index of the token to draw in its sequence.
+        fields: [rows, len(RowField)] int32. words: [rows, line_width(V)] int32 (`folovllm/sampling_row.py`).
+        rows: [S] int32. positions: [S] int32, index of the token to sample in its sequence.
         out, keep: as in `gumbel_max`.
 
     Returns:

@@ -20,41 +20,41 @@ LETTERS = 16  # from one rank to another, of one program in one sum
 
 
 @dataclass(frozen=True, slots=True)
-class Mailboxes:
+class OneShotBuffers:
     """What one rank knows: all boxes, and how often its own programs have added up. All ranks launch the same kernels."""
 
     rank: int
-    boxes: tuple[torch.Tensor, ...]  # by rank [MOST_PROGRAMS, 2 sides, senders, LETTERS] int64
+    buffers: tuple[torch.Tensor, ...]  # by rank [MOST_PROGRAMS, 2 sides, senders, LETTERS] int64
     numbers: torch.Tensor  # [MOST_PROGRAMS] int32, of each program's next sum
 
     @classmethod
-    def of(cls, rank: int, boxes: tuple[torch.Tensor, ...]) -> Mailboxes:
+    def of(cls, rank: int, buffers: tuple[torch.Tensor, ...]) -> OneShotBuffers:
         """Those of a rank that has not added up anything so far. Its box is empty: no sum has the number 0."""
-        return cls(rank, boxes, torch.ones(MOST_PROGRAMS, dtype=torch.int32, device=boxes[rank].device))
+        return cls(rank, buffers, torch.ones(MOST_PROGRAMS, dtype=torch.int32, device=buffers[rank].device))
 
     @classmethod
-    def shared(cls, rank: int, size: int, device: torch.device) -> Mailboxes:
+    def shared(cls, rank: int, size: int, device: torch.device) -> OneShotBuffers:
         """Allocate the rank's box on its GPU, and map those of all others. All ranks call this together."""
         import torch.distributed._symmetric_memory as symm_mem
 
         assert dist.group.WORLD is not None
-        own = symm_mem.empty(box_shape(size), dtype=torch.int64, device=device).zero_()
+        own = symm_mem.empty(buffer_shape(size), dtype=torch.int64, device=device).zero_()
         handle = symm_mem.rendezvous(own, dist.group.WORLD.group_name)
-        boxes = (own if other == rank else handle.get_buffer(other, own.shape, own.dtype) for other in range(size))
-        return cls.of(rank, tuple(boxes))
+        buffers = (own if other == rank else handle.get_buffer(other, own.shape, own.dtype) for other in range(size))
+        return cls.of(rank, tuple(buffers))
 
     def greet(self) -> None:
         """Write to all ranks, for a trial. No sum takes that for a letter: its number would be 0."""
-        for box in self.boxes:
+        for box in self.buffers:
             box[0, 0, self.rank] = 1 + self.rank
 
     def is_greeted(self) -> bool:
         """Whether all ranks' greetings are here, once all have sent theirs."""
-        box = self.boxes[self.rank]
-        senders = torch.arange(1, 1 + len(self.boxes), device=box.device)
+        box = self.buffers[self.rank]
+        senders = torch.arange(1, 1 + len(self.buffers), device=box.device)
         return bool((box[0, 0] == senders[:, None]).all())
 
 
-def box_shape(size: int) -> tuple[int, int, int, int]:
-    """Of one box, as `Mailboxes` has it."""
+def buffer_shape(size: int) -> tuple[int, int, int, int]:
+    """Of one box, as `OneShotBuffers` has it."""
     return MOST_PROGRAMS, 2, size, LETTERS

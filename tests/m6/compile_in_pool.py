@@ -1,6 +1,6 @@
 """Rehearse launches of a kernel of the package, which other processes compile, with no GPU.
 
-A program of its own, as `rehearse_kernels`, whose driver it has: `python -m tests.m6.compile_elsewhere` prints a JSON object of
+A program of its own, as `rehearse_kernels`, whose driver it has: `python -m tests.m6.compile_in_pool` prints a JSON object of
 what happened. With "end", it prints the number of a process that it has begun, and waits to be killed.
 """
 
@@ -21,16 +21,16 @@ from tests.m6.rehearse_kernels import CPU, copy, loaded, outcome, pretend_driver
 import torch
 import triton
 
-from folovllm.kernels import compile_elsewhere
+from folovllm.kernels import compile_pool
 from folovllm.kernels.activation import act_and_mul_kernel, silu_and_mul
 from folovllm.kernels.compile_worker import Task
-from folovllm.kernels.rehearsal import rehearsal, replaced
+from folovllm.kernels.dry_run import dry_run, replaced
 
 compiled_here: list[str] = []
 begun: list[int] = []  # processes
 
 
-class NotedWorker(compile_elsewhere.Worker):
+class NotedWorker(compile_pool.Worker):
     """Notes its process."""
 
     def __init__(self) -> None:
@@ -57,13 +57,13 @@ def children() -> list[int]:
     return [int(pid) for file in files for pid in file.read_text().split()]
 
 
-def rehearse(*widths: int) -> dict[str, object]:
+def run_dry(*widths: int) -> dict[str, object]:
     """Rehearse launches, a variant for each width; what happened meanwhile."""
     compiled_here.clear()
     begun.clear()
     loaded.clear()
     act_and_mul_kernel.device_caches.clear()  # as in a new process
-    with rehearsal(CPU):
+    with dry_run(CPU):
         for width in widths:
             silu_and_mul(torch.zeros(1, 2 * width))
     return {"here": list(compiled_here), "begun": len(begun), "left": children(), "loaded": len(loaded)}
@@ -85,14 +85,14 @@ def at_first_process(act: Callable[[int], object]) -> threading.Thread:
 
 def main() -> dict[str, object]:
     """Rehearse what is new, what is known, what is not of the package, and what fails or ends in several ways."""
-    found: dict[str, object] = {"new": rehearse(16, 32), "known": rehearse(16, 32)}
+    found: dict[str, object] = {"new": run_dry(16, 32), "known": run_dry(16, 32)}
 
     compiled_here.clear()
     found["not of the package"] = (outcome(lambda: copy(2)), list(compiled_here))
 
     begun.clear()
     thread = at_first_process(lambda pid: os.kill(pid, signal.SIGKILL))
-    with replaced(compile_elsewhere, "Pipe", pipe_with_copies), rehearsal(CPU):
+    with replaced(compile_pool, "Pipe", pipe_with_copies), dry_run(CPU):
         silu_and_mul(torch.zeros(1, 128))
     thread.join()
     found["killed"] = {"here": compiled_here[1:], "left": children()}
@@ -108,7 +108,7 @@ def main() -> dict[str, object]:
     signal.signal(signal.SIGPIPE, before)
 
     with replaced(sys, "executable", None):
-        found["no Python is known"] = rehearse(2048)
+        found["no Python is known"] = run_dry(2048)
 
     zeros = torch.zeros(16)
     found["wrong"] = outcome(
@@ -121,20 +121,20 @@ def main() -> dict[str, object]:
     found["interrupted"] = outcome(lambda: silu_and_mul(torch.zeros(1, 512)))
     thread.join()
     found["left"] = children()
-    found["once more"] = rehearse(16, 1024)
+    found["once more"] = run_dry(16, 1024)
     return found
 
 
 def wait_for_the_end() -> None:
     """Be killed while another process compiles."""
     at_first_process(lambda pid: print(pid, flush=True))
-    rehearse(*(16 * n for n in range(1, 30)))
+    run_dry(*(16 * n for n in range(1, 30)))
     raise RuntimeError("nobody killed this process")
 
 
 if __name__ == "__main__":
     pretend_driver()
-    compile_elsewhere.Worker = NotedWorker
+    compile_pool.Worker = NotedWorker
     triton.knobs.compilation.listener = note_compiled
     if sys.argv[1:] == ["end"]:
         wait_for_the_end()

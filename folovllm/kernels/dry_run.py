@@ -6,7 +6,7 @@ it does not depend on what a step computes.
 
 `triton.AsyncCompileMode` is made for such a list. A launch within it waits as ever. After one error of the compiler (Triton
 3.6 to 3.7) no such mode can be entered again. And what launches a kernel, a C compiler's work in Triton 3.6, it leaves out.
-So here threads wait for one kernel each, and let another process compile it (`compile_elsewhere`).
+So here threads wait for one kernel each, and let another process compile it (`compile_pool`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from triton.runtime.jit import JITFunction
 
 from folovllm.cores import num_cores
 from folovllm.kernels.carveout import divide_memory
-from folovllm.kernels.compile_elsewhere import Elsewhere, Workers
+from folovllm.kernels.compile_pool import CompilePool, InPool
 from folovllm.kernels.compile_worker import Task, hash_from_below
 
 MOST_THREADS = 16
@@ -36,7 +36,7 @@ _turn = threading.Lock()  # a rehearsal changes what all threads use
 
 
 @contextmanager
-def rehearsal(device: torch.device, num_processes: int = 1, show_progress: bool = False) -> Iterator[None]:
+def dry_run(device: torch.device, num_processes: int = 1, show_progress: bool = False) -> Iterator[None]:
     """Within this, this thread launches no kernel. Those that it asks for are compiled, and are there at the end.
 
     What a kernel would have written is zero: nothing that is computed here is of use. Ctrl-C ends it at once, and what is
@@ -50,7 +50,7 @@ def rehearsal(device: torch.device, num_processes: int = 1, show_progress: bool 
         Exception: the first that the compiler, or the loading, raised.
     """
     num_threads = max(1, min(MOST_THREADS, num_cores() // num_processes))
-    pool, workers = ThreadPoolExecutor(num_threads, "compile", *initializer_for(device)), Workers()
+    pool, workers = ThreadPoolExecutor(num_threads, "compile", *initializer_for(device)), CompilePool()
     with _turn, tqdm(total=0, desc="Compiling kernels", unit="kernel", disable=not show_progress) as progress:
         asked = Asked(pool, workers, progress)
         try:
@@ -70,7 +70,7 @@ def rehearsal(device: torch.device, num_processes: int = 1, show_progress: bool 
 class Asked:
     """The kernels that launches of one thread, that which made this object, have asked for."""
 
-    def __init__(self, pool: ThreadPoolExecutor, workers: Workers, progress: Any) -> None:
+    def __init__(self, pool: ThreadPoolExecutor, workers: CompilePool, progress: Any) -> None:
         self._pool = pool
         self._workers = workers
         self._progress = progress
@@ -112,7 +112,7 @@ class Asked:
         """
         target = driver.active.get_current_target()
         task = Task(fn.module, fn.name, specialization, target, self._triton_key.result())
-        with Elsewhere(self._workers, task):
+        with InPool(self._workers, task):
             kernel = compile_it()
         _ = kernel.run  # loads it
         divide_memory(kernel)

@@ -1,7 +1,7 @@
-"""What the device knows of a running sequence's draw: a line of fields for each row, a word and a bit for each token.
+"""What the device knows of a running sequence's sample: a line of fields for each row, a word and a bit for each token.
 
 All are int32, so that whatever is new about some rows travels in one buffer. This file is the host's side: the layout,
-and who writes it. `folovllm/sample/draw_state.py` is the device's.
+and who writes it. `folovllm/sample/sampler_state.py` is the device's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from folovllm.step.draw import DrawSpec, about_to_end
+from folovllm.step.sampling_spec import SamplingSpec, about_to_end
 
 Int32 = npt.NDArray[np.int32]
 
@@ -34,11 +34,11 @@ class RowField(IntEnum):
     FREE_FROM = 10  # position from which the tokens that may end the answer are allowed
 
 
-FILTERS = 1  # the row is drawn, and with top_k, top_p or min_p
+FILTERS = 1  # the row is sampled, and with top_k, top_p or min_p
 WORDS = 2  # the row's logits depend on its words: penalties, min_tokens, biases
-MASK = 4  # only tokens whose bit in the row's mask is set may be drawn
+MASK = 4  # only tokens whose bit in the row's mask is set may be sampled
 BAD = 8  # the row has bad words; tokens that would end one have a bit
-FLAGS_OF_MEMORY = WORDS | BAD  # the row's logits depend on the tokens that were drawn before
+FLAGS_OF_MEMORY = WORDS | BAD  # the row's logits depend on the tokens that were sampled before
 
 # A word: the token's count in the answer, two bits, and a bias on its logit as the bits of a float16.
 COUNT = (1 << 14) - 1  # a count stays at this once it is there
@@ -96,16 +96,16 @@ class RowUpdate:
 
 
 @dataclass(slots=True, frozen=True)
-class DrawUpdate:
-    """Updates of several rows as one buffer: `DrawState.set_rows(buffer on the device, num_rows, num_with_line)`."""
+class SamplingUpdate:
+    """Updates of several rows as one buffer: `SamplerState.set_rows(buffer on the device, num_rows, num_with_line)`."""
 
     buffer: Int32  # [U, 1 + len(RowField)] row and its fields, then [3, E] entries of row, column and what it holds
     num_rows: int
     num_with_line: int  # they come first
 
 
-def row_update(row: int, spec: DrawSpec) -> RowUpdate:
-    """What the device must know to draw from now on for the sequence that gets `row`."""
+def row_update(row: int, spec: SamplingSpec) -> RowUpdate:
+    """What the device must know to sample from now on for the sequence that gets `row`."""
     has_words, has_bad = spec.has_penalties or bool(spec.forbidden) or bool(spec.bias), bool(spec.bad_words)
     fields = np.zeros(len(RowField), np.int32)
     fields[RowField.FLAGS] = FILTERS * spec.has_filters + WORDS * has_words + MASK * spec.has_mask + BAD * has_bad
@@ -126,13 +126,13 @@ def row_update(row: int, spec: DrawSpec) -> RowUpdate:
     return RowUpdate(row, fields, np.concatenate(parts, axis=1))
 
 
-def _words(spec: DrawSpec) -> Int32:
+def _words(spec: SamplingSpec) -> Int32:
     """Token ids and words [2, E] of what is not plain."""
     bias = dict(spec.bias)
-    drawn, counts = np.unique(spec.answer, return_counts=True)
+    sampled, counts = np.unique(spec.answer, return_counts=True)
     prompt, ends = np.unique(spec.history[: spec.num_prompt_tokens]), np.unique(spec.forbidden)
     groups = [
-        (drawn, np.minimum(counts, COUNT)),
+        (sampled, np.minimum(counts, COUNT)),
         (prompt, np.full(len(prompt), IN_PROMPT)),
         (ends, np.full(len(ends), ENDS)),
         (np.array(list(bias)), np.array(list(bias.values()), np.float16).view(np.int16).astype(np.int32) << BIAS_SHIFT),
@@ -158,7 +158,7 @@ def _plane(plane: int, tokens: Sequence[int]) -> Int32:
     return np.stack([-1 - MASK_AT - plane - PLANES * used.astype(np.int32), words[used]])
 
 
-def _bad_words(spec: DrawSpec) -> list[Int32]:
+def _bad_words(spec: SamplingSpec) -> list[Int32]:
     """Entries [2, E] of the bad words, of the newest tokens of the answer, and of what must not come next."""
     words, end = spec.bad_words, len(spec.history)
     count = min(len(spec.answer), max(map(len, words)) - 1)
@@ -172,7 +172,7 @@ def _bad_words(spec: DrawSpec) -> list[Int32]:
     ]
 
 
-def pack_updates(updates: Sequence[RowUpdate]) -> DrawUpdate:
+def pack_updates(updates: Sequence[RowUpdate]) -> SamplingUpdate:
     """Updates of different rows in one buffer; none make an empty one."""
     ordered = sorted(updates, key=lambda update: not update.has_line)
     lines = [np.concatenate([np.array([update.row], np.int32), update.fields]) for update in ordered]
@@ -180,4 +180,4 @@ def pack_updates(updates: Sequence[RowUpdate]) -> DrawUpdate:
     words = [update.words for update in ordered] or [np.empty((2, 0), np.int32)]
     entries = np.concatenate([rows[None].astype(np.int32), np.concatenate(words, axis=1)])
     buffer = np.concatenate([*lines, entries.ravel()]).astype(np.int32)
-    return DrawUpdate(buffer, len(ordered), sum(update.has_line for update in ordered))
+    return SamplingUpdate(buffer, len(ordered), sum(update.has_line for update in ordered))

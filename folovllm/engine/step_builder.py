@@ -11,14 +11,14 @@ import numpy as np
 
 from folovllm.events import Events, Refused, StepBegan
 from folovllm.request import Sequence
-from folovllm.step.draw import DrawSpec
-from folovllm.step.schedule import SchedulerOutput, Scores, Share
+from folovllm.step.sampling_spec import SamplingSpec
+from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, Scores
 
 NO_TOKENS = np.empty(0, np.int32)  # of a share whose one token is in flight
 
 
 @dataclass(slots=True)
-class Row:
+class BatchRow:
     """A running sequence's place in the devices' tables."""
 
     number: int
@@ -26,8 +26,8 @@ class Row:
     num_sent: int = 0  # entries of its block table that the devices know
 
 
-class Rows:
-    """Turns a sequence's part of a step into a `Share`.
+class BatchRows:
+    """Turns a sequence's part of a step into a `ScheduledSequence`.
 
     Invariants: a sequence has one row, its own, from its first share until it no longer runs; the devices know all of
     its block table but what the next share's `new_blocks` will say.
@@ -40,9 +40,9 @@ class Rows:
         self.events = Events() if events is None else events
         self.waiting = waiting  # the sequences that wait for a row
         self.num_steps = 0  # planned so far
-        self.made_room = False  # whether a sequence gave way in the last plan
+        self.has_preempted = False  # whether a sequence gave way in the last plan
         self._free = list(reversed(range(num_rows)))
-        self._rows: dict[int, Row] = {}  # by seq_id
+        self._rows: dict[int, BatchRow] = {}  # by seq_id
 
     def release(self, running: Iterable[Sequence]) -> None:
         """Take back the rows of sequences that no longer run."""
@@ -51,50 +51,50 @@ class Rows:
 
     def owners(self, output: SchedulerOutput) -> list[Sequence]:
         """The sequences of the shares of the step that was planned last, in their order."""
-        return [self._rows[share.seq_id].seq for share in output.shares]
+        return [self._rows[scheduled.seq_id].seq for scheduled in output.scheduled_seqs]
 
-    def share_maker(self) -> Callable[[Sequence, int], Share]:
+    def share_maker(self) -> Callable[[Sequence, int], ScheduledSequence]:
         """Return what makes the shares of the next step."""
-        return self.share
+        return self.scheduled
 
-    def share(self, seq: Sequence, num_new_tokens: int) -> Share:
+    def scheduled(self, seq: Sequence, num_new_tokens: int) -> ScheduledSequence:
         """The next `num_new_tokens` of `seq`, whose blocks are in its table by now."""
         row, draw = self._rows.get(seq.seq_id), None
         if row is None:
             if not self._free:
                 raise RuntimeError("more sequences run than max_num_seqs allows: the scheduler let too many in")
-            row = self._rows[seq.seq_id] = Row(self._free.pop(), seq)
-            draw = draw_spec(seq)
+            row = self._rows[seq.seq_id] = BatchRow(self._free.pop(), seq)
+            draw = sampling_spec(seq)
         start, num_sent, table = seq.num_computed_tokens, row.num_sent, seq.block_table
         new_blocks: tuple[int, ...] = ()
         if len(table) > num_sent:
             new_blocks, row.num_sent = tuple(table[num_sent:]), len(table)
         end = start + num_new_tokens
-        num_draws = int(end >= seq.num_tokens)  # the last token that the host knows, or one that is in flight
+        num_samples = int(end >= seq.num_tokens)  # the last token that the host knows, or one that is in flight
         tokens = seq.tokens(start, end) if start < seq.num_tokens else NO_TOKENS
         scores = None if seq.request.params.prompt_logprobs is None else scores_of(seq, start, end)
-        return Share(
-            seq.seq_id, row.number, start, num_new_tokens, tokens, new_blocks, num_sent, num_draws, draw, scores
+        return ScheduledSequence(
+            seq.seq_id, row.number, start, num_new_tokens, tokens, new_blocks, num_sent, num_samples, draw, scores
         )
 
 
-class Plan:
+class StepBuilder:
     """A step while it is put together."""
 
-    def __init__(self, rows: Rows, running: Collection[Sequence], budget: int) -> None:
+    def __init__(self, rows: BatchRows, running: Collection[Sequence], budget: int) -> None:
         self._start = time.monotonic() if rows.events.on else 0.0
         rows.release(running)
         self.budget = budget  # tokens that the step may still compute
         self.preempted: list[int] = []  # by seq_id
-        self._rows, self._share = rows, rows.share_maker()
+        self._rows, self._scheduled = rows, rows.share_maker()
         self._running = running
-        self._shares: dict[int, Share] = {}  # by seq_id
-        self._unsettled: list[Sequence] = []
+        self._scheduled_seqs: dict[int, ScheduledSequence] = {}  # by seq_id
+        self._final: list[Sequence] = []
 
     def add(self, seq: Sequence, num_new_tokens: int) -> None:
         """Give `seq` a share: its next `num_new_tokens`, which count as computed from here on."""
-        self._shares[seq.seq_id] = self._share(seq, num_new_tokens)
-        self._unsettled.append(seq)
+        self._scheduled_seqs[seq.seq_id] = self._scheduled(seq, num_new_tokens)
+        self._final.append(seq)
         seq.num_computed_tokens += num_new_tokens
         self.budget -= num_new_tokens
 
@@ -105,30 +105,30 @@ class Plan:
             The tokens of that share, or 0.
         """
         self.preempted.append(victim.seq_id)
-        share = self._shares.pop(victim.seq_id, None)
-        num_tokens = 0 if share is None else share.num_new_tokens
+        scheduled = self._scheduled_seqs.pop(victim.seq_id, None)
+        num_tokens = 0 if scheduled is None else scheduled.num_new_tokens
         self.budget += num_tokens
         return num_tokens
 
-    def take_settled(self) -> list[Sequence]:
+    def take_final(self) -> list[Sequence]:
         """Sequences whose shares nothing can take out of the step any more, each of them once."""
-        settled, self._unsettled = self._unsettled, []
+        settled, self._final = self._final, []
         return settled
 
     def output(self) -> SchedulerOutput:
         """The step: from here on a value."""
-        output = SchedulerOutput(tuple(self._shares.values()), tuple(self.preempted))
+        output = SchedulerOutput(tuple(self._scheduled_seqs.values()), tuple(self.preempted))
         if self._rows.events.on:
             self._report(output)
-        self._rows.num_steps += bool(self._shares)
-        self._rows.made_room = bool(self.preempted)
+        self._rows.num_steps += bool(self._scheduled_seqs)
+        self._rows.has_preempted = bool(self.preempted)
         return output
 
     def _report(self, output: SchedulerOutput) -> None:
         rows, waiting = self._rows, self._rows.waiting()
         if waiting and len(self._running) >= rows.num_rows:
             rows.events.emit(Refused(waiting[0].seq_id, "sequences"))
-        if output.shares:
+        if output.scheduled_seqs:
             rows.events.emit(StepBegan(rows.num_steps, self._start, time.monotonic(), output, max(0, self.budget)))
 
 
@@ -141,11 +141,11 @@ def scores_of(seq: Sequence, start: int, end: int) -> Scores | None:
     return Scores(first - start, tokens, seq.params.prompt_logprobs or 0) if len(tokens) else None
 
 
-def draw_spec(seq: Sequence) -> DrawSpec:
-    """What a device must know to draw for `seq`. Where its answer has a form, the masks say what else rules tokens out."""
+def sampling_spec(seq: Sequence) -> SamplingSpec:
+    """What a device must know to sample for `seq`. Where its answer has a form, the masks say what else rules tokens out."""
     p = seq.params
-    has_form = p.structured_outputs is not None
-    return DrawSpec(
+    has_grammar = p.structured_outputs is not None
+    return SamplingSpec(
         seed=seq.seed,
         temperature=p.temperature,
         top_k=p.top_k,
@@ -156,10 +156,10 @@ def draw_spec(seq: Sequence) -> DrawSpec:
         frequency_penalty=p.frequency_penalty,
         logprobs=p.logprobs,
         first_end=seq.num_prompt_tokens + p.min_tokens,
-        forbidden=() if has_form or not p.min_tokens else tuple(sorted({*seq.eos_token_ids, *p.stop_token_ids})),
+        forbidden=() if has_grammar or not p.min_tokens else tuple(sorted({*seq.eos_token_ids, *p.stop_token_ids})),
         num_prompt_tokens=seq.num_prompt_tokens,
-        allowed=None if has_form or p.allowed_token_ids is None else tuple(p.allowed_token_ids),
-        has_form=has_form,
+        allowed=None if has_grammar or p.allowed_token_ids is None else tuple(p.allowed_token_ids),
+        has_grammar=has_grammar,
         bad_words=seq.request.bad_words,
         bias=tuple((p.logit_bias or {}).items()),
         history=seq.token_ids if p.has_penalties or seq.request.bad_words else seq.token_ids[:0],

@@ -19,12 +19,12 @@ import torch
 
 from folovllm.build import make_engine
 from folovllm.config import EngineConfig
-from folovllm.draw_row import mask_of, mask_width
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
-from folovllm.step.masks import Masks
+from folovllm.sampling_row import mask_of, mask_width
 from folovllm.step.schedule import SchedulerOutput
+from folovllm.step.token_bitmask import TokenBitmasks
 from folovllm.worker.step_graph import SLOTS, CudaGraph, HostRing
 from tests.helpers import VOCAB_SIZE, prompts, tiny_checkpoint
 from tests.m6.devices import DEVICE
@@ -54,7 +54,7 @@ class Script:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._drawn: dict[int, list[int]] = defaultdict(list)  # by `seq_id`
+        self._sampled: dict[int, list[int]] = defaultdict(list)  # by `seq_id`
 
     def next(self, num_prompt_tokens: int, drawn: list[int]) -> int:
         """It depends on whose it is, on its place and on the token before: a mask that is late or another's shows."""
@@ -73,28 +73,31 @@ class Script:
 
     def needs_mask(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> bool:
         """As `StructuredOutputManager`."""
-        return any(share.num_draws and has_form(seq) for share, seq in zip(output.shares, seqs, strict=True))
+        return any(
+            scheduled.num_samples and has_grammar(seq)
+            for scheduled, seq in zip(output.scheduled_seqs, seqs, strict=True)
+        )
 
-    def bitmasks(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> Masks:
+    def bitmasks(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> TokenBitmasks:
         """As `StructuredOutputManager`."""
-        pairs = zip(output.shares, seqs, strict=True)
-        drawn = [(share.row, seq) for share, seq in pairs if share.num_draws and has_form(seq)]
+        pairs = zip(output.scheduled_seqs, seqs, strict=True)
+        drawn = [(scheduled.row, seq) for scheduled, seq in pairs if scheduled.num_samples and has_grammar(seq)]
         bits = np.zeros((len(drawn), mask_width(self._vocab_size)), np.int32)
         for i, (_, seq) in enumerate(drawn):
-            bits[i] = mask_of([self.next(seq.num_prompt_tokens, self._drawn[seq.seq_id])], self._vocab_size)
-        return Masks(np.array([row for row, _ in drawn], np.int32), bits)
+            bits[i] = mask_of([self.next(seq.num_prompt_tokens, self._sampled[seq.seq_id])], self._vocab_size)
+        return TokenBitmasks(np.array([row for row, _ in drawn], np.int32), bits)
 
     def accept_tokens(self, seqs: Iterable[Sequence], token_ids: Iterable[list[int]]) -> None:
         """As `StructuredOutputManager`."""
         for seq, tokens in zip(seqs, token_ids, strict=True):
-            self._drawn[seq.seq_id] += tokens
+            self._sampled[seq.seq_id] += tokens
 
     def broken(self, seqs: Iterable[Sequence]) -> list[Sequence]:
         """As `StructuredOutputManager`; none ever is."""
         return []
 
 
-def has_form(seq: Sequence) -> bool:
+def has_grammar(seq: Sequence) -> bool:
     return seq.params.structured_outputs is not None
 
 

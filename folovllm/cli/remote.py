@@ -11,8 +11,8 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any
 from urllib.parse import urlsplit
 
+from folovllm.cli.flags import pick
 from folovllm.config import EngineConfig
-from folovllm.flags import pick
 from folovllm.interrupts import interrupts
 
 CONNECT_SECONDS = 10.0
@@ -23,7 +23,7 @@ class ServerError(ValueError):
 
 
 class Server:
-    """A server's model, as a `folovllm.chat.Speaker`.
+    """A server's model, as a `folovllm.cli.chat.Speaker`.
 
     Args:
         url: `http://host:port`, with `/v1` or without.

@@ -1,4 +1,4 @@
-"""The start, rehearsed over a few layers: all its kernels are compiled at once, before one of them is needed."""
+"""The start, dry_run over a few layers: all its kernels are compiled at once, before one of them is needed."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def compile_at_once(setup: EngineSetup, model: LlamaModel, work: Callable[[], No
 
     A kernel that is missed, say because layers of one kind differ after all, is compiled when it is first launched.
     """
-    from folovllm.kernels.rehearsal import rehearsal  # here, for not every machine has Triton
+    from folovllm.kernels.dry_run import dry_run  # here, for not every machine has Triton
 
     config = setup.config
     with (
         one_layer_of_each_kind(model),
         torch.inference_mode(),
-        rehearsal(setup.device, config.tensor_parallel_size, config.use_tqdm),
+        dry_run(setup.device, config.tensor_parallel_size, config.use_tqdm),
     ):
         work()
 
