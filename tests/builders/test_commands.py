@@ -60,7 +60,7 @@ class TestCommands:
 
     def test_what_is_not_complete_is_a_sentence(self) -> None:
         self.run("build", "m3")
-        with pytest.raises(ValueError, match=r"not complete, it lacks: free, num_free"):
+        with pytest.raises(ValueError, match=r"not complete, it lacks: allocate_slots, free, num_free"):
             self.run("score", "m3")
 
     def test_what_is_not_begun_is_a_sentence(self) -> None:

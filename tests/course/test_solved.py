@@ -42,9 +42,9 @@ def test_the_history_ends_in_what_is_there() -> None:
 # -- a reference that was rebuilt ---------------------------------------------------------------------------------------
 
 EVERYWHERE = {
-    r"\breserve\b": "allocate_slots",
-    r"\bShare\b": "ScheduledSequence",
-    r"\bnum_draws\b": "num_samples",
+    r"\ballocate_slots\b": "take_slots",
+    r"\bScheduledSequence\b": "SequenceStep",
+    r"\bnum_samples\b": "num_sampled",
     r"\b_grow\b": "_find_cache",
     r"\b_take\b": "_pop_free",
     r"\bfolovllm\.cache\.(slot_manager|block_manager)\b": "folovllm.cache.blocks",
@@ -53,11 +53,11 @@ EVERYWHERE = {
 KEPT = {"course", "m1_offline_inference"}  # the builder there says `_grow` of something else, and the history knows
 SCHEDULER, POLICIES = "folovllm/engine/scheduler.py", "folovllm/engine/policies.py"
 HISTORY = [
-    'old = "folovllm.cache.manager:KVCacheManager.reserve", new = "folovllm.cache.manager:KVCacheManager.allocate_slots"',
-    'old = "folovllm.cache.slot_manager:SlotManager.reserve", new = "folovllm.cache.slot_manager:SlotManager.allocate_slots"',
+    'old = "folovllm.cache.manager:KVCacheManager.allocate_slots", new = "folovllm.cache.manager:KVCacheManager.take_slots"',
+    'old = "folovllm.cache.slot_manager:SlotManager.allocate_slots", new = "folovllm.cache.slot_manager:SlotManager.take_slots"',
     'old = "folovllm.cache.block_manager:BlockManager._take", new = "folovllm.cache.block_manager:BlockManager._pop_free", on = ["self"]',
-    'old = "folovllm.step.schedule:Share.num_draws", new = "folovllm.step.schedule:Share.num_samples"',
-    'old = "folovllm.step.schedule:Share", new = "folovllm.step.schedule:ScheduledSequence"',
+    'old = "folovllm.step.schedule:ScheduledSequence.num_samples", new = "folovllm.step.schedule:ScheduledSequence.num_sampled"',
+    'old = "folovllm.step.schedule:ScheduledSequence", new = "folovllm.step.schedule:SequenceStep"',
     'old = "folovllm.engine.scheduler:Scheduler._grow", new = "folovllm.engine.scheduler:Scheduler._find_cache", only = ["m2.2"]',
     'old = "folovllm.cache.slot_manager", new = "folovllm.cache.blocks"',
     'old = "folovllm.cache.block_manager", new = "folovllm.cache.blocks"',
@@ -84,14 +84,14 @@ TOUCHED = [
 ]
 OWN = {  # what a learner may have written: other bodies than the reference's, in names that are renamed
     "folovllm/engine/scheduler.py": [
-        ("        plan = Plan(", "        grow = self._grow  # self._grow asks kv.reserve\n        plan = Plan("),
-        ("self._grow(seq, n, plan):", "grow(seq, n, plan):"),
+        ("        builder = StepBuilder(", "        grow = self._grow  # self._grow asks kv.allocate_slots\n        builder = StepBuilder("),
+        ("self._grow(seq, n, builder):", "grow(seq, n, builder):"),
         ("        updated = []\n        for seq, token_ids in drawn:", "        updated, sampled = [], list(drawn)\n        for seq, token_ids in sampled:"),
         ("    victim = max(candidates, key=scheduler.rank)", "    victim = last_of(candidates, scheduler)\n    assert victim.status is SequenceStatus.RUNNING or candidates"),
         ("def whole_prompt(", "def last_of(candidates, scheduler):  # mine\n    return max(candidates, key=scheduler.rank)\n\n\ndef whole_prompt("),
     ],
     "folovllm/cache/slot_manager.py": [
-        ("        if not seq.block_table:\n            if not self._free:", "        reserve = SlotManager.reserve\n        if not seq.block_table and reserve is not None:\n            if not self._free:"),
+        ("        if not seq.block_table:\n            if not self._free:", "        allocate = SlotManager.allocate_slots\n        if not seq.block_table and allocate is not None:\n            if not self._free:"),
     ],
     "folovllm/cache/block_manager.py": [
         ("            seq.block_table.append(self._take())", "            take = self._take\n            seq.block_table += [take()]  # _take"),
@@ -171,7 +171,7 @@ def test_solved_exercises_survive_a_rebuilt_reference(
     assert any(
         line.startswith("m2.5 InputBatch.flatten is cut out afresh") and "rows are sorted" in line for line in said
     )
-    assert "allocate_slots" in (mine.read(Path("folovllm/builders/scheduler.py")) or "")
+    assert "take_slots" in (mine.read(Path("folovllm/builders/scheduler.py")) or "")
     monkeypatch.setenv("PYTHONPATH", str(rebuilt.root))
     exercises = [rebuilt.exercise(id) for id in TOUCHED] if own else list(rebuilt.exercises)
     assert not own or sum(solved.differs(mine, s) for e in exercises[:-1] for s in e.symbols if e.id != "m2.5") >= 6
