@@ -75,7 +75,10 @@ def test_an_unknown_name() -> None:
     [
         (None, "there is no folovllm/builders/block_manager.py"),
         ("x = 1", "has no BlockManager"),
-        ("from folovllm.cache.manager import KVCacheManager\nclass BlockManager(KVCacheManager): ...", "lacks: allocate_slots, free, "),
+        (
+            "from folovllm.cache.manager import KVCacheManager\nclass BlockManager(KVCacheManager): ...",
+            "lacks: allocate_slots, free, ",
+        ),
     ],
     ids=["no file", "no class", "methods missing"],
 )
