@@ -101,7 +101,7 @@ class StepEnded(NamedTuple):
     arrived: float  # its tokens were on the host
     end: float
     output: SchedulerOutput
-    result: StepResult  # sequence by sequence; what a scheduled sequence of an ended sequence sampled is dropped
+    result: StepResult  # sequence by sequence; tokens of a sequence that has ended are dropped
     waiting: int  # sequences
     kv_blocks_used: int
 
@@ -128,7 +128,7 @@ class BlockFreed(NamedTuple):
 
 
 class BlockTaken(NamedTuple):
-    """A block got a first holder, for new contents. The scheduled sequence that names it says which sequence holds it."""
+    """A block got a first holder, for new contents. The `ScheduledSequence` that names it says who holds it."""
 
     block_id: int
 

@@ -1,4 +1,4 @@
-"""What the device knows of a running sequence's sample: a line of fields for each row, a word and a bit for each token.
+"""How the device samples a running sequence: a line of fields for each row, a word and a bit for each token.
 
 All are int32, so that whatever is new about some rows travels in one buffer. This file is the host's side: the layout,
 and who writes it. `folovllm/sample/sampler_state.py` is the device's.

@@ -152,7 +152,7 @@ class Watcher:
     def _passed(self, event: ev.BlockPassed) -> None:
         self.cells[event.block_id].ref_count = event.ref_count
         table = self.sequences[event.seq_id].block_table
-        if event.place < len(table):  # else the scheduled sequence that names it will say so
+        if event.place < len(table):  # else the step that names it will say so
             table[event.place] = -1
 
     def _table_freed(self, event: ev.TableFreed) -> None:

@@ -136,7 +136,7 @@ def make_one_shot(device: torch.device, size: int) -> OneShotAllReduce | None:
 
 
 def make_one_shot_buffers(rank: int, size: int, device: torch.device) -> OneShotBuffers | None:
-    """Return boxes of GPUs that see each other's memory, if letters arrive in all of them. All ranks call this together.
+    """Return the one-shot buffers of GPUs that see each other's memory, if a trial write arrives in all of them. All ranks call this together.
 
     `FOLOVLLM_MAILBOXES=0` does without, to compare.
     """
@@ -150,9 +150,9 @@ def make_one_shot_buffers(rank: int, size: int, device: torch.device) -> OneShot
     if not all_say(one_shot_buffers is not None, device):
         return None
     assert one_shot_buffers is not None
-    one_shot_buffers.greet()
+    one_shot_buffers.write_trial()
     all_say(True, device)  # by now all have written
-    return one_shot_buffers if all_say(one_shot_buffers.is_greeted(), device) else None
+    return one_shot_buffers if all_say(one_shot_buffers.has_trials(), device) else None
 
 
 def all_say(yes: bool, device: torch.device) -> bool:

@@ -25,13 +25,13 @@ class LogitsMask:
             raise ValueError("structured_outputs needs folovllm/structured_output, which is not installed")
 
     def needs_mask(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> bool:
-        """Whether a step samples for any sequence that may not have every token. `seqs`: one for each scheduled sequence."""
+        """Whether a step samples for any sequence that may not have every token. `seqs`: those of the step, in order."""
         return False
 
     def bitmasks(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> TokenBitmasks:
         """The tokens that such sequences may have in the step, a bit for each token, for every position that is sampled.
 
-        A scheduled sequence with `num_samples` above 1 is sampled behind its first token and behind each draft token, `token_ids[1:]`.
+        A sequence with `num_samples` above 1 is sampled behind its first token and behind each draft token, `token_ids[1:]`.
         """
         raise NotImplementedError("no sequence is concerned")
 

@@ -53,7 +53,9 @@ class StepLog:
 
     def __init__(self, steps: list[StepStats] | None = None) -> None:
         self.steps = [] if steps is None else steps
-        self._added: dict[int, RequestAdded] = {}  # by seq_id; with overlap a scheduled sequence outlives its sequence
+        self._added: dict[
+            int, RequestAdded
+        ] = {}  # by seq_id; with overlap a step ends after a sequence of it has ended
         self._gone = deque[tuple[int, int]]()  # ended sequences: the last step that may tell of one, and its seq_id
         self._last_begun = self._last_ended = -1  # steps
         self._guessed = self._accepted = 0  # in the step that is being taken in

@@ -23,7 +23,7 @@ class InFlight:
     """A step that was started and whose tokens were not taken in yet."""
 
     output: SchedulerOutput
-    seqs: list[Sequence]  # one for each scheduled sequence
+    seqs: list[Sequence]  # those of `output.scheduled_seqs`
     pending: Pending | None  # None: it has not sampled yet, and waits for its masks
     start: float
 

@@ -104,13 +104,13 @@ class Scheduler:
         """Decide the next step: first those that run, then as many of those that wait as fit.
 
         1. Running sequences, decodes (one uncomputed token) before the rest: each gets
-           `_tokens_of_step(seq, builder.budget)` tokens if `_grow(seq, n, builder)` finds room for them, else none, and the
-           next is asked.
-        2. Waiting sequences, in order, while fewer than `max_num_seqs` run: `_admit(seq, builder)` finds room for the first
-           tokens of one and says how many they are. If none, it and all behind it wait: overtaking would let short
+           `_tokens_of_step(seq, builder.budget)` tokens if `_grow(seq, n, builder)` finds room for them, else none,
+           and the next is asked.
+        2. Waiting sequences, in order, while fewer than `max_num_seqs` run: `_admit(seq, builder)` finds room for the
+           first tokens of one and says how many they are. If none, it and all behind it wait: overtaking would let short
            requests starve a long one. Else it leaves `waiting`, starts, and runs.
 
-        Every scheduled sequence goes to `builder.add(seq, n)`, which takes n off `builder.budget`.
+        What a sequence gets goes to `builder.add(seq, n)`, which takes n off `builder.budget`.
 
         Returns:
             `builder.output()`.
@@ -177,7 +177,7 @@ class Scheduler:
         """
         if builder.preempted:
             return self._refuse(seq, "preemption")
-        self.kv.cache_scheduled_blocks(builder.take_final())
+        self.kv.cache_scheduled_blocks(builder.take_added())
         self.kv.get_computed_blocks(seq)
         n = self._tokens_of_step(seq, builder.budget)
         if n == 0 or not self.kv.allocate_slots(seq, n):
@@ -196,10 +196,10 @@ class Scheduler:
     def postprocess(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
         """Take in the tokens that a step sampled: for each of its sequences, in order, a list of them.
 
-        For each: the K/V of its computed tokens is written now (`kv.cache_blocks(seq)`). A scheduled sequence that did not reach the last
-        token of its sequence has no next one, and an empty list. Each token is appended, to the sequence and to its
-        detokenizer, and `check_stop_conditions` asked: a sequence that ends takes its status, leaves `running` and frees
-        its cache in this very step, so that the next one can use it; what is left of its list is dropped.
+        For each: the K/V of its computed tokens is written now (`kv.cache_blocks(seq)`). The list is empty in the middle of
+        a prompt, after which there is nothing to sample. Each token is appended, to the sequence and to its detokenizer,
+        and `check_stop_conditions` asked: a sequence that ends takes its status, leaves `running` and frees its cache in
+        this very step, so that the next one can use it; what is left of its list is dropped.
 
         Returns:
             The sequences that got a token.

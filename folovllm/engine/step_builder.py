@@ -14,7 +14,7 @@ from folovllm.request import Sequence
 from folovllm.step.sampling_spec import SamplingSpec
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, Scores
 
-NO_TOKENS = np.empty(0, np.int32)  # of a share whose one token is in flight
+NO_TOKENS = np.empty(0, np.int32)  # of a sequence whose one token is in flight
 
 
 @dataclass(slots=True)
@@ -27,10 +27,10 @@ class BatchRow:
 
 
 class BatchRows:
-    """Turns a sequence's part of a step into a `ScheduledSequence`.
+    """The rows of running sequences, and what each sequence brings into a step: a `ScheduledSequence`.
 
-    Invariants: a sequence has one row, its own, from its first share until it no longer runs; the devices know all of
-    its block table but what the next share's `new_blocks` will say.
+    Invariants: a sequence has one row, its own, from its first step until it no longer runs; the devices know all of
+    its block table but what the next `ScheduledSequence.new_blocks` will say.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class BatchRows:
         self.num_rows = num_rows
         self.events = Events() if events is None else events
         self.waiting = waiting  # the sequences that wait for a row
-        self.num_steps = 0  # planned so far
-        self.has_preempted = False  # whether a sequence gave way in the last plan
+        self.num_steps = 0  # scheduled so far
+        self.has_preempted = False  # whether a sequence was preempted in the last step
         self._free = list(reversed(range(num_rows)))
         self._rows: dict[int, BatchRow] = {}  # by seq_id
 
@@ -50,21 +50,21 @@ class BatchRows:
             self._free.append(self._rows.pop(seq_id).number)
 
     def owners(self, output: SchedulerOutput) -> list[Sequence]:
-        """The sequences of the shares of the step that was planned last, in their order."""
+        """The sequences of the step that was scheduled last, in its order."""
         return [self._rows[scheduled.seq_id].seq for scheduled in output.scheduled_seqs]
 
-    def share_maker(self) -> Callable[[Sequence, int], ScheduledSequence]:
-        """Return what makes the shares of the next step."""
+    def maker(self) -> Callable[[Sequence, int], ScheduledSequence]:
+        """Return what makes the `ScheduledSequence`s of the next step."""
         return self.scheduled
 
     def scheduled(self, seq: Sequence, num_new_tokens: int) -> ScheduledSequence:
         """The next `num_new_tokens` of `seq`, whose blocks are in its table by now."""
-        row, draw = self._rows.get(seq.seq_id), None
+        row, sampling = self._rows.get(seq.seq_id), None
         if row is None:
             if not self._free:
                 raise RuntimeError("more sequences run than max_num_seqs allows: the scheduler let too many in")
             row = self._rows[seq.seq_id] = BatchRow(self._free.pop(), seq)
-            draw = sampling_spec(seq)
+            sampling = sampling_spec(seq)
         start, num_sent, table = seq.num_computed_tokens, row.num_sent, seq.block_table
         new_blocks: tuple[int, ...] = ()
         if len(table) > num_sent:
@@ -74,7 +74,7 @@ class BatchRows:
         tokens = seq.tokens(start, end) if start < seq.num_tokens else NO_TOKENS
         scores = None if seq.request.params.prompt_logprobs is None else scores_of(seq, start, end)
         return ScheduledSequence(
-            seq.seq_id, row.number, start, num_new_tokens, tokens, new_blocks, num_sent, num_samples, draw, scores
+            seq.seq_id, row.number, start, num_new_tokens, tokens, new_blocks, num_sent, num_samples, sampling, scores
         )
 
 
@@ -86,23 +86,23 @@ class StepBuilder:
         rows.release(running)
         self.budget = budget  # tokens that the step may still compute
         self.preempted: list[int] = []  # by seq_id
-        self._rows, self._scheduled = rows, rows.share_maker()
+        self._rows, self._make = rows, rows.maker()
         self._running = running
         self._scheduled_seqs: dict[int, ScheduledSequence] = {}  # by seq_id
-        self._final: list[Sequence] = []
+        self._added: list[Sequence] = []
 
     def add(self, seq: Sequence, num_new_tokens: int) -> None:
-        """Give `seq` a share: its next `num_new_tokens`, which count as computed from here on."""
-        self._scheduled_seqs[seq.seq_id] = self._scheduled(seq, num_new_tokens)
-        self._final.append(seq)
+        """Schedule the next `num_new_tokens` of `seq`; they count as computed from here on."""
+        self._scheduled_seqs[seq.seq_id] = self._make(seq, num_new_tokens)
+        self._added.append(seq)
         seq.num_computed_tokens += num_new_tokens
         self.budget -= num_new_tokens
 
     def withdraw(self, victim: Sequence) -> int:
-        """Note a preemption. If the victim had a share already, that leaves the step and gives its budget back.
+        """Note a preemption. If the victim was scheduled already, it leaves the step and gives its budget back.
 
         Returns:
-            The tokens of that share, or 0.
+            The tokens that it gives back.
         """
         self.preempted.append(victim.seq_id)
         scheduled = self._scheduled_seqs.pop(victim.seq_id, None)
@@ -110,10 +110,10 @@ class StepBuilder:
         self.budget += num_tokens
         return num_tokens
 
-    def take_final(self) -> list[Sequence]:
-        """Sequences whose shares nothing can take out of the step any more, each of them once."""
-        settled, self._final = self._final, []
-        return settled
+    def take_added(self) -> list[Sequence]:
+        """The sequences added since the last call. Called when the step preempts no more, so that they stay in it."""
+        added, self._added = self._added, []
+        return added
 
     def output(self) -> SchedulerOutput:
         """The step: from here on a value."""

@@ -58,7 +58,7 @@ def decode_step(message: Int32) -> PackedStep | TokenBitmasks:
 
 
 def encode_result(result: StepResult) -> Int32:
-    """Encode how many tokens each scheduled sequence sampled, the tokens, and log-probabilities where there are any."""
+    """Encode how many tokens were sampled for each sequence, the tokens, and log-probabilities where there are any."""
     counts = [len(tokens) for tokens in result.token_ids]
     parts = [np.array([len(counts), *counts, *chain.from_iterable(result.token_ids)], np.int32)]
     for index, rows in result.logprobs.items():
@@ -82,7 +82,7 @@ def decode_result(message: Int32) -> StepResult:
 
 
 def load_as_result(load: list[list[int]]) -> StepResult:
-    """How often each expert of each layer [L][E] was asked, as if a scheduled sequence had sampled each layer's 64-bit numbers."""
+    """How often each expert of each layer [L][E] was asked, as if a sequence had sampled each layer's 64-bit numbers."""
     return StepResult(np.array(load, np.int64).view(np.int32).tolist(), {})
 
 

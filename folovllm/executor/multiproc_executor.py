@@ -68,7 +68,7 @@ class Rank:
 class Rendezvous:
     """A file by which the ranks find each other.
 
-    On Linux it has no name: it goes with its last user, however that ends. InPool it lies among temporary files.
+    On Linux it has no name: it goes with its last user, however that ends. Elsewhere it lies among temporary files.
     """
 
     def __init__(self) -> None:

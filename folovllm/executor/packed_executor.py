@@ -53,7 +53,7 @@ class PackedExecutor(ABC):
 
     @abstractmethod
     def expert_load(self) -> list[list[int]]:
-        """As `Executor`. No step may wait for its sample."""
+        """As `Executor`. No step may wait with sampling."""
 
     @abstractmethod
     def check(self) -> None:
@@ -61,7 +61,7 @@ class PackedExecutor(ABC):
 
     @abstractmethod
     def _send(self, step: PackedStep | TokenBitmasks) -> Pending:
-        """Start a packed step, or sampling of the one that was sent ahead."""
+        """Start a packed step, or let the one that was sent ahead sample."""
 
     @abstractmethod
     def _send_ahead(self, step: PackedStep) -> None:

@@ -22,7 +22,7 @@ encode = msgspec.json.Encoder(enc_hook=lambda number: number.item()).encode  # a
 class LineWriter:
     """Turns one engine's events into lines, one batch of them (a turn) after the other.
 
-    It keeps the same state as any reader of the lines. So a scheduled sequence that says nothing new is one number, and a keyframe asks
+    It keeps the same state as any reader of the lines. So an entry that says nothing new is one number, and a keyframe asks
     the engine nothing. It may run in a thread of its own.
     """
 
@@ -141,7 +141,7 @@ class LineWriter:
         return ["begin", event.step, *times, self._scheduled_seqs(event.output.scheduled_seqs), event.budget_left]
 
     def _scheduled_seqs(self, scheduled_seqs: Iterable[ScheduledSequence]) -> list[int | Line]:
-        """A number for a scheduled sequence that says nothing new, a line for others. Hundreds a step come here, so it is one loop."""
+        """A number for an entry that says nothing new, a line for others. Hundreds a step come here, so it is one loop."""
         entries: list[int | Line] = []
         sequences = self._state.sequences
         for seq_id, _, start, n, token_ids, blocks, first, draws, _, _ in scheduled_seqs:

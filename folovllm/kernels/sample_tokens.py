@@ -12,7 +12,7 @@ from folovllm.kernels.gumbel_max import TILE, best_of_tiles, gumbel_max_tile, gu
 from folovllm.kernels.penalties import FILTERS, FLAGS, NUM_FIELDS, adjusted_logits, float_field
 from folovllm.sampling_row import RowField
 
-MAX_REGISTERS = 64  # of a thread of the plain sample, so that an SM holds four programs
+MAX_REGISTERS = 64  # of a thread that samples plainly, so that an SM holds four programs
 
 SEED_LOW, SEED_HIGH = tl.constexpr(int(RowField.SEED_LOW)), tl.constexpr(int(RowField.SEED_HIGH))
 

@@ -1,10 +1,10 @@
 """A product whose inputs are cut among ranks, and the sum over ranks in its last lines.
 
-The product is `skinny_linear`'s. Then each program sends its parts of sums into the other ranks' boxes, and waits for theirs in
+The product is `skinny_linear`'s. Then each program sends its parts of sums into the other ranks' buffers, and waits for theirs in
 its own (`distributed.one_shot_buffers`). All ranks add up in the order of ranks, and so have the same bits.
 
 A program waits for the program of the same number on another rank. It has sent before it waits, and programs start in the
-order of their numbers: so of all that wait, that with the lowest number finds its letters or gets them soon, and no rank's
+order of their numbers: so of all that wait, that with the lowest number finds its values or gets them soon, and no rank's
 programs keep another's from running, however few run at a time. A kernel that may start while this one ends (`pdl`) starts
 its programs behind all of this one's.
 """
@@ -15,18 +15,18 @@ import torch
 import triton
 import triton.language as tl
 
-from folovllm.distributed.one_shot_buffers import LETTERS, MOST_PROGRAMS, OneShotBuffers
+from folovllm.distributed.one_shot_buffers import MOST_PROGRAMS, VALUES, OneShotBuffers
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.skinny_linear import add_products, load_inputs, load_rows, repeat, tiling, total_rows
 
-# Reads a letter again and again, until it has the right number: past all caches that do not hear of other GPUs.
+# Reads 8 bytes again and again, until it has the right number: past all caches that do not hear of other GPUs.
 WAIT = tl.constexpr("""{
     .reg .pred early;
-    .reg .b64 letter;
+    .reg .b64 pair;
     .reg .b32 number;
 again:
-    ld.relaxed.sys.global.b64 letter, [$1];
-    mov.b64 {$0, number}, letter;
+    ld.relaxed.sys.global.b64 pair, [$1];
+    mov.b64 {$0, number}, pair;
     setp.ne.b32 early, number, $2;
     @early bra again;
 }""")
@@ -34,7 +34,7 @@ again:
 
 @triton.jit
 def stack(rows):
-    """Tiles [ROWS] of each token, as one [M, ROWS]: then each letter has a thread, and all are waited for at once."""
+    """Tiles [ROWS] of each token, as one [M, ROWS]: then each value has a thread, and all are waited for at once."""
     token = tl.arange(0, len(rows))[:, None]
     tile = tl.zeros([len(rows), rows[0].shape[0]], tl.float32)
     for m in tl.static_range(len(rows)):
@@ -43,37 +43,37 @@ def stack(rows):
 
 
 @triton.jit
-def send(parts, box_ptr, number):
-    """Write parts [M, ROWS] float32 of sum `number` into another rank's box."""
-    letter = (number.to(tl.int64) << 32) | (parts.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
-    tl.store(box_ptr, letter)
+def send(parts, buffer_ptr, number):
+    """Write parts [M, ROWS] float32 of sum `number` into another rank's buffer."""
+    pair = (number.to(tl.int64) << 32) | (parts.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+    tl.store(buffer_ptr, pair)
 
 
 @triton.jit
-def receive(box_ptr, number, WAITS: tl.constexpr):
+def receive(buffer_ptr, number, WAITS: tl.constexpr):
     """Wait for parts of sum `number`. In the interpreter they are there, or are not numbers."""
     if WAITS:
-        parts = tl.inline_asm_elementwise(WAIT, "=r,l,r", [box_ptr, number], tl.int32, False, 1)
+        parts = tl.inline_asm_elementwise(WAIT, "=r,l,r", [buffer_ptr, number], tl.int32, False, 1)
     else:
-        letter = tl.load(box_ptr)
-        parts = tl.where(letter >> 32 == number, letter, 0x7FC00000).to(tl.int32)
+        pair = tl.load(buffer_ptr)
+        parts = tl.where(pair >> 32 == number, pair, 0x7FC00000).to(tl.int32)
     return parts.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def summed_linear_kernel(
-    x_ptr, weight_ptr, residual_ptr, out_ptr, box_ptrs, number_ptr, stride_x, num_rows, K: tl.constexpr, RANK: tl.constexpr,
-    LETTERS: tl.constexpr, RESIDUAL: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    x_ptr, weight_ptr, residual_ptr, out_ptr, buffer_ptrs, number_ptr, stride_x, num_rows, K: tl.constexpr, RANK: tl.constexpr,
+    VALUES: tl.constexpr, RESIDUAL: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     WAITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program p: outputs p * ROWS to p * ROWS + ROWS of all M tokens, as `skinny_linear_kernel`; then the other ranks' parts.
 
-    RESIDUAL [M, num_rows] is added to the sum. Of the boxes a program uses its own place alone.
+    RESIDUAL [M, num_rows] is added to the sum. A program uses its own place in the buffers alone.
     """
     let_next_start(PDL)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     WIDTH: tl.constexpr = K // 2 if weight_ptr.dtype.element_ty == tl.int32 else K
-    SIZE: tl.constexpr = len(box_ptrs)
+    SIZE: tl.constexpr = len(buffer_ptrs)
     place = tl.program_id(0)
     outputs = place * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, CHUNK)[None, :]
@@ -89,16 +89,16 @@ def summed_linear_kernel(
         xs = load_inputs(x_row_ptr, stride_x, k, i * CHUNK, WIDTH, M)
         sums = add_products(sums, weights[i], xs, DTYPE)
     own = stack(total_rows(sums))
-    letter = (place * 2 + (number & 1)) * SIZE * LETTERS + token * ROWS + row  # [M, ROWS], of those from rank 0
+    offset = (place * 2 + (number & 1)) * SIZE * VALUES + token * ROWS + row  # [M, ROWS], of those from rank 0
     for peer in tl.static_range(SIZE):
         if peer != RANK:
-            send(own, box_ptrs[peer] + RANK * LETTERS + letter, number)
+            send(own, buffer_ptrs[peer] + RANK * VALUES + offset, number)
     total = tl.zeros([M, ROWS], tl.float32)
     for sender in tl.static_range(SIZE):
         if sender == RANK:
             total += own
         else:
-            total += receive(box_ptrs[RANK] + sender * LETTERS + letter, number, WAITS)
+            total += receive(buffer_ptrs[RANK] + sender * VALUES + offset, number, WAITS)
     tl.store(out_ptr + at, (total + y).to(DTYPE), mask=kept)
     tl.store(number_ptr + place, number + 1)
 
@@ -119,7 +119,7 @@ def summed_linear(
         x, weight = x.view(torch.int32), weight.view(torch.int32)
     summed_linear_kernel[(triton.cdiv(rows, per_program),)](
         x, weight, out if residual is None else residual, out, one_shot_buffers.buffers, one_shot_buffers.numbers, x.stride(0), rows,
-        K=width, RANK=one_shot_buffers.rank, LETTERS=LETTERS, RESIDUAL=residual is not None, M=num_tokens, ROWS=per_program,
+        K=width, RANK=one_shot_buffers.rank, VALUES=VALUES, RESIDUAL=residual is not None, M=num_tokens, ROWS=per_program,
         CHUNK=min(chunk, triton.next_power_of_2(x.shape[1])), WAITS=not triton.knobs.runtime.interpret, num_warps=num_warps,
         **launch_options(x.device, num_tokens),
     )  # fmt: skip
@@ -127,7 +127,7 @@ def summed_linear(
 
 
 def fits(num_tokens: int, weight: torch.Tensor) -> bool:
-    """Whether the boxes have a place for each program, and a letter for each of its results."""
+    """Whether the buffers have a place for each program, and room for each of its results."""
     rows = len(weight)
     _, per_program, _ = tiling(num_tokens, rows, weight.shape[1] * weight.itemsize)
-    return triton.cdiv(rows, per_program) <= MOST_PROGRAMS and num_tokens * per_program <= LETTERS
+    return triton.cdiv(rows, per_program) <= MOST_PROGRAMS and num_tokens * per_program <= VALUES

@@ -15,7 +15,7 @@ from folovllm.step.sampling_spec import Logprobs, SamplingSpec
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """Per-row parameters of a sample; None where no row uses the filter, so that it costs nothing."""
+    """Per-row sampling parameters; None where no row uses the filter, so that it costs nothing."""
 
     temperature: torch.Tensor  # [S] float32; 0 is greedy
     seeds: torch.Tensor  # [S] int64

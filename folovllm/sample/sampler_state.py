@@ -1,4 +1,4 @@
-"""The device's side of sampling: fields, words and bits by row, and sampling of any row with no look back at the host.
+"""The device's side of sampling: fields, words and bits by row, and sampling for any row without the host.
 
 The runner's seam. A row that gets an owner brings one `RowUpdate` (`folovllm/sampling_row.py`); after that a step needs only
 which rows it samples for and at which position:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class SamplerState:
-    """What the device knows of sampling of each row, with one row more for padding, which is greedy and plain.
+    """How the device samples each row, with one row more for padding, which is greedy and plain.
 
     Attributes:
         fields: [rows + 1, len(RowField)] int32.
@@ -119,7 +119,7 @@ class SamplerState:
     def note(
         self, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, draws: torch.Tensor | None = None
     ) -> None:
-        """Take in the sampled `tokens`, for the samples to come: count them, and see which tokens would now end a bad word.
+        """Take in the sampled `tokens`, for later steps: count them, and see which tokens would now end a bad word.
 
         Args:
             tokens: [S] int64. rows: [S] int32. positions: [S] int32, of these tokens.

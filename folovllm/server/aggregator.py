@@ -29,7 +29,7 @@ class Served:
 def deltas_of(step: ev.StepEnded, served: Mapping[int, Served]) -> list[Delta]:
     """The tokens that a step sampled, an answer at a time; `served` has the answers by their `seq_id`.
 
-    A share may sample nothing (its prompt is not done), and its sequence may have ended while the step was under way: there is
+    A scheduled sequence may sample nothing (its prompt is not done), and may have ended while the step was under way: there is
     no delta for such. Rows of log-probabilities are there for the shares that asked for them, those of the prompt first.
     """
     token_ids, logprobs = step.result.token_ids, step.result.logprobs

@@ -29,11 +29,11 @@ class DraftRows(BatchRows):
         super().__init__(*args)
         self.drafts: dict[int, list[int]] = {}
 
-    def share_maker(self) -> Callable[[Sequence, int], ScheduledSequence]:
+    def maker(self) -> Callable[[Sequence, int], ScheduledSequence]:
         """As ever where the coming step has no drafts: nothing is looked up for each scheduled sequence."""
-        return self._share_with_draft if self.drafts else self.scheduled
+        return self._scheduled_with_draft if self.drafts else self.scheduled
 
-    def _share_with_draft(self, seq: Sequence, num_new_tokens: int) -> ScheduledSequence:
+    def _scheduled_with_draft(self, seq: Sequence, num_new_tokens: int) -> ScheduledSequence:
         """As `scheduled`; of a sequence with a draft all tokens but this and the newest are computed. That may be in flight."""
         scheduled, draft = self.scheduled(seq, num_new_tokens), self.drafts.get(seq.seq_id)
         if draft is None:
@@ -59,7 +59,7 @@ class Verifying(NamedTuple):
 class SpeculativeScheduler(Scheduler):
     """A `Scheduler` that lets the model verify drafts.
 
-    Draft tokens are in scheduled sequences and nowhere else: a sequence has only tokens that were sampled, and no block with a draft token
+    Draft tokens are in a `ScheduledSequence` and nowhere else: a `Sequence` has only tokens that were sampled, and no block with a draft token
     in it gets a hash. A step never preempts for a draft: where room or budget is short, fewer tokens are verified.
     """
 
@@ -134,7 +134,7 @@ class SpeculativeScheduler(Scheduler):
             scheduled.token_ids[:] = self.speculation.proposer.resolve(scheduled.token_ids.tolist())
 
     def _accept(self, seq: Sequence, token_ids: list[int], num_draft_tokens: dict[int, int]) -> Sequence | None:
-        """Append the tokens of a scheduled sequence that verified a draft, as `Scheduler.postprocess` would one by one; returns `seq`.
+        """Append the tokens of a sequence whose draft was verified, as `Scheduler.postprocess` would one by one; returns `seq`.
 
         So each token meets the same checks, and the same blocks get hashes, as without a draft. Tokens behind the end of the
         answer are cut off the list.

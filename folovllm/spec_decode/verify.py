@@ -1,6 +1,6 @@
 """Several samples of one sequence in a step: which they are, and how many of their tokens count.
 
-A scheduled sequence of a sequence with a draft computes its newest token and k draft tokens, and samples k + 1 tokens: one after each of
+A sequence with a draft computes its newest token and k draft tokens, and samples k + 1 tokens: one after each of
 them. Noise depends on (seed, position, token id) alone. So each sample is the very one that a step of its own would make,
 as long as all draft tokens before it are what was sampled. No sample has to be rejected by chance.
 """

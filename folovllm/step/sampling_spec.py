@@ -21,7 +21,7 @@ def no_tokens() -> TokenIds:
 class SamplingSpec:
     """How the tokens of one sequence are sampled.
 
-    The position of a sample (the index of the token to sample in its sequence) is no part of it: the scheduled sequence says it.
+    The position (the index of the token to sample in its sequence) is no part of it: `ScheduledSequence.end` is.
     """
 
     seed: int = 0
@@ -38,7 +38,7 @@ class SamplingSpec:
     num_prompt_tokens: int = 0
     history: TokenIds = field(default_factory=no_tokens)  # the tokens so far, for penalties and bad words; else empty
     allowed: tuple[int, ...] | None = None  # the tokens that may be sampled at all; None: all
-    has_grammar: bool = False  # which tokens may be sampled is said anew for each sample
+    has_grammar: bool = False  # a new mask comes for each token
     bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that the answer must not hold
     bias: tuple[tuple[int, float], ...] = ()  # token ids, each once, and what is added to their logits
 

@@ -45,11 +45,11 @@ class ScheduledSequence(NamedTuple):
         return self.start + self.num_new_tokens
 
     def __repr__(self) -> str:
-        return f"ScheduledSequence(seq {self.seq_id}, row {self.row}: tokens {self.start} to {self.end}, {self.num_samples} drawn)"
+        return f"ScheduledSequence(seq {self.seq_id}, row {self.row}: tokens {self.start} to {self.end}, {self.num_samples} sampled)"
 
 
 def tokens_to_score(scheduled_seqs: Sequence[ScheduledSequence]) -> list[tuple[int, int, int, int]]:
-    """Four numbers for each prompt token to score: index of its scheduled sequence, token of the step before it, its id, `num_top`."""
+    """Four numbers for each prompt token to score: index of its sequence, token of the step before it, its id, `num_top`."""
     wanted, start = [], 0
     for i, scheduled in enumerate(scheduled_seqs):
         if (scores := scheduled.scores) is not None:
@@ -79,13 +79,11 @@ class SchedulerOutput:
 
 @dataclass(slots=True, frozen=True)
 class StepResult:
-    """What a step sampled, sequence by sequence: no token where a scheduled sequence samples none, one today, several with speculation."""
+    """What a step sampled, sequence by sequence: no token in the middle of a prompt, one elsewhere, several with drafts."""
 
     token_ids: list[list[int]]  # [S]
-    logprobs: dict[
-        int, list[Logprobs]
-    ]  # by index of the scheduled sequence, of those that asked: one entry for each token that
-    # was sampled; before them those of `ScheduledSequence.scores`
+    # By index of the sequence, of those that asked: one entry a sampled token, behind those of `ScheduledSequence.scores`.
+    logprobs: dict[int, list[Logprobs]]
 
 
 def one_each(
@@ -94,7 +92,7 @@ def one_each(
     logprobs: list[Logprobs | None],
     scores: dict[int, list[Logprobs]] | None = None,
 ) -> StepResult:
-    """The result of a sample that gave every row [S] one token: it counts where the scheduled sequence samples, and else is dropped.
+    """The result of a step that sampled one token for every row [S]; tokens in the middle of a prompt are dropped.
 
     `scores`: by index of the scheduled sequence, what `ScheduledSequence.scores` asked for.
     """

@@ -1,4 +1,4 @@
-"""Which tokens some rows of a step may sample: what travels between the forward pass and a sample that waits for it."""
+"""Which tokens some rows of a step may sample: what travels between the forward pass and deferred sampling."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Int32 = npt.NDArray[np.int32]
 
 @dataclass(slots=True, frozen=True, eq=False)
 class TokenBitmasks:
-    """Of n samples; other rows sample as they always do. A row that samples several tokens has a mask for each, in order."""
+    """The masks of n tokens; other rows sample without. A row that samples several tokens has a mask for each, in order."""
 
     rows: Int32  # [n]
     bits: Int32  # [n, ceil(V / 32)]: bit t % 32 of word t // 32 is set where token t may be sampled
 
     def of_level(self, level: int) -> TokenBitmasks:
-        """Those of each row's first sample (level 0), second sample (1), and so on."""
+        """Those of each row's first token (level 0), second token (1), and so on."""
         place = np.arange(len(self.rows))
         begins = np.concatenate([[True], self.rows[1:] != self.rows[:-1]])[: len(place)]
         at = place - np.maximum.accumulate(np.where(begins, place, 0)) == level

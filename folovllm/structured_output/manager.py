@@ -40,7 +40,7 @@ MOST_TOKENIZERS = 4  # of the library, that are kept: a model with ends of its o
 class Compiled:
     """A grammar that requests have asked for, and others may. It takes milliseconds to compile.
 
-    Copies scheduled sequence what the library finds out about the grammar, and keeps for ever; so it is compiled anew from time to time.
+    Copies share what the library finds out about the grammar, and keeps for ever; so it is compiled anew from time to time.
     """
 
     grammar: Grammar  # at the beginning of an answer

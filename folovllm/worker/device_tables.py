@@ -39,7 +39,7 @@ class DeviceTables:
             max_seq_len=max_seq_len,
             query_lens_host=[1] * width,
             seq_lens_host=seq_lens.tolist() if fields.device.type == "cpu" else [],
-            is_disjoint=True,  # only a sequence's first scheduled sequence begins with what others compute, and here is none
+            is_disjoint=True,  # only a sequence's first step begins with what others compute, and here is none
         )
 
     def _unpack(self, fields: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The start, dry_run over a few layers: all its kernels are compiled at once, before one of them is needed."""
+"""A dry run of the start over a few layers: all its kernels are compiled at once, before one of them is needed."""
 
 from __future__ import annotations
 

@@ -78,9 +78,9 @@ class GraphRunner:
         self._tables = DeviceTables(rows, -(-setup.max_model_len // setup.block_size), setup.block_size, device)
         self._graphs = graphs
         self._other_graphs: dict[tuple[Bucket, str], StepGraph] = {}
-        self._is_dry_run = device.type == "cuda" and not setup.config.compile
+        self._has_dry_run = device.type == "cuda" and not setup.config.compile
         # Ranks run it before: their sums' first call in a recording has never been tried on several GPUs.
-        self._recorder = Recorder(device, self._is_dry_run and setup.config.tensor_parallel_size == 1)
+        self._recorder = Recorder(device, self._has_dry_run and setup.config.tensor_parallel_size == 1)
         self._late: Computed | None = None  # what `TokenBitmasks` set going again
         self._num_drafted = 0 if verifier is None else verifier.num_samples
         self._tokens = torch.zeros(rows + self._num_drafted, dtype=torch.int64, device=device)  # what the step sampled
@@ -104,7 +104,7 @@ class GraphRunner:
         buckets = self._wanted() if captures else []
         if captures:
             self._reserve_results(buckets)
-        if self._is_dry_run:
+        if self._has_dry_run:
             self.compile_at_once(captures)
         largest = max((bucket.num_tokens for bucket in buckets if not bucket.has_drafts), default=0)
         num_blocks = self._runner.fit_kv_cache(largest / setup.max_num_batched_tokens)
@@ -224,7 +224,7 @@ class GraphRunner:
         return self._other_graphs[key]
 
     def execute_model(self, step: PackedStep | TokenBitmasks) -> PendingStep | None:
-        """Start a packed step, or sampling of the one that has its logits; the host does not wait for anything.
+        """Start a packed step, or let the one that has its logits sample; the host does not wait for anything.
 
         None for a step that samples late.
         """
@@ -397,7 +397,7 @@ class GraphRunner:
     # --- drafts: a row has several samples, and no step begins before it is known which of them count ---
 
     def _sample_drafts(self, computed: Computed, masks: TokenBitmasks | None) -> None:
-        """Sample all samples at once, unless some row's logits depend on the tokens before."""
+        """Sample everything at once, unless some row's logits depend on the tokens before."""
         step, bucket, samples = computed.step, computed.bucket, computed.samples
         if step.has_memory:
             self._sample_levels(computed, masks)

@@ -22,7 +22,7 @@ from folovllm.step.schedule import SchedulerOutput, Scores, StepResult, one_each
 
 @contextmanager
 def progress_bars(wanted: bool) -> Iterator[None]:
-    """Let transformers sample its progress, or not; afterwards all is as before."""
+    """Let transformers show its progress, or not; afterwards all is as before."""
     if wanted or not hf_logging.is_progress_bar_enabled():
         yield
         return

@@ -30,7 +30,7 @@ class RaggedArrays:
 class InputBatch:
     """Turns the scheduled sequences of a step into a `ForwardBatch` on the device.
 
-    A scheduled sequence brings the new entries of its sequence's block table; what came before is kept here, by row.
+    A step brings the new entries of each sequence's block table; what came before is kept here, by row.
     """
 
     def __init__(self, slots: SlotsOf, block_size: int, device: torch.device) -> None:
@@ -64,7 +64,7 @@ class InputBatch:
         )
 
     def note_blocks(self, scheduled_seqs: Sequence[ScheduledSequence]) -> None:
-        """Bring the block tables up to date. The first scheduled sequence of a row begins a new one."""
+        """Bring the block tables up to date. A sequence that is new in its row begins a new one."""
         for scheduled in scheduled_seqs:
             if scheduled.sampling is not None:
                 self.block_tables[scheduled.row] = []
@@ -73,12 +73,12 @@ class InputBatch:
     def flatten(self, scheduled_seqs: Sequence[ScheduledSequence]) -> RaggedArrays:
         """Lay the new tokens of all scheduled sequences end to end, with no padding.
 
-        Scheduled sequence i brings tokens `start` to `end = start + num_new_tokens` of its sequence:
+        Sequence i brings its tokens `start` to `end = start + num_new_tokens`, where `scheduled = scheduled_seqs[i]`:
 
         - input_ids: `scheduled.token_ids`; positions: start, ..., end - 1;
         - slot_mapping: `self._slots(self.block_tables[scheduled.row], self._block_size, start, end)`;
-        - query_start_loc: [0, n_0, n_0 + n_1, ...], so that scheduled sequence i's tokens are query_start_loc[i] to [i + 1];
-        - logits_indices: the last token of each scheduled sequence, the only one whose logits are needed.
+        - query_start_loc: [0, n_0, n_0 + n_1, ...], so that sequence i's tokens are query_start_loc[i] to [i + 1];
+        - logits_indices: the last token of each sequence, the only one whose logits are needed.
 
         All are int64, which torch takes as an index; `scheduled.token_ids` is int32.
         """

@@ -77,9 +77,7 @@ class LoopRunner(SerialModelRunner):
         super().__init__(setup, load, sampler)
         self._make_loop = loop
         self._sampled: SamplerOutput | None = None  # in this step
-        self._scores: dict[int, list[Logprobs]] | None = (
-            None  # of this step's scheduled sequence; None: not computed yet
-        )
+        self._scores: dict[int, list[Logprobs]] | None = None  # of this step; None: not computed yet
 
     def initialize_kv_cache(self) -> int:
         """Nothing to allocate: the loop has the caches."""

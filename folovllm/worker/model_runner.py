@@ -1,4 +1,4 @@
-"""Our model over a whole batch at once, with one KV cache that all sequences scheduled sequence."""
+"""Our model over a whole batch at once, with one KV cache that all sequences share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("folovllm")
 
 
 class ModelRunner:
-    """Runs a step: tensors, model, logits of the last tokens, sample."""
+    """Runs a step: tensors, model, logits of the last tokens, sampling."""
 
     def __init__(
         self,

@@ -32,23 +32,23 @@ class StepGraph(Protocol):
 class CudaGraph:
     """A CUDA graph: the launches of a whole step for the price of one."""
 
-    def __init__(self, static_input: torch.Tensor, pool: Any, stream: torch.cuda.Stream, is_rehearsed: bool) -> None:
+    def __init__(self, static_input: torch.Tensor, pool: Any, stream: torch.cuda.Stream, had_dry_run: bool) -> None:
         """Graphs of one `pool` and one `stream` share their memory. torch's own stream is on the GPU that records first.
 
-        `is_rehearsed`: what `run` compiles, loads or sets to zero at its first call is there.
+        `had_dry_run`: what `run` compiles, loads or sets to zero at its first call is there.
         """
         self.static_input = static_input
         self._graph = torch.cuda.CUDAGraph()
         self._pool = pool
         self._stream = stream
-        self._is_dry_run = is_rehearsed
+        self._had_dry_run = had_dry_run
 
     def capture(self, run: Callable[[torch.Tensor], None]) -> None:
-        """Record `run(static_input)`. Unless it is dry_run it runs once before.
+        """Record `run(static_input)`. Unless its kernels were compiled by a dry run, it runs once before.
 
         A kernel that was missed is loaded all the same: "relaxed" allows that while something is recorded.
         """
-        if not self._is_dry_run:
+        if not self._had_dry_run:
             run(self.static_input)
             torch.cuda.synchronize()
         with torch.cuda.graph(self._graph, pool=self._pool, stream=self._stream, capture_error_mode="relaxed"):
@@ -92,12 +92,12 @@ class RecordedGraph:
 class Recorder:
     """Records graphs one after the other: on a GPU all in one pool of memory, for they never run at the same time."""
 
-    def __init__(self, device: torch.device, is_rehearsed: bool = False) -> None:
-        """`is_rehearsed`: as `CudaGraph`, of all that will be recorded."""
+    def __init__(self, device: torch.device, had_dry_run: bool = False) -> None:
+        """`had_dry_run`: as `CudaGraph`, of all that will be recorded."""
         self._device = device
         self._shared: tuple[Any, torch.cuda.Stream, bool] | None = None
         if device.type == "cuda":
-            self._shared = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device), is_rehearsed
+            self._shared = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device), had_dry_run
 
     def record(
         self, padding: npt.NDArray[np.int32], work: Callable[[torch.Tensor], None], from_host: bool = False

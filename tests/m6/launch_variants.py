@@ -72,9 +72,9 @@ def measure(overrides: dict) -> dict:
     at_start = list(seen)
     steps = serve_everything(engine)
     engine.close()
-    not_rehearsed = [variant for variant in at_start if variant not in dry_run]
+    not_in_dry_run = [variant for variant in at_start if variant not in dry_run]
     return {
-        "at start": len(at_start), "steps": steps, "later": list(seen)[len(at_start) :], "not dry_run": not_rehearsed
+        "at start": len(at_start), "steps": steps, "later": list(seen)[len(at_start) :], "not in the dry run": not_in_dry_run
     }  # fmt: skip
 
 

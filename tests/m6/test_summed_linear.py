@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from folovllm.distributed.one_shot_buffers import LETTERS, MOST_PROGRAMS, OneShotBuffers, buffer_shape
+from folovllm.distributed.one_shot_buffers import MOST_PROGRAMS, VALUES, OneShotBuffers, buffer_shape
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
@@ -38,16 +38,16 @@ def add_up(
         for own, numbers in zip(ranks, before, strict=True):
             own.numbers.copy_(numbers)
         results = [summed_linear(xs[r], weights[r], ranks[r], residual) for r in range(size)]
-        assert again or results[0].isnan().all(), "the first rank did not wait for the others' letters"
+        assert again or results[0].isnan().all(), "the first rank did not wait for the others' values"
     return results
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="ranks of one process do not wait: for the interpreter")
-class TestLetters:
+class TestBuffers:
     @pytest.mark.parametrize(("size", "adds"), [(2, True), (3, False)])
     @pytest.mark.parametrize("tokens", [1, 2, 4])
     def test_every_rank_has_the_whole_sum(self, size: int, tokens: int, adds: bool) -> None:
-        """One sum after the other, of other numbers and other shapes, in boxes that nobody clears."""
+        """One sum after the other, of other numbers and other shapes, in buffers that nobody clears."""
         generator, ranks = torch.Generator().manual_seed(tokens), one_shot_buffers(size)
         for rows, width in ((7, 24), (5, 132), (7, 24)):
             x = torch.randn(tokens, size * width, generator=generator)
@@ -61,10 +61,10 @@ class TestLetters:
 
     def test_a_greeting_is_no_letter(self) -> None:
         ranks = one_shot_buffers(2)
-        ranks[0].greet()
-        assert not any(own.is_greeted() for own in ranks)
-        ranks[1].greet()
-        assert all(own.is_greeted() for own in ranks)
+        ranks[0].write_trial()
+        assert not any(own.has_trials() for own in ranks)
+        ranks[1].write_trial()
+        assert all(own.has_trials() for own in ranks)
         assert add_up(ranks, torch.ones(1, 8), torch.ones(3, 8), None)[0].eq(8).all()
 
     def test_numbers_of_sums_go_round(self) -> None:
@@ -88,7 +88,7 @@ def test_the_boxes_are_large_enough(tokens: int) -> None:
     for rows, width in GEOMETRIES:
         weight = torch.empty(rows, width, dtype=torch.bfloat16, device="meta")
         _, per_program, _ = tiling(tokens, rows, 2 * width)
-        assert fits(tokens, weight) and tokens * per_program <= LETTERS and rows <= MOST_PROGRAMS * per_program
+        assert fits(tokens, weight) and tokens * per_program <= VALUES and rows <= MOST_PROGRAMS * per_program
     assert not fits(tokens, torch.empty(8 * MOST_PROGRAMS, 64, dtype=torch.bfloat16, device="meta"))
 
 
@@ -151,5 +151,5 @@ def as_rank() -> str:
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(60, exit=True)  # who waits for a letter in vain goes with its kernel
+    faulthandler.dump_traceback_later(60, exit=True)  # who waits for a value in vain goes with its kernel
     Path(sys.argv[2], os.environ["RANK"]).write_text(as_rank())

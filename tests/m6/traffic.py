@@ -92,7 +92,7 @@ def assert_the_start_meets_every_variant(module: str, steps: int = 100) -> None:
     assert found.keys() == import_module(module).ENGINES.keys()
     for name, engine in found.items():
         assert engine["at start"] >= 9 and engine["steps"] >= steps, name
-        assert not engine["not dry_run"], f"{name}, compiled one after the other: {engine['not dry_run']}"
+        assert not engine["not in the dry run"], f"{name}, compiled one after the other: {engine['not in the dry run']}"
         assert not engine["later"], f"{name}: {engine['later']}"
 
 
