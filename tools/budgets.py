@@ -24,7 +24,7 @@ PARTS = {
     "X3": ["spec_decode/*"],
     "X4": ["moe/*"],
     "inspector, bench, cli": [
-        "inspector/*", "bench/*", "cli/*", "cli.py", "cli/chat.py", "cli/terminal.py", "cli/flags.py", "cli/show.py", "watcher.py", "cli/remote.py",
+        "inspector/*", "bench/*", "cli/*", "cli.py", "cli/conversation.py", "cli/terminal.py", "cli/flags.py", "cli/show.py", "watcher.py", "cli/remote.py",
     ],
 }  # fmt: skip
 BUDGETS = {

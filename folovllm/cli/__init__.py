@@ -204,7 +204,7 @@ def chat(
     **given: Any,
 ) -> None:
     """Talk to the model. /reset starts anew, Ctrl-C stops an answer, Ctrl-D leaves."""
-    from folovllm.cli.chat import Chat, OwnEngine
+    from folovllm.cli.conversation import Chat, OwnEngine
     from folovllm.cli.remote import server_of_flags
     from folovllm.sampling_params import SamplingParams
 

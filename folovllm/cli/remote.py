@@ -23,7 +23,7 @@ class ServerError(ValueError):
 
 
 class Server:
-    """A server's model, as a `folovllm.cli.chat.Speaker`.
+    """A server's model, as a `folovllm.cli.conversation.Speaker`.
 
     Args:
         url: `http://host:port`, with `/v1` or without.

@@ -38,7 +38,7 @@ class SamplingRows:
             rows, bits = (torch.from_numpy(array).to(self._device) for array in (masks.rows, masks.bits))
             self._state.set_masks(rows, bits)
 
-    def draw(
+    def sample(
         self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int], counts: Sequence[int] | None = None
     ) -> SamplerOutput:
         """Sample a token for each of `rows` from its logits [S, V], at its index in the sequence. The rows know of it.

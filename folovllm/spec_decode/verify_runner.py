@@ -45,7 +45,7 @@ class VerifyingModelRunner(ModelRunner):
             if not at:
                 break
             self._sampling_rows.set_masks(None if output.masks is None else output.masks.of_level(level))
-            found = self._sampling_rows.draw(
+            found = self._sampling_rows.sample(
                 logits[at], [scheduled_seqs[sequence[r]].row for r in at], [position[r] for r in at]
             )
             for r, token, row in zip(at, found.token_ids, found.logprobs, strict=True):

@@ -92,7 +92,7 @@ class HFModelRunner:
         else:
             logits, scores[0] = self._score(input_ids, scheduled.scores)
         self._sampling_rows.set_masks(output.masks)
-        sampled = self._sampling_rows.draw(logits, [scheduled.row], [scheduled.end])
+        sampled = self._sampling_rows.sample(logits, [scheduled.row], [scheduled.end])
         return one_each(output.scheduled_seqs, sampled.token_ids, sampled.logprobs, scores)
 
     def _logits(self, input_ids: torch.Tensor, keep: int) -> torch.Tensor:

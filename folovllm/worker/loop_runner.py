@@ -115,5 +115,5 @@ class LoopRunner(SerialModelRunner):
     def _sample(self, logits: torch.Tensor) -> int:
         (scheduled,) = self._output.scheduled_seqs
         self._sampling_rows.set_masks(self._output.masks)
-        sampled = self._sampled = self._sampling_rows.draw(logits[None], [scheduled.row], [scheduled.end])
+        sampled = self._sampled = self._sampling_rows.sample(logits[None], [scheduled.row], [scheduled.end])
         return sampled.token_ids[0]

@@ -146,7 +146,7 @@ class ModelRunner:
         scheduled_seqs = output.scheduled_seqs
         self._sampling_rows.set_masks(output.masks)
         rows, positions, counts = zip(*[(s.row, s.end, s.num_samples) for s in scheduled_seqs], strict=True)
-        sampled = self._sampling_rows.draw(logits, rows, positions, counts)
+        sampled = self._sampling_rows.sample(logits, rows, positions, counts)
         return one_each(scheduled_seqs, sampled.token_ids, sampled.logprobs, scores)
 
     def forward(self, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:

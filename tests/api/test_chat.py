@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from folovllm import LLM, SamplingParams
-from folovllm.cli.chat import Chat, OwnEngine
+from folovllm.cli.conversation import Chat, OwnEngine
 from tests.helpers import tiny_checkpoint
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from folovllm.cli import main
-from folovllm.cli.chat import Chat, OwnEngine
+from folovllm.cli.conversation import Chat, OwnEngine
 from folovllm.cli.flags import described_fields, pick
 from folovllm.config import EngineConfig
 from folovllm.events import Listener, StepEnded

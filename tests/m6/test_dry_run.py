@@ -80,7 +80,7 @@ def test_as_many_compile_as_a_container_has_cores(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_other_processes_compile(tmp_path: Path) -> None:
-    found = run("compile_pool", tmp_path)
+    found = run("compile_in_pool", tmp_path)
     new = found["new"]
     assert new["here"] == [] and new["loaded"] == 2 and new["begun"] in (1, 2), (
         "other processes compile, this one loads"
@@ -100,7 +100,7 @@ def test_other_processes_compile(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_others_end_with_this_process(tmp_path: Path) -> None:
-    with begin("compile_pool", tmp_path, "end") as process:
+    with begin("compile_in_pool", tmp_path, "end") as process:
         assert process.stdout is not None
         other = int(process.stdout.readline())
         os.kill(other, 0)
@@ -124,8 +124,8 @@ def test_kernels_need_no_torch() -> None:
     program = f"""
 import sys
 from importlib import import_module
-from folovllm.kernels.compile_worker import WITHOUT, Shell
-sys.modules.update({{name: Shell(name) for name in WITHOUT}})
+from folovllm.kernels.compile_worker import WITHOUT, TorchStub
+sys.modules.update({{name: TorchStub(name) for name in WITHOUT}})
 for module in {kernel_modules()}:
     import_module(module)
 """

@@ -103,7 +103,7 @@ class TestDrawState:
             )
             assert torch.equal(adjusted, expected)
             tokens = state.sample(logits, rows, positions)
-            drawn = anew.draw(logits, range(len(seqs)), positions.tolist())
+            drawn = anew.sample(logits, range(len(seqs)), positions.tolist())
             assert tokens.tolist() == drawn.token_ids
             state.note(tokens, rows, positions)
             for seq, token in zip(seqs, tokens.tolist(), strict=True):

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from folovllm.cli import main
-from folovllm.cli.chat import Chat
+from folovllm.cli.conversation import Chat
 from folovllm.cli.remote import Server, ServerError
 from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams

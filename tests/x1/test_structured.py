@@ -211,7 +211,7 @@ class TestOthers:
         made = make_engine(EngineConfig(model=str(tiny_checkpoint()), device="cpu", use_tqdm=False, max_model_len=64))
         assert isinstance(made, OverlappedEngine)
         happened: list[str] = []
-        for owner, name in ((made.executor, "forward"), (made.executor, "draw"), (made, "_take_in")):
+        for owner, name in ((made.executor, "forward"), (made.executor, "sample"), (made, "_take_in")):
             inner = getattr(owner, name)
             spy = lambda *args, name=name, inner=inner: (happened.append(name), inner(*args))[1]  # noqa: E731
             monkeypatch.setattr(owner, name, spy)
@@ -220,7 +220,7 @@ class TestOthers:
         while made.has_unfinished_requests() and len(happened) < 9:
             made.step()
         made.close()
-        assert happened[:8] == ["forward", "draw", "forward", "draw", "_take_in", "forward", "draw", "_take_in"]
+        assert happened[:8] == ["forward", "sample", "forward", "sample", "_take_in", "forward", "sample", "_take_in"]
 
     def test_arrivals_and_aborts(self) -> None:
         """Requests come and are aborted at any moment; what is left is answered as by the plain loop."""
