@@ -11,7 +11,6 @@ first would go to the tensor cores by way of shared memory, behind a barrier.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 
@@ -265,4 +264,4 @@ def multiply(x: torch.Tensor, weight: QuantizedWeight, residual: torch.Tensor | 
     if variant is not None and variant.serves(x, weight.scale, weight.zeros):
         return variant.launch(x, weight.weight, weight.scale, weight.zeros, residual)
     dense = unpacked(weight, x.dtype)
-    return F.linear(x, dense) if residual is None else residual.addmm_(x, dense.t())
+    return torch.nn.functional.linear(x, dense) if residual is None else residual.addmm_(x, dense.t())
