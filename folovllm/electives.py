@@ -1,4 +1,4 @@
-"""The one table of the electives' parts that the core asks for: a hook's name, and by strings where a package has it.
+"""What lower layers may load of the electives, by strings. Parts of an engine are in `folovllm.extensions`.
 
 The core names an elective here and in `folovllm.extensions` (parts of an engine), and nowhere else. A module is imported
 when its hook is asked for, and each package may be missing: then a hook does nothing, or says which package is needed.
@@ -17,7 +17,7 @@ EXTRA_TENSORS = ("folovllm.quantization.checkpoint_kv_scales:taker_of",)
 # A module that measures the scales of an FP8 cache (`ModelRunner.calculate_kv_scales`).
 CALIBRATION = "folovllm.quantization.calibrate"
 
-# Speculative decoding (X3): makes one value of what an `EngineConfig` says about it in three fields.
+# Speculative decoding (X3): combines the three speculative fields of `EngineConfig`.
 SPECULATION = "folovllm.spec_decode.config:gather"
 
 # Weight sources: what returns the folder of a model, `find(name)`, which `find(name, download=True)` may fetch ...

@@ -51,8 +51,8 @@ COMMANDS = (
 class Extension:
     """What an elective changes in an engine. Each method is a hook; here it returns what the core has without electives.
 
-    An engine has one extension. The driver calls `prepare`, then `model_runner` or `graph_runner`, `attention_backend` and
-    `num_samples` as it makes the worker, then `scheduler`, and at the end `close`. Each rank of several makes an extension
+    An engine has one extension. The driver calls `prepare`, then `model_runner`, `attention_backend` and, for packed steps,
+    `num_samples` and `graph_runner` as it makes the worker, then `scheduler`, and at the end `close`. Each rank of several makes an extension
     of its own from its copy of the setup and never calls `prepare`, `scheduler` or `close`. What a hook returns is called
     as the core's own part is (`folovllm.build`). M1's runners and a learner's own components ask no hook.
     """
@@ -64,7 +64,7 @@ class Extension:
         """Make what needs memory of its own on the device: the executor, which comes next, takes all that is left."""
 
     def num_samples(self) -> int:
-        """The most tokens that a step samples: one for each row. A `model_runner` that samples more says so, too."""
+        """The most tokens that a step samples: one for each row. An extension whose runner samples more overrides this."""
         return self.setup.max_num_seqs
 
     def attention_backend(self, usual: Callable[[], AttentionBackend]) -> AttentionBackend:

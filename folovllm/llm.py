@@ -64,7 +64,7 @@ class LLM:
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What calls sample with that say nothing: what the model's generation_config.json recommends, else our defaults."""
+        """The sampling parameters of calls that pass none: those of the model's generation_config.json, else our defaults."""
         return SamplingParams.from_optional(**generation_defaults(self.engine.setup.path))
 
     def reset_prefix_cache(self) -> bool:

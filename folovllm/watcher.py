@@ -79,7 +79,7 @@ class Watcher:
     def holders(self) -> list[list[tuple[Watched, int]]]:
         """Who holds each block, [N]: pairs of a running sequence and how many of its tokens lie there (0 to B).
 
-        Several entries are a prefix that sequences scheduled sequence.
+        Several entries are a prefix that sequences share.
         """
         size = self.block_size
         held: list[list[tuple[Watched, int]]] = [[] for _ in self.cells]

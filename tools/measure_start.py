@@ -80,11 +80,11 @@ class Compiled:
 
     def watch(self, workers: Any) -> None:
         """Note those that other processes compile, too. Triton finds them here afterwards."""
-        compile_pool: Callable[[Any, Any], None] = workers.compile
+        compile_task: Callable[[Any, Any], None] = workers.compile
 
         def timed(self_: Any, task: Any) -> None:
             start = time.monotonic()
-            compile_pool(self_, task)
+            compile_task(self_, task)
             self._new.append((time.monotonic() - start, task.name))
 
         workers.compile = timed
@@ -115,10 +115,10 @@ def main() -> None:
     clock.add("import folovllm")
     from triton import knobs
 
-    from folovllm.kernels.compile_pool import Workers
+    from folovllm.kernels.compile_pool import CompilePool
 
     knobs.compilation.listener = compiled
-    compiled.watch(Workers)
+    compiled.watch(CompilePool)
     clock.add("import triton")
     with (
         tempfile.TemporaryDirectory() as folder,

@@ -23,7 +23,7 @@ ROOT = 0  # the parent of every first block
 
 
 def compute_hash(token_ids: TokenIds, prefix: int) -> int:
-    """The name of a full block: xxh64 of the name of the block before it and of its own tokens.
+    """The hash of a full block: xxh64 of the hash of the block before it and of its own tokens.
 
     Args:
         token_ids: the block's tokens, [B] int32.

@@ -102,7 +102,7 @@ class Server:
 
 
 def server_of_flags(url: str, api_key: str | None, fields: dict[str, Any], given: dict[str, Any]) -> Server:
-    """The server of a command line: `fields` sample, `given` are all flags.
+    """The server of a command line: `fields` are the sampling flags, `given` all flags.
 
     Raises:
         ValueError: as `Server`, and for flags that say how an engine is built: the server's was built before.

@@ -79,7 +79,7 @@ class BatchRows:
 
 
 class StepBuilder:
-    """A step while it is put together."""
+    """Collects the `ScheduledSequence`s of one step, and keeps its token budget."""
 
     def __init__(self, rows: BatchRows, running: Collection[Sequence], budget: int) -> None:
         self._start = time.monotonic() if rows.events.on else 0.0
@@ -116,7 +116,7 @@ class StepBuilder:
         return added
 
     def output(self) -> SchedulerOutput:
-        """The step: from here on a value."""
+        """Return the finished step, a value."""
         output = SchedulerOutput(tuple(self._scheduled_seqs.values()), tuple(self.preempted))
         if self._rows.events.on:
             self._report(output)
@@ -142,7 +142,7 @@ def scores_of(seq: Sequence, start: int, end: int) -> Scores | None:
 
 
 def sampling_spec(seq: Sequence) -> SamplingSpec:
-    """What a device must know to sample for `seq`. Where its answer has a form, the masks say what else rules tokens out."""
+    """What a device must know to sample for `seq`. With a grammar, the bitmask holds the rules about allowed and stop tokens."""
     p = seq.params
     has_grammar = p.structured_outputs is not None
     return SamplingSpec(

@@ -246,7 +246,7 @@ def filter_logits(
     """Find what survives the filters of each sequence that has FILTERS, and sample from it.
 
     A token survives if its logit (with bias and penalties) over the temperature is above `work.floor`, or equal to it
-    and its id is `work.last` at most. `work.tokens` is sampling, or -1 where there were too many candidates for it.
+    and its id is `work.last` at most. `work.tokens` gets the sampled tokens, or -1 where there were too many candidates for it.
     Entries of sequences without filters are left as they are.
 
     Args:

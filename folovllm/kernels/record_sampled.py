@@ -35,16 +35,16 @@ def forbid_next(line_ptr, token, position):
     tl.atomic_or(plane_ptr, tl.full([MAX_BAD_WORDS], 1, tl.int32) << (last & 31), mask=matches)
 
 
-@triton.jit(do_not_specialize_on_alignment=["token_ptr", "row_ptr", "position_ptr", "draws_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["token_ptr", "row_ptr", "position_ptr", "counts_ptr"])
 def record_sampled_kernel(
-    token_ptr, row_ptr, position_ptr, draws_ptr, field_ptr, word_ptr, stride_words, vocab_size, ALL: tl.constexpr
+    token_ptr, row_ptr, position_ptr, counts_ptr, field_ptr, word_ptr, stride_words, vocab_size, ALL: tl.constexpr
 ):
     """Program (sequence): as `record_sampled` says."""
     s = tl.program_id(0)
     row = tl.load(row_ptr + s).to(tl.int64)
     flags = tl.load(field_ptr + row * NUM_FIELDS + FLAGS) & (WORDS | BAD)
     if not ALL:
-        flags = tl.where(tl.load(draws_ptr + s) != 0, flags, 0)
+        flags = tl.where(tl.load(counts_ptr + s) != 0, flags, 0)
     if flags == 0:
         return
     line_ptr, token = word_ptr + row * stride_words, tl.load(token_ptr + s).to(tl.int32)
@@ -59,7 +59,7 @@ def record_sampled(
     tokens: torch.Tensor,
     rows: torch.Tensor,
     positions: torch.Tensor,
-    draws: torch.Tensor | None,
+    counts: torch.Tensor | None,
     fields: torch.Tensor,
     words: torch.Tensor,
     vocab_size: int,
@@ -69,10 +69,10 @@ def record_sampled(
     Args:
         tokens: [S] int64. rows: [S] int32, each row once (padding, which has no flags, as often as it likes).
         positions: [S] int32, of the tokens.
-        samples: [S], not 0 where the token counts; None: all do.
+        counts: [S], not 0 where the token counts; None: all do.
         fields: [rows, len(RowField)] int32. words: [rows, line_width(V)] int32, changed in place.
     """
     record_sampled_kernel[(len(tokens),)](
-        tokens, rows, positions, rows if draws is None else draws, fields, words, words.stride(0), vocab_size,
-        ALL=draws is None, num_warps=4,
+        tokens, rows, positions, rows if counts is None else counts, fields, words, words.stride(0), vocab_size,
+        ALL=counts is None, num_warps=4,
     )  # fmt: skip

@@ -57,7 +57,7 @@ def plain_kernel(
 
 @triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_ptr", "position_ptr"])
 def special_kernel(
-    logits_ptr, field_ptr, word_ptr, row_ptr, position_ptr, floor_ptr, last_ptr, drawn_ptr, best_ptr, at_ptr,
+    logits_ptr, field_ptr, word_ptr, row_ptr, position_ptr, floor_ptr, last_ptr, sampled_ptr, best_ptr, at_ptr,
     stride_logits, stride_words, vocab_size, num_tiles, WIDTH: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, part) takes tiles as in `scan_kernel`, of rows that are not plain.
@@ -73,7 +73,7 @@ def special_kernel(
     filtered = (flags & FILTERS) != 0
     floor = tl.load(floor_ptr + s, mask=filtered, other=float("-inf"))
     last = tl.load(last_ptr + s, mask=filtered, other=0x7FFFFFFF)
-    sampled = tl.load(drawn_ptr + s, mask=filtered, other=-1)
+    sampled = tl.load(sampled_ptr + s, mask=filtered, other=-1)
     for tile in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
         best, at = 0.0, sampled
         if sampled < 0:

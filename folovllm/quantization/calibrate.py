@@ -33,7 +33,7 @@ def calibration_seqs(setup: EngineSetup) -> list[ScheduledSequence]:
 
 
 def part_of(whole: ScheduledSequence, tokens: TokenIds, start: int, end: int, block_size: int) -> ScheduledSequence:
-    """The tokens `start` to `end` of a sequence, as a scheduled sequence of their own."""
+    """The tokens `start` to `end` of a sequence, as one `ScheduledSequence`."""
     first, last = -(-start // block_size), -(-end // block_size)
     return whole._replace(
         start=start,

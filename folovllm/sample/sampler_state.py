@@ -10,7 +10,7 @@ which rows it samples for and at which position:
     state.note(tokens, rows, positions, num_samples)   # may be recorded too
 
 `set_rows` is queued before the step in which the new owner samples first. A row whose `SamplingSpec.has_mask` has a mask, one
-bit for each token: `set_rows` writes the first, and `set_masks`, queued before any sample, another one. A mask that is not
+bit for each token: `set_rows` writes the first, and `set_masks`, queued before the step samples, another one. A mask that is not
 written again stays. Nothing here waits for a GPU.
 """
 
@@ -117,23 +117,23 @@ class SamplerState:
         return tokens if out is None else out[: len(tokens)].copy_(tokens)
 
     def note(
-        self, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, draws: torch.Tensor | None = None
+        self, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, counts: torch.Tensor | None = None
     ) -> None:
         """Take in the sampled `tokens`, for later steps: count them, and see which tokens would now end a bad word.
 
         Args:
             tokens: [S] int64. rows: [S] int32. positions: [S] int32, of these tokens.
-            samples: [S], 0 where the token is none of the answer's; None: all are.
+            counts: [S], 0 where the token is none of the answer's; None: all are.
         """
         if self._work is not None:
             from folovllm.kernels.record_sampled import record_sampled
 
-            record_sampled(tokens, rows, positions, draws, self.fields, self.words, self._vocab_size)
+            record_sampled(tokens, rows, positions, counts, self.fields, self.words, self._vocab_size)
             return
         at = rows.long()
         word, flags = self.words[at, tokens], self.fields[at, RowField.FLAGS]
-        if draws is not None:
-            flags = torch.where(draws != 0, flags, 0)
+        if counts is not None:
+            flags = torch.where(counts != 0, flags, 0)
         self.words[at, tokens] = word + ((flags & WORDS != 0) & (word & COUNT < COUNT)).int()
         for i in (flags & BAD).nonzero().flatten().tolist():
             forbid_next(self.words[int(rows[i]), self._vocab_size :], tokens[i], int(positions[i]))
@@ -153,7 +153,7 @@ def masks_of(words: torch.Tensor, vocab_size: int, plane: int = 0) -> torch.Tens
 
 
 def sampling_batch(fields: torch.Tensor, positions: torch.Tensor) -> SamplingBatch:
-    """The parameters of a step's sample, from its sequences' `fields` [S, len(RowField)]."""
+    """A step's sampling parameters, from its sequences' `fields` [S, len(RowField)]."""
     floats = fields.view(torch.float32)
     filtered = fields[:, RowField.FLAGS] & FILTERS != 0
     some = _some(filtered)

@@ -201,10 +201,13 @@ class DraftModel(Proposer):
         start, end = draft.num_cached, draft.num_cached + num_new
         first, needed = draft.num_sent, -(-end // self._block_size)
         draft.num_cached, draft.num_sent = end, max(first, needed)
-        blocks, draw = tuple(draft.blocks[first:needed]), how_to_draw(state.sampling) if draft.is_new else None
-        return ScheduledSequence(state.seq_id, draft.row, start, num_new, tokens, blocks, first, num_samples, draw)
+        blocks, sampling = (
+            tuple(draft.blocks[first:needed]),
+            sampling_without_history(state.sampling) if draft.is_new else None,
+        )
+        return ScheduledSequence(state.seq_id, draft.row, start, num_new, tokens, blocks, first, num_samples, sampling)
 
 
-def how_to_draw(spec: SamplingSpec) -> SamplingSpec:
+def sampling_without_history(spec: SamplingSpec) -> SamplingSpec:
     """The noise and the filters of a sequence, without what depends on the tokens so far: draft tokens may be rejected, and stay."""
     return SamplingSpec(spec.seed, spec.temperature, spec.top_k, spec.top_p, spec.min_p)

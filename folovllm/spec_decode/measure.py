@@ -112,8 +112,8 @@ class Timer:
         self._executor.execute_model(output)
         return self._clock() - start
 
-    def _scheduled_seqs(self, lengths: list[int], draw: SamplingSpec | None) -> Iterator[ScheduledSequence]:
+    def _scheduled_seqs(self, lengths: list[int], sampling: SamplingSpec | None) -> Iterator[ScheduledSequence]:
         """Scheduled sequences, new ones where `sampling` is given; after each token one is sampled."""
-        blocks, first = ((), len(self._blocks)) if draw is None else (self._blocks, 0)
+        blocks, first = ((), len(self._blocks)) if sampling is None else (self._blocks, 0)
         for row, n in enumerate(lengths):
-            yield ScheduledSequence(-1 - row, row, self._start, n, np.zeros(n, np.int32), blocks, first, n, draw)
+            yield ScheduledSequence(-1 - row, row, self._start, n, np.zeros(n, np.int32), blocks, first, n, sampling)

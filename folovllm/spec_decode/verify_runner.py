@@ -26,7 +26,7 @@ class VerifyingModelRunner(ModelRunner):
         for scheduled in scheduled_seqs:  # a table may have been cut back
             del self._input_batch.block_tables.get(scheduled.row, [])[scheduled.first_new_block :]
         batch = super()._build(scheduled_seqs)
-        after = torch.from_numpy(samples_of_shares(scheduled_seqs)[Sample.AFTER])
+        after = torch.from_numpy(samples_of_seqs(scheduled_seqs)[Sample.AFTER])
         batch.logits_indices = after.to(batch.input_ids.device, torch.int64)
         return batch
 
@@ -35,7 +35,7 @@ class VerifyingModelRunner(ModelRunner):
 
     def _sample(self, output: SchedulerOutput, logits: torch.Tensor, scores: dict[int, list[Logprobs]]) -> StepResult:
         """As many tokens for each scheduled sequence as its guesses allow, from `logits` [R, V] of all samples."""
-        scheduled_seqs, samples = output.scheduled_seqs, samples_of_shares(output.scheduled_seqs)
+        scheduled_seqs, samples = output.scheduled_seqs, samples_of_seqs(output.scheduled_seqs)
         sequence, position, draft = samples[[Sample.SEQUENCE, Sample.POSITION, Sample.DRAFT]].tolist()
         sampled: list[list[int]] = [[] for _ in scheduled_seqs]
         logprobs = dict(scores)
@@ -57,6 +57,6 @@ class VerifyingModelRunner(ModelRunner):
         return StepResult(sampled, logprobs)
 
 
-def samples_of_shares(scheduled_seqs: Sequence[ScheduledSequence]) -> Int32:
+def samples_of_seqs(scheduled_seqs: Sequence[ScheduledSequence]) -> Int32:
     """The samples [len(Sample), R] of scheduled sequences that bring all their tokens."""
     return samples_of(fields_of(scheduled_seqs), np.concatenate([scheduled.token_ids for scheduled in scheduled_seqs]))

@@ -201,7 +201,7 @@ class StepPacker:
     def pack_decode(self, scheduled_seqs: Sequence[ScheduledSequence], width: int) -> PackedStep:
         """A step in which every sequence has one new token, padded to `width` columns.
 
-        Column i is scheduled sequence i, line by line as `Field` says:
+        Column i is `scheduled_seqs[i]`, line by line as `Field` says:
 
         - TOKEN: `newest_token(scheduled)`; ROW: `scheduled.row`; SEQ_LEN: `scheduled.end`, the new token counted; QUERY_LEN and
           NUM_SAMPLES: 1;

@@ -1,4 +1,4 @@
-"""A step as values: the scheduler sends down what to compute, the device sends up what it sampled. It sees no `Sequence`."""
+"""A step as values: the scheduler sends down what to compute, the device sends up what it sampled. Neither refers to a `Sequence`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ScheduledSequence(NamedTuple):
     token_ids: TokenIds  # [num_new_tokens] int32, a view; empty if the one token is on the device and not here yet
     new_blocks: tuple[int, ...]  # the end of its block table: the part that no scheduled sequence has brought yet
     first_new_block: int  # their place in the table: how many entries came before
-    num_samples: int  # tokens to sample after it: 0 where it does not reach the last token
+    num_samples: int  # tokens to sample in this step; 0 in the middle of a prompt
     sampling: SamplingSpec | None  # with the first scheduled sequence of a row, whatever the row held before
     scores: Scores | None = None
 

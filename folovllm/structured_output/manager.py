@@ -125,7 +125,7 @@ class StructuredOutputManager(LogitsMask):
         return None if seq.request_id in self._faults.of else self._matchers.get(seq)
 
     def needs_mask(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> bool:
-        """Whether the step samples for any of these answers. `seqs`: whose its scheduled sequences are."""
+        """Whether the step samples for any of these answers. `seqs`: those of the step, in order."""
         if not self._matchers:
             return False
         return any(

@@ -284,7 +284,7 @@ class GraphRunner:
     def _verify(self, bucket: Bucket, numbers: torch.Tensor) -> None:
         """Do the whole work of a step with drafts. A graph records this too."""
         self._forward(bucket, numbers)
-        self._draw_all(
+        self._sample_all(
             self._step_sampler.whole(self._logits[: bucket.num_samples]), split(numbers, bucket.columns).samples
         )
 
@@ -345,7 +345,7 @@ class GraphRunner:
     ) -> tuple[torch.Tensor, SampledLogprobs | None]:
         """Run the model on a step that is not captured; the scores of prompts, if it has any, are on their way to the host."""
         if step.num_samples > len(self._tokens):
-            raise RuntimeError(f"a step draws {step.num_samples} tokens, and there is room for {len(self._tokens)}")
+            raise RuntimeError(f"a step samples {step.num_samples} tokens, and there is room for {len(self._tokens)}")
         host = step.fields
         longest, most = int(host[Field.QUERY_LEN].max()), int(host[Field.SEQ_LEN].max())
         batch = self._tables.unpack(parts, step.num_decodes, longest, most, host)
@@ -402,33 +402,33 @@ class GraphRunner:
         if step.has_memory:
             self._sample_levels(computed, masks)
         elif bucket is not None:
-            assert masks is not None, "without masks it has drawn already"
+            assert masks is not None, "without masks it has sampled already"
             self._replay(step, bucket, self._sample_masked, self._masks_in(bucket, (step, masks)))
         elif masks is not None:
             assert samples is not None
             numbers = self._steps_in.to_device(self._masks_in(draft_bucket(step.num_samples), (step, masks)))
-            self._draw_masked(computed.logits, samples, numbers)
+            self._sample_with_masks(computed.logits, samples, numbers)
         elif step.is_special:
             assert samples is not None
-            self._draw_all(self._step_sampler.whole(computed.logits), samples)
+            self._sample_all(self._step_sampler.whole(computed.logits), samples)
         else:
             assert samples is not None
             self._one_pass(computed.logits, samples)
 
-    def _draw_all(self, logits: torch.Tensor, samples: torch.Tensor) -> None:
+    def _sample_all(self, logits: torch.Tensor, samples: torch.Tensor) -> None:
         """Sample at whole logits [R, V]. Rows keep nothing of it. Device work only."""
         self._row_sampler.sample(logits, samples[Sample.ROW], samples[Sample.POSITION], self._tokens)
 
     def _sample_masked(self, bucket: Bucket, numbers: torch.Tensor) -> None:
         """Sample for a step with drafts that has its logits. Behind its buffer stands what `_masks_in` returns. A graph records this."""
         samples, masks = split(numbers, bucket.columns).samples, numbers[num_numbers(bucket.columns) :]
-        self._draw_masked(self._logits[: bucket.num_samples], samples, masks)
+        self._sample_with_masks(self._logits[: bucket.num_samples], samples, masks)
 
-    def _draw_masked(self, logits: torch.Tensor, samples: torch.Tensor, masks: torch.Tensor) -> None:
+    def _sample_with_masks(self, logits: torch.Tensor, samples: torch.Tensor, masks: torch.Tensor) -> None:
         """Sample with a mask for each sample: then the one of its row rules nothing out. `masks`: as `_masks_in`."""
         rows, bits = masks.tensor_split([len(logits)])
         self._row_sampler.masks.index_fill_(0, rows.long(), -1)
-        self._draw_all(without_masked(self._step_sampler.whole(logits), bits.view(len(logits), -1)), samples)
+        self._sample_all(without_masked(self._step_sampler.whole(logits), bits.view(len(logits), -1)), samples)
 
     def _masks_in(self, bucket: Bucket, of: tuple[PackedStep, TokenBitmasks] | None) -> Int32:
         """Rows with masks [R], and a mask for each sample [R, ceil(V / 32)]; one that has none may sample all tokens."""

@@ -60,7 +60,7 @@ class TokenLoop(ABC):
     def answer(self, prompt: list[int], draw: Draw) -> Iterator[int]:
         """Yield the tokens of the answer to `prompt`, without end: the engine stops to ask when the answer is over.
 
-        `sample(logits)` gives the next token for logits [V]. Each token is sampled once, and yielded as it was sampled.
+        `draw(logits)` samples the next token from logits [V]. Each token is sampled once, and yielded unchanged.
         """
 
 
@@ -97,7 +97,7 @@ class LoopRunner(SerialModelRunner):
             self._answer = self._loop.answer(scheduled.token_ids.tolist(), self._sample)
         token, sampled = next(self._answer, None), self._sampled
         if sampled is None or token != sampled.token_ids[0]:
-            raise RuntimeError("a decode loop draws one token, yields it as it was drawn, and goes on to the next")
+            raise RuntimeError("a decode loop samples one token, yields it unchanged, and goes on to the next")
         return one_each(output.scheduled_seqs, sampled.token_ids, sampled.logprobs, self._scores)
 
     def _begin_step(self, output: SchedulerOutput) -> None:

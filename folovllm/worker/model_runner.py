@@ -191,7 +191,7 @@ class ModelRunner:
         """Run the largest step there can be, so that the memory it takes is known.
 
         As many sequences of the greatest length as the token budget holds, all over one small cache, and logits of
-        `max_num_seqs` rows with a sample that takes the full path.
+        `max_num_seqs` rows with sampling with all filters.
         """
         setup, num_samples = self._setup, self._max_samples()
         length = min(setup.max_model_len, setup.max_num_batched_tokens)

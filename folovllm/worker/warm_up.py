@@ -42,8 +42,8 @@ def small_steps(setup: EngineSetup) -> Iterator[SchedulerOutput]:
 def steps_with_drafts(setup: EngineSetup, num_samples: int) -> Iterator[SchedulerOutput]:
     """Small steps in which 2, 4, 8, ... tokens of a sequence are sampled, at most `num_samples`: plainly and with a filter."""
     for n in doublings(min(setup.max_model_len, setup.max_num_batched_tokens, num_samples))[1:]:
-        for draw in FILTERED, SamplingSpec():
-            (scheduled,) = dummy_seqs([n], setup.block_size, draw)
+        for sampling in FILTERED, SamplingSpec():
+            (scheduled,) = dummy_seqs([n], setup.block_size, sampling)
             yield SchedulerOutput((scheduled._replace(num_samples=n),))
 
 
@@ -67,7 +67,7 @@ def doublings(limit: int) -> list[int]:
     return [1 << i for i in range((limit - 1).bit_length())] + [limit]
 
 
-def dummy_seqs(lengths: list[int], block_size: int, draw: SamplingSpec = FILTERED) -> tuple[ScheduledSequence, ...]:
+def dummy_seqs(lengths: list[int], block_size: int, sampling: SamplingSpec = FILTERED) -> tuple[ScheduledSequence, ...]:
     """Made-up sequences that all share the same first blocks."""
     return tuple(
         ScheduledSequence(
@@ -79,7 +79,7 @@ def dummy_seqs(lengths: list[int], block_size: int, draw: SamplingSpec = FILTERE
             new_blocks=tuple(range(-(-length // block_size))),
             first_new_block=0,
             num_samples=1,
-            sampling=draw,
+            sampling=sampling,
         )
         for row, length in enumerate(lengths)
     )

@@ -19,7 +19,7 @@ def test_the_example_serves_the_shortest_prompt_first(tmp_path: Path, monkeypatc
     (tmp_path / "shortest_first_of_the_page.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module("shortest_first_of_the_page")
-    row = {"shortest": (f"{module.__name__}:ShortestFirst", module.is_asked_for)}
+    row = {"shortest": (f"{module.__name__}:ShortestFirst", lambda config: config.scheduling == "priority")}
     monkeypatch.setattr(extensions, "EXTENSIONS", row)
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     fields = {"milestone": "m3", "device": "cpu", "num_kv_blocks": 40, "max_num_seqs": 1, "use_tqdm": False}

@@ -87,7 +87,7 @@ class TestRules:
         assert ruled(logits, spec).tolist() == [1.5, 1.25, -np.inf]
         rows = SamplingRows(1, 3, CPU, Sampler())
         rows.set({0: spec})
-        assert rows.draw(logits[None], [0], [1]).token_ids == [0]
+        assert rows.sample(logits[None], [0], [1]).token_ids == [0]
 
     def test_only_the_rows_that_ask_and_never_in_place(self) -> None:
         logits = torch.zeros(2, V)
@@ -97,11 +97,11 @@ class TestRules:
     def test_the_next_owner_of_a_row_has_its_own(self) -> None:
         rows = SamplingRows(2, V, CPU, Sampler())
         rows.set({0: SamplingSpec(temperature=0.0, allowed=(3,)), 1: SamplingSpec(temperature=0.0, bias=((4, 9.0),))})
-        assert rows.draw(torch.zeros(2, V), [0, 1], [5, 5]).token_ids == [3, 4]
+        assert rows.sample(torch.zeros(2, V), [0, 1], [5, 5]).token_ids == [3, 4]
         rows.set({0: SamplingSpec(temperature=0.0), 1: SamplingSpec(temperature=0.0)})
-        assert rows.draw(torch.zeros(2, V), [0, 1], [5, 5]).token_ids == [0, 0]
+        assert rows.sample(torch.zeros(2, V), [0, 1], [5, 5]).token_ids == [0, 0]
         rows.set({1: SamplingSpec(temperature=0.0, bias=((4, 9.0),))})
-        assert rows.draw(torch.zeros(2, V), [0, 1], [5, 5]).token_ids == [0, 4], "also beside one that has rules"
+        assert rows.sample(torch.zeros(2, V), [0, 1], [5, 5]).token_ids == [0, 4], "also beside one that has rules"
 
     def test_tokens_are_noted_as_they_come(self) -> None:
         state = state_of(SamplingSpec(bad_words=((3, 4, 5),)), vocab_size=V)

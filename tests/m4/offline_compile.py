@@ -25,7 +25,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from folovllm.distributed.one_shot_buffers import LETTERS
+from folovllm.distributed.one_shot_buffers import VALUES
 from folovllm.hopper import grouped as grouped_hopper
 from folovllm.hopper.int4 import NUM_STAGES as STAGES_OF_TOKENS
 from folovllm.hopper.int4 import int4_hopper_kernel
@@ -302,7 +302,7 @@ def summed_linears(capability: int):
             weight = torch.empty(hidden, width, dtype=torch.bfloat16, device="meta")
             for tokens in [most_tokens(weight)] * fits(most_tokens(weight), weight):
                 num_warps, per_program, chunk = tiling(tokens, hidden, 2 * width)
-                yield summed_linear_kernel, {"K": width, "RANK": 1, "LETTERS": LETTERS, "RESIDUAL": True, "M": tokens, "WAITS": True,
+                yield summed_linear_kernel, {"K": width, "RANK": 1, "VALUES": VALUES, "RESIDUAL": True, "M": tokens, "WAITS": True,
                                              "ROWS": per_program, "CHUNK": chunk, "PDL": capability >= 90}, num_warps, 3  # fmt: skip
 
 
