@@ -116,8 +116,8 @@ def pointer_type(name: str, dtype: str) -> str:
     ):
         return "*i64"
     if name in ("table_ptr", "start_ptr", "len_ptr", "item_ptr", "header_ptr", "queue_ptr", "done_ptr", "at_ptr",
-                "field_ptr", "batch_table_ptr", "seed_low_ptr", "seed_high_ptr", "row_ptr", "word_ptr", "draws_ptr",
-                "hot_ptr", "id_ptr", "last_ptr", "drawn_ptr", "given_ptr", "query_len_ptr", "tile_ptr", "place_ptr", "end_ptr",
+                "field_ptr", "batch_table_ptr", "seed_low_ptr", "seed_high_ptr", "row_ptr", "word_ptr", "counts_ptr",
+                "hot_ptr", "id_ptr", "last_ptr", "sampled_ptr", "given_ptr", "query_len_ptr", "tile_ptr", "place_ptr", "end_ptr",
                 "count_ptr", "mask_ptr", "number_ptr"):  # fmt: skip
         return "*i32"
     if name in ("max_ptr", "acc_ptr", "cos_sin_ptr", "best_ptr", "temperature_ptr", "largest_ptr",
@@ -145,7 +145,7 @@ def compile_kernel(kernel, capability: int, dtype: str, constants: dict, num_war
         elif name.endswith("_desc"):
             box = f"{dtype}[{tokens or min(constants['B'], 128)}, 64]"
             signature[name] = f"tensordesc<{box},{NVMMASharedLayout(128, 16, 2)!r}>"
-        elif name == "box_ptrs":  # of two ranks
+        elif name == "buffer_ptrs":  # of two ranks
             signature[name] = ("*i64", "*i64")
             attributes |= {(index, rank): [["tt.divisibility", 16]] for rank in range(2)}
         elif name.endswith("_ptr"):
