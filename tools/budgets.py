@@ -143,8 +143,8 @@ def walk_of_a_step(root: Path) -> tuple[int, int]:
     return files, returns
 
 
-def table(root: Path) -> dict[str, tuple[int, ...]]:
-    """What is measured: for a part its lines and statements; for a preset its files, their lines and statements."""
+def sizes(root: Path) -> dict[str, tuple[int, ...]]:
+    """Lines and statements of each part of the engine; then sets of files that import each other, and arrows to electives."""
     package = root / "folovllm"
     owned: dict[str, list[Path]] = {part: [] for part in ("core", *PARTS)}
     for file in sorted(package.rglob("*.py")):
@@ -152,20 +152,27 @@ def table(root: Path) -> dict[str, tuple[int, ...]]:
     graph = imports(package)
     electives = [part for part in PARTS if part != "inspector, bench, cli"]
     arrows = sum(part_of(file) == "core" and part_of(other) in electives for file in graph for other in graph[file])
+    return {
+        **{part: size(files) for part, files in owned.items()},
+        "folovllm/": size(package.rglob("*.py")),
+        "import circles": (len(circles(graph)),),
+        "arrows from core to electives": (arrows,),
+    }
+
+
+def table(root: Path) -> dict[str, tuple[int, ...]]:
+    """All that is measured: `sizes`, and for a preset its files, their lines and statements."""
     found: dict[str, tuple[int, ...]] = {}
     for name, engines in {"M1": M1, "M1 to M3": [*M1, {"milestone": "m2"}, {"milestone": "m3"}]}.items():
         files = files_that_run(root, engines)
-        found[name] = (len(files), *size(package / file for file in files))
+        found[name] = (len(files), *size(root / "folovllm" / file for file in files))
     tools = [file for file in (root / "tools").rglob("*.py") if "train_tiny" not in file.parts]
     return {
         **found,
-        **{part: size(files) for part, files in owned.items()},
-        "folovllm/": size(package.rglob("*.py")),
+        **sizes(root),
         "tools/ without train_tiny": size(tools),
         "tests/": size((root / "tests").rglob("*.py")),
         "decode step of M6": walk_of_a_step(root),
-        "import circles": (len(circles(graph)),),
-        "arrows from core to electives": (arrows,),
     }
 
 
