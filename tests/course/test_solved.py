@@ -86,7 +86,7 @@ OWN = {  # what a learner may have written: other bodies than the reference's, i
     "folovllm/engine/scheduler.py": [
         ("        builder = StepBuilder(", "        grow = self._grow  # self._grow asks kv.allocate_slots\n        builder = StepBuilder("),
         ("self._grow(seq, n, builder):", "grow(seq, n, builder):"),
-        ("        updated = []\n        for seq, token_ids in drawn:", "        updated, sampled = [], list(drawn)\n        for seq, token_ids in sampled:"),
+        ("        updated = []\n        for seq, token_ids in sampled:", "        updated, pairs = [], list(sampled)\n        for seq, token_ids in pairs:"),
         ("    victim = max(candidates, key=scheduler.rank)", "    victim = last_of(candidates, scheduler)\n    assert victim.status is SequenceStatus.RUNNING or candidates"),
         ("def whole_prompt(", "def last_of(candidates, scheduler):  # mine\n    return max(candidates, key=scheduler.rank)\n\n\ndef whole_prompt("),
     ],
@@ -127,7 +127,7 @@ def rebuild(root: Path) -> Course:
     head = "from __future__ import annotations\n\nfrom folovllm.request import Sequence\n"
     (root / POLICIES).write_text(head + scheduler[at:].replace("scheduler: Scheduler", 'scheduler: "Scheduler"'))
     again = "\n\nfrom folovllm.engine.policies import chunk, preempt, wait, whole_prompt  # noqa\n"
-    (root / SCHEDULER).write_text(re.sub(r"\bdrawn\b", "sampled", scheduler[:at]) + again)
+    (root / SCHEDULER).write_text(re.sub(r"\bsampled\b", "results", scheduler[:at]) + again)
     for file in root.glob("milestones/*/milestone.toml"):
         text = file.read_text()
         file.write_text(re.sub(r"engine\.scheduler:(chunk|preempt)", r"engine.policies:\1", text))

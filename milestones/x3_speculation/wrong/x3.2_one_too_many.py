@@ -1,8 +1,8 @@
-"""Keeps two tokens behind the last right guess: the second was drawn after a wrong one."""
+"""Keeps two tokens behind the last right guess: the second was sampled after a wrong one."""
 
 
-def accept(drawn, guesses):
+def accept(sampled, guesses):
     right = 0
-    while right < len(guesses) and drawn[right] == guesses[right]:
+    while right < len(guesses) and sampled[right] == guesses[right]:
         right += 1
-    return list(drawn[: right + 2])
+    return list(sampled[: right + 2])

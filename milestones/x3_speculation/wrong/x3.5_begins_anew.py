@@ -3,7 +3,7 @@
 
 class SuffixAutomaton:
     def follow(self, place, token):
-        place = self.cache_scheduled_blocks(place)
+        place = self.settle(place)
         if token not in self._next[place.state]:
             place = NOWHERE
         if token not in self._next[place.state]:

@@ -3,7 +3,7 @@
 
 class SuffixAutomaton:
     def follow(self, place, token):
-        place = self.cache_scheduled_blocks(place)
+        place = self.settle(place)
         length = place.length
         while token not in self._next[place.state]:
             if not place.length:
