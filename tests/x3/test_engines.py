@@ -143,7 +143,7 @@ def test_a_step_draws_no_more_than_there_is_room_for(monkeypatch: pytest.MonkeyP
     pair.check(serve(engine, pair.requests))
     assert max(sum(s.num_samples for s in e.output.scheduled_seqs) for e in told if isinstance(e, StepEnded)) == 9
     (scheduled,) = dummy_seqs([16], 16)
-    with pytest.raises(RuntimeError, match="a step draws 16 tokens, and there is room for 15"):
+    with pytest.raises(RuntimeError, match="a step samples 16 tokens, and there is room for 15"):
         engine.executor.execute_model(SchedulerOutput((scheduled._replace(num_samples=16),)))
 
 
