@@ -55,7 +55,7 @@ ci: .venv/.all
 
 # They start processes of their own, one for each core, so not under xdist.
 course: .venv/.serve .venv/.dev
-	nice $(BIN)/python -m pytest -q tests/course
+	nice $(BIN)/python -m pytest -q --slow tests/course
 
 # Ray gives its parts 30 seconds to start, hence the lower priority of what runs beside it.
 ray: .venv/.serve .venv/.dev .venv/.ray
