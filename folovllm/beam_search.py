@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 from folovllm.engine.input_processor import encode
+from folovllm.engine.llm_engine import LLMEngine
 from folovllm.inputs import Prompt, TokensPrompt, as_prompt_list, parse_prompt
 from folovllm.models.files import eos_token_ids
+from folovllm.outputs import RequestOutput
 from folovllm.require import require
 from folovllm.sampling_params import SamplingParams
 from folovllm.vllm_arguments import also_takes
 
-if TYPE_CHECKING:
-    from folovllm.llm import LLM
+Generate = Callable[[list[TokensPrompt], SamplingParams], list[RequestOutput]]
 
 
 @also_takes({"temperature": (0,), "include_stop_str_in_output": (False,), "structured_outputs": (None,)})
@@ -57,17 +58,21 @@ class BeamSearchOutput:
     sequences: list[BeamSearchSequence] = field(default_factory=list)
 
 
-def search_beams(llm: LLM, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
-    """The best `beam_width` answers to each prompt that the search finds."""
-    setup, tokenizer = llm.engine.setup, llm.tokenizer
+def search_beams(
+    engine: LLMEngine, generate: Generate, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams
+) -> list[BeamSearchOutput]:
+    """Return the best `beam_width` answers to each prompt that the search finds. `generate` answers prompts by `engine`."""
+    setup, tokenizer = engine.setup, engine.get_tokenizer()
     most = setup.config.max_logprobs // 2  # of each beam twice as many tokens are looked at as there are beams
     wide = f"beam_width is {params.beam_width}, and this engine searches {most} beams at most"
     require(params.beam_width <= most, f"{wide}: ask for fewer, or raise max_logprobs to {2 * params.beam_width}")
     ends = frozenset() if params.ignore_eos else eos_token_ids(setup.path, setup.hf_config, tokenizer)
-    searches = [[BeamSearchSequence(_token_ids(llm, prompt))] for prompt in as_prompt_list(prompts)]
+    searches = [[BeamSearchSequence(_token_ids(tokenizer, prompt))] for prompt in as_prompt_list(prompts)]
     for _ in range(params.max_tokens):
         open_beams = [beam for beams in searches for beam in beams if beam.finish_reason is None]
-        following = dict(zip(map(id, open_beams), _next_tokens(llm, open_beams, 2 * params.beam_width), strict=True))
+        following = dict(
+            zip(map(id, open_beams), _next_tokens(generate, open_beams, 2 * params.beam_width), strict=True)
+        )
         searches = [_advance(beams, following, ends, setup.max_model_len, params) for beams in searches]
     for beam in (beam for beams in searches for beam in beams):
         beam.finish_reason = beam.finish_reason or "length"
@@ -75,15 +80,15 @@ def search_beams(llm: LLM, prompts: Prompt | Sequence[Prompt], params: BeamSearc
     return [BeamSearchOutput(beams) for beams in searches]
 
 
-def _token_ids(llm: LLM, prompt: Prompt) -> list[int]:
+def _token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
     parts = parse_prompt(prompt)
-    return encode(llm.tokenizer, parts.text or "") if parts.token_ids is None else parts.token_ids
+    return encode(tokenizer, parts.text or "") if parts.token_ids is None else parts.token_ids
 
 
-def _next_tokens(llm: LLM, beams: list[BeamSearchSequence], count: int) -> list[dict[int, float]]:
+def _next_tokens(generate: Generate, beams: list[BeamSearchSequence], count: int) -> list[dict[int, float]]:
     """For each beam its `count` most likely next tokens with their log-probabilities."""
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=count, detokenize=False)
-    outputs = llm.generate([TokensPrompt(prompt_token_ids=beam.tokens) for beam in beams], params, use_tqdm=False)
+    outputs = generate([TokensPrompt(prompt_token_ids=beam.tokens) for beam in beams], params)
     rows = [(output.outputs[0].logprobs or [])[0] for output in outputs]
     return [{token: entry.logprob for token, entry in row.items()} for row in rows]
 

@@ -1,8 +1,8 @@
 """How an engine is put together: which class stands in which place, by configuration.
 
-This file knows all classes; only the layers are chosen in `folovllm.build_layers`. It reads like the table of the
-milestones: each function is a seam, and its docstring says which milestone brought which class. Nothing inside the work
-asks for a milestone. In some places a class that a learner wrote can stand (`folovllm.builders`).
+This file knows all classes. It reads like the table of the milestones: each function is a seam, and its docstring says
+which milestone brought which class. Nothing inside the work asks for a milestone. In some places a class that a learner
+wrote can stand (`folovllm.builders`).
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 import gc
 import os
 import weakref
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from folovllm import builders
 from folovllm.attention.backends.abstract import AttentionBackend
 from folovllm.attention.backends.registry import make_backend
-from folovllm.build_layers import layer_set
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.manager import KVCacheManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
@@ -27,11 +27,11 @@ from folovllm.cache.slot_manager import SlotManager
 from folovllm.config import EngineConfig
 from folovllm.distributed.group import Group
 from folovllm.distributed.sharding import local_config
-from folovllm.engine.cpu_threads import use_threads
+from folovllm.engine.cpu_threads import largest_product, use_threads
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.logits_mask import LogitsMask
 from folovllm.engine.overlap import OverlappedEngine
-from folovllm.engine.parts import Parts
 from folovllm.engine.scheduler import (
     Scheduler,
     SchedulerLike,
@@ -50,6 +50,8 @@ from folovllm.executor.gpu_executor import GPUExecutor
 from folovllm.executor.packed_executor import LocalExecutor, PackedWorker
 from folovllm.extensions import Extension, extension_of, make_logits_mask
 from folovllm.faults import Faults
+from folovllm.files import cache_dir
+from folovllm.layers.layer_set import LayerSet
 from folovllm.models.files import load_tokenizer
 from folovllm.sample.sampler import Sampler
 from folovllm.sample.sampler_state import SamplerState
@@ -63,7 +65,28 @@ from folovllm.worker.step_graph import AllGraphs
 from folovllm.worker.step_sampler import LocalSampler, StepSampler, TensorParallelSampler
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from folovllm.extensions import MakeScheduler
+    from folovllm.kernels.cpu.ops import CpuKernels
+
+LARGE = 50_000_000  # bytes of weights: more than a processor's cache holds
+
+
+@dataclass(slots=True, frozen=True)
+class Parts:
+    """The parts of an engine. `folovllm.build` decides which class stands in each place."""
+
+    setup: EngineSetup
+    num_threads: int | None
+    tokenizer: PreTrainedTokenizerBase
+    processor: InputProcessor
+    executor: Executor
+    scheduler: SchedulerLike
+    events: Events
+    faults: Faults
+    logits_mask: LogitsMask
+    extension: Extension
 
 
 def make_engine(config: EngineConfig) -> LLMEngine:
@@ -77,7 +100,7 @@ def make_engine(config: EngineConfig) -> LLMEngine:
 
 def put_together(config: EngineConfig) -> Parts:
     """All that an engine consists of. Raises ValueError, before any work, where something cannot be had."""
-    for name in builders.chosen(config):
+    for name in config.builder_names:
         builders.load(name)
     setup = set_up(config)
     num_threads = use_threads(setup)
@@ -99,7 +122,7 @@ def make_scheduler(setup: EngineSetup, num_kv_blocks: int, events: Events, kind:
     if config.kv_cache == "growing":
         return SerialScheduler(events)
     kv = sliding(cache_manager(config), setup.hf_config)(num_kv_blocks, setup.block_size, events)
-    if own := builders.own(config, "scheduler"):
+    if own := learners(config, "scheduler"):
         return own(kv, setup.max_num_seqs, setup.max_num_batched_tokens, tokens_of_step(config))
     return kind(
         kv=kv,
@@ -113,7 +136,7 @@ def make_scheduler(setup: EngineSetup, num_kv_blocks: int, events: Events, kind:
 
 def cache_manager(config: EngineConfig) -> type[KVCacheManager]:
     """Who holds which part of the cache: slots (M2), blocks (M3), blocks that are found again (M5)."""
-    if own := builders.own(config, "block_manager") or builders.own(config, "prefix_cache"):
+    if own := learners(config, "block_manager") or learners(config, "prefix_cache"):
         return own
     if config.kv_cache == "slots":
         return SlotManager
@@ -153,7 +176,7 @@ def make_runner(
 
         return HFModelRunner(setup)
     load_model, sampler = partial(load_native_model, setup, layer_set(setup, counters)), make_sampler(setup)
-    if loop := builders.own(setup.config, "decode_loop"):
+    if loop := learners(setup.config, "decode_loop"):
         from folovllm.worker.loop_runner import LoopRunner
 
         return LoopRunner(setup, load_model, sampler, loop)
@@ -175,7 +198,7 @@ def make_packed_worker(
     extension = extension or extension_of(setup)
     plain = extension.model_runner(ModelRunner)
     sampler, slots, counters = make_sampler(setup), cache_manager(setup.config).slots, counters_of(setup)
-    backend, graphs = attention_backend(setup, extension), (builders.own(setup.config, "graph_cache") or AllGraphs)
+    backend, graphs = attention_backend(setup, extension), (learners(setup.config, "graph_cache") or AllGraphs)
     step_sampler: StepSampler
     layers = layer_set(setup, counters)
     if group is None:
@@ -196,7 +219,7 @@ def make_packed_worker(
 
 def attention_backend(setup: EngineSetup, extension: Extension) -> AttentionBackend:
     """Who attends: the backend of that name (M1 to M4)."""
-    if own := builders.own(setup.config, "prefill"):
+    if own := learners(setup.config, "prefill"):
         from folovllm.attention.backends.triton import TritonBackend
 
         return TritonBackend(setup.attention, own)
@@ -208,6 +231,11 @@ def counters_of(setup: EngineSetup) -> dict[str, torch.Tensor] | None:
     return {} if setup.config.count_experts else None
 
 
+def learners(config: EngineConfig, place: str) -> Any:
+    """The component that a learner wrote for a place, or None: the engine's own stands there. Raises what `builders.load` raises."""
+    return builders.load(place) if place in config.builder_names else None
+
+
 def make_sampler(setup: EngineSetup) -> Sampler:
     """Who samples the tokens (M1). Sampling is compiled when the configuration asks for it."""
     if setup.config.compile:
@@ -215,3 +243,46 @@ def make_sampler(setup: EngineSetup) -> Sampler:
 
         return CompiledSampler()
     return Sampler()
+
+
+def layer_set(setup: EngineSetup, counters: dict[str, torch.Tensor] | None = None) -> LayerSet:
+    """What the model is built from, and where it counts what it does (`LayerSet`)."""
+    return replace(kernels_for(setup), counters=counters)
+
+
+def kernels_for(setup: EngineSetup) -> LayerSet:
+    """Plain torch (M1), one kernel instead of several operations (M4), kernels for few tokens, and products that norm and
+    add as they go (M6); or layers that are compiled, where that is asked for.
+    """
+    if setup.config.compile:
+        from folovllm.layers.compiled import compiled_layers
+
+        return replace(compiled_layers(), kernels=setup.device.type == "cuda")
+    if (kernels := cpu_kernels(setup)) is not None:
+        from folovllm.models.cpu_layers import cpu_layers
+
+        return cpu_layers(kernels)
+    if "triton" not in setup.backend and "flash_attn" not in setup.backend:
+        return LayerSet()
+    from folovllm.models.fused import fused_layers
+    from folovllm.models.fused_layer import skinny_layers
+
+    return (skinny_layers if setup.config.packed_steps else fused_layers)(setup.attention.head_dim)
+
+
+def cpu_kernels(setup: EngineSetup) -> CpuKernels | None:
+    """Kernels for a CPU, where they can be had (M6). A small model would wait for the compiler, and gain little."""
+    wanted = setup.device.type == "cpu" and setup.backend == "torch_paged" and setup.config.packed_steps
+    if not wanted or weight_bytes(setup) < LARGE:
+        return None
+    from folovllm.kernels.cpu.library import load
+    from folovllm.kernels.cpu.ops import CpuKernels
+
+    library = load(setup.dtype, cache_dir)
+    return None if library is None else CpuKernels(library, setup.dtype)
+
+
+def weight_bytes(setup: EngineSetup) -> int:
+    """Bytes of the head and of all MLPs, about: most of a model."""
+    outputs, inputs = largest_product(setup, 1)
+    return inputs * (setup.vocab_size + 3 * setup.num_layers * outputs) * setup.dtype.itemsize

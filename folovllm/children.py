@@ -7,8 +7,6 @@ import select
 import sys
 from pathlib import Path
 
-import folovllm
-
 PAUSE = 1000  # milliseconds between two checks of the parent's number
 
 
@@ -26,7 +24,7 @@ def import_path() -> str:
     An interactive Python has the working directory among them, as ``""``. A child needs it only if this package was found
     there. What is no text, Python passes over, too.
     """
-    own = str(Path(folovllm.__file__).parents[1])
+    own = str(Path(__file__).parents[1])
     paths = [path or own for path in sys.path if isinstance(path, str) and (path or own not in sys.path)]
     return os.pathsep.join(dict.fromkeys([*paths, own]))
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields
+from numbers import Real
 from typing import Any
 
-from folovllm import config_checks, electives
+from folovllm import electives
+from folovllm.require import is_whole
 from folovllm.vllm_arguments import ENGINE, also_takes
 
 DEFAULT_MODEL = "stories-5m"  # embedded in the package
@@ -27,6 +30,23 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 LATEST = "m6"
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "model_impl": ("hf", "native"),
+    "kv_cache": ("growing", "slots", "paged"),
+    "scheduling": ("fcfs", "priority"),
+    "kv_cache_dtype": ("auto", "fp8_e4m3"),
+}
+KINDS = {"str": (str, "a text"), "bool": (bool, "True or False"), "float": (Real, "a number")}  # by annotation
+# None: the engine decides
+MAY_BE_OPEN = ("max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks", "num_threads")
+# max_model_len: a token to read and one to write; of what is not named here 1
+LEAST = {"long_prefill_token_threshold": 0, "max_logprobs": 0, "max_model_len": 2}
+COUNTS = (
+    *MAY_BE_OPEN, "max_num_seqs", "kv_cache_memory", "tensor_parallel_size", "long_prefill_token_threshold", "max_n",
+    "max_logprobs",
+)  # fmt: skip
 
 OTHER_NAMES = {"half": "float16", "float": "float32", "fp8": "fp8_e4m3"}  # of dtypes
 
@@ -144,7 +164,7 @@ class EngineConfig:
         self.dtype = OTHER_NAMES.get(name, name)
         self.kv_cache_dtype = OTHER_NAMES.get(self.kv_cache_dtype, self.kv_cache_dtype)
         self._gather_speculation()
-        config_checks.check_kinds(self)
+        check_kinds(self)
         preset = PRESETS.get(self.milestone or LATEST)
         if preset is None:
             raise ValueError(f"unknown milestone {self.milestone!r}: choose one of {', '.join(PRESETS)}")
@@ -162,8 +182,8 @@ class EngineConfig:
         for name, value in {**defaults, **preset}.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        config_checks.check_values(self)
-        config_checks.check_combinations(self)
+        check_values(self)
+        check_combinations(self)
 
     @classmethod
     def for_milestone(cls, milestone: str, **overrides: Any) -> EngineConfig:
@@ -183,6 +203,11 @@ class EngineConfig:
     def packed_steps(self) -> bool:
         """Whether a step travels to the device as one buffer, which graphs, overlap and several ranks build on."""
         return self.async_scheduling is True or self.enforce_eager is False or self.tensor_parallel_size > 1
+
+    @property
+    def builder_names(self) -> tuple[str, ...]:
+        """The names in `builders`, which are separated by commas."""
+        return tuple(name.strip() for name in (self.builders or "").split(",") if name.strip())
 
     def resolve_max_model_len(self, model_limit: int) -> int:
         """The context in tokens, given the model's own limit."""
@@ -205,6 +230,117 @@ class EngineConfig:
                 "never be computed in one step: raise it, lower max_model_len, or set enable_chunked_prefill"
             )
         return budget
+
+
+@dataclass(slots=True, frozen=True)
+class BuilderPlace:
+    """Where a component that a learner wrote can stand (`folovllm.builders`)."""
+
+    symbol: str  # its name in the learner's file
+    fits: Callable[[EngineConfig], bool]  # whether an engine of this configuration has the place
+    needs: str  # what to say if it has not
+
+
+BUILDERS = {
+    "decode_loop": BuilderPlace(
+        "DecodeLoop",
+        lambda c: c.kv_cache == "growing" and c.model_impl == "native",
+        'drives our own layers, one request at a time: take milestone="m1" and model_impl="native"',
+    ),
+    "scheduler": BuilderPlace(
+        "Scheduler",
+        lambda c: c.kv_cache == "slots" and c.scheduling == "fcfs",
+        'hands out slots by a rule of its own: take milestone="m2", or kv_cache="slots", and leave scheduling="fcfs"',
+    ),
+    "block_manager": BuilderPlace(
+        "BlockManager",
+        lambda c: c.kv_cache == "paged" and not c.enable_prefix_caching,
+        'hands out blocks and finds no prefixes: take milestone="m3" or "m4", or enable_prefix_caching=False',
+    ),
+    "prefill": BuilderPlace(
+        "prefill",
+        lambda c: (c.kv_cache, c.attention_backend, c.kv_cache_dtype) == ("paged", "triton", "auto"),
+        'is a kernel of the Triton backend and reads no 8 bits: take milestone="m4" or later, attention_backend="triton", '
+        'and kv_cache_dtype="auto"',
+    ),
+    "prefix_cache": BuilderPlace(
+        "PrefixCache",
+        lambda c: bool(c.enable_prefix_caching),
+        'finds prefixes: take milestone="m5" or later, or enable_prefix_caching=True',
+    ),
+    "graph_cache": BuilderPlace(
+        "GraphCache",
+        lambda c: c.enforce_eager is False,
+        'keeps captured steps: take milestone="m6", or enforce_eager=False',
+    ),
+}
+
+
+def check_kinds(config: EngineConfig) -> None:
+    """Texts, switches and fractions. Any text is true, so a switch must not be one. ValueError says what a value must be."""
+    for own in fields(config):
+        kind, _, may_be_open = str(own.type).partition(" | ")
+        value, (types, says) = getattr(config, own.name), KINDS.get(kind, (object, ""))
+        if not isinstance(value, types) and not (value is None and may_be_open):
+            raise ValueError(f"{own.name} must be {says}, not {value!r}")
+
+
+def check_values(config: EngineConfig) -> None:
+    """Raise ValueError for a value out of range."""
+    for name, known in CHOICES.items():
+        if (value := getattr(config, name)) not in known:
+            raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(known)}")
+    for name in COUNTS:
+        value, least = getattr(config, name), LEAST.get(name, 1)
+        if value is None and name in MAY_BE_OPEN:
+            continue
+        if not (is_whole(value) and value >= least):
+            raise ValueError(f"{name} must be at least {least} (a whole number), not {value!r}")
+    if not is_whole(config.seed) or not 0 <= config.seed < 2**63:
+        raise ValueError(f"seed must be a whole number between 0 and 2**63 - 1, not {config.seed!r}")
+    if not 0 < config.gpu_memory_utilization <= 1:
+        raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {config.gpu_memory_utilization}")
+
+
+def check_combinations(config: EngineConfig) -> None:
+    """Raise ValueError for two choices that do not fit together; the sentence says what does."""
+    if config.model_impl == "hf" and config.kv_cache != "growing":
+        raise ValueError('model_impl="hf" keeps its own growing cache: use milestone="m1", or model_impl="native"')
+    if config.kv_cache == "growing" and config.scheduling != "fcfs":
+        raise ValueError('kv_cache="growing" serves in the order of arrival: leave scheduling at "fcfs", or use "m2"')
+    if config.kv_cache == "growing" and config.max_num_seqs != 1:
+        raise ValueError('kv_cache="growing" serves one request at a time: leave max_num_seqs at 1, or use "m2"')
+    if config.kv_cache == "growing" and config.kv_cache_dtype != "auto":
+        raise ValueError(
+            'kv_cache="growing" keeps K/V in the dtype of the model: leave kv_cache_dtype out, or use "m2"'
+        )
+    if config.calculate_kv_scales and config.kv_cache_dtype == "auto":
+        raise ValueError('calculate_kv_scales is of use with kv_cache_dtype="fp8_e4m3" only')
+    if config.enable_prefix_caching and config.kv_cache != "paged":
+        raise ValueError('enable_prefix_caching needs blocks: kv_cache="paged", as from milestone m3 on')
+    if config.enable_chunked_prefill and config.kv_cache == "growing":
+        raise ValueError("enable_chunked_prefill needs batches: take milestone m2 or later")
+    if config.packed_steps and config.kv_cache != "paged":
+        raise ValueError(
+            'CUDA graphs, async_scheduling and tensor_parallel_size need kv_cache="paged", as from milestone m3 on'
+        )
+    if config.compile and config.model_impl == "hf":
+        raise ValueError('compile needs model_impl="native": it is our layers that are compiled')
+    if config.random_weights and config.model_impl == "hf":
+        raise ValueError('random_weights needs model_impl="native"')
+    if config.quantize_activations and config.model_impl == "hf":
+        raise ValueError('quantize_activations needs model_impl="native"')
+    if config.count_experts and config.kv_cache == "growing":
+        raise ValueError("count_experts needs batches: take milestone m2 or later")
+    if config.speculative_config is not None and config.kv_cache == "growing":
+        raise ValueError("speculative_config needs steps of several tokens: take milestone m2 or later")
+    if config.speculative_config is not None and "scheduler" in config.builder_names:
+        raise ValueError("speculative_config needs the engine's own scheduler: leave it out of builders")
+    for name in config.builder_names:
+        if name not in BUILDERS:
+            raise ValueError(f"unknown builder {name!r}: choose one of {', '.join(BUILDERS)}")
+        if not BUILDERS[name].fits(config):
+            raise ValueError(f"the builder {name!r} {BUILDERS[name].needs}")
 
 
 EngineArgs = EngineConfig  # vLLM's name

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self
 
 from tqdm import tqdm
@@ -17,7 +18,7 @@ from folovllm.chat_template import Message, as_conversations, render
 from folovllm.config import EngineConfig
 from folovllm.engine.input_processor import encode_within
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.engine.metrics import StepLog
+from folovllm.events import Event, StepEnded
 from folovllm.inputs import Prompt, Request, TokensPrompt, as_requests
 from folovllm.interrupts import Answers, Interrupted, interrupts
 from folovllm.models.files import generation_defaults
@@ -144,7 +145,7 @@ class LLM:
 
     def beam_search(self, prompts: Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
         """For each prompt the `beam_width` most likely answers that a search over beams finds."""
-        return search_beams(self, prompts, params)
+        return search_beams(self.engine, partial(self.generate, use_tqdm=False), prompts, params)
 
     def _run(
         self, requests: list[Request], use_tqdm: bool, on_answer: Callable[[RequestOutput], object]
@@ -164,11 +165,10 @@ class LLM:
                     _heed(ctrl_c)
                 with (
                     tqdm(total=len(ids), desc="Generating", unit="req", disable=not use_tqdm) as bar,
-                    self._speeds(bar) as speeds,
+                    self._speeds(bar),
                 ):
                     while self.engine.has_unfinished_requests():
                         finished = self.engine.step()
-                        speeds.show()
                         bar.update(len(finished))
                         if finished:
                             with tqdm.external_write_mode():  # the bar makes way for what is printed
@@ -193,17 +193,17 @@ class LLM:
                 self._whose_turn = None
 
     @contextmanager
-    def _speeds(self, bar: Any) -> Iterator[Speeds]:
-        """The figures beside a bar; where none is shown, nobody listens."""
-        speeds = Speeds(bar)
+    def _speeds(self, bar: Any) -> Iterator[None]:
+        """Within this, speeds stand beside a bar; where none is shown, nobody listens."""
         if bar.disable:
-            yield speeds
+            yield
             return
-        self.engine.subscribe(speeds.log)
+        speeds = Speeds(bar)
+        self.engine.subscribe(speeds)
         try:
-            yield speeds
+            yield
         finally:
-            self.engine.unsubscribe(speeds.log)
+            self.engine.unsubscribe(speeds)
 
     def close(self) -> None:
         """Give everything back; the object is of no use afterwards. Twice is once."""
@@ -217,20 +217,20 @@ class LLM:
 
 
 class Speeds:
-    """Tokens a second of prefill and of decode, beside a progress bar, at most ten times a second."""
+    """A listener that shows tokens a second of prefill and of decode beside a progress bar, at most ten times a second."""
 
     def __init__(self, bar: Any) -> None:
-        self.log = StepLog()
         self._bar = bar
         self._sums = {"prefill": (0, 0.0), "decode": (0, 0.0)}  # tokens, seconds
         self._shown = 0.0
 
-    def show(self) -> None:
-        """Take in the steps since the last time."""
-        for step in self.log.take():
-            kind, n = ("prefill", step.num_prefill_tokens) if step.num_prefill_tokens else ("decode", step.num_tokens)
+    def __call__(self, events: Sequence[Event]) -> None:
+        """Add the steps that ended. A step that computes more tokens of a sequence than it samples counts as prefill."""
+        for step in (event for event in events if isinstance(event, StepEnded)):
+            is_prefill = any(s.num_new_tokens > max(1, s.num_samples) for s in step.output.scheduled_seqs)
+            kind = "prefill" if is_prefill else "decode"
             tokens, seconds = self._sums[kind]
-            self._sums[kind] = (tokens + n, seconds + step.seconds)
+            self._sums[kind] = (tokens + step.output.num_tokens, seconds + step.end - step.start)
             if (now := time.monotonic()) - self._shown > 0.1:
                 self._shown = now
                 self._bar.set_postfix({k: f"{n / s:.0f} tok/s" for k, (n, s) in self._sums.items() if s}, refresh=True)

@@ -1,4 +1,4 @@
-"""What a model's `config.json` says that more than one floor must know."""
+"""What a model's `config.json` says that several packages must know."""
 
 from __future__ import annotations
 

@@ -15,7 +15,6 @@ from folovllm.sampling_params import SamplingParams
 from folovllm.step.sampling_spec import TokenIds
 
 if TYPE_CHECKING:
-    from folovllm.cache.prefix_cache import CachedPrefix
     from folovllm.engine.detokenizer import IncrementalDetokenizer
 
 _numbers = itertools.count()
@@ -52,6 +51,16 @@ class Request:
     cache_salt: str | None = None  # prefixes are shared only between equal salts
     bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that the answer must not hold
     prompt: str | None = None  # the text, if the prompt came as one
+
+
+@dataclass(slots=True)
+class CachedPrefix:
+    """The prefix cache's notes on a sequence. The sequence carries them; only the prefix cache uses them."""
+
+    hashes: list[int] = field(default_factory=list)  # of the full blocks, as far as they were needed
+    tokens: list[bytes] = field(default_factory=list)  # of the same blocks
+    serials: list[int] = field(default_factory=list)  # of the blocks that are published, while they are held
+    num_hit_tokens: int | None = None  # found at the first admission
 
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)

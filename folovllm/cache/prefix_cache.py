@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import xxhash
 
@@ -16,7 +15,7 @@ from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.free_list import Block
 from folovllm.cache.manager import PrefixCacheStats
 from folovllm.events import BlockAdopted, BlockCached, BlockEvicted, Events, PrefixHit
-from folovllm.request import Sequence, SequenceStatus
+from folovllm.request import CachedPrefix, Sequence, SequenceStatus
 from folovllm.step.sampling_spec import TokenIds
 
 ROOT = 0  # the parent of every first block
@@ -33,16 +32,6 @@ def compute_hash(token_ids: TokenIds, prefix: int) -> int:
         64 bits, unsigned: `xxhash.xxh64` over the 8 bytes of `prefix` (little endian) followed by the tokens' bytes.
     """
     return xxhash.xxh64_intdigest(prefix.to_bytes(8, "little") + token_ids.tobytes())
-
-
-@dataclass(slots=True)
-class CachedPrefix:
-    """The prefix cache's notes on a sequence. The sequence carries them; only the prefix cache uses them."""
-
-    hashes: list[int] = field(default_factory=list)  # of the full blocks, as far as they were needed
-    tokens: list[bytes] = field(default_factory=list)  # of the same blocks
-    serials: list[int] = field(default_factory=list)  # of the blocks that are published, while they are held
-    num_hit_tokens: int | None = None  # found at the first admission
 
 
 class PrefixCache:

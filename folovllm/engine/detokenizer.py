@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
+from folovllm.sampling_params import SamplingParams
 from folovllm.spelling import Spelling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what decoders show for bytes that are no character (yet)
 
@@ -103,3 +109,25 @@ class IncrementalDetokenizer:
     def cut(self, end: int) -> None:
         """Remove the text from the character `end` on."""
         self.text = self.text[:end]
+
+
+class NoText(IncrementalDetokenizer):
+    """For a request that wants no text."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: "")
+
+    def append(self, token_id: int) -> None:
+        """Nothing is kept."""
+
+
+def make_detokenizer(tokenizer: PreTrainedTokenizerBase, params: SamplingParams) -> IncrementalDetokenizer:
+    """Make the detokenizer of one answer."""
+    if not params.detokenize:
+        return NoText()
+    return IncrementalDetokenizer(decoder(tokenizer, params.skip_special_tokens))
+
+
+def decoder(tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool) -> Callable[[list[int]], str]:
+    """Return what makes the text of a list of token ids."""
+    return partial(tokenizer.decode, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)

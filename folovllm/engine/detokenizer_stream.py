@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cached_property, partial
+from functools import cached_property
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 from tokenizers.decoders import DecodeStream
 
-from folovllm.engine.detokenizer import IncrementalDetokenizer
+from folovllm.engine.detokenizer import IncrementalDetokenizer, decoder, make_detokenizer
 from folovllm.quick_tokenizer import QuickTokenizer
 from folovllm.sampling_params import SamplingParams
 
@@ -137,27 +137,12 @@ class StreamDetokenizer(IncrementalDetokenizer):
         self._buffer.truncate(end)
 
 
-class NoText(IncrementalDetokenizer):
-    """For a request that wants no text."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda _: "")
-
-    def append(self, token_id: int) -> None:
-        """Nothing is kept."""
-
-
-def make_detokenizer(
-    tokenizer: PreTrainedTokenizerBase, params: SamplingParams, stream: bool
-) -> IncrementalDetokenizer:
-    """Make the detokenizer of one answer. With `stream` it uses a `DecodeStream`, if that decodes as the tokenizer does."""
-    if not params.detokenize:
-        return NoText()
-    skip = params.skip_special_tokens
-    decode = partial(tokenizer.decode, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
-    if stream and decodes_by_itself(tokenizer):
-        return StreamDetokenizer(decode, tokenizer.backend_tokenizer, skip)
-    return IncrementalDetokenizer(decode)
+def make_stream_detokenizer(tokenizer: PreTrainedTokenizerBase, params: SamplingParams) -> IncrementalDetokenizer:
+    """Make the detokenizer of one answer, which uses a `DecodeStream` if that decodes as the tokenizer does."""
+    if params.detokenize and decodes_by_itself(tokenizer):
+        skip = params.skip_special_tokens
+        return StreamDetokenizer(decoder(tokenizer, skip), tokenizer.backend_tokenizer, skip)
+    return make_detokenizer(tokenizer, params)
 
 
 def decodes_by_itself(tokenizer: PreTrainedTokenizerBase) -> bool:

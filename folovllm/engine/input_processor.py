@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence as SequenceOf
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from folovllm.engine.detokenizer import IncrementalDetokenizer
-from folovllm.engine.detokenizer_stream import make_detokenizer
+from folovllm.engine.detokenizer import IncrementalDetokenizer, make_detokenizer
+from folovllm.engine.detokenizer_stream import make_stream_detokenizer
 from folovllm.inputs import Prompt, PromptParts, parse_prompt
 from folovllm.models.files import eos_token_ids
 from folovllm.request import Request, Sequence
@@ -32,9 +33,12 @@ class InputProcessor:
     def __init__(self, setup: EngineSetup, tokenizer: PreTrainedTokenizerBase) -> None:
         self._setup = setup
         self._tokenizer = tokenizer
-        self._spelling = Spelling(tokenizer)
         self._eos = eos_token_ids(setup.path, setup.hf_config, tokenizer)
         self._seeds = random.Random(setup.config.seed)  # for requests that bring none
+
+    @cached_property
+    def _spelling(self) -> Spelling:
+        return Spelling(self._tokenizer)
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
@@ -80,8 +84,10 @@ class InputProcessor:
         return [Sequence(request, self._make_detokenizer(params), index) for index in range(params.n)]
 
     def _make_detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer:
-        detokenizer = make_detokenizer(self._tokenizer, params, self._setup.config.packed_steps)
-        detokenizer.spelling = self._spelling if params.detokenize else None
+        make = make_stream_detokenizer if self._setup.config.packed_steps else make_detokenizer
+        detokenizer = make(self._tokenizer, params)
+        if params.detokenize and (params.logprobs, params.prompt_logprobs) != (None, None):
+            detokenizer.spelling = self._spelling
         return detokenizer
 
     def _tokenize(self, parts: PromptParts, params: SamplingParams) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import time
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
@@ -12,17 +13,27 @@ from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
+from folovllm.cache.manager import KVCacheManager, PrefixCacheStats
 from folovllm.config import EngineConfig, ModelConfig
-from folovllm.engine.observed import Observed
-from folovllm.engine.output_processor import RequestState
-from folovllm.engine.snapshot import added
-from folovllm.events import ExpertsAsked, Finished, GivenUp, StepEnded
+from folovllm.engine.metrics import EngineStats, StepLog, StepStats, engine_stats
+from folovllm.engine.output_processor import OutputProcessor, RequestState
+from folovllm.events import (
+    ExpertsAsked,
+    Finished,
+    GivenUp,
+    Listener,
+    RequestAdded,
+    SequenceState,
+    Snapshot,
+    StepEnded,
+)
 from folovllm.faults import log_fault
 from folovllm.inputs import Prompt, as_requests, is_one_prompt
 from folovllm.outputs import RequestOutput
 from folovllm.quick_tokenizer import whole
-from folovllm.request import Request, Sequence
+from folovllm.request import Request, Sequence, SequenceStatus
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
+from folovllm.setup import EngineSetup
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.vllm_arguments import GENERATE, REQUEST, also_takes
 
@@ -32,7 +43,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("folovllm")
 
 
-class LLMEngine(Observed):
+class LLMEngine:
     """Serves requests step by step; `LLM` wraps it for offline use.
 
     Use it from one thread at a time. After an exception inside `step`, but for `RequestFailed`, the engine's state is undefined:
@@ -51,10 +62,22 @@ class LLMEngine(Observed):
         elif overrides:
             raise ValueError(f"an EngineConfig says all: put {', '.join(overrides)} into it")
         parts = put_together(config)
-        super().__init__(parts)
-        self._logits_mask = parts.logits_mask
+        self.setup = parts.setup
+        self.num_threads = parts.num_threads
+        self.tokenizer = parts.tokenizer
+        self.executor = parts.executor
+        self.scheduler = parts.scheduler
+        self.events = parts.events
         self._processor = parts.processor
+        self._logits_mask = parts.logits_mask
         self._extension = parts.extension
+        self._faults = parts.faults
+        self._output = OutputProcessor(parts.faults)
+        self._log: StepLog | None = None
+        self._num_steps = 0
+        self._num_preemptions = 0
+        self._is_closed = False
+        self._process = os.getpid()
 
     @staticmethod
     def from_engine_args(engine_args: EngineConfig) -> LLMEngine:
@@ -264,11 +287,85 @@ class LLMEngine(Observed):
         """Prepare for answers with a form. It takes about a second, and the first such answer would hold up all others."""
         self._logits_mask.prepare(self._processor.eos_token_ids)
 
+    def require_open(self) -> None:
+        """Raise RuntimeError if the engine was closed, or if this process is a fork of the engine's.
+
+        A fork has neither torch's threads nor its GPUs, so the first product there would wait for ever.
+        """
+        if self._is_closed:
+            raise RuntimeError("the engine was closed: make a new one")
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"the engine belongs to process {self._process}, and this is a fork of it, which has none of its threads: "
+                'start the process with multiprocessing\'s "spawn", and make an engine there'
+            )
+
     def require_idle(self) -> None:
         """Raise RuntimeError if the engine was closed, ValueError if it serves requests: their outputs would be lost."""
         self.require_open()
         if self.has_unfinished_requests():
             raise ValueError("the engine has requests of its own: step it until they end, or abort them, first")
+
+    def subscribe(self, listener: Listener, experts: bool = False) -> None:
+        """Call `listener(events)` after each step with what happened (`folovllm.events`), and now with the present state.
+
+        With `experts`, what happened includes how often experts were asked (`ExpertsAsked`), where `count_experts` is set.
+        """
+        state = snapshot(self.setup, self.scheduler.kv, self._num_steps, self._output.requests.values())
+        experts = experts and self.setup.config.count_experts
+        self.events.subscribe(listener, state, experts)
+        if experts:
+            self.events.emit(ExpertsAsked(self.expert_load()))
+            self.events.drain()
+
+    def unsubscribe(self, listener: Listener) -> None:
+        """Tell `listener` nothing more. ValueError if it does not listen."""
+        self.events.unsubscribe(listener)
+
+    @property
+    def history(self) -> list[StepStats] | None:
+        """The steps so far, or None. Set it to [] to have each step's figures appended from now on, and to None to stop."""
+        return None if self._log is None else self._log.steps
+
+    @history.setter
+    def history(self, steps: list[StepStats] | None) -> None:
+        if self._log is not None:
+            self.unsubscribe(self._log)
+        self._log = None
+        if steps is not None:
+            self._log = StepLog(steps)
+            self.subscribe(self._log, experts=True)
+
+    def stats(self) -> EngineStats:
+        """Requests and KV cache as they are now."""
+        self.require_open()
+        return engine_stats(self.setup, self.scheduler, self._num_steps, self._num_preemptions)
+
+    def expert_load(self) -> list[list[int]]:
+        """How often each expert of each layer was asked since the start; waits for the steps under way.
+
+        L lists of E numbers; a token asks k experts of a layer. ValueError where that is not counted.
+        """
+        self.require_open()
+        if not self.setup.config.count_experts:
+            raise ValueError("experts are not counted: set count_experts=True")
+        return self.executor.expert_load()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes, as after a change of the weights. Raises ValueError where there is no cache."""
+        self._prefix_caching_manager().reset()
+        self.events.drain()
+        return True  # vLLM's may fail
+
+    def prefix_cache_stats(self) -> PrefixCacheStats:
+        """Hits and evictions so far. Raises ValueError where there is no cache."""
+        return self._prefix_caching_manager().stats
+
+    def _prefix_caching_manager(self) -> KVCacheManager:
+        kv = self.scheduler.kv
+        if kv is None or not self.setup.config.enable_prefix_caching:
+            raise ValueError("there is no prefix cache: set enable_prefix_caching=True, or take milestone m5")
+        return kv
 
     def close(self) -> None:
         """End all requests and give the memory of the model, and of a draft, back. A second call does nothing."""
@@ -279,3 +376,38 @@ class LLMEngine(Observed):
         gc.unfreeze()  # `make_engine` froze what refers to itself; only thawed can it be collected
         gc.collect()
         torch.cuda.empty_cache()  # to the card, for other programs
+
+
+def snapshot(
+    setup: EngineSetup, kv: KVCacheManager | None, num_steps: int, requests: Iterable[RequestState]
+) -> Snapshot:
+    """The state that later events change. `kv` is None where the cache is no pool of blocks."""
+    return Snapshot(
+        num_blocks=0 if kv is None else kv.num_blocks,
+        block_size=setup.block_size,
+        max_num_seqs=setup.max_num_seqs,
+        max_num_batched_tokens=setup.max_num_batched_tokens,
+        num_steps=num_steps,
+        blocks=() if kv is None else tuple(kv.states()),
+        sequences=tuple(
+            SequenceState(
+                added=added(seq, request.metrics.arrival_time),
+                is_running=seq.status is SequenceStatus.RUNNING,
+                num_tokens=seq.num_tokens,
+                num_computed_tokens=seq.num_computed_tokens,
+                block_table=tuple(seq.block_table),
+                token_ids=seq.token_ids.tolist(),
+            )
+            for request in requests
+            for seq in request.seqs
+            if not seq.status.is_finished
+        ),
+    )
+
+
+def added(seq: Sequence, time: float) -> RequestAdded:
+    """The arrival of a sequence."""
+    asked = seq.request
+    return RequestAdded(
+        seq.seq_id, asked.request_id, seq.index, asked.prompt_token_ids, asked.max_tokens, asked.priority, time
+    )

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from folovllm.engine.scheduler import SchedulerLike
 from folovllm.events import (
     Aborted,
     Event,
@@ -17,6 +18,7 @@ from folovllm.events import (
     StepBegan,
     StepEnded,
 )
+from folovllm.setup import EngineSetup
 
 
 @dataclass(slots=True, frozen=True)
@@ -138,3 +140,25 @@ class EngineStats:
     def kv_waste(self) -> float:
         """Share of the reserved bytes that hold no token."""
         return 1 - self.kv_bytes_used / self.kv_bytes_reserved if self.kv_bytes_reserved else 0.0
+
+
+def engine_stats(setup: EngineSetup, scheduler: SchedulerLike, num_steps: int, num_preemptions: int) -> EngineStats:
+    """Requests and KV cache as they are now. A cache that is no pool of blocks counts as 0 blocks."""
+    kv, running = scheduler.kv, scheduler.running
+    num_blocks, num_used = (0, 0) if kv is None else (kv.num_blocks, kv.num_used)
+    bytes_per_token = setup.kv_bytes_per_token
+    bytes_per_block = setup.block_size * bytes_per_token
+    num_shared = sum(len(seq.block_table) for seq in running) - num_used  # blocks are full before they are shared
+    stored = sum(seq.num_computed_tokens for seq in running) - num_shared * setup.block_size
+    return EngineStats(
+        waiting=len(scheduler.waiting),
+        running=len(running),
+        steps=num_steps,
+        preemptions=num_preemptions,
+        kv_blocks_total=num_blocks,
+        kv_blocks_used=num_used,
+        kv_tokens_stored=stored,
+        kv_bytes_total=num_blocks * bytes_per_block,
+        kv_bytes_reserved=num_used * bytes_per_block,
+        kv_bytes_used=stored * bytes_per_token,
+    )

@@ -45,7 +45,10 @@ def set_up(config: EngineConfig) -> EngineSetup:
         raise ValueError("enable_expert_parallel shares out experts, and this model has none: leave it out")
     if config.count_experts and not num_experts_of(hf_config):
         raise ValueError("count_experts counts how often experts are asked, and this model has none: leave it out")
-    share = local_config(hf_config, config.tensor_parallel_size, config.enable_expert_parallel)  # one rank's part
+    ranks = config.tensor_parallel_size
+    share = (
+        hf_config if ranks == 1 else local_config(hf_config, ranks, config.enable_expert_parallel)
+    )  # one rank's part
     quantization.check(hf_config, share, config)
     if not config.random_weights:
         with reading(f"the model in {path}"):

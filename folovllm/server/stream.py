@@ -8,12 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from folovllm.cache.prefix_cache import CachedPrefix
 from folovllm.engine.output_processor import OutputDelta, RequestState, with_text
 from folovllm.engine.stop import check_stop_conditions
 from folovllm.faults import RequestFailed, log_fault
 from folovllm.outputs import RequestOutput, TokenLogprob
-from folovllm.request import Request, Sequence, SequenceStatus
+from folovllm.request import CachedPrefix, Request, Sequence, SequenceStatus
 from folovllm.server.messages import Add, Delta, Refused, Row, Step, failure_of
 from folovllm.server.metrics import Counters
 

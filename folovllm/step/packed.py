@@ -96,7 +96,7 @@ def num_numbers(columns: Parts[int]) -> int:
     return sum(lines * width for lines, width in zip(LINES, columns, strict=True))
 
 
-NO_DRAWS = pack_updates([])
+NO_UPDATES = SamplingUpdate(np.empty(0, np.int32), 0, 0)
 NO_SAMPLES, NO_SCORES, NOBODY = (
     np.empty((len(Sample), 0), np.int32),
     np.empty((4, 0), np.int32),
@@ -125,7 +125,7 @@ class PackedStep:
     tokens: Int32  # [T]
     updates: Int32  # [3, U]
     samples: Int32 = field(default_factory=lambda: NO_SAMPLES)
-    sampling_updates: SamplingUpdate = NO_DRAWS  # of new rows
+    sampling_updates: SamplingUpdate = NO_UPDATES  # of new rows
     scores: Int32 = field(default_factory=lambda: NO_SCORES)
     logprobs: Int32 = field(default_factory=lambda: NOBODY)
     is_special: bool = False
@@ -291,7 +291,7 @@ class StepPacker:
             self._logprobs.pop(row, None)
             if spec.logprobs is not None:
                 self._logprobs[row] = spec.logprobs
-        return pack_updates(updates) if updates else NO_DRAWS
+        return pack_updates(updates) if updates else NO_UPDATES
 
     def _row_fields(self, rows: list[int]) -> Int32:
         """TEMPERATURE, SEED_LOW and SEED_HIGH of the rows, [3, S]."""

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from folovllm import LLM, EngineConfig, builders
+from folovllm.config import BUILDERS
 from milestones.manifest import Course
 from tests.builders.engines import WITHOUT_MINE, texts
 
@@ -37,7 +38,7 @@ def written(name: str, folder: Path, change: Callable[[str], str | None]) -> Ite
 
 
 def test_manifest_and_engine_know_the_same() -> None:
-    assert {b.name: b.symbol for b in COURSE.builders} == {n: p.symbol for n, p in builders.PLACES.items()}
+    assert {b.name: b.symbol for b in COURSE.builders} == {n: p.symbol for n, p in BUILDERS.items()}
     assert all(hasattr(EngineConfig(), builder.field) for builder in COURSE.builders)
 
 

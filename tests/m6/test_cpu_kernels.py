@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from folovllm import build_layers
+from folovllm import build
 from folovllm.attention.backends.abstract import AttentionConfig
 from folovllm.attention.backends.torch_naive import TorchNaiveBackend
 from folovllm.build import make_engine
@@ -191,7 +191,7 @@ def logits_of(driver: Driver, steps: list[dict[int, list[int]]]) -> torch.Tensor
 @compiled
 def test_the_engine_answers_as_m1_does(monkeypatch: pytest.MonkeyPatch, calls: list[int]) -> None:
     """M6 takes the kernels for a large model, of which this one plays the part; M5 never does."""
-    monkeypatch.setattr(build_layers, "LARGE", 0)
+    monkeypatch.setattr(build, "LARGE", 0)
     monkeypatch.setenv("FOLOVLLM_CACHE", str(FOLDER))
     load, own = workload("greedy", count=6), {"max_num_seqs": 6, "num_kv_blocks": 32, "block_size": 4}
     fields: dict[str, Any] = {"max_model_len": 128, "device": "cpu", "use_tqdm": False} | own
@@ -215,12 +215,12 @@ def test_without_them_torch_computes(
 ) -> None:
     """No compiler, or nowhere to keep what it makes: one sentence says why, and the engine works."""
     (file := tmp_path / "file").touch()
-    monkeypatch.setattr(build_layers, "LARGE", 0)
+    monkeypatch.setattr(build, "LARGE", 0)
     monkeypatch.setenv("FOLOVLLM_CACHE", str(file if wrong == "folder" else tmp_path))
     if wrong == "compiler":
         monkeypatch.setenv("CXX", "no-such-compiler -m64")
     if wrong == "home":
-        monkeypatch.setattr(build_layers, "cache_dir", Path("~no-such-user").expanduser)
+        monkeypatch.setattr(build, "cache_dir", Path("~no-such-user").expanduser)
     library.load.cache_clear()
     with caplog.at_level(logging.INFO, logger="folovllm"):
         engine = make_engine(EngineConfig(model=str(tiny_checkpoint()), max_model_len=32, device="cpu", use_tqdm=False))

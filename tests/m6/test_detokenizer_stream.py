@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from folovllm import LLM, SamplingParams
 from folovllm.engine import detokenizer_stream
-from folovllm.engine.detokenizer import IncrementalDetokenizer
-from folovllm.engine.detokenizer_stream import NoText, StreamDetokenizer, make_detokenizer
+from folovllm.engine.detokenizer import IncrementalDetokenizer, NoText, make_detokenizer
+from folovllm.engine.detokenizer_stream import StreamDetokenizer, make_stream_detokenizer
 from folovllm.engine.output_processor import RequestState
 from folovllm.outputs import TokenLogprob
 from folovllm.request import Request, Sequence, SequenceStatus
@@ -224,9 +224,9 @@ def test_a_report_costs_what_is_new() -> None:
 class TestWhichOne:
     def test_by_configuration(self) -> None:
         tokenizer, params = tiny_tokenizer(), SamplingParams()
-        assert type(make_detokenizer(tokenizer, params, stream=True)) is StreamDetokenizer
-        assert type(make_detokenizer(tokenizer, params, stream=False)) is IncrementalDetokenizer
-        assert type(make_detokenizer(tokenizer, SamplingParams(detokenize=False), stream=True)) is NoText
+        assert type(make_stream_detokenizer(tokenizer, params)) is StreamDetokenizer
+        assert type(make_detokenizer(tokenizer, params)) is IncrementalDetokenizer
+        assert type(make_stream_detokenizer(tokenizer, SamplingParams(detokenize=False))) is NoText
 
     def test_a_tokenizer_with_python_of_its_own(self) -> None:
         class Own(PreTrainedTokenizerFast):
@@ -234,7 +234,7 @@ class TestWhichOne:
                 return super()._decode(*args, **options).upper()
 
         own = Own(tokenizer_object=BACKENDS["bytes"])
-        assert type(make_detokenizer(own, SamplingParams(), stream=True)) is IncrementalDetokenizer
+        assert type(make_stream_detokenizer(own, SamplingParams())) is IncrementalDetokenizer
 
     def test_in_the_engine(self) -> None:
         fields: dict[str, Any] = {"device": "cpu", "use_tqdm": False, "max_num_seqs": 2, "num_kv_blocks": 16}

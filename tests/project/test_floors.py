@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "folovllm"
-# Who uses the engine stands above it, and only `build`, with its part for the layers, knows everybody. All other files of
+# Who uses the engine stands above it, and only `build` knows everybody. All other files of
 # the package's own folder are the ground floor, with `step` and `distributed`: records and small tools that every floor
 # may know.
 ABOVE = (
@@ -18,7 +18,6 @@ ABOVE = (
     "__main__",
     "beam_search",
     "build",
-    "build_layers",
     "chat_template",
     "compat",
     "extensions",
@@ -55,9 +54,8 @@ BESIDE = ("bench", "cli", "inspector")  # they use the engine, and all of it
 ARROWS: dict[str, set[str]] = {}
 EXCEPTIONS = {
     "engine/llm_engine.py": ("build",),  # an engine that is made from a configuration puts itself together
-    "request.py": ("cache.prefix_cache", "engine.detokenizer"),  # types of fields, which others fill and read
+    "request.py": ("engine.detokenizer",),  # the type of a field, which others fill and read
     "setup.py": ("attention.backends.abstract",),  # the same
-    "engine/parts.py": ("extensions",),  # the same
 }
 
 

@@ -19,7 +19,7 @@ from folovllm import LLM, SamplingParams
 from folovllm.bench.contenders import write_geometry
 from folovllm.bench.roofline import MatrixSizes, experts_read
 from folovllm.build import make_engine
-from folovllm.build_layers import layer_set
+from folovllm.build import layer_set
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
 from folovllm.models.registry import PLAIN_LAYERS, build_model
