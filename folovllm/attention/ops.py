@@ -68,3 +68,18 @@ def reshape_and_cache_kv(
     block, offset = slot // block_size, slot % block_size
     kv_cache[0, block, offset] = key[wanted]
     kv_cache[1, block, offset] = value[wanted]
+
+
+def gather_kv(
+    kv_cache: torch.Tensor,  # [2, N, B, Hkv, D]
+    block_table: torch.Tensor,  # [max_blocks] int
+    seq_len: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of one sequence in token order, copied out of its blocks: two [seq_len, Hkv, D].
+
+    Position p lies at offset `p % B` of the table's block number `p // B`. Entries beyond the sequence are never read.
+    """
+    position = torch.arange(seq_len, device=kv_cache.device)
+    block_size = kv_cache.shape[2]
+    key, value = kv_cache[:, block_table[position // block_size], position % block_size]
+    return key, value

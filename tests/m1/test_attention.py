@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from folovllm.attention.backends.torch_naive import gather_kv
 from folovllm.attention.growing_cache import GrowingKVCache
-from folovllm.attention.ops import append_kv, create_causal_mask, naive_attention, reshape_and_cache_kv
+from folovllm.attention.ops import append_kv, create_causal_mask, gather_kv, naive_attention, reshape_and_cache_kv
 from tests.tiny import worked_case
 
 

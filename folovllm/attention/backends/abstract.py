@@ -93,13 +93,9 @@ class AttentionBackend(ABC):
     def sliding(self, window: int) -> AttentionBackend:
         """Return the backend of a layer in which a token sees `window` tokens: itself and those right before it.
 
-        Here plain torch takes its place, which cannot be recorded. Raises `BackendUnavailable` if this backend can be.
+        Raises `BackendUnavailable` unless a backend overrides it; `SlidingBackend` is one for caches that plain torch reads.
         """
-        if self.supports_cuda_graph:
-            raise BackendUnavailable(f'{self.name} knows no sliding window: choose "triton" or "torch_paged"')
-        from folovllm.attention.backends.sliding import SlidingBackend
-
-        return SlidingBackend(self, window)
+        raise BackendUnavailable(f'{self.name} knows no sliding window: choose "triton" or "torch_paged"')
 
     def as_bytes(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend
-from folovllm.attention.backends.torch_naive import gather_kv
 from folovllm.attention.growing_cache import GrowingKVCache
-from folovllm.attention.ops import create_causal_mask, naive_attention
+from folovllm.attention.ops import create_causal_mask, gather_kv, naive_attention
 from folovllm.forward_batch import ForwardBatch
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
+from folovllm.attention.backends.sliding import SlidingCat
 from folovllm.attention.growing_cache import GrowingKVCache
 from folovllm.attention.ops import create_causal_mask, naive_attention
 from folovllm.forward_batch import ForwardBatch
@@ -32,9 +33,7 @@ class TorchCatBackend(AttentionBackend):
         kv_cache.append(key, value)
 
     def sliding(self, window: int) -> AttentionBackend:
-        """As `AttentionBackend`."""
-        from folovllm.attention.backends.sliding import SlidingCat
-
+        """Return the backend of a layer in which a token sees `window` tokens."""
         return SlidingCat(self, window)
 
     def forward(  # type: ignore[override]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend
-from folovllm.attention.ops import create_causal_mask, naive_attention, reshape_and_cache_kv
+from folovllm.attention.backends.sliding import SlidingBackend
+from folovllm.attention.ops import create_causal_mask, gather_kv, naive_attention, reshape_and_cache_kv
 from folovllm.forward_batch import ForwardBatch
 
 
@@ -32,17 +33,6 @@ class TorchNaiveBackend(AttentionBackend):
             outputs.append(naive_attention(new, key, value, self.config.scale, mask))
         return torch.cat(outputs)
 
-
-def gather_kv(
-    kv_cache: torch.Tensor,  # [2, N, B, Hkv, D]
-    block_table: torch.Tensor,  # [max_blocks] int
-    seq_len: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of one sequence in token order, copied out of its blocks: two [seq_len, Hkv, D].
-
-    Position p lies at offset `p % B` of the table's block number `p // B`. Entries beyond the sequence are never read.
-    """
-    position = torch.arange(seq_len, device=kv_cache.device)
-    block_size = kv_cache.shape[2]
-    key, value = kv_cache[:, block_table[position // block_size], position % block_size]
-    return key, value
+    def sliding(self, window: int) -> AttentionBackend:
+        """Return the backend of a layer in which a token sees `window` tokens."""
+        return SlidingBackend(self, window)

@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from folovllm.attention.backends.abstract import AttentionBackend
+from folovllm.attention.backends.sliding import SlidingBackend
 from folovllm.attention.ops import create_causal_mask, reshape_and_cache_kv
 from folovllm.forward_batch import ForwardBatch
 
@@ -28,6 +29,10 @@ class TorchPagedBackend(AttentionBackend):
             for new, table, seq_len in zip(queries, batch.block_tables, batch.seq_lens_host, strict=True)
         ]
         return torch.cat(outputs)
+
+    def sliding(self, window: int) -> AttentionBackend:
+        """Return the backend of a layer in which a token sees `window` tokens."""
+        return SlidingBackend(self, window)
 
 
 def gather_blocks(
