@@ -70,7 +70,6 @@ class ProcessGroup:
         return self._one_shot is not None and self._one_shot.takes(x)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """As `Group`."""
         everyone = x.new_empty(self.size * x.numel())
         self._together(lambda: gather(everyone, x.contiguous().view(-1)), x)
         return everyone.view(self.size, *x.shape)

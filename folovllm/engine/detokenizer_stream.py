@@ -41,7 +41,6 @@ class StreamDetokenizer(IncrementalDetokenizer):
         self._num_streamed = 0  # tokens that were taken in
 
     def advance(self) -> str:
-        """As inherited."""
         new = self.token_ids[self._num_streamed :]
         if not new:
             return ""

@@ -25,7 +25,6 @@ class GPUExecutor:
         return self._worker.execute_model(output)
 
     def expert_load(self) -> list[list[int]]:
-        """As `Executor`."""
         return self._worker.expert_load()
 
     def shutdown(self) -> None:

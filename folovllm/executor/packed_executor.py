@@ -85,7 +85,6 @@ class LocalExecutor(PackedExecutor):
         self._running()
 
     def expert_load(self) -> list[list[int]]:
-        """As `Executor`."""
         return self._running().expert_load()
 
     def shutdown(self) -> None:

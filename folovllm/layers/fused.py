@@ -16,7 +16,6 @@ class FusedRMSNorm(RMSNorm):
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """As `RMSNorm`."""
         if residual is None:
             return rms_norm(x.flatten(0, -2), self.weight, self.eps).view(x.shape)  # heads are rows too
         return add_rms_norm(x, residual, self.weight, self.eps)
@@ -26,7 +25,6 @@ class FusedSiluAndMul(SiluAndMul):
     """Gates and multiplies in one pass."""
 
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """As `SiluAndMul`."""
         return silu_and_mul(gate_up)
 
 
@@ -34,5 +32,4 @@ class FusedGeluAndMul(GeluAndMul):
     """Gates and multiplies in one pass."""
 
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """As `GeluAndMul`."""
         return gelu_and_mul(gate_up)

@@ -41,5 +41,4 @@ class Plain(WeightFormat):
         return layer.bias is None and layer.weight.dtype != torch.float16
 
     def fold(self, layer: LinearBase, scale: torch.Tensor) -> None:
-        """As `WeightFormat`."""
         layer.weight.data *= scale

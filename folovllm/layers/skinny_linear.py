@@ -21,7 +21,6 @@ class SkinnyLinear(Plain):
     def fused(
         self, layer: LinearBase, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        """As `WeightFormat`."""
         return skinny_linear(x, layer.weight, norm_eps, gated, residual)
 
     def summed(

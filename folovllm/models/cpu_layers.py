@@ -77,7 +77,6 @@ class CpuHead(ParallelLMHead):
         self._kernels = kernels
 
     def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """As `ParallelLMHead`."""
         if self._kernels.multiplies(hidden, self.weight):
             return self._kernels.multiply(hidden, self.weight, out=out)
         return super().forward(hidden, out)

@@ -41,7 +41,6 @@ class FusedQwen3Attention(FusedLlamaAttention, Qwen3Attention):
     """With QK-norm."""
 
     def preparation(self) -> Preparation:
-        """As `FusedLlamaAttention`."""
         weights = self.q_norm.weight, self.k_norm.weight
         return Preparation(self.rope.cos_sin_cache, *weights, self.q_norm.eps, self.attn.backend.scales)
 

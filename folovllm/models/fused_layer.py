@@ -27,7 +27,6 @@ class SkinnyMLP(LlamaMLP):
     """Computes gate, up and activation in one kernel where the batch is small."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As `LlamaMLP`."""
         if self.gate_up_proj.fuses(x):
             return self.down_proj(self.gate_up_proj.fused(x, gated=True))
         return super().forward(x)
@@ -153,7 +152,6 @@ class SkinnyHead(ParallelLMHead):
     """The largest product of a step, by the kernel for few tokens where that is ahead."""
 
     def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """As `ParallelLMHead`."""
         if is_few(hidden, self.weight):
             return skinny_linear(hidden, self.weight, out=out)
         return super().forward(hidden, out)

@@ -51,7 +51,6 @@ class Gemma3DecoderLayer(LlamaDecoderLayer):
         self.post_feedforward_layernorm = layers.make(RMSNorm, config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
-        """As `LlamaDecoderLayer`."""
         x, residual = (self.input_layernorm(x), x) if residual is None else self.input_layernorm(x, residual)
         x = self.post_attention_layernorm(self.self_attn(x, batch))
         x, residual = self.pre_feedforward_layernorm(x, residual)

@@ -19,7 +19,6 @@ class CompiledSampler(Sampler):
         self._sample = torch.compile(super().sample, dynamic=True)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """As `Sampler`."""
         if batch.top_p is not None:
             return super().sample(logits, batch)
         return self._sample(logits, batch)

@@ -39,7 +39,6 @@ class LocalSampler:
         self._use_kernel = use_kernel
 
     def one_pass(self, logits: torch.Tensor, fields: torch.Tensor, tokens: torch.Tensor, last: torch.Tensor) -> None:
-        """As `StepSampler`."""
         temperature = fields[Field.TEMPERATURE].view(torch.float32)
         low, high, positions = fields[Field.SEED_LOW], fields[Field.SEED_HIGH], fields[Field.SEQ_LEN]
         if self._use_kernel:

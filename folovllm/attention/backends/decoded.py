@@ -22,13 +22,11 @@ class DecodedCache(AttentionBackend):
         self._inner = inner
 
     def of_layer(self, scales: KVScales, window: int | None = None) -> AttentionBackend:
-        """As `AttentionBackend`."""
         backend = copy(self)
         backend.scales, backend._inner = scales, self._inner.of_layer(scales, window)
         return backend
 
     def plan(self, batch: ForwardBatch) -> None:
-        """As the other backend."""
         self._inner.plan(batch)
 
     def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:

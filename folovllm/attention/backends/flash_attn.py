@@ -44,7 +44,6 @@ class FlashAttentionBackend(AttentionBackend):
             raise BackendUnavailable(f"{name} needs a block_size that is a multiple of 256, not {config.block_size}")
 
     def sliding(self, window: int) -> AttentionBackend:
-        """As `AttentionBackend`."""
         return SlidingFlashAttention(self, window)
 
     def plan(self, batch: ForwardBatch) -> None:
@@ -92,6 +91,5 @@ class SlidingFlashAttention(FlashAttentionBackend):
         self._whole.plan(batch)
 
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """As `FlashAttentionBackend`."""
         self._query_starts, self._key_starts = self._whole._query_starts, self._whole._key_starts
         return super().forward(query, kv_cache, batch)

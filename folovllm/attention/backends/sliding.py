@@ -33,11 +33,9 @@ class SlidingBackend(AttentionBackend):
         self._inner, self._window = inner, window
 
     def plan(self, batch: ForwardBatch) -> None:
-        """As the other backend."""
         self._inner.plan(batch)
 
     def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """As the other backend."""
         self._inner.store(key, value, kv_cache, slot_mapping)
 
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
