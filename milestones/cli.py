@@ -259,8 +259,11 @@ def update() -> None:
 
 
 @app.command()
-def read(id: MilestoneId) -> None:
-    """The code as of a milestone: what one request runs through, in call order.
+def read(
+    id: MilestoneId,
+    all: Annotated[bool, typer.Option("--all", help="Also what checks values and files, and reports.")] = False,
+) -> None:
+    """The code as of a milestone: what one request runs through, in call order; then how the engine was put together.
 
     + is new since the milestone before; an id at the end says that it is an exercise.
     """
@@ -269,8 +272,15 @@ def read(id: MilestoneId) -> None:
     before = [m for m in course.milestones if milestone.is_after(m)][-1:]
     known = {(s.file, s.name) for m in before for s in trace.read(course, m)}
     exercises = {(str(symbol.path), symbol.name): e.id for e in course.exercises for symbol in e.symbols}
-    phase = ""
-    for step in trace.read(course, milestone):
+    phase, steps = "", trace.read(course, milestone)
+    shown = steps if all else trace.shortened(steps, exercises)
+    say(
+        "{shown} functions in {files} files{rest}",
+        shown=len(shown),
+        files=len({step.file for step in shown}),
+        rest="" if all else t("; {rest} more that check or report: --all", rest=len(steps) - len(shown)),
+    )
+    for step in shown:
         if step.phase != phase:
             phase = step.phase
             console.print()

@@ -3,13 +3,14 @@
 import ast
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -19,6 +20,18 @@ from milestones.manifest import Course
 from milestones.tasks import Milestone
 
 PROMPT = "Tell me a story about Lily and a red kite."
+
+# What checks a user's values and files, reports, or is for other libraries' users: no part of how a token is made.
+ASIDE_FILES = (
+    "__init__.py", "children.py", "config.py", "cores.py", "electives.py", "engine/cpu_threads.py", "engine/metrics.py",
+    "events.py", "extensions.py", "faults.py", "files.py", "inputs.py", "interrupts.py", "models/files.py",
+    "models/json_files.py", "models/plain_config.py", "models/quantized.py", "models/shapes.py", "outputs.py",
+    "quick_tokenizer.py", "require.py", "sampling_params.py", "spelling.py", "vllm_arguments.py",
+)  # fmt: skip
+ASIDE_NAMES = re.compile(
+    r"Speeds|added|(.*\.)?_?(require|check|validate|speeds|(un)?subscribe|snapshot|heed)|.*<locals>"
+)
+SETUP = "putting the engine together"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +44,23 @@ class Step:
     file: str  # relative to the package's parent
     line: int
     summary: str
+
+
+def shortened(steps: list[Step], exercises: Collection[tuple[str, str]] = ()) -> list[Step]:
+    """The request first, then how the engine was put together, without what stands aside (`ASIDE_FILES`, `ASIDE_NAMES`).
+
+    An exercise, by file and name, is never left out. Indentation is that of the functions that are left.
+    """
+    kept, open_steps = [], list[tuple[int, bool]]()  # a step's depth, and whether it is shown
+    for step in steps:
+        while open_steps and open_steps[-1][0] >= step.depth:
+            open_steps.pop()
+        is_aside = step.file.partition("/")[2] in ASIDE_FILES or ASIDE_NAMES.match(step.name) is not None
+        is_shown = (step.file, step.name) in exercises or not is_aside
+        if is_shown:
+            kept.append(replace(step, depth=sum(shown for _, shown in open_steps)))
+        open_steps.append((step.depth, is_shown))
+    return sorted(kept, key=lambda step: step.phase == SETUP)
 
 
 def read(course: Course, milestone: Milestone) -> list[Step]:
@@ -94,7 +124,7 @@ def generate(preset: str, enter: Callable[[str], None]) -> None:
     """What a milestone's request is; `enter` begins a phase."""
     import folovllm
 
-    enter("putting the engine together")
+    enter(SETUP)
     llm = folovllm.LLM(milestone=preset)
     enter("one request")
     llm.generate(PROMPT, folovllm.SamplingParams(max_tokens=8, temperature=0))

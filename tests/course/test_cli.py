@@ -145,12 +145,25 @@ def test_a_remark_on_what_is_no_longer_there(sample: Course) -> None:
 
 def test_read_marks_what_is_new(sample: Course) -> None:
     said = course(sample, "read", "m2")
-    names = ["LLM.__init__", "Pool.__init__", "LLM.generate", "Pool.take", "Pool.share"]
+    names = ["LLM.generate", "Pool.take", "Pool.share", "LLM.__init__", "Pool.__init__"]
     assert sorted(names, key=lambda name: said.index(f" {name} ")) == names
     assert f"Pool.share  folovllm/pool.py:{line_of(sample, 'share')}  Split what is free into" in said
     assert next(line for line in said.splitlines() if "Pool.share" in line).endswith("  m2.1")
     assert [line.split()[1] for line in said.splitlines() if line.startswith("+")] == ["Pool.share"]
     assert "+" not in course(sample, "read", "m1")
+
+
+def test_read_leaves_out_checks_unless_all_is_asked_for(sample: Course) -> None:
+    pool = sample.root / "folovllm" / "pool.py"
+    text = pool.read_text().replace("range(size)", "range(check_size(size))")
+    pool.write_text(text + "\n\ndef check_size(n):\n    return inner(n)\n\n\ndef inner(n):\n    return n\n")
+    short, whole = course(sample, "read", "m1"), course(sample, "read", "m1", "--all")
+    assert "check_size" not in short and "1 more that check or report: --all" in short
+    (line,) = (line for line in short.splitlines() if " inner " in line)
+    (above,) = (line for line in short.splitlines() if " Pool.__init__ " in line)
+    indents = [len(text) - len(text.lstrip()) for text in (above, line)]
+    assert indents[1] == indents[0] + 2, "a function moves to the left by those above it that are left out"
+    assert " check_size " in whole and " inner " in whole
 
 
 def test_read_leaves_out_what_an_import_does(sample: Course) -> None:
