@@ -81,11 +81,11 @@ def prefill(component: Any) -> Score:
 def graph_cache(component: Any) -> Score:
     """The decode steps of the trace `chat`, with 64 sequences at most, each padded to one of the widths."""
     graphs = component(64)
-    padded, computed, recorded, most = 0, 0, 0, 0
+    padded, computed, captured, most = 0, 0, 0, 0
 
-    def record() -> StepGraph:
-        nonlocal recorded
-        recorded += 1
+    def capture() -> StepGraph:
+        nonlocal captured
+        captured += 1
         return cast(StepGraph, object())  # nobody replays it
 
     def watch(output: SchedulerOutput) -> int:
@@ -94,7 +94,7 @@ def graph_cache(component: Any) -> Score:
         if output.num_tokens > rows:  # with a prompt in it a step is not replayed
             return 0
         width = choose_bucket(rows, graphs.widths)
-        graphs.get(width, "plain", record)
+        graphs.get(width, "plain", capture)
         padded, computed, most = padded + width - rows, computed + width, max(most, len(graphs))
         return width
 
@@ -104,7 +104,7 @@ def graph_cache(component: Any) -> Score:
         "answer tokens/s": run.throughput,
         "padding, % of the rows": 100 * padded / computed,
         "widths": len(graphs.widths),
-        "recorded": recorded,
+        "captured": captured,
         "kept at most": most,
         "their inputs, bytes": max_bytes(graphs.widths, most),
     }

@@ -2,7 +2,7 @@
 
     python -m tools.bench_checks     # on a machine with a CUDA GPU
 
-Attention of recorded steps: by the prefill kernel, by the kernel for checked rows, and for comparison the decode of one token
+Attention of captured steps: by the prefill kernel, by the kernel for checked rows, and for comparison the decode of one token
 a sequence, which reads the same K/V. Products of Qwen3-0.6B's and 4B's layers: by the library, and where it serves by
 `skinny_linear`. Medians over captured graphs, in microseconds a layer, with the share of the card's own copy bandwidth.
 """
@@ -28,7 +28,7 @@ GEOMETRIES = {"0.6B": (1024, 4096, 2048, 3072), "4B": (2560, 6144, 4096, 9728)} 
 
 
 def checks_of(decodes: ForwardBatch, width: int) -> ForwardBatch:
-    """The same sequences, the last `width` tokens of each new, as a recorded step with guesses that has no padding."""
+    """The same sequences, the last `width` tokens of each new, as a captured step with guesses that has no padding."""
     device, n = decodes.seq_lens.device, decodes.num_seqs
     return replace(
         decodes, input_ids=torch.zeros(n * width, dtype=torch.int64, device=device), num_decodes=0, max_query_len=width,

@@ -5,7 +5,7 @@
 
 It writes JSON files and prints tables. Weights are random (the check uses the embedded model as well), so nothing is
 downloaded. `--geometries none` leaves the long part out. How long a step's sums take is seen by a profiler in one of its
-ranks, with one sequence; `collectives.json` has single sums of several sizes, alone in a recorded graph.
+ranks, with one sequence; `collectives.json` has single sums of several sizes, alone in a captured graph.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def on_ranks(size: int, *arguments: str) -> None:
 
 
 def collectives(path: Path) -> None:
-    """One of several ranks: microseconds of one sum in a recorded graph, ours and NCCL's. Rank 0 writes JSON."""
+    """One of several ranks: microseconds of one sum in a captured graph, ours and NCCL's. Rank 0 writes JSON."""
     import torch.distributed as dist
 
     from folovllm.distributed.group import ProcessGroup

@@ -23,7 +23,7 @@ PHASES = {  # of a `GraphRunner`, in order
     "compile_at_once": "kernels, many at once",
     "fit_kv_cache": "memory profile",
     "compile_kernels": "small steps",
-    "capture_cudagraph": "recording",
+    "capture_cudagraph": "capture",
 }
 HEAVY = ("transformers", "torch._dynamo", "sympy", "sklearn", "pandas")  # seconds to import
 

@@ -1,6 +1,6 @@
 """Follows one decode step through the files: `python tools/step_walk.py`. A file is a room; a return is a room entered again.
 
-What a CUDA graph would record is left out: on a GPU its replay is one call. With `--draw` the requests have top-k and a
+What a CUDA graph would capture is left out: on a GPU its replay is one call. With `--draw` the requests have top-k and a
 penalty, so that their rows are drawn again behind the graph.
 """
 
@@ -17,7 +17,7 @@ import folovllm
 from folovllm import LLM, SamplingParams
 
 PACKAGE = f"{Path(folovllm.__file__).parent}{os.sep}"
-RECORDED = "RecordedGraph.replay"
+CAPTURED = "CpuGraph.replay"
 BORDER = "submit"  # the call with which a step leaves for the device
 
 
@@ -27,21 +27,21 @@ class Walk:
     def __init__(self) -> None:
         self.stays: list[str] = []
         self.below: list[str] = []  # from the border on, until it is left again
-        self._recorded: FrameType | None = None
+        self._captured: FrameType | None = None
         self._border: FrameType | None = None
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if event == "return":
-            self._recorded = None if frame is self._recorded else self._recorded
+            self._captured = None if frame is self._captured else self._captured
             self._border = None if frame is self._border else self._border
-        if event != "call" or self._recorded or not code.co_filename.startswith(PACKAGE) or "<" in code.co_name:
+        if event != "call" or self._captured or not code.co_filename.startswith(PACKAGE) or "<" in code.co_name:
             return
         room = code.co_filename.removeprefix(PACKAGE)
         if code.co_name == BORDER and self._border is None:
             self._border = frame
-        if code.co_qualname == RECORDED:
-            self._recorded = frame
+        if code.co_qualname == CAPTURED:
+            self._captured = frame
         for stays in (self.stays, self.below) if self._border else (self.stays,):
             if stays[-1:] != [room]:
                 stays.append(room)

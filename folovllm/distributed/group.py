@@ -75,7 +75,7 @@ class ProcessGroup:
         return everyone.view(self.size, *x.shape)
 
     def close(self) -> None:
-        """Leave the group. Graphs that recorded a collective must be gone by now, or this never returns."""
+        """Leave the group. Graphs that captured a collective must be gone by now, or this never returns."""
         if self._one_shot is not None:
             torch.cuda.synchronize()  # peers may read our memory until our last sum is over
             self._one_shot = self.one_shot_buffers = None
@@ -169,7 +169,7 @@ def _sees_all(device: torch.device, size: int) -> bool:
 
 
 def _sums_right(one_shot: OneShotAllReduce, size: int) -> bool:
-    """Whether a recorded graph of sums, the largest and a small one, is right when it is replayed with other numbers."""
+    """Whether a captured graph of sums, the largest and a small one, is right when it is replayed with other numbers."""
     rank = dist.get_rank()
     large = torch.arange(one_shot.LARGEST // 4, device="cuda") % 1000.0
     x, small = large.clone(), large[:256].clone()

@@ -20,11 +20,11 @@ class ExpertLoad(nn.Module):
         """The next layer's choices [T, k], by the experts' numbers among all ranks'."""
 
     def end(self, slots: torch.Tensor) -> None:
-        """The step's last layer has chosen. slots: [T], -1 for tokens that only fill a recorded step up."""
+        """The step's last layer has chosen. slots: [T], -1 for tokens that only fill a captured step up."""
 
 
 class CountedLoad(ExpertLoad):
-    """Adds a step's choices to `counts` [L, E] int64. A graph can record it: nothing here waits for the device.
+    """Adds a step's choices to `counts` [L, E] int64. A graph can capture it: nothing here waits for the device.
 
     Layers only keep what they chose anyway, and all of it is added at the end: a few kernels a step, not a layer. Every
     rank sees all tokens and counts all experts, so one rank's numbers are everybody's.

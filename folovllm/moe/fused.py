@@ -38,7 +38,7 @@ class GroupedExperts(Experts):
         return grouped_linear(hidden, self.down, order, starts, out=answers)
 
 
-# Where steps are recorded, no layer may read what the device computed.
+# Where steps are captured, no layer may read what the device computed.
 EXPERT_KERNELS: dict[Any, Callable[..., nn.Module]] = {
     QuantizedExperts: GroupedQuantizedExperts,
     Experts: GroupedExperts,

@@ -2,7 +2,7 @@
 
 A router gives each token k of E experts. Pairs (token, expert) are sorted by expert, so that each expert multiplies all its
 tokens at once; then each token adds up what its experts said. Nothing here waits for a number that the device computes,
-but for the torch path of `Experts`, which only runs where steps are not recorded.
+but for the torch path of `Experts`, which only runs where steps are not captured.
 """
 
 from __future__ import annotations

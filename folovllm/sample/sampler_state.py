@@ -6,8 +6,8 @@ which rows it samples for and at which position:
     state = SamplerState(max_num_seqs, vocab_size, device)
     update = pack_updates([row_update(row, spec), ...])   # the host
     state.set_rows(torch.from_numpy(update.buffer).to(device), update.num_rows, update.num_with_line)
-    tokens = state.sample(logits, rows, positions)     # [S]; may be recorded in a CUDA graph
-    state.note(tokens, rows, positions, num_samples)   # may be recorded too
+    tokens = state.sample(logits, rows, positions)     # [S]; may be captured in a CUDA graph
+    state.note(tokens, rows, positions, num_samples)   # may be captured too
 
 `set_rows` is queued before the step in which the new owner samples first. A row whose `SamplingSpec.has_mask` has a mask, one
 bit for each token: `set_rows` writes the first, and `set_masks`, queued before the step samples, another one. A mask that is not
@@ -140,7 +140,7 @@ class SamplerState:
 
 
 def _workspace(num_seqs: int, vocab_size: int, device: torch.device) -> FilterWorkspace:
-    """What the kernels work in; it is there before anything is recorded."""
+    """What the kernels work in; it is there before anything is captured."""
     from folovllm.kernels.filter_logits import FilterWorkspace
 
     return FilterWorkspace.allocate(num_seqs, vocab_size, device)

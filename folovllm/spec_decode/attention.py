@@ -20,7 +20,7 @@ class CheckingTritonBackend(TritonBackend):
     """A `TritonBackend` that sends sequences with few new tokens, as those with drafts are, to a kernel of their own.
 
     In a captured step with drafts that serves all sequences. A prompt among them is cut into tiles: slower than by the
-    prefill kernel, and still faster than a step that is not recorded. Layers with a window take the prefill kernel.
+    prefill kernel, and still faster than a step that is not captured. Layers with a window take the prefill kernel.
     """
 
     def __init__(self, config: AttentionConfig, most_tokens: int, max_samples: int) -> None:

@@ -111,7 +111,7 @@ class MultiStepRunner(GraphRunner):
 
         def capture() -> StepGraph:
             numbers = np.repeat(padding_of_step(width, self._setup.max_num_seqs), length, 0)
-            return self._recorder.record(numbers, self._steps(decode_bucket(width), is_special), from_host=True)
+            return self._graph_pool.capture(numbers, self._steps(decode_bucket(width), is_special), from_host=True)
 
         return self._graphs.get(width, f"{length} steps{' special' * is_special}", capture)
 

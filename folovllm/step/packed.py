@@ -176,7 +176,7 @@ class StepPacker:
     """Packs steps: in the driver, once for all devices that run them."""
 
     def __init__(self, num_rows: int, buckets: list[int]) -> None:
-        """`buckets` are the widths for which a decode step is recorded, ascending."""
+        """`buckets` are the widths for which a decode step is captured, ascending."""
         self._padding_row = num_rows
         self._buckets = buckets
         # TEMPERATURE, SEED_LOW and SEED_HIGH of each row, as its first scheduled sequence said.

@@ -34,7 +34,7 @@ from folovllm.worker.device_tables import DeviceTables
 from folovllm.worker.dry_run import compile_at_once
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.pending_step import Computed, PendingStep, Verifier
-from folovllm.worker.step_graph import GraphStore, HostRing, Recorder, StepGraph
+from folovllm.worker.step_graph import GraphPool, GraphStore, HostRing, StepGraph
 from folovllm.worker.step_sampler import StepSampler
 from folovllm.worker.warm_up import late_draft, small_steps, steps_with_drafts
 
@@ -79,8 +79,8 @@ class GraphRunner:
         self._graphs = graphs
         self._other_graphs: dict[tuple[Bucket, str], StepGraph] = {}
         self._has_dry_run = device.type == "cuda" and not setup.config.compile
-        # Ranks run it before: their sums' first call in a recording has never been tried on several GPUs.
-        self._recorder = Recorder(device, self._has_dry_run and setup.config.tensor_parallel_size == 1)
+        # Ranks run it before: their sums' first call in a capture has never been tried on several GPUs.
+        self._graph_pool = GraphPool(device, self._has_dry_run and setup.config.tensor_parallel_size == 1)
         self._late: Computed | None = None  # what `TokenBitmasks` set going again
         self._num_drafted = 0 if verifier is None else verifier.num_samples
         self._tokens = torch.zeros(rows + self._num_drafted, dtype=torch.int64, device=device)  # what the step sampled
@@ -214,7 +214,7 @@ class GraphRunner:
         """The graph of `work` in a bucket. Captures it now, with nothing but padding, if none is kept."""
 
         def capture() -> StepGraph:
-            return self._recorder.record(self._padding(bucket, work), partial(work, bucket))
+            return self._graph_pool.capture(self._padding(bucket, work), partial(work, bucket))
 
         if not bucket.num_others:  # decodes alone
             return self._graphs.get(bucket.num_decodes, work.__name__, capture)
@@ -277,12 +277,12 @@ class GraphRunner:
         return PendingStep(step, tokens, arrived, logprobs, computed.scores, self._verifier)
 
     def _decode(self, bucket: Bucket, numbers: torch.Tensor) -> None:
-        """Do the whole work of a plain decode step, from its buffer to its tokens. A graph records this."""
+        """Do the whole work of a plain decode step, from its buffer to its tokens. It is captured in a graph."""
         self._forward(bucket, numbers)
         self._one_pass(self._logits[: bucket.num_decodes], split(numbers, bucket.columns).fields)
 
     def _verify(self, bucket: Bucket, numbers: torch.Tensor) -> None:
-        """Do the whole work of a step with drafts. A graph records this too."""
+        """Do the whole work of a step with drafts. It is captured in a graph too."""
         self._forward(bucket, numbers)
         self._sample_all(
             self._step_sampler.whole(self._logits[: bucket.num_samples]), split(numbers, bucket.columns).samples
@@ -380,7 +380,7 @@ class GraphRunner:
         self._row_sampler.set_masks(rows, bits.view(masks.bits.shape))
 
     def _sample_decode(self, bucket: Bucket, numbers: torch.Tensor) -> None:
-        """Sample for the rows of a decode step that has its logits, however they sample. A graph records this too."""
+        """Sample for the rows of a decode step that has its logits, however they sample. It is captured in a graph too."""
         self._sample_rows(self._logits[: bucket.num_decodes], split(numbers, bucket.columns).fields)
 
     def _one_pass(self, logits: torch.Tensor, samples: torch.Tensor, out: torch.Tensor | None = None) -> None:
@@ -420,7 +420,7 @@ class GraphRunner:
         self._row_sampler.sample(logits, samples[Sample.ROW], samples[Sample.POSITION], self._tokens)
 
     def _sample_masked(self, bucket: Bucket, numbers: torch.Tensor) -> None:
-        """Sample for a step with drafts that has its logits. Behind its buffer stands what `_masks_in` returns. A graph records this."""
+        """Sample for a step with drafts that has its logits. Behind its buffer stands what `_masks_in` returns. It is captured in a graph."""
         samples, masks = split(numbers, bucket.columns).samples, numbers[num_numbers(bucket.columns) :]
         self._sample_with_masks(self._logits[: bucket.num_samples], samples, masks)
 

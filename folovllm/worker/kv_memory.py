@@ -15,7 +15,7 @@ logger = logging.getLogger("folovllm")
 MOST_CACHED = 65_536  # blocks: each is an object on the host, and another engine may want memory too
 
 
-def num_blocks_that_fit(setup: EngineSetup, profile: Callable[[], None], recorded: float = 0.0) -> int:
+def num_blocks_that_fit(setup: EngineSetup, profile: Callable[[], None], captured: float = 0.0) -> int:
     """How many blocks to allocate: as many as asked for, else as many as the memory holds and the engine can use.
 
     `max_num_seqs` sequences of the greatest length are of use; where prefixes are cached, more blocks are, for they
@@ -23,7 +23,7 @@ def num_blocks_that_fit(setup: EngineSetup, profile: Callable[[], None], recorde
 
     Args:
         profile: runs the largest step there can be; on a GPU its peak memory is left free.
-        recorded: the largest step that is recorded, as a part of that one: its memory is its own, and left free as well.
+        captured: the largest step that is captured, as a part of that one: its memory is its own, and left free as well.
 
     Raises:
         ValueError: not even one sequence of `max_model_len` fits; the sentence says what would.
@@ -33,7 +33,7 @@ def num_blocks_that_fit(setup: EngineSetup, profile: Callable[[], None], recorde
     num_blocks = setup.config.num_kv_blocks
     if num_blocks is None:
         memory = (
-            _free_gpu_memory(setup, profile, recorded) if setup.device.type == "cuda" else setup.config.kv_cache_memory
+            _free_gpu_memory(setup, profile, captured) if setup.device.type == "cuda" else setup.config.kv_cache_memory
         )
         of_use = setup.max_num_seqs * blocks_per_seq
         if setup.config.enable_prefix_caching:
@@ -65,8 +65,8 @@ def most_blocks_of_a_sequence(setup: EngineSetup) -> int:
     return min(whole, most_held(window, step, setup.block_size))
 
 
-def _free_gpu_memory(setup: EngineSetup, profile: Callable[[], None], recorded: float) -> int:
-    """Bytes for the cache: the usable share of the card, less what is used, less the peak of a step, and its recorded part."""
+def _free_gpu_memory(setup: EngineSetup, profile: Callable[[], None], captured: float) -> int:
+    """Bytes for the cache: the usable share of the card, less what is used, less the peak of a step, and its captured part."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(setup.device)
     before = torch.cuda.memory_allocated(setup.device)
@@ -75,4 +75,4 @@ def _free_gpu_memory(setup: EngineSetup, profile: Callable[[], None], recorded: 
     peak = torch.cuda.max_memory_allocated(setup.device) - before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(setup.device)
-    return int(total * setup.config.gpu_memory_utilization - (total - free) - (1 + recorded) * peak)
+    return int(total * setup.config.gpu_memory_utilization - (total - free) - (1 + captured) * peak)

@@ -70,11 +70,11 @@ class ModelRunner:
             for output in small_steps(self._setup):
                 self.execute_model(output)
 
-    def fit_kv_cache(self, recorded: float = 0.0) -> int:
-        """Find out how many blocks fit, and allocate them; returns their number. `recorded`: see `num_blocks_that_fit`."""
+    def fit_kv_cache(self, captured: float = 0.0) -> int:
+        """Find out how many blocks fit, and allocate them; returns their number. `captured`: see `num_blocks_that_fit`."""
         if self._setup.config.calculate_kv_scales:
             self.calculate_kv_scales()
-        num_blocks = num_blocks_that_fit(self._setup, self.warmup_model, recorded)
+        num_blocks = num_blocks_that_fit(self._setup, self.warmup_model, captured)
         self.allocate_kv_cache(num_blocks)
         return num_blocks
 
@@ -173,14 +173,14 @@ class ModelRunner:
         return self.model.compute_logits(hidden, batch), found
 
     def supports_graph(self) -> bool:
-        """Whether the attention backend can be part of a recorded step."""
+        """Whether the attention backend can be part of a captured step."""
         supported = self._backend.supports_graph(self._setup.device)
         if not supported:
             logger.warning("attention backend %s cannot be captured: decode runs eagerly", self._setup.backend)
         return supported
 
     def supports_prompt_graph(self) -> bool:
-        """Whether a step with prompts can be recorded, padded to a fixed number of tokens."""
+        """Whether a step with prompts can be captured, padded to a fixed number of tokens."""
         return self._backend.supports_prompt_graph and not self._setup.config.compile
 
     def _max_samples(self) -> int:

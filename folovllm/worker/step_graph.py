@@ -1,4 +1,4 @@
-"""A recorded piece of device work that is started as one, which recordings are kept, and the host memory that feeds them.
+"""A captured piece of device work that is started as one, which graphs are kept, and the host memory that feeds them.
 
 It is a CUDA graph, or on CPU something that behaves like one.
 """
@@ -18,22 +18,22 @@ SLOTS = 8  # of a `HostRing`
 
 
 class StepGraph(Protocol):
-    """Record once, replay often. A replay reads and writes the very memory that was used while recording."""
+    """Capture once, replay often. A replay reads and writes the very memory that was used while capturing."""
 
     static_input: torch.Tensor
 
     def capture(self, run: Callable[[torch.Tensor], None]) -> None:
-        """Record `run(static_input)`."""
+        """Capture `run(static_input)`."""
 
     def replay(self, value: torch.Tensor) -> None:
-        """Copy `value` into the static input and do the recorded work again."""
+        """Copy `value` into the static input and do the captured work again."""
 
 
 class CudaGraph:
     """A CUDA graph: the launches of a whole step for the price of one."""
 
     def __init__(self, static_input: torch.Tensor, pool: Any, stream: torch.cuda.Stream, had_dry_run: bool) -> None:
-        """Graphs of one `pool` and one `stream` share their memory. torch's own stream is on the GPU that records first.
+        """Graphs of one `pool` and one `stream` share their memory. torch's own stream is on the GPU that captures first.
 
         `had_dry_run`: what `run` compiles, loads or sets to zero at its first call is there.
         """
@@ -44,9 +44,9 @@ class CudaGraph:
         self._had_dry_run = had_dry_run
 
     def capture(self, run: Callable[[torch.Tensor], None]) -> None:
-        """Record `run(static_input)`. Unless its kernels were compiled by a dry run, it runs once before.
+        """Capture `run(static_input)`. Unless its kernels were compiled by a dry run, it runs once before.
 
-        A kernel that was missed is loaded all the same: "relaxed" allows that while something is recorded.
+        A kernel that was missed is loaded all the same: "relaxed" allows that while something is captured.
         """
         if not self._had_dry_run:
             run(self.static_input)
@@ -60,7 +60,7 @@ class CudaGraph:
         self._graph.replay()
 
 
-class RecordedGraph:
+class CpuGraph:
     """The same on CPU, to test and to teach without a GPU: it calls `run` again, over the same static input.
 
     Like a real graph it knows nothing but that memory. To make a forgotten copy show, the input is poisoned as soon as
@@ -74,7 +74,7 @@ class RecordedGraph:
     def capture(self, run: Callable[[torch.Tensor], None]) -> None:
         """Run `run(static_input)` once and remember it; then poison the input.
 
-        Recording works on made-up input; what it leaves behind must not be read.
+        Capturing works on made-up input; what it leaves behind must not be read.
         """
         run(self.static_input)
         self._run = run
@@ -89,34 +89,34 @@ class RecordedGraph:
         self.static_input.fill_(POISON)
 
 
-class Recorder:
+class GraphPool:
     """Records graphs one after the other: on a GPU all in one pool of memory, for they never run at the same time."""
 
     def __init__(self, device: torch.device, had_dry_run: bool = False) -> None:
-        """`had_dry_run`: as `CudaGraph`, of all that will be recorded."""
+        """`had_dry_run`: as `CudaGraph`, of all that will be captured."""
         self._device = device
         self._shared: tuple[Any, torch.cuda.Stream, bool] | None = None
         if device.type == "cuda":
             self._shared = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device), had_dry_run
 
-    def record(
+    def capture(
         self, padding: npt.NDArray[np.int32], work: Callable[[torch.Tensor], None], from_host: bool = False
     ) -> StepGraph:
-        """Record `work` on an input like `padding`, with which it runs now, and must leave no trace.
+        """Capture `work` on an input like `padding`, with which it runs now, and must leave no trace.
 
         `from_host`: the input lies in host memory, and `work` begins by copying it. So a replay is a single launch, and the
         one before must be over by then.
         """
         on_host = torch.from_numpy(padding)
         static_input = on_host.to(self._device) if not from_host or self._shared is None else on_host.pin_memory()
-        graph = RecordedGraph(static_input) if self._shared is None else CudaGraph(static_input, *self._shared)
+        graph = CpuGraph(static_input) if self._shared is None else CudaGraph(static_input, *self._shared)
         with torch.inference_mode():
             graph.capture(work)
         return graph
 
 
 class GraphStore(ABC):
-    """Keeps recorded decode steps.
+    """Keeps captured decode steps.
 
     A graph serves steps of one width, its number of rows. A step of fewer rows is padded to the smallest width that holds
     it. At one width there are several kinds of work (the whole step, its logits, its sample), each with a graph of its own.
@@ -129,8 +129,8 @@ class GraphStore(ABC):
         """Choose `widths` for batches of 1 to `max_num_seqs` sequences."""
 
     @abstractmethod
-    def get(self, width: int, kind: str, record: Callable[[], StepGraph]) -> StepGraph:
-        """The graph of `width` and `kind`. `record()` makes one, which takes time and memory."""
+    def get(self, width: int, kind: str, capture: Callable[[], StepGraph]) -> StepGraph:
+        """The graph of `width` and `kind`. `capture()` makes one, which takes time and memory."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -138,16 +138,16 @@ class GraphStore(ABC):
 
 
 class AllGraphs(GraphStore):
-    """Keeps every graph that was ever recorded."""
+    """Keeps every graph that was ever captured."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.widths = decode_buckets(max_num_seqs)
         self._graphs: dict[tuple[int, str], StepGraph] = {}
 
-    def get(self, width: int, kind: str, record: Callable[[], StepGraph]) -> StepGraph:
-        """Record once, and never forget."""
+    def get(self, width: int, kind: str, capture: Callable[[], StepGraph]) -> StepGraph:
+        """Capture once, and never forget."""
         if (width, kind) not in self._graphs:
-            self._graphs[width, kind] = record()
+            self._graphs[width, kind] = capture()
         return self._graphs[width, kind]
 
     def __len__(self) -> int:
@@ -155,7 +155,7 @@ class AllGraphs(GraphStore):
 
 
 def decode_buckets(max_num_seqs: int) -> list[int]:
-    """Widths to record: 1, 2, 4, 8, then every 16th, and the largest batch there can be."""
+    """Widths to capture: 1, 2, 4, 8, then every 16th, and the largest batch there can be."""
     widths = {1, 2, 4, 8, *range(16, max_num_seqs, 16), max_num_seqs}
     return sorted(width for width in widths if width <= max_num_seqs)
 

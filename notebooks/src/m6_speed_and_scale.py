@@ -138,19 +138,19 @@ print(f"28 layers instead of 6: about {ops * 28 // 6} operations, {1e3 * ops * 2
 #
 # Three things help, and they are independent:
 #
-# - **record** the list of orders once and give it as one (CUDA graphs);
+# - **capture** the list of orders once and give it as one (CUDA graphs);
 # - **plan ahead**: schedule step i + 1 while step i runs (overlap);
 # - **say less**: send only what is new, bring back only token ids, draw in one pass.
 #
-# ## The first mini: record once, replay often
+# ## The first mini: capture once, replay often
 #
-# (It uses m6.2, and has the idea of m6.1 in it.) The recording that any small engine has: a layer of attention with a cache, four widths, a padded batch.
-# On a GPU it is a `torch.cuda.graph`, on a CPU our `RecordedGraph`, which obeys the same rules.
+# (It uses m6.2, and has the idea of m6.1 in it.) The graph that any small engine has: a layer of attention with a cache, four widths, a padded batch.
+# On a GPU it is a `torch.cuda.graph`, on a CPU our `CpuGraph`, which obeys the same rules.
 
 # %%
 from torch.nn.functional import scaled_dot_product_attention as attend
 
-from folovllm.worker.step_graph import RecordedGraph
+from folovllm.worker.step_graph import CpuGraph
 
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 embed, wq, wk, wv = (torch.randn(n, 64, device=device) / 8 for n in (512, 64, 64, 64))
@@ -166,19 +166,19 @@ def step(fields):  # [3, width]: the newest token, its slot, its position
     x = x + attend((x @ wq)[:, None], *cache[:, slots], seen)[:, 0]
     drawn[: len(ids)].copy_((x @ embed.T).argmax(-1))
 
-def record(static):
+def capture(static):
     if device.type == "cpu":
-        graph = RecordedGraph(static)
+        graph = CpuGraph(static)
         graph.capture(step)
         return graph.replay
-    step(static)  # not recorded: what allocates or compiles at the first call
+    step(static)  # not captured: what allocates or compiles at the first call
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step(static)
     return lambda fields: (static.copy_(fields), graph.replay())
 
 padding = torch.tensor([[0], [8], [0]], device=device)
-replays = {width: record(padding.repeat(1, width)) for width in (8, 4, 2, 1)}
+replays = {width: capture(padding.repeat(1, width)) for width in (8, 4, 2, 1)}
 
 def run(fields):
     width = min(width for width in replays if width >= fields.shape[1])
@@ -188,18 +188,18 @@ def run(fields):
 three = torch.tensor([[359, 46, 12], [0, 1, 2], [0, 0, 0]], device=device)
 for _ in range(5):
     tokens = run(three)  # padded to 4, replayed
-    step(three)  # the same without a recording
+    step(three)  # the same without a graph
     assert torch.equal(drawn[:3], tokens)
     three = torch.stack((tokens, three[1], three[2] + 1))
-print("replayed five times: the same tokens as without a recording")
+print("replayed five times: the same tokens as without a graph")
 
 # %% [markdown]
-# Now forget a rule: give the replay a new tensor without copying it into the static input. What `RecordedGraph` poisons, a GPU would still have:
+# Now forget a rule: give the replay a new tensor without copying it into the static input. What `CpuGraph` poisons, a GPU would still have:
 # it would compute the step before once more, and nothing would say so.
 
 # %%
 static = padding.repeat(1, 2)
-graph = RecordedGraph(static)
+graph = CpuGraph(static)
 graph.capture(step)
 try:
     graph._run(static)  # a replay that brings nothing
@@ -357,11 +357,11 @@ from folovllm.layers.sharded import ShardedEmbedding
 from folovllm.sample.sampler_state import SamplerState
 from folovllm.step import packed as packed_step
 from folovllm.step.packed import Field, StepPacker
-from folovllm.worker.step_graph import RecordedGraph
+from folovllm.worker.step_graph import CpuGraph
 
 EXERCISES = {
     "m6.1": [packed_step.choose_bucket],
-    "m6.2": [RecordedGraph.capture, RecordedGraph.replay],
+    "m6.2": [CpuGraph.capture, CpuGraph.replay],
     "m6.3": [StepPacker.pack_decode],
     "m6.4": [OverlappedEngine.step_overlapped],
     "m6.5": [gumbel_max.gumbel_max_tile.fn],
@@ -572,7 +572,7 @@ play("m6", around=filmed)
 films[0]
 
 # %% [markdown]
-# What does padding cost if a graph is recorded for 1, 2, 4, 8 and then every
+# What does padding cost if a graph is captured for 1, 2, 4, 8 and then every
 # 16th width?
 
 # %%
@@ -766,7 +766,7 @@ sharded.close()
 # %% [markdown]
 # ## Measure: the presets on this machine
 #
-# The real engine now, tokens computed here. A CPU has no second processor to overlap with, nor launches worth recording. So M6 can win nothing here, and
+# The real engine now, tokens computed here. A CPU has no second processor to overlap with, nor launches worth a graph. So M6 can win nothing here, and
 # the question is what its machinery costs; the tokens are the same.
 
 # %%
@@ -818,8 +818,8 @@ assert max(batch["kernels"], key=batch["kernels"].get) == "attention"
 # | | this milestone | nano-vLLM | vLLM (v1) |
 # |---|---|---|---|
 # | in the graph | unpacking, model, head, draw | model | model (head and draw outside) |
-# | widths recorded | 1, 2, 4, 8, every 16th | 1, 2, 4, 8, every 16th | 1, 2, 4, every 8th, then every 16th |
-# | prompts and mixed steps | recorded up to 3,072 tokens, on a GPU | eager | piecewise graphs between attentions, or eager |
+# | widths captured | 1, 2, 4, 8, every 16th | 1, 2, 4, 8, every 16th | 1, 2, 4, every 8th, then every 16th |
+# | prompts and mixed steps | captured up to 3,072 tokens, on a GPU | eager | piecewise graphs between attentions, or eager |
 # | overlap | one step ahead, tokens stay on the device | none | one step ahead (`async_scheduling`) |
 # | a step is sent as | one int32 buffer, through shared memory to other ranks | pickled method call through shared memory | a serialized `SchedulerOutput`, tensors kept up to date per request |
 # | drawing | Gumbel-max in Triton, one pass | softmax, then exponential noise, `torch.compile` | top-k/top-p and Gumbel or exponential noise, several kernels |
@@ -827,7 +827,7 @@ assert max(batch["kernels"], key=batch["kernels"].get) == "attention"
 #
 # ## Break it
 #
-# First: a replay that forgets to bring its input. The recorded graph poisons what it has read, so this cannot go unnoticed. A real graph would
+# First: a replay that forgets to bring its input. The captured graph poisons what it has read, so this cannot go unnoticed. A real graph would
 # quietly compute the step before once more.
 
 # %%
@@ -837,7 +837,7 @@ def forgetful(self, value):
 
 
 try:
-    with patch.object(RecordedGraph, "replay", forgetful):
+    with patch.object(CpuGraph, "replay", forgetful):
         wrong = serve(load().engine, stories)
     said = "equal" if wrong == expected else "other tokens"
 except (IndexError, RuntimeError, ValueError) as error:
@@ -908,7 +908,7 @@ assert (out - whole).norm() > 0.5 * whole.norm()
 #
 # - Take the second `all_reduce` out of the mini, the one after the MLP. Which tokens are the first to differ?
 # - Give `pretend` a device that takes 3 ms for odd steps and 1 ms for even ones. Does planning two steps ahead help?
-# - Record a graph for every width from 1 to 256. What does it cost, and what does it bring?
+# - Capture a graph for every width from 1 to 256. What does it cost, and what does it bring?
 #
 # This was the last milestone. `folovllm bench throughput --compare m1,m2,m3,m4,m5,m6` puts them all into one table.
 
@@ -916,7 +916,7 @@ assert (out - whole).norm() > 0.5 * whole.norm()
 # ## Beside the exercises: build a graph cache
 #
 # `python -m milestones build m6` gives you an empty file, the protocol and the tests; the structure is yours, and no exercise needs it. The score
-# pads the steps of a trace to the widths that are recorded. Once yours is begun, it has a row too.
+# pads the steps of a trace to the widths that are captured. Once yours is begun, it has a row too.
 
 # %%
 from IPython.display import Markdown

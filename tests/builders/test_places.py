@@ -103,7 +103,7 @@ def test_two_at_once() -> None:
 
 @pytest.mark.slow
 def test_ranks_have_the_same_component(folder: Path) -> None:
-    """Two processes over gloo, each of which asks its graph cache for recorded steps and says so in a file."""
+    """Two processes over gloo, each of which asks its graph cache for captured steps and says so in a file."""
     log = folder / "ranks"
     says = f"""
 

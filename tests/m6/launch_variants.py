@@ -64,7 +64,7 @@ def measure(overrides: dict) -> dict:
     runner = engine.executor._worker.runner
     seen.clear()
     if isinstance(runner, GraphRunner):
-        dry_run = start(runner, records=not config.enforce_eager)
+        dry_run = start(runner, captures=not config.enforce_eager)
     else:
         with torch.inference_mode():
             runner.compile_kernels()
@@ -78,14 +78,14 @@ def measure(overrides: dict) -> dict:
     }  # fmt: skip
 
 
-def start(runner: GraphRunner, records: bool) -> dict[str, None]:
+def start(runner: GraphRunner, captures: bool) -> dict[str, None]:
     """What follows the loading of the weights; returns what its rehearsal met."""
     inner, num_blocks = runner._runner, runner._runner.kv_cache.shape[2]
     runner._step_sampler._use_kernel = True
     runner._row_sampler._work = FilterWorkspace.allocate(21, runner._step_sampler.vocab_size, torch.device("cpu"))
     others, runner._others = runner._others, {False: [], True: []}  # kernels are compiled before any is captured
     forget_kv_scales(inner)
-    runner.compile_at_once(records)
+    runner.compile_at_once(captures)
     dry_run = dict(seen)
     seen.clear()
     forget_kv_scales(inner)

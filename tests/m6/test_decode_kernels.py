@@ -1,4 +1,4 @@
-"""Kernels that a recorded decode step is made of, against their torch twins."""
+"""Kernels that a captured decode step is made of, against their torch twins."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def small_checkpoint(family: str = "qwen3", **fields: Any) -> Path:
 
 @pytest.fixture
 def gpu_paths(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Python chooses as on a GPU: every kernel of a recorded step runs, interpreted where none can be compiled."""
+    """Python chooses as on a GPU: every kernel of a captured step runs, interpreted where none can be compiled."""
     if DEVICE == "cpu":
         monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))

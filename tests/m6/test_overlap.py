@@ -106,7 +106,7 @@ def test_only_tokens_that_the_host_knows_are_published(monkeypatch: pytest.Monke
 
 
 def test_nothing_is_drawn_in_the_middle_of_a_prompt_that_comes_token_by_token() -> None:
-    """Such a step looks like decodes, for which there is a recorded step, and is none."""
+    """Such a step looks like decodes, for which there is a captured step, and is none."""
     load, served = workload("greedy", COUNT), engine(long_prefill_token_threshold=1)
     load.check(serve(served, load.requests))
     assert_clean(served)
@@ -238,12 +238,12 @@ def test_a_backend_that_cannot_be_captured_decodes_eagerly(
 
 
 def test_a_graph_is_as_good_as_eager_at_and_between_buckets() -> None:
-    eager, recorded = engine(enforce_eager=True), engine()
+    eager, captured = engine(enforce_eager=True), engine()
     for width in (1, 2, 3, 4, 5, 8, 9, 16, 17, 23, 24):
         params = [SamplingParams(temperature=0.9, seed=i, max_tokens=4, ignore_eos=True) for i in range(width)]
         requests = [Request(prompt, own) for prompt, own in zip(prompts([7] * width), params, strict=True)]
         expected, actual = (
-            [output.outputs[0].token_ids for output in serve(served, requests)] for served in (eager, recorded)
+            [output.outputs[0].token_ids for output in serve(served, requests)] for served in (eager, captured)
         )
         assert actual == expected, f"{width} sequences"
 
@@ -272,7 +272,7 @@ def test_a_long_random_run_leaks_nothing() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_an_engine_that_was_dropped_without_close_is_collected(mode: str, real_freezing: None) -> None:
-    """What is frozen would never be: not the blocks, and not a model that a recorded step on a CPU refers to."""
+    """What is frozen would never be: not the blocks, and not a model that a captured step on a CPU refers to."""
     served = engine(**MODES[mode])
     served.add_request("r", [5, 6, 7], SamplingParams(max_tokens=4), stream=False)
     while served.has_unfinished_requests():

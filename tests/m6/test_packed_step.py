@@ -177,7 +177,7 @@ def test_what_is_no_plain_decode() -> None:
     assert not is_plain_decode(plain._replace(sampling=SamplingSpec())), "how a new row is drawn must travel too"
     assert not is_plain_decode(plain._replace(num_new_tokens=2))
     assert not is_plain_decode(plain._replace(num_samples=0)), (
-        "a chunk of one token: a recorded step would draw after it"
+        "a chunk of one token: a captured step would draw after it"
     )
 
 

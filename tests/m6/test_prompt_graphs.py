@@ -1,4 +1,4 @@
-"""Recorded steps with prompts say and compute what the eager ones do."""
+"""Captured steps with prompts say and compute what the eager ones do."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROWS, BLOCK_SIZE, MAX_BLOCKS = 6, 4, 16
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Bucket]]:
+def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Bucket]]:
     """Capture steps with prompts on a CPU as well, of sizes that a tiny model meets; yields the buckets that were used."""
     used: list[Bucket] = []
     capture(monkeypatch, (4, 8, 24, 64, 128, 800), (0, 2, 8))
@@ -148,7 +148,7 @@ def unpacked(tables: DeviceTables, parts: Parts[torch.Tensor], num_decodes: int)
     {}, {"block_size": 4, "num_kv_blocks": 34, "max_num_batched_tokens": 7}, {"max_num_seqs": 3, "async_scheduling": False},
     {"block_size": 16, "num_kv_blocks": 12, "max_num_batched_tokens": 130},
 ], ids=str)  # fmt: skip
-def test_answers_are_those_of_m1(pool: dict[str, Any], recorded: list[Bucket]) -> None:
+def test_answers_are_those_of_m1(pool: dict[str, Any], captured: list[Bucket]) -> None:
     """Over chunks, preemptions and prefix hits, in a cache that is poison wherever no step has written."""
     served = engine(**pool)
     served.executor._worker.runner._runner.kv_cache.fill_(torch.nan)  # type: ignore[attr-defined]
@@ -156,11 +156,11 @@ def test_answers_are_those_of_m1(pool: dict[str, Any], recorded: list[Bucket]) -
         load = workload(kind, COUNT)
         load.check(serve(served, load.requests, arrival))
         assert_nothing_left(served)
-        assert recorded
-        recorded.clear()
+        assert captured
+        captured.clear()
 
 
-def test_a_graph_is_recorded_once_and_every_width_serves(recorded: list[Bucket]) -> None:
+def test_a_graph_is_captured_once_and_every_width_serves(captured: list[Bucket]) -> None:
     """Prompts of every length up to 30 beside 0 to 9 decodes: buckets at and between their edges."""
     eager, served = engine(enforce_eager=True), engine()
     for i in range(10):
@@ -173,18 +173,18 @@ def test_a_graph_is_recorded_once_and_every_width_serves(recorded: list[Bucket])
             assert both[0] == both[1]
     while served.has_unfinished_requests():
         assert [o.outputs[0].token_ids for o in served.step()] == [o.outputs[0].token_ids for o in eager.step()]
-    assert len(set(recorded)) > 4
+    assert len(set(captured)) > 4
     runner = served.executor._worker.runner  # type: ignore[attr-defined]
-    assert {bucket for bucket, _ in runner._other_graphs} == set(recorded)
+    assert {bucket for bucket, _ in runner._other_graphs} == set(captured)
 
 
-def test_what_is_not_recorded(recorded: list[Bucket]) -> None:
+def test_what_is_not_captured(captured: list[Bucket]) -> None:
     """Scored prompts need all hidden states; an engine that captures nothing has no buckets."""
     served = engine()
     served.add_request("a", [1, 2, 3, 4], SamplingParams(max_tokens=1, prompt_logprobs=1), stream=False)
     while served.has_unfinished_requests():
         served.step()
-    assert not recorded
+    assert not captured
     runner = engine(enforce_eager=True).executor._worker.runner  # type: ignore[attr-defined]
     assert not any(runner._others.values())
 
@@ -243,7 +243,7 @@ def test_on_a_gpu(pool: dict[str, Any], arrival: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_decodes", [0, 1, 16, 17, 60])
 def test_a_gpus_graph_is_as_good_as_eager(num_decodes: int) -> None:
-    """Logits of one step with three prompts, recorded and kernel by kernel; prompt lengths around buckets' edges."""
+    """Logits of one step with three prompts, captured and kernel by kernel; prompt lengths around buckets' edges."""
     served = engine(device="cuda", dtype="float32", attention_backend="triton", max_num_seqs=80, max_model_len=512,
                     model=str(tiny_checkpoint(max_position_embeddings=1024)))  # fmt: skip
     runner = served.executor._worker.runner  # type: ignore[attr-defined]
@@ -268,5 +268,5 @@ def test_a_gpus_graph_is_as_good_as_eager(num_decodes: int) -> None:
             served.step()
     torch.cuda.synchronize()
     assert len(found) >= 4
-    for recorded_logits, eager in found:
-        assert torch.allclose(recorded_logits, eager, atol=5e-3 * float(eager.abs().max())), "up to TF32"
+    for captured_logits, eager in found:
+        assert torch.allclose(captured_logits, eager, atol=5e-3 * float(eager.abs().max())), "up to TF32"

@@ -1,4 +1,4 @@
-"""Kernels of a recorded step with prompts, against their torch twins."""
+"""Kernels of a captured step with prompts, against their torch twins."""
 
 from __future__ import annotations
 

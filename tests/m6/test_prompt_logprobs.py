@@ -101,7 +101,7 @@ def test_logits_of_a_few_tokens_at_a_time(name: str, monkeypatch: pytest.MonkeyP
     (prompt,) = prompts([60], seed=3)
     (output,) = serve(served, [Request(prompt, replace(GREEDY, prompt_logprobs=1))])
     check(output, prompt, 1)
-    assert max(sizes) == 7 and 60 + 4 <= sum(sizes) <= 60 + 5  # of the prompt's, and of each draw; a graph is recorded
+    assert max(sizes) == 7 and 60 + 4 <= sum(sizes) <= 60 + 5  # of the prompt's, and of each draw; a graph is captured
 
 
 def test_what_is_cached_is_computed_again_and_what_was_scored_is_not() -> None:

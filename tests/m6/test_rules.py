@@ -105,7 +105,7 @@ def test_no_bad_word_although_the_host_is_a_step_behind() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("fields", [{}, {"async_scheduling": False}, {"enforce_eager": True}, SMALL], ids=str)
 def test_on_a_gpu(fields: dict[str, Any]) -> None:
-    """All rules at once and one by one, in batches that cross the recorded widths: M5's tokens on the same card."""
+    """All rules at once and one by one, in batches that cross the captured widths: M5's tokens on the same card."""
     rng, few = random.Random(4), {"temperature": 2.0, "allowed_token_ids": list(LETTERS)}
     rules: list[dict[str, Any]] = [
         {"bad_words": ["ab", "cde", "ffff", "ba", "e"]},

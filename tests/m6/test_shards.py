@@ -208,7 +208,7 @@ class TestVocabParallelEmbedding:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
     def test_no_step_waits_for_the_values(self, dtype: torch.dtype) -> None:
-        """It is part of a recorded step: tensors without values must do, and shapes must not depend on any."""
+        """It is part of a captured step: tensors without values must do, and shapes must not depend on any."""
         layer = ShardedEmbedding.__new__(ShardedEmbedding)
         torch.nn.Module.__init__(layer)
         layer.weight = torch.nn.Parameter(torch.empty(4, self.WIDTH, device="meta", dtype=dtype), requires_grad=False)
@@ -256,7 +256,7 @@ class TestVocabParallelArgmax:
         )
 
     def test_no_step_waits_for_the_values(self) -> None:
-        """It is part of a recorded step: tensors without values must do."""
+        """It is part of a captured step: tensors without values must do."""
         scores, ids = torch.empty(4, 7, device="meta"), torch.empty(4, 7, dtype=torch.int32, device="meta")
         best, winners = best_of_ranks(scores, ids)
         assert best.shape == winners.shape == (7,) and (best.dtype, winners.dtype) == (torch.float32, torch.int32), (

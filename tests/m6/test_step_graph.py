@@ -1,27 +1,27 @@
-"""Recording and replaying, on CPU and (marked) on a GPU."""
+"""Capturing and replaying, on CPU and (marked) on a GPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from folovllm.worker.step_graph import POISON, CudaGraph, RecordedGraph, decode_buckets
+from folovllm.worker.step_graph import POISON, CpuGraph, CudaGraph, decode_buckets
 from tests.tiny import worked_case
 
 
-class TestRecordedGraph:
+class TestCpuGraph:
     def test_a_worked_case_of_capture(self) -> None:
         seen: list[list[int]] = []
-        graph = RecordedGraph(torch.tensor([1, 2]))
+        graph = CpuGraph(torch.tensor([1, 2]))
         graph.capture(lambda x: seen.append(x.tolist()))
         got = {"the work ran on": seen, "the input afterwards": graph.static_input}
-        says = "recording runs the work once, on what is in the static input, and poisons that afterwards"
+        says = "a capture runs the work once, on what is in the static input, and poisons that afterwards"
         worked_case("m6.2 capture", got, {"the work ran on": [[1, 2]], "the input afterwards": [POISON, POISON]}, says)
 
     def test_a_worked_case_of_replay(self) -> None:
         seen: list[object] = []
         static, value = torch.tensor([1, 2]), torch.tensor([3, 4])
-        graph = RecordedGraph(static)
+        graph = CpuGraph(static)
         graph.capture(lambda x: seen.append([x.tolist(), x.data_ptr() == static.data_ptr()]))
         seen.clear()
         graph.replay(value)
@@ -29,40 +29,40 @@ class TestRecordedGraph:
         says = "a replay copies [3, 4] into the static input, runs there, and poisons it; the caller's tensor stays"
         worked_case("m6.2 replay", got, dict(zip(got, [[[[3, 4], True]], [POISON, POISON], [3, 4]], strict=True)), says)
 
-    def recorded(self) -> tuple[RecordedGraph, torch.Tensor]:
-        graph, out = RecordedGraph(torch.zeros(3, dtype=torch.int32)), torch.zeros(3, dtype=torch.int32)
+    def captured(self) -> tuple[CpuGraph, torch.Tensor]:
+        graph, out = CpuGraph(torch.zeros(3, dtype=torch.int32)), torch.zeros(3, dtype=torch.int32)
         graph.capture(lambda x: out.copy_(2 * x))
         return graph, out
 
-    def test_a_replay_does_the_recorded_work_on_new_input(self) -> None:
-        graph, out = self.recorded()
+    def test_a_replay_does_the_captured_work_on_new_input(self) -> None:
+        graph, out = self.captured()
         graph.replay(torch.tensor([1, 2, 3], dtype=torch.int32))
-        assert out.tolist() == [2, 4, 6], "the recorded work, on the new input"
+        assert out.tolist() == [2, 4, 6], "the captured work, on the new input"
         graph.replay(torch.tensor([4, 5, 6], dtype=torch.int32))
-        assert out.tolist() == [8, 10, 12], "the recorded work, on the newest input"
+        assert out.tolist() == [8, 10, 12], "the captured work, on the newest input"
 
-    def test_recording_runs_the_work_once_and_a_replay_once(self) -> None:
+    def test_capturing_runs_the_work_once_and_a_replay_once(self) -> None:
         calls = []
-        graph = RecordedGraph(torch.zeros(1))
+        graph = CpuGraph(torch.zeros(1))
         graph.capture(lambda x: calls.append(x.data_ptr()))
         graph.replay(torch.ones(1))
         assert calls == [graph.static_input.data_ptr()] * 2, (
-            "once when it is recorded and once when it is replayed, on the static input each time"
+            "once when it is captured and once when it is replayed, on the static input each time"
         )
 
-    def test_recording_works_on_what_was_put_there(self) -> None:
+    def test_capturing_works_on_what_was_put_there(self) -> None:
         seen = []
-        RecordedGraph(torch.tensor([1, 2, 3])).capture(lambda x: seen.append(x.tolist()))
+        CpuGraph(torch.tensor([1, 2, 3])).capture(lambda x: seen.append(x.tolist()))
         assert seen == [[1, 2, 3]], "poison is no input: it comes after the run"
 
     def test_the_input_does_not_outlive_a_replay(self) -> None:
-        graph, _ = self.recorded()
-        assert (graph.static_input == POISON).all(), "what recording leaves behind is poison"
+        graph, _ = self.captured()
+        assert (graph.static_input == POISON).all(), "what a capture leaves behind is poison"
         graph.replay(torch.tensor([1, 2, 3], dtype=torch.int32))
         assert (graph.static_input == POISON).all(), "what a replay leaves behind is poison"
 
     def test_the_value_is_copied_and_left_alone(self) -> None:
-        graph, _ = self.recorded()
+        graph, _ = self.captured()
         value = torch.tensor([1, 2, 3], dtype=torch.int32)
         graph.replay(value)
         assert value.tolist() == [1, 2, 3] and graph.static_input.data_ptr() != value.data_ptr(), (
@@ -71,26 +71,26 @@ class TestRecordedGraph:
 
     def test_a_replay_of_nothing_is_an_error(self) -> None:
         with pytest.raises(RuntimeError, match="capture"):
-            RecordedGraph(torch.zeros(1)).replay(torch.zeros(1))
+            CpuGraph(torch.zeros(1)).replay(torch.zeros(1))
 
 
 @pytest.mark.gpu
-def test_a_cuda_graph_is_as_the_recorded_one() -> None:
+def test_a_cuda_graph_does_what_the_cpu_graph_does() -> None:
     static, out = torch.zeros(3, dtype=torch.int32, device="cuda"), torch.zeros(3, dtype=torch.int32, device="cuda")
-    graph = CudaGraph(static, torch.cuda.graph_pool_handle(), torch.cuda.Stream(), is_rehearsed=False)
+    graph = CudaGraph(static, torch.cuda.graph_pool_handle(), torch.cuda.Stream(), had_dry_run=False)
     graph.capture(lambda x: out.copy_(2 * x))
     graph.replay(torch.tensor([1, 2, 3], dtype=torch.int32).pin_memory())
     assert out.tolist() == [2, 4, 6]
 
 
 @pytest.mark.gpu
-def test_a_kernel_that_no_rehearsal_met_is_loaded_while_it_is_recorded() -> None:
+def test_a_kernel_that_no_dry_run_met_is_loaded_while_it_is_captured() -> None:
     from folovllm.kernels.activation import silu_and_mul
 
     static, out = torch.zeros(3, 2 * 77, device="cuda"), torch.zeros(3, 77, device="cuda")
-    graph = CudaGraph(static, torch.cuda.graph_pool_handle(), torch.cuda.Stream(), is_rehearsed=True)
+    graph = CudaGraph(static, torch.cuda.graph_pool_handle(), torch.cuda.Stream(), had_dry_run=True)
     graph.capture(lambda x: out.copy_(silu_and_mul(x) + 1))
-    assert not out.any(), "recording runs nothing"
+    assert not out.any(), "a capture runs nothing"
     value = torch.randn(3, 2 * 77)
     graph.replay(value.pin_memory())
     gate, up = value.chunk(2, 1)

@@ -97,7 +97,7 @@ def test_the_boxes_are_large_enough(tokens: int) -> None:
 
 @pytest.mark.multi_gpu
 def test_on_two_gpus_as_two_kernels() -> None:
-    """Whole numbers, so that every order of a sum gives the same; then a recorded chain of sums, 1,000 times."""
+    """Whole numbers, so that every order of a sum gives the same; then a captured chain of sums, 1,000 times."""
     assert on_two_gpus(Path(__file__), "--as-rank", seconds=90) == ["right"] * 2
 
 

@@ -118,7 +118,7 @@ def test_fused_layers() -> None:
         pytest.skip("Triton compiles where a GPU is")
     path = tiny_checkpoint(num_heads=2, head_dim=16, hidden_size=24, intermediate_size=20, num_hidden_layers=1)
     fields = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 32, "num_kv_blocks": 16}
-    fields["enforce_eager"] = True  # to record steps takes several of each
+    fields["enforce_eager"] = True  # to capture steps takes several of each
     params = SamplingParams(max_tokens=2, ignore_eos=True), SamplingParams(max_tokens=2, seed=3, ignore_eos=True)
     answers = []
     for backend, size in (("torch_paged", 1), ("triton", 2)):

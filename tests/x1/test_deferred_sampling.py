@@ -1,6 +1,6 @@
 """A draw that waits for its masks, on the device where it matters: each step draws with its own masks and no other's.
 
-Without a GPU the same tests run over the recorded steps of a CPU, those of `TestOnAGPU` aside.
+Without a GPU the same tests run over the captured steps of a CPU, those of `TestOnAGPU` aside.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class TestOnAGPU:
                 assert texts and texts <= {*form.choice}
         assert_clean(served)
 
-    def test_nothing_is_recorded_and_nothing_waits_while_it_serves(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_nothing_is_captured_and_nothing_waits_while_it_serves(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A late step costs others no stall: all its graphs are there, and the host never waits for the device in it."""
         served, script = scripted()
         monkeypatch.setattr(CudaGraph, "capture", None)

@@ -171,7 +171,7 @@ class TestEveryEngine:
         ids=str,
     )
     def test_modes(self, expected: list[RequestOutput], fields: dict[str, Any]) -> None:
-        """Eager and recorded, overlapped or not, with preemption, prompts in chunks, two ranks."""
+        """Eager and captured, overlapped or not, with preemption, prompts in chunks, two ranks."""
         llm = engine(**fields)
         assert essence(answers(llm)) == essence(expected)
         if "num_kv_blocks" in fields:
@@ -198,7 +198,7 @@ class TestOthers:
             assert essence(alone) == essence([expected[i] for i in free])
 
     def test_plain_steps_are_as_they_were(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """No step of free answers is cut in two, and nothing is recorded for it."""
+        """No step of free answers is cut in two, and nothing is captured for it."""
         with engine("m6") as llm:
             executor = llm.engine.executor
             monkeypatch.setattr(executor, "forward", None)

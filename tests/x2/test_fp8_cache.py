@@ -267,12 +267,12 @@ def test_all_layers_see_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> Non
         "max_model_len": 16,
         "calculate_kv_scales": True,
     }
-    plain, recorded = (
+    plain, captured = (
         make_engine(model, milestone=milestone, attention_backend=backend, kv_cache_dtype="fp8", **fields)
         for milestone, backend in (("m5", "torch_paged"), ("m6", "triton"))
     )
     expected = [list(o.outputs[0].token_ids) for o in serve(plain, requests)]
-    assert [list(o.outputs[0].token_ids) for o in serve(recorded, requests)] == expected
+    assert [list(o.outputs[0].token_ids) for o in serve(captured, requests)] == expected
     assert used
 
 

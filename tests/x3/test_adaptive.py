@@ -162,7 +162,7 @@ def test_several_are_asked_in_turn() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_on_a_gpu(method: str) -> None:
-    """In float32, so that a step's width does not decide near ties; the draft's steps are recorded, too."""
+    """In float32, so that a step's width does not decide near ties; the draft's steps are captured, too."""
     common = {**COMMON, "device": "cuda", "dtype": "float32", "gpu_memory_utilization": 0.5}
     config = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
     if method == "draft_model":

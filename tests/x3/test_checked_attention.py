@@ -126,7 +126,7 @@ class TestKernel:
         assert_close(out, expected)
 
     def test_more_tokens_than_a_tile_has_room_for(self) -> None:
-        """A prompt in a recorded step: its tiles see more from one to the next."""
+        """A prompt in a captured step: its tiles see more from one to the next."""
         out, expected, _ = check([18, 41, 17], [18, 9, 1], most=4)
         assert_close(out, expected)
 
@@ -173,7 +173,7 @@ class TestBackend:
         assert_close(backend.forward(query, paged.kv_cache, batch), expected)
 
     def test_the_benchmark_compares_like_with_like(self) -> None:
-        """Both kernels are given the same recorded step."""
+        """Both kernels are given the same captured step."""
         torch.manual_seed(0)
         paged, query = Paged.make([40, 40], 16, 2, 32), torch.randn(8, 4, 32, device=DEVICE)
         step = checks_of(replace(make_batch([40, 40], 16, True, DEVICE), block_tables=paged.block_tables), 4)
@@ -182,7 +182,7 @@ class TestBackend:
             out = backend.forward(query, paged.kv_cache, step)
             assert_close(out, paged.attention(query, [4, 4]))
 
-    def test_a_recorded_step_writes_no_row_of_padding(self) -> None:
+    def test_a_captured_step_writes_no_row_of_padding(self) -> None:
         """A prompt and guesses with room for two sequences and four tokens more; then nothing but padding."""
         torch.manual_seed(0)
         paged, backend = Paged.make([30, 50, 0, 0], 16, 2, 32), CheckingTritonBackend(self.CONFIG, 6, 39)
@@ -249,7 +249,7 @@ class TestEngine:
         assert type(backend) is (CheckingTritonBackend if guesses else TritonBackend)
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="test_on_a_gpu.py does more")
-    def test_a_recorded_step_with_guesses(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_captured_step_with_guesses(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The same text, by the kernel that decodes and by the one that checks."""
         used: list[int] = []
         run = SplitKVCheck.__call__

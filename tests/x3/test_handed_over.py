@@ -32,13 +32,13 @@ def drafting(preset: str = "m6", layers: int = 3, k: int = 3, **fields: Any) -> 
 
 @pytest.fixture
 def rooms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps with guesses are recorded, on a CPU too."""
+    """Steps with guesses are captured, on a CPU too."""
     capture_drafts(monkeypatch, 24)
 
 
-@pytest.mark.parametrize(("layers", "recorded"), [(3, True), (1, False)], ids=["right, recorded", "wrong"])
-def test_all_that_a_draw_depends_on(layers: int, recorded: bool, request: pytest.FixtureRequest) -> None:
-    if recorded:
+@pytest.mark.parametrize(("layers", "captured"), [(3, True), (1, False)], ids=["right, captured", "wrong"])
+def test_all_that_a_draw_depends_on(layers: int, captured: bool, request: pytest.FixtureRequest) -> None:
+    if captured:
         request.getfixturevalue("rooms")
     pair = demanding_pair("m6")
     engine = drafting(layers=layers, max_num_seqs=6)

@@ -140,7 +140,7 @@ def capture_drafts(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     )
 
 
-def test_recorded_steps_with_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_steps_with_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU too, with buckets of few sizes: those that no bucket holds, and those with prompts, run as before."""
     used: list[Bucket] = []
     run = GraphRunner._graph
@@ -158,7 +158,7 @@ def test_recorded_steps_with_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert draft_buckets(2000)[-1] == draft_bucket(512)
 
 
-def test_recorded_guesses_beside_a_prompt_that_will_be_penalised(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_captured_guesses_beside_a_prompt_that_will_be_penalised(monkeypatch: pytest.MonkeyPatch) -> None:
     """The prompt draws nothing yet: who draws beside it draws as if it were not there."""
     capture_drafts(monkeypatch, 24)
     short, long = prompts([3, 40], seed=6)
@@ -169,9 +169,9 @@ def test_recorded_guesses_beside_a_prompt_that_will_be_penalised(monkeypatch: py
     assert speculation_of(engine).num_accepted > 10
 
 
-@pytest.mark.parametrize("recorded", [True, False])
-def test_logits_have_places_only_where_steps_are_recorded(recorded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two while the cache is sized, and then one; none where the backend cannot be part of a recording."""
+@pytest.mark.parametrize("captured", [True, False])
+def test_logits_have_places_only_where_steps_are_captured(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two while the cache is sized, and then one; none where the backend cannot be part of a capture."""
     made: list[GraphRunner] = []
     sizes: list[list[int]] = []
     make, fit = GraphRunner.__init__, ModelRunner.fit_kv_cache
@@ -184,8 +184,8 @@ def test_logits_have_places_only_where_steps_are_recorded(recorded: bool, monkey
         make(self, *rest, **more)
 
     capture_drafts(monkeypatch, 24)
-    monkeypatch.setattr(TorchPagedBackend, "supports_graph", lambda self, device: recorded)
+    monkeypatch.setattr(TorchPagedBackend, "supports_graph", lambda self, device: captured)
     monkeypatch.setattr(GraphRunner, "__init__", noted)
     monkeypatch.setattr(ModelRunner, "fit_kv_cache", lambda *args: (sizes.append(places()), fit(*args))[1])
     make_engine(max_num_seqs=4, **BLOCKS["m6"], **guessing(make_proposer("right", [], [])))
-    assert [*sizes, places()] == ([[24, 24], [24, 0]] if recorded else [[0, 0], [0, 0]])
+    assert [*sizes, places()] == ([[24, 24], [24, 0]] if captured else [[0, 0], [0, 0]])

@@ -1,4 +1,4 @@
-"""Guesses on a GPU: recorded steps, the kernels that draw, and what a row's words say after a wrong guess."""
+"""Guesses on a GPU: captured steps, the kernels that draw, and what a row's words say after a wrong guess."""
 
 from __future__ import annotations
 

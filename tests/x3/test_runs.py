@@ -82,12 +82,12 @@ def test_a_run_is_its_steps(specs: list[str], device: str) -> None:
     assert len(drawn) > 5, "texts vary"
 
 
-def test_without_recordings_it_runs_one_after_the_other() -> None:
-    eager, recorded = executor(enforce_eager=True), executor()
+def test_without_graphs_it_runs_one_after_the_other() -> None:
+    eager, captured = executor(enforce_eager=True), executor()
     found: list[list[StepResult]] = []
-    for device in eager, recorded:
+    for device in eager, captured:
         found.append(device.submit_run(Writers(device, [SPECS["noise"]] * 2).steps([6, 3], 1)).wait())
-    assert found[0] == found[1] and not eager.graph_widths and recorded.graph_widths
+    assert found[0] == found[1] and not eager.graph_widths and captured.graph_widths
 
 
 def test_only_plain_decodes() -> None:

@@ -64,7 +64,7 @@ def computed(outputs) -> tuple[tuple[int, ...], ...]:
     ids=[
         "a step at a time",
         "prompts in chunks",
-        "recorded steps with padding, overlapped",
+        "captured steps with padding, overlapped",
         "two ranks, experts shared out, the shared one cut",
         "CUDA graphs",
     ],

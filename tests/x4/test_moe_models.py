@@ -170,8 +170,8 @@ def test_no_tokens(backend: str) -> None:
 
 
 @pytest.mark.parametrize(("device", "kind"), [("cpu", "Experts"), ("cuda", "GroupedExperts")])
-def test_compiled_layers_can_be_recorded_with_experts(device: str, kind: str) -> None:
-    """On a GPU: there torch's path of experts would wait for the device in the middle of a recording."""
+def test_compiled_layers_can_be_captured_with_experts(device: str, kind: str) -> None:
+    """On a GPU: there torch's path of experts would wait for the device in the middle of a capture."""
     pytest.importorskip("triton")
     setup: Any = SimpleNamespace(config=SimpleNamespace(compile=True), device=torch.device(device))
     layers = replace(PLAIN_LAYERS, kernels=layer_set(setup).kernels)

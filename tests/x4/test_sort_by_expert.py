@@ -38,13 +38,13 @@ def test_as_a_plain_loop(num_tokens: int, num_experts: int, top_k: int, seed: in
 
 
 def test_the_host_reads_nothing() -> None:
-    """Tensors on the device "meta" have a shape and no numbers: what asks for one fails, as it would in a recorded step."""
+    """Tensors on the device "meta" have a shape and no numbers: what asks for one fails, as it would in a captured step."""
     try:
         order, starts = sort_by_expert(torch.zeros(5, 2, dtype=torch.int64, device="meta"), 4)
     except (RuntimeError, NotImplementedError) as error:
         if "x4.2: " in str(error):
             raise  # not written yet
-        raise AssertionError(f"numbers of the device were read: a recorded step cannot do that ({error})") from error
+        raise AssertionError(f"numbers of the device were read: a captured step cannot do that ({error})") from error
     devices = (order.device.type, starts.device.type)
     assert devices == ("meta", "meta"), f"both stay on the device of `experts`; they are on {devices}"
     shapes = (order.shape, starts.shape)

@@ -74,7 +74,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def supports_graph(cls, device: torch.device) -> bool:
-        """Whether a step can be recorded on `device`. On CPU any can: there it is called again, not replayed."""
+        """Whether a step can be captured on `device`. On CPU any can: there it is called again, not replayed."""
         return cls.supports_cuda_graph or device.type == "cpu"
 
     def of_layer(self, scales: KVScales, window: int | None = None) -> AttentionBackend:

@@ -19,13 +19,13 @@ class GraphCache(GraphStore):
             self.widths.append(min(max_num_seqs, self.widths[-1] + max(1, self.widths[-1] // 4)))
         self._graphs: OrderedDict[tuple[int, str], StepGraph] = OrderedDict()  # least recently used first
 
-    def get(self, width: int, kind: str, record: Callable[[], StepGraph]) -> StepGraph:
+    def get(self, width: int, kind: str, capture: Callable[[], StepGraph]) -> StepGraph:
         """The graph that is kept, or a new one in the place of the one that was not used for longest."""
         graph = self._graphs.pop((width, kind), None)
         if graph is None:
             if len(self._graphs) == KEPT:
                 self._graphs.popitem(last=False)
-            graph = record()
+            graph = capture()
         self._graphs[width, kind] = graph
         return graph
 

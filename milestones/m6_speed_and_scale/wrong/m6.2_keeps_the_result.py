@@ -1,7 +1,7 @@
 """Copies after the run: each replay works on the input of the one before."""
 
 
-class RecordedGraph:
+class CpuGraph:
     def replay(self, value):
         if self._run is None:
             raise RuntimeError("nothing was captured: call capture first")

@@ -1,7 +1,7 @@
 """Leaves the last input in place: a replay that forgets to bring its own goes unnoticed."""
 
 
-class RecordedGraph:
+class CpuGraph:
     def replay(self, value):
         if self._run is None:
             raise RuntimeError("nothing was captured: call capture first")

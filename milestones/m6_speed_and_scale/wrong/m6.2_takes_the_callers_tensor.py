@@ -1,7 +1,7 @@
 """Makes the caller's tensor the static input, instead of copying into it; and poisons it."""
 
 
-class RecordedGraph:
+class CpuGraph:
     def replay(self, value):
         if self._run is None:
             raise RuntimeError("nothing was captured: call capture first")

@@ -1,4 +1,4 @@
-"""Looks up only the ids that are here. How many, the host must ask the device: no graph can record that."""
+"""Looks up only the ids that are here. How many, the host must ask the device: no graph can capture that."""
 
 
 class ShardedEmbedding:

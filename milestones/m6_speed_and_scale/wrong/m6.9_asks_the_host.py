@@ -1,4 +1,4 @@
-"""A loop in Python over the ranks' values: each comparison waits for the device, and no graph can record it."""
+"""A loop in Python over the ranks' values: each comparison waits for the device, and no graph can capture it."""
 
 
 def best_of_ranks(scores, ids):

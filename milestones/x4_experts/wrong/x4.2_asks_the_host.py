@@ -1,4 +1,4 @@
-"""Counts each expert's pairs in Python: right, but the host waits for the device in every layer, and no graph can be recorded."""
+"""Counts each expert's pairs in Python: right, but the host waits for the device in every layer, and no graph can be captured."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The oldest recording goes, though every other step needs it."""
+"""The oldest graph goes, though every other step needs it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from folovllm.worker.step_graph import StepGraph
 
 
 class GraphCache(Right):
-    def get(self, width: int, kind: str, record: Callable[[], StepGraph]) -> StepGraph:
+    def get(self, width: int, kind: str, capture: Callable[[], StepGraph]) -> StepGraph:
         if (width, kind) in self._graphs:
             return self._graphs[width, kind]
-        return super().get(width, kind, record)
+        return super().get(width, kind, capture)

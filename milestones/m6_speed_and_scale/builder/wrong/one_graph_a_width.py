@@ -9,5 +9,5 @@ from folovllm.worker.step_graph import StepGraph
 
 
 class GraphCache(Right):
-    def get(self, width: int, kind: str, record: Callable[[], StepGraph]) -> StepGraph:
-        return super().get(width, "any", record)
+    def get(self, width: int, kind: str, capture: Callable[[], StepGraph]) -> StepGraph:
+        return super().get(width, "any", capture)

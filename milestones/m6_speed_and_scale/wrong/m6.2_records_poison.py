@@ -1,8 +1,0 @@
-"""Poisons before it records: the work runs on nonsense, and a model that looks up token -2**30 ends there."""
-
-
-class RecordedGraph:
-    def capture(self, run):
-        self.static_input.fill_(POISON)
-        run(self.static_input)
-        self._run = run
