@@ -32,7 +32,7 @@ from folovllm.setup import EngineSetup
 from folovllm.spec_decode.draft_model import DraftModel
 from folovllm.spec_decode.draft_setup import draft_setup
 from folovllm.spec_decode.draft_tokens import DraftTokens
-from folovllm.spec_decode.extension import make_run_executor
+from folovllm.spec_decode.extension import make_multi_step_executor
 from folovllm.spec_decode.measure import measure_steps
 from folovllm.spec_decode.oracle import Oracle
 from folovllm.spec_decode.policy import FixedLength
@@ -47,7 +47,7 @@ class ToldDraft(DraftModel):
 
     def __init__(self, setup: EngineSetup, longest: int) -> None:
         """`setup` describes the draft."""
-        executor = make_run_executor(setup, DraftTokens.for_runs(longest, setup))
+        executor = make_multi_step_executor(setup, DraftTokens.for_multi_step(longest, setup))
         super().__init__(
             executor, setup.max_num_seqs, setup.max_num_batched_tokens, setup.max_model_len, setup.block_size
         )

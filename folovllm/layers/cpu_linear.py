@@ -20,7 +20,7 @@ class CpuPlain(Plain):
         self._kernels = kernels
 
     def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """As `WeightFormat`."""
+        """As `LinearMethod`."""
         if residual is None and self._kernels.multiplies(x, layer.weight):
             return self._kernels.multiply(x, layer.weight, layer.bias)
         return super().product(layer, x, residual)

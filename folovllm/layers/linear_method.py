@@ -22,7 +22,7 @@ ALL = slice(None)
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the dtypes whose numbers are the weights themselves
 
 
-class WeightFormat(ABC):
+class LinearMethod(ABC):
     """How W [outputs, inputs] is stored, loaded, cut and used; one object serves all layers and holds no weight.
 
     A new format is a subclass with `create`, `places` and `product`. The bias is the layer's own business. `kind` is the last

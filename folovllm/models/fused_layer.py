@@ -93,11 +93,11 @@ class DeferredNormDecoderLayer(LlamaDecoderLayer):
             (self.post_attention_layernorm, self.mlp.gate_up_proj),
         )
         back = (self.self_attn.o_proj, self.mlp.down_proj)
-        self.folded = all(linear.format.can_fold(linear) for _, linear in pairs) and all(
+        self.folded = all(linear.linear_method.can_fold(linear) for _, linear in pairs) and all(
             linear.bias is None for linear in back
         )
         for norm, linear in pairs if self.folded else ():
-            linear.format.fold(linear, norm.weight.data)
+            linear.linear_method.fold(linear, norm.weight.data)
             norm.weight.data.fill_(1)
 
 

@@ -16,7 +16,7 @@ from folovllm.model_config import num_experts_of
 from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
 from folovllm.moe.expert_load import CountedLoad, ExpertLoad
 from folovllm.moe.layers import Experts, MoE
-from folovllm.moe.quantized import QuantizedExperts, formats_of_experts
+from folovllm.moe.quantized import QuantizedExperts, expert_linear_methods
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def choose_moe(config: PretrainedConfig, layers: LayerSet) -> MoE:
     """The mixture of experts that stands in the place of the MLP, of the set's own kind."""
-    formats = formats_of_experts(layers.coded, range(num_experts_of(config)))
+    formats = expert_linear_methods(layers.coded, range(num_experts_of(config)))
     if formats is not None:
         layers = layers.having({Experts: partial(layers.places.get(QuantizedExperts, QuantizedExperts), formats)})
     return layers.make(MoE, config, layers)

@@ -6,32 +6,34 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from folovllm.layers.layer_set import FormatOf
-from folovllm.layers.linear_method import WeightFormat
+from folovllm.layers.layer_set import LinearMethodOf
+from folovllm.layers.linear_method import LinearMethod
 from folovllm.quantization.int4_checkpoints import PackedInt4
 from folovllm.quantization.scaled import Fp8, Int8, PackedInt8
 
 Scheme = Mapping[str, Any]  # of weights: num_bits, type, strategy, symmetric, group_size, block_structure, actorder
 
 
-def read_compressed_tensors(said: Mapping[str, Any]) -> FormatOf:
+def read_compressed_tensors(said: Mapping[str, Any]) -> LinearMethodOf:
     """From the name of a layer to its format. Activations are not quantized here, whatever the scheme says of them.
 
     Raises:
         ValueError: a scheme is not supported; the sentence says which.
     """
     groups = [
-        (group["targets"], format_of_scheme(group["weights"], group.get("format") or said.get("format")))
+        (group["targets"], linear_method_of_scheme(group["weights"], group.get("format") or said.get("format")))
         for group in said["config_groups"].values()
         if group.get("weights")
     ]
 
-    def format_of(name: str) -> WeightFormat | None:
+    def linear_method_of(name: str) -> LinearMethod | None:
         if matches(name, said.get("ignore") or []):
             return None
-        return next((format for targets, format in groups if "Linear" in targets or matches(name, targets)), None)
+        return next(
+            (linear_method for targets, linear_method in groups if "Linear" in targets or matches(name, targets)), None
+        )
 
-    return format_of
+    return linear_method_of
 
 
 def matches(name: str, targets: list[str]) -> bool:
@@ -39,7 +41,7 @@ def matches(name: str, targets: list[str]) -> bool:
     return any(re.match(t[3:], name) is not None if t.startswith("re:") else t == name for t in targets)
 
 
-def format_of_scheme(scheme: Scheme, packing: str | None) -> WeightFormat:
+def linear_method_of_scheme(scheme: Scheme, packing: str | None) -> LinearMethod:
     """The format of weights of this scheme. `packing` is how they are written down."""
     kind = f"{scheme.get('type', 'int')}{scheme.get('num_bits', 8)}"
     if make := SCHEMES.get((kind, str(packing))):
@@ -64,7 +66,7 @@ def block_of(scheme: Scheme) -> tuple[int, int] | None:
             raise ValueError(f"weights quantized by compressed-tensors with strategy {other!r} are not supported")
 
 
-def packed_int4(scheme: Scheme) -> WeightFormat:
+def packed_int4(scheme: Scheme) -> LinearMethod:
     """Groups, or all inputs of an output. With actorder "group" the inputs of a group lie anywhere."""
     if scheme.get("actorder") in ("group", True):
         raise ValueError("int4 weights with actorder 'group' are not supported: 'static' or 'weight' is")
@@ -78,7 +80,7 @@ def packed_int4(scheme: Scheme) -> WeightFormat:
 
 ASYMMETRIC = ("int4",)  # kinds whose zeros may be other codes than the middle one
 # By type and bits, and how they are written down.
-SCHEMES: dict[tuple[str, str], Callable[[Scheme], WeightFormat]] = {
+SCHEMES: dict[tuple[str, str], Callable[[Scheme], LinearMethod]] = {
     ("float8", "float-quantized"): lambda scheme: Fp8("weight_scale", block_of(scheme)),
     ("float8", "naive-quantized"): lambda scheme: Fp8("weight_scale", block_of(scheme)),
     ("int4", "pack-quantized"): packed_int4,

@@ -1,7 +1,7 @@
 """Which format each linear layer of a quantized checkpoint has: what `quantization_config` in its `config.json` says.
 
 Each way of quantizing (`quant_method`) has a reader, which turns that object into a function from the name of a layer, as
-the checkpoint has it, to its `WeightFormat`, or to None where the layer is not quantized. Embedding and head never are.
+the checkpoint has it, to its `LinearMethod`, or to None where the layer is not quantized. Embedding and head never are.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from folovllm.config import EngineConfig
 from folovllm.files import reading
-from folovllm.layers.layer_set import FormatOf
-from folovllm.layers.linear_method import WeightFormat
+from folovllm.layers.layer_set import LinearMethodOf
+from folovllm.layers.linear_method import LinearMethod
 from folovllm.models.quantized import Quantization
 from folovllm.models.registry import renamed_by
 from folovllm.models.shapes import NO_NAMES, expert_shapes, linear_shapes
@@ -31,18 +31,18 @@ ACTIVATIONS = "quantize_activations"  # our own word in a `quantization_config`
 NOT_FP8 = "quantize_activations needs weights in FP8, which this model has not: leave it out"
 
 
-def read_fp8(said: Said) -> FormatOf:
+def read_fp8(said: Said) -> LinearMethodOf:
     """Transformers' FP8 (Qwen, DeepSeek: blocks, or one scale for all), and AutoFP8's, which has another name for it."""
     if block := said.get("weight_block_size"):
-        format = Fp8("weight_scale_inv", (block[0], block[1]))
+        linear_method = Fp8("weight_scale_inv", (block[0], block[1]))
     else:
         by_transformers = "weight_block_size" in said or "modules_to_not_convert" in said
-        format = Fp8("weight_scale_inv" if by_transformers else "weight_scale")
+        linear_method = Fp8("weight_scale_inv" if by_transformers else "weight_scale")
     plain = [*(said.get("modules_to_not_convert") or []), *(said.get("ignored_layers") or [])]
-    return lambda name: None if is_named(name, plain) else format
+    return lambda name: None if is_named(name, plain) else linear_method
 
 
-def read_gptq(said: Said) -> FormatOf:
+def read_gptq(said: Said) -> LinearMethodOf:
     """GPTQ: AutoGPTQ's, GPTQModel's and transformers' words for it."""
     layout = said.get("checkpoint_format", "gptq")
     if layout not in ("gptq", "gptq_v2"):
@@ -51,18 +51,18 @@ def read_gptq(said: Said) -> FormatOf:
         raise ValueError(f"GPTQ checkpoints with {odd[0]} are not supported: all projections must be quantized alike")
     size = group_size_4("gptq", said.get("bits"), said)
     kind = SortedGptq if said.get("desc_act") and size else Gptq  # where a row is one group, no order matters
-    format = kind(size, one_less=layout == "gptq")
-    return lambda name: None if is_named(name, ROUTERS) else format
+    linear_method = kind(size, one_less=layout == "gptq")
+    return lambda name: None if is_named(name, ROUTERS) else linear_method
 
 
-def read_awq(said: Said) -> FormatOf:
+def read_awq(said: Said) -> LinearMethodOf:
     """AWQ: AutoAWQ's words for it."""
     version = str(said.get("version", "gemm")).lower()
     if version != "gemm" or not said.get("zero_point", True):
         raise ValueError(f"AWQ's version {version!r}, or without zero points, is not supported: 'gemm' with them is")
-    format = Awq(group_size_4("awq", said.get("bits", said.get("w_bit")), said))
+    linear_method = Awq(group_size_4("awq", said.get("bits", said.get("w_bit")), said))
     plain = [*(said.get("modules_to_not_convert") or []), *ROUTERS]
-    return lambda name: None if is_named(name, plain) else format
+    return lambda name: None if is_named(name, plain) else linear_method
 
 
 def group_size_4(method: str, bits: int | None, said: Said) -> int | None:
@@ -73,7 +73,7 @@ def group_size_4(method: str, bits: int | None, said: Said) -> int | None:
     return None if size == -1 else size
 
 
-READERS: dict[str, Callable[[Said], FormatOf]] = {  # by `quant_method`
+READERS: dict[str, Callable[[Said], LinearMethodOf]] = {  # by `quant_method`
     "fp8": read_fp8,
     "gptq": read_gptq,
     "awq": read_awq,
@@ -111,9 +111,9 @@ def said_of(hf_config: PretrainedConfig) -> Said | None:
     return said if said is None or isinstance(said, Mapping) else said.to_dict()
 
 
-def formats_of(
+def linear_methods_of(
     hf_config: PretrainedConfig, packed: Mapping[str, Sequence[str]], renamed: Mapping[str, str] = NO_NAMES
-) -> FormatOf | None:
+) -> LinearMethodOf | None:
     """How the layers of a model are quantized, by their names; None if they are not.
 
     Args:
@@ -132,13 +132,13 @@ def formats_of(
                 f"this checkpoint is quantized by {method!r} (quant_method in its config.json), which is not supported: the "
                 f"known ones are {', '.join(READERS)}"
             )
-        format_of = READERS[str(method)](said)
+        linear_method_of = READERS[str(method)](said)
 
-    def of_merged(name: str) -> WeightFormat | None:
+    def of_merged(name: str) -> LinearMethod | None:
         parent, _, leaf = name.rpartition(".")
         parts = packed.get(leaf, [leaf])
         with reading("the quantization_config in config.json"):  # its patterns are compiled only now
-            first, *others = (format_of(as_in_checkpoint(f"{parent}.{part}", renamed)) for part in parts)
+            first, *others = (linear_method_of(as_in_checkpoint(f"{parent}.{part}", renamed)) for part in parts)
         if any(other != first for other in others):
             raise ValueError(
                 f"{', '.join(parts)} of {parent} are one layer here, so all must be quantized in one way, or none of them"
@@ -148,13 +148,13 @@ def formats_of(
     return of_merged
 
 
-def with_activations(format: WeightFormat | None) -> WeightFormat | None:
+def with_activations(linear_method: LinearMethod | None) -> LinearMethod | None:
     """The same, and activations are quantized too. Raises ValueError if weights are not in FP8."""
-    if format is None:
+    if linear_method is None:
         return None
-    if type(format) is not Fp8:
+    if type(linear_method) is not Fp8:
         raise ValueError(NOT_FP8)
-    return Fp8Both(format.scale_name, format.block)
+    return Fp8Both(linear_method.scale_name, linear_method.block)
 
 
 def as_in_checkpoint(name: str, renamed: Mapping[str, str]) -> str:
@@ -190,7 +190,7 @@ def activations_as_asked(hf_config: Any, config: EngineConfig) -> Any:
     """The model's configuration, which says if activations are to be quantized too.
 
     Raises:
-        ValueError: they are, and weights are not in FP8. Of some checkpoints `formats_of` finds that out.
+        ValueError: they are, and weights are not in FP8. Of some checkpoints `linear_methods_of` finds that out.
     """
     if not config.quantize_activations:
         return hf_config
@@ -208,19 +208,19 @@ def check_quantization(
 
     Args:
         part: the configuration of one rank's part (`local_config`), the same object where there is one rank.
-        renamed: as of `formats_of`.
+        renamed: as of `linear_methods_of`.
     """
-    format_of = formats_of(hf_config, {}, renamed)
-    if format_of is None:
+    linear_method_of = linear_methods_of(hf_config, {}, renamed)
+    if linear_method_of is None:
         return
     whole, parts = (linear_shapes(config) | expert_shapes(config) for config in (hf_config, part))
     cut = {name: shape for name, shape in parts.items() if shape != whole[name]}
     for i in range(part.num_hidden_layers):
         for name, (outputs, inputs) in cut.items():
-            format = format_of(f"model.layers.{i}.{name}")
+            linear_method = linear_method_of(f"model.layers.{i}.{name}")
             try:
-                if format is not None:
-                    format.check_part(outputs, inputs)
+                if linear_method is not None:
+                    linear_method.check_part(outputs, inputs)
             except ValueError as error:
                 instead = "set enable_expert_parallel, or " if "experts" in name else ""
                 raise ValueError(
@@ -244,11 +244,11 @@ class CheckpointQuantization(Quantization):
         """As `Quantization`: the ways in which random weights, and activations, are to be quantized are added."""
         return activations_as_asked(quantized_as_asked(hf_config, config), config)
 
-    def formats_of(
+    def linear_methods_of(
         self, hf_config: PretrainedConfig, packed: Mapping[str, Sequence[str]], renamed: Mapping[str, str]
-    ) -> FormatOf | None:
+    ) -> LinearMethodOf | None:
         """As `Quantization`."""
-        return formats_of(hf_config, packed, renamed)
+        return linear_methods_of(hf_config, packed, renamed)
 
     def check(self, hf_config: PretrainedConfig, part: PretrainedConfig, config: EngineConfig) -> None:
         """As `Quantization`. Transformers' own model reads what it can, and no GGUF."""

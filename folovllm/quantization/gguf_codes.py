@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from folovllm.files import reading
-from folovllm.layers.layer_set import FormatOf
-from folovllm.layers.linear_method import WeightFormat
+from folovllm.layers.layer_set import LinearMethodOf
+from folovllm.layers.linear_method import LinearMethod
 from folovllm.quantization import packing
 from folovllm.quantization.gguf_reader import GGUFTensor
 from folovllm.quantization.int4 import Int4
@@ -28,7 +28,7 @@ Tensors = dict[str, torch.Tensor]
 class Type:
     """A type of blocks: its format here, and how blocks [outputs, blocks, bytes] become that format's tensors."""
 
-    format: WeightFormat
+    linear_method: LinearMethod
     split: Callable[[torch.Tensor], Tensors]
 
 
@@ -95,10 +95,10 @@ TYPES: dict[str, Type] = {
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that are one here
 
 
-def read_gguf_types(said: Mapping[str, Any]) -> FormatOf:
+def read_gguf_types(said: Mapping[str, Any]) -> LinearMethodOf:
     """The `quantization_config` that `coded_weights` leaves: the type of each layer that is in codes."""
     types: Mapping[str, str] = said["types"]
-    return lambda name: TYPES[types[name]].format if name in types else None
+    return lambda name: TYPES[types[name]].linear_method if name in types else None
 
 
 def coded_weights(

@@ -14,7 +14,7 @@ import torch
 from folovllm.layers.linear_method import ALL, FLOATS
 from folovllm.quantization import packing
 from folovllm.quantization.grouped import Grouped, narrowest
-from folovllm.quantization.linear_method import QuantizedWeights, rows_of
+from folovllm.quantization.linear_method import QuantizedLinearMethod, rows_of
 from folovllm.require import is_whole
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ STEPS = 4.6  # standard deviation of random codes
 
 
 @dataclass(frozen=True)
-class Int4(QuantizedWeights):
+class Int4(QuantizedLinearMethod):
     """W is (code - zero) * scale, or code * scale + minimum; a layer keeps a `Grouped`.
 
     Attributes:
@@ -84,13 +84,13 @@ class Int4(QuantizedWeights):
         return ("I32",) if kind == words or (kind == zeros and not self.with_minimum) else FLOATS
 
     def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """As `WeightFormat`. Raises ValueError where codes, scales or zeros are no matrix: they could not be turned over."""
+        """As `LinearMethod`. Raises ValueError where codes, scales or zeros are no matrix: they could not be turned over."""
         if kind in self.names and tensor.dim() != 2:
             raise ValueError(f"{kind!r} in 4 bits has shape {list(tensor.shape)}, and must have two dimensions")
         return tensor
 
     def check_part(self, outputs: int, inputs: int) -> None:
-        """As `WeightFormat`: a border between ranks must be one between groups, and no word may lie across it."""
+        """As `LinearMethod`: a border between ranks must be one between groups, and no word may lie across it."""
         if self.order_name:
             raise ValueError("its inputs are sorted (desc_act), so those of a group lie on all ranks")
         if outputs % packing.PER_WORD or inputs % (self.group_size or MULTIPLE):
@@ -100,7 +100,7 @@ class Int4(QuantizedWeights):
             )
 
     def fill(self, kind: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        """As `WeightFormat`: random bits, and one scale."""
+        """As `LinearMethod`: random bits, and one scale."""
         if kind == self.names[0]:
             tensor.random_(-(2**31), 2**31 - 1, generator=generator)
         elif kind == self.names[1]:
@@ -109,7 +109,7 @@ class Int4(QuantizedWeights):
             super().fill(kind, tensor, generator)
 
     def num_bytes(self, outputs: int, inputs: int, dtype: torch.dtype) -> int:
-        """As `WeightFormat`: half a byte for each; of each group a scale of two bytes, and a zero of one or two."""
+        """As `LinearMethod`: half a byte for each; of each group a scale of two bytes, and a zero of one or two."""
         per_group = 2 + self.with_zeros + self.with_minimum
         return outputs * inputs // 2 + per_group * outputs * inputs // self.group_size_of(inputs)
 
@@ -128,29 +128,29 @@ class Int4(QuantizedWeights):
             kept.settle(layer.dtype)
 
     def check_stack(self, layer: LinearBase) -> None:
-        """As `WeightFormat`: all rows must have their inputs in one order."""
+        """As `LinearMethod`: all rows must have their inputs in one order."""
         if self.order_name:
             raise ValueError("each sorts its inputs in an order of its own (desc_act)")
 
     def dequantized(self, layer: LinearBase, dtype: torch.dtype, parts: slice = ALL) -> torch.Tensor:
-        """As `WeightFormat`."""
+        """As `LinearMethod`."""
         w: torch.Tensor = layer.grouped.rows(rows_of(layer.output_sizes, parts)).dequantized(dtype)
         return w
 
     def weight_of(self, layer: LinearBase) -> QuantizedWeight:
-        """As `QuantizedWeights`."""
+        """As `QuantizedLinearMethod`."""
         weight: QuantizedWeight = layer.grouped.weight()
         return weight
 
     def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """As `WeightFormat`."""
+        """As `LinearMethod`."""
         y: torch.Tensor = layer.grouped.product(self.folded(layer, x), residual)
         return y if layer.bias is None else y.add_(layer.bias)
 
     def fused(
         self, layer: LinearBase, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        """As `WeightFormat`: on the tensor cores, where they are fast."""
+        """As `LinearMethod`: on the tensor cores, where they are fast."""
         from folovllm.quantization.kernels.int4_linear import int4_linear
         from folovllm.quantization.kernels.quant_gemv import quant_gemv, serves
 

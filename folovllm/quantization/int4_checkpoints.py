@@ -32,7 +32,7 @@ class PackedInt4(Int4):
         return packing.unpack_words(tensor.t()).t() if kind == "weight_zero_point" else tensor
 
     def shard(self, kind: str, tensor: Weight, cut: Cut) -> torch.Tensor:
-        """As `WeightFormat`."""
+        """As `LinearMethod`."""
         packed = packing.PER_WORD if kind == "weight_zero_point" else 1
         return cut(tensor) if kind == "bias" else cut(Laid(tensor, 0, packed))
 
@@ -52,7 +52,7 @@ class Gptq(Int4):
     ignores: ClassVar[tuple[str, ...]] = ("g_idx",)
 
     def check_ignored(self, name: str, tensor: torch.Tensor) -> None:
-        """As `WeightFormat`. Where inputs come in order, `g_idx` numbers their groups, or is left zero (vLLM drops any)."""
+        """As `LinearMethod`. Where inputs come in order, `g_idx` numbers their groups, or is left zero (vLLM drops any)."""
         count = tensor.numel()
         if tensor.any() and not torch.equal(tensor.long(), torch.arange(count) // self.group_size_of(count)):
             raise ValueError(
@@ -71,7 +71,7 @@ class Gptq(Int4):
         return tensor.t() if kind == "scales" else tensor
 
     def shard(self, kind: str, tensor: Weight, cut: Cut) -> torch.Tensor:
-        """As `WeightFormat`. Inputs that are in no particular order are in everybody's."""
+        """As `LinearMethod`. Inputs that are in no particular order are in everybody's."""
         if kind in self.names:
             return cut(Laid(tensor, 1, packing.PER_WORD if kind == "qzeros" else 1)).t()
         return tensor[:] if kind == "g_idx" else cut(tensor)
@@ -108,7 +108,7 @@ class Awq(Int4):
         return tensor.t() if kind == "scales" else tensor
 
     def shard(self, kind: str, tensor: Weight, cut: Cut) -> torch.Tensor:
-        """As `WeightFormat`."""
+        """As `LinearMethod`."""
         if kind in self.names:
             return cut(Laid(tensor, 1, 1 if kind == "scales" else packing.PER_WORD)).t()
         return cut(tensor)

@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from folovllm.layers.linear_method import WeightFormat
+from folovllm.layers.linear_method import LinearMethod
 
 if TYPE_CHECKING:
     from folovllm.layers.linear import LinearBase
     from folovllm.quantization.weight import QuantizedWeight
 
 
-class QuantizedWeights(WeightFormat):
+class QuantizedLinearMethod(LinearMethod):
     """Weights in codes, in which there is no room for what is folded into them: `layer.columns`, factors of `x` [inputs] or None."""
 
     def create(self, layer: LinearBase) -> None:
-        """As `WeightFormat`: what a layer of codes knows beside them."""
+        """As `LinearMethod`: what a layer of codes knows beside them."""
         layer.columns, layer.dtype = None, torch.get_default_dtype()  # of activations
 
     def loaded(self, layer: LinearBase) -> None:
@@ -48,7 +48,7 @@ class QuantizedWeights(WeightFormat):
         gated: bool = False,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `WeightFormat`."""
+        """As `LinearMethod`."""
         from folovllm.quantization.kernels.grouped_quant import grouped_quant
 
         return grouped_quant(x, self.weight_of(layer), num_experts, order, starts, gated, out)

@@ -15,7 +15,7 @@ from torch import nn
 
 from folovllm.kv_format import LARGEST
 from folovllm.layers.linear_method import ALL, FLOATS
-from folovllm.quantization.linear_method import QuantizedWeights, on_gpu, rows_of
+from folovllm.quantization.linear_method import QuantizedLinearMethod, on_gpu, rows_of
 from folovllm.quantization.weight import QuantizedWeight
 from folovllm.require import is_whole
 
@@ -29,7 +29,7 @@ FROM_UNSIGNED = -0x7F7F7F80  # 0x80808080: flips the highest bit of four bytes, 
 
 
 @dataclass(frozen=True)
-class Scaled(QuantizedWeights):
+class Scaled(QuantizedLinearMethod):
     """W is `weight` [outputs, inputs], codes, times `scale`, float32: one for each output, or for each block of W.
 
     Activations stay as they are. A scale for the whole layer is kept once for each output.
@@ -91,7 +91,7 @@ class Scaled(QuantizedWeights):
         return tensor[:, None] if len(tensor.shape) == 1 else tensor
 
     def fill(self, kind: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        """As `WeightFormat`: codes with a spread of their own, and scales that bring it to 0.02."""
+        """As `LinearMethod`: codes with a spread of their own, and scales that bring it to 0.02."""
         if kind == self.scale_name:
             tensor.fill_(0.02 / self.spread)
         elif kind == "weight":
@@ -101,12 +101,12 @@ class Scaled(QuantizedWeights):
             super().fill(kind, tensor, generator)
 
     def num_bytes(self, outputs: int, inputs: int, dtype: torch.dtype) -> int:
-        """As `WeightFormat`: a byte for each, and four for each scale."""
+        """As `LinearMethod`: a byte for each, and four for each scale."""
         rows, columns = self.block_of(inputs)
         return outputs * inputs + 4 * -(-outputs // rows) * -(-inputs // columns)
 
     def check_part(self, outputs: int, inputs: int) -> None:
-        """As `WeightFormat`: a border between ranks must be one between blocks."""
+        """As `LinearMethod`: a border between ranks must be one between blocks."""
         rows, columns = self.block_of(inputs)
         if outputs % rows or inputs % columns:
             raise ValueError(
@@ -114,7 +114,7 @@ class Scaled(QuantizedWeights):
             )
 
     def shard(self, kind: str, tensor: Weight, cut: Cut) -> torch.Tensor:
-        """As `WeightFormat`. A scale for everything is everybody's."""
+        """As `LinearMethod`. A scale for everything is everybody's."""
         if kind != self.scale_name:
             return cut(tensor)
         if tensor.shape.numel() == 1:
@@ -122,7 +122,7 @@ class Scaled(QuantizedWeights):
         return cut(PerOutput(tensor) if self.block is None else PerBlock(tensor, self.block))
 
     def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """As `WeightFormat`: on a GPU by `multiply`."""
+        """As `LinearMethod`: on a GPU by `multiply`."""
         x = self.folded(layer, x)
         if not self.has_kernels(layer, x):
             y = F.linear(x, self.dequantized(layer, x.dtype), layer.bias)
@@ -135,7 +135,7 @@ class Scaled(QuantizedWeights):
     def fused(
         self, layer: LinearBase, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        """As `WeightFormat`."""
+        """As `LinearMethod`."""
         from folovllm.quantization.kernels.quant_gemv import quant_gemv
 
         return quant_gemv(x, self.weight_of(layer), norm_eps, gated, residual, layer.columns)
@@ -159,7 +159,7 @@ class Scaled(QuantizedWeights):
         return layer.input_size % 16 == columns % 16 == 0 and not overlap
 
     def check_stack(self, layer: LinearBase) -> None:
-        """As `WeightFormat`: a kernel must be able to read them."""
+        """As `LinearMethod`: a kernel must be able to read them."""
         if not self.is_aligned(layer):
             rows, columns = self.block_of(layer.input_size)
             raise ValueError(
@@ -168,11 +168,11 @@ class Scaled(QuantizedWeights):
             )
 
     def weight_of(self, layer: LinearBase) -> QuantizedWeight:
-        """As `QuantizedWeights`."""
+        """As `QuantizedLinearMethod`."""
         return QuantizedWeight(layer.weight, layer.scale, *self.block_of(layer.input_size))
 
     def dequantized(self, layer: LinearBase, dtype: torch.dtype, parts: slice = ALL) -> torch.Tensor:
-        """As `WeightFormat`: the one copy that is made."""
+        """As `LinearMethod`: the one copy that is made."""
         sizes, scale_rows, (rows, columns) = layer.output_sizes, self.scale_rows(layer), self.block_of(layer.input_size)
         weight, scales = layer.weight[rows_of(sizes, parts)].to(dtype), layer.scale[rows_of(scale_rows, parts)]
         if rows == 1 and layer.input_size % columns == 0:
@@ -222,7 +222,7 @@ class Fp8Both(Fp8):
         return False
 
     def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """As `WeightFormat`. Where the library has no such product, of rounded numbers in the dtype of `x`."""
+        """As `LinearMethod`. Where the library has no such product, of rounded numbers in the dtype of `x`."""
         if self.has_kernels(layer, x):
             y = self.product_on_gpu(layer, x)
         else:
@@ -241,7 +241,7 @@ class Fp8Both(Fp8):
         return F.linear(rounded(self.folded(layer, x), self.group_of(layer)), unpacked(weight, x.dtype))
 
     def check_stack(self, layer: LinearBase) -> None:
-        """As `WeightFormat`: experts have a kernel of their own, which does not round."""
+        """As `LinearMethod`: experts have a kernel of their own, which does not round."""
         raise ValueError("quantize_activations is for dense models: leave it out")
 
 

@@ -53,26 +53,28 @@ class StepCost:
     """
 
     plain: Curve  # steps without draft tokens
-    checked: Curve  # steps that verify draft tokens
-    guess: float = 0.0  # seconds that the proposer takes for each draft token, of all sequences together
-    first_guess: float = 0.0  # and for the first one, more than that
+    verifying: Curve  # steps that verify draft tokens
+    per_draft_token: float = 0.0  # seconds that the proposer takes for each draft token, of all sequences together
+    first_draft_token: float = 0.0  # and for the first one, more than that
     plain_more: float = 0.0  # seconds that running steps take more than `plain`, whatever their width
-    checked_more: float = 0.0  # the same of `checked`
-    wait: float = 0.0  # seconds that a step takes more than a plain one if the proposer was asked and had nothing
+    verifying_more: float = 0.0  # the same of `checked`
+    no_draft_more: float = (
+        0.0  # seconds that a step takes more than a plain one if the proposer was asked and had nothing
+    )
 
     def of_plain(self, num_tokens: float) -> float:
         """Seconds of a step without draft tokens."""
         return corrected(self.plain.at(num_tokens), self.plain_more)
 
-    def of_vain(self, num_tokens: float) -> float:
+    def of_no_draft(self, num_tokens: float) -> float:
         """Seconds of a step for which the proposer was asked and had nothing."""
-        return corrected(self.of_plain(num_tokens), self.wait)
+        return corrected(self.of_plain(num_tokens), self.no_draft_more)
 
-    def of_narrow(self, num_tokens: float) -> float:
+    def of_verifying(self, num_tokens: float) -> float:
         """Seconds of a step that verifies draft tokens, all its tokens counted; without arrays."""
-        return corrected(self.checked.at(num_tokens), self.checked_more)
+        return corrected(self.verifying.at(num_tokens), self.verifying_more)
 
-    def of_checked(self, num_tokens: Floats, depths: npt.NDArray[np.integer], hits: Floats) -> Floats:
+    def of_speculative(self, num_tokens: Floats, depths: npt.NDArray[np.integer], hits: Floats) -> Floats:
         """Seconds [n] of steps for which the proposer is asked, its own time included, on average.
 
         Args:
@@ -83,28 +85,33 @@ class StepCost:
         """
         num_seqs, silent = len(hits), float(np.prod(1 - hits))
         some = max(1 - silent, HARDLY)  # the chance that anyone has a draft
-        table = self.checked.of(num_seqs + (num_tokens - num_seqs) / some)
-        checked = np.maximum(table + self.checked_more, LEAST * table)
-        return silent * self.of_vain(num_seqs) + some * checked + self.first_guess + self.guess * depths
+        table = self.verifying.of(num_seqs + (num_tokens - num_seqs) / some)
+        checked = np.maximum(table + self.verifying_more, LEAST * table)
+        return (
+            silent * self.of_no_draft(num_seqs)
+            + some * checked
+            + self.first_draft_token
+            + self.per_draft_token * depths
+        )
 
-    def note_plain(self, num_seqs: int, seconds: float, weight: float = WEIGHT) -> None:
+    def record_plain(self, num_seqs: int, seconds: float, weight: float = WEIGHT) -> None:
         """Correct the time of a plain step by a measured one. One that took far too long counts twice its time."""
         expected = self.of_plain(num_seqs)
         self.plain_more += weight * (min(seconds, 2 * expected) - expected)
 
-    def note_vain(self, num_seqs: int, seconds: float) -> None:
+    def record_no_draft(self, num_seqs: int, seconds: float) -> None:
         """Correct the time of a step for which the proposer was asked in vain. One that took far too long counts twice its time."""
-        expected = self.of_vain(num_seqs)
-        self.wait += WEIGHT * (min(seconds, 2 * expected) - expected)
+        expected = self.of_no_draft(num_seqs)
+        self.no_draft_more += WEIGHT * (min(seconds, 2 * expected) - expected)
 
-    def note_checked(self, num_seqs: int, num_draft_tokens: int, seconds: float) -> None:
+    def record_verifying(self, num_seqs: int, num_draft_tokens: int, seconds: float) -> None:
         """Correct the time of a step that verified draft tokens. One that took far too long counts twice its time.
 
         No plain step of the same sequences takes longer: where one seems to, it was timed badly. Else any draft would seem to
         pay, for while drafts are made hardly a plain step is timed.
         """
-        expected = self.of_narrow(num_seqs + num_draft_tokens)
-        self.checked_more += WEIGHT * (min(seconds, 2 * expected) - expected)
+        expected = self.of_verifying(num_seqs + num_draft_tokens)
+        self.verifying_more += WEIGHT * (min(seconds, 2 * expected) - expected)
         self.plain_more -= WEIGHT * max(0.0, self.of_plain(num_seqs) - seconds)
 
 
@@ -113,13 +120,13 @@ def corrected(table: float, more: float) -> float:
     return max(table + more, LEAST * table)
 
 
-def best_depths(hits: Floats, acceptances: Floats, cost: StepCost, most: int, margin: float = 1.0) -> list[int]:
+def best_draft_lengths(hits: Floats, acceptances: Floats, cost: StepCost, most: int, margin: float = 1.0) -> list[int]:
     """The number of draft tokens for each sequence [S], 0 to `most`, that gives the most tokens a second.
 
     The j-th draft token of a sequence comes with the chance `hit`, takes one token of the step's width, and is worth
     acceptance ** j. So sort all draft tokens of all sequences by worth, and take as many from the front as give the best ratio
     of tokens to time: for any width no other choice has more tokens. All zero unless that is `margin` times as good as to
-    draft nothing. `cost.of_checked` gives the time of each width, `cost.of_plain` that of a step without draft tokens.
+    draft nothing. `cost.of_speculative` gives the time of each width, `cost.of_plain` that of a step without draft tokens.
     """
     num_seqs = len(hits)
     worth = acceptances[:, None] ** np.arange(1, most + 1)  # [S, most]
@@ -127,7 +134,7 @@ def best_depths(hits: Floats, acceptances: Floats, cost: StepCost, most: int, ma
     seq, depth = order // most, order % most + 1
     tokens = num_seqs + np.cumsum(hits[seq] * worth.ravel()[order])
     width = num_seqs + np.cumsum(hits[seq])
-    speed = tokens / cost.of_checked(width, np.maximum.accumulate(depth), hits)
+    speed = tokens / cost.of_speculative(width, np.maximum.accumulate(depth), hits)
     best = int(np.argmax(speed))
     if speed[best] <= margin * num_seqs / cost.of_plain(num_seqs):
         return [0] * num_seqs

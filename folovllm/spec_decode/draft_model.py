@@ -98,7 +98,7 @@ class DraftModel(Proposer):
         """As `Proposer`."""
         if self._hand_over is None:
             return list(draft)
-        return self._hand_over.spell(np.array(draft, np.int32)).tolist()
+        return self._hand_over.resolve(np.array(draft, np.int32)).tolist()
 
     def _learn(self) -> None:
         """Resolve the tokens of the last multi-step decode: its placeholder ids mean others when the next one begins."""
@@ -184,9 +184,9 @@ class DraftModel(Proposer):
             )
             for i in range(writers[0][2])
         ]
-        run = self._executor.submit_run(steps)
-        if self._hand_over is not None and run.names is not None:
-            sampled = run.names[:, : len(writers)].T.tolist()
+        run = self._executor.submit_steps(steps)
+        if self._hand_over is not None and run.placeholder_ids is not None:
+            sampled = run.placeholder_ids[:, : len(writers)].T.tolist()
         else:
             by_step = ([token for (token,) in step.token_ids] for step in run.wait())
             sampled = [list(tokens) for tokens in zip_longest(*by_step)]

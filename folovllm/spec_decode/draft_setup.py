@@ -1,4 +1,4 @@
-"""What must be known of a draft, the small model that drafts for a large one, before its weights are loaded."""
+"""The set-up of a draft model, before its weights are loaded."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from folovllm.model_config import num_positions
 from folovllm.models.files import load_hf_config, resolve_model
 from folovllm.setup import EngineSetup
 
-MEMORY_SHARE = 0.05  # for the K/V of a draft
+MEMORY_SHARE = 0.05  # of the memory, for the K/V of a draft model
 
 
 def draft_setup(setup: EngineSetup, model: str) -> EngineSetup:
-    """What runs the small `model` beside the large one that `setup` describes: on its device, in its dtype.
+    """Return the set-up of the draft model `model` for the large one that `setup` describes: on its device, in its dtype.
 
     Its cache has room for all sequences, or as much as `MEMORY_SHARE` of the memory holds. Raises ValueError if the two
     models do not share a vocabulary.

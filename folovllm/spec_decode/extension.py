@@ -50,7 +50,7 @@ class SpeculativeDecoding(Extension):
         if (
             "draft_model" in config.methods
         ):  # a multi-step decode samples a token behind the draft, and may begin with one in flight
-            self._drafted = DraftTokens.for_runs(config.num_speculative_tokens + 2, self.setup)
+            self._drafted = DraftTokens.for_multi_step(config.num_speculative_tokens + 2, self.setup)
         if isinstance(config.method, str):
             proposers = [self._make_proposer(name) for name in config.methods]
             self._proposer = proposers[0] if len(proposers) == 1 else CompositeProposer(proposers)
@@ -72,7 +72,7 @@ class SpeculativeDecoding(Extension):
         draft, config = draft_setup(self.setup, model), self.setup.config
         on_device = config.packed_steps and config.tensor_parallel_size == 1  # where the large model finds the drafts
         return DraftModel(
-            make_run_executor(draft, self._drafted),
+            make_multi_step_executor(draft, self._drafted),
             draft.max_num_seqs,
             draft.max_num_batched_tokens,
             draft.max_model_len,
@@ -89,7 +89,7 @@ class SpeculativeDecoding(Extension):
         if self.setup.backend != "triton" or not attention.serves(self.setup.device):
             return usual()
         most_tokens = self._config.num_speculative_tokens + 1
-        return attention.CheckingTritonBackend(self.setup.attention, most_tokens, max_samples(self.setup.max_num_seqs))
+        return attention.TritonVerifyBackend(self.setup.attention, most_tokens, max_samples(self.setup.max_num_seqs))
 
     def model_runner(self, usual: type[ModelRunner]) -> type[ModelRunner]:
         """Samples several tokens of a sequence."""
@@ -136,7 +136,7 @@ class Drafting(Extension):
         return partial(MultiStepRunner, drafted=self._drafted)
 
 
-def make_run_executor(setup: EngineSetup, drafted: DraftTokens) -> MultiStepExecutor:
+def make_multi_step_executor(setup: EngineSetup, drafted: DraftTokens) -> MultiStepExecutor:
     """A device that is sent several decode steps at once."""
     worker, runner = make_packed_worker(setup, extension=Drafting(setup, drafted))
     assert isinstance(runner, MultiStepRunner)

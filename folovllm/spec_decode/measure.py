@@ -45,9 +45,9 @@ def measure_drafting(executor: Executor, setup: EngineSetup, proposer: Proposer,
     """
     most = max(1, min(most, setup.max_model_len - 2))
     time_of = Timer(executor, setup, most)
-    one, every = (max(0.0, time_of.drafting(proposer, k) - cost.of_narrow(1 + k)) for k in (1, most))
-    cost.guess = max(0.0, every - one) / max(1, most - 1)
-    cost.first_guess = one - cost.guess
+    one, every = (max(0.0, time_of.drafting(proposer, k) - cost.of_verifying(1 + k)) for k in (1, most))
+    cost.per_draft_token = max(0.0, every - one) / max(1, most - 1)
+    cost.first_draft_token = one - cost.per_draft_token
 
 
 def clock_for(setup: EngineSetup) -> Callable[[], float]:

@@ -50,7 +50,7 @@ class Completed:
     """Decode steps that have run."""
 
     results: list[StepResult]
-    names: None = None
+    placeholder_ids: None = None
 
     def wait(self) -> list[StepResult]:
         """What each sampled."""
@@ -66,13 +66,13 @@ class PendingSteps:
     drafted: DraftTokens
 
     @property
-    def names(self) -> Int32:
+    def placeholder_ids(self) -> Int32:
         """The placeholder ids of the tokens that step j samples for its sequence i, [j, i]."""
-        return self.drafted.names[self.lines]
+        return self.drafted.placeholder_ids[self.lines]
 
     def wait(self) -> list[StepResult]:
         """Wait for the last token and return what each step sampled."""
-        tokens = self.drafted.spell(self.names[:, : max(self.num_seqs)]).tolist()
+        tokens = self.drafted.resolve(self.placeholder_ids[:, : max(self.num_seqs)]).tolist()
         return [
             StepResult([[token] for token in step[:count]], {})
             for step, count in zip(tokens, self.num_seqs, strict=True)
@@ -154,7 +154,7 @@ class MultiStepExecutor(LocalExecutor):
         self._widest = min(WIDEST, max(runner.buckets, default=0))
         self._paddings = {width: padding_of_step(width, max_num_seqs) for width in runner.buckets}
 
-    def submit_run(self, outputs: Sequence[SchedulerOutput]) -> PendingSteps | Completed:
+    def submit_steps(self, outputs: Sequence[SchedulerOutput]) -> PendingSteps | Completed:
         """Start the steps and return at once. The next call may begin when this one is over.
 
         Each scheduled sequence is a decode of one token in a row that the device knows; a token that an earlier of the steps samples is in

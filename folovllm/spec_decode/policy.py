@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from folovllm.spec_decode.choose import StepCost, best_depths
+from folovllm.spec_decode.choose import StepCost, best_draft_lengths
 
 
 class TimedSteps(NamedTuple):
@@ -114,7 +114,7 @@ TRUSTED = Acceptance(8.0, 0.0, 7.6, 0.4)  # of a draft model: who loads one mean
 class AdaptiveLength(LengthPolicy):
     """Drafts as many tokens as pay, for each sequence; none where none pay, and then it backs off.
 
-    `best_depths` decides from the acceptance averages and `cost`; a decision holds for some steps. A sequence that gets no
+    `best_draft_lengths` decides from the acceptance averages and `cost`; a decision holds for some steps. A sequence that gets no
     draft is probed now and then: the proposer is asked for a few tokens, for one sequence in turn. The steps from one probe to
     the next become four times as many while probes fail. Where nothing is drafted for anyone, the scheduler rests between
     probes. A rest above `LONGEST` ends when what was lost on drafts is `SHARE` of the time.
@@ -151,7 +151,7 @@ class AdaptiveLength(LengthPolicy):
         if self._hold >= 0 and self._decided.keys() >= set(seq_ids):
             return [self._decided[seq_id] for seq_id in seq_ids]
         hits, rates = np.array([(own.hit, own.rate) for own in map(self.acceptance, seq_ids)]).T
-        lengths = best_depths(hits, rates, self.cost, self.most, self.MARGIN)
+        lengths = best_draft_lengths(hits, rates, self.cost, self.most, self.MARGIN)
         if self._reads_each:
             new = [i for i, seq_id in enumerate(seq_ids) if lengths[i] and seq_id not in self._own]
             for i in new[self.FEW + len(self._own) :]:
@@ -195,7 +195,7 @@ class AdaptiveLength(LengthPolicy):
     def pays(self, num_seqs: int, num_tokens: int) -> bool:
         """By the cost alone: these tokens are accepted for certain."""
         width, cost = num_seqs + num_tokens, self.cost
-        return width * cost.of_plain(num_seqs) > self.MARGIN * num_seqs * cost.of_narrow(width)
+        return width * cost.of_plain(num_seqs) > self.MARGIN * num_seqs * cost.of_verifying(width)
 
     def constrain(self, seq_id: int) -> None:
         """Keep the averages of such sequences apart: of grammars most proposers know nothing."""
@@ -216,15 +216,15 @@ class AdaptiveLength(LengthPolicy):
         n, k, cost = steps.num_seqs, steps.num_draft_tokens, self.cost
         if not (steps.length or k):
             is_rest = steps.num_steps > 1
-            cost.note_plain(n, (steps.seconds - is_rest * steps.proposing) / steps.num_steps, 0.3 if is_rest else 0.1)
+            cost.record_plain(n, (steps.seconds - is_rest * steps.proposing) / steps.num_steps, 0.3 if is_rest else 0.1)
             self._lost += is_rest * steps.proposing  # what the decision to rest took
             return
-        drafting = cost.first_guess + cost.guess * steps.length if steps.length else 0.0
-        expected = drafting + (cost.of_narrow(n + k) if k else cost.of_vain(n))
+        drafting = cost.first_draft_token + cost.per_draft_token * steps.length if steps.length else 0.0
+        expected = drafting + (cost.of_verifying(n + k) if k else cost.of_no_draft(n))
         if steps.is_typical and k:
-            cost.note_checked(n, k, steps.seconds - drafting)
+            cost.record_verifying(n, k, steps.seconds - drafting)
         elif steps.is_typical:
-            cost.note_vain(n, steps.seconds - drafting)
+            cost.record_no_draft(n, steps.seconds - drafting)
         if steps.length:
             plain = cost.of_plain(n)
             spent = steps.proposing + min(steps.seconds - steps.proposing, 2 * expected)

@@ -10,7 +10,7 @@ import numpy as np
 from folovllm.engine.scheduler import Scheduler
 from folovllm.engine.step_builder import BatchRows
 from folovllm.engine.stop import check_stop_conditions
-from folovllm.events import GuessesChecked
+from folovllm.events import DraftsVerified
 from folovllm.request import Sequence
 from folovllm.spec_decode.speculation import Speculation
 from folovllm.spec_decode.verify import max_samples
@@ -145,7 +145,7 @@ class SpeculativeScheduler(Scheduler):
         num_accepted, num_known, status = len(token_ids) - 1, seq.num_tokens, None
         self.speculation.verified(seq, num_drafted, num_accepted)
         if self.events.on:
-            self.events.emit(GuessesChecked(seq.seq_id, num_drafted, num_accepted))
+            self.events.emit(DraftsVerified(seq.seq_id, num_drafted, num_accepted))
         for token_id in token_ids:
             seq.append_token(token_id)
             seq.detokenizer.append(token_id)

@@ -26,13 +26,13 @@ class Known:
 
     seq: Sequence
     spec: SamplingSpec
-    num_told: int  # tokens that the proposer was told of
+    num_observed: int  # tokens that the proposer was told of
 
     def state(self) -> RowState:
         """As far as the proposer was told of it."""
         seq = self.seq
         return RowState(
-            seq.seq_id, seq.tokens(0, self.num_told), seq.num_prompt_tokens, self.spec, seq.request.cache_salt
+            seq.seq_id, seq.tokens(0, self.num_observed), seq.num_prompt_tokens, self.spec, seq.request.cache_salt
         )
 
 
@@ -217,11 +217,11 @@ class Speculation:
             known = self._known[seq.seq_id] = Known(seq, sampling_spec(seq), seq.num_prompt_tokens)
             self.proposer.admit(known.state())
             self._note_reading()
-        if known.num_told < seq.num_tokens:
-            if seq.num_tokens > known.num_told + MUCH:
+        if known.num_observed < seq.num_tokens:
+            if seq.num_tokens > known.num_observed + MUCH:
                 self._note_reading()
-            self.proposer.observe(seq.seq_id, seq.tokens(known.num_told, seq.num_tokens).tolist())
-            known.num_told = seq.num_tokens
+            self.proposer.observe(seq.seq_id, seq.tokens(known.num_observed, seq.num_tokens).tolist())
+            known.num_observed = seq.num_tokens
         return known
 
     def _note_reading(self) -> None:

@@ -21,14 +21,14 @@ RECENT = 64  # tokens of a text that are looked for in past answers
 Generations = tuple[SuffixAutomaton, ...]
 
 
-class Guess(NamedTuple):
+class SuffixDraft(NamedTuple):
     """Tokens, and how many of them are expected to be right."""
 
     token_ids: list[int]
     score: float
 
 
-def most_frequent(text: SuffixAutomaton, place: Place, k: int, least: float) -> Guess:
+def most_frequent(text: SuffixAutomaton, place: Place, k: int, least: float) -> SuffixDraft:
     """Follow what came most often, from `place` on: at most `k` tokens, none behind the end of an answer.
 
     The chance of the i-th guess is the product of two numbers: the shares which it and those before it had among all
@@ -51,7 +51,7 @@ def most_frequent(text: SuffixAutomaton, place: Place, k: int, least: float) -> 
         guess.append(token)
         score += chance
         place = text.follow(place, token)
-    return Guess(guess, score)
+    return SuffixDraft(guess, score)
 
 
 class PastAnswers:
@@ -122,7 +122,7 @@ class Memory:
         self._recent = (self._recent + token_ids)[-RECENT:]
         self._follow(token_ids)
 
-    def guess(self, k: int, least: float) -> Guess:
+    def propose(self, k: int, least: float) -> SuffixDraft:
         """The best of the guesses from the text itself and from each generation of past answers."""
         if self._generations != (generations := self._past()):
             self._generations = generations
@@ -165,7 +165,7 @@ class SuffixProposer(Proposer):
             self._texts[state.seq_id] = Memory(partial(self._past.generations, state.cache_salt))
         text = self._texts[state.seq_id]
         text.extend(state.token_ids[text.own.num_tokens :].tolist())
-        return text.guess(k, self._least).token_ids
+        return text.propose(k, self._least).token_ids
 
     def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
         """As `Proposer`."""

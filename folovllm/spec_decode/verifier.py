@@ -1,4 +1,4 @@
-"""Verifies draft tokens where a step's tokens arrive: the runner's hook for them."""
+"""The runner's hook that verifies draft tokens when a step's tokens arrive."""
 
 from __future__ import annotations
 
@@ -14,25 +14,22 @@ from folovllm.worker.pending_step import Ids
 
 @dataclass(slots=True, frozen=True)
 class DraftVerifier:
-    """Accepts the longest prefix of a draft that was sampled.
+    """Accepts the draft tokens that were sampled, and resolves placeholder ids.
 
     Attributes:
-        num_samples: the most samples of a step with drafts, but for sequences that it admits.
-        drafted: has the draft tokens that steps bring as placeholder ids, if any do.
+        num_samples: the most samples of a step with drafts, without those of sequences that it admits.
+        drafted: the draft tokens behind the placeholder ids of a step, if steps bring any.
     """
 
     num_samples: int
     drafted: DraftTokens | None = None
 
     def resolve_on_device(self, tokens: torch.Tensor) -> None:
-        """As `Verifier`."""
         if self.drafted is not None:
-            self.drafted.spell_on_device(tokens)
+            self.drafted.resolve_on_device(tokens)
 
     def resolve(self, tokens: Ids) -> Ids:
-        """As `Verifier`."""
-        return tokens if self.drafted is None else self.drafted.spell(tokens)
+        return tokens if self.drafted is None else self.drafted.resolve(tokens)
 
     def accept(self, sampled: Sequence[int], draft: Sequence[int]) -> list[int]:
-        """As `Verifier`."""
         return accept(sampled, draft)

@@ -18,7 +18,7 @@ from tests.course import test_watcher as wrong
 from tests.inspector.browser import HOST, Shown, chromium, shown
 from tests.m5.test_events import World, cells_of, engine
 from tests.x3.engines import Anything, guessing, speculation_of
-from tests.x3.test_told import NoJudge
+from tests.x3.test_events import NoJudge
 
 pytestmark = pytest.mark.slow
 EVERY = ["m1", "m2", "m3", "m5", "m6"]

@@ -23,7 +23,7 @@ from folovllm.step.sampling_spec import SamplingSpec
 from folovllm.step.schedule import SchedulerOutput
 from tests.helpers import tiny_checkpoint
 from tests.sequences import make_seq
-from tests.x3.guessing_loop import Clock, NoForms
+from tests.x3.drafting_loop import Clock, NoForms
 
 COMMON: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 2, "use_tqdm": False}
 STORY = "<|im_start|>user\nTell me a story about Lily and a red kite.<|im_end|>\n<|im_start|>assistant\n"
@@ -62,8 +62,8 @@ def test_the_cost_of_steps_is_measured(milestone: str) -> None:
     with LLM("stories-5m", milestone=milestone, **COMMON, speculative_config=config) as llm:
         cost = llm.engine.scheduler.speculation.policy.cost  # type: ignore[attr-defined]
         assert cost.plain.widths == (1, 2)
-        assert cost.checked.widths == (1, 2, 4, 8)
-        for curve in (cost.plain, cost.checked):
+        assert cost.verifying.widths == (1, 2, 4, 8)
+        for curve in (cost.plain, cost.verifying):
             assert 0 < curve.seconds[0] <= curve.seconds[-1]
 
 
@@ -134,7 +134,7 @@ def test_guesses_never_seem_to_save_time(monkeypatch: pytest.MonkeyPatch) -> Non
     config = {"method": "draft_model", "num_speculative_tokens": 4, "model": str(tiny_checkpoint())}
     with LLM(str(tiny_checkpoint()), **COMMON, speculative_config=config) as llm:
         cost = llm.engine.scheduler.speculation.policy.cost  # type: ignore[attr-defined]
-        assert (cost.first_guess, cost.guess) == (0.0, 0.0)
+        assert (cost.first_draft_token, cost.per_draft_token) == (0.0, 0.0)
 
 
 def test_a_draft_has_the_vocabulary_of_its_model() -> None:

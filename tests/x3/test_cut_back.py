@@ -15,7 +15,7 @@ from folovllm.spec_decode.proposer import Proposer, RowState
 from folovllm.spec_decode.scheduler import SpeculativeScheduler
 from folovllm.spec_decode.speculation import Speculation
 from tests.sequences import EOS, make_seq
-from tests.x3.guessing_loop import Device, Loop, NoForms
+from tests.x3.drafting_loop import Device, Loop, NoForms
 
 
 @settings(max_examples=40)

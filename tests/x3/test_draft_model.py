@@ -15,7 +15,7 @@ from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
 from folovllm.spec_decode.draft_model import DraftModel
 from folovllm.spec_decode.draft_tokens import DraftTokens
-from folovllm.spec_decode.extension import make_run_executor
+from folovllm.spec_decode.extension import make_multi_step_executor
 from folovllm.spec_decode.proposer import RowState
 from folovllm.step.sampling_spec import SamplingSpec
 from tests.helpers import VOCAB_SIZE, tiny_checkpoint
@@ -30,8 +30,8 @@ def draft(num_blocks: int = 64, max_num_seqs: int = 3, by_name: bool = False) ->
         max_num_seqs=max_num_seqs, max_num_batched_tokens=BUDGET, block_size=BLOCK, num_kv_blocks=num_blocks, use_tqdm=False,
     )  # fmt: skip
     setup = set_up(config)
-    drafted = DraftTokens.for_runs(14, setup)
-    executor = make_run_executor(setup, drafted)
+    drafted = DraftTokens.for_multi_step(14, setup)
+    executor = make_multi_step_executor(setup, drafted)
     return DraftModel(executor, max_num_seqs, BUDGET, LENGTH, BLOCK, drafted if by_name else None)
 
 

@@ -12,7 +12,7 @@ from folovllm.request import Sequence
 from folovllm.spec_decode.draft_model import DraftModel
 from folovllm.spec_decode.policy import FixedLength
 from folovllm.step.schedule import SchedulerOutput, StepResult
-from tests.x3.guessing_loop import Clock
+from tests.x3.drafting_loop import Clock
 from tests.x3.test_never_loses import CHECKED, MS, PLAIN, WAIT, Served, copied, story
 
 A_RUN, A_STEP = 0.25 * MS, 0.03 * MS  # of the small model: to start it, and each step
@@ -21,7 +21,7 @@ A_RUN, A_STEP = 0.25 * MS, 0.03 * MS  # of the small model: to start it, and eac
 class Writer:
     """The small model: it writes what the answers will say in `knows`, and else a token that none of them has."""
 
-    num_kv_blocks, names = 10_000, None
+    num_kv_blocks, placeholder_ids = 10_000, None
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.texts, self.knows = clock, dict[int, list[int]](), set[int]()
@@ -31,7 +31,7 @@ class Writer:
     def submit(self, output: SchedulerOutput) -> None:
         self.clock.now += A_STEP
 
-    def submit_run(self, steps: SequenceOf[SchedulerOutput]) -> Writer:
+    def submit_steps(self, steps: SequenceOf[SchedulerOutput]) -> Writer:
         self.clock.now += A_RUN + A_STEP * len(steps)
         self.runs.update(scheduled.seq_id for scheduled in steps[0].scheduled_seqs)
         self._sampled = [StepResult([[self.token(s.seq_id, s.end)] for s in step.scheduled_seqs], {}) for step in steps]
@@ -41,7 +41,7 @@ class Writer:
         text = self.texts[seq_id]
         return text[position] if seq_id in self.knows and position < len(text) else 99
 
-    def wait(self) -> list[StepResult]:
+    def no_draft_more(self) -> list[StepResult]:
         return self._sampled
 
 
@@ -53,7 +53,7 @@ class Drafting(Served):
         draft = DraftModel(self.writer, max_num_seqs, 2**16, 2**16, 16)  # type: ignore[arg-type]
         super().__init__(max_num_seqs, forms=True, clock=clock, draft=draft, **how)
         self.writer.texts = self.texts
-        self.policy.cost.first_guess, self.policy.cost.guess = A_RUN, A_STEP
+        self.policy.cost.first_draft_token, self.policy.cost.per_draft_token = A_RUN, A_STEP
 
     def forced(self, seq: Sequence, most: int) -> list[int]:
         return super().forced(seq, most) if self.forces else []

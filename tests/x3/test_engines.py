@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.events import Event, GuessesChecked, StepEnded
+from folovllm.events import DraftsVerified, Event, StepEnded
 from folovllm.sampling_params import SamplingParams
 from folovllm.spec_decode import extension
 from folovllm.spec_decode import scheduler as speculative_scheduler
@@ -88,9 +88,9 @@ def test_fewer_steps_and_what_is_told_of_them() -> None:
     engine.history = []
     pair.check(serve(engine, pair.requests))
     steps = [event for event in told if isinstance(event, StepEnded)]
-    checked = [event for event in told if isinstance(event, GuessesChecked)]
+    checked = [event for event in told if isinstance(event, DraftsVerified)]
     assert [len(step.result.token_ids[0]) for step in steps] == [1, 4, 4, 4, 4, 4]
-    assert [(event.num_guessed, event.num_accepted) for event in checked] == [(3, 3)] * 5
+    assert [(event.num_draft_tokens, event.num_accepted) for event in checked] == [(3, 3)] * 5
     assert [(step.num_prefill_tokens, step.num_decode_tokens) for step in engine.history] == [(21, 0)] + [(0, 4)] * 5
 
 

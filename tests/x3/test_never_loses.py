@@ -27,7 +27,7 @@ from folovllm.spec_decode.verify import accept
 from folovllm.step.sampling_spec import TokenIds
 from folovllm.step.schedule import SchedulerOutput
 from folovllm.structured_outputs import StructuredOutputsParams
-from tests.x3.guessing_loop import Clock, NoForms, sequence
+from tests.x3.drafting_loop import Clock, NoForms, sequence
 
 MS = 1e-3
 PLAIN = Curve((1, 16, 64, 256), (0.15 * MS, 0.28 * MS, 0.45 * MS, 1.0 * MS))

@@ -32,7 +32,7 @@ def searched(text: list[int], shortest: int, longest: int, k: int) -> list[int]:
 def looked_up(text: list[int], k: int, shortest: int = 1, longest: int = 3) -> list[int]:
     lookup = Lookup(shortest, longest)
     lookup.extend(text)
-    return lookup.guess(k)
+    return lookup.propose(k)
 
 
 class Counted(dict[tuple[int, ...], int]):
@@ -111,21 +111,21 @@ class TestLookup:
                 f"token {length}: {Text.reads} tokens of the text were read to note three short runs"
             )
             Text.reads = 0
-            lookup.guess(2)
+            lookup.propose(2)
             assert Text.reads <= 30, f"a guess in a text of {length} read {Text.reads} tokens of it to copy two"
         lookup.extend([8, 9, *[5] * 400, 8, 9])
         lookup.tokens, Text.reads = Text(lookup.tokens), 0
-        assert lookup.guess(2) == [5, 5], '"8 9" was followed by 5, 5, four hundred tokens ago'
+        assert lookup.propose(2) == [5, 5], '"8 9" was followed by 5, 5, four hundred tokens ago'
         assert Text.reads <= 30, f"what was found is far back: {Text.reads} tokens of the text were read to copy two"
 
     @given(Texts, st.integers(1, 3), st.integers(0, 2), st.integers(1, 6), st.integers(0, 40))
     def test_equals_a_search(self, text: list[int], shortest: int, more: int, k: int, cut: int) -> None:
         lookup = Lookup(shortest, shortest + more)
         lookup.extend(text[:cut])
-        lookup.guess(k)
+        lookup.propose(k)
         lookup.extend(text[cut:])
         expected = searched(text, shortest, shortest + more, k)
-        assert lookup.guess(k) == expected, f"a search through {text} finds something else"
+        assert lookup.propose(k) == expected, f"a search through {text} finds something else"
 
 
 class TestProposer:

@@ -26,7 +26,7 @@ from folovllm.spec_decode.scheduler import SpeculativeScheduler
 from folovllm.spec_decode.speculation import Speculation
 from folovllm.step.sampling_spec import SamplingSpec, TokenIds
 from tests.sequences import make_seq
-from tests.x3.guessing_loop import Clock, NoForms
+from tests.x3.drafting_loop import Clock, NoForms
 from tests.x3.test_choose import FLAT, STEEP, costs
 
 
@@ -60,7 +60,8 @@ def virtual_seconds(
 ) -> tuple[float, list[int]]:
     """The time to write all texts, and the sum of draft tokens asked for in each step, as an engine would go about it."""
     written, now, asked, resting = dict.fromkeys(texts, 1), 0.0, list[int](), 0
-    plain, checked, wait, guess = cost.plain, cost.checked, cost.wait, cost.guess  # the policy may correct its own
+    plain, verifying = cost.plain, cost.verifying
+    no_draft, per_draft_token = cost.no_draft_more, cost.per_draft_token  # the policy may correct its own
 
     while written:
         ids, num_right = list(written), 0
@@ -69,7 +70,8 @@ def virtual_seconds(
         states = [RowState(i, np.array(texts[i][: written[i]], np.int32), 1, SamplingSpec()) for i in ids]
         drafts = proposer.propose_all(states, chosen)
         k = sum(map(len, drafts))
-        seconds = (checked.at(len(ids) + k) if k else plain.at(len(ids)) + wait * any(chosen)) + guess * max(chosen)
+        seconds = verifying.at(len(ids) + k) if k else plain.at(len(ids)) + no_draft * any(chosen)
+        seconds += per_draft_token * max(chosen)
         asked.append(sum(chosen))
         for seq_id, length, draft in zip(ids, chosen, drafts, strict=True):
             rest = texts[seq_id][written[seq_id] :]
@@ -125,7 +127,7 @@ def test_one_sequence_repeats_and_the_other_does_not() -> None:
 
 @pytest.mark.parametrize("chance", [0.0, 0.1, 0.8])
 def test_a_draft_model_is_probed_now_and_then(chance: float) -> None:
-    cost = costs((1.0, 64.0), (1.0, 1.063), wait=0.1, guess=0.2)
+    cost = costs((1.0, 64.0), (1.0, 1.063), no_draft=0.1, per_draft_token=0.2)
     texts = {0: noise(6000)}
     plain, seconds, asked = both(texts, cost, Guesser(texts, chance), TRUSTED)
     if chance < 0.5:
@@ -136,7 +138,7 @@ def test_a_draft_model_is_probed_now_and_then(chance: float) -> None:
 
 
 def test_a_probe_finds_out_that_drafts_have_become_better() -> None:
-    cost = costs((1.0, 64.0), (1.0, 1.063), wait=0.1, guess=0.1)
+    cost = costs((1.0, 64.0), (1.0, 1.063), no_draft=0.1, per_draft_token=0.1)
     texts = {0: noise(3000)}
     guesser, policy = Guesser(texts, 0.0), AdaptiveLength(cost, 4, TRUSTED)
     virtual_seconds({0: texts[0][:500]}, guesser, policy, cost)
@@ -195,19 +197,19 @@ def test_of_constrained_sequences_all_have_averages_of_their_own() -> None:
 
 
 def test_a_step_with_a_draft_model_is_charged_without_what_drafting_takes() -> None:
-    cost = costs((1.0, 9.0), (1.0, 1.0), guess=0.2)
-    cost.first_guess = 0.1
+    cost = costs((1.0, 9.0), (1.0, 1.0), per_draft_token=0.2)
+    cost.first_draft_token = 0.1
     policy = AdaptiveLength(cost, 8)
     for _ in range(60):
         policy.observe_steps(step(4, 4, seconds=2.2))
-    assert (cost.first_guess, cost.guess) == (0.1, 0.2), "as measured"
-    assert cost.of_checked(np.array([5.0]), np.array([4]), np.array([1.0])) == pytest.approx(2.2, rel=0.01)
+    assert (cost.first_draft_token, cost.per_draft_token) == (0.1, 0.2), "as measured"
+    assert cost.of_speculative(np.array([5.0]), np.array([4]), np.array([1.0])) == pytest.approx(2.2, rel=0.01)
 
 
 def test_a_step_in_which_the_proposer_read_a_text_says_nothing_of_others() -> None:
     policy = AdaptiveLength(costs((1.0, 9.0), (1.0, 1.0)), 8)
     policy.observe_steps(step(4, 4, seconds=9.0)._replace(is_typical=False))
-    assert policy.cost.checked_more == 0.0
+    assert policy.cost.verifying_more == 0.0
 
 
 def test_a_rest_says_what_plain_steps_take() -> None:

@@ -119,10 +119,10 @@ def test_requests_that_are_aborted_between_two_steps() -> None:
 
 def test_names() -> None:
     drafted = DraftTokens(100, 3, 4, torch.device("cpu"))
-    assert drafted.names.tolist() == [[100, 101, 102, 103], [104, 105, 106, 107], [108, 109, 110, 111]]
+    assert drafted.placeholder_ids.tolist() == [[100, 101, 102, 103], [104, 105, 106, 107], [108, 109, 110, 111]]
     drafted.sampled[:] = drafted.host[:] = torch.arange(40, 52).view(3, 4)
     tokens = np.array([-1, 0, 99, 100, 111], np.int32)
-    assert drafted.spell(tokens).tolist() == [-1, 0, 99, 40, 51], "what is in flight stays"
+    assert drafted.resolve(tokens).tolist() == [-1, 0, 99, 40, 51], "what is in flight stays"
     on_device = torch.from_numpy(tokens.copy())
-    drafted.spell_on_device(on_device)
+    drafted.resolve_on_device(on_device)
     assert on_device.tolist() == [-1, 0, 99, 40, 51]

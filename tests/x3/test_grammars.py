@@ -23,7 +23,7 @@ from folovllm.structured_output.guidance import GuidanceGrammar
 from folovllm.structured_output.manager import StructuredOutputManager
 from folovllm.structured_outputs import StructuredOutputsParams
 from tests.helpers import VOCAB_SIZE, tiny_tokenizer
-from tests.x3.guessing_loop import sequence
+from tests.x3.drafting_loop import sequence
 
 ANY, LAST, NOTHING_BEHIND = 0b1111, 3, 2
 

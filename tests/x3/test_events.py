@@ -11,7 +11,7 @@ import pytest
 
 from folovllm.cli.terminal import step_line
 from folovllm.config import EngineConfig
-from folovllm.events import Event, GuessesChecked, StepBegan, StepEnded
+from folovllm.events import DraftsVerified, Event, StepBegan, StepEnded
 from folovllm.inspector.replay import Recording
 from folovllm.inspector.trace import REQUESTS, Trace
 from folovllm.server.aggregator import Aggregator
@@ -42,7 +42,7 @@ def rejected_of(seen: list[Event]) -> Iterator[list[int]]:
                 for scheduled in event.output.scheduled_seqs
                 if scheduled.num_samples > 1
             }
-        elif isinstance(event, GuessesChecked):
+        elif isinstance(event, DraftsVerified):
             yield asked[event.seq_id][event.num_accepted :]
 
 
@@ -59,18 +59,18 @@ def test_watcher_recording_digest_and_log(milestone: str) -> None:
     made, aggregator = speculation_of(served), Aggregator(has_prefix_cache=True)
     assert made.num_draft_tokens > made.num_accepted > 0
     counted = [
-        (event.num_guessed, event.num_accepted) for event in taped.seen if type(event).__name__ == "GuessesChecked"
+        (event.num_draft_tokens, event.num_accepted) for event in taped.seen if type(event).__name__ == "DraftsVerified"
     ]
     assert [made.num_drafts, made.num_draft_tokens, made.num_accepted] == [
         len(counted),
         *map(sum, zip(*counted, strict=True)),
     ]
     for event in taped.seen:
-        if type(event).__name__ == "GuessesChecked":
+        if type(event).__name__ == "DraftsVerified":
             aggregator.update([event])
-    assert (aggregator.stats.num_drafts, aggregator.stats.num_guessed) == (made.num_drafts, made.num_draft_tokens)
-    assert sum(step.num_guessed for step in served.history) == made.num_draft_tokens
-    told = [step_line(step) for step in served.history if step.num_guessed]
+    assert (aggregator.stats.num_drafts, aggregator.stats.num_draft_tokens) == (made.num_drafts, made.num_draft_tokens)
+    assert sum(step.num_draft_tokens for step in served.history) == made.num_draft_tokens
+    told = [step_line(step) for step in served.history if step.num_draft_tokens]
     assert told and all("   guesses right " in line for line in told)
     found: Recording = assert_replays(taped)
     entries = [entry for line in found.lines if line[0] == "turn" for entry in line[3]]
