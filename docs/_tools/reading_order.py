@@ -195,7 +195,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("spec_decode/scheduler.py", "", "v1/core/sched/scheduler.py"),
         ("spec_decode/speculation.py", "", ""),
         ("spec_decode/verify_runner.py", "", "v1/worker/gpu_model_runner.py"),
-        ("spec_decode/verifier.py", "", ""),
         ("spec_decode/kernels/verify_attention.py", "", "v1/attention/ops/triton_unified_attention.py"),
         ("kernels/mask_logits.py", "", ""),
         ("spec_decode/attention.py", "", ""),
@@ -206,8 +205,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("spec_decode/suffix.py", "", "v1/spec_decode/suffix_decoding.py"),
         ("spec_decode/draft_model.py", "", "v1/spec_decode/draft_model.py"),
         ("spec_decode/multi_step.py", "", ""),
-        ("spec_decode/draft_tokens.py", "", ""),
-        ("spec_decode/draft_setup.py", "", ""),
     ],
     "x4": [
         ("moe/models.py", "", "model_executor/models/qwen3_moe.py"),

@@ -8,6 +8,14 @@ as long as all draft tokens before it are accepted. No draft token is rejected b
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from folovllm.spec_decode.multi_step import DraftTokens
+    from folovllm.worker.pending_step import Ids
 
 FEW = 256
 
@@ -31,3 +39,26 @@ def accept(sampled: Sequence[int], draft: Sequence[int]) -> list[int]:
     while num_accepted < len(draft) and sampled[num_accepted] == draft[num_accepted]:
         num_accepted += 1
     return list(sampled[: num_accepted + 1])
+
+
+@dataclass(slots=True, frozen=True)
+class DraftVerifier:
+    """Accepts the draft tokens that were sampled, and resolves placeholder ids.
+
+    Attributes:
+        num_samples: the most samples of a step with drafts, without those of sequences that it admits.
+        drafted: the draft tokens behind the placeholder ids of a step, if steps bring any.
+    """
+
+    num_samples: int
+    drafted: DraftTokens | None = None
+
+    def resolve_on_device(self, tokens: torch.Tensor) -> None:
+        if self.drafted is not None:
+            self.drafted.resolve_on_device(tokens)
+
+    def resolve(self, tokens: Ids) -> Ids:
+        return tokens if self.drafted is None else self.drafted.resolve(tokens)
+
+    def accept(self, sampled: Sequence[int], draft: Sequence[int]) -> list[int]:
+        return accept(sampled, draft)

@@ -370,9 +370,9 @@ assert written < 40
 # **Keep what was not verified.** An engine that keeps all draft tokens, right or wrong: nothing crashes, and nothing warns. The text is simply the proposer's, with a word of the model here and there.
 
 # %%
-import folovllm.spec_decode.verifier as verifier
+from folovllm.spec_decode import verify
 
-with patch.object(verifier, "accept", lambda sampled, draft: [*draft, sampled[len(draft)]]):
+with patch.object(verify, "accept", lambda sampled, draft: [*draft, sampled[len(draft)]]):
     wrong, _ = answer(ids, Oracle({tuple(ids): text}, 0.7, 4096), count=60)
 print("the model's:", tokenizer.decode(text[:40]))
 print("with draft tokens that were kept:", tokenizer.decode(wrong[:40]))

@@ -14,8 +14,8 @@ from folovllm.engine.setup import set_up
 from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
 from folovllm.spec_decode.draft_model import DraftModel
-from folovllm.spec_decode.draft_tokens import DraftTokens
 from folovllm.spec_decode.extension import make_multi_step_executor
+from folovllm.spec_decode.multi_step import DraftTokens
 from folovllm.spec_decode.proposer import RowState
 from folovllm.step.sampling_spec import SamplingSpec
 from tests.helpers import VOCAB_SIZE, tiny_checkpoint

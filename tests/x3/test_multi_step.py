@@ -9,9 +9,8 @@ import pytest
 
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
-from folovllm.spec_decode.draft_tokens import DraftTokens
 from folovllm.spec_decode.extension import make_multi_step_executor
-from folovllm.spec_decode.multi_step import MultiStepExecutor, parts
+from folovllm.spec_decode.multi_step import DraftTokens, MultiStepExecutor, parts
 from folovllm.step.sampling_spec import SamplingSpec, no_tokens
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, StepResult
 from tests.helpers import tiny_checkpoint
@@ -102,7 +101,7 @@ def test_only_plain_decodes() -> None:
         first._replace(new_blocks=(1, 2)),
         second,
     ):
-        with pytest.raises(ValueError, match="a run has decodes of one token"):
+        with pytest.raises(ValueError, match="a multi-step decode has decodes of one token"):
             device.submit_steps([SchedulerOutput((scheduled,))])
 
 

@@ -14,7 +14,7 @@ from folovllm.engine.llm_engine import LLMEngine
 from folovllm.events import Event, StepEnded
 from folovllm.inspector.recorder import Recorder
 from folovllm.sampling_params import SamplingParams
-from folovllm.spec_decode.draft_tokens import DraftTokens
+from folovllm.spec_decode.multi_step import DraftTokens
 from tests.helpers import VOCAB_SIZE, prompts, tiny_checkpoint
 from tests.workloads import Request, serve, workload
 from tests.x3.engines import Pair, make_engine, speculation_of

@@ -33,13 +33,13 @@ from tests.x3.test_choose import FLAT, STEEP, costs
 def test_averages_follow_the_text() -> None:
     known = Acceptance(1.0, 0.0, 0.5, 0.5)
     for _ in range(30):
-        known.note(4, 4, 0.9)
+        known.update(4, 4, 0.9)
     assert known.rate > 0.95
     for _ in range(30):
-        known.note(4, 0, 0.9)
+        known.update(4, 0, 0.9)
     assert known.rate < 0.2
     for _ in range(20_000):
-        known.note(0, 0, 0.9)
+        known.update(0, 0, 0.9)
     assert known.rate < 0.2, "silence says nothing of the drafts there were"
     assert known.hit < 0.01
 
