@@ -170,7 +170,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("quantization/scaled.py", "", "model_executor/layers/quantization/fp8.py"),
         ("quantization/int4.py", "", "model_executor/layers/quantization/auto_gptq.py"),
         ("quantization/int4_checkpoints.py", "", "model_executor/layers/quantization/auto_awq.py"),
-        ("quantization/grouped.py", "", ""),
         ("quantization/kernels/int4_linear.py", "", ""),
         ("quantization/kernels/quant_matmul.py", "", ""),
         ("hopper/even_shares.py", "", ""),
@@ -181,7 +180,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("attention/backends/decoded.py", "", ""),
         ("quantization/quantizer/run.py", "", ""),
         ("quantization/quantizer/one_layer.py", "", ""),
-        ("quantization/quantizer/inputs.py", "", ""),
         ("quantization/quantizer/gptq.py", "", ""),
         ("quantization/quantizer/awq.py", "", ""),
         ("quantization/quantizer/fold.py", "", ""),
@@ -233,7 +231,7 @@ moves its files now and then: search for the class when one is gone. A dash mean
 What is not listed is not needed to follow the chapters: the command line (`cli.py`, `cli/terminal.py`, `cli/conversation.py`, `cli/flags.py`), names and arguments of vLLM's (`compat.py`,
 `vllm_arguments.py`, `chat_template.py`, `beam_search.py`), the flags of the server (`server/config.py`, `server/cli.py`), what a user's values are checked for (`config_checks.py`,
 `require.py`), the benchmarks (`bench/`), what fetches and converts a model (`models/files.py`,
-`models/json_files.py`, `quantization/smollm2.py`, `quantization/gguf_file.py`, `quantization/gguf_reader.py`, `quantization/gguf_rope.py`), the helpers `files.py` and `children.py`, and the import finder of `mine/` (`_overlay.py`).
+`models/json_files.py`, `quantization/smollm2.py`, `quantization/gguf_file.py`, `quantization/gguf_reader.py`), the helpers `files.py` and `children.py`, and the import finder of `mine/` (`_overlay.py`).
 """
 
 

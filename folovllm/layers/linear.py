@@ -15,17 +15,17 @@ PLAIN = Plain()
 
 
 class LinearBase(nn.Module):
-    """y = x W^T + b, with W [sum(output_sizes), input_size], which `format` keeps.
+    """y = x W^T + b, with W [sum(output_sizes), input_size], which `linear_method` keeps.
 
     With several `output_sizes` it is several layers that read the same input, stacked: one large matrix product instead
     of several small ones. The weights are uninitialised until a checkpoint fills them.
     """
 
     is_stack: ClassVar[bool] = False  # whether its parts are experts, of which each product takes some
-    weight: torch.Tensor  # what a format's parameter is mostly called
+    weight: torch.Tensor  # what most linear methods call their parameter
     scale: torch.Tensor  # and what its codes are multiples of
-    grouped: Any  # what else a format keeps
-    columns: torch.Tensor | None  # factors [inputs] of `x` that a format could not fold into its codes
+    grouped: Any  # what else a linear method keeps
+    columns: torch.Tensor | None  # factors [inputs] of `x` that a linear method could not fold into its codes
     dtype: torch.dtype  # of `x`, where the weight has another
 
     def __init__(

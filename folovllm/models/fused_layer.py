@@ -86,7 +86,7 @@ class DeferredNormDecoderLayer(LlamaDecoderLayer):
     def weights_loaded(self) -> None:
         """(x * g) W^T is x (W * g)^T: the norms' weights go into the projections' columns, and become ones.
 
-        Not where a format cannot do that, and only where the projections back can add to the stream: not with a bias.
+        Not where a linear method cannot do that, and only where the projections back can add to the stream: not with a bias.
         """
         pairs = (
             (self.input_layernorm, self.self_attn.qkv_proj),

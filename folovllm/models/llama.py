@@ -198,7 +198,7 @@ class LlamaForCausalLM(nn.Module):
         return name
 
     def weights_loaded(self) -> None:
-        """Call this when the weights have changed: some formats and layers keep them in another form."""
+        """Call this when the weights have changed: some linear methods and layers keep them in another form."""
         for module in self.modules():
             if isinstance(module, LinearBase):
                 module.linear_method.loaded(module)

@@ -22,7 +22,7 @@ from folovllm.models.json_files import read_json
 from folovllm.models.llama import LlamaForCausalLM
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-IN_FLOATS = (".weight", "proj.bias", "weight_scale", "weight_scale_inv")  # unless the format says otherwise
+IN_FLOATS = (".weight", "proj.bias", "weight_scale", "weight_scale_inv")  # unless the linear method says otherwise
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a constant that old Llama checkpoints carry
 
 LinearMethods = dict[str, LinearMethod]  # by the name of a module
@@ -52,7 +52,7 @@ def load_model(model: LlamaForCausalLM, path: Path, use_tqdm: bool = True, shard
 
     Raises:
         ValueError: no safetensors here, a damaged file, or a weight that is missing, left over, of another shape, coded
-            otherwise than its format has it, or not finite (the message names it).
+            otherwise than its linear method has it, or not finite (the message names it).
     """
     places = checkpoint_places(model)
     linear_methods = {name.rpartition(".")[0]: place.linear_method for name, place in places.items()}  # of each module
@@ -96,7 +96,7 @@ def checkpoint_places(model: LlamaForCausalLM) -> dict[str, Place]:
       The parts' names are in `model.packed_modules_mapping`, by the last word of the module's name: "qkv_proj" ->
       ["q_proj", "k_proj", "v_proj"]. A layer that is not merged is not in it, and is its own only part. The name of a
       tensor is that of its part, beside the merged layer, then the kind: "model.layers.0.self_attn.q_proj.weight". The
-      view's place is `Place(view, module.format)`.
+      view's place is `Place(view, module.linear_method)`.
     - any other module has its own parameters (`module.named_parameters(recurse=False)`): "model.norm.weight". Their place is
       `Place(parameter.data)`, and a parameter that was there already (tied weights) has no second one.
     """
@@ -119,7 +119,7 @@ def checkpoint_places(model: LlamaForCausalLM) -> dict[str, Place]:
 
 
 def part_of(places: dict[str, Place], shard: Shard, name: str, tensor: Any) -> torch.Tensor:
-    """Return the part of a checkpoint's tensor that `shard` keeps; its format knows how the tensor is laid out."""
+    """Return the part of a checkpoint's tensor that `shard` keeps; its linear method knows how the tensor is laid out."""
     if name not in places and taker_of(name) is not None:
         return tensor[:] if tensor.shape else tensor[...]
     linear_method = places[name].linear_method if name in places else PLAIN
@@ -144,7 +144,7 @@ def take_place(name: str, shape: torch.Size, places: dict[str, Place]) -> Place:
 
 
 def arranged(name: str, tensor: torch.Tensor, places: dict[str, Place]) -> torch.Tensor:
-    """Return a tensor of the checkpoint as its place takes it; its format knows how.
+    """Return a tensor of the checkpoint as its place takes it; its linear method knows how.
 
     Codes are put in order where the model is: 30 billion of 4 bits would keep a CPU busy for most of a minute.
     """
@@ -196,7 +196,7 @@ def require_float_weights(files: list[Path]) -> None:
 
 
 def require_stored(name: str, dtype: str, linear_methods: LinearMethods) -> None:
-    """Raise ValueError if a weight's numbers are other codes than its format, or none, has. Masks are allowed."""
+    """Raise ValueError if a weight's numbers are other codes than its linear method, or none, has. Masks are allowed."""
     module, _, kind = name.rpartition(".")
     wanted = linear_methods.get(module, PLAIN).stored(kind)
     if name.endswith(IN_FLOATS) and wanted == FLOATS and dtype not in FLOATS:

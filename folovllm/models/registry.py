@@ -71,7 +71,7 @@ def build_model(
 
     Args:
         max_model_len: positions that it must know; by default all that the config allows, which may be millions.
-        layers: what it is built from. The format of quantized layers is what `hf_config.quantization_config` says.
+        layers: what it is built from. The linear method of quantized layers is what `hf_config.quantization_config` says.
 
     Raises:
         UnsupportedModel: an unknown architecture, or a feature of the config that no layer here has.

@@ -18,7 +18,7 @@ from folovllm.moe.layers import ask_one_by_one
 class ExpertStack(LinearBase):
     """One projection of all experts, as parts of one merged layer: codes and scales of one expert after those of another.
 
-    So a format creates, fills, cuts and arranges it as any layer, and a kernel finds each expert in it.
+    So a linear method creates, fills, cuts and arranges it as any layer, and a kernel finds each expert in it.
     """
 
     is_stack = True
@@ -37,7 +37,7 @@ class QuantizedExperts(nn.Module):
     def __init__(
         self, linear_methods: tuple[LinearMethod, LinearMethod], held: range, num_experts: int, hidden: int, inner: int
     ) -> None:
-        """`formats` are those of gate and up, and of down."""
+        """`linear_methods` are those of gate and up, and of down."""
         super().__init__()
         self.num_held, self.is_part = len(held), len(held) < num_experts
         self.gate_ups = ExpertStack(hidden, [inner] * (2 * len(held)), linear_methods[0])
@@ -45,7 +45,7 @@ class QuantizedExperts(nn.Module):
         self.act_fn = SiluAndMul()
 
     def forward(self, x: torch.Tensor, order: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """As `Experts`: one after the other, each unpacked when it is asked."""
+        """Run one expert after the other; each is unpacked when it has tokens."""
         return ask_one_by_one([partial(self.ask, e) for e in range(self.num_held)], x, order, starts)
 
     def ask(self, e: int, x: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,6 @@ class GroupedQuantizedExperts(QuantizedExperts):
     """All experts in two kernels, as `GroupedExperts`."""
 
     def forward(self, x: torch.Tensor, order: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """As `Experts`."""
         gate_ups, downs = self.gate_ups, self.downs
         hidden = gate_ups.linear_method.grouped_product(
             gate_ups, x.contiguous(), self.num_held, order, starts, gated=True
@@ -71,10 +70,10 @@ class GroupedQuantizedExperts(QuantizedExperts):
 def expert_linear_methods(
     linear_method_of: Callable[[str], LinearMethod | None], numbers: range
 ) -> tuple[LinearMethod, LinearMethod] | None:
-    """The formats of gate and up, and of down, which all experts of a layer share; None if they are plain.
+    """Return the linear methods of gate and up, and of down, which all experts of a layer share; None if they are not quantized.
 
     Args:
-        linear_method_of: the name of a layer, from the decoder layer on -> its format (`LayerSet.coded`).
+        linear_method_of: the name of a layer, from the decoder layer on -> its linear method (`LayerSet.coded`).
 
     Raises:
         ValueError: experts have different ones.

@@ -21,7 +21,7 @@ from folovllm.layers.rotary_embedding import rope_frequencies
 from folovllm.models.files import load_hf_config, resolve_model
 from folovllm.quantization.gguf_codes import TYPES
 from folovllm.quantization.gguf_file import convert
-from folovllm.quantization.grouped import Grouped
+from folovllm.quantization.int4 import Grouped
 from tests.helpers import Driver, assert_logits_equal, prompts
 from tests.project.test_download import _add_tokenizer, _pairs
 
