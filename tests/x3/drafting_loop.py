@@ -79,14 +79,14 @@ class Clock:
         return self.now
 
 
-class NoForms:
-    """No answer has a form."""
+class NoGrammar:
+    """No answer has a grammar."""
 
     def forced(self, seq: Sequence, most: int) -> list[int]:
         return []
 
-    def trim(self, seq: Sequence, guesses: list[int]) -> list[int]:
-        return guesses
+    def trim(self, seq: Sequence, draft: list[int]) -> list[int]:
+        return draft
 
 
 class Device:
@@ -148,7 +148,7 @@ class Loop:
         self.proposer, self.policy = Coin(rng), AtTimes(rng, k)
         self.scheduler = SpeculativeScheduler(
             kv=kv, max_num_seqs=4, max_num_batched_tokens=budget, tokens_of_step=unless_finished(chunk), on_full=preempt,
-            speculation=Speculation(self.proposer, self.policy, NoForms()),
+            speculation=Speculation(self.proposer, self.policy, NoGrammar()),
         )  # fmt: skip
         self.watcher = Watcher()
         snapshot = partial(ev.Snapshot, kv.num_blocks, kv.block_size, 4, budget, 0)
@@ -236,3 +236,13 @@ class Loop:
 def sequence(prompt: list[int], max_tokens: int, **params: Any) -> Sequence:
     request = Request("r", prompt, SamplingParams(max_tokens=max_tokens, **params), max_tokens, 0, frozenset({EOS}))
     return Sequence(request, IncrementalDetokenizer(lambda ids: ""))
+
+
+def small_scheduler(
+    proposer: Proposer, policy: LengthPolicy, max_num_seqs: int = 4, **clock: Any
+) -> SpeculativeScheduler:
+    """A scheduler of 64 blocks of four tokens, and steps of 64 tokens."""
+    return SpeculativeScheduler(
+        kv=BlockManager(64, 4), max_num_seqs=max_num_seqs, max_num_batched_tokens=64, tokens_of_step=unless_finished(chunk),
+        on_full=preempt, speculation=Speculation(proposer, policy, NoGrammar(), **clock),
+    )  # fmt: skip

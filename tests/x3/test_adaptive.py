@@ -9,21 +9,17 @@ import numpy as np
 import pytest
 
 from folovllm import LLM, SamplingParams
-from folovllm.cache.block_manager import BlockManager
-from folovllm.engine.scheduler import chunk, preempt, unless_finished
 from folovllm.executor.abstract import Pending
 from folovllm.spec_decode.measure import Timer
 from folovllm.spec_decode.ngram import NgramProposer
 from folovllm.spec_decode.policy import AdaptiveLength, FixedLength, LengthPolicy, TimedSteps
 from folovllm.spec_decode.proposer import CompositeProposer, RowState
-from folovllm.spec_decode.scheduler import SpeculativeScheduler
-from folovllm.spec_decode.speculation import Speculation
 from folovllm.spec_decode.suffix import SuffixProposer
 from folovllm.step.sampling_spec import SamplingSpec
 from folovllm.step.schedule import SchedulerOutput
 from tests.helpers import tiny_checkpoint
 from tests.sequences import make_seq
-from tests.x3.drafting_loop import Clock, NoForms
+from tests.x3.drafting_loop import Clock, small_scheduler
 
 COMMON: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 2, "use_tqdm": False}
 STORY = "<|im_start|>user\nTell me a story about Lily and a red kite.<|im_end|>\n<|im_start|>assistant\n"
@@ -95,11 +91,7 @@ def test_a_step_in_a_rest_or_behind_it_takes_its_own_time_alone(ahead: int, leng
             return super().propose(state, k)
 
     now, policy, under_way = 0.0, Resting(length), []
-    speculation = Speculation(Slow(), policy, NoForms(), clock=lambda: now)
-    scheduler = SpeculativeScheduler(
-        kv=BlockManager(64, 4), max_num_seqs=1, max_num_batched_tokens=64, tokens_of_step=unless_finished(chunk), on_full=preempt,
-        speculation=speculation,
-    )  # fmt: skip
+    scheduler = small_scheduler(Slow(), policy, max_num_seqs=1, clock=lambda: now)
     scheduler.add(make_seq(3, max_tokens=60))
     began = -1.0
     for _ in range(40):

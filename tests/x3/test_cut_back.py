@@ -9,13 +9,10 @@ from hypothesis import given, settings
 
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
-from folovllm.engine.scheduler import chunk, preempt, unless_finished
 from folovllm.spec_decode.policy import FixedLength
 from folovllm.spec_decode.proposer import Proposer, RowState
-from folovllm.spec_decode.scheduler import SpeculativeScheduler
-from folovllm.spec_decode.speculation import Speculation
 from tests.sequences import EOS, make_seq
-from tests.x3.drafting_loop import Device, Loop, NoForms
+from tests.x3.drafting_loop import Device, Loop, small_scheduler
 
 
 @settings(max_examples=40)
@@ -53,10 +50,7 @@ def test_right_guesses_behind_the_end_are_told_to_nobody() -> None:
         def propose(self, state: RowState, k: int) -> list[int]:
             return [1] * k
 
-    scheduler = SpeculativeScheduler(
-        kv=BlockManager(64, 4), max_num_seqs=4, max_num_batched_tokens=64, tokens_of_step=unless_finished(chunk), on_full=preempt,
-        speculation=Speculation(Ones(), FixedLength(3), NoForms()),
-    )  # fmt: skip
+    scheduler = small_scheduler(Ones(), FixedLength(3))
     seq = make_seq(3, max_tokens=20)
     scheduler.add(seq)
     scheduler.postprocess([(seq, [1]) for _ in scheduler.schedule().scheduled_seqs])

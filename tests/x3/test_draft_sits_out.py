@@ -41,7 +41,7 @@ class Writer:
         text = self.texts[seq_id]
         return text[position] if seq_id in self.knows and position < len(text) else 99
 
-    def no_draft_more(self) -> list[StepResult]:
+    def wait(self) -> list[StepResult]:
         return self._sampled
 
 
@@ -52,8 +52,19 @@ class Drafting(Served):
         self.writer, self.forces = Writer(clock := Clock()), forces
         draft = DraftModel(self.writer, max_num_seqs, 2**16, 2**16, 16)  # type: ignore[arg-type]
         super().__init__(max_num_seqs, forms=True, clock=clock, draft=draft, **how)
-        self.writer.texts = self.texts
+        self.writer.texts, add = self.texts, self.scheduler.add
+
+        def note(seq: Sequence) -> None:
+            add(seq)
+            if self.is_known(self.texts[seq.seq_id]):
+                self.writer.knows.add(seq.seq_id)
+
+        self.scheduler.add = note  # type: ignore[method-assign]
         self.policy.cost.first_draft_token, self.policy.cost.per_draft_token = A_RUN, A_STEP
+
+    def is_known(self, text: list[int]) -> bool:
+        """Whether the small model knows an answer when it is asked for."""
+        return False
 
     def forced(self, seq: Sequence, most: int) -> list[int]:
         return super().forced(seq, most) if self.forces else []
@@ -91,15 +102,7 @@ def test_others_in_the_batch_are_still_served() -> None:
     """One answer has a form that rules out what the small model writes, and it writes what the other one says."""
     guessing = Drafting(2)
     texts = [story(1, 400), story(2, 400)]
-    known = texts[1]
-    add = guessing.scheduler.add
-
-    def note(seq: Sequence) -> None:
-        add(seq)
-        if guessing.texts[seq.seq_id] is known:
-            guessing.writer.knows.add(seq.seq_id)
-
-    guessing.scheduler.add = note  # type: ignore[method-assign]
+    guessing.is_known = lambda text: text is texts[1]  # type: ignore[method-assign]
     guessing.serve(texts, 45, without_form=[1])
     (other,) = guessing.writer.knows
     (formed,) = guessing.writer.runs.keys() - {other}
@@ -110,15 +113,8 @@ def test_others_in_the_batch_are_still_served() -> None:
 def test_a_small_model_that_writes_what_forms_allow_is_asked_each_time() -> None:
     guessing = Drafting(1)
     guessing.speculation.policy = FixedLength(6)
-    texts = [story(1, 245)]
-    add = guessing.scheduler.add
-
-    def note(seq: Sequence) -> None:
-        add(seq)
-        guessing.writer.knows.add(seq.seq_id)
-
-    guessing.scheduler.add = note  # type: ignore[method-assign]
-    guessing.serve(texts, 45)
+    guessing.is_known = lambda text: True  # type: ignore[method-assign]
+    guessing.serve([story(1, 245)], 45)
     assert guessing.speculation.num_accepted > 150
 
 
@@ -127,13 +123,10 @@ class Knowing(Drafting):
 
     def __init__(self, max_num_seqs: int, is_good: bool) -> None:
         super().__init__(max_num_seqs)
-        self.form, self.is_good, add = 0.0, is_good, self.scheduler.add
+        self.form, self.is_good = 0.0, is_good
 
-        def note(seq: Sequence) -> None:
-            add(seq)
-            self.writer.knows.update([seq.seq_id] * self.is_good)
-
-        self.scheduler.add = note  # type: ignore[method-assign]
+    def is_known(self, text: list[int]) -> bool:
+        return self.is_good
 
 
 def without_forms(guessing: Served, num_seqs: int, turns: int) -> list[float]:

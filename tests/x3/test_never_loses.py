@@ -27,7 +27,7 @@ from folovllm.spec_decode.verify import accept
 from folovllm.step.sampling_spec import TokenIds
 from folovllm.step.schedule import SchedulerOutput
 from folovllm.structured_outputs import StructuredOutputsParams
-from tests.x3.drafting_loop import Clock, NoForms, sequence
+from tests.x3.drafting_loop import Clock, NoGrammar, sequence
 
 MS = 1e-3
 PLAIN = Curve((1, 16, 64, 256), (0.15 * MS, 0.28 * MS, 0.45 * MS, 1.0 * MS))
@@ -109,7 +109,7 @@ class Served:
         cost = StepCost(*tables)
         self.policy = Choosing(cost, 15, self.clock, first=TRUSTED if draft else UNKNOWN)
         proposer = draft or CompositeProposer([Slow(kinds[name](), self.clock) for name in methods.split("+")])
-        self.speculation = Speculation(proposer, self.policy, self if forms else NoForms(), self.clock)
+        self.speculation = Speculation(proposer, self.policy, self if forms else NoGrammar(), self.clock)
         self.scheduler = SpeculativeScheduler(speculation=self.speculation, **common)
 
     def forced(self, seq: Sequence, most: int) -> list[int]:
@@ -219,6 +219,11 @@ def test_texts_that_repeat_themselves_gain(batch: int, gain: float, methods: str
     assert plain > gain * guessing
     _, plain, guessing = both(batch, methods, turns, 150, scale=10.0)
     assert plain > min(gain, 1.4) * guessing
+
+
+def test_one_answer_repeats_itself_and_the_other_does_not() -> None:
+    _, plain, seconds = both(2, "ngram", [[copied(1, 700), story(2, 320)]], 150, scale=10.0)
+    assert plain > 1.3 * seconds
 
 
 def test_where_a_step_has_no_room_for_guesses_nobody_is_asked() -> None:
