@@ -1,4 +1,4 @@
-"""Requests that come and go at random, over a device that only remembers: a scheduler with guesses, a cache, and nothing else."""
+"""Requests that come and go at random, over a device that only remembers: a scheduler with drafts, a cache, and nothing else."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ POISON = ()
 
 
 def next_token(tokens: SequenceOf[int]) -> int:
-    """The model: two tokens, so that guesses are often right and prefixes often shared; at times an end."""
+    """The model: two tokens, so that drafts are often right and prefixes often shared; at times an end."""
     mixed = hash(tuple(tokens))
     return EOS if mixed % 29 == 0 else mixed // 29 % 2
 
 
 class Coin(Proposer):
-    """Guesses at random, and notes who came and went."""
+    """Drafts at random, and notes who came and went."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.open = rng, dict[int, list[int]]()
@@ -57,7 +57,7 @@ class Coin(Proposer):
 
 
 class AtTimes(LengthPolicy):
-    """Guesses now and then."""
+    """Drafts now and then."""
 
     def __init__(self, rng: random.Random, k: int) -> None:
         self.rng, self.k, self.checked = rng, k, 0
@@ -108,8 +108,8 @@ class Device:
         return range(end)
 
     def run(self, output: SchedulerOutput) -> list[list[int]]:
-        """Write all K/V of the step, then read it and draw."""
-        drawn = []
+        """Write all K/V of the step, then read it and sample."""
+        sampled = []
         texts = [self.write(scheduled) for scheduled in output.scheduled_seqs]
         for scheduled, text in zip(output.scheduled_seqs, texts, strict=True):
             for end in range(scheduled.start + 1, scheduled.end + 1):
@@ -118,9 +118,9 @@ class Device:
                 assert read == [tuple(text[: p + 1]) for p in seen], "a token saw K/V that is not its own"
             first = scheduled.end - scheduled.num_samples + 1
             tokens = [next_token(text[:end]) for end in range(first, scheduled.end + 1)]
-            drawn.append(accept(tokens, text[first:]) if tokens else [])
-            self.newest[scheduled.row] = drawn[-1][-1] if drawn[-1] else -1
-        return drawn
+            sampled.append(accept(tokens, text[first:]) if tokens else [])
+            self.newest[scheduled.row] = sampled[-1][-1] if sampled[-1] else -1
+        return sampled
 
     def write(self, scheduled: Any) -> list[int]:
         """Take over the share's blocks, store its tokens; returns all of the text that the share knows."""
@@ -196,27 +196,27 @@ class Loop:
 
     def collect(self) -> None:
         if self.flying is not None:
-            output, seqs, drawn = self.flying
+            output, seqs, sampled = self.flying
             self.flying = None
             self.scheduler.postprocess(
-                [(seq, tokens) for seq, tokens in zip(seqs, drawn, strict=True) if not seq.status.is_finished]
+                [(seq, tokens) for seq, tokens in zip(seqs, sampled, strict=True) if not seq.status.is_finished]
             )
-            self.kv.events.emit(ev.StepEnded(0, 0, 0, 0, output, StepResult(drawn, {}), 0, 0))
+            self.kv.events.emit(ev.StepEnded(0, 0, 0, 0, output, StepResult(sampled, {}), 0, 0))
             self.kv.events.drain()
             for seq in self.scheduler.running:
                 assert self.watcher.sequences[seq.seq_id].num_computed_tokens == seq.num_computed_tokens
 
     def check_price(self, output: SchedulerOutput) -> None:
-        """Nobody gives way to a guess, no answer waits for one, and none is beyond an answer's greatest length."""
+        """Nobody gives way to a draft, no answer waits for one, and none is beyond an answer's greatest length."""
         for scheduled, seq in zip(output.scheduled_seqs, self.scheduler.sequences(output), strict=True):
             assert scheduled.end < seq.num_prompt_tokens + seq.max_tokens
-        size, guessed = (
+        size, drafted = (
             self.kv.block_size,
             [scheduled for scheduled in output.scheduled_seqs if scheduled.num_samples > 1],
         )
         if output.preempted:
-            assert all(-(-scheduled.end // size) == -(-(scheduled.start + 1) // size) for scheduled in guessed)
-        elif guessed:
+            assert all(-(-scheduled.end // size) == -(-(scheduled.start + 1) // size) for scheduled in drafted)
+        elif drafted:
             own = {scheduled.seq_id for scheduled in output.scheduled_seqs}
             assert all(seq.seq_id in own or will_finish(seq) for seq in self.scheduler.running if seq.num_output_tokens)
 

@@ -1,4 +1,4 @@
-"""The proposers by name, in the real engine: the text is plain decoding's, and where guesses do not pay there are none."""
+"""The proposers by name, in the real engine: the text is plain decoding's, and where drafts do not pay there are none."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_step_in_a_rest_or_behind_it_takes_its_own_time_alone(ahead: int, leng
 
 
 @pytest.mark.parametrize(("method", "longest"), [("ngram", 2), ("draft_model", 2), ("draft_model", 8)])
-def test_more_guesses_than_the_context_has_room_for(method: str, longest: int) -> None:
+def test_more_drafts_than_the_context_has_room_for(method: str, longest: int) -> None:
     config = {"method": method, "num_speculative_tokens": 16}
     if method == "draft_model":
         config["model"] = str(tiny_checkpoint())
@@ -120,7 +120,7 @@ def test_more_guesses_than_the_context_has_room_for(method: str, longest: int) -
         assert len(output.outputs[0].token_ids) == longest // 2
 
 
-def test_guesses_never_seem_to_save_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_never_seem_to_save_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step with them that was quicker than the table says was timed badly, or had none."""
     monkeypatch.setattr(Timer, "drafting", lambda *_: 0.0)
     config = {"method": "draft_model", "num_speculative_tokens": 4, "model": str(tiny_checkpoint())}
@@ -137,24 +137,24 @@ def test_a_draft_has_the_vocabulary_of_its_model() -> None:
 
 def test_several_are_asked_in_turn() -> None:
     class Fixed(SuffixProposer):
-        def __init__(self, guesses: dict[int, list[int]]) -> None:
+        def __init__(self, drafts: dict[int, list[int]]) -> None:
             super().__init__()
-            self.guesses, self.asked = guesses, list[int]()
+            self.drafts, self.asked = drafts, list[int]()
 
         def propose(self, state: RowState, k: int) -> list[int]:
             self.asked.append(state.seq_id)
-            return self.guesses.get(state.seq_id, [])[:k]
+            return self.drafts.get(state.seq_id, [])[:k]
 
     first, second = Fixed({1: [5, 6]}), Fixed({1: [9], 2: [7]})
     states = [RowState(i, np.array([1], np.int32), 1, SamplingSpec()) for i in (1, 2, 3)]
     assert CompositeProposer([first, second]).propose_all(states, [2, 2, 0]) == [[5, 6], [7], []]
-    assert (first.asked, second.asked) == ([1, 2], [2]), "who has a guess already is not asked about again"
+    assert (first.asked, second.asked) == ([1, 2], [2]), "who has a draft already is not asked about again"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
 def test_on_a_gpu(method: str) -> None:
-    """In float32, so that a step's width does not decide near ties; the draft's steps are recorded, too."""
+    """In float32, so that a step's width does not decide near ties; the draft's steps are captured, too."""
     common = {**COMMON, "device": "cuda", "dtype": "float32", "gpu_memory_utilization": 0.5}
     config = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
     if method == "draft_model":

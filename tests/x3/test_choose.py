@@ -40,13 +40,13 @@ class TestBestDraftLengths:
         }
         says = (
             "1, 1.5 and 1.75 tokens for 1, 1.25 and 1.5 seconds are 1, 1.2 and 1.17 a second; nothing for nothing; all width "
-            "to the first, its guesses are worth 0.9 and 0.81; 1.9 tokens in 2.5 seconds are too few, 5.7 are enough; and "
+            "to the first, its draft tokens are worth 0.9 and 0.81; 1.9 tokens in 2.5 seconds are too few, 5.7 are enough; and "
             "waiting for an idea that does not come is no gain"
         )
         worked_case("x3.4", got, dict(zip(got, [[1], [0], [2, 0], [7], [0]], strict=True)), says)
 
     def test_nothing_is_accepted(self) -> None:
-        assert depths(0.0) == [0], "guesses that are never right cost time"
+        assert depths(0.0) == [0], "drafts that are never right cost time"
 
     def test_all_is_accepted(self) -> None:
         assert depths(0.99) == [8], "nearly free, and nearly always right"
@@ -55,9 +55,9 @@ class TestBestDraftLengths:
     def test_wide_steps_that_cost_too_much(self) -> None:
         assert depths(0.7, cost=STEEP) == [0], "0.7 tokens more for 0.8 steps more"
 
-    def test_who_is_right_more_often_guesses_more(self) -> None:
+    def test_who_is_right_more_often_drafts_more(self) -> None:
         found = depths(0.9, 0.1, cost=costs((1.0, 2.0, 9.0), (1.0, 1.2, 3.0)))
-        assert found[0] > found[1], "the step's width belongs to the sequence whose guesses are right"
+        assert found[0] > found[1], "the step's width belongs to the sequence whose drafts are right"
 
     def test_a_draft_that_never_comes_is_none(self) -> None:
         found = best_draft_lengths(np.zeros(2), np.full(2, 0.9), FLAT, 8)
@@ -67,10 +67,10 @@ class TestBestDraftLengths:
         found = [
             best_draft_lengths(np.ones(1), np.array([0.5]), costs((1.0, 2.0), (1.0, 1.25)), 2, m) for m in (1.19, 1.21)
         ]
-        assert found == [[1], [0]], "one guess is 1.2 times as fast as none"
+        assert found == [[1], [0]], "one draft token is 1.2 times as fast as none"
 
-    def test_a_draft_writes_as_far_as_the_deepest_guess(self) -> None:
-        """Both guesses of the first sequence are worth most, so a guess more of the second takes no step more of the draft."""
+    def test_a_draft_model_writes_as_far_as_the_longest_draft(self) -> None:
+        """Both draft tokens of the first sequence are worth most, so one more of the second takes no more steps of the draft model."""
         found = depths(0.9, 0.4, cost=costs((1.0, 2.0), (1.0, 1.05), per_draft_token=0.3), most=2)
         assert found == [2, 2], "0.16 tokens more for 0.05 seconds: the draft takes two steps in any case"
 

@@ -1,4 +1,4 @@
-"""Who listens to the events of an engine with guesses knows what its parts know; and what a configuration may say."""
+"""Who listens to the events of an engine with drafts knows what its parts know; and what a configuration may say."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from folovllm.spec_decode.policy import FixedLength
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from tests.inspector.test_recording import Taped, assert_replays
 from tests.m5.test_events import NoDevice, engine
-from tests.x3.engines import Anything, guessing, speculation_of
+from tests.x3.engines import Anything, speculation_of, speculative
 
 
 class NoJudge(NoDevice):
-    """Draws from a die, and takes as many guesses as another one says."""
+    """Drafts at random, as many tokens as another one says."""
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:
         whole = super().execute_model(output)
@@ -33,7 +33,7 @@ class NoJudge(NoDevice):
 
 
 def rejected_of(seen: list[Event]) -> Iterator[list[int]]:
-    """The guesses of each check that were wrong, from what the steps were asked to compute."""
+    """The drafts of each check that were wrong, from what the steps were asked to compute."""
     asked: dict[int, list[int]] = {}
     for event in seen:
         if isinstance(event, StepBegan):
@@ -48,7 +48,7 @@ def rejected_of(seen: list[Event]) -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("milestone", ["m2", "m3", "m5", "m6"])
 def test_watcher_recording_digest_and_log(milestone: str) -> None:
-    served = engine(milestone, **guessing(Anything(), k=5))
+    served = engine(milestone, **speculative(Anything(), k=5))
     taped = Taped(served, seed=7)
     served.executor = NoJudge(served.executor.num_kv_blocks, taped.die)  # type: ignore[assignment]
     served.history = []

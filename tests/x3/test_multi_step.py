@@ -1,4 +1,4 @@
-"""A run draws what its steps would draw one after the other."""
+"""A multi-step decode samples what its steps would sample one after the other."""
 
 from __future__ import annotations
 
@@ -72,21 +72,21 @@ def test_a_run_is_its_steps(specs: list[str], device: str) -> None:
     one, other = executor(device), executor(device)
     kinds = [SPECS[name] for name in specs]
     in_a_run, in_turn = Writers(one, kinds), Writers(other, kinds)
-    drawn = set()
+    sampled = set()
     for lengths, given in ([5, 2, 7], 1), ([13, 13, 1], 2), ([1, 1, 1], 1), ([3, 8, 8], 2):
         found = one.submit_steps(in_a_run.steps(lengths[: len(specs)], given)).wait()
         expected = [other.execute_model(step) for step in in_turn.steps(lengths[: len(specs)], given)]
         assert found == expected, f"lengths {lengths}, {given} tokens given"
-        drawn |= {token for step in found for (token,) in step.token_ids}
-    assert len(drawn) > 5, "texts vary"
+        sampled |= {token for step in found for (token,) in step.token_ids}
+    assert len(sampled) > 5, "texts vary"
 
 
 def test_without_recordings_it_runs_one_after_the_other() -> None:
-    eager, recorded = executor(enforce_eager=True), executor()
+    eager, captured = executor(enforce_eager=True), executor()
     found: list[list[StepResult]] = []
-    for device in eager, recorded:
+    for device in eager, captured:
         found.append(device.submit_steps(Writers(device, [SPECS["noise"]] * 2).steps([6, 3], 1)).wait())
-    assert found[0] == found[1] and not eager.graph_widths and recorded.graph_widths
+    assert found[0] == found[1] and not eager.graph_widths and captured.graph_widths
 
 
 def test_only_plain_decodes() -> None:

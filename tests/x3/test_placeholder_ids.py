@@ -1,4 +1,4 @@
-"""A step takes a draft's guesses from the device: whatever else a draw depends on, and whoever watches."""
+"""A step takes draft tokens from the device by their placeholder ids, whatever else a sample depends on, and whoever watches."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def drafting(preset: str = "m6", layers: int = 3, k: int = 3, **fields: Any) -> 
 
 @pytest.fixture
 def rooms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps with guesses are recorded, on a CPU too."""
+    """Steps with drafts are captured, on a CPU too."""
     capture_drafts(monkeypatch, 24)
 
 
-@pytest.mark.parametrize(("layers", "recorded"), [(3, True), (1, False)], ids=["right, recorded", "wrong"])
-def test_all_that_a_draw_depends_on(layers: int, recorded: bool, request: pytest.FixtureRequest) -> None:
-    if recorded:
+@pytest.mark.parametrize(("layers", "captured"), [(3, True), (1, False)], ids=["right, captured", "wrong"])
+def test_all_that_a_sample_depends_on(layers: int, captured: bool, request: pytest.FixtureRequest) -> None:
+    if captured:
         request.getfixturevalue("rooms")
     pair = demanding_pair("m6")
     engine = drafting(layers=layers, max_num_seqs=6)
@@ -47,8 +47,8 @@ def test_all_that_a_draw_depends_on(layers: int, recorded: bool, request: pytest
     assert made.num_draft_tokens > 20
 
 
-def test_guesses_are_right_where_little_else_counts(rooms: None) -> None:
-    """One request each; if the guesses of one kind were wrong, fewer than 0.7 would be right."""
+def test_drafts_are_right_where_little_else_counts(rooms: None) -> None:
+    """One request each; if the drafts of one kind were wrong, fewer than 0.7 would be right."""
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=20, ignore_eos=True)
     kinds: list[dict[str, Any]] = [{"presence_penalty": 0.1}, {"top_k": 40, "top_p": 0.98}, {"logprobs": 2}]
     load = [
@@ -85,20 +85,20 @@ def test_ranks_are_sent_tokens() -> None:
 
 
 def test_who_watches_sees_tokens() -> None:
-    """So does a recording, which hears of a step before its guesses are known."""
+    """So does a recording, which hears of a step before its drafts are known."""
     load, seen, data = workload("greedy", count=4), list[Event](), bytearray()
     engine = drafting(layers=1, max_num_seqs=4)
     engine.subscribe(seen.extend)
     recorder = Recorder(engine, data.extend)
     load.check(serve(engine, load.requests))
     recorder.close()
-    guesses = [
+    drafts = [
         scheduled.token_ids
         for event in seen
         if isinstance(event, StepEnded)
         for scheduled in event.output.scheduled_seqs
     ]
-    assert max(map(len, guesses)) > 2 and all(tokens.max(initial=0) < VOCAB_SIZE for tokens in guesses)
+    assert max(map(len, drafts)) > 2 and all(tokens.max(initial=0) < VOCAB_SIZE for tokens in drafts)
     turns = [turn for name, *_, turn in map(json.loads, data.decode().splitlines()) if name == "turn"]
     rejected = [token for turn in turns for name, *_, last in turn if name == "guess" for token in last]
     assert len(rejected) > 20 and max(rejected) < VOCAB_SIZE

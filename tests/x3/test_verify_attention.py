@@ -126,7 +126,7 @@ class TestKernel:
         assert_close(out, expected)
 
     def test_more_tokens_than_a_tile_has_room_for(self) -> None:
-        """A prompt in a recorded step: its tiles see more from one to the next."""
+        """A prompt in a captured step: its tiles see more from one to the next."""
         out, expected, _ = check([18, 41, 17], [18, 9, 1], most=4)
         assert_close(out, expected)
 
@@ -168,12 +168,12 @@ class TestBackend:
         batch, backend = batch_of(lens, new, paged, num_decodes), TritonVerifyBackend(self.CONFIG, 6, 24)
         backend.plan(replace(batch, num_decodes=0, max_query_len=6))  # another step, which leaves no trace
         backend.plan(batch)
-        assert (backend._check.num_tiles > 0) is is_its_own
+        assert (backend._verify.num_tiles > 0) is is_its_own
         expected = TorchNaiveBackend(self.CONFIG).forward(query, paged.kv_cache, batch)
         assert_close(backend.forward(query, paged.kv_cache, batch), expected)
 
     def test_the_benchmark_compares_like_with_like(self) -> None:
-        """Both kernels are given the same recorded step."""
+        """Both kernels are given the same captured step."""
         torch.manual_seed(0)
         paged, query = Paged.make([40, 40], 16, 2, 32), torch.randn(8, 4, 32, device=DEVICE)
         step = checks_of(replace(make_batch([40, 40], 16, True, DEVICE), block_tables=paged.block_tables), 4)
@@ -183,7 +183,7 @@ class TestBackend:
             assert_close(out, paged.attention(query, [4, 4]))
 
     def test_a_recorded_step_writes_no_row_of_padding(self) -> None:
-        """A prompt and guesses with room for two sequences and four tokens more; then nothing but padding."""
+        """A prompt and drafts with room for two sequences and four tokens more; then nothing but padding."""
         torch.manual_seed(0)
         paged, backend = Paged.make([30, 50, 0, 0], 16, 2, 32), TritonVerifyBackend(self.CONFIG, 6, 39)
         query, real = torch.randn(39, 4, 32, device=DEVICE), [30, 5]
@@ -191,13 +191,13 @@ class TestBackend:
         backend.plan(batch)
         out = torch.full_like(query, float("nan"))
         arguments = batch.query_start_loc, paged.seq_lens, paged.block_tables, 39, 32**-0.5, out
-        backend._check(query, paged.kv_cache, *arguments)
+        backend._verify(query, paged.kv_cache, *arguments)
         assert_close(out[:35], paged.attention(query[:35], [*real, 0, 0]))
         assert out[35:].isnan().all()
         backend.plan(replace(batch, seq_lens=torch.zeros_like(batch.seq_lens)))
         out.fill_(float("nan"))
-        backend._check(query, paged.kv_cache, *arguments)
-        assert out.isnan().all() and not backend._check.header[0]
+        backend._verify(query, paged.kv_cache, *arguments)
+        assert out.isnan().all() and not backend._verify.header[0]
 
     @pytest.mark.parametrize("is_padded", [False, True])
     def test_a_layer_with_a_window(self, is_padded: bool) -> None:
@@ -209,7 +209,7 @@ class TestBackend:
         backend, naive = TritonVerifyBackend(self.CONFIG, 6, 13), TorchNaiveBackend(self.CONFIG)
         layers = [(backend.of_layer(UNSCALED, size), naive.of_layer(UNSCALED, size)) for size in (window, None)]
         backend.plan(batch)
-        assert backend._check.num_tiles > 0
+        assert backend._verify.num_tiles > 0
         real = replace(batch_of(lens[:2], new[:2], paged, 0), block_tables=paged.block_tables[:2])
         for ours, expected in layers:
             out = ours.forward(query, paged.kv_cache, batch)[:11]
@@ -233,23 +233,23 @@ class TestBackend:
 
 
 class TestEngine:
-    @pytest.mark.parametrize("guesses", [None, 3])
-    def test_who_attends(self, guesses: int | None) -> None:
-        """Without guesses the very class that was there before."""
+    @pytest.mark.parametrize("drafts", [None, 3])
+    def test_who_attends(self, drafts: int | None) -> None:
+        """Without drafts the very class that was there before."""
         fields = {
             "model": str(tiny_checkpoint()),
             "device": str(DEVICE),
             "dtype": "float32",
             "attention_backend": "triton",
         }
-        if guesses:
-            fields |= {"speculative_method": "ngram", "num_speculative_tokens": guesses}  # type: ignore[dict-item]
+        if drafts:
+            fields |= {"speculative_method": "ngram", "num_speculative_tokens": drafts}  # type: ignore[dict-item]
         setup = set_up(EngineConfig(**fields))  # type: ignore[arg-type]
         backend = build.attention_backend(setup, extension_of(setup))
-        assert type(backend) is (TritonVerifyBackend if guesses else TritonBackend)
+        assert type(backend) is (TritonVerifyBackend if drafts else TritonBackend)
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="test_on_a_gpu.py does more")
-    def test_a_recorded_step_with_guesses(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_recorded_step_with_drafts(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The same text, by the kernel that decodes and by the one that checks."""
         used: list[int] = []
         run = SplitKVVerify.__call__

@@ -49,7 +49,7 @@ class Checks:
         self.out = torch.empty_like(self.query)
 
     def step(self) -> None:
-        """What a recorded step does."""
+        """What a captured step does."""
         self.out.fill_(float("nan"))
         self.kernel.plan(self.starts, self.paged.seq_lens, len(self.query))
         self.kernel(
