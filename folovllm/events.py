@@ -83,7 +83,7 @@ class Aborted(NamedTuple):
 class StepBegan(NamedTuple):
     """A step was decided. Its scheduled sequences say what each sequence computes, and which blocks are new in its table.
 
-    A draft's guesses may be there by name (`DraftTokens`); from `GuessesChecked` on they are tokens.
+    Draft tokens may be placeholder ids (`DraftTokens`); from `DraftsVerified` on they are tokens.
     """
 
     step: int
@@ -176,17 +176,17 @@ class TableFreed(NamedTuple):
 
 
 class TableCut(NamedTuple):
-    """A sequence gave back its last block, which was reserved for guesses that were wrong."""
+    """A sequence gave back its last block, which was reserved for draft tokens that were rejected."""
 
     seq_id: int
     block_id: int
 
 
-class GuessesChecked(NamedTuple):
-    """A step checked guesses at the next tokens of a sequence."""
+class DraftsVerified(NamedTuple):
+    """A step verified a draft of the next tokens of a sequence."""
 
     seq_id: int
-    num_guessed: int
+    num_draft_tokens: int
     num_accepted: int  # the first so many; one token more was sampled
 
 
@@ -228,7 +228,7 @@ class Snapshot(NamedTuple):
 Event = (
     RequestAdded | Refused | Admitted | PrefixHit | Preempted | Finished | Aborted | StepBegan | StepEnded | ExpertsAsked
     | BlockClaimed | BlockFreed | BlockTaken | BlockAdopted | BlockCached | BlockEvicted | BlockPassed | TableFreed
-    | TableCut | GuessesChecked | GivenUp | Snapshot
+    | TableCut | DraftsVerified | GivenUp | Snapshot
 )  # fmt: skip
 Listener = Callable[[SequenceOf[Event]], None]
 

@@ -21,7 +21,9 @@ class ForwardBatch:
     query_start_loc: torch.Tensor  # [S+1] int32, prefix sums of num_new_tokens
     seq_lens: torch.Tensor  # [S] int32, tokens in the cache after this step
     block_tables: torch.Tensor  # [S, max_blocks] int32
-    logits_indices: torch.Tensor  # [S] int64, the last new token of each sequence; with guesses those of all draws, [R]
+    logits_indices: (
+        torch.Tensor
+    )  # [S] int64, the last new token of each sequence; with drafts those of all samples, [R]
     num_seqs: int
     num_decodes: int  # how many sequences in front have one new token
     max_query_len: int  # upper bounds, so that a captured graph may keep them
@@ -30,5 +32,5 @@ class ForwardBatch:
     seq_lens_host: list[int]
     is_disjoint: bool = False  # whether it is certain that no sequence reads K/V that another one writes in this step
     is_padded: bool = False  # whether it is a captured step, with room for more and longer sequences than there are
-    has_guesses: bool = False  # X3: whether it is captured for sequences with guesses, which have few new tokens each
+    has_drafts: bool = False  # X3: whether it is captured for sequences with drafts, which have few new tokens each
     only_last: bool = False  # whether it is certain that nobody reads hidden states but the last tokens'

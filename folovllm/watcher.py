@@ -67,7 +67,7 @@ class Watcher:
             ev.BlockPassed: self._passed,
             ev.TableFreed: self._table_freed,
             ev.TableCut: self._table_cut,
-            ev.GuessesChecked: self._checked,
+            ev.DraftsVerified: self._verified,
         }
 
     def __call__(self, events: SequenceOf[ev.Event]) -> None:
@@ -166,6 +166,6 @@ class Watcher:
         if (seq := self.sequences.get(event.seq_id)) is not None:
             seq.block_table.pop()
 
-    def _checked(self, event: ev.GuessesChecked) -> None:
+    def _verified(self, event: ev.DraftsVerified) -> None:
         if (seq := self.sequences.get(event.seq_id)) is not None:
-            seq.num_computed_tokens -= event.num_guessed - event.num_accepted
+            seq.num_computed_tokens -= event.num_draft_tokens - event.num_accepted

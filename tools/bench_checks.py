@@ -20,7 +20,7 @@ from folovllm.attention.backends.abstract import AttentionConfig
 from folovllm.attention.backends.triton import TritonBackend
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.skinny_linear import serves, skinny_linear
-from folovllm.spec_decode.attention import CheckingTritonBackend
+from folovllm.spec_decode.attention import TritonVerifyBackend
 from tools.bench_attention import LARGER_THAN_L2, LAYERS, copy_bandwidth, make_batch, measure
 
 WIDTHS = (2, 4, 8, 16)  # tokens of a sequence
@@ -33,7 +33,7 @@ def checks_of(decodes: ForwardBatch, width: int) -> ForwardBatch:
     return replace(
         decodes, input_ids=torch.zeros(n * width, dtype=torch.int64, device=device), num_decodes=0, max_query_len=width,
         query_start_loc=torch.arange(0, n * width + 1, width, dtype=torch.int32, device=device),
-        query_lens_host=[width] * n, is_padded=True, has_guesses=True,
+        query_lens_host=[width] * n, is_padded=True, has_drafts=True,
     )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def bench_attention_of_checks(
                 f"attention {batch:3} x {context:5}: decode {us:8.1f} us {read / us / bandwidth / 1e6:4.0%}", flush=True
             )
             for width in widths:
-                step, own = checks_of(decodes, width), CheckingTritonBackend(config, width, batch * width)
+                step, own = checks_of(decodes, width), TritonVerifyBackend(config, width, batch * width)
                 took = [measure(backend, query[: batch * width], caches, step) for backend in (plain, own)]
                 print(
                     f"  {width:2} tokens each: prefill kernel {took[0]:8.1f} us, own {took[1]:8.1f} us "

@@ -27,7 +27,7 @@ from folovllm.models.loader import load_model
 from folovllm.models.registry import build_model
 from folovllm.quantization.quantizer.gptq import gptq
 from folovllm.quantization.quantizer.groups import dequantize_groups, quantize_groups
-from folovllm.quantization.quantizer.inputs import Inputs
+from folovllm.quantization.quantizer.one_layer import Inputs
 from folovllm.quantization.quantizer.options import QuantizeOptions
 from folovllm.quantization.quantizer.perplexity import perplexity, token_losses
 from folovllm.quantization.quantizer.run import rows_of

@@ -275,8 +275,8 @@ def opinion(policy: object) -> str:
     if not isinstance(policy, AdaptiveLength):
         return ""
     cost = policy.cost
-    plain, vain, checked = (1e3 * of(1) for of in (cost.of_plain, cost.of_vain, cost.of_narrow))
-    return f"; thought to take {plain:.3f}, {vain:.3f}, {checked:.3f} ms, guesses {1e3 * cost.first_guess:.4f}, and {1e3 * cost.guess:.4f} each"
+    plain, no_draft, verifying = (1e3 * of(1) for of in (cost.of_plain, cost.of_no_draft, cost.of_verifying))
+    return f"; thought to take {plain:.3f}, {no_draft:.3f}, {verifying:.3f} ms, draft tokens {1e3 * cost.first_draft_token:.4f}, and {1e3 * cost.per_draft_token:.4f} each"
 
 
 if __name__ == "__main__":

@@ -29,11 +29,10 @@ from folovllm import LLM, EngineConfig, SamplingParams
 from folovllm.bench.contenders import random_model, write_geometry
 from folovllm.engine.setup import set_up
 from folovllm.setup import EngineSetup
-from folovllm.spec_decode.draft_model import DraftModel
-from folovllm.spec_decode.draft_setup import draft_setup
-from folovllm.spec_decode.draft_tokens import DraftTokens
-from folovllm.spec_decode.extension import make_run_executor
+from folovllm.spec_decode.draft_model import DraftModel, draft_setup
+from folovllm.spec_decode.extension import make_multi_step_executor
 from folovllm.spec_decode.measure import measure_steps
+from folovllm.spec_decode.multi_step import DraftTokens
 from folovllm.spec_decode.oracle import Oracle
 from folovllm.spec_decode.policy import FixedLength
 from folovllm.spec_decode.proposer import RowState
@@ -47,7 +46,7 @@ class ToldDraft(DraftModel):
 
     def __init__(self, setup: EngineSetup, longest: int) -> None:
         """`setup` describes the draft."""
-        executor = make_run_executor(setup, DraftTokens.for_runs(longest, setup))
+        executor = make_multi_step_executor(setup, DraftTokens.for_multi_step(longest, setup))
         super().__init__(
             executor, setup.max_num_seqs, setup.max_num_batched_tokens, setup.max_model_len, setup.block_size
         )

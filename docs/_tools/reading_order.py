@@ -168,7 +168,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("quantization/scaled.py", "", "model_executor/layers/quantization/fp8.py"),
         ("quantization/int4.py", "", "model_executor/layers/quantization/auto_gptq.py"),
         ("quantization/int4_checkpoints.py", "", "model_executor/layers/quantization/auto_awq.py"),
-        ("quantization/grouped.py", "", ""),
         ("quantization/kernels/int4_linear.py", "", ""),
         ("quantization/kernels/quant_matmul.py", "", ""),
         ("hopper/even_shares.py", "", ""),
@@ -179,7 +178,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("attention/backends/decoded.py", "", ""),
         ("quantization/quantizer/run.py", "", ""),
         ("quantization/quantizer/one_layer.py", "", ""),
-        ("quantization/quantizer/inputs.py", "", ""),
         ("quantization/quantizer/gptq.py", "", ""),
         ("quantization/quantizer/awq.py", "", ""),
         ("quantization/quantizer/fold.py", "", ""),
@@ -193,9 +191,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("spec_decode/scheduler.py", "", "v1/core/sched/scheduler.py"),
         ("spec_decode/speculation.py", "", ""),
         ("spec_decode/verify_runner.py", "", "v1/worker/gpu_model_runner.py"),
-        ("spec_decode/verifier.py", "", ""),
-        ("spec_decode/kernels/check_plan.py", "", ""),
-        ("spec_decode/kernels/check.py", "", "v1/attention/ops/triton_unified_attention.py"),
+        ("spec_decode/kernels/verify_attention.py", "", "v1/attention/ops/triton_unified_attention.py"),
         ("kernels/mask_logits.py", "", ""),
         ("spec_decode/attention.py", "", ""),
         ("spec_decode/choose.py", "", ""),
@@ -205,8 +201,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("spec_decode/suffix.py", "", "v1/spec_decode/suffix_decoding.py"),
         ("spec_decode/draft_model.py", "", "v1/spec_decode/draft_model.py"),
         ("spec_decode/multi_step.py", "", ""),
-        ("spec_decode/draft_tokens.py", "", ""),
-        ("spec_decode/draft_setup.py", "", ""),
     ],
     "x4": [
         ("moe/models.py", "", "model_executor/models/qwen3_moe.py"),
@@ -235,7 +229,7 @@ moves its files now and then: search for the class when one is gone. A dash mean
 What is not listed is not needed to follow the chapters: the command line (`cli.py`, `cli/terminal.py`, `cli/conversation.py`, `cli/flags.py`), names and arguments of vLLM's (`compat.py`,
 `vllm_arguments.py`, `chat_template.py`, `beam_search.py`), the flags of the server (`server/config.py`, `server/cli.py`), the checks of a user's values
 (`require.py`), the benchmarks (`bench/`), what fetches and converts a model (`models/files.py`,
-`models/json_files.py`, `quantization/smollm2.py`, `quantization/gguf_file.py`, `quantization/gguf_reader.py`, `quantization/gguf_rope.py`), the helpers `files.py` and `children.py`, and the import finder of `mine/` (`_overlay.py`).
+`models/json_files.py`, `quantization/smollm2.py`, `quantization/gguf_file.py`, `quantization/gguf_reader.py`), the helpers `files.py` and `children.py`, and the import finder of `mine/` (`_overlay.py`).
 """
 
 

@@ -105,7 +105,7 @@ def step_line(stats: StepStats) -> str:
     Where experts are counted, also how uneven: the busiest one's load in multiples of an equal share.
     """
     queues = f"waiting {stats.waiting:<4} running {stats.running:<4}"
-    guesses = f"   guesses right {stats.num_accepted} of {stats.num_guessed}" if stats.num_guessed else ""
+    guesses = f"   guesses right {stats.num_accepted} of {stats.num_draft_tokens}" if stats.num_draft_tokens else ""
     from folovllm.engine.metrics import imbalance
 
     load = f"   busiest expert {max(map(imbalance, stats.experts)):.1f}x" if stats.experts else ""

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from folovllm.engine.scheduler import SchedulerLike
 from folovllm.events import (
     Aborted,
+    DraftsVerified,
     Event,
     ExpertsAsked,
     Finished,
-    GuessesChecked,
     RequestAdded,
     Snapshot,
     StepBegan,
@@ -35,8 +35,8 @@ class StepStats:
     preempted: int
     kv_blocks_used: int
     scheduled_seqs: tuple[tuple[str, int, int, int], ...]  # (request_id, index, first token, number of tokens)
-    num_guessed: int = 0  # tokens that were guessed and checked
-    num_accepted: int = 0  # and were right
+    num_draft_tokens: int = 0  # draft tokens that were verified
+    num_accepted: int = 0  # and accepted
     experts: tuple[tuple[int, ...], ...] = ()  # [L][E], how often asked since the step before, where that is counted
 
     @property
@@ -60,7 +60,7 @@ class StepLog:
         ] = {}  # by seq_id; with overlap a step ends after a sequence of it has ended
         self._gone = deque[tuple[int, int]]()  # ended sequences: the last step that may tell of one, and its seq_id
         self._last_begun = self._last_ended = -1  # steps
-        self._guessed = self._accepted = 0  # in the step that is being taken in
+        self._num_draft_tokens = self._num_accepted = 0  # in the step that is being taken in
         self._asked: SequenceOf[SequenceOf[int]] = ()  # how often each expert was asked by then
         self._experts: tuple[tuple[int, ...], ...] = ()  # and of that in the step that is being taken in
 
@@ -72,10 +72,10 @@ class StepLog:
             elif isinstance(event, StepEnded):
                 self.steps.append(self._stats(event))
                 self._last_ended = event.step
-                self._guessed = self._accepted = 0
-            elif isinstance(event, GuessesChecked):
-                self._guessed += event.num_guessed
-                self._accepted += event.num_accepted
+                self._num_draft_tokens = self._num_accepted = 0
+            elif isinstance(event, DraftsVerified):
+                self._num_draft_tokens += event.num_draft_tokens
+                self._num_accepted += event.num_accepted
             elif isinstance(event, ExpertsAsked):
                 pairs = zip(self._asked, event.counts, strict=bool(self._asked))
                 self._experts = tuple(tuple(b - a for a, b in zip(*layer, strict=True)) for layer in pairs)
@@ -115,8 +115,8 @@ class StepLog:
             preempted=len(event.output.preempted),
             kv_blocks_used=event.kv_blocks_used,
             scheduled_seqs=tuple(scheduled_seqs),
-            num_guessed=self._guessed,
-            num_accepted=self._accepted,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted=self._num_accepted,
             experts=self._experts,
         )
 

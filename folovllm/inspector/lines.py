@@ -53,7 +53,7 @@ class LineWriter:
             ev.BlockPassed: self._passed,
             ev.TableFreed: self._table_freed,
             ev.TableCut: self._table_cut,
-            ev.GuessesChecked: self._checked,
+            ev.DraftsVerified: self._verified,
         }
 
     def lines(self, events: SequenceOf[ev.Event], time: float) -> Iterator[bytes]:
@@ -225,9 +225,9 @@ class LineWriter:
         self._state.served(event.seq_id).block_table.pop()
         return ["cut", *event]
 
-    def _checked(self, event: ev.GuessesChecked) -> Line:
+    def _verified(self, event: ev.DraftsVerified) -> Line:
         seq = self._state.served(event.seq_id)
-        seq.num_computed -= event.num_guessed - event.num_accepted
+        seq.num_computed -= event.num_draft_tokens - event.num_accepted
         rejected = seq.guesses[event.num_accepted :].tolist()
         self._new.update(rejected)
         return ["guess", *event, rejected]

@@ -194,7 +194,7 @@ class _Decoder:
 
     def _guess(self, seq: int, guessed: int, accepted: int, _rejected: list[int]) -> ev.Event:
         self._ends[seq] -= guessed - accepted
-        return ev.GuessesChecked(seq, guessed, accepted)
+        return ev.DraftsVerified(seq, guessed, accepted)
 
     def _begin(self, step: int, start: int, ready: int, scheduled_seqs: list[int | Line], left: int) -> ev.Event:
         output = self._begun[step] = SchedulerOutput(tuple(map(self._scheduled, scheduled_seqs)))

@@ -10,20 +10,20 @@ import torch
 from torch import nn
 
 from folovllm.layers.linear import PLAIN
-from folovllm.layers.linear_method import WeightFormat
+from folovllm.layers.linear_method import LinearMethod
 
 P = ParamSpec("P")
 M = TypeVar("M", bound=nn.Module)
-FormatOf = Callable[[str], WeightFormat | None]  # the name of a linear layer -> its format; None: not quantized
+LinearMethodOf = Callable[[str], LinearMethod | None]  # the name of a linear layer -> its method; None: not quantized
 Stand = Mapping[Any, Callable[..., nn.Module]]  # a class of layers -> what makes the layer that stands in its place
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSet:
-    """A model asks this set for each of its layers, and for the format of its weights. Layers never change their kind.
+    """A model asks this set for each of its layers, and for its linear method. Layers never change their kind.
 
     The plain set makes every layer of the class that the model names: torch, and weights as checkpoints have them. Of a
-    quantized checkpoint `quantized` knows each layer's format by its name; what is within `prefix` is being built.
+    quantized checkpoint `quantized` gives each layer's linear method by its name; what is within `prefix` is being built.
 
     A model with layers of its own asks two things more. With `kernels`, they should be made of kernels where they have some:
     a step may be captured, so no layer may read on the host what the device computed. `counters`, where it is not None,
@@ -31,8 +31,8 @@ class LayerSet:
     """
 
     places: Stand = field(default_factory=dict)
-    format: WeightFormat = PLAIN
-    quantized: FormatOf | None = None
+    linear_method: LinearMethod = PLAIN
+    quantized: LinearMethodOf | None = None
     prefix: str = ""
     kernels: bool = False
     counters: dict[str, torch.Tensor] | None = None
@@ -46,14 +46,14 @@ class LayerSet:
         """Return this set for the parts of a module: `name` is where it is in the model."""
         return replace(self, prefix=f"{name}.")
 
-    def format_of(self, name: str) -> WeightFormat:
-        """Return the format of a linear layer by its name within the module that is being built."""
-        return self.coded(name) or self.format
+    def linear_method_of(self, name: str) -> LinearMethod:
+        """Return the linear method of a layer by its name within the module that is being built."""
+        return self.coded(name) or self.linear_method
 
-    def coded(self, name: str) -> WeightFormat | None:
-        """The same where the checkpoint has the layer in codes; else None."""
+    def coded(self, name: str) -> LinearMethod | None:
+        """Return the same where the layer is quantized, else None."""
         return None if self.quantized is None else self.quantized(self.prefix + name)
 
-    def having(self, places: Stand, format: WeightFormat | None = None) -> LayerSet:
+    def having(self, places: Stand, linear_method: LinearMethod | None = None) -> LayerSet:
         """Return this set with other layers in these places."""
-        return replace(self, places={**self.places, **places}, format=format or self.format)
+        return replace(self, places={**self.places, **places}, linear_method=linear_method or self.linear_method)

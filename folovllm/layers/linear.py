@@ -8,42 +8,42 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from folovllm.layers.linear_method import WeightFormat
+from folovllm.layers.linear_method import LinearMethod
 from folovllm.layers.plain_linear import Plain
 
 PLAIN = Plain()
 
 
 class LinearBase(nn.Module):
-    """y = x W^T + b, with W [sum(output_sizes), input_size], which `format` keeps.
+    """y = x W^T + b, with W [sum(output_sizes), input_size], which `linear_method` keeps.
 
     With several `output_sizes` it is several layers that read the same input, stacked: one large matrix product instead
     of several small ones. The weights are uninitialised until a checkpoint fills them.
     """
 
     is_stack: ClassVar[bool] = False  # whether its parts are experts, of which each product takes some
-    weight: torch.Tensor  # what a format's parameter is mostly called
+    weight: torch.Tensor  # what most linear methods call their parameter
     scale: torch.Tensor  # and what its codes are multiples of
-    grouped: Any  # what else a format keeps
-    columns: torch.Tensor | None  # factors [inputs] of `x` that a format could not fold into its codes
+    grouped: Any  # what else a linear method keeps
+    columns: torch.Tensor | None  # factors [inputs] of `x` that a linear method could not fold into its codes
     dtype: torch.dtype  # of `x`, where the weight has another
 
     def __init__(
-        self, input_size: int, output_sizes: Sequence[int], bias: bool = False, format: WeightFormat = PLAIN
+        self, input_size: int, output_sizes: Sequence[int], bias: bool = False, linear_method: LinearMethod = PLAIN
     ) -> None:
         super().__init__()
-        self.input_size, self.output_sizes, self.format = input_size, list(output_sizes), format
-        format.create(self)
+        self.input_size, self.output_sizes, self.linear_method = input_size, list(output_sizes), linear_method
+        linear_method.create(self)
         self.bias = nn.Parameter(torch.empty(sum(output_sizes))) if bias else None
 
     def places(self) -> dict[str, Sequence[torch.Tensor]]:
-        """Where a checkpoint's tensors go (`WeightFormat.places`), the bias too."""
+        """Where a checkpoint's tensors go (`LinearMethod.places`), the bias too."""
         bias = {} if self.bias is None else {"bias": torch.split(self.bias.data, self.output_sizes)}
-        return self.format.places(self) | bias
+        return self.linear_method.places(self) | bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, input_size] -> [T, outputs]."""
-        return self.format.apply(self, x)
+        return self.linear_method.apply(self, x)
 
     def fused(
         self,
@@ -52,12 +52,12 @@ class LinearBase(nn.Module):
         gated: bool = False,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Multiply with a norm before it, or a gate or an addition after it (`WeightFormat.apply`)."""
-        return self.format.apply(self, x, norm_eps, gated, residual)
+        """Multiply with a norm before it, or a gate or an addition after it (`LinearMethod.apply`)."""
+        return self.linear_method.apply(self, x, norm_eps, gated, residual)
 
     def fuses(self, x: torch.Tensor) -> bool:
         """Whether `fused` is one kernel for this batch."""
-        return self.format.fuses(self, x)
+        return self.linear_method.fuses(self, x)
 
 
 class ColumnParallelLinear(LinearBase):
@@ -67,8 +67,10 @@ class ColumnParallelLinear(LinearBase):
 class RowParallelLinear(LinearBase):
     """Shared along its inputs: each rank holds some of them, and the partial results are added up."""
 
-    def __init__(self, input_size: int, output_size: int, bias: bool = False, format: WeightFormat = PLAIN) -> None:
-        super().__init__(input_size, [output_size], bias, format)
+    def __init__(
+        self, input_size: int, output_size: int, bias: bool = False, linear_method: LinearMethod = PLAIN
+    ) -> None:
+        super().__init__(input_size, [output_size], bias, linear_method)
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
@@ -85,7 +87,7 @@ class QKVParallelLinear(MergedColumnParallelLinear):
         num_kv_heads: int,
         head_dim: int,
         bias: bool = False,
-        format: WeightFormat = PLAIN,
+        linear_method: LinearMethod = PLAIN,
     ) -> None:
         sizes = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
-        super().__init__(hidden_size, sizes, bias, format)
+        super().__init__(hidden_size, sizes, bias, linear_method)

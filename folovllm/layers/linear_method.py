@@ -22,10 +22,10 @@ ALL = slice(None)
 FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the dtypes whose numbers are the weights themselves
 
 
-class WeightFormat(ABC):
+class LinearMethod(ABC):
     """How W [outputs, inputs] is stored, loaded, cut and used; one object serves all layers and holds no weight.
 
-    A new format is a subclass with `create`, `places` and `product`. The bias is the layer's own business. `kind` is the last
+    A new linear method is a subclass with `create`, `places` and `product`. The bias is the layer's own business. `kind` is the last
     part of a tensor's name in the checkpoint: "weight", "bias", "weight_scale".
     """
 
@@ -43,7 +43,7 @@ class WeightFormat(ABC):
         """The dtypes, by safetensors' names, that a checkpoint may have such a tensor in."""
         return FLOATS
 
-    def check_ignored(self, name: str, tensor: torch.Tensor) -> None:  # most formats ignore these for good
+    def check_ignored(self, name: str, tensor: torch.Tensor) -> None:
         """Raise ValueError if a tensor of a kind in `ignores` says what the product would need after all."""
 
     def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -58,7 +58,7 @@ class WeightFormat(ABC):
         """What W takes of a card's memory; `dtype` is the model's."""
         return outputs * inputs * dtype.itemsize
 
-    def loaded(self, layer: LinearBase) -> None:  # most formats have nothing to do
+    def loaded(self, layer: LinearBase) -> None:
         """Bring the weights into another form, now that all are there. `places` is asked for no more afterwards."""
 
     def check_part(self, outputs: int, inputs: int) -> None:

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from folovllm.layers.linear_method import WeightFormat
+from folovllm.layers.linear_method import LinearMethod
 
 if TYPE_CHECKING:
     from folovllm.layers.linear import LinearBase
 
 
-class Plain(WeightFormat):
+class Plain(LinearMethod):
     """Keeps `weight` [outputs, inputs]; the library multiplies by it."""
 
     def create(self, layer: LinearBase) -> None:
@@ -27,7 +27,7 @@ class Plain(WeightFormat):
         return {"weight": torch.split(layer.weight.data, layer.output_sizes)}
 
     def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """As `WeightFormat`. Without a bias the addition is part of the library's product."""
+        """As `LinearMethod`. Without a bias the addition is part of the library's product."""
         if residual is None:
             return F.linear(x, layer.weight, layer.bias)
         residual = residual.addmm_(x, layer.weight.t())

@@ -11,7 +11,7 @@ from folovllm.distributed.group import Group
 from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import PLAIN, RowParallelLinear
-from folovllm.layers.linear_method import WeightFormat
+from folovllm.layers.linear_method import LinearMethod
 from folovllm.layers.rank_sum import RankSum
 
 
@@ -19,15 +19,21 @@ class ShardedRowLinear(RowParallelLinear):
     """Adds up what the ranks computed from their inputs. Only rank 0 has a bias that is not zero, so it counts once."""
 
     def __init__(
-        self, input_size: int, output_size: int, bias: bool = False, format: WeightFormat = PLAIN, *, group: Group
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = False,
+        linear_method: LinearMethod = PLAIN,
+        *,
+        group: Group,
     ) -> None:
         """`input_size` is the rank's own."""
-        super().__init__(input_size, output_size, bias, format)
+        super().__init__(input_size, output_size, bias, linear_method)
         self.group = group
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, inputs / size] -> [T, outputs], whole on every rank."""
-        return self.format.summed(self, x, self.group)
+        return self.linear_method.summed(self, x, self.group)
 
     def fused(
         self,
@@ -38,7 +44,7 @@ class ShardedRowLinear(RowParallelLinear):
     ) -> torch.Tensor:
         """The same plus `residual` [T, outputs], which is whole on every rank and may be written over."""
         assert norm_eps is None and not gated, "no rank has a whole row before the sum"
-        return self.format.summed(self, x, self.group, residual)
+        return self.linear_method.summed(self, x, self.group, residual)
 
 
 class ShardedEmbedding(VocabParallelEmbedding):

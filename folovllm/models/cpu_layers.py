@@ -47,7 +47,7 @@ class CpuDecoderLayer(LlamaDecoderLayer):
         kinds = type(attention), type(mlp), type(attention.o_proj)
         ours = kinds[0] in ATTENTION and kinds[1:] == (LlamaMLP, RowParallelLinear) and attention.attn.window is None
         self._layer = None
-        if ours and all(type(m.format) is CpuPlain for m in self.modules() if isinstance(m, LinearBase)):
+        if ours and all(type(m.linear_method) is CpuPlain for m in self.modules() if isinstance(m, LinearBase)):
             linears = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
             norms = self.input_layernorm, self.post_attention_layernorm
             self._layer = Layer(

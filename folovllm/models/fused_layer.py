@@ -85,18 +85,18 @@ class DeferredNormDecoderLayer(LlamaDecoderLayer):
     def weights_loaded(self) -> None:
         """(x * g) W^T is x (W * g)^T: the norms' weights go into the projections' columns, and become ones.
 
-        Not where a format cannot do that, and only where the projections back can add to the stream: not with a bias.
+        Not where a linear method cannot do that, and only where the projections back can add to the stream: not with a bias.
         """
         pairs = (
             (self.input_layernorm, self.self_attn.qkv_proj),
             (self.post_attention_layernorm, self.mlp.gate_up_proj),
         )
         back = (self.self_attn.o_proj, self.mlp.down_proj)
-        self.folded = all(linear.format.can_fold(linear) for _, linear in pairs) and all(
+        self.folded = all(linear.linear_method.can_fold(linear) for _, linear in pairs) and all(
             linear.bias is None for linear in back
         )
         for norm, linear in pairs if self.folded else ():
-            linear.format.fold(linear, norm.weight.data)
+            linear.linear_method.fold(linear, norm.weight.data)
             norm.weight.data.fill_(1)
 
 

@@ -40,11 +40,11 @@ class LlamaAttention(nn.Module):
         qkv_bias, output_bias = self.biases(config)
         heads = (self.num_heads, self.num_kv_heads, self.head_dim)
         self.qkv_proj = layers.make(
-            QKVParallelLinear, config.hidden_size, *heads, qkv_bias, layers.format_of("self_attn.qkv_proj")
+            QKVParallelLinear, config.hidden_size, *heads, qkv_bias, layers.linear_method_of("self_attn.qkv_proj")
         )
         self.o_proj = layers.make(
             RowParallelLinear, self.num_heads * self.head_dim, config.hidden_size, output_bias,
-            layers.format_of("self_attn.o_proj"),
+            layers.linear_method_of("self_attn.o_proj"),
         )  # fmt: skip
         self.rope = rope
         self.attn = Attention(window)
@@ -88,9 +88,9 @@ class LlamaMLP(nn.Module):
             raise UnsupportedModel(f"hidden_act {asked!r} is not supported: only {name!r} is")
         hidden, inner, bias = config.hidden_size, config.intermediate_size, getattr(config, "mlp_bias", False)
         self.gate_up_proj = layers.make(
-            MergedColumnParallelLinear, hidden, [inner] * 2, bias, layers.format_of("mlp.gate_up_proj")
+            MergedColumnParallelLinear, hidden, [inner] * 2, bias, layers.linear_method_of("mlp.gate_up_proj")
         )
-        self.down_proj = layers.make(RowParallelLinear, inner, hidden, bias, layers.format_of("mlp.down_proj"))
+        self.down_proj = layers.make(RowParallelLinear, inner, hidden, bias, layers.linear_method_of("mlp.down_proj"))
         self.act_fn = layers.make(activation)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -198,9 +198,9 @@ class LlamaForCausalLM(nn.Module):
         return name
 
     def weights_loaded(self) -> None:
-        """Call this when the weights have changed: some formats and layers keep them in another form."""
+        """Call this when the weights have changed: some linear methods and layers keep them in another form."""
         for module in self.modules():
             if isinstance(module, LinearBase):
-                module.format.loaded(module)
+                module.linear_method.loaded(module)
         for layer in self.model.layers:
             cast(LlamaDecoderLayer, layer).weights_loaded()

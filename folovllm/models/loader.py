@@ -16,16 +16,16 @@ from tqdm import tqdm
 from folovllm.electives import EXTRA_TENSORS, is_installed, named
 from folovllm.files import UnreadableFile, in_one_line, reading
 from folovllm.layers.linear import PLAIN, LinearBase
-from folovllm.layers.linear_method import FLOATS, WeightFormat
+from folovllm.layers.linear_method import FLOATS, LinearMethod
 from folovllm.layers.plain_linear import Plain
 from folovllm.models.json_files import read_json
 from folovllm.models.llama import LlamaForCausalLM
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-IN_FLOATS = (".weight", "proj.bias", "weight_scale", "weight_scale_inv")  # unless the format says otherwise
+IN_FLOATS = (".weight", "proj.bias", "weight_scale", "weight_scale_inv")  # unless the linear method says otherwise
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a constant that old Llama checkpoints carry
 
-Formats = dict[str, WeightFormat]  # by the name of a module
+LinearMethods = dict[str, LinearMethod]  # by the name of a module
 Taker = Callable[
     [LlamaForCausalLM, str, torch.Tensor], None
 ]  # gives a tensor of this name to its layer; may raise ValueError
@@ -52,23 +52,23 @@ def load_model(model: LlamaForCausalLM, path: Path, use_tqdm: bool = True, shard
 
     Raises:
         ValueError: no safetensors here, a damaged file, or a weight that is missing, left over, of another shape, coded
-            otherwise than its format has it, or not finite (the message names it).
+            otherwise than its linear method has it, or not finite (the message names it).
     """
     places = checkpoint_places(model)
-    formats = {name.rpartition(".")[0]: place.format for name, place in places.items()}  # of each module
+    linear_methods = {name.rpartition(".")[0]: place.linear_method for name, place in places.items()}  # of each module
     part = None if shard is None else partial(part_of, places, shard)
     embedding = model.model.embed_tokens.weight
     tied, copied_head = model.lm_head.weight is embedding, None
     with tqdm(total=len(places), desc="Loading weights", unit="tensor", disable=not use_tqdm) as progress:
-        for name, tensor in read_tensors(checkpoint_files(path), formats, part, model.own_name):
+        for name, tensor in read_tensors(checkpoint_files(path), linear_methods, part, model.own_name):
             with reading(f"the checkpoint in {path}", name):
                 if tied and name == "lm_head.weight":
                     copied_head = tensor
-                elif is_ignored(name, formats):
-                    formats.get(name.rpartition(".")[0], PLAIN).check_ignored(name, tensor)
+                elif is_ignored(name, linear_methods):
+                    linear_methods.get(name.rpartition(".")[0], PLAIN).check_ignored(name, tensor)
                 elif name not in places and (taker := taker_of(name)) is not None:
                     taker(model, name, tensor)
-                elif not is_empty_bias(name, tensor, places, formats):
+                elif not is_empty_bias(name, tensor, places, linear_methods):
                     copy_weight(name, arranged(name, tensor, places), places)
                     progress.update()
     if places:
@@ -83,7 +83,7 @@ class Place:
     """Where one of the checkpoint's tensors goes: a view of a parameter or of a part of it."""
 
     view: torch.Tensor
-    format: WeightFormat = PLAIN
+    linear_method: LinearMethod = PLAIN
 
 
 def checkpoint_places(model: LlamaForCausalLM) -> dict[str, Place]:
@@ -96,7 +96,7 @@ def checkpoint_places(model: LlamaForCausalLM) -> dict[str, Place]:
       The parts' names are in `model.packed_modules_mapping`, by the last word of the module's name: "qkv_proj" ->
       ["q_proj", "k_proj", "v_proj"]. A layer that is not merged is not in it, and is its own only part. The name of a
       tensor is that of its part, beside the merged layer, then the kind: "model.layers.0.self_attn.q_proj.weight". The
-      view's place is `Place(view, module.format)`.
+      view's place is `Place(view, module.linear_method)`.
     - any other module has its own parameters (`module.named_parameters(recurse=False)`): "model.norm.weight". Their place is
       `Place(parameter.data)`, and a parameter that was there already (tied weights) has no second one.
     """
@@ -107,7 +107,9 @@ def checkpoint_places(model: LlamaForCausalLM) -> dict[str, Place]:
             parent, _, leaf = module_name.rpartition(".")
             parts = [f"{parent}.{part}" for part in model.packed_modules_mapping.get(leaf, [leaf])]
             for kind, views in module.places().items():
-                places |= {f"{p}.{kind}": Place(view, module.format) for p, view in zip(parts, views, strict=True)}
+                places |= {
+                    f"{p}.{kind}": Place(view, module.linear_method) for p, view in zip(parts, views, strict=True)
+                }
             continue
         for kind, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in seen:
@@ -117,11 +119,11 @@ def checkpoint_places(model: LlamaForCausalLM) -> dict[str, Place]:
 
 
 def part_of(places: dict[str, Place], shard: Shard, name: str, tensor: Any) -> torch.Tensor:
-    """Return the part of a checkpoint's tensor that `shard` keeps; its format knows how the tensor is laid out."""
+    """Return the part of a checkpoint's tensor that `shard` keeps; its linear method knows how the tensor is laid out."""
     if name not in places and taker_of(name) is not None:
         return tensor[:] if tensor.shape else tensor[...]
-    format = places[name].format if name in places else PLAIN
-    return format.shard(name.rpartition(".")[2], tensor, partial(shard, name))
+    linear_method = places[name].linear_method if name in places else PLAIN
+    return linear_method.shard(name.rpartition(".")[2], tensor, partial(shard, name))
 
 
 def copy_weight(name: str, tensor: torch.Tensor, places: dict[str, Place]) -> None:
@@ -142,14 +144,14 @@ def take_place(name: str, shape: torch.Size, places: dict[str, Place]) -> Place:
 
 
 def arranged(name: str, tensor: torch.Tensor, places: dict[str, Place]) -> torch.Tensor:
-    """Return a tensor of the checkpoint as its place takes it; its format knows how.
+    """Return a tensor of the checkpoint as its place takes it; its linear method knows how.
 
     Codes are put in order where the model is: 30 billion of 4 bits would keep a CPU busy for most of a minute.
     """
     place = places.get(name)
-    if place is None or isinstance(place.format, Plain):
+    if place is None or isinstance(place.linear_method, Plain):
         return tensor
-    return place.format.arrange(name.rpartition(".")[2], tensor.to(place.view.device), place.view.shape)
+    return place.linear_method.arrange(name.rpartition(".")[2], tensor.to(place.view.device), place.view.shape)
 
 
 def taker_of(name: str) -> Taker | None:
@@ -158,16 +160,16 @@ def taker_of(name: str) -> Taker | None:
     return next((taker for taker in takers if taker is not None), None)
 
 
-def is_ignored(name: str, formats: Formats) -> bool:
+def is_ignored(name: str, linear_methods: LinearMethods) -> bool:
     """Whether a checkpoint may hold a tensor that no model here needs."""
     module, _, kind = name.rpartition(".")
-    return name.endswith(IGNORED_SUFFIX) or (module in formats and kind in formats[module].ignores)
+    return name.endswith(IGNORED_SUFFIX) or (module in linear_methods and kind in linear_methods[module].ignores)
 
 
-def is_empty_bias(name: str, tensor: torch.Tensor, places: dict[str, Place], formats: Formats) -> bool:
+def is_empty_bias(name: str, tensor: torch.Tensor, places: dict[str, Place], linear_methods: LinearMethods) -> bool:
     """Whether it is a bias of zeros for a quantized layer that has none, as writers of GPTQ checkpoints leave them."""
     module, _, kind = name.rpartition(".")
-    quantized = module in formats and not isinstance(formats[module], Plain)
+    quantized = module in linear_methods and not isinstance(linear_methods[module], Plain)
     return kind == "bias" and quantized and name not in places and not tensor.any()
 
 
@@ -193,10 +195,10 @@ def require_float_weights(files: list[Path]) -> None:
                 require_stored(name, handle.get_slice(name).get_dtype(), {})
 
 
-def require_stored(name: str, dtype: str, formats: Formats) -> None:
-    """Raise ValueError if a weight's numbers are other codes than its format, or none, has. Masks are allowed."""
+def require_stored(name: str, dtype: str, linear_methods: LinearMethods) -> None:
+    """Raise ValueError if a weight's numbers are other codes than its linear method, or none, has. Masks are allowed."""
     module, _, kind = name.rpartition(".")
-    wanted = formats.get(module, PLAIN).stored(kind)
+    wanted = linear_methods.get(module, PLAIN).stored(kind)
     if name.endswith(IN_FLOATS) and wanted == FLOATS and dtype not in FLOATS:
         raise ValueError(f"{name!r} is stored as {dtype}: quantized weights that config.json does not speak of")
     if wanted != FLOATS and dtype not in wanted:
@@ -241,7 +243,7 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 def read_tensors(
-    files: list[Path], formats: Formats, shard: Shard | None, own_name: Callable[[str], str | None]
+    files: list[Path], linear_methods: LinearMethods, shard: Shard | None, own_name: Callable[[str], str | None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor, one after the other, each a view of the memory-mapped file until it is copied.
 
@@ -254,8 +256,8 @@ def read_tensors(
                     continue
                 with reading(file, stored_name):
                     stored = handle.get_slice(stored_name)
-                    require_stored(name, stored.get_dtype(), formats)
-                    if shard is None or is_ignored(name, formats):
+                    require_stored(name, stored.get_dtype(), linear_methods)
+                    if shard is None or is_ignored(name, linear_methods):
                         tensor = handle.get_tensor(stored_name)
                     else:
                         tensor = shard(name, StoredTensor(stored))
@@ -277,7 +279,7 @@ def init_random_weights(
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
         else:
-            full.format.fill(name.rpartition(".")[2], tensor, generator)
+            full.linear_method.fill(name.rpartition(".")[2], tensor, generator)
         if name in places:  # else another rank's
             places[name].view.copy_(tensor if shard is None else part_of(places, shard, name, tensor))
     model.weights_loaded()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import PLAIN, MergedColumnParallelLinear, QKVParallelLinear
-from folovllm.layers.linear_method import WeightFormat
+from folovllm.layers.linear_method import LinearMethod
 from folovllm.models.llama import LlamaForCausalLM
 
 if TYPE_CHECKING:
@@ -24,19 +24,19 @@ class WholeQKV(QKVParallelLinear):
         num_kv_heads: int,
         head_dim: int,
         bias: bool = False,
-        format: WeightFormat = PLAIN,
+        linear_method: LinearMethod = PLAIN,
     ) -> None:
         sizes = [(num_heads + 2 * num_kv_heads) * head_dim]
-        MergedColumnParallelLinear.__init__(self, hidden_size, sizes, bias, format)
+        MergedColumnParallelLinear.__init__(self, hidden_size, sizes, bias, linear_method)
 
 
 class WholeGateUp(MergedColumnParallelLinear):
     """The same for gate and up."""
 
     def __init__(
-        self, input_size: int, output_sizes: Sequence[int], bias: bool = False, format: WeightFormat = PLAIN
+        self, input_size: int, output_sizes: Sequence[int], bias: bool = False, linear_method: LinearMethod = PLAIN
     ) -> None:
-        super().__init__(input_size, [sum(output_sizes)], bias, format)
+        super().__init__(input_size, [sum(output_sizes)], bias, linear_method)
 
 
 class Phi3ForCausalLM(LlamaForCausalLM):

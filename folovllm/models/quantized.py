@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from folovllm.config import EngineConfig
 from folovllm.electives import QUANTIZATION, require
-from folovllm.layers.layer_set import FormatOf
+from folovllm.layers.layer_set import LinearMethodOf
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -17,7 +17,7 @@ class Quantization:
     """The hook for models whose weights are quantized. This class knows none: each method does nothing.
 
     The set-up of an engine calls `configured`, then `check`, before a weight is read. Whoever builds the model calls
-    `formats_of` (on each rank, too) with the configuration that `configured` returned. Each call makes an object of its own,
+    `linear_methods_of` (on each rank, too) with the configuration that `configured` returned. Each call makes an object of its own,
     so the answer must follow from the arguments.
     """
 
@@ -28,9 +28,9 @@ class Quantization:
         """
         return hf_config
 
-    def formats_of(
+    def linear_methods_of(
         self, hf_config: PretrainedConfig, packed: Mapping[str, Sequence[str]], renamed: Mapping[str, str]
-    ) -> FormatOf | None:
+    ) -> LinearMethodOf | None:
         """Return a function from the name of a linear layer to its linear method; None for models that are not quantized.
 
         Args:

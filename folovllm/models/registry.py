@@ -71,7 +71,7 @@ def build_model(
 
     Args:
         max_model_len: positions that it must know; by default all that the config allows, which may be millions.
-        layers: what it is built from. The format of quantized layers is what `hf_config.quantization_config` says.
+        layers: what it is built from. The linear method of quantized layers is what `hf_config.quantization_config` says.
 
     Raises:
         UnsupportedModel: an unknown architecture, or a feature of the config that no layer here has.
@@ -79,10 +79,10 @@ def build_model(
     """
     try:
         model_class = get_model_class(hf_config)
-        format_of = quantization_of(hf_config).formats_of(
+        linear_method_of = quantization_of(hf_config).linear_methods_of(
             hf_config, model_class.packed_modules_mapping, model_class.renamed
         )
-        layers = replace(layers, quantized=format_of)
+        layers = replace(layers, quantized=linear_method_of)
         absent = [field for field in NEEDED if getattr(hf_config, field, None) is None]
         if absent := absent + ["hidden_act"] * (hidden_act_of(hf_config) is None):
             raise ValueError(f"config.json lacks {', '.join(absent)}, without which there is no {model_class.__name__}")

@@ -51,11 +51,11 @@ def linear_bytes(
 ) -> int:
     """Bytes of matrices of these shapes in all decoder layers, with their scales."""
     quantization, total = quantization_of(hf_config), 0
-    format_of = quantization.formats_of(hf_config, {}, renamed) or (lambda name: None)
+    linear_method_of = quantization.linear_methods_of(hf_config, {}, renamed) or (lambda name: None)
     for i in range(hf_config.num_hidden_layers):
         for name, (outputs, inputs) in shapes.items():
-            format = format_of(f"model.layers.{i}.{name}") or PLAIN
-            total += format.num_bytes(outputs, inputs, dtype)
+            linear_method = linear_method_of(f"model.layers.{i}.{name}") or PLAIN
+            total += linear_method.num_bytes(outputs, inputs, dtype)
     return total
 
 

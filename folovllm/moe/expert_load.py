@@ -1,4 +1,4 @@
-"""How often each expert of each layer is asked: counted on the device, and read only when it is asked for."""
+"""Counts how many tokens are routed to each expert of each layer, on the device; the host reads the counts only on request."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 
 class ExpertLoad(nn.Module):
-    """Hears from all layers of a model which experts are asked. This one counts nothing."""
+    """The hook that all layers of a model call with their routing. This one counts nothing."""
 
     def note(self, experts: torch.Tensor) -> None:
-        """The next layer's choices [T, k], by the experts' numbers among all ranks'."""
+        """Record the routing of the next layer, [T, k] numbers of experts among those of all ranks."""
 
     def end(self, slots: torch.Tensor) -> None:
-        """The step's last layer has chosen. slots: [T], -1 for tokens that only fill a captured step up."""
+        """End a step. slots: [T], -1 for padding of a captured step."""
 
 
 class CountedLoad(ExpertLoad):
-    """Adds a step's choices to `counts` [L, E] int64. A graph can capture it: nothing here waits for the device.
+    """Adds a step's routing to `counts` [L, E] int64. It can be captured, since nothing here waits for the device.
 
-    Layers only keep what they chose anyway, and all of it is added at the end: a few kernels a step, not a layer. Every
-    rank sees all tokens and counts all experts, so one rank's numbers are everybody's.
+    The choices of all layers are added at the end of a step, by a few kernels in all. Every rank sees all tokens and counts
+    all experts, so all ranks have the same counts.
     """
 
     def __init__(self, config: PretrainedConfig, counters: dict[str, torch.Tensor]) -> None:
@@ -38,11 +38,10 @@ class CountedLoad(ExpertLoad):
         self._chosen: list[torch.Tensor] = []  # by the layers of this step so far, [T, k] each
 
     def note(self, experts: torch.Tensor) -> None:
-        """As `ExpertLoad`."""
         self._chosen.append(experts)
 
     def end(self, slots: torch.Tensor) -> None:
-        """As `ExpertLoad`. A token that is not a number may have chosen what no expert is called: that counts nowhere."""
+        """Add the choices of a step. Numbers of no expert, which NaN may lead to, are not counted."""
         newest = self._chosen[-len(self.counts) :]  # a step that failed may have left some before
         chosen = torch.stack(newest)  # [L, T, k]
         self._chosen.clear()

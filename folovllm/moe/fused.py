@@ -18,13 +18,11 @@ class FusedMoE(MoE):
     """The choice and the sum by kernels of their own."""
 
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `MoE`."""
         weights, experts, order, starts = choose(self.gate(x), self.top_k, self.normalise, self.held)
         self.load.note(experts)
         return weights, order, starts
 
     def combine(self, answers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """As `MoE`."""
         return combine(answers, weights)
 
 
@@ -32,7 +30,6 @@ class GroupedExperts(Experts):
     """All experts in two kernels, which find out on the device who has how many tokens."""
 
     def forward(self, x: torch.Tensor, order: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-        """As `Experts`."""
         hidden = grouped_linear(x.contiguous(), self.gate_up, order, starts, gated=True)
         answers = x.new_zeros(len(order), x.shape[1]) if self.is_part else None
         return grouped_linear(hidden, self.down, order, starts, out=answers)

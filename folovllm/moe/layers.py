@@ -91,8 +91,8 @@ class Expert(nn.Module):
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
         super().__init__()
         hidden, inner = down.shape
-        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner] * 2, format=Given(gate_up))
-        self.down_proj = RowParallelLinear(inner, hidden, format=Given(down))
+        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner] * 2, linear_method=Given(gate_up))
+        self.down_proj = RowParallelLinear(inner, hidden, linear_method=Given(down))
         self.act_fn = SiluAndMul()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -138,9 +138,11 @@ class SharedExpert(nn.Module):
     def __init__(self, config: PretrainedConfig, layers: LayerSet) -> None:
         super().__init__()
         hidden, inner = config.hidden_size, config.shared_expert_intermediate_size
-        gate_up, down = (layers.format_of(f"mlp.shared_expert.{name}") for name in ("gate_up_proj", "down_proj"))
+        gate_up, down = (layers.linear_method_of(f"mlp.shared_expert.{name}") for name in ("gate_up_proj", "down_proj"))
         self.gate_up_proj = layers.make(MergedColumnParallelLinear, hidden, [inner] * 2, False, gate_up)
-        self.down_proj = RowParallelLinear(inner, hidden, format=down)  # the sum over ranks comes with the others'
+        self.down_proj = RowParallelLinear(
+            inner, hidden, linear_method=down
+        )  # the sum over ranks comes with the others'
         self.act_fn = layers.make(SiluAndMul)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -171,12 +173,16 @@ class MoE(nn.Module):
         self.top_k, self.normalise = config.num_experts_per_tok, getattr(config, "norm_topk_prob", True)
         self.sum, self.load = layers.make(RankSum), layers.make(ExpertLoad)
         self.held = experts_of_rank(config, self.sum)
-        self.gate = LinearBase(hidden, [num_experts], format=layers.format_of("mlp.gate"))  # whole on every rank
+        self.gate = LinearBase(
+            hidden, [num_experts], linear_method=layers.linear_method_of("mlp.gate")
+        )  # whole on every rank
         self.experts = layers.make(Experts, self.held, num_experts, hidden, expert_size_of(config))
         self.shared_expert = self.shared_expert_gate = None
         if getattr(config, "shared_expert_intermediate_size", None):
             self.shared_expert = SharedExpert(config, layers)
-            self.shared_expert_gate = LinearBase(hidden, [1], format=layers.format_of("mlp.shared_expert_gate"))
+            self.shared_expert_gate = LinearBase(
+                hidden, [1], linear_method=layers.linear_method_of("mlp.shared_expert_gate")
+            )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]."""

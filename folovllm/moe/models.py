@@ -16,7 +16,7 @@ from folovllm.model_config import num_experts_of
 from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
 from folovllm.moe.expert_load import CountedLoad, ExpertLoad
 from folovllm.moe.layers import Experts, MoE
-from folovllm.moe.quantized import QuantizedExperts, formats_of_experts
+from folovllm.moe.quantized import QuantizedExperts, expert_linear_methods
 
 if TYPE_CHECKING:
     import torch
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def choose_moe(config: PretrainedConfig, layers: LayerSet) -> MoE:
-    """The mixture of experts that stands in the place of the MLP, of the set's own kind."""
-    formats = formats_of_experts(layers.coded, range(num_experts_of(config)))
-    if formats is not None:
-        layers = layers.having({Experts: partial(layers.places.get(QuantizedExperts, QuantizedExperts), formats)})
+    """Return the mixture of experts in place of an MLP, of the layer set's kind."""
+    methods = expert_linear_methods(layers.coded, range(num_experts_of(config)))
+    if methods is not None:
+        layers = layers.having({Experts: partial(layers.places.get(QuantizedExperts, QuantizedExperts), methods)})
     return layers.make(MoE, config, layers)
 
 
@@ -37,9 +37,8 @@ class MoeForCausalLM(LlamaForCausalLM):
     def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
         if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
             raise UnsupportedModel("layers with experts among layers without are not supported: all must have them")
-        load = (
-            ExpertLoad() if layers.counters is None else CountedLoad(config, layers.counters)
-        )  # all layers tell this one
+        # All layers record in this one.
+        load = ExpertLoad() if layers.counters is None else CountedLoad(config, layers.counters)
         if layers.kernels:
             from folovllm.moe.fused import EXPERT_KERNELS  # here, for not every machine has Triton
 
@@ -60,13 +59,12 @@ class MoeForCausalLM(LlamaForCausalLM):
         self.packed_modules_mapping = {**self.packed_modules_mapping, **stacks}
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
-        """As `LlamaForCausalLM`."""
         hidden = super().forward(batch)
         self.load.end(batch.slot_mapping)
         return hidden
 
     def own_name(self, name: str) -> str | None:
-        """As `LlamaForCausalLM`: an expert that another rank holds is None."""
+        """Return our name of a tensor; None for an expert that another rank holds."""
         named = super().own_name(name)
         if named is None or EXPERTS not in named:
             return named
@@ -74,5 +72,5 @@ class MoeForCausalLM(LlamaForCausalLM):
         return None if number.isdecimal() and int(number) not in self.moe().held else named
 
     def moe(self) -> MoE:
-        """The first layer's: all are alike."""
+        """Return the mixture of experts of the first layer; all are alike."""
         return cast(MoE, cast(LlamaDecoderLayer, self.model.layers[0]).mlp)

@@ -1,4 +1,4 @@
-"""What K/V in 8 bits should be multiples of: found out by looking at some."""
+"""Calibrate the scales of an FP8 KV cache on the K/V of some tokens."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from folovllm.step.sampling_spec import TokenIds
 from folovllm.step.schedule import ScheduledSequence
 from folovllm.worker.warm_up import dummy_seqs
 
-TOKENS = 512  # to look at
+TOKENS = 512  # to calibrate with
 HEADROOM = 2.0  # a prompt may bring larger numbers than these
 
 
 def calibration_seqs(setup: EngineSetup) -> list[ScheduledSequence]:
-    """One sequence of tokens from all over the vocabulary, cut into steps that the engine has room for.
+    """Return one sequence of tokens from all over the vocabulary, cut into steps that the engine has room for.
 
     It is the same at every start, for any size of steps and on any number of ranks.
     """
@@ -33,7 +33,7 @@ def calibration_seqs(setup: EngineSetup) -> list[ScheduledSequence]:
 
 
 def part_of(whole: ScheduledSequence, tokens: TokenIds, start: int, end: int, block_size: int) -> ScheduledSequence:
-    """The tokens `start` to `end` of a sequence, as one `ScheduledSequence`."""
+    """Return the tokens `start` to `end` of a sequence, as one `ScheduledSequence`."""
     first, last = -(-start // block_size), -(-end // block_size)
     return whole._replace(
         start=start,
@@ -58,7 +58,7 @@ def scales_of(kv_caches: Sequence[torch.Tensor]) -> list[KVScales]:
 def centred_scales_of(kv_caches: Sequence[torch.Tensor], num_tokens: int) -> list[KVScales]:
     """The same, and what all keys of a layer should lose: for each cache, whose first `num_tokens` slots hold one sequence.
 
-    It is about their mean over the sequence. Numbers of 8 bits err by a share of their size, and what keys have in common
+    It is about their mean over the sequence. The error of an 8-bit number is a fraction of its size, and what keys have in common
     is large and tells no two of them apart (SageAttention; Zhang et al., 2024). It is not quite the mean: a
     sequence's first key often takes half of all attention and hardly depends on its token, so it is left without an error.
     """

@@ -1,4 +1,4 @@
-"""The scales of a KV cache in 8 bits that a checkpoint may bring along."""
+"""The scales of an FP8 KV cache that a checkpoint may have."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:(?:attn\.|[kv]_proj\.)?(
 
 
 def is_kv_scale(name: str) -> bool:
-    """Whether a tensor of this name is the scale of a layer's cached keys or values."""
+    """Return whether a tensor of this name is the scale of a layer's cached keys or values."""
     return NAME.fullmatch(name) is not None
 
 
 def taker_of(name: str) -> Taker | None:
-    """Return what gives such a tensor to its layer, for the loader; None for other tensors (`folovllm.electives`)."""
+    """Return the function that gives a scale to its layer, for the loader; None for other tensors (`folovllm.electives`)."""
     return take_kv_scale if is_kv_scale(name) else None
 
 

@@ -1,7 +1,7 @@
-"""Which format each linear layer of a quantized checkpoint has: what `quantization_config` in its `config.json` says.
+"""The linear method of each layer of a quantized checkpoint, by the `quantization_config` in its `config.json`.
 
-Each way of quantizing (`quant_method`) has a reader, which turns that object into a function from the name of a layer, as
-the checkpoint has it, to its `WeightFormat`, or to None where the layer is not quantized. Embedding and head never are.
+Each `quant_method` has a reader, which turns that object into a function from the name of a layer in the checkpoint to its
+`LinearMethod`, or to None where the layer is not quantized. Embedding and head never are.
 """
 
 from __future__ import annotations
@@ -12,38 +12,40 @@ from typing import TYPE_CHECKING, Any
 
 from folovllm.config import EngineConfig
 from folovllm.files import reading
-from folovllm.layers.layer_set import FormatOf
-from folovllm.layers.linear_method import WeightFormat
+from folovllm.layers.layer_set import LinearMethodOf
+from folovllm.layers.linear_method import LinearMethod
 from folovllm.models.quantized import Quantization
 from folovllm.models.registry import renamed_by
 from folovllm.models.shapes import NO_NAMES, expert_shapes, linear_shapes
-from folovllm.quantization.compressed_tensors import read_compressed_tensors
 from folovllm.quantization.gguf_codes import read_gguf_types
-from folovllm.quantization.int4_checkpoints import Awq, Gptq, SortedGptq
-from folovllm.quantization.scaled import Fp8, Fp8Both
+from folovllm.quantization.int4_checkpoints import Awq, Gptq, PackedInt4, SortedGptq
+from folovllm.quantization.scaled import Fp8, Fp8Both, Int8, PackedInt8
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-ROUTERS = ("gate", "shared_expert_gate")  # that GPTQ and AWQ leave plain without a word
+ROUTERS = ("gate", "shared_expert_gate")  # GPTQ and AWQ leave these plain and do not name them
 Said = Mapping[str, Any]  # a `quantization_config`
-ACTIVATIONS = "quantize_activations"  # our own word in a `quantization_config`
+Scheme = Mapping[
+    str, Any
+]  # compressed-tensors' of weights: num_bits, type, strategy, symmetric, group_size, block_structure, actorder
+ACTIVATIONS = "quantize_activations"  # our own key in a `quantization_config`
 NOT_FP8 = "quantize_activations needs weights in FP8, which this model has not: leave it out"
 
 
-def read_fp8(said: Said) -> FormatOf:
-    """Transformers' FP8 (Qwen, DeepSeek: blocks, or one scale for all), and AutoFP8's, which has another name for it."""
+def read_fp8(said: Said) -> LinearMethodOf:
+    """Read transformers' FP8 (Qwen, DeepSeek: blocks, or one scale for all), and AutoFP8's, which calls the scale otherwise."""
     if block := said.get("weight_block_size"):
-        format = Fp8("weight_scale_inv", (block[0], block[1]))
+        linear_method = Fp8("weight_scale_inv", (block[0], block[1]))
     else:
         by_transformers = "weight_block_size" in said or "modules_to_not_convert" in said
-        format = Fp8("weight_scale_inv" if by_transformers else "weight_scale")
+        linear_method = Fp8("weight_scale_inv" if by_transformers else "weight_scale")
     plain = [*(said.get("modules_to_not_convert") or []), *(said.get("ignored_layers") or [])]
-    return lambda name: None if is_named(name, plain) else format
+    return lambda name: None if is_named(name, plain) else linear_method
 
 
-def read_gptq(said: Said) -> FormatOf:
-    """GPTQ: AutoGPTQ's, GPTQModel's and transformers' words for it."""
+def read_gptq(said: Said) -> LinearMethodOf:
+    """Read GPTQ as AutoGPTQ, GPTQModel and transformers write it."""
     layout = said.get("checkpoint_format", "gptq")
     if layout not in ("gptq", "gptq_v2"):
         raise ValueError(f"GPTQ's checkpoint_format {layout!r} is not supported: 'gptq' and 'gptq_v2' are")
@@ -51,29 +53,105 @@ def read_gptq(said: Said) -> FormatOf:
         raise ValueError(f"GPTQ checkpoints with {odd[0]} are not supported: all projections must be quantized alike")
     size = group_size_4("gptq", said.get("bits"), said)
     kind = SortedGptq if said.get("desc_act") and size else Gptq  # where a row is one group, no order matters
-    format = kind(size, one_less=layout == "gptq")
-    return lambda name: None if is_named(name, ROUTERS) else format
+    linear_method = kind(size, one_less=layout == "gptq")
+    return lambda name: None if is_named(name, ROUTERS) else linear_method
 
 
-def read_awq(said: Said) -> FormatOf:
-    """AWQ: AutoAWQ's words for it."""
+def read_awq(said: Said) -> LinearMethodOf:
+    """Read AWQ as AutoAWQ writes it."""
     version = str(said.get("version", "gemm")).lower()
     if version != "gemm" or not said.get("zero_point", True):
         raise ValueError(f"AWQ's version {version!r}, or without zero points, is not supported: 'gemm' with them is")
-    format = Awq(group_size_4("awq", said.get("bits", said.get("w_bit")), said))
+    linear_method = Awq(group_size_4("awq", said.get("bits", said.get("w_bit")), said))
     plain = [*(said.get("modules_to_not_convert") or []), *ROUTERS]
-    return lambda name: None if is_named(name, plain) else format
+    return lambda name: None if is_named(name, plain) else linear_method
 
 
 def group_size_4(method: str, bits: int | None, said: Said) -> int | None:
-    """The size of groups of 4-bit weights; None where a row is one. Raises ValueError for what the kernels do not have."""
+    """Return the size of groups of 4-bit weights; None where a row is one. Raises ValueError for other bits."""
     if bits != 4:
         raise ValueError(f"{method} with {bits} bits is not supported: with 4 it is")
     size = said.get("group_size", said.get("q_group_size", 128))
     return None if size == -1 else size
 
 
-READERS: dict[str, Callable[[Said], FormatOf]] = {  # by `quant_method`
+def read_compressed_tensors(said: Said) -> LinearMethodOf:
+    """Read compressed-tensors, which llm-compressor writes: groups of layers, each with a scheme. Activations stay as they are.
+
+    Raises:
+        ValueError: a scheme is not supported; the sentence says which.
+    """
+    groups = [
+        (group["targets"], linear_method_of_scheme(group["weights"], group.get("format") or said.get("format")))
+        for group in said["config_groups"].values()
+        if group.get("weights")
+    ]
+
+    def linear_method_of(name: str) -> LinearMethod | None:
+        if matches(name, said.get("ignore") or []):
+            return None
+        return next(
+            (linear_method for targets, linear_method in groups if "Linear" in targets or matches(name, targets)), None
+        )
+
+    return linear_method_of
+
+
+def matches(name: str, targets: list[str]) -> bool:
+    """Return whether a layer has one of these names, or fits one of the regular expressions behind "re:"."""
+    return any(re.match(t[3:], name) is not None if t.startswith("re:") else t == name for t in targets)
+
+
+def linear_method_of_scheme(scheme: Scheme, packing: str | None) -> LinearMethod:
+    """Return the linear method of a scheme of weights. `packing` is how the checkpoint stores them."""
+    kind = f"{scheme.get('type', 'int')}{scheme.get('num_bits', 8)}"
+    if make := SCHEMES.get((kind, str(packing))):
+        if scheme.get("symmetric", True) or kind in ASYMMETRIC:
+            return make(scheme)
+        kind = f"asymmetric {kind}"
+    known = ", ".join(f"{kind} {packing}" for kind, packing in SCHEMES)
+    raise ValueError(f"weights quantized by compressed-tensors as {kind} {packing} are not supported: known is {known}")
+
+
+def block_of(scheme: Scheme) -> tuple[int, int] | None:
+    """Return how many outputs and inputs share a scale; None: all inputs of an output, or the whole layer."""
+    match scheme.get("strategy"):
+        case "tensor" | "channel" | None:
+            return None
+        case "block":
+            rows, columns = scheme["block_structure"]
+            return rows, columns
+        case "group":
+            return 1, scheme["group_size"]
+        case other:
+            raise ValueError(f"weights quantized by compressed-tensors with strategy {other!r} are not supported")
+
+
+def packed_int4(scheme: Scheme) -> LinearMethod:
+    """Return the linear method of int4 weights. With actorder "group" the inputs of a group lie anywhere, which is not supported."""
+    if scheme.get("actorder") in ("group", True):
+        raise ValueError("int4 weights with actorder 'group' are not supported: 'static' or 'weight' is")
+    block = block_of(scheme)
+    if scheme.get("strategy") not in ("group", "channel"):
+        raise ValueError(
+            f"int4 weights with strategy {scheme.get('strategy')!r} are not supported: 'group' and 'channel' are"
+        )
+    return PackedInt4(None if block is None else block[1], with_zeros=not scheme.get("symmetric", True))
+
+
+ASYMMETRIC = ("int4",)  # kinds whose zeros may be other codes than the middle one
+# By type and bits, and how they are written down.
+SCHEMES: dict[tuple[str, str], Callable[[Scheme], LinearMethod]] = {
+    ("float8", "float-quantized"): lambda scheme: Fp8("weight_scale", block_of(scheme)),
+    ("float8", "naive-quantized"): lambda scheme: Fp8("weight_scale", block_of(scheme)),
+    ("int4", "pack-quantized"): packed_int4,
+    ("int8", "int-quantized"): lambda scheme: Int8("weight_scale", block_of(scheme)),
+    ("int8", "naive-quantized"): lambda scheme: Int8("weight_scale", block_of(scheme)),
+    ("int8", "pack-quantized"): lambda scheme: PackedInt8("weight_scale", block_of(scheme)),
+}
+
+
+READERS: dict[str, Callable[[Said], LinearMethodOf]] = {  # by `quant_method`
     "fp8": read_fp8,
     "gptq": read_gptq,
     "awq": read_awq,
@@ -83,7 +161,7 @@ READERS: dict[str, Callable[[Said], FormatOf]] = {  # by `quant_method`
 
 
 def made_up_integers(layout: str, **weights: Any) -> dict[str, Any]:
-    """Integer codes in one of compressed-tensors' layouts, routers left plain."""
+    """Return the `quantization_config` of integer codes in one of compressed-tensors' layouts, with plain routers."""
     group = {"targets": ["Linear"], "weights": {"type": "int", **weights}}
     return {
         "quant_method": "compressed-tensors", "format": layout, "ignore": ["re:.*gate$"], "config_groups": {"0": group}
@@ -98,7 +176,7 @@ MADE_UP: dict[str, dict[str, Any]] = {  # by what random weights may be asked to
 
 
 def is_named(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a layer is one of these, or lies within one: its name, an end of it, or a regular expression behind "re:"."""
+    """Return whether a layer is one of these, or lies within one: by a part of its name, or a regular expression behind "re:"."""
     return any(
         re.match(pattern[3:], name) if pattern.startswith("re:") else f".{pattern}." in f".{name}."
         for pattern in patterns
@@ -106,15 +184,15 @@ def is_named(name: str, patterns: Sequence[str]) -> bool:
 
 
 def said_of(hf_config: PretrainedConfig) -> Said | None:
-    """A model's `quantization_config`, if it has one."""
+    """Return a model's `quantization_config`, if it has one."""
     said = getattr(hf_config, "quantization_config", None)
     return said if said is None or isinstance(said, Mapping) else said.to_dict()
 
 
-def formats_of(
+def linear_methods_of(
     hf_config: PretrainedConfig, packed: Mapping[str, Sequence[str]], renamed: Mapping[str, str] = NO_NAMES
-) -> FormatOf | None:
-    """How the layers of a model are quantized, by their names; None if they are not.
+) -> LinearMethodOf | None:
+    """Return a function from a layer's name to its linear method; None if the model is not quantized.
 
     Args:
         packed: the checkpoint's layers in each of ours that merges some (`packed_modules_mapping`).
@@ -132,13 +210,13 @@ def formats_of(
                 f"this checkpoint is quantized by {method!r} (quant_method in its config.json), which is not supported: the "
                 f"known ones are {', '.join(READERS)}"
             )
-        format_of = READERS[str(method)](said)
+        linear_method_of = READERS[str(method)](said)
 
-    def of_merged(name: str) -> WeightFormat | None:
+    def of_merged(name: str) -> LinearMethod | None:
         parent, _, leaf = name.rpartition(".")
         parts = packed.get(leaf, [leaf])
         with reading("the quantization_config in config.json"):  # its patterns are compiled only now
-            first, *others = (format_of(as_in_checkpoint(f"{parent}.{part}", renamed)) for part in parts)
+            first, *others = (linear_method_of(as_in_checkpoint(f"{parent}.{part}", renamed)) for part in parts)
         if any(other != first for other in others):
             raise ValueError(
                 f"{', '.join(parts)} of {parent} are one layer here, so all must be quantized in one way, or none of them"
@@ -148,17 +226,17 @@ def formats_of(
     return of_merged
 
 
-def with_activations(format: WeightFormat | None) -> WeightFormat | None:
-    """The same, and activations are quantized too. Raises ValueError if weights are not in FP8."""
-    if format is None:
+def with_activations(linear_method: LinearMethod | None) -> LinearMethod | None:
+    """Return the linear method that quantizes activations too. Raises ValueError if weights are not in FP8."""
+    if linear_method is None:
         return None
-    if type(format) is not Fp8:
+    if type(linear_method) is not Fp8:
         raise ValueError(NOT_FP8)
-    return Fp8Both(format.scale_name, format.block)
+    return Fp8Both(linear_method.scale_name, linear_method.block)
 
 
 def as_in_checkpoint(name: str, renamed: Mapping[str, str]) -> str:
-    """What the checkpoint calls one of our layers."""
+    """Return the checkpoint's name of one of our layers."""
     name += "."
     for theirs, ours in renamed.items():
         name = name.replace(ours, theirs)
@@ -166,7 +244,7 @@ def as_in_checkpoint(name: str, renamed: Mapping[str, str]) -> str:
 
 
 def quantized_as_asked(hf_config: Any, config: EngineConfig) -> Any:
-    """The model's configuration, which says how random weights are to be made up. That of a checkpoint must agree.
+    """Return the model's configuration, with the quantization that random weights are asked to have. A checkpoint's must agree.
 
     Raises:
         ValueError: `config.quantization` is unknown, or not what the checkpoint is.
@@ -187,10 +265,10 @@ def quantized_as_asked(hf_config: Any, config: EngineConfig) -> Any:
 
 
 def activations_as_asked(hf_config: Any, config: EngineConfig) -> Any:
-    """The model's configuration, which says if activations are to be quantized too.
+    """Return the model's configuration, with `quantize_activations` if that is asked for.
 
     Raises:
-        ValueError: they are, and weights are not in FP8. Of some checkpoints `formats_of` finds that out.
+        ValueError: it is, and weights are not in FP8. For some checkpoints `linear_methods_of` raises it.
     """
     if not config.quantize_activations:
         return hf_config
@@ -208,19 +286,19 @@ def check_quantization(
 
     Args:
         part: the configuration of one rank's part (`local_config`), the same object where there is one rank.
-        renamed: as of `formats_of`.
+        renamed: as of `linear_methods_of`.
     """
-    format_of = formats_of(hf_config, {}, renamed)
-    if format_of is None:
+    linear_method_of = linear_methods_of(hf_config, {}, renamed)
+    if linear_method_of is None:
         return
     whole, parts = (linear_shapes(config) | expert_shapes(config) for config in (hf_config, part))
     cut = {name: shape for name, shape in parts.items() if shape != whole[name]}
     for i in range(part.num_hidden_layers):
         for name, (outputs, inputs) in cut.items():
-            format = format_of(f"model.layers.{i}.{name}")
+            linear_method = linear_method_of(f"model.layers.{i}.{name}")
             try:
-                if format is not None:
-                    format.check_part(outputs, inputs)
+                if linear_method is not None:
+                    linear_method.check_part(outputs, inputs)
             except ValueError as error:
                 instead = "set enable_expert_parallel, or " if "experts" in name else ""
                 raise ValueError(
@@ -229,7 +307,7 @@ def check_quantization(
 
 
 def check_known_to_transformers(hf_config: PretrainedConfig) -> None:
-    """Raise ValueError if the codes are of a kind that only our own models read."""
+    """Raise ValueError if only our own models read such weights."""
     if (said_of(hf_config) or {}).get("quant_method") == "gguf":
         raise ValueError(
             "transformers' model, which M1 runs, cannot keep a GGUF file's codes: take a later milestone or "
@@ -241,17 +319,15 @@ class CheckpointQuantization(Quantization):
     """Reads the `quantization_config` of checkpoints; random weights may be asked to be in one of `MADE_UP`."""
 
     def configured(self, hf_config: Any, config: EngineConfig) -> Any:
-        """As `Quantization`: the ways in which random weights, and activations, are to be quantized are added."""
         return activations_as_asked(quantized_as_asked(hf_config, config), config)
 
-    def formats_of(
+    def linear_methods_of(
         self, hf_config: PretrainedConfig, packed: Mapping[str, Sequence[str]], renamed: Mapping[str, str]
-    ) -> FormatOf | None:
-        """As `Quantization`."""
-        return formats_of(hf_config, packed, renamed)
+    ) -> LinearMethodOf | None:
+        return linear_methods_of(hf_config, packed, renamed)
 
     def check(self, hf_config: PretrainedConfig, part: PretrainedConfig, config: EngineConfig) -> None:
-        """As `Quantization`. Transformers' own model reads what it can, and no GGUF."""
+        """Check our own model. Transformers' model reads what it can, and no GGUF."""
         if config.model_impl == "native":
             check_quantization(hf_config, part, renamed_by(hf_config))
         else:

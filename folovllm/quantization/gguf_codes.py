@@ -1,4 +1,4 @@
-"""The quantized blocks of a GGUF file as our formats have them: nothing is rounded, codes stay codes.
+"""The quantized blocks of a GGUF file in our layouts: nothing is rounded, codes stay codes.
 
 GGUF puts a block's scale before its codes. A kernel would rather have codes side by side, so each type becomes codes of 4
 or 8 bits with a scale, and perhaps a minimum, for each group of inputs. Types are described in gguf-py's `quants.py`.
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from folovllm.files import reading
-from folovllm.layers.layer_set import FormatOf
-from folovllm.layers.linear_method import WeightFormat
+from folovllm.layers.layer_set import LinearMethodOf
+from folovllm.layers.linear_method import LinearMethod
 from folovllm.quantization import packing
 from folovllm.quantization.gguf_reader import GGUFTensor
 from folovllm.quantization.int4 import Int4
@@ -26,9 +26,9 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Type:
-    """A type of blocks: its format here, and how blocks [outputs, blocks, bytes] become that format's tensors."""
+    """A type of blocks: its linear method here, and how blocks [outputs, blocks, bytes] become that method's tensors."""
 
-    format: WeightFormat
+    linear_method: LinearMethod
     split: Callable[[torch.Tensor], Tensors]
 
 
@@ -75,12 +75,12 @@ def q6_k(blocks: torch.Tensor) -> Tensors:
 
 
 def halves(pairs: torch.Tensor) -> torch.Tensor:
-    """Pairs of bytes [..., 2] as the float16 that they are, [...]."""
+    """Return pairs of bytes [..., 2] as the float16 that they are, [...]."""
     return pairs.contiguous().view(torch.float16)[..., 0]
 
 
 def words_of(pairs: torch.Tensor) -> torch.Tensor:
-    """Bytes of two codes [outputs, ..., n], of which all lower halves come before all upper ones, in our own order."""
+    """Return codes in our own order, of bytes [outputs, ..., n] with two codes each: all lower halves come before all upper ones."""
     codes = torch.cat((pairs & 15, pairs >> 4), -1).flatten(1)
     return packing.pack_planes(codes, 32)
 
@@ -95,16 +95,16 @@ TYPES: dict[str, Type] = {
 MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers that are one here
 
 
-def read_gguf_types(said: Mapping[str, Any]) -> FormatOf:
-    """The `quantization_config` that `coded_weights` leaves: the type of each layer that is in codes."""
+def read_gguf_types(said: Mapping[str, Any]) -> LinearMethodOf:
+    """Read the `quantization_config` that `coded_weights` writes: the type of each quantized layer."""
     types: Mapping[str, str] = said["types"]
-    return lambda name: TYPES[types[name]].format if name in types else None
+    return lambda name: TYPES[types[name]].linear_method if name in types else None
 
 
 def coded_weights(
     file: Path, tensors: Mapping[str, GGUFTensor], rows: Callable[[str, torch.Tensor], torch.Tensor]
 ) -> tuple[Tensors, dict[str, Any]]:
-    """The projections of a file in codes, and the `quantization_config` that says so.
+    """Return the quantized projections of a file, and their `quantization_config`.
 
     Left out is what is in floats, of another type, or would be one layer with a projection of another type.
 
@@ -130,14 +130,14 @@ def coded_weights(
 
 
 def alike(name: str, kinds: Mapping[str, str]) -> bool:
-    """Whether all that is one layer with this one has the same type."""
+    """Return whether all parts of one merged layer have the type of this one."""
     parent, _, leaf = name.rpartition(".")
     beside = next((parts for parts in MERGED if leaf in parts), (leaf,))
     return len({kinds.get(f"{parent}.{part}") for part in beside}) == 1
 
 
 def block_bytes(tensor: GGUFTensor) -> int:
-    """Bytes of a block of this tensor's type."""
+    """Return the bytes of a block of this tensor's type."""
     from gguf import GGML_QUANT_SIZES
 
     return int(GGML_QUANT_SIZES[tensor.tensor_type][1])

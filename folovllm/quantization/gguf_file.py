@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 import time
@@ -41,6 +42,7 @@ _TOP_NAMES = {
 }
 _SPECIAL = 3  # GGUF's token type "control"
 _ROPE, _THETA = "rope_freqs.weight", 10_000.0
+_LOW, _HIGH = 1.0, 4.0  # low_freq_factor and high_freq_factor of all Llama 3 models
 _SIZES = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
 _IDS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}  # special tokens: ours, GGUF's
 _TOKENS = "tokenizer.ggml."
@@ -56,7 +58,7 @@ _ALLOWED: dict[str, Kind] = {f"{_TOKENS}{name}_token_id": INDEX for name in _IDS
 
 
 def gguf_dir(file: Path) -> Path:
-    """The folder of a GGUF file in codes: made when it is first asked for, kept in the cache.
+    """Return the folder of a GGUF file with quantized weights: made when it is first asked for, and kept in the cache.
 
     Raises:
         ValueError: the file is none, or of a model whose configuration or tokenizer is not known here; or the folder cannot
@@ -66,13 +68,13 @@ def gguf_dir(file: Path) -> Path:
     target = cache_dir() / "gguf" / f"{file.stem}-{about.st_size:x}-{about.st_mtime_ns:x}"
     if not is_complete(target):
         with becoming(target, f"cannot convert {file} into {target.parent}") as work:
-            convert_in_codes(file, work / "model")
+            convert(file, work / "model", in_codes=True)
     return target
 
 
 @contextmanager
 def becoming(target: Path, failure: str, hint: str = "") -> Iterator[Path]:
-    """A folder to work in, whose `model` is renamed to `target` at the end of the block: what is there is complete.
+    """Give a folder to work in, whose `model` is renamed to `target` at the end of the block; so `target` is always complete.
 
     Raises:
         ValueError: `failure`, why, and `hint`: the disk did not take it. Nothing is left behind.
@@ -90,7 +92,7 @@ def becoming(target: Path, failure: str, hint: str = "") -> Iterator[Path]:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether this is a converted model. An empty folder, made by hand or by a container's mount, is none."""
+    """Return whether this is a converted model. An empty folder, made by hand or by a container's mount, is none."""
     return all((folder / name).is_file() for name in ("config.json", "model.safetensors", "tokenizer.json"))
 
 
@@ -110,18 +112,11 @@ def publish(finished: Path, target: Path) -> None:
             raise
 
 
-def convert(gguf_file: Path, out: Path) -> None:
-    """Write the GGUF file of a Llama model as config, safetensors (bfloat16), tokenizer and chat template to `out`."""
-    _convert(gguf_file, out, in_codes=False)
+def convert(gguf_file: Path, out: Path, in_codes: bool = False) -> None:
+    """Write the GGUF file of a Llama model as config, safetensors (bfloat16), tokenizer and chat template to `out`.
 
-
-def convert_in_codes(gguf_file: Path, out: Path) -> None:
-    """As `convert`, but the projections stay as they are quantized, if `gguf_codes` has their type."""
-    _convert(gguf_file, out, in_codes=True)
-
-
-def _convert(gguf_file: Path, out: Path, in_codes: bool) -> None:
-    """Read all of the file, and only then write."""
+    With `in_codes` the projections stay quantized, if `gguf_codes` has their type. All of the file is read before anything is written.
+    """
     from folovllm.models.shapes import check_num_weights
     from folovllm.quantization.gguf_codes import coded_weights
     from folovllm.quantization.gguf_reader import read_gguf
@@ -169,7 +164,7 @@ def _check_known(gguf_file: Path, meta: dict[str, Any]) -> None:
 
 
 def _weights(gguf_file: Path, tensors: Tensors, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """All tensors under their Hugging Face names, dequantized."""
+    """Return the tensors, dequantized."""
     import torch
     from tqdm import tqdm
 
@@ -181,7 +176,7 @@ def _weights(gguf_file: Path, tensors: Tensors, config: dict[str, Any]) -> dict[
 
 
 def _floats(tensor: GGUFTensor) -> torch.Tensor:
-    """A tensor in float32. Raises ValueError if it is of a type that cannot be unpacked."""
+    """Return a tensor in float32. Raises ValueError if it is of a type that cannot be unpacked."""
     import torch
     from gguf import dequantize
 
@@ -192,7 +187,7 @@ def _floats(tensor: GGUFTensor) -> torch.Tensor:
 
 
 def _rows(config: dict[str, Any], name: str, weight: torch.Tensor) -> torch.Tensor:
-    """The rows of a weight or bias, or of what is known of each, in Hugging Face's order."""
+    """Return the rows of a weight, of a bias, or of codes or scales, in Hugging Face's order."""
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     leaf = name.split(".")[-2]
     return _split_halves(weight, heads[leaf]) if leaf in heads else weight
@@ -218,7 +213,7 @@ def _hf_name(name: str) -> str:
 
 
 def _biases(weights: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, bool]:
-    """What the configuration says of biases. Where some projections have one, the others get one of zeros."""
+    """Return the configuration's fields about biases. Where some projections have a bias, the others get one of zeros."""
     import torch
 
     from folovllm.models.shapes import linear_shapes
@@ -259,18 +254,70 @@ def _config(meta: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rope(meta: dict[str, Any], factors: GGUFTensor | None) -> dict[str, Any]:
-    """The part of the configuration that says how angles are scaled, if they are."""
-    from folovllm.quantization.gguf_rope import rope_scaling_of
-
+    """Return the configuration's field about scaled angles, if they are scaled."""
     found = None if factors is None else _floats(factors)
     if found is not None and found.shape != (head_dim_of(meta) // 2,):
         raise ValueError(f"{_ROPE} has shape {list(found.shape)}, and must have one factor for each pair of a head")
-    scaling = rope_scaling_of(meta, found, meta.get("llama.rope.freq_base", _THETA))
+    scaling = _rope_scaling(meta, found, meta.get("llama.rope.freq_base", _THETA))
     return {"rope_scaling": scaling} if scaling else {}
 
 
+def _rope_scaling(meta: dict[str, Any], factors: torch.Tensor | None, theta: float) -> dict[str, Any]:
+    """Return the `rope_scaling` of a Hugging Face configuration; empty where angles are not scaled.
+
+    llama.cpp writes linear scaling and YaRN as values. Llama 3's scaling becomes a tensor, `rope_freqs.weight`: the divisor of each
+    frequency (`generate_extra_tensors` in its `convert_hf_to_gguf.py`). Hugging Face's code computes these from four numbers.
+
+    Args:
+        meta: the file's values.
+        factors: its `rope_freqs.weight` [D/2], if there is one.
+
+    Raises:
+        ValueError: the scaling is of a kind that is not supported, or lacks a number.
+    """
+    kind = meta.get("llama.rope.scaling.type", "none")
+    said = {} if factors is None else _scaling_by(factors, theta)
+    if kind == "none":
+        return said
+    if said or kind not in ("linear", "yarn"):
+        raise ValueError(
+            f"llama.rope.scaling.type {kind!r}{' with rope_freqs.weight' if said else ''} is not supported"
+        )
+    said = {"rope_type": kind, "factor": meta["llama.rope.scaling.factor"]}
+    if kind == "yarn":
+        said["original_max_position_embeddings"] = meta["llama.rope.scaling.original_context_length"]
+    return said
+
+
+def _scaling_by(factors: torch.Tensor, theta: float) -> dict[str, Any]:
+    """Return the `rope_scaling` that divides frequencies by `factors` [D/2]. Raises ValueError if there is none.
+
+    A factor between 1 and the largest one gives the number of turns of its pair in the first training's context, and so the
+    length of that context. Without such a factor it is the shortest that the last unscaled pair allows.
+    """
+    import torch
+
+    from folovllm.layers.rotary_embedding import scale_llama3
+
+    largest = float(factors.max())
+    if (factors == largest).all():
+        return {} if largest == 1 else {"rope_type": "linear", "factor": largest}
+    frequencies = theta ** (-torch.arange(len(factors)) / len(factors))
+    kept = (1 / factors - 1 / largest) / (1 - 1 / largest)  # 1: as it was; 0: divided by the largest
+    contexts = 2 * math.pi * (_LOW + kept * (_HIGH - _LOW)) / frequencies
+    between = contexts[(kept > 1e-4) & (kept < 1 - 1e-4)]
+    context = round(float(between[0])) if len(between) else math.ceil(float(contexts[kept > 0.5].max()))
+    said = {
+        "rope_type": "llama3", "factor": largest, "low_freq_factor": _LOW, "high_freq_factor": _HIGH,
+        "original_max_position_embeddings": context,
+    }  # fmt: skip
+    if not torch.allclose(frequencies / scale_llama3(frequencies, said, context), factors, rtol=1e-3):
+        raise ValueError("rope_freqs.weight scales in another way than Llama 3 does, which is not supported")
+    return said
+
+
 def head_dim_of(meta: dict[str, Any]) -> int:
-    """D. Raises ValueError if only a part of a head is rotated."""
+    """Return D. Raises ValueError if only a part of a head is rotated."""
     size = int(
         meta.get("llama.attention.key_length", meta["llama.embedding_length"] // meta["llama.attention.head_count"])
     )
@@ -280,7 +327,7 @@ def head_dim_of(meta: dict[str, Any]) -> int:
 
 
 def _build_tokenizer(meta: dict[str, Any]) -> Any:
-    """Byte-level BPE as GGUF's "smollm" pre-tokenizer means it: every digit is a word of its own."""
+    """Return the byte-level BPE of GGUF's "smollm" pre-tokenizer: every digit is a word of its own."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = meta[f"{_TOKENS}tokens"]
@@ -298,7 +345,7 @@ def _build_tokenizer(meta: dict[str, Any]) -> Any:
 
 
 def _tokenizer_config(meta: dict[str, Any]) -> dict[str, Any]:
-    """What is said of the tokenizer. A base model has no chat template, and special tokens may be absent."""
+    """Return the tokenizer's configuration. A base model has no chat template, and special tokens may be absent."""
     tokens = meta[f"{_TOKENS}tokens"]
     ids = {ours: meta.get(f"{_TOKENS}{theirs}_token_id") for ours, theirs in _IDS.items()}
     if absent := [f"{id_} of {name}" for name, id_ in ids.items() if id_ is not None and id_ >= len(tokens)]:

@@ -1,25 +1,25 @@
-"""Weights as codes of 4 bits in groups of inputs, in one layout, whoever quantized them.
+"""Linear layers with weights of 4 bits in groups of inputs, in one layout.
 
-Those who write checkpoints each have a layout of their own: `int4_checkpoints`. Loading brings all into this one.
+Checkpoints have several layouts (`int4_checkpoints`). Loading brings all into this one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+import torch.nn.functional as F
 
 from folovllm.layers.linear_method import ALL, FLOATS
 from folovllm.quantization import packing
-from folovllm.quantization.grouped import Grouped, narrowest
-from folovllm.quantization.linear_method import QuantizedWeights, rows_of
+from folovllm.quantization.linear_method import QuantizedLinearMethod, on_gpu, rows_of
+from folovllm.quantization.weight import QuantizedWeight
 from folovllm.require import is_whole
 
 if TYPE_CHECKING:
     from folovllm.layers.linear import LinearBase
-    from folovllm.quantization.weight import QuantizedWeight
 
 MULTIPLE = 32  # of inputs that a group has: what a thread of the kernel reads at once
 WHOLE = 128  # inputs that 16 words hold: of shorter groups, tensor cores would have numbers move between threads
@@ -27,7 +27,7 @@ STEPS = 4.6  # standard deviation of random codes
 
 
 @dataclass(frozen=True)
-class Int4(QuantizedWeights):
+class Int4(QuantizedLinearMethod):
     """W is (code - zero) * scale, or code * scale + minimum; a layer keeps a `Grouped`.
 
     Attributes:
@@ -62,7 +62,7 @@ class Int4(QuantizedWeights):
             layer.grouped.order = torch.empty(len(layer.output_sizes), layer.input_size, dtype=torch.int32)
 
     def group_size_of(self, inputs: int) -> int:
-        """Inputs that share a scale. Raises ValueError where they do not fill a row, or the kernel's reads."""
+        """Return how many inputs share a scale. Raises ValueError where these do not fill a row, or the kernel's reads."""
         size = self.group_size or inputs
         if size % MULTIPLE or inputs % size:
             raise ValueError(
@@ -72,7 +72,7 @@ class Int4(QuantizedWeights):
         return size
 
     def places(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
-        """The rows of each part."""
+        """Return the rows of each part."""
         kept: Grouped = layer.grouped
         sizes, tensors = layer.output_sizes, zip(self.names, (kept.words, kept.scales, kept.zeros), strict=True)
         places = {name: torch.split(tensor, sizes) for name, tensor in tensors if tensor is not None}
@@ -84,13 +84,13 @@ class Int4(QuantizedWeights):
         return ("I32",) if kind == words or (kind == zeros and not self.with_minimum) else FLOATS
 
     def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """As `WeightFormat`. Raises ValueError where codes, scales or zeros are no matrix: they could not be turned over."""
+        """Return the tensor. Raises ValueError where codes, scales or zeros are no matrix, which cannot be transposed."""
         if kind in self.names and tensor.dim() != 2:
             raise ValueError(f"{kind!r} in 4 bits has shape {list(tensor.shape)}, and must have two dimensions")
         return tensor
 
     def check_part(self, outputs: int, inputs: int) -> None:
-        """As `WeightFormat`: a border between ranks must be one between groups, and no word may lie across it."""
+        """Raise ValueError unless ranks can have whole groups and whole words."""
         if self.order_name:
             raise ValueError("its inputs are sorted (desc_act), so those of a group lie on all ranks")
         if outputs % packing.PER_WORD or inputs % (self.group_size or MULTIPLE):
@@ -100,7 +100,6 @@ class Int4(QuantizedWeights):
             )
 
     def fill(self, kind: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        """As `WeightFormat`: random bits, and one scale."""
         if kind == self.names[0]:
             tensor.random_(-(2**31), 2**31 - 1, generator=generator)
         elif kind == self.names[1]:
@@ -109,12 +108,12 @@ class Int4(QuantizedWeights):
             super().fill(kind, tensor, generator)
 
     def num_bytes(self, outputs: int, inputs: int, dtype: torch.dtype) -> int:
-        """As `WeightFormat`: half a byte for each; of each group a scale of two bytes, and a zero of one or two."""
+        """Return half a byte for each weight, and of each group two bytes for the scale and one or two for the zero."""
         per_group = 2 + self.with_zeros + self.with_minimum
         return outputs * inputs // 2 + per_group * outputs * inputs // self.group_size_of(inputs)
 
     def loaded(self, layer: LinearBase) -> None:
-        """Sort the inputs, if that is asked for; keep no more of scales and zeros than there is in them."""
+        """Sort the inputs, if the checkpoint has an order; keep scales and zeros in the shortest dtype that holds them."""
         super().loaded(layer)
         kept: Grouped = layer.grouped
         if self.order_name:
@@ -124,33 +123,29 @@ class Int4(QuantizedWeights):
             kept.zeros = narrowest(kept.zeros)
         elif kept.zeros is not None and (kept.zeros == 8).all():
             kept.zeros = None
-        if not layer.is_stack:  # of which single experts are unpacked
-            kept.settle(layer.dtype)
+        if not layer.is_stack:  # single experts of a stack are unpacked
+            kept.pack_for_library(layer.dtype)
 
     def check_stack(self, layer: LinearBase) -> None:
-        """As `WeightFormat`: all rows must have their inputs in one order."""
+        """Raise ValueError where parts have their inputs in different orders."""
         if self.order_name:
             raise ValueError("each sorts its inputs in an order of its own (desc_act)")
 
     def dequantized(self, layer: LinearBase, dtype: torch.dtype, parts: slice = ALL) -> torch.Tensor:
-        """As `WeightFormat`."""
         w: torch.Tensor = layer.grouped.rows(rows_of(layer.output_sizes, parts)).dequantized(dtype)
         return w
 
     def weight_of(self, layer: LinearBase) -> QuantizedWeight:
-        """As `QuantizedWeights`."""
         weight: QuantizedWeight = layer.grouped.weight()
         return weight
 
     def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """As `WeightFormat`."""
         y: torch.Tensor = layer.grouped.product(self.folded(layer, x), residual)
         return y if layer.bias is None else y.add_(layer.bias)
 
     def fused(
         self, layer: LinearBase, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        """As `WeightFormat`: on the tensor cores, where they are fast."""
         from folovllm.quantization.kernels.int4_linear import int4_linear
         from folovllm.quantization.kernels.quant_gemv import quant_gemv, serves
 
@@ -160,5 +155,137 @@ class Int4(QuantizedWeights):
         return int4_linear(x, w.weight, w.scale, w.zeros, norm_eps, gated, residual, layer.columns)
 
     def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
-        """True for few tokens and no bias."""
+        """Return True for few tokens and no bias."""
         return layer.bias is None and bool(layer.grouped.fuses(x))
+
+
+@dataclass(slots=True)
+class Grouped:
+    """W [outputs, inputs] is (code - zero) * scale, or code * scale + minimum.
+
+    Attributes:
+        words: [outputs, inputs / 8] int32, in the order of `packing.pack_planes`. None where `library` has them.
+        scales: [outputs, groups], in the shortest floats that hold them.
+        zeros: [outputs, groups]: codes, uint8; or minimums, floats. None: all are 8.
+        order: [inputs], or None: the input that W's first column is for, its second, ...
+        library: the weight as torch's kernel on CPU takes it.
+    """
+
+    words: torch.Tensor | None
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+    library: LibraryWeight | None = None
+
+    def codes(self) -> torch.Tensor:
+        """Return the codes [outputs, inputs] uint8, with columns in the order of `order`."""
+        assert self.words is not None
+        return packing.unpack_planes(self.words, self.group_size)
+
+    @property
+    def group_size(self) -> int:
+        """Return how many inputs share a scale."""
+        assert self.words is not None
+        return packing.PER_WORD * self.words.shape[1] // self.scales.shape[1]
+
+    def sort(self, name: str) -> None:
+        """Sort the inputs by group. Before, `order` [parts, inputs] is the group of each; afterwards it is the order, or None.
+
+        Raises:
+            ValueError: parts of a merged layer differ, or groups have different sizes; `name` is that of the tensor.
+        """
+        assert self.order is not None
+        order = self.order[0].argsort(stable=True)
+        by_group = torch.arange(len(order), device=order.device) // self.group_size
+        if (self.order[:, order] != by_group).any():
+            raise ValueError(
+                f"{name} does not put {self.group_size} inputs into each group, the same for all parts of a merged layer: "
+                "such checkpoints are not supported"
+            )
+        self.words = packing.pack_planes(self.codes()[:, order], self.group_size)
+        self.order = None if (order[1:] > order[:-1]).all() else order
+
+    def pack_for_library(self, dtype: torch.dtype) -> None:
+        """Pack the weight for torch's kernel, where that is faster. `dtype` is that of activations."""
+        if self.scales.device.type == "cpu" and LibraryWeight.serves(len(self.scales), self.group_size, dtype):
+            self.library = LibraryWeight(self.codes(), *self.scales_and_minimums())
+            self.words = None
+
+    def rows(self, rows: slice) -> Grouped:
+        """Return views of some of W's rows."""
+        assert self.words is not None
+        zeros = None if self.zeros is None else self.zeros[rows]
+        return replace(self, words=self.words[rows], scales=self.scales[rows], zeros=zeros)
+
+    def scales_and_minimums(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return two tensors [outputs, groups] float32: W is code * scale + minimum. Both are exact, since codes are small."""
+        scales = self.scales.float()
+        if self.zeros is None:
+            return scales, -8 * scales
+        zeros = self.zeros.float()
+        return scales, zeros if self.zeros.is_floating_point() else -zeros * scales
+
+    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return W in `dtype`, computed in float32 and rounded once."""
+        scales, minimums = self.scales_and_minimums()
+        codes = self.codes().float().unflatten(1, (scales.shape[1], -1))  # [outputs, groups, group_size]
+        return codes.mul_(scales[..., None]).add_(minimums[..., None]).flatten(1).to(dtype)
+
+    def product(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Return x W^T, [T, inputs] -> [T, outputs]; added to `residual`, which may be written over, where there is one."""
+        if self.order is not None:
+            x = x[:, self.order]
+        if on_gpu(x):
+            from folovllm.quantization.kernels.quant_matmul import multiply
+
+            return multiply(x, self.weight(), residual)
+        y = F.linear(x, self.dequantized(x.dtype)) if self.library is None else self.library.product(x)
+        return y if residual is None else residual.add_(y)
+
+    def weight(self) -> QuantizedWeight:
+        """Return the weight as kernels read it."""
+        assert self.words is not None
+        return QuantizedWeight(self.words, self.scales, 1, self.group_size, self.zeros)
+
+    def fuses(self, x: torch.Tensor) -> bool:
+        """Return whether one kernel multiplies, with what comes before and after it: for few tokens, and inputs that are not sorted."""
+        if self.order is not None or not on_gpu(x):
+            return False
+        from folovllm.quantization.kernels.quant_gemv import FEW
+
+        return len(x) in FEW
+
+
+class LibraryWeight:
+    """A weight as torch's kernel for 4 bits on CPU takes it, which rounds scales and minimums to bfloat16.
+
+    In other dtypes that kernel is slower than unpacking the codes.
+    """
+
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor, minimums: torch.Tensor) -> None:
+        """Pack codes [outputs, inputs] and the numbers of each group. The kernel's W is (code - 8) * scale + minimum."""
+        self.group_size = codes.shape[1] // scales.shape[1]
+        self.packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+        scales = torch.stack((scales, minimums + 8 * scales), -1).transpose(0, 1)  # [groups, outputs, 2]
+        self.scales = scales.to(torch.bfloat16).contiguous()
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x W^T."""
+        y: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            x.contiguous(), self.packed, self.group_size, self.scales
+        )
+        return y
+
+    @staticmethod
+    def serves(outputs: int, group_size: int, dtype: torch.dtype) -> bool:
+        """Return whether the kernel takes such weights, and is fast."""
+        has_kernel = dtype == torch.bfloat16 and hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
+        return has_kernel and outputs % 16 == 0 and group_size in (32, 64, 128, 256)
+
+
+def narrowest(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the same float32 numbers in 16 bits, if these hold them exactly."""
+    for dtype in (torch.float16, torch.bfloat16):
+        if torch.equal(numbers.to(dtype).float(), numbers):
+            return numbers.to(dtype)
+    return numbers

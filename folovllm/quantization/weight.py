@@ -1,7 +1,7 @@
-"""A quantized weight as kernels read it, whoever quantized it.
+"""A quantized weight as kernels read it, in one form for all checkpoints.
 
-To add another kind of numbers: a dtype in `kind_of`, a branch of `unpack` in `kernels/quant_matmul.py`, and one of `byte` in
-`kernels/unpack_codes.py`. Zero points would be subtracted where the scale is multiplied: by what `x` sums up to.
+To add a kind of numbers: a dtype in `kind_of`, a branch of `unpack` in `kernels/quant_matmul.py`, and one of `byte` in
+`kernels/unpack_codes.py`. Zero points would be subtracted where the scale is multiplied, times the sum of `x`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class QuantizedWeight:
             `packing.pack_planes`.
         scale: [outputs / rows, inputs / columns], float32; of 4 bits any floats.
         rows, columns: the outputs and inputs of a block. `columns` is a multiple of 16; of 32, and `rows` 1, with 4 bits.
-        zeros: of 4 bits, [outputs, inputs / columns]: the number that means zero (uint8), or what 0 stands for (floats). Without,
-            8 means zero.
+        zeros: of 4 bits, [outputs, inputs / columns]: the code of zero (uint8), or the value of code 0 (floats). Without, the
+            code of zero is 8.
     """
 
     weight: torch.Tensor
@@ -33,12 +33,12 @@ class QuantizedWeight:
 
     @property
     def stored(self) -> torch.Tensor:
-        """The numbers as integers of their size: kernels look at their bits."""
+        """Return the numbers as integers of their size, since kernels read their bits."""
         return self.weight if self.weight.dtype == torch.int32 else self.weight.view(torch.int8)
 
 
 def kind_of(weight: torch.Tensor) -> str:
-    """How a kernel unpacks these numbers: "int4", "int8", "fp8", or "fp8_bits" on a card that has no such numbers."""
+    """Return how a kernel unpacks these numbers: "int4", "int8", "fp8", or "fp8_bits" on a card that has no such numbers."""
     if weight.dtype in (torch.int8, torch.int32):
         return "int8" if weight.dtype == torch.int8 else "int4"
     return "fp8" if has_fp8(weight.device) else "fp8_bits"
@@ -46,5 +46,5 @@ def kind_of(weight: torch.Tensor) -> str:
 
 @cache
 def has_fp8(device: torch.device) -> bool:
-    """Whether the hardware turns FP8 into other floats (compute capability 8.9 or later). Triton's interpreter does."""
+    """Return whether the hardware turns FP8 into other floats (compute capability 8.9 or later). Triton's interpreter does."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)

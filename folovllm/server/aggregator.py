@@ -77,7 +77,7 @@ class Aggregator:
             ev.Finished: self._finished,
             ev.GivenUp: self._given_up,
             ev.Aborted: self._aborted,
-            ev.GuessesChecked: self._checked,
+            ev.DraftsVerified: self._verified,
             ev.BlockClaimed: self._claimed,
             ev.BlockFreed: self._freed,
         }
@@ -152,9 +152,9 @@ class Aggregator:
         self._stats.num_running -= answer.is_running
         return answer
 
-    def _checked(self, event: ev.GuessesChecked) -> None:
+    def _verified(self, event: ev.DraftsVerified) -> None:
         self._stats.num_drafts += 1
-        self._stats.num_guessed += event.num_guessed
+        self._stats.num_draft_tokens += event.num_draft_tokens
         self._stats.num_accepted += event.num_accepted
 
     def _claimed(self, event: ev.BlockClaimed) -> None:

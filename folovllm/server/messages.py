@@ -86,7 +86,7 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     prefix_tokens: int = 0  # asked of the prefix cache
     prefix_tokens_hit: int = 0
     num_drafts: int = 0  # shares whose next tokens were guessed
-    num_guessed: int = 0
+    num_draft_tokens: int = 0
     num_accepted: int = 0
 
 

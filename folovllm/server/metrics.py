@@ -109,7 +109,7 @@ class Metrics(Collector):
         if self._engine.config.speculative_config is not None:
             counts += [
                 ("spec_decode_num_drafts", "Checks of guessed tokens.", load.num_drafts),
-                ("spec_decode_num_draft_tokens", "Guessed tokens.", load.num_guessed),
+                ("spec_decode_num_draft_tokens", "Guessed tokens.", load.num_draft_tokens),
                 ("spec_decode_num_accepted_tokens", "Right guesses.", load.num_accepted),
             ]
         counts += [

@@ -1,1 +1,1 @@
-"""X3: guesses at the tokens to come. The model checks several in one step, and keeps those that it would have sampled."""
+"""X3: speculative decoding. A proposer drafts the next tokens; the model verifies several of them in one step."""

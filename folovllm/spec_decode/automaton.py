@@ -1,4 +1,4 @@
-"""A suffix automaton: every run of tokens that a text holds, in memory and time that grow as the text does."""
+"""A suffix automaton: every run of tokens that a text holds, in memory and time that grow linearly with the text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MOST = 255  # occurrences are counted so far and no further
 
 
 class Place(NamedTuple):
-    """Some run of the text: `length` tokens, the last of the runs that lead to `state`."""
+    """A run of the text: `length` tokens, one of the runs that `state` stands for."""
 
     state: int
     length: int
@@ -20,13 +20,13 @@ NOWHERE = Place(0, 0)  # the empty run
 class SuffixAutomaton:
     """Grows by one token at a time (Blumer et al., "The smallest automaton recognizing the subwords of a text", 1985).
 
-    A state stands for runs that end at the same places in the text, each an end of the longest of them. There are at
-    most two states a token. `_next[s]`: where a token leads from state s. `_link[s]`: the state of the longest end of
+    A state stands for the runs that end at the same places in the text; each is a suffix of the longest of them. There are
+    at most two states a token. `_next[s]`: where a token leads from state s. `_link[s]`: the state of the longest suffix of
     its runs that occurs elsewhere, too; -1 for the root, which stands for the empty run.
 
     Invariant: `_count[s]` is how often the runs of `s` occur, at most `MOST`. A link leads to runs that occur at least as
-    often. So who counts an occurrence goes along the links, and stops at the first state that is full: all behind it are
-    full as well. A state is counted at most MOST times, which bounds the work for all tokens together.
+    often. So `append` counts an occurrence along the links, and stops at the first state that has `MOST`: all behind it have
+    it as well. A state is counted at most MOST times, which bounds the work for all tokens together.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class SuffixAutomaton:
         self.num_tokens = 0
 
     def append(self, token: int) -> None:
-        """The text goes on with `token`."""
+        """Add `token` to the text."""
         new, state = self._add(self._longest[self._last] + 1, {}, 0), self._last
         while state >= 0 and token not in self._next[state]:
             self._next[state][token] = new
@@ -51,7 +51,7 @@ class SuffixAutomaton:
             new = self._link[new]
 
     def _exactly(self, state: int, token: int) -> int:
-        """The state whose longest run is that of `state` and then `token`. Splits one that has longer ones as well."""
+        """Return the state whose longest run is that of `state` and then `token`. Splits a state that has longer ones as well."""
         found, length = self._next[state][token], self._longest[state] + 1
         if self._longest[found] == length:
             return found
@@ -70,19 +70,19 @@ class SuffixAutomaton:
         return len(self._next) - 1
 
     def longest_repeat(self) -> Place:
-        """The longest end of the text that also occurs earlier in it: no search, the automaton knows."""
+        """Return the longest suffix of the text that also occurs earlier in it, without a search."""
         return self.shorter(Place(self._last, self.num_tokens))
 
     def shorter(self, place: Place) -> Place:
-        """The longest end of a run that occurs where the run does not."""
+        """Return the longest suffix of a run that also occurs where the run does not."""
         link = self._link[place.state]
         return Place(link, self._longest[link]) if link > 0 else NOWHERE
 
     def follow(self, place: Place, token: int) -> Place:
-        """The longest end of "the run at `place`, then `token`" that the text holds.
+        """Return the longest suffix of "the run at `place`, then `token`" that the text holds.
 
-        While no run of the state goes on with `token`, give up the front of it: take `shorter`. `NOWHERE` if not even
-        `token` alone is in the text. The cost is that of what was given up, so amortised O(1) for each token followed.
+        While no run of the state goes on with `token`, drop tokens at the front: take `shorter`. `NOWHERE` if not even
+        `token` alone is in the text. Each step drops at least a token, so following one costs amortised O(1).
         The text may have grown since `place` was found: `settle` it.
         """
         place = self.settle(place)
@@ -93,12 +93,12 @@ class SuffixAutomaton:
         return Place(self._next[place.state][token], place.length + 1)
 
     def settle(self, place: Place) -> Place:
-        """The state may have been split since: then its shorter runs have moved into the state of its link."""
+        """Return the same run with its state of today: if the state was split, its shorter runs belong to the state of its link."""
         state, length = place
         while state and length <= self._longest[self._link[state]]:
             state = self._link[state]
         return Place(state, length)
 
     def following(self, place: Place) -> dict[int, int]:
-        """How often each token followed the run at `place`, `MOST` at most, the newest continuation last."""
+        """Return how often each token followed the run at `place`, at most `MOST`, with the newest continuation last."""
         return {token: self._count[state] for token, state in self._next[self.settle(place).state].items()}

@@ -2,7 +2,7 @@
 
 A step over one sequence and k draft tokens gives 1 + a + a^2 + ... + a^k tokens, if each draft token is accepted with
 probability a where all before it were (Leviathan et al., arXiv 2211.17192, section 3.1). It takes longer than a plain step.
-What counts is the ratio of tokens to seconds, over the whole batch.
+So the ratio of tokens to seconds decides, over the whole batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float64]
 WEIGHT = 0.1  # of a new measurement against all before it
 LEAST = 0.1  # of the table: a corrected time is never less
-HARDLY = 1e-9  # a chance that is as good as none
+HARDLY = 1e-9  # a chance that is never less, since it divides
 
 
 class Curve(NamedTuple):
@@ -27,7 +27,7 @@ class Curve(NamedTuple):
     seconds: tuple[float, ...]
 
     def of(self, num_tokens: Floats) -> Floats:
-        """[n] tokens -> [n] seconds: between two measured widths on the line, behind the last on its slope."""
+        """Return seconds [n] of steps of `num_tokens` [n]: on the line between two measured widths, and behind the last on its slope."""
         found = np.interp(num_tokens, self.widths, self.seconds)
         if len(self.widths) > 1:
             slope = (self.seconds[-1] - self.seconds[-2]) / (self.widths[-1] - self.widths[-2])
@@ -35,7 +35,7 @@ class Curve(NamedTuple):
         return found
 
     def at(self, num_tokens: float) -> float:
-        """`of` a single number, without arrays: the policy asks it at each step that it times."""
+        """Return `of` a single number, without arrays: the policy asks for it at each step that it times."""
         i = max(1, min(bisect_left(self.widths, num_tokens), len(self.widths) - 1))
         if len(self.widths) == 1 or num_tokens <= self.widths[0]:
             return self.seconds[0]
@@ -47,79 +47,82 @@ class Curve(NamedTuple):
 class StepCost:
     """Seconds of steps: two curves measured when the engine starts, and what running steps have corrected since.
 
-    There are three kinds of steps: plain; with draft tokens (checked, that is verified); and those for which the proposer was
-    asked and had none. A correction is added and not multiplied, for most of it is the host's and comes once a step: a
-    grammar, a penalty, the loss of overlap.
+    There are three kinds of steps: plain ones; those that verify draft tokens; and those for which the proposer was asked and
+    had none. A correction is added and not multiplied, since most of it is the host's and comes once a step: a grammar, a
+    penalty, the loss of overlap.
     """
 
     plain: Curve  # steps without draft tokens
-    checked: Curve  # steps that verify draft tokens
-    guess: float = 0.0  # seconds that the proposer takes for each draft token, of all sequences together
-    first_guess: float = 0.0  # and for the first one, more than that
+    verifying: Curve  # steps that verify draft tokens
+    per_draft_token: float = 0.0  # seconds that the proposer takes for each draft token, of all sequences together
+    first_draft_token: float = 0.0  # and for the first one, more than that
     plain_more: float = 0.0  # seconds that running steps take more than `plain`, whatever their width
-    checked_more: float = 0.0  # the same of `checked`
-    wait: float = 0.0  # seconds that a step takes more than a plain one if the proposer was asked and had nothing
+    verifying_more: float = 0.0  # the same of `verifying`
+    no_draft_more: float = (
+        0.0  # seconds that a step takes more than a plain one if the proposer was asked and had nothing
+    )
 
     def of_plain(self, num_tokens: float) -> float:
-        """Seconds of a step without draft tokens."""
+        """Return the seconds of a step without draft tokens."""
         return corrected(self.plain.at(num_tokens), self.plain_more)
 
-    def of_vain(self, num_tokens: float) -> float:
-        """Seconds of a step for which the proposer was asked and had nothing."""
-        return corrected(self.of_plain(num_tokens), self.wait)
+    def of_no_draft(self, num_tokens: float) -> float:
+        """Return the seconds of a step for which the proposer was asked and had no draft."""
+        return corrected(self.of_plain(num_tokens), self.no_draft_more)
 
-    def of_narrow(self, num_tokens: float) -> float:
-        """Seconds of a step that verifies draft tokens, all its tokens counted; without arrays."""
-        return corrected(self.checked.at(num_tokens), self.checked_more)
+    def of_verifying(self, num_tokens: float) -> float:
+        """Return the seconds of a step that verifies draft tokens, with `num_tokens` in all; without arrays."""
+        return corrected(self.verifying.at(num_tokens), self.verifying_more)
 
-    def of_checked(self, num_tokens: Floats, depths: npt.NDArray[np.integer], hits: Floats) -> Floats:
-        """Seconds [n] of steps for which the proposer is asked, its own time included, on average.
+    def of_speculative(self, num_tokens: Floats, depths: npt.NDArray[np.integer], hits: Floats) -> Floats:
+        """Return the average seconds [n] of steps for which the proposer is asked, its own time included.
 
         Args:
             num_tokens: [n], of such steps, on average.
             depths: [n], draft tokens for the sequence with most.
-            hits: [S], the chance of each sequence that there is a draft for it. Where nobody has one, the step has asked
-                in vain; the others are so much the wider.
+            hits: [S], the chance of each sequence that there is a draft for it. Where no sequence has one, the step verifies
+                nothing; so the others are wider than the average.
         """
         num_seqs, silent = len(hits), float(np.prod(1 - hits))
-        some = max(1 - silent, HARDLY)  # the chance that anyone has a draft
-        table = self.checked.of(num_seqs + (num_tokens - num_seqs) / some)
-        checked = np.maximum(table + self.checked_more, LEAST * table)
-        return silent * self.of_vain(num_seqs) + some * checked + self.first_guess + self.guess * depths
+        some = max(1 - silent, HARDLY)  # the chance that some sequence has a draft
+        table = self.verifying.of(num_seqs + (num_tokens - num_seqs) / some)
+        verifying = np.maximum(table + self.verifying_more, LEAST * table)
+        drafting = self.first_draft_token + self.per_draft_token * depths
+        return silent * self.of_no_draft(num_seqs) + some * verifying + drafting
 
-    def note_plain(self, num_seqs: int, seconds: float, weight: float = WEIGHT) -> None:
-        """Correct the time of a plain step by a measured one. One that took far too long counts twice its time."""
+    def record_plain(self, num_seqs: int, seconds: float, weight: float = WEIGHT) -> None:
+        """Correct the time of a plain step by a measured one, which counts at most twice the expected time."""
         expected = self.of_plain(num_seqs)
         self.plain_more += weight * (min(seconds, 2 * expected) - expected)
 
-    def note_vain(self, num_seqs: int, seconds: float) -> None:
-        """Correct the time of a step for which the proposer was asked in vain. One that took far too long counts twice its time."""
-        expected = self.of_vain(num_seqs)
-        self.wait += WEIGHT * (min(seconds, 2 * expected) - expected)
+    def record_no_draft(self, num_seqs: int, seconds: float) -> None:
+        """Correct the time of a step without a draft for which the proposer was asked (bound as in `record_plain`)."""
+        expected = self.of_no_draft(num_seqs)
+        self.no_draft_more += WEIGHT * (min(seconds, 2 * expected) - expected)
 
-    def note_checked(self, num_seqs: int, num_draft_tokens: int, seconds: float) -> None:
-        """Correct the time of a step that verified draft tokens. One that took far too long counts twice its time.
+    def record_verifying(self, num_seqs: int, num_draft_tokens: int, seconds: float) -> None:
+        """Correct the time of a step that verified draft tokens (bound as in `record_plain`).
 
-        No plain step of the same sequences takes longer: where one seems to, it was timed badly. Else any draft would seem to
-        pay, for while drafts are made hardly a plain step is timed.
+        A plain step of the same sequences takes no longer, so its time is corrected as well. Else any draft would seem to pay:
+        while drafts are made, hardly a plain step is timed.
         """
-        expected = self.of_narrow(num_seqs + num_draft_tokens)
-        self.checked_more += WEIGHT * (min(seconds, 2 * expected) - expected)
+        expected = self.of_verifying(num_seqs + num_draft_tokens)
+        self.verifying_more += WEIGHT * (min(seconds, 2 * expected) - expected)
         self.plain_more -= WEIGHT * max(0.0, self.of_plain(num_seqs) - seconds)
 
 
 def corrected(table: float, more: float) -> float:
-    """Seconds of a step by the table and by what is added; they never come near zero."""
+    """Return the seconds of the table and what is added to them, but never near zero."""
     return max(table + more, LEAST * table)
 
 
-def best_depths(hits: Floats, acceptances: Floats, cost: StepCost, most: int, margin: float = 1.0) -> list[int]:
-    """The number of draft tokens for each sequence [S], 0 to `most`, that gives the most tokens a second.
+def best_draft_lengths(hits: Floats, acceptances: Floats, cost: StepCost, most: int, margin: float = 1.0) -> list[int]:
+    """Return the number of draft tokens for each sequence [S], 0 to `most`, that gives the most tokens a second.
 
     The j-th draft token of a sequence comes with the chance `hit`, takes one token of the step's width, and is worth
     acceptance ** j. So sort all draft tokens of all sequences by worth, and take as many from the front as give the best ratio
     of tokens to time: for any width no other choice has more tokens. All zero unless that is `margin` times as good as to
-    draft nothing. `cost.of_checked` gives the time of each width, `cost.of_plain` that of a step without draft tokens.
+    draft nothing. `cost.of_speculative` gives the time of each width, `cost.of_plain` that of a step without draft tokens.
     """
     num_seqs = len(hits)
     worth = acceptances[:, None] ** np.arange(1, most + 1)  # [S, most]
@@ -127,7 +130,7 @@ def best_depths(hits: Floats, acceptances: Floats, cost: StepCost, most: int, ma
     seq, depth = order // most, order % most + 1
     tokens = num_seqs + np.cumsum(hits[seq] * worth.ravel()[order])
     width = num_seqs + np.cumsum(hits[seq])
-    speed = tokens / cost.of_checked(width, np.maximum.accumulate(depth), hits)
+    speed = tokens / cost.of_speculative(width, np.maximum.accumulate(depth), hits)
     best = int(np.argmax(speed))
     if speed[best] <= margin * num_seqs / cost.of_plain(num_seqs):
         return [0] * num_seqs

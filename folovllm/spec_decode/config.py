@@ -1,4 +1,4 @@
-"""What a user asks for when tokens are to be drafted: vLLM's `speculative_config`, checked."""
+"""The configuration of speculative decoding: vLLM's `speculative_config`, checked."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ MOST_TOKENS = 64
 
 @dataclass(slots=True, frozen=True)
 class SpeculativeConfig:
-    """How the next tokens are drafted.
+    """How draft tokens are proposed.
 
     Attributes:
         method: a name in METHODS; several, joined by "+", are asked in this order until one has a draft; or a `Proposer`.
         num_speculative_tokens: the most draft tokens that a step verifies for one sequence.
-        prompt_lookup_max: "ngram" looks for the last so many tokens of a text in what comes before them,
+        prompt_lookup_max: "ngram" looks for the last so many tokens of a text earlier in it,
         prompt_lookup_min: and for fewer, down to so many.
-        adaptive: draft as many tokens as pays, at most `num_speculative_tokens`, and none where none pay; else always so
-            many. A `Proposer` of your own is always asked.
+        adaptive: draft as many tokens as pay, at most `num_speculative_tokens`; else always so many. A `Proposer` of your own is
+            always asked.
         model: of "draft_model": a small model with the vocabulary of the large one.
     """
 
@@ -77,12 +77,12 @@ class SpeculativeConfig:
 
     @property
     def methods(self) -> tuple[str, ...]:
-        """The names in `method`; none where it is a proposer."""
+        """Return the names in `method`; none where it is a proposer."""
         return tuple(self.method.split("+")) if isinstance(self.method, str) else ()
 
     @classmethod
     def parse(cls, given: str | Mapping[str, Any] | SpeculativeConfig) -> SpeculativeConfig:
-        """From a dict, or from one in JSON, with vLLM's keys. Raises ValueError for anything else."""
+        """Return the configuration of a dict, or of one in JSON, with vLLM's keys. Raises ValueError for anything else."""
         if isinstance(given, SpeculativeConfig):
             return given
         if isinstance(given, str):
@@ -106,11 +106,11 @@ class SpeculativeConfig:
 def gather(
     whole: str | Mapping[str, Any] | SpeculativeConfig | None, method: str | Proposer | None, num_tokens: int | None
 ) -> SpeculativeConfig:
-    """One configuration of three fields of `EngineConfig`: the whole of it, and two parts that may be said alone."""
-    said: dict[str, Any] = {"method": method, "num_speculative_tokens": num_tokens}
-    said = {name: value for name, value in said.items() if value is not None}
+    """Return one configuration of three fields of `EngineConfig`: the whole of it, and two parts that may be given alone."""
+    given: dict[str, Any] = {"method": method, "num_speculative_tokens": num_tokens}
+    given = {name: value for name, value in given.items() if value is not None}
     if whole is not None:
-        return replace(SpeculativeConfig.parse(whole), **said)
-    if "method" not in said:
+        return replace(SpeculativeConfig.parse(whole), **given)
+    if "method" not in given:
         raise ValueError("num_speculative_tokens needs a speculative_method, or a speculative_config")
-    return SpeculativeConfig(**said)
+    return SpeculativeConfig(**given)

@@ -1,33 +1,40 @@
-"""A small model that writes ahead of the large one (Leviathan et al., arXiv 2211.17192), with the same noise.
+"""Drafts by a small model (Leviathan et al., arXiv 2211.17192), with the noise of the large one.
 
 It samples with the seed, the position and the filters of the sequence. Where both models find about the same tokens likely,
-the same noise then makes both sample the same one: they agree more often than two independent samples would.
+the same noise makes both sample the same one. So they agree more often than two independent samples would.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
+from folovllm.config import EngineConfig
+from folovllm.engine.setup import set_up
+from folovllm.model_config import num_positions
+from folovllm.models.files import load_hf_config, resolve_model
+from folovllm.setup import EngineSetup
 from folovllm.spec_decode.proposer import Proposer, RowState
 from folovllm.step.sampling_spec import SamplingSpec, TokenIds
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
 
 if TYPE_CHECKING:
-    from folovllm.spec_decode.draft_tokens import DraftTokens
-    from folovllm.spec_decode.multi_step import MultiStepExecutor
+    from folovllm.spec_decode.multi_step import DraftTokens, MultiStepExecutor
+
+MEMORY_SHARE = 0.05  # of the memory, for the K/V of a draft model
 
 
 @dataclass(slots=True, eq=False)
 class Draft:
-    """What the small model has of one sequence.
+    """What the draft model has of one sequence.
 
-    Invariant: the K/V of the first `num_cached` tokens lie in `blocks`; those of the text's first tokens are of use up to
-    the first rejected draft token, and what lies behind is written over.
+    Invariant: `blocks` hold the K/V of the first `num_cached` tokens. They are valid up to the first rejected draft token;
+    what lies behind is written over.
     """
 
     row: int
@@ -39,22 +46,22 @@ class Draft:
     is_new: bool = True  # the device does not know how its tokens are sampled
 
     def num_accepted(self, state: RowState) -> int:
-        """How many of the draft tokens agree with the text, as far as that goes: all if none is seen to be wrong."""
+        """Return how many of the draft tokens agree with the text, as far as it is known."""
         sampled = state.token_ids[self.num_known :].tolist()
         return next((i for i, (g, t) in enumerate(zip(self.tokens, sampled, strict=False)) if g != t), len(self.tokens))
 
     def cut_back(self, state: RowState) -> None:
-        """Count as cached what agrees with the text. Its newest token never does: its logits are what is wanted."""
+        """Count as cached what agrees with the text, but never its newest token, whose logits are needed."""
         accepted = self.num_accepted(state)
         self.num_cached = min(self.num_cached, self.num_known + accepted, len(state.token_ids) - 1)
         self.num_known, self.tokens = len(state.token_ids), []
 
 
 class DraftModel(Proposer):
-    """Drafts by decoding with a small model: an executor of its own, that no scheduler drives.
+    """Drafts by decoding with a small model, which has an executor and blocks of its own and no scheduler.
 
-    Its blocks are its own. A sequence for which there is no row or block gets no draft; one that is not asked about may
-    lose what it has, and is computed again when it is.
+    A sequence for which there is no row or block gets no draft. A sequence that is not asked about may lose its row and blocks;
+    then it is computed again when it is asked about.
     """
 
     def __init__(
@@ -68,21 +75,20 @@ class DraftModel(Proposer):
     ) -> None:
         """`executor` runs the small model, in steps of at most so many sequences and tokens, blocks of `block_size`.
 
-        `hand_over`: where the model that verifies finds the tokens by their placeholder ids, which are what is drafted then.
+        `hand_over`: where the model that verifies finds the tokens. Drafts then consist of placeholder ids.
         """
         self._executor, self._hand_over = executor, hand_over
         self._budget, self._max_model_len, self._block_size = max_num_batched_tokens, max_model_len, block_size
         self._rows = list(range(max_num_seqs))
         self._free = list(range(executor.num_kv_blocks))
-        self._drafts: dict[int, Draft] = {}  # by seq_id; who was asked about last stands at the end
+        self._drafts: dict[int, Draft] = {}  # by seq_id; the one asked about last stands at the end
         self._unresolved: list[Draft] = []  # those whose tokens may be placeholder ids: of the last multi-step decode
 
     def propose(self, state: RowState, k: int) -> list[int]:
-        """As `Proposer`."""
         return self.propose_all([state], [k])[0]
 
     def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
-        """As `Proposer`: where a text has grown by much one step over that, and then a multi-step decode."""
+        """Return the drafts: one step over what the texts have grown by, where that is much, and then a multi-step decode."""
         self._learn()
         asked = [(state, k) for state, k in zip(states, ks, strict=True) if k]
         keep = {state.seq_id for state, _ in asked}
@@ -95,10 +101,9 @@ class DraftModel(Proposer):
         return [written.get(state.seq_id, []) for state in states]
 
     def resolve(self, draft: Sequence[int]) -> list[int]:
-        """As `Proposer`."""
         if self._hand_over is None:
             return list(draft)
-        return self._hand_over.spell(np.array(draft, np.int32)).tolist()
+        return self._hand_over.resolve(np.array(draft, np.int32)).tolist()
 
     def _learn(self) -> None:
         """Resolve the tokens of the last multi-step decode: its placeholder ids mean others when the next one begins."""
@@ -109,11 +114,9 @@ class DraftModel(Proposer):
         self._unresolved = []
 
     def finish(self, seq_id: int) -> None:
-        """As `Proposer`."""
         self._drop(seq_id)
 
     def close(self) -> None:
-        """As `Proposer`."""
         self._executor.shutdown()
 
     def _drop(self, seq_id: int) -> None:
@@ -123,7 +126,7 @@ class DraftModel(Proposer):
             self._free += draft.blocks
 
     def _place(self, state: RowState, k: int, others: Iterator[int]) -> bool:
-        """Give `state` a row and blocks for `k` draft tokens, at need those of the next of `others`; False if there are too few.
+        """Give `state` a row and blocks for `k` draft tokens, at need those of `others`, in turn. Return False if there are too few.
 
         The last draft token is sampled and not computed.
         """
@@ -145,10 +148,10 @@ class DraftModel(Proposer):
         return True
 
     def _catch_up(self, placed: list[tuple[RowState, int]]) -> list[tuple[RowState, int]]:
-        """Compute what texts have before their newest tokens, and tell the device of new rows. Returns who can be drafted for now.
+        """Compute what texts have before their newest tokens, and send new rows to the device. Return those that can be drafted for.
 
-        Behind a draft that was accepted as a whole a text lacks two tokens, and else one: these are left to the multi-step decode. Of a text beyond
-        the budget a part is computed.
+        Behind a draft that was accepted as a whole two tokens of a text are not computed, and else one. The multi-step decode
+        computes these. Of a text beyond the budget only a part is computed.
         """
         budget, scheduled_seqs, ready = self._budget - len(placed), [], []
         for state, k in placed:
@@ -172,7 +175,7 @@ class DraftModel(Proposer):
         return ready
 
     def _write(self, ready: list[tuple[RowState, int]]) -> dict[int, list[int]]:
-        """Let the model write: one token a step, first those of the text that are left, then those that it sampled."""
+        """Return the drafts of a multi-step decode: its first steps compute what is left of the text, then come the draft tokens."""
         left = {state.seq_id: state.token_ids[self._drafts[state.seq_id].num_cached :] for state, _ in ready}
         writers = [(state, left[state.seq_id], len(left[state.seq_id]) - 1 + k) for state, k in ready]
         writers.sort(key=lambda writer: -writer[2])  # so that each has the same place in all of its steps
@@ -184,9 +187,9 @@ class DraftModel(Proposer):
             )
             for i in range(writers[0][2])
         ]
-        run = self._executor.submit_run(steps)
-        if self._hand_over is not None and run.names is not None:
-            sampled = run.names[:, : len(writers)].T.tolist()
+        run = self._executor.submit_steps(steps)
+        if self._hand_over is not None and run.placeholder_ids is not None:
+            sampled = run.placeholder_ids[:, : len(writers)].T.tolist()
         else:
             by_step = ([token for (token,) in step.token_ids] for step in run.wait())
             sampled = [list(tokens) for tokens in zip_longest(*by_step)]
@@ -196,7 +199,7 @@ class DraftModel(Proposer):
         }
 
     def _scheduled(self, state: RowState, tokens: TokenIds, num_new: int, num_samples: int) -> ScheduledSequence:
-        """The next `num_new` tokens of a sequence; without `tokens`, the one that was sampled last and is on the device."""
+        """Return a step's part of a sequence: its next `num_new` tokens; without `tokens`, the one that the device sampled last."""
         draft = self._drafts[state.seq_id]
         start, end = draft.num_cached, draft.num_cached + num_new
         first, needed = draft.num_sent, -(-end // self._block_size)
@@ -209,5 +212,33 @@ class DraftModel(Proposer):
 
 
 def sampling_without_history(spec: SamplingSpec) -> SamplingSpec:
-    """The noise and the filters of a sequence, without what depends on the tokens so far: draft tokens may be rejected, and stay."""
+    """Return the noise and the filters of a sequence, without what depends on earlier tokens: those may be rejected draft tokens."""
     return SamplingSpec(spec.seed, spec.temperature, spec.top_k, spec.top_p, spec.min_p)
+
+
+def draft_setup(setup: EngineSetup, model: str) -> EngineSetup:
+    """Return the set-up of the draft model `model` for the large one that `setup` describes: on its device, in its dtype.
+
+    Its cache has room for all sequences, or as much as `MEMORY_SHARE` of the memory holds. Raises ValueError if the two
+    models do not share a vocabulary.
+    """
+    large = setup.config
+    config = EngineConfig(
+        model=model, dtype=str(setup.dtype), device=str(setup.device), max_num_seqs=setup.max_num_seqs,
+        max_num_batched_tokens=setup.max_num_batched_tokens, enable_prefix_caching=False, enforce_eager=large.enforce_eager,
+        num_threads=large.num_threads, trust_remote_code=large.trust_remote_code, use_tqdm=large.use_tqdm,
+    )  # fmt: skip
+    limit = num_positions(load_hf_config(resolve_model(model), config))
+    draft = set_up(replace(config, max_model_len=min(limit, setup.max_model_len)))
+    if draft.vocab_size != setup.vocab_size:
+        raise ValueError(
+            f"a draft must have the vocabulary of its model: {model} has {draft.vocab_size} tokens, {large.model} "
+            f"{setup.vocab_size}"
+        )
+    memory = large.kv_cache_memory
+    if setup.device.type == "cuda":
+        memory = torch.cuda.get_device_properties(setup.device).total_memory
+    blocks_per_seq = -(-draft.max_model_len // draft.block_size)
+    affordable = int(MEMORY_SHARE * memory) // (draft.block_size * draft.kv_bytes_per_token)
+    num_blocks = max(blocks_per_seq, min(affordable, blocks_per_seq * draft.max_num_seqs))
+    return replace(draft, config=replace(draft.config, num_kv_blocks=num_blocks))

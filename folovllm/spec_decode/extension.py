@@ -1,4 +1,4 @@
-"""What speculative decoding changes in an engine: its runners, its scheduler, and the kernel that verifies."""
+"""The extension that adds speculative decoding to an engine: its runners, its scheduler, and the kernel that verifies."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ from typing import TYPE_CHECKING
 from folovllm.build import make_packed_worker
 from folovllm.extensions import Extension
 from folovllm.spec_decode import attention
-from folovllm.spec_decode.draft_model import DraftModel
-from folovllm.spec_decode.draft_setup import draft_setup
-from folovllm.spec_decode.draft_tokens import DraftTokens
+from folovllm.spec_decode.draft_model import DraftModel, draft_setup
 from folovllm.spec_decode.measure import clock_for, measure_drafting, measure_steps
-from folovllm.spec_decode.multi_step import MultiStepExecutor, MultiStepRunner
+from folovllm.spec_decode.multi_step import DraftTokens, MultiStepExecutor, MultiStepRunner
 from folovllm.spec_decode.ngram import NgramProposer
 from folovllm.spec_decode.policy import TRUSTED, UNKNOWN, AdaptiveLength, FixedLength, LengthPolicy
 from folovllm.spec_decode.proposer import CompositeProposer, Proposer
 from folovllm.spec_decode.scheduler import SpeculativeScheduler
 from folovllm.spec_decode.speculation import Speculation
 from folovllm.spec_decode.suffix import SuffixProposer
-from folovllm.spec_decode.verifier import DraftVerifier
-from folovllm.spec_decode.verify import max_samples
+from folovllm.spec_decode.verify import DraftVerifier, max_samples
 from folovllm.spec_decode.verify_runner import VerifyingModelRunner
 
 if TYPE_CHECKING:
@@ -47,10 +44,9 @@ class SpeculativeDecoding(Extension):
     def prepare(self) -> None:
         """Make the proposer. A draft model has weights and a cache of its own."""
         config = self._config
-        if (
-            "draft_model" in config.methods
-        ):  # a multi-step decode samples a token behind the draft, and may begin with one in flight
-            self._drafted = DraftTokens.for_runs(config.num_speculative_tokens + 2, self.setup)
+        if "draft_model" in config.methods:
+            # A multi-step decode samples a token behind the draft, and may begin with one in flight.
+            self._drafted = DraftTokens.for_multi_step(config.num_speculative_tokens + 2, self.setup)
         if isinstance(config.method, str):
             proposers = [self._make_proposer(name) for name in config.methods]
             self._proposer = proposers[0] if len(proposers) == 1 else CompositeProposer(proposers)
@@ -58,7 +54,7 @@ class SpeculativeDecoding(Extension):
             self._proposer = CompositeProposer([config.method], self.setup.vocab_size)
 
     def _make_proposer(self, name: str) -> Proposer:
-        """The proposer of that name. Raises ValueError where it cannot be had."""
+        """Return the proposer of that name. Raises ValueError where it cannot be made."""
         if name == "ngram":
             return NgramProposer(self._config.prompt_lookup_min, self._config.prompt_lookup_max)
         if name == "suffix":
@@ -67,12 +63,12 @@ class SpeculativeDecoding(Extension):
         return self._draft(self._config.model)
 
     def _draft(self, model: str) -> Proposer:
-        """The small model: rows and blocks for as many sequences as the large one has, in a part of its memory."""
+        """Return the draft model, with rows and blocks for as many sequences as the large one has, in a part of its memory."""
         assert self._drafted is not None
         draft, config = draft_setup(self.setup, model), self.setup.config
         on_device = config.packed_steps and config.tensor_parallel_size == 1  # where the large model finds the drafts
         return DraftModel(
-            make_run_executor(draft, self._drafted),
+            make_multi_step_executor(draft, self._drafted),
             draft.max_num_seqs,
             draft.max_num_batched_tokens,
             draft.max_model_len,
@@ -81,32 +77,32 @@ class SpeculativeDecoding(Extension):
         )
 
     def num_samples(self) -> int:
-        """What drafts leave room for, and one for each sequence that is admitted to the same step."""
+        """Return the samples of sequences with drafts, and one for each sequence that is admitted to the same step."""
         return max_samples(self.setup.max_num_seqs) + self.setup.max_num_seqs
 
     def attention_backend(self, usual: Callable[[], AttentionBackend]) -> AttentionBackend:
-        """Triton's, with a kernel that verifies, where the device has it."""
+        """Return Triton's backend with a kernel that verifies, where the device has it, else the usual one."""
         if self.setup.backend != "triton" or not attention.serves(self.setup.device):
             return usual()
         most_tokens = self._config.num_speculative_tokens + 1
-        return attention.CheckingTritonBackend(self.setup.attention, most_tokens, max_samples(self.setup.max_num_seqs))
+        return attention.TritonVerifyBackend(self.setup.attention, most_tokens, max_samples(self.setup.max_num_seqs))
 
     def model_runner(self, usual: type[ModelRunner]) -> type[ModelRunner]:
-        """Samples several tokens of a sequence."""
+        """Return a runner that samples several tokens of a sequence."""
         return VerifyingModelRunner
 
     def graph_runner(self, usual: MakeGraphRunner) -> MakeGraphRunner:
-        """The same for packed steps; it reads what a draft model has just written."""
+        """Return the graph runner with a verifier, which resolves placeholder ids of a draft model."""
         return partial(usual, verifier=DraftVerifier(max_samples(self.setup.max_num_seqs), self._drafted))
 
     def scheduler(self, usual: MakeScheduler, executor: Executor, logits_mask: LogitsMask) -> MakeScheduler:
-        """One that asks the proposer; how far to draft follows from what steps cost on this executor."""
+        """Return a scheduler that asks the proposer. What steps cost on this executor decides the draft lengths."""
         assert self._proposer is not None
         speculation = Speculation(self._proposer, self._policy(executor), logits_mask, clock_for(self.setup))
         return partial(SpeculativeScheduler, speculation=speculation)
 
     def _policy(self, executor: Executor) -> LengthPolicy:
-        """Who says how many tokens to draft. Under torchrun all ranks must decide the same: there time may have no say."""
+        """Return the length policy. Under torchrun all ranks must decide the same, so times must not matter there."""
         config, setup = self._config, self.setup
         most = config.num_speculative_tokens
         if not config.adaptive or not config.methods or "TORCHELASTIC_RUN_ID" in os.environ:
@@ -125,19 +121,19 @@ class SpeculativeDecoding(Extension):
 
 
 class Drafting(Extension):
-    """The extension of a draft model's own worker: several decode steps at once."""
+    """The extension of a draft model's own worker: several decode steps in one call."""
 
     def __init__(self, setup: EngineSetup, drafted: DraftTokens) -> None:
         super().__init__(setup)
         self._drafted = drafted
 
     def graph_runner(self, usual: MakeGraphRunner) -> MakeGraphRunner:
-        """Writes what it samples into `drafted`."""
+        """Return a runner that writes what it samples into `drafted`."""
         return partial(MultiStepRunner, drafted=self._drafted)
 
 
-def make_run_executor(setup: EngineSetup, drafted: DraftTokens) -> MultiStepExecutor:
-    """A device that is sent several decode steps at once."""
+def make_multi_step_executor(setup: EngineSetup, drafted: DraftTokens) -> MultiStepExecutor:
+    """Return the executor of a draft model, which takes several decode steps in one call."""
     worker, runner = make_packed_worker(setup, extension=Drafting(setup, drafted))
     assert isinstance(runner, MultiStepRunner)
     return MultiStepExecutor(setup.max_num_seqs, worker, runner)

@@ -18,11 +18,11 @@ from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
 CONTEXT = 128  # tokens that each sequence has already, if the context and the cache allow it
 ROUNDS = 3
 PATIENCE = 0.4  # seconds for a curve: a slow machine gets fewer points of it
-MOST = 512  # tokens of a step: beyond, both curves are taken for straight
+MOST = 512  # tokens of a step: beyond, both curves are taken to be straight
 
 
 def measure_steps(executor: Executor, setup: EngineSetup, most: int) -> StepCost:
-    """Time steps of 1, 2, 4, ... tokens: of as many sequences, and of few sequences with up to `most` draft tokens each.
+    """Return the measured cost of steps of 1, 2, 4, ... tokens: of as many sequences, and of few with up to `most` draft tokens each.
 
     The sequences are made up and share their blocks; no request uses what they leave in the cache.
     """
@@ -30,10 +30,10 @@ def measure_steps(executor: Executor, setup: EngineSetup, most: int) -> StepCost
     widest = min(setup.max_num_batched_tokens, setup.max_num_seqs * (most + 1), max_samples(setup.max_num_seqs), MOST)
     widths = [1 << i for i in range(widest.bit_length())]
     plain = [[1] * n for n in widths if n <= setup.max_num_seqs]
-    checked = [[most + 1] * (n // (most + 1)) + [n % (most + 1)] * (n % (most + 1) > 0) for n in widths]
+    verifying = [[most + 1] * (n // (most + 1)) + [n % (most + 1)] * (n % (most + 1) > 0) for n in widths]
     time_of = Timer(executor, setup, most)
     without = time_of.curve(plain)
-    found = time_of.curve([lengths for lengths in checked if len(lengths) <= setup.max_num_seqs])
+    found = time_of.curve([lengths for lengths in verifying if len(lengths) <= setup.max_num_seqs])
     seconds = tuple(max(t, without.at(n)) for n, t in zip(*found, strict=True))  # a step that verifies is never cheaper
     return StepCost(without, Curve(found.widths, seconds))
 
@@ -45,9 +45,9 @@ def measure_drafting(executor: Executor, setup: EngineSetup, proposer: Proposer,
     """
     most = max(1, min(most, setup.max_model_len - 2))
     time_of = Timer(executor, setup, most)
-    one, every = (max(0.0, time_of.drafting(proposer, k) - cost.of_narrow(1 + k)) for k in (1, most))
-    cost.guess = max(0.0, every - one) / max(1, most - 1)
-    cost.first_guess = one - cost.guess
+    one, every = (max(0.0, time_of.drafting(proposer, k) - cost.of_verifying(1 + k)) for k in (1, most))
+    cost.per_draft_token = max(0.0, every - one) / max(1, most - 1)
+    cost.first_draft_token = one - cost.per_draft_token
 
 
 def clock_for(setup: EngineSetup) -> Callable[[], float]:
@@ -67,7 +67,7 @@ class Timer:
         self._blocks = tuple(range(-(-(self._start + most + 1) // setup.block_size)))
 
     def curve(self, steps: list[list[int]]) -> Curve:
-        """Seconds of `steps`, each given by the tokens of its sequences; as far as patience goes, but of two at least."""
+        """Return the seconds of `steps`, each given by the tokens of its sequences: of two at least, and of more until `PATIENCE` is over."""
         end = self._clock() + PATIENCE
         widths: list[float] = []
         seconds: list[float] = []
@@ -79,7 +79,7 @@ class Timer:
         return Curve(tuple(widths), tuple(seconds))
 
     def _seconds(self, lengths: list[int]) -> float:
-        """The fastest of some rounds; before them one in which all that a step of this kind needs is made."""
+        """Return the fastest of some rounds, after one that is not timed, since it allocates what such a step needs."""
         self._executor.execute_model(
             SchedulerOutput(tuple(self._scheduled_seqs([1] * len(lengths), SamplingSpec(temperature=0))))
         )
@@ -88,7 +88,7 @@ class Timer:
         return min(self._timed(output) for _ in range(ROUNDS))
 
     def drafting(self, proposer: Proposer, k: int) -> float:
-        """The fastest of some rounds, after one that is not timed, of `k` draft tokens and the step that verifies them."""
+        """Return the seconds of `k` draft tokens and the step that verifies them: the fastest of some rounds, after one that is not timed."""
         text = np.arange(self._start + 1, dtype=np.int32) % self._vocab_size
         state = RowState(-1, text, len(text), SamplingSpec(temperature=0))
         self._executor.execute_model(SchedulerOutput(tuple(self._scheduled_seqs([1], state.sampling))))
@@ -113,7 +113,7 @@ class Timer:
         return self._clock() - start
 
     def _scheduled_seqs(self, lengths: list[int], sampling: SamplingSpec | None) -> Iterator[ScheduledSequence]:
-        """Scheduled sequences, new ones where `sampling` is given; after each token one is sampled."""
+        """Yield scheduled sequences, new ones where `sampling` is given; after each token one is sampled."""
         blocks, first = ((), len(self._blocks)) if sampling is None else (self._blocks, 0)
         for row, n in enumerate(lengths):
             yield ScheduledSequence(-1 - row, row, self._start, n, np.zeros(n, np.int32), blocks, first, n, sampling)

@@ -33,8 +33,8 @@ class Lookup:
                     self._after[tuple(tokens[end - n :])] = end
             tokens.append(token)
 
-    def guess(self, k: int) -> list[int]:
-        """The `k` tokens that followed the longest run with which the text ends, where it occurred last; [] if never.
+    def propose(self, k: int) -> list[int]:
+        """Return the `k` tokens that followed the longest run with which the text ends, where it occurred last; [] if never.
 
         Here too the work does not depend on how long the text is.
 
@@ -50,7 +50,7 @@ class Lookup:
 
 
 class NgramProposer(Proposer):
-    """Prompt lookup for each sequence. Knows nothing of one that it has not been asked about."""
+    """Prompt lookup for each sequence that it was asked about."""
 
     def __init__(self, shortest: int = 2, longest: int = 4) -> None:
         """Runs of `longest` tokens are looked for first, then shorter ones; vLLM's `prompt_lookup_max` and `_min`."""
@@ -62,13 +62,12 @@ class NgramProposer(Proposer):
         self._texts: dict[int, Lookup] = {}
 
     def propose(self, state: RowState, k: int) -> list[int]:
-        """As `Proposer`: `k` tokens or none."""
+        """Return `k` tokens or none."""
         text = self._texts.get(state.seq_id)
         if text is None:
             text = self._texts[state.seq_id] = Lookup(self._shortest, self._longest)
         text.extend(state.token_ids[len(text.tokens) :].tolist())
-        return text.guess(k)
+        return text.propose(k)
 
     def finish(self, seq_id: int) -> None:
-        """As `Proposer`."""
         self._texts.pop(seq_id, None)

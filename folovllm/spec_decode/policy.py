@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from folovllm.spec_decode.choose import StepCost, best_depths
+from folovllm.spec_decode.choose import StepCost, best_draft_lengths
 
 
 class TimedSteps(NamedTuple):
-    """One step whose time is known; or several plain ones of the same sequences."""
+    """The time of a step, or of several plain ones of the same sequences."""
 
     seconds: float  # of all of them, the proposer's included
     num_steps: int
@@ -22,11 +22,11 @@ class TimedSteps(NamedTuple):
     num_accepted: int
     length: int  # the longest draft that the proposer was asked for; 0: it was not asked
     proposing: float  # of the seconds, the proposer's on the host
-    is_typical: bool  # the proposer had no text to read first
+    is_typical: bool  # the proposer had no long text to observe first
 
 
 class LengthPolicy(ABC):
-    """Says how many tokens to draft, and learns whether it paid. All but `lengths` may be left as they are.
+    """Decides how many tokens to draft, and learns whether it paid. A subclass needs `lengths` alone.
 
     Attributes:
         most: draft tokens for a sequence in a step.
@@ -40,27 +40,27 @@ class LengthPolicy(ABC):
 
     @abstractmethod
     def lengths(self, seq_ids: Sequence[int]) -> list[int]:
-        """How many tokens to draft for each sequence of the coming step.
+        """Return how many tokens to draft for each sequence of the coming step.
 
-        The answer comes before the newest tokens are known where steps overlap. The engine may draft fewer, where the text or the
-        step's budget has no room.
+        Where steps overlap, the newest tokens are not known yet. The engine may draft fewer, where the text or the step's budget
+        has no room.
         """
 
     def pays(self, num_seqs: int, num_tokens: int) -> bool:
-        """Whether to verify so many draft tokens that are certain, since a grammar forces them, in a step of `num_seqs`."""
+        """Return whether to verify so many jump-forward tokens, which a grammar forces, in a step of `num_seqs` sequences."""
         return True
 
     def constrain(self, seq_id: int) -> None:
-        """Note that a grammar constrains a sequence. It may be said again."""
+        """Record that a grammar constrains a sequence. It may be called again."""
 
     def observe(self, seq_id: int, num_draft_tokens: int, num_accepted: int) -> None:
-        """Note what came of a draft; 0 tokens: the proposer was asked for one and had none."""
+        """Record what came of a draft; 0 tokens: the proposer was asked for one and had none."""
 
     def observe_steps(self, steps: TimedSteps) -> None:
-        """Note what steps took."""
+        """Record what steps took."""
 
     def forget(self, seq_id: int) -> None:
-        """Drop what is known of a sequence that has ended."""
+        """Drop what is kept for a sequence that has ended."""
 
 
 class FixedLength(LengthPolicy):
@@ -70,7 +70,6 @@ class FixedLength(LengthPolicy):
         self.most = k
 
     def lengths(self, seq_ids: Sequence[int]) -> list[int]:
-        """`k` for each."""
         return [self.most] * len(seq_ids)
 
 
@@ -81,20 +80,20 @@ class Acceptance:
     drafts: float  # steps in which the proposer had a draft
     silent: float  # steps in which it was asked and had none
     accepted: float  # draft tokens that were accepted
-    rejected: float  # draft tokens that were the first wrong one of a step
+    rejected: float  # draft tokens that were the first to be rejected in a step
 
     @property
     def hit(self) -> float:
-        """The chance that there is a draft."""
+        """Return the chance that the proposer has a draft."""
         return self.drafts / (self.drafts + self.silent)
 
     @property
     def rate(self) -> float:
-        """The chance that a draft token is accepted if those before it were."""
+        """Return the chance that a draft token is accepted if those before it were."""
         return self.accepted / (self.accepted + self.rejected)
 
-    def note(self, num_draft_tokens: int, num_accepted: int, keep: float) -> None:
-        """Add a step. What was known before counts `keep` times as much as until now."""
+    def update(self, num_draft_tokens: int, num_accepted: int, keep: float) -> None:
+        """Add a step. Earlier steps count `keep` times as much as until now."""
         self.drafts = keep * self.drafts + (num_draft_tokens > 0)
         self.silent = keep * self.silent + (num_draft_tokens == 0)
         if num_draft_tokens:
@@ -102,19 +101,19 @@ class Acceptance:
             self.rejected = keep * self.rejected + (num_accepted < num_draft_tokens)
 
     def of_new(self, weight: float) -> Acceptance:
-        """The same averages with the weight of `weight` steps: what a new sequence begins with."""
+        """Return the same averages with the weight of `weight` steps, for a new sequence to begin with."""
         hit, rate = self.hit, self.rate
         return Acceptance(weight * hit, weight * (1 - hit), weight * rate, weight * (1 - rate))
 
 
 UNKNOWN = Acceptance(0.0, 1.0, 0.5, 0.5)  # of a proposer that has had no draft yet
-TRUSTED = Acceptance(8.0, 0.0, 7.6, 0.4)  # of a draft model: who loads one means it
+TRUSTED = Acceptance(8.0, 0.0, 7.6, 0.4)  # of a draft model that was not asked yet
 
 
 class AdaptiveLength(LengthPolicy):
     """Drafts as many tokens as pay, for each sequence; none where none pay, and then it backs off.
 
-    `best_depths` decides from the acceptance averages and `cost`; a decision holds for some steps. A sequence that gets no
+    `best_draft_lengths` decides from the acceptance averages and `cost`; a decision holds for some steps. A sequence that gets no
     draft is probed now and then: the proposer is asked for a few tokens, for one sequence in turn. The steps from one probe to
     the next become four times as many while probes fail. Where nothing is drafted for anyone, the scheduler rests between
     probes. A rest above `LONGEST` ends when what was lost on drafts is `SHARE` of the time.
@@ -123,21 +122,23 @@ class AdaptiveLength(LengthPolicy):
     KEEP, KEEP_COMMON = 0.9, 0.99  # what an observation counts a step later: for its sequence, and for those to come
     OF_NEW = 2.0  # steps that the averages of all sequences count at the start of one
     MARGIN = 1.02  # a draft must gain as much
-    HOLD, FIRST = 8, 3  # steps that a decision holds; if nothing is known of a sequence
+    HOLD, FIRST = 8, 3  # steps that a decision holds; if some sequence is new
     SHORTEST, GROWTH, LONGEST = 8, 4, 64  # steps from one probe to the next: 8, then 32, ...
     PROBE = 4  # draft tokens of a probe
-    SHARE = 0.005  # of the time may be lost
-    SAVED = 16  # plain steps: as much of what drafts won may be lost before a long rest
+    SHARE = 0.005  # of the time may be lost on drafts
+    SAVED = 16  # plain steps: so much of the time that drafts have won may be lost again before a long rest
     AT_MOST = 1 << 14  # steps of a rest
-    FEW = 4  # sequences that nothing is known of that begin at once, and as many more as something is known of
+    FEW = 4  # new sequences that get drafts at once; one more for each sequence that has averages
 
     def __init__(self, cost: StepCost, most: int, first: Acceptance = UNKNOWN) -> None:
-        """`most`: draft tokens for a sequence in a step. `first`: `UNKNOWN`, or what is thought of a draft model before it was asked."""
+        """`most`: draft tokens for a sequence in a step. `first`: the averages to begin with, `TRUSTED` for a draft model."""
         self.cost, self.most = cost, most
         self._common = {False: replace(first), True: replace(UNKNOWN)}  # by whether a grammar constrains a sequence
         self._own: dict[int, Acceptance] = {}  # by seq_id
         self._constrained: set[int] = set()  # by seq_id
-        self._reads_each = first is UNKNOWN  # such a proposer reads texts one by one, and a draft model all in one step
+        self._reads_each = (
+            first is UNKNOWN
+        )  # other proposers read one text after the other, a draft model all in one step
         self._decided: dict[int, int] = {}  # by seq_id
         self._hold = 0  # steps that the decision still holds
         self._pause = self._until_probe = self.SHORTEST
@@ -146,12 +147,12 @@ class AdaptiveLength(LengthPolicy):
         self._num_probes, self._probed = 0, -1  # so far; the last one's seq_id
 
     def lengths(self, seq_ids: Sequence[int]) -> list[int]:
-        """By the decision that holds, or by a new one."""
+        """Return the lengths of the decision that holds, or of a new one."""
         self._hold -= 1
         if self._hold >= 0 and self._decided.keys() >= set(seq_ids):
             return [self._decided[seq_id] for seq_id in seq_ids]
         hits, rates = np.array([(own.hit, own.rate) for own in map(self.acceptance, seq_ids)]).T
-        lengths = best_depths(hits, rates, self.cost, self.most, self.MARGIN)
+        lengths = best_draft_lengths(hits, rates, self.cost, self.most, self.MARGIN)
         if self._reads_each:
             new = [i for i, seq_id in enumerate(seq_ids) if lengths[i] and seq_id not in self._own]
             for i in new[self.FEW + len(self._own) :]:
@@ -170,9 +171,9 @@ class AdaptiveLength(LengthPolicy):
         return lengths
 
     def _rest(self, num_seqs: int) -> None:
-        """Set how long to back off: until the next probe is due, and above `LONGEST` no longer than what was lost asks for.
+        """Set how long to back off: until the next probe is due, but above `LONGEST` no longer than what was lost requires.
 
-        What was lost beyond `SAVED` plain steps must be a small share of the time in any case.
+        What was lost beyond `SAVED` plain steps is always brought down to a small part of the time.
         """
         self._has_rested, self.may_wake = True, self._lost <= 0.0
         lost = self._lost / self.cost.of_plain(num_seqs)  # in steps
@@ -180,7 +181,7 @@ class AdaptiveLength(LengthPolicy):
         self.rest, self._lost = int(min(rest, self.AT_MOST)), min(self._lost, 0.0)
 
     def _probe(self, seq_ids: Sequence[int], lengths: list[int]) -> None:
-        """Ask for a few tokens for one of those that get none, in turn, in this step."""
+        """Add to `lengths` a few tokens for one of the sequences that get none, in turn."""
         idle = [i for i, length in enumerate(lengths) if not length]
         place = idle[self._num_probes % len(idle)]
         lengths[place], self._probed = min(self.PROBE, self.most), seq_ids[place]
@@ -189,16 +190,16 @@ class AdaptiveLength(LengthPolicy):
         self._pause = min(self.GROWTH * self._pause, self.AT_MOST)
 
     def acceptance(self, seq_id: int) -> Acceptance:
-        """What is known of a sequence; of a new one, what is known of all that have a grammar as well, or have none."""
+        """Return the averages of a sequence; for a new one those of all sequences that have a grammar, or have none, as it does."""
         return self._own.get(seq_id) or self._common[seq_id in self._constrained]
 
     def pays(self, num_seqs: int, num_tokens: int) -> bool:
-        """By the cost alone: these tokens are accepted for certain."""
+        """Compare costs alone: these tokens are accepted for certain."""
         width, cost = num_seqs + num_tokens, self.cost
-        return width * cost.of_plain(num_seqs) > self.MARGIN * num_seqs * cost.of_narrow(width)
+        return width * cost.of_plain(num_seqs) > self.MARGIN * num_seqs * cost.of_verifying(width)
 
     def constrain(self, seq_id: int) -> None:
-        """Keep the averages of such sequences apart: of grammars most proposers know nothing."""
+        """Keep the averages of such sequences apart, since most proposers know no grammars."""
         self._constrained.add(seq_id)
 
     def observe(self, seq_id: int, num_draft_tokens: int, num_accepted: int) -> None:
@@ -206,25 +207,25 @@ class AdaptiveLength(LengthPolicy):
         common = self._common[seq_id in self._constrained]
         if seq_id not in self._own:
             self._own[seq_id] = common.of_new(self.OF_NEW)
-        self._own[seq_id].note(num_draft_tokens, num_accepted, self.KEEP)
-        common.note(num_draft_tokens, num_accepted, self.KEEP_COMMON)
+        self._own[seq_id].update(num_draft_tokens, num_accepted, self.KEEP)
+        common.update(num_draft_tokens, num_accepted, self.KEEP_COMMON)
         if seq_id == self._probed and 0 < num_draft_tokens == num_accepted:
             self._pause = self._until_probe = self.SHORTEST
 
     def observe_steps(self, steps: TimedSteps) -> None:
-        """Correct the cost, and count what was lost or won against plain steps that bring as many tokens."""
+        """Correct the cost, and add up the time lost or won against plain steps that sample as many tokens."""
         n, k, cost = steps.num_seqs, steps.num_draft_tokens, self.cost
         if not (steps.length or k):
             is_rest = steps.num_steps > 1
-            cost.note_plain(n, (steps.seconds - is_rest * steps.proposing) / steps.num_steps, 0.3 if is_rest else 0.1)
+            cost.record_plain(n, (steps.seconds - is_rest * steps.proposing) / steps.num_steps, 0.3 if is_rest else 0.1)
             self._lost += is_rest * steps.proposing  # what the decision to rest took
             return
-        drafting = cost.first_guess + cost.guess * steps.length if steps.length else 0.0
-        expected = drafting + (cost.of_narrow(n + k) if k else cost.of_vain(n))
+        drafting = cost.first_draft_token + cost.per_draft_token * steps.length if steps.length else 0.0
+        expected = drafting + (cost.of_verifying(n + k) if k else cost.of_no_draft(n))
         if steps.is_typical and k:
-            cost.note_checked(n, k, steps.seconds - drafting)
+            cost.record_verifying(n, k, steps.seconds - drafting)
         elif steps.is_typical:
-            cost.note_vain(n, steps.seconds - drafting)
+            cost.record_no_draft(n, steps.seconds - drafting)
         if steps.length:
             plain = cost.of_plain(n)
             spent = steps.proposing + min(steps.seconds - steps.proposing, 2 * expected)
@@ -233,6 +234,5 @@ class AdaptiveLength(LengthPolicy):
                 self._lost, self._pause = -self.SAVED * plain, min(self._pause, self.LONGEST)
 
     def forget(self, seq_id: int) -> None:
-        """Drop its averages; those of all keep what it added."""
         self._own.pop(seq_id, None)
         self._constrained.discard(seq_id)

@@ -1,4 +1,4 @@
-"""Who proposes the next tokens of a sequence."""
+"""The hook for what proposes the next tokens of a sequence."""
 
 from __future__ import annotations
 
@@ -16,21 +16,18 @@ class RowState(NamedTuple):
     seq_id: int  # no other sequence ever has it
     token_ids: TokenIds  # [n] int32: prompt and answer as far as known, a view. The first draft token is for position n
     num_prompt_tokens: int
-    sampling: (
-        SamplingSpec  # how its tokens are sampled; with the seed and a position a draft samples with the same noise
-    )
-    cache_salt: str | None = None  # what is learnt from a sequence may serve those of the same salt
+    sampling: SamplingSpec  # with its seed and a position a draft model samples with the same noise
+    cache_salt: str | None = None  # what is learnt from a sequence may serve only those of the same salt
 
 
 class Proposer(ABC):
-    """Drafts tokens. A rejected draft costs time and never changes a text.
+    """Proposes draft tokens. A rejected draft token costs time and never changes a text.
 
-    The engine calls, for each sequence: `admit` once, before its first draft; then `propose_all` and `observe`, in turn or
-    not; `finish` once, however it ended. While nobody is asked for drafts, what was sampled is told late, many tokens at once.
-    A sequence that gives way to others is still the same when it comes back: a proposer that holds memory for it may drop
-    that at any time, since a `RowState` has all tokens.
+    The engine calls, for each sequence: `admit` once, before its first draft; then `propose_all` and `observe`, in any order;
+    `finish` once, however it ended. While no drafts are asked for, `observe` comes late, with many tokens at once. A preempted
+    sequence keeps its seq_id. A proposer may drop what it holds for a sequence at any time, since a `RowState` has all tokens.
 
-    All but `propose` have a body that will do for a proposer without state.
+    A proposer without state needs `propose` alone.
     """
 
     @abstractmethod
@@ -38,7 +35,7 @@ class Proposer(ABC):
         """Return at most `k` tokens, k >= 1, that may come next in `state`, in their order. Empty: no draft."""
 
     def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
-        """`propose` for each of several sequences; an empty list where its k is 0. A draft model runs them together."""
+        """Return a draft for each of several sequences; an empty one where its k is 0. A draft model runs them together."""
         return [list(self.propose(state, k)) if k else [] for state, k in zip(states, ks, strict=True)]
 
     def resolve(self, draft: Sequence[int]) -> list[int]:
@@ -46,34 +43,32 @@ class Proposer(ABC):
         return list(draft)
 
     def admit(self, state: RowState) -> None:
-        """A sequence came; its prompt is computed."""
+        """Note a new sequence; its prompt is computed."""
 
     def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
-        """These tokens were sampled, one or several, whether they were drafted or not."""
+        """Note tokens of a sequence that were sampled, one or several, drafted or not."""
 
     def finish(self, seq_id: int) -> None:
-        """A sequence that was admitted has ended; what is kept for it alone can go."""
+        """Drop what is kept for a sequence that was admitted and has ended."""
 
     def remember(self, answer: TokenIds, cache_salt: str | None) -> None:
-        """The answer of a sequence that ended by itself and was never admitted: nobody was asked about it."""
+        """Note the answer of a sequence that ended by itself and was never admitted: no draft was asked for."""
 
     def close(self) -> None:
-        """The engine was closed: what is on a device can go. Nothing is asked any more."""
+        """Release what is on a device: the engine was closed."""
 
 
 class CompositeProposer(Proposer):
-    """Asks one proposer after the other, until each sequence has a draft."""
+    """Asks one proposer after the other, until each sequence has a draft. What it notes goes to all of them."""
 
     def __init__(self, proposers: Sequence[Proposer], vocab_size: int | None = None) -> None:
-        """`vocab_size`: a draft ends before what is no token of the vocabulary. None: placeholder ids are behind it."""
+        """`vocab_size`: a draft ends before an id outside the vocabulary. None: a draft may have placeholder ids, which are outside."""
         self._proposers, self._vocab_size = proposers, vocab_size
 
     def propose(self, state: RowState, k: int) -> list[int]:
-        """Return the first draft that there is."""
         return self.propose_all([state], [k])[0]
 
     def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
-        """Ask each proposer about the sequences that have no draft yet."""
         found: list[list[int]] = [[] for _ in states]
         for proposer in self._proposers:
             left = [0 if draft else k for draft, k in zip(found, ks, strict=True)]
@@ -87,32 +82,26 @@ class CompositeProposer(Proposer):
         return list(takewhile(range(self._vocab_size).__contains__, draft))
 
     def resolve(self, draft: Sequence[int]) -> list[int]:
-        """Replace the placeholder ids of each proposer."""
         for proposer in self._proposers:
             draft = proposer.resolve(draft)
         return list(draft)
 
     def admit(self, state: RowState) -> None:
-        """Tell all proposers."""
         for proposer in self._proposers:
             proposer.admit(state)
 
     def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
-        """Tell all proposers."""
         for proposer in self._proposers:
             proposer.observe(seq_id, token_ids)
 
     def finish(self, seq_id: int) -> None:
-        """Tell all proposers."""
         for proposer in self._proposers:
             proposer.finish(seq_id)
 
     def remember(self, answer: TokenIds, cache_salt: str | None) -> None:
-        """Tell all proposers."""
         for proposer in self._proposers:
             proposer.remember(answer, cache_salt)
 
     def close(self) -> None:
-        """Close all proposers."""
         for proposer in self._proposers:
             proposer.close()

@@ -1,16 +1,15 @@
-"""Schedulers whose steps verify draft tokens: a sequence computes its newest token and k draft tokens, and samples k + 1."""
+"""A scheduler whose steps verify draft tokens: a sequence computes its newest token and k draft tokens, and samples k + 1."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from folovllm.engine.scheduler import Scheduler
 from folovllm.engine.step_builder import BatchRows
-from folovllm.engine.stop import check_stop_conditions
-from folovllm.events import GuessesChecked
+from folovllm.events import DraftsVerified
 from folovllm.request import Sequence
 from folovllm.spec_decode.speculation import Speculation
 from folovllm.spec_decode.verify import max_samples
@@ -30,11 +29,11 @@ class DraftRows(BatchRows):
         self.drafts: dict[int, list[int]] = {}
 
     def maker(self) -> Callable[[Sequence, int], ScheduledSequence]:
-        """As ever where the coming step has no drafts: nothing is looked up for each scheduled sequence."""
+        """Return what makes a scheduled sequence; it looks for drafts only where the coming step has some."""
         return self._scheduled_with_draft if self.drafts else self.scheduled
 
     def _scheduled_with_draft(self, seq: Sequence, num_new_tokens: int) -> ScheduledSequence:
-        """As `scheduled`; of a sequence with a draft all tokens but this and the newest are computed. That may be in flight."""
+        """Return a scheduled sequence with its draft. Only its newest token is not computed before; that one may be in flight."""
         scheduled, draft = self.scheduled(seq, num_new_tokens), self.drafts.get(seq.seq_id)
         if draft is None:
             return scheduled
@@ -43,7 +42,7 @@ class DraftRows(BatchRows):
         return scheduled._replace(token_ids=np.concatenate([newest, tokens]), num_samples=num_new_tokens)
 
     def cut(self, seq: Sequence) -> None:
-        """The table of `seq` has become shorter: what the devices know behind its end counts no more."""
+        """Note that the table of `seq` has become shorter: the devices get new blocks behind its end again."""
         row = self._rows[seq.seq_id]
         row.num_sent = min(row.num_sent, len(seq.block_table))
 
@@ -69,19 +68,19 @@ class SpeculativeScheduler(Scheduler):
         self._rows: DraftRows = DraftRows(self._max_num_seqs, self.events, lambda: self.waiting)
         self._num_samples = min(self._max_num_batched_tokens, max_samples(self._max_num_seqs))  # of a step, at most
         self._plain_tokens = self._tokens_of_step
-        self._num_taken = 0  # steps whose tokens have been taken in
+        self._num_done = 0  # steps whose tokens have arrived
         self._verifying: Verifying | None = None  # nothing is scheduled behind it
 
     def add(self, seq: Sequence) -> None:
-        """Queue a sequence, and let the speculation know."""
+        """Queue a sequence, and tell the speculation."""
         self.speculation.add(seq, self._rows.num_steps, is_alone=not (self.running or self.waiting))
         super().add(seq)
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step, with drafts where these may pay.
 
-        Sequences with drafts come behind other decodes, which have a kernel of their own. The parent is asked by name: to look
-        it up takes longer than all else that a step without drafts does here.
+        Sequences with drafts come behind other decodes, which have a kernel of their own. The parent is called by its name,
+        since `super()` takes longer than all else that a step without drafts does here.
         """
         number = self._rows.num_steps
         if number < self.speculation.asleep_until:
@@ -102,74 +101,71 @@ class SpeculativeScheduler(Scheduler):
         return output
 
     def must_wait(self) -> bool:
-        """Whether the next step can be scheduled only after the tokens in flight have arrived: drafts are verified first."""
+        """Return whether the next step waits for the tokens in flight: it does while drafts are verified."""
         return self._verifying is not None or Scheduler.must_wait(self)
 
     def postprocess(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
-        """Take in the tokens that a step sampled, and cut back what was reserved and computed for rejected draft tokens.
+        """Append the tokens that a step sampled, and take back the blocks of rejected draft tokens.
 
         After an exception the step goes on with the next call, which gets the pairs behind the one that raised it.
         """
         num_running, step = len(self.running), self._verifying
-        if step is None or step.number != self._num_taken:
+        if step is None or step.number != self._num_done:
             updated = Scheduler.postprocess(self, sampled)
         else:
             if self.events.on:
                 self._resolve(step.scheduled_seqs)
-            updated = [seq for pair in sampled if (seq := self._accept(*pair, step.num_draft_tokens)) is not None]
+            tokens = self._one_by_one(sampled, step.num_draft_tokens)
+            updated = list(dict.fromkeys(Scheduler.postprocess(self, tokens)))
             self._verifying = None
-        self._num_taken += 1
+        self._num_done += 1
         if len(self.running) < num_running:
             self.speculation.finish([seq for seq in updated if seq.status.is_finished])
         return updated
 
     def abort(self, *seqs: Sequence) -> None:
-        """End sequences at once, and let the speculation know."""
+        """End sequences at once, and tell the speculation."""
         super().abort(*seqs)
         self.speculation.finish(seqs)
 
     def _resolve(self, scheduled_seqs: list[ScheduledSequence]) -> None:
-        """Replace placeholder ids with the tokens of the draft model, for who watches."""
+        """Replace placeholder ids with the tokens of the draft model, for listeners."""
         for scheduled in scheduled_seqs:
             scheduled.token_ids[:] = self.speculation.proposer.resolve(scheduled.token_ids.tolist())
 
-    def _accept(self, seq: Sequence, token_ids: list[int], num_draft_tokens: dict[int, int]) -> Sequence | None:
-        """Append the tokens of a sequence whose draft was verified, as `Scheduler.postprocess` would one by one; returns `seq`.
+    def _one_by_one(
+        self, sampled: Iterable[tuple[Sequence, list[int]]], num_draft_tokens: dict[int, int]
+    ) -> Iterator[tuple[Sequence, list[int]]]:
+        """Yield the pairs of `sampled`; of a sequence with a draft token by token, as if steps without drafts had sampled them.
 
         So each token meets the same checks, and the same blocks get hashes, as without a draft. Tokens behind the end of the
         answer are cut off the list.
         """
-        num_drafted = num_draft_tokens.get(seq.seq_id, 0)
-        if not num_drafted:
-            return next(iter(super().postprocess([(seq, token_ids)])), None)
-        num_accepted, num_known, status = len(token_ids) - 1, seq.num_tokens, None
-        self.speculation.verified(seq, num_drafted, num_accepted)
-        if self.events.on:
-            self.events.emit(GuessesChecked(seq.seq_id, num_drafted, num_accepted))
-        for token_id in token_ids:
-            seq.append_token(token_id)
-            seq.detokenizer.append(token_id)
-            if (status := check_stop_conditions(seq)) is not None:
-                break
-        del token_ids[seq.num_tokens - num_known :]
-        seq.num_computed_tokens = seq.num_tokens - 1  # of the newest token the K/V is not there
-        self.kv.cache_blocks(seq)
-        if status is None:
-            self.kv.truncate(seq)
-            self._rows.cut(seq)
-        else:
-            seq.finish(status)
-            self.running.remove(seq)
-            self.kv.free(seq)
-        return seq
+        for seq, token_ids in sampled:
+            num_drafted = num_draft_tokens.get(seq.seq_id)
+            if num_drafted is None:
+                yield seq, token_ids
+                continue
+            num_accepted, num_known = len(token_ids) - 1, seq.num_tokens
+            self.speculation.verified(seq, num_drafted, num_accepted)
+            if self.events.on:
+                self.events.emit(DraftsVerified(seq.seq_id, num_drafted, num_accepted))
+            for token_id in token_ids:
+                if not seq.status.is_finished:
+                    seq.num_computed_tokens = seq.num_tokens
+                    yield seq, [token_id]
+            del token_ids[seq.num_tokens - num_known :]
+            if not seq.status.is_finished:
+                self.kv.truncate(seq)
+                self._rows.cut(seq)
 
     def _tokens_with_draft(self, seq: Sequence, budget: int) -> int:
-        """What a step computes of `seq`, its draft included."""
+        """Return how many tokens a step computes of `seq`, its draft included."""
         n = self._plain_tokens(seq, budget)
         return min(budget, n + len(self._rows.drafts.get(seq.seq_id, ()))) if n else 0
 
     def _fitting(self, drafts: dict[int, list[int]]) -> dict[int, list[int]]:
-        """As many of the draft tokens as need nothing that a running sequence needs without them."""
+        """Return the draft tokens that fit: they take no block and no token of the budget that a running sequence needs."""
         if not drafts:
             return drafts
         budget = self._max_num_batched_tokens
@@ -186,6 +182,6 @@ class SpeculativeScheduler(Scheduler):
         return fitting
 
     def _missing(self, seq: Sequence, num_new_tokens: int) -> int:
-        """Blocks that the table of `seq` lacks for its next tokens."""
+        """Return how many blocks the table of `seq` lacks for its next tokens."""
         needed = -(-(seq.num_computed_tokens + num_new_tokens) // self.kv.block_size)
         return max(0, needed - len(seq.block_table))

@@ -1,4 +1,4 @@
-"""The scheduler's side of drafting: whose next tokens are drafted, when nobody is asked, and what came of drafts."""
+"""The scheduler's side of drafting: for which sequences a draft is asked for, when none is, and what came of drafts."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from folovllm.spec_decode.proposer import Proposer, RowState
 from folovllm.step.sampling_spec import SamplingSpec
 from folovllm.step.schedule import SchedulerOutput
 
-SOON = 8  # steps after which a new sequence is thought of, where the policy lets it wake
-MUCH = 64  # tokens: to read as many takes the proposer longer than usual
+SOON = 8  # steps after which the policy is asked about a new sequence, where it may wake
+MUCH = 64  # tokens: to observe more takes the proposer longer than usual
 FULL = 64  # steps until the policy is asked again where a step had no room for draft tokens
 
 
 @dataclass(slots=True)
 class Known:
-    """A sequence that the proposer knows."""
+    """A sequence that was admitted to the proposer."""
 
     seq: Sequence
     spec: SamplingSpec
-    num_told: int  # tokens that the proposer was told of
+    num_observed: int  # tokens that the proposer has
 
     def state(self) -> RowState:
-        """As far as the proposer was told of it."""
+        """Return the sequence with the tokens that the proposer has."""
         seq = self.seq
         return RowState(
-            seq.seq_id, seq.tokens(0, self.num_told), seq.num_prompt_tokens, self.spec, seq.request.cache_salt
+            seq.seq_id, seq.tokens(0, self.num_observed), seq.num_prompt_tokens, self.spec, seq.request.cache_salt
         )
 
 
 @dataclass(slots=True)
 class Begun:
-    """A step whose time counts, or a rest that begins with it."""
+    """A step that is timed, or a rest that begins with it."""
 
     start: float
     number: int
@@ -52,15 +52,15 @@ class Begun:
 
 
 class Speculation:
-    """Asks the policy and the proposer, and tells them what they must know. It owns what the proposer was told.
+    """Asks the policy for draft lengths and the proposer for drafts, and reports to both what the steps sampled and took.
 
-    A step's time is that from its `propose` to the next one: with overlap, the step before ends in it, and a step that verifies
-    drafts as well. While the policy rests a step costs nothing here: no sequence is looked at, and what is sampled is told to
-    the proposer when it is asked.
+    A step's time is that from its `propose` to the next one. With overlap the step before ends in it, and a step that verifies
+    drafts as well. While the policy rests, a step costs nothing here: no sequence is looked at, and the proposer gets the
+    sampled tokens when it is asked again.
 
     Attributes:
         asleep_until: the number of a step; `propose` need not be called for those before it.
-        num_drafts, num_draft_tokens, num_accepted: drafts that were verified so far, their tokens, accepted ones.
+        num_drafts, num_draft_tokens, num_accepted: drafts that were verified so far, their tokens, and the accepted ones.
         asked: whether the proposer was asked for the coming step.
     """
 
@@ -77,21 +77,18 @@ class Speculation:
         self.asleep_until, self.asked = 0, False
         self._mask, self._clock = logits_mask, clock
         self._known: dict[int, Known] = {}  # by seq_id
-        self._rest_until = (
-            0  # as `asleep_until`, for the proposer alone: sequences with a grammar may keep the engine awake
-        )
+        self._rest_until = 0  # `asleep_until` of the proposer alone: drafts of a grammar may be due earlier
         self._begun: Begun | None = None
         self._by_proposer: set[int] = set()  # whose drafts of the last step are the proposer's, by seq_id
 
     def propose(self, running: SequenceOf[Sequence], room: int, number: int) -> dict[int, list[int]]:
-        """Drafts for step `number`, by seq_id: for sequences of which all tokens but the newest are computed.
+        """Return drafts for step `number`, by seq_id, for sequences of which all tokens but the newest are computed.
 
-        The newest may be in flight. It is drafted, too, and the others are of use if that was right; so no step waits for it.
-        No draft goes beyond its answer's greatest length, nor beyond what a grammar allows. `room`: draft tokens that the step
-        may verify at most.
+        The newest may be in flight. Then it is drafted, too, so that the step need not wait for it. A draft ends where the
+        answer reaches its greatest length, or the grammar allows no more. `room`: draft tokens that the step may verify at most.
         """
         start = self._clock()
-        self._tell_policy(running, start, number)
+        self._observe_steps(running, start, number)
         self._begun, self.asked, self._by_proposer = Begun(start, number), False, set()
         seqs = [seq for seq in running if seq.num_tokens - seq.num_computed_tokens < 2]
         if not seqs or room <= 0:
@@ -107,7 +104,7 @@ class Speculation:
         return drafts
 
     def _by_policy(self, seqs: list[Sequence], number: int) -> dict[int, list[int]]:
-        """What the proposer drafts for those for whom the policy asks."""
+        """Return the proposer's drafts, of the lengths that the policy gives."""
         lengths = self.policy.lengths([seq.seq_id for seq in seqs])
         if not any(lengths):
             self._rest_until = number + 1 + self.policy.rest
@@ -138,7 +135,7 @@ class Speculation:
     def _jump_forward(
         self, constrained: list[Sequence], num_seqs: int, drafts: dict[int, list[int]]
     ) -> dict[int, list[int]]:
-        """`drafts`, or the tokens that a grammar forces. A draft that says no more than the grammar counts as no draft."""
+        """Return `drafts`, with the tokens that a grammar forces in place of shorter or other drafts, which count as none."""
         forced = {}
         for seq in constrained:
             first = num_in_flight(seq)
@@ -155,7 +152,7 @@ class Speculation:
         return drafts | forced
 
     def began(self, output: SchedulerOutput) -> None:
-        """Note what the step of the last `propose` became."""
+        """Record what the step of the last `propose` computes."""
         step = self._begun
         if step is not None:
             step.seq_ids = [scheduled.seq_id for scheduled in output.scheduled_seqs]
@@ -164,8 +161,8 @@ class Speculation:
             )
             step.has_prompts = output.num_tokens != len(step.seq_ids) + step.num_draft_tokens
 
-    def _tell_policy(self, running: SequenceOf[Sequence], now: float, number: int) -> None:
-        """Tell the policy what the steps since the last `propose` took, if these were of the same sequences."""
+    def _observe_steps(self, running: SequenceOf[Sequence], now: float, number: int) -> None:
+        """Report to the policy what the steps since the last `propose` took, if they were of the same sequences."""
         step = self._begun
         if step is None or step.has_prompts or number <= step.number:
             return
@@ -178,7 +175,7 @@ class Speculation:
             )  # fmt: skip
 
     def verified(self, seq: Sequence, num_draft_tokens: int, num_accepted: int) -> None:
-        """Note what came of a draft."""
+        """Record what came of a draft."""
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted += num_accepted
@@ -188,7 +185,7 @@ class Speculation:
             self.policy.observe(seq.seq_id, num_draft_tokens, num_accepted)
 
     def add(self, seq: Sequence, number: int, is_alone: bool) -> None:
-        """Note, before step `number`, a new sequence; `is_alone`: there was nothing to do before, which is no step's time."""
+        """Add a sequence before step `number`; `is_alone`: the engine was idle before, and that time belongs to no step."""
         if is_alone:
             self._begun = None
         if self.policy.may_wake:
@@ -198,7 +195,7 @@ class Speculation:
         self.asleep_until = min(self.asleep_until, self._rest_until)
 
     def finish(self, seqs: Iterable[Sequence]) -> None:
-        """Note that sequences have ended. From those that ended by themselves the proposer may learn."""
+        """Drop sequences that have ended. The proposer may learn from those that ended by themselves."""
         for seq in seqs:
             is_whole = seq.status is not SequenceStatus.FINISHED_ABORTED
             if seq.seq_id in self._known:
@@ -211,29 +208,29 @@ class Speculation:
             self.policy.forget(seq.seq_id)
 
     def _know(self, seq: Sequence) -> Known:
-        """A sequence of which the proposer has now been told all. Where it had much to read, the step is not typical."""
+        """Give the proposer all tokens of a sequence. Where these are many, the time of the step is not typical."""
         known = self._known.get(seq.seq_id)
         if known is None:
             known = self._known[seq.seq_id] = Known(seq, sampling_spec(seq), seq.num_prompt_tokens)
             self.proposer.admit(known.state())
-            self._note_reading()
-        if known.num_told < seq.num_tokens:
-            if seq.num_tokens > known.num_told + MUCH:
-                self._note_reading()
-            self.proposer.observe(seq.seq_id, seq.tokens(known.num_told, seq.num_tokens).tolist())
-            known.num_told = seq.num_tokens
+            self._mark_untypical()
+        if known.num_observed < seq.num_tokens:
+            if seq.num_tokens > known.num_observed + MUCH:
+                self._mark_untypical()
+            self.proposer.observe(seq.seq_id, seq.tokens(known.num_observed, seq.num_tokens).tolist())
+            known.num_observed = seq.num_tokens
         return known
 
-    def _note_reading(self) -> None:
+    def _mark_untypical(self) -> None:
         if self._begun is not None:
             self._begun.is_typical = False
 
 
 def num_in_flight(seq: Sequence) -> int:
-    """1 if its newest token has not arrived."""
+    """Return 1 if the newest token of `seq` has not arrived, else 0."""
     return 1 + seq.num_computed_tokens - seq.num_tokens
 
 
 def num_left(seq: Sequence) -> int:
-    """Tokens that may be drafted for it, one in flight included: the last one of an answer never is."""
+    """Return how many tokens may be drafted for `seq`, one in flight included. The last token of an answer is never drafted."""
     return max(0, seq.max_tokens - seq.num_output_tokens - 1)

@@ -1,4 +1,4 @@
-"""Drafts from all that was written before: the longest end of a text that occurred earlier, and what followed it then.
+"""Drafts from texts written before: the longest end of a text that occurred earlier, and what followed it then.
 
 After SuffixDecoding (Oliaro et al., arXiv 2411.04975), with suffix automata in place of its suffix trees.
 """
@@ -15,43 +15,42 @@ from folovllm.spec_decode.proposer import Proposer, RowState
 from folovllm.step.sampling_spec import TokenIds
 
 ANSWER_ENDS = -1  # stands behind a past answer; no token has this id
-PATIENCE = 64  # tokens of past answers that are learnt at once: a step waits
+PATIENCE = 64  # tokens of past answers that are learnt in one step, which waits for that
 RECENT = 64  # tokens of a text that are looked for in past answers
 
 Generations = tuple[SuffixAutomaton, ...]
 
 
-class Guess(NamedTuple):
-    """Tokens, and how many of them are expected to be right."""
+class SuffixDraft(NamedTuple):
+    """Draft tokens, and how many of them are expected to be accepted."""
 
     token_ids: list[int]
     score: float
 
 
-def most_frequent(text: SuffixAutomaton, place: Place, k: int, least: float) -> Guess:
-    """Follow what came most often, from `place` on: at most `k` tokens, none behind the end of an answer.
+def most_frequent(text: SuffixAutomaton, place: Place, k: int, least: float) -> SuffixDraft:
+    """Return the tokens that followed most often, from `place` on: at most `k`, none behind the end of an answer.
 
-    The chance of the i-th guess is the product of two numbers: the shares which it and those before it had among all
-    tokens that followed there; and L / (L + i), where L tokens matched. It ends the guess if it is below `least`. So a
-    guess is as long as the match deserves, at most L * (1 / least - 1), the paper's rule; a match of one token that was
-    seen once is no certainty.
+    The chance of the i-th draft token is a product of two numbers: the frequencies of it and of those before it among the
+    tokens that followed there; and L / (L + i), where L tokens matched. The draft ends where that is below `least`. So it has
+    at most L * (1 / least - 1) tokens, the paper's rule: a short match gives a short draft.
     """
-    guess: list[int] = []
-    matched, shares, score = place.length, 1.0, 0.0
-    while len(guess) < k and place.length:
+    draft: list[int] = []
+    matched, frequency, score = place.length, 1.0, 0.0
+    while len(draft) < k and place.length:
         counts = text.following(place)
         if not counts:  # the end of the text; a shorter end of it occurs earlier
             place = text.shorter(place)
             continue
         token = max(reversed(counts), key=counts.__getitem__)  # of equals, the newest
-        shares *= counts[token] / sum(counts.values())
-        chance = shares * matched / (matched + len(guess) + 1)
+        frequency *= counts[token] / sum(counts.values())
+        chance = frequency * matched / (matched + len(draft) + 1)
         if token == ANSWER_ENDS or chance < least:
             break
-        guess.append(token)
+        draft.append(token)
         score += chance
         place = text.follow(place, token)
-    return Guess(guess, score)
+    return SuffixDraft(draft, score)
 
 
 class PastAnswers:
@@ -66,7 +65,7 @@ class PastAnswers:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens are kept."""
+        """Return how many tokens are kept."""
         return sum(text.num_tokens for text in self.generations)
 
     def add(self, answer: Iterable[int]) -> None:
@@ -78,9 +77,9 @@ class PastAnswers:
 
 
 class AnswersBySalt:
-    """Past answers, each to be seen by requests of its own cache salt alone: of them no other can tell by its speed.
+    """Past answers by cache salt. A request sees those of its own salt alone, so its speed tells nothing of other salts' answers.
 
-    There are at most `2 * capacity` tokens in all: where many salts share the room, those whose last answer is longest ago go.
+    There are at most `2 * capacity` tokens in all. Beyond that, the salts whose last answer is longest ago are forgotten.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -89,7 +88,7 @@ class AnswersBySalt:
         self.num_tokens = 0
 
     def add(self, salt: str | None, answer: Iterable[int]) -> None:
-        """As `PastAnswers`."""
+        """Remember a part of an answer (`PastAnswers.add`)."""
         past = self._by_salt.pop(salt, None) or PastAnswers(self._capacity)
         self._by_salt[salt] = past
         self.num_tokens -= past.num_tokens
@@ -99,7 +98,7 @@ class AnswersBySalt:
             self.num_tokens -= self._by_salt.pop(next(iter(self._by_salt))).num_tokens
 
     def generations(self, salt: str | None) -> Generations:
-        """What is kept under a salt, by age."""
+        """Return what is kept under a salt, the younger generation first."""
         past = self._by_salt.get(salt)
         return past.generations if past else ()
 
@@ -116,20 +115,20 @@ class Memory:
         self._places: list[Place] = []
 
     def extend(self, token_ids: list[int]) -> None:
-        """The text grew by these tokens."""
+        """Add tokens to the text."""
         for token in token_ids:
             self.own.append(token)
         self._recent = (self._recent + token_ids)[-RECENT:]
         self._follow(token_ids)
 
-    def guess(self, k: int, least: float) -> Guess:
-        """The best of the guesses from the text itself and from each generation of past answers."""
+    def propose(self, k: int, least: float) -> SuffixDraft:
+        """Return the draft with the best score: from the text itself, or from a generation of past answers."""
         if self._generations != (generations := self._past()):
             self._generations = generations
             self._places = [NOWHERE] * len(self._generations)
             self._follow(self._recent)
         texts = [(self.own, self.own.longest_repeat()), *zip(self._generations, self._places, strict=True)]
-        return max((most_frequent(*text, k, least) for text in texts), key=lambda guess: guess.score)
+        return max((most_frequent(*text, k, least) for text in texts), key=lambda draft: draft.score)
 
     def _follow(self, token_ids: list[int]) -> None:
         for i, past in enumerate(self._generations):
@@ -140,14 +139,14 @@ class Memory:
 class SuffixProposer(Proposer):
     """Suffix decoding for each sequence: from its own text and from the answers that ended before.
 
-    Past answers serve requests of the same cache salt. Requests without one share theirs: how fast an answer comes can tell
-    what others were told.
+    Past answers serve requests of the same cache salt. Requests without a salt share their answers, so the speed of one can tell
+    what another was answered.
     """
 
     def __init__(self, capacity: int = 32_768, least: float = 0.2) -> None:
         """`capacity`: tokens of past answers that are always kept; twice as many may be, which take some 40 MB.
 
-        `least`: a guess ends before a token whose chance is smaller.
+        `least`: a draft ends before a token whose chance is smaller.
         """
         self._past, self._least = AnswersBySalt(capacity), least
         # Answers, or the list of what is left of one, not yet in `_past`, with their salts.
@@ -156,34 +155,29 @@ class SuffixProposer(Proposer):
         self._answers: dict[int, tuple[str | None, list[int]]] = {}  # of running sequences, with their salts
 
     def admit(self, state: RowState) -> None:
-        """As `Proposer`."""
         self._answers[state.seq_id] = state.cache_salt, state.token_ids[state.num_prompt_tokens :].tolist()
 
     def propose(self, state: RowState, k: int) -> list[int]:
-        """As `Proposer`: as many tokens as are likely enough."""
+        """Return as many tokens as are likely enough."""
         if state.seq_id not in self._texts:
             self._texts[state.seq_id] = Memory(partial(self._past.generations, state.cache_salt))
         text = self._texts[state.seq_id]
         text.extend(state.token_ids[text.own.num_tokens :].tolist())
-        return text.guess(k, self._least).token_ids
+        return text.propose(k, self._least).token_ids
 
     def propose_all(self, states: Sequence[RowState], ks: Sequence[int]) -> list[list[int]]:
-        """As `Proposer`."""
         self._learn()
         return super().propose_all(states, ks)
 
     def observe(self, seq_id: int, token_ids: Sequence[int]) -> None:
-        """As `Proposer`."""
         self._answers[seq_id][1].extend(token_ids)
 
     def finish(self, seq_id: int) -> None:
-        """As `Proposer`: the answer will be remembered, while drafts are asked for."""
         self._texts.pop(seq_id, None)
         salt, answer = self._answers.pop(seq_id)
         self._ended.append((salt, [*answer, ANSWER_ENDS]))
 
     def remember(self, answer: TokenIds, cache_salt: str | None) -> None:
-        """As `Proposer`."""
         self._ended.append((cache_salt, answer))
 
     def _learn(self) -> None:

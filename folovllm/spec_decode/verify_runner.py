@@ -1,4 +1,4 @@
-"""A `ModelRunner` whose scheduled sequences may sample several tokens, to check guesses."""
+"""A `ModelRunner` whose scheduled sequences may sample several tokens, to verify drafts."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from folovllm.worker.model_runner import ModelRunner
 
 
 class VerifyingModelRunner(ModelRunner):
-    """Computes logits after all guesses of a scheduled sequence at once, then samples one level after the other.
+    """Computes the logits behind all draft tokens at once, then samples one level after the other.
 
-    The second tokens of all scheduled sequences are sampled when the first are known, and only where these were guessed, and so on. So
-    penalties, bad words and masks see at each sample just the tokens that the answer has by then, and nothing is taken back.
+    The second tokens of all sequences are sampled when the first are known, and only where the first draft token was accepted;
+    and so on. So penalties, bad words and masks see at each sample the tokens that the answer has by then, and nothing is undone.
     """
 
     def _build(self, scheduled_seqs: Sequence[ScheduledSequence]) -> ForwardBatch:
@@ -34,14 +34,14 @@ class VerifyingModelRunner(ModelRunner):
         return max_samples(self._setup.max_num_seqs) + self._setup.max_num_seqs
 
     def _sample(self, output: SchedulerOutput, logits: torch.Tensor, scores: dict[int, list[Logprobs]]) -> StepResult:
-        """As many tokens for each scheduled sequence as its guesses allow, from `logits` [R, V] of all samples."""
+        """Return for each scheduled sequence its accepted tokens and one more, from `logits` [R, V] of all samples."""
         scheduled_seqs, samples = output.scheduled_seqs, samples_of_seqs(output.scheduled_seqs)
         sequence, position, draft = samples[[Sample.SEQUENCE, Sample.POSITION, Sample.DRAFT]].tolist()
         sampled: list[list[int]] = [[] for _ in scheduled_seqs]
         logprobs = dict(scores)
-        right = [True] * len(scheduled_seqs)  # whether all guesses so far were
+        accepted = [True] * len(scheduled_seqs)  # whether all draft tokens so far were
         for level, every in enumerate(sample_levels(samples)):
-            at = [r for r in every.tolist() if right[sequence[r]] and samples[Sample.COUNTS, r]]
+            at = [r for r in every.tolist() if accepted[sequence[r]] and samples[Sample.COUNTS, r]]
             if not at:
                 break
             self._sampling_rows.set_masks(None if output.masks is None else output.masks.of_level(level))
@@ -51,12 +51,12 @@ class VerifyingModelRunner(ModelRunner):
             for r, token, row in zip(at, found.token_ids, found.logprobs, strict=True):
                 i = sequence[r]
                 sampled[i].append(token)
-                right[i] = token == draft[r]
+                accepted[i] = token == draft[r]
                 if row is not None:
                     logprobs.setdefault(i, []).append(row)
         return StepResult(sampled, logprobs)
 
 
 def samples_of_seqs(scheduled_seqs: Sequence[ScheduledSequence]) -> Int32:
-    """The samples [len(Sample), R] of scheduled sequences that bring all their tokens."""
+    """Return the samples [len(Sample), R] of scheduled sequences that bring all their tokens."""
     return samples_of(fields_of(scheduled_seqs), np.concatenate([scheduled.token_ids for scheduled in scheduled_seqs]))

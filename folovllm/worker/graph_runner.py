@@ -299,7 +299,7 @@ class GraphRunner:
             self._tables.enter_blocks(parts.updates)
             self._resolve(parts.tokens)
         batch = self._tables.unpack(parts, bucket.num_decodes, bucket.num_tokens, longest, None)
-        batch.is_padded, batch.has_guesses = True, bucket.has_drafts
+        batch.is_padded, batch.has_drafts = True, bucket.has_drafts
         last = self._last_hidden[: bucket.num_samples]
         torch.index_select(self._runner.forward_hidden(batch), 0, batch.logits_indices, out=last)
         if bucket.has_drafts:

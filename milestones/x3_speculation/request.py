@@ -1,4 +1,4 @@
-"""One request with guesses, by prompt lookup: what `read x3` traces."""
+"""One request with drafts, by prompt lookup: what `read x3` traces."""
 
 from collections.abc import Callable
 
@@ -9,9 +9,9 @@ def run(preset: str, enter: Callable[[str], None]) -> None:
     """Answer a prompt that repeats itself, over the engine of a preset."""
     from folovllm import LLM, SamplingParams
 
-    guesses = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
     enter("putting the engine together")
-    with LLM(milestone=preset, use_tqdm=False, speculative_config=guesses) as llm:
+    with LLM(milestone=preset, use_tqdm=False, speculative_config=drafts) as llm:
         enter("one request")
         llm.generate([3 * f"{PROMPT} "], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
         enter("the end")

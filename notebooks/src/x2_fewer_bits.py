@@ -1,5 +1,5 @@
 # %% [markdown]
-# # X2: fewer bits
+# # X2: quantization
 #
 # The embedded model's weights in 8, 6, 4, 3 and 2 bits, its cache in 8. Here you look at the weights, round a layer by hand, see what it does to
 # outputs and to perplexity, and measure what a CPU gains. Everything runs in this notebook, without a download and without a GPU.
@@ -32,7 +32,7 @@ from folovllm.models.files import resolve_model
 from folovllm.models.loader import load_model
 from folovllm.models.registry import build_model
 from folovllm.quantization.quantizer import awq, gptq, groups
-from folovllm.quantization.quantizer.inputs import Inputs
+from folovllm.quantization.quantizer.one_layer import Inputs
 from folovllm.quantization.quantizer.options import QuantizeOptions
 from folovllm.quantization.quantizer.perplexity import perplexity, token_losses
 from folovllm.quantization.quantizer.run import quantize, rows_of

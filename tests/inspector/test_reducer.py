@@ -17,8 +17,8 @@ from folovllm.watcher import Cell, Watcher
 from tests.course import test_watcher as wrong
 from tests.inspector.browser import HOST, Shown, chromium, shown
 from tests.m5.test_events import World, cells_of, engine
-from tests.x3.engines import Anything, guessing, speculation_of
-from tests.x3.test_told import NoJudge
+from tests.x3.engines import Anything, speculative, speculation_of
+from tests.x3.test_events import NoJudge
 
 pytestmark = pytest.mark.slow
 EVERY = ["m1", "m2", "m3", "m5", "m6"]
@@ -142,7 +142,7 @@ def test_every_cell_is_the_engines_own(here: Shown, milestone: str) -> None:
 @pytest.mark.parametrize("milestone", ["m2", "m5", "m6"])
 def test_wrong_guesses_leave_no_trace(here: Shown, milestone: str) -> None:
     """Blocks that were cut off, and tokens that are computed no more."""
-    world = Watched(engine(milestone, **guessing(Anything(), k=5)), 2)
+    world = Watched(engine(milestone, **speculative(Anything(), k=5)), 2)
     world.engine.executor = NoJudge(world.engine.executor.num_kv_blocks, world.die)  # type: ignore[assignment]
     for _ in range(120):
         world.turn()

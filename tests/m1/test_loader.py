@@ -116,7 +116,7 @@ class TestPlaces:
     def test_the_format_comes_along(self) -> None:
         model, places = self.places("qwen3")
         attention = model.model.layers[0].self_attn
-        assert places["model.layers.0.self_attn.k_proj.weight"].format is attention.qkv_proj.format, (
+        assert places["model.layers.0.self_attn.k_proj.weight"].linear_method is attention.qkv_proj.linear_method, (
             "the layer's own format knows how a tensor of the checkpoint is cut"
         )
 

@@ -62,15 +62,16 @@ from folovllm.quantization.kernels.quant_gemv import quant_gemv_kernel
 from folovllm.quantization.kernels.quant_gemv import tile_of as tile_of_gemv
 from folovllm.quantization.kernels.quant_matmul import quant_matmul_kernel, tiles, unpack_kernel
 from folovllm.quantization.kernels.quantize_rows import quantize_rows_kernel
-from folovllm.spec_decode.kernels.check import (
+from folovllm.spec_decode.kernels.verify_attention import (
     MERGED,
-    check_config,
-    check_kernel,
-    merge_checks_kernel,
+    list_verify_tiles_kernel,
+    merge_verify_kernel,
     num_warps_of,
+    plan_verify_kernel,
     tile_shape,
+    verify_config,
+    verify_kernel,
 )
-from folovllm.spec_decode.kernels.check_plan import list_checks_kernel, plan_checks_kernel
 
 # (D, B) to compile for: those that ask for the most where the limit is low, and few where compiling is slow.
 SHAPES = {75: [(128, 16)], 80: [(128, 16)], 86: [(128, 16), (256, 256)], 89: [(128, 16)],
@@ -83,7 +84,7 @@ HQ, HKV = 16, 8
 WINDOW = 1024  # of a layer that has one
 
 
-OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("prefetching_decode_kernel", "sum_ptr"): "*fp32", ("check_kernel", "sum_ptr"): "*fp32", ("merge_checks_kernel", "sum_ptr"): "*fp32", ("scan_kernel", "weight_ptr"): "*fp32",
+OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("prefetching_decode_kernel", "sum_ptr"): "*fp32", ("verify_kernel", "sum_ptr"): "*fp32", ("merge_verify_kernel", "sum_ptr"): "*fp32", ("scan_kernel", "weight_ptr"): "*fp32",
              ("finish_kernel", "weight_ptr"): "*fp32", ("finish_kernel", "token_ptr"): "*i32",
              ("skinny_linear_kernel", "x_ptr"): "*i32", ("skinny_linear_kernel", "weight_ptr"): "*i32",
              ("quant_gemv_kernel", "scale_ptr"): "*fp32", ("integer_gemv_kernel", "scale_ptr"): "*fp32", ("integer_gemv_kernel", "zero_ptr"): "*u8",
@@ -98,7 +99,7 @@ OWN_TYPES = {("decode_kernel", "sum_ptr"): "*fp32", ("prefetching_decode_kernel"
 
 WEIGHTS = {"code_ptr": "codes", "weight_ptr": "codes", "scale_ptr": "scales"}
 IN_8_BITS = {"codes": "i8", "scales": "fp32", "zero_ptr": None}
-CACHES = {("decode_kernel", "k_ptr"), ("decode_kernel", "v_ptr"), ("check_kernel", "k_ptr"), ("check_kernel", "v_ptr"), ("prefill_kernel", "k_ptr"), ("prefill_kernel", "v_ptr"),
+CACHES = {("decode_kernel", "k_ptr"), ("decode_kernel", "v_ptr"), ("verify_kernel", "k_ptr"), ("verify_kernel", "v_ptr"), ("prefill_kernel", "k_ptr"), ("prefill_kernel", "v_ptr"),
           ("qk_norm_rope_store_kernel", "k_cache_ptr"), ("qk_norm_rope_store_kernel", "v_cache_ptr")}  # fmt: skip
 
 
@@ -428,11 +429,11 @@ def kernels_of_x3(capability: int, head_dim: int, block_size: int):
     if capability < 80:
         return
     if (head_dim, block_size) == (128, 16):
-        config = check_config(32, head_dim, 2, False)
+        config = verify_config(32, head_dim, 2, False)
         chunks = {"MIN_CHUNK": config.min_chunk, "MAX_CHUNK": config.max_chunk, "QUEUE_CHUNK": config.queue_chunk}
-        yield list_checks_kernel, {"TILE_TOKENS": 8, "WIDTH": 128}, 1, 3
+        yield list_verify_tiles_kernel, {"TILE_TOKENS": 8, "WIDTH": 128}, 1, 3
         yield mask_logits_kernel, {"WIDTH": MASKED}, 4, 3
-        yield plan_checks_kernel, {"HKV": HKV, "TILE": 32, "TILES": 256, "MAX_PARTS": 32, **chunks}, 4, 3
+        yield plan_verify_kernel, {"HKV": HKV, "TILE": 32, "TILES": 256, "MAX_PARTS": 32, **chunks}, 4, 3
     strides = {
         "STRIDE_BLOCK": HKV * block_size * head_dim,
         "STRIDE_TOKEN": head_dim,
@@ -443,10 +444,10 @@ def kernels_of_x3(capability: int, head_dim: int, block_size: int):
               (90, 128): [few, most, (16, 4, True)]}.get((capability, head_dim), [])  # fmt: skip
     for tokens, group, is_fp8 in shapes:
         _, rows = tile_shape(tokens, group, 2 * head_dim)
-        config, cache = check_config(rows, head_dim, 2, is_fp8), {"cache": "fp8e4nv"} if is_fp8 else {}
-        yield (check_kernel, {**strides, **cache, "B": block_size, "HKV": HKV, "G": group, "D": head_dim, "TILE": config.tile,
+        config, cache = verify_config(rows, head_dim, 2, is_fp8), {"cache": "fp8e4nv"} if is_fp8 else {}
+        yield (verify_kernel, {**strides, **cache, "B": block_size, "HKV": HKV, "G": group, "D": head_dim, "TILE": config.tile,
                               "M": rows, "PDL": capability >= 90}, num_warps_of(rows, 2 * head_dim), config.num_stages)  # fmt: skip
-        yield (merge_checks_kernel, {"HKV": HKV, "G": group, "D": head_dim, "M": rows, "ROWS": MERGED[0], "STEP": config.merge_step,
+        yield (merge_verify_kernel, {"HKV": HKV, "G": group, "D": head_dim, "M": rows, "ROWS": MERGED[0], "STEP": config.merge_step,
                                      "TILES": 256, "PDL": capability >= 90}, MERGED[1], 3)  # fmt: skip
 
 

@@ -32,7 +32,7 @@ MOST = {
     "grouped_linear_kernel": (255, 0), "grouped_quant_kernel": (255, 0), "choose_kernel": (128, 0), "combine_kernel": (40, 0),
     "moe_gemv_kernel": (96, 0), "grouped_hopper_kernel": (255, 0), "order_kernel": (168, 0), "late_combine_kernel": (40, 0),
     "deferred_add_rms_norm_kernel": (40, 0),
-    "check_kernel": (255, 0), "merge_checks_kernel": (96, 0), "list_checks_kernel": (48, 0), "plan_checks_kernel": (40, 0),
+    "verify_kernel": (255, 0), "merge_verify_kernel": (96, 0), "list_verify_tiles_kernel": (48, 0), "plan_verify_kernel": (40, 0),
     "mask_logits_kernel": (40, 0),
     "skinny_linear_kernel": (255, 0), "summed_linear_kernel": (255, 0), "prefill_hopper_kernel": (168, 0),
     "quant_gemv_kernel": (176, 0), "integer_gemv_kernel": (176, 112), "quant_matmul_kernel": (255, 0), "unpack_kernel": (64, 0),

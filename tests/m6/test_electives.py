@@ -48,9 +48,9 @@ class Halving(Quantization):
         hf_config.quantization_config = {"quant_method": "halved"}
         return hf_config
 
-    def formats_of(self, hf_config: Any, packed: Any, renamed: Any) -> Any:
+    def linear_methods_of(self, hf_config: Any, packed: Any, renamed: Any) -> Any:
         assert packed["qkv_proj"] == ["q_proj", "k_proj", "v_proj"]
-        self.asked.append("formats_of")
+        self.asked.append("linear_methods_of")
         return lambda name: Halved() if name.endswith("o_proj") else None
 
     def check(self, hf_config: Any, part: Any, config: Any) -> None:
@@ -64,12 +64,12 @@ class TestQuantization:
         with llm(quantization="halved") as engine:
             runner = engine.engine.executor._worker.runner  # type: ignore[attr-defined]
             kinds = {
-                name.split(".")[-1]: type(m.format)
+                name.split(".")[-1]: type(m.linear_method)
                 for name, m in runner.model.named_modules()
                 if isinstance(m, LinearBase)
             }
         assert kinds.pop("o_proj") is Halved and Halved not in kinds.values()
-        assert Halving.asked[0] == "check" and "formats_of" in Halving.asked
+        assert Halving.asked[0] == "check" and "linear_methods_of" in Halving.asked
 
     def test_none_is_asked_for_a_plain_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(quantized, "QUANTIZATION", "folovllm.gone:Quantization")

@@ -18,7 +18,7 @@ from folovllm.distributed.sharding import Weight, local_config, shard_named
 from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear
-from folovllm.layers.linear_method import WeightFormat
+from folovllm.layers.linear_method import LinearMethod
 from folovllm.layers.plain_linear import Plain
 from folovllm.layers.sharded import sharded
 from folovllm.models.loader import load_model
@@ -48,7 +48,7 @@ class PerOutput:
         return self.stored[index[0] if isinstance(index, tuple) else index]
 
 
-class EightBits(WeightFormat):
+class EightBits(LinearMethod):
     """Codes in 8 bits, which the checkpoint has transposed, and a scale for each output. Nothing is fused."""
 
     def create(self, layer: LinearBase) -> None:
@@ -70,7 +70,7 @@ class EightBits(WeightFormat):
         return y if residual is None else residual.add_(y)
 
 
-EIGHT_BITS = LayerSet(format=EightBits())
+EIGHT_BITS = LayerSet(linear_method=EightBits())
 
 
 @pytest.fixture
@@ -167,8 +167,8 @@ class TestApply:
     def test_folding_moves_a_factor_from_the_inputs_to_the_columns(self) -> None:
         layer, x, scale = self.layer(False), torch.randn(3, 6), torch.randn(6)
         expected = layer(x * scale)
-        assert layer.format.can_fold(layer) and not layer.format.can_fold(self.layer(True))
-        layer.format.fold(layer, scale)
+        assert layer.linear_method.can_fold(layer) and not layer.linear_method.can_fold(self.layer(True))
+        layer.linear_method.fold(layer, scale)
         torch.testing.assert_close(layer(x), expected)
 
 
@@ -179,5 +179,5 @@ def test_a_set_of_layers_makes_what_stands_in_a_place() -> None:
     plain = LayerSet()
     changed = plain.having({RowParallelLinear: Row}, EightBits())
     assert type(plain.make(RowParallelLinear, 2, 3)) is RowParallelLinear
-    assert type(changed.make(RowParallelLinear, 2, 3)) is Row and isinstance(changed.format, EightBits)
-    assert type(changed.having({}).make(RowParallelLinear, 2, 3)) is Row and type(plain.format) is Plain
+    assert type(changed.make(RowParallelLinear, 2, 3)) is Row and isinstance(changed.linear_method, EightBits)
+    assert type(changed.having({}).make(RowParallelLinear, 2, 3)) is Row and type(plain.linear_method) is Plain

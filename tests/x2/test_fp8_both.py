@@ -91,10 +91,10 @@ def test_an_engine_that_is_asked_to_rounds_all_inputs(config: dict[str, Any], tm
     engine = make_engine(model, milestone="m5", quantize_activations=True)
     whole = engine.executor._worker.runner.model  # type: ignore[attr-defined]
     linears = {name: module for name, module in whole.named_modules() if isinstance(module, LinearBase)}
-    assert {type(linear.format) for linear in linears.values()} == {Fp8Both}
+    assert {type(linear.linear_method) for linear in linears.values()} == {Fp8Both}
     linear = next(iter(linears.values()))
     x = torch.randn(5, linear.input_size, generator=torch.Generator().manual_seed(3))
-    exact = F.linear(x, linear.format.dequantized(linear, x.dtype))
+    exact = F.linear(x, linear.linear_method.dequantized(linear, x.dtype))
     with torch.inference_mode():
         error = (linear(x) - exact).norm() / exact.norm()
         torch.testing.assert_close(linear(x)[2:3], linear(x[2:3]))

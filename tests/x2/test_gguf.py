@@ -21,7 +21,7 @@ from folovllm.layers.rotary_embedding import rope_frequencies
 from folovllm.models.files import load_hf_config, resolve_model
 from folovllm.quantization.gguf_codes import TYPES
 from folovllm.quantization.gguf_file import convert
-from folovllm.quantization.grouped import Grouped
+from folovllm.quantization.int4 import Grouped
 from tests.helpers import Driver, assert_logits_equal, prompts
 from tests.project.test_download import _add_tokenizer, _pairs
 
@@ -104,7 +104,7 @@ def test_a_file_in_codes_answers_as_unpacked(tmp_path: Path, monkeypatch: pytest
     expected = plain.step({0: tokens})[0]
     assert_logits_equal(coded.step({0: tokens})[0], expected, 0.02 * float(expected.abs().max()))
     layer = coded.model.model.layers[1]
-    kinds = {name: type(m.format).__name__ for name, m in layer.named_modules() if isinstance(m, LinearBase)}  # type: ignore[union-attr]
+    kinds = {name: type(m.linear_method).__name__ for name, m in layer.named_modules() if isinstance(m, LinearBase)}  # type: ignore[union-attr]
     assert kinds == {
         "self_attn.qkv_proj": "Int4", "self_attn.o_proj": "Int8", "mlp.gate_up_proj": "Plain", "mlp.down_proj": "Int4",
     }, "gate and up are of two types, so they are unpacked"  # fmt: skip

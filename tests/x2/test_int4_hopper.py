@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="Triton is for Linux only")
 from folovllm.hopper import even_shares
 from folovllm.hopper.int4 import MOST, int4_hopper, serves, tiling
 from folovllm.kernels.split_sum import MOST_TILES
-from folovllm.quantization.grouped import Grouped
+from folovllm.quantization.int4 import Grouped
 from folovllm.quantization.kernels.quant_matmul import MANY, unpacked
 from folovllm.worker.warm_up import small_steps
 from tests.x2.test_int4_kernels import Kept, made_up, weight_of

@@ -14,7 +14,7 @@ from folovllm import EngineConfig
 from folovllm.engine.setup import set_up
 from folovllm.layers.linear import LinearBase
 from folovllm.models.loader import Place, arranged
-from folovllm.quantization import grouped, packing
+from folovllm.quantization import int4, packing
 from folovllm.quantization.int4 import Int4
 from folovllm.quantization.int4_checkpoints import Awq, Gptq, PackedInt4
 from folovllm.quantization.quantizer.groups import dequantize_groups, quantize_groups
@@ -128,7 +128,7 @@ def test_the_fused_layers_of_m6_over_kernels(tmp_path: Path, monkeypatch: pytest
     from folovllm.models.fused_layer import skinny_layers
     from folovllm.quantization.kernels import int4_linear, quant_matmul
 
-    monkeypatch.setattr(grouped, "on_gpu", lambda x: True)
+    monkeypatch.setattr(int4, "on_gpu", lambda x: True)
     monkeypatch.setattr(quant_matmul, "MANY", 5)
     used: list[str] = []
     for module, name in ((int4_linear, "int4_linear"), (quant_matmul, "quant_matmul"), (quant_matmul, "unpacked")):

@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from folovllm.cli import main
 from folovllm.quantization.quantizer.calibration import read_texts
-from folovllm.quantization.quantizer.inputs import Inputs
 from folovllm.quantization.quantizer.methods import Gptq, Method, method_for
-from folovllm.quantization.quantizer.one_layer import PREFIX, Checkpoint, OneLayer
+from folovllm.quantization.quantizer.one_layer import PREFIX, Checkpoint, Inputs, OneLayer
 from folovllm.quantization.quantizer.options import CALIBRATED, QuantizeOptions
 from folovllm.quantization.quantizer.perplexity import compare, perplexity, token_losses
 from folovllm.quantization.quantizer.run import Report, decoded, quantize, rows_of

@@ -17,7 +17,7 @@ from folovllm.layers.linear import LinearBase
 from folovllm.models.loader import load_model
 from folovllm.models.shapes import linear_bytes, linear_shapes
 from folovllm.quantization import scaled
-from folovllm.quantization.config import formats_of
+from folovllm.quantization.config import linear_methods_of
 from folovllm.quantization.scaled import Fp8, Int8, Scaled
 from folovllm.setup import EngineSetup
 from folovllm.worker.native_model import load_native_model
@@ -62,23 +62,23 @@ def test_answers_are_those_of_the_numbers_that_the_codes_stand_for(kind: str, tm
 
 
 class TestWhatACheckpointSays:
-    def format_of(self, said: Any, name: str) -> Any:
+    def linear_method_of(self, said: Any, name: str) -> Any:
         config = AutoConfig.from_pretrained(tiny_checkpoint("qwen3"))
         config.quantization_config = said
-        format_of = formats_of(config, {"qkv_proj": ["q_proj", "k_proj", "v_proj"]})
-        assert format_of is not None
-        return format_of(name)
+        linear_method_of = linear_methods_of(config, {"qkv_proj": ["q_proj", "k_proj", "v_proj"]})
+        assert linear_method_of is not None
+        return linear_method_of(name)
 
     def test_by_name(self) -> None:
-        assert self.format_of(FP8_BLOCKS, "model.layers.0.self_attn.qkv_proj") == Fp8("weight_scale_inv", BLOCK)
-        assert self.format_of(KINDS["int8 channel"][1], "model.layers.0.mlp.down_proj") == Int8()
+        assert self.linear_method_of(FP8_BLOCKS, "model.layers.0.self_attn.qkv_proj") == Fp8("weight_scale_inv", BLOCK)
+        assert self.linear_method_of(KINDS["int8 channel"][1], "model.layers.0.mlp.down_proj") == Int8()
         said = FP8_BLOCKS | {"modules_to_not_convert": ["model.layers.1", "down_proj"]}
-        assert self.format_of(said, "model.layers.0.mlp.down_proj") is None
-        assert self.format_of(said, "model.layers.1.mlp.gate_up_proj") is None
-        assert self.format_of(said, "model.layers.10.mlp.gate_up_proj") is not None
+        assert self.linear_method_of(said, "model.layers.0.mlp.down_proj") is None
+        assert self.linear_method_of(said, "model.layers.1.mlp.gate_up_proj") is None
+        assert self.linear_method_of(said, "model.layers.10.mlp.gate_up_proj") is not None
         said = compressed(8, "int", "int-quantized", "channel", ("lm_head", "re:.*layers\\.0\\.mlp"))
-        assert self.format_of(said, "model.layers.0.mlp.down_proj") is None
-        assert self.format_of(said, "model.layers.1.mlp.down_proj") == Int8()
+        assert self.linear_method_of(said, "model.layers.0.mlp.down_proj") is None
+        assert self.linear_method_of(said, "model.layers.1.mlp.down_proj") == Int8()
 
     @pytest.mark.parametrize(
         ("said", "says"),
@@ -119,12 +119,12 @@ class TestWhatACheckpointSays:
     )
     def test_what_is_unknown_is_refused_by_its_name(self, said: dict[str, Any], says: str) -> None:
         with pytest.raises(ValueError, match=says):
-            self.format_of(said, "model.layers.0.mlp.down_proj")
+            self.linear_method_of(said, "model.layers.0.mlp.down_proj")
 
     def test_what_is_merged_here_must_be_of_one_kind(self) -> None:
         said = compressed(8, "int", "int-quantized", "channel", ("re:.*k_proj",))
         with pytest.raises(ValueError, match=r"q_proj, k_proj, v_proj of model.layers.0.self_attn are one layer"):
-            self.format_of(said, "model.layers.0.self_attn.qkv_proj")
+            self.linear_method_of(said, "model.layers.0.self_attn.qkv_proj")
 
 
 def test_some_layers_stay_plain(tmp_path: Path) -> None:
@@ -218,8 +218,8 @@ class TestAsked:
         model = load_native_model(setup)
         for module in model.modules():
             if isinstance(module, LinearBase):
-                assert isinstance(module.format, Scaled) and module.weight.dtype.itemsize == 1
-                assert 0.015 < module.format.dequantized(module, torch.float32).std() < 0.025
+                assert isinstance(module.linear_method, Scaled) and module.weight.dtype.itemsize == 1
+                assert 0.015 < module.linear_method.dequantized(module, torch.float32).std() < 0.025
 
 
 ALIGNED = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "hidden_size": 32, "intermediate_size": 48}

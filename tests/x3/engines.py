@@ -1,4 +1,4 @@
-"""Engines with guesses beside engines without, over the same requests."""
+"""Engines with drafts beside engines without, over the same requests."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHANCES = {"right": 1.0, "wrong": 0.0, "often": 0.7}
 
 
 class Anything(Proposer):
-    """Guesses at random, and sometimes has no idea."""
+    """Drafts at random, and sometimes nothing."""
 
     def propose(self, state: RowState, k: int) -> Sequence[int]:
         n = len(state.token_ids)
@@ -34,7 +34,7 @@ class Anything(Proposer):
 
 
 def make_proposer(kind: str, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Proposer:
-    """One that guesses the answers right, wrong, or each token with a chance of 0.7; or "random", which guesses anything."""
+    """One that drafts the answers right, wrong, or each token with a chance of 0.7; or "random", which drafts anything."""
     texts = {tuple(prompt): answer for prompt, answer in zip(prompts, answers, strict=True)}
     return Anything() if kind == "random" else Oracle(texts, CHANCES[kind], VOCAB_SIZE)
 
@@ -45,20 +45,20 @@ def make_engine(**overrides: Any) -> LLMEngine:
     return build.make_engine(EngineConfig(**{"model": str(tiny_checkpoint()), **fields, **overrides}))
 
 
-def guessing(proposer: Proposer, k: int = 3) -> dict[str, Any]:
-    """The part of a configuration that turns guesses on."""
+def speculative(proposer: Proposer, k: int = 3) -> dict[str, Any]:
+    """The part of a configuration that turns drafts on."""
     return {"speculative_config": {"method": proposer, "num_speculative_tokens": k}}
 
 
 def speculation_of(engine: LLMEngine) -> Speculation:
-    """What the engine knows of its guesses."""
+    """What the engine knows of its drafts."""
     found: Speculation = engine.scheduler.speculation  # type: ignore[attr-defined]
     return found
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Requests, an engine's outputs without guesses, and what makes the engine."""
+    """Requests, an engine's outputs without drafts, and what makes the engine."""
 
     requests: list[Request]
     plain: list[RequestOutput]
@@ -66,14 +66,14 @@ class Pair:
 
     @classmethod
     def of(cls, requests: list[Request], **fields: Any) -> Pair:
-        """Serve the requests without guesses."""
+        """Serve the requests without drafts."""
         return cls(requests, serve(make_engine(**fields), requests), fields)
 
     def engine(self, kind: str, k: int = 3, **more: Any) -> LLMEngine:
-        """The same engine with guesses at the first answer to each prompt."""
+        """The same engine with drafts at the first answer to each prompt."""
         answers = [output.outputs[0].token_ids for output in self.plain]
         proposer = make_proposer(kind, [request.prompt for request in self.requests], answers)
-        return make_engine(**{**self.fields, **more, **guessing(proposer, k)})
+        return make_engine(**{**self.fields, **more, **speculative(proposer, k)})
 
     def share_of_equal(self, outputs: Sequence[RequestOutput]) -> float:
         """How many of the answers have the same text."""

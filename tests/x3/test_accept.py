@@ -1,4 +1,4 @@
-"""x3.2: which of the drawn tokens plain decoding would have drawn as well."""
+"""x3.2: which of the sampled tokens plain decoding would have sampled as well."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ Tokens = st.lists(st.integers(0, 2), max_size=6)
 
 def test_a_worked_case() -> None:
     got = accept([5, 6, 1, 8, 9, 4], [5, 6, 7, 8, 9])
-    says = "5 and 6 were guessed; 1 was drawn after them, and nobody guessed it; all others were drawn after 7, which is wrong"
+    says = "5 and 6 were drafted; 1 was sampled after them, and nobody drafted it; all others were sampled after 7, which is wrong"
     worked_case("x3.2", got, [5, 6, 1], says)
 
 
 def test_all_are_right() -> None:
-    assert accept([5, 6, 7, 8], [5, 6, 7]) == [5, 6, 7, 8], "three guesses and a bonus"
+    assert accept([5, 6, 7, 8], [5, 6, 7]) == [5, 6, 7, 8], "three draft tokens and a bonus"
 
 
 def test_none_is_right() -> None:
-    assert accept([4, 6, 7], [5, 6]) == [4], "the first draw follows a certain token: a step always yields one"
+    assert accept([4, 6, 7], [5, 6]) == [4], "the first sample follows a certain token: a step always yields one"
 
 
-def test_without_guesses() -> None:
+def test_without_drafts() -> None:
     assert accept([4], []) == [4], "plain decoding"
 
 
 @given(Tokens, st.integers(0, 6), st.integers(0, 6))
-def test_it_is_the_text_of_plain_decoding(guesses: list[int], at: int, seed: int) -> None:
-    """A model whose next token is a function of the tokens so far, asked after each guess."""
+def test_it_is_the_text_of_plain_decoding(drafts: list[int], at: int, seed: int) -> None:
+    """A model whose next token is a function of the tokens so far, asked after each draft."""
 
     def model(before: list[int]) -> int:
         return (3 * sum(before) + 2 * len(before) + seed) % 3
 
-    guesses = [model(guesses[:i]) if i < at else guess for i, guess in enumerate(guesses)]
-    drawn = [model(guesses[:i]) for i in range(len(guesses) + 1)]
+    drafts = [model(drafts[:i]) if i < at else draft for i, draft in enumerate(drafts)]
+    sampled = [model(drafts[:i]) for i in range(len(drafts) + 1)]
     plain: list[int] = []
-    for guess in [*guesses, None]:
+    for draft in [*drafts, None]:
         plain.append(model(plain))
-        if plain[-1] != guess:
+        if plain[-1] != draft:
             break
-    assert accept(drawn, guesses) == plain, f"drawn {drawn} with the guesses {guesses}"
+    assert accept(sampled, drafts) == plain, f"sampled {sampled} with the drafts {drafts}"

@@ -1,4 +1,4 @@
-"""The proposers by name, in the real engine: the text is plain decoding's, and where guesses do not pay there are none."""
+"""The proposers by name, in the real engine: the text is plain decoding's, and where drafts do not pay there are none."""
 
 from __future__ import annotations
 
@@ -9,21 +9,17 @@ import numpy as np
 import pytest
 
 from folovllm import LLM, SamplingParams
-from folovllm.cache.block_manager import BlockManager
-from folovllm.engine.scheduler import chunk, preempt, unless_finished
 from folovllm.executor.abstract import Pending
 from folovllm.spec_decode.measure import Timer
 from folovllm.spec_decode.ngram import NgramProposer
 from folovllm.spec_decode.policy import AdaptiveLength, FixedLength, LengthPolicy, TimedSteps
 from folovllm.spec_decode.proposer import CompositeProposer, RowState
-from folovllm.spec_decode.scheduler import SpeculativeScheduler
-from folovllm.spec_decode.speculation import Speculation
 from folovllm.spec_decode.suffix import SuffixProposer
 from folovllm.step.sampling_spec import SamplingSpec
 from folovllm.step.schedule import SchedulerOutput
 from tests.helpers import tiny_checkpoint
 from tests.sequences import make_seq
-from tests.x3.guessing_loop import Clock, NoForms
+from tests.x3.drafting_loop import Clock, small_scheduler
 
 COMMON: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 2, "use_tqdm": False}
 STORY = "<|im_start|>user\nTell me a story about Lily and a red kite.<|im_end|>\n<|im_start|>assistant\n"
@@ -62,8 +58,8 @@ def test_the_cost_of_steps_is_measured(milestone: str) -> None:
     with LLM("stories-5m", milestone=milestone, **COMMON, speculative_config=config) as llm:
         cost = llm.engine.scheduler.speculation.policy.cost  # type: ignore[attr-defined]
         assert cost.plain.widths == (1, 2)
-        assert cost.checked.widths == (1, 2, 4, 8)
-        for curve in (cost.plain, cost.checked):
+        assert cost.verifying.widths == (1, 2, 4, 8)
+        for curve in (cost.plain, cost.verifying):
             assert 0 < curve.seconds[0] <= curve.seconds[-1]
 
 
@@ -95,11 +91,7 @@ def test_a_step_in_a_rest_or_behind_it_takes_its_own_time_alone(ahead: int, leng
             return super().propose(state, k)
 
     now, policy, under_way = 0.0, Resting(length), []
-    speculation = Speculation(Slow(), policy, NoForms(), clock=lambda: now)
-    scheduler = SpeculativeScheduler(
-        kv=BlockManager(64, 4), max_num_seqs=1, max_num_batched_tokens=64, tokens_of_step=unless_finished(chunk), on_full=preempt,
-        speculation=speculation,
-    )  # fmt: skip
+    scheduler = small_scheduler(Slow(), policy, max_num_seqs=1, clock=lambda: now)
     scheduler.add(make_seq(3, max_tokens=60))
     began = -1.0
     for _ in range(40):
@@ -118,7 +110,7 @@ def test_a_step_in_a_rest_or_behind_it_takes_its_own_time_alone(ahead: int, leng
 
 
 @pytest.mark.parametrize(("method", "longest"), [("ngram", 2), ("draft_model", 2), ("draft_model", 8)])
-def test_more_guesses_than_the_context_has_room_for(method: str, longest: int) -> None:
+def test_more_drafts_than_the_context_has_room_for(method: str, longest: int) -> None:
     config = {"method": method, "num_speculative_tokens": 16}
     if method == "draft_model":
         config["model"] = str(tiny_checkpoint())
@@ -128,13 +120,13 @@ def test_more_guesses_than_the_context_has_room_for(method: str, longest: int) -
         assert len(output.outputs[0].token_ids) == longest // 2
 
 
-def test_guesses_never_seem_to_save_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_never_seem_to_save_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step with them that was quicker than the table says was timed badly, or had none."""
     monkeypatch.setattr(Timer, "drafting", lambda *_: 0.0)
     config = {"method": "draft_model", "num_speculative_tokens": 4, "model": str(tiny_checkpoint())}
     with LLM(str(tiny_checkpoint()), **COMMON, speculative_config=config) as llm:
         cost = llm.engine.scheduler.speculation.policy.cost  # type: ignore[attr-defined]
-        assert (cost.first_guess, cost.guess) == (0.0, 0.0)
+        assert (cost.first_draft_token, cost.per_draft_token) == (0.0, 0.0)
 
 
 def test_a_draft_has_the_vocabulary_of_its_model() -> None:
@@ -145,18 +137,18 @@ def test_a_draft_has_the_vocabulary_of_its_model() -> None:
 
 def test_several_are_asked_in_turn() -> None:
     class Fixed(SuffixProposer):
-        def __init__(self, guesses: dict[int, list[int]]) -> None:
+        def __init__(self, drafts: dict[int, list[int]]) -> None:
             super().__init__()
-            self.guesses, self.asked = guesses, list[int]()
+            self.drafts, self.asked = drafts, list[int]()
 
         def propose(self, state: RowState, k: int) -> list[int]:
             self.asked.append(state.seq_id)
-            return self.guesses.get(state.seq_id, [])[:k]
+            return self.drafts.get(state.seq_id, [])[:k]
 
     first, second = Fixed({1: [5, 6]}), Fixed({1: [9], 2: [7]})
     states = [RowState(i, np.array([1], np.int32), 1, SamplingSpec()) for i in (1, 2, 3)]
     assert CompositeProposer([first, second]).propose_all(states, [2, 2, 0]) == [[5, 6], [7], []]
-    assert (first.asked, second.asked) == ([1, 2], [2]), "who has a guess already is not asked about again"
+    assert (first.asked, second.asked) == ([1, 2], [2]), "who has a draft already is not asked about again"
 
 
 @pytest.mark.gpu

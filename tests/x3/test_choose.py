@@ -8,42 +8,45 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from folovllm.spec_decode.choose import Curve, StepCost, best_depths
+from folovllm.spec_decode.choose import Curve, StepCost, best_draft_lengths
 from tests.tiny import worked_case
 
 
-def costs(widths: tuple[float, ...], seconds: tuple[float, ...], wait: float = 0.0, guess: float = 0.0) -> StepCost:
-    return StepCost(Curve(widths, seconds), Curve(widths, tuple(s + wait for s in seconds)), guess, wait=wait)
+def costs(
+    widths: tuple[float, ...], seconds: tuple[float, ...], no_draft: float = 0.0, per_draft_token: float = 0.0
+) -> StepCost:
+    verifying = Curve(widths, tuple(s + no_draft for s in seconds))
+    return StepCost(Curve(widths, seconds), verifying, per_draft_token, no_draft_more=no_draft)
 
 
-FLAT = costs((1.0, 64.0), (1.0, 1.063), wait=0.05)  # a GPU at small batch: a token more is nearly free
+FLAT = costs((1.0, 64.0), (1.0, 1.063), no_draft=0.05)  # a GPU at small batch: a token more is nearly free
 STEEP = costs((1.0, 2.0), (1.0, 1.8))  # a token more is nearly a step more
 
 
 def depths(*acceptances: float, cost: StepCost = FLAT, most: int = 8) -> list[int]:
-    return best_depths(np.ones(len(acceptances)), np.array(acceptances), cost, most)
+    return best_draft_lengths(np.ones(len(acceptances)), np.array(acceptances), cost, most)
 
 
-class TestBestDepths:
+class TestBestDraftLengths:
     def test_a_worked_case(self) -> None:
         """Seconds by tokens: 1 for one, 1.25 for two, 1.5 for three, and so on; with hits of 1 but where said otherwise."""
         line, jump = costs((1.0, 2.0), (1.0, 1.25)), costs((1.0, 2.0, 8.0), (1.0, 2.5, 2.5))
         got = {
-            "right half the time": depths(0.5, cost=line, most=2),
-            "never right": depths(0.0, cost=line, most=2),
-            "one of two is right": depths(0.9, 0.1, cost=line, most=2),
-            "a first guess is dear, all others are free": depths(0.9, cost=jump, most=7),
-            "an idea once in a thousand steps": best_depths(np.array([0.001]), np.array([0.9]), FLAT, 8),
+            "accepted half the time": depths(0.5, cost=line, most=2),
+            "never accepted": depths(0.0, cost=line, most=2),
+            "one of two is accepted": depths(0.9, 0.1, cost=line, most=2),
+            "a first draft token is expensive, all others are free": depths(0.9, cost=jump, most=7),
+            "a draft once in a thousand steps": best_draft_lengths(np.array([0.001]), np.array([0.9]), FLAT, 8),
         }
         says = (
             "1, 1.5 and 1.75 tokens for 1, 1.25 and 1.5 seconds are 1, 1.2 and 1.17 a second; nothing for nothing; all width "
-            "to the first, its guesses are worth 0.9 and 0.81; 1.9 tokens in 2.5 seconds are too few, 5.7 are enough; and "
+            "to the first, its draft tokens are worth 0.9 and 0.81; 1.9 tokens in 2.5 seconds are too few, 5.7 are enough; and "
             "waiting for an idea that does not come is no gain"
         )
         worked_case("x3.4", got, dict(zip(got, [[1], [0], [2, 0], [7], [0]], strict=True)), says)
 
     def test_nothing_is_accepted(self) -> None:
-        assert depths(0.0) == [0], "guesses that are never right cost time"
+        assert depths(0.0) == [0], "drafts that are never right cost time"
 
     def test_all_is_accepted(self) -> None:
         assert depths(0.99) == [8], "nearly free, and nearly always right"
@@ -52,21 +55,23 @@ class TestBestDepths:
     def test_wide_steps_that_cost_too_much(self) -> None:
         assert depths(0.7, cost=STEEP) == [0], "0.7 tokens more for 0.8 steps more"
 
-    def test_who_is_right_more_often_guesses_more(self) -> None:
+    def test_who_is_right_more_often_drafts_more(self) -> None:
         found = depths(0.9, 0.1, cost=costs((1.0, 2.0, 9.0), (1.0, 1.2, 3.0)))
-        assert found[0] > found[1], "the step's width belongs to the sequence whose guesses are right"
+        assert found[0] > found[1], "the step's width belongs to the sequence whose drafts are right"
 
     def test_a_draft_that_never_comes_is_none(self) -> None:
-        found = best_depths(np.zeros(2), np.full(2, 0.9), FLAT, 8)
+        found = best_draft_lengths(np.zeros(2), np.full(2, 0.9), FLAT, 8)
         assert found == [0, 0], "nobody has a draft, so there is nothing to ask for"
 
     def test_a_gain_below_the_margin_is_none(self) -> None:
-        found = [best_depths(np.ones(1), np.array([0.5]), costs((1.0, 2.0), (1.0, 1.25)), 2, m) for m in (1.19, 1.21)]
-        assert found == [[1], [0]], "one guess is 1.2 times as fast as none"
+        found = [
+            best_draft_lengths(np.ones(1), np.array([0.5]), costs((1.0, 2.0), (1.0, 1.25)), 2, m) for m in (1.19, 1.21)
+        ]
+        assert found == [[1], [0]], "one draft token is 1.2 times as fast as none"
 
-    def test_a_draft_writes_as_far_as_the_deepest_guess(self) -> None:
-        """Both guesses of the first sequence are worth most, so a guess more of the second takes no step more of the draft."""
-        found = depths(0.9, 0.4, cost=costs((1.0, 2.0), (1.0, 1.05), guess=0.3), most=2)
+    def test_a_draft_model_writes_as_far_as_the_longest_draft(self) -> None:
+        """Both draft tokens of the first sequence are worth most, so one more of the second takes no more steps of the draft model."""
+        found = depths(0.9, 0.4, cost=costs((1.0, 2.0), (1.0, 1.05), per_draft_token=0.3), most=2)
         assert found == [2, 2], "0.16 tokens more for 0.05 seconds: the draft takes two steps in any case"
 
     @given(
@@ -84,12 +89,12 @@ class TestBestDepths:
             silent = prod(1 - h for h, _ in rows)
             some = 1 - silent
             return tokens / (
-                silent * cost.of_vain(len(rows)) + some * cost.of_narrow(len(rows) + width / some)
+                silent * cost.of_no_draft(len(rows)) + some * cost.of_verifying(len(rows) + width / some)
                 if any(chosen)
                 else cost.of_plain(len(rows))
             )
 
-        found = best_depths(hits, acceptances, cost, 3)
+        found = best_draft_lengths(hits, acceptances, cost, 3)
         best = max(product(range(4), repeat=len(rows)), key=speed)
         assert speed(tuple(found)) >= speed(best) - 1e-9, (
             f"{found} gives {speed(tuple(found)):.3f} tokens a second, {list(best)} gives {speed(best):.3f}"
@@ -106,43 +111,43 @@ class TestStepCost:
     def test_what_steps_take_corrects_the_table(self) -> None:
         cost = costs((1.0, 2.0), (1.0, 1.0))
         for _ in range(60):
-            cost.note_checked(1, 2, 1.6)
-        assert cost.checked_more == pytest.approx(0.6, rel=0.01)
-        assert cost.of_checked(np.array([3.0]), np.array([2]), np.array([1.0])) == pytest.approx(1.6, rel=0.01)
+            cost.record_verifying(1, 2, 1.6)
+        assert cost.verifying_more == pytest.approx(0.6, rel=0.01)
+        assert cost.of_speculative(np.array([3.0]), np.array([2]), np.array([1.0])) == pytest.approx(1.6, rel=0.01)
         assert cost.plain_more == 0.0
 
     def test_a_step_that_waited_in_vain_cost_the_wait_and_no_more(self) -> None:
         cost = costs((1.0, 9.0), (1.0, 1.0))
         for _ in range(60):
-            cost.note_plain(1, 3.0)  # a grammar, say
-        assert cost.of_plain(1) == pytest.approx(3.0, rel=0.01) and cost.of_vain(1) == cost.of_plain(1)
+            cost.record_plain(1, 3.0)  # a grammar, say
+        assert cost.of_plain(1) == pytest.approx(3.0, rel=0.01) and cost.of_no_draft(1) == cost.of_plain(1)
         for _ in range(60):
-            cost.note_vain(1, 3.5)
-        assert cost.of_vain(1) == pytest.approx(3.5, rel=0.01) and cost.of_plain(1) == pytest.approx(3.0, rel=0.01)
-        assert cost.checked_more == 0.0, "nothing was verified"
+            cost.record_no_draft(1, 3.5)
+        assert cost.of_no_draft(1) == pytest.approx(3.5, rel=0.01) and cost.of_plain(1) == pytest.approx(3.0, rel=0.01)
+        assert cost.verifying_more == 0.0, "nothing was verified"
 
     def test_a_plain_step_takes_no_longer_than_one_that_verifies(self) -> None:
         """Else any draft would seem to pay: such steps are timed often, and plain ones meanwhile not at all."""
         cost = costs((1.0, 9.0), (1.0, 1.0))
-        cost.note_plain(1, 9.0, weight=1.0)
+        cost.record_plain(1, 9.0, weight=1.0)
         for _ in range(60):
-            cost.note_checked(1, 2, 2.0)
+            cost.record_verifying(1, 2, 2.0)
         assert cost.of_plain(1) == pytest.approx(2.0, rel=0.01)
 
     def test_a_step_that_verifies_may_take_less_than_a_plain_one_of_as_many_tokens(self) -> None:
         """On a CPU nine tokens of one sequence take less than nine sequences with a token each. One sequence takes as long as ever."""
         cost = StepCost(Curve((1.0, 8.0), (1.0, 6.0)), Curve((1.0, 9.0), (1.0, 7.0)))
         for _ in range(60):
-            cost.note_checked(1, 8, 3.0)
-        assert cost.plain_more == 0.0 and cost.of_narrow(9) == pytest.approx(3.0, rel=0.01)
+            cost.record_verifying(1, 8, 3.0)
+        assert cost.plain_more == 0.0 and cost.of_verifying(9) == pytest.approx(3.0, rel=0.01)
 
     def test_a_table_that_is_too_high_is_never_corrected_to_nothing(self) -> None:
         cost = costs((1.0, 2.0), (1.0, 9.0))
         for _ in range(99):
-            cost.note_plain(2, 0.0)
+            cost.record_plain(2, 0.0)
         assert cost.of_plain(1) > 0 and cost.of_plain(2) < 2
 
     def test_an_interrupted_step_changes_little(self) -> None:
         cost = costs((1.0, 2.0), (1.0, 1.0))
-        cost.note_checked(1, 1, 1000.0)
-        assert cost.checked_more <= 0.1
+        cost.record_verifying(1, 1, 1000.0)
+        assert cost.verifying_more <= 0.1

@@ -1,4 +1,4 @@
-"""Schedulers with guesses over a device that only remembers: whatever is guessed, it reads what it should."""
+"""Schedulers with drafts over a device that only remembers: whatever is drafted, it reads what it should."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ from hypothesis import given, settings
 
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
-from folovllm.engine.scheduler import chunk, preempt, unless_finished
 from folovllm.spec_decode.policy import FixedLength
 from folovllm.spec_decode.proposer import Proposer, RowState
-from folovllm.spec_decode.scheduler import SpeculativeScheduler
-from folovllm.spec_decode.speculation import Speculation
 from tests.sequences import EOS, make_seq
-from tests.x3.guessing_loop import Device, Loop, NoForms
+from tests.x3.drafting_loop import Device, Loop, small_scheduler
 
 
 @settings(max_examples=40)
@@ -23,7 +20,7 @@ from tests.x3.guessing_loop import Device, Loop, NoForms
     seed=st.integers(0, 1 << 30), num_blocks=st.integers(14, 40), block_size=st.integers(1, 4), k=st.integers(1, 7),
     budget=st.integers(4, 30), caching=st.booleans(),
 )  # fmt: skip
-def test_no_guess_is_ever_read_or_found_again(
+def test_no_draft_token_is_ever_read_or_found_again(
     seed: int, num_blocks: int, block_size: int, k: int, budget: int, caching: bool
 ) -> None:
     """What was cut off is poison, and so is what a block held when it is taken; pools are small enough to preempt."""
@@ -48,20 +45,17 @@ def test_cut_blocks_are_taken_next() -> None:
     assert seq.block_table == [0, 1] and kv.blocks[2].ref_count == 0
 
 
-def test_right_guesses_behind_the_end_are_told_to_nobody() -> None:
+def test_right_drafts_behind_the_end_are_told_to_nobody() -> None:
     class Ones(Proposer):
         def propose(self, state: RowState, k: int) -> list[int]:
             return [1] * k
 
-    scheduler = SpeculativeScheduler(
-        kv=BlockManager(64, 4), max_num_seqs=4, max_num_batched_tokens=64, tokens_of_step=unless_finished(chunk), on_full=preempt,
-        speculation=Speculation(Ones(), FixedLength(3), NoForms()),
-    )  # fmt: skip
+    scheduler = small_scheduler(Ones(), FixedLength(3))
     seq = make_seq(3, max_tokens=20)
     scheduler.add(seq)
     scheduler.postprocess([(seq, [1]) for _ in scheduler.schedule().scheduled_seqs])
     (scheduled,) = scheduler.schedule().scheduled_seqs
     assert scheduled.num_samples == 4
-    drawn = [1, EOS, 1, 1]
-    scheduler.postprocess([(seq, drawn)])
-    assert drawn == seq.output_token_ids[1:].tolist() == [1, EOS], "who hears of the step hears of these alone"
+    sampled = [1, EOS, 1, 1]
+    scheduler.postprocess([(seq, sampled)])
+    assert sampled == seq.output_token_ids[1:].tolist() == [1, EOS], "who hears of the step hears of these alone"

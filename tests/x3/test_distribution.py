@@ -1,4 +1,4 @@
-"""Guesses do not make what was guessed likelier."""
+"""Drafts do not make what was drafted likelier."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from folovllm.sampling_params import SamplingParams
 from folovllm.spec_decode.proposer import Proposer, RowState
 from tests.helpers import hf_logits, prompts, tiny_checkpoint, tiny_tokenizer
-from tests.x3.engines import guessing, make_engine, speculation_of
+from tests.x3.engines import make_engine, speculation_of, speculative
 
 LETTERS = [int(id_) for id_ in tiny_tokenizer().encode("abcd")]
 ANSWERS = 128  # of one request
@@ -17,16 +17,16 @@ REQUESTS = 4
 
 
 class Stubborn(Proposer):
-    """Always guesses the same."""
+    """Always drafts the same."""
 
     def propose(self, state: RowState, k: int) -> list[int]:
         return [LETTERS[0]] * k
 
 
-def test_drawn_tokens_are_those_of_plain_sampling() -> None:
+def test_sampled_tokens_are_those_of_plain_sampling() -> None:
     """Pearson's test over the second and third token together: of four letters each, against exact chances."""
     prompt = prompts([6], seed=2)[0]
-    engine = make_engine(milestone="m6", max_num_seqs=80, num_kv_blocks=800, **guessing(Stubborn(), k=2))
+    engine = make_engine(milestone="m6", max_num_seqs=80, num_kv_blocks=800, **speculative(Stubborn(), k=2))
     for i in range(REQUESTS):
         params = SamplingParams(n=ANSWERS, seed=i, temperature=4.0, max_tokens=3, allowed_token_ids=LETTERS)
         engine.add_request(f"{i}", prompt, params, stream=False)

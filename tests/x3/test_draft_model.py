@@ -1,4 +1,4 @@
-"""A draft guesses what its model would write alone, whatever was accepted or rejected before."""
+"""A draft model drafts what it would write alone, whatever was accepted or rejected before."""
 
 from __future__ import annotations
 
@@ -14,24 +14,27 @@ from folovllm.engine.setup import set_up
 from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
 from folovllm.spec_decode.draft_model import DraftModel
-from folovllm.spec_decode.draft_tokens import DraftTokens
-from folovllm.spec_decode.extension import make_run_executor
+from folovllm.spec_decode.extension import make_multi_step_executor
+from folovllm.spec_decode.multi_step import DraftTokens
 from folovllm.spec_decode.proposer import RowState
 from folovllm.step.sampling_spec import SamplingSpec
 from tests.helpers import VOCAB_SIZE, tiny_checkpoint
 
 LENGTH, BLOCK, BUDGET = 64, 4, 24
-DRAWS = {"greedy": SamplingSpec(temperature=0), "seeded": SamplingSpec(seed=7, temperature=0.8, top_k=50, logprobs=2)}
+SAMPLING = {
+    "greedy": SamplingSpec(temperature=0),
+    "seeded": SamplingSpec(seed=7, temperature=0.8, top_k=50, logprobs=2),
+}
 
 
-def draft(num_blocks: int = 64, max_num_seqs: int = 3, by_name: bool = False) -> DraftModel:
+def drafter(num_blocks: int = 64, max_num_seqs: int = 3, by_name: bool = False) -> DraftModel:
     config = EngineConfig(
         model=str(tiny_checkpoint()), milestone="m6", enable_prefix_caching=False, device="cpu", max_model_len=LENGTH,
         max_num_seqs=max_num_seqs, max_num_batched_tokens=BUDGET, block_size=BLOCK, num_kv_blocks=num_blocks, use_tqdm=False,
     )  # fmt: skip
     setup = set_up(config)
-    drafted = DraftTokens.for_runs(14, setup)
-    executor = make_run_executor(setup, drafted)
+    drafted = DraftTokens.for_multi_step(14, setup)
+    executor = make_multi_step_executor(setup, drafted)
     return DraftModel(executor, max_num_seqs, BUDGET, LENGTH, BLOCK, drafted if by_name else None)
 
 
@@ -54,44 +57,44 @@ def state(seq_id: int, tokens: list[int], spec: SamplingSpec) -> RowState:
 
 
 @pytest.mark.parametrize(("how", "by_name"), [("greedy", False), ("seeded", True)], ids=["tokens", "names"])
-def test_guesses_are_what_the_model_writes(alone: LLM, how: str, by_name: bool) -> None:
-    """Texts grow by part of the guess and a token of another's; some are not asked, some are short of blocks."""
-    rng, proposer = Random(3), draft(num_blocks=24, by_name=by_name)
+def test_drafts_are_what_the_model_writes(alone: LLM, how: str, by_name: bool) -> None:
+    """Texts grow by part of the draft and a token of another's; some are not asked, some are short of blocks."""
+    rng, proposer = Random(3), drafter(num_blocks=24, by_name=by_name)
     texts = {i: [rng.randrange(VOCAB_SIZE) for _ in range(n)] for i, n in enumerate((1, 9, 30))}
-    num_guesses = 0
+    num_draft_tokens = 0
     for turn in range(7):
         ids = [i for i in texts if rng.random() < 0.8 or turn == 0]
-        states = [state(i, texts[i], DRAWS[how]) for i in ids]
+        states = [state(i, texts[i], SAMPLING[how]) for i in ids]
         ks = [rng.choice((0, 1, 2, 5)) for _ in ids]
-        for now, k, guess in zip(states, ks, proposer.propose_all(states, ks), strict=True):
-            assert len(guess) in (0, k)
-            assert all((token >= VOCAB_SIZE) == by_name for token in guess)
-            guess = proposer.resolve(guess)
-            num_guesses += len(guess)
-            if guess:
-                assert guess == written(alone, now, k), f"turn {turn}, sequence {now.seq_id}"
-            kept = rng.randint(0, len(guess))
-            texts[now.seq_id] += [*guess[:kept], rng.randrange(VOCAB_SIZE)]
-    assert num_guesses > 20
+        for now, k, draft in zip(states, ks, proposer.propose_all(states, ks), strict=True):
+            assert len(draft) in (0, k)
+            assert all((token >= VOCAB_SIZE) == by_name for token in draft)
+            draft = proposer.resolve(draft)
+            num_draft_tokens += len(draft)
+            if draft:
+                assert draft == written(alone, now, k), f"turn {turn}, sequence {now.seq_id}"
+            kept = rng.randint(0, len(draft))
+            texts[now.seq_id] += [*draft[:kept], rng.randrange(VOCAB_SIZE)]
+    assert num_draft_tokens > 20
 
 
-def test_many_guesses_at_once(alone: LLM) -> None:
-    proposer, now = draft(), state(0, [5, 6, 7], DRAWS["greedy"])
+def test_many_drafts_at_once(alone: LLM) -> None:
+    proposer, now = drafter(), state(0, [5, 6, 7], SAMPLING["greedy"])
     assert proposer.propose(now, 12) == written(alone, now, 12), "more steps than an executor keeps in flight"
 
 
 def test_a_text_beyond_the_budget_takes_several_calls(alone: LLM) -> None:
-    proposer, now = draft(), state(0, [i % VOCAB_SIZE for i in range(40)], DRAWS["greedy"])
+    proposer, now = drafter(), state(0, [i % VOCAB_SIZE for i in range(40)], SAMPLING["greedy"])
     assert proposer.propose(now, 2) == [], "24 tokens a step: 16 are left to compute"
     assert proposer.propose(now, 2) == written(alone, now, 2)
 
 
 def test_who_is_not_asked_makes_room(alone: LLM) -> None:
-    proposer = draft(num_blocks=16, max_num_seqs=2)
-    states = [state(i, [i + 1] * 20, DRAWS["greedy"]) for i in range(3)]
+    proposer = drafter(num_blocks=16, max_num_seqs=2)
+    states = [state(i, [i + 1] * 20, SAMPLING["greedy"]) for i in range(3)]
     for now in states + states[:1]:
         assert proposer.propose(now, 3) == written(alone, now, 3)
-    assert [bool(guess) for guess in proposer.propose_all(states, [3, 3, 3])].count(True) == 2, (
+    assert [bool(draft) for draft in proposer.propose_all(states, [3, 3, 3])].count(True) == 2, (
         "two rows, three sequences"
     )
     for now in states:
@@ -99,9 +102,9 @@ def test_who_is_not_asked_makes_room(alone: LLM) -> None:
     assert (len(proposer._rows), len(proposer._free)) == (2, 16), "rows and blocks come back"
 
 
-def test_no_guess_beyond_the_context() -> None:
-    proposer = draft()
-    assert proposer.propose(state(0, [1] * (LENGTH - 1), DRAWS["greedy"]), 3) == []
+def test_no_draft_token_beyond_the_context() -> None:
+    proposer = drafter()
+    assert proposer.propose(state(0, [1] * (LENGTH - 1), SAMPLING["greedy"]), 3) == []
 
 
 @pytest.mark.parametrize(("milestone", "method"), [("m3", "draft_model"), ("m6", "ngram+draft_model")])

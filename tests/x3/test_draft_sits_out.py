@@ -1,4 +1,4 @@
-"""A small model that knows no forms is not asked where these cut its guesses away; what it does not do costs nothing."""
+"""A small model that knows no grammars is not asked where these cut its drafts away; what it does not do costs nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from folovllm.request import Sequence
 from folovllm.spec_decode.draft_model import DraftModel
 from folovllm.spec_decode.policy import FixedLength
 from folovllm.step.schedule import SchedulerOutput, StepResult
-from tests.x3.guessing_loop import Clock
+from tests.x3.drafting_loop import Clock
 from tests.x3.test_never_loses import CHECKED, MS, PLAIN, WAIT, Served, copied, story
 
 A_RUN, A_STEP = 0.25 * MS, 0.03 * MS  # of the small model: to start it, and each step
@@ -21,7 +21,7 @@ A_RUN, A_STEP = 0.25 * MS, 0.03 * MS  # of the small model: to start it, and eac
 class Writer:
     """The small model: it writes what the answers will say in `knows`, and else a token that none of them has."""
 
-    num_kv_blocks, names = 10_000, None
+    num_kv_blocks, placeholder_ids = 10_000, None
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.texts, self.knows = clock, dict[int, list[int]](), set[int]()
@@ -31,7 +31,7 @@ class Writer:
     def submit(self, output: SchedulerOutput) -> None:
         self.clock.now += A_STEP
 
-    def submit_run(self, steps: SequenceOf[SchedulerOutput]) -> Writer:
+    def submit_steps(self, steps: SequenceOf[SchedulerOutput]) -> Writer:
         self.clock.now += A_RUN + A_STEP * len(steps)
         self.runs.update(scheduled.seq_id for scheduled in steps[0].scheduled_seqs)
         self._sampled = [StepResult([[self.token(s.seq_id, s.end)] for s in step.scheduled_seqs], {}) for step in steps]
@@ -46,137 +46,130 @@ class Writer:
 
 
 class Drafting(Served):
-    """An engine with a small model; of some answers the form forces a part, and cuts away all that is not what it wants."""
+    """An engine with a small model; of some answers the grammar forces a part, and cuts away all that is not what it wants."""
 
     def __init__(self, max_num_seqs: int, forces: bool = False, **how: Any) -> None:
         self.writer, self.forces = Writer(clock := Clock()), forces
         draft = DraftModel(self.writer, max_num_seqs, 2**16, 2**16, 16)  # type: ignore[arg-type]
-        super().__init__(max_num_seqs, forms=True, clock=clock, draft=draft, **how)
-        self.writer.texts = self.texts
-        self.policy.cost.first_guess, self.policy.cost.guess = A_RUN, A_STEP
+        super().__init__(max_num_seqs, grammars=True, clock=clock, draft=draft, **how)
+        self.writer.texts, add = self.texts, self.scheduler.add
+
+        def note(seq: Sequence) -> None:
+            add(seq)
+            if self.is_known(self.texts[seq.seq_id]):
+                self.writer.knows.add(seq.seq_id)
+
+        self.scheduler.add = note  # type: ignore[method-assign]
+        self.policy.cost.first_draft_token, self.policy.cost.per_draft_token = A_RUN, A_STEP
+
+    def is_known(self, text: list[int]) -> bool:
+        """Whether the small model knows an answer when it is asked for."""
+        return False
 
     def forced(self, seq: Sequence, most: int) -> list[int]:
         return super().forced(seq, most) if self.forces else []
 
-    def trim(self, seq: Sequence, guesses: list[int]) -> list[int]:
+    def trim(self, seq: Sequence, drafts: list[int]) -> list[int]:
         if seq.params.structured_outputs is None:
-            return guesses
+            return drafts
         text = self.texts[seq.seq_id][seq.num_tokens :]
-        return guesses[: next((i for i, (g, t) in enumerate(zip(guesses, text, strict=False)) if g != t), len(text))]
+        return drafts[: next((i for i, (g, t) in enumerate(zip(drafts, text, strict=False)) if g != t), len(text))]
 
 
 def plain_seconds(texts: list[list[int]], turns: int) -> float:
-    plain = Served(len(texts), forms=True)
+    plain = Served(len(texts), grammars=True)
     return sum(plain.serve(texts, 45) for _ in range(turns))
 
 
 @pytest.mark.parametrize("batch", [1, 16])
-def test_where_forms_cut_every_guess_away_nothing_is_lost(batch: int) -> None:
-    texts, guessing = [story(i, 245) for i in range(batch)], Drafting(batch)
-    seconds = sum(guessing.serve(texts, 45) for _ in range(3))
-    assert not guessing.speculation.num_accepted
+def test_where_grammars_cut_every_draft_token_away_nothing_is_lost(batch: int) -> None:
+    texts, drafting = [story(i, 245) for i in range(batch)], Drafting(batch)
+    seconds = sum(drafting.serve(texts, 45) for _ in range(3))
+    assert not drafting.speculation.num_accepted
     assert seconds < 1.02 * plain_seconds(texts, 3)
 
 
 @pytest.mark.parametrize(("batch", "gain"), [(1, 1.5), (16, 1.3)])
-def test_what_a_form_forces_pays_for_itself(batch: int, gain: float) -> None:
-    texts, guessing = [copied(i, 320) for i in range(batch)], Drafting(batch, forces=True)
-    seconds = sum(guessing.serve(texts, 45) for _ in range(3))
+def test_what_a_grammar_forces_pays_for_itself(batch: int, gain: float) -> None:
+    texts, drafting = [copied(i, 320) for i in range(batch)], Drafting(batch, forces=True)
+    seconds = sum(drafting.serve(texts, 45) for _ in range(3))
     assert plain_seconds(texts, 3) > gain * seconds
-    runs = [guessing.writer.runs[seq_id] for seq_id in sorted(guessing.writer.runs)]
+    runs = [drafting.writer.runs[seq_id] for seq_id in sorted(drafting.writer.runs)]
     assert max(runs) <= 7 and max(runs[-batch:]) <= 3, "of 275 steps; answers behind the first ones know better"
 
 
 def test_others_in_the_batch_are_still_served() -> None:
-    """One answer has a form that rules out what the small model writes, and it writes what the other one says."""
-    guessing = Drafting(2)
+    """One answer has a grammar that rules out what the small model writes, and it writes what the other one says."""
+    drafting = Drafting(2)
     texts = [story(1, 400), story(2, 400)]
-    known = texts[1]
-    add = guessing.scheduler.add
-
-    def note(seq: Sequence) -> None:
-        add(seq)
-        if guessing.texts[seq.seq_id] is known:
-            guessing.writer.knows.add(seq.seq_id)
-
-    guessing.scheduler.add = note  # type: ignore[method-assign]
-    guessing.serve(texts, 45, without_form=[1])
-    (other,) = guessing.writer.knows
-    (formed,) = guessing.writer.runs.keys() - {other}
-    assert guessing.speculation.num_accepted > 200
-    assert guessing.writer.runs[formed] < 12 < 20 < guessing.writer.runs[other]
+    drafting.is_known = lambda text: text is texts[1]  # type: ignore[method-assign]
+    drafting.serve(texts, 45, without_grammar=[1])
+    (other,) = drafting.writer.knows
+    (constrained,) = drafting.writer.runs.keys() - {other}
+    assert drafting.speculation.num_accepted > 200
+    assert drafting.writer.runs[constrained] < 12 < 20 < drafting.writer.runs[other]
 
 
-def test_a_small_model_that_writes_what_forms_allow_is_asked_each_time() -> None:
-    guessing = Drafting(1)
-    guessing.speculation.policy = FixedLength(6)
-    texts = [story(1, 245)]
-    add = guessing.scheduler.add
-
-    def note(seq: Sequence) -> None:
-        add(seq)
-        guessing.writer.knows.add(seq.seq_id)
-
-    guessing.scheduler.add = note  # type: ignore[method-assign]
-    guessing.serve(texts, 45)
-    assert guessing.speculation.num_accepted > 150
+def test_a_small_model_that_writes_what_grammars_allow_is_asked_each_time() -> None:
+    drafting = Drafting(1)
+    drafting.speculation.policy = FixedLength(6)
+    drafting.is_known = lambda text: True  # type: ignore[method-assign]
+    drafting.serve([story(1, 245)], 45)
+    assert drafting.speculation.num_accepted > 150
 
 
 class Knowing(Drafting):
-    """The small model knows all texts, or none; no answer has a form."""
+    """The small model knows all texts, or none; no answer has a grammar."""
 
     def __init__(self, max_num_seqs: int, is_good: bool) -> None:
         super().__init__(max_num_seqs)
-        self.form, self.is_good, add = 0.0, is_good, self.scheduler.add
+        self.grammar, self.is_good = 0.0, is_good
 
-        def note(seq: Sequence) -> None:
-            add(seq)
-            self.writer.knows.update([seq.seq_id] * self.is_good)
-
-        self.scheduler.add = note  # type: ignore[method-assign]
+    def is_known(self, text: list[int]) -> bool:
+        return self.is_good
 
 
-def without_forms(guessing: Served, num_seqs: int, turns: int) -> list[float]:
+def without_grammars(drafting: Served, num_seqs: int, turns: int) -> list[float]:
     """The seconds of each turn: stories, no two of them the same."""
-    return [guessing.serve([story(100 * turn + i, 245) for i in range(num_seqs)], 45) for turn in range(turns)]
+    return [drafting.serve([story(100 * turn + i, 245) for i in range(num_seqs)], 45) for turn in range(turns)]
 
 
 @pytest.mark.parametrize(("batch", "gain"), [(1, 1.8), (16, 1.5)])
 def test_a_good_small_model_is_found_with_the_first_request_and_serves_all_others_at_once(
     batch: int, gain: float
 ) -> None:
-    guessing = Knowing(batch, True)
-    plain, seconds = without_forms(Served(batch), batch, 6), without_forms(guessing, batch, 6)
+    drafting = Knowing(batch, True)
+    plain, seconds = without_grammars(Served(batch), batch, 6), without_grammars(drafting, batch, 6)
     assert all(one > gain * other for one, other in zip(plain, seconds, strict=True))
     assert seconds[-1] < 1.05 * seconds[0]
-    assert guessing.speculation.num_accepted > 0.8 * 6 * batch * 200
+    assert drafting.speculation.num_accepted > 0.8 * 6 * batch * 200
 
 
 @pytest.mark.parametrize("batch", [1, 16])
 def test_a_small_model_that_is_always_wrong_costs_a_few_steps_once(batch: int) -> None:
-    """The first opinion costs three steps with guesses; all others are paid by the budget."""
-    guessing = Knowing(batch, False)
-    plain, seconds = without_forms(Served(batch), batch, 20), without_forms(guessing, batch, 20)
+    """The first opinion costs three steps with drafts; all others are paid by the budget."""
+    drafting = Knowing(batch, False)
+    plain, seconds = without_grammars(Served(batch), batch, 20), without_grammars(drafting, batch, 20)
     a_try = 16 * A_STEP + A_RUN + WAIT + CHECKED.at(16 * batch)
     assert 0 < seconds[0] - plain[0] < 4 * a_try + 8 * PLAIN.seconds[0]
     assert sum(seconds[1:]) < 1.01 * sum(plain[1:])
-    assert guessing.speculation.num_drafts < 6 * batch + 20
+    assert drafting.speculation.num_drafts < 6 * batch + 20
 
 
 def test_a_small_model_that_becomes_good_is_found_later() -> None:
-    plain, guessing = Served(1), Knowing(1, False)
-    without_forms(guessing, 1, 2)
-    guessing.is_good = True
-    without_forms(guessing, 1, 120)
-    assert without_forms(plain, 1, 1)[0] > 1.5 * without_forms(guessing, 1, 1)[0]
+    plain, drafting = Served(1), Knowing(1, False)
+    without_grammars(drafting, 1, 2)
+    drafting.is_good = True
+    without_grammars(drafting, 1, 120)
+    assert without_grammars(plain, 1, 1)[0] > 1.5 * without_grammars(drafting, 1, 1)[0]
 
 
 @pytest.mark.parametrize("batch", [1, 4])
 def test_the_time_in_which_there_was_nothing_to_do_is_no_steps(batch: int) -> None:
-    """An engine schedules once more when its last answer has ended. Then seconds pass, for which no guess must pay."""
-    guessing, plain = Knowing(batch, True), Served(batch)
+    """An engine schedules once more when its last answer has ended. Then seconds pass, for which no draft must pay."""
+    drafting, plain = Knowing(batch, True), Served(batch)
     for turn in range(4):
-        (seconds,), (others,) = without_forms(plain, batch, 1), without_forms(guessing, batch, 1)
+        (seconds,), (others,) = without_grammars(plain, batch, 1), without_grammars(drafting, batch, 1)
         assert seconds > 1.5 * others, f"turn {turn}"
-        assert not guessing.scheduler.schedule().scheduled_seqs
-        guessing.clock.now += 5.0
+        assert not drafting.scheduler.schedule().scheduled_seqs
+        drafting.clock.now += 5.0

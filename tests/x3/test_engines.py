@@ -1,4 +1,4 @@
-"""Guesses where an engine is short of room, is interrupted, or has two ranks."""
+"""Drafts where an engine is short of room, is interrupted, or has two ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.events import Event, GuessesChecked, StepEnded
+from folovllm.events import DraftsVerified, Event, StepEnded
 from folovllm.sampling_params import SamplingParams
 from folovllm.spec_decode import extension
 from folovllm.spec_decode import scheduler as speculative_scheduler
@@ -17,7 +17,7 @@ from folovllm.step.schedule import SchedulerOutput
 from folovllm.worker.warm_up import dummy_seqs
 from tests.helpers import prompts
 from tests.workloads import Request, assert_nothing_left, serve
-from tests.x3.engines import Anything, Pair, guessing, make_engine, make_proposer, speculation_of
+from tests.x3.engines import Anything, Pair, make_engine, make_proposer, speculation_of, speculative
 
 PLAIN = SamplingParams(temperature=0.8, seed=1, max_tokens=20, ignore_eos=True)
 SMALL = {"block_size": 4, "num_kv_blocks": 34, "max_num_batched_tokens": 18, "max_num_seqs": 6}
@@ -42,7 +42,7 @@ def test_sequences_give_way_and_come_back(preset: str) -> None:
         assert engine.prefix_cache_stats().tokens_hit > 0
 
 
-def test_an_answer_is_found_again_as_far_as_without_guesses() -> None:
+def test_an_answer_is_found_again_as_far_as_without_drafts() -> None:
     pair = Pair.of(crowd()[:1], milestone="m6", block_size=4)
     longer = [*pair.requests[0].prompt, *pair.plain[0].outputs[0].token_ids, 1]
     found = []
@@ -80,7 +80,7 @@ class Told(list[Event]):
 
 
 def test_fewer_steps_and_what_is_told_of_them() -> None:
-    """With right guesses an answer of 21 tokens takes its prompt's step and five more of four tokens."""
+    """With accepted drafts an answer of 21 tokens takes its prompt's step and five more of four tokens."""
     pair = Pair.of([Request(crowd()[0].prompt, replace(PLAIN, max_tokens=21))], milestone="m6")
     engine = pair.engine("right", k=3)
     told = Told()
@@ -88,27 +88,27 @@ def test_fewer_steps_and_what_is_told_of_them() -> None:
     engine.history = []
     pair.check(serve(engine, pair.requests))
     steps = [event for event in told if isinstance(event, StepEnded)]
-    checked = [event for event in told if isinstance(event, GuessesChecked)]
+    checked = [event for event in told if isinstance(event, DraftsVerified)]
     assert [len(step.result.token_ids[0]) for step in steps] == [1, 4, 4, 4, 4, 4]
-    assert [(event.num_guessed, event.num_accepted) for event in checked] == [(3, 3)] * 5
+    assert [(event.num_draft_tokens, event.num_accepted) for event in checked] == [(3, 3)] * 5
     assert [(step.num_prefill_tokens, step.num_decode_tokens) for step in engine.history] == [(21, 0)] + [(0, 4)] * 5
 
 
-def test_only_what_comes_behind_guesses_waits() -> None:
-    """A step starts before the one before it was taken in, unless that one has guesses."""
+def test_only_what_comes_behind_drafts_waits() -> None:
+    """A step starts before the one before it was taken in, unless that one has drafts."""
     (request,) = crowd()[:1]
-    engine = make_engine(milestone="m6", **guessing(make_proposer("random", [], [])))
+    engine = make_engine(milestone="m6", **speculative(make_proposer("random", [], [])))
     flying = in_flight_at_each_start(engine, request)
-    assert {count for count, behind_guesses in flying if behind_guesses} == {1}
-    assert {count for count, behind_guesses in flying[1:] if not behind_guesses} == {2}, "no step waits for a guess"
+    assert {count for count, behind_drafts in flying if behind_drafts} == {1}
+    assert {count for count, behind_drafts in flying[1:] if not behind_drafts} == {2}, "no step waits for a draft"
     speculation_of(engine).policy.lengths = lambda seq_ids: [0] * len(seq_ids)  # type: ignore[method-assign]
     assert set(in_flight_at_each_start(engine, request)[1:]) == {(2, False)}
 
 
 def in_flight_at_each_start(engine: LLMEngine, request: Request) -> list[tuple[int, bool]]:
-    """For each step how many are on the device when it has started, and whether the one before it had guesses."""
+    """For each step how many are on the device when it has started, and whether the one before it had drafts."""
     engine.add_request("a", request.prompt, request.params)
-    submit, flying, counts, had_guesses = engine.executor.submit, [0], [], [False]  # type: ignore[attr-defined]
+    submit, flying, counts, had_drafts = engine.executor.submit, [0], [], [False]  # type: ignore[attr-defined]
 
     class Pending:
         def __init__(self, inner: Any) -> None:
@@ -121,8 +121,8 @@ def in_flight_at_each_start(engine: LLMEngine, request: Request) -> list[tuple[i
     def start(output: Any) -> Any:
         pending = submit(output)
         flying[0] += 1
-        counts.append((flying[0], had_guesses[-1]))
-        had_guesses.append(any(scheduled.num_samples > 1 for scheduled in output.scheduled_seqs))
+        counts.append((flying[0], had_drafts[-1]))
+        had_drafts.append(any(scheduled.num_samples > 1 for scheduled in output.scheduled_seqs))
         return Pending(pending)
 
     engine.executor.submit = start  # type: ignore[attr-defined]
@@ -132,8 +132,8 @@ def in_flight_at_each_start(engine: LLMEngine, request: Request) -> list[tuple[i
     return counts
 
 
-def test_a_step_draws_no_more_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guesses are cut down to what a step may draw; a step that is made by hand and draws more is refused."""
+def test_a_step_samples_no_more_than_there_is_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts are cut down to what a step may sample; a step that is made by hand and samples more is refused."""
     for place in (speculative_scheduler, extension):
         monkeypatch.setattr(place, "max_samples", lambda max_num_seqs: 9)
     pair = Pair.of(crowd(), milestone="m6", max_num_seqs=6)
@@ -148,10 +148,10 @@ def test_a_step_draws_no_more_than_there_is_room_for(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("milestone", ["m5", "m6"])
-def test_requests_that_come_beside_as_many_guesses_as_there_can_be(
+def test_requests_that_come_beside_as_many_drafts_as_there_can_be(
     milestone: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each draws too, in the step that admits it: there is room for all of them."""
+    """Each samples too, in the step that admits it: there is room for all of them."""
     for place in (speculative_scheduler, extension):
         monkeypatch.setattr(place, "max_samples", lambda max_num_seqs: 9)
     pair = Pair.of(crowd(), milestone=milestone, max_num_seqs=6)
@@ -174,7 +174,7 @@ def test_a_proposer_knows_each_salt() -> None:
         def admit(self, state: RowState) -> None:
             salts[len(state.token_ids)] = state.cache_salt
 
-    engine = make_engine(milestone="m3", **guessing(Listening()))
+    engine = make_engine(milestone="m3", **speculative(Listening()))
     engine.add_request("1", {"prompt_token_ids": [5, 6, 7], "cache_salt": "s"}, replace(PLAIN, max_tokens=4))
     engine.add_request("2", [5, 6], replace(PLAIN, max_tokens=4))
     while engine.has_unfinished_requests():

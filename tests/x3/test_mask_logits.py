@@ -1,4 +1,4 @@
-"""A mask for each row of logits, in one kernel; and a step with guesses whose form leads nowhere."""
+"""A mask for each row of logits, in one kernel; and a step with drafts whose grammar leads nowhere."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from tools.measure_speculation import Answers, gains, interval
 
 
 def chance_outside(num: int, cut: int) -> float:
-    """That the median of what `num` values were drawn from lies below value `cut` of them, sorted, or above its mirror image."""
+    """That the median of what `num` values were sampled from lies below value `cut` of them, sorted, or above its mirror image."""
     return 2 * sum(math.comb(num, below) for below in range(cut + 1)) / 2**num
 
 

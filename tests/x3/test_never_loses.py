@@ -27,14 +27,14 @@ from folovllm.spec_decode.verify import accept
 from folovllm.step.sampling_spec import TokenIds
 from folovllm.step.schedule import SchedulerOutput
 from folovllm.structured_outputs import StructuredOutputsParams
-from tests.x3.guessing_loop import Clock, NoForms, sequence
+from tests.x3.drafting_loop import Clock, NoGrammar, sequence
 
 MS = 1e-3
 PLAIN = Curve((1, 16, 64, 256), (0.15 * MS, 0.28 * MS, 0.45 * MS, 1.0 * MS))
 CHECKED = Curve((1, 16, 64, 256, 512), (0.32 * MS, 0.35 * MS, 0.5 * MS, 1.1 * MS, 1.7 * MS))
-WAIT = 0.15 * MS  # the device stands still behind a step with guesses until the host has scheduled
-A_MASK = 0.08 * MS  # of an answer with a form, for each step
-A_TOKEN, A_GUESS = 0.004 * MS, 0.015 * MS  # of a proposer: to take a token in, and to guess
+WAIT = 0.15 * MS  # the device stands still behind a step with drafts until the host has scheduled
+A_MASK = 0.08 * MS  # of an answer with a grammar, for each step
+A_TOKEN, A_DRAFT = 0.004 * MS, 0.015 * MS  # of a proposer: to take a token in, and to draft
 A_CHOICE, A_CHOICE_OF_ONE = 0.03 * MS, 0.002 * MS
 
 
@@ -47,7 +47,7 @@ class Slow(Proposer):
     def propose(self, state: RowState, k: int) -> SequenceOf[int]:
         seen = self.known.get(state.seq_id, 0)
         self.known[state.seq_id] = max(seen, len(state.token_ids))
-        self.clock.now += A_GUESS + A_TOKEN * max(0, len(state.token_ids) - seen)
+        self.clock.now += A_DRAFT + A_TOKEN * max(0, len(state.token_ids) - seen)
         return self.inner.propose(state, k)
 
     def propose_all(self, states: SequenceOf[RowState], ks: SequenceOf[int]) -> list[list[int]]:
@@ -83,16 +83,16 @@ class Choosing(AdaptiveLength):
 
 
 class Served:
-    """An engine without a device: its answers are known. With `forms` they are forced in part, and masks take time.
+    """An engine without a device: its answers are known. With `grammars` they are forced in part, and masks take time.
 
     `scale`: how much longer than the embedded model's steps take.
     """
 
     def __init__(
-        self, max_num_seqs: int, methods: str = "", forms: bool = False, scale: float = 1.0,
+        self, max_num_seqs: int, methods: str = "", grammars: bool = False, scale: float = 1.0,
         clock: Clock | None = None, draft: Proposer | None = None,
     ) -> None:  # fmt: skip
-        self.scale, self.form = scale, A_MASK if forms else 0.0
+        self.scale, self.grammar = scale, A_MASK if grammars else 0.0
         self.clock, self.texts = clock or Clock(), dict[int, list[int]]()
         common: dict[str, Any] = {
             "kv": BlockManager(max_num_seqs * 160, 16),
@@ -109,7 +109,7 @@ class Served:
         cost = StepCost(*tables)
         self.policy = Choosing(cost, 15, self.clock, first=TRUSTED if draft else UNKNOWN)
         proposer = draft or CompositeProposer([Slow(kinds[name](), self.clock) for name in methods.split("+")])
-        self.speculation = Speculation(proposer, self.policy, self if forms else NoForms(), self.clock)
+        self.speculation = Speculation(proposer, self.policy, self if grammars else NoGrammar(), self.clock)
         self.scheduler = SpeculativeScheduler(speculation=self.speculation, **common)
 
     def forced(self, seq: Sequence, most: int) -> list[int]:
@@ -118,17 +118,17 @@ class Served:
         n = seq.num_tokens
         return self.texts[seq.seq_id][n : n + max(0, 14 - n % 20)][:most]
 
-    def trim(self, seq: Sequence, guesses: list[int]) -> list[int]:
-        return guesses
+    def trim(self, seq: Sequence, drafts: list[int]) -> list[int]:
+        return drafts
 
-    def serve(self, texts: list[list[int]], num_prompt: int, without_form: Collection[int] = ()) -> float:
+    def serve(self, texts: list[list[int]], num_prompt: int, without_grammar: Collection[int] = ()) -> float:
         """The seconds in which all texts are written behind their first `num_prompt` tokens."""
         start, flying = self.clock.now, None
-        form = StructuredOutputsParams(regex=".*") if self.form else None  # it says only that there is one
-        forms = [None if i in without_form else form for i in range(len(texts))]
+        grammar = StructuredOutputsParams(regex=".*") if self.grammar else None  # it says only that there is one
+        grammars = [None if i in without_grammar else grammar for i in range(len(texts))]
         seqs = [
             sequence(text[:num_prompt], len(text) - num_prompt, structured_outputs=own)
-            for text, own in zip(texts, forms, strict=True)
+            for text, own in zip(texts, grammars, strict=True)
         ]
         for seq, text in zip(seqs, texts, strict=True):
             self.texts[seq.seq_id] = text
@@ -148,14 +148,14 @@ class Served:
         if step is None:
             return
         output, seqs = step
-        drawn, num_samples = [], sum(scheduled.num_samples for scheduled in output.scheduled_seqs)
+        sampled, num_samples = [], sum(scheduled.num_samples for scheduled in output.scheduled_seqs)
         self.clock.now += self.scale * (CHECKED if num_samples > len(seqs) else PLAIN).at(num_samples)
-        self.clock.now += self.form * (len(seqs) + 0.1 * num_samples)
+        self.clock.now += self.grammar * (len(seqs) + 0.1 * num_samples)
         for scheduled, seq in zip(output.scheduled_seqs, seqs, strict=True):
             text, at = self.texts[seq.seq_id], scheduled.end - scheduled.num_samples + 1
             text = text[at : scheduled.end + 1]
-            drawn.append((seq, accept(text, scheduled.token_ids[1:].tolist() if scheduled.num_samples > 1 else [])))
-        self.scheduler.postprocess([pair for pair in drawn if not pair[0].status.is_finished])
+            sampled.append((seq, accept(text, scheduled.token_ids[1:].tolist() if scheduled.num_samples > 1 else [])))
+        self.scheduler.postprocess([pair for pair in sampled if not pair[0].status.is_finished])
 
 
 def story(seed: int, length: int) -> list[int]:
@@ -173,10 +173,10 @@ def copied(seed: int, length: int) -> list[int]:
 def both(
     batch: int, methods: str, turns: list[list[list[int]]], num_prompt: int, **how: Any
 ) -> tuple[Served, float, float]:
-    """The engine with guesses, and the seconds that all turns took without them and with them."""
-    plain, guessing = Served(batch, **how), Served(batch, methods, **how)
-    seconds = [(plain.serve(texts, num_prompt), guessing.serve(texts, num_prompt)) for texts in turns]
-    return guessing, sum(one for one, _ in seconds), sum(other for _, other in seconds)
+    """The engine with drafts, and the seconds that all turns took without them and with them."""
+    plain, drafting = Served(batch, **how), Served(batch, methods, **how)
+    seconds = [(plain.serve(texts, num_prompt), drafting.serve(texts, num_prompt)) for texts in turns]
+    return drafting, sum(one for one, _ in seconds), sum(other for _, other in seconds)
 
 
 def stories(batch: int, num_turns: int, length: int = 245) -> list[list[list[int]]]:
@@ -189,15 +189,15 @@ def stories(batch: int, num_turns: int, length: int = 245) -> list[list[list[int
 )
 def test_new_texts_lose_under_two_percent(batch: int, methods: str) -> None:
     """From the first step of the engine on: several answers of 200 tokens for each sequence."""
-    _, plain, guessing = both(batch, methods, stories(batch, 8 if batch < 256 else 2), 45)
-    assert guessing < 1.02 * plain
+    _, plain, drafting = both(batch, methods, stories(batch, 8 if batch < 256 else 2), 45)
+    assert drafting < 1.02 * plain
 
 
 @pytest.mark.parametrize("batch", [1, 8, 16])
 def test_the_first_answers_alone_lose_a_few_steps(batch: int) -> None:
     """Looks and tries have a few steps of one sequence to lose at the start, and each of them ends once it began."""
-    _, plain, guessing = both(batch, "ngram+suffix", stories(batch, 1), 45)
-    assert guessing - plain < 8 * PLAIN.seconds[0] + 0.01 * plain + (60 + 245) * A_TOKEN * 2
+    _, plain, drafting = both(batch, "ngram+suffix", stories(batch, 1), 45)
+    assert drafting - plain < 8 * PLAIN.seconds[0] + 0.01 * plain + (60 + 245) * A_TOKEN * 2
 
 
 @pytest.mark.parametrize("methods", ["ngram", "ngram+suffix"])
@@ -211,53 +211,58 @@ def test_a_long_prompt_is_read_once_and_paid_for(methods: str) -> None:
     ("batch", "gain", "methods"), [(1, 2.2, "ngram"), (1, 2.2, "ngram+suffix"), (16, 2.0, "ngram")]
 )
 def test_texts_that_repeat_themselves_gain(batch: int, gain: float, methods: str) -> None:
-    """With forms, from the first answers on; and in a model of which a step takes ten times as long, without forms."""
+    """With grammars, from the first answers on; and in a model of which a step takes ten times as long, without grammars."""
     turns = [[copied(1000 * turn + i, 320) for i in range(batch)] for turn in range(4)]
-    _, plain, guessing = both(batch, methods, turns[:1], 150, forms=True)
-    assert plain > 0.9 * gain * guessing
-    _, plain, guessing = both(batch, methods, turns, 150, forms=True)
-    assert plain > gain * guessing
-    _, plain, guessing = both(batch, methods, turns, 150, scale=10.0)
-    assert plain > min(gain, 1.4) * guessing
+    _, plain, drafting = both(batch, methods, turns[:1], 150, grammars=True)
+    assert plain > 0.9 * gain * drafting
+    _, plain, drafting = both(batch, methods, turns, 150, grammars=True)
+    assert plain > gain * drafting
+    _, plain, drafting = both(batch, methods, turns, 150, scale=10.0)
+    assert plain > min(gain, 1.4) * drafting
 
 
-def test_where_a_step_has_no_room_for_guesses_nobody_is_asked() -> None:
-    """256 sequences draw as many tokens as there is memory for."""
-    guessing, plain, seconds = both(256, "ngram", [[copied(i, 190) for i in range(256)]], 150, forms=True)
-    assert seconds == pytest.approx(plain) and not guessing.speculation.num_draft_tokens
+def test_one_answer_repeats_itself_and_the_other_does_not() -> None:
+    _, plain, seconds = both(2, "ngram", [[copied(1, 700), story(2, 320)]], 150, scale=10.0)
+    assert plain > 1.3 * seconds
+
+
+def test_where_a_step_has_no_room_for_drafts_nobody_is_asked() -> None:
+    """256 sequences sample as many tokens as there is memory for."""
+    drafting, plain, seconds = both(256, "ngram", [[copied(i, 190) for i in range(256)]], 150, grammars=True)
+    assert seconds == pytest.approx(plain) and not drafting.speculation.num_draft_tokens
 
 
 def test_after_new_texts_come_some_that_repeat_themselves() -> None:
-    """What was lost on stories does not keep guesses off for long."""
-    plain, guessing = Served(1), Served(1, "ngram")
+    """What was lost on stories does not keep drafts off for long."""
+    plain, drafting = Served(1), Served(1, "ngram")
     for turn in range(6):
-        guessing.serve([story(turn, 245)], 45)
+        drafting.serve([story(turn, 245)], 45)
     texts = [copied(i, 320) for i in range(8)]
-    seconds = [(plain.serve([text], 150), guessing.serve([text], 150)) for text in texts]
+    seconds = [(plain.serve([text], 150), drafting.serve([text], 150)) for text in texts]
     assert seconds[-1][0] > 1.5 * seconds[-1][1]
 
 
 def test_the_end_of_an_answer_does_not_silence_the_next_one() -> None:
     """Behind what repeats itself come some words that do not, for which many ask in vain: what was won pays for that."""
     texts = [copied(i, 290) + story(i, 12) for i in range(8)]
-    guessing, plain, seconds = both(1, "ngram+suffix", [[text] for text in texts], 150, forms=True)
+    drafting, plain, seconds = both(1, "ngram+suffix", [[text] for text in texts], 150, grammars=True)
     assert plain > 2.0 * seconds
-    counts = guessing.speculation
+    counts = drafting.speculation
     assert counts.num_accepted > 0.6 * 8 * 140, "nearly all of what is copied"
 
 
-def test_between_stories_and_forms_neither_spoils_the_other() -> None:
-    """Turns of new texts without a form, and of such as repeat themselves with one: each is known by itself."""
-    plain, guessing = Served(1, forms=True), Served(1, "ngram+suffix", forms=True)
-    lost = won = plain_of_forms = 0.0
+def test_between_stories_and_grammars_neither_spoils_the_other() -> None:
+    """Turns of new texts without a grammar, and of such as repeat themselves with one: each is known by itself."""
+    plain, drafting = Served(1, grammars=True), Served(1, "ngram+suffix", grammars=True)
+    lost = won = plain_of_grammars = 0.0
     for turn in range(12):
         text = [story(turn, 245)]
-        lost += guessing.serve(text, 45, without_form=[0]) - plain.serve(text, 45, without_form=[0])
+        lost += drafting.serve(text, 45, without_grammar=[0]) - plain.serve(text, 45, without_grammar=[0])
         text = [copied(turn, 320)]
         seconds = plain.serve(text, 150)
-        plain_of_forms += seconds
-        won += seconds - guessing.serve(text, 150)
+        plain_of_grammars += seconds
+        won += seconds - drafting.serve(text, 150)
     stories_alone = Served(1)
     whole = sum(stories_alone.serve([story(turn, 245)], 45) for turn in range(12))
     assert lost < 0.02 * whole + 12 * AdaptiveLength.SAVED * PLAIN.seconds[0], "what was saved may be lost in each turn"
-    assert won > 0.3 * plain_of_forms
+    assert won > 0.3 * plain_of_grammars

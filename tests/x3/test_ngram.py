@@ -32,7 +32,7 @@ def searched(text: list[int], shortest: int, longest: int, k: int) -> list[int]:
 def looked_up(text: list[int], k: int, shortest: int = 1, longest: int = 3) -> list[int]:
     lookup = Lookup(shortest, longest)
     lookup.extend(text)
-    return lookup.guess(k)
+    return lookup.propose(k)
 
 
 class Counted(dict[tuple[int, ...], int]):
@@ -78,8 +78,8 @@ class TestLookup:
         assert looked_up([7, 8, 9, 1, 2, 7, 8], k=3) == [9, 1, 2], '"7 8" was followed by 9, 1, 2'
 
     def test_nothing_is_made_up(self) -> None:
-        assert looked_up([1, 2, 3, 4], k=3) == [], "no token of the end occurred before: there is no guess"
-        assert looked_up([], k=3) == [], "an empty text gives no guess"
+        assert looked_up([1, 2, 3, 4], k=3) == [], "no token of the end occurred before: there is no draft"
+        assert looked_up([], k=3) == [], "an empty text gives no draft"
 
     def test_the_longest_run_decides(self) -> None:
         found = looked_up([1, 2, 3, 5, 2, 3, 6, 1, 2, 3], k=1)
@@ -91,7 +91,7 @@ class TestLookup:
         assert found != [5], "5 followed the first 4: the last one is nearer to what is being written"
         assert found == [6], "what followed the last 4 that something follows"
 
-    def test_a_guess_goes_on_with_itself(self) -> None:
+    def test_a_draft_token_goes_on_with_itself(self) -> None:
         assert looked_up([1, 2, 1, 2], k=5) == [1, 2, 1, 2, 1], "behind the end of the text, copy what was copied"
 
     def test_runs_have_bounds(self) -> None:
@@ -99,7 +99,7 @@ class TestLookup:
         assert looked_up([1, 2, 3, 5, 2, 3, 6, 1, 2, 3], k=1, longest=2) == [6], "runs of three are not looked at"
 
     def test_a_token_costs_the_same_however_long_the_text_is(self) -> None:
-        """Runs of 2 to 4 tokens: 9 to read for a token and 9 for a guess, beside the two that are copied."""
+        """Runs of 2 to 4 tokens: 9 to read for a token and 9 for a draft, beside the two that are copied."""
         lookup = Lookup(2, 4)
         lookup._after = counted = Counted()
         for length in range(1, 400):
@@ -111,21 +111,21 @@ class TestLookup:
                 f"token {length}: {Text.reads} tokens of the text were read to note three short runs"
             )
             Text.reads = 0
-            lookup.guess(2)
-            assert Text.reads <= 30, f"a guess in a text of {length} read {Text.reads} tokens of it to copy two"
+            lookup.propose(2)
+            assert Text.reads <= 30, f"a draft in a text of {length} read {Text.reads} tokens of it to copy two"
         lookup.extend([8, 9, *[5] * 400, 8, 9])
         lookup.tokens, Text.reads = Text(lookup.tokens), 0
-        assert lookup.guess(2) == [5, 5], '"8 9" was followed by 5, 5, four hundred tokens ago'
+        assert lookup.propose(2) == [5, 5], '"8 9" was followed by 5, 5, four hundred tokens ago'
         assert Text.reads <= 30, f"what was found is far back: {Text.reads} tokens of the text were read to copy two"
 
     @given(Texts, st.integers(1, 3), st.integers(0, 2), st.integers(1, 6), st.integers(0, 40))
     def test_equals_a_search(self, text: list[int], shortest: int, more: int, k: int, cut: int) -> None:
         lookup = Lookup(shortest, shortest + more)
         lookup.extend(text[:cut])
-        lookup.guess(k)
+        lookup.propose(k)
         lookup.extend(text[cut:])
         expected = searched(text, shortest, shortest + more, k)
-        assert lookup.guess(k) == expected, f"a search through {text} finds something else"
+        assert lookup.propose(k) == expected, f"a search through {text} finds something else"
 
 
 class TestProposer:

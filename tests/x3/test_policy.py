@@ -1,148 +1,38 @@
-"""The policy in virtual time: a step costs what a table says, and texts repeat themselves or do not."""
+"""The policy by itself: averages, probes, rests, and what steps are charged with. In an engine: `test_never_loses`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from random import Random
 
 import numpy as np
 import pytest
 
-from folovllm.cache.block_manager import BlockManager
-from folovllm.engine.scheduler import chunk, preempt, unless_finished
 from folovllm.spec_decode.choose import Curve, StepCost
-from folovllm.spec_decode.ngram import NgramProposer
 from folovllm.spec_decode.policy import (
-    TRUSTED,
-    UNKNOWN,
     Acceptance,
     AdaptiveLength,
-    FixedLength,
     LengthPolicy,
     TimedSteps,
 )
 from folovllm.spec_decode.proposer import Proposer, RowState
-from folovllm.spec_decode.scheduler import SpeculativeScheduler
-from folovllm.spec_decode.speculation import Speculation
-from folovllm.step.sampling_spec import SamplingSpec, TokenIds
+from folovllm.step.sampling_spec import TokenIds
 from tests.sequences import make_seq
-from tests.x3.guessing_loop import Clock, NoForms
-from tests.x3.test_choose import FLAT, STEEP, costs
+from tests.x3.drafting_loop import Clock, small_scheduler
+from tests.x3.test_choose import FLAT, costs
 
 
 def test_averages_follow_the_text() -> None:
     known = Acceptance(1.0, 0.0, 0.5, 0.5)
     for _ in range(30):
-        known.note(4, 4, 0.9)
+        known.update(4, 4, 0.9)
     assert known.rate > 0.95
     for _ in range(30):
-        known.note(4, 0, 0.9)
+        known.update(4, 0, 0.9)
     assert known.rate < 0.2
     for _ in range(20_000):
-        known.note(0, 0, 0.9)
+        known.update(0, 0, 0.9)
     assert known.rate < 0.2, "silence says nothing of the drafts there were"
     assert known.hit < 0.01
-
-
-class Guesser(Proposer):
-    """Right with a chance that the text sets; drafts of a small model, say."""
-
-    def __init__(self, texts: dict[int, list[int]], chance: float) -> None:
-        self._texts, self.chance, self._random = texts, chance, Random(1)
-
-    def propose(self, state: RowState, k: int) -> list[int]:
-        at = len(state.token_ids)
-        return [t if self._random.random() < self.chance else -1 for t in self._texts[state.seq_id][at : at + k]]
-
-
-def virtual_seconds(
-    texts: dict[int, list[int]], proposer: Proposer, policy: LengthPolicy, cost: StepCost
-) -> tuple[float, list[int]]:
-    """The time to write all texts, and the sum of draft tokens asked for in each step, as an engine would go about it."""
-    written, now, asked, resting = dict.fromkeys(texts, 1), 0.0, list[int](), 0
-    plain, checked, wait, guess = cost.plain, cost.checked, cost.wait, cost.guess  # the policy may correct its own
-
-    while written:
-        ids, num_right = list(written), 0
-        chosen = [0] * len(ids) if resting else policy.lengths(ids)
-        resting = 0 if any(chosen) else (resting or policy.rest + 1) - 1
-        states = [RowState(i, np.array(texts[i][: written[i]], np.int32), 1, SamplingSpec()) for i in ids]
-        drafts = proposer.propose_all(states, chosen)
-        k = sum(map(len, drafts))
-        seconds = (checked.at(len(ids) + k) if k else plain.at(len(ids)) + wait * any(chosen)) + guess * max(chosen)
-        asked.append(sum(chosen))
-        for seq_id, length, draft in zip(ids, chosen, drafts, strict=True):
-            rest = texts[seq_id][written[seq_id] :]
-            right = next((i for i, (g, t) in enumerate(zip(draft, rest, strict=False)) if g != t), len(draft))
-            if length:
-                policy.observe(seq_id, len(draft), right)
-            num_right += right
-            written[seq_id] += right + 1
-            if written[seq_id] >= len(texts[seq_id]):
-                del written[seq_id]
-                policy.forget(seq_id)
-        policy.observe_steps(TimedSteps(seconds, 1, len(ids), k, num_right, max(chosen), 0.0, True))
-        now += seconds
-    return now, asked
-
-
-def noise(length: int, seed: int = 0) -> list[int]:
-    return [Random(seed * 10**6 + i).randrange(200) for i in range(length)]
-
-
-def both(
-    texts: dict[int, list[int]], cost: StepCost, proposer: Proposer | None = None, first: Acceptance = UNKNOWN
-) -> tuple[float, float, list[int]]:
-    """The seconds of plain decoding and with drafts, and what was asked for."""
-    plain, _ = virtual_seconds(texts, NgramProposer(), FixedLength(0), cost)
-    policy = AdaptiveLength(cost, 8, first)
-    return plain, *virtual_seconds(texts, proposer or NgramProposer(1, 3), policy, cost)
-
-
-@pytest.mark.parametrize("cost", [FLAT, STEEP])
-def test_without_repetition_it_turns_itself_off(cost: StepCost) -> None:
-    plain, seconds, asked = both({i: noise(600, i) for i in range(3)}, cost)
-    assert seconds < 1.02 * plain
-    assert sum(map(bool, asked[50:])) <= 0.05 * len(asked)
-
-
-def test_on_repetition_it_drafts_far() -> None:
-    plain, seconds, asked = both({0: noise(30) * 20}, FLAT)
-    assert asked[-1] == 8
-    assert plain > 5 * seconds
-
-
-def test_it_comes_back_when_the_text_begins_to_repeat_itself() -> None:
-    _, _, asked = both({0: noise(300) + noise(30, 9) * 10}, FLAT)
-    assert sum(map(bool, asked[200:290])) < 9, "off while nothing repeats"
-    assert asked[-1] == 8, "on again: a probe was accepted"
-
-
-def test_one_sequence_repeats_and_the_other_does_not() -> None:
-    plain, seconds, _ = both({0: noise(25) * 20, 1: noise(250, 5)}, FLAT)
-    assert seconds < 0.6 * plain
-
-
-@pytest.mark.parametrize("chance", [0.0, 0.1, 0.8])
-def test_a_draft_model_is_probed_now_and_then(chance: float) -> None:
-    cost = costs((1.0, 64.0), (1.0, 1.063), wait=0.1, guess=0.2)
-    texts = {0: noise(6000)}
-    plain, seconds, asked = both(texts, cost, Guesser(texts, chance), TRUSTED)
-    if chance < 0.5:
-        assert seconds < 1.02 * plain
-        assert any(asked[3000:]), "it keeps looking whether drafts have become better"
-    else:
-        assert plain > 1.5 * seconds
-
-
-def test_a_probe_finds_out_that_drafts_have_become_better() -> None:
-    cost = costs((1.0, 64.0), (1.0, 1.063), wait=0.1, guess=0.1)
-    texts = {0: noise(3000)}
-    guesser, policy = Guesser(texts, 0.0), AdaptiveLength(cost, 4, TRUSTED)
-    virtual_seconds({0: texts[0][:500]}, guesser, policy, cost)
-    guesser.chance = 0.95
-    _, asked = virtual_seconds(texts, guesser, policy, cost)
-    assert asked[-1] == 4
 
 
 def step(num_draft_tokens: int, num_accepted: int, seconds: float = 1.0) -> TimedSteps:
@@ -195,19 +85,19 @@ def test_of_constrained_sequences_all_have_averages_of_their_own() -> None:
 
 
 def test_a_step_with_a_draft_model_is_charged_without_what_drafting_takes() -> None:
-    cost = costs((1.0, 9.0), (1.0, 1.0), guess=0.2)
-    cost.first_guess = 0.1
+    cost = costs((1.0, 9.0), (1.0, 1.0), per_draft_token=0.2)
+    cost.first_draft_token = 0.1
     policy = AdaptiveLength(cost, 8)
     for _ in range(60):
         policy.observe_steps(step(4, 4, seconds=2.2))
-    assert (cost.first_guess, cost.guess) == (0.1, 0.2), "as measured"
-    assert cost.of_checked(np.array([5.0]), np.array([4]), np.array([1.0])) == pytest.approx(2.2, rel=0.01)
+    assert (cost.first_draft_token, cost.per_draft_token) == (0.1, 0.2), "as measured"
+    assert cost.of_speculative(np.array([5.0]), np.array([4]), np.array([1.0])) == pytest.approx(2.2, rel=0.01)
 
 
 def test_a_step_in_which_the_proposer_read_a_text_says_nothing_of_others() -> None:
     policy = AdaptiveLength(costs((1.0, 9.0), (1.0, 1.0)), 8)
     policy.observe_steps(step(4, 4, seconds=9.0)._replace(is_typical=False))
-    assert policy.cost.checked_more == 0.0
+    assert policy.cost.verifying_more == 0.0
 
 
 def test_a_rest_says_what_plain_steps_take() -> None:
@@ -250,10 +140,7 @@ class Remembers(Proposer):
 
 def test_who_ends_unasked_is_remembered_and_who_is_aborted_is_not() -> None:
     proposer = Remembers()
-    scheduler = SpeculativeScheduler(
-        kv=BlockManager(64, 4), max_num_seqs=4, max_num_batched_tokens=64, tokens_of_step=unless_finished(chunk), on_full=preempt,
-        speculation=Speculation(proposer, Never(), NoForms()),
-    )  # fmt: skip
+    scheduler = small_scheduler(proposer, Never())
     seqs = [make_seq(3, max_tokens=n) for n in (3, 5, 20)]
     for seq in seqs:
         scheduler.add(seq)
@@ -278,10 +165,7 @@ class Listening(Never):
 
 def test_time_without_work_is_no_steps() -> None:
     policy, clock = Listening(), Clock()
-    scheduler = SpeculativeScheduler(
-        kv=BlockManager(64, 4), max_num_seqs=4, max_num_batched_tokens=64, tokens_of_step=unless_finished(chunk), on_full=preempt,
-        speculation=Speculation(Remembers(), policy, NoForms(), clock),
-    )  # fmt: skip
+    scheduler = small_scheduler(Remembers(), policy, clock=clock)
     for _ in range(3):
         clock.now += 1000.0  # nobody is there
         scheduler.add(make_seq(3, max_tokens=30))

@@ -1,4 +1,4 @@
-"""The suffix automaton against plain searches, and what is guessed with it."""
+"""The suffix automaton against plain searches, and what is drafted with it."""
 
 import numpy as np
 from hypothesis import given, settings
@@ -136,26 +136,26 @@ class TestFollow:
             )
 
 
-def guess(text: list[int], k: int = 8, least: float = 0.2) -> list[int]:
+def draft(text: list[int], k: int = 8, least: float = 0.2) -> list[int]:
     grown = automaton_of(text)
     return most_frequent(grown, grown.longest_repeat(), k, least).token_ids
 
 
 class TestMostFrequent:
     def test_the_majority(self) -> None:
-        assert guess([1, 2, 5, 1, 2, 6, 1, 2, 5, 9, 1, 2], k=1) == [5], "5 followed twice, 6 once"
+        assert draft([1, 2, 5, 1, 2, 6, 1, 2, 5, 9, 1, 2], k=1) == [5], "5 followed twice, 6 once"
 
     def test_of_equals_the_newest(self) -> None:
-        assert guess([1, 2, 5, 1, 2, 6, 1, 2], k=1) == [6]
+        assert draft([1, 2, 5, 1, 2, 6, 1, 2], k=1) == [6]
 
     def test_length_follows_the_match(self) -> None:
         text = list(range(40))
-        assert len(guess(text + text[:2], k=40, least=0.2)) == 8, "L * (1 / least - 1) tokens for a match of L = 2"
-        assert len(guess(text + text[:5], k=40, least=0.2)) == 20
+        assert len(draft(text + text[:2], k=40, least=0.2)) == 8, "L * (1 / least - 1) tokens for a match of L = 2"
+        assert len(draft(text + text[:5], k=40, least=0.2)) == 20
 
     def test_uncertain_continuations_end_it(self) -> None:
         text = [1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 1, 2, 3, 8, 9, 1, 2]
-        assert guess(text, k=3, least=0.4) == [3], "after 1 2 3 came 4, 6 and 8: none is likely"
+        assert draft(text, k=3, least=0.4) == [3], "after 1 2 3 came 4, 6 and 8: none is likely"
 
     def test_nothing_behind_the_end_of_an_answer(self) -> None:
         grown = automaton_of([1, 2, 3, ANSWER_ENDS, 4, 5])
@@ -201,7 +201,7 @@ class TestProposer:
     def state(self, seq_id: int, *tokens: int, salt: str | None = None) -> RowState:
         return RowState(seq_id, np.array(tokens, np.int32), 2, SamplingSpec(), salt)
 
-    def guess(self, proposer: SuffixProposer, state: RowState, k: int) -> list[int]:
+    def draft(self, proposer: SuffixProposer, state: RowState, k: int) -> list[int]:
         return proposer.propose_all([state], [k])[0]
 
     def answer(self, proposer: SuffixProposer, seq_id: int, *tokens: int, salt: str | None = None) -> None:
@@ -209,16 +209,16 @@ class TestProposer:
         proposer.observe(seq_id, tokens[1:])
         proposer.finish(seq_id)
 
-    def test_it_guesses_from_past_answers(self) -> None:
+    def test_it_drafts_from_past_answers(self) -> None:
         proposer = SuffixProposer(least=0.1)
         self.answer(proposer, 1, 5, 6, 7, 8)
         proposer.admit(self.state(2, 3, 4))
-        assert self.guess(proposer, self.state(2, 3, 4), 4) == [], "nothing in common so far"
-        assert self.guess(proposer, self.state(2, 3, 4, 5, 6), 4) == [7, 8], (
+        assert self.draft(proposer, self.state(2, 3, 4), 4) == [], "nothing in common so far"
+        assert self.draft(proposer, self.state(2, 3, 4, 5, 6), 4) == [7, 8], (
             "another answer went on like this, and ended"
         )
 
-    def test_what_ended_is_learnt_when_guesses_are_asked_for_and_little_at_a_time(self) -> None:
+    def test_what_ended_is_learnt_when_drafts_are_asked_for_and_little_at_a_time(self) -> None:
         proposer = SuffixProposer()
         for i in range(4):
             self.answer(proposer, i, *range(100 * i, 100 * i + PATIENCE // 2 - 1))
@@ -226,7 +226,7 @@ class TestProposer:
         proposer.admit(self.state(9, 1, 2))
         learnt = []
         for _ in range(3):
-            self.guess(proposer, self.state(9, 1, 2), 4)
+            self.draft(proposer, self.state(9, 1, 2), 4)
             learnt.append(proposer._past.num_tokens)
         assert learnt == [PATIENCE, 2 * PATIENCE, 2 * PATIENCE]
 
@@ -238,8 +238,8 @@ class TestProposer:
             proposer.propose_all([], [])
             assert proposer._past.num_tokens == known
         at = PATIENCE - 3
-        assert self.guess(proposer, self.state(9, 1, 2, *answer[:at]), 8) == answer[at : at + 8], "as if learnt at once"
-        assert self.guess(proposer, self.state(9, 1, 2, *answer[:-2]), 8) == answer[-2:], (
+        assert self.draft(proposer, self.state(9, 1, 2, *answer[:at]), 8) == answer[at : at + 8], "as if learnt at once"
+        assert self.draft(proposer, self.state(9, 1, 2, *answer[:-2]), 8) == answer[-2:], (
             "it ends where the answer ended"
         )
 
@@ -248,7 +248,7 @@ class TestProposer:
         proposer.remember(np.array([5, 6, 7, 8], np.int32), "a")
         for seq_id, (salt, found) in enumerate([("a", [7, 8]), ("b", [])]):
             proposer.admit(self.state(seq_id, 3, 4, salt=salt))
-            assert self.guess(proposer, self.state(seq_id, 3, 4, 5, 6, salt=salt), 4) == found, f"salt {salt}"
+            assert self.draft(proposer, self.state(seq_id, 3, 4, 5, 6, salt=salt), 4) == found, f"salt {salt}"
 
     def test_answers_of_another_salt_are_not_seen(self) -> None:
         proposer = SuffixProposer(least=0.1)
@@ -256,24 +256,24 @@ class TestProposer:
         for seq_id, (salt, found) in enumerate([("b", []), (None, []), ("a", [7, 8])], 2):
             state = self.state(seq_id, 3, 4, 5, 6, salt=salt)
             proposer.admit(state)
-            assert self.guess(proposer, state, 4) == found, f"salt {salt}"
+            assert self.draft(proposer, state, 4) == found, f"salt {salt}"
         self.answer(proposer, 9, 5, 6, 9, 9, salt="b")
-        assert self.guess(proposer, self.state(2, 3, 4, 5, 6, salt="b"), 2) == [9, 9], "what ended meanwhile"
+        assert self.draft(proposer, self.state(2, 3, 4, 5, 6, salt="b"), 2) == [9, 9], "what ended meanwhile"
 
     def test_a_place_survives_a_new_generation(self) -> None:
         proposer = SuffixProposer(capacity=5, least=0.1)
         proposer.admit(self.state(2, 3, 4))
-        assert self.guess(proposer, self.state(2, 3, 4, 5, 6), 2) == []
+        assert self.draft(proposer, self.state(2, 3, 4, 5, 6), 2) == []
         for seq_id in (10, 11):
             self.answer(proposer, seq_id, 5, 6, 7, 8)
-        assert self.guess(proposer, self.state(2, 3, 4, 5, 6), 2) == [7, 8]
+        assert self.draft(proposer, self.state(2, 3, 4, 5, 6), 2) == [7, 8]
 
     def test_the_longer_match_wins(self) -> None:
         proposer = SuffixProposer(least=0.1)
         self.answer(proposer, 1, 4, 5, 6, 7)
         proposer.admit(self.state(2, 0, 1))
         own = self.state(2, 0, 1, 6, 9, 4, 5, 6)
-        assert self.guess(proposer, own, 1) == [7], (
+        assert self.draft(proposer, own, 1) == [7], (
             "its own text knows what followed 6, a past answer what followed 4 5 6"
         )
 
@@ -281,6 +281,6 @@ class TestProposer:
         proposer = SuffixProposer()
         self.answer(proposer, 1, 4, 5)
         proposer.admit(self.state(2, 0, 1))
-        self.guess(proposer, self.state(2, 0, 1), 1)
+        self.draft(proposer, self.state(2, 0, 1), 1)
         proposer.finish(2)
         assert not proposer._texts and not proposer._answers

@@ -36,7 +36,7 @@ def free_ids(kv: BlockManager) -> list[int]:
 
 
 def test_a_worked_case() -> None:
-    """Blocks of four tokens; 5, 1, 3 and 0 were reserved for nine tokens and guesses, or for eight."""
+    """Blocks of four tokens; 5, 1, 3 and 0 were reserved for nine tokens and drafts, or for eight."""
     got = {}
     for computed in (9, 8):
         kv, seq = after(computed, 5, 1, 3, 0)
@@ -90,7 +90,7 @@ def test_reserving_again_gives_the_same_blocks(computed: int, more: int) -> None
     assert kv.allocate_slots(seq, 1 + 4 * more), "there are blocks enough"
     reserved = list(seq.block_table)
     kv.truncate(seq)
-    assert seq.block_table == before, "what was reserved for guesses is gone, and nothing else"
+    assert seq.block_table == before, "what was reserved for drafts is gone, and nothing else"
     assert kv.num_free == 12 - len(before), "each block is in a table or free"
     assert kv.allocate_slots(seq, 1 + 4 * more), "as many blocks are free as before"
     assert seq.block_table == reserved, "what was cut is taken again, in the same order"

@@ -1,4 +1,4 @@
-"""Steps are values, so ranks and other processes need to know nothing of guesses, nor of who makes them."""
+"""Steps are values, so ranks and other processes need to know nothing of drafts, nor of who makes them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from folovllm.sampling_params import SamplingParams
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.spec_decode.proposer import Proposer, RowState
 from tests.workloads import serve
-from tests.x3.engines import Anything, guessing, make_engine, make_proposer, speculation_of
+from tests.x3.engines import Anything, make_engine, make_proposer, speculation_of, speculative
 from tests.x3.test_lossless import demanding_pair
 
 pytestmark = pytest.mark.slow
@@ -42,7 +42,7 @@ def test_ranks_do_not_see_the_proposer() -> None:
     pair = demanding_pair("m6")
     answers = [output.outputs[0].token_ids for output in pair.plain]
     proposer = Rooted(make_proposer("often", [request.prompt for request in pair.requests], answers))
-    engine = make_engine(**pair.fields, tensor_parallel_size=2, **guessing(proposer))
+    engine = make_engine(**pair.fields, tensor_parallel_size=2, **speculative(proposer))
     try:
         pair.check(serve(engine, pair.requests))
         assert speculation_of(engine).num_accepted > 20
@@ -51,7 +51,7 @@ def test_ranks_do_not_see_the_proposer() -> None:
 
 
 async def answer(proposer: Proposer, transport: str) -> list[int]:
-    fields = {**demanding_pair("m6").fields, **guessing(proposer)}
+    fields = {**demanding_pair("m6").fields, **speculative(proposer)}
     async with AsyncEngine(model="stories-5m", transport=transport, **fields) as engine:
         params = SamplingParams(temperature=0, max_tokens=9)
         return [list(output.outputs[0].token_ids) async for output in engine.generate("Once", params)][-1]

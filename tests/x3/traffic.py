@@ -1,4 +1,4 @@
-"""Engines with guesses, which must have every kernel compiled when the first request comes."""
+"""Engines with drafts, which must have every kernel compiled when the first request comes."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Any
 
 from tests.x2.traffic import MODEL
 
-GUESSES = {"method": "ngram", "num_speculative_tokens": 5, "adaptive": False}
-ENGINES: dict[str, dict[str, Any]] = {"m6": MODEL | {"speculative_config": GUESSES}}
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 5, "adaptive": False}
+ENGINES: dict[str, dict[str, Any]] = {"m6": MODEL | {"speculative_config": DRAFTS}}

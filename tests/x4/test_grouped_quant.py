@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from folovllm.layers.linear_method import WeightFormat
+from folovllm.layers.linear_method import LinearMethod
 from folovllm.moe.layers import sort_by_expert
 from folovllm.moe.quantized import ExpertStack
 from folovllm.quantization.int4 import Int4
@@ -19,7 +19,7 @@ from folovllm.quantization.kernels import grouped_quant as grouped
 from folovllm.quantization.weight import has_fp8
 
 BLOCK = Fp8("weight_scale_inv", (16, 16))
-SMALL: dict[str, tuple[WeightFormat, int, int]] = {  # N, K
+SMALL: dict[str, tuple[LinearMethod, int, int]] = {  # N, K
     "fp8": (BLOCK, 48, 80),
     "fp8 bits": (Fp8(), 33, 48),
     "int8": (Int8(), 40, 80),
@@ -28,7 +28,7 @@ SMALL: dict[str, tuple[WeightFormat, int, int]] = {  # N, K
     "int4 zeros": (Int4(128, with_zeros=True), 20, 256),
     "int4 minimums": (Int4(None, with_minimum=True, with_zeros=True), 24, 224),
 }
-LARGE: dict[str, tuple[WeightFormat, int, int]] = {  # as in Qwen3-30B-A3B
+LARGE: dict[str, tuple[LinearMethod, int, int]] = {  # as in Qwen3-30B-A3B
     "fp8": (Fp8("weight_scale_inv", (128, 128)), 768, 2048),
     "fp8 bits": (Fp8(), 2048, 768),
     "int8": (Int8(), 768, 2048),
@@ -37,36 +37,36 @@ LARGE: dict[str, tuple[WeightFormat, int, int]] = {  # as in Qwen3-30B-A3B
 }
 
 
-def stack_of(format: WeightFormat, n: int, k: int, num_experts: int) -> ExpertStack:
+def stack_of(linear_method: LinearMethod, n: int, k: int, num_experts: int) -> ExpertStack:
     """Random codes and scales that differ, on the device that tests run on."""
     with torch.device(DEVICE):
-        stack = ExpertStack(k, [n] * num_experts, format)
+        stack = ExpertStack(k, [n] * num_experts, linear_method)
     generator = torch.Generator(DEVICE).manual_seed(0)
     for kind, views in stack.places().items():
         for view in views:
             if "scale" in kind:
-                spread = 4.6 if isinstance(format, Int4) else format.spread
+                spread = 4.6 if isinstance(linear_method, Int4) else linear_method.spread
                 view.copy_((torch.rand(view.shape, generator=generator, device=DEVICE) + 0.5) / spread / k**0.5)
             elif kind == "zeros":
                 view.random_(0, 16, generator=generator) if view.dtype == torch.uint8 else view.fill_(-0.5 / k**0.5)
             else:
-                format.fill("weight" if kind == "weight" else kind, view, generator)
-    format.loaded(stack)
+                linear_method.fill("weight" if kind == "weight" else kind, view, generator)
+    linear_method.loaded(stack)
     return stack
 
 
-def check(case: tuple[WeightFormat, int, int], asked: torch.Tensor, num_experts: int, dtype: torch.dtype) -> None:
+def check(case: tuple[LinearMethod, int, int], asked: torch.Tensor, num_experts: int, dtype: torch.dtype) -> None:
     """Plain and gated. `asked` [T, k]: -1 is an expert of another rank, whose pairs stay as they were."""
-    format, n, k = case
+    linear_method, n, k = case
     asked = asked.to(DEVICE)
     order, starts = sort_by_expert(asked, num_experts)
     x = torch.randn(len(asked), k, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
     for per_expert in (1, 2):
-        stack = stack_of(format, n, k, per_expert * num_experts)
+        stack = stack_of(linear_method, n, k, per_expert * num_experts)
         out = torch.full((asked.numel(), n), 7.0, dtype=dtype, device=DEVICE)
-        grouped.grouped_quant(x, format.weight_of(stack), num_experts, order, starts, per_expert == 2, out)
+        grouped.grouped_quant(x, linear_method.weight_of(stack), num_experts, order, starts, per_expert == 2, out)
         for pair, e in enumerate(asked.flatten().tolist()):
-            w = format.dequantized(stack, dtype, slice(per_expert * e, per_expert * (e + 1)))
+            w = linear_method.dequantized(stack, dtype, slice(per_expert * e, per_expert * (e + 1)))
             y = w.float() @ x[pair // asked.shape[1]].float() if e >= 0 else torch.full((n,), 7.0, device=DEVICE)
             y = F.silu(y[:n]) * y[n:] if per_expert == 2 and e >= 0 else y
             tol = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]

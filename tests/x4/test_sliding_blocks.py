@@ -21,7 +21,7 @@ from folovllm.model_config import most_held
 from tests.helpers import tiny_checkpoint
 from tests.sequences import make_seq
 from tests.workloads import answered, mixed_requests, serve
-from tests.x3.guessing_loop import POISON, Device, Loop
+from tests.x3.drafting_loop import POISON, Device, Loop
 
 
 def alike(token_ids: Any, prefix: int) -> int:

@@ -72,7 +72,7 @@ def tiling(row_bytes: int) -> tuple[int, int, int]:
 def moe_gemv(
     x: torch.Tensor, weight: torch.Tensor, order: torch.Tensor, starts: torch.Tensor, gated: bool, out: torch.Tensor
 ) -> torch.Tensor:
-    """As `grouped_linear`, into `out` [pairs, N]."""
+    """Write the products of `grouped_linear` to `out` [pairs, N]."""
     (num_experts, width, k), top_k = weight.shape, len(order) // len(x)
     n = width // 2 if gated else width
     warps, rows, chunk = tiling(k * x.itemsize * (1 + gated))

@@ -186,7 +186,7 @@ def late_combine_kernel(
 
 
 def combine(answers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """As `moe.layers.combine`: answers [T, k, H], contiguous, and weights [T, k] -> [T, H]."""
+    """Return the weighted sums (`moe.layers.combine`): answers [T, k, H], contiguous, and weights [T, k] -> [T, H]."""
     num_tokens, top_k, hidden = answers.shape
     out = answers.new_empty(num_tokens, hidden)
     if num_tokens:

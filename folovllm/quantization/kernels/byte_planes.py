@@ -112,7 +112,7 @@ def select(x, i: tl.constexpr, inverse, offset, plane, KIND: tl.constexpr):
 
 
 @triton.jit
-def bits_of(x, inverse, offset):
+def float_bits(x, inverse, offset):
     """The bits of `x` times `inverse` plus `offset`, a float32."""
     return (x.to(tl.float32) * inverse + offset).to(tl.int32, bitcast=True)
 
@@ -120,8 +120,8 @@ def bits_of(x, inverse, offset):
 @triton.jit
 def one_byte(a, b, c, d, inverse, offset, plane):
     """Byte `plane` of each of four such, in one word."""
-    a, b = bits_of(a, inverse, offset), bits_of(b, inverse, offset)
-    c, d = bits_of(c, inverse, offset), bits_of(d, inverse, offset)
+    a, b = float_bits(a, inverse, offset), float_bits(b, inverse, offset)
+    c, d = float_bits(c, inverse, offset), float_bits(d, inverse, offset)
     if INTERPRETED:
         a, b, c, d = (a >> 8 * plane) & 255, (b >> 8 * plane) & 255, (c >> 8 * plane) & 255, (d >> 8 * plane) & 255
         word = a | (b << 8) | (c << 16) | (d << 24)
@@ -133,7 +133,7 @@ def one_byte(a, b, c, d, inverse, offset, plane):
 @triton.jit
 def each_byte(x, inverse, offset, plane):
     """The same of each number, as int8."""
-    bits = bits_of(x, inverse, offset)
+    bits = float_bits(x, inverse, offset)
     if INTERPRETED:
         byte = (bits >> 8 * plane).to(tl.int8)
     else:

@@ -16,8 +16,14 @@ from folovllm.kernels.multiprocessors import num_sms
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.skinny_linear import append
 from folovllm.quantization.kernels.byte_planes import FLIP, in_pairs, load_columns, planes_of, sixteen_bytes
-from folovllm.quantization.kernels.gemv_results import finish, inverse_root, load_residual, load_row_scales, sum_parts
-from folovllm.quantization.kernels.gemv_tiles import load_lines
+from folovllm.quantization.kernels.gemv_tiles import (
+    finish,
+    inverse_root,
+    load_lines,
+    load_residual,
+    load_row_scales,
+    sum_parts,
+)
 from folovllm.quantization.weight import QuantizedWeight, kind_of
 
 PARTS = tl.constexpr(2)  # of a row: four columns each

@@ -31,8 +31,17 @@ import triton.language as tl
 
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.skinny_linear import append
-from folovllm.quantization.kernels.gemv_results import finish, inverse_root, load_residual, load_row_scales, sum_parts
-from folovllm.quantization.kernels.gemv_tiles import as_halves, load_lines, load_tile, sixteen
+from folovllm.quantization.kernels.gemv_tiles import (
+    as_halves,
+    finish,
+    inverse_root,
+    load_lines,
+    load_residual,
+    load_row_scales,
+    load_tile,
+    sixteen,
+    sum_parts,
+)
 from folovllm.quantization.kernels.int4_linear import EXPONENT
 from folovllm.quantization.kernels.integer_gemv import integer_gemv, takes
 from folovllm.quantization.weight import QuantizedWeight, kind_of

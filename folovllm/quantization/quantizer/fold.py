@@ -8,8 +8,7 @@ import torch
 
 from folovllm.quantization.quantizer.awq import search_scale
 from folovllm.quantization.quantizer.groups import dequantize_groups, quantize_groups
-from folovllm.quantization.quantizer.inputs import Inputs
-from folovllm.quantization.quantizer.one_layer import OneLayer
+from folovllm.quantization.quantizer.one_layer import Inputs, OneLayer
 
 NORMS = {"self_attn.qkv_proj": "input_layernorm", "mlp.gate_up_proj": "post_attention_layernorm"}
 LINEARS = {"self_attn.o_proj": "self_attn.v_proj", "mlp.down_proj": "mlp.up_proj"}  # who reads: who wrote it

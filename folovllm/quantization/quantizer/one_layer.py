@@ -25,7 +25,6 @@ from folovllm.models.loader import (
 from folovllm.models.registry import build_model
 from folovllm.quantization.checkpoint_kv_scales import is_kv_scale
 from folovllm.quantization.config import ROUTERS
-from folovllm.quantization.quantizer.inputs import Inputs
 from folovllm.quantization.quantizer.whole import TOKENS_AT_ONCE, attend_within, whole_batch
 
 PREFIX = "model.layers."
@@ -95,6 +94,37 @@ class Checkpoint:
             files = {self._file_of[name] for name in names}
             handles = {file: stack.enter_context(opened(file)) for file in files}
             return {name: handles[self._file_of[name]].get_tensor(name) for name in names}
+
+
+class Inputs:
+    """Sums over all calibration tokens; the inputs themselves are not kept."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._squares = torch.zeros(size, size, device=device)  # 4 size^2 bytes
+        self._sizes = torch.zeros(size, device=device)
+        self.num_tokens = 0
+
+    def add(self, x: torch.Tensor) -> None:
+        """Count tokens in, [T, size]."""
+        x = x.float()
+        self._squares.addmm_(x.t(), x)
+        self._sizes += x.abs().sum(dim=0)
+        self.num_tokens += len(x)
+
+    def divide(self, scale: torch.Tensor) -> None:
+        """Be the statistics of the inputs divided by `scale` [size]."""
+        self._squares /= torch.outer(scale, scale)
+        self._sizes /= scale
+
+    @property
+    def gram(self) -> torch.Tensor:
+        """x^T x / T: [size, size] float32."""
+        return self._squares / self.num_tokens
+
+    @property
+    def magnitude(self) -> torch.Tensor:
+        """The mean absolute value of each input: [size] float32."""
+        return self._sizes / self.num_tokens
 
 
 class OneLayer:

@@ -25,9 +25,17 @@ from folovllm.models.registry import build_model, renamed_by
 from folovllm.models.shapes import check_num_weights, linear_shapes
 from folovllm.quantization.quantizer.calibration import read_texts, split_rows
 from folovllm.quantization.quantizer.folder import OutputFolder
-from folovllm.quantization.quantizer.inputs import Inputs
 from folovllm.quantization.quantizer.methods import Method, method_for
-from folovllm.quantization.quantizer.one_layer import EMBEDDING, HEAD, NORM, PREFIX, Checkpoint, OneLayer, Tensors
+from folovllm.quantization.quantizer.one_layer import (
+    EMBEDDING,
+    HEAD,
+    NORM,
+    PREFIX,
+    Checkpoint,
+    Inputs,
+    OneLayer,
+    Tensors,
+)
 from folovllm.quantization.quantizer.options import BLOCK, QuantizeOptions
 from folovllm.quantization.quantizer.perplexity import Quality, compare
 

@@ -24,7 +24,6 @@ class WholeSequences(AttentionBackend):
         self.length, self.window = length, window
 
     def sliding(self, window: int) -> WholeSequences:
-        """As `AttentionBackend`."""
         return WholeSequences(self.length, window)
 
     def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ def checkpoint_places(model):
     for module_name, module in model.named_modules():
         if isinstance(module, LinearBase):
             for kind, views in module.places().items():
-                places |= {f"{module_name}.{kind}": Place(view, module.format) for view in views}
+                places |= {f"{module_name}.{kind}": Place(view, module.linear_method) for view in views}
             continue
         for kind, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in seen:

@@ -12,7 +12,7 @@ def checkpoint_places(model):
             parts = model.packed_modules_mapping.get(leaf, [leaf])
             for kind, views in module.places().items():
                 for part, view in zip(reversed(parts), views):
-                    places[f"{parent}.{part}.{kind}"] = Place(view, module.format)
+                    places[f"{parent}.{part}.{kind}"] = Place(view, module.linear_method)
             continue
         for kind, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in seen:

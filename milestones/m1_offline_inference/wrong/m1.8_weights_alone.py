@@ -11,7 +11,7 @@ def checkpoint_places(model):
             parent, _, leaf = module_name.rpartition(".")
             parts = model.packed_modules_mapping.get(leaf, [leaf])
             for part, view in zip(parts, module.places()["weight"]):
-                places[f"{parent}.{part}.weight"] = Place(view, module.format)
+                places[f"{parent}.{part}.weight"] = Place(view, module.linear_method)
             continue
         for kind, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in seen:

@@ -10,7 +10,7 @@ class Lookup:
                 if n <= end:
                     self._after[tuple(self.tokens[end - n :])] = end
 
-    def guess(self, k):
+    def propose(self, k):
         end = len(self.tokens)
         for n in reversed(self._lengths):
             start = self._after.get(tuple(self.tokens[end - n :])) if n <= end else None

@@ -1,8 +1,8 @@
-"""Looks through the text for each guess, as if nothing had been noted: right, and slower with each token."""
+"""Looks through the text for each draft, as if nothing had been noted: right, and slower with each token."""
 
 
 class Lookup:
-    def guess(self, k):
+    def propose(self, k):
         text = self.tokens
         end = len(text)
         for n in reversed(self._lengths):

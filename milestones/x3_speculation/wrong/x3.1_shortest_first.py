@@ -2,7 +2,7 @@
 
 
 class Lookup:
-    def guess(self, k):
+    def propose(self, k):
         end = len(self.tokens)
         for n in self._lengths:
             start = self._after.get(tuple(self.tokens[end - n :])) if n <= end else None

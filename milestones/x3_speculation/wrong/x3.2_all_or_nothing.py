@@ -1,5 +1,5 @@
-"""Takes all guesses if all are right, else none of them: right guesses before the first wrong one are lost."""
+"""Takes the whole draft if all of it is right, else none: the accepted tokens before the first wrong one are lost."""
 
 
-def accept(sampled, guesses):
-    return list(sampled if list(sampled[: len(guesses)]) == list(guesses) else sampled[:1])
+def accept(sampled, draft):
+    return list(sampled if list(sampled[: len(draft)]) == list(draft) else sampled[:1])

@@ -1,6 +1,6 @@
-"""Counts all positions that are equal, also behind a wrong guess: those were sampled after a token that is not in the text."""
+"""Counts all positions that are equal, also behind a rejected draft token: those were sampled after a token that is not in the text."""
 
 
-def accept(sampled, guesses):
-    right = sum(one == other for one, other in zip(sampled, guesses))
-    return list(sampled[: right + 1])
+def accept(sampled, draft):
+    num_accepted = sum(one == other for one, other in zip(sampled, draft))
+    return list(sampled[: num_accepted + 1])

@@ -1,8 +1,8 @@
-"""Keeps right guesses alone, and forgets the bonus token: a step in which none is right yields nothing, for ever."""
+"""Keeps accepted draft tokens alone, and forgets the bonus token: a step in which none is accepted yields nothing, for ever."""
 
 
-def accept(sampled, guesses):
-    right = 0
-    while right < len(guesses) and sampled[right] == guesses[right]:
-        right += 1
-    return list(sampled[:right])
+def accept(sampled, draft):
+    num_accepted = 0
+    while num_accepted < len(draft) and sampled[num_accepted] == draft[num_accepted]:
+        num_accepted += 1
+    return list(sampled[:num_accepted])

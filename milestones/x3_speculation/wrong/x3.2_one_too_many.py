@@ -1,8 +1,8 @@
-"""Keeps two tokens behind the last right guess: the second was sampled after a wrong one."""
+"""Keeps two tokens behind the last accepted one: the second was sampled after a wrong one."""
 
 
-def accept(sampled, guesses):
-    right = 0
-    while right < len(guesses) and sampled[right] == guesses[right]:
-        right += 1
-    return list(sampled[: right + 2])
+def accept(sampled, draft):
+    num_accepted = 0
+    while num_accepted < len(draft) and sampled[num_accepted] == draft[num_accepted]:
+        num_accepted += 1
+    return list(sampled[: num_accepted + 2])

@@ -1,4 +1,4 @@
-"""Keeps room for all tokens of the text: the newest was drawn and is not computed, and a block may stay for it that holds guesses alone."""
+"""Keeps room for all tokens of the text: the newest was sampled and is not computed, and a block may stay for it that holds draft tokens alone."""
 
 
 class BlockManager:

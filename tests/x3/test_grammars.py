@@ -1,4 +1,4 @@
-"""Guesses and the forms of answers: what a form rules out, and where it leads nowhere."""
+"""Drafts and the grammars of answers: what a grammar rules out, and where it leads nowhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from folovllm.structured_output.guidance import GuidanceGrammar
 from folovllm.structured_output.manager import StructuredOutputManager
 from folovllm.structured_outputs import StructuredOutputsParams
 from tests.helpers import VOCAB_SIZE, tiny_tokenizer
-from tests.x3.guessing_loop import sequence
+from tests.x3.drafting_loop import sequence
 
 ANY, LAST, NOTHING_BEHIND = 0b1111, 3, 2
 
@@ -62,47 +62,47 @@ def manager_of(seq: Any) -> StructuredOutputManager:
     return manager
 
 
-def step(seq: Any, guesses: list[int]) -> SchedulerOutput:
-    tokens = np.array([0, *guesses], np.int32)
+def step(seq: Any, drafts: list[int]) -> SchedulerOutput:
+    tokens = np.array([0, *drafts], np.int32)
     return SchedulerOutput((ScheduledSequence(seq.seq_id, 5, 2, len(tokens), tokens, (), 0, len(tokens), None),))
 
 
-def test_a_form_is_asked_for_no_more_than_it_allows_and_never_for_an_end() -> None:
+def test_a_grammar_is_asked_for_no_more_than_it_allows_and_never_for_an_end() -> None:
     seq = sequence([1, 1, 1], 8)
     manager = manager_of(seq)
     assert manager.trim(seq, [1, 3, 4, 1]) == [1, 3]
-    assert manager.trim(seq, [1, 9, 1]) == [1], "behind an end there is nothing to guess"
+    assert manager.trim(seq, [1, 9, 1]) == [1], "behind an end there is nothing to draft"
 
 
-def test_each_draw_has_its_own_mask() -> None:
+def test_each_sample_has_its_own_mask() -> None:
     seq = sequence([1, 1, 1], 8)
     masks = manager_of(seq).bitmasks(step(seq, [1, 3]), [seq])
     assert masks.rows.tolist() == [5, 5, 5] and masks.bits.tolist() == [[ANY]] * 3
 
 
-def test_masks_draw_by_draw() -> None:
+def test_masks_of_each_level() -> None:
     masks = TokenBitmasks(np.array([3, 3, 3, 1, 2, 2], np.int32), np.arange(6, dtype=np.int32)[:, None])
     got = [(level.rows.tolist(), level.bits[:, 0].tolist()) for level in map(masks.of_level, range(3))]
     assert got == [([3, 1, 2], [0, 3, 4]), ([3, 2], [1, 5]), ([3], [2])], "the first of each row, the second, the third"
 
 
-def test_what_is_drawn_where_the_form_cannot_be_reached_does_not_count() -> None:
-    """The answer ends there as it does without guesses: by the step that finds nothing it may draw."""
+def test_what_is_sampled_where_the_grammar_cannot_be_reached_does_not_count() -> None:
+    """The answer ends there as it does without drafts: by the step that finds nothing it may sample."""
     seq = sequence([1, 1, 1], 8)
     manager = manager_of(seq)
     masks = manager.bitmasks(step(seq, [1, NOTHING_BEHIND, 1]), [seq])
-    assert masks.bits[:3].tolist() == [[ANY], [ANY], [1 << 9]], "behind the second guess there is but an end"
-    drawn = [[1, NOTHING_BEHIND, 9]]
-    manager.accept_tokens([seq], drawn)
-    assert drawn == [[1, NOTHING_BEHIND]] and not manager.broken([seq])
+    assert masks.bits[:3].tolist() == [[ANY], [ANY], [1 << 9]], "behind the second draft there is but an end"
+    sampled = [[1, NOTHING_BEHIND, 9]]
+    manager.accept_tokens([seq], sampled)
+    assert sampled == [[1, NOTHING_BEHIND]] and not manager.broken([seq])
     manager.bitmasks(step(seq, []), [seq])
     assert not manager.broken([seq]), "tokens before these masks' own may be on their way"
-    drawn = [[9]]
-    manager.accept_tokens([seq], drawn)
-    assert drawn == [[]] and manager.broken([seq]) == [seq]
+    sampled = [[9]]
+    manager.accept_tokens([seq], sampled)
+    assert sampled == [[]] and manager.broken([seq]) == [seq]
 
 
-FORMS: list[dict[str, Any]] = [
+GRAMMARS: list[dict[str, Any]] = [
     {"regex": r"(abc|abd)+(ef)?g{2,5}"},
     {
         "json": {
@@ -116,44 +116,44 @@ FORMS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("few", [16, 0], ids=["in turn", "on threads"])
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: next(iter(form)))
-def test_masks_behind_guesses_are_those_of_one_after_the_other(
-    form: dict[str, Any], few: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: next(iter(grammar)))
+def test_masks_behind_drafts_are_those_of_one_after_the_other(
+    grammar: dict[str, Any], few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Along texts that are drawn at random from the masks; some guesses are what comes, some are not allowed."""
+    """Along texts that are sampled at random from the masks; some drafts are what comes, some are not allowed."""
     monkeypatch.setattr(guidance, "FEW", few)
     rng = random.Random(1)
     manager = StructuredOutputManager(tiny_tokenizer(), VOCAB_SIZE)
     num_forced = 0
     for _ in range(6):
         seq, other = sequence([1, 1, 1], 40), sequence([1], 40)
-        seq.request.params.structured_outputs = StructuredOutputsParams(**form)
-        other.request.params.structured_outputs = StructuredOutputsParams(**FORMS[0])
+        seq.request.params.structured_outputs = StructuredOutputsParams(**grammar)
+        other.request.params.structured_outputs = StructuredOutputsParams(**GRAMMARS[0])
         manager.add([seq])
         manager.add([other])
         text, place = [], manager._matchers[seq].copy()
         while not place.is_over and len(text) < 30:
             text.append(rng.choice(allowed_by(place)))
             place.accept_token(text[-1])
-        end, matcher = len(text) - 1, manager._matchers[seq]  # the last one ends the answer: it is no guess
+        end, matcher = len(text) - 1, manager._matchers[seq]  # the last one ends the answer: it is no draft
         for i in range(end):
-            guesses = text[i : i + rng.randint(1, 6)][: end - i]
+            drafts = text[i : i + rng.randint(1, 6)][: end - i]
             if rng.random() < 0.3:
-                guesses[-1] = rng.randrange(VOCAB_SIZE)
+                drafts[-1] = rng.randrange(VOCAB_SIZE)
             num_forced += len(forced := manager.forced(seq, 3))
             assert text[i : i + len(forced)] == forced[: end - i]
-            two = SchedulerOutput((*step(seq, guesses).scheduled_seqs, *step(other, []).scheduled_seqs))
+            two = SchedulerOutput((*step(seq, drafts).scheduled_seqs, *step(other, []).scheduled_seqs))
             masks = manager.bitmasks(two, [seq, other])
             manager._limits.clear()
             assert ids_of(masks.bits[-1]) == allowed_by(manager._matchers[other])
-            for level, at in enumerate(matcher.copy().ahead(manager.trim(seq, guesses))):
+            for level, at in enumerate(matcher.copy().ahead(manager.trim(seq, drafts))):
                 assert ids_of(masks.bits[level]) == allowed_by(at)
             matcher.accept_token(text[i])
-    assert num_forced or "choice" in form
+    assert num_forced or "choice" in grammar
 
 
-def test_a_stop_token_that_is_text_completes_no_form() -> None:
-    """The form allows "a" all the way. That the request stops at an "a" does not mean that the answer may end."""
+def test_a_stop_token_that_is_text_completes_no_grammar() -> None:
+    """The grammar allows "a" all the way. That the request stops at an "a" does not mean that the answer may end."""
     a, b, c = tiny_tokenizer().encode("abc")
     manager, seq = StructuredOutputManager(tiny_tokenizer(), VOCAB_SIZE), sequence([1, 1, 1], 8)
     seq.request.params.structured_outputs = StructuredOutputsParams(regex="[a-c]{3}")
@@ -163,7 +163,7 @@ def test_a_stop_token_that_is_text_completes_no_form() -> None:
     assert [ids_of(words) for words in masks.bits] == [[a, b, c]] * 3 + [sorted([a, *seq.eos_token_ids])]
 
 
-def test_no_end_before_min_tokens_where_the_form_goes_on() -> None:
+def test_no_end_before_min_tokens_where_the_grammar_goes_on() -> None:
     a, b = tiny_tokenizer().encode("ab")
     manager, seq = StructuredOutputManager(tiny_tokenizer(), VOCAB_SIZE), sequence([1, 1, 1], 8)
     seq.request.params.structured_outputs = StructuredOutputsParams(regex="ab*")
@@ -211,10 +211,10 @@ def ids_of(words: Bitmask) -> list[int]:
     return np.unpackbits(words.view(np.uint8), bitorder="little")[:VOCAB_SIZE].nonzero()[0].tolist()
 
 
-def test_a_form_that_was_asked_for_before_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_was_asked_for_before_is_not_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = []
     compile_ = GuidanceGrammar.compile
-    monkeypatch.setattr(GuidanceGrammar, "compile", lambda *form: (compiled.append(form), compile_(*form))[1])
+    monkeypatch.setattr(GuidanceGrammar, "compile", lambda *grammar: (compiled.append(grammar), compile_(*grammar))[1])
     monkeypatch.setattr(manager_module, "MOST_GRAMMARS", 2)
     manager = StructuredOutputManager(tiny_tokenizer(), VOCAB_SIZE)
     for letter in "aabababcba":  # b is kept, for it was used after a
@@ -222,17 +222,17 @@ def test_a_form_that_was_asked_for_before_is_not_compiled_again(monkeypatch: pyt
         seq.request.params.structured_outputs = StructuredOutputsParams(regex=letter)
         manager.add([seq])
         assert manager._matchers[seq].forced() == tiny_tokenizer().encode(letter)
-    assert [form.regex for form, _ in compiled] == ["a", "b", "c", "a"]
+    assert [grammar.regex for grammar, _ in compiled] == ["a", "b", "c", "a"]
 
 
 class Ones(Proposer):
-    """Always guesses the same."""
+    """Always drafts the same."""
 
     def propose(self, state: RowState, k: int) -> list[int]:
         return [1] * k
 
 
-def test_to_propose_what_a_form_rules_out_is_to_have_no_idea() -> None:
+def test_a_draft_that_the_grammar_rejects_counts_as_none() -> None:
     seen: list[tuple[int, int]] = []
 
     class Listening(FixedLength):

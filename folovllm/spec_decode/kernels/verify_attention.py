@@ -1,11 +1,10 @@
-"""`SplitKVCheck`: attention of a few new tokens a sequence, a newest one and guesses behind it, over paged K/V.
+"""`SplitKVVerify`: attention of a few new tokens a sequence, the newest one and the draft behind it, over paged K/V.
 
-To check guesses is to decode: what takes the time is reading K/V. The prefill kernel reads it once for each query head, and
-no two programs share a sequence's keys; for a prompt that is right, for five tokens behind a long context it leaves most of a
-card idle. So this is the decode kernel with more rows in its matrix products: `G` heads of each of a tile's tokens. Only
-the last few keys are not seen by all of them.
+As in a decode, reading K/V takes the time. The prefill kernel reads it once for each query head, and no two programs share a
+sequence's keys. That suits a prompt, but five tokens behind a long context leave most of a card idle. So this is the decode
+kernel with more rows in its matrix products: `G` heads of each of a tile's tokens. Only the last few keys are not seen by all rows.
 
-The pieces are those of the fourth milestone: `plan_kernel` lists the work, `decode_split` folds the keys that all rows see,
+`list_verify_tiles_kernel` cuts the new tokens of all sequences into tiles. The other pieces are those of the fourth milestone: `plan_kernel` lists the work, `decode_split` folds the keys that all rows see,
 `prefill_loop` those that not all do, `merge_partials` merges, in a kernel of its own.
 """
 
@@ -16,16 +15,66 @@ import triton
 import triton.language as tl
 
 from folovllm.kernels.decode import MAX_PARTS, DecodeConfig, decode_split, merge_partials
-from folovllm.kernels.decode_plan import ITEM, leave, take_next
+from folovllm.kernels.decode_plan import ITEM, leave, plan_kernel, take_next
 from folovllm.kernels.fp8_cache import decode_split_fp8, prefill_loop_fp8
 from folovllm.kernels.multiprocessors import num_sms
 from folovllm.kernels.online_softmax import LOG2_E, normalize
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.prefill import prefill_loop
 from folovllm.kv_format import UNSCALED, KVScales
-from folovllm.spec_decode.kernels.check_plan import PLACE, list_checks_kernel, plan_checks_kernel
 
 MOST_TOKENS = 16  # new tokens of a sequence: with more, it is a prompt
+PLACE = tl.constexpr(3)  # int32s that say where a tile is: its sequence, its first token in the batch, how many tokens
+
+
+@triton.jit(do_not_specialize_on_alignment=["start_ptr", "len_ptr"])
+def list_verify_tiles_kernel(
+    start_ptr, len_ptr, place_ptr, end_ptr, count_ptr, TILE_TOKENS: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Program (sequence): its tiles of up to TILE_TOKENS new tokens, in order, behind those of the sequences before it.
+
+    `start_ptr` [S+1] says where the new tokens of each sequence start, `len_ptr` [S] how many tokens it has; those of a
+    sequence of length 0 are padding and get no tile. Of each tile: its place, and in `end_ptr` how many keys its last token
+    sees. The last program writes how many tiles there are.
+    """
+    seq, i = tl.program_id(0), tl.arange(0, WIDTH)
+    before = 0
+    for first in range(0, seq, WIDTH):
+        s = first + i
+        new = tl.load(start_ptr + s + 1, mask=s < seq, other=0) - tl.load(start_ptr + s, mask=s < seq, other=0)
+        real = tl.minimum(new, tl.load(len_ptr + s, mask=s < seq, other=0))
+        before += tl.sum(tl.cdiv(real, TILE_TOKENS))
+    start, length = tl.load(start_ptr + seq), tl.load(len_ptr + seq)
+    new = tl.load(start_ptr + seq + 1) - start
+    mine = tl.cdiv(tl.minimum(new, length), TILE_TOKENS)
+    for first in range(0, mine, WIDTH):
+        t = first + i
+        inside, done = t < mine, t * TILE_TOKENS
+        count = tl.minimum(TILE_TOKENS, new - done)
+        place = place_ptr + (before + t) * PLACE
+        tl.store(place, seq, mask=inside)
+        tl.store(place + 1, start + done, mask=inside)
+        tl.store(place + 2, count, mask=inside)
+        tl.store(end_ptr + before + t, length - new + done + count, mask=inside)
+    if seq == tl.num_programs(0) - 1:
+        tl.store(count_ptr, before + mine)
+        if before + mine == 0:
+            tl.store(end_ptr, 0)  # which the plan of nothing looks at
+
+
+@triton.jit(do_not_specialize=["num_programs", "max_chunks"])
+def plan_verify_kernel(
+    count_ptr, end_ptr, item_ptr, header_ptr, num_programs, max_chunks,
+    HKV: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
+    MIN_CHUNK: tl.constexpr, MAX_CHUNK: tl.constexpr, QUEUE_CHUNK: tl.constexpr, MAX_PARTS: tl.constexpr,
+):  # fmt: skip
+    """`plan_kernel` of the listed tiles, as if each were a sequence. There may be fewer than programs."""
+    count = tl.load(count_ptr)
+    if tl.program_id(0) < tl.maximum(count, 1):
+        plan_kernel(
+            end_ptr, item_ptr, header_ptr, count, num_programs, max_chunks, HKV=HKV, TILE=TILE, SEQS=TILES,
+            MIN_CHUNK=MIN_CHUNK, MAX_CHUNK=MAX_CHUNK, QUEUE_CHUNK=QUEUE_CHUNK, MAX_PARTS=MAX_PARTS, WINDOW=0,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -60,7 +109,7 @@ def store_rows(
 
 
 @triton.jit(do_not_specialize=["stride_table"], do_not_specialize_on_alignment=["table_ptr"])
-def check_kernel(
+def verify_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, place_ptr, item_ptr, header_ptr, queue_ptr, max_ptr, sum_ptr, acc_ptr,
     stride_q, stride_table, scale, v_scale,
     STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr,
@@ -69,7 +118,7 @@ def check_kernel(
 ):  # fmt: skip
     """Work through the plan's items, KV head by KV head, as `decode_kernel` does. M rows hold a tile's tokens times G.
 
-    Where a tile has several chunks, each leaves its state for `merge_checks_kernel`.
+    Where a tile has several chunks, each leaves its state for `merge_verify_kernel`.
     """
     let_next_start(PDL)
     wait_for_inputs(PDL)
@@ -102,7 +151,7 @@ def check_kernel(
 
 
 @triton.jit
-def merge_checks_kernel(
+def merge_verify_kernel(
     out_ptr, place_ptr, end_ptr, count_ptr, header_ptr, max_ptr, sum_ptr, acc_ptr, v_scale,
     G: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
     TILES: tl.constexpr, PDL: tl.constexpr,
@@ -133,9 +182,9 @@ MERGED = 2, 2  # rows that a program of the merge has, and its warps
 
 
 def tile_shape(most_tokens: int, group: int, row_bytes: int) -> tuple[int, int]:
-    """How many tokens share a tile, a power of two, and the rows that it then has.
+    """Return how many tokens share a tile, a power of two, and the rows that it then has.
 
-    As many as one sequence is expected to have at most, as far as their queries of `group` heads fit into registers.
+    A tile has room for all new tokens of a sequence, as far as their queries of `group` heads fit into registers.
     """
     tokens = min(MOST_TOKENS, triton.next_power_of_2(most_tokens))
     while tokens > 1 and triton.next_power_of_2(tokens * group) * max(row_bytes, 256) > MOST_BYTES:
@@ -143,8 +192,8 @@ def tile_shape(most_tokens: int, group: int, row_bytes: int) -> tuple[int, int]:
     return tokens, max(16, triton.next_power_of_2(tokens * group))
 
 
-def check_config(rows: int, head_dim: int, itemsize: int, is_fp8: bool) -> DecodeConfig:
-    """A decode's, with less in flight where rows take the place."""
+def verify_config(rows: int, head_dim: int, itemsize: int, is_fp8: bool) -> DecodeConfig:
+    """Return the configuration of a decode, with less in flight where rows take the registers."""
     return DecodeConfig(
         tile=64 if is_fp8 and rows < 64 else 32,
         num_stages=2 if head_dim * itemsize > 256 else 3,
@@ -153,14 +202,14 @@ def check_config(rows: int, head_dim: int, itemsize: int, is_fp8: bool) -> Decod
 
 
 def num_warps_of(rows: int, row_bytes: int) -> int:
-    """Warps of a program."""
+    """Return the warps of a program."""
     return 8 if rows * row_bytes >= MOST_BYTES else 4
 
 
-class SplitKVCheck:
+class SplitKVVerify:
     """Buffers and launches, as of `SplitKVDecode`, for up to `max_tiles` tiles. A `PrefillKernel` once it has a plan.
 
-    `most_tokens` is how many new tokens a sequence has at most where guesses are checked. One with more is cut into tiles,
+    `most_tokens` is how many new tokens a sequence with a draft has at most. One with more is cut into tiles,
     which all read its K/V.
     """
 
@@ -173,7 +222,7 @@ class SplitKVCheck:
         self.num_kv_heads, self.head_dim, self.block_size = num_kv_heads, head_dim, block_size
         self.group = num_heads // num_kv_heads
         self.tokens, self.rows = tile_shape(most_tokens, self.group, head_dim * itemsize)
-        self.config = config or check_config(self.rows, head_dim, itemsize, is_fp8)
+        self.config = config or verify_config(self.rows, head_dim, itemsize, is_fp8)
         self.num_warps = num_warps_of(self.rows, head_dim * itemsize)
         self.max_tiles = max_tiles
         self.num_programs = num_programs
@@ -191,12 +240,12 @@ class SplitKVCheck:
         self.part_acc = torch.zeros(rows, head_dim, dtype=torch.float32, device=device)
 
     def _num_programs(self, num_tiles: int) -> int:
-        """As `launch_shape` of a decode has them, by measurement (`docs/performance_log.md`)."""
+        """Return the programs of a launch, as for a decode (`launch_shape`), by measurement (`docs/performance_log.md`)."""
         work = num_tiles * self.num_kv_heads
         return self.num_programs or self.num_sms * (2 if work <= self.num_sms else 4 if work <= 4 * self.num_sms else 8)
 
     def tiles_of(self, num_seqs: int, num_tokens: int) -> int:
-        """The most tiles that so many sequences with so many new tokens can have."""
+        """Return the most tiles that so many sequences with so many new tokens can have."""
         return min(num_tokens, num_seqs + num_tokens // self.tokens)
 
     def plan(self, query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int) -> None:
@@ -206,7 +255,7 @@ class SplitKVCheck:
         """
         num_seqs, c = len(seq_lens), self.config
         self.num_tiles = self.tiles_of(num_seqs, num_tokens)
-        list_checks_kernel[(num_seqs,)](
+        list_verify_tiles_kernel[(num_seqs,)](
             query_start_loc,
             seq_lens,
             self.places,
@@ -216,7 +265,7 @@ class SplitKVCheck:
             WIDTH=128,
             num_warps=1,
         )
-        plan_checks_kernel[(self.num_tiles,)](
+        plan_verify_kernel[(self.num_tiles,)](
             self.count, self.ends, self.items, self.header, self._num_programs(self.num_tiles), self.max_chunks,
             HKV=self.num_kv_heads, TILE=c.tile, TILES=triton.next_power_of_2(self.max_tiles),
             MIN_CHUNK=c.min_chunk, MAX_CHUNK=c.max_chunk, QUEUE_CHUNK=c.queue_chunk, MAX_PARTS=MAX_PARTS,
@@ -227,11 +276,11 @@ class SplitKVCheck:
         block_tables: torch.Tensor, max_query_len: int, scale: float, out: torch.Tensor, first_seq: int = 0,
         scales: KVScales = UNSCALED,
     ) -> torch.Tensor:  # fmt: skip
-        """As `PrefillKernel`, of the sequences that were planned; `out` is contiguous. Rows of padding stay as they are."""
+        """Write the attention of the planned sequences to `out`, which is contiguous. Rows of padding stay as they are."""
         k_cache, v_cache = kv_cache.unbind(0)
         stride_block, stride_token, stride_head, _ = k_cache.stride()
         tables = block_tables[first_seq:]
-        check_kernel[(self._num_programs(self.num_tiles),)](
+        verify_kernel[(self._num_programs(self.num_tiles),)](
             query, k_cache, v_cache, out, tables, self.places, self.items, self.header, self.queue,
             self.part_max, self.part_sum, self.part_acc, query.stride(0), tables.stride(0), scale * scales.key * LOG2_E,
             scales.value, STRIDE_BLOCK=stride_block, STRIDE_TOKEN=stride_token, STRIDE_HEAD=stride_head, B=self.block_size,
@@ -243,7 +292,7 @@ class SplitKVCheck:
         groups = max(
             1, min(self.rows // rows, 4 * self.num_sms // work)
         )  # with many tiles a program goes on to the next
-        merge_checks_kernel[(groups, self.num_kv_heads, self.num_tiles)](
+        merge_verify_kernel[(groups, self.num_kv_heads, self.num_tiles)](
             out, self.places, self.ends, self.count, self.header, self.part_max, self.part_sum, self.part_acc, scales.value,
             G=self.group, HKV=self.num_kv_heads, D=self.head_dim, M=self.rows, ROWS=rows, STEP=self.config.merge_step,
             TILES=triton.next_power_of_2(self.max_tiles), num_warps=num_warps, **launch_options(query.device, len(query)),

@@ -1,4 +1,4 @@
-"""With guesses, too, no kernel is compiled while requests wait."""
+"""With drafts, too, no kernel is compiled while requests wait."""
 
 from __future__ import annotations
 

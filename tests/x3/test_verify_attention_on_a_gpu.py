@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from folovllm.kernels.decode import DecodeConfig
 from folovllm.kv_format import UNSCALED, KVScales, decode, encode
-from folovllm.spec_decode.kernels.check import SplitKVCheck
+from folovllm.spec_decode.kernels.verify_attention import SplitKVVerify
 from tests.m4.cases import DEVICE, Paged, assert_close, starts
 
 pytestmark = pytest.mark.gpu
@@ -43,7 +43,7 @@ class Checks:
             parts = [decode(part, f, dtype) for part, f in zip(self.cache, (scales.key, scales.value), strict=True)]
             self.paged.kv_cache = torch.stack(parts)
         self.query = torch.randn(sum(new), heads[0], dim, device=DEVICE, dtype=dtype)
-        self.kernel = SplitKVCheck(
+        self.kernel = SplitKVVerify(
             len(self.query), most, heads[0], heads[1], dim, block_size, DEVICE, dtype.itemsize, scales is not None, config, num_programs
         )  # fmt: skip
         self.out = torch.empty_like(self.query)

@@ -1,4 +1,4 @@
-"""A run draws what its steps would draw one after the other."""
+"""A multi-step decode samples what its steps would sample one after the other."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ import pytest
 
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
-from folovllm.spec_decode.draft_tokens import DraftTokens
-from folovllm.spec_decode.extension import make_run_executor
-from folovllm.spec_decode.multi_step import MultiStepExecutor, parts
+from folovllm.spec_decode.extension import make_multi_step_executor
+from folovllm.spec_decode.multi_step import DraftTokens, MultiStepExecutor, parts
 from folovllm.step.sampling_spec import SamplingSpec, no_tokens
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, StepResult
 from tests.helpers import tiny_checkpoint
@@ -29,7 +28,7 @@ def executor(device: str = "cpu", **more: object) -> MultiStepExecutor:
     fields = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 3, "num_kv_blocks": 3 * BLOCKS, **more}
     config = EngineConfig(model=str(tiny_checkpoint()), device=device, block_size=BLOCK, use_tqdm=False, **fields)  # type: ignore[arg-type]
     setup = set_up(config)
-    return make_run_executor(setup, DraftTokens.for_runs(LONGEST, setup))
+    return make_multi_step_executor(setup, DraftTokens.for_multi_step(LONGEST, setup))
 
 
 class Writers:
@@ -73,20 +72,20 @@ def test_a_run_is_its_steps(specs: list[str], device: str) -> None:
     one, other = executor(device), executor(device)
     kinds = [SPECS[name] for name in specs]
     in_a_run, in_turn = Writers(one, kinds), Writers(other, kinds)
-    drawn = set()
+    sampled = set()
     for lengths, given in ([5, 2, 7], 1), ([13, 13, 1], 2), ([1, 1, 1], 1), ([3, 8, 8], 2):
-        found = one.submit_run(in_a_run.steps(lengths[: len(specs)], given)).wait()
+        found = one.submit_steps(in_a_run.steps(lengths[: len(specs)], given)).wait()
         expected = [other.execute_model(step) for step in in_turn.steps(lengths[: len(specs)], given)]
         assert found == expected, f"lengths {lengths}, {given} tokens given"
-        drawn |= {token for step in found for (token,) in step.token_ids}
-    assert len(drawn) > 5, "texts vary"
+        sampled |= {token for step in found for (token,) in step.token_ids}
+    assert len(sampled) > 5, "texts vary"
 
 
-def test_without_graphs_it_runs_one_after_the_other() -> None:
+def test_without_captures_it_runs_one_after_the_other() -> None:
     eager, captured = executor(enforce_eager=True), executor()
     found: list[list[StepResult]] = []
     for device in eager, captured:
-        found.append(device.submit_run(Writers(device, [SPECS["noise"]] * 2).steps([6, 3], 1)).wait())
+        found.append(device.submit_steps(Writers(device, [SPECS["noise"]] * 2).steps([6, 3], 1)).wait())
     assert found[0] == found[1] and not eager.graph_widths and captured.graph_widths
 
 
@@ -102,8 +101,8 @@ def test_only_plain_decodes() -> None:
         first._replace(new_blocks=(1, 2)),
         second,
     ):
-        with pytest.raises(ValueError, match="a run has decodes of one token"):
-            device.submit_run([SchedulerOutput((scheduled,))])
+        with pytest.raises(ValueError, match="a multi-step decode has decodes of one token"):
+            device.submit_steps([SchedulerOutput((scheduled,))])
 
 
 def test_parts() -> None:

@@ -1,4 +1,4 @@
-"""Requests that come and go at random, over a device that only remembers: a scheduler with guesses, a cache, and nothing else."""
+"""Requests that come and go at random, over a device that only remembers: a scheduler with drafts, a cache, and nothing else."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ POISON = ()
 
 
 def next_token(tokens: SequenceOf[int]) -> int:
-    """The model: two tokens, so that guesses are often right and prefixes often shared; at times an end."""
+    """The model: two tokens, so that drafts are often right and prefixes often shared; at times an end."""
     mixed = hash(tuple(tokens))
     return EOS if mixed % 29 == 0 else mixed // 29 % 2
 
 
 class Coin(Proposer):
-    """Guesses at random, and notes who came and went."""
+    """Drafts at random, and notes who came and went."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.open = rng, dict[int, list[int]]()
@@ -57,7 +57,7 @@ class Coin(Proposer):
 
 
 class AtTimes(LengthPolicy):
-    """Guesses now and then."""
+    """Drafts now and then."""
 
     def __init__(self, rng: random.Random, k: int) -> None:
         self.rng, self.k, self.checked = rng, k, 0
@@ -79,14 +79,14 @@ class Clock:
         return self.now
 
 
-class NoForms:
-    """No answer has a form."""
+class NoGrammar:
+    """No answer has a grammar."""
 
     def forced(self, seq: Sequence, most: int) -> list[int]:
         return []
 
-    def trim(self, seq: Sequence, guesses: list[int]) -> list[int]:
-        return guesses
+    def trim(self, seq: Sequence, draft: list[int]) -> list[int]:
+        return draft
 
 
 class Device:
@@ -108,8 +108,8 @@ class Device:
         return range(end)
 
     def run(self, output: SchedulerOutput) -> list[list[int]]:
-        """Write all K/V of the step, then read it and draw."""
-        drawn = []
+        """Write all K/V of the step, then read it and sample."""
+        sampled = []
         texts = [self.write(scheduled) for scheduled in output.scheduled_seqs]
         for scheduled, text in zip(output.scheduled_seqs, texts, strict=True):
             for end in range(scheduled.start + 1, scheduled.end + 1):
@@ -118,9 +118,9 @@ class Device:
                 assert read == [tuple(text[: p + 1]) for p in seen], "a token saw K/V that is not its own"
             first = scheduled.end - scheduled.num_samples + 1
             tokens = [next_token(text[:end]) for end in range(first, scheduled.end + 1)]
-            drawn.append(accept(tokens, text[first:]) if tokens else [])
-            self.newest[scheduled.row] = drawn[-1][-1] if drawn[-1] else -1
-        return drawn
+            sampled.append(accept(tokens, text[first:]) if tokens else [])
+            self.newest[scheduled.row] = sampled[-1][-1] if sampled[-1] else -1
+        return sampled
 
     def write(self, scheduled: Any) -> list[int]:
         """Take over the share's blocks, store its tokens; returns all of the text that the share knows."""
@@ -148,7 +148,7 @@ class Loop:
         self.proposer, self.policy = Coin(rng), AtTimes(rng, k)
         self.scheduler = SpeculativeScheduler(
             kv=kv, max_num_seqs=4, max_num_batched_tokens=budget, tokens_of_step=unless_finished(chunk), on_full=preempt,
-            speculation=Speculation(self.proposer, self.policy, NoForms()),
+            speculation=Speculation(self.proposer, self.policy, NoGrammar()),
         )  # fmt: skip
         self.watcher = Watcher()
         snapshot = partial(ev.Snapshot, kv.num_blocks, kv.block_size, 4, budget, 0)
@@ -196,27 +196,27 @@ class Loop:
 
     def collect(self) -> None:
         if self.flying is not None:
-            output, seqs, drawn = self.flying
+            output, seqs, sampled = self.flying
             self.flying = None
             self.scheduler.postprocess(
-                [(seq, tokens) for seq, tokens in zip(seqs, drawn, strict=True) if not seq.status.is_finished]
+                [(seq, tokens) for seq, tokens in zip(seqs, sampled, strict=True) if not seq.status.is_finished]
             )
-            self.kv.events.emit(ev.StepEnded(0, 0, 0, 0, output, StepResult(drawn, {}), 0, 0))
+            self.kv.events.emit(ev.StepEnded(0, 0, 0, 0, output, StepResult(sampled, {}), 0, 0))
             self.kv.events.drain()
             for seq in self.scheduler.running:
                 assert self.watcher.sequences[seq.seq_id].num_computed_tokens == seq.num_computed_tokens
 
     def check_price(self, output: SchedulerOutput) -> None:
-        """Nobody gives way to a guess, no answer waits for one, and none is beyond an answer's greatest length."""
+        """Nobody gives way to a draft, no answer waits for one, and none is beyond an answer's greatest length."""
         for scheduled, seq in zip(output.scheduled_seqs, self.scheduler.sequences(output), strict=True):
             assert scheduled.end < seq.num_prompt_tokens + seq.max_tokens
-        size, guessed = (
+        size, drafted = (
             self.kv.block_size,
             [scheduled for scheduled in output.scheduled_seqs if scheduled.num_samples > 1],
         )
         if output.preempted:
-            assert all(-(-scheduled.end // size) == -(-(scheduled.start + 1) // size) for scheduled in guessed)
-        elif guessed:
+            assert all(-(-scheduled.end // size) == -(-(scheduled.start + 1) // size) for scheduled in drafted)
+        elif drafted:
             own = {scheduled.seq_id for scheduled in output.scheduled_seqs}
             assert all(seq.seq_id in own or will_finish(seq) for seq in self.scheduler.running if seq.num_output_tokens)
 
@@ -236,3 +236,13 @@ class Loop:
 def sequence(prompt: list[int], max_tokens: int, **params: Any) -> Sequence:
     request = Request("r", prompt, SamplingParams(max_tokens=max_tokens, **params), max_tokens, 0, frozenset({EOS}))
     return Sequence(request, IncrementalDetokenizer(lambda ids: ""))
+
+
+def small_scheduler(
+    proposer: Proposer, policy: LengthPolicy, max_num_seqs: int = 4, **clock: Any
+) -> SpeculativeScheduler:
+    """A scheduler of 64 blocks of four tokens, and steps of 64 tokens."""
+    return SpeculativeScheduler(
+        kv=BlockManager(64, 4), max_num_seqs=max_num_seqs, max_num_batched_tokens=64, tokens_of_step=unless_finished(chunk),
+        on_full=preempt, speculation=Speculation(proposer, policy, NoGrammar(), **clock),
+    )  # fmt: skip

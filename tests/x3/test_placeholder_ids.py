@@ -1,4 +1,4 @@
-"""A step takes a draft's guesses from the device: whatever else a draw depends on, and whoever watches."""
+"""A step takes draft tokens from the device by their placeholder ids, whatever else a sample depends on, and whoever watches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from folovllm.engine.llm_engine import LLMEngine
 from folovllm.events import Event, StepEnded
 from folovllm.inspector.recorder import Recorder
 from folovllm.sampling_params import SamplingParams
-from folovllm.spec_decode.draft_tokens import DraftTokens
+from folovllm.spec_decode.multi_step import DraftTokens
 from tests.helpers import VOCAB_SIZE, prompts, tiny_checkpoint
 from tests.workloads import Request, serve, workload
 from tests.x3.engines import Pair, make_engine, speculation_of
@@ -32,12 +32,12 @@ def drafting(preset: str = "m6", layers: int = 3, k: int = 3, **fields: Any) -> 
 
 @pytest.fixture
 def rooms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps with guesses are captured, on a CPU too."""
+    """Steps with drafts are captured, on a CPU too."""
     capture_drafts(monkeypatch, 24)
 
 
 @pytest.mark.parametrize(("layers", "captured"), [(3, True), (1, False)], ids=["right, captured", "wrong"])
-def test_all_that_a_draw_depends_on(layers: int, captured: bool, request: pytest.FixtureRequest) -> None:
+def test_all_that_a_sample_depends_on(layers: int, captured: bool, request: pytest.FixtureRequest) -> None:
     if captured:
         request.getfixturevalue("rooms")
     pair = demanding_pair("m6")
@@ -47,8 +47,8 @@ def test_all_that_a_draw_depends_on(layers: int, captured: bool, request: pytest
     assert made.num_draft_tokens > 20
 
 
-def test_guesses_are_right_where_little_else_counts(rooms: None) -> None:
-    """One request each; if the guesses of one kind were wrong, fewer than 0.7 would be right."""
+def test_drafts_are_right_where_little_else_counts(rooms: None) -> None:
+    """One request each; if the drafts of one kind were wrong, fewer than 0.7 would be right."""
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=20, ignore_eos=True)
     kinds: list[dict[str, Any]] = [{"presence_penalty": 0.1}, {"top_k": 40, "top_p": 0.98}, {"logprobs": 2}]
     load = [
@@ -85,20 +85,20 @@ def test_ranks_are_sent_tokens() -> None:
 
 
 def test_who_watches_sees_tokens() -> None:
-    """So does a recording, which hears of a step before its guesses are known."""
+    """So does a recording, which hears of a step before its drafts are known."""
     load, seen, data = workload("greedy", count=4), list[Event](), bytearray()
     engine = drafting(layers=1, max_num_seqs=4)
     engine.subscribe(seen.extend)
     recorder = Recorder(engine, data.extend)
     load.check(serve(engine, load.requests))
     recorder.close()
-    guesses = [
+    drafts = [
         scheduled.token_ids
         for event in seen
         if isinstance(event, StepEnded)
         for scheduled in event.output.scheduled_seqs
     ]
-    assert max(map(len, guesses)) > 2 and all(tokens.max(initial=0) < VOCAB_SIZE for tokens in guesses)
+    assert max(map(len, drafts)) > 2 and all(tokens.max(initial=0) < VOCAB_SIZE for tokens in drafts)
     turns = [turn for name, *_, turn in map(json.loads, data.decode().splitlines()) if name == "turn"]
     rejected = [token for turn in turns for name, *_, last in turn if name == "guess" for token in last]
     assert len(rejected) > 20 and max(rejected) < VOCAB_SIZE
@@ -119,10 +119,10 @@ def test_requests_that_are_aborted_between_two_steps() -> None:
 
 def test_names() -> None:
     drafted = DraftTokens(100, 3, 4, torch.device("cpu"))
-    assert drafted.names.tolist() == [[100, 101, 102, 103], [104, 105, 106, 107], [108, 109, 110, 111]]
+    assert drafted.placeholder_ids.tolist() == [[100, 101, 102, 103], [104, 105, 106, 107], [108, 109, 110, 111]]
     drafted.sampled[:] = drafted.host[:] = torch.arange(40, 52).view(3, 4)
     tokens = np.array([-1, 0, 99, 100, 111], np.int32)
-    assert drafted.spell(tokens).tolist() == [-1, 0, 99, 40, 51], "what is in flight stays"
+    assert drafted.resolve(tokens).tolist() == [-1, 0, 99, 40, 51], "what is in flight stays"
     on_device = torch.from_numpy(tokens.copy())
-    drafted.spell_on_device(on_device)
+    drafted.resolve_on_device(on_device)
     assert on_device.tolist() == [-1, 0, 99, 40, 51]

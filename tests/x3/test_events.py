@@ -1,4 +1,4 @@
-"""Who listens to the events of an engine with guesses knows what its parts know; and what a configuration may say."""
+"""Who listens to the events of an engine with drafts knows what its parts know; and what a configuration may say."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from folovllm.cli.terminal import step_line
 from folovllm.config import EngineConfig
-from folovllm.events import Event, GuessesChecked, StepBegan, StepEnded
+from folovllm.events import DraftsVerified, Event, StepBegan, StepEnded
 from folovllm.inspector.replay import Recording
 from folovllm.inspector.trace import REQUESTS, Trace
 from folovllm.server.aggregator import Aggregator
@@ -20,11 +20,11 @@ from folovllm.spec_decode.policy import FixedLength
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from tests.inspector.test_recording import Taped, assert_replays
 from tests.m5.test_events import NoDevice, engine
-from tests.x3.engines import Anything, guessing, speculation_of
+from tests.x3.engines import Anything, speculation_of, speculative
 
 
 class NoJudge(NoDevice):
-    """Draws from a die, and takes as many guesses as another one says."""
+    """Drafts at random, as many tokens as another one says."""
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:
         whole = super().execute_model(output)
@@ -33,7 +33,7 @@ class NoJudge(NoDevice):
 
 
 def rejected_of(seen: list[Event]) -> Iterator[list[int]]:
-    """The guesses of each check that were wrong, from what the steps were asked to compute."""
+    """The drafts of each check that were wrong, from what the steps were asked to compute."""
     asked: dict[int, list[int]] = {}
     for event in seen:
         if isinstance(event, StepBegan):
@@ -42,13 +42,13 @@ def rejected_of(seen: list[Event]) -> Iterator[list[int]]:
                 for scheduled in event.output.scheduled_seqs
                 if scheduled.num_samples > 1
             }
-        elif isinstance(event, GuessesChecked):
+        elif isinstance(event, DraftsVerified):
             yield asked[event.seq_id][event.num_accepted :]
 
 
 @pytest.mark.parametrize("milestone", ["m2", "m3", "m5", "m6"])
 def test_watcher_recording_digest_and_log(milestone: str) -> None:
-    served = engine(milestone, **guessing(Anything(), k=5))
+    served = engine(milestone, **speculative(Anything(), k=5))
     taped = Taped(served, seed=7)
     served.executor = NoJudge(served.executor.num_kv_blocks, taped.die)  # type: ignore[assignment]
     served.history = []
@@ -59,18 +59,18 @@ def test_watcher_recording_digest_and_log(milestone: str) -> None:
     made, aggregator = speculation_of(served), Aggregator(has_prefix_cache=True)
     assert made.num_draft_tokens > made.num_accepted > 0
     counted = [
-        (event.num_guessed, event.num_accepted) for event in taped.seen if type(event).__name__ == "GuessesChecked"
+        (event.num_draft_tokens, event.num_accepted) for event in taped.seen if type(event).__name__ == "DraftsVerified"
     ]
     assert [made.num_drafts, made.num_draft_tokens, made.num_accepted] == [
         len(counted),
         *map(sum, zip(*counted, strict=True)),
     ]
     for event in taped.seen:
-        if type(event).__name__ == "GuessesChecked":
+        if type(event).__name__ == "DraftsVerified":
             aggregator.update([event])
-    assert (aggregator.stats.num_drafts, aggregator.stats.num_guessed) == (made.num_drafts, made.num_draft_tokens)
-    assert sum(step.num_guessed for step in served.history) == made.num_draft_tokens
-    told = [step_line(step) for step in served.history if step.num_guessed]
+    assert (aggregator.stats.num_drafts, aggregator.stats.num_draft_tokens) == (made.num_drafts, made.num_draft_tokens)
+    assert sum(step.num_draft_tokens for step in served.history) == made.num_draft_tokens
+    told = [step_line(step) for step in served.history if step.num_draft_tokens]
     assert told and all("   guesses right " in line for line in told)
     found: Recording = assert_replays(taped)
     entries = [entry for line in found.lines if line[0] == "turn" for entry in line[3]]

@@ -23,8 +23,8 @@ from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.decode import DecodeConfig
 from folovllm.kv_format import FP8, UNSCALED, KVScales, decode, encode
 from folovllm.sampling_params import SamplingParams
-from folovllm.spec_decode.attention import CheckingTritonBackend
-from folovllm.spec_decode.kernels.check import SplitKVCheck, tile_shape
+from folovllm.spec_decode.attention import TritonVerifyBackend
+from folovllm.spec_decode.kernels.verify_attention import SplitKVVerify, tile_shape
 from tests.helpers import prompts, tiny_checkpoint
 from tests.m4.cases import DEVICE, Paged, assert_close, starts
 from tests.m4.conftest import like_a_gpu  # noqa: F401
@@ -50,12 +50,12 @@ def check(
     config: DecodeConfig | None = SMALL,
     num_programs: int | None = 3,
     turns: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor, SplitKVCheck]:
+) -> tuple[torch.Tensor, torch.Tensor, SplitKVVerify]:
     """Plan and run so many times (the counters must wind back); returns (out, reference, the object)."""
     torch.manual_seed(0)
     paged, query_start_loc = Paged.make(lens, block_size, heads[1], dim, dtype), starts(new)
     query = torch.randn(sum(new), heads[0], dim, device=DEVICE, dtype=dtype)
-    kernel = SplitKVCheck(sum(new), most, *heads, dim, block_size, DEVICE, dtype.itemsize, False, config, num_programs)
+    kernel = SplitKVVerify(sum(new), most, *heads, dim, block_size, DEVICE, dtype.itemsize, False, config, num_programs)
     out = torch.empty_like(query)
     for _ in range(turns):
         out.fill_(float("nan"))
@@ -74,7 +74,7 @@ class TestPlan:
         """Sequences of (tokens before, new tokens); the last tile's last token sees all, and padding gets nothing."""
         new = [n for _, n in seqs] + [7]
         lens = [cached + n for cached, n in seqs] + [0]
-        kernel = SplitKVCheck(sum(new), most, 2, 2, 16, 16, DEVICE, config=SMALL, num_programs=4)
+        kernel = SplitKVVerify(sum(new), most, 2, 2, 16, 16, DEVICE, config=SMALL, num_programs=4)
         kernel.plan(starts(new), torch.tensor(lens, dtype=torch.int32, device=DEVICE), sum(new))
         expected = [
             (s, first + done, min(most, n - done), length - n + min(done + most, n))
@@ -165,10 +165,10 @@ class TestBackend:
         torch.manual_seed(0)
         lens, new = map(list, zip(*seqs, strict=True))
         paged, query = Paged.make(lens, 16, 2, 32), torch.randn(sum(new), 4, 32, device=DEVICE)
-        batch, backend = batch_of(lens, new, paged, num_decodes), CheckingTritonBackend(self.CONFIG, 6, 24)
+        batch, backend = batch_of(lens, new, paged, num_decodes), TritonVerifyBackend(self.CONFIG, 6, 24)
         backend.plan(replace(batch, num_decodes=0, max_query_len=6))  # another step, which leaves no trace
         backend.plan(batch)
-        assert (backend._check.num_tiles > 0) is is_its_own
+        assert (backend._verify.num_tiles > 0) is is_its_own
         expected = TorchNaiveBackend(self.CONFIG).forward(query, paged.kv_cache, batch)
         assert_close(backend.forward(query, paged.kv_cache, batch), expected)
 
@@ -177,27 +177,27 @@ class TestBackend:
         torch.manual_seed(0)
         paged, query = Paged.make([40, 40], 16, 2, 32), torch.randn(8, 4, 32, device=DEVICE)
         step = checks_of(replace(make_batch([40, 40], 16, True, DEVICE), block_tables=paged.block_tables), 4)
-        for backend in TritonBackend(self.CONFIG), CheckingTritonBackend(self.CONFIG, 4, 8):
+        for backend in TritonBackend(self.CONFIG), TritonVerifyBackend(self.CONFIG, 4, 8):
             backend.plan(step)
             out = backend.forward(query, paged.kv_cache, step)
             assert_close(out, paged.attention(query, [4, 4]))
 
     def test_a_captured_step_writes_no_row_of_padding(self) -> None:
-        """A prompt and guesses with room for two sequences and four tokens more; then nothing but padding."""
+        """A prompt and drafts with room for two sequences and four tokens more; then nothing but padding."""
         torch.manual_seed(0)
-        paged, backend = Paged.make([30, 50, 0, 0], 16, 2, 32), CheckingTritonBackend(self.CONFIG, 6, 39)
+        paged, backend = Paged.make([30, 50, 0, 0], 16, 2, 32), TritonVerifyBackend(self.CONFIG, 6, 39)
         query, real = torch.randn(39, 4, 32, device=DEVICE), [30, 5]
-        batch = replace(batch_of([30, 50, 0, 0], [*real, 0, 4], paged, 0), is_padded=True, has_guesses=True)
+        batch = replace(batch_of([30, 50, 0, 0], [*real, 0, 4], paged, 0), is_padded=True, has_drafts=True)
         backend.plan(batch)
         out = torch.full_like(query, float("nan"))
         arguments = batch.query_start_loc, paged.seq_lens, paged.block_tables, 39, 32**-0.5, out
-        backend._check(query, paged.kv_cache, *arguments)
+        backend._verify(query, paged.kv_cache, *arguments)
         assert_close(out[:35], paged.attention(query[:35], [*real, 0, 0]))
         assert out[35:].isnan().all()
         backend.plan(replace(batch, seq_lens=torch.zeros_like(batch.seq_lens)))
         out.fill_(float("nan"))
-        backend._check(query, paged.kv_cache, *arguments)
-        assert out.isnan().all() and not backend._check.header[0]
+        backend._verify(query, paged.kv_cache, *arguments)
+        assert out.isnan().all() and not backend._verify.header[0]
 
     @pytest.mark.parametrize("is_padded", [False, True])
     def test_a_layer_with_a_window(self, is_padded: bool) -> None:
@@ -205,11 +205,11 @@ class TestBackend:
         torch.manual_seed(0)
         lens, new, window = [70, 40, 0], [5, 6, 2], 12
         paged, query = Paged.make(lens, 16, 2, 32), torch.randn(sum(new), 4, 32, device=DEVICE)
-        batch = replace(batch_of(lens, new, paged, 0), is_padded=is_padded, has_guesses=is_padded)
-        backend, naive = CheckingTritonBackend(self.CONFIG, 6, 13), TorchNaiveBackend(self.CONFIG)
+        batch = replace(batch_of(lens, new, paged, 0), is_padded=is_padded, has_drafts=is_padded)
+        backend, naive = TritonVerifyBackend(self.CONFIG, 6, 13), TorchNaiveBackend(self.CONFIG)
         layers = [(backend.of_layer(UNSCALED, size), naive.of_layer(UNSCALED, size)) for size in (window, None)]
         backend.plan(batch)
-        assert backend._check.num_tiles > 0
+        assert backend._verify.num_tiles > 0
         real = replace(batch_of(lens[:2], new[:2], paged, 0), block_tables=paged.block_tables[:2])
         for ours, expected in layers:
             out = ours.forward(query, paged.kv_cache, batch)[:11]
@@ -223,7 +223,7 @@ class TestBackend:
         batch = batch_of(lens, new, paged, 0)
         factors = scales.key_factor, scales.value_factor
         cache = torch.stack([encode(part, f) for part, f in zip(paged.kv_cache, factors, strict=True)])
-        backend = CheckingTritonBackend(replace(self.CONFIG, kv_dtype=FP8), 6, 13)
+        backend = TritonVerifyBackend(replace(self.CONFIG, kv_dtype=FP8), 6, 13)
         backend.plan(batch)
         out = backend.of_layer(scales).forward(query, cache, batch)
         whole = torch.stack(
@@ -233,33 +233,33 @@ class TestBackend:
 
 
 class TestEngine:
-    @pytest.mark.parametrize("guesses", [None, 3])
-    def test_who_attends(self, guesses: int | None) -> None:
-        """Without guesses the very class that was there before."""
+    @pytest.mark.parametrize("drafts", [None, 3])
+    def test_who_attends(self, drafts: int | None) -> None:
+        """Without drafts the very class that was there before."""
         fields = {
             "model": str(tiny_checkpoint()),
             "device": str(DEVICE),
             "dtype": "float32",
             "attention_backend": "triton",
         }
-        if guesses:
-            fields |= {"speculative_method": "ngram", "num_speculative_tokens": guesses}  # type: ignore[dict-item]
+        if drafts:
+            fields |= {"speculative_method": "ngram", "num_speculative_tokens": drafts}  # type: ignore[dict-item]
         setup = set_up(EngineConfig(**fields))  # type: ignore[arg-type]
         backend = build.attention_backend(setup, extension_of(setup))
-        assert type(backend) is (CheckingTritonBackend if guesses else TritonBackend)
+        assert type(backend) is (TritonVerifyBackend if drafts else TritonBackend)
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="test_on_a_gpu.py does more")
-    def test_a_captured_step_with_guesses(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_captured_step_with_drafts(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The same text, by the kernel that decodes and by the one that checks."""
         used: list[int] = []
-        run = SplitKVCheck.__call__
+        run = SplitKVVerify.__call__
 
-        def watched(kernel: SplitKVCheck, query: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        def watched(kernel: SplitKVVerify, query: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
             used.append(len(query))
             return run(kernel, query, *rest, **more)
 
         capture_drafts(monkeypatch, 6)
-        monkeypatch.setattr(SplitKVCheck, "__call__", watched)
+        monkeypatch.setattr(SplitKVVerify, "__call__", watched)
         params = SamplingParams(temperature=0.8, seed=1, max_tokens=4, ignore_eos=True)
         requests = [Request(prompt, params) for prompt in prompts([6, 3], seed=4)]
         model = str(tiny_checkpoint(num_heads=2, num_kv_heads=1, num_hidden_layers=2))
