@@ -28,7 +28,7 @@ from folovllm.structured_outputs import GrammarLimits, StructuredOutputsParams
 from tests.helpers import tiny_checkpoint
 from tests.x1.background import PATIENCE, Background, eventually
 
-CHECKER = "folovllm.structured_output.grammar_check_process"
+CHECKER = "folovllm.structured_output.grammar_check"
 OBJECT = {"type": "object"}
 
 
