@@ -99,7 +99,6 @@ class Api:
         self._keys = [key.encode() for key in config.api_key]
         self._defaults = generation_defaults(engine.setup.path)
         self._admission = Admission(engine, config.max_queued_requests, config.max_queued_tokens)
-        self._metrics = Metrics(engine, self._names[0])
         self._created = int(time.time())
         self._tags_are_special = not set(engine.tokenizer.all_special_tokens).isdisjoint(TAGS)
 
@@ -158,8 +157,11 @@ class Api:
 
     async def metrics(self, request: Request) -> Response:
         """Figures for Prometheus."""
-        await self._engine.ask_experts()
-        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        engine = self._engine
+        await engine.ask_experts()
+        speculates = engine.config.speculative_config is not None
+        page = Metrics(self._names[0], engine.stats, engine.counters, engine.expert_load, speculates)
+        return Response(page.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, request: Request) -> Response:
         """The one model, by all its names."""
