@@ -43,11 +43,19 @@ from folovllm.server.protocol import (
     TokenizeRequest,
     parse,
 )
-from folovllm.server.reader import TAGS, reading_of
-from folovllm.server.replies import Detokenized, ModelCard, ModelList, Tokens, Version, tokenizer_info
-from folovllm.server.requests import chat_params, chat_prompt, completion_params, prompts_of, wants_prompt_alone
+from folovllm.server.replies import (
+    ChatWriter,
+    CompletionWriter,
+    Detokenized,
+    EchoWriter,
+    ModelCard,
+    ModelList,
+    Tokens,
+    Version,
+    tokenizer_info,
+)
+from folovllm.server.requests import TAGS, chat_params, chat_prompt, completion_params, prompts_of, reading_of
 from folovllm.server.sse import ResponseHandler, unless_gone
-from folovllm.server.writers import ChatWriter, CompletionWriter, EchoWriter
 
 Handler = Callable[[Request], Awaitable[Response]]
 R = TypeVar("R", bound=msgspec.Struct)
@@ -187,14 +195,10 @@ class Api:
         asked = await self._read(request, CompletionRequest)
         prompts = prompts_of(asked)
         params = completion_params(asked, self._defaults)
-        return await self._answer(request, asked, prompts, params, self._completion_writer(asked, params.n))
-
-    def _completion_writer(self, asked: CompletionRequest, n: int) -> CompletionWriter:
-        name, shows_prompt = self._shown(asked), asked.prompt_logprobs is not None
-        if not asked.echo:
-            return CompletionWriter(name, n, shows_prompt)
+        name, n = asked.model or self._names[0], params.n
         decode = self._engine.tokenizer.decode
-        return EchoWriter(name, n, decode, asked.logprobs, wants_prompt_alone(asked), shows_prompt)
+        writer = EchoWriter(name, asked, n, decode) if asked.echo else CompletionWriter(name, asked, n)
+        return await self._answer(request, asked, prompts, params, writer)
 
     async def chat(self, request: Request) -> Response:
         """Answer a conversation."""
@@ -206,8 +210,7 @@ class Api:
         params, make_reader = reading_of(
             asked, params, str(prompt.get("prompt")), self._config.reasoning_parser, self._tags_are_special
         )
-        num_top, shows_prompt = asked.top_logprobs or 0, asked.prompt_logprobs is not None
-        writer = ChatWriter(self._shown(asked), num_top, shows_prompt, make_reader)
+        writer = ChatWriter(asked.model or self._names[0], asked, params.n, make_reader)
         return await self._answer(request, asked, [prompt], params, writer)
 
     async def _answer(
@@ -238,9 +241,6 @@ class Api:
         """Raise unless the queue has room for `n` sequences of each prompt."""
         self._engine.check_amounts(params)
         self._admission.check(num_prompts * params.n, num_tokens)
-
-    def _shown(self, asked: Sampling) -> str:
-        return asked.model or self._names[0]
 
     async def tokenize(self, request: Request) -> Response:
         """The ids of a prompt or a conversation."""

@@ -63,6 +63,11 @@ class CompletionRequest(Sampling, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
 
+    @property
+    def wants_prompt_alone(self) -> bool:
+        """Whether it is to be the prompt alone, with log-probabilities if these are asked for, and no answer."""
+        return bool(self.echo) and self.max_tokens == 0
+
 
 class ChatRequest(Sampling, kw_only=True):
     """`POST /v1/chat/completions`."""

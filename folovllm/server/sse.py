@@ -15,8 +15,8 @@ from folovllm.request import Sequence
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.errors import as_api_error
 from folovllm.server.protocol import StreamOptions
+from folovllm.server.replies import DONE, CompletionWriter, event
 from folovllm.server.stream import OutputCollector, Stream
-from folovllm.server.writers import DONE, CompletionWriter, event
 
 T = TypeVar("T")
 
