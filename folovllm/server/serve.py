@@ -67,7 +67,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def serve(config: ServerConfig, engine_config: EngineConfig, listener: socket.socket) -> int:
-    """As `run_server`, in an event loop."""
     end = End()
     engine = AsyncEngine(
         engine_config,
@@ -132,14 +131,14 @@ class End:
     async def of(self, server: uvicorn.Server, engine: AsyncEngine, drain_seconds: float) -> None:
         """Wait for a signal and drain, or for the engine's death; then stop the server."""
         self._is_serving = True
-        asked, died = asyncio.ensure_future(self._asked.wait()), asyncio.ensure_future(engine.died.wait())
-        await asyncio.wait((asked, died), return_when=asyncio.FIRST_COMPLETED)
-        if died.done():
+        asked, is_over = asyncio.ensure_future(self._asked.wait()), asyncio.ensure_future(engine.is_over.wait())
+        await asyncio.wait((asked, is_over), return_when=asyncio.FIRST_COMPLETED)
+        if is_over.done():
             await asyncio.wait((asked,), timeout=LINGER)
         else:
             if count := engine.num_open:
                 print(f"{count} running: up to {drain_seconds:g} s to end; a second signal does not wait", flush=True)
             await engine.drain(drain_seconds)
         asked.cancel()
-        died.cancel()
+        is_over.cancel()
         server.should_exit = True

@@ -63,7 +63,6 @@ class EventStream(Response):
         self.status_code = 200
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
         try:
             await unless_gone(receive, self._send(send, with_body=scope["method"] != "HEAD"))
         except ClientDisconnect:

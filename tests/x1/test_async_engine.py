@@ -266,7 +266,7 @@ class TestEnds:
         for told in (reading, anext(idle), engine.prepare(PROMPT)):
             with pytest.raises(EngineDead, match="a step failed"):
                 await told
-        assert engine.died.is_set() and not engine.is_open
+        assert engine.is_over.is_set() and not engine.is_open
         assert not await engine.drain()
 
     @scripted
