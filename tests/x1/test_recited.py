@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from folovllm.server.config import ServerConfig
-from tests.x1.background import Background
+from tests.x1.background import Background, events_in
 from tests.x1.reciting import END, Piece, reciter
 
 SMILE = "\U0001f600".encode()
@@ -50,17 +47,11 @@ def pieces(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Background]:
 
 
 def post(server: Background, path: str, **fields: Any) -> tuple[int, Any]:
-    """The status, and the answer or the list of a stream's chunks."""
-    body = {"temperature": 0, "max_tokens": 30} | fields
-    request = urllib.request.Request(server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request, timeout=30) as reply:
-            said = reply.read()
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())["error"]["message"]
-    if not fields.get("stream"):
-        return 200, json.loads(said)
-    return 200, [json.loads(line[6:]) for line in said.splitlines() if line.startswith(b"data: {")]
+    """The status, and the answer, the list of a stream's chunks, or an error's message."""
+    status, said = server.ask(path, {"temperature": 0, "max_tokens": 30} | fields)
+    if status != 200:
+        return status, said["error"]["message"]
+    return status, events_in(said) if fields.get("stream") else said
 
 
 def complete(server: Background, prompt: Any, **fields: Any) -> Any:

@@ -60,13 +60,10 @@ NO_SCHEMAS = st.recursive(
     max_leaves=10,
 ).filter(lambda schema: isinstance(schema, dict))
 NO_PATTERNS = st.text("ab(){}[]|*+?.\\^$-,09é\n", min_size=1, max_size=20)
-NO_GRAMMARS = st.lists(
-    st.sampled_from(
-        ["start: ", "x", '"a"', "|", "(", ")", "*", "\n", "root ::= ", "%json", "{}", "/a/", "[a-z]", "{1,"]
-    ),
-    min_size=1,
-    max_size=12,
-).map(lambda pieces: {"grammar": "".join(pieces)})
+SYMBOLS = ["start: ", "x", '"a"', "|", "(", ")", "*", "\n", "root ::= ", "%json", "{}", "/a/", "[a-z]", "{1,"]
+NO_GRAMMARS = st.lists(st.sampled_from(SYMBOLS), min_size=1, max_size=12).map(
+    lambda pieces: {"grammar": "".join(pieces)}
+)
 FREE = SamplingParams(seed=2, max_tokens=30, ignore_eos=True)
 
 
@@ -151,16 +148,13 @@ class TestEveryEngine:
         assert expected[9].outputs[0].finish_reason == "length"
         assert expected[10].outputs[0].stop_reason == "c" and "c" not in texts(expected, 10)[0]
 
-    @pytest.mark.parametrize("milestone", ["m1", "m3", "m4", "m5", "m6"])
-    def test_milestones(self, expected: list[RequestOutput], milestone: str) -> None:
-        assert essence(answers(engine(milestone))) == essence(expected)
-
     @pytest.mark.parametrize(
         "fields",
         [
+            *({"milestone": milestone} for milestone in ("m1", "m3", "m4", "m5", "m6")),
+            {"model_impl": "native", "milestone": "m1"},
             {"enforce_eager": True},
             {"async_scheduling": False},
-            {"model_impl": "native", "milestone": "m1"},
             {"block_size": 4, "num_kv_blocks": 55, "max_num_batched_tokens": 9},
             {"max_num_seqs": 3, "max_num_batched_tokens": 17, "enable_prefix_caching": False},
             {"tensor_parallel_size": 2},
@@ -170,7 +164,7 @@ class TestEveryEngine:
         ],
         ids=str,
     )
-    def test_modes(self, expected: list[RequestOutput], fields: dict[str, Any]) -> None:
+    def test_milestones_and_modes(self, expected: list[RequestOutput], fields: dict[str, Any]) -> None:
         """Eager and recorded, overlapped or not, with preemption, prompts in chunks, two ranks."""
         llm = engine(**fields)
         assert essence(answers(llm)) == essence(expected)
