@@ -44,9 +44,13 @@ def run_server(config: ServerConfig, engine_config: EngineConfig) -> int:
         )
     keys = [key for key in os.environ.get("FOLOVLLM_API_KEY", "").split(",") if key]
     config = replace(config, api_key=[*config.api_key, *keys])
-    listener = listen(config.host, config.port)
-    with listener, asyncio.Runner(loop_factory=uvicorn.Config("", loop="auto").get_loop_factory()) as runner:
-        return runner.run(serve(config, engine_config, listener))
+    listener, handlers = listen(config.host, config.port), {sign: signal.getsignal(sign) for sign in ending_signals()}
+    try:
+        with listener, asyncio.Runner(loop_factory=uvicorn.Config("", loop="auto").get_loop_factory()) as runner:
+            return runner.run(serve(config, engine_config, listener))
+    finally:
+        for sign, handler in handlers.items():  # uvloop would leave its own
+            signal.signal(sign, handler)
 
 
 def listen(host: str, port: int) -> socket.socket:
