@@ -99,7 +99,7 @@ def guard(config: ServerConfig) -> Middleware:
 
 
 class Api:
-    """What each address does. Errors are raised; `guarded` makes responses of them."""
+    """The handlers of `ENDPOINTS`, which says what each does. Errors are raised; `guarded` makes responses of them."""
 
     def __init__(self, engine: AsyncEngine, config: ServerConfig) -> None:
         self._engine, self._config = engine, config
@@ -147,24 +147,19 @@ class Api:
         return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
 
     async def page(self, request: Request) -> Response:
-        """The page to chat in a browser. It needs no key; its requests do."""
         return chat_page()
 
     async def health(self, request: Request) -> Response:
-        """200 while new requests are taken."""
         self._engine.require_open()
         return Response(status_code=200)
 
     async def version(self, request: Request) -> Response:
-        """The version of this package."""
         return json_response(Version(folovllm.__version__))
 
     async def openapi(self, request: Request) -> Response:
-        """The description of all addresses, for programs."""
         return Response(document(needs_key=bool(self._keys)), media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:
-        """Figures for Prometheus."""
         engine = self._engine
         await engine.ask_experts()
         speculates = engine.config.speculative_config is not None
@@ -172,11 +167,9 @@ class Api:
         return Response(page.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, request: Request) -> Response:
-        """The one model, by all its names."""
         return json_response(ModelList("list", [self._card(name) for name in self._names]))
 
     async def model(self, request: Request) -> Response:
-        """The model, by one of its names."""
         name = request.path_params["name"]
         self._check_model(name)
         return json_response(self._card(name))
@@ -191,7 +184,6 @@ class Api:
             )
 
     async def completions(self, request: Request) -> Response:
-        """Continue prompts."""
         asked = await self._read(request, CompletionRequest)
         prompts = prompts_of(asked)
         params = completion_params(asked, self._defaults)
@@ -201,7 +193,6 @@ class Api:
         return await self._answer(request, asked, prompts, params, writer)
 
     async def chat(self, request: Request) -> Response:
-        """Answer a conversation."""
         asked = await self._read(request, ChatRequest)
         params = chat_params(asked, self._defaults)
         self._check_room(1, params)
@@ -243,7 +234,6 @@ class Api:
         self._admission.check(num_prompts * params.n, num_tokens)
 
     async def tokenize(self, request: Request) -> Response:
-        """The ids of a prompt or a conversation."""
         asked = await self._read(request, TokenizeRequest)
         engine = self._engine
         ids: list[int] = await engine.in_thread(self._ids, asked)
@@ -259,7 +249,6 @@ class Api:
         return encode_within(limit, tokenizer, asked.prompt, add_special_tokens=asked.add_special_tokens)
 
     async def detokenize(self, request: Request) -> Response:
-        """The text of ids."""
         asked = await self._read(request, DetokenizeRequest)
         size = self._engine.setup.vocab_size
         if (count := len(asked.tokens)) > MOST_IDS:
@@ -270,7 +259,6 @@ class Api:
         return json_response(Detokenized(text))
 
     async def tokenizer_info(self, request: Request) -> Response:
-        """How texts become ids, for clients that do it themselves."""
         return json_response(tokenizer_info(whole(self._engine.tokenizer)))
 
     async def _read(self, request: Request, kind: type[R]) -> R:

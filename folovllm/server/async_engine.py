@@ -176,7 +176,7 @@ class AsyncEngine:
         self.require_open()
         number = next(self._numbers)
         request_id = f"request-{number}" if request_id is None else request_id
-        if self._open.named(request_id) is not None:
+        if request_id in self._open.by_id:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
         now = time.monotonic()
         stream = Stream(number, request_id, seqs, now, collector or OutputCollector(), self._abort)
@@ -186,17 +186,17 @@ class AsyncEngine:
 
     def abort(self, request_id: str) -> None:
         """End a request; its reader gets what there is, with finish_reason "abort". Does nothing if the request is over."""
-        if (stream := self._open.named(request_id)) is not None:
+        if (stream := self._open.by_id.get(request_id)) is not None:
             self._abort(stream)
 
     def _abort(self, stream: Stream) -> None:
-        if self._open.get(stream.number) is not None:
+        if stream.number in self._open.by_number:
             stream.abort(time.monotonic())
             self._open.end(stream)
             self._transport.send(Abort(stream.number))
 
     def _abort_all(self) -> None:
-        for stream in self._open.all():
+        for stream in list(self._open.by_number.values()):
             self._abort(stream)
 
     async def drain(self, seconds: float | None = None) -> bool:
@@ -279,7 +279,7 @@ class AsyncEngine:
     @property
     def num_open(self) -> int:
         """Requests that the engine works on."""
-        return len(self._open)
+        return len(self._open.by_number)
 
     @property
     def num_queued(self) -> int:
@@ -325,5 +325,5 @@ class AsyncEngine:
         self._experts_told()
         if not self._ready.done():
             self._ready.set_exception(ValueError(failure.message) if failure.is_user_error else self.death)
-        for stream in self._open.all():
+        for stream in list(self._open.by_number.values()):
             self._open.fail(stream, EngineDead(failure.message))

@@ -115,25 +115,11 @@ HARMLESS = (
 )  # fmt: skip
 # What this server cannot do, and the values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),  # in a chat
-    "suffix": ("",),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "reasoning_effort": (),
-    "chat_template": (),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "use_beam_search": (False,),
-}
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "reasoning_effort", "chat_template"), ()),
+    **dict.fromkeys(("audio", "prediction", "web_search_options"), ()),
+    "best_of": (1,), "echo": (False,), "suffix": ("",), "use_beam_search": (False,), "modalities": (["text"],),
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+}  # fmt: skip
 
 
 def parse(body: bytes, kind: type[R], ignore_unknown: bool = False) -> R:

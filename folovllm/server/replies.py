@@ -76,12 +76,9 @@ class TopLogprob(msgspec.Struct):
     bytes: list[int]
 
 
-class ChatLogprob(msgspec.Struct):
+class ChatLogprob(TopLogprob):
     """A token of an answer."""
 
-    token: str
-    logprob: float
-    bytes: list[int]
     top_logprobs: list[TopLogprob]
 
 

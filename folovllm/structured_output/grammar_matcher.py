@@ -146,7 +146,7 @@ class GrammarMatcher:
         """From the mask of the grammar, if there is one, to that of all the request asks for, in place: [ceil(V / 32)].
 
         Returns whether an answer of this grammar can still come. If not, `words` has the ends alone; and what is sampled with
-        them must not count: `give_up` is for the step that sampled it, since tokens before it may be on their way.
+        them must not count: `is_broken` is set by the step that sampled it, since tokens before it may be on their way.
         """
         if self.is_over or self.is_broken:
             words[:] = self._end_words(words)
@@ -187,10 +187,6 @@ class GrammarMatcher:
             self.is_over = True
         else:
             self.is_broken = not self._grammar.accept_token(token_id)
-
-    def give_up(self) -> None:
-        """No answer of this grammar can come any more, and all tokens that count were taken in."""
-        self.is_broken = True
 
     def num_allowed(self, drafted: Sequence[int]) -> int:
         """How many of these tokens, from the first on, the grammar allows. An end is no draft token: nothing is behind it."""

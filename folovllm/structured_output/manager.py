@@ -200,7 +200,7 @@ class StructuredOutputManager(LogitsMask):
             del tokens[limit:]
             if matcher is not None:
                 if not tokens:
-                    matcher.give_up()
+                    matcher.is_broken = True  # all tokens that count were taken in
                 with self._faults.at(seq):
                     for i, token_id in enumerate(tokens):
                         matcher.accept_token(token_id)
