@@ -56,11 +56,8 @@ class TestDescription:
 
     def test_every_address_is_there_and_no_other(self, server: Background, described: dict[str, Any]) -> None:
         routes = [route for route in build_app(server.engine, CONFIG).routes if isinstance(route, Route)]
-        real = {
-            (route.path.replace(":path", ""), method.lower())
-            for route in routes
-            for method in (route.methods or set()) - {"HEAD"}
-        }
+        pairs = [(route.path.replace(":path", ""), route.methods or set()) for route in routes]
+        real = {(path, method.lower()) for path, methods in pairs for method in methods - {"HEAD"}}
         assert real == {(path, method) for path, methods in described["paths"].items() for method in methods}
 
     def test_who_needs_a_key(self, server: Background, described: dict[str, Any]) -> None:
@@ -106,10 +103,7 @@ class TestDescription:
 
     @pytest.mark.parametrize(
         ("path", "body"),
-        [
-            ("/v1/completions", STORY | {"logprobs": 1}),
-            ("/v1/chat/completions", QUESTION | {"logprobs": True}),
-        ],
+        [("/v1/completions", STORY | {"logprobs": 1}), ("/v1/chat/completions", QUESTION | {"logprobs": True})],
     )
     def test_events_are_what_it_says(self, server: Background, described: dict[str, Any], path: str, body: Any) -> None:
         options = {"include_usage": True, "continuous_usage_stats": True}
@@ -124,10 +118,8 @@ class TestDescription:
         post = described["paths"]["/tokenize"]["post"]["responses"]
         status, said = server.ask("/tokenize", {"prompt": "x"}, **{"Content-Type": "text/plain"})
         check(described, post[str(status)]["content"]["application/json"]["schema"], said)
-        assert (
-            status == 415
-            and {"400", "408", "413", "429", "503"} <= described["paths"]["/v1/completions"]["post"]["responses"].keys()
-        )
+        described_too = described["paths"]["/v1/completions"]["post"]["responses"].keys()
+        assert status == 415 and {"400", "408", "413", "429", "503"} <= described_too
 
     def test_requests_are_what_is_read(self, described: dict[str, Any]) -> None:
         """Every field of the types, with what it must be; and of a prompt all its forms."""

@@ -96,10 +96,7 @@ class TestAdmission:
         """Before anything is made for any of them; and says so."""
         status, said = server.ask(path, fields | {"max_tokens": 1})
         count = max(17, fields.get("n", 1) * len(fields.get("prompt", "a")))
-        assert (status, said["error"]["message"][:60]) == (
-            400,
-            f"the request has {count} sequences, and the queue holds {ROOM}: send fewer at once"[:60],
-        )
+        assert status == 400 and f"has {count} sequences, and the queue holds {ROOM}" in said["error"]["message"]
 
     def test_they_take_places_until_the_first_token(self, server: Background) -> None:
         """16 fit, and give their places back."""
@@ -118,11 +115,13 @@ class TestAdmission:
     ) -> None:
         """The second of its prompts cannot be sent: the first one's place is given back, too."""
         transport, sent = server.engine._transport, list[Any]()
-        send = transport.send
+
+        def send(command: Any, send: Any = transport.send) -> None:
+            sent.append(command)
+            send(command if len(sent) != 2 else 1 // 0)
+
         with monkeypatch.context() as patch:
-            patch.setattr(
-                transport, "send", lambda command: sent.append(command) or (send(command) if len(sent) != 2 else 1 // 0)
-            )
+            patch.setattr(transport, "send", send)
             status, _ = server.ask("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 60})
         assert status == 500
         server.wait_until_idle()
