@@ -106,14 +106,6 @@ class TestDocuments:
         choice = client.chat.completions.parse(**chat(response_format=Fish)).choices[0]
         assert choice.finish_reason == "stop" and isinstance(choice.message.parsed, Fish)
 
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_what_leads_nowhere_is_given_up(self, client: OpenAI, stream: bool) -> None:
-        """No token is left that the form allows: the client hears of the end, and does not wait for ever."""
-        extra: Any = {"structured_outputs": {"regex": "[x-z]{9}"}, "allowed_token_ids": [5]}
-        asked: Any = {"model": MODEL, "prompt": [7, 8], "stream": stream, "extra_body": extra, "timeout": 60}
-        answer = client.completions.create(**asked)
-        assert (list(answer)[-1] if stream else answer).choices[0].finish_reason == "abort"
-
     def test_parsed_in_a_stream(self, client: OpenAI) -> None:
         with client.chat.completions.stream(**chat(response_format=Fish)) as stream:
             for _ in stream:
@@ -235,8 +227,6 @@ class TestTools:
 
 
 class TestThoughts:
-    SAID = "<think>\nIt is Rome.\n</think>\n\nSunny."
-
     @pytest.fixture
     def client(self, thinker: Background) -> OpenAI:
         return OpenAI(base_url=f"{thinker.url}/v1", api_key="x", max_retries=0)
@@ -246,16 +236,6 @@ class TestThoughts:
         plain: Any = {"chat_template_kwargs": {"enable_thinking": False}}
         message = client.chat.completions.create(**chat(**exactly("Sunny.", **plain))).choices[0].message
         assert message.content == "Sunny." and not (message.model_extra or {}).get("reasoning_content")
-
-    def test_form_behind_the_thought(self, client: OpenAI, server: Background) -> None:
-        """A text that the model begins and a form from behind its thought; without the flag the tags are content."""
-        begun = [*QUESTION, {"role": "assistant", "content": self.SAID[: -len("</think>\n\nSunny.")]}]
-        more: Any = {"continue_final_message": True, "add_generation_prompt": False}
-        asked = chat(messages=begun, max_tokens=30, **exactly("</think>Sunny.", **more))
-        message = OpenAI(base_url=f"{server.url}/v1", api_key="x").chat.completions.create(**asked).choices[0].message
-        assert message.content == "</think>Sunny."
-        free = client.chat.completions.create(**asked).choices[0]  # it never closes its thought
-        assert free.message.content != "</think>Sunny."
 
     def test_a_parser_that_nobody_knows(self) -> None:
         with pytest.raises(ValueError, match="reasoning_parser must be one of qwen3, deepseek_r1"):
