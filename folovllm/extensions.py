@@ -97,13 +97,16 @@ def extension_of(setup: EngineSetup) -> Extension:
 
 
 def make_logits_mask(tokenizer: PreTrainedTokenizerBase, vocab_size: int, faults: Faults) -> LogitsMask:
-    """The mask of structured output if its package is there, else one that allows all. `faults` gets what goes wrong with one request."""
-    if not is_installed(LOGITS_MASK):
-        from folovllm.engine.logits_mask import LogitsMask
+    """The mask of structured output (X1), imported with the first request for it. `faults` gets what goes wrong with one request."""
+    from folovllm.engine.logits_mask import DeferredMask, LogitsMask
 
-        return LogitsMask()
-    found: LogitsMask = named(LOGITS_MASK)(tokenizer, vocab_size, faults)
-    return found
+    def make() -> LogitsMask:
+        made: LogitsMask = (
+            named(LOGITS_MASK)(tokenizer, vocab_size, faults) if is_installed(LOGITS_MASK) else LogitsMask()
+        )
+        return made
+
+    return DeferredMask(make)
 
 
 def add_commands(app: typer.Typer) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 
 from folovllm.request import Sequence
@@ -55,3 +55,24 @@ class LogitsMask:
 
     def prepare(self, model_end_ids: Collection[int]) -> None:
         """Do now what the first request would wait for. `model_end_ids`: the tokens that end a text."""
+
+
+class DeferredMask(LogitsMask):
+    """Allows all until a request asks for structured output; from then on its methods are those of the mask that `make` returns."""
+
+    def __init__(self, make: Callable[[], LogitsMask]) -> None:
+        self._make = make
+        self.made: LogitsMask | None = None
+
+    def add(self, seqs: SequenceOf[Sequence]) -> None:
+        if seqs[0].params.structured_outputs is not None:
+            self._use().add(seqs)
+
+    def prepare(self, model_end_ids: Collection[int]) -> None:
+        self._use().prepare(model_end_ids)
+
+    def _use(self) -> LogitsMask:
+        self.made = self._make()
+        for name in ("add", "prepare", "needs_mask", "bitmasks", "accept_tokens", "broken", "trim", "forced"):
+            setattr(self, name, getattr(self.made, name))
+        return self.made

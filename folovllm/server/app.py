@@ -43,11 +43,19 @@ from folovllm.server.protocol import (
     TokenizeRequest,
     parse,
 )
-from folovllm.server.reader import TAGS, reading_of
-from folovllm.server.replies import Detokenized, ModelCard, ModelList, Tokens, Version, tokenizer_info
-from folovllm.server.requests import chat_params, chat_prompt, completion_params, prompts_of, wants_prompt_alone
+from folovllm.server.replies import (
+    ChatWriter,
+    CompletionWriter,
+    Detokenized,
+    EchoWriter,
+    ModelCard,
+    ModelList,
+    Tokens,
+    Version,
+    tokenizer_info,
+)
+from folovllm.server.requests import TAGS, chat_params, chat_prompt, completion_params, prompts_of, reading_of
 from folovllm.server.sse import ResponseHandler, unless_gone
-from folovllm.server.writers import ChatWriter, CompletionWriter, EchoWriter
 
 Handler = Callable[[Request], Awaitable[Response]]
 R = TypeVar("R", bound=msgspec.Struct)
@@ -91,7 +99,7 @@ def guard(config: ServerConfig) -> Middleware:
 
 
 class Api:
-    """What each address does. Errors are raised; `guarded` makes responses of them."""
+    """The handlers of `ENDPOINTS`, which says what each does. Errors are raised; `guarded` makes responses of them."""
 
     def __init__(self, engine: AsyncEngine, config: ServerConfig) -> None:
         self._engine, self._config = engine, config
@@ -99,7 +107,6 @@ class Api:
         self._keys = [key.encode() for key in config.api_key]
         self._defaults = generation_defaults(engine.setup.path)
         self._admission = Admission(engine, config.max_queued_requests, config.max_queued_tokens)
-        self._metrics = Metrics(engine, self._names[0])
         self._created = int(time.time())
         self._tags_are_special = not set(engine.tokenizer.all_special_tokens).isdisjoint(TAGS)
 
@@ -140,33 +147,29 @@ class Api:
         return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
 
     async def page(self, request: Request) -> Response:
-        """The page to chat in a browser. It needs no key; its requests do."""
         return chat_page()
 
     async def health(self, request: Request) -> Response:
-        """200 while new requests are taken."""
         self._engine.require_open()
         return Response(status_code=200)
 
     async def version(self, request: Request) -> Response:
-        """The version of this package."""
         return json_response(Version(folovllm.__version__))
 
     async def openapi(self, request: Request) -> Response:
-        """The description of all addresses, for programs."""
         return Response(document(needs_key=bool(self._keys)), media_type="application/json")
 
     async def metrics(self, request: Request) -> Response:
-        """Figures for Prometheus."""
-        await self._engine.ask_experts()
-        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        engine = self._engine
+        await engine.ask_experts()
+        speculates = engine.config.speculative_config is not None
+        page = Metrics(self._names[0], engine.stats, engine.counters, engine.expert_load, speculates)
+        return Response(page.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, request: Request) -> Response:
-        """The one model, by all its names."""
         return json_response(ModelList("list", [self._card(name) for name in self._names]))
 
     async def model(self, request: Request) -> Response:
-        """The model, by one of its names."""
         name = request.path_params["name"]
         self._check_model(name)
         return json_response(self._card(name))
@@ -181,21 +184,15 @@ class Api:
             )
 
     async def completions(self, request: Request) -> Response:
-        """Continue prompts."""
         asked = await self._read(request, CompletionRequest)
         prompts = prompts_of(asked)
         params = completion_params(asked, self._defaults)
-        return await self._answer(request, asked, prompts, params, self._completion_writer(asked, params.n))
-
-    def _completion_writer(self, asked: CompletionRequest, n: int) -> CompletionWriter:
-        name, shows_prompt = self._shown(asked), asked.prompt_logprobs is not None
-        if not asked.echo:
-            return CompletionWriter(name, n, shows_prompt)
+        name, n = asked.model or self._names[0], params.n
         decode = self._engine.tokenizer.decode
-        return EchoWriter(name, n, decode, asked.logprobs, wants_prompt_alone(asked), shows_prompt)
+        writer = EchoWriter(name, asked, n, decode) if asked.echo else CompletionWriter(name, asked, n)
+        return await self._answer(request, asked, prompts, params, writer)
 
     async def chat(self, request: Request) -> Response:
-        """Answer a conversation."""
         asked = await self._read(request, ChatRequest)
         params = chat_params(asked, self._defaults)
         self._check_room(1, params)
@@ -204,8 +201,7 @@ class Api:
         params, make_reader = reading_of(
             asked, params, str(prompt.get("prompt")), self._config.reasoning_parser, self._tags_are_special
         )
-        num_top, shows_prompt = asked.top_logprobs or 0, asked.prompt_logprobs is not None
-        writer = ChatWriter(self._shown(asked), num_top, shows_prompt, make_reader)
+        writer = ChatWriter(asked.model or self._names[0], asked, params.n, make_reader)
         return await self._answer(request, asked, [prompt], params, writer)
 
     async def _answer(
@@ -237,11 +233,7 @@ class Api:
         self._engine.check_amounts(params)
         self._admission.check(num_prompts * params.n, num_tokens)
 
-    def _shown(self, asked: Sampling) -> str:
-        return asked.model or self._names[0]
-
     async def tokenize(self, request: Request) -> Response:
-        """The ids of a prompt or a conversation."""
         asked = await self._read(request, TokenizeRequest)
         engine = self._engine
         ids: list[int] = await engine.in_thread(self._ids, asked)
@@ -257,7 +249,6 @@ class Api:
         return encode_within(limit, tokenizer, asked.prompt, add_special_tokens=asked.add_special_tokens)
 
     async def detokenize(self, request: Request) -> Response:
-        """The text of ids."""
         asked = await self._read(request, DetokenizeRequest)
         size = self._engine.setup.vocab_size
         if (count := len(asked.tokens)) > MOST_IDS:
@@ -268,7 +259,6 @@ class Api:
         return json_response(Detokenized(text))
 
     async def tokenizer_info(self, request: Request) -> Response:
-        """How texts become ids, for clients that do it themselves."""
         return json_response(tokenizer_info(whole(self._engine.tokenizer)))
 
     async def _read(self, request: Request, kind: type[R]) -> R:

@@ -9,6 +9,7 @@ import pickle
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Self, TypeVar
 
 from folovllm.config import EngineConfig
@@ -92,7 +93,6 @@ class AsyncEngine:
         self._grammars = GrammarChecker(grammar_limits or GrammarLimits(), self._readers)
         self._is_draining = self._is_closed = False
         self.death: Exception | None = None
-        self.died = asyncio.Event()
         self.is_over = asyncio.Event()  # nothing more comes: it was drained, closed, or died
         self.stats = SchedulerStats()
         self.expert_load: list[list[int]] = []  # [L][E], when `ask_experts` last returned
@@ -153,11 +153,9 @@ class AsyncEngine:
         params = self.default_params() if params is None else params
         if params.structured_outputs is not None:
             await self.check_structured_outputs(params.structured_outputs)
-        arguments = ("", prompt, params, priority, cache_salt)
+        process = partial(self._processor.process, "", prompt, params, priority, cache_salt)
         is_text = isinstance(prompt, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None)
-        if is_text:
-            return await self.in_thread(self._processor.process, *arguments)
-        return self._processor.process(*arguments)
+        return await self.in_thread(process) if is_text else process()
 
     async def check_structured_outputs(self, asked: StructuredOutputsParams) -> None:
         """Raise ValueError if answers cannot have this grammar, or it is too complex. What was checked, it knows."""
@@ -178,7 +176,7 @@ class AsyncEngine:
         self.require_open()
         number = next(self._numbers)
         request_id = f"request-{number}" if request_id is None else request_id
-        if self._open.named(request_id) is not None:
+        if request_id in self._open.by_id:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
         now = time.monotonic()
         stream = Stream(number, request_id, seqs, now, collector or OutputCollector(), self._abort)
@@ -188,17 +186,17 @@ class AsyncEngine:
 
     def abort(self, request_id: str) -> None:
         """End a request; its reader gets what there is, with finish_reason "abort". Does nothing if the request is over."""
-        if (stream := self._open.named(request_id)) is not None:
+        if (stream := self._open.by_id.get(request_id)) is not None:
             self._abort(stream)
 
     def _abort(self, stream: Stream) -> None:
-        if self._open.get(stream.number) is not None:
+        if stream.number in self._open.by_number:
             stream.abort(time.monotonic())
             self._open.end(stream)
             self._transport.send(Abort(stream.number))
 
     def _abort_all(self) -> None:
-        for stream in self._open.all():
+        for stream in list(self._open.by_number.values()):
             self._abort(stream)
 
     async def drain(self, seconds: float | None = None) -> bool:
@@ -281,7 +279,7 @@ class AsyncEngine:
     @property
     def num_open(self) -> int:
         """Requests that the engine works on."""
-        return len(self._open)
+        return len(self._open.by_number)
 
     @property
     def num_queued(self) -> int:
@@ -299,36 +297,33 @@ class AsyncEngine:
 
     def _deliver(self, message: EngineMessage) -> None:
         """Take in a message from the engine. An error here would leave readers waiting for ever, so it ends the engine."""
-        if isinstance(message, Step):
-            try:
-                self._process_outputs(message)
-            except Exception as error:
-                logger.exception("a step's outputs could not be taken in")
-                self._die(Failure(f"{type(error).__name__}: {error}"))
-        elif isinstance(message, Seen):
-            self.on_seen(message.pieces)
-        elif isinstance(message, ExpertLoad):
-            self.expert_load = message.counts
-            self._experts_told()
-        elif isinstance(message, Failure):
-            self._die(message)
-        elif not self._ready.done():
-            self._ready.set_result(message)
-
-    def _process_outputs(self, step: Step) -> None:
-        self.stats = step.stats
-        for number in self._open.update(step, time.monotonic()):
-            self._transport.send(Abort(number))
+        match message:
+            case Step():
+                try:
+                    self.stats = message.stats
+                    for number in self._open.update(message, time.monotonic()):
+                        self._transport.send(Abort(number))
+                except Exception as error:
+                    logger.exception("a step's outputs could not be taken in")
+                    self._die(Failure(f"{type(error).__name__}: {error}"))
+            case Seen():
+                self.on_seen(message.pieces)
+            case ExpertLoad():
+                self.expert_load = message.counts
+                self._experts_told()
+            case Failure():
+                self._die(message)
+            case Ready() if not self._ready.done():
+                self._ready.set_result(message)
 
     def _die(self, failure: Failure) -> None:
         """The engine has ended: tell all who wait for it."""
         if self.death is not None or self._is_closed:
             return
         self.death = EngineDead(failure.message)
-        self.died.set()
         self.is_over.set()
         self._experts_told()
         if not self._ready.done():
             self._ready.set_exception(ValueError(failure.message) if failure.is_user_error else self.death)
-        for stream in self._open.all():
+        for stream in list(self._open.by_number.values()):
             self._open.fail(stream, EngineDead(failure.message))

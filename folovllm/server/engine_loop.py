@@ -4,47 +4,19 @@ from __future__ import annotations
 
 import logging
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Protocol
 
 from folovllm.config import EngineConfig
+from folovllm.engine.llm_engine import LLMEngine
 from folovllm.events import Event
 from folovllm.faults import RequestFailed
-from folovllm.inspector import recorder
-from folovllm.request import Request
 from folovllm.server.aggregator import Aggregator
 from folovllm.server.messages import Abort, Add, EngineMessage, Failure, Ready, Refused, Step, Stop, Work, failure_of
 from folovllm.setup import plain
 
 logger = logging.getLogger("folovllm")
-
-
-class Engine(recorder.Engine, Protocol):
-    """What is asked of an engine that is served, beside what its recorder asks: `LLMEngine` has it."""
-
-    def add_checked(self, request: Request) -> None:
-        """Queue a request that the server has checked. Raises ValueError if it can never be served all the same."""
-
-    def abort_request(self, request_id: Iterable[str]) -> object:
-        """End those of the requests that are being served."""
-
-    def has_unfinished_requests(self) -> bool:
-        """Whether `step` has work."""
-
-    def step(self) -> object:
-        """Compute. Listeners hear what came of it. Raises RequestFailed at its end if requests failed; it goes on with the others."""
-
-    def prepare_structured_outputs(self) -> None:
-        """Prepare for structured output: the first such request would hold up the others for a second."""
-
-    def expert_load(self) -> list[list[int]]:
-        """How often each expert of each layer was asked, [L][E]."""
-
-    def close(self) -> None:
-        """Give everything back."""
-
-
-MakeEngine = Callable[[EngineConfig], Engine]
+MakeEngine = Callable[[EngineConfig], LLMEngine]
 
 
 class Link(Protocol):
@@ -95,7 +67,7 @@ class EngineLoop:
     It reads the engine's events. So the engine makes no `RequestOutput` for each token, and is not asked for its state.
     """
 
-    def __init__(self, engine: Engine, link: Link) -> None:
+    def __init__(self, engine: LLMEngine, link: Link) -> None:
         self._engine = engine
         self._link = link
         self._events: list[Event] = []  # since the last message

@@ -10,9 +10,9 @@ from folovllm.faults import RequestFailed
 from folovllm.server.async_engine import EngineDead, Unavailable
 
 logger = logging.getLogger("folovllm")
+INVALID = "invalid_request_error"  # of every other status
 TYPES = {
-    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error", 405: "invalid_request_error",
-    413: "invalid_request_error", 415: "invalid_request_error", 429: "rate_limit_error", 500: "server_error",
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error",
     503: "service_unavailable_error",
 }  # fmt: skip
 
@@ -57,8 +57,8 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         """The JSON that says it."""
-        kind = TYPES.get(self.status, "invalid_request_error")
-        return msgspec.json.encode(ErrorBody(ErrorInfo(self.message, kind, self.param, self.code)))
+        info = ErrorInfo(self.message, TYPES.get(self.status, INVALID), self.param, self.code)
+        return msgspec.json.encode(ErrorBody(info))
 
 
 def as_api_error(error: BaseException, fields: tuple[str, ...] = ()) -> ApiError:

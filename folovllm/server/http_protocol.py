@@ -26,14 +26,11 @@ class BoundedProtocol(HttpToolsProtocol):
     """
 
     _deadline: asyncio.TimerHandle | None = None
-    _running: RequestResponseCycle | None = (
-        None  # the request that is being answered; `cycle` is the one that came last
-    )
+    _running: RequestResponseCycle | None = None  # the request that is being answered; `cycle` came last
     _num_idle = 0  # bytes since a head ended or a body grew
     _is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """As `asyncio.Protocol` has it."""
         super().connection_made(transport)
         self._begin()
 
@@ -71,7 +68,6 @@ class BoundedProtocol(HttpToolsProtocol):
             self._running = self.cycle
 
     def on_body(self, body: bytes) -> None:
-        """A piece of the body."""
         self._num_idle = 0
         super().on_body(body)
 
@@ -92,13 +88,12 @@ class BoundedProtocol(HttpToolsProtocol):
         return is_owed
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """As `asyncio.Protocol` has it. (uvicorn tells the request that came last alone.)"""
+        """Tell all requests that wait that their client is gone: uvicorn tells only the one that came last."""
         self._end()
         super().connection_lost(exc)
         self._disconnect()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP."""
         self._refuse(400, "this is no request in HTTP/1.1 (nor is there TLS here: the address begins with http://)")
 
     def _probe(self) -> None:

@@ -11,8 +11,9 @@ from typing import Any, cast
 
 from folovllm.build import make_engine
 from folovllm.config import EngineConfig
+from folovllm.engine.llm_engine import LLMEngine
 from folovllm.inspector.live import LiveLines
-from folovllm.server.engine_loop import Engine, MakeEngine, run_engine
+from folovllm.server.engine_loop import MakeEngine, run_engine
 from folovllm.server.messages import (
     NOT_SENT,
     AskExperts,
@@ -36,7 +37,7 @@ CHUNK = 1 << 20  # bytes that are read at once
 class PacedEngine:
     """An engine that waits between steps, or takes none, as those who watch it ask. All else is the engine's own."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._pace = Pace()
         self._steps_left = 0  # while it is held
@@ -93,17 +94,17 @@ class SocketLink:
     def serve(self, config: EngineConfig, make_engine: MakeEngine) -> bool:
         """Build an engine that can be watched through this link, and serve it. Returns whether it ended as it was told to."""
 
-        def make(config: EngineConfig) -> Engine:
+        def make(config: EngineConfig) -> LLMEngine:
             engine = make_engine(config)
             engine.prepare_structured_outputs()
             return self.watched(engine)
 
         return run_engine(config, self, make)
 
-    def watched(self, engine: Engine) -> Engine:
+    def watched(self, engine: LLMEngine) -> LLMEngine:
         """The engine, as those who watch it through this link have it paced."""
         self._engine, self._live = PacedEngine(engine), LiveLines(engine)
-        return cast(Engine, self._engine)
+        return cast(LLMEngine, self._engine)
 
     def receive(self, wait: bool) -> list[Work]:
         """What has arrived for the loop, in order. With `wait` it waits for a command, which may be for this link alone."""

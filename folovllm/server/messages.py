@@ -85,7 +85,7 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     num_preemptions: int = 0
     prefix_tokens: int = 0  # asked of the prefix cache
     prefix_tokens_hit: int = 0
-    num_drafts: int = 0  # shares whose next tokens were guessed
+    num_drafts: int = 0  # drafts that were verified
     num_draft_tokens: int = 0
     num_accepted: int = 0
 

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from folovllm.engine.metrics import imbalance
-
-if TYPE_CHECKING:
-    from folovllm.server.async_engine import AsyncEngine
-    from folovllm.server.stream import Stream
+from folovllm.engine.output_processor import RequestState
+from folovllm.server.messages import SchedulerStats
 
 REASONS = ("stop", "length", "abort")
 LABELS = ("model_name", "engine")
-
-
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 TOKENS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5)
 
@@ -56,10 +51,10 @@ class Counters:
     request_prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
     request_generation_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
 
-    def record_start(self, stream: Stream, now: float) -> None:
+    def record_start(self, request: RequestState, now: float) -> None:
         """An answer's first token is here."""
-        self.prompt_tokens += stream.metrics.num_prompt_tokens
-        self.time_to_first_token.record(now - stream.metrics.arrival_time)
+        self.prompt_tokens += request.metrics.num_prompt_tokens
+        self.time_to_first_token.record(now - request.metrics.arrival_time)
 
     def record_step(self, now: float, before: Mapping[float, int], queue_times: Iterable[float]) -> None:
         """A step's tokens are here; `before` says when, and how many, answers had got their last ones."""
@@ -68,10 +63,10 @@ class Counters:
         for seconds in queue_times:
             self.queue_time.record(seconds)
 
-    def record_end(self, stream: Stream) -> None:
+    def record_end(self, request: RequestState) -> None:
         """A request is over."""
-        metrics = stream.metrics
-        for seq in stream.seqs:
+        metrics = request.metrics
+        for seq in request.seqs:
             self.finished[seq.status.value] += 1
         self.request_prompt_tokens.record(metrics.num_prompt_tokens)
         self.request_generation_tokens.record(metrics.num_generated_tokens)
@@ -81,51 +76,58 @@ class Counters:
             self.time_per_output_token.record(metrics.tpot)
 
 
+@dataclass(eq=False)
 class Metrics(Collector):
-    """Reads the engine's counters when it is asked, and costs nothing otherwise."""
+    """A page of figures. `model` is a label of each.
 
-    def __init__(self, engine: AsyncEngine, model: str) -> None:
-        self._engine = engine
-        self._labels = (model, "0")
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
+    Attributes:
+        expert_load: tokens that were routed to each expert of each layer, [L][E]; empty if they are not counted.
+        speculates: whether the engine verifies draft tokens.
+    """
+
+    model: str
+    stats: SchedulerStats
+    counters: Counters
+    expert_load: list[list[int]]
+    speculates: bool
 
     def text(self) -> bytes:
-        """The page."""
-        return generate_latest(self._registry)
+        """The page in Prometheus's format."""
+        registry = CollectorRegistry()
+        registry.register(self)
+        return generate_latest(registry)
 
     def collect(self) -> Iterator[Metric]:
-        """As `prometheus_client` has it."""
-        load, counters = self._engine.stats, self._engine.counters
-        used = load.kv_blocks_used / load.kv_blocks_total if load.kv_blocks_total else 0.0
-        yield self._number(GaugeMetricFamily, "num_requests_running", "Sequences in the batch.", load.num_running)
-        yield self._number(GaugeMetricFamily, "num_requests_waiting", "Sequences that wait.", load.num_waiting)
-        yield self._number(GaugeMetricFamily, "kv_cache_usage_perc", "Used share of the KV cache, 1 is all.", used)
-        counts = [
-            ("num_preemptions", "Preempted sequences.", load.num_preemptions),
-            ("prefix_cache_queries", "Tokens asked of the prefix cache.", load.prefix_tokens),
-            ("prefix_cache_hits", "Tokens found there.", load.prefix_tokens_hit),
-        ]
-        if self._engine.config.speculative_config is not None:
-            counts += [
-                ("spec_decode_num_drafts", "Checks of guessed tokens.", load.num_drafts),
-                ("spec_decode_num_draft_tokens", "Guessed tokens.", load.num_draft_tokens),
-                ("spec_decode_num_accepted_tokens", "Right guesses.", load.num_accepted),
-            ]
-        counts += [
-            ("prompt_tokens", "Tokens of prompts.", counters.prompt_tokens),
-            ("generation_tokens", "Generated tokens.", counters.generation_tokens),
-        ]
-        for name, text, count in counts:
-            yield self._number(CounterMetricFamily, name, text, count)
-        if self._engine.expert_load:
-            yield from self._experts(self._engine.expert_load)
-        finished = CounterMetricFamily(
-            "vllm:request_success", "Answers that ended.", labels=(*LABELS, "finished_reason")
+        """The families of metrics, in the order of the page."""
+        stats, counters, gauge, counter = self.stats, self.counters, GaugeMetricFamily, CounterMetricFamily
+        used = stats.kv_blocks_used / stats.kv_blocks_total if stats.kv_blocks_total else 0.0
+        drafts = (
+            ("spec_decode_num_drafts", counter, "Verified drafts.", stats.num_drafts),
+            ("spec_decode_num_draft_tokens", counter, "Draft tokens.", stats.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", counter, "Accepted draft tokens.", stats.num_accepted),
         )
-        for reason in REASONS:
-            finished.add_metric((*self._labels, reason), counters.finished[reason])
-        yield finished
+        for name, kind, text, value in (
+            ("num_requests_running", gauge, "Sequences in the batch.", stats.num_running),
+            ("num_requests_waiting", gauge, "Sequences that wait.", stats.num_waiting),
+            ("kv_cache_usage_perc", gauge, "Used share of the KV cache, 1 is all.", used),
+            ("num_preemptions", counter, "Preempted sequences.", stats.num_preemptions),
+            ("prefix_cache_queries", counter, "Tokens asked of the prefix cache.", stats.prefix_tokens),
+            ("prefix_cache_hits", counter, "Tokens found there.", stats.prefix_tokens_hit),
+            *(drafts if self.speculates else ()),
+            ("prompt_tokens", counter, "Tokens of prompts.", counters.prompt_tokens),
+            ("generation_tokens", counter, "Generated tokens.", counters.generation_tokens),
+        ):
+            yield self._family(kind, f"vllm:{name}", text, [((), value)])
+        if load := self.expert_load:  # vLLM has no such metrics
+            each = [((str(i), str(j)), n) for i, counts in enumerate(load) for j, n in enumerate(counts)]
+            uneven = [((str(i),), imbalance(counts)) for i, counts in enumerate(load)]
+            text = "A layer's busiest expert, 1 is its share."
+            yield self._family(
+                counter, "folovllm:expert_tokens", "Tokens that asked an expert.", each, "layer", "expert"
+            )
+            yield self._family(gauge, "folovllm:expert_imbalance", text, uneven, "layer")
+        ends = [((reason,), counters.finished[reason]) for reason in REASONS]
+        yield self._family(counter, "vllm:request_success", "Answers that ended.", ends, "finished_reason")
         for name, text, histogram in (
             ("time_to_first_token_seconds", "From arrival to the first token.", counters.time_to_first_token),
             ("request_queue_time_seconds", "From the queue to the first step.", counters.queue_time),
@@ -135,35 +137,26 @@ class Metrics(Collector):
             ("request_prompt_tokens", "Tokens of a prompt.", counters.request_prompt_tokens),
             ("request_generation_tokens", "Generated tokens of a request.", counters.request_generation_tokens),
         ):
-            yield self._histogram(name, text, histogram)
+            family = HistogramMetricFamily(f"vllm:{name}", text, labels=LABELS)
+            bounds = [
+                *map(str, histogram.bounds),
+                "+Inf",
+            ]  # Prometheus counts what is at most a bound, so buckets add up
+            family.add_metric(
+                (self.model, "0"), list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.sum
+            )
+            yield family
 
-    def _number(
-        self, kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, value: float
+    def _family(
+        self,
+        kind: type[GaugeMetricFamily | CounterMetricFamily],
+        name: str,
+        text: str,
+        values: Iterable[tuple[tuple[str, ...], float]],
+        *labels: str,
     ) -> Metric:
-        family = kind(f"vllm:{name}", text, labels=LABELS)
-        family.add_metric(self._labels, value)
-        return family
-
-    def _experts(self, load: list[list[int]]) -> Iterator[Metric]:
-        """vLLM has no such metrics: these are ours."""
-        asked = CounterMetricFamily(
-            "folovllm:expert_tokens", "Tokens that asked an expert.", labels=(*LABELS, "layer", "expert")
-        )
-        uneven = GaugeMetricFamily(
-            "folovllm:expert_imbalance", "A layer's busiest expert, 1 is its share.", labels=(*LABELS, "layer")
-        )
-        for layer, counts in enumerate(load):
-            uneven.add_metric((*self._labels, str(layer)), imbalance(counts))
-            for expert, count in enumerate(counts):
-                asked.add_metric((*self._labels, str(layer), str(expert)), count)
-        yield from (asked, uneven)
-
-    def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
-        """Prometheus counts what is at most a bound, so buckets add up."""
-        family = HistogramMetricFamily(f"vllm:{name}", text, labels=LABELS)
-        total, buckets = 0, []
-        for bound, count in zip((*histogram.bounds, math.inf), histogram.counts, strict=True):
-            total += count
-            buckets.append(("+Inf" if bound == math.inf else str(bound), float(total)))
-        family.add_metric(self._labels, buckets, histogram.sum)
+        """A family whose values have `labels` beside those of all."""
+        family = kind(name, text, labels=(*LABELS, *labels))
+        for own, value in values:
+            family.add_metric((self.model, "0", *own), value)
         return family

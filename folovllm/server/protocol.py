@@ -63,6 +63,11 @@ class CompletionRequest(Sampling, kw_only=True):
     logprobs: int | None = None
     echo: bool | None = None
 
+    @property
+    def wants_prompt_alone(self) -> bool:
+        """Whether it is to be the prompt alone, with log-probabilities if these are asked for, and no answer."""
+        return bool(self.echo) and self.max_tokens == 0
+
 
 class ChatRequest(Sampling, kw_only=True):
     """`POST /v1/chat/completions`."""
@@ -110,25 +115,11 @@ HARMLESS = (
 )  # fmt: skip
 # What this server cannot do, and the values that ask for nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "echo": (False,),  # in a chat
-    "suffix": ("",),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "reasoning_effort": (),
-    "chat_template": (),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "use_beam_search": (False,),
-}
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "reasoning_effort", "chat_template"), ()),
+    **dict.fromkeys(("audio", "prediction", "web_search_options"), ()),
+    "best_of": (1,), "echo": (False,), "suffix": ("",), "use_beam_search": (False,), "modalities": (["text"],),
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+}  # fmt: skip
 
 
 def parse(body: bytes, kind: type[R], ignore_unknown: bool = False) -> R:

@@ -1,32 +1,34 @@
-"""From a request of OpenAI's API to prompts and `SamplingParams`: its fields, its messages, and the tools that it offers."""
+"""From a request of OpenAI's API to prompts, `SamplingParams`, and how its answers are read: its fields, messages and tools."""
 
 from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from folovllm.chat_template import render
+from folovllm.chat_template import render, with_plain_content
 from folovllm.engine.input_processor import encode_within, too_long
 from folovllm.inputs import Prompt, TokensPrompt
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
+from folovllm.server import reasoning
 from folovllm.server.errors import ApiError
 from folovllm.server.protocol import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
-from folovllm.server.tool_calls import CLOSING, OPENING
+from folovllm.server.reasoning import ReasoningSplitter
+from folovllm.server.replies import AnswerReader
+from folovllm.server.tool_calls import CLOSING, OPENING, ToolCallParser
 from folovllm.structured_output.guidance import WHITESPACE
 from folovllm.structured_outputs import StructuredOutputsParams
 
 A_CALL = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": "a JSON object, as text"}}'
+TAGS = (reasoning.OPENING, reasoning.CLOSING, OPENING, CLOSING)
 ToolChoice = str | dict[str, Any] | None
 CHOICES = ("none", "auto", "required")
-SAME = (
-    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed",
-    "min_tokens", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens",
-    "truncate_prompt_tokens", "logit_bias", "bad_words", "allowed_token_ids", "prompt_logprobs",
-)  # fmt: skip
+SAME = set(Sampling.__struct_fields__) & SamplingParams.__dataclass_fields__.keys()  # handed on as they are
 ONE_PROMPT: tuple[Any, ...] = (str, list[int])
 PROMPTS = (*ONE_PROMPT, list[str], list[list[int]])
 MOST = {"stop": 64, "stop_token_ids": 1024}  # entries: each token of an answer is compared with all of them
@@ -41,19 +43,14 @@ COMPLETION_TOKENS = 16  # OpenAI's default; a chat's answer may fill the context
 def completion_params(request: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
     """How a completion is sampled. `defaults` are the model's recommendations.
 
-    `echo` with `logprobs` takes the prompt's as well. A prompt alone (`wants_prompt_alone`) costs a token that nobody sees.
+    `echo` with `logprobs` takes the prompt's as well. A prompt alone costs a token that nobody sees.
     """
     own: dict[str, Any] = {"max_tokens": request.max_tokens, "logprobs": request.logprobs}
-    if wants_prompt_alone(request):
+    if request.wants_prompt_alone:
         own |= {"max_tokens": 1, "prompt_only": True}
     if request.echo and request.logprobs is not None:
         own["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
     return _params(request, {"max_tokens": COMPLETION_TOKENS} | dict(defaults), own)
-
-
-def wants_prompt_alone(request: CompletionRequest) -> bool:
-    """Whether a completion is to be its prompt alone, with log-probabilities if these are asked for, and no answer."""
-    return bool(request.echo) and request.max_tokens == 0
 
 
 def chat_params(request: ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -282,3 +279,35 @@ def _json(schema: dict[str, Any] | bool, strict: bool, is_object: bool = False) 
     options = {"lenient": not strict, "whitespace_pattern": WHITESPACE}
     kind = {"type": "object"} if is_object and "type" not in schema else {}
     return json.dumps({**schema, **kind, "x-guidance": options})
+
+
+def reading_of(
+    asked: ChatRequest, params: SamplingParams, prompt: str, parser: str | None, tags_are_special: bool
+) -> tuple[SamplingParams, Callable[[], AnswerReader]]:
+    """How the text of the answers is read, and the sampling parameters that this needs.
+
+    Tags must be text, even where the tokenizer takes them for special tokens; and the grammar of an answer begins behind
+    its thought.
+
+    Args:
+        parser: which way the model thinks; None: thoughts stay in the content.
+    """
+    has_tools = bool(offered(asked.tools, asked.tool_choice))
+    if parser is None and not has_tools:
+        return params, AnswerReader
+    if asked.skip_special_tokens is None and tags_are_special:
+        params = replace(params, skip_special_tokens=False)
+    splitter = None if parser is None else ReasoningSplitter(parser, prompt, begun(asked))
+    if splitter is not None and params.structured_outputs is not None and not splitter.is_over:
+        params = replace(params, structured_outputs=replace(params.structured_outputs, after=reasoning.CLOSING))
+
+    def make_reader() -> AnswerReader:
+        return AnswerReader(copy(splitter), ToolCallParser(asked.parallel_tool_calls is False) if has_tools else None)
+
+    return params, make_reader
+
+
+def begun(asked: ChatRequest) -> str:
+    """What the client wrote of the answer that is asked for."""
+    content = asked.messages[-1].get("content") if asked.continue_final_message and asked.messages else None
+    return str(with_plain_content({"content": content})["content"] or "")

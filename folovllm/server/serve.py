@@ -44,9 +44,13 @@ def run_server(config: ServerConfig, engine_config: EngineConfig) -> int:
         )
     keys = [key for key in os.environ.get("FOLOVLLM_API_KEY", "").split(",") if key]
     config = replace(config, api_key=[*config.api_key, *keys])
-    listener = listen(config.host, config.port)
-    with listener, asyncio.Runner(loop_factory=uvicorn.Config("", loop="auto").get_loop_factory()) as runner:
-        return runner.run(serve(config, engine_config, listener))
+    listener, handlers = listen(config.host, config.port), {sign: signal.getsignal(sign) for sign in ending_signals()}
+    try:
+        with listener, asyncio.Runner(loop_factory=uvicorn.Config("", loop="auto").get_loop_factory()) as runner:
+            return runner.run(serve(config, engine_config, listener))
+    finally:
+        for sign, handler in handlers.items():  # uvloop would leave its own
+            signal.signal(sign, handler)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -67,7 +71,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 async def serve(config: ServerConfig, engine_config: EngineConfig, listener: socket.socket) -> int:
-    """As `run_server`, in an event loop."""
     end = End()
     engine = AsyncEngine(
         engine_config,
@@ -132,14 +135,14 @@ class End:
     async def of(self, server: uvicorn.Server, engine: AsyncEngine, drain_seconds: float) -> None:
         """Wait for a signal and drain, or for the engine's death; then stop the server."""
         self._is_serving = True
-        asked, died = asyncio.ensure_future(self._asked.wait()), asyncio.ensure_future(engine.died.wait())
-        await asyncio.wait((asked, died), return_when=asyncio.FIRST_COMPLETED)
-        if died.done():
+        asked, is_over = asyncio.ensure_future(self._asked.wait()), asyncio.ensure_future(engine.is_over.wait())
+        await asyncio.wait((asked, is_over), return_when=asyncio.FIRST_COMPLETED)
+        if is_over.done():
             await asyncio.wait((asked,), timeout=LINGER)
         else:
             if count := engine.num_open:
                 print(f"{count} running: up to {drain_seconds:g} s to end; a second signal does not wait", flush=True)
             await engine.drain(drain_seconds)
         asked.cancel()
-        died.cancel()
+        is_over.cancel()
         server.should_exit = True

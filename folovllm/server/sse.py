@@ -15,8 +15,8 @@ from folovllm.request import Sequence
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.errors import as_api_error
 from folovllm.server.protocol import StreamOptions
+from folovllm.server.replies import DONE, CompletionWriter, event
 from folovllm.server.stream import OutputCollector, Stream
-from folovllm.server.writers import DONE, CompletionWriter, event
 
 T = TypeVar("T")
 
@@ -63,7 +63,6 @@ class EventStream(Response):
         self.status_code = 200
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """As ASGI has it."""
         try:
             await unless_gone(receive, self._send(send, with_body=scope["method"] != "HEAD"))
         except ClientDisconnect:
@@ -106,8 +105,15 @@ class ResponseHandler:
 
     async def whole(self, receive: Receive) -> Response:
         """The response when all is answered. Raises ClientDisconnect if the client leaves before."""
+
+        async def read_all() -> list[tuple[int, OutputDelta]]:
+            answers = list[tuple[int, OutputDelta]]()  # each stream has outputs once, at its end
+            while self._num_open:
+                answers += await self._next()
+            return sorted(answers)
+
         try:
-            answers = await unless_gone(receive, self._read_all())
+            answers = await unless_gone(receive, read_all())
         finally:
             self.close()
         return Response(self._writer.whole(answers), media_type="application/json")
@@ -115,12 +121,6 @@ class ResponseHandler:
     def events(self, options: StreamOptions) -> EventStream:
         """The response as a stream of events."""
         return EventStream(self._events(options), self.close)
-
-    async def _read_all(self) -> list[tuple[int, OutputDelta]]:
-        answers: list[tuple[int, OutputDelta]] = []  # each stream has outputs once, at its end
-        while self._num_open:
-            answers += await self._next()
-        return sorted(answers)
 
     async def _events(self, options: StreamOptions) -> AsyncIterator[bytes]:
         """What is new, step by step; an error is the last event but one."""

@@ -191,31 +191,16 @@ class OpenRequests:
     """
 
     def __init__(self) -> None:
-        self._by_number: dict[int, Stream] = {}
-        self._by_id: dict[str, Stream] = {}
+        self.by_number: dict[int, Stream] = {}
+        self.by_id: dict[str, Stream] = {}
         self.num_queued = self.num_queued_tokens = 0  # sequences, and the tokens of their prompts
         self.counters = Counters()
         self.is_empty = asyncio.Event()
         self.is_empty.set()
 
-    def __len__(self) -> int:
-        return len(self._by_number)
-
-    def all(self) -> list[Stream]:
-        """A copy, so that requests may end while the caller goes through it."""
-        return list(self._by_number.values())
-
-    def get(self, number: int) -> Stream | None:
-        """The request of this number, if it is not over."""
-        return self._by_number.get(number)
-
-    def named(self, request_id: str) -> Stream | None:
-        """The request of this id, if it is not over."""
-        return self._by_id.get(request_id)
-
     def add(self, stream: Stream) -> None:
         """A request is handed to the engine."""
-        self._by_number[stream.number] = self._by_id[stream.request_id] = stream
+        self.by_number[stream.number] = self.by_id[stream.request_id] = stream
         self.num_queued += len(stream.seqs)
         self.num_queued_tokens += stream.metrics.num_prompt_tokens
         self.is_empty.clear()
@@ -229,7 +214,7 @@ class OpenRequests:
         before: Counter[float] = Counter()  # when answers got the tokens before these: mostly one step ago, all of them
         failed: list[Refused] = []
         for delta in step.deltas:
-            stream = self.get(delta.number)
+            stream = self.by_number.get(delta.number)
             if stream is None:  # aborted here, and the engine has not heard of it yet
                 continue
             try:
@@ -256,7 +241,7 @@ class OpenRequests:
             self.end(stream)
 
     def _refuse(self, refused: Refused) -> None:
-        if (stream := self.get(refused.number)) is not None:
+        if (stream := self.by_number.get(refused.number)) is not None:
             self.fail(stream, RequestFailed([str(refused.number)]) if refused.is_fault else ValueError(refused.message))
 
     def end(self, stream: Stream) -> None:
@@ -276,7 +261,7 @@ class OpenRequests:
             self.num_queued_tokens -= stream.metrics.num_prompt_tokens
 
     def _remove(self, stream: Stream) -> None:
-        del self._by_number[stream.number], self._by_id[stream.request_id]
+        del self.by_number[stream.number], self.by_id[stream.request_id]
         self._leave_queue(stream)
-        if not self._by_number:
+        if not self.by_number:
             self.is_empty.set()

@@ -12,7 +12,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
 
 from folovllm.build import make_engine
 from folovllm.children import import_path, python_command
@@ -37,27 +36,18 @@ GRACE = 5.0  # seconds that the engine has to end by itself
 BUFFER = 4 << 20  # bytes on their way: the engine need not wait for a server that is busy
 
 
-class Transport(Protocol):
-    """The server's end: starts the engine, carries commands to it, and its messages into the event loop."""
+class Transport(asyncio.Protocol, ABC):
+    """The server's end of a pair of sockets: starts the engine, carries commands to it, and its messages into the event loop.
 
-    async def start(self, config: EngineConfig, deliver: Deliver) -> None:
-        """Start the engine. `deliver` is called in the event loop with each of its messages; the first is `Ready` or a `Failure`."""
-
-    def send(self, command: Command) -> None:
-        """Tell the engine something. What is said to a dead one is lost."""
-
-    async def stop(self) -> None:
-        """End the engine, and return when it has ended. A second call does nothing."""
-
-
-class SocketTransport(ABC):
-    """A `Transport` over a pair of sockets. A subclass says what runs at the other end."""
+    A subclass says what runs at the other end.
+    """
 
     def __init__(self) -> None:
         self._writer: asyncio.WriteTransport | None = None
+        self._frames = Frames()
 
     async def start(self, config: EngineConfig, deliver: Deliver) -> None:
-        """As `Transport` has it."""
+        """Start the engine. `deliver` is called in the event loop with each of its messages; the first is `Ready` or a `Failure`."""
         here, there = socket.socketpair()
         for end in (here, there):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
@@ -67,8 +57,16 @@ class SocketTransport(ABC):
             here.close()
             there.close()
             raise
-        receiver = _Receiver(deliver, self._end)
-        self._writer, _ = await asyncio.get_running_loop().create_unix_connection(lambda: receiver, sock=here)
+        self._deliver = deliver
+        self._writer, _ = await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=here)
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._frames.feed(data):
+            self._deliver(decode_message(message))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Deliver the end as a `Failure`. The engine has said why it ended, or was killed; its exit code takes a moment to come."""
+        asyncio.get_running_loop().call_later(0.05, lambda: self._deliver(Failure(self._end())))
 
     @abstractmethod
     def _launch(self, config: EngineConfig, here: socket.socket, there: socket.socket) -> None:
@@ -79,12 +77,12 @@ class SocketTransport(ABC):
         """How the engine ended, once its socket is closed."""
 
     def send(self, command: Command) -> None:
-        """As `Transport` has it."""
+        """Tell the engine something. What is said to a dead one is lost."""
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(frame(encode(command)))
 
     async def stop(self) -> None:
-        """As `Transport` has it."""
+        """End the engine, and return when it has ended. A second call does nothing."""
         self.send(Stop())
         await asyncio.to_thread(self._join)
         if self._writer is not None:
@@ -95,7 +93,7 @@ class SocketTransport(ABC):
         """Wait until the engine has ended, if it was started."""
 
 
-class ThreadTransport(SocketTransport):
+class ThreadTransport(Transport):
     """The engine in a thread of this process: for notebooks, CPUs and tests."""
 
     def __init__(self, make_engine: MakeEngine = make_engine) -> None:
@@ -126,7 +124,7 @@ class ThreadTransport(SocketTransport):
             self._thread.join()
 
 
-class ProcessTransport(SocketTransport):
+class ProcessTransport(Transport):
     """The engine in a process of its own: two Pythons, two cores.
 
     Args:
@@ -169,18 +167,3 @@ class ProcessTransport(SocketTransport):
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-
-
-class _Receiver(asyncio.Protocol):
-    """Delivers each message when it is whole, and the end of the engine as a `Failure`."""
-
-    def __init__(self, deliver: Deliver, end: Callable[[], str]) -> None:
-        self._deliver, self._end, self._frames = deliver, end, Frames()
-
-    def data_received(self, data: bytes) -> None:
-        for message in self._frames.feed(data):
-            self._deliver(decode_message(message))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """The engine has said why it ended, or was killed. Its exit code takes a moment to come."""
-        asyncio.get_running_loop().call_later(0.05, lambda: self._deliver(Failure(self._end())))

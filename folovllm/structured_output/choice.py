@@ -5,11 +5,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
-from typing import ClassVar
 
 import numpy as np
 
-from folovllm.structured_output.grammar_matcher import Bitmask, set_bits
+from folovllm.structured_output.grammar_matcher import Bitmask, Grammar, set_bits
 from folovllm.structured_output.vocabulary import Vocabulary
 
 NO_TEXT = b"\xff"  # a byte that no text holds: it stands behind all texts that go on from the same beginning
@@ -76,36 +75,18 @@ class Choices:
         return words
 
 
-class ChoiceGrammar:
-    """An answer that must be one of a few texts."""
+class ChoiceGrammar(Grammar):
+    """An answer that must be one of a few texts. It forces no tokens: a text may be cut into tokens in several ways."""
 
-    sees_ahead: ClassVar[bool] = False
-
-    def __init__(self, choices: Choices, so_far: bytes = b"") -> None:
-        self._choices, self._so_far = choices, so_far
+    def __init__(self, choices: Choices) -> None:
+        self._choices, self._so_far = choices, b""
 
     def fill(self, words: Bitmask) -> None:
-        """As `Grammar`."""
         words[:] = self._choices.mask(self._so_far, len(words))
 
     def is_accepting(self) -> bool:
-        """As `Grammar`."""
         return self._choices.has(self._so_far)
 
     def accept_token(self, token_id: int) -> bool:
-        """As `Grammar`."""
         self._so_far += self._choices.vocabulary.bytes_of.get(token_id, NO_TEXT)
         return self._choices.can_become(self._so_far)
-
-    def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """As `Grammar`."""
-        ahead = self.copy()
-        return next((i for i, token in enumerate(token_ids) if not ahead.accept_token(token)), len(token_ids))
-
-    def forced(self) -> list[int]:
-        """As `Grammar`: none, for a text may be cut into tokens in several ways."""
-        return []
-
-    def copy(self) -> ChoiceGrammar:
-        """As `Grammar`."""
-        return ChoiceGrammar(self._choices, self._so_far)

@@ -1,20 +1,29 @@
-"""Checks grammars before an engine sees them, in processes beside it: a grammar can be expensive to compile."""
+"""Checks grammars before an engine sees them, in processes beside it: a grammar can be expensive to compile.
+
+`GrammarChecker` is the server's side. Below it is the process (`main`): it reads the tokenizer once, and forks for each grammar.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import pickle
+import resource
+import select
+import signal
 import socket
 import subprocess
+import sys
 import tempfile
 from collections.abc import Collection
 from concurrent.futures import Executor
 from hashlib import sha256
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from folovllm.children import import_path, python_command
-from folovllm.structured_output.guidance import tokenizer_json
+from folovllm.structured_output import guidance
 from folovllm.structured_outputs import GrammarLimits, StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -22,6 +31,7 @@ if TYPE_CHECKING:
 
 AT_ONCE = 2  # so that a cheap grammar need not wait for a dear one
 MOST_KNOWN = 1024  # verdicts that are kept
+STATUS = Path("/proc/self/statm")  # on Linux; elsewhere nothing says how much memory a process has
 
 
 class GrammarChecker:
@@ -93,13 +103,13 @@ class GrammarChecker:
             return self._line
         self.close()
         tokenizer, vocab_size, end_ids = self._setting
-        setting_of_all = self._limits, tokenizer_json(tokenizer), vocab_size, end_ids
+        setting_of_all = self._limits, guidance.tokenizer_json(tokenizer), vocab_size, end_ids
         line, there = socket.socketpair()
         with there, tempfile.TemporaryFile() as setting:
             pickle.dump(setting_of_all, setting)
             setting.flush()
             fds = (there.fileno(), setting.fileno())
-            command = python_command("folovllm.structured_output.grammar_check_process", *map(str, fds))
+            command = python_command("folovllm.structured_output.grammar_check", *map(str, fds))
             environment = dict(os.environ) | {"PYTHONPATH": import_path(), "OMP_NUM_THREADS": "1"}
             self._process = subprocess.Popen(command, env=environment, pass_fds=fds, stdin=subprocess.DEVNULL)
         self._line = line
@@ -113,3 +123,63 @@ class GrammarChecker:
             self._process.kill()
             self._process.wait()
         self._line = self._process = None
+
+
+def main() -> None:
+    """Check the grammars that come through sockets, which come through the socket of the first argument, until it is closed.
+
+    The second argument is the number of a file that says what is needed for all of them.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how a fork ended: its socket says it
+    os.nice(5)
+    with os.fdopen(int(sys.argv[2]), "rb") as setting:
+        setting.seek(0)
+        limits, *described = pickle.load(setting)
+    try:
+        tokenizer = guidance.make_tokenizer(*described)
+    except ValueError as error:  # which every client is told
+        tokenizer = error
+    with socket.socket(fileno=int(sys.argv[1])) as line:
+        while sockets := socket.recv_fds(line, 1, 1)[1]:
+            with socket.socket(fileno=sockets[0]) as connection:
+                if os.fork() == 0:
+                    line.close()
+                    connection.sendall(b"=" + verdict_on(connection, limits, tokenizer).encode())
+                    os._exit(0)
+
+
+def verdict_on(connection: socket.socket, limits: GrammarLimits, tokenizer: Any) -> str:
+    """What is wrong with the grammar that the connection brings, "" if nothing. Beyond the limits, this process ends."""
+    asked = pickle.loads(b"".join(iter(lambda: connection.recv(1 << 16), b"")))
+    if isinstance(tokenizer, ValueError):
+        return str(tokenizer)
+    _bound(connection, limits)
+    try:
+        guidance.check_grammar(asked, tokenizer)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def _bound(connection: socket.socket, limits: GrammarLimits) -> None:
+    """Let the system end this process beyond the limits, and at the end of the connection: by signals' own actions."""
+    if STATUS.exists():
+        pages = int(STATUS.read_text().split()[0])
+        most = pages * resource.getpagesize() + (limits.memory << 20)
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what a library says when memory is refused
+    signal.setitimer(signal.ITIMER_PROF, limits.seconds)  # of processor time: then SIGPROF
+    fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | os.O_ASYNC)  # then SIGIO
+    end = select.poll()
+    end.register(connection, 0)
+    if end.poll(0):  # it has ended before
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

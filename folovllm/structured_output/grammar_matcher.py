@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Sequence
 from copy import copy
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,32 +15,43 @@ from folovllm.structured_output.vocabulary import Vocabulary
 Bitmask = npt.NDArray[np.int32]  # [ceil(V / 32)]: bit t % 32 of word t // 32 is token t's
 
 
-class Grammar(Protocol):
+class Grammar(ABC):
     """One answer's place in a grammar.
 
     Attributes:
         sees_ahead: whether masks behind tokens that may come can be made together, without copies (`fill_bitmasks`).
     """
 
-    sees_ahead: ClassVar[bool]
+    sees_ahead: ClassVar[bool] = False
 
+    @abstractmethod
     def fill(self, words: Bitmask) -> None:
         """Write the mask of the tokens that may come next over `words`; of those that end an answer, the model's own."""
 
+    @abstractmethod
     def is_accepting(self) -> bool:
         """Whether the answer may end here."""
 
+    @abstractmethod
     def accept_token(self, token_id: int) -> bool:
         """Take in a token. False: the grammar does not allow it, or has become too complex to be followed."""
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
         """How many of these tokens, one after the other, the grammar allows. The answer stays where it is."""
+        ahead = self.copy()
+        return next((i for i, token in enumerate(token_ids) if not ahead.accept_token(token)), len(token_ids))
 
     def forced(self) -> list[int]:
         """The tokens that come next, as far as the grammar leaves no choice: `fill` would allow each of them alone. No ends."""
+        return []
 
     def copy(self) -> Grammar:
         """Another answer at the same place."""
+        return copy(self)
+
+    def is_exhausted(self) -> bool:
+        """Whether no answer can begin here any more: copies share what the library may spend on a grammar."""
+        return False
 
 
 class ReasoningPrefix:
@@ -71,10 +83,6 @@ class ReasoningPrefix:
         text = self._tail + self._vocabulary.bytes_of.get(token_id, b"")
         _, closing, rest = text.partition(self._closing)
         return rest.lstrip(b"\n") if closing else None
-
-    def copy(self) -> ReasoningPrefix:
-        """Another one at the same place."""
-        return copy(self)
 
 
 def enders(vocabulary: Vocabulary, closing: bytes) -> list[list[int]]:
@@ -138,10 +146,10 @@ class GrammarMatcher:
         """From the mask of the grammar, if there is one, to that of all the request asks for, in place: [ceil(V / 32)].
 
         Returns whether an answer of this grammar can still come. If not, `words` has the ends alone; and what is sampled with
-        them must not count: `give_up` is for the step that sampled it, since tokens before it may be on their way.
+        them must not count: `is_broken` is set by the step that sampled it, since tokens before it may be on their way.
         """
         if self.is_over or self.is_broken:
-            self._fill_ends(words)
+            words[:] = self._end_words(words)
             return self.is_over
         if self._prefix is not None:
             words.fill(0)
@@ -155,11 +163,8 @@ class GrammarMatcher:
             words &= ~self._end_words(words)
         if words.any():
             return True
-        self._fill_ends(words)
-        return self._prefix is None and self._grammar.is_accepting()
-
-    def _fill_ends(self, words: Bitmask) -> None:
         words[:] = self._end_words(words)
+        return self._prefix is None and self._grammar.is_accepting()
 
     def _end_words(self, words: Bitmask) -> Bitmask:
         """The mask of the tokens that end an answer, as long as `words`."""
@@ -182,10 +187,6 @@ class GrammarMatcher:
             self.is_over = True
         else:
             self.is_broken = not self._grammar.accept_token(token_id)
-
-    def give_up(self) -> None:
-        """No answer of this grammar can come any more, and all tokens that count were taken in."""
-        self.is_broken = True
 
     def num_allowed(self, drafted: Sequence[int]) -> int:
         """How many of these tokens, from the first on, the grammar allows. An end is no draft token: nothing is behind it."""
@@ -237,17 +238,9 @@ class GrammarMatcher:
 
     def copy(self) -> GrammarMatcher:
         """The matcher of another answer at the same place."""
-        prefix = None if self._prefix is None else self._prefix.copy()
-        matcher = GrammarMatcher(
-            self._grammar.copy(),
-            self._end_ids,
-            model_end_ids=self._model_end_ids,
-            min_tokens=self._num_missing,
-            allowed=self._allowed,
-            prefix=prefix,
-        )
-        matcher._ends, matcher.is_over, matcher.is_broken = self._ends, self.is_over, self.is_broken
-        return matcher
+        other = copy(self)
+        other._grammar, other._prefix = self._grammar.copy(), copy(self._prefix)
+        return other
 
 
 def set_bits(words: Bitmask, ids: Collection[int]) -> None:

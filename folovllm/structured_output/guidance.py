@@ -119,8 +119,8 @@ def require_good(asked: StructuredOutputsParams, error: str) -> None:
         raise ValueError(f"structured_outputs holds a {kind} that cannot be used: {says}")
 
 
-class GuidanceGrammar:
-    """An answer's place in a grammar; a `Grammar`."""
+class GuidanceGrammar(Grammar):
+    """An answer's place in a grammar of the library."""
 
     sees_ahead: ClassVar[bool] = True
 
@@ -137,41 +137,36 @@ class GuidanceGrammar:
         return cls(inner)
 
     def fill(self, words: Bitmask) -> None:
-        """As `Grammar`."""
         self.inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
 
     def is_accepting(self) -> bool:
-        """As `Grammar`."""
         return bool(self.inner.is_accepting())
 
     def accept_token(self, token_id: int) -> bool:
-        """As `Grammar`. Beyond its limits the library takes any end for one that the grammar allows."""
+        """Take in a token. Beyond its limits the library takes any end for one that the grammar allows."""
         return bool(self.inner.consume_token(token_id)) and not self.inner.is_error()
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """As `Grammar`."""
         return int(self.inner.validate_tokens(list(token_ids)))
 
     def forced(self) -> list[int]:
-        """As `Grammar`: a text that the grammar forces is cut into tokens as the tokenizer cuts it, and in no other way."""
+        """Jump-forward tokens: the tokenizer cuts a text that the grammar forces in one way only."""
         return list(self.inner.compute_ff_tokens())
 
+    def copy(self) -> GuidanceGrammar:
+        return GuidanceGrammar(self.inner.deep_copy())
+
     def is_exhausted(self) -> bool:
-        """Whether an answer has taken the lexer beyond its limits: all copies share it, and none can begin any more."""
         start = self.inner.deep_copy()
         start.compute_bitmask()
         return bool(start.is_error())
-
-    def copy(self) -> GuidanceGrammar:
-        """As `Grammar`."""
-        return GuidanceGrammar(self.inner.deep_copy())
 
 
 def fill_bitmasks(places: Collection[tuple[Grammar, int, list[int]]], bits: Bitmask) -> None:
     """Write the masks of grammars to lines of `bits` [n, ceil(V / 32)].
 
     Each comes with the line of its first mask, and with tokens: behind each of them there is a mask, in the lines that
-    follow, up to one that the grammar does not allow. Only a `GuidanceGrammar` may have tokens.
+    follow, up to one that the grammar does not allow. Only a grammar that `sees_ahead` may have tokens.
     """
     is_parallel = sum(1 + len(tokens) for _, _, tokens in places) > FEW
     single: list[tuple[Any, int]] = []

@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from copy import copy
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -29,27 +29,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger("folovllm")
-
-
 MOST_GRAMMARS = 16  # that are kept: a large grammar takes up to 75 MB
-MOST_USES = 1000
+MOST_USES = 1000  # of a compiled grammar: copies share what the library finds out about it, and keeps for ever
 MOST_TOKENIZERS = 4  # of the library, that are kept: a model with ends of its own has one
-
-
-@dataclass(slots=True)
-class Compiled:
-    """A grammar that requests have asked for, and others may. It takes milliseconds to compile.
-
-    Copies share what the library finds out about the grammar, and keeps for ever; so it is compiled anew from time to time.
-    """
-
-    grammar: Grammar  # at the beginning of an answer
-    num_uses: int = 0
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether no answer can begin here any more."""
-        return isinstance(self.grammar, guidance.GuidanceGrammar) and self.grammar.is_exhausted()
 
 
 class Place(NamedTuple):
@@ -86,7 +68,9 @@ class StructuredOutputManager(LogitsMask):
         self._faults = faults or Faults()
         # By the tokens that end a text, and are never in one: the library's tokenizer, and with a grammar what was compiled.
         self._library_tokenizer = lru_cache(MOST_TOKENIZERS)(self._make_library_tokenizer)
-        self._compiled: dict[tuple[str, tuple[int, ...]], Compiled] = {}  # the one that was used last stands at the end
+        self._compiled: dict[
+            tuple[str, tuple[int, ...]], tuple[Grammar, int]
+        ] = {}  # with its uses; the one used last is at the end
         self._prefix = lru_cache(MOST_GRAMMARS)(lambda closing: ReasoningPrefix(self._vocabulary, closing))
         self._matchers: WeakKeyDictionary[Sequence, GrammarMatcher] = WeakKeyDictionary()
         self._limits: dict[int, int] = {}  # by seq_id: tokens of the step under way that count, where not all may
@@ -104,7 +88,7 @@ class StructuredOutputManager(LogitsMask):
         end_ids = sorted({*first.eos_token_ids, *first.params.stop_token_ids})
         if not end_ids:
             raise ValueError("structured_outputs needs a token that ends the answer: give stop_token_ids")
-        prefix = None if asked.after is None else self._prefix(asked.after.encode()).copy()
+        prefix = None if asked.after is None else copy(self._prefix(asked.after.encode()))
         model_end_ids = sorted(first.eos_token_ids) or end_ids
         grammar = self._grammar(asked, end_ids, model_end_ids)
         params = first.params
@@ -216,7 +200,7 @@ class StructuredOutputManager(LogitsMask):
             del tokens[limit:]
             if matcher is not None:
                 if not tokens:
-                    matcher.give_up()
+                    matcher.is_broken = True  # all tokens that count were taken in
                 with self._faults.at(seq):
                     for i, token_id in enumerate(tokens):
                         matcher.accept_token(token_id)
@@ -233,13 +217,13 @@ class StructuredOutputManager(LogitsMask):
 
     def _grammar(self, asked: StructuredOutputsParams, end_ids: list[int], model_end_ids: list[int]) -> Grammar:
         key = repr(asked), tuple(end_ids if asked.kind == "choice" else model_end_ids)
-        known = self._compiled.pop(key, None)
-        if known is None or known.num_uses == MOST_USES or known.is_exhausted:
-            known = Compiled(self._compile(asked, key[1]))
-        self._compiled[key], known.num_uses = known, known.num_uses + 1
+        grammar, num_uses = self._compiled.pop(key, (None, 0))
+        if grammar is None or num_uses == MOST_USES or grammar.is_exhausted():
+            grammar, num_uses = self._compile(asked, key[1]), 0
+        self._compiled[key] = grammar, num_uses + 1
         if len(self._compiled) > MOST_GRAMMARS:
             del self._compiled[next(iter(self._compiled))]
-        return known.grammar.copy()
+        return grammar.copy()
 
     def _compile(self, asked: StructuredOutputsParams, end_ids: tuple[int, ...]) -> Grammar:
         if asked.choice is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import socket
 import threading
 import time
@@ -64,6 +66,25 @@ class Background:
         self._thread.join(PATIENCE)
         assert not self._thread.is_alive()
 
+    def ask(self, path: str, body: Any = None, method: str | None = None, **headers: str) -> tuple[int, Any]:
+        """Status and reply of a request on a connection of its own. JSON is written and read; `bytes` go as they are.
+
+        A server that wants keys gets its first one.
+        """
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body)
+        own = {"Content-Type": "application/json"}
+        if keys := self._config.api_key:
+            own["Authorization"] = f"Bearer {keys[0]}"
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
+        try:
+            connection.request(method or ("GET" if body is None else "POST"), path, data, own | headers)
+            response = connection.getresponse()
+            said = response.read().decode()
+        finally:
+            connection.close()
+        is_json = response.headers.get("Content-Type", "").startswith("application/json")
+        return response.status, json.loads(said) if is_json else said
+
     def call(self, function: Callable[[], Any]) -> None:
         """Call something in the server's event loop."""
         self._loop.call_soon_threadsafe(function)
@@ -73,6 +94,11 @@ class Background:
         engine = self.engine
         eventually(lambda: not (engine.num_open or engine.stats.num_running or engine.stats.num_waiting))
         assert (engine.stats.kv_blocks_used, engine.num_queued, engine.num_queued_tokens) == (0, 0, 0)
+
+
+def events_in(stream: str) -> list[Any]:
+    """The JSON of a stream's events, but for the last one, which is none."""
+    return [json.loads(line[6:]) for line in stream.splitlines() if line.startswith("data: {")]
 
 
 def eventually(holds: Callable[[], bool]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -15,6 +16,14 @@ from tests.x1.background import Background
 
 GUESSING: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
 ROOM = 16  # sequences that may wait
+
+
+@pytest.fixture(autouse=True)
+def signals_are_left_as_they_were() -> Iterator[None]:
+    """Or Ctrl-C means something else to the tests behind this one."""
+    before = [signal.getsignal(sign) for sign in (signal.SIGINT, signal.SIGTERM)]
+    yield
+    assert [signal.getsignal(sign) for sign in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from folovllm.server.config import ServerConfig
 from folovllm.server.openapi import document
 from folovllm.server.pages import PAGE
 from folovllm.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from tests.x1.background import PATIENCE, Background
+from tests.x1.background import PATIENCE, Background, events_in
 
 KEY = "a-key"
 CONFIG = ServerConfig(api_key=[KEY], served_model_name=["little"], max_body_size=20_000)
@@ -35,24 +35,9 @@ def server() -> Iterator[Background]:
 
 @pytest.fixture(scope="module")
 def described(server: Background) -> dict[str, Any]:
-    status, said = fetch(server, "/openapi.json", key="")
+    status, said = server.ask("/openapi.json", Authorization="")
     assert status == 200
-    return dict(json.loads(said))
-
-
-def fetch(
-    server: Background, path: str, body: Any = None, key: str = KEY, kind: str = "application/json"
-) -> tuple[int, str]:
-    """A status and what was said."""
-    data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"Content-Type": kind} | ({"Authorization": f"Bearer {key}"} if key else {})
-    try:
-        with urllib.request.urlopen(
-            urllib.request.Request(server.url + path, data, headers), timeout=PATIENCE
-        ) as response:
-            return response.status, response.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
+    return dict(said)
 
 
 def check(described: dict[str, Any], where: dict[str, Any], value: Any) -> None:
@@ -71,18 +56,15 @@ class TestDescription:
 
     def test_every_address_is_there_and_no_other(self, server: Background, described: dict[str, Any]) -> None:
         routes = [route for route in build_app(server.engine, CONFIG).routes if isinstance(route, Route)]
-        real = {
-            (route.path.replace(":path", ""), method.lower())
-            for route in routes
-            for method in (route.methods or set()) - {"HEAD"}
-        }
+        pairs = [(route.path.replace(":path", ""), route.methods or set()) for route in routes]
+        real = {(path, method.lower()) for path, methods in pairs for method in methods - {"HEAD"}}
         assert real == {(path, method) for path, methods in described["paths"].items() for method in methods}
 
     def test_who_needs_a_key(self, server: Background, described: dict[str, Any]) -> None:
         """As it says: with the key asked for exactly where a request without one is refused."""
         for path, methods in described["paths"].items():
             ((method, operation),) = methods.items()
-            status, _ = fetch(server, path.replace("{name}", "little"), {} if method == "post" else None, key="")
+            status, _ = server.ask(path.replace("{name}", "little"), {} if method == "post" else None, Authorization="")
             assert (status == 401) == ("security" in operation) == ("401" in operation["responses"]), path
         assert not any(
             "security" in each for path in json.loads(document(False))["paths"].values() for each in path.values()
@@ -114,35 +96,30 @@ class TestDescription:
     def test_answers_are_what_it_says(
         self, server: Background, described: dict[str, Any], path: str, body: Any
     ) -> None:
-        status, said = fetch(server, path, body)
+        status, said = server.ask(path, body)
         place = re.sub(r"^/v1/models/.*", "/v1/models/{name}", path)
         answer = described["paths"][place]["get" if body is None else "post"]["responses"][str(status)]
-        check(described, answer["content"]["application/json"]["schema"], json.loads(said))
+        check(described, answer["content"]["application/json"]["schema"], said)
 
     @pytest.mark.parametrize(
         ("path", "body"),
-        [
-            ("/v1/completions", STORY | {"logprobs": 1}),
-            ("/v1/chat/completions", QUESTION | {"logprobs": True}),
-        ],
+        [("/v1/completions", STORY | {"logprobs": 1}), ("/v1/chat/completions", QUESTION | {"logprobs": True})],
     )
     def test_events_are_what_it_says(self, server: Background, described: dict[str, Any], path: str, body: Any) -> None:
         options = {"include_usage": True, "continuous_usage_stats": True}
-        _, said = fetch(server, path, body | {"stream": True, "stream_options": options})
-        *events, done = [line.removeprefix("data: ") for line in said.splitlines() if line]
+        _, said = server.ask(path, body | {"stream": True, "stream_options": options})
+        events = events_in(said)
         where = described["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]["schema"]
-        assert done == "[DONE]" and len(events) > 4
+        assert said.endswith("\n\ndata: [DONE]\n\n") and len(events) > 4
         for event in events:
-            check(described, where, json.loads(event))
+            check(described, where, event)
 
     def test_other_refusals(self, server: Background, described: dict[str, Any]) -> None:
         post = described["paths"]["/tokenize"]["post"]["responses"]
-        status, said = fetch(server, "/tokenize", {"prompt": "x"}, kind="text/plain")
-        check(described, post[str(status)]["content"]["application/json"]["schema"], json.loads(said))
-        assert (
-            status == 415
-            and {"400", "408", "413", "429", "503"} <= described["paths"]["/v1/completions"]["post"]["responses"].keys()
-        )
+        status, said = server.ask("/tokenize", {"prompt": "x"}, **{"Content-Type": "text/plain"})
+        check(described, post[str(status)]["content"]["application/json"]["schema"], said)
+        described_too = described["paths"]["/v1/completions"]["post"]["responses"].keys()
+        assert status == 415 and {"400", "408", "413", "429", "503"} <= described_too
 
     def test_requests_are_what_is_read(self, described: dict[str, Any]) -> None:
         """Every field of the types, with what it must be; and of a prompt all its forms."""
@@ -164,12 +141,11 @@ class TestDescription:
 
 def test_the_tokenizer(server: Background) -> None:
     """What a client needs to make prompts itself; and no path of the server's machine."""
-    said = fetch(server, "/tokenizer_info")[1]
-    info, tokenizer = json.loads(said), server.engine.tokenizer
+    info, tokenizer = server.ask("/tokenizer_info")[1], server.engine.tokenizer
     assert info["chat_template"] == tokenizer.chat_template and info["vocab_size"] == len(tokenizer) == 4096
     assert (info["eos_token"], info["pad_token"], info["bos_token"]) == ("<|im_end|>", "<|endoftext|>", None)
     assert info["added_tokens_decoder"]["1"]["content"] == "<|im_start|>" == info["extra_special_tokens"][0]
-    assert str(server.engine.setup.path) not in said
+    assert str(server.engine.setup.path) not in json.dumps(info)
 
 
 def test_the_page_and_its_policy(server: Background) -> None:

@@ -104,6 +104,14 @@ class Interrupter(io.StringIO):
 
 
 class TestCtrlC:
+    @pytest.fixture(autouse=True)
+    def heard(self) -> Iterator[None]:
+        """Also where the tests run in the background of a script, which ignores Ctrl-C."""
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        yield
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, before)
+
     def chat(self, server: Background) -> Chat:
         return Chat(Server(server.url, "a-key", LONG))
 
@@ -116,7 +124,6 @@ class TestCtrlC:
         assert chat.messages[-1] == {"role": "assistant", "content": text}
         server.wait_until_idle()
         assert server.engine.counters.finished["abort"] == aborted + 1
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     def test_before_the_first_word(self, server: Background) -> None:
         """It waits in the server's queue, behind another, and nothing arrives that would wake us."""

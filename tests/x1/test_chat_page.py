@@ -65,6 +65,13 @@ class Visit:
         self.page.wait_for_selector(OVER)
         return "\n\n".join(self.page.locator(".answer").last.locator(".text > *").all_inner_texts())
 
+    def ask(self, question: str, *pieces: Any) -> str:
+        """The answer to a question: with `pieces` these, as if the server had sent them."""
+        if pieces:
+            self.answers_with(sse(*pieces))
+        self.send(question)
+        return self.answer()
+
     def settings(self, **fields: str) -> None:
         self.page.click("#settings")
         for name, value in fields.items():
@@ -146,27 +153,16 @@ class TestAnswers:
         """The controls arrive as they were set; later turns have the earlier ones; a failed one is no part of it."""
         asked: list[Any] = []
         visit.page.on("request", lambda request: asked.append(request.post_data_json) if request.post_data else None)
-        visit.answers_with(sse("Fine."))
-        visit.send("First")
-        visit.answer()
-        assert asked[0] == {
-            "messages": [{"role": "user", "content": "First"}],
-            "model": "little",
-            "stream": True,
-            "stream_options": {"continuous_usage_stats": True},
-            "max_tokens": 1024,
-        }
-        given = {
-            "temperature": "0.5", "top_p": "0.9", "top_k": "7", "min_p": "0.05", "max_tokens": "33", "seed": "4",
-            "system": "Be brief.",
-        }  # fmt: skip
+        visit.ask("First", "Fine.")
+        streamed = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
+        first = {"messages": [{"role": "user", "content": "First"}], "model": "little", "max_tokens": 1024}
+        assert asked[0] == first | streamed
+        given = {"temperature": "0.5", "top_p": "0.9", "top_k": "7", "min_p": "0.05", "max_tokens": "33", "seed": "4"}
+        given["system"] = "Be brief."
         visit.settings(**given)
         visit.answers_with("", status=500)
-        visit.send("Second")
-        visit.answer()
-        visit.answers_with(sse("Well."))
-        visit.send("Third\nand more")
-        visit.answer()
+        visit.ask("Second")
+        visit.ask("Third\nand more", "Well.")
         fields = asked[2]
         assert [(message["role"], message["content"]) for message in fields.pop("messages")] == [
             ("system", "Be brief."), ("user", "First"), ("assistant", "Fine."), ("user", "Third\nand more")
@@ -189,9 +185,7 @@ class TestAnswers:
     def test_an_answer_is_text(self, visit: Visit) -> None:
         """Markup stays what was written; blocks of code and paragraphs are all that is made of it."""
         evil = "<img src=x onerror='window.harm = 1'> <b>bold</b> `<i>`\nline\n\n```html\n<script>window.harm = 1</script>\n\n  end\n```\nafter"
-        visit.answers_with(sse(*evil))  # a character at a time
-        visit.send("<img src=x onerror='window.harm = 1'>")
-        visit.answer()
+        visit.ask("<img src=x onerror='window.harm = 1'>", *evil)  # a character at a time
         paragraphs = visit.page.locator(".answer .text > p").all_inner_texts()
         assert paragraphs == ["<img src=x onerror='window.harm = 1'> <b>bold</b> <i>\nline", "after"]
         assert visit.page.inner_text(".answer pre") == "<script>window.harm = 1</script>\n\n  end"
@@ -201,9 +195,7 @@ class TestAnswers:
         assert visit.page.evaluate("window.harm") is None
 
     def test_thoughts_stand_apart(self, visit: Visit) -> None:
-        visit.answers_with(sse({"choices": [{"delta": {"reasoning_content": "Let me see."}}]}, "Yes."))
-        visit.send("Well?")
-        assert visit.answer() == "Yes."
+        assert visit.ask("Well?", {"choices": [{"delta": {"reasoning_content": "Let me see."}}]}, "Yes.") == "Yes."
         assert visit.page.locator(".thought").text_content() == "ThoughtsLet me see."
 
 
@@ -213,18 +205,13 @@ class TestErrors:
         [
             (sse("Once ", {"error": {"message": "the engine's process ended"}}), 200, "The engine's process ended."),
             (sse("Once ", end=""), 200, "The server ended the connection before the answer was over."),
-            (
-                '{"error": {"message": "the queue is full: come back"}}',
-                429,
-                "The queue is full: come back (try again in 7 s).",
-            ),
+            ('{"error": {"message": "the queue is full: come"}}', 429, "The queue is full: come (try again in 7 s)."),
             ("<html>", 502, "The server answered with status 502 (try again in 7 s)."),
         ],
     )
     def test_a_sentence_and_another_try(self, visit: Visit, text: str, status: int, says: str) -> None:
         visit.answers_with(text, status, {"Retry-After": "7"})
-        visit.send("Hello")
-        assert visit.answer() == ("Once " if status == 200 else "")
+        assert visit.ask("Hello") == ("Once " if status == 200 else "")
         assert visit.page.inner_text(".answer .error") == says
         visit.answers_with(sse("Here I am."))
         visit.page.click("button:text('Again'):visible")
@@ -243,8 +230,7 @@ class TestErrors:
 
     def test_no_server(self, visit: Visit) -> None:
         visit.page.route(CHAT, lambda route: route.abort())
-        visit.send("Hello")
-        visit.answer()
+        visit.ask("Hello")
         assert visit.page.inner_text(".answer .error") == "The server cannot be reached: is it still running?"
 
     def test_a_key(self, browser: Browser) -> None:
@@ -261,8 +247,7 @@ class TestErrors:
             visit.page.keyboard.type("a-key")
             visit.page.keyboard.press("Enter")
             visit.page.wait_for_selector("#model:has-text('up to 512 tokens')")
-            visit.send("Tell me about Lily.")
-            assert visit.answer()
+            assert visit.ask("Tell me about Lily.")
             visit.page.reload()
             visit.page.wait_for_selector("#model:has-text('up to 512 tokens')")  # this tab still has it
             kept = visit.page.evaluate("JSON.stringify(localStorage)")
@@ -273,13 +258,9 @@ class TestErrors:
 class TestConversations:
     def test_two_and_a_reload(self, visit: Visit) -> None:
         page = visit.page
-        visit.answers_with(sse("I am one."))
-        visit.send("The first")
-        visit.answer()
+        visit.ask("The first", "I am one.")
         page.click("#new")
-        visit.answers_with(sse("I am two."))
-        visit.send("The second")
-        visit.answer()
+        visit.ask("The second", "I am two.")
         names = page.locator("#list .open")
         assert names.all_inner_texts() == ["The second", "The first"]
         page.fill("#title", "Number two")
@@ -304,9 +285,7 @@ class TestConversations:
         page.wait_for_selector(".answer .figures:not(:empty)")
         page.click("#new")
         assert page.locator("#list .answering").count() == 1 and page.is_visible("#send")
-        visit.answers_with(sse("Short."))
-        visit.send("A short one")
-        assert visit.answer() == "Short."
+        assert visit.ask("A short one", "Short.") == "Short."
         page.click("#list .answering .open")
         page.wait_for_selector(".answer.running")
         page.reload()  # ends it, and what had come is kept
@@ -318,9 +297,7 @@ class TestConversations:
     def test_what_is_damaged_does_no_harm(self, visit: Visit) -> None:
         visit.page.evaluate("localStorage['folovllm.conversation.x'] = '{'; localStorage['folovllm.settings'] = 'x'")
         visit.page.reload()
-        visit.answers_with(sse("Fine."))
-        visit.send("Hello")
-        assert visit.answer() == "Fine."
+        assert visit.ask("Hello", "Fine.") == "Fine."
 
 
 class TestLook:
@@ -338,8 +315,7 @@ class TestLook:
         page = visit.page
         visit.answers_with(self.LONG, headers={"Retry-After": "1"})
         assert not self.is_too_wide(page)
-        visit.send("Q" * 200)
-        visit.answer()
+        visit.ask("Q" * 200)
         assert not self.is_too_wide(page)
         assert page.evaluate("document.querySelector('pre').scrollWidth > document.querySelector('pre').clientWidth")
         page.click("#menu")
@@ -371,8 +347,7 @@ class TestLook:
     def test_everything_has_a_name(self, visit: Visit) -> None:
         """For who hears the page: names of controls, one region that grows and says when it is busy."""
         visit.answers_with(self.LONG)
-        visit.send("Hello")
-        visit.answer()
+        visit.ask("Hello")
         page = visit.page
         page.click("#settings")
         nameless = page.evaluate(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import urllib.request
 from collections.abc import Iterator
@@ -46,19 +45,6 @@ def expected() -> dict[str, Any]:
         (story,) = llm.generate(STORY, params, use_tqdm=False)
         (chat,) = llm.chat(QUESTION, params, use_tqdm=False)
     return {"story": story, "chat": chat}
-
-
-def fetch(server: Background, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
-    """A request without a library; of what is no JSON the text."""
-    data = None if body is None else json.dumps(body).encode()
-    all_headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"} | headers
-    request = urllib.request.Request(server.url + path, data, all_headers)
-    try:
-        with urllib.request.urlopen(request, timeout=30) as response:
-            status, said = response.status, response.read().decode()
-    except urllib.error.HTTPError as error:
-        status, said = error.code, error.read().decode()
-    return status, json.loads(said) if said.startswith("{") else said
 
 
 class TestCompletions:
@@ -107,7 +93,7 @@ class TestCompletions:
         """As vLLM's servers give them: in a completion by choice, in a chat once."""
         ids = expected["story"].prompt_token_ids
         asked = {"prompt": ids, "prompt_logprobs": 2, "max_tokens": 1}
-        status, said = fetch(server, "/v1/completions", asked | {"n": 2, "echo": True, "logprobs": 0})
+        status, said = server.ask("/v1/completions", asked | {"n": 2, "echo": True, "logprobs": 0})
         assert status == 200
         for choice in said["choices"]:
             first, *rows = choice["prompt_logprobs"]
@@ -116,52 +102,24 @@ class TestCompletions:
             assert choice["logprobs"]["token_logprobs"][1 : len(ids)] == pytest.approx(chosen)
             assert all(len(top) == 1 for top in choice["logprobs"]["top_logprobs"][1:])
             assert {"rank", "decoded_token", "logprob"} == {*rows[0].popitem()[1]}
-        status, said = fetch(
-            server, "/v1/chat/completions", {"messages": QUESTION, "prompt_logprobs": 0, "max_tokens": 1}
-        )
+        status, said = server.ask("/v1/chat/completions", {"messages": QUESTION, "prompt_logprobs": 0, "max_tokens": 1})
         assert status == 200 and len(said["prompt_logprobs"]) == said["usage"]["prompt_tokens"]
         assert "prompt_logprobs" not in said["choices"][0]
-        assert fetch(server, "/v1/completions", asked | {"stream": True})[0] == 400
-
-    def test_what_may_be_drawn(self, client: OpenAI, server: Background) -> None:
-        """logit_bias, bad_words, allowed_token_ids, with min_tokens."""
-        lily = client.completions.create(model=MODEL, prompt=STORY, temperature=0, max_tokens=20).choices[0].text
-        word = max(lily.split(), key=len).strip(",.")
-        ids = fetch(server, "/tokenize", {"prompt": word})[1]["tokens"]
-        others = client.completions.create(
-            model=MODEL, prompt=STORY, temperature=0, max_tokens=20, extra_body={"bad_words": [word]}
-        )
-        assert word in lily and word not in others.choices[0].text
-        biased = client.completions.create(
-            model=MODEL, prompt=STORY, max_tokens=4, logit_bias={str(ids[0]): 100}, logprobs=0, temperature=0
-        )
-        assert biased.choices[0].logprobs and len({*biased.choices[0].logprobs.tokens}) == 1  # type: ignore[misc]
-        chat = client.chat.completions.create(
-            model=MODEL, messages=QUESTION, max_tokens=9, temperature=2, logprobs=True,
-            extra_body={"allowed_token_ids": ids, "min_tokens": 9},
-        )  # fmt: skip
-        allowed = {fetch(server, "/detokenize", {"tokens": [id_]})[1]["prompt"] for id_ in ids}
-        assert {token.token for token in chat.choices[0].logprobs.content} <= allowed  # type: ignore[union-attr]
+        assert server.ask("/v1/completions", asked | {"stream": True})[0] == 400
 
     @pytest.mark.parametrize(
         ("fields", "says"),
         [
             ({"logit_bias": {"x": 1}}, "logit_bias must give token ids a number"),
-            ({"logit_bias": {"7": 5, "007": -100}}, "logit_bias names a token twice"),
-            ({"logit_bias": {"5": 101}}, "from -100 to 100"),
             ({"logit_bias": {"999999": 1}}, "logit_bias must lie between 0 and"),
-            ({"allowed_token_ids": []}, "allowed_token_ids must not be empty"),
-            ({"allowed_token_ids": [-1]}, "allowed_token_ids must lie between 0 and"),
-            ({"bad_words": [" "]}, "a bad word must not be empty"),
             ({"bad_words": [f"w{i} x{i}" for i in range(200)]}, "bad_words are too many: at most 128"),
             ({"prompt_logprobs": 21}, "prompt_logprobs is 21, and this engine gives 20 at most"),
-            ({"prompt_logprobs": -1}, "prompt_logprobs must be 0 or more"),
             ({"max_tokens": 0}, "max_tokens must be at least 1"),
             ({"echo": "yes"}, "Expected `bool | null`"),
         ],
     )
     def test_what_cannot_be_is_said(self, server: Background, fields: dict[str, Any], says: str) -> None:
-        status, said = fetch(server, "/v1/completions", {"prompt": STORY} | fields)
+        status, said = server.ask("/v1/completions", {"prompt": STORY} | fields)
         assert status == 400 and says in said["error"]["message"]
         assert said["error"]["param"] in (*fields, None)
 
@@ -235,13 +193,7 @@ class TestChat:
             ({"messages": []}, "list of messages|does not take this"),
             ({"messages": [{"content": "x"}]}, "each message needs a role"),
             ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is not supported"),
-            ({"messages": [{"role": "user", "content": 5}]}, "must be a text"),
-            (
-                {"messages": [{"role": "assistant", "tool_calls": [{}]}]},
-                r"messages\[0\]: tool_calls in a message must be",
-            ),
             ({"chat_template_kwargs": {"tokenize": True}}, "must not hold 'tokenize'"),
-            ({"tools": [{"type": "function"}]}, "each of the tools must be"),
             ({"logprobs": True, "top_logprobs": 99}, "at most"),
         ],
     )
@@ -268,30 +220,13 @@ class TestAsync:
 
         assert set(asyncio.run(main())) == {expected["story"]["text"]}
 
-    def test_who_breaks_off_leaves_nothing_behind(self, server: Background) -> None:
-        async def main() -> None:
-            async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY) as client:
-                stream = await client.chat.completions.create(model=MODEL, messages=QUESTION, stream=True)
-                async for _ in stream:
-                    break
-                await stream.close()
-
-        asyncio.run(main())
-        server.wait_until_idle()
-        assert server.engine.counters.finished["abort"] >= 1
-
 
 class TestErrors:
     def test_a_key_is_asked_for(self, server: Background) -> None:
         wrong = OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
         with pytest.raises(openai.AuthenticationError, match="wants a key"):
             wrong.models.list()
-        for path in ("/v1/models", "/tokenize", "/v1/completions"):
-            body = None if path == "/v1/models" else {}
-            assert fetch(server, path, body, Authorization="")[0] == 401
-        for path in ("/health", "/version", "/metrics"):
-            assert fetch(server, path, Authorization="")[0] == 200
-        assert fetch(server, "/v1/models", Authorization="bearer another")[0] == 200
+        assert server.ask("/v1/models", Authorization="bearer another")[0] == 200
 
     def test_statuses(self, server: Background, client: OpenAI) -> None:
         with pytest.raises(openai.NotFoundError, match="there is no model 'gpt'") as missing:
@@ -305,11 +240,11 @@ class TestErrors:
         with pytest.raises(openai.BadRequestError, match="leaves no room"):
             client.completions.create(model=MODEL, prompt="x" * 50_000, stream=True)
         for path, status in (("/v1/nothing", 404), ("/v1/completions", 405)):
-            got, said = fetch(server, path)
+            got, said = server.ask(path)
             assert got == status and path in said["error"]["message"]
         with pytest.raises(openai.NotFoundError, match=r"this server has .*/v1/chat/completions"):
             client.embeddings.create(model=MODEL, input="x")
-        assert fetch(server, "/tokenize", {"prompt": "x"}, **{"Content-Type": "text/plain"})[0] == 415
+        assert server.ask("/tokenize", {"prompt": "x"}, **{"Content-Type": "text/plain"})[0] == 415
 
 
 class TestOtherAddresses:
@@ -318,23 +253,23 @@ class TestOtherAddresses:
         assert client.models.retrieve("stories").model_extra == {"max_model_len": 512}
 
     def test_tokenize_and_back(self, server: Background) -> None:
-        _, said = fetch(server, "/tokenize", {"prompt": STORY, "return_token_strs": True})
+        _, said = server.ask("/tokenize", {"prompt": STORY, "return_token_strs": True})
         assert said["count"] == len(said["tokens"]) == len(said["token_strs"]) and said["max_model_len"] == 512
-        assert fetch(server, "/detokenize", {"tokens": said["tokens"]}) == (200, {"prompt": STORY})
-        _, chat = fetch(server, "/tokenize", {"messages": QUESTION})
+        assert server.ask("/detokenize", {"tokens": said["tokens"]}) == (200, {"prompt": STORY})
+        _, chat = server.ask("/tokenize", {"messages": QUESTION})
         assert chat["count"] > 4
         for body in ({}, {"prompt": "x", "messages": QUESTION}):
-            assert fetch(server, "/tokenize", body)[0] == 400
-        assert fetch(server, "/detokenize", {"tokens": [-1]})[0] == 400
+            assert server.ask("/tokenize", body)[0] == 400
+        assert server.ask("/detokenize", {"tokens": [-1]})[0] == 400
 
     def test_version(self, server: Background) -> None:
-        assert fetch(server, "/version") == (200, {"version": folovllm.__version__})
+        assert server.ask("/version") == (200, {"version": folovllm.__version__})
 
     def test_metrics(self, server: Background, client: OpenAI) -> None:
         """Under vLLM's names; what a request adds is what it was."""
 
         def read() -> dict[str, float]:
-            lines = fetch(server, "/metrics")[1].splitlines()
+            lines = server.ask("/metrics")[1].splitlines()
             pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
             labels = '{engine="0",model_name="little"}'
             return {name.removesuffix(labels): float(value) for name, value in pairs}

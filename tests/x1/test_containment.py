@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import http.client
 import itertools
-import json
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -25,7 +23,7 @@ from tests.helpers import VOCAB_SIZE, tiny_checkpoint, tiny_tokenizer
 from tests.sequences import make_seq
 from tests.workloads import assert_nothing_left
 from tests.x1 import faulty
-from tests.x1.background import PATIENCE, Background
+from tests.x1.background import Background, events_in
 from tests.x1.conftest import GUESSING
 
 STORY = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 16, "ignore_eos": True}
@@ -61,26 +59,13 @@ def server(request: pytest.FixtureRequest) -> Iterator[Background]:
 
 def ask(server: Background, fields: dict[str, Any]) -> tuple[int, str]:
     """The status of an answer, and the text or the error's message. A stream's error is its status, too."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
-    try:
-        connection.request("POST", "/v1/completions", json.dumps(fields), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        said = response.read().decode()
-    finally:
-        connection.close()
-    is_stream = response.headers["Content-Type"].startswith("text/event-stream")
-    events = (
-        [json.loads(line[6:]) for line in said.splitlines() if line.startswith("data: {")]
-        if is_stream
-        else [json.loads(said)]
-    )
+    status, said = server.ask("/v1/completions", fields)
+    events = events_in(said) if isinstance(said, str) else [said]
     for event in events:
         if "error" in event:
             return (500 if event["error"]["type"] == "server_error" else 400), event["error"]["message"]
-    assert not is_stream or said.endswith("data: [DONE]\n\n"), "a stream ends with its last event"
-    return response.status, "".join(
-        choice["text"] for event in events for choice in event["choices"] if not choice["index"]
-    )
+    assert isinstance(said, dict) or said.endswith("data: [DONE]\n\n"), "a stream ends with its last event"
+    return status, "".join(choice["text"] for event in events for choice in event["choices"] if not choice["index"])
 
 
 @pytest.mark.parametrize(
@@ -112,10 +97,7 @@ def test_a_fault_at_one_request(server: Background, side: str) -> None:
 def test_nothing_is_left(server: Background) -> None:
     """A healthy request is answered after all of these, and the server says that it is well."""
     assert ask(server, VICTIM)[0] == 200, "the victim itself is a good request"
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
-    connection.request("GET", "/health")
-    assert connection.getresponse().status == 200
-    connection.close()
+    assert server.ask("/health")[0] == 200
     server.wait_until_idle()
 
 

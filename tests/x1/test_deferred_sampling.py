@@ -20,6 +20,7 @@ import torch
 from folovllm.build import make_engine
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
+from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
 from folovllm.sampling_row import mask_of, mask_width
@@ -61,25 +62,25 @@ class Script:
         last = drawn[-1] if drawn else 0
         return (7919 * len(drawn) + 104_729 * num_prompt_tokens + 31 * last) % self._vocab_size
 
-    def answer(self, num_prompt_tokens: int, length: int) -> list[int]:
-        """All of it."""
-        drawn: list[int] = []
-        for _ in range(length):
-            drawn.append(self.next(num_prompt_tokens, drawn))
-        return drawn
+    def check(self, requests: list[Request], outputs: list[RequestOutput]) -> None:
+        """That each answer with a form has all of its tokens, and no other's."""
+        for request, output in zip(requests, outputs, strict=True):
+            if request.params.structured_outputs is not None:
+                drawn: list[int] = []
+                for _ in range(request.params.max_tokens or 0):
+                    drawn.append(self.next(len(request.prompt), drawn))
+                assert output.outputs[0].token_ids == drawn
 
     def add(self, seqs: SequenceOf[Sequence]) -> None:
-        """As `StructuredOutputManager`; nothing is compiled."""
+        pass
 
     def needs_mask(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> bool:
-        """As `StructuredOutputManager`."""
         return any(
             scheduled.num_samples and has_grammar(seq)
             for scheduled, seq in zip(output.scheduled_seqs, seqs, strict=True)
         )
 
     def bitmasks(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> TokenBitmasks:
-        """As `StructuredOutputManager`."""
         pairs = zip(output.scheduled_seqs, seqs, strict=True)
         drawn = [(scheduled.row, seq) for scheduled, seq in pairs if scheduled.num_samples and has_grammar(seq)]
         bits = np.zeros((len(drawn), mask_width(self._vocab_size)), np.int32)
@@ -88,12 +89,10 @@ class Script:
         return TokenBitmasks(np.array([row for row, _ in drawn], np.int32), bits)
 
     def accept_tokens(self, seqs: Iterable[Sequence], token_ids: Iterable[list[int]]) -> None:
-        """As `StructuredOutputManager`."""
         for seq, tokens in zip(seqs, token_ids, strict=True):
             self._sampled[seq.seq_id] += tokens
 
     def broken(self, seqs: Iterable[Sequence]) -> list[Sequence]:
-        """As `StructuredOutputManager`; none ever is."""
         return []
 
 
@@ -129,11 +128,7 @@ class TestEveryStepsOwnMasks:
     def test_every_token_is_the_one_that_was_allowed(self, mode: str, arrival: str) -> None:
         served, script = scripted(**MODES[mode])
         requests = written_and_free()
-        for request, output in zip(requests, serve(served, requests, arrival), strict=True):
-            params = request.params
-            if params.structured_outputs is not None:
-                expected = script.answer(len(request.prompt), params.max_tokens or 0)
-                assert output.outputs[0].token_ids == expected
+        script.check(requests, serve(served, requests, arrival))
         assert_clean(served)
 
     @pytest.mark.parametrize("mode", MODES)
@@ -151,10 +146,7 @@ class TestEveryStepsOwnMasks:
         """Preemption and chunks: a sequence comes back to another row, and draws on."""
         served, script = scripted(block_size=16, num_kv_blocks=4 * NUM_SEQS // 3, max_num_batched_tokens=48)
         requests = written_and_free()
-        for request, output in zip(requests, serve(served, requests), strict=True):
-            if request.params.structured_outputs is not None:
-                expected = script.answer(len(request.prompt), request.params.max_tokens or 0)
-                assert output.outputs[0].token_ids == expected
+        script.check(requests, serve(served, requests))
         assert served.stats().preemptions > 0
         assert_clean(served)
 
@@ -239,23 +231,17 @@ class TestOnAGPU:
 
         monkeypatch.setattr(runner, "execute_model", strict)
         requests = written_and_free()
-        for request, output in zip(requests, serve(served, requests), strict=True):
-            if request.params.structured_outputs is not None:
-                expected = script.answer(len(request.prompt), request.params.max_tokens or 0)
-                assert output.outputs[0].token_ids == expected
+        script.check(requests, serve(served, requests))
 
     def test_two_engines_at_once(self) -> None:
         """Each in a thread of its own, on one card."""
-        wrong: list[str] = []
+        right: list[bool] = []
 
         def work() -> None:
             served, script = engines.pop()
             requests = written_and_free()
-            for request, output in zip(requests, serve(served, requests), strict=True):
-                if request.params.structured_outputs is not None:
-                    expected = script.answer(len(request.prompt), request.params.max_tokens or 0)
-                    if output.outputs[0].token_ids != expected:
-                        wrong.append(output.request_id)
+            script.check(requests, serve(served, requests))
+            right.append(True)
 
         engines = [scripted(num_kv_blocks=600), scripted(num_kv_blocks=600)]
         threads = [threading.Thread(target=work) for _ in engines]
@@ -263,7 +249,7 @@ class TestOnAGPU:
             thread.start()
         for thread in threads:
             thread.join()
-        assert not wrong
+        assert right == [True, True]
 
     def test_no_buffer_is_used_again_too_early(self) -> None:
         """The device is far behind: what was put aside for it is still there when it comes to it."""

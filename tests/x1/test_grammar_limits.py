@@ -28,7 +28,7 @@ from folovllm.structured_outputs import GrammarLimits, StructuredOutputsParams
 from tests.helpers import tiny_checkpoint
 from tests.x1.background import PATIENCE, Background, eventually
 
-CHECKER = "folovllm.structured_output.grammar_check_process"
+CHECKER = "folovllm.structured_output.grammar_check"
 OBJECT = {"type": "object"}
 
 
@@ -48,14 +48,7 @@ def server(request: pytest.FixtureRequest) -> Background:
 
 def ask(server: Background, **fields: Any) -> tuple[int, dict[str, Any]]:
     """Status and reply of a completion."""
-    body = json.dumps({"prompt": "a", "max_tokens": 3, "seed": 1} | fields)
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
-    try:
-        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        return response.status, json.loads(response.read())
-    finally:
-        connection.close()
+    return server.ask("/v1/completions", {"prompt": "a", "max_tokens": 3, "seed": 1} | fields)
 
 
 def children(pid: int | str) -> list[int]:
@@ -77,36 +70,15 @@ def memory() -> int:
     return sum(int(stat.read_text().split()[1]) for stat in stats if stat.exists()) * os.sysconf("SC_PAGESIZE") >> 20
 
 
-WRONG = [
-    ("choice", {"json": OBJECT, "choice": False}),
-    ("regex", {"json": OBJECT, "regex": False}),
-    ("grammar", {"json": OBJECT, "grammar": 0}),
-    ("regex", {"choice": ["a"], "regex": ""}),
-    ("json_object", {"json": OBJECT, "json_object": 0}),
-    ("strict", {"json": OBJECT, "strict": None}),
-    ("strict", {"json": OBJECT, "strict": 1}),
-    ("strict", {"json": OBJECT, "strict": "yes"}),
-    ("disable_any_whitespace", {"json": OBJECT, "disable_any_whitespace": 5}),
-    ("whitespace_pattern", {"json": OBJECT, "whitespace_pattern": False}),
-    ("after", {"regex": "a", "after": []}),
-    ("json", {"json": 0}),
-    ("json", {"json": ""}),
-    ("json", {"json": '{"const": NaN}'}),
-    ("json", {"json": '{"maximum": -Infinity}'}),
-    ("json", {"json": "[" * 5000}),
-    ("choice", {"choice": {"a": 1}}),
-]
-
-
 class TestFields:
-    @pytest.mark.parametrize(("field", "fields"), WRONG, ids=lambda value: str(value)[:60])
-    def test_a_field_of_the_wrong_kind(self, server: Background, field: str, fields: dict[str, Any]) -> None:
-        """A 400 that names it, and the engine goes on; the same sentence in Python."""
+    @pytest.mark.parametrize(
+        "fields", [{"json": OBJECT, "choice": False}, {"json": '{"const": NaN}'}, {"json": "[" * 5000}]
+    )
+    def test_a_field_of_the_wrong_kind(self, server: Background, fields: dict[str, Any]) -> None:
+        """A 400 that names it, and the engine goes on."""
         status, reply = ask(server, structured_outputs=fields)
-        assert status == 400 and field in reply["error"]["message"], reply
+        assert status == 400 and [*fields][-1] in reply["error"]["message"], reply
         assert reply["error"]["param"] == "structured_outputs"
-        with pytest.raises(ValueError, match=field):
-            SamplingParams(structured_outputs=fields)  # type: ignore[arg-type]
         assert ask(server)[0] == 200, "the engine must go on"
 
     @pytest.mark.parametrize(("strict", "wanted"), [(1, 400), ("yes", 400), ([], 400), (None, 200), (False, 200)])
@@ -114,36 +86,6 @@ class TestFields:
         described = {"name": "x", "schema": OBJECT, "strict": strict}
         status, reply = ask(server, response_format={"type": "json_schema", "json_schema": described})
         assert status == wanted and (status == 200 or "strict" in reply["error"]["message"]), reply
-
-    @pytest.mark.parametrize("schema", [{"const": float("nan")}, {"enum": [{1, 2}]}, {"const": b"x"}])
-    def test_what_json_cannot_say(self, schema: dict[str, Any]) -> None:
-        with pytest.raises(ValueError, match="json must be a JSON schema"):
-            StructuredOutputsParams(json=schema)
-
-    @pytest.mark.parametrize("field", ["choice", "json", "regex"])
-    def test_a_value_that_is_nested_deeply(self, field: str) -> None:
-        nested: list[Any] = []
-        for _ in range(5000):
-            nested = [nested]
-        with pytest.raises(ValueError, match=field):
-            StructuredOutputsParams(**{field: nested})
-
-    def test_whatever_is_sent(self, server: Background) -> None:
-        rng = random.Random(40)
-        for _ in range(150):
-            fields = {rng.choice(FIELDS): rng.choice(VALUES) for _ in range(rng.choice([1, 1, 2, 3]))}
-            status, reply = ask(server, structured_outputs=fields)
-            assert status in (200, 400), (fields, reply)
-        assert ask(server)[0] == 200, "the engine must go on"
-
-
-FIELDS = [*StructuredOutputsParams.__dataclass_fields__, *("json", "regex", "choice", "grammar") * 2, "x"]
-VALUES: list[Any] = [
-    None, True, False, 0, 1, -5, 0.5, 2**70, "", "a", "[", "(", "{}", "\u0000", "é🙂", "a" * 5000, 'start: "a"',
-    [], ["a"], ["", "a"], [1], [None], [["a"]], {}, OBJECT, {"type": "nope"}, {"enum": [1, "a", None]}, {"$ref": "#"},
-    {"type": "integer", "multipleOf": 0}, {"const": [[[{}]]]}, {"x-guidance": {"whitespace_pattern": "("}},
-    {"const": 2**70},  # no number of 64 bits
-]  # fmt: skip
 
 
 def doubled(depth: int) -> str:

@@ -30,27 +30,18 @@ STARTS = (
 CHOICES = (" little girl", " red ball", " a silver kite", " quantum engine", " he lost his toy")
 TASKS = {
     "choices": {
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{start}}",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "{{gold}}",
-        "target_delimiter": "",
-        "metric_list": [{"metric": "acc"}],
+        "output_type": "multiple_choice", "doc_to_text": "{{start}}", "doc_to_choice": "{{choices}}", "doc_to_target": "{{gold}}",
+        "target_delimiter": "", "metric_list": [{"metric": "acc"}],
     },
     "whole": {
-        "output_type": "loglikelihood_rolling",
-        "doc_to_text": "",
-        "doc_to_target": "{{start}}{{choices[0]}}",
+        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{start}}{{choices[0]}}",
         "metric_list": [{"metric": "word_perplexity"}],
     },
     "continued": {
-        "output_type": "generate_until",
-        "doc_to_text": "{{start}}",
-        "doc_to_target": "{{choices[0]}}",
-        "generation_kwargs": {"until": ["."], "max_gen_toks": 16},
-        "metric_list": [{"metric": "exact_match"}],
+        "output_type": "generate_until", "doc_to_text": "{{start}}", "doc_to_target": "{{choices[0]}}",
+        "generation_kwargs": {"until": ["."], "max_gen_toks": 16}, "metric_list": [{"metric": "exact_match"}],
     },
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -145,15 +136,16 @@ def test_a_whole_text(server: Background, tasks: Path, reference: Reference) -> 
 
 def test_continuations(server: Background, tasks: Path, reference: Reference) -> None:
     """Greedy, until a stop string; and the same question in a conversation."""
-    for sample in samples(server, tasks, "local-completions", ["continued"])["continued"]:
-        ids = reference.tokenizer(sample["arguments"][0][0], return_tensors="pt").input_ids
+
+    def check(sample: dict[str, Any], prompt: str, **options: Any) -> None:
+        ids = reference.tokenizer(prompt, return_tensors="pt", **options).input_ids
         answer = reference.model.generate(ids, max_new_tokens=16, do_sample=False)[0, ids.shape[1] :]
         expected = reference.tokenizer.decode(answer, skip_special_tokens=True).partition(".")[0]
         assert sample["resps"][0][0] == expected
+
+    for sample in samples(server, tasks, "local-completions", ["continued"])["continued"]:
+        check(sample, sample["arguments"][0][0])
     for sample in samples(server, tasks, "local-chat-completions", ["continued"])["continued"]:
         messages = [{"role": "user", "content": sample["doc"]["start"]}]
         prompt = reference.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        ids = reference.tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
-        answer = reference.model.generate(ids, max_new_tokens=16, do_sample=False)[0, ids.shape[1] :]
-        expected = reference.tokenizer.decode(answer, skip_special_tokens=True).partition(".")[0]
-        assert sample["resps"][0][0] == expected
+        check(sample, prompt, add_special_tokens=False)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import http.client
-import json
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -52,16 +50,6 @@ def server(request: pytest.FixtureRequest) -> Iterator[Background]:
             yield server
 
 
-def post(server: Background, path: str, body: str) -> tuple[int, dict[str, Any]]:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
-    try:
-        connection.request("POST", path, body, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        return response.status, json.loads(response.read())
-    finally:
-        connection.close()
-
-
 LISTS: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", {"prompt": "a", "allowed_token_ids": [1] * 300_000}, "allowed_token_ids has 300000"),
     ("/v1/completions", {"prompt": "a", "logit_bias": {str(i): 1 for i in range(70_000)}}, "logit_bias has 70000"),
@@ -73,7 +61,7 @@ LISTS: list[tuple[str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("path", "body", "says"), LISTS)
 def test_lists_are_counted_before_they_are_read(server: Background, path: str, body: dict[str, Any], says: str) -> None:
-    status, said = post(server, path, json.dumps(body))
+    status, said = server.ask(path, body)
     assert status == 400 and says in said["error"]["message"], said
 
 
@@ -84,14 +72,14 @@ class TestNumbers:
     def test_beyond_64_bits(self, server: Background, number: int) -> None:
         """In any field that has numbers: 400, which names the field. No place in the queue is lost."""
         for path, begin, end, field in NUMBERS:
-            status, said = post(server, path, f"{begin}{number}{end}")
+            status, said = server.ask(path, f"{begin}{number}{end}".encode())
             assert status == 400, f"{begin}{end} is the client's fault: {said}"
             assert field is None or said["error"]["param"] == field, f"{begin}{end} is not named: {said}"
         server.wait_until_idle()
 
     @pytest.mark.parametrize("priority", [2**63 - 1, -(2**63)])
     def test_the_longest_that_fit(self, server: Background, priority: int) -> None:
-        assert post(server, "/v1/completions", f'{COMPLETION}"max_tokens": 1, "priority": {priority}}}')[0] == 200
+        assert server.ask("/v1/completions", {"prompt": "a", "max_tokens": 1, "priority": priority})[0] == 200
 
 
 class TestAdmission:
@@ -106,23 +94,20 @@ class TestAdmission:
     )
     def test_it_counts_sequences(self, server: Background, path: str, fields: dict[str, Any]) -> None:
         """Before anything is made for any of them; and says so."""
-        status, said = post(server, path, json.dumps(fields | {"max_tokens": 1}))
+        status, said = server.ask(path, fields | {"max_tokens": 1})
         count = max(17, fields.get("n", 1) * len(fields.get("prompt", "a")))
-        assert (status, said["error"]["message"][:60]) == (
-            400,
-            f"the request has {count} sequences, and the queue holds {ROOM}: send fewer at once"[:60],
-        )
+        assert status == 400 and f"has {count} sequences, and the queue holds {ROOM}" in said["error"]["message"]
 
     def test_they_take_places_until_the_first_token(self, server: Background) -> None:
         """16 fit, and give their places back."""
         for _ in range(2):
-            status, said = post(server, "/v1/completions", json.dumps({"prompt": ["a"] * 4, "n": 4, "max_tokens": 1}))
+            status, said = server.ask("/v1/completions", {"prompt": ["a"] * 4, "n": 4, "max_tokens": 1})
             assert status == 200 and len(said["choices"]) == ROOM
         server.wait_until_idle()
 
     def test_more_answers_than_the_engine_gives(self, server: Background) -> None:
         """That is said first: fewer prompts would not help."""
-        status, said = post(server, "/v1/completions", json.dumps({"prompt": ["a"] * 1000, "n": 1000}))
+        status, said = server.ask("/v1/completions", {"prompt": ["a"] * 1000, "n": 1000})
         assert (status, said["error"]["param"]) == (400, "n")
 
     def test_a_request_that_cannot_be_handed_over_takes_no_place(
@@ -130,12 +115,14 @@ class TestAdmission:
     ) -> None:
         """The second of its prompts cannot be sent: the first one's place is given back, too."""
         transport, sent = server.engine._transport, list[Any]()
-        send = transport.send
+
+        def send(command: Any, send: Any = transport.send) -> None:
+            sent.append(command)
+            send(command if len(sent) != 2 else 1 // 0)
+
         with monkeypatch.context() as patch:
-            patch.setattr(
-                transport, "send", lambda command: sent.append(command) or (send(command) if len(sent) != 2 else 1 // 0)
-            )
-            status, _ = post(server, "/v1/completions", json.dumps({"prompt": ["a", "b"], "max_tokens": 60}))
+            patch.setattr(transport, "send", send)
+            status, _ = server.ask("/v1/completions", {"prompt": ["a", "b"], "max_tokens": 60})
         assert status == 500
         server.wait_until_idle()
 
@@ -188,9 +175,6 @@ class TestHealth:
         with Background(
             ServerConfig(), ThreadTransport(lambda config: Ending(config)), model=str(tiny_checkpoint())
         ) as server:
-            status, said = post(server, "/v1/completions", '{"prompt": [5], "max_tokens": 1}')
+            status, said = server.ask("/v1/completions", {"prompt": [5], "max_tokens": 1})
             assert (status, said["error"]["code"]) == (503, "engine_dead")
-            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
-            connection.request("GET", "/health")
-            assert connection.getresponse().status == 503
-            connection.close()
+            assert server.ask("/health")[0] == 503

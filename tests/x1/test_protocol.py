@@ -2,36 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
-from folovllm.server.admission import Admission
-from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.errors import ApiError
 from folovllm.server.messages import (
     Abort,
     Add,
     Delta,
-    Frames,
     SchedulerStats,
     Step,
     decode_command,
     decode_message,
     encode,
-    frame,
 )
 from folovllm.server.metrics import Histogram
 from folovllm.server.protocol import ChatRequest, CompletionRequest, parse
 from folovllm.server.requests import chat_params, completion_params, prompts_of
-from tests.helpers import tiny_checkpoint
-from tests.x1.scripted import HandTransport, request_of
+from tests.x1.scripted import request_of
 
 
 def completion(**fields: Any) -> CompletionRequest:
@@ -89,7 +81,8 @@ class TestRequests:
             "n": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "repetition_penalty": 1.1,
             "presence_penalty": 0.2, "frequency_penalty": 0.3, "seed": 5, "max_tokens": 9, "min_tokens": 2,
             "stop": ["a"], "stop_token_ids": [3], "ignore_eos": True, "include_stop_str_in_output": True,
-            "skip_special_tokens": False, "truncate_prompt_tokens": 4,
+            "skip_special_tokens": False, "truncate_prompt_tokens": 4, "logit_bias": {"5": 1.0}, "bad_words": ["a b"],
+            "allowed_token_ids": [5, 6],
         }  # fmt: skip
         params = completion_params(completion(**fields, logprobs=3, stream=True), {})
         assert params == SamplingParams(**fields, logprobs=3, output_kind=RequestOutputKind.DELTA)  # type: ignore[arg-type]
@@ -156,27 +149,11 @@ class TestFields:
 
 
 class TestMessages:
-    @given(st.lists(st.binary(max_size=70)), st.integers(1, 9))
-    def test_frames_come_whole_however_they_are_torn(self, payloads: list[bytes], size: int) -> None:
-        wire = b"".join(map(frame, payloads))
-        frames = Frames()
-        assert [m for i in range(0, len(wire), size) for m in frames.feed(wire[i : i + size])] == payloads
-
     def test_there_and_back(self) -> None:
         params = SamplingParams(n=2, stop=["a"], seed=2**62, max_tokens=None, temperature=np.float32(0.5))
+        more = {"bad_words": ((5, 6), (7,)), "eos_token_ids": frozenset({1, 2})}
         for command in (
-            Add(
-                1,
-                request_of(
-                    1,
-                    [1, 2],
-                    params,
-                    priority=-3,
-                    cache_salt="salt",
-                    bad_words=((5, 6), (7,)),
-                    eos_token_ids=frozenset({1, 2}),
-                ),
-            ),
+            Add(1, request_of(1, [1, 2], params, priority=-3, cache_salt="salt", **more)),
             Abort(2**40),
         ):
             assert decode_command(encode(command)) == command
@@ -186,31 +163,6 @@ class TestMessages:
     def test_numpy_numbers_are_numbers(self) -> None:
         add = Add(1, request_of(1, [1], SamplingParams(seed=np.int64(3), stop_token_ids=[np.int32(4)])))
         assert decode_command(encode(add)).request.params.stop_token_ids == [4]
-
-
-class TestAdmission:
-    def test_a_worked_case(self) -> None:
-        """Room for two requests and ten tokens; each prompt has three."""
-
-        async def main() -> None:
-            transport = HandTransport()
-            async with AsyncEngine(str(tiny_checkpoint()), transport=transport) as engine:
-                admission = Admission(engine, max_requests=2, max_tokens=10)
-                admission.check(2, 10)
-                for count, tokens in ((3, 0), (1, 11)):  # never, whoever waits
-                    with pytest.raises(ApiError) as told:
-                        admission.check(count, tokens)
-                    assert told.value.status == 400
-                engine.submit(await engine.prepare([1, 2, 3]))
-                admission.check(1, 7)
-                for count, tokens in ((2, 0), (1, 8)):  # not now
-                    with pytest.raises(ApiError, match="queue is full") as told:
-                        admission.check(count, tokens)
-                    assert (told.value.status, told.value.headers) == (429, {"Retry-After": "1"})
-                transport.turn()  # its first token: it waits no more
-                admission.check(2, 10)
-
-        asyncio.run(main())
 
 
 def test_a_histogram_counts_what_is_at_most_a_bound() -> None:

@@ -16,10 +16,9 @@ from folovllm.engine.output_processor import OutputDelta
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.errors import ApiError
 from folovllm.server.protocol import ChatRequest
-from folovllm.server.reader import AnswerReader, reading_of
 from folovllm.server.reasoning import ReasoningSplitter
-from folovllm.server.replies import ChatMessage
-from folovllm.server.requests import call_grammar, checked, offered
+from folovllm.server.replies import AnswerReader, ChatMessage
+from folovllm.server.requests import call_grammar, checked, offered, reading_of
 from folovllm.server.tool_calls import ToolCallParser
 from folovllm.structured_outputs import StructuredOutputsParams
 

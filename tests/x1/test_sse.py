@@ -7,9 +7,8 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from starlette.requests import ClientDisconnect
 
-from folovllm.server.sse import EventStream, unless_gone
+from folovllm.server.sse import EventStream
 
 
 class Client:
@@ -29,44 +28,6 @@ class Client:
     @property
     def text(self) -> bytes:
         return b"".join(message.get("body", b"") for message in self.got)
-
-
-def test_who_goes_ends_the_work() -> None:
-    """And what the work holds is given back before anybody hears of it."""
-
-    async def main() -> list[str]:
-        client, held = Client(), ["a lock"]
-
-        async def work() -> None:
-            try:
-                client.goes.set()
-                await asyncio.Event().wait()
-            finally:
-                held.clear()
-
-        with pytest.raises(ClientDisconnect):
-            await unless_gone(client.receive, work())
-        return held
-
-    assert asyncio.run(asyncio.wait_for(main(), 30)) == []
-
-
-def test_work_that_is_done_is_done() -> None:
-    async def main() -> None:
-        client = Client()
-
-        async def work() -> str:
-            await asyncio.sleep(0)
-            return "done"
-
-        async def fail() -> None:
-            raise ValueError("no")
-
-        assert await unless_gone(client.receive, work()) == "done"
-        with pytest.raises(ValueError, match="no"):
-            await unless_gone(client.receive, fail())
-
-    asyncio.run(asyncio.wait_for(main(), 30))
 
 
 async def events(*items: bytes) -> AsyncIterator[bytes]:

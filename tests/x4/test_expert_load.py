@@ -115,7 +115,7 @@ def test_prometheus_gets_counts() -> None:
         async with AsyncEngine(config) as engine:
             *_, output = [output async for output in engine.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS)]
             await asyncio.gather(engine.ask_experts(), engine.ask_experts())
-            text = Metrics(engine, "tiny").text().decode()
+            text = Metrics("tiny", engine.stats, engine.counters, engine.expert_load, False).text().decode()
         await engine.ask_experts()  # of a closed one: nobody waits for ever
         return text, by_transformers("qwen3_moe", computed([output]))
 
