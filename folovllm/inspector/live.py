@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
-from folovllm.inspector.texts import TokenTexts
+from folovllm.inspector.lines import TokenTexts
 
 if TYPE_CHECKING:
     from folovllm.inspector.recorder import Engine, Recorder

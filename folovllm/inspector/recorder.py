@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from folovllm.events import Event, Listener
 from folovllm.executor.abstract import Executor
-from folovllm.inspector.lines import FORMAT, KEY_EVERY, VERSION, LineWriter, as_file
-from folovllm.inspector.texts import TokenTexts
+from folovllm.inspector.lines import FORMAT, KEY_EVERY, VERSION, LineWriter, TokenTexts, as_file
 from folovllm.setup import EngineSetup
 
 if TYPE_CHECKING:

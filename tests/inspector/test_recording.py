@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from folovllm import events as ev
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.inspector.lines import KEY_EVERY, LineWriter
+from folovllm.inspector.lines import KEY_EVERY, LineWriter, TokenTexts
 from folovllm.inspector.recorder import Recorder, header_of, recording
 from folovllm.inspector.replay import Recording, parse, read
-from folovllm.inspector.texts import TokenTexts
 from folovllm.sampling_params import SamplingParams
 from folovllm.watcher import Watcher
 from tests.helpers import tiny_tokenizer
