@@ -57,12 +57,13 @@ class FakeEngine:
     def subscribe(self, listener: Listener, experts: bool = False) -> None:
         self.listeners.append(listener)
 
+    def unsubscribe(self, listener: Listener) -> None:
+        self.listeners.remove(listener)
+
     def has_unfinished_requests(self) -> bool:
         return bool(self.words)
 
     def step(self) -> list[RequestOutput]:
-        for listener in self.listeners:
-            listener([step_ended(self.steps)])
         self.steps += 1
         outputs = []
         for request_id, words in list(self.words.items()):
@@ -97,6 +98,8 @@ class FakeLLM:
     def generate(self, prompts: list[str], params: SamplingParams, use_tqdm: bool, on_answer: Any) -> None:
         self.prompts, self.params, self.use_tqdm = prompts, params, use_tqdm
         for i, prompt in enumerate(prompts):
+            for listener in self.engine.listeners:
+                listener([step_ended(i)])
             on_answer(output(str(i), f" {prompt.upper()}"))
 
     has_chat_template = False
@@ -251,24 +254,12 @@ class TestOutput:
         }  # fmt: skip
 
     def test_show_steps_prints_a_line_a_step(self, llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
-        run("generate", "a b c", "d", "--show-steps", "--json")
+        run("generate", "a", "b", "--show-steps", "--json")
         out, err = capsys.readouterr()
-        steps = err.splitlines()
-        assert [line.split()[:2] for line in steps] == [["step", "0"], ["step", "1"], ["step", "2"]]
-        assert steps[0].split()[2:] == [
-            "waiting",
-            "0",
-            "running",
-            "1",
-            "tokens",
-            "7",
-            "12.50",
-            "ms",
-            "KV",
-            "blocks",
-            "3",
-        ]
-        assert [json.loads(line)["outputs"][0]["text"] for line in out.splitlines()] == ["c b a ", "d "]
+        steps = [" ".join(line.split()) for line in err.splitlines()]
+        assert steps == [f"step {i} waiting 0 running 1 tokens 7 12.50 ms KV blocks 3" for i in range(2)]
+        assert [json.loads(line)["outputs"][0]["text"] for line in out.splitlines()] == [" A", " B"]
+        assert not llm.made[-1].use_tqdm and not llm.made[-1].engine.listeners
 
 
 class TestCtrlC:
@@ -286,20 +277,6 @@ class TestCtrlC:
         assert run("generate", "a", "b", "c") == 130
         out, err = capsys.readouterr()
         assert out == "c C\n" and "interrupted: 2 of 3 prompts are answered" in err
-
-    def test_show_steps(
-        self, llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        step = FakeEngine.step
-
-        def interrupted(self: FakeEngine) -> list[RequestOutput]:
-            os.kill(os.getpid(), signal.SIGINT)
-            return step(self)
-
-        monkeypatch.setattr(FakeEngine, "step", interrupted)
-        assert run("generate", "a b", "c", "--show-steps", "--json") == 130
-        out, err = capsys.readouterr()
-        assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["c"] and "1 of 2" in err
 
 
 class TestEncodings:
