@@ -142,7 +142,7 @@ class TestGuesses:
                 if who not in row:
                     continue  # it has ended
                 what, tokens = row[who]
-                assert f"{accepted[who]} of {guessed[who]} guess" in what
+                assert f"{accepted[who]} of {guessed[who]} draft token" in what
                 *sure, bonus = [words[token] for token in drawn[who]]
                 expected = [("INS", word) for word in sure] + [("MARK", bonus)] + [("DEL", words[id_]) for id_ in wrong]
                 assert [(tag, word) for tag, word, _ in tokens] == expected
@@ -152,19 +152,19 @@ class TestGuesses:
 
     def test_in_the_cache_they_are_counted_named_and_told_apart(self, shown: Shown) -> None:
         shown.run(f"inspector.player.go(4); await {SETTLED}")
-        assert "Guesses accepted: A 0 of 4 and B 1 of 4" in shown.run("return inspector.lanes[0].text")
+        assert "Draft tokens accepted: A 0 of 4 and B 1 of 4" in shown.run("return inspector.lanes[0].text")
         legend = shown.page.locator(".memory .legend").inner_text()
         assert all(words in legend for words in ("1 accepted", "2 bonus", "7 rejected"))
-        assert shown.page.locator(".memory .legend li[title^='rejected: a wrong guess']").count() == 1
+        assert shown.page.locator(".memory .legend li[title^='rejected: a wrong draft token']").count() == 1
         shown.page.locator(".memory canvas").focus()
         tips = set()
         for _ in range(8):
             key(shown, "ArrowRight")
             tips |= set(shown.page.locator(".memory .tip").inner_text().split("\n"))
         assert {"accepted “ from”", "bonus “ her”", "rejected “ his”", "rejected “ and”"} <= tips
-        assert "checked" in shown.page.locator(".timeline .legend").inner_text()
+        assert "verified" in shown.page.locator(".timeline .legend").inner_text()
         shown.open("m5.jsonl")
-        assert not shown.page.locator(".timeline .guesses").is_visible(), "where nobody guesses, no word of it"
+        assert not shown.page.locator(".timeline .drafts").is_visible(), "without drafts, no word of them"
 
 
 class TestTime:

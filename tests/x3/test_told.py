@@ -79,7 +79,7 @@ def test_watcher_recording_digest_and_log(milestone: str) -> None:
         "the wrong ones, by name"
     )
     spans = Counter(span["name"] for span in traced.events() if span["pid"] == REQUESTS and span["ph"] == "X")
-    assert sum(spans[f"check {k}"] for k in range(1, 6)) == sum(
+    assert sum(spans[f"verify {k}"] for k in range(1, 6)) == sum(
         scheduled.num_samples > 1
         for event in taped.seen
         if isinstance(event, StepEnded)
