@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from folovllm.config import PRESETS, EngineConfig
-from folovllm.inspector.live import Audience
+from folovllm.inspector.live import Subscribers
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.async_engine import AsyncEngine, EngineDead
 from folovllm.server.messages import Pace
@@ -118,7 +118,7 @@ class Playground:
         self._overrides = {"num_threads": 1, "use_tqdm": False}
         self._overrides |= {k: v for k, v in overrides.items() if k not in sliders}
         self.delay, self.is_held = 0.1, False
-        self.audience = Audience(self._watch)
+        self.subscribers = Subscribers(self._watch)
         self._engine: AsyncEngine | None = None
         self._transport: Transport | None = None
         self._streams: dict[Stream, asyncio.Task[None]] = {}
@@ -128,11 +128,6 @@ class Playground:
     def runs_mine(self) -> bool:
         """Whether a learner's code runs: in a process of its own, which loads it anew and can be ended whatever it does."""
         return bool(os.environ.get("FOLOVLLM_MINE"))
-
-    def _new_transport(self) -> Transport:
-        if self.runs_mine:
-            return ProcessTransport()
-        return ThreadTransport()
 
     @property
     def error(self) -> str | None:
@@ -159,16 +154,16 @@ class Playground:
         async with self._turn:
             settings = self.settings.with_changes(changes)
             config = EngineConfig(**self._overrides | settings.overrides())
-            transport = self._new_transport()
+            transport: Transport = ProcessTransport() if self.runs_mine else ThreadTransport()
             engine = AsyncEngine(config, transport=transport)
             await engine.start()
             old, self._engine, self._transport, self.settings = self._engine, engine, transport, settings
-            engine.on_seen = self.audience.take_in
+            engine.on_seen = self.subscribers.publish
             transport.send(Pace(self.delay, self.is_held))
             if old is not None:
                 old.on_seen = lambda pieces: None
                 await old.close()
-            self.audience.begin_anew()
+            self.subscribers.begin_anew()
 
     async def ask(
         self, prompts: list[str], max_tokens: int = 64, temperature: float = 0.7, seed: int | None = None
@@ -206,7 +201,7 @@ class Playground:
 
     async def close(self) -> None:
         """End it."""
-        self.audience.close()
+        self.subscribers.close()
         if self._engine is not None:
             await self._engine.close()
 

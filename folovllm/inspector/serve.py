@@ -98,8 +98,10 @@ def playground_app(playground: Playground, host: str) -> Starlette:
         return page_response({"kind": "playground", "events": "inspector/events", "control": "inspector/playground"})
 
     async def events(request: Request) -> Response:
-        reader = playground.audience.join()
-        return EventStream(playground.audience.events(reader), partial(playground.audience.leave, reader))
+        subscriber = playground.subscribers.add()
+        return EventStream(
+            playground.subscribers.events(subscriber), partial(playground.subscribers.remove, subscriber)
+        )
 
     async def control(request: Request) -> Response:
         if request.method == "POST":
@@ -163,7 +165,7 @@ def run_playground(overrides: dict[str, Any], host: str, port: int, browser: boo
 async def _play(playground: Playground, listener: socket.socket, host: str, browser: bool) -> None:
     await playground.build({})
     try:
-        await _serve(playground_app(playground, host), listener, "a playground", browser, playground.audience.close)
+        await _serve(playground_app(playground, host), listener, "a playground", browser, playground.subscribers.close)
     finally:
         await playground.close()
 

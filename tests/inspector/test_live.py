@@ -6,7 +6,6 @@ import asyncio
 import http.client
 import json
 import os
-import random
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ import pytest
 from folovllm import events as ev
 from folovllm.build import make_engine
 from folovllm.inspector import live
-from folovllm.inspector.live import Audience, LiveLines, as_event, is_beginning
+from folovllm.inspector.live import LiveLines, Subscribers, as_event, is_beginning
 from folovllm.inspector.replay import Recording, parse
 from folovllm.server.config import ServerConfig
 from folovllm.server.guard import host_name, is_address
@@ -309,38 +308,38 @@ class TestReaders:
 
     def test_each_gets_what_is_for_it(self) -> None:
         asked: list[bool] = []
-        audience = Audience(asked.append)
-        first = audience.join()
-        audience.take_in([self.BEGINNING, self.MORE])
-        second = audience.join()
-        audience.take_in([self.MORE, self.BEGINNING, self.MORE])
+        subscribers = Subscribers(asked.append)
+        first = subscribers.add()
+        subscribers.publish([self.BEGINNING, self.MORE])
+        second = subscribers.add()
+        subscribers.publish([self.MORE, self.BEGINNING, self.MORE])
         assert first.read() == self.BEGINNING + 3 * self.MORE and second.read() == self.BEGINNING + self.MORE
-        assert asked == [True, True] and len(audience) == 2
-        audience.leave(first)
-        audience.leave(first)
+        assert asked == [True, True] and len(subscribers) == 2
+        subscribers.remove(first)
+        subscribers.remove(first)
         assert asked == [True, True]
-        audience.leave(second)
+        subscribers.remove(second)
         assert asked == [True, True, False]
 
     def test_one_who_does_not_read_begins_anew(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(live, "MOST_UNREAD", 100)
         asked: list[bool] = []
-        audience = Audience(asked.append)
+        subscribers = Subscribers(asked.append)
 
         async def story() -> list[bytes]:
-            reader, quick = audience.join(), audience.join()
-            stream, other = audience.events(reader), audience.events(quick)
-            audience.take_in([self.BEGINNING])
+            reader, quick = subscribers.add(), subscribers.add()
+            stream, other = subscribers.events(reader), subscribers.events(quick)
+            subscribers.publish([self.BEGINNING])
             got = [await anext(stream)]
             await anext(other)
             for _ in range(20):
-                audience.take_in([self.MORE])
+                subscribers.publish([self.MORE])
                 await anext(other)
             assert reader.is_lost and not reader.has_unread and not quick.is_lost
             waits = asyncio.ensure_future(anext(stream))
             while asked != [True, True, True]:  # its own beginning, asked for only now that it reads
                 await asyncio.sleep(0)
-            audience.take_in([self.MORE, self.BEGINNING, self.MORE])
+            subscribers.publish([self.MORE, self.BEGINNING, self.MORE])
             got.append(await waits)
             return got
 
@@ -348,25 +347,12 @@ class TestReaders:
 
     def test_silence_is_filled(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(live, "KEEP_ALIVE", 0)
-        audience = Audience(lambda is_on: None)
+        subscribers = Subscribers(lambda is_on: None)
 
         async def story() -> bytes:
-            return await anext(audience.events(audience.join()))
+            return await anext(subscribers.events(subscribers.add()))
 
         assert asyncio.run(story()).startswith(b":")
 
     def test_lines_as_an_event(self) -> None:
         assert as_event(b"[1]\n[2]\n") == b"data: [1]\ndata: [2]\n\n"
-
-
-def test_random_chunks_of_a_stream_are_whole_lines() -> None:
-    """What is joined from pieces is the recording, wherever they were cut."""
-    die, data = random.Random(1), [f'["turn", {i}]\n'.encode() for i in range(50)]
-    audience = Audience(lambda is_on: None)
-    reader = audience.join()
-    reader.feed(b"{}\n")
-    while data:
-        n = die.randint(1, 5)
-        reader.feed(b"".join(data[:n]))
-        del data[:n]
-    assert reader.read().count(b"\n") == 51

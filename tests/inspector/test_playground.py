@@ -34,8 +34,8 @@ class Page:
 
     def __init__(self, playground: Playground) -> None:
         self.playground, self.lines, self.num_headers = playground, list[bytes](), 0
-        self._reader = playground.audience.join()
-        self._stream = playground.audience.events(self._reader)
+        self._reader = playground.subscribers.add()
+        self._stream = playground.subscribers.events(self._reader)
 
     async def see(self, holds: Callable[[bytes], bool]) -> None:
         """Read until a line for which it holds."""
