@@ -7,7 +7,7 @@ import json
 import sys
 from collections import deque
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
@@ -88,23 +88,19 @@ def times(metrics: RequestMetrics) -> str:
 
 
 def as_json_line(output: RequestOutput) -> str:
-    """An output in JSON, with every character as it is where stdout can have it."""
-    return json.dumps(as_dict(output), ensure_ascii=not (sys.stdout.encoding or "utf-8").lower().startswith("utf"))
-
-
-def as_dict(output: RequestOutput) -> dict[str, Any]:
-    """An output as JSON knows it; times are in seconds."""
+    """An output as JSON, times in seconds, with every character as it is where stdout can have it."""
     answers = [asdict(answer) for answer in output.outputs]
     for answer in answers:
         del answer["delta_text"], answer["delta_token_ids"]  # of the last step: no one streams here
     measured = ("ttft", "tpot", "latency", "tokens_per_second", "num_prompt_tokens", "num_generated_tokens")
-    return {
+    said = {
         "prompt": output.prompt,
         "prompt_token_ids": output.prompt_token_ids,
         "outputs": answers,
         "num_cached_tokens": output.num_cached_tokens,
         "metrics": {name: getattr(output.metrics, name) for name in measured},
     }
+    return json.dumps(said, ensure_ascii=not (sys.stdout.encoding or "utf-8").lower().startswith("utf"))
 
 
 def stderr() -> Console:

@@ -77,21 +77,9 @@ def read(path: str | Path) -> Recording:
 
 def parse(text: str, name: str) -> Recording:
     """As `read`, of a text."""
-    header, lines = check_header(text.partition("\n")[0], name), list[Line]()
-    rows = text.split("\n")[1:]
-    for number, row in enumerate(rows, 2):
-        try:
-            lines.append(json.loads(row))
-        except ValueError:
-            if number < len(rows) + 1:
-                raise ValueError(f"{name}, line {number} is no JSON: the file is damaged") from None
-    return Recording(name, header, lines)  # what stands behind the last newline was cut off, or is nothing
-
-
-def check_header(line: str, name: str) -> dict[str, Any]:
-    """The header. Raises ValueError unless it is one that we can read."""
+    first, *rows = text.split("\n")
     try:
-        header = json.loads(line)
+        header = json.loads(first)
     except ValueError:
         header = None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
@@ -100,7 +88,14 @@ def check_header(line: str, name: str) -> dict[str, Any]:
         raise ValueError(
             f"{name} is a recording of version {version}, and this reads version {VERSION}: record it anew"
         )
-    return header
+    lines = list[Line]()
+    for number, row in enumerate(rows, 2):
+        try:
+            lines.append(json.loads(row))
+        except ValueError:
+            if number < len(rows) + 1:  # else it was cut off, or is nothing
+                raise ValueError(f"{name}, line {number} is no JSON: the file is damaged") from None
+    return Recording(name, header, lines)
 
 
 class _Decoder:

@@ -14,7 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from folovllm.engine.scheduler import Scheduler
-from folovllm.inspector.playground import FIELDS, Playground, Settings
+from folovllm.inspector.playground import SLIDERS, Playground
 from folovllm.inspector.replay import Recording, parse
 from folovllm.inspector.serve import playground_app, replay_app
 from folovllm.sampling_params import SamplingParams
@@ -121,25 +121,17 @@ def test_a_setting_that_cannot_be_leaves_the_engine() -> None:
     play(story)
 
 
-@pytest.mark.parametrize("milestone", FIELDS[0].choices)
+@pytest.mark.parametrize("milestone", SLIDERS["milestone"].choices)
 def test_the_ends_of_the_sliders_are_engines(milestone: str) -> None:
     """In M3 and M6 any two of them at each of their ends, with and without chunks and a cache of prefixes; else least and most."""
-    (few, many), (small, large), (little, much) = (
-        (FIELDS[1].min, FIELDS[1].max),
-        (FIELDS[2].choices[0], FIELDS[2].choices[-1]),
-        (FIELDS[4].min, FIELDS[4].max),
-    )
-    ends = [
-        (few, small, little, False),
-        (few, large, much, True),
-        (many, small, much, False),
-        (many, large, little, True),
-    ]
+    names = ("num_kv_blocks", "block_size", "max_num_batched_tokens")
+    ends = [(s.choices or (s.min, s.max))[:: len(s.choices) - 1 or 1] for s in (SLIDERS[name] for name in names)]
 
     async def story(playground: Playground, page: Page) -> None:
-        for blocks, size, budget, chunks in ends if milestone in ("m3", "m6") else ends[::3]:
-            settings = Settings(milestone, blocks, size, 4, budget, chunks, chunks)
-            await playground.build({field.name: getattr(settings, field.name) for field in FIELDS})
+        for at in ((0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0)) if milestone in ("m3", "m6") else ((0, 0, 0), (1, 1, 0)):
+            values = {name: end[i] for name, end, i in zip(names, ends, at, strict=True)}
+            chunks = dict.fromkeys(("enable_chunked_prefill", "enable_prefix_caching"), at[1] == 1)
+            await playground.build(values | chunks | {"milestone": milestone})
             await page.see(has("key"))
             await playground.ask(["a"], max_tokens=2)
             await page.see(has("finish"))
@@ -259,7 +251,7 @@ class TestAddresses:
     def test_the_playground(self, client: TestClient) -> None:
         assert client.post("/inspector/playground", json={}).status_code == 200
         said = client.get("/inspector/playground").json()
-        assert [field["name"] for field in said["fields"]] == [field.name for field in FIELDS]
+        assert [field["name"] for field in said["fields"]] == list(SLIDERS)
         assert (said["mine"], said["error"], said["paused"]) == (0, None, 0)
         assert client.post("/inspector/playground", json={"block_size": 16}).json()["fields"][2]["value"] == 16
         assert client.post("/inspector/playground/pace", json={"delay": 0}).json() == {"delay": 0.0, "paused": 0}
