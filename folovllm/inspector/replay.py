@@ -76,7 +76,7 @@ def read(path: str | Path) -> Recording:
 
 
 def parse(text: str, name: str) -> Recording:
-    """As `read`, of a text."""
+    """Read a recording from its text. Raises ValueError as `read` does."""
     first, *rows = text.split("\n")
     try:
         header = json.loads(first)
