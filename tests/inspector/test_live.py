@@ -288,6 +288,7 @@ class TestLines:
             own = {id_: (s.is_running, s.num_tokens, s.block_table) for id_, s in world.watcher.sequences.items()}
             found = {id_: (s.is_running, s.num_tokens, s.block_table) for id_, s in watcher.sequences.items()}
             assert found == own and watcher.cells == world.watcher.cells
+        lines.end("closed")
 
 
 class TestReaders:

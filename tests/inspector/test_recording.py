@@ -20,7 +20,6 @@ from folovllm.engine.llm_engine import LLMEngine
 from folovllm.inspector.lines import KEY_EVERY, LineWriter, TokenTexts, encode, keyframe
 from folovllm.inspector.recorder import Recorder, header_of, recording
 from folovllm.inspector.replay import Recording, parse, read
-from folovllm.sampling_params import SamplingParams
 from folovllm.watcher import Watcher
 from tests.helpers import tiny_tokenizer
 from tests.m5.test_events import GREEDY, World, engine
@@ -210,21 +209,14 @@ def test_two_thousand_steps() -> None:
     assert keys == list(range(KEY_EVERY, keys[-1] + 1, KEY_EVERY)) and len(keys) >= 7
 
 
-def test_the_tokens_are_those_of_the_answers(tmp_path: Path) -> None:
+def test_the_tokens_are_those_of_the_answers_and_have_texts_before_they_are_needed(tmp_path: Path) -> None:
     served = engine("m5")
     with recording(served, tmp_path / "run.jsonl"):
-        outputs = served.generate([[1] * 9, [1] * 8 + [7]], SamplingParams(temperature=0, max_tokens=6))
+        outputs = served.generate([[1] * 9, list(range(200, 220))], GREEDY)
     assert isinstance(outputs, list)
-    found = tokens_of(read(tmp_path / "run.jsonl"))
-    assert list(found.values()) == [list(o.prompt_token_ids) + list(o.outputs[0].token_ids) for o in outputs]
-
-
-def test_every_token_has_a_text_before_it_is_needed(tmp_path: Path) -> None:
-    served = engine("m5")
-    with recording(served, tmp_path / "run.jsonl"):
-        served.generate([[1] * 9, list(range(200, 220))], GREEDY)
-    told, seen = set[int](), 0
-    for line in read(tmp_path / "run.jsonl").lines:
+    found, told, seen = read(tmp_path / "run.jsonl"), set[int](), 0
+    assert list(tokens_of(found).values()) == [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]
+    for line in found.lines:
         if line[0] == "texts":
             assert not told & set(map(int, line[1])), "told twice"
             told |= set(map(int, line[1]))
