@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def tolerate_encodings() -> None:
-    """Let no character end a command: one that the output's encoding does not have is printed as `\\u2615`.
+    """Set up the standard streams so that no character ends a command: one that the output cannot have is printed as `\\u2615`.
 
-    Input that is not in its encoding becomes surrogates, which a prompt is refused for, with a sentence; a mark of the
-    byte order is dropped.
+    Bytes that are not in the input's encoding become surrogates; a prompt that has some is refused, in a sentence. A byte
+    order mark is dropped.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

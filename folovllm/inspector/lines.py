@@ -47,8 +47,8 @@ class LineWriter:
         self.num_turns = 0
         self._header, self._texts, self._epoch, self._key_every = header, texts, epoch, key_every
         self._state = Watcher()
-        self._told: set[int] = set()  # token ids
-        self._new: set[int] = set()  # and those that the next line needs
+        self._known: set[int] = set()  # token ids whose texts are written
+        self._new: set[int] = set()  # token ids that the next line needs
         self._turn: list[Line] = []
 
     def lines(self, events: SequenceOf[ev.Event], time: float) -> Iterator[bytes]:
@@ -82,15 +82,15 @@ class LineWriter:
         return round((time - self._epoch) * 1e6)
 
     def _new_texts(self) -> Iterator[bytes]:
-        if new := self._new - self._told:
-            self._told |= new
+        if new := self._new - self._known:
+            self._known |= new
             yield encode(["texts", self._texts.of(new)])
         self._new.clear()
 
     def _begin(self, snapshot: ev.Snapshot, at: int) -> Iterator[bytes]:
         """Header, all texts so far and a keyframe with all tokens."""
-        self._new |= self._told
-        self._told.clear()
+        self._new |= self._known
+        self._known.clear()
         self._state.apply(snapshot)
         block_tokens, different = tokens_of(snapshot.blocks)
         tokens = {str(seq.added.seq_id): list(seq.token_ids) for seq in snapshot.sequences}

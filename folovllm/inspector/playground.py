@@ -45,13 +45,13 @@ class Slider:
             raise ValueError(f"{name} must be a whole number from {self.min} to {self.max}, not {value!r}")
 
     def described(self, name: str, value: Any) -> dict[str, Any]:
-        """What the page is told."""
-        said: dict[str, Any] = {"name": name, "kind": self.kind, "value": value, "help": self.help}
+        """What the page gets to know of it."""
+        fields: dict[str, Any] = {"name": name, "kind": self.kind, "value": value, "help": self.help}
         if self.kind == "choice":
-            said["choices"] = self.choices
+            fields["choices"] = self.choices
         elif self.kind == "number":
-            said |= {"min": self.min, "max": self.max, "step": self.step}
-        return said
+            fields |= {"min": self.min, "max": self.max, "step": self.step}
+        return fields
 
 
 SLIDERS = {  # by field of `EngineConfig`

@@ -64,7 +64,7 @@ async def _home(request: Request) -> Response:
     return RedirectResponse(PAGE)
 
 
-async def _tell(request: Request, error: Exception) -> Response:
+async def _error(request: Request, error: Exception) -> Response:
     """The response to an error, whether Starlette's own (an unknown address, another method) or ours."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=CLIENT_GONE)
@@ -73,7 +73,7 @@ async def _tell(request: Request, error: Exception) -> Response:
     return error_response(as_api_error(error))
 
 
-TOLD = (ClientDisconnect, HTTPException, ApiError, ValueError, RuntimeError)
+HANDLED = (ClientDisconnect, HTTPException, ApiError, ValueError, RuntimeError)
 
 
 def replay_app(recordings: list[Path], host: str) -> Starlette:
@@ -135,7 +135,7 @@ def _app(host: str, page: Handler, routes: list[Route]) -> Starlette:
     return Starlette(
         routes=everywhere + routes,
         middleware=[Middleware(HostGuard, names=[host], flag="--host")],
-        exception_handlers=dict.fromkeys(TOLD, _tell),
+        exception_handlers=dict.fromkeys(HANDLED, _error),
     )
 
 

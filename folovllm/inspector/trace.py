@@ -23,7 +23,7 @@ TRACKS = {SCHEDULE: "schedule", DEVICE: "device: model and sampling", TAKE_IN: "
 
 
 class Trace:
-    """A listener that notes spans. Times are those of the events, in microseconds since the first."""
+    """A listener that keeps spans. Times are those of the events, in microseconds since the first."""
 
     def __init__(self) -> None:
         self._spans: list[dict[str, Any]] = []
@@ -35,7 +35,7 @@ class Trace:
         self._changes: list[tuple[int, str | None]] = []  # of sequences, in this batch: their time is the step's
 
     def __call__(self, events: SequenceOf[ev.Event]) -> None:
-        """Take in what happened."""
+        """Add the spans of what happened."""
         for event in events:
             match event:
                 case ev.Snapshot():
@@ -109,7 +109,7 @@ class Trace:
         self._now = max(self._now, event.end)
 
     def _settle(self, time: float) -> None:
-        """Those that were admitted or gave way did so as the step was decided."""
+        """Write the changes of state: sequences were admitted or preempted when the step was decided."""
         for seq_id, state in self._changes:
             self._turn(seq_id, state, time)
         self._changes.clear()
