@@ -122,7 +122,7 @@ SCENES = [
     abc("6_abc", "A, B and C: everything on one clock", "m6"),
     Scene(
         BOOK / "x3_guesses.jsonl",
-        "A small model guesses",
+        "A draft model proposes, the model verifies",
         {"milestone": "m5", "num_kv_blocks": 14, "block_size": 8, "speculative_config": DRAFT, **MEMORY},
         FIVE[:1] + FIVE[2:3],
     ),

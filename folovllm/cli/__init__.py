@@ -22,7 +22,7 @@ from rich.text import Text
 
 import folovllm
 from folovllm.cli.flags import engine_flags, in_a_folder, pick, with_flags
-from folovllm.cli.terminal import print_next, run_steps, stderr, stream_answer, tolerate_encodings
+from folovllm.cli.terminal import print_next, stderr, stream_answer, tolerate_encodings
 from folovllm.electives import DOWNLOADS, require
 
 if TYPE_CHECKING:
@@ -159,13 +159,12 @@ def generate(
     between = "\n" * chats(llm, raw)
     tell = partial(print_next, llm, untold, as_json, between)
     try:
-        with listening(llm, record, trace):
-            if show_steps:
-                run_steps(llm, asked, params, tell)
-            elif len(asked) == params.n == 1 and sys.stdout.isatty() and not as_json:
+        with listening(llm, record, trace, show_steps):
+            if len(asked) == params.n == 1 and sys.stdout.isatty() and not (as_json or show_steps):
                 stream_answer(llm, asked[0], params, texts[0] + between)
             else:
-                llm.generate(asked, params, len(texts) > 1 and given["use_tqdm"] is not False, on_answer=tell)
+                has_bar = len(texts) > 1 and given["use_tqdm"] is not False and not show_steps
+                llm.generate(asked, params, has_bar, on_answer=tell)
     except Interrupted as interrupt:
         for output in interrupt.outputs[len(texts) - len(untold) :]:  # what waited for a prompt before it
             tell(output)
@@ -174,9 +173,14 @@ def generate(
 
 
 @contextmanager
-def listening(llm: LLM, record: Path | None, trace: Path | None) -> Iterator[None]:
-    """Write what the engine does to these files, as far as they are named, until the end of the block."""
+def listening(llm: LLM, record: Path | None, trace: Path | None, show_steps: bool) -> Iterator[None]:
+    """Write what the engine does in the block to these files, as far as they are named, and its steps to stderr."""
     with ExitStack() as files:
+        if show_steps:
+            from folovllm.cli.show import StepPrinter
+
+            llm.engine.subscribe(printer := StepPrinter(), experts=True)
+            files.callback(llm.engine.unsubscribe, printer)
         if record is not None:
             from folovllm.inspector.recorder import recording
 

@@ -22,7 +22,7 @@ class Speaker(Protocol):
     """Continues a conversation: `OwnEngine` in this process, or `folovllm.cli.remote.Server`."""
 
     def stream(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        """The new text of each step, until the answer ends or Ctrl-C is pressed. ValueError where there is none."""
+        """Yield the new text of each step, until the answer ends or Ctrl-C is pressed. Raises ValueError if it is refused."""
 
 
 class OwnEngine:
@@ -33,7 +33,7 @@ class OwnEngine:
         self._num_requests = 0
 
     def stream(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        """As `Speaker` has it; Ctrl-C acts between two steps."""
+        """Yield the new text of each step. Ctrl-C ends the answer between two steps."""
         engine = self._llm.engine
         self._num_requests += 1
         request_id = f"chat-{self._num_requests}"

@@ -123,26 +123,22 @@ def hang_up(connection: HTTPConnection) -> None:
 
 
 def texts(response: HTTPResponse) -> Iterator[str]:
-    """The text in each event of a stream, up to its end."""
-    for data in events(response):
-        if data == "[DONE]":
-            return
-        event = json.loads(data)
-        if "error" in event:
-            raise ServerError(event["error"]["message"])
-        for choice in event["choices"]:
-            yield choice["delta"].get("content") or ""
-    raise ServerError("the server ended the connection before the answer was over")
-
-
-def events(response: HTTPResponse) -> Iterator[str]:
-    """The data of server-sent events, each in one line, as servers of this API write them."""
+    """The text in each server-sent event of a stream, up to its end. An event's data is one line, as servers of this API write it."""
+    cut_off = ServerError("the server ended the connection before the answer was over")
     try:
         for line in response:
-            if line.startswith(b"data:"):
-                yield line[5:].decode().strip()
+            if not line.startswith(b"data:"):
+                continue
+            if (data := line[5:].strip()) == b"[DONE]":
+                return
+            event = json.loads(data)
+            if "error" in event:
+                raise ServerError(event["error"]["message"])
+            for choice in event["choices"]:
+                yield choice["delta"].get("content") or ""
     except (OSError, HTTPException) as error:
-        raise ServerError("the server ended the connection before the answer was over") from error
+        raise cut_off from error
+    raise cut_off
 
 
 def refusal(status: int, said: bytes) -> ValueError:

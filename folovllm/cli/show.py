@@ -1,15 +1,50 @@
-"""The KV cache as a picture: a character a block, a letter and a colour a sequence. `--show-steps` prints it."""
+"""What `--show-steps` prints: a line a step, and the KV cache as a picture: a character a block, a letter and a colour a sequence."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
+
 from rich.text import Text
 
+from folovllm.cli.terminal import stderr
+from folovllm.engine.metrics import StepLog, StepStats, imbalance
+from folovllm.events import Event
 from folovllm.watcher import Watched, Watcher
 
 BLOCKS_A_LINE = 64
 MAX_LINES = 16  # a large pool would fill the screen
 COLOURS = ("red", "green", "yellow", "blue", "magenta", "cyan", "bright_red", "bright_green", "bright_blue")
 FREE, SHARED = "·", "#"
+
+
+class StepPrinter:
+    """A listener that prints on stderr: a line for each step that ended, with overlap none, one or two, and under them the pool."""
+
+    def __init__(self) -> None:
+        self._log, self._watcher = StepLog(), Watcher()
+
+    def __call__(self, events: SequenceOf[Event]) -> None:
+        """Print what happened."""
+        self._log(events)
+        self._watcher(events)
+        steps = self._log.take()
+        for stats in steps:
+            stderr().print(step_line(stats), style="dim", soft_wrap=True)
+        if steps and (pool := draw_pool(self._watcher)):
+            stderr().print(pool, soft_wrap=True)
+
+
+def step_line(stats: StepStats) -> str:
+    """`step 3     waiting 2   running 4   tokens 4      12.3 ms   KV blocks 40`; with drafts also how many were accepted.
+
+    Where experts are counted, also how uneven their load is: the busiest one's, in multiples of an equal share.
+    """
+    queues = f"waiting {stats.waiting:<4} running {stats.running:<4}"
+    drafts = (
+        f"   draft tokens accepted {stats.num_accepted} of {stats.num_draft_tokens}" if stats.num_draft_tokens else ""
+    )
+    load = f"   busiest expert {max(map(imbalance, stats.experts)):.1f}x" if stats.experts else ""
+    return f"step {stats.index:<5} {queues} tokens {stats.num_tokens:<6} {stats.seconds * 1e3:8.2f} ms   KV blocks {stats.kv_blocks_used}{drafts}{load}"
 
 
 def draw_pool(watcher: Watcher) -> Text:

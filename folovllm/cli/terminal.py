@@ -1,4 +1,4 @@
-"""What `folovllm generate` prints: answers on stdout, times and steps on stderr."""
+"""What `folovllm generate` prints: answers on stdout, times on stderr."""
 
 from __future__ import annotations
 
@@ -6,27 +6,24 @@ import io
 import json
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from folovllm.engine.metrics import StepStats
     from folovllm.inputs import Prompt
     from folovllm.llm import LLM
     from folovllm.outputs import RequestMetrics, RequestOutput
     from folovllm.sampling_params import SamplingParams
-    from folovllm.watcher import Watcher
 
 
 def tolerate_encodings() -> None:
-    """Let no character end a command: one that the output's encoding does not have is printed as `\\u2615`.
+    """Set up the standard streams so that no character ends a command: one that the output cannot have is printed as `\\u2615`.
 
-    Input that is not in its encoding becomes surrogates, which a prompt is refused for, with a sentence; a mark of the
-    byte order is dropped.
+    Bytes that are not in the input's encoding become surrogates; a prompt that has some is refused, in a sentence. A byte
+    order mark is dropped.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -42,28 +39,6 @@ def print_next(llm: LLM, untold: deque[str], as_json: bool, between: str, output
     if output is not None:
         output.prompt = text
         print(as_json_line(output), flush=True) if as_json else show(output, llm, between)
-
-
-def run_steps(
-    llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, take: Callable[[RequestOutput], None]
-) -> None:
-    """What `llm.generate` does, with a line on stderr for each step of the engine, and its pool of KV cache under it."""
-    from folovllm.engine.metrics import StepLog
-    from folovllm.interrupts import Answers, Interrupted, interrupts
-    from folovllm.watcher import Watcher
-
-    answers, log, watcher = Answers([str(index) for index in range(len(prompts))], take), StepLog(), Watcher()
-    llm.engine.subscribe(log, experts=True)
-    llm.engine.subscribe(watcher)
-    for index, prompt in enumerate(prompts):
-        llm.engine.add_request(str(index), prompt, params, stream=False)
-    with interrupts() as ctrl_c:
-        while llm.engine.has_unfinished_requests():
-            if ctrl_c.is_set():
-                raise Interrupted(answers.in_order())
-            finished = llm.engine.step()
-            show_steps_taken(log.take(), watcher)
-            answers.add(finished)
 
 
 def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams, opening: str) -> None:
@@ -86,30 +61,6 @@ def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams, opening: str
     show_times(output, llm)
     if goes_on:
         raise Interrupted([None])
-
-
-def show_steps_taken(steps: Iterable[StepStats], watcher: Watcher) -> None:
-    """A line for each step that was taken in: with overlap none, one or two. Under a line the pool."""
-    from folovllm.cli.show import draw_pool
-
-    lines = [step_line(stats) for stats in steps]
-    for line in lines:
-        stderr().print(line, style="dim", soft_wrap=True)
-    if lines and (pool := draw_pool(watcher)):
-        stderr().print(pool, soft_wrap=True)
-
-
-def step_line(stats: StepStats) -> str:
-    """`step 3     waiting 2   running 4   tokens 4      12.3 ms   KV blocks 40`; with guesses also how many were right.
-
-    Where experts are counted, also how uneven: the busiest one's load in multiples of an equal share.
-    """
-    queues = f"waiting {stats.waiting:<4} running {stats.running:<4}"
-    guesses = f"   guesses right {stats.num_accepted} of {stats.num_draft_tokens}" if stats.num_draft_tokens else ""
-    from folovllm.engine.metrics import imbalance
-
-    load = f"   busiest expert {max(map(imbalance, stats.experts)):.1f}x" if stats.experts else ""
-    return f"step {stats.index:<5} {queues} tokens {stats.num_tokens:<6} {stats.seconds * 1e3:8.2f} ms   KV blocks {stats.kv_blocks_used}{guesses}{load}"
 
 
 def show(output: RequestOutput, llm: LLM, between: str) -> None:
@@ -137,23 +88,19 @@ def times(metrics: RequestMetrics) -> str:
 
 
 def as_json_line(output: RequestOutput) -> str:
-    """An output in JSON, with every character as it is where stdout can have it."""
-    return json.dumps(as_dict(output), ensure_ascii=not (sys.stdout.encoding or "utf-8").lower().startswith("utf"))
-
-
-def as_dict(output: RequestOutput) -> dict[str, Any]:
-    """An output as JSON knows it; times are in seconds."""
+    """An output as JSON, times in seconds, with every character as it is where stdout can have it."""
     answers = [asdict(answer) for answer in output.outputs]
     for answer in answers:
         del answer["delta_text"], answer["delta_token_ids"]  # of the last step: no one streams here
     measured = ("ttft", "tpot", "latency", "tokens_per_second", "num_prompt_tokens", "num_generated_tokens")
-    return {
+    said = {
         "prompt": output.prompt,
         "prompt_token_ids": output.prompt_token_ids,
         "outputs": answers,
         "num_cached_tokens": output.num_cached_tokens,
         "metrics": {name: getattr(output.metrics, name) for name in measured},
     }
+    return json.dumps(said, ensure_ascii=not (sys.stdout.encoding or "utf-8").lower().startswith("utf"))
 
 
 def stderr() -> Console:

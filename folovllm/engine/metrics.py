@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from folovllm.events import (
     StepEnded,
 )
 from folovllm.setup import EngineSetup
+from folovllm.step.schedule import SchedulerOutput
 
 
 @dataclass(slots=True, frozen=True)
@@ -55,11 +55,8 @@ class StepLog:
 
     def __init__(self, steps: list[StepStats] | None = None) -> None:
         self.steps = [] if steps is None else steps
-        self._added: dict[
-            int, RequestAdded
-        ] = {}  # by seq_id; with overlap a step ends after a sequence of it has ended
-        self._gone = deque[tuple[int, int]]()  # ended sequences: the last step that may tell of one, and its seq_id
-        self._last_begun = self._last_ended = -1  # steps
+        self._added: dict[int, RequestAdded] = {}  # by seq_id: the sequences that are served
+        self._begun: dict[int, list[RequestAdded | None]] = {}  # by step in flight: whose its scheduled sequences are
         self._num_draft_tokens = self._num_accepted = 0  # in the step that is being taken in
         self._asked: SequenceOf[SequenceOf[int]] = ()  # how often each expert was asked by then
         self._experts: tuple[tuple[int, ...], ...] = ()  # and of that in the step that is being taken in
@@ -68,10 +65,9 @@ class StepLog:
         """Take in what happened."""
         for event in events:
             if isinstance(event, StepBegan):
-                self._last_begun = event.step
+                self._begun[event.step] = self._owners(event.output)
             elif isinstance(event, StepEnded):
                 self.steps.append(self._stats(event))
-                self._last_ended = event.step
                 self._num_draft_tokens = self._num_accepted = 0
             elif isinstance(event, DraftsVerified):
                 self._num_draft_tokens += event.num_draft_tokens
@@ -83,22 +79,25 @@ class StepLog:
             elif isinstance(event, RequestAdded):
                 self._added[event.seq_id] = event
             elif isinstance(event, Finished | Aborted):
-                self._gone.append((self._last_begun, event.seq_id))
+                self._added.pop(event.seq_id, None)
             elif isinstance(event, Snapshot):
                 self._added = {seq.added.seq_id: seq.added for seq in event.sequences}
-                self._last_begun, self._last_ended = event.num_steps, event.num_steps - 1  # one may be under way
-        while self._gone and self._gone[0][0] <= self._last_ended:
-            self._added.pop(self._gone.popleft()[1], None)
 
     def take(self) -> list[StepStats]:
         """The steps since the last time: with overlap, a turn of the loop takes in none, one or two."""
         steps, self.steps = self.steps, []
         return steps
 
+    def _owners(self, output: SchedulerOutput) -> list[RequestAdded | None]:
+        """Whose each scheduled sequence is; None for one that ended before anybody listened."""
+        return [self._added.get(scheduled.seq_id) for scheduled in output.scheduled_seqs]
+
     def _stats(self, event: StepEnded) -> StepStats:
+        """A step's figures. Sequences may have ended since it began, or it was in flight as the log began to listen."""
+        owners = self._begun.pop(event.step, None) or self._owners(event.output)
         decodes, scheduled_seqs = 0, []
-        for scheduled in event.output.scheduled_seqs:
-            if (added := self._added.get(scheduled.seq_id)) is not None:  # else it had ended before anybody listened
+        for scheduled, added in zip(event.output.scheduled_seqs, owners, strict=True):
+            if added is not None:
                 if scheduled.num_new_tokens == max(1, scheduled.num_samples) and scheduled.start >= len(
                     added.prompt_token_ids
                 ):

@@ -34,12 +34,17 @@ def inspect(
     The flags of the engine are for the playground; with --mine your own code runs there.
     """
     recordings = list(files or ())
-    if html is not None:
-        return write_page(recordings, html)
+    if html is not None and not recordings:
+        raise ValueError(
+            "--html writes recordings into one page: name one or two, as in folovllm inspect run.jsonl --html run.html"
+        )
     if recordings:
-        from folovllm.inspector.page import require_recordings
+        from folovllm.inspector.page import one_file, require_recordings
 
         require_recordings(recordings)
+        if html is not None:
+            one_file(recordings, html)
+            return print(html)
     chosen = engine_flags(given)
     if recordings and chosen.keys() - {"milestone"}:
         raise ValueError("a recording has its engine's configuration: leave the engine's flags away")
@@ -53,19 +58,6 @@ def inspect(
         run_replay(recordings, host, port, browser)
     else:
         run_playground(chosen, host, port, browser)
-
-
-def write_page(recordings: list[Path], html: Path) -> None:
-    """Write the page with these recordings in it, and say where it is. Raises ValueError for none, or too many."""
-    if not recordings:
-        raise ValueError(
-            "--html writes recordings into one page: name one or two, as in folovllm inspect run.jsonl --html run.html"
-        )
-    from folovllm.inspector.page import one_file, require_recordings
-
-    require_recordings(recordings)
-    one_file(recordings, html)
-    print(html)
 
 
 def add_to(app: typer.Typer) -> None:

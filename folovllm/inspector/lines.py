@@ -4,17 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
+import numpy as np
 
 from folovllm import events as ev
-from folovllm.inspector.keyframe import Line, Served, State, head_of, tokens_of
-from folovllm.inspector.texts import TokenTexts
+from folovllm.spelling import BYTE, byte_alphabet
 from folovllm.step.schedule import ScheduledSequence
+from folovllm.watcher import Watcher
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FORMAT, VERSION = "folovllm recording", 1
 KEY_EVERY = 256  # turns
+Line = list[Any]
+Text = str | list[int]
+
+# Events whose entry is a name and then the event's fields,
+PLAIN: dict[type, str] = {
+    ev.Refused: "refuse", ev.PrefixHit: "hit", ev.Admitted: "admit", ev.Preempted: "preempt", ev.Finished: "finish",
+    ev.Aborted: "abort", ev.BlockAdopted: "adopt", ev.BlockPassed: "pass", ev.TableCut: "cut",
+}  # fmt: skip
+# and those whose entry is a name and then the blocks of all that follow one another.
+BLOCKS: dict[type, str] = {
+    ev.BlockClaimed: "claim", ev.BlockTaken: "take", ev.BlockFreed: "free", ev.BlockEvicted: "evict",
+}  # fmt: skip
 
 encode = msgspec.json.Encoder(enc_hook=lambda number: number.item()).encode  # a learner may hand in numpy's numbers
 
@@ -22,39 +38,18 @@ encode = msgspec.json.Encoder(enc_hook=lambda number: number.item()).encode  # a
 class LineWriter:
     """Turns one engine's events into lines, one batch of them (a turn) after the other.
 
-    It keeps the same state as any reader of the lines. So an entry that says nothing new is one number, and a keyframe asks
+    It keeps the state that any reader of the lines has. So an entry that says nothing new is one number, and a keyframe asks
     the engine nothing. It may run in a thread of its own.
     """
 
     def __init__(self, header: dict[str, Any], texts: TokenTexts, epoch: float, key_every: int = KEY_EVERY) -> None:
-        """`header` is what `header_of` says, `epoch` the clock at time 0 of the recording. `key_every` 0: no more keyframes."""
+        """`header` is the first line, `epoch` the clock at time 0 of the recording. `key_every` 0: no more keyframes."""
         self.num_turns = 0
         self._header, self._texts, self._epoch, self._key_every = header, texts, epoch, key_every
-        self._told: set[int] = set()  # token ids
-        self._new: set[int] = set()  # and those that the line at hand needs
-        self._writers: dict[type, Callable[[Any], Line | None]] = {
-            ev.RequestAdded: self._added,
-            ev.Refused: self._refused,
-            ev.Admitted: self._admitted,
-            ev.PrefixHit: lambda e: ["hit", *e],
-            ev.Preempted: self._preempted,
-            ev.Finished: self._finished,
-            ev.Aborted: self._aborted,
-            ev.ExpertsAsked: lambda e: None,  # not drawn
-            ev.GivenUp: lambda e: None,  # what follows is drawn
-            ev.StepBegan: self._began,
-            ev.StepEnded: self._ended,
-            ev.BlockClaimed: self._claimed,
-            ev.BlockTaken: self._taken,
-            ev.BlockFreed: self._freed,
-            ev.BlockAdopted: self._adopted,
-            ev.BlockCached: self._published,
-            ev.BlockEvicted: self._evicted,
-            ev.BlockPassed: self._passed,
-            ev.TableFreed: self._table_freed,
-            ev.TableCut: self._table_cut,
-            ev.DraftsVerified: self._verified,
-        }
+        self._state = Watcher()
+        self._known: set[int] = set()  # token ids whose texts are written
+        self._new: set[int] = set()  # token ids that the next line needs
+        self._turn: list[Line] = []
 
     def lines(self, events: SequenceOf[ev.Event], time: float) -> Iterator[bytes]:
         """The lines of one batch that was handed over at `time`.
@@ -69,11 +64,12 @@ class LineWriter:
             if not events:
                 return
         elif self._key_every and self.num_turns % self._key_every == 0 and self.num_turns:
-            yield encode(["key", self.num_turns, at, self._state.entry()])
-        self._turn: list[Line] = []
+            yield encode(["key", self.num_turns, at, keyframe(self._state, self._at)])
+        self._turn = []
         for event in events:
-            if (line := self._writers[type(event)](event)) is not None:
-                self._turn.append(line)
+            if (entry := self._entry(event)) is not None:
+                self._turn.append(entry)
+            self._state.apply(event)
         yield from self._new_texts()
         yield encode(["turn", self.num_turns, at, self._turn])
         self.num_turns += 1
@@ -86,158 +82,148 @@ class LineWriter:
         return round((time - self._epoch) * 1e6)
 
     def _new_texts(self) -> Iterator[bytes]:
-        if new := self._new - self._told:
-            self._told |= new
+        if new := self._new - self._known:
+            self._known |= new
             yield encode(["texts", self._texts.of(new)])
         self._new.clear()
 
     def _begin(self, snapshot: ev.Snapshot, at: int) -> Iterator[bytes]:
         """Header, all texts so far and a keyframe with all tokens."""
-        self._new |= self._told
-        self._told.clear()
-        self._state = State(snapshot, self._at)
+        self._new |= self._known
+        self._known.clear()
+        self._state.apply(snapshot)
         block_tokens, different = tokens_of(snapshot.blocks)
         tokens = {str(seq.added.seq_id): list(seq.token_ids) for seq in snapshot.sequences}
         self._new.update(different, *tokens.values())
         yield encode(self._header)
         yield from self._new_texts()
-        yield encode(
-            ["key", self.num_turns, at, self._state.entry() | {"tokens": tokens, "block_tokens": block_tokens}]
-        )
+        state = keyframe(self._state, self._at) | {"tokens": tokens, "block_tokens": block_tokens}
+        yield encode(["key", self.num_turns, at, state])
 
-    # --- events: what each does to the state, and its line ------------------------------------------------------
+    def _entry(self, event: ev.Event) -> Line | None:
+        """The entry of an event; None if the entry before it says it, too, or it is not drawn."""
+        if (name := PLAIN.get(type(event))) is not None:
+            return [name, *event]
+        match event:
+            case ev.BlockClaimed() | ev.BlockTaken() | ev.BlockFreed() | ev.BlockEvicted():
+                return self._join(BLOCKS[type(event)], event.block_id)
+            case ev.BlockCached(block_id, seq_id, place, hash_, serial, parent):
+                return ["publish", block_id, seq_id, place, f"{hash_:016x}", serial, parent]
+            case ev.StepBegan(step, start, scheduled, output, budget_left):
+                entries = self._scheduled(output.scheduled_seqs)
+                return ["begin", step, self._at(start), self._at(scheduled), entries, budget_left]
+            case ev.StepEnded(step, start, arrived, end, output, result, waiting, used):
+                pairs = zip(output.scheduled_seqs, result.token_ids, strict=True)
+                sampled = [(scheduled.seq_id, ids) for scheduled, ids in pairs if ids]
+                self._new.update(*[ids for _, ids in sampled])
+                tokens = [ids[0] if len(ids) == 1 else ids for _, ids in sampled]
+                seqs, times = [seq_id for seq_id, _ in sampled], [self._at(start), self._at(arrived), self._at(end)]
+                return ["end", step, *times, seqs, tokens, waiting, used]
+            case ev.TableFreed(seq_id, held):
+                left = [ref_count for _, ref_count in held]
+                return ["table", seq_id, [block_id for block_id, _ in held], *([left] if any(left) else [])]
+            case ev.DraftsVerified(seq_id, _, num_accepted):
+                rejected = self._state.served(seq_id).drafts[num_accepted:].tolist()
+                self._new.update(rejected)
+                return ["guess", *event, rejected]
+            case ev.RequestAdded(seq_id, request_id, answer, token_ids, max_tokens, priority, time):
+                prompt = list(token_ids)
+                self._new.update(prompt)
+                return ["add", seq_id, request_id, answer, prompt, max_tokens, priority, self._at(time)]
+        return None
 
-    def _added(self, event: ev.RequestAdded) -> Line:
-        prompt = list(event.prompt_token_ids)
-        self._new.update(prompt)
-        head = head_of(event, self._at)
-        self._state.sequences[event.seq_id] = Served(head, len(prompt))
-        return ["add", *head[:3], prompt, *head[4:]]
-
-    def _refused(self, event: ev.Refused) -> Line:
-        self._state.served(event.seq_id).refused = event.budget
-        return ["refuse", *event]
-
-    def _admitted(self, event: ev.Admitted) -> Line:
-        seq = self._state.served(event.seq_id)
-        seq.is_running, seq.num_computed, seq.refused = True, event.num_cached_tokens, None
-        return ["admit", *event]
-
-    def _preempted(self, event: ev.Preempted) -> Line:
-        seq = self._state.served(event.seq_id)
-        seq.is_running, seq.num_computed = False, 0
-        return ["preempt", *event]
-
-    def _finished(self, event: ev.Finished) -> Line:
-        self._state.sequences.pop(event.seq_id, None)
-        return ["finish", *event]
-
-    def _aborted(self, event: ev.Aborted) -> Line:
-        self._state.sequences.pop(event.seq_id, None)
-        return ["abort", event.seq_id]
-
-    def _began(self, event: ev.StepBegan) -> Line:
-        times = self._at(event.start), self._at(event.scheduled)
-        return ["begin", event.step, *times, self._scheduled_seqs(event.output.scheduled_seqs), event.budget_left]
-
-    def _scheduled_seqs(self, scheduled_seqs: Iterable[ScheduledSequence]) -> list[int | Line]:
-        """A number for an entry that says nothing new, a line for others. Hundreds a step come here, so it is one loop."""
+    def _scheduled(self, scheduled_seqs: Iterable[ScheduledSequence]) -> list[int | Line]:
+        """The entries of a step's sequences: a bare number where it says all. Hundreds a step come here, so it is one loop."""
         entries: list[int | Line] = []
         sequences = self._state.sequences
-        for seq_id, _, start, n, token_ids, blocks, first, draws, _, _ in scheduled_seqs:
-            if (seq := sequences.get(seq_id)) is None:  # it ended while the step before was under way
-                entries.append([seq_id, start, n, draws, first, blocks])
-                continue
-            is_next, seq.num_computed = seq.num_computed == start, start + n
-            if draws > 1:
-                seq.guesses = token_ids[1 - draws :]  # a view: of a draft's guesses the tokens come later
-            if blocks or first < len(seq.block_table):
-                entries.append([seq_id, start, n, draws, first, blocks])
-                seq.block_table[first:] = blocks
+        for seq_id, _, start, n, _, blocks, first, num_samples, _, _ in scheduled_seqs:
+            seq = sequences.get(seq_id)
+            if seq is None or blocks or first < len(seq.block_table):
+                entries.append([seq_id, start, n, num_samples, first, blocks])
+            elif n == 1 == num_samples and start == seq.num_computed_tokens:
+                entries.append(seq_id)
             else:
-                entries.append(seq_id if is_next and n == 1 == draws else [seq_id, start, n, draws])
+                entries.append([seq_id, start, n, num_samples])
         return entries
 
-    def _ended(self, event: ev.StepEnded) -> Line:
-        seqs: list[int] = []
-        tokens: list[int | list[int]] = []
-        sequences = self._state.sequences
-        for scheduled, ids in zip(event.output.scheduled_seqs, event.result.token_ids, strict=True):
-            if not ids:
-                continue
-            seqs.append(scheduled.seq_id)
-            tokens.append(ids[0] if len(ids) == 1 else ids)
-            self._new.update(ids)
-            if (seq := sequences.get(scheduled.seq_id)) is not None:
-                seq.num_tokens += len(ids)
-        self._state.num_steps += 1
-        times = self._at(event.start), self._at(event.arrived), self._at(event.end)
-        return ["end", event.step, *times, seqs, tokens, event.waiting, event.kv_blocks_used]
-
-    def _claimed(self, event: ev.BlockClaimed) -> Line | None:
-        self._state.free[event.block_id] = ord("0")
-        return self._join("claim", event.block_id)
-
-    def _taken(self, event: ev.BlockTaken) -> Line | None:
-        block_id = event.block_id
-        self._state.refs[block_id] = 1
-        last = self._turn[-1] if self._turn else [None]
-        if last[0] != "claim" or last[-1] != block_id:
-            return self._join("take", block_id)
-        last.pop()  # claimed just now, as always: one event says both
-        if len(last) == 1:
-            self._turn.pop()
-        return self._join("new", block_id)
-
-    def _freed(self, event: ev.BlockFreed) -> Line | None:
-        self._state.free[event.block_id] = ord("1")
-        return self._join("free", event.block_id)
-
-    def _adopted(self, event: ev.BlockAdopted) -> Line:
-        self._state.refs[event.block_id] = event.ref_count
-        return ["adopt", *event]
-
-    def _published(self, event: ev.BlockCached) -> Line:
-        block_id, seq_id, place, hash_, serial, parent = event
-        name = self._state.names[block_id] = (block_id, f"{hash_:016x}", serial, parent)
-        return ["publish", block_id, seq_id, place, *name[1:]]
-
-    def _evicted(self, event: ev.BlockEvicted) -> Line | None:
-        self._state.names.pop(event.block_id, None)
-        return self._join("evict", event.block_id)
-
-    def _passed(self, event: ev.BlockPassed) -> Line:
-        self._state.refs[event.block_id] = event.ref_count
-        table = self._state.served(event.seq_id).block_table
-        if event.place < len(table):
-            table[event.place] = -1
-        return ["pass", *event]
-
-    def _table_freed(self, event: ev.TableFreed) -> Line:
-        for block_id, ref_count in event.blocks:
-            self._state.refs[block_id] = ref_count
-        self._state.served(event.seq_id).block_table.clear()
-        blocks, left = [list(column) for column in zip(*event.blocks, strict=True)]
-        return ["table", event.seq_id, blocks, *([left] if any(left) else [])]
-
-    def _table_cut(self, event: ev.TableCut) -> Line:
-        self._state.refs[event.block_id] = 0
-        self._state.served(event.seq_id).block_table.pop()
-        return ["cut", *event]
-
-    def _verified(self, event: ev.DraftsVerified) -> Line:
-        seq = self._state.served(event.seq_id)
-        seq.num_computed -= event.num_draft_tokens - event.num_accepted
-        rejected = seq.guesses[event.num_accepted :].tolist()
-        self._new.update(rejected)
-        return ["guess", *event, rejected]
-
     def _join(self, name: str, block_id: int) -> Line | None:
-        """Add a block to the line before, if that is of the same name; else a line of its own."""
-        if self._turn and self._turn[-1][0] == name:
-            self._turn[-1].append(block_id)
-            return None
-        return [name, block_id]
+        """Add a block to the entry before, if that has the same name; else return an entry of its own."""
+        last = self._turn[-1] if self._turn else [None]
+        if name == "take" and last[0] == "claim" and last[-1] == block_id:  # one entry says both, as nearly always
+            last.pop()
+            if len(last) == 1:
+                self._turn.pop()
+            return self._join("new", block_id)
+        if last[0] != name:
+            return [name, block_id]
+        last.append(block_id)
+        return None
+
+
+def keyframe(state: Watcher, at: Callable[[float], int]) -> dict[str, Any]:
+    """The whole state as a keyframe has it. `at` turns the clock's time into the recording's."""
+    sequences = []
+    for seq in state.sequences.values():
+        seq_id, request_id, answer, prompt, max_tokens, priority, time = seq.added
+        head = [seq_id, request_id, answer, len(prompt), max_tokens, priority, at(time)]
+        state_of_it = [int(seq.is_running), seq.num_tokens, seq.num_computed_tokens, seq.block_table, seq.refused]
+        sequences.append(head + state_of_it)
+    return {
+        "steps": state.num_steps,
+        "free": "".join(["1" if cell.is_free else "0" for cell in state.cells]),
+        "refs": [cell.ref_count for cell in state.cells],
+        "named": [
+            (i, f"{cell.hash:016x}", cell.serial, cell.parent)
+            for i, cell in enumerate(state.cells)
+            if cell.hash is not None
+        ],
+        "sequences": sequences,
+    }
+
+
+def tokens_of(blocks: SequenceOf[ev.BlockState]) -> tuple[dict[str, list[int]], list[int]]:
+    """The tokens of each block that has a hash, and all different ones. There may be a million: no loop over tokens."""
+    cached = [block for block in blocks if block.hash is not None]
+    ids = np.frombuffer(b"".join([block.token_ids for block in cached]), np.int32)
+    numbers, found, start = ids.tolist(), dict[str, list[int]](), 0
+    for block in cached:
+        end = start + len(block.token_ids) // ids.itemsize
+        found[str(block.block_id)] = numbers[start:end]
+        start = end
+    is_there = np.zeros(ids.max(initial=-1) + 1, bool)  # to sort a million takes 50 times as long
+    is_there[ids] = True
+    return found, np.flatnonzero(is_there).tolist()
+
+
+class TokenTexts:
+    """The text of each token of a vocabulary, or its bytes where it is no whole character.
+
+    The vocabulary is read once: a tokenizer is not for two threads.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        special = set(tokenizer.all_special_tokens)
+        self._pieces = {id_: (piece, piece in special) for piece, id_ in tokenizer.get_vocab().items()}
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._bytes = byte_alphabet() if backend is not None and "ByteLevel" in repr(backend.decoder) else {}
+
+    def of(self, token_ids: Iterable[int]) -> dict[str, Text]:
+        """A text for each id that has one."""
+        return {str(id_): self._text(*self._pieces[id_]) for id_ in sorted(token_ids) if id_ in self._pieces}
+
+    def _text(self, piece: str, is_special: bool) -> Text:
+        if is_special:
+            return piece
+        if self._bytes and all(letter in self._bytes for letter in piece):
+            data = bytes(self._bytes[letter] for letter in piece)
+        elif match := BYTE.fullmatch(piece):
+            data = bytes([int(match[1], 16)])
+        else:
+            return piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ")  # SentencePiece's space
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return list(data)
 
 
 def as_file(lines: Iterable[bytes]) -> bytes:

@@ -1,4 +1,4 @@
-"""The live view of an engine: what it does is collected beside it, and handed to each reader."""
+"""The live view of an engine: the lines of what it does are collected beside it, and handed to each subscriber."""
 
 from __future__ import annotations
 
@@ -7,37 +7,32 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING
 
-from folovllm.inspector.texts import TokenTexts
-
-if TYPE_CHECKING:
-    from folovllm.inspector.recorder import Engine, Recorder
+from folovllm.inspector.lines import TokenTexts
+from folovllm.inspector.recorder import Engine, Recorder
 
 PERIOD = 1 / 15  # seconds between two messages
-MOST_UNREAD = 8 << 20  # bytes that wait for one reader
-KEEP_ALIVE = 15.0  # seconds of silence after which a reader is told that we are still there
+MOST_UNREAD = 8 << 20  # bytes that wait for one subscriber
+KEEP_ALIVE = 15.0  # seconds of silence after which a comment keeps a stream open
 
 
 class LiveLines:
-    """Beside the engine: the lines of what it does while it has readers, in pieces.
+    """Beside the engine: the lines of what it does while it has subscribers, in pieces.
 
-    A piece that begins with a header is a beginning, where readers join; the others continue what came before. A reader of
-    a stream never goes back, so no keyframe follows a beginning: of an engine with 66,000 blocks one has three megabytes.
+    A piece that begins with a header is a beginning, where subscribers join; the others continue what came before. A stream
+    never goes back, so no keyframe follows a beginning: of an engine with 66,000 blocks one has three megabytes.
     """
 
     def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine, self._clock = engine, clock
         self._recorder: Recorder | None = None
-        self._texts: TokenTexts | None = None  # made for the first reader
+        self._texts: TokenTexts | None = None  # made for the first subscriber
         self._pieces: list[bytearray] = []
         self._lock = threading.Lock()
         self._taken_at = clock()
 
     def begin(self) -> None:
-        """Begin, or begin anew: a reader joins."""
-        from folovllm.inspector.recorder import Recorder
-
+        """Begin, or begin anew: a subscriber joins."""
         if self._recorder is None:
             self._texts = TokenTexts(self._engine.tokenizer) if self._texts is None else self._texts
             self._recorder = Recorder(self._engine, self._add, title="live", key_every=0, texts=self._texts)
@@ -45,7 +40,7 @@ class LiveLines:
             self._recorder.begin_again()
 
     def end(self, how: str) -> list[bytes]:
-        """Nobody looks any more, or the engine ends; returns what is left."""
+        """End, since the last subscriber left or the engine ends. Returns the pieces that are left."""
         if self._recorder is None:
             return []
         self._recorder.close(how)
@@ -53,7 +48,7 @@ class LiveLines:
         return self._pop()
 
     def take(self, all_of_it: bool) -> list[bytes]:
-        """The pieces since the last time, if that is long enough ago; at once with `all_of_it`, for nothing comes soon."""
+        """The pieces since the last time, none before `PERIOD` has passed. With `all_of_it` at once, as nothing comes soon."""
         if self._recorder is None:
             return []
         now = self._clock()
@@ -83,13 +78,13 @@ def is_beginning(piece: bytes | bytearray) -> bool:
     return piece[:1] == b"{"
 
 
-class Reader:
-    """One who looks, and what waits to be read. Who does not keep up begins anew, and holds no more than `MOST_UNREAD`."""
+class Subscriber:
+    """A stream, and the bytes that wait for it. One that does not keep up begins anew, and holds at most `MOST_UNREAD`."""
 
     def __init__(self) -> None:
         self.joins = True  # until a beginning comes
         self.is_lost = self.is_over = False
-        self.news = asyncio.Event()
+        self.changed = asyncio.Event()
         self._unread: deque[bytes] = deque()
         self._size = 0
 
@@ -98,8 +93,8 @@ class Reader:
         """Whether `read` would return something."""
         return bool(self._unread)
 
-    def feed(self, piece: bytes) -> None:
-        """Keep a piece for the reader, if it can do anything with it."""
+    def put(self, piece: bytes) -> None:
+        """Keep a piece for the stream, if it can do anything with it."""
         if self.is_lost or self.joins != is_beginning(piece):
             return
         self.joins = False
@@ -108,74 +103,73 @@ class Reader:
         if self._size > MOST_UNREAD and len(self._unread) > 1:  # a beginning alone is as long as it must be
             self._unread.clear()
             self._size, self.is_lost = 0, True
-        self.news.set()
+        self.changed.set()
 
     def read(self) -> bytes:
         """What came since the last time."""
-        self.news.clear()
+        self.changed.clear()
         data = b"".join(self._unread)
         self._unread.clear()
         self._size = 0
         return data
 
 
-class Audience:
-    """All who look at one engine after the other. The engine tells something only while there is anybody."""
+class Subscribers:
+    """All streams of one engine after the other. The engine makes lines only while there are any."""
 
     def __init__(self, watch: Callable[[bool], None]) -> None:
         """`watch` is the engine's: True asks for a beginning and what comes after, False for nothing more."""
         self._watch = watch
-        self._readers: set[Reader] = set()
+        self._all: set[Subscriber] = set()
 
     def __len__(self) -> int:
-        return len(self._readers)
+        return len(self._all)
 
-    def take_in(self, pieces: list[bytes]) -> None:
+    def publish(self, pieces: list[bytes]) -> None:
         """Give everybody what the engine said."""
         for piece in pieces:
-            for reader in self._readers:
-                reader.feed(piece)
+            for subscriber in self._all:
+                subscriber.put(piece)
 
     def begin_anew(self) -> None:
-        """There is another engine: everybody begins anew."""
-        for reader in self._readers:
-            reader.joins, reader.is_lost = True, False
-        if self._readers:
+        """There is another engine: every stream begins anew."""
+        for subscriber in self._all:
+            subscriber.joins, subscriber.is_lost = True, False
+        if self._all:
             self._watch(True)
 
-    def join(self) -> Reader:
-        """A new reader. The caller must end it with `leave`."""
-        reader = Reader()
-        self._readers.add(reader)
+    def add(self) -> Subscriber:
+        """A new subscriber. The caller must end it with `remove`."""
+        self._all.add(subscriber := Subscriber())
         self._watch(True)
-        return reader
+        return subscriber
 
-    def leave(self, reader: Reader) -> None:
-        """End a reader. A second call does nothing."""
-        if reader in self._readers:
-            self._readers.discard(reader)
-            if not self._readers:
+    def remove(self, subscriber: Subscriber) -> None:
+        """End a subscriber. A second call does nothing."""
+        if subscriber in self._all:
+            self._all.discard(subscriber)
+            if not self._all:
                 self._watch(False)
 
     def close(self) -> None:
-        """Nothing more comes: streams end once what there is was read."""
-        for reader in self._readers:
-            reader.is_over = True
-            reader.news.set()
+        """Nothing more comes: streams end once all is read."""
+        for subscriber in self._all:
+            subscriber.is_over = True
+            subscriber.changed.set()
 
-    async def events(self, reader: Reader) -> AsyncIterator[bytes]:
-        """Server-sent events for a reader."""
-        while not reader.is_over or reader.has_unread:
+    async def events(self, subscriber: Subscriber) -> AsyncIterator[bytes]:
+        """Server-sent events for a subscriber."""
+        while not subscriber.is_over or subscriber.has_unread:
             try:
                 async with asyncio.timeout(KEEP_ALIVE):
-                    await reader.news.wait()
+                    await subscriber.changed.wait()
             except TimeoutError:
                 yield b": still there\n\n"
                 continue
-            if data := reader.read():
+            if data := subscriber.read():
                 yield as_event(data)
-            if reader.is_lost:
-                reader.joins, reader.is_lost = True, False
+            if subscriber.is_lost:
+                subscriber.joins, subscriber.is_lost = True, False
                 self._watch(True)
 
 

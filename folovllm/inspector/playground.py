@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from folovllm.config import PRESETS, EngineConfig
-from folovllm.inspector.live import Audience
+from folovllm.inspector.live import Subscribers
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.async_engine import AsyncEngine, EngineDead
 from folovllm.server.messages import Pace
@@ -20,52 +20,10 @@ MOST_PROMPTS, MOST_TOKENS, MOST_DELAY, MOST_STEPS = 64, LONGEST, 2.0, 1000
 
 
 @dataclass(slots=True, frozen=True)
-class Settings:
-    """What the page's sliders say. In every milestone the memory is the same: `num_kv_blocks` blocks of `block_size` tokens."""
+class Slider:
+    """A control of the page: a number from `min` to `max`, a choice, or else a switch."""
 
-    milestone: str = "m5"
-    num_kv_blocks: int = 48
-    block_size: int = 8
-    max_num_seqs: int = 6
-    max_num_batched_tokens: int = 64
-    enable_chunked_prefill: bool = True
-    enable_prefix_caching: bool = True
-
-    def with_changes(self, changes: dict[str, Any]) -> Settings:
-        """These with others in their place. Raises ValueError for one that is none, or of a wrong kind."""
-        known = {field.name: field for field in FIELDS}
-        for name, value in changes.items():
-            if name not in known:
-                raise ValueError(f"there is no setting {name!r}: known are {', '.join(known)}")
-            known[name].check(value)
-        return Settings(**asdict(self) | changes)
-
-    def overrides(self) -> dict[str, Any]:
-        """The fields of `EngineConfig` that they mean in this milestone.
-
-        A contiguous cache has as many slots as fit into the memory; M1 has no pool, and serves one request at a time.
-        """
-        memory = self.num_kv_blocks * self.block_size
-        length = min(LONGEST, memory)
-        chunks = self.enable_chunked_prefill and self.milestone != "m1"
-        if not chunks:
-            length = min(length, max(2, self.max_num_batched_tokens))
-        chosen: dict[str, Any] = {"milestone": self.milestone, "max_model_len": length}
-        chosen["max_num_batched_tokens"] = self.max_num_batched_tokens
-        if self.milestone == "m1":
-            return chosen
-        chosen |= {"max_num_seqs": self.max_num_seqs, "enable_chunked_prefill": chunks}
-        if self.milestone == "m2":
-            return chosen | {"num_kv_blocks": max(1, memory // length)}
-        pages = {"num_kv_blocks": self.num_kv_blocks, "block_size": self.block_size}
-        return chosen | pages | {"enable_prefix_caching": self.enable_prefix_caching}
-
-
-@dataclass(slots=True, frozen=True)
-class Field:
-    """A slider: a number from `min` to `max`, a choice or a switch."""
-
-    name: str
+    default: Any
     help: str
     choices: tuple[Any, ...] = ()
     min: int = 0
@@ -77,35 +35,62 @@ class Field:
         """What the page shows."""
         return "choice" if self.choices else "number" if self.max else "switch"
 
-    def check(self, value: Any) -> None:
-        """Raise ValueError unless the value may be."""
+    def check(self, name: str, value: Any) -> None:
+        """Raise ValueError unless the value is allowed."""
         if self.choices and value not in self.choices:
-            raise ValueError(f"{self.name} must be one of {', '.join(map(str, self.choices))}, not {value!r}")
+            raise ValueError(f"{name} must be one of {', '.join(map(str, self.choices))}, not {value!r}")
         if self.kind == "switch" and not isinstance(value, bool):
-            raise ValueError(f"{self.name} must be true or false, not {value!r}")
+            raise ValueError(f"{name} must be true or false, not {value!r}")
         if self.kind == "number" and not (type(value) is int and self.min <= value <= self.max):
-            raise ValueError(f"{self.name} must be a whole number from {self.min} to {self.max}, not {value!r}")
+            raise ValueError(f"{name} must be a whole number from {self.min} to {self.max}, not {value!r}")
 
-    def described(self, value: Any) -> dict[str, Any]:
-        """As the page is told."""
-        said: dict[str, Any] = {"name": self.name, "kind": self.kind, "value": value, "help": self.help}
+    def described(self, name: str, value: Any) -> dict[str, Any]:
+        """What the page gets to know of it."""
+        fields: dict[str, Any] = {"name": name, "kind": self.kind, "value": value, "help": self.help}
         if self.kind == "choice":
-            said["choices"] = self.choices
+            fields["choices"] = self.choices
         elif self.kind == "number":
-            said |= {"min": self.min, "max": self.max, "step": self.step}
-        return said
+            fields |= {"min": self.min, "max": self.max, "step": self.step}
+        return fields
 
 
-FIELDS = (
-    Field("milestone", "the preset", tuple(PRESETS)),
-    Field("num_kv_blocks", "blocks of the KV cache", min=2, max=512),
-    Field("block_size", "tokens a block holds", (4, 8, 16, 32)),
-    Field("max_num_seqs", "most sequences in a step", min=1, max=64),
-    Field("max_num_batched_tokens", "most tokens in a step", min=8, max=1024, step=8),
-    Field("enable_chunked_prefill", "compute long prompts over several steps"),
-    Field("enable_prefix_caching", "find the K/V of prefixes that were computed before"),
-)
-assert [field.name for field in FIELDS] == [field.name for field in fields(Settings)]
+SLIDERS = {  # by field of `EngineConfig`
+    "milestone": Slider("m5", "the preset", tuple(PRESETS)),
+    "num_kv_blocks": Slider(48, "blocks of the KV cache", min=2, max=512),
+    "block_size": Slider(8, "tokens a block holds", (4, 8, 16, 32)),
+    "max_num_seqs": Slider(6, "most sequences in a step", min=1, max=64),
+    "max_num_batched_tokens": Slider(64, "most tokens in a step", min=8, max=1024, step=8),
+    "enable_chunked_prefill": Slider(True, "compute long prompts over several steps"),
+    "enable_prefix_caching": Slider(True, "find the K/V of prefixes that were computed before"),
+}
+Settings = dict[str, Any]  # a value for each
+
+
+def changed(settings: Settings, changes: dict[str, Any]) -> Settings:
+    """The settings with others in their place. Raises ValueError for one that does not exist, or a value that is not allowed."""
+    for name, value in changes.items():
+        if name not in SLIDERS:
+            raise ValueError(f"there is no setting {name!r}: known are {', '.join(SLIDERS)}")
+        SLIDERS[name].check(name, value)
+    return settings | changes
+
+
+def config_fields(settings: Settings) -> dict[str, Any]:
+    """The fields of `EngineConfig` for these settings. Every milestone gets the same memory.
+
+    A contiguous cache (M2) has as many slots as fit into it; M1 has no pool, and serves one request at a time.
+    """
+    milestone, budget = settings["milestone"], settings["max_num_batched_tokens"]
+    memory = settings["num_kv_blocks"] * settings["block_size"]
+    chunks = settings["enable_chunked_prefill"] and milestone != "m1"
+    length = min(LONGEST, memory) if chunks else min(LONGEST, memory, max(2, budget))
+    chosen = {"milestone": milestone, "max_model_len": length, "max_num_batched_tokens": budget}
+    if milestone == "m1":
+        return chosen
+    chosen |= {"max_num_seqs": settings["max_num_seqs"], "enable_chunked_prefill": chunks}
+    if milestone == "m2":
+        return chosen | {"num_kv_blocks": max(1, memory // length)}
+    return chosen | {name: settings[name] for name in ("num_kv_blocks", "block_size", "enable_prefix_caching")}
 
 
 class Playground:
@@ -113,12 +98,12 @@ class Playground:
 
     def __init__(self, overrides: dict[str, Any]) -> None:
         """`overrides` are fields of `EngineConfig`; those that the page has sliders for are where these begin."""
-        sliders = {field.name for field in FIELDS}
-        self.settings = Settings().with_changes({k: v for k, v in overrides.items() if k in sliders})
-        self._overrides = {"num_threads": 1, "use_tqdm": False}
-        self._overrides |= {k: v for k, v in overrides.items() if k not in sliders}
+        chosen = {name: value for name, value in overrides.items() if name in SLIDERS}
+        self.settings = changed({name: slider.default for name, slider in SLIDERS.items()}, chosen)
+        others = {name: value for name, value in overrides.items() if name not in SLIDERS}
+        self._overrides = {"num_threads": 1, "use_tqdm": False} | others
         self.delay, self.is_held = 0.1, False
-        self.audience = Audience(self._watch)
+        self.subscribers = Subscribers(self._watch)
         self._engine: AsyncEngine | None = None
         self._transport: Transport | None = None
         self._streams: dict[Stream, asyncio.Task[None]] = {}
@@ -129,11 +114,6 @@ class Playground:
         """Whether a learner's code runs: in a process of its own, which loads it anew and can be ended whatever it does."""
         return bool(os.environ.get("FOLOVLLM_MINE"))
 
-    def _new_transport(self) -> Transport:
-        if self.runs_mine:
-            return ProcessTransport()
-        return ThreadTransport()
-
     @property
     def error(self) -> str | None:
         """How the engine ended, if it did by itself."""
@@ -141,9 +121,8 @@ class Playground:
 
     def described(self) -> dict[str, Any]:
         """What the page shows beside the recording."""
-        values = asdict(self.settings)
         return {
-            "fields": [field.described(values[field.name]) for field in FIELDS],
+            "fields": [slider.described(name, self.settings[name]) for name, slider in SLIDERS.items()],
             "mine": int(self.runs_mine),
             "error": self.error,
             "delay": self.delay,
@@ -157,18 +136,18 @@ class Playground:
             ValueError: a setting that cannot be. The old engine stays.
         """
         async with self._turn:
-            settings = self.settings.with_changes(changes)
-            config = EngineConfig(**self._overrides | settings.overrides())
-            transport = self._new_transport()
+            settings = changed(self.settings, changes)
+            config = EngineConfig(**self._overrides | config_fields(settings))
+            transport: Transport = ProcessTransport() if self.runs_mine else ThreadTransport()
             engine = AsyncEngine(config, transport=transport)
             await engine.start()
             old, self._engine, self._transport, self.settings = self._engine, engine, transport, settings
-            engine.on_seen = self.audience.take_in
+            engine.on_seen = self.subscribers.publish
             transport.send(Pace(self.delay, self.is_held))
             if old is not None:
                 old.on_seen = lambda pieces: None
                 await old.close()
-            self.audience.begin_anew()
+            self.subscribers.begin_anew()
 
     async def ask(
         self, prompts: list[str], max_tokens: int = 64, temperature: float = 0.7, seed: int | None = None
@@ -206,7 +185,7 @@ class Playground:
 
     async def close(self) -> None:
         """End it."""
-        self.audience.close()
+        self.subscribers.close()
         if self._engine is not None:
             await self._engine.close()
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from folovllm.events import Event, Listener
 from folovllm.executor.abstract import Executor
-from folovllm.inspector.lines import FORMAT, KEY_EVERY, VERSION, LineWriter, as_file
-from folovllm.inspector.texts import TokenTexts
+from folovllm.inspector.lines import FORMAT, KEY_EVERY, VERSION, LineWriter, TokenTexts, as_file
 from folovllm.setup import EngineSetup
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ class Recorder:
         key_every: int = KEY_EVERY,
         texts: TokenTexts | None = None,
     ) -> None:
-        """`is_virtual`: the clock that the engine reads is no real one, so that no date is noted."""
+        """`is_virtual`: the engine reads a made-up clock, so the header has no date."""
         self._engine, self._write, self._flush = engine, write, flush
         self._queue: queue.Queue[Batch | None] = queue.Queue(MOST_WAITING)
         self._error: Exception | None = None
@@ -72,7 +71,7 @@ class Recorder:
         engine.subscribe(self)
 
     def __call__(self, events: SequenceOf[Event]) -> None:
-        """Take in what happened. Waits only if the thread is far behind."""
+        """Queue what happened for the thread. Waits only if it is far behind."""
         self._queue.put((events, time.monotonic()))
 
     def begin_again(self) -> None:
@@ -81,7 +80,7 @@ class Recorder:
         self._engine.subscribe(self)
 
     def wait(self) -> None:
-        """Return when all that happened so far is written."""
+        """Wait until all that happened so far is written."""
         self._queue.join()
 
     def close(self, how: str = "closed") -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from folovllm import events as ev
-from folovllm.inspector.keyframe import Line
-from folovllm.inspector.lines import FORMAT, VERSION
+from folovllm.inspector.lines import BLOCKS, FORMAT, PLAIN, VERSION, Line
 from folovllm.step.sampling_spec import no_tokens
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, StepResult
+from folovllm.watcher import Watcher
+
+KINDS: dict[str, Any] = {name: kind for kind, name in PLAIN.items()}
+BLOCK_KINDS: dict[str, Any] = {name: kind for kind, name in BLOCKS.items()}
 
 
 class Turn(NamedTuple):
@@ -73,22 +76,10 @@ def read(path: str | Path) -> Recording:
 
 
 def parse(text: str, name: str) -> Recording:
-    """As `read`, of a text."""
-    header, lines = check_header(text.partition("\n")[0], name), list[Line]()
-    rows = text.split("\n")[1:]
-    for number, row in enumerate(rows, 2):
-        try:
-            lines.append(json.loads(row))
-        except ValueError:
-            if number < len(rows) + 1:
-                raise ValueError(f"{name}, line {number} is no JSON: the file is damaged") from None
-    return Recording(name, header, lines)  # what stands behind the last newline was cut off, or is nothing
-
-
-def check_header(line: str, name: str) -> dict[str, Any]:
-    """The header. Raises ValueError unless it is one that we can read."""
+    """Read a recording from its text. Raises ValueError as `read` does."""
+    first, *rows = text.split("\n")
     try:
-        header = json.loads(line)
+        header = json.loads(first)
     except ValueError:
         header = None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
@@ -97,125 +88,99 @@ def check_header(line: str, name: str) -> dict[str, Any]:
         raise ValueError(
             f"{name} is a recording of version {version}, and this reads version {VERSION}: record it anew"
         )
-    return header
+    lines = list[Line]()
+    for number, row in enumerate(rows, 2):
+        try:
+            lines.append(json.loads(row))
+        except ValueError:
+            if number < len(rows) + 1:  # else it was cut off, or is nothing
+                raise ValueError(f"{name}, line {number} is no JSON: the file is damaged") from None
+    return Recording(name, header, lines)
 
 
 class _Decoder:
-    """Lines of a turn to events. A step's end names its scheduled sequences by the step, so those that are under way are kept."""
+    """Turns the entries of a turn into events. It keeps the state that the entries leave out."""
 
     def __init__(self, header: dict[str, Any]) -> None:
         self._engine = header["engine"]
-        self._begun: dict[int, SchedulerOutput] = {}  # by step
-        self._ends: dict[int, int] = {}  # by seq_id: tokens that are computed
-        self._tables: dict[int, int] = {}  # by seq_id: entries of its block table
-        self._decoders: dict[str, Callable[..., ev.Event | Iterable[ev.Event]]] = {
-            "add": lambda seq, request, answer, prompt, most, priority, t: ev.RequestAdded(
-                seq, request, answer, prompt, most, priority, t / 1e6
-            ),
-            "refuse": ev.Refused,
-            "hit": ev.PrefixHit,
-            "admit": self._admit,
-            "preempt": self._preempt,
-            "finish": ev.Finished,
-            "abort": ev.Aborted,
-            "new": lambda *ids: [kind(i) for i in ids for kind in (ev.BlockClaimed, ev.BlockTaken)],
-            "claim": lambda *ids: map(ev.BlockClaimed, ids),
-            "take": lambda *ids: map(ev.BlockTaken, ids),
-            "free": lambda *ids: map(ev.BlockFreed, ids),
-            "adopt": ev.BlockAdopted,
-            "publish": lambda block, seq, place, hash_, serial, parent: ev.BlockCached(
-                block, seq, place, int(hash_, 16), serial, parent
-            ),
-            "evict": self._evict,
-            "pass": ev.BlockPassed,
-            "table": self._table,
-            "cut": self._cut,
-            "guess": self._guess,
-            "begin": self._begin,
-            "end": self._end,
-        }
-        self._names: dict[int, int] = {}  # hashes by block
+        self._state = Watcher()
+        self._begun: dict[int, SchedulerOutput] = {}  # by step: those in flight
 
-    def events(self, line: Line) -> Iterable[ev.Event]:
-        """The events of one entry of a turn."""
-        name, *rest = line
-        found = self._decoders[name](*rest)
-        events: list[Any] = [found] if isinstance(found, ev.Event) else list(found)
-        for event in events:
-            if isinstance(event, ev.BlockCached):
-                self._names[event.block_id] = event.hash
+    def events(self, entry: Line) -> list[ev.Event]:
+        """The events of one entry."""
+        events = self._decode(entry)
+        self._state(events)
         return events
 
     def snapshot(self, state: dict[str, Any]) -> ev.Snapshot:
         """The first keyframe."""
         names = {block: (int(hash_, 16), serial, parent) for block, hash_, serial, parent in state["named"]}
-        self._names = {block: name[0] for block, name in names.items()}
         blocks = []
         for i, (ref_count, free) in enumerate(zip(state["refs"], state["free"], strict=True)):
             if ref_count or free == "0" or i in names:
                 tokens = np.array(state["block_tokens"].get(str(i), []), np.int32).tobytes()
                 hash_, serial, parent = names.get(i, (None, 0, 0))
                 blocks.append(ev.BlockState(i, ref_count, free == "1", hash_, serial, parent, tokens))
-        return ev.Snapshot(
+        snapshot = ev.Snapshot(
             num_blocks=len(state["refs"]),
             block_size=self._engine["block_size"],
             max_num_seqs=self._engine["max_num_seqs"],
             max_num_batched_tokens=self._engine["max_num_batched_tokens"],
             num_steps=state["steps"],
             blocks=tuple(blocks),
-            sequences=tuple(self._sequence(entry, state["tokens"]) for entry in state["sequences"]),
+            sequences=tuple(_sequence(entry, state["tokens"]) for entry in state["sequences"]),
         )
+        self._state.apply(snapshot)
+        return snapshot
 
-    def _sequence(self, entry: Line, tokens: dict[str, list[int]]) -> ev.SequenceState:
-        seq, request, answer, num_prompt, most, priority, t, running, num_tokens, computed, table, _ = entry
-        ids = tokens[str(seq)]
-        self._ends[seq], self._tables[seq] = computed, len(table)
-        added = ev.RequestAdded(seq, request, answer, ids[:num_prompt], most, priority, t / 1e6)
-        return ev.SequenceState(added, bool(running), num_tokens, computed, tuple(table), ids)
+    def _decode(self, entry: Line) -> list[ev.Event]:
+        match entry:
+            case ["evict", *blocks]:  # the entry leaves out the hash
+                return [ev.BlockEvicted(i, self._state.cells[i].hash or 0) for i in blocks]
+            case [name, *blocks] if name in BLOCK_KINDS:
+                return [BLOCK_KINDS[name](i) for i in blocks]
+            case [name, *fields] if name in KINDS:
+                return [KINDS[name](*fields)]
+            case ["new", *blocks]:
+                return [kind(i) for i in blocks for kind in (ev.BlockClaimed, ev.BlockTaken)]
+            case ["publish", block, seq, place, hash_, serial, parent]:
+                return [ev.BlockCached(block, seq, place, int(hash_, 16), serial, parent)]
+            case ["table", seq, blocks, *left]:
+                return [ev.TableFreed(seq, tuple(zip(blocks, *left or [[0] * len(blocks)], strict=True)))]
+            case ["guess", seq, guessed, accepted, _]:
+                return [ev.DraftsVerified(seq, guessed, accepted)]
+            case ["begin", step, start, ready, scheduled_seqs, left]:
+                output = self._begun[step] = SchedulerOutput(tuple(map(self._scheduled, scheduled_seqs)))
+                return [ev.StepBegan(step, start / 1e6, ready / 1e6, output, left)]
+            case ["end", step, start, arrived, end, seqs, tokens, waiting, used]:
+                output, result = self._ended(step, seqs, tokens)
+                return [ev.StepEnded(step, start / 1e6, arrived / 1e6, end / 1e6, output, result, waiting, used)]
+            case ["add", seq, request, answer, prompt, most, priority, t]:
+                return [ev.RequestAdded(seq, request, answer, prompt, most, priority, t / 1e6)]
+        raise ValueError(f"unknown entry {entry}")
 
-    def _admit(self, seq: int, cached: int) -> ev.Event:
-        self._ends[seq] = cached
-        return ev.Admitted(seq, cached)
+    def _scheduled(self, entry: int | Line) -> ScheduledSequence:
+        """One sequence's part of a step. A bare number computes one token, behind those that are computed."""
+        if isinstance(entry, int):
+            entry = [entry, self._state.served(entry).num_computed_tokens, 1, 1]
+        seq_id, start, n, num_samples, *table = entry
+        first, blocks = table or (len(self._state.served(seq_id).block_table), [])
+        return ScheduledSequence(seq_id, 0, start, n, no_tokens(), tuple(blocks), first, num_samples, None)
 
-    def _preempt(self, seq: int, by: int, lost: int) -> ev.Event:
-        self._ends[seq] = 0
-        return ev.Preempted(seq, by, lost)
-
-    def _evict(self, *ids: int) -> Iterable[ev.Event]:
-        return [ev.BlockEvicted(i, self._names.pop(i, 0)) for i in ids]
-
-    def _table(self, seq: int, blocks: list[int], left: list[int] | None = None) -> ev.Event:
-        self._tables[seq] = 0
-        return ev.TableFreed(seq, tuple(zip(blocks, left or [0] * len(blocks), strict=True)))
-
-    def _cut(self, seq: int, block: int) -> ev.Event:
-        self._tables[seq] -= 1
-        return ev.TableCut(seq, block)
-
-    def _guess(self, seq: int, guessed: int, accepted: int, _rejected: list[int]) -> ev.Event:
-        self._ends[seq] -= guessed - accepted
-        return ev.DraftsVerified(seq, guessed, accepted)
-
-    def _begin(self, step: int, start: int, ready: int, scheduled_seqs: list[int | Line], left: int) -> ev.Event:
-        output = self._begun[step] = SchedulerOutput(tuple(map(self._scheduled, scheduled_seqs)))
-        return ev.StepBegan(step, start / 1e6, ready / 1e6, output, left)
-
-    def _scheduled(self, line: int | Line) -> ScheduledSequence:
-        if isinstance(line, int):
-            line = [line, self._ends.get(line, 0), 1, 1]
-        seq, start, n, draws, *table = line
-        first, blocks = table or (self._tables.get(seq, 0), [])
-        self._ends[seq], self._tables[seq] = start + n, first + len(blocks)
-        return ScheduledSequence(seq, 0, start, n, no_tokens(), tuple(blocks), first, draws, None)
-
-    def _end(
-        self, step: int, start: int, arrived: int, end: int, seqs: list[int], tokens: list[Any], waiting: int, used: int
-    ) -> ev.Event:
-        drawn = {seq: [ids] if isinstance(ids, int) else ids for seq, ids in zip(seqs, tokens, strict=True)}
+    def _ended(self, step: int, seqs: list[int], tokens: list[Any]) -> tuple[SchedulerOutput, StepResult]:
+        """The step that ends, and what it sampled for each of its sequences."""
         output = self._begun.pop(step, None)
-        if output is None:  # it was under way as the recording began
+        if output is None:  # it was in flight as the recording began
             output = SchedulerOutput(
                 tuple(ScheduledSequence(seq, 0, 0, 0, no_tokens(), (), 0, 1, None) for seq in seqs)
             )
-        result = StepResult([drawn.get(scheduled.seq_id, []) for scheduled in output.scheduled_seqs], {})
-        return ev.StepEnded(step, start / 1e6, arrived / 1e6, end / 1e6, output, result, waiting, used)
+        sampled = {seq: [ids] if isinstance(ids, int) else ids for seq, ids in zip(seqs, tokens, strict=True)}
+        return output, StepResult([sampled.get(scheduled.seq_id, []) for scheduled in output.scheduled_seqs], {})
+
+
+def _sequence(entry: Line, tokens: dict[str, list[int]]) -> ev.SequenceState:
+    """A sequence of a keyframe."""
+    seq, request, answer, num_prompt, most, priority, t, running, num_tokens, computed, table, _ = entry
+    ids = tokens[str(seq)]
+    added = ev.RequestAdded(seq, request, answer, ids[:num_prompt], most, priority, t / 1e6)
+    return ev.SequenceState(added, bool(running), num_tokens, computed, tuple(table), ids)

@@ -56,20 +56,6 @@ class PaceRequest(msgspec.Struct, forbid_unknown_fields=True):
     step: int = 0
 
 
-def answered(handler: Handler) -> Handler:
-    """The handler, with an answer for every error."""
-
-    async def guarded(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except ClientDisconnect:
-            return Response(status_code=CLIENT_GONE)
-        except Exception as error:
-            return error_response(as_api_error(error))
-
-    return guarded
-
-
 async def _file(request: Request) -> Response:
     return file_response(request.path_params["name"])
 
@@ -78,9 +64,16 @@ async def _home(request: Request) -> Response:
     return RedirectResponse(PAGE)
 
 
-async def _no_such_address(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    return error_response(ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}"))
+async def _error(request: Request, error: Exception) -> Response:
+    """The response to an error, whether Starlette's own (an unknown address, another method) or ours."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_GONE)
+    if isinstance(error, HTTPException):
+        error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    return error_response(as_api_error(error))
+
+
+HANDLED = (ClientDisconnect, HTTPException, ApiError, ValueError, RuntimeError)
 
 
 def replay_app(recordings: list[Path], host: str) -> Starlette:
@@ -91,19 +84,11 @@ def replay_app(recordings: list[Path], host: str) -> Starlette:
         return page_response({"kind": "files", "recordings": described})
 
     async def recording(request: Request) -> Response:
-        return FileResponse(recordings[request.path_params["number"]], media_type="application/jsonl", headers=SAFE)
+        if (number := request.path_params["number"]) >= len(recordings):
+            raise HTTPException(404)
+        return FileResponse(recordings[number], media_type="application/jsonl", headers=SAFE)
 
-    numbers = f"{PAGE}/recordings/{{number:int}}"
-    return _app(host, {"/": _home, PAGE: page, FILES: _file, numbers: _known(recording, len(recordings))})
-
-
-def _known(handler: Handler, count: int) -> Handler:
-    async def checked(request: Request) -> Response:
-        if request.path_params["number"] >= count:
-            raise ApiError(404, f"{request.url.path}: not found")
-        return await handler(request)
-
-    return checked
+    return _app(host, page, [Route(f"{PAGE}/recordings/{{number:int}}", recording)])
 
 
 def playground_app(playground: Playground, host: str) -> Starlette:
@@ -113,8 +98,10 @@ def playground_app(playground: Playground, host: str) -> Starlette:
         return page_response({"kind": "playground", "events": "inspector/events", "control": "inspector/playground"})
 
     async def events(request: Request) -> Response:
-        reader = playground.audience.join()
-        return EventStream(playground.audience.events(reader), partial(playground.audience.leave, reader))
+        subscriber = playground.subscribers.add()
+        return EventStream(
+            playground.subscribers.events(subscriber), partial(playground.subscribers.remove, subscriber)
+        )
 
     async def control(request: Request) -> Response:
         if request.method == "POST":
@@ -136,18 +123,20 @@ def playground_app(playground: Playground, host: str) -> Starlette:
         playground.change_pace(delay=asked.delay, paused=asked.paused, step=asked.step)
         return json_response({"delay": playground.delay, "paused": int(playground.is_held)})
 
-    posts: dict[str, Handler] = {f"{CONTROL}/prompts": prompts, f"{CONTROL}/abort": abort, f"{CONTROL}/pace": pace}
-    return _app(host, {"/": _home, PAGE: page, FILES: _file, f"{PAGE}/events": events}, posts | {CONTROL: control})
+    routes = [Route(f"{PAGE}/events", events), Route(CONTROL, control, methods=["GET", "POST"])]
+    for name, handler in (("prompts", prompts), ("abort", abort), ("pace", pace)):
+        routes.append(Route(f"{CONTROL}/{name}", handler, methods=["POST"]))
+    return _app(host, page, routes)
 
 
-def _app(host: str, gets: dict[str, Handler], posts: dict[str, Handler] | None = None) -> Starlette:
-    routes = [Route(path, answered(handler)) for path, handler in gets.items()]
-    routes += [
-        Route(path, answered(handler), methods=["GET", "POST"] if path == CONTROL else ["POST"])
-        for path, handler in (posts or {}).items()
-    ]
-    guard = Middleware(HostGuard, names=[host], flag="--host")
-    return Starlette(routes=routes, middleware=[guard], exception_handlers={HTTPException: _no_such_address})
+def _app(host: str, page: Handler, routes: list[Route]) -> Starlette:
+    """An application with the page, its files and these addresses."""
+    everywhere = [Route("/", _home), Route(PAGE, page), Route(FILES, _file)]
+    return Starlette(
+        routes=everywhere + routes,
+        middleware=[Middleware(HostGuard, names=[host], flag="--host")],
+        exception_handlers=dict.fromkeys(HANDLED, _error),
+    )
 
 
 async def _json(request: Request, kind: Any) -> Any:
@@ -176,23 +165,25 @@ def run_playground(overrides: dict[str, Any], host: str, port: int, browser: boo
 async def _play(playground: Playground, listener: socket.socket, host: str, browser: bool) -> None:
     await playground.build({})
     try:
-        await _serve(playground_app(playground, host), listener, "a playground", browser, playground.audience.close)
+        await _serve(playground_app(playground, host), listener, "a playground", browser, playground.subscribers.close)
     finally:
         await playground.close()
 
 
 async def _serve(
-    app: Starlette,
-    listener: socket.socket,
-    what: str,
-    browser: bool,
-    at_end: Callable[[], None] = lambda: None,
+    app: Starlette, listener: socket.socket, what: str, browser: bool, at_end: Callable[[], None] = lambda: None
 ) -> None:
-    """Serve until a signal comes."""
+    """Serve until a signal comes; then `at_end` ends the streams, which would hold up the server's end."""
     options: dict[str, Any] = {"lifespan": "off", "log_level": "warning", "access_log": False}
     server = Server(uvicorn.Config(app, http=BoundedProtocol, ws="none", **options))
+
+    def end() -> None:
+        server.force_exit = server.should_exit  # a second signal does not wait
+        server.should_exit = True
+        at_end()
+
     for sign in ending_signals():
-        asyncio.get_running_loop().add_signal_handler(sign, _end, server, at_end)
+        asyncio.get_running_loop().add_signal_handler(sign, end)
     listener.listen()
     host, port = listener.getsockname()[:2]
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}{PAGE}"
@@ -200,10 +191,3 @@ async def _serve(
     if browser:
         await asyncio.to_thread(webbrowser.open, address)
     await server.serve(sockets=[listener])
-
-
-def _end(server: uvicorn.Server, at_end: Callable[[], None]) -> None:
-    if server.should_exit:
-        server.force_exit = True
-    server.should_exit = True
-    at_end()

@@ -19,11 +19,11 @@ from folovllm.files import write_whole
 
 ENGINE, REQUESTS = 1, 2  # processes, as Perfetto calls a group of tracks
 SCHEDULE, DEVICE, TAKE_IN = 1, 2, 3  # tracks of the engine
-TRACKS = {SCHEDULE: "schedule", DEVICE: "device: model and draw", TAKE_IN: "take in"}
+TRACKS = {SCHEDULE: "schedule", DEVICE: "device: model and sampling", TAKE_IN: "take in"}
 
 
 class Trace:
-    """A listener that notes spans. Times are those of the events, in microseconds since the first."""
+    """A listener that keeps spans. Times are those of the events, in microseconds since the first."""
 
     def __init__(self) -> None:
         self._spans: list[dict[str, Any]] = []
@@ -35,7 +35,7 @@ class Trace:
         self._changes: list[tuple[int, str | None]] = []  # of sequences, in this batch: their time is the step's
 
     def __call__(self, events: SequenceOf[ev.Event]) -> None:
-        """Take in what happened."""
+        """Add the spans of what happened."""
         for event in events:
             match event:
                 case ev.Snapshot():
@@ -96,9 +96,9 @@ class Trace:
         for scheduled in event.output.scheduled_seqs:
             if (added := self._added.get(scheduled.seq_id)) is None:
                 continue
-            n, num_guesses = scheduled.num_new_tokens, max(0, scheduled.num_samples - 1)
-            name = f"check {num_guesses}" if num_guesses else "decode"
-            if n > 1 + num_guesses or scheduled.start < len(added.prompt_token_ids):
+            n, num_drafts = scheduled.num_new_tokens, max(0, scheduled.num_samples - 1)
+            name = f"verify {num_drafts}" if num_drafts else "decode"
+            if n > 1 + num_drafts or scheduled.start < len(added.prompt_token_ids):
                 name, prefill = f"prefill {n}", prefill + n
             self._spans.append(self._span(REQUESTS, scheduled.seq_id, name, start, event.arrived))
         tokens = {"sequences": len(event.output.scheduled_seqs), "prefill tokens": prefill}
@@ -109,7 +109,7 @@ class Trace:
         self._now = max(self._now, event.end)
 
     def _settle(self, time: float) -> None:
-        """Those that were admitted or gave way did so as the step was decided."""
+        """Write the changes of state: sequences were admitted or preempted when the step was decided."""
         for seq_id, state in self._changes:
             self._turn(seq_id, state, time)
         self._changes.clear()

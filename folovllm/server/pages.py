@@ -12,7 +12,7 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import Response
 
-from folovllm.inspector.live import Audience
+from folovllm.inspector.live import Subscribers
 from folovllm.inspector.web import file_response, page_response
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.sse import EventStream
@@ -49,8 +49,8 @@ class InspectorRoutes:
 
     def __init__(self, engine: AsyncEngine, needs_key: bool) -> None:
         self._engine, self._needs_key = engine, needs_key
-        self._audience = Audience(engine.watch)
-        engine.on_seen = self._audience.take_in
+        self._subscribers = Subscribers(engine.watch)
+        engine.on_seen = self._subscribers.publish
         self._ending: asyncio.Task[None] | None = None
 
     async def page(self, request: Request) -> Response:
@@ -65,10 +65,10 @@ class InspectorRoutes:
         """What the engine does, from now on."""
         self._engine.require_open()
         self._ending = self._ending or asyncio.create_task(self._end())
-        reader = self._audience.join()
-        return EventStream(self._audience.events(reader), partial(self._audience.leave, reader))
+        subscriber = self._subscribers.add()
+        return EventStream(self._subscribers.events(subscriber), partial(self._subscribers.remove, subscriber))
 
     async def _end(self) -> None:
         """Streams end with the engine, and do not hold up the server's end."""
         await self._engine.is_over.wait()
-        self._audience.close()
+        self._subscribers.close()

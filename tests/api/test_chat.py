@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -99,38 +100,13 @@ def test_a_model_without_a_template(tmp_path: Path) -> None:
         LLM(str(tmp_path / "m"), milestone="m1", use_tqdm=False).chat(HELLO, PARAMS)
 
 
-class TestLoop:
-    def chat(self, llm: LLM, monkeypatch: pytest.MonkeyPatch, lines: list[str], system: str | None = None) -> Chat:
-        feed = iter(lines)
-
-        def line(prompt: str = "") -> str:
-            try:
-                return next(feed)
-            except StopIteration:
-                raise EOFError from None
-
-        monkeypatch.setattr("builtins.input", line)
-        chat = Chat(OwnEngine(llm, PARAMS), system)
-        chat.run()
-        return chat
-
-    def test_answers_stream_and_history_grows(
-        self, llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        chat = self.chat(llm, monkeypatch, ["Hello", "", "And?"])
-        assert [m["role"] for m in chat.messages] == ["user", "assistant", "user", "assistant"]
-        first = llm.chat(HELLO, PARAMS, use_tqdm=False)[0]["text"]
-        assert chat.messages[1]["content"] == first
-        assert capsys.readouterr().out.startswith(first + "\n")
-
-    def test_reset_keeps_the_system_message(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-        chat = self.chat(llm, monkeypatch, ["Hello", "/reset"], system="Be brief.")
-        assert chat.messages == [{"role": "system", "content": "Be brief."}]
-
-    def test_a_question_too_long_leaves_the_conversation_as_it_was(
-        self, llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        chat = self.chat(llm, monkeypatch, ["Hello", "x" * 200])
-        assert len(chat.messages) == 2
-        assert "context of 160" in " ".join(capsys.readouterr().err.split())
-        assert not llm.engine.has_unfinished_requests()
+def test_the_terminals_loop_says_what_chat_says(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A question that is too long leaves the conversation as it was. (`test_cli.py` has the loop's other behaviours.)"""
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n" + "x" * 200 + "\n"))
+    chat = Chat(OwnEngine(llm, PARAMS))
+    chat.run()
+    assert chat.messages == [
+        *HELLO,
+        {"role": "assistant", "content": llm.chat(HELLO, PARAMS, use_tqdm=False)[0]["text"]},
+    ]
+    assert not llm.engine.has_unfinished_requests()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from folovllm.engine.scheduler import Scheduler
-from folovllm.inspector.playground import FIELDS, Playground, Settings
+from folovllm.inspector.playground import SLIDERS, Playground
 from folovllm.inspector.replay import Recording, parse
 from folovllm.inspector.serve import playground_app, replay_app
 from folovllm.sampling_params import SamplingParams
@@ -33,8 +34,8 @@ class Page:
 
     def __init__(self, playground: Playground) -> None:
         self.playground, self.lines, self.num_headers = playground, list[bytes](), 0
-        self._reader = playground.audience.join()
-        self._stream = playground.audience.events(self._reader)
+        self._reader = playground.subscribers.add()
+        self._stream = playground.subscribers.events(self._reader)
 
     async def see(self, holds: Callable[[bytes], bool]) -> None:
         """Read until a line for which it holds."""
@@ -120,25 +121,17 @@ def test_a_setting_that_cannot_be_leaves_the_engine() -> None:
     play(story)
 
 
-@pytest.mark.parametrize("milestone", FIELDS[0].choices)
+@pytest.mark.parametrize("milestone", SLIDERS["milestone"].choices)
 def test_the_ends_of_the_sliders_are_engines(milestone: str) -> None:
     """In M3 and M6 any two of them at each of their ends, with and without chunks and a cache of prefixes; else least and most."""
-    (few, many), (small, large), (little, much) = (
-        (FIELDS[1].min, FIELDS[1].max),
-        (FIELDS[2].choices[0], FIELDS[2].choices[-1]),
-        (FIELDS[4].min, FIELDS[4].max),
-    )
-    ends = [
-        (few, small, little, False),
-        (few, large, much, True),
-        (many, small, much, False),
-        (many, large, little, True),
-    ]
+    names = ("num_kv_blocks", "block_size", "max_num_batched_tokens")
+    ends = [(s.choices or (s.min, s.max))[:: len(s.choices) - 1 or 1] for s in (SLIDERS[name] for name in names)]
 
     async def story(playground: Playground, page: Page) -> None:
-        for blocks, size, budget, chunks in ends if milestone in ("m3", "m6") else ends[::3]:
-            settings = Settings(milestone, blocks, size, 4, budget, chunks, chunks)
-            await playground.build({field.name: getattr(settings, field.name) for field in FIELDS})
+        for at in ((0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0)) if milestone in ("m3", "m6") else ((0, 0, 0), (1, 1, 0)):
+            values = {name: end[i] for name, end, i in zip(names, ends, at, strict=True)}
+            chunks = dict.fromkeys(("enable_chunked_prefill", "enable_prefix_caching"), at[1] == 1)
+            await playground.build(values | chunks | {"milestone": milestone})
             await page.see(has("key"))
             await playground.ask(["a"], max_tokens=2)
             await page.see(has("finish"))
@@ -242,52 +235,51 @@ class TestPace:
             Playground(MODEL).change_pace(**wrong)
 
 
-class TestAddresses:
-    def test_the_playground(self) -> None:
-        app = playground_app(Playground(MODEL | SMALL), "127.0.0.1")
-        with TestClient(app, base_url="http://localhost:8001") as client:
-            assert client.post("/inspector/playground", json={}).status_code == 200
-            said = client.get("/inspector/playground").json()
-            assert [field["name"] for field in said["fields"]] == [field.name for field in FIELDS]
-            assert (said["mine"], said["error"], said["paused"]) == (0, None, 0)
-            assert client.post("/inspector/playground", json={"block_size": 16}).json()["fields"][2]["value"] == 16
-            assert client.post("/inspector/playground/pace", json={"delay": 0}).json() == {"delay": 0.0, "paused": 0}
-            assert client.post("/inspector/playground/prompts", json={"prompts": ["a"], "max_tokens": 2}).json() == {
-                "requests": ["0"]
-            }
-            assert client.post("/inspector/playground/abort", json={"request": "7"}).json() == {}
-            page = client.get("/", follow_redirects=True)
-            assert '"kind":"playground"' in page.text and page.url.path == "/inspector"
-            for path, body, says in (
-                ("", {"block_size": 5}, "block_size must be"),
-                ("", {"milestone": "m2", "num_kv_blocks": "x"}, "num_kv_blocks must be"),
-                ("/prompts", {}, "prompts"),
-                ("/prompts", {"prompts": [], "best_of": 2}, "best_of"),
-                ("/prompts", {"prompts": ["a"], "max_tokens": 2000}, "max_tokens must be"),
-                ("/pace", {"delay": 99}, "delay must be"),
-            ):
-                answer = client.post(f"/inspector/playground{path}", json=body)
-                assert answer.status_code == 400 and says in answer.json()["error"]["message"]
-            assert (
-                client.get("/nowhere").status_code == 404
-                and client.get("/inspector/playground/pace").status_code == 405
-            )
+@pytest.fixture
+def client() -> Iterator[TestClient]:
+    """A client of a playground, whose engine ends with it."""
+    playground, before = Playground(MODEL | SMALL), threading.enumerate()
+    with TestClient(playground_app(playground, "127.0.0.1"), base_url="http://localhost:8001") as client:
+        yield client
+        assert client.portal
+        client.portal.call(playground.close)
+    left = {thread.name for thread in set(threading.enumerate()).difference(before)}
+    assert not left & {"engine", "recorder"}
 
-    def test_pages_of_others_cannot_ask(self) -> None:
-        app = playground_app(Playground(MODEL | SMALL), "127.0.0.1")
-        with TestClient(app, base_url="http://localhost:8001") as client:
-            url = "/inspector/playground/prompts"
-            assert (
-                client.post(
-                    url, content=json.dumps({"prompts": ["a"]}), headers={"Content-Type": "text/plain"}
-                ).status_code
-                == 415
-            )
-            assert (
-                client.post(url, json={"prompts": ["a"]}, headers={"Origin": "http://evil.example"}).status_code == 403
-            )
-            refused = client.post(url, json={"prompts": ["a"]}, headers={"Host": "evil.example"})
-            assert refused.status_code == 403 and "--host evil.example" in refused.json()["error"]["message"]
+
+class TestAddresses:
+    def test_the_playground(self, client: TestClient) -> None:
+        assert client.post("/inspector/playground", json={}).status_code == 200
+        said = client.get("/inspector/playground").json()
+        assert [field["name"] for field in said["fields"]] == list(SLIDERS)
+        assert (said["mine"], said["error"], said["paused"]) == (0, None, 0)
+        assert client.post("/inspector/playground", json={"block_size": 16}).json()["fields"][2]["value"] == 16
+        assert client.post("/inspector/playground/pace", json={"delay": 0}).json() == {"delay": 0.0, "paused": 0}
+        assert client.post("/inspector/playground/prompts", json={"prompts": ["a"], "max_tokens": 2}).json() == {
+            "requests": ["0"]
+        }
+        assert client.post("/inspector/playground/abort", json={"request": "7"}).json() == {}
+        page = client.get("/", follow_redirects=True)
+        assert '"kind":"playground"' in page.text and page.url.path == "/inspector"
+        for path, body, says in (
+            ("", {"block_size": 5}, "block_size must be"),
+            ("/prompts", {}, "prompts"),
+            ("/prompts", {"prompts": [], "best_of": 2}, "best_of"),
+            ("/pace", {"delay": 99}, "delay must be"),
+        ):
+            answer = client.post(f"/inspector/playground{path}", json=body)
+            assert answer.status_code == 400 and says in answer.json()["error"]["message"]
+        assert client.get("/nowhere").status_code == 404 and client.get("/inspector/playground/pace").status_code == 405
+
+    def test_pages_of_others_cannot_ask(self, client: TestClient) -> None:
+        url = "/inspector/playground/prompts"
+        assert (
+            client.post(url, content=json.dumps({"prompts": ["a"]}), headers={"Content-Type": "text/plain"}).status_code
+            == 415
+        )
+        assert client.post(url, json={"prompts": ["a"]}, headers={"Origin": "http://evil.example"}).status_code == 403
+        refused = client.post(url, json={"prompts": ["a"]}, headers={"Host": "evil.example"})
+        assert refused.status_code == 403 and "--host evil.example" in refused.json()["error"]["message"]
 
     def test_recordings(self) -> None:
         files = [DATA / "m2.jsonl", DATA / "m3.jsonl"]

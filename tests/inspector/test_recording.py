@@ -17,11 +17,9 @@ from hypothesis import strategies as st
 
 from folovllm import events as ev
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.inspector.lines import KEY_EVERY, LineWriter
+from folovllm.inspector.lines import KEY_EVERY, LineWriter, TokenTexts, encode, keyframe
 from folovllm.inspector.recorder import Recorder, header_of, recording
 from folovllm.inspector.replay import Recording, parse, read
-from folovllm.inspector.texts import TokenTexts
-from folovllm.sampling_params import SamplingParams
 from folovllm.watcher import Watcher
 from tests.helpers import tiny_tokenizer
 from tests.m5.test_events import GREEDY, World, engine
@@ -54,19 +52,9 @@ def state_of(watcher: Watcher) -> Any:
     return cells, seqs
 
 
-def key_of(state: Any) -> Any:
-    """A keyframe of a watcher's state: what the recorder should have written."""
-    cells, seqs = state
-    free = "".join("01"[cell[1]] for cell in cells)
-    named = sorted([i, f"{c[2]:016x}", c[3], c[4]] for i, c in enumerate(cells) if c[2] is not None)
-    served = [[id_, s[0], int(s[1]), *s[2:4], list(s[4]), s[5]] for id_, s in sorted(seqs.items())]
-    return free, [cell[0] for cell in cells], named, served
-
-
-def keyframe(state: dict[str, Any]) -> Any:
-    """The same of a keyframe."""
-    served = sorted([e[0], e[1], *e[7:12]] for e in state["sequences"])
-    return state["free"], state["refs"], sorted(state["named"]), served
+def check_keyframe(key: dict[str, Any], watcher: Watcher) -> None:
+    """A keyframe has all that a reader knows who came from the beginning."""
+    assert key == json.loads(encode(keyframe(watcher, lambda seconds: round(seconds * 1e6))))
 
 
 def assert_replays(taped: Taped) -> Recording:
@@ -76,7 +64,7 @@ def assert_replays(taped: Taped) -> Recording:
     assert [turn.number for turn in turns] == list(range(-1, len(taped.states) - 1)), "a turn is missing"
     for turn, state in zip(turns, taped.states, strict=True):
         if turn.key is not None:
-            assert keyframe(turn.key) == key_of(state_of(watcher))
+            check_keyframe(turn.key, watcher)
         watcher(turn.events)
         assert state_of(watcher) == state
     assert [t.number for t in turns if t.key] == list(range(7, len(turns) - 1, 7)), "keyframes"
@@ -205,38 +193,30 @@ def test_wrong_answers_are_recorded_as_what_they_do(name: str) -> None:
 
 def test_two_thousand_steps() -> None:
     """Keyframes come every 256 turns, each is right, and the last state is the engine's."""
-    taped = Taped(engine("m3"), 5, key_every=KEY_EVERY)
-    taped.states = []
-    taped.engine.unsubscribe(taped.engine.events._listeners[-1])
-    taped.compare = lambda: None  # type: ignore[method-assign]
-    while taped.engine._num_steps < 2000:
-        taped.turn()
-    last = state_of(taped.watcher)
-    found, watcher, keys = taped.replay(), Watcher(), 0
-    for turn in found.turns():
+    world, data, watcher = World(engine("m3"), 5), bytearray(), Watcher()
+    recorder = Recorder(world.engine, data.extend)
+    world.compare = lambda: None  # type: ignore[method-assign]
+    while world.engine._num_steps < 2000:
+        world.turn()
+    recorder.close()
+    keys = []
+    for turn in parse(data.decode(), "long").turns():
         if turn.key is not None:
-            keys += 1
-            assert keyframe(turn.key) == key_of(state_of(watcher))
-            assert turn.number == keys * KEY_EVERY
+            check_keyframe(turn.key, watcher)
+            keys.append(turn.number)
         watcher(turn.events)
-    assert state_of(watcher) == last and keys >= 7
+    assert state_of(watcher) == state_of(world.watcher)
+    assert keys == list(range(KEY_EVERY, keys[-1] + 1, KEY_EVERY)) and len(keys) >= 7
 
 
-def test_the_tokens_are_those_of_the_answers(tmp_path: Path) -> None:
+def test_the_tokens_are_those_of_the_answers_and_have_texts_before_they_are_needed(tmp_path: Path) -> None:
     served = engine("m5")
     with recording(served, tmp_path / "run.jsonl"):
-        outputs = served.generate([[1] * 9, [1] * 8 + [7]], SamplingParams(temperature=0, max_tokens=6))
+        outputs = served.generate([[1] * 9, list(range(200, 220))], GREEDY)
     assert isinstance(outputs, list)
-    found = tokens_of(read(tmp_path / "run.jsonl"))
-    assert list(found.values()) == [list(o.prompt_token_ids) + list(o.outputs[0].token_ids) for o in outputs]
-
-
-def test_every_token_has_a_text_before_it_is_needed(tmp_path: Path) -> None:
-    served = engine("m5")
-    with recording(served, tmp_path / "run.jsonl"):
-        served.generate([[1] * 9, list(range(200, 220))], GREEDY)
-    told, seen = set[int](), 0
-    for line in read(tmp_path / "run.jsonl").lines:
+    found, told, seen = read(tmp_path / "run.jsonl"), set[int](), 0
+    assert list(tokens_of(found).values()) == [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in outputs]
+    for line in found.lines:
         if line[0] == "texts":
             assert not told & set(map(int, line[1])), "told twice"
             told |= set(map(int, line[1]))
@@ -336,21 +316,6 @@ def test_numbers_of_numpy_are_written(tmp_path: Path) -> None:
     list(lines.lines([ev.Snapshot(4, 4, 1, 8, 0, (), ())], 0.0))
     (line,) = lines.lines([ev.BlockTaken(int(np.int64(1))), ev.BlockFreed(np.int64(2))], 0.0)  # type: ignore[arg-type]
     assert json.loads(line) == ["turn", 0, 0, [["take", 1], ["free", 2]]]
-
-
-@pytest.mark.parametrize("milestone", EVERY)
-def test_where_nobody_records_no_event_is_made(milestone: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a recording and after it."""
-    taped = Taped(engine(milestone), 4)
-    for _ in range(20):
-        taped.turn()
-    taped.recorder.close()
-    for listener in list(taped.engine.events._listeners):
-        taped.engine.unsubscribe(listener)
-    monkeypatch.setattr(taped, "compare", lambda: None)
-    monkeypatch.setattr(ev.Events, "emit", lambda self, event: pytest.fail("nobody listens"))
-    for _ in range(60):
-        taped.turn()
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,14 @@ from typing import Any
 import pytest
 
 from folovllm.inspector.page import inline_source, whole_page
+from folovllm.inspector.recorder import Recorder
 from tests.inspector.browser import HOST, SAMPLES, SHOWN, STATIC, Shown, chromium, lines_of, shown
-from tests.inspector.steady import Steady
+from tests.m5.test_events import World, engine
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.slow
 NAMES = ["m1.jsonl", "m2.jsonl", "m3.jsonl", "m5.jsonl", "m6.jsonl"]
 GUESSES = ROOT / "docs" / "assets" / "recordings" / "x3_guesses.jsonl"
-KIND = {"INS": "accepted", "MARK": "bonus", "DEL": "rejected"}
 MOST_LINES = 2500
 
 TICK = "inspector.player.clock.tick"
@@ -54,6 +53,18 @@ def key(here: Shown, *names: str) -> int:
         here.page.keyboard.press(name)
     here.page.evaluate(SETTLED)
     return int(here.page.evaluate(TICK))
+
+
+@pytest.fixture(scope="module")
+def long() -> str:
+    """A recording of at least 20,000 turns."""
+    world, data = World(engine("m3"), 1), bytearray()
+    world.compare = lambda: None  # type: ignore[method-assign]
+    recorder = Recorder(world.engine, data.extend)
+    for _ in range(20_000):
+        world.turn()
+    recorder.close()
+    return data.decode()
 
 
 def test_the_page_stays_small() -> None:
@@ -112,59 +123,42 @@ class TestGuesses:
         here.open("guesses.jsonl")
         return here
 
-    def test_accepted_bonus_and_rejected_tokens_at_every_moment(self, shown: Shown) -> None:
-        """In the row of a request: marked by what they are, in the order of the text, and counted."""
-        look = f"""
-          const {{recording}} = inspector.lanes[0];
-          const told = [];
-          for (let at = 0; at < recording.length; at++) {{
-            inspector.player.go(at);
-            await {SETTLED};
-            const rows = [...document.querySelectorAll(".running .pick")].map((row) => [
-              row.querySelector(".badge").innerText, row.querySelector(".what").innerText,
-              [...row.querySelectorAll(".newest > *")].map((e) => [e.tagName, e.textContent, e.title])]);
-            told.push([inspector.lanes[0].text, rows]);
-          }}
-          return told"""
-        lines = [json.loads(line) for line in GUESSES.read_text(encoding="utf-8").splitlines()]
-        words = {int(id_): text for line in lines[1:] if line[0] == "texts" for id_, text in line[1].items()}
-        turns = [line[3] for line in lines[1:] if line[0] == "turn"]
-        letters = dict(zip((e[1] for events in turns for e in events if e[0] == "add"), "AB", strict=True))
-        guessed, accepted, seen = Counter[str](), Counter[str](), Counter[str]()
-        for (text, rows), events in zip(shown.run(look)[1:], turns, strict=True):
-            (end,) = [event for event in events if event[0] == "end"]
-            drawn = {letters[id_]: [ids] if isinstance(ids, int) else ids for id_, ids in zip(*end[5:7], strict=True)}
-            row = {letter: rest for letter, *rest in rows}
-            for _, id_, asked, right, wrong in (event for event in events if event[0] == "guess"):
-                who = letters[id_]
-                guessed[who], accepted[who] = guessed[who] + asked, accepted[who] + right
-                assert f"{who} {right} of {asked}" in text
-                if who not in row:
-                    continue  # it has ended
-                what, tokens = row[who]
-                assert f"{accepted[who]} of {guessed[who]} guess" in what
-                *sure, bonus = [words[token] for token in drawn[who]]
-                expected = [("INS", word) for word in sure] + [("MARK", bonus)] + [("DEL", words[id_]) for id_ in wrong]
-                assert [(tag, word) for tag, word, _ in tokens] == expected
-                assert [title.split(":")[0] for _, _, title in tokens] == [KIND[tag] for tag, _ in expected]
-                seen.update(tag for tag, _ in expected)
-        assert seen.keys() == KIND.keys()
+    def test_accepted_bonus_and_rejected_tokens(self, shown: Shown) -> None:
+        """In the row of a request: marked by what they are, in the order of the text, and counted. (`test_reducer.py` has every moment.)"""
+        rows = shown.run(f"""
+          inspector.player.go(4); await {SETTLED};
+          return [...document.querySelectorAll(".running .pick")].map((row) => [
+            row.querySelector(".what").innerText,
+            [...row.querySelectorAll(".newest > *")].map((e) => [e.tagName, e.textContent, e.title.split(":")[0]])])""")
+        _, *lines = map(json.loads, GUESSES.read_text(encoding="utf-8").splitlines())
+        words = {int(id_): text for line in lines if line[0] == "texts" for id_, text in line[1].items()}
+        events = [line[3] for line in lines if line[0] == "turn"][3]
+        (sampled,) = [dict(zip(*event[5:7], strict=True)) for event in events if event[0] == "end"]
+        guesses = [event[1:] for event in events if event[0] == "guess"]
+        assert len(rows) == len(guesses) == 2
+        for (what, tokens), (seq, _, accepted, rejected) in zip(rows, guesses, strict=True):
+            assert "draft tokens accepted" in what
+            *sure, bonus = [sampled[seq]] if isinstance(sampled[seq], int) else sampled[seq]
+            kinds = [("INS", "accepted")] * accepted + [("MARK", "bonus")] + [("DEL", "rejected")] * len(rejected)
+            expected = [words[token] for token in (*sure, bonus, *rejected)]
+            assert tokens == [[tag, word, kind] for (tag, kind), word in zip(kinds, expected, strict=True)]
+        assert {tag for _, tokens in rows for tag, *_ in tokens} == {"INS", "MARK", "DEL"}
 
     def test_in_the_cache_they_are_counted_named_and_told_apart(self, shown: Shown) -> None:
         shown.run(f"inspector.player.go(4); await {SETTLED}")
-        assert "Guesses accepted: A 0 of 4 and B 1 of 4" in shown.run("return inspector.lanes[0].text")
+        assert "Draft tokens accepted: A 0 of 4 and B 1 of 4" in shown.run("return inspector.lanes[0].text")
         legend = shown.page.locator(".memory .legend").inner_text()
         assert all(words in legend for words in ("1 accepted", "2 bonus", "7 rejected"))
-        assert shown.page.locator(".memory .legend li[title^='rejected: a wrong guess']").count() == 1
+        assert shown.page.locator(".memory .legend li[title^='rejected: a wrong draft token']").count() == 1
         shown.page.locator(".memory canvas").focus()
         tips = set()
         for _ in range(8):
             key(shown, "ArrowRight")
             tips |= set(shown.page.locator(".memory .tip").inner_text().split("\n"))
         assert {"accepted “ from”", "bonus “ her”", "rejected “ his”", "rejected “ and”"} <= tips
-        assert "checked" in shown.page.locator(".timeline .legend").inner_text()
+        assert "verified" in shown.page.locator(".timeline .legend").inner_text()
         shown.open("m5.jsonl")
-        assert not shown.page.locator(".timeline .guesses").is_visible(), "where nobody guesses, no word of it"
+        assert not shown.page.locator(".timeline .drafts").is_visible(), "without drafts, no word of them"
 
 
 class TestTime:
@@ -350,9 +344,9 @@ class TestLive:
         assert key(here, "f") == here.page.evaluate(LAST)
         here.errors[:] = [error for error in here.errors if "401" not in error]  # as it should be
 
-    def test_a_view_that_stays_for_days_forgets(self, here: Shown) -> None:
+    def test_a_view_that_stays_for_days_forgets(self, here: Shown, long: str) -> None:
         """The oldest moments go, up to a keyframe; those that are left are as they were, and nothing leads behind them."""
-        here.recordings["long.jsonl"] = Steady().recording(3000)
+        here.recordings["long.jsonl"] = long[: long.index('["turn",3000,')]
         here.open("long.jsonl", t=3000)
         found = here.run("""
           const {recording} = inspector.lanes[0];
@@ -474,11 +468,11 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def test_twenty_thousand_steps_are_scrubbed(here: Shown) -> None:
+def test_twenty_thousand_steps_are_scrubbed(here: Shown, long: str) -> None:
     """A jump replays the few steps since the nearest keyframe, wherever it goes."""
-    here.recordings["long.jsonl"] = Steady().recording(20_000)
+    here.recordings["long.jsonl"] = long
     here.open("long.jsonl")
-    assert here.page.evaluate(LAST) == 20_000
+    assert here.page.evaluate(LAST) == long.count('\n["turn"') >= 20_000
     die = random.Random(2)
     for jump in [die.randrange(20_000) for _ in range(25)] + list(range(19_999, 10_000, -500)):
         here.run(f"inspector.player.go(it); await {SETTLED}", jump)

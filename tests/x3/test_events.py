@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from folovllm.cli.terminal import step_line
+from folovllm.cli.show import step_line
 from folovllm.config import EngineConfig
 from folovllm.events import DraftsVerified, Event, StepBegan, StepEnded
 from folovllm.inspector.replay import Recording
@@ -71,7 +71,7 @@ def test_watcher_recording_digest_and_log(milestone: str) -> None:
     assert (aggregator.stats.num_drafts, aggregator.stats.num_draft_tokens) == (made.num_drafts, made.num_draft_tokens)
     assert sum(step.num_draft_tokens for step in served.history) == made.num_draft_tokens
     told = [step_line(step) for step in served.history if step.num_draft_tokens]
-    assert told and all("   guesses right " in line for line in told)
+    assert told and all("   draft tokens accepted " in line for line in told)
     found: Recording = assert_replays(taped)
     entries = [entry for line in found.lines if line[0] == "turn" for entry in line[3]]
     kinds = {entry[0] for entry in entries}
@@ -79,7 +79,7 @@ def test_watcher_recording_digest_and_log(milestone: str) -> None:
         "the wrong ones, by name"
     )
     spans = Counter(span["name"] for span in traced.events() if span["pid"] == REQUESTS and span["ph"] == "X")
-    assert sum(spans[f"check {k}"] for k in range(1, 6)) == sum(
+    assert sum(spans[f"verify {k}"] for k in range(1, 6)) == sum(
         scheduled.num_samples > 1
         for event in taped.seen
         if isinstance(event, StepEnded)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from folovllm import LLM, SamplingParams
 from folovllm.build import make_engine
-from folovllm.cli.terminal import step_line
+from folovllm.cli.show import step_line
 from folovllm.config import EngineConfig
 from folovllm.engine.metrics import imbalance
 from folovllm.events import Event, ExpertsAsked

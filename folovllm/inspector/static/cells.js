@@ -63,7 +63,7 @@ function drawSlot(ctx, recording, state, theme, { info, seq, filled, full }, [x,
 /** The letter and the text of a large cell. */
 function drawTokens(ctx, recording, state, theme, { info, seq, place, filled, full }, name, [x, y, w, h]) {
   const [from, half] = [place * state.blockSize, Math.ceil(filled / 2)];
-  const known = Math.min(from + filled, seq.numTokens); // what is under way has no text yet
+  const known = Math.min(from + filled, seq.numTokens); // what is in flight has no text yet
   const lines = [recording.text(info, from, Math.min(from + half, known)), recording.text(info, from + half, known)].map(oneLine);
   const isShared = name !== info.letters;
   const isPlain = !isShared && full > 0.8; // one colour lies behind all of the text

@@ -19,7 +19,7 @@ const CURVES = [
     hidden: (r) => !r.engine.num_kv_blocks,
   },
   shareOf("prefix hit rate", "hitRate", (r) => !r.engine.enable_prefix_caching),
-  shareOf("guesses accepted", "acceptance", (r) => !r.hasGuesses),
+  shareOf("draft tokens accepted", "acceptance", (r) => !r.hasDrafts),
   {
     title: "running, waiting",
     lines: [

@@ -71,9 +71,9 @@ export function widthOf(element) {
   return widths.get(element);
 }
 
-/** "1 token", "2 tokens", "2 guesses". */
+/** "1 token", "2 tokens". */
 export function plural(n, noun) {
-  return `${count(n)} ${noun}${n === 1 ? "" : noun.endsWith("s") ? "es" : "s"}`;
+  return `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
 }
 
 /** Seconds as a person says them. */

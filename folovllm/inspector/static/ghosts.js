@@ -1,15 +1,15 @@
-// Guesses at the next tokens, as ghosts: what a step accepted and rejected, its bonus, and what the step under way checks.
+// Draft tokens, as ghosts: those that a step accepted and rejected, its bonus token, and those that the step in flight verifies.
 import { write } from "./cells.js";
 import { hueOf, inkOn } from "./palette.js";
 
 /** The kinds of ghosts, in words. */
 export const GHOSTS = {
-  accepted: "accepted: a guess that was right; it is a token of the text",
-  bonus: "bonus: the token that the model drew behind the accepted guesses; the next step computes it",
-  rejected: "rejected: a wrong guess; what it left in the cache is read by nobody, and written over",
-  asked: "asked: a guess that the step under way checks",
+  accepted: "accepted: a draft token that was right; it is a token of the text",
+  bonus: "bonus: the token that the model sampled behind the accepted draft tokens; the next step computes it",
+  rejected: "rejected: a wrong draft token; nobody reads its K/V in the cache, which are written over",
+  proposed: "proposed: a draft token that the step in flight verifies",
 };
-const SIGNS = { accepted: "✓", bonus: "★", rejected: "✕", asked: "?" };
+const SIGNS = { accepted: "✓", bonus: "★", rejected: "✕", proposed: "?" };
 
 /**
  * The ghosts of a moment: by sequence [{kind, text, place, block}], in the order of the text. `place` is the token's in its
@@ -17,7 +17,7 @@ const SIGNS = { accepted: "✓", bonus: "★", rejected: "✕", asked: "?" };
  */
 export function ghostsAt(recording, at, state) {
   const all = new Map();
-  if (!recording.hasGuesses) return all;
+  if (!recording.hasDrafts) return all;
   for (const [id, seq] of state.sequences) {
     const [info, ghosts] = [recording.infos.get(id), []];
     const blockOf = (place) => Math.floor(place / state.blockSize);
@@ -33,7 +33,7 @@ export function ghostsAt(recording, at, state) {
       add("bonus", from + accepted, recording.text(info, from + accepted, from + accepted + 1), left(from + accepted));
       rejected.forEach((token, i) => add("rejected", from + accepted + i, recording.decode([token]), left(from + accepted + i)));
     }
-    for (let i = seq.numComputed - seq.guesses; i < seq.numComputed; i++) add("asked", i, "", seq.table[blockOf(i)]);
+    for (let i = seq.numComputed - seq.drafts; i < seq.numComputed; i++) add("proposed", i, "", seq.table[blockOf(i)]);
     if (ghosts.length) all.set(id, ghosts);
   }
   return all;
@@ -43,13 +43,13 @@ export function ghostsAt(recording, at, state) {
 export function drawGhost(ctx, theme, index, kind, [x, y, w, h]) {
   const high = Math.max(3, Math.min(14, h / 3));
   const box = [x + 0.5, y + h - high + 0.5, Math.max(0.5, w - 1), high - 1];
-  const ink = { accepted: inkOn(index), bonus: theme.accent, rejected: theme.alarm, asked: theme.ink }[kind];
+  const ink = { accepted: inkOn(index), bonus: theme.accent, rejected: theme.alarm, proposed: theme.ink }[kind];
   const isFull = kind === "accepted" || kind === "bonus";
   ctx.fillStyle = isFull ? ink : theme.card;
   ctx.fillRect(...box);
   ctx.strokeStyle = kind === "bonus" ? theme.card : ink;
   ctx.lineWidth = 1;
-  ctx.setLineDash(kind === "asked" ? [2, 2] : []);
+  ctx.setLineDash(kind === "proposed" ? [2, 2] : []);
   ctx.strokeRect(...box);
   ctx.setLineDash([]);
   if (w >= 7 && high >= 8) write(ctx, SIGNS[kind], box, kind === "accepted" ? hueOf(index) : isFull ? theme.card : ink, false, 1);

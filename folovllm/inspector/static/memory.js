@@ -124,7 +124,7 @@ export class MemoryView {
     if (this.#cell !== null) outline(ctx, this.#box(this.#cell), theme.accent, 2.5);
   }
 
-  /** The last first: a bonus lies over the guess that it stands for. */
+  /** The last first: a bonus token lies over the draft token that it stands for. */
   #drawGhosts(ctx) {
     const { ghosts, recording, state, theme, selected } = this.#frame;
     for (const [id, own] of ghosts) {
@@ -182,7 +182,7 @@ export class MemoryView {
     setText(this.facts, `${count(state.numUsed)} of ${plural(state.numBlocks, "block")} of ${state.blockSize} used; ${waste}% of that empty${this.num < state.numBlocks ? `; the first ${count(this.num)} are drawn` : ""}`);
     const said = Object.keys(LEGEND).filter((kind) => counts[kind]).map((kind) => `${count(counts[kind])} ${kind}`);
     this.canvas.setAttribute("aria-label", `KV cache: ${said.join(", ")}. Arrow keys go from block to block.`);
-    const shown = Object.keys(LEGEND).filter((kind) => counts[kind] || kind === "free" || kind === "owned" || (recording.hasGuesses && kind in GHOSTS && kind !== "asked"));
+    const shown = Object.keys(LEGEND).filter((kind) => counts[kind] || kind === "free" || kind === "owned" || (recording.hasDrafts && kind in GHOSTS && kind !== "proposed"));
     if (this.shown !== shown.join()) {
       this.shown = shown.join();
       this.numbers = new Map(shown.map((kind) => [kind, el("b", {})]));

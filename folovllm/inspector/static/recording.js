@@ -14,7 +14,7 @@ export const KINDS = { preempt: 1, hit: 2, refuse: 4, evict: 8, finish: 16, abor
 
 const COLUMNS = [
   "flags", "time", "step", "prefill", "decode", "idle", "width", "schedule", "device", "take",
-  "running", "waiting", "used", "wasted", "drawn", "hitRate", "first", "guesses", "acceptance",
+  "running", "waiting", "used", "wasted", "drawn", "hitRate", "first", "drafts", "acceptance",
 ]; // prettier-ignore
 
 /** Events by moment, the sequences' histories, numbers for each moment, and the state at any of them. */
@@ -42,7 +42,7 @@ export class Recording {
     this.blockTokens = {}; // of blocks that were cached when the recording began
     this.stepsBefore = 0; // that the engine had made when the recording began
     this.how = null; // it ended
-    this.hasGuesses = false;
+    this.hasDrafts = false;
     this.reach = 0; // the last block that was ever in use
     this.first = 0; // the first moment that is still known
     this.size = 0; // characters of the lines that are known
@@ -173,14 +173,14 @@ export class Recording {
   #append(events, time) {
     const at = this.moments.length;
     this.moments.push(events);
-    const row = { flags: 0, prefill: 0, decode: 0, idle: 0, width: 0, schedule: 0, device: 0, take: 0, first: 0, guesses: 0 };
+    const row = { flags: 0, prefill: 0, decode: 0, idle: 0, width: 0, schedule: 0, device: 0, take: 0, first: 0, drafts: 0 };
     for (const event of events) {
       NOTES[event[0]]?.(this, event, at, row);
       if (event[0] === "begin") this.#stepBegan(event, at, row);
       else if (event[0] === "end") this.#stepEnded(event, at, row);
       else if (event[0] === "add") this.#info(event.slice(1), at);
       else if (event[0] === "refuse") this.#refused(event, at, row);
-      else if (event[0] === "guess") this.#checked(event, at);
+      else if (event[0] === "guess") this.#verified(event, at);
       this.#head.apply(event);
       if (event[0] === "key") this.reach = Math.max(0, this.#head.isFree.lastIndexOf(0), this.#head.hash.findLastIndex(Boolean));
       else if (["claim", "take", "new"].includes(event[0])) for (const block of event.slice(1)) this.reach = Math.max(this.reach, block);
@@ -212,9 +212,9 @@ export class Recording {
       at: [], // its shares: the moment of each,
       from: [], // its first token
       size: [], // and how many,
-      guesses: [], // how many of them were guesses,
-      accepted: [], // and of these, once they are checked, right
-      checks: new Map(), // by the moment in which guesses were judged: {from, accepted, rejected, first, blocks}
+      drafts: [], // how many of them were draft tokens,
+      accepted: [], // and of these, once they are verified, accepted
+      checks: new Map(), // by the moment in which draft tokens were verified: {from, accepted, rejected, first, blocks}
       marks: [], // {at, kind, n, other}: what else happened to it
       ttft: null, // seconds
     };
@@ -238,17 +238,17 @@ export class Recording {
     for (const share of shares) {
       const [seqId, from, size, draws] = shareOf(this.#head, share);
       const info = this.infos.get(seqId);
-      const guesses = Math.max(0, draws - 1);
+      const drafts = Math.max(0, draws - 1);
       row[isPrefill(share, info) ? "prefill" : "decode"] += size;
-      row.guesses += guesses;
+      row.drafts += drafts;
       if (!info) continue;
       info.at.push(at);
       info.from.push(from);
       info.size.push(size);
-      info.guesses.push(guesses);
+      info.drafts.push(drafts);
     }
-    this.hasGuesses ||= row.guesses > 0;
-    row.width = row.prefill || row.guesses ? 0 : this.engine.graph_widths?.find((width) => width >= shares.length) ?? 0;
+    this.hasDrafts ||= row.drafts > 0;
+    row.width = row.prefill || row.drafts ? 0 : this.engine.graph_widths?.find((width) => width >= shares.length) ?? 0;
   }
 
   #stepEnded([, step, start, arrived, end, seqIds, tokens], at, row) {
@@ -266,12 +266,12 @@ export class Recording {
     this.#began.delete(step);
   }
 
-  /** Guesses were judged: the first of them lies at `from`, in the first of `blocks`, which is block `first` of the sequence. */
-  #checked([, seqId, guessed, accepted, rejected], at) {
+  /** Draft tokens were verified: the first of them lies at `from`, in the first of `blocks`, which is block `first` of the sequence. */
+  #verified([, seqId, drafted, accepted, rejected], at) {
     const seq = this.#head.sequences.get(seqId);
     if (!seq) return;
     const info = this.infos.get(seqId);
-    const from = seq.numComputed - guessed;
+    const from = seq.numComputed - drafted;
     const first = Math.floor(from / this.#head.blockSize);
     info.accepted[info.at.length - 1] = accepted;
     info.checks.set(at, { from, accepted, rejected, first, blocks: seq.table.slice(first) });
@@ -292,13 +292,13 @@ export class Recording {
     row.used = head.numUsed;
     row.drawn = head.totals.drawn;
     row.hitRate = head.totals.asked ? head.totals.hit / head.totals.asked : 0;
-    row.acceptance = head.totals.guessed ? head.totals.accepted / head.totals.guessed : 0;
+    row.acceptance = head.totals.drafted ? head.totals.accepted / head.totals.drafted : 0;
   }
 }
 
 const DECODER = new TextDecoder();
 
-/** Whether a share computes a prompt, or what a preemption lost; else it decodes, or checks guesses. */
+/** Whether a share computes a prompt, or what a preemption lost; else it decodes, or verifies draft tokens. */
 export function isPrefill(share, info) {
   return typeof share !== "number" && (share[2] > Math.max(1, share[3]) || !info || share[1] < info.prompt.length);
 }

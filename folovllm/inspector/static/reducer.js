@@ -11,7 +11,7 @@ export class EngineState {
     this.numUsed = 0; // blocks that are not free
     this.sequences = new Map(); // by number, in the order of their arrival
     this.clock = 0; // counts what is freed: the order of the least recently used
-    this.totals = { preempted: 0, lost: 0, evicted: 0, finished: 0, aborted: 0, drawn: 0, asked: 0, hit: 0, guessed: 0, accepted: 0 };
+    this.totals = { preempted: 0, lost: 0, evicted: 0, finished: 0, aborted: 0, drawn: 0, asked: 0, hit: 0, drafted: 0, accepted: 0 };
     this.refCount = new Int32Array(numBlocks);
     this.isFree = new Uint8Array(numBlocks).fill(1);
     this.hash = new Array(numBlocks).fill(null); // the name under which others find a block, as 16 hexadecimal digits
@@ -69,10 +69,10 @@ function newSequence(seqId, numPrompt) {
     table: [],
     refused: null, // which budget, if it waits in front and was asked
     cached: null, // tokens that were in the cache when it was admitted
-    victimOf: null, // for whom it gave way, while it waits again,
+    victimOf: null, // for whom it was preempted, while it waits again,
     lost: 0, // and the tokens that it must compute again
-    guesses: 0, // that the step under way checks: the last of the computed tokens
-    guessed: 0, // that were checked so far,
+    drafts: 0, // that the step in flight verifies: the last of the computed tokens
+    drafted: 0, // that were verified so far,
     accepted: 0, // and were right
   };
 }
@@ -115,7 +115,7 @@ const REDUCERS = {
   preempt(state, [, seqId, victimOf, lost]) {
     state.totals.preempted++;
     state.totals.lost += lost;
-    Object.assign(state.sequences.get(seqId) ?? {}, { isRunning: false, numComputed: 0, guesses: 0, victimOf, lost });
+    Object.assign(state.sequences.get(seqId) ?? {}, { isRunning: false, numComputed: 0, drafts: 0, victimOf, lost });
   },
   finish(state, [, seqId]) {
     state.sequences.delete(seqId);
@@ -131,7 +131,7 @@ const REDUCERS = {
       const seq = state.sequences.get(seqId);
       if (!seq) continue;
       seq.numComputed = start + tokens;
-      seq.guesses = Math.max(0, draws - 1);
+      seq.drafts = Math.max(0, draws - 1);
       if (blocks) seq.table.splice(first, Infinity, ...blocks);
     }
   },
@@ -180,10 +180,10 @@ const REDUCERS = {
     state.freedAt[block] = -state.clock; // the next one to be taken
     state.sequences.get(seqId)?.table.pop();
   },
-  guess(state, [, seqId, guessed, accepted]) {
-    for (const counts of [state.totals, state.sequences.get(seqId) ?? {}]) [counts.guessed, counts.accepted] = [counts.guessed + guessed, counts.accepted + accepted];
+  guess(state, [, seqId, drafted, accepted]) {
+    for (const counts of [state.totals, state.sequences.get(seqId) ?? {}]) [counts.drafted, counts.accepted] = [counts.drafted + drafted, counts.accepted + accepted];
     const seq = state.sequences.get(seqId);
-    if (seq) [seq.numComputed, seq.guesses] = [seq.numComputed - guessed + accepted, 0];
+    if (seq) [seq.numComputed, seq.drafts] = [seq.numComputed - drafted + accepted, 0];
   },
 };
 

@@ -1,4 +1,4 @@
-// The sequences: who runs, who waits and why, who has finished; what of each is cached, computed, drawn; its text.
+// The sequences: who runs, who waits and why, who has finished; what of each is cached, computed, sampled; its text.
 import { count, el, plural, setText, template } from "./dom.js";
 import { GHOSTS } from "./ghosts.js";
 import { cssFill, hueOf, inkOn } from "./palette.js";
@@ -102,7 +102,7 @@ export class RequestsView {
     const numPrompt = info.prompt.length;
     const prompt = recording.text(info, Math.max(0, Math.min(numPrompt, numTokens) - 60), Math.min(numPrompt, numTokens));
     const newest = numTokens > numPrompt ? recording.text(info, numTokens - 1, numTokens) : "";
-    const last = ghosts.get(info.seqId)?.filter(({ kind }) => kind !== "asked") ?? [{ text: newest }];
+    const last = ghosts.get(info.seqId)?.filter(({ kind }) => kind !== "proposed") ?? [{ text: newest }];
     const numNew = last.filter(({ kind }) => kind !== "rejected").length;
     const before = recording.text(info, Math.max(numPrompt, numTokens - 60), numTokens - numNew);
     setText(row.prompt, cut(prompt, Math.max(24, MOST_LETTERS - before.length)));
@@ -129,13 +129,13 @@ function progressOf(seq, info) {
   const drawn = seq.numTokens - info.prompt.length;
   const hit = seq.cached ? `, ${count(seq.cached)} cached` : "";
   if (seq.numComputed < info.prompt.length) return `prompt ${count(seq.numComputed)} of ${count(info.prompt.length)}${hit}`;
-  const guessed = seq.guessed ? `, ${count(seq.accepted)} of ${plural(seq.guessed, "guess")} accepted` : "";
-  return `${count(drawn)} of ${count(info.maxTokens)} drawn${guessed}${hit}`;
+  const drafted = seq.drafted ? `, ${count(seq.accepted)} of ${plural(seq.drafted, "draft token")} accepted` : "";
+  return `${count(drawn)} of ${count(info.maxTokens)} generated${drafted}${hit}`;
 }
 
 function reasonOf(seq, { recording, state }) {
   const why = seq.refused ? `: ${whyRefused(seq.refused, state, recording.engine)}` : "";
   if (seq.victimOf === null) return `${plural(seq.numPrompt, "token")} of prompt${why}`;
-  const whom = seq.victimOf === seq.seqId ? "gave way itself" : `gave way to ${recording.name(seq.victimOf)}`;
+  const whom = seq.victimOf === seq.seqId ? "preempted itself" : `preempted for ${recording.name(seq.victimOf)}`;
   return `${whom}; ${plural(seq.lost, "token")} lost${why}`;
 }

@@ -15,7 +15,7 @@ export function sentencesOf(recording, at, state) {
   sayMany(by.add, say, arrival, " came, and wait.");
   for (const event of by.admit ?? []) sayAdmitted(say, event, recording, at);
   sayEvicted(say, (by.evict ?? []).flatMap((event) => event.slice(1)));
-  sayChecked(say, by.guess ?? []);
+  sayVerified(say, by.guess ?? []);
   for (const event of by.begin ?? []) sayStep(say, event, recording);
   sayMany(by.finish, say, (event) => finish(event, recording), " have finished.");
   sayMany(by.abort, say, ([, seq]) => [{ seq }, " was aborted from outside."], " were aborted from outside.");
@@ -36,7 +36,7 @@ export function whyRefused(budget, state, engine) {
     sequences: engine.max_num_seqs === 1 ? "one is served at a time" : `all ${plural(engine.max_num_seqs, "row")} are taken (max_num_seqs)`,
     tokens: `this step's budget of ${plural(engine.max_num_batched_tokens, "token")} has too little left`,
     blocks: `too few blocks are free (${count(state.numBlocks - state.numUsed)} of ${count(state.numBlocks)})`,
-    preemption: "somebody has just given way, and that room is for those who run",
+    preemption: "a request was just preempted, and its room is for those that run",
   }[budget];
 }
 
@@ -91,25 +91,25 @@ function sayStep(say, [, , , , shares, budgetLeft], recording) {
   const budget = recording.engine.num_kv_blocks && recording.engine.max_num_batched_tokens; // M1 has none
   const prefills = [];
   const decodes = [];
-  let [tokens, guesses] = [0, 0];
+  let [tokens, drafts] = [0, 0];
   for (const share of shares) {
     const seq = share[0] ?? share;
     tokens += share[2] ?? 1;
-    guesses += Math.max(0, (share[3] ?? 1) - 1);
+    drafts += Math.max(0, (share[3] ?? 1) - 1);
     (isPrefill(share, recording.infos.get(seq)) ? prefills : decodes).push(share);
   }
   const parts = prefills.length === 1 ? onePrefill(prefills[0], recording) : prefills.length ? manyPrefills(prefills) : [];
   if (decodes.length) {
     if (parts.length) parts.push("; ");
     parts.push(...names(decodes.map((share) => share[0] ?? share)));
-    parts.push(guesses ? ` checked ${plural(guesses, "guess")}` : " decoded one token", decodes.length === 1 ? "" : guesses ? " in all" : " each");
+    parts.push(drafts ? ` verified ${plural(drafts, "draft token")}` : " decoded one token", decodes.length === 1 ? "" : drafts ? " in all" : " each");
   }
   say("begin", ...parts, budgetLeft === 0 && budget && tokens > 1 ? `; that is the whole budget of ${count(budget)} tokens.` : ".");
 }
 
-function sayChecked(say, events) {
-  const each = listed(events, ([, seq, guessed, accepted]) => [{ seq }, ` ${accepted} of ${guessed}`]);
-  if (events.length) say("guess", "Guesses accepted: ", each, "; and a bonus token each.");
+function sayVerified(say, events) {
+  const each = listed(events, ([, seq, drafted, accepted]) => [{ seq }, ` ${accepted} of ${drafted}`]);
+  if (events.length) say("guess", "Draft tokens accepted: ", each, "; and a bonus token each.");
 }
 
 function onePrefill([seq, start, n], recording) {

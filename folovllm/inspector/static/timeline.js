@@ -15,7 +15,7 @@ export class TimelineView {
   constructor(onGo, onPick, maxRows) {
     Object.assign(this, { onGo, onPick, maxRows });
     this.factor = 1; // of what fits
-    [this.element, this.facts, this.stage, this.canvas, this.tip, this.checkKey] = template("timeline", "facts", "stage", "steps", "tip", "guesses");
+    [this.element, this.facts, this.stage, this.canvas, this.tip, this.checkKey] = template("timeline", "facts", "stage", "steps", "tip", "drafts");
     this.element.querySelectorAll("button").forEach((button, i) => (button.onclick = () => this.zoom([0.7, 1.4][i])));
     this.canvas.addEventListener("click", (event) => this.#click(event));
     this.canvas.addEventListener("pointermove", (event) => this.#hover(event));
@@ -141,16 +141,16 @@ export class TimelineView {
     ctx.stroke();
     ctx.setLineDash([]);
     for (let k = placeOf(info.at.length, (i) => info.at[i] < this.from); k < info.at.length && info.at[k] < this.to; k++) {
-      const guesses = info.guesses[k];
-      const isPrefill = info.size[k] > 1 + guesses || info.from[k] < info.prompt.length;
-      const [x, w, h] = [this.#x(info.at[k]) + 0.5, this.perStep - 1, isPrefill || guesses ? ROW - 3 : ROW - 9];
-      const each = h / (1 + guesses); // a bar for each token that counts, and a frame in the place of those that do not
+      const drafts = info.drafts[k];
+      const isPrefill = info.size[k] > 1 + drafts || info.from[k] < info.prompt.length;
+      const [x, w, h] = [this.#x(info.at[k]) + 0.5, this.perStep - 1, isPrefill || drafts ? ROW - 3 : ROW - 9];
+      const each = h / (1 + drafts); // a bar for each token that counts, and a frame in the place of those that do not
       const kept = 1 + (info.accepted[k] ?? 0);
       ctx.fillStyle = theme.card;
-      if (guesses) ctx.fillRect(x, middle - h / 2, w, h);
+      if (drafts) ctx.fillRect(x, middle - h / 2, w, h);
       ctx.fillStyle = ctx.strokeStyle = hue;
-      for (let i = 1; i <= kept; i++) ctx.fillRect(x, middle + h / 2 - each * i, w, guesses ? each * 0.7 : h);
-      if (kept <= guesses) ctx.strokeRect(x + 0.5, middle - h / 2 + 0.5, w - 1, h - each * kept - 1);
+      for (let i = 1; i <= kept; i++) ctx.fillRect(x, middle + h / 2 - each * i, w, drafts ? each * 0.7 : h);
+      if (kept <= drafts) ctx.strokeRect(x + 0.5, middle - h / 2 + 0.5, w - 1, h - each * kept - 1);
       if (isPrefill) drawPattern(ctx, info.index, x, middle - h / 2, w, h);
     }
     for (const { at: when, kind } of info.marks) {
@@ -179,7 +179,7 @@ export class TimelineView {
     const { recording, at } = this.#frame;
     const { columns } = recording;
     const hidden = this.numThere - this.rows.length;
-    this.checkKey.hidden = !recording.hasGuesses;
+    this.checkKey.hidden = !recording.hasDrafts;
     const width = columns.width[at] ? `; graph of ${columns.width[at]} (${columns.width[at] - columns.decode[at]} padded)` : "";
     const times = `schedule ${duration(columns.schedule[at])}, device and draw ${duration(columns.device[at])}, take in ${duration(columns.take[at])}`;
     setText(this.facts, columns.prefill[at] + columns.decode[at] ? `${times}${width}${hidden > 0 ? `; ${count(hidden)} rows not shown` : ""}` : "");
@@ -187,9 +187,9 @@ export class TimelineView {
   }
 
   #numbers(at) {
-    const { prefill, decode, idle, guesses } = this.#frame.recording.columns;
-    const guessed = guesses[at] ? ` (${count(guesses[at])} guessed)` : "";
-    return `${plural(prefill[at], "token")} of prefill, ${count(decode[at])} of decode${guessed}, ${count(idle[at])} idle`;
+    const { prefill, decode, idle, drafts } = this.#frame.recording.columns;
+    const drafted = drafts[at] ? ` (${plural(drafts[at], "draft token")})` : "";
+    return `${plural(prefill[at], "token")} of prefill, ${count(decode[at])} of decode${drafted}, ${count(idle[at])} idle`;
   }
 
   #under(event) {
@@ -217,8 +217,8 @@ export class TimelineView {
     const lines = [`${at ? `turn ${at}` : "the beginning"}, at ${duration(columns.time[at])}: ${this.#numbers(at)}`];
     if (!info) return lines;
     const k = placeOf(info.at.length, (i) => info.at[i] < at);
-    const checked = info.guesses[k] ? `, ${info.accepted[k] ?? 0} of ${plural(info.guesses[k], "guess")} accepted` : "";
-    if (info.at[k] === at) lines.push(`${info.letters}: tokens ${info.from[k]} to ${info.from[k] + info.size[k]}${checked}`);
+    const verified = info.drafts[k] ? `, ${info.accepted[k] ?? 0} of ${plural(info.drafts[k], "draft token")} accepted` : "";
+    if (info.at[k] === at) lines.push(`${info.letters}: tokens ${info.from[k]} to ${info.from[k] + info.size[k]}${verified}`);
     for (const mark of info.marks) {
       if (mark.at === at) lines.push(`${info.letters}: ${WORDS[mark.kind]}${mark.kind === "preempt" ? ` for ${this.#frame.recording.name(mark.other)}` : ""} ${mark.n || ""}`);
     }
