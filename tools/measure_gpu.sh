@@ -56,11 +56,11 @@ step guesses guesses_fresh 300 "${guesses[@]}" 256 --methods ngram+suffix --toke
 step guesses guesses_draft 120 "${guesses[@]}" --methods draft_model --tokens 12 --rounds 3
 step guesses guesses_draft_fixed 120 "${guesses[@]}" --methods draft_model --tokens 12 --rounds 3 --fixed
 step guesses guesses_predicted 120 python3 -m tools.predict_speculation --tokens 4 2
-step guesses guesses_checks 200 python3 -m tools.bench_checks
+step guesses guesses_checks 200 python3 tools/bench_attention.py --verify
 for start in cold warm warm_again; do
     step few few_start_$start 60 env TRITON_CACHE_DIR="$out/triton" python3 tools/measure_start.py
 done
 step few few_steps 60 python3 tools/measure_step.py sampling --num-seqs 1 2 4 16 --kinds plain
-step experts experts_layer 120 python3 tools/bench_experts.py
+step experts experts_layer 120 python3 -m tools.bench_experts
 bench experts experts_latency 200 latency --random-weights qwen3-30b-a3b --repeats 3 --milestone m6
 bench experts experts_throughput 240 throughput --random-weights qwen3-30b-a3b --workload nano-vllm --max-num-batched-tokens 16384
