@@ -37,7 +37,7 @@ done
 bench reuse reuse 120 reuse "${model[@]}" --milestone m5 --chunks 4096,2048,1024,512,256,128
 bench throughput_m6 throughput_m6 60 throughput "${model[@]}" --workload nano-vllm --repeats 3 --max-num-batched-tokens 16384
 bench ladder ladder_h200 240 ladder "${model[@]}" --workload nano-vllm --limit 6 --max-num-batched-tokens 16384
-step ladder ladder_chart 60 python3 tools/ladder_chart.py "$out/ladder_h200.json" "$out/ladder_h200.png"
+step ladder ladder_chart 60 python3 tools/chart.py "$out/ladder_h200.json" "$out/ladder_h200.png"
 step electives electives 400 python3 -m pytest -v -n 14 -p no:cacheprovider tests/x1/test_deferred_sampling.py tests/x2 tests/x3 tests/x4 \
     tests/builders -m gpu
 step looking looking 200 python3 tools/measure_recording.py "${model[@]}" --rounds 3

@@ -119,7 +119,9 @@ class Load:
         if not answered or seconds <= 0:
             return metrics
         metrics["requests"] = Metric.of([len(answered) / seconds], "/s")
-        metrics["output tokens"] = Metric.of([sum(reply.num_tokens for reply in answered) / seconds], "tok/s")
+        tokens = sum(reply.num_tokens for reply in answered)
+        metrics["output tokens"] = Metric.of([tokens / seconds], "tok/s")
+        metrics["tokens a piece"] = Metric.of([tokens / sum(len(reply.times) for reply in answered)], "", False)
         for name, values in (
             ("TTFT", [reply.ttft for reply in answered]),
             ("TPOT", [reply.tpot for reply in answered if reply.num_tokens > 1]),

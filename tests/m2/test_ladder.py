@@ -18,7 +18,7 @@ from folovllm.bench.report import Metric, Result, Run, load
 from folovllm.bench.throughput import AGREEMENT, LONGEST_GAP, PER_CPU_SECOND, REUSED, WASTE
 from folovllm.cli import build_app
 from tests.helpers import tiny_checkpoint
-from tools.ladder_chart import draw_ladder
+from tools.chart import draw
 
 torch.set_num_threads(1)
 
@@ -165,14 +165,14 @@ class TestTheTable:
 
 def test_the_chart_is_drawn_from_the_data(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    files = draw_ladder(beside(made_up(1.0, 2.0), made_up(1.5, 2.5)), tmp_path / "x.png")
+    files = draw(beside(made_up(1.0, 2.0), made_up(1.5, 2.5)), tmp_path / "x.png")
     assert [file.name for file in files] == ["x.png", "x.svg"] and all(file.stat().st_size > 1000 for file in files)
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(ValueError, match="pip install matplotlib"):
-        draw_ladder(made_up(1.0), Path("x.png"))
+        draw(made_up(1.0), Path("x.png"))
 
 
 def test_as_a_command(workload: str, tmp_path: Path) -> None:

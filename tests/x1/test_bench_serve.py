@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import selectors
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from folovllm.bench.sweep import Sweep, show_sweep
 from folovllm.bench.workload import BenchRequest, Workload
 from folovllm.cli import main
 from tests.x1.background import Background
+from tools.chart import draw
 
 
 class NoWait(selectors.SelectSelector):
@@ -255,11 +256,9 @@ class TestSweep:
         assert flags_of(fields) == ["--max-num-seqs", "4", "--enforce-eager", "--no-use-tqdm"]
 
 
-def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_picture(tmp_path: Path) -> None:
     """A line for each preset, a point for each load; the same data gives the same file."""
     pytest.importorskip("matplotlib", reason="draws with matplotlib")
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
-    draw: Callable[[Result, Path], list[Path]] = __import__("serving_chart").draw_serving
     figures = {name: Metric.of([10.0]) for name in ("output tokens", "TTFT median", "TTFT p99", "ITL p99")}
     runs = [Run(f"{name} at {rate}/s", {}, figures) for name in ("m2", "m6") for rate in (1, 2)]
     result = Result("serve", small([]).workload.describe() | {"slo": ""}, runs).describe_here()
@@ -267,5 +266,5 @@ def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert files[0][1].read_text() == files[1][1].read_text()
     assert "m6" in files[0][1].read_text() or files[0][0].stat().st_size > 10_000
     with pytest.raises(ValueError, match="no result of"):
-        draw(Result("ladder", {}), tmp_path / "x.png")
+        draw(Result("latency", {}), tmp_path / "x.png")
     show_sweep(result)
