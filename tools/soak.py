@@ -21,7 +21,7 @@ import urllib.request
 from collections import Counter
 from pathlib import Path
 
-from folovllm.bench.own_server import own_server
+from folovllm.bench.serving import own_server
 
 KINDS = ("stream", "whole", "logprobs", "several", "leave", "leave early", "nonsense")
 SETTLE = 30.0  # seconds that the last requests may take to end

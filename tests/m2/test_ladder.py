@@ -12,8 +12,16 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from folovllm.bench.ladder import Plan, bench_ladder, bench_reference, beside, check_answers, for_cpu, rungs
-from folovllm.bench.ladder_table import show_ladder
+from folovllm.bench.ladder import (
+    Plan,
+    bench_ladder,
+    bench_reference,
+    beside,
+    check_answers,
+    for_cpu,
+    rungs,
+    show_ladder,
+)
 from folovllm.bench.report import Metric, Result, Run, load
 from folovllm.bench.throughput import AGREEMENT, LONGEST_GAP, PER_CPU_SECOND, REUSED, WASTE
 from folovllm.cli import build_app

@@ -14,10 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from folovllm.bench.http_load import Client, Reply, Server
-from folovllm.bench.own_server import flags_of
 from folovllm.bench.report import Metric, Result, Run, load
-from folovllm.bench.serving import Load, Point, Slo, arrivals, drive, shifted
-from folovllm.bench.sweep import Sweep, show_sweep
+from folovllm.bench.serving import Load, Point, Slo, Sweep, arrivals, drive, flags_of, shifted, show_sweep
 from folovllm.bench.workload import BenchRequest, Workload
 from folovllm.cli import main
 from tests.x1.background import Background
