@@ -20,12 +20,13 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parents[1]
 CHILD = HERE / "tools" / "baseline_child.py"
+END = 60.0  # seconds that a child has to end
 T = dict(enumerate([12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26], start=2))  # 97.5% of Student's t, by pairs
 Work = tuple[str, list[Any]]  # a method of the child's, and its arguments behind the seed
 Figures = dict[str, Any]
@@ -67,24 +68,19 @@ def environment(tree: Path, **more: str) -> dict[str, str]:
 
 @contextmanager
 def child(tree: Path, kind: str, settings: dict[str, Any], **more: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds an engine or a server of a tree."""
+    """A process that holds an engine or a server of a tree. Raises RuntimeError if it does not end well."""
     command = [sys.executable, str(CHILD), json.dumps([kind, settings])]
-    process = subprocess.Popen(
-        command,
-        env=environment(tree, **more),
-        cwd=tree,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        process_group=0,
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=environment(tree, **more), cwd=tree, process_group=0, **pipes)
     try:
         yield process
+        process.communicate(timeout=END)  # at the end of its input it ends
     finally:
-        assert process.stdin
-        process.stdin.close()
-        os.killpg(process.pid, 15)  # a server is a child of it
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, 15)  # a server is a child of it
         process.wait()
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with code {process.returncode} in {tree}")
 
 
 def ask(process: subprocess.Popen[str], work: Work, seed: int) -> Figures:
@@ -126,13 +122,8 @@ def commands(trees: list[Path], pairs: int) -> Iterator[tuple[int, Figures]]:
             yield i, first_token(tree, {"model": "stories-5m"}, "stories-5m")
             yield i, exercise(tree)
             printed = timed(tree, "-m", "tools.measure_host", "--methods", "--rounds", "8")[1]
-            yield (
-                i,
-                {
-                    f"host time of a step at {n}": float(us) / 1e6
-                    for n, us in re.findall(r"(\d+) sequences: plain ([\d.]+) us", printed)
-                },
-            )
+            found = re.findall(r"(\d+) sequences: plain ([\d.]+) us", printed)
+            yield i, {f"host time of a step at {n}": float(us) / 1e6 for n, us in found}
 
 
 def exercise(tree: Path) -> Figures:
@@ -141,16 +132,17 @@ def exercise(tree: Path) -> Figures:
         copy = Path(folder) / "tree"
         shutil.copytree(tree, copy, ignore=shutil.ignore_patterns(".*", "mine", "docs", "notebooks", "site"))
         timed(copy, "-m", "milestones", "start", "m3")
-        return {"milestones test m3.2": timed(copy, "-m", "milestones", "test", "m3.2")[0]}
+        return {"milestones test m3.2": timed(copy, "-m", "milestones", "test", "m3.2", code=1)[0]}
 
 
-def timed(tree: Path, *arguments: str) -> tuple[float, str]:
-    """Seconds of a Python process, and what it printed."""
-    began = time.perf_counter()
-    done = subprocess.run(
-        [sys.executable, *arguments], env=environment(tree), cwd=tree, stdout=subprocess.PIPE, text=True
-    )
-    return time.perf_counter() - began, done.stdout
+def timed(tree: Path, *arguments: str, code: int = 0) -> tuple[float, str]:
+    """Seconds of a Python process, and what it printed. Raises RuntimeError if it ends with another code."""
+    began, command = time.perf_counter(), [sys.executable, *arguments]
+    done = subprocess.run(command, env=environment(tree), cwd=tree, stdout=subprocess.PIPE, text=True)
+    seconds = time.perf_counter() - began
+    if done.returncode != code:
+        raise RuntimeError(f"{' '.join(command)} ended with code {done.returncode} in {tree}: {done.stdout[-500:]}")
+    return seconds, done.stdout
 
 
 def first_token(tree: Path, settings: dict[str, Any], name: str, **more: str) -> Figures:
@@ -216,13 +208,14 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="of these engines alone; commands, starts")
     args = parser.parse_args()
     trees = [HERE] + ([args.against.resolve()] if args.against else [])
+    measured = measurements(args.machine, trees, args.pairs)
+    if unknown := set(args.only or ()) - set(measured):
+        parser.error(f"--only knows no {', '.join(map(repr, unknown))}: choose from {', '.join(map(repr, measured))}")
     print(f"{'':52}" + (f"{'old':>14}{'new':>14}{'old / new':>11}" if args.against else f"{'this tree':>14}"))
     passes = True
-    for name, figures in measurements(args.machine, trees, args.pairs).items():
-        if args.only and name not in args.only:
-            continue
+    for name in args.only or measured:
         values: dict[str, list[list[Any]]] = defaultdict(lambda: [[] for _ in trees])
-        for i, found in figures:
+        for i, found in measured[name]:
             for figure, value in found.items():
                 values[figure][i].append(value)
         for figure, of_trees in values.items():

@@ -1,45 +1,37 @@
 """Every attention backend on the same blocks, a decode against the card's own copy bandwidth.
 
-    python tools/bench_attention.py     # on a machine with a CUDA GPU
+    python tools/bench_attention.py             # on a machine with a CUDA GPU; Qwen3-0.6B's heads
+    python tools/bench_attention.py --verify    # captured steps that verify draft tokens, beside a decode of the same K/V
 
 A decode moves each cached key and value through the chip once and does next to nothing with it, so its bound is the
 memory: TB/s, and the share of what a plain copy reaches in the same run. A prefill's bound is arithmetic: TFLOP/s.
-Medians over captured graphs where a backend can be captured; planning is included, as one plan per 28 layers.
+Medians over captured graphs where a backend can be captured, in microseconds a layer; planning is included, as one plan per
+28 layers. "Other caches between": caches take turns as the layers of a model do, so that none is found in the L2 cache.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import triton
 
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
 from folovllm.attention.backends.registry import get_backend
+from folovllm.attention.backends.triton import TritonBackend
 from folovllm.forward_batch import ForwardBatch
 
 LAYERS = 28
+BACKENDS = ("torch_paged", "flash_attn", "triton")
 CONTEXTS = ("300-1500", "4096", "32768")
+BATCHES = (1, 16, 64, 256)
 MAX_PREFILL_TOKENS = 1 << 16
-LARGER_THAN_L2 = 256 << 20  # bytes of K/V to rotate through, so that no layer finds its own in the L2 cache
-
-
-@dataclass(slots=True, frozen=True)
-class Row:
-    """One measurement. `cold_us` rotates caches as the layers of a model do; `us` reads the same one each time."""
-
-    backend: str
-    phase: str  # "prefill" | "decode"
-    batch: int
-    context: str
-    block_size: int
-    us: float  # a layer
-    cold_us: float
-    rate: float  # decode: TB/s; prefill: TFLOP/s
-    share: float  # decode: of the copy bandwidth, 0 to 1; prefill: 0
+LARGER_THAN_L2 = 256 << 20  # bytes of K/V to rotate through
+WIDTHS = (2, 4, 8, 16)  # verified tokens of a sequence
 
 
 def sequence_lengths(batch: int, context: str, seed: int = 1) -> list[int]:
@@ -49,9 +41,9 @@ def sequence_lengths(batch: int, context: str, seed: int = 1) -> list[int]:
     return [generator.randint(int(low), int(high or low)) for _ in range(batch)]
 
 
-def copy_bandwidth(device: torch.device) -> float:
+def copy_bandwidth() -> float:
     """TB/s, read plus written, of copying 2 GiB."""
-    source = torch.randn(1 << 30, dtype=torch.bfloat16, device=device)
+    source = torch.randn(1 << 30, dtype=torch.bfloat16, device="cuda")
     target = torch.empty_like(source)
     milliseconds = triton.testing.do_bench(lambda: target.copy_(source), return_mode="median")
     return float(2 * source.nbytes / milliseconds / 1e9)
@@ -75,6 +67,16 @@ def make_batch(lens: list[int], block_size: int, decode: bool, device: torch.dev
     )  # fmt: skip
 
 
+def verified(decodes: ForwardBatch, width: int) -> ForwardBatch:
+    """The same sequences, the last `width` tokens of each new, as a captured step with draft tokens that has no padding."""
+    device, n = decodes.seq_lens.device, decodes.num_seqs
+    return replace(
+        decodes, input_ids=torch.zeros(n * width, dtype=torch.int64, device=device), num_decodes=0, max_query_len=width,
+        query_start_loc=torch.arange(0, n * width + 1, width, dtype=torch.int32, device=device),
+        query_lens_host=[width] * n, is_padded=True, has_drafts=True,
+    )  # fmt: skip
+
+
 def measure(backend: AttentionBackend, query: torch.Tensor, caches: list[torch.Tensor], batch: ForwardBatch) -> float:
     """Median microseconds a layer: plan, then `LAYERS` times attention, the caches in turn."""
     layers = LAYERS if batch.max_query_len <= 16 else 3  # a prefill is long enough
@@ -84,11 +86,12 @@ def measure(backend: AttentionBackend, query: torch.Tensor, caches: list[torch.T
         for layer in range(layers):
             backend.forward(query, caches[layer % len(caches)], batch)
 
-    run = _captured(step) if backend.supports_cuda_graph else step
+    run = captured(step) if backend.supports_cuda_graph else step
     return float(triton.testing.do_bench(run, warmup=5, rep=40, return_mode="median")) / layers * 1e3
 
 
-def _captured(step: Callable[[], None]) -> Callable[[], None]:
+def captured(step: Callable[[], None]) -> Callable[[], None]:
+    """The step as a graph."""
     step()  # compiles
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -97,79 +100,81 @@ def _captured(step: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-def bench_attention(
-    backends: Iterable[str] = ("torch_paged", "flash_attn", "triton"),
-    batches: Iterable[int] = (1, 16, 64, 256),
-    contexts: Iterable[str] = CONTEXTS,
-    phases: Iterable[str] = ("decode", "prefill"),
-    heads: tuple[int, int] = (16, 8),
-    head_dim: int = 128,
-    dtype: torch.dtype = torch.bfloat16,
-    block_size: int = 256,
-    report: Callable[[str], None] = print,
-) -> Iterator[Row]:
-    """Measure each combination on the current CUDA device, reporting as it goes; Qwen3-0.6B's shape unless told.
+class Step:
+    """Sequences of these lengths, their K/V in as many caches as take turns, and queries for them."""
 
-    A backend that cannot run is named with the reason and left out, as is a prefill of more than 65,536 tokens.
+    def __init__(self, lens: list[int], block_size: int, decode: bool = True, width: int = 1) -> None:
+        self.config = AttentionConfig(16, 8, 128, torch.bfloat16, torch.device("cuda"), block_size, len(lens))
+        self.lens, self.decode = lens, decode
+        self.batch = make_batch(lens, block_size, decode, self.config.device)
+        shape = (2, sum(-(-n // block_size) for n in lens), 8, block_size, 128)
+        copies = min(LAYERS, -(-LARGER_THAN_L2 // (2 * torch.Size(shape).numel()))) if decode else 1
+        new = {"dtype": torch.bfloat16, "device": "cuda"}
+        self.caches = [torch.randn(shape, **new).permute(0, 1, 3, 2, 4) for _ in range(copies)]
+        self.query = torch.randn(len(lens) * width if decode else sum(lens), 16, 128, **new)
+        self.num_bytes = 2 * sum(lens) * 8 * 128 * 2  # of K/V that a decode reads
 
-    Raises:
-        BackendUnavailable: there is no CUDA GPU.
-    """
-    if not torch.cuda.is_available():
-        raise BackendUnavailable("the attention benchmark needs a CUDA GPU")
-    device, names, batches, contexts = torch.device("cuda"), list(backends), list(batches), list(contexts)
-    bandwidth = copy_bandwidth(device)
-    report(f"copy {bandwidth:.2f} TB/s")
-    for phase in phases:
-        for context in contexts:
-            for size in batches:
-                lens = sequence_lengths(size, context)
-                if phase == "prefill" and sum(lens) > MAX_PREFILL_TOKENS:
-                    continue
-                config = AttentionConfig(*heads, head_dim, dtype, device, block_size, size)
-                for row in _rows(names, config, phase, context, lens, bandwidth, report):
-                    unit = f"TB/s {row.share:5.0%} of copy" if phase == "decode" else "TFLOP/s"
-                    report(
-                        f"{phase:8}{row.batch:4} x {context:9}{row.backend:12} B={block_size:<4}{row.us:10.1f} us"
-                        f"  (other caches between: {row.cold_us:10.1f}){row.rate:8.2f} {unit}"
-                    )
-                    yield row
-
-
-def _rows(
-    names: list[str], config: AttentionConfig, phase: str, context: str, lens: list[int], bandwidth: float,
-    report: Callable[[str], None],
-) -> Iterator[Row]:  # fmt: skip
-    assert config.block_size is not None
-    batch = make_batch(lens, config.block_size, phase == "decode", config.device)
-    shape = (2, sum(-(-n // config.block_size) for n in lens), config.num_kv_heads, config.block_size, config.head_dim)
-    one = torch.Size(shape).numel() * config.dtype.itemsize
-    copies = min(LAYERS, -(-LARGER_THAN_L2 // one)) if phase == "decode" else 1
-    caches = [
-        torch.randn(shape, dtype=config.dtype, device=config.device).permute(0, 1, 3, 2, 4) for _ in range(copies)
-    ]
-    tokens = len(lens) if phase == "decode" else sum(lens)
-    query = torch.randn(tokens, config.num_heads, config.head_dim, dtype=config.dtype, device=config.device)
-    for name in names:
+    def row(self, name: str, bandwidth: float) -> str:
+        """What the backend takes, or why it is left out."""
         try:
-            backend_class = get_backend(name)
-            backend_class.check_available(config)
+            get_backend(name).check_available(self.config)
         except BackendUnavailable as error:
-            report(f"{name} left out: {error}")
-            continue
-        backend = backend_class(config)
-        us = measure(backend, query, caches[:1], batch)
-        cold_us = measure(backend, query, caches, batch) if copies > 1 else us
-        if phase == "decode":
-            rate = sum(lens) * config.num_kv_heads * config.head_dim * 2 * config.dtype.itemsize / us / 1e6
-            share = rate / bandwidth
-        else:  # two products of n^2 / 2 scores each
-            rate, share = sum(2.0 * n * n for n in lens) * config.num_heads * config.head_dim / us / 1e6, 0.0
-        yield Row(name, phase, len(lens), context, config.block_size, us, cold_us, rate, share)
+            return f"{name} left out: {error}"
+        backend = get_backend(name)(self.config)
+        us = measure(backend, self.query, self.caches[:1], self.batch)
+        cold = measure(backend, self.query, self.caches, self.batch) if len(self.caches) > 1 else us
+        rate = self.num_bytes / us / 1e6
+        share = f"{rate:8.2f} TB/s {rate / bandwidth:5.0%} of copy"
+        if not self.decode:  # two products of n^2 / 2 scores each
+            share = f"{sum(2.0 * n * n for n in self.lens) * 16 * 128 / us / 1e6:8.2f} TFLOP/s"
+        return f"{name:12} B={self.config.block_size:<4}{us:10.1f} us  (other caches between: {cold:10.1f}){share}"
+
+
+def bench_backends(bandwidth: float) -> None:
+    """Print a line for each phase, number of sequences, context and backend; no prefill of more than 65,536 tokens."""
+    for phase in ("decode", "prefill"):
+        for context in CONTEXTS:
+            for size in BATCHES:
+                lens = sequence_lengths(size, context)
+                if phase == "decode" or sum(lens) <= MAX_PREFILL_TOKENS:
+                    step = Step(lens, 256, phase == "decode")
+                    for name in BACKENDS:
+                        print(f"{phase:8}{size:4} x {context:9}{step.row(name, bandwidth)}", flush=True)
+
+
+def bench_verification(bandwidth: float) -> None:
+    """Print a decode, and verification by the prefill kernel and by the kernel of its own, for each batch and context."""
+    from folovllm.spec_decode.attention import TritonVerifyBackend
+
+    for context in (512, 4096, 32768):
+        for batch in (1, 8, 64):
+            step = Step([context] * batch, 16, width=max(WIDTHS))
+            plain = TritonBackend(step.config)
+            us = measure(plain, step.query[:batch], step.caches, step.batch)
+            share = step.num_bytes / bandwidth / 1e6
+            print(f"attention {batch:3} x {context:5}: decode {us:8.1f} us {share / us:4.0%}", flush=True)
+            for width in WIDTHS:
+                own = TritonVerifyBackend(step.config, width, batch * width)
+                work = step.query[: batch * width], step.caches, verified(step.batch, width)
+                prefill, took = measure(plain, *work), measure(own, *work)
+                print(
+                    f"  {width:2} tokens each: prefill kernel {prefill:8.1f} us, own {took:8.1f} us "
+                    f"{share / took:4.0%}, {prefill / took:5.2f} x, {took / us:5.2f} of a decode",
+                    flush=True,
+                )
+
+
+def main() -> None:
+    """Print the copy's bandwidth and the lines of what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--verify", action="store_true", help="steps that verify draft tokens")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this benchmark needs a CUDA GPU")
+    bandwidth = copy_bandwidth()
+    print(f"copy {bandwidth:.2f} TB/s")
+    (bench_verification if args.verify else bench_backends)(bandwidth)
 
 
 if __name__ == "__main__":
-    try:
-        list(bench_attention())
-    except BackendUnavailable as error:
-        sys.exit(f"{error}")
+    main()

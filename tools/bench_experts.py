@@ -4,56 +4,34 @@ Qwen3-30B-A3B's geometry (128 experts of 768, of which a token asks 8, hidden si
 of tokens the microseconds of each kernel in a captured graph, several layers in turn so that no weight is found in the L2
 cache, and of all four one after the other. Two bounds beside them: few tokens can be no faster than the bytes of the experts
 that are asked, at the rate of a plain copy in the same run; many no faster than one dense product of the same size, which the
-library computes. `--tiles` tries other tiles, too, which several processes compile meanwhile, and prints the best.
+library computes. `--tiles` gives both products other tiles than the engine's, in turn: pairs, outputs, along K, warps, stages; or
+of the kernel for few tokens (bfloat16): warps, rows, elements at a time.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from multiprocessing import get_context
-from os import cpu_count
 from statistics import median
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-import triton
 
 from folovllm.moe.kernels import grouped_linear, moe_gemv
 from folovllm.moe.kernels.route import choose, combine
 from folovllm.quantization.kernels import grouped_quant
 from folovllm.quantization.weight import QuantizedWeight
+from tools.bench_attention import copy_bandwidth
 
 TOKENS = (1, 2, 4, 16, 64, 256, 1024, 4096)
 LAYERS, ROUNDS = 6, 4
 FORMATS = ("bf16", "fp8", "int8", "int4")
 Tiles = tuple[int, ...]
-FEW: dict[str, list[Tiles]] = {  # warps, rows, elements at a time
-    "gate_up": [(1, 1, 128), (2, 1, 256), (2, 2, 256), (4, 2, 512), (4, 4, 512), (4, 4, 128), (8, 8, 256), (8, 8, 128), (8, 4, 1024)],
-    "down": [(1, 4, 128), (2, 4, 128), (2, 8, 128), (4, 8, 128), (4, 16, 128), (8, 16, 128), (8, 32, 128), (4, 8, 512)],
-}  # fmt: skip
-DENSE: list[tuple[int, list[Tiles]]] = [  # up to so many pairs of each expert: pairs, outputs, along K, warps, stages
-    (8, [(16, 16, 256, 4, 4), (16, 32, 128, 4, 4), (16, 32, 256, 4, 3), (16, 32, 128, 4, 6), (16, 64, 128, 4, 4)]),
-    (32, [(16, 32, 128, 4, 4), (32, 32, 128, 4, 4), (32, 64, 64, 4, 4), (32, 64, 128, 4, 3), (32, 128, 64, 4, 4),
-          (64, 64, 64, 4, 4), (64, 128, 64, 8, 3)]),
-    (128, [(64, 64, 64, 4, 4), (64, 128, 64, 4, 2), (64, 128, 64, 8, 3), (64, 128, 64, 8, 4), (128, 64, 64, 8, 4),
-           (128, 128, 64, 8, 3), (64, 256, 64, 8, 3), (128, 256, 64, 8, 3)]),
-    (1 << 30, [(128, 64, 64, 8, 3), (128, 64, 64, 8, 4), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 32, 8, 5),
-               (64, 128, 64, 4, 2), (256, 64, 64, 8, 3), (128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3)]),
-]  # fmt: skip
-CODED: list[tuple[int, list[Tiles]]] = [
-    (8, [(16, 32, 128, 4, 4), (16, 32, 128, 2, 4), (16, 64, 128, 4, 3), (16, 64, 128, 4, 4), (16, 128, 128, 8, 3)]),
-    (32, [(16, 32, 128, 4, 4), (16, 64, 128, 4, 4), (32, 32, 128, 4, 3), (32, 64, 128, 4, 3), (32, 128, 128, 8, 3)]),
-    (128, [(64, 32, 64, 4, 3), (64, 64, 64, 4, 3), (64, 64, 128, 4, 3), (64, 64, 128, 8, 3), (64, 128, 64, 8, 3),
-           (64, 128, 128, 8, 3), (128, 64, 128, 8, 3)]),
-    (1 << 30, [(128, 64, 64, 8, 3), (128, 64, 128, 8, 3), (128, 64, 64, 8, 4), (64, 128, 64, 8, 3), (256, 64, 64, 8, 3)]),
-]  # fmt: skip
 NAMES = ("TILE_M", "TILE_N", "TILE_K", "num_warps", "num_stages")
 
 
@@ -73,13 +51,6 @@ def microseconds(work: Callable[[int], object], replays: int = 20) -> float:
     torch.cuda.synchronize()
     times = [begin.elapsed_time(end) for begin, end in pairwise(events[2:])]  # the first two only warm up
     return median(times) * 1e3 / (LAYERS * ROUNDS)
-
-
-def copy_rate() -> float:
-    """Bytes a microsecond, read plus written."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / (triton.testing.do_bench(lambda: target.copy_(source), return_mode="median") * 1e3)
 
 
 @dataclass(frozen=True)
@@ -121,41 +92,19 @@ class Shape:
             return grouped_quant.grouped_quant(x, weights, self.experts, order, starts, gated)
         return grouped_linear.grouped_linear(x, weights, order, starts, gated)
 
-    def candidates(self, part: str, tokens: int) -> list[Tiles]:
-        """Tiles that may suit so many tokens."""
-        each = tokens * self.asked / self.experts
-        found = next(tiles for most, tiles in (DENSE if self.format == "bf16" else CODED) if each <= most)
-        if self.format == "int4":  # a tile has at most the 16 words of a group
-            found = list(dict.fromkeys((m, n, 128, warps, stages) for m, n, _, warps, stages in found))
-        if self.format == "bf16":
-            found = [t for t in found if part == "down" or t[0] * t[1] <= 128 * 128]
-        return found + (FEW[part] if self.format == "bf16" and each <= 0.5 else [])
 
-
-@contextmanager
-def using(tiles: Tiles) -> Iterator[None]:
-    """Whatever is multiplied meanwhile, these tiles are taken."""
-    coded = dict(zip(NAMES, tiles, strict=False))
-    with (
-        patch.object(grouped_quant, "tiles", lambda *_: coded),
-        patch.object(grouped_linear, "tiles_for", lambda *_: tiles),
-        patch.object(grouped_linear, "kernel_variant", lambda *_: None),
-        patch.object(moe_gemv, "serves", lambda *_: len(tiles) == 3),
-        patch.object(moe_gemv, "tiling", lambda *_: tiles),
+def using(tiles: Tiles) -> AbstractContextManager[object]:
+    """Within this context, whatever is multiplied takes these tiles."""
+    coded, stack = dict(zip(NAMES, tiles, strict=False)), ExitStack()
+    for module, name, stand_in in (
+        (grouped_quant, "tiles", lambda *_: coded),
+        (grouped_linear, "tiles_for", lambda *_: tiles),
+        (grouped_linear, "kernel_variant", lambda *_: None),
+        (moe_gemv, "serves", lambda *_: len(tiles) == 3),
+        (moe_gemv, "tiling", lambda *_: tiles),
     ):
-        yield
-
-
-def compile_tiles(shape: Shape, part: str, tokens: int, tiles: Tiles) -> bool:
-    """Compile for these tiles, in this process for all: Triton keeps it on disk. False if the card cannot hold them."""
-    pairs = tokens * shape.asked
-    x = torch.empty(tokens if part == "gate_up" else pairs, shape.hidden if part == "gate_up" else shape.inner,
-                    dtype=torch.bfloat16, device="cuda")  # fmt: skip
-    nobody = torch.zeros(shape.experts + 1, dtype=torch.int64, device="cuda")
-    with using(tiles), suppress(triton.runtime.errors.OutOfResources):
-        shape.multiply(part, shape.weights(part), x, torch.zeros(pairs, dtype=torch.int64, device="cuda"), nobody)
-        return True
-    return False
+        stack.enter_context(patch.object(module, name, stand_in))
+    return stack
 
 
 class Work:
@@ -200,14 +149,9 @@ def bytes_of(weights: torch.Tensor | QuantizedWeight) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-Try = tuple[Shape, str, int, Tiles]
-
-
-def searched(shape: Shape, tokens: list[int]) -> Iterator[Try]:
-    """All that `--tiles` tries."""
-    for n in tokens:
-        for part in ("gate_up", "down"):
-            yield from ((shape, part, n, tiles) for tiles in shape.candidates(part, n))
+def tiles_of(text: str) -> Tiles:
+    """Read "64,64,128,4,3"."""
+    return tuple(map(int, text.split(",")))
 
 
 def main() -> None:
@@ -221,48 +165,32 @@ def main() -> None:
         "--format", choices=FORMATS, nargs="+", default=["bf16"], help="of the weights (codes are made up)"
     )
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS)
-    parser.add_argument("--tiles", action="store_true", help="search for better tiles")
+    parser.add_argument("--tiles", type=tiles_of, nargs="+", default=[None], help="measure these instead")
     args = parser.parse_args()
-    shapes = [Shape(args.hidden, args.inner, args.experts, args.asked, format) for format in args.format]
-    rate = copy_rate()
+    rate = 1e6 * copy_bandwidth()
     print(f"copy {rate / 1e6:.2f} TB/s")
-    with ProcessPoolExecutor(max(1, (cpu_count() or 1) - 1), get_context("spawn")) as pool:
-        tried = [
-            (one, pool.submit(compile_tiles, *one))
-            for shape in shapes
-            if args.tiles
-            for one in searched(shape, args.tokens)
-        ]
-        for shape in shapes:
-            measure(shape, args.tokens, rate, [one for one in tried if one[0][0] == shape])
+    for format in args.format:
+        measure(Shape(args.hidden, args.inner, args.experts, args.asked, format), args.tokens, rate, args.tiles)
 
 
-def measure(shape: Shape, tokens_of: list[int], rate: float, tried: list[tuple[Try, Future[bool]]]) -> None:
-    """A row for each number of tokens; then the tiles that were tried, the best first."""
+def measure(shape: Shape, tokens_of: list[int], rate: float, all_tiles: list[Tiles | None]) -> None:
+    """Print a row for each choice of tiles and number of tokens."""
     layers = {part: [shape.weights(part) for _ in range(LAYERS)] for part in ("gate_up", "down")}
     plain = [torch.randn(LAYERS, *size, dtype=torch.bfloat16, device="cuda") / 50
              for size in ((2 * shape.inner, shape.hidden), (shape.hidden, shape.inner))]  # fmt: skip
     each = sum(bytes_of(weights[0]) for weights in layers.values()) / shape.experts
-    works = {}
     print(f"{shape.format:6s}  choose  gate_up    down  combine   layer  experts read  floor   dense  share")
-    for tokens in tokens_of:
-        works[tokens] = work = Work(shape, tokens, layers)
-        times = [microseconds(part) for part in (work.choose, work.up, work.back, work.add, work.all)]
-        read = int((work.starts.diff() > 0).sum())
-        floor, dense = read * each / rate, microseconds(partial(work.dense, plain))
-        print(
-            f"{tokens:6d} {times[0]:7.1f} {times[1]:8.1f} {times[2]:7.1f} {times[3]:8.1f} {times[4]:7.1f} {read:13d} "
-            f"{floor:6.1f} {dense:7.1f} {max(floor, dense) / (times[1] + times[2]):6.0%}", flush=True,
-        )  # fmt: skip
-    found: dict[tuple[int, str], list[tuple[float, Tiles]]] = {}
-    for (_, part, tokens, tiles), fits in tried:
-        if fits.result():
-            run = works[tokens].up if part == "gate_up" else works[tokens].back
-            with using(tiles):
-                found.setdefault((tokens, part), []).append((microseconds(run, 5), tiles))
-    for (tokens, part), times_of in found.items():
-        best = "  ".join(f"{time:.1f} {tiles}" for time, tiles in sorted(times_of)[:5])
-        print(f"{tokens:6d} {part}: {best}", flush=True)
+    for tiles in all_tiles:
+        for tokens in tokens_of:
+            with using(tiles) if tiles else nullcontext():
+                work = Work(shape, tokens, layers)
+                times = [microseconds(part) for part in (work.choose, work.up, work.back, work.add, work.all)]
+            read = int((work.starts.diff() > 0).sum())
+            floor, dense = read * each / rate, microseconds(partial(work.dense, plain))
+            print(
+                f"{tokens:6d} {times[0]:7.1f} {times[1]:8.1f} {times[2]:7.1f} {times[3]:8.1f} {times[4]:7.1f} {read:13d} {floor:6.1f} "
+                f"{dense:7.1f} {max(floor, dense) / (times[1] + times[2]):6.0%}   {','.join(map(str, tiles or ()))}", flush=True,
+            )  # fmt: skip
 
 
 if __name__ == "__main__":

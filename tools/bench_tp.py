@@ -21,19 +21,17 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from folovllm import LLM, EngineConfig, SamplingParams
-from folovllm.bench.contenders import random_model
-from folovllm.bench.report import Metric, Result, Run, show
-from folovllm.bench.serve import Observed, empty_prefix_cache, run_workload, warm_up
-from folovllm.bench.throughput import metrics_of
-from folovllm.bench.workload import Workload, load_workload
-from folovllm.build import make_engine
+from folovllm import LLM, SamplingParams
+from folovllm.bench.contenders import parse_contenders, random_model
+from folovllm.bench.report import Result, show
+from folovllm.bench.throughput import bench_latency, bench_throughput
 
 if TYPE_CHECKING:
     from folovllm.distributed.group import ProcessGroup
@@ -41,8 +39,6 @@ if TYPE_CHECKING:
 SHAPES = ((1, 1024), (1, 4096), (16, 4096), (64, 4096), (256, 1024), (256, 4096), (4096, 4096))  # [tokens, H]
 PRODUCTS = ((2560, 4096), (2560, 9728), (4096, 4096), (4096, 12288))  # [outputs, inputs]: o and down of Qwen3-4B and 8B
 CALLS = 72  # all-reduces of a step of 36 layers
-LONE = ("output tokens", "time", "TTFT median", "TPOT median")  # what is told of a request that is alone
-MANY = (*LONE, "prompt and output tokens", "TPOT p99", "steps", "sequences a step")
 STEPS = 32  # under the profiler
 
 
@@ -221,41 +217,19 @@ def asked_of_ranks(size: int, what: str) -> dict[str, Any]:
 # --- how does it scale -------------------------------------------------------------------------------------------------
 
 
-def scaling(geometry: str, sizes: list[int], device: str, given: argparse.Namespace) -> None:
+def scaling(geometry: str, sizes: list[int], given: argparse.Namespace) -> None:
     """Latency and throughput of one geometry, an engine for every number of ranks."""
     with tempfile.TemporaryDirectory() as folder:
-        model = random_model(geometry, Path(folder), {"device": device, "use_tqdm": False, "milestone": "m6"})
-        vocab_size = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
-        alone, many = load_workload("latency", vocab_size), load_workload("nano-vllm", vocab_size, given.requests)
-        latency, throughput = Result("latency", alone.describe()), Result("throughput", many.describe())
-        for size in sizes:
-            config = EngineConfig(**{**model, "tensor_parallel_size": size})
-            start = time.perf_counter()
-            engine = make_engine(config)
-            ready = time.perf_counter() - start
-            try:
-                passes = [serve(engine, alone) for _ in range(3)], [serve(engine, many) for _ in range(given.repeats)]
-            finally:
-                engine.close()
-                del engine
-                tidy()
-            settings = {key: value for key, value in asdict(config).items() if value is not None}
-            for result, names, one in ((latency, LONE, passes[0]), (throughput, MANY, passes[1])):
-                metrics = {name: metric for name, metric in metrics_of(one, None).items() if name in names}
-                metrics["time to be ready"] = Metric.of([ready], "s", False)
-                result.runs.append(Run(f"{size} ranks", settings, metrics))
-            for result in (latency, throughput):  # what there is, in case that the rest takes too long
-                result.describe_here().save(given.out / f"{geometry}-{result.benchmark}.json")
-        for result in (latency, throughput):
+        model = random_model(geometry, Path(folder), {"device": given.device, "use_tqdm": False})
+        engines = parse_contenders(",".join(f"m6:tensor_parallel_size={size}" for size in sizes), model)
+        for bench in (
+            partial(bench_latency, engines),
+            partial(bench_throughput, engines, "nano-vllm", given.requests, given.repeats),
+        ):
+            result = bench().describe_here()
+            result.save(given.out / f"{geometry}-{result.benchmark}.json")
             print(f"\n{geometry}")
             show(result)
-
-
-def serve(engine: Any, workload: Workload) -> Observed:
-    """One pass, cold but warmed up."""
-    warm_up(engine, workload)
-    empty_prefix_cache(engine)
-    return run_workload(engine, workload)
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -289,7 +263,7 @@ def main() -> None:
         write(given.out / "collectives.json", [asked_of_ranks(size, "collectives") for size in several])
     if "scaling" in parts:
         for geometry in geometries:
-            scaling(geometry, sizes, given.device, given)
+            scaling(geometry, sizes, given)
     if "profile" in parts and given.device == "cuda":
         write(given.out / "profile.json", [asked_of_ranks(size, name) for name in geometries for size in several])
 

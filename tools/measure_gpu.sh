@@ -37,7 +37,7 @@ done
 bench reuse reuse 120 reuse "${model[@]}" --milestone m5 --chunks 4096,2048,1024,512,256,128
 bench throughput_m6 throughput_m6 60 throughput "${model[@]}" --workload nano-vllm --repeats 3 --max-num-batched-tokens 16384
 bench ladder ladder_h200 240 ladder "${model[@]}" --workload nano-vllm --limit 6 --max-num-batched-tokens 16384
-step ladder ladder_chart 60 python3 tools/ladder_chart.py "$out/ladder_h200.json" "$out/ladder_h200.png"
+step ladder ladder_chart 60 python3 tools/chart.py "$out/ladder_h200.json" "$out/ladder_h200.png"
 step electives electives 400 python3 -m pytest -v -n 14 -p no:cacheprovider tests/x1/test_deferred_sampling.py tests/x2 tests/x3 tests/x4 \
     tests/builders -m gpu
 step looking looking 200 python3 tools/measure_recording.py "${model[@]}" --rounds 3
@@ -45,9 +45,11 @@ step looking looking_served 200 python3 tools/measure_recording.py "${model[@]}"
 bench bits bits_throughput 240 throughput "${model[@]}" --workload nano-vllm --max-num-batched-tokens 16384 \
     --compare m6,m6:kv_cache_dtype=fp8,m6:quantization=fp8:kv_cache_dtype=fp8
 for geometry in qwen3-4b qwen3-0.6b; do
-    step bits "bits_steps_$geometry" 200 python3 tools/measure_step.py --geometry $geometry formats
+    step bits "bits_steps_$geometry" 200 python3 tools/measure_step.py --geometry $geometry \
+        --compare m6,m6:quantization=fp8,m6:quantization=int8,m6:quantization=int4 --kinds plain --num-seqs 1 256 --rounds 1 --prompts
 done
-step bits bits_both 120 python3 tools/measure_step.py --geometry qwen3-4b formats --compare m6,m6:quantization=fp8:quantize_activations=true
+step bits bits_both 120 python3 tools/measure_step.py --geometry qwen3-4b \
+    --compare m6,m6:quantization=fp8:quantize_activations=true --kinds plain --num-seqs 1 256 --rounds 1 --prompts
 guesses=(python3 -m tools.measure_speculation --batches 1 16)
 for small in stories-5m smollm2; do
     step guesses "guesses_$small" 200 "${guesses[@]}" --model $small --methods ngram+suffix ngram --tokens 15 --rounds 3 --exact
@@ -56,11 +58,11 @@ step guesses guesses_fresh 300 "${guesses[@]}" 256 --methods ngram+suffix --toke
 step guesses guesses_draft 120 "${guesses[@]}" --methods draft_model --tokens 12 --rounds 3
 step guesses guesses_draft_fixed 120 "${guesses[@]}" --methods draft_model --tokens 12 --rounds 3 --fixed
 step guesses guesses_predicted 120 python3 -m tools.predict_speculation --tokens 4 2
-step guesses guesses_checks 200 python3 -m tools.bench_checks
+step guesses guesses_checks 200 python3 tools/bench_attention.py --verify
 for start in cold warm warm_again; do
     step few few_start_$start 60 env TRITON_CACHE_DIR="$out/triton" python3 tools/measure_start.py
 done
-step few few_steps 60 python3 tools/measure_step.py sampling --num-seqs 1 2 4 16 --kinds plain
-step experts experts_layer 120 python3 tools/bench_experts.py
+step few few_steps 60 python3 tools/measure_step.py --num-seqs 1 2 4 16 --kinds plain
+step experts experts_layer 120 python3 -m tools.bench_experts
 bench experts experts_latency 200 latency --random-weights qwen3-30b-a3b --repeats 3 --milestone m6
 bench experts experts_throughput 240 throughput --random-weights qwen3-30b-a3b --workload nano-vllm --max-num-batched-tokens 16384

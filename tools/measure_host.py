@@ -1,9 +1,9 @@
 """Time the engine's own work a step, over a device that does nothing: `python -m tools.measure_host`.
 
-What is left is the host's: schedule, pack, guess, take in. Plain decoding and engines that may guess take turns, over texts
-in which nothing comes twice, so that nothing is guessed. CPU microseconds of a step, the median of windows of some steps.
-With `--answers` they serve short requests, in an order by chance, and the whole time counts: requests that come and end,
-prompts, looks. A GPU's launches and copies are not in it.
+What is left is the host's: schedule, pack, propose draft tokens, process the results. Plain engines and engines with
+speculation take turns, over texts in which nothing comes twice, so that nothing is proposed. CPU microseconds of a step, the
+median of windows of some steps. With `--answers` they serve short requests, in random order, and the whole time counts:
+requests that come and end, and prompts. A GPU's launches and copies are not in it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import random
 import statistics
 import time
 from typing import Any
+from unittest.mock import patch
 
 from folovllm import LLM, EngineConfig, SamplingParams, build
 from folovllm.engine.llm_engine import LLMEngine
@@ -27,45 +28,52 @@ VOCAB = range(300, 4000)
 PROMPT, SETTLING, WINDOW = 32, 30, 64  # tokens, steps
 
 
-class Drawn:
-    """A step that is over when it begins."""
+class Sampled:
+    """A step that ends at a time of the monotonic clock."""
 
-    def __init__(self, num_samples: list[int], die: random.Random) -> None:
-        self._num_samples, self._die = num_samples, die
+    def __init__(self, num_samples: list[int], die: random.Random, end: float) -> None:
+        self._num_samples, self._die, self._end = num_samples, die, end
 
     def wait(self) -> StepResult:
-        """As `Pending`: one token for each share that draws. No guess is right."""
+        """Return one token for each sequence that samples; no draft token is accepted."""
+        if self._end:
+            time.sleep(max(0.0, self._end - time.monotonic()))
         tokens = iter(self._die.choices(VOCAB, k=len(self._num_samples)))
-        return StepResult(
-            [[token] if drawn else [] for token, drawn in zip(tokens, self._num_samples, strict=True)], {}
-        )
+        return StepResult([[token] if n else [] for token, n in zip(tokens, self._num_samples, strict=True)], {})
 
 
 class NoDevice(PackedExecutor):
-    """Packs steps as for a device, and draws from a die."""
+    """Packs steps as for a device, and samples from a die. A step takes `seconds`, none of them on the CPU."""
+
+    seconds = 0.0
 
     def __init__(self, setup: EngineSetup, extension: object) -> None:
         widths = [1, 2, 4, *range(8, setup.max_num_seqs + 8, 8)]
         super().__init__(setup.max_num_seqs, setup.max_num_seqs * -(-setup.max_model_len // setup.block_size), widths)
-        self._die = random.Random(0)
+        self._die, self._free_at = random.Random(0), 0.0
 
-    def check(self) -> None:
-        """As `PackedExecutor`."""
+    def check(self) -> None: ...
 
-    def shutdown(self) -> None:
-        """As `PackedExecutor`."""
+    def shutdown(self) -> None: ...
 
     def expert_load(self) -> list[list[int]]:
-        """As `PackedExecutor`."""
         return []
 
-    def _send(self, step: PackedStep | TokenBitmasks) -> Drawn:
+    def _send(self, step: PackedStep | TokenBitmasks) -> Sampled:
         assert isinstance(step, PackedStep)
         step.flatten()
-        return Drawn(step.fields[Field.NUM_SAMPLES, : step.num_seqs].tolist(), self._die)
+        if self.seconds:  # steps follow each other on the device
+            self._free_at = max(self._free_at, time.monotonic()) + self.seconds
+        return Sampled(step.fields[Field.NUM_SAMPLES, : step.num_seqs].tolist(), self._die, self._free_at)
 
     def _send_ahead(self, step: PackedStep) -> None:
-        raise NotImplementedError("nothing here has a form")
+        raise NotImplementedError("nothing here has a grammar")
+
+
+def engine_over(device: type[NoDevice], config: EngineConfig) -> LLMEngine:
+    """An engine as `build.make_engine` makes it, but for the device."""
+    with patch.object(build, "make_executor", device):
+        return build.make_engine(config)
 
 
 class Loop:
@@ -73,10 +81,7 @@ class Loop:
 
     def __init__(self, batch: int, **overrides: Any) -> None:
         fields: dict[str, Any] = {"model": "stories-5m", "device": "cpu", "max_num_seqs": batch, "use_tqdm": False}
-        kept = build.make_executor
-        build.make_executor = NoDevice  # type: ignore[assignment]
-        self.engine: LLMEngine = build.make_engine(EngineConfig(**fields, **overrides))
-        build.make_executor = kept
+        self.engine = engine_over(NoDevice, EngineConfig(**fields, **overrides))
         self._ids, self._die, self._left = [str(i) for i in range(batch)], random.Random(1), 0
 
     def window(self, steps: int) -> float:
@@ -103,12 +108,9 @@ class Loop:
 
 def whole_answers(batch: int, configs: dict[str, dict[str, Any]], rounds: int) -> dict[str, list[float]]:
     """CPU microseconds of a step of each engine in each round, by the whole time of the stories' answers, `batch` at a time."""
-    kept, build.make_executor = build.make_executor, NoDevice  # type: ignore[assignment]
-    llms = {
-        name: LLM("stories-5m", device="cpu", max_num_seqs=batch, use_tqdm=False, **config)
-        for name, config in configs.items()
-    }
-    build.make_executor = kept
+    common: dict[str, Any] = {"model": "stories-5m", "device": "cpu", "max_num_seqs": batch, "use_tqdm": False}
+    with patch.object(build, "make_executor", NoDevice):
+        llms = {name: LLM(**common, **config) for name, config in configs.items()}
     found: dict[str, list[float]] = {name: [] for name in llms}
     times, names, die = -(-batch // len(requests(llms["plain"], "plain", 0.0)[0])), list(llms), random.Random(0)
     for turn in range(rounds):
@@ -135,9 +137,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 16, 256])
     parser.add_argument("--methods", nargs="*", default=["ngram", "suffix"])
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument(
-        "--answers", action="store_true", help="time whole answers, not steps in the middle of long ones"
-    )
+    parser.add_argument("--answers", action="store_true", help="whole answers, not steps in the middle of long ones")
     arguments = parser.parse_args()
     for batch in arguments.batches:
         configs: dict[str, dict[str, Any]] = {"plain": {}, "plain again": {}}
@@ -145,10 +145,9 @@ def main() -> None:
             configs[method] = {"speculative_config": {"method": method, "num_speculative_tokens": 8}}
         found = (whole_answers if arguments.answers else windows)(batch, configs, arguments.rounds)
         plain = statistics.median(found["plain"])
-        told = (
-            f"{name} {(us := statistics.median(own)):.1f} us ({us / plain - 1:+.1%})" for name, own in found.items()
-        )
-        print(f"{batch} sequences: " + ", ".join(told), flush=True)
+        medians = {name: statistics.median(own) for name, own in found.items()}
+        columns = (f"{name} {us:.1f} us ({us / plain - 1:+.1%})" for name, us in medians.items())
+        print(f"{batch} sequences: " + ", ".join(columns), flush=True)
 
 
 if __name__ == "__main__":

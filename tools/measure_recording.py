@@ -18,8 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def run_pass(engine: LLMEngine, workload: Workload, kind: str, folder: Path) -> 
     """Seconds to serve the workload."""
     empty_prefix_cache(engine)
     lines = LiveLines(engine) if kind == "live" else None
-    with recorded(engine, folder / "run.jsonl") if kind == "record" else untouched(), sink() as write:
+    with recording(engine, folder / "run.jsonl") if kind == "record" else nullcontext(), sink() as write:
         if lines is not None:
             lines.begin()
         start = time.perf_counter()
@@ -71,17 +71,6 @@ def run_pass(engine: LLMEngine, workload: Workload, kind: str, folder: Path) -> 
 
 
 @contextmanager
-def recorded(engine: LLMEngine, path: Path) -> Iterator[None]:
-    with recording(engine, path):
-        yield
-
-
-@contextmanager
-def untouched() -> Iterator[None]:
-    yield
-
-
-@contextmanager
 def sink() -> Iterator[Any]:
     """A pipe to a process that reads all of it and does nothing."""
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as reader:
@@ -90,16 +79,20 @@ def sink() -> Iterator[Any]:
         reader.stdin.close()
 
 
+def in_turn(kinds: Iterable[str], rounds: int) -> Iterator[str]:
+    """The kinds, round by round; every second round the other way round, so that a drift hits all alike."""
+    for number in range(rounds):
+        yield from list(kinds)[:: -1 if number % 2 else 1]
+
+
 def alone(config: EngineConfig, workload: Workload, rounds: int) -> dict[str, list[float]]:
     """Seconds of each pass, by kind, on an engine alone."""
     seconds: dict[str, list[float]] = {"off": [], "record": [], "live": []}
     with tempfile.TemporaryDirectory() as folder, running(config) as engine:
         warm_up(engine, workload)
         run_pass(engine, workload, "off", Path(folder))  # what is made on first use
-        for number in range(rounds):
-            kinds = list(seconds) if number % 2 == 0 else list(seconds)[::-1]  # drift hits both ways
-            for kind in kinds:
-                seconds[kind].append(run_pass(engine, workload, kind, Path(folder)))
+        for kind in in_turn(seconds, rounds):
+            seconds[kind].append(run_pass(engine, workload, kind, Path(folder)))
         print(f"a recording has {Path(folder, 'run.jsonl').stat().st_size / 1e6:.1f} MB")
     return seconds
 
@@ -121,15 +114,14 @@ async def served(config: EngineConfig, workload: Workload, rounds: int) -> dict[
         server = Server(uvicorn.Config(app, ws="none", lifespan="off", log_level="warning"))
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         await serve_all(engine, workload, -1)
-        for number in range(rounds):
-            for kind in list(seconds) if number % 2 == 0 else list(seconds)[::-1]:
-                client = None if kind == "off" else await look(listener.getsockname()[1], kind)
-                seconds[kind].append(await serve_all(engine, workload, 3 * number + list(seconds).index(kind)))
-                if client is not None:
-                    client.kill()
-                    await client.wait()
-                    await asyncio.sleep(0.5)  # until the engine has heard that nobody looks
-                print(f"{kind} {seconds[kind][-1]:.3f} s", file=sys.stderr, flush=True)
+        for number, kind in enumerate(in_turn(seconds, rounds)):
+            client = None if kind == "off" else await look(listener.getsockname()[1], kind)
+            seconds[kind].append(await serve_all(engine, workload, number))
+            if client is not None:
+                client.kill()
+                await client.wait()
+                await asyncio.sleep(0.5)  # until the engine has heard that nobody looks
+            print(f"{kind} {seconds[kind][-1]:.3f} s", file=sys.stderr, flush=True)
         server.should_exit = True
         await serving
     return seconds
@@ -167,10 +159,10 @@ def report(seconds: dict[str, list[float]], workload: Workload) -> None:
     off = seconds["off"]
     for kind, times in seconds.items():
         rates = "  ".join(f"{workload.output_tokens / t:9,.0f}" for t in times)
-        costs = [100 * (a / b - 1) for a, b in zip(times, off, strict=True)]
-        cost = "" if kind == "off" else f"   costs {statistics.median(costs):+.2f}% (best pass over best: "
-        best = "" if kind == "off" else f"{100 * (min(times) / min(off) - 1):+.2f}%)"
-        print(f"{kind:<7} {rates} tok/s{cost}{best}", flush=True)
+        cost = statistics.median(100 * (a / b - 1) for a, b in zip(times, off, strict=True))
+        best = 100 * (min(times) / min(off) - 1)
+        costs = "" if kind == "off" else f"   costs {cost:+.2f}% (best pass over best: {best:+.2f}%)"
+        print(f"{kind:<7} {rates} tok/s{costs}", flush=True)
 
 
 def main() -> None:

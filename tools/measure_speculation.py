@@ -1,12 +1,12 @@
-"""Time guessing beside plain decoding: `python -m tools.measure_speculation --methods ngram suffix`.
+"""Time speculative decoding beside plain decoding: `python -m tools.measure_speculation --methods ngram suffix`.
 
 CPU seconds (on a GPU: seconds) for each token of the answers to `tools/speculation/*.json`, one request at a time or
-`--batches` of them, plain and with guesses in turns, in an order by chance. Guesses speed up what comes behind an answer's
-first token, so that is told apart. A second line says where the time went: in plain steps, in steps for which nobody had a
-guess, and in steps with guesses. The texts are compared, too: they must be the same but for near ties. So where two part, a
-line gives both tokens, and how likely they are in the plain engine and, with `--exact`, in float32.
+`--batches` of them, plain and speculating in turns, in random order. Drafts speed up what comes behind an answer's first token,
+so that is told apart. A second line says where the time went: in plain steps, in steps for which no proposer had a draft, and
+in steps with drafts. The texts are compared, too: they must be the same but for near ties. So where two part, a line gives
+both tokens, and how likely they are in the plain engine and, with `--exact`, in float32.
 
-Whether guesses lose one per cent takes many `--rounds` to see, and a second plain engine in the same turns (`--again`) to
+Whether speculation loses one per cent takes many `--rounds` to see, and a second plain engine in the same turns (`--again`) to
 believe it: what that one seems to gain or lose is chance.
 """
 
@@ -19,6 +19,7 @@ import random
 import statistics
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 
 from folovllm import LLM, SamplingParams
+from folovllm.events import Event, StepBegan, StepEnded
 from folovllm.spec_decode.policy import AdaptiveLength
 from folovllm.step.schedule import SchedulerOutput
 from folovllm.structured_outputs import StructuredOutputsParams
@@ -74,55 +76,41 @@ def answer(llm: LLM, prompts: list[str], params: list[SamplingParams], batch: in
 
 
 class Watch:
-    """Sorts the steps of an engine with guesses by kind, and adds up the seconds from the end of one to that of the next.
+    """Sorts the steps of a speculating engine by kind, and adds up the seconds from the end of one to that of the next.
 
-    It watches within `with`, and not while anything is timed: a small model's steps would feel it.
+    It listens within `with`, and not while anything is timed: a small model's steps would feel it.
     """
 
-    KINDS = ("prompts", "plain", "no idea", "with guesses")
+    KINDS = ("prompts", "plain", "no draft", "with drafts")
 
     def __init__(self, llm: LLM) -> None:
-        self._scheduler = llm.engine.scheduler
-        self._kinds: deque[str] = deque()
+        self._engine = llm.engine
 
     def __enter__(self) -> Watch:
         self.counts, self.seconds = dict.fromkeys(self.KINDS, 0), dict.fromkeys(self.KINDS, 0.0)
-        scheduler = self._scheduler
-        schedule, postprocess = scheduler.schedule, scheduler.postprocess
-
-        def watched_schedule(_: Any) -> SchedulerOutput:
-            output = schedule()
-            if output.scheduled_seqs:
-                self._kinds.append(self._kind(output))
-            return output
-
-        def watched_postprocess(_: Any, drawn: Any) -> Any:
-            updated = postprocess(drawn)
-            kind, now = self._kinds.popleft(), time.perf_counter()
-            self.counts[kind] += 1
-            self.seconds[kind] += now - self._last
-            self._last = now
-            return updated
-
-        kind = type(scheduler)  # an object that once had methods of its own is slower from then on
-        self._own = {name: vars(kind).get(name) for name in ("schedule", "postprocess")}
-        for name, watched in (("schedule", watched_schedule), ("postprocess", watched_postprocess)):
-            setattr(kind, name, watched)
-        self._last = time.perf_counter()
+        self._kinds, self._last = deque[str](), time.perf_counter()
+        self._engine.subscribe(self)
         return self
 
     def __exit__(self, *error: object) -> None:
-        for name, own in self._own.items():
-            delattr(type(self._scheduler), name)
-            if own is not None:
-                setattr(type(self._scheduler), name, own)
+        self._engine.unsubscribe(self)
+
+    def __call__(self, events: Sequence[Event]) -> None:
+        for event in events:
+            if isinstance(event, StepBegan):
+                self._kinds.append(self._kind(event.output))
+            elif isinstance(event, StepEnded):
+                kind = self._kinds.popleft()
+                self.counts[kind] += 1
+                self.seconds[kind] += event.end - self._last
+                self._last = event.end
 
     def _kind(self, output: SchedulerOutput) -> str:
         if any(scheduled.sampling is not None for scheduled in output.scheduled_seqs):
             return "prompts"
         if any(scheduled.num_samples > 1 for scheduled in output.scheduled_seqs):
-            return "with guesses"
-        return "no idea" if self._scheduler.speculation.asked else "plain"
+            return "with drafts"
+        return "no draft" if self._engine.scheduler.speculation.asked else "plain"
 
     def told(self) -> str:
         """One line: steps of each kind, milliseconds of one, and its part of the time."""
@@ -142,13 +130,13 @@ def main() -> None:
     parser.add_argument(
         "--draft", default=None, help="the small model of draft_model; the embedded one if none is named"
     )
-    parser.add_argument("--tokens", type=int, default=8, help="guesses for a sequence in a step, at most")
+    parser.add_argument("--tokens", type=int, default=8, help="draft tokens for a sequence in a step, at most")
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
     parser.add_argument(
         "--rounds", nargs="+", type=int, default=[2], help="one number for all batches, or one for each"
     )
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--fixed", action="store_true", help="always guess as many tokens")
+    parser.add_argument("--fixed", action="store_true", help="always propose as many tokens")
     parser.add_argument("--exact", action="store_true", help="load the model in float32, too, to judge texts that part")
     parser.add_argument(
         "--fresh", action="store_true", help="other seeds in each round: with a temperature nothing comes again"
@@ -172,21 +160,21 @@ def main() -> None:
         config["adaptive"] = not arguments.fixed
         if "draft_model" in method:
             config["model"] = arguments.draft or "stories-draft"
-        guessing = LLM(**common, speculative_config=config)
-        guessing.engine.prepare_structured_outputs()
-        engines = {"plain": plain, "guessing": guessing} | ({"again": again} if again else {})
+        speculating = LLM(**common, speculative_config=config)
+        speculating.engine.prepare_structured_outputs()
+        engines = {"plain": plain, "speculating": speculating} | ({"again": again} if again else {})
         for batch, num_rounds in zip(arguments.batches, rounds, strict=True):
             for name in arguments.sets:
                 compare(engines, name, batch, num_rounds, arguments, exact)
-        guessing.close()
+        speculating.close()
 
 
 def compare(
     engines: dict[str, LLM], name: str, batch: int, num_rounds: int, arguments: argparse.Namespace, exact: LLM | None
 ) -> None:
     """Print the lines of a set. One that is smaller than a batch is taken several times; the last round is not timed, but watched."""
-    plain, guessing = engines["plain"], engines["guessing"]
-    counts = guessing.engine.scheduler.speculation
+    plain, speculating = engines["plain"], engines["speculating"]
+    counts = speculating.engine.scheduler.speculation
     num_tasks = len(requests(plain, name, 0.0)[0])
     times = -(-batch // num_tasks)
 
@@ -201,22 +189,22 @@ def compare(
         for who in order:
             found[who].append(answer(engines[who], *work(turn)))
     now = counts.num_draft_tokens, counts.num_accepted, counts.num_drafts
-    with Watch(guessing) as watch:
-        answer(guessing, *work(num_rounds))
-    guessed, accepted, steps = (one - other for one, other in zip(now, before, strict=True))
-    texts = found["plain"][-1].texts, found["guessing"][-1].texts
+    with Watch(speculating) as watch:
+        answer(speculating, *work(num_rounds))
+    drafted, accepted, steps = (one - other for one, other in zip(now, before, strict=True))
+    texts = found["plain"][-1].texts, found["speculating"][-1].texts
     same = sum(one == other for one, other in zip(*texts, strict=True))
     told = []
     for kind, which in (("", "seconds"), ("behind the first ", "behind_first")):
         slow, fast = (
-            1e3 * statistics.median(getattr(one, which) for one in found[who]) for who in ("plain", "guessing")
+            1e3 * statistics.median(getattr(one, which) for one in found[who]) for who in ("plain", "speculating")
         )
-        told.append(f"{kind}{slow:.3f} ms a token, guessing {fast:.3f} ms, {slow / fast:.2f} x")
-    method = "+".join(guessing.engine.setup.config.speculative_config.methods)
+        told.append(f"{kind}{slow:.3f} ms a token, speculating {fast:.3f} ms, {slow / fast:.2f} x")
+    method = "+".join(speculating.engine.setup.config.speculative_config.methods)
     print(
-        f"{arguments.model}, {name}, batch {batch}, {method}: {'; '.join(told)}; {accepted} of {guessed} guesses right, in "
-        f"{steps} shares with guesses {1 + accepted / max(1, steps):.2f} tokens; {same} of {times * num_tasks} texts equal; "
-        f"rounds {gains(found['plain'], found['guessing'])}\n    {watch.told()}{opinion(counts.policy)}",
+        f"{arguments.model}, {name}, batch {batch}, {method}: {'; '.join(told)}; {accepted} of {drafted} draft tokens accepted, in "
+        f"{steps} drafts {1 + accepted / max(1, steps):.2f} tokens; {same} of {times * num_tasks} texts equal; "
+        f"rounds {gains(found['plain'], found['speculating'])}\n    {watch.told()}{opinion(counts.policy)}",
         flush=True,
     )
     if "again" in found:
@@ -271,12 +259,12 @@ def log_probability(llm: LLM, text: list[int], token: int) -> float:
 
 
 def opinion(policy: object) -> str:
-    """What `AdaptiveLength` thinks that steps of one sequence take."""
+    """What `AdaptiveLength` estimates that steps of one sequence take."""
     if not isinstance(policy, AdaptiveLength):
         return ""
     cost = policy.cost
     plain, no_draft, verifying = (1e3 * of(1) for of in (cost.of_plain, cost.of_no_draft, cost.of_verifying))
-    return f"; thought to take {plain:.3f}, {no_draft:.3f}, {verifying:.3f} ms, draft tokens {1e3 * cost.first_draft_token:.4f}, and {1e3 * cost.per_draft_token:.4f} each"
+    return f"; estimated {plain:.3f}, {no_draft:.3f}, {verifying:.3f} ms, draft tokens {1e3 * cost.first_draft_token:.4f}, and {1e3 * cost.per_draft_token:.4f} each"
 
 
 if __name__ == "__main__":

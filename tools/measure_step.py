@@ -1,12 +1,9 @@
-"""Time steps on a GPU: `python tools/measure_step.py sampling`, `formats` or `prompts`, of a geometry with random weights.
+"""Time steps on a GPU, of a geometry with random weights: `python tools/measure_step.py`.
 
-sampling  milliseconds a decode step by how its tokens are sampled, in rounds that take turns
-formats   milliseconds a decode step of 1 and of 256 sequences, and of 16,384 prompt tokens, by the format of the weights or the
-          cache; in parentheses the ratio to the first engine
-prompts   prompts that come one after the other while others decode: milliseconds from the arrival of each to its first token
-          ("host": of them in the code that starts a step), and between two tokens of the others meanwhile ("stall")
-
-All times are medians.
+Milliseconds a decode step by how its tokens are sampled, medians, in rounds that take turns. `--compare` has an engine after the
+other, say one for each format of the weights (`--kinds plain` then). Two other works come with their flags: `--prompts`,
+from the arrival of 16,384 prompt tokens to their tokens; and `--arrivals 16`, prompts that come one after the other beside 16
+decodes: from the arrival of each to its first token, the longest wait of the others meanwhile, and their steps between.
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ from folovllm.engine.llm_engine import LLMEngine
 from folovllm.sampling_params import SamplingParams
 
 PROMPT, SETTLE, STEPS = 128, 20, 100
-FORMATS = "m6,m6:quantization=fp8,m6:quantization=int8,m6:quantization=int4"
 BUDGET, LONG_PROMPT, TIMES = 16_384, 2048, 5
 FILTERED: dict[str, Any] = {"top_k": 50, "top_p": 0.9}
 PENALISED: dict[str, Any] = {"repetition_penalty": 1.1, "presence_penalty": 0.5}
@@ -60,7 +56,7 @@ def step_time(engine: LLMEngine, num_seqs: int, kind: str = "plain") -> float:
         params = SamplingParams(
             temperature=0.7, seed=i, ignore_eos=True, max_tokens=SETTLE + STEPS + 8, **(rest if i else first)
         )
-        engine.add_request(f"r{i}", [(37 * i + j) % 5000 for j in range(PROMPT)], params, stream=False)
+        engine.add_request(f"r{i}", [(37 * i + j) % 4000 for j in range(PROMPT)], params, stream=False)
     timed_steps(engine, SETTLE)
     times = timed_steps(engine, STEPS)
     finish(engine)
@@ -73,7 +69,7 @@ def prompts_time(engine: LLMEngine) -> float:
     times = []
     for number in range(TIMES + 1):  # the first one warms up
         rng = random.Random(number)
-        prompts = [[rng.randrange(5000) for _ in range(LONG_PROMPT)] for _ in range(BUDGET // LONG_PROMPT)]
+        prompts = [[rng.randrange(4000) for _ in range(LONG_PROMPT)] for _ in range(BUDGET // LONG_PROMPT)]
         began = time.perf_counter()
         for i, prompt in enumerate(prompts):
             engine.add_request(f"p{number}.{i}", prompt, SamplingParams(max_tokens=1, ignore_eos=True), stream=False)
@@ -82,32 +78,16 @@ def prompts_time(engine: LLMEngine) -> float:
     return statistics.median(times[1:])
 
 
-def host_times(runner: Any) -> list[float]:
-    """Return a list to which the runner adds, from now on, the milliseconds it takes to start each step with a prompt."""
-    times, start = list[float](), runner.execute_model
-
-    def timed(step: Any) -> Any:
-        began = time.perf_counter()
-        pending = start(step)
-        if not step.is_decode:
-            times.append(1000 * (time.perf_counter() - began))
-        return pending
-
-    runner.execute_model = timed
-    return times
-
-
-def first_tokens(engine: LLMEngine, host: list[float], num_decodes: int, length: int, rounds: int) -> dict[str, float]:
+def first_tokens(engine: LLMEngine, num_decodes: int, length: int, rounds: int) -> dict[str, float]:
     """Return milliseconds by name: prompts of `length` tokens, one after the other, beside `num_decodes` that decode."""
     rng, params = random.Random(length), SamplingParams(temperature=0.7, ignore_eos=True, max_tokens=None)
     others = [f"d{i}" for i in range(num_decodes)]
     for name in others:
-        engine.add_request(name, [rng.randrange(5000) for _ in range(64)], params, stream=False)
+        engine.add_request(name, [rng.randrange(4000) for _ in range(64)], params, stream=False)
     timed_steps(engine, 8 if others else 0)
     found: dict[str, list[float]] = {"first token": [], "stall": [], "step": []}
-    host.clear()
     for i in range(rounds):
-        prompt = [rng.randrange(5000) for _ in range(length)]
+        prompt = [rng.randrange(4000) for _ in range(length)]
         began = time.perf_counter()
         engine.add_request(f"p{i}", prompt, SamplingParams(temperature=0.7, seed=i, max_tokens=1), stream=False)
         stalls, last, done = [], began, False
@@ -121,64 +101,50 @@ def first_tokens(engine: LLMEngine, host: list[float], num_decodes: int, length:
     engine.abort_request(others)
     timed_steps(engine, 1 if others else 0)
     engine.reset_prefix_cache()
-    return {name: statistics.median(times or [0.0]) for name, times in (found | {"host": host}).items()}
+    return {name: statistics.median(times or [0.0]) for name, times in found.items()}
 
 
-def sampling(args: argparse.Namespace, model: dict[str, Any]) -> Iterator[str]:
-    """A line for each number of sequences and kind of sampling, with a column for each round."""
-    with running(EngineConfig(**model, max_model_len=1024)) as engine:
-        for num_seqs in args.num_seqs:
-            rounds = [{kind: step_time(engine, num_seqs, kind) for kind in args.kinds} for _ in range(args.rounds)]
-            for kind in args.kinds:
-                yield f"{num_seqs:>4}  {kind:32}" + "".join(f"{times[kind]:>9.4f}" for times in rounds)
-
-
-def formats(args: argparse.Namespace, model: dict[str, Any]) -> Iterator[str]:
-    """A line for each engine, one after the other in this process."""
-    common, first = model | {"max_model_len": 4096, "max_num_batched_tokens": BUDGET}, list[float]()
-    for name, fields in parse_contenders(args.compare, common):
-        began = time.perf_counter()
-        with running(EngineConfig(**fields)) as engine:
-            started = time.perf_counter() - began
-            times = [step_time(engine, 1), step_time(engine, 256), prompts_time(engine)]
-        first = first or times
-        columns = "".join(f"{t:>10.3f} ({t / f:.2f})" for t, f in zip(times, first, strict=True))
-        yield f"{name:32}{columns}   started in {started:.1f} s"
-
-
-def prompts(args: argparse.Namespace, model: dict[str, Any]) -> Iterator[str]:
-    """A line for each number of decodes and each length of a prompt."""
-    with running(EngineConfig(**model, max_model_len=4096)) as engine:
-        host = host_times(engine.executor._worker.runner)  # type: ignore[attr-defined]
-        for num_decodes in args.decodes:
-            for length in args.lengths:
-                times = first_tokens(engine, host, num_decodes, length, args.rounds)
-                columns = "".join(f"  {name} {ms:7.3f}" for name, ms in times.items())
-                yield f"{num_decodes:>4} decodes, prompt {length:>5}:{columns}"
+def lines(engine: LLMEngine, args: argparse.Namespace) -> Iterator[str]:
+    """What the command line asks for, measured."""
+    for num_seqs in args.num_seqs:
+        rounds = [{kind: step_time(engine, num_seqs, kind) for kind in args.kinds} for _ in range(args.rounds)]
+        for kind in args.kinds:
+            yield f"{num_seqs:>4}  {kind:32}" + "".join(f"{times[kind]:>9.4f}" for times in rounds)
+    if args.prompts:
+        yield f"      {BUDGET:,} prompt tokens            {prompts_time(engine):>9.3f}"
+    for num_decodes in args.arrivals:
+        for length in args.lengths:
+            times = first_tokens(engine, num_decodes, length, 15)
+            columns = "".join(f"  {name} {ms:7.3f}" for name, ms in times.items())
+            yield f"{num_decodes:>4} decodes, prompt {length:>5}:{columns}"
 
 
 def main() -> None:
+    """Print the lines of each engine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", default="qwen3-0.6b", choices=GEOMETRIES)
-    parts = parser.add_subparsers(required=True)
-    part = parts.add_parser("sampling")
-    part.set_defaults(measure=sampling)
-    part.add_argument("--num-seqs", type=int, nargs="+", default=[1, 64])
-    part.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
-    part.add_argument("--rounds", type=int, default=3)
-    part = parts.add_parser("formats")
-    part.set_defaults(measure=formats)
-    part.add_argument("--compare", default=FORMATS, help="as `folovllm bench` has it; ratios are to the first")
-    part = parts.add_parser("prompts")
-    part.set_defaults(measure=prompts)
-    part.add_argument("--decodes", type=int, nargs="+", default=[0, 16, 64, 200])
-    part.add_argument("--lengths", type=int, nargs="+", default=[32, 128, 512, 1000, 1500, 2000])
-    part.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--compare", default="m6", help="engines, as `folovllm bench` has it, say m6,m6:quantization=int4"
+    )
+    parser.add_argument("--num-seqs", type=int, nargs="*", default=[1, 64])
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help="; ".join(KINDS))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompts", action="store_true", help=f"time {BUDGET:,} prompt tokens, too")
+    parser.add_argument(
+        "--arrivals", type=int, nargs="*", default=[], metavar="DECODES", help="time prompts beside these"
+    )
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[32, 128, 512, 1000, 1500, 2000], help="of --arrivals"
+    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model = random_model(args.geometry, Path(folder), {"use_tqdm": False, "milestone": "m6"})
-        for line in args.measure(args, model):
-            print(line, flush=True)
+        common = {"use_tqdm": False, "max_model_len": 4096, "max_num_batched_tokens": BUDGET}
+        for name, fields in parse_contenders(args.compare, random_model(args.geometry, Path(folder), common)):
+            began = time.perf_counter()
+            with running(EngineConfig(**fields)) as engine:
+                print(f"{name}, started in {time.perf_counter() - began:.1f} s", flush=True)
+                for line in lines(engine, args):
+                    print(line, flush=True)
 
 
 if __name__ == "__main__":

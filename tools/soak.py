@@ -21,26 +21,19 @@ import urllib.request
 from collections import Counter
 from pathlib import Path
 
-from folovllm.bench.own_server import own_server
+from folovllm.bench.serving import own_server
 
 KINDS = ("stream", "whole", "logprobs", "several", "leave", "leave early", "nonsense")
 SETTLE = 30.0  # seconds that the last requests may take to end
-FIELDS = {
-    "max_model_len": 512,
-    "max_num_seqs": 32,
-    "num_kv_blocks": 1024,
-    "use_tqdm": False,
-}  # few: a block takes memory when it is first used
+# Few blocks: each takes memory when it is first used.
+FIELDS = {"max_model_len": 512, "max_num_seqs": 32, "num_kv_blocks": 1024, "use_tqdm": False}
 
 
 def wire(rng: random.Random, kind: str) -> bytes:
     """One request, as bytes."""
-    fields = {
-        "prompt": [rng.randrange(4000) for _ in range(rng.randrange(1, 200))],
-        "temperature": 1,
-        "ignore_eos": True,
-    }
-    fields |= {"max_tokens": rng.randrange(1, 120), "stream": kind not in ("whole", "nonsense")}
+    prompt, answer = [rng.randrange(4000) for _ in range(rng.randrange(1, 200))], rng.randrange(1, 120)
+    fields = {"prompt": prompt, "temperature": 1, "ignore_eos": True, "max_tokens": answer}
+    fields |= {"stream": kind not in ("whole", "nonsense")}
     fields |= {"logprobs": {"logprobs": 3}, "several": {"n": 3}, "nonsense": {"max_tokens": "many"}}.get(kind, {})
     body = json.dumps(fields).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
@@ -87,21 +80,18 @@ def soak(seconds: float, num_clients: int, most_growth: float, every: float) -> 
     with own_server(FIELDS, engine_process=True) as url:
         (server,) = (pid for pid in children(os.getpid()) if children(pid))
         (engine,) = children(server)
-        threads = [
-            threading.Thread(target=client, args=(int(url.rpartition(":")[2]), i, enough, counts))
-            for i in range(num_clients)
-        ]
-        for thread in threads:
-            thread.start()
+        port, threads = int(url.rpartition(":")[2]), list[threading.Thread]()
+        for i in range(num_clients):
+            threads.append(threading.Thread(target=client, args=(port, i, enough, counts)))
+            threads[-1].start()
         begin, seen = time.monotonic(), []
         while time.monotonic() < begin + seconds:
             time.sleep(min(every, max(0.1, begin + seconds - time.monotonic())))
             seen.append((resident(server), resident(engine)))
-            print(
-                f"{time.monotonic() - begin:6.0f} s {counts.total():7d} requests   server {seen[-1][0]:7.1f} MiB"
-                f"   engine {seen[-1][1]:7.1f} MiB",
-                flush=True,
+            memory = "   ".join(
+                f"{name} {size:7.1f} MiB" for name, size in zip(("server", "engine"), seen[-1], strict=True)
             )
+            print(f"{time.monotonic() - begin:6.0f} s {counts.total():7d} requests   {memory}", flush=True)
         enough.set()
         for thread in threads:
             thread.join(60)

@@ -150,8 +150,7 @@ def ladder(
 ) -> None:
     """One workload through every milestone; with --mine, your ladder beside the reference's."""
     from folovllm._overlay import started_milestone
-    from folovllm.bench.ladder import Plan, bench_ladder, bench_reference, beside, for_cpu, rungs
-    from folovllm.bench.ladder_table import show_ladder
+    from folovllm.bench.ladder import Plan, bench_ladder, bench_reference, beside, for_cpu, rungs, show_ladder
     from folovllm.config import LATEST
     from folovllm.engine.setup import choose_device
 
@@ -197,8 +196,7 @@ def serve(
     **given: Any,
 ) -> None:
     """Load a server, ours or any with OpenAI's API: TTFT, TPOT, gaps, goodput, rate by rate. Ctrl-C keeps what there is."""
-    from folovllm.bench.serving import Slo
-    from folovllm.bench.sweep import VOCABULARY, Sweep, show_sweep
+    from folovllm.bench.serving import VOCABULARY, Slo, Sweep, show_sweep
     from folovllm.bench.workload import load_workload
 
     points = points_of(rates, clients)

@@ -11,64 +11,28 @@ from folovllm.config import DEFAULT_MODEL, EngineConfig
 
 Contender = tuple[str, dict[str, Any]]  # a name, and fields of EngineConfig
 
+QWEN3: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151_936,
+    "tie_word_embeddings": True, "max_position_embeddings": 40_960, "rope_theta": 1_000_000.0, "rms_norm_eps": 1e-6,
+    "hidden_act": "silu", "torch_dtype": "bfloat16",
+}  # fmt: skip
+LARGER = {"num_hidden_layers": 36, "num_attention_heads": 32}
 GEOMETRIES: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_size": 1024,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 3072,
-        "vocab_size": 151_936,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 40_960,
-        "rope_theta": 1_000_000.0,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "torch_dtype": "bfloat16",
+    "qwen3-0.6b": QWEN3,
+    "qwen3-4b": QWEN3 | LARGER | {"hidden_size": 2560, "intermediate_size": 9728},
+    "qwen3-8b": QWEN3 | LARGER | {"hidden_size": 4096, "intermediate_size": 12288, "tie_word_embeddings": False},
+    "llama-3.2-1b": QWEN3 | {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "head_dim": 64, "intermediate_size": 8192, "vocab_size": 128_256,
+        "rope_theta": 500_000.0, "rms_norm_eps": 1e-5,
     },
-}
-GEOMETRIES["qwen3-4b"] = GEOMETRIES["qwen3-0.6b"] | {
-    "hidden_size": 2560,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "intermediate_size": 9728,
-}
-GEOMETRIES["qwen3-8b"] = GEOMETRIES["qwen3-0.6b"] | {
-    "hidden_size": 4096,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "intermediate_size": 12288,
-    "tie_word_embeddings": False,
-}
-GEOMETRIES["llama-3.2-1b"] = GEOMETRIES["qwen3-0.6b"] | {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 2048,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "head_dim": 64,
-    "intermediate_size": 8192,
-    "vocab_size": 128_256,
-    "rope_theta": 500_000.0,
-    "rms_norm_eps": 1e-5,
-}
-GEOMETRIES["qwen3-30b-a3b"] = GEOMETRIES["qwen3-0.6b"] | {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "intermediate_size": 6144,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "norm_topk_prob": True,
-    "tie_word_embeddings": False,
-}
+    "qwen3-30b-a3b": QWEN3 | {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
 
 
 def write_geometry(name: str, folder: Path) -> Path:

@@ -52,7 +52,7 @@ class WaitClock:
 
     def around_wait(self, start: Callable[P, Pending]) -> Callable[P, TimedPending]:
         """Return `start`, which starts a step, with the later wait for that step on the clock."""
-        return lambda *args, **kwargs: TimedPending(start(*args, **kwargs), self)
+        return lambda *args, **kwargs: TimedPending(self.around(start(*args, **kwargs).wait))
 
     def then_synchronize(self, launch: Callable[P, R]) -> Callable[P, R]:
         """Return `launch`, which queues work, followed by a wait, on the clock, for all that is queued."""
@@ -69,12 +69,7 @@ class WaitClock:
 class TimedPending:
     """A step that was started. The clock runs during the wait for it."""
 
-    step: Pending
-    clock: WaitClock
-
-    def wait(self) -> StepResult:
-        """Wait for the step, on the clock."""
-        return self.clock.around(self.step.wait)()
+    wait: Callable[[], StepResult]
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -38,6 +39,12 @@ class Metric:
     def of(cls, values: list[float], unit: str = "", higher_is_better: bool = True) -> Metric:
         """The metric of several repeats."""
         return cls(statistics.median(values), (min(values), max(values)), unit, higher_is_better)
+
+
+def quantile(values: Iterable[float], share: float) -> float:
+    """Return the smallest value that at least this share of all does not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 @dataclass(slots=True)

@@ -1,19 +1,49 @@
-"""`folovllm bench serve`: a load on a server, rate by rate, and what its clients feel."""
+"""`folovllm bench serve`: loads on servers, one after the other, and what their clients see.
+
+A server is one of our own for each preset, or one that runs already.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
+import os
 import random
 import re
-from collections.abc import Awaitable, Callable, Iterable
+import subprocess
+import tempfile
+import urllib.request
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from folovllm.bench.http_load import Reply
-from folovllm.bench.report import Metric
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from folovllm.bench.contenders import Contender, used_settings
+from folovllm.bench.http_load import Reply, Server
+from folovllm.bench.report import Metric, Result, Run, digits, machine_line, quantile, workload_line
 from folovllm.bench.workload import BenchRequest, Workload
+from folovllm.children import import_path, python_command
+from folovllm.config import EngineConfig
 
-Ask = Callable[[BenchRequest], Awaitable[object]]
+Ask = Callable[[BenchRequest], Coroutine[Any, Any, object]]
 UNITS = {"ms": 1e-3, "s": 1.0}
+END = 10.0  # seconds that our server has to end
+VOCABULARY = 4_000  # ids that every model has
+WARM_UP = 3  # requests
+COLUMNS = (  # heading, metrics in one cell
+    ("requests\n/s", ("requests",)),
+    ("output\ntok/s", ("output tokens",)),
+    ("TTFT ms\nmedian, p99", ("TTFT median", "TTFT p99")),
+    ("TPOT ms\nmedian, p99", ("TPOT median", "TPOT p99")),
+    ("ITL ms\nmedian, p99", ("ITL median", "ITL p99")),
+    ("goodput\n/s", ("goodput",)),
+    ("\nfailed", ("failed",)),
+)
 
 
 @dataclass(slots=True, frozen=True)
@@ -88,12 +118,7 @@ async def drive(requests: list[BenchRequest], point: Point, ask: Ask) -> None:
             start = loop.time()
             for request, time in zip(requests, arrivals(point.rate, len(requests)), strict=True):
                 await asyncio.sleep(max(0.0, start + time - loop.time()))
-                group.create_task(ask_now(ask, request))
-
-
-async def ask_now(ask: Ask, request: BenchRequest) -> None:
-    """As a task wants it."""
-    await ask(request)
+                group.create_task(ask(request))
 
 
 @dataclass(slots=True)
@@ -119,7 +144,9 @@ class Load:
         if not answered or seconds <= 0:
             return metrics
         metrics["requests"] = Metric.of([len(answered) / seconds], "/s")
-        metrics["output tokens"] = Metric.of([sum(reply.num_tokens for reply in answered) / seconds], "tok/s")
+        tokens = sum(reply.num_tokens for reply in answered)
+        metrics["output tokens"] = Metric.of([tokens / seconds], "tok/s")
+        metrics["tokens a piece"] = Metric.of([tokens / sum(len(reply.times) for reply in answered)], "", False)
         for name, values in (
             ("TTFT", [reply.ttft for reply in answered]),
             ("TPOT", [reply.tpot for reply in answered if reply.num_tokens > 1]),
@@ -137,15 +164,162 @@ class Load:
         return next((reply.error for reply in self.replies if reply.error is not None), None)
 
 
-def quantile(values: Iterable[float], share: float) -> float:
-    """The smallest value that at least this share of all does not exceed."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
 def shifted(workload: Workload, by: int, vocab_size: int) -> list[BenchRequest]:
     """The same requests with other tokens: what they share among themselves they still share, and with no pass before."""
     return [
         replace(request, prompt=[(token + by) % vocab_size for token in request.prompt])
         for request in workload.requests
     ]
+
+
+def flags_of(fields: dict[str, Any]) -> list[str]:
+    """Fields of an `EngineConfig` as flags of the command."""
+    flags: list[str] = []
+    for name, value in fields.items():
+        flag = name.replace("_", "-")
+        if value is True or value is False:
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            flags += [f"--{flag}", str(value)]
+    return flags
+
+
+@contextmanager
+def own_server(fields: dict[str, Any], engine_process: bool | None) -> Iterator[str]:
+    """The address of a server with these settings, until the end of the block. Raises ValueError where it does not start."""
+    rest = dict(fields)
+    model = [rest.pop("model")] if rest.get("model") else []
+    command = [*python_command("folovllm", "serve"), *model, "--port", "0", "--served-model-name", "model"]
+    command += flags_of(rest | {"engine_process": engine_process})
+    with tempfile.TemporaryFile("w+") as log:
+        env = dict(os.environ) | {"PYTHONPATH": import_path()}
+        # In a session of its own, since a Ctrl-C is ours alone: the server ends when its figures are taken.
+        process = subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+        )
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if address := re.search(r"serving .* at (http://\S+)/v1", line):
+                    yield address[1]
+                    return
+            process.wait()
+            log.seek(0)
+            raise ValueError(f"folovllm serve did not start: {log.read()[-2000:].strip() or process.returncode}")
+        finally:
+            process.terminate()
+            try:
+                process.wait(END)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            process.stdout.close()
+
+
+@dataclass(slots=True)
+class Sweep:
+    """What is asked of each server: the requests, point by point."""
+
+    workload: Workload
+    points: list[Point]
+    slo: Slo
+    engine_process: bool | None = None
+
+    def run(self, contenders: list[Contender]) -> tuple[Result, bool]:
+        """Start a server of our own for each; returns what was found, and whether nobody stopped it before the end."""
+        targets = [(name, used_settings(EngineConfig(**fields)), fields) for name, fields in contenders]
+        return self._run((name, shown, own_server(fields, self.engine_process)) for name, shown, fields in targets)
+
+    def run_at(self, url: str, model: str | None, api_key: str | None) -> tuple[Result, bool]:
+        """The same for a server that is there. Raises ValueError where none answers."""
+        model = model or first_model(url, api_key)
+        return self._run([(model, {"url": url}, nullcontext(url))], model, api_key)
+
+    def _run(self, targets: Any, model: str = "model", api_key: str | None = None) -> tuple[Result, bool]:
+        result = Result("serve", self.workload.describe() | {"slo": str(self.slo)})
+        try:
+            for name, shown, address in targets:
+                with address as url:
+                    for load in self._loads(name, Server(url, model, api_key)):
+                        settings = shown | {"rate": load.point.rate, "clients": load.point.clients}
+                        run = Run(f"{name} at {load.point}", settings, load.metrics(self.slo), load.partial)
+                        result.runs.append(run)
+                        if load.partial:
+                            return result, False
+        except KeyboardInterrupt:  # while a server started or ended
+            return result, False
+        return result, True
+
+    def _loads(self, name: str, server: Server) -> Iterator[Load]:
+        """Warm the server up, then a load for each point. Raises ValueError if it answers none of the first requests."""
+        first = Load(Point(clients=1))
+        self._drive(server, first, shifted(self.workload, 1, VOCABULARY)[:WARM_UP], f"{name}, warm-up")
+        if not first.answered and not first.partial:
+            raise ValueError(f"{name} answered nothing: {first.first_error}")
+        for number, point in enumerate(self.points, 2):
+            load = Load(point)
+            if not first.partial:
+                self._drive(server, load, shifted(self.workload, number, VOCABULARY), f"{name} at {point}")
+            load.partial |= first.partial
+            yield load
+
+    def _drive(self, server: Server, load: Load, requests: list[BenchRequest], title: str) -> None:
+        with progress(title, len(requests)) as step:
+
+            async def ask(request: BenchRequest) -> None:
+                await server.ask(request, self.workload.temperature, load.replies)
+                step()
+
+            async def all_of_it() -> None:
+                load.begin = asyncio.get_running_loop().time()
+                await drive(requests, load.point, ask)
+
+            try:
+                asyncio.run(all_of_it())
+            except KeyboardInterrupt:  # what was answered by then counts
+                load.partial = True
+
+
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Any]:
+    """A bar on stderr; call what it gives for each request that is over."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda: bar.advance(task)
+
+
+def first_model(url: str, api_key: str | None) -> str:
+    """The name of a server's model. Raises ValueError where none can be had."""
+    address = url.rstrip("/").removesuffix("/v1") + "/v1/models"
+    request = urllib.request.Request(address, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+    try:
+        with urllib.request.urlopen(request, timeout=10) as response:
+            return str(json.load(response)["data"][0]["id"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{address} names no model ({error}): is the server there? Else say --model NAME") from error
+
+
+def show_sweep(result: Result) -> None:
+    """A table for each server, with a row for each load."""
+    console = Console(highlight=False)
+    names = dict.fromkeys(run.name.rpartition(" at ")[0] for run in result.runs)
+    console.print(f"bench serve: {workload_line(result.workload)}")
+    for name in names:
+        runs = [run for run in result.runs if run.name.rpartition(" at ")[0] == name]
+        table = Table(title=name, title_justify="left", box=SIMPLE)
+        table.add_column("load", no_wrap=True)
+        for heading, _ in COLUMNS:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for run in runs:
+            load = run.name.rpartition(" at ")[2] + " (partial)" * run.partial
+            table.add_row(load, *(cell([run.metrics.get(name) for name in names]) for _, names in COLUMNS))
+        console.print(table)
+    if slo := result.workload.get("slo"):
+        console.print(f"goodput counts the requests with {slo}", style="dim")
+    console.print(machine_line(result), style="dim")
+
+
+def cell(metrics: list[Metric | None]) -> str:
+    """Figures in a table."""
+    return ", ".join("-" if metric is None else digits(metric.median) for metric in metrics)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from folovllm.bench.contenders import Contender, used_settings
 from folovllm.bench.host_time import step_times
-from folovllm.bench.report import Metric, Result, Run
+from folovllm.bench.report import Metric, Result, Run, quantile
 from folovllm.bench.roofline import Rates, measure_rates, roofline_seconds
 from folovllm.bench.serve import Observed, empty_prefix_cache, run_workload, running, warm_up
 from folovllm.bench.workload import Workload, load_workload
@@ -41,11 +41,11 @@ def metrics_of(passes: list[Observed], bound: float | None) -> dict[str, Metric]
         "time on the CPU": over(lambda p: p.cpu_seconds, "s", False),
         "requests finished": over(lambda p: len(p.outputs)),
     }
-    for name, quantile in (("TTFT median", 0.5), ("TTFT p99", 0.99), ("TPOT median", 0.5), ("TPOT p99", 0.99)):
+    for name, share in (("TTFT median", 0.5), ("TTFT p99", 0.99), ("TPOT median", 0.5), ("TPOT p99", 0.99)):
         field_name = name[:4].lower()
         times = [[t for o in p.outputs.values() if (t := getattr(o.metrics, field_name)) is not None] for p in passes]
         if all(times):
-            metrics[name] = Metric.of([1e3 * _quantile(t, quantile) for t in times], "ms", False)
+            metrics[name] = Metric.of([1e3 * quantile(t, share) for t in times], "ms", False)
     metrics[LONGEST_GAP] = over(lambda p: 1e3 * p.longest_gap, "ms", False)
     if any(p.reused for p in passes):
         metrics[REUSED] = over(lambda p: 100 * p.reused / max(1, p.prompt_tokens), "%")
@@ -56,11 +56,6 @@ def metrics_of(passes: list[Observed], bound: float | None) -> dict[str, Metric]
     if bound is not None and not any(p.partial for p in passes):
         metrics[ROOFLINE] = over(lambda p: 100 * bound / p.seconds, "%")
     return metrics
-
-
-def _quantile(values: list[float], q: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
 
 
 def bench_throughput(

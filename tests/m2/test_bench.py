@@ -49,8 +49,6 @@ class TestWorkloads:
         workload = load_workload("nano-vllm", 151_936)
         assert (len(workload.requests), workload.prompt_tokens, workload.output_tokens) == (256, 142_827, 133_966)
         assert workload.temperature == 0.6
-
-    def test_ids_fit_every_vocabulary(self) -> None:
         assert all(0 <= token < 259 for r in load_workload("nano-vllm", 259).requests for token in r.prompt)
 
     def test_a_file(self, tmp_path: Path) -> None:
@@ -145,27 +143,23 @@ def test_the_table_shows_ratios() -> None:
     assert "11 (10..12)" in text and text.count("2.00x") == 2 and "m2 (partial)" in text and "rate [tok/s]" in text
 
 
-def test_a_file_that_is_no_result(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text("{}")
-    with pytest.raises(ValueError, match="is not a result"):
-        load(tmp_path / "x.json")
-
-
-def test_a_full_disk_leaves_the_older_result(tmp_path: Path) -> None:
-    older, newer = Result("older", {}), Result("newer", {}, command="x" * 10_000)
-    older.save(tmp_path / "x.json")
+def test_what_goes_wrong_with_a_result(tmp_path: Path) -> None:
+    """A full disk leaves the older file; what cannot be printed is still saved; other files are refused."""
+    older, newer, file = Result("older", {}), Result("newer", {}, command="x" * 10_000), tmp_path / "x.json"
+    older.save(file)
     with no_file_beyond(5000), pytest.raises(ValueError, match=r"cannot write .*x\.json"):
-        newer.save(tmp_path / "x.json")
-    assert load(tmp_path / "x.json").benchmark == "older" and len(list(tmp_path.iterdir())) == 1
+        newer.save(file)
+    assert load(file).benchmark == "older" and len(list(tmp_path.iterdir())) == 1
 
-
-def test_what_cannot_be_printed_is_still_saved(tmp_path: Path) -> None:
     def full(result: Result) -> None:
         raise OSError("no room")
 
     with pytest.raises(OSError, match="no room"):
-        finish(Result("b", {}), tmp_path / "x.json", full)
-    assert load(tmp_path / "x.json").benchmark == "b"
+        finish(Result("b", {}), file, full)
+    assert load(file).benchmark == "b"
+    file.write_text("{}")
+    with pytest.raises(ValueError, match="is not a result"):
+        load(file)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,21 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from folovllm.bench.ladder import Plan, bench_ladder, bench_reference, beside, check_answers, for_cpu, rungs
-from folovllm.bench.ladder_table import show_ladder
+from folovllm.bench.ladder import (
+    Plan,
+    bench_ladder,
+    bench_reference,
+    beside,
+    check_answers,
+    for_cpu,
+    rungs,
+    show_ladder,
+)
 from folovllm.bench.report import Metric, Result, Run, load
 from folovllm.bench.throughput import AGREEMENT, LONGEST_GAP, PER_CPU_SECOND, REUSED, WASTE
 from folovllm.cli import build_app
 from tests.helpers import tiny_checkpoint
-from tools.ladder_chart import draw_ladder
+from tools.chart import draw
 
 torch.set_num_threads(1)
 
@@ -39,47 +48,41 @@ def made_up(*rates: float) -> Result:
     return Result("ladder", {"name": "w", "requests": 1, "prompt_tokens": 2, "output_tokens": 3}, runs)
 
 
-class TestRungs:
-    def test_all_presets_up_to_the_one_named(self) -> None:
-        assert [name for name, _ in rungs("m3", common())] == ["m1", "m2", "m3"]
-        assert [fields["milestone"] for _, fields in rungs("m6", common())] == ["m1", "m2", "m3", "m4", "m5", "m6"]
-
-    def test_an_unknown_milestone(self) -> None:
-        with pytest.raises(ValueError, match="unknown milestone 'm7'"):
-            rungs("m7", common())
+def test_all_presets_up_to_the_one_named() -> None:
+    assert [name for name, _ in rungs("m3", common())] == ["m1", "m2", "m3"]
+    assert [fields["milestone"] for _, fields in rungs("m6", common())] == ["m1", "m2", "m3", "m4", "m5", "m6"]
+    with pytest.raises(ValueError, match="unknown milestone 'm7'"):
+        rungs("m7", common())
 
 
-class TestOnACPU:
-    def test_memory_is_short_and_prompts_come_in_chunks(self) -> None:
-        """Room for four of the longest request."""
-        fields = {**common(), "model": str(tiny_checkpoint(max_position_embeddings=2048))}
-        del fields["max_model_len"]
-        found = dict(for_cpu(rungs("m6", fields), "mixed", 9))
-        longest, a_token = found["m1"]["max_model_len"], 3 * 2 * 2 * 32 * 4
-        assert 1048 <= longest <= 1112
-        assert all(f["kv_cache_memory"] == 4 * longest * a_token for f in found.values())
-        assert {name for name, f in found.items() if f.get("max_num_batched_tokens") == 128} == {"m5", "m6"}
+def test_on_a_cpu_memory_is_short_and_prompts_come_in_chunks(workload: str) -> None:
+    """Room for four of the longest request. What was asked for stays."""
+    fields = {**common(), "model": str(tiny_checkpoint(max_position_embeddings=2048))}
+    del fields["max_model_len"]
+    found = dict(for_cpu(rungs("m6", fields), "mixed", 9))
+    longest, a_token = found["m1"]["max_model_len"], 3 * 2 * 2 * 32 * 4
+    assert 1048 <= longest <= 1112
+    assert all(f["kv_cache_memory"] == 4 * longest * a_token for f in found.values())
+    assert {name for name, f in found.items() if f.get("max_num_batched_tokens") == 128} == {"m5", "m6"}
+    asked = {**common(), "kv_cache_memory": 1 << 20, "max_num_batched_tokens": 99}
+    assert all(fields.items() >= asked.items() for _, fields in for_cpu(rungs("m6", asked), workload, None))
 
-    def test_what_was_asked_for_stays(self, workload: str) -> None:
-        asked = {**common(), "kv_cache_memory": 1 << 20, "max_num_batched_tokens": 99}
-        for _, fields in for_cpu(rungs("m6", asked), workload, None):
-            assert fields.items() >= asked.items()
 
-    @pytest.mark.m5
-    def test_every_rung_has_something_to_gain(self, tmp_path: Path) -> None:
-        """Counted, not timed: more at once, less that is empty, prompts that are found. 24 begin alike, and one is long."""
-        short = [{"prompt_token_ids": [7] * 96 + [i] * 9, "output_len": 20 + i % 10} for i in range(24)]
-        lines = [*short[:8], {"prompt_len": 250, "output_len": 20}, *short[8:]]
-        (tmp_path / "alike.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-        fields, name = common(), str(tmp_path / "alike.jsonl")
-        del fields["max_model_len"]
-        chosen = [rung for rung in for_cpu(rungs("m5", fields), name, None) if rung[0] in ("m2", "m3", "m5")]
-        slots, blocks, reuse = (run.metrics for run in bench_ladder(Plan(chosen, name)).runs)
-        assert slots["sequences a step"].median <= 4 < blocks["sequences a step"].median
-        assert blocks[WASTE].median < 10 < slots[WASTE].median
-        assert reuse[REUSED].median > 50 and REUSED not in blocks
-        assert reuse["sequences a step"].median > blocks["sequences a step"].median  # they share blocks
-        assert all(metrics[LONGEST_GAP].median > 0 for metrics in (slots, blocks, reuse))
+@pytest.mark.m5
+def test_every_rung_has_something_to_gain(tmp_path: Path) -> None:
+    """Counted, not timed: more at once, less that is empty, prompts that are found. 24 begin alike, and one is long."""
+    short = [{"prompt_token_ids": [7] * 96 + [i] * 9, "output_len": 20 + i % 10} for i in range(24)]
+    lines = [*short[:8], {"prompt_len": 250, "output_len": 20}, *short[8:]]
+    (tmp_path / "alike.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    fields, name = common(), str(tmp_path / "alike.jsonl")
+    del fields["max_model_len"]
+    chosen = [rung for rung in for_cpu(rungs("m5", fields), name, None) if rung[0] in ("m2", "m3", "m5")]
+    slots, blocks, reuse = (run.metrics for run in bench_ladder(Plan(chosen, name)).runs)
+    assert slots["sequences a step"].median <= 4 < blocks["sequences a step"].median
+    assert blocks[WASTE].median < 10 < slots[WASTE].median
+    assert reuse[REUSED].median > 50 and REUSED not in blocks
+    assert reuse["sequences a step"].median > blocks["sequences a step"].median  # they share blocks
+    assert all(metrics[LONGEST_GAP].median > 0 for metrics in (slots, blocks, reuse))
 
 
 @pytest.mark.parametrize("upto", ["m2", pytest.param("m6", marks=pytest.mark.m6)])
@@ -116,63 +119,69 @@ def test_the_reference_runs_without_the_learners_code(
     assert os.environ["FOLOVLLM_MINE"] == "/absent" and [run.name for run in reference.runs] == ["m1"]
     both = beside(made_up(1.0), reference)
     assert [run.name for run in both.runs] == ["m1 reference", "m1 mine"]
-
-
-@pytest.mark.slow
-def test_a_failure_of_the_reference_is_told(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="unknown workload"):
-        bench_reference(Plan(rungs("m1", common()), str(tmp_path / "absent.jsonl")))
+        bench_reference(replace(plan, workload=str(tmp_path / "absent.jsonl")))
+
+
+def shown(result: Result, width: int = 80) -> str:
+    console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    show_ladder(result, console)
+    return console.export_text()
+
+
+def full(agreement: float = 100.0) -> Result:
+    """Every figure that a CPU's ladder has, large ones, for a learner's ladder beside the reference's."""
+    figures = {name: Metric.of([12_345.6], "tok/s") for name in ("output tokens", PER_CPU_SECOND)}
+    figures |= {name: Metric.of([54_321.0], "ms") for name in ("TTFT median", "TPOT median", LONGEST_GAP)}
+    figures |= {name: Metric.of([98.76], "%") for name in (WASTE, REUSED)}
+    figures |= {"sequences a step": Metric.of([123.4]), AGREEMENT: Metric.of([agreement], "%")}
+    both = [Run(f"m{i}", {"milestone": f"m{i}"}, figures) for i in range(1, 7)]
+    workload = {"name": "mixed", "requests": 24, "prompt_tokens": 7325, "output_tokens": 1963}
+    return beside(Result("ladder", workload, both), Result("ladder", workload, both))
 
 
 class TestTheTable:
-    def shown(self, result: Result, width: int = 80) -> str:
-        console = Console(width=width, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-        show_ladder(result, console)
-        return console.export_text()
-
-    def full(self, agreement: float = 100.0) -> Result:
-        """Every figure that a CPU's ladder has, large ones, for a learner's ladder beside the reference's."""
-        figures = {name: Metric.of([12_345.6], "tok/s") for name in ("output tokens", PER_CPU_SECOND)}
-        figures |= {name: Metric.of([54_321.0], "ms") for name in ("TTFT median", "TPOT median", LONGEST_GAP)}
-        figures |= {name: Metric.of([98.76], "%") for name in (WASTE, REUSED)}
-        figures |= {"sequences a step": Metric.of([123.4]), AGREEMENT: Metric.of([agreement], "%")}
-        both = [Run(f"m{i}", {"milestone": f"m{i}"}, figures) for i in range(1, 7)]
-        workload = {"name": "mixed", "requests": 24, "prompt_tokens": 7325, "output_tokens": 1963}
-        return beside(Result("ladder", workload, both), Result("ladder", workload, both))
-
-    def test_a_row_a_rung(self) -> None:
-        text = self.shown(made_up(10.0, 25.0))
+    def test_a_row_a_rung_in_80_columns(self) -> None:
+        text = shown(made_up(10.0, 25.0))
         assert "2.50x" in text and "tok/s" in text and "first" not in text.partition("At once")[0]
-
-    def test_it_fits_80_columns(self) -> None:
-        table = self.shown(self.full()).partition("At once")[0]
+        table = shown(full()).partition("At once")[0]
         assert max(map(len, table.splitlines())) <= 80 and "…" not in table
         assert "m6 reference 12,346 1.00x 12,346" in table and table.count("54,321 54,321  54,321") == 12
 
     def test_what_a_cpu_cannot_show_is_said(self) -> None:
-        assert "both are for GPUs" in " ".join(self.shown(self.full()).split())
-        assert "GPUs" not in self.shown(made_up(10.0, 25.0))
-        on_gpu = self.full()
+        on_gpu = full()
         for run in on_gpu.runs:
             run.metrics = {name: metric for name, metric in run.metrics.items() if name != PER_CPU_SECOND}
-        assert "GPUs" not in self.shown(on_gpu)
+        assert "both are for GPUs" in " ".join(shown(full()).split())
+        assert "GPUs" not in shown(on_gpu) and "GPUs" not in shown(made_up(10.0, 25.0))
 
     def test_equal_tokens_are_a_note_and_others_a_column(self) -> None:
-        equal, other = self.shown(self.full(), 120), self.shown(self.full(97.5), 120)
+        equal, other = shown(full(), 120), shown(full(97.5), 120)
         assert "All rungs gave the same tokens" in equal and "97.5" not in equal
         assert "All rungs" not in other and other.count("97.5") == 12
 
 
-def test_the_chart_is_drawn_from_the_data(tmp_path: Path) -> None:
+def servers() -> Result:
+    figures = {name: Metric.of([10.0]) for name in ("output tokens", "TTFT median", "TTFT p99", "ITL p99")}
+    runs = [Run(f"{name} at {rate}/s", {}, figures) for name in ("m2", "m6") for rate in (1, 2)]
+    return replace(made_up(), benchmark="serve", runs=runs)
+
+
+@pytest.mark.parametrize("result", [beside(made_up(1.0, 2.0), made_up(1.5, 2.5)), servers()], ids=["ladder", "serve"])
+def test_a_chart_is_drawn_from_the_data(tmp_path: Path, result: Result) -> None:
+    """The same data gives the same file."""
     pytest.importorskip("matplotlib")
-    files = draw_ladder(beside(made_up(1.0, 2.0), made_up(1.5, 2.5)), tmp_path / "x.png")
-    assert [file.name for file in files] == ["x.png", "x.svg"] and all(file.stat().st_size > 1000 for file in files)
+    first, again = (draw(result, tmp_path / f"{i}.png") for i in range(2))
+    assert [file.name for file in first] == ["0.png", "0.svg"] and first[0].stat().st_size > 1000
+    assert first[1].read_text() == again[1].read_text()
+    with pytest.raises(ValueError, match="no result of"):
+        draw(Result("latency", {}), tmp_path / "x.png")
 
 
 def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(ValueError, match="pip install matplotlib"):
-        draw_ladder(made_up(1.0), Path("x.png"))
+        draw(made_up(1.0), Path("x.png"))
 
 
 def test_as_a_command(workload: str, tmp_path: Path) -> None:

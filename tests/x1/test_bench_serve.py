@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import selectors
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from folovllm.bench.http_load import Client, Reply, Server
-from folovllm.bench.own_server import flags_of
-from folovllm.bench.report import Metric, Result, Run, load
-from folovllm.bench.serving import Load, Point, Slo, arrivals, drive, shifted
-from folovllm.bench.sweep import Sweep, show_sweep
+from folovllm.bench.report import load
+from folovllm.bench.serving import Load, Point, Slo, Sweep, arrivals, drive, flags_of, shifted, show_sweep
 from folovllm.bench.workload import BenchRequest, Workload
 from folovllm.cli import main
 from tests.x1.background import Background
@@ -112,8 +110,7 @@ class TestFigures:
         assert {name: metric.median for name, metric in metrics.items()} == {"answered": 0, "failed": 1}
 
     def test_limits(self) -> None:
-        assert Slo.parse("ttft=200ms, tpot=0.05s") == Slo(0.2, 0.05)
-        assert str(Slo.parse("tpot=50ms")) == "TPOT 50 ms"
+        assert Slo.parse("ttft=200ms, tpot=0.05s") == Slo(0.2, 0.05) and str(Slo.parse("tpot=50ms")) == "TPOT 50 ms"
         for nonsense in ("", "ttft", "ttft=1", "ttft=1ms,ttft=2ms", "itl=1ms"):
             with pytest.raises(ValueError, match="ttft=200ms"):
                 Slo.parse(nonsense)
@@ -171,10 +168,6 @@ class TestClient:
         assert "without [DONE]" in str(read(HEAD + chunked(EVENTS[0])).error)
         assert read(HEAD + chunked(b'data: {"error":{"message":"died"}}\n\n')).error == '{"message":"died"}'
 
-    def test_an_address_that_is_none(self) -> None:
-        with pytest.raises(ValueError, match="write http"):
-            Server("localhost:8000", "m")
-
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Background]:
@@ -188,7 +181,9 @@ def small(points: list[Point]) -> Sweep:
 
 
 class TestSweep:
-    def test_a_server_that_is_there(self, server: Background, tmp_path: Path) -> None:
+    def test_a_server_that_is_there(
+        self, server: Background, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         """Each point is a run in the common format, which comes back from its file."""
         found, is_whole = small([Point(rate=50.0), Point(clients=2)]).run_at(server.url, None, None)
         assert is_whole and [run.name for run in found.runs] == ["stories-5m at 50/s", "stories-5m at 2 clients"]
@@ -197,6 +192,8 @@ class TestSweep:
             assert run.metrics["goodput"].median == run.metrics["requests"].median > 0
         found.describe_here().save(tmp_path / "found.json")
         assert load(tmp_path / "found.json") == found
+        show_sweep(found)
+        assert "goodput" in capsys.readouterr().out
 
     def test_what_was_found_before_ctrl_c_is_kept(self, server: Background, monkeypatch: pytest.MonkeyPatch) -> None:
         """In the second load, once three requests are answered."""
@@ -215,6 +212,8 @@ class TestSweep:
         assert [run.metrics["answered"].median for run in found.runs] == [6, 3]
 
     def test_nobody_answers(self, server: Background) -> None:
+        with pytest.raises(ValueError, match="write http"):
+            Server("localhost:8000", "m")
         with pytest.raises(ValueError, match="is the server there"):
             small([Point(rate=1.0)]).run_at("http://127.0.0.1:9", None, None)
         with pytest.raises(ValueError, match="status 404"):
@@ -224,17 +223,15 @@ class TestSweep:
             Sweep(too_long, [Point(rate=1.0)], Slo()).run_at(server.url, None, None)
 
     @pytest.mark.slow
-    def test_the_command_starts_its_own(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_command_starts_its_own(self, tmp_path: Path) -> None:
         file, workload = tmp_path / "found.json", tmp_path / "small.jsonl"
         workload.write_text('{"prompt_len": 5, "output_len": 4}\n' * 2)
         arguments = ["--compare", "m3:max_num_seqs=2", "--clients", "2", "--workload", str(workload)]
         with pytest.raises(SystemExit) as ended:
             main(["bench", "serve", *arguments, "--max-model-len", "512", "--save", str(file)])
-        assert ended.value.code == 0
         (run,) = load(file).runs
+        assert ended.value.code == 0 and run.metrics["output tokens"].median > 0
         assert run.name == "m3:max_num_seqs=2 at 2 clients" and run.config["max_num_seqs"] == 2
-        assert run.metrics["output tokens"].median > 0
-        assert "goodput" in capsys.readouterr().out
 
     @pytest.mark.parametrize(
         ("arguments", "says"),
@@ -253,19 +250,3 @@ class TestSweep:
     def test_flags(self) -> None:
         fields = {"max_num_seqs": 4, "enforce_eager": True, "use_tqdm": False, "dtype": None}
         assert flags_of(fields) == ["--max-num-seqs", "4", "--enforce-eager", "--no-use-tqdm"]
-
-
-def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A line for each preset, a point for each load; the same data gives the same file."""
-    pytest.importorskip("matplotlib", reason="draws with matplotlib")
-    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "tools")
-    draw: Callable[[Result, Path], list[Path]] = __import__("serving_chart").draw_serving
-    figures = {name: Metric.of([10.0]) for name in ("output tokens", "TTFT median", "TTFT p99", "ITL p99")}
-    runs = [Run(f"{name} at {rate}/s", {}, figures) for name in ("m2", "m6") for rate in (1, 2)]
-    result = Result("serve", small([]).workload.describe() | {"slo": ""}, runs).describe_here()
-    files = [draw(result, tmp_path / f"{i}.png") for i in range(2)]
-    assert files[0][1].read_text() == files[1][1].read_text()
-    assert "m6" in files[0][1].read_text() or files[0][0].stat().st_size > 10_000
-    with pytest.raises(ValueError, match="no result of"):
-        draw(Result("ladder", {}), tmp_path / "x.png")
-    show_sweep(result)

@@ -31,8 +31,7 @@ from tests.m4.conftest import like_a_gpu  # noqa: F401
 from tests.workloads import Request, serve
 from tests.x3.engines import Pair, speculation_of
 from tests.x3.test_lossless import capture_drafts
-from tools.bench_attention import make_batch
-from tools.bench_checks import checks_of
+from tools.bench_attention import make_batch, verified
 
 SMALL = DecodeConfig(tile=16, min_chunk=32, max_chunk=32, queue_chunk=32, merge_step=2)
 LENS = [70, 1, 33, 16, 47, 0, 17, 130]  # tokens of each sequence; of which new:
@@ -176,7 +175,7 @@ class TestBackend:
         """Both kernels are given the same captured step."""
         torch.manual_seed(0)
         paged, query = Paged.make([40, 40], 16, 2, 32), torch.randn(8, 4, 32, device=DEVICE)
-        step = checks_of(replace(make_batch([40, 40], 16, True, DEVICE), block_tables=paged.block_tables), 4)
+        step = verified(replace(make_batch([40, 40], 16, True, DEVICE), block_tables=paged.block_tables), 4)
         for backend in TritonBackend(self.CONFIG), TritonVerifyBackend(self.CONFIG, 4, 8):
             backend.plan(step)
             out = backend.forward(query, paged.kv_cache, step)

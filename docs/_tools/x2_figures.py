@@ -1,4 +1,4 @@
-"""The figures and pictures of the chapter on fewer bits: `python tools/chapter_x2.py`, about a minute.
+"""The figures and pictures of the chapter on quantization: `python docs/_tools/x2_figures.py`, about a minute.
 
 The embedded model's own weights, on a CPU, computed in float32: how coarse formats are where these weights lie, what a group
 costs and saves, and perplexity against bits. Figures go to docs/data/x2_fewer_bits_cpu.json, pictures to docs/img/.
@@ -33,7 +33,7 @@ from folovllm.quantization.quantizer.perplexity import perplexity, token_losses
 from folovllm.quantization.quantizer.run import rows_of
 from folovllm.quantization.quantizer.whole import logits_of
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "data" / "x2_fewer_bits_cpu.json"
 IMAGES = ROOT / "docs" / "img"
 GROUPS = {"groups of 32": 32, "groups of 128": 128, "a scale for each output": None}

@@ -1,0 +1,180 @@
+"""Draw what `folovllm bench ladder` or `folovllm bench serve` found. It needs matplotlib.
+
+    folovllm bench ladder --save ladder.json
+    python tools/chart.py ladder.json ladder.png      # and ladder.svg beside it
+
+A ladder has one panel a figure and one bar a milestone. Servers have throughput against latency, a line for each preset and a
+point for each load. Three pictures of the book are made so, from docs/data/; the servers', on a quiet machine, with
+
+    OMP_NUM_THREADS=1 folovllm bench serve --compare m2,m3,m4,m5,m6 --clients 1,4,8,16 --save docs/data/x1_presets_cpu.json
+    python tools/chart.py docs/data/x1_presets_cpu.json docs/img/x1_presets.png
+    python tools/chart.py docs/data/ladder_h200.json docs/img/ladder_h200.png
+    python tools/chart.py first docs/img/first_h200.png      # all that were measured, on one logarithmic axis
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from folovllm.bench.report import Result, device_line, digits, load
+from folovllm.files import write_whole
+
+DATA = Path(__file__).resolve().parents[1] / "docs/data"
+LADDER = {
+    "output tokens": "output tokens a second",
+    "output tokens a CPU second": "output tokens a CPU second",
+    "TTFT median": "time to the first token, ms",
+    "TPOT median": "time per output token, ms",
+    "longest wait between tokens": "longest wait for a next token, ms",
+    "KV memory wasted": "KV cache held and empty, %",
+    "of the roofline": "of the roofline, %",
+}
+SERVING = {
+    "TTFT median": "time to the first token, median, ms",
+    "TTFT p99": "time to the first token, 99th percentile, ms",
+    "ITL p99": "wait between tokens, 99th percentile, ms",
+}
+GREY, BLUE, ORANGE = "#9ca3af", "#4f6bdc", "#d97706"
+BARS = {"mine": ORANGE, "reference": GREY}
+LINES = (GREY, ORANGE, "#059669", "#db2777", BLUE, "#111827")
+MILESTONES = {
+    "m1": "M1 one request at a time", "m2": "M2 continuous batching", "m3": "M3 paged KV cache", "m4": "M4 kernels",
+    "m5": "M5 reuse", "m6": "M6 speed and scale",
+}  # fmt: skip
+
+
+def draw(result: Result, path: Path) -> list[Path]:
+    """Write the result's chart as PNG, and as SVG beside it.
+
+    Raises:
+        ValueError: matplotlib is not installed, a file cannot be written, or the result is of another benchmark.
+    """
+    if result.benchmark not in ("ladder", "serve") or not result.runs:
+        raise ValueError("the file is no result of `folovllm bench ladder` or `serve`")
+    figure = draw_ladder(result) if result.benchmark == "ladder" else draw_serving(result)
+    work, size = result.workload, "requests a load; a point says how many come a second, or how many clients wait"
+    if result.benchmark == "ladder":
+        size = f"requests, {work['prompt_tokens']:,} prompt and {work['output_tokens']:,} output tokens"
+    caption = f"workload {work['name']}: {work['requests']} {size}; commit {result.commit}, {result.date[:10]}"
+    return save(figure, path, f"{device_line(result)}; {caption}")
+
+
+def plotting() -> Any:
+    """matplotlib's pyplot, without a display. Raises ValueError where it is missing."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            'a chart needs matplotlib: pip install matplotlib, or pip install -e ".[notebooks]"'
+        ) from error
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "folovllm"  # the same data gives the same file
+    import matplotlib.pyplot as pyplot
+
+    return pyplot
+
+
+def save(figure: Any, path: Path, caption: str = "") -> list[Path]:
+    """Write a figure as PNG and as SVG beside it, with a caption below, and close it."""
+    figure.text(0.005, 0.01, caption, fontsize=6, color="#6b7280")
+    figure.tight_layout(rect=(0, 0.05 if caption else 0, 1, 1))
+    files = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
+    for file in files:
+        picture, is_svg = BytesIO(), file.suffix == ".svg"
+        figure.savefig(picture, format=file.suffix[1:], dpi=150, metadata={"Date": None} if is_svg else None)
+        write_whole(file, picture.getvalue())
+    plotting().close(figure)
+    return files
+
+
+def draw_ladder(result: Result) -> Any:
+    """A panel for each figure that any run has."""
+    runs, rows = result.runs, range(len(result.runs))
+    panels = [name for name in LADDER if any(name in run.metrics for run in runs)]
+    size = (2.7 * len(panels), 1.0 + 0.3 * len(runs))
+    figure, axes = plotting().subplots(1, len(panels), figsize=size, sharey=True, squeeze=False)
+    colors = [BARS.get(run.name.rpartition(" ")[2], BLUE) for run in runs]
+    for axis, name in zip(axes[0], panels, strict=True):
+        values = [run.metrics[name].median if name in run.metrics else None for run in runs]
+        widest = max(value or 0 for value in values) or 1
+        axis.barh(rows, [value or 0 for value in values], color=colors, height=0.7)
+        for row, value in enumerate(values):
+            text = "-" if value is None else digits(value)
+            axis.text((value or 0) + 0.02 * widest, row, text, va="center", fontsize=8)
+        axis.set_xlim(0, 1.3 * widest)
+        axis.set_xticks([])
+        axis.set_title(LADDER[name], fontsize=8)
+        axis.spines[["top", "right", "bottom"]].set_visible(False)
+        axis.tick_params(length=0)
+    axes[0][0].set_yticks(rows, [run.title for run in runs])
+    axes[0][0].invert_yaxis()
+    return figure
+
+
+def draw_serving(result: Result) -> Any:
+    """A line for each preset in each panel; each point says its load."""
+    figure, axes = plotting().subplots(1, len(SERVING), figsize=(4.2 * len(SERVING), 3.4), squeeze=False)
+    names = list(dict.fromkeys(run.name.rpartition(" at ")[0] for run in result.runs))
+    for axis, (metric, title) in zip(axes[0], SERVING.items(), strict=True):
+        for name, color in zip(names, LINES * len(names), strict=False):
+            own = [run for run in result.runs if run.name.rpartition(" at ")[0] == name and metric in run.metrics]
+            across, up = ([run.metrics[which].median for run in own] for which in ("output tokens", metric))
+            axis.plot(across, up, marker="o", markersize=3, linewidth=1.2, color=color, label=name)
+            for run, *point in zip(own, across, up, strict=True):
+                at = run.name.rpartition(" at ")[2].removesuffix(" clients")
+                axis.annotate(at, point, fontsize=5, xytext=(3, 3), textcoords="offset points")
+        axis.set_title(title, fontsize=9)
+        axis.set_xlabel("output tokens a second", fontsize=8)
+        axis.set_yscale("log")
+        axis.grid(True, which="both", color="#e5e7eb", linewidth=0.5)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.tick_params(which="both", labelsize=7)
+    axes[0][0].legend(fontsize=8, frameon=False)
+    return figure
+
+
+def draw_first() -> Any:
+    """A bar for transformers, each milestone, nano-vLLM and vLLM."""
+    hf, ladder, nano, vllm = (
+        json.loads((DATA / f"{name}_h200.json").read_text()) for name in ("hf", "ladder", "nano_vllm", "beside_vllm")
+    )
+    speeds = {run["name"]: run["metrics"]["output tokens"]["median"] for run in ladder["runs"]}
+    bars = [(f"transformers, {batch} at a time", speed, GREY) for batch, speed in hf["tokens a second"].items()]
+    bars += [(title, speeds[name], BLUE) for name, title in MILESTONES.items()]
+    best = max(max(call["vLLM"]["output tokens/s, with text"]) for call in vllm["calls"])
+    bars += [("nano-vLLM", nano["tokens a second"], GREY), ("vLLM 0.26", best, GREY)]
+    names, values, colors = zip(*bars, strict=True)
+    figure, axis = plotting().subplots(figsize=(8.5, 0.6 + 0.33 * len(bars)))
+    axis.barh(range(len(bars)), values, color=colors, height=0.7)
+    for row, value in enumerate(values):
+        axis.text(value * 1.08, row, f"{value:,.0f}", va="center", fontsize=9)
+    axis.set_xscale("log")
+    axis.set_xlim(10, 120_000)
+    axis.set_yticks(range(len(bars)), names)
+    axis.invert_yaxis()
+    axis.set_xlabel("output tokens a second, 256 requests, Qwen3-0.6B's geometry, one H200 (logarithmic)", fontsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.tick_params(axis="y", length=0)
+    return figure
+
+
+def main() -> None:
+    """Draw what the command line names, and print the files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("result", help='what `folovllm bench ... --save` wrote, or "first"')
+    parser.add_argument("picture", type=Path, help="x.png writes x.png and x.svg")
+    given = parser.parse_args()
+    try:
+        first = given.result == "first"
+        files = save(draw_first(), given.picture) if first else draw(load(Path(given.result)), given.picture)
+    except ValueError as error:
+        parser.exit(2, f"{error}\n")
+    print(*files, sep="\n")
+
+
+if __name__ == "__main__":
+    main()
