@@ -39,16 +39,6 @@ def made_up(*rates: float) -> Result:
     return Result("ladder", {"name": "w", "requests": 1, "prompt_tokens": 2, "output_tokens": 3}, runs)
 
 
-class TestRungs:
-    def test_all_presets_up_to_the_one_named(self) -> None:
-        assert [name for name, _ in rungs("m3", common())] == ["m1", "m2", "m3"]
-        assert [fields["milestone"] for _, fields in rungs("m6", common())] == ["m1", "m2", "m3", "m4", "m5", "m6"]
-
-    def test_an_unknown_milestone(self) -> None:
-        with pytest.raises(ValueError, match="unknown milestone 'm7'"):
-            rungs("m7", common())
-
-
 class TestOnACPU:
     def test_memory_is_short_and_prompts_come_in_chunks(self) -> None:
         """Room for four of the longest request."""
@@ -95,12 +85,6 @@ def test_other_tokens_are_refused() -> None:
     result.runs[1].metrics[AGREEMENT] = Metric.of([99.5], "%")
     with pytest.raises(ValueError, match=r"m2 gave only 99.5% of m1's tokens"):
         check_answers(result)
-
-
-def test_a_limit_leaves_a_partial_rung(tmp_path: Path) -> None:
-    (tmp_path / "w.jsonl").write_text('{"prompt_len": 3, "output_len": 60}\n' * 200)
-    result = bench_ladder(Plan(rungs("m1", common()), str(tmp_path / "w.jsonl"), limit=0.1))
-    assert result.runs[0].partial and "of the roofline" not in result.runs[0].metrics
 
 
 @pytest.mark.slow

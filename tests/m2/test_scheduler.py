@@ -153,16 +153,6 @@ class TestSchedule:
             seq.append_token(7)
             assert decide(scheduler) == [("a", n, 1)], "each step computes the token that the one before it drew"
 
-    def test_new_ones_join_those_that_run(self) -> None:
-        scheduler = make_scheduler()
-        run(scheduler, "old", 9, 8)
-        queue(scheduler, make_seq(3, name="a"), make_seq(4, name="b"))
-        expected = [("old", 8, 1), ("a", 0, 3), ("b", 0, 4)]
-        assert decide(scheduler) == expected, (
-            "there is budget, room and a place for a and b: they need not wait for old"
-        )
-        assert names(scheduler.running) == ["old", "a", "b"], "they run, in the order in which they came"
-
     def test_decodes_before_the_rest(self) -> None:
         scheduler = make_scheduler()
         run(scheduler, "long", 9, 2)
@@ -188,16 +178,6 @@ class TestSchedule:
         assert scheduled_seqs(scheduler, output) == [("old", 8, 1), ("a", 0, 4), ("b", 0, 5)], "1 + 4 + 5 tokens are 10"
         assert output.num_tokens == 10, "the budget can be used to its last token"
         assert names(scheduler.waiting) == ["c"], "nothing is left for c"
-
-    def test_nobody_overtakes_when_the_budget_is_short(self) -> None:
-        scheduler = make_scheduler(max_num_batched_tokens=10)
-        queue(scheduler, make_seq(4, name="a"), make_seq(7, name="long"), make_seq(1, name="short"))
-        assert decide(scheduler) == [("a", 0, 4)], "6 tokens are left, long needs 7, and short may not pass it"
-        assert names(scheduler.waiting) == ["long", "short"], "both wait, in their order"
-        untouched = all(
-            seq.status is SequenceStatus.WAITING and seq.num_computed_tokens == 0 for seq in scheduler.waiting
-        )
-        assert untouched, "who waits was not started, and nothing of it is computed"
 
     def test_nobody_overtakes_when_the_cache_is_full(self) -> None:
         cache = CountingCache(10)
@@ -262,14 +242,6 @@ class TestSchedule:
         assert decide(scheduler) == [("a", 4, 1)], "there is room for one token more, which a takes"
         assert names(scheduler.running) == ["a", "b"], "b gets nothing in this step, and runs on"
         assert seqs[1].num_computed_tokens == 4, "what has no share is not computed"
-
-    def test_who_gets_no_room_does_not_stop_the_rest(self) -> None:
-        """The one that needs room gives way itself; those behind it can use what it held."""
-        scheduler = make_scheduler(CountingCache(12), on_full=gives_way("a"))
-        a, *_ = (run(scheduler, name, 5, 4) for name in "abc")
-        output = scheduler.schedule()
-        assert scheduled_seqs(scheduler, output) == [("b", 4, 1), ("c", 4, 1)], "a is passed over, b and c are asked"
-        assert output.preempted == (a.seq_id,), "the step says who lost its cache"
 
     def test_a_victim_that_had_its_share_leaves_the_step_and_gives_its_budget_back(self) -> None:
         """v is asked first and gets 3 of 4 tokens; then the cache is full, and v gives way to what comes behind it."""
@@ -349,15 +321,6 @@ class TestPostprocess:
         assert a.num_uncomputed_tokens == b.num_uncomputed_tokens == 1, "a new token is not computed yet"
         assert names(scheduler.running) == ["a", "b"], "nobody has ended, and `running` keeps its order"
 
-    def test_a_share_that_does_not_reach_the_end_has_no_token(self) -> None:
-        scheduler = make_scheduler()
-        a, b = run(scheduler, "a", 9, 0), run(scheduler, "b", 3, 2)
-        self.compute((b, 1), (a, 4))
-        updated = scheduler.postprocess([(a, []), (b, [71])])
-        assert names(updated) == ["b"], "a got no token, so it is not among those that did"
-        assert a.num_tokens == 9 and a.detokenizer.token_ids == [], "nothing was drawn for a"
-        assert a.status is SequenceStatus.RUNNING, "a runs on"
-
     def test_several_tokens_at_once(self) -> None:
         """As speculation brings them. What comes after the end of an answer is dropped."""
         scheduler = make_scheduler()
@@ -393,23 +356,6 @@ class TestPostprocess:
             "who ends gives its cache back in this very step, and nobody else"
         )
         assert list(cache.held) == [goes_on], "g keeps its cache"
-
-    def test_all_end_together(self) -> None:
-        scheduler = make_scheduler()
-        seqs = [run(scheduler, name, 4, 3) for name in "abc"]
-        scheduler.postprocess([(seq, [EOS]) for seq in seqs])
-        assert all(seq.status.is_finished for seq in seqs), "all three drew their EOS; none may be skipped"
-        assert scheduler.running == [], "nobody runs any more"
-
-    def test_the_cache_hears_what_was_written(self) -> None:
-        """`cache_blocks` speaks of computed tokens: the new token has no K/V yet. Partial shares are published too."""
-        cache = CountingCache()
-        scheduler = make_scheduler(cache)
-        a, b = run(scheduler, "a", 9, 0), run(scheduler, "b", 3, 2)
-        cache.calls.clear()
-        scheduler.postprocess([(b, [71]), (a, [])])
-        expected = [("cache_blocks", "b with 3 tokens"), ("cache_blocks", "a with 9 tokens")]
-        assert cache.calls == expected, "`cache_blocks` for every sequence of the step, before its token is appended"
 
     def test_a_stop_string(self) -> None:
         scheduler = make_scheduler()

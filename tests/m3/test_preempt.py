@@ -47,12 +47,6 @@ class TestPreempt:
         says = "c arrived last and gives way: without cache, all to be computed again, queued by (priority, arrival)"
         worked_case("m3.6", got, dict(zip(got, answers, strict=True)), says)
 
-    def test_the_last_to_arrive_gives_way(self) -> None:
-        scheduler = make_scheduler()
-        a, b, c = (run(scheduler, name) for name in "abc")
-        assert preempt(scheduler, [a, b, c]) is c, "of equally urgent ones the last to arrive gives way"
-        assert (scheduler.running, scheduler.waiting) == ([a, b], [c]), "c runs no more and waits"
-
     def test_last_to_arrive_wherever_it_stands(self) -> None:
         """After a preemption of its own, an early sequence runs behind later ones."""
         for order in permutations("abc"):
@@ -93,15 +87,6 @@ class TestPreempt:
         preempt(scheduler, [a, b, c])
         preempt(scheduler, [a, b])
         assert scheduler.waiting == [b, c, new], "in the order in which they arrived, not in that of the preemptions"
-
-    def test_behind_those_that_are_more_urgent(self) -> None:
-        scheduler = make_scheduler(by_priority=True)
-        a, b = (run(scheduler, name, priority=p) for name, p in (("a", 0), ("b", 2)))
-        urgent, later = make_seq(name="urgent", priority=1), make_seq(name="later", priority=2)
-        scheduler.add(later)
-        scheduler.add(urgent)
-        preempt(scheduler, [a, b])
-        assert scheduler.waiting == [urgent, b, later], "by (priority, arrival)"
 
     def test_resumes_where_it_was(self) -> None:
         """No room for a fourth token of both: b gives way, and when a has gone computes all it had in one step."""

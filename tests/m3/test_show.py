@@ -50,12 +50,6 @@ def test_agrees_with_the_statistics_at_every_step() -> None:
     assert draw_pool(watcher).plain == ""
 
 
-def test_each_sequence_has_one_colour() -> None:
-    text = draw_pool(watched(started(9, 4, 6)))
-    styles = {span.style for span in text.spans}
-    assert len(styles) == 3 + 1  # three sequences, and dim
-
-
 def test_shared_blocks() -> None:
     engine = started(8, 9)
     first, second = engine.scheduler.running
