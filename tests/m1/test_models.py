@@ -88,25 +88,17 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
         ("qwen3", {"rope_parameters": YARN}),
         ("qwen3", {"rope_scaling": {**YARN, "mscale": 0.9, "mscale_all_dim": 0.6}}),
         ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}}),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        ),  # within its training
         ("llama", {"attention_bias": True, "mlp_bias": True}),
         ("llama", {"head_dim": 64}),
         ("qwen3", {"attention_bias": True}),
         ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
-        ("mistral", {"sliding_window": 40}),
+        ("mistral", {"sliding_window": 40}),  # longer than the prompt
     ],
-    ids=[
-        "llama3 rope",
-        "yarn",
-        "yarn in the old place",
-        "linear rope",
-        "dynamic rope, up to the context of its training",
-        "llama biases",
-        "llama head_dim",
-        "qwen3 bias",
-        "rope_theta 1e6",
-        "window not reached",
-    ],
+    ids=str,
 )
 def test_what_a_config_may_change(family: str, overrides: dict[str, object]) -> None:
     path = tiny_checkpoint(family, **overrides)
@@ -159,28 +151,10 @@ def test_on_a_gpu(family: str) -> None:
         assert_logits_equal(logits[seq], hf_logits(path, text))
 
 
-def test_logits_are_those_of_the_last_tokens() -> None:
-    driver = Driver(checkpoint("qwen3"))
-    batch = driver.batch({0: [5], 1: [1, 2, 3], 2: [9, 8]})
-    with torch.inference_mode():
-        hidden = driver.model(batch)
-        logits = driver.model.compute_logits(hidden, batch)
-        torch.testing.assert_close(logits, driver.model.lm_head(hidden[[0, 3, 5]]))
-
-
 class TestRegistry:
-    def test_unknown_architecture_lists_the_known_ones(self) -> None:
-        with pytest.raises(ValueError, match=r"MambaForCausalLM.*LlamaForCausalLM.*Qwen3ForCausalLM"):
-            build_model(SimpleNamespace(architectures=["MambaForCausalLM"]), torch.float32, "cpu")
-
     def test_no_architecture_at_all(self) -> None:
         with pytest.raises(ValueError, match="none named"):
             build_model(SimpleNamespace(architectures=None), torch.float32, "cpu")
-
-    def test_quantized_checkpoints_are_refused(self) -> None:
-        config = SimpleNamespace(architectures=["LlamaForCausalLM"], quantization_config={"bits": 4})
-        with pytest.raises(ValueError, match="quantized"):
-            build_model(config, torch.float32, "cpu")
 
     def test_another_activation_is_refused_and_the_default_dtype_is_restored(self) -> None:
         config = AutoConfig.from_pretrained(tiny_checkpoint("llama"))
@@ -202,9 +176,8 @@ class TestRegistry:
 
     @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MODELS])
     def test_every_known_architecture_builds(self, architecture: str) -> None:
-        family = (
-            architecture.removesuffix("ForCausalLM").lower().replace("moe", "_moe").replace("gemma3", "gemma3_text")
-        )
+        family = architecture.removesuffix("ForCausalLM").lower()
+        family = family.replace("moe", "_moe").replace("gemma3", "gemma3_text")
         path = moe_checkpoint(family) if family in WITH_EXPERTS else tiny_checkpoint(family)
         model = build_model(AutoConfig.from_pretrained(path), torch.float32, "meta")
         assert type(model).__name__ == architecture
@@ -217,6 +190,10 @@ class TestRegistry:
             build_model(config, torch.float32, "meta")
 
 
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "factor": 1.0, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16,
+    "original_max_position_embeddings": 256,
+}  # fmt: skip
 ONLY_M1 = [  # family, fields, and what the refusal names
     ("gemma2", {"hidden_size": 128, "pad_token_id": None}, "no model for architecture Gemma2ForCausalLM"),
     (
@@ -224,20 +201,7 @@ ONLY_M1 = [  # family, fields, and what the refusal names
         {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
         "layers with experts among layers without",
     ),
-    (
-        "llama",
-        {
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "factor": 1.0,
-                "short_factor": [1.0] * 16,
-                "long_factor": [2.0] * 16,
-                "original_max_position_embeddings": 256,
-            }
-        },
-        "RoPE of type 'longrope'",
-    ),
+    ("llama", {"rope_parameters": LONGROPE}, "RoPE of type 'longrope'"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial rotary embedding .of 50% of a head."),
     ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
 ]
