@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from folovllm import LLM, SamplingParams
-from folovllm.cli.conversation import Chat, OwnEngine
 from tests.helpers import tiny_checkpoint
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -85,11 +84,6 @@ class TestOptions:
             llm.chat([{"role": "user", "content": [{"type": "text", "text": "what is this?"}, part]}], PARAMS)
 
 
-def test_nothing_to_answer(llm: LLM) -> None:
-    with pytest.raises(ValueError, match="conversation is empty"):
-        llm.chat([], PARAMS)
-
-
 def test_a_model_without_a_template(tmp_path: Path) -> None:
     shutil.copytree(tiny_checkpoint(), tmp_path / "m")
     (tmp_path / "m" / "chat_template.jinja").unlink(missing_ok=True)
@@ -97,40 +91,3 @@ def test_a_model_without_a_template(tmp_path: Path) -> None:
     file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "chat_template"}))
     with pytest.raises(ValueError, match="no chat template: use generate"):
         LLM(str(tmp_path / "m"), milestone="m1", use_tqdm=False).chat(HELLO, PARAMS)
-
-
-class TestLoop:
-    def chat(self, llm: LLM, monkeypatch: pytest.MonkeyPatch, lines: list[str], system: str | None = None) -> Chat:
-        feed = iter(lines)
-
-        def line(prompt: str = "") -> str:
-            try:
-                return next(feed)
-            except StopIteration:
-                raise EOFError from None
-
-        monkeypatch.setattr("builtins.input", line)
-        chat = Chat(OwnEngine(llm, PARAMS), system)
-        chat.run()
-        return chat
-
-    def test_answers_stream_and_history_grows(
-        self, llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        chat = self.chat(llm, monkeypatch, ["Hello", "", "And?"])
-        assert [m["role"] for m in chat.messages] == ["user", "assistant", "user", "assistant"]
-        first = llm.chat(HELLO, PARAMS, use_tqdm=False)[0]["text"]
-        assert chat.messages[1]["content"] == first
-        assert capsys.readouterr().out.startswith(first + "\n")
-
-    def test_reset_keeps_the_system_message(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-        chat = self.chat(llm, monkeypatch, ["Hello", "/reset"], system="Be brief.")
-        assert chat.messages == [{"role": "system", "content": "Be brief."}]
-
-    def test_a_question_too_long_leaves_the_conversation_as_it_was(
-        self, llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        chat = self.chat(llm, monkeypatch, ["Hello", "x" * 200])
-        assert len(chat.messages) == 2
-        assert "context of 160" in " ".join(capsys.readouterr().err.split())
-        assert not llm.engine.has_unfinished_requests()

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from folovllm import _overlay
 from folovllm.cli import main
 from folovllm.cli.conversation import Chat, OwnEngine
 from folovllm.cli.flags import described_fields, pick
@@ -26,6 +27,7 @@ from folovllm.interrupts import Interrupted, interrupts
 from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, StepResult
+from tests.helpers import tiny_checkpoint
 
 
 def step_ended(step: int) -> StepEnded:
@@ -138,11 +140,6 @@ def type_in(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
 
 
-def test_an_input_that_is_closed_is_empty(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys, "stdin", None)
-    assert run("generate") == 2 and "no prompt" in capsys.readouterr().err
-
-
 class TestFlags:
     @pytest.mark.parametrize("kind", [EngineConfig, SamplingParams])
     def test_every_field_has_a_sentence(self, kind: type) -> None:
@@ -160,18 +157,28 @@ class TestFlags:
         assert [name for name in names if f"--{name.replace('_', '-')} " not in text.replace("/", " ")] == []
 
     def test_flags_reach_engine_and_request(self, llm: type[FakeLLM]) -> None:
-        flags = ["--milestone", "m2", "--max-num-seqs", "3", "--temperature", "0", "--top-k", "5", "--ignore-eos"]
+        flags = [
+            "--milestone",
+            "m2",
+            "--max-num-seqs",
+            "3",
+            "--temperature",
+            "0",
+            "--top-k",
+            "5",
+            "--ignore-eos",
+            "--seed",
+            "5",
+        ]
         stops = ["--stop", "a", "--stop", "b", "--stop-token-ids", "4", "--no-skip-special-tokens", "--max-tokens", "9"]
         assert run("generate", "hi", *flags, *stops) == 0
         (made,) = llm.made
-        assert made.config == {"milestone": "m2", "max_num_seqs": 3}
+        assert made.config == {"milestone": "m2", "max_num_seqs": 3, "seed": 5}, (
+            "a seed is the engine's and the request's"
+        )
         assert made.params == SamplingParams(
-            temperature=0, top_k=5, ignore_eos=True, stop=["a", "b"], stop_token_ids=[4], skip_special_tokens=False, max_tokens=9
+            seed=5, temperature=0, top_k=5, ignore_eos=True, stop=["a", "b"], stop_token_ids=[4], skip_special_tokens=False, max_tokens=9
         )  # fmt: skip
-
-    def test_seed_is_the_engines_and_the_requests(self, llm: type[FakeLLM]) -> None:
-        run("generate", "hi", "--seed", "5")
-        assert (llm.made[0].config, llm.made[0].params.seed) == ({"seed": 5}, 5)
 
     def test_what_the_preset_decides_can_be_turned_on_and_off(self, llm: type[FakeLLM]) -> None:
         assert run("generate", "hi", "--enforce-eager", "--no-async-scheduling") == 0
@@ -187,26 +194,30 @@ class TestFlags:
 
 
 class TestPrompts:
-    def test_from_the_arguments(self, llm: type[FakeLLM]) -> None:
-        run("generate", "one", "two")
-        assert llm.made[0].prompts == ["one", "two"]
+    @pytest.mark.parametrize("where", [["--file", "prompts.txt"], [], ["--file", "-"]], ids=["file", "stdin", "-"])
+    @pytest.mark.parametrize(
+        ("data", "prompts"),
+        [
+            ("naïve one\n\n two\n", ["naïve one", " two"]),
+            ("\ufeffcafé\nb", ["café", "b"]),  # a mark of the byte order is no text
+            ("a\ufeff", ["a\ufeff"]),
+        ],
+    )
+    def test_a_line_is_a_prompt(
+        self, llm: type[FakeLLM], data: str, prompts: list[str], where: list[str], tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:  # fmt: skip
+        monkeypatch.chdir(tmp_path)
+        Path("prompts.txt").write_bytes(data.encode())
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data.encode()), encoding="utf-8"))
+        assert run("generate", *where) == 0 and llm.made[0].prompts == prompts
 
-    def test_from_a_file_without_its_empty_lines(self, llm: type[FakeLLM], tmp_path: Path) -> None:
-        (tmp_path / "prompts.txt").write_text("naïve one\n\n two\n", encoding="utf-8")
-        run("generate", "--file", str(tmp_path / "prompts.txt"))
-        assert llm.made[0].prompts == ["naïve one", " two"]
-
-    @pytest.mark.parametrize("flags", [[], ["--file", "-"]])
-    def test_from_stdin(self, llm: type[FakeLLM], flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n"), encoding="utf-8"))
-        assert run("generate", *flags) == 0
-        assert llm.made[0].prompts == ["one", "two"]
-
-    @pytest.mark.parametrize("text", ["", "\n \n"])
+    @pytest.mark.parametrize("stdin", [None, io.StringIO(""), io.StringIO("\n \n")], ids=["closed", "empty", "blank"])
     def test_none_at_all(
-        self, llm: type[FakeLLM], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        type_in(text, monkeypatch)
+        self, llm: type[FakeLLM], stdin: io.StringIO | None, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:  # fmt: skip
+        monkeypatch.setattr(sys, "stdin", stdin)
         assert run("generate") == 2
         assert "no prompt" in capsys.readouterr().err and not llm.made
 
@@ -251,23 +262,11 @@ class TestOutput:
         }  # fmt: skip
 
     def test_show_steps_prints_a_line_a_step(self, llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
-        run("generate", "a b c", "d", "--show-steps", "--json")
+        assert run("generate", "a b c", "d", "--show-steps", "--json") == 0
         out, err = capsys.readouterr()
         steps = err.splitlines()
         assert [line.split()[:2] for line in steps] == [["step", "0"], ["step", "1"], ["step", "2"]]
-        assert steps[0].split()[2:] == [
-            "waiting",
-            "0",
-            "running",
-            "1",
-            "tokens",
-            "7",
-            "12.50",
-            "ms",
-            "KV",
-            "blocks",
-            "3",
-        ]
+        assert " ".join(steps[0].split()[2:]) == "waiting 0 running 1 tokens 7 12.50 ms KV blocks 3"
         assert [json.loads(line)["outputs"][0]["text"] for line in out.splitlines()] == ["c b a ", "d "]
 
 
@@ -326,19 +325,6 @@ class TestEncodings:
         done = subprocess.run(command, capture_output=True, env=ascii_only, cwd=Path(__file__).parents[2])
         assert done.returncode == 0 and b"Usage" in done.stdout, done.stderr
 
-    @pytest.mark.parametrize("from_stdin", [False, True])
-    @pytest.mark.parametrize(
-        ("data", "prompts"), [("\ufeffcafé\nb", ["café", "b"]), ("a\ufeff", ["a\ufeff"])], ids=["mark", "no mark"]
-    )
-    def test_a_mark_of_the_byte_order_is_no_text(
-        self, llm: type[FakeLLM], data: str, prompts: list[str], from_stdin: bool, tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:  # fmt: skip
-        (tmp_path / "prompts.txt").write_bytes(data.encode())
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data.encode()), encoding="utf-8"))
-        assert run("generate", *([] if from_stdin else ["--file", str(tmp_path / "prompts.txt")])) == 0
-        assert llm.made[-1].prompts == prompts
-
     def test_other_files_with_a_mark(self, tmp_path: Path) -> None:
         from folovllm.bench.workload import load_workload
         from folovllm.quantization.quantizer.calibration import read_texts
@@ -360,13 +346,9 @@ class TestOutputThatCannotBeWritten:
     @pytest.mark.parametrize("arguments", [["generate", "hi"], ["generate", "hi", "--json"], ["--version"]])
     @pytest.mark.parametrize("buffering", [-1, 0])  # 0: `python -u`
     def test_a_full_disk(
-        self,
-        llm: type[FakeLLM],
-        arguments: list[str],
-        buffering: int,
-        monkeypatch: pytest.MonkeyPatch,
+        self, llm: type[FakeLLM], arguments: list[str], buffering: int, monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
-    ) -> None:
+    ) -> None:  # fmt: skip
         with io.TextIOWrapper(open("/dev/full", "wb", buffering), write_through=not buffering) as full:
             monkeypatch.setattr(sys, "stdout", full)
             assert run(*arguments) == 2
@@ -397,10 +379,6 @@ class TestErrors:
         error = capsys.readouterr().err
         assert error.startswith("error: ") and words in error and error.count("\n") == 1
         assert not llm.made
-
-    def test_an_unknown_flag(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert run("generate", "hi", "--nonsense") == 2
-        assert "--nonsense" in capsys.readouterr().err
 
     def test_an_unknown_download(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert run("download", "gpt-5") == 2
@@ -502,83 +480,59 @@ class TestChat:
 class TestMine:
     """`--mine` in a process of its own: it must act before anything else is imported."""
 
-    SHOW = """
-import sys
-from folovllm.cli import main
-for arguments in {commands}:
-    try:
-        main(arguments)
-    except SystemExit as end:
-        print("exit code", end.code, file=sys.stderr, flush=True)
-print(sys.modules["folovllm.outputs"].__file__)
-"""
-
     @pytest.fixture
     def workplace(self, tmp_path: Path) -> Path:
-        """A learner's `LLM` that raises what the model is called, or else shows its configuration."""
+        """A learner's `LLM` that raises what the model is called, or else shows its configuration and what it imports."""
         package = tmp_path / "mine" / "folovllm"
         package.mkdir(parents=True)
+        shown = "'mine ' + json.dumps(config) + folovllm.outputs.__file__"
         (package / "llm.py").write_text(
             "import json\nimport folovllm.outputs\nclass LLM:\n"
-            "    def __init__(self, **config): raise eval(config.get('model', 'ValueError(\"mine \" + json.dumps(config))'))\n"
+            f"    def __init__(self, **config): raise eval(config.get('model', \"ValueError({shown})\"))\n"
         )
         (package / "outputs.py").write_text("")
         return tmp_path
 
-    def python(self, folder: Path, code: str) -> subprocess.CompletedProcess[str]:
+    def error(self, folder: Path, *arguments: str) -> str:
+        """What a command writes to stderr before it ends with exit code 2."""
         environment = {name: value for name, value in os.environ.items() if name != "FOLOVLLM_MINE"}
-        return subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
-
-    def errors(self, folder: Path, *commands: list[str]) -> list[str]:
-        """What each command writes to stderr before it ends with exit code 2; all of them run the learner's files."""
-        done = self.python(folder, self.SHOW.format(commands=commands))
-        assert done.stdout.strip() == str(folder / "mine" / "folovllm" / "outputs.py"), done.stderr
-        *errors, rest = done.stderr.split("exit code 2\n")
-        assert len(errors) == len(commands) and not rest, done.stderr
-        return errors
+        command = [sys.executable, "-m", "folovllm", *arguments]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+        assert done.returncode == 2, done.stderr
+        return done.stderr
 
     def test_the_learners_files_are_run(self, workplace: Path) -> None:
         """Where the flag stands does not matter, and the traceback shows where one's own code raised."""
-        (error,) = self.errors(workplace, ["generate", "hi", "--mine"])
-        assert "error: mine {}" in error and "mine/folovllm/llm.py" in error
+        error = self.error(workplace, "generate", "hi", "--mine")
+        assert f"error: mine {{}}{workplace}/mine/folovllm/outputs.py" in error and "mine/folovllm/llm.py" in error
 
-    def test_the_preset_and_what_is_not_written_yet(self, workplace: Path) -> None:
-        """The preset is that of the highest milestone that was started; what is not written yet is one line."""
+    def test_the_preset_is_that_of_the_highest_milestone_that_was_started(self, workplace: Path) -> None:
         (workplace / "mine" / ".course.json").write_text('{"started": ["m2", "m1"]}')
-        missing = [
+        assert 'mine {"milestone": "m2"}' in self.error(workplace, "--mine", "generate", "hi")
+        assert 'mine {"milestone": "m1"}' in self.error(workplace, "--mine", "generate", "hi", "--milestone", "m1")
+
+    @pytest.mark.parametrize(
+        "missing",
+        [
             "NotImplementedError('m2.2: f')",
             "RuntimeError('rank 1 failed with NotImplementedError: m2.2: f' + 2 * chr(10) + 'Traceback of the rank')",
-        ]
-        start = ["--mine", "generate", "hi"]
-        preset, asked, *unwritten = self.errors(
-            workplace, start, [*start, "--milestone", "m1"], *([*start, "--model", error] for error in missing)
-        )
-        assert 'mine {"milestone": "m2"}' in preset and 'mine {"milestone": "m1"}' in asked
-        for error in unwritten:
-            assert "not written yet: m2.2: f. " in error and "Traceback" not in error
+        ],
+    )
+    def test_what_is_not_written_yet_is_one_line(self, workplace: Path, missing: str) -> None:
+        error = self.error(workplace, "--mine", "generate", "hi", "--model", missing)
+        assert "not written yet: m2.2: f. " in error and "Traceback" not in error
 
-    def test_without_mine_it_says_how_to_start(self, tmp_path: Path) -> None:
-        code = "import folovllm._overlay as o; o.__file__ = '/x/y/z'\nfrom folovllm.cli import main; main(['--mine'])"
-        done = self.python(tmp_path, code)
-        assert done.returncode == 2 and "milestones start m1" in done.stderr
+    def test_without_mine_it_says_how_to_start(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.delenv("FOLOVLLM_MINE", raising=False)
+        monkeypatch.setattr(_overlay, "__file__", "/x/y/z")
+        assert run("generate", "hi", "--mine") == 2
+        assert "milestones start m1" in capsys.readouterr().err
 
 
 class TestTheProgram:
-    def test_torch_is_not_loaded_until_a_model_is(self) -> None:
-        code = """
-import sys
-from folovllm.cli import main
-for arguments in (["--help"], ["generate", "--help"], ["generate", "x", "--top-p", "3"], ["--version"]):
-    try:
-        main(arguments)
-    except SystemExit:
-        print("torch" in sys.modules)
-"""
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        lines = done.stdout.splitlines()
-        assert lines.count("False") == 4 and "True" not in lines, done.stderr
-        assert lines[-2:] == ["folovllm 0.1.0", "False"]
-
     def test_the_embedded_model_tells_the_story_that_was_asked_for(self, capsys: pytest.CaptureFixture[str]) -> None:
         flags = ["--milestone", "m1", "--temperature", "0"]  # in tests/m1, so no later milestone's code
         assert run("generate", "Tell me a story about Lily and a red kite.", "--max-tokens", "40", *flags) == 0
@@ -598,8 +552,6 @@ for arguments in (["--help"], ["generate", "--help"], ["generate", "x", "--top-p
     def test_from_a_prompt_to_a_text_with_a_real_engine(
         self, milestone: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from tests.helpers import tiny_checkpoint
-
         model = str(tiny_checkpoint())
         flags = ["--model", model, "--milestone", milestone, "--temperature", "0", "--max-tokens", "4", "--json"]
         assert run("generate", "Hello", "you", *flags, "--show-steps") == 0
