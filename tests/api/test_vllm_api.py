@@ -168,12 +168,6 @@ def whole(llm: LLM) -> RequestOutput:
 
 
 class TestOutputKind:
-    def test_cumulative_holds_all_so_far(self, llm: LLM, whole: RequestOutput) -> None:
-        outputs = [output.outputs[0] for output in streamed(llm, TWELVE)]
-        assert [len(o.token_ids) for o in outputs] == list(range(1, 13))
-        assert outputs[-1].text == whole["text"] and outputs[-1].logprobs == whole["logprobs"]
-        assert [len(o.logprobs or []) for o in outputs] == list(range(1, 13))
-
     def test_delta_holds_what_is_new(self, llm: LLM, whole: RequestOutput) -> None:
         outputs = [o.outputs[0] for o in streamed(llm, replace(TWELVE, output_kind=RequestOutputKind.DELTA))]
         assert [o.token_ids for o in outputs] == [[token] for token in whole["token_ids"]]
@@ -292,14 +286,6 @@ class TestOneEngine:
 
         assert folovllm.LLMEngine is folovllm.compat.LLMEngine is LLMEngine
         assert folovllm.TokensPrompt is TokensPrompt and folovllm.RequestOutputKind is RequestOutputKind
-
-    def test_from_engine_args(self) -> None:
-        from folovllm import EngineArgs
-
-        engine = LLMEngine.from_engine_args(EngineArgs(model=PATH, **FIELDS))
-        engine.add_request("0", "Hello", GREEDY)
-        outputs = run_to_end(engine)
-        assert outputs[-1].finished and len(ids_of(outputs)[-1]) == 5
 
     @pytest.mark.m6
     def test_from_engine_args_takes_the_loop_that_they_ask_for(self) -> None:

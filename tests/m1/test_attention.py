@@ -82,12 +82,6 @@ class TestNaiveAttention:
         query, key, value = random_qkv(2, 6, 4, 2, 8)
         torch.testing.assert_close(naive_attention(query, key, value, 0.3), torch_attention(query, key, value, 0.3))
 
-    def test_large_scores_do_not_overflow(self) -> None:
-        query = torch.full((1, 1, 4), 50.0)
-        key = torch.stack((torch.full((1, 4), 50.0), torch.full((1, 4), -50.0)))
-        out = naive_attention(query, key, torch.tensor([[[1.0] * 4], [[2.0] * 4]]), 1.0)
-        torch.testing.assert_close(out, torch.ones(1, 1, 4))
-
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_half_precision(self, dtype: torch.dtype) -> None:
         query, key, value = random_qkv(4, 200, 4, 2, 32, dtype)

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -47,6 +46,11 @@ def truncate(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:2000])
 
 
+NO_PROMPTS = (
+    b"text", [b"text"], {"prompt": 5}, {"prompt": None}, {"prompt_token_ids": "text"}, None, 7, ["good", None]
+)  # fmt: skip
+
+
 class TestPrompts:
     @pytest.mark.parametrize(
         ("prompt", "says"),
@@ -57,16 +61,9 @@ class TestPrompts:
             ([1, 259], "token id 259.*0 to 258"),
             ([1, -1], "token id -1"),
             ([[1, 2.5]], "whole numbers"),
-            (b"text", "a string or a list of token ids"),
-            ([b"text"], "a string or a list of token ids"),
             ({"text": "text"}, "'text' in a prompt is not supported.*a string or a list of token ids"),
-            ({"prompt": 5}, "a string or a list of token ids"),
-            ({"prompt": None}, "a string or a list of token ids"),
-            ({"prompt_token_ids": "text"}, "a string or a list of token ids"),
             ({"prompt": "text", "multi_modal_data": {"image": 1}}, "'multi_modal_data' in a prompt is not supported"),
-            (None, "a string or a list of token ids"),
-            (7, "a string or a list of token ids"),
-            (["good", None], "a string or a list of token ids"),
+            *((prompt, "a string or a list of token ids") for prompt in NO_PROMPTS),
             ("half a character: \ud83d", "not valid Unicode"),
         ],
     )
@@ -92,18 +89,6 @@ class TestPrompts:
         with pytest.raises(ValueError, match="in use"):
             llm.engine.add_request("good", "again", SHORT)
         assert [o.outputs[0].token_ids for o in run_to_end(llm.engine)] == [alone]
-
-    def test_max_tokens_beyond_the_context_is_capped(self, llm: LLM) -> None:
-        for max_tokens in (100, None):
-            params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-            out = llm.generate([5] * 500, params, use_tqdm=False)[0].outputs[0]
-            assert len(out.token_ids) == 12 and out.finish_reason == "length"
-
-    def test_numpy_ids_and_an_empty_list(self, llm: LLM) -> None:
-        ids = np.array([5, 6, 7])
-        outputs = [llm.generate(p, SHORT, use_tqdm=False)[0]["token_ids"] for p in (ids, list(ids), [5, 6, 7])]
-        assert outputs[0] == outputs[1] == outputs[2]
-        assert llm.generate([], SHORT, use_tqdm=False) == []
 
     def test_params_that_do_not_match_the_prompts(self, llm: LLM) -> None:
         with pytest.raises(ValueError, match="3 sampling_params for 2 prompts"):
@@ -154,10 +139,6 @@ class TestPrompts:
         with pytest.raises(ValueError, match=r"template does not take this \(\w+Error.*\): a conv") as caught:
             llm.chat([{"role": "user", "content": "Hello"}], SHORT, use_tqdm=False)
         assert "\n" not in str(caught.value)
-
-    def test_a_conversation_with_half_a_character(self, llm: LLM) -> None:
-        with pytest.raises(ValueError, match="not valid Unicode"):
-            llm.chat([{"role": "user", "content": "\ud83d"}], SHORT, use_tqdm=False)
 
     def test_a_stop_token_outside_the_vocabulary(self, llm: LLM) -> None:
         with pytest.raises(ValueError, match="stop_token_ids"):

@@ -8,19 +8,17 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from folovllm.models import loader
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.models.loader import Place, checkpoint_places, copy_weight, init_random_weights, load_model
+from folovllm.models.loader import Place, checkpoint_places, init_random_weights, load_model
 from folovllm.models.registry import build_model
 from tests.helpers import FAMILIES, hf_model, tiny_checkpoint
+from tests.m1 import memory
 from tests.tiny import worked_case
 
 
@@ -226,36 +224,11 @@ def test_what_is_of_no_use_is_accepted(change: Callable[..., object], tmp_path: 
     assert not load(altered(tmp_path, change)).lm_head.weight.isnan().any()
 
 
-def anonymous() -> int:
-    """Bytes of memory that is no mapped file, once what was freed has been given back to the system."""
-    ctypes.CDLL(None).malloc_trim(0)
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
-
-
-def growth_while_loading(path: Path) -> tuple[int, int]:
-    """Bytes that memory grows by at most while `path` is loaded, and bytes of the weights.
-
-    Called in a process of its own: elsewhere, what other tests leave behind is freed or used again meanwhile.
-    """
-    config = AutoConfig.from_pretrained(path)
-    before, peaks = anonymous(), []
-
-    def watched(*given: Any) -> None:
-        copy_weight(*given)
-        peaks.append(anonymous())  # with the tensor still alive
-
-    with mock.patch.object(loader, "copy_weight", watched):
-        model = build_model(config, torch.bfloat16, "cpu")
-        load_model(model, path, use_tqdm=False)
-    return max(peaks) - before, sum(parameter.nbytes for parameter in model.parameters())
-
-
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc and Linux's /proc")
 def test_weights_are_never_twice_in_memory() -> None:
     path = tiny_checkpoint("llama", hidden_size=512, head_dim=128, intermediate_size=2048, num_hidden_layers=6)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        growth, weights = pool.submit(growth_while_loading, path).result()
+        growth, weights = pool.submit(memory.growth_while_loading, path).result()
     assert weights > 40e6
     assert 0.9 * weights < growth < 1.3 * weights
 

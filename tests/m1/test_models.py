@@ -242,15 +242,6 @@ class TestWhatOnlyTransformersHas:
 class TestPositions:
     """The table of angles is as long as the context that is served, whatever the model allows."""
 
-    def test_a_context_of_millions_costs_nothing(self) -> None:
-        config = AutoConfig.from_pretrained(tiny_checkpoint("llama"))
-        config.max_position_embeddings = 10_485_760  # 1.3 GB of angles, were they all computed
-        ordinary = AutoConfig.from_pretrained(tiny_checkpoint("llama"))
-        short, whole = build_model(config, torch.float32, "cpu", 64), build_model(ordinary, torch.float32, "cpu")
-        table, reference = (model.model.layers[0].self_attn.rope.cos_sin_cache for model in (short, whole))
-        assert len(reference) == 512, "without max_model_len, all that the model knows"
-        assert table.shape == (64, 32) and torch.equal(table, reference[:64])
-
     @pytest.mark.parametrize(
         "milestone", ["m1", *(pytest.param(m, marks=getattr(pytest.mark, m)) for m in ("m2", "m6"))]
     )

@@ -303,7 +303,7 @@ def test_the_longest_answer_that_fits(model: Path, llm: LLM) -> None:
     """max_tokens beyond the context is cut to it: the last place in the slot is used, and none after it."""
     prompt = prompts([MAX_MODEL_LEN - 3])[0]
     answer = alone(llm, prompt, LONG)
-    assert len(answer) == 3
+    assert len(answer) == 3 and llm.generate([prompt], replace(LONG, max_tokens=None))[0]["finish_reason"] == "length"
     one_slot = make_engine(model, max_num_seqs=2)  # the next slot belongs to somebody else
     one_slot.add_request("full", prompt, LONG, stream=False)
     one_slot.add_request("other", [1, 2, 3], GREEDY, stream=False)

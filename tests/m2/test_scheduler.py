@@ -226,15 +226,6 @@ class TestSchedule:
                 "only a share that reaches the last token draws"
             )
 
-    def test_a_budget_used_up_by_those_that_run(self) -> None:
-        scheduler = make_scheduler(max_num_batched_tokens=2)
-        for name in "abc":
-            run(scheduler, name, 5, 4)
-        queue(scheduler, make_seq(1, name="new"))
-        assert decide(scheduler) == [("a", 4, 1), ("b", 4, 1)], "two tokens: one for a, one for b"
-        assert names(scheduler.running) == ["a", "b", "c"], "c is left out of this step, and runs on"
-        assert names(scheduler.waiting) == ["new"], "nothing is left for a new one"
-
     def test_no_room_for_one_that_runs(self) -> None:
         """With `wait` it is left out of this step, and stays."""
         scheduler = make_scheduler(CountingCache(9))
@@ -309,18 +300,6 @@ class TestPostprocess:
         says = "d and b end, and leave the batch and the cache at once; what b drew after its EOS (72) is dropped"
         worked_case("m2.3", got, dict(zip(got, answers, strict=True)), says)
 
-    def test_a_token_each(self) -> None:
-        scheduler = make_scheduler()
-        a, b = run(scheduler, "a", 4, 0), run(scheduler, "b", 6, 5)
-        self.compute((b, 1), (a, 4))
-        updated = scheduler.postprocess([(b, [71]), (a, [72])])
-        assert names(updated) == ["b", "a"], "both got a token; in the order of the step"
-        assert (a.token_ids[-1], b.token_ids[-1]) == (72, 71), "each token goes to the sequence that it comes with"
-        assert (a.num_tokens, b.num_tokens) == (5, 7), "each sequence has one token more"
-        assert (a.detokenizer.token_ids, b.detokenizer.token_ids) == ([72], [71]), "the detokenizers got theirs, too"
-        assert a.num_uncomputed_tokens == b.num_uncomputed_tokens == 1, "a new token is not computed yet"
-        assert names(scheduler.running) == ["a", "b"], "nobody has ended, and `running` keeps its order"
-
     def test_several_tokens_at_once(self) -> None:
         """As speculation brings them. What comes after the end of an answer is dropped."""
         scheduler = make_scheduler()
@@ -365,14 +344,6 @@ class TestPostprocess:
         assert seq.status is SequenceStatus.FINISHED_STOPPED, "the detokenizer has the text in which the stop string is"
         assert seq.stop_reason == "<72>", "`check_stop_conditions` notes which string it was"
         assert seq.detokenizer.text == "<71>", "the stop string is cut off"
-
-
-def test_priorities_decide_the_order_of_waiting() -> None:
-    seqs = [make_seq(name=name, priority=p) for name, p in (("a", 2), ("b", 0), ("c", 2), ("d", 1))]
-    for by_priority, expected in ((False, "abcd"), (True, "bdac")):
-        scheduler: Scheduler = make_scheduler(by_priority=by_priority)
-        queue(scheduler, *seqs)
-        assert names(scheduler.waiting) == list(expected)
 
 
 def test_abort_wherever_it_is() -> None:

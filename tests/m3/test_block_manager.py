@@ -182,15 +182,3 @@ class TestAdmission:
         kv = BlockManager(300, 1)
         seq = holding(kv, *range(10), computed=10)
         assert kv.can_allocate(seq, 290)
-
-    def test_reserve_takes_all_or_nothing(self) -> None:
-        kv, seq = BlockManager(3, 4), make_seq(13)
-        assert not kv.allocate_slots(seq, 13)
-        assert (seq.block_table, kv.num_free) == ([], 3)
-        assert kv.allocate_slots(seq, 12)
-        seq.start()
-        seq.num_computed_tokens = 12
-        assert not kv.allocate_slots(seq, 1)
-        assert (len(seq.block_table), kv.num_free) == (3, 0)
-        kv.free(seq)
-        assert kv.num_free == 3

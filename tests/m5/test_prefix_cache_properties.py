@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import invariant
 
 from folovllm.cache import prefix_cache
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager, compute_hash
-from tests.builders.test_prefix_cache import Machine
+from tests.builders import test_prefix_cache as builder
+
+BY_THE_PROTOCOL = [test for name, test in vars(builder).items() if name.startswith("test_") and "engine" not in name]
 
 
-class PrefixCacheMachine(Machine):
+@pytest.mark.parametrize("test", BY_THE_PROTOCOL, ids=lambda test: test.__name__)
+def test_what_any_prefix_cache_must_do(test: Callable[[type[PrefixCachingBlockManager]], None]) -> None:
+    test(PrefixCachingBlockManager)
+
+
+class PrefixCacheMachine(builder.Machine):
     """What any prefix cache must do, and what this one has inside."""
 
     component = PrefixCachingBlockManager
@@ -45,9 +54,7 @@ class WeakHashMachine(PrefixCacheMachine):
         super().__init__()
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(prefix_cache, "compute_hash", lambda tokens, prefix: compute_hash(tokens, prefix) % 2)
-        self.patch.setattr(
-            "tests.builders.test_prefix_cache.Bench.prefix", lambda _, seq, p: tuple(seq.token_ids[: p + 1])
-        )
+        self.patch.setattr(builder.Bench, "prefix", lambda _, seq, p: tuple(seq.token_ids[: p + 1]))
 
     def teardown(self) -> None:
         self.patch.undo()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from typing import Any
 
 import pytest
@@ -124,10 +123,6 @@ class TestPrefixes:
         output = finish(served)["again"]
         assert output.num_cached_tokens == (length - 1) // BLOCK * BLOCK
 
-    def test_identical_prompts_in_one_step(self, served: LLMEngine, plain: LLMEngine) -> None:
-        prompt = prompts([3 * BLOCK + 2], seed=1)[0]
-        assert answers(served, [[prompt] * 5, [prompt] * 2]) == answers(plain, [[prompt] * 5, [prompt] * 2])
-
     def test_conversations(self, served: LLMEngine, plain: LLMEngine) -> None:
         """Each turn's prompt is all that was said: generated tokens are found again, too."""
         history, computed = prompts([11], seed=2)[0], 0
@@ -142,10 +137,6 @@ class TestPrefixes:
             computed = len(history) + len(reply) - 1  # the last token's K/V was never needed
             history = [*history, *reply, *prompts([5], seed=turn)[0]]
 
-    def test_several_answers_to_one_prompt(self, served: LLMEngine, plain: LLMEngine) -> None:
-        prompt, params = prompts([17], seed=3)[0], SamplingParams(n=4, seed=5, max_tokens=9, ignore_eos=True)
-        assert answers(served, [[prompt]] * 2, params) == answers(plain, [[prompt]] * 2, params)
-
     def test_salts_are_not_shared_and_do_not_change_the_answer(self, served: LLMEngine) -> None:
         prompt = prompts([17], seed=4)[0]
         cached, replies = [], []
@@ -155,13 +146,6 @@ class TestPrefixes:
             cached.append(output.num_cached_tokens)
             replies.append(output.outputs[0].token_ids)
         assert cached == [0, 0, 0, 16] and len({tuple(r) for r in replies}) == 1
-
-    def test_reset_forgets(self, served: LLMEngine) -> None:
-        prompt = prompts([17], seed=4)[0]
-        first = answers(served, [[prompt]])
-        served.reset_prefix_cache()
-        assert answers(served, [[prompt]]) == first
-        assert served.prefix_cache_stats().tokens_hit == 0
 
     def test_without_a_cache_there_is_nothing_to_reset(self, plain: LLMEngine) -> None:
         with pytest.raises(ValueError, match="enable_prefix_caching"):
@@ -220,18 +204,6 @@ def test_prompts_longer_than_the_budget_are_served_only_in_chunks() -> None:
     served = engine(max_num_batched_tokens=16)
     served.add_request("a", prompts([100])[0], GREEDY)
     assert len(finish(served)["a"].outputs[0].token_ids) == 6
-
-
-def test_a_running_request_keeps_its_blocks(served: LLMEngine) -> None:
-    """A twin that is published first does not pull the blocks away under a running sequence."""
-    prompt = prompts([13], seed=9)[0]
-    served.add_request("a", prompt, GREEDY)
-    served.add_request("b", prompt, GREEDY)
-    served.step()
-    tables = deque([*seq.block_table] for seq in served.scheduler.running)
-    served.step()
-    for seq in served.scheduler.running:
-        assert seq.block_table[:4] == tables.popleft()[:4]
 
 
 @pytest.mark.gpu
