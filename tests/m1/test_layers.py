@@ -125,11 +125,6 @@ class TestRotary:
         torch.testing.assert_close(rotary.cos_sin_cache[3, 16], torch.tensor(3.0).sin())
         assert "cos_sin_cache" not in rotary.state_dict(), "it follows from the configuration: no checkpoint has it"
 
-    def test_a_position_outside_is_an_error(self) -> None:
-        rotary = RotaryEmbedding(rope_frequencies(llama_config(), 32), 100)
-        with pytest.raises(IndexError):
-            rotary(torch.tensor([100]), torch.randn(1, 4, 32), torch.randn(1, 2, 32))
-
     def test_both_places_of_rope_theta(self) -> None:
         def found(**fields: Any) -> torch.Tensor:
             return rope_frequencies(SimpleNamespace(max_position_embeddings=512, **fields), 16)
