@@ -16,17 +16,19 @@ EOS = 99
 
 
 def make_seq(
-    num_prompt_tokens: int = 3, max_tokens: int = 8, name: str = "r", priority: int = 0, **params: Any
-) -> Sequence:
-    """A waiting sequence with prompt 10, 11, 12, ... that ends at the token `EOS` or after `max_tokens`."""
+    prompt: int | list[int] = 3, max_tokens: int = 8, name: str = "r", priority: int = 0, salt: str | None = None,
+    **params: Any,
+) -> Sequence:  # fmt: skip
+    """A waiting sequence that ends at the token `EOS` or after `max_tokens`. A prompt of n tokens is 10, 11, 12, ..."""
     request = Request(
         request_id=name,
-        prompt_token_ids=[10 + i for i in range(num_prompt_tokens)],
+        prompt_token_ids=[10 + i for i in range(prompt)] if isinstance(prompt, int) else prompt,
         params=SamplingParams(max_tokens=max_tokens, **params),
         max_tokens=max_tokens,
         seed=0,
         eos_token_ids=frozenset({EOS}),
         priority=priority,
+        cache_salt=salt,
     )
     return Sequence(request, IncrementalDetokenizer(lambda ids: "".join(f"<{i}>" for i in ids)))
 

@@ -150,6 +150,14 @@ def serve(
     )
 
 
+def run_to_end(engine: LLMEngine) -> list[RequestOutput]:
+    """All that the engine says until nothing is left to do."""
+    outputs: list[RequestOutput] = []
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    return outputs
+
+
 AT_ONCE, ONE_BY_ONE, RANDOM_STEPS = RUNS = ("seeded", "at_once"), ("greedy", "one_by_one"), ("greedy", "random_steps")
 
 

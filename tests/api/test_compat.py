@@ -6,6 +6,7 @@ import pytest
 
 from folovllm.outputs import RequestOutput
 from tests.helpers import tiny_checkpoint
+from tests.workloads import run_to_end
 
 PATH = str(tiny_checkpoint())
 
@@ -17,10 +18,13 @@ def latest(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_engine_with_a_model_config() -> None:
-    from folovllm import LLMEngine, ModelConfig, SamplingParams
+    from folovllm import EngineConfig, LLMEngine, ModelConfig, SamplingParams
 
-    engine = LLMEngine(ModelConfig(model=PATH, dtype="float32"), device="cpu")
+    with pytest.raises(ValueError, match="put device into it"):
+        LLMEngine(EngineConfig(model=PATH), device="cpu")
+    engine = LLMEngine(ModelConfig(model=PATH, dtype="float32", max_model_len=16, trust_remote_code=True), device="cpu")
     params = SamplingParams(temperature=0, max_tokens=4)
+    assert len(engine.generate("Hello", SamplingParams(max_tokens=99))["token_ids"]) <= 11, "5 of 16 are the prompt's"
     output = engine.generate("Hello", params)
     assert isinstance(output, RequestOutput), "one prompt, one output"
     outputs = engine.generate(["Hello", "Hi"], params)
@@ -28,15 +32,6 @@ def test_engine_with_a_model_config() -> None:
     assert isinstance(engine.generate(["Hello"], params), list)
     assert isinstance(engine.generate([5, 6, 7], params), RequestOutput), "token ids are one prompt"
     assert output["token_ids"] == outputs[0]["token_ids"] == output.outputs[0].token_ids
-
-
-def test_engine_takes_the_fields_of_the_config() -> None:
-    from folovllm.compat import LLMEngine, ModelConfig, SamplingParams
-
-    config = ModelConfig(model=PATH, dtype="float32", max_model_len=16, trust_remote_code=True)
-    output = LLMEngine(config, device="cpu", use_tqdm=False).generate("Hello", SamplingParams(max_tokens=99))
-    assert isinstance(output, RequestOutput)
-    assert output.metrics.num_prompt_tokens + output.metrics.num_generated_tokens <= 16
 
 
 def test_llm_as_nano_vllm_has_it() -> None:
@@ -79,10 +74,7 @@ def test_requests_and_steps_are_the_engines() -> None:
     with pytest.raises(ValueError, match="a prompt is a string"):
         engine.add_request("Hello", params)  # type: ignore[arg-type]
     engine.add_request("0", "Hello", params)
-    outputs = []
-    while engine.has_unfinished_requests():
-        outputs += engine.step()
-    answer = outputs[-1].outputs[0]
+    answer = run_to_end(engine)[-1].outputs[0]
     assert answer.logprobs is not None and len(answer.token_ids) == 3
     assert answer.cumulative_logprob == pytest.approx(
         sum(row[token].logprob for row, token in zip(answer.logprobs, answer.token_ids, strict=True))

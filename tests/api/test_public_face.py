@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from tests.helpers import tiny_checkpoint
@@ -31,15 +28,6 @@ def test_generate(capsys: pytest.CaptureFixture[str]) -> None:
     assert "prefill=" in shown and "decode=" in shown and "tok/s" in shown
 
 
-def test_overrides_are_fields_of_the_config() -> None:
-    from folovllm import LLM, EngineConfig
-
-    llm = LLM(MODEL, milestone="m1", model_impl="native", max_model_len=64, seed=3, use_tqdm=False)
-    setup = llm.engine.setup
-    assert setup.max_model_len == 64 and setup.config.model_impl == "native" and setup.config.seed == 3
-    assert EngineConfig.for_milestone("m1", model=MODEL, max_model_len=64).max_model_len == 64
-
-
 def test_one_string_one_list_of_ids_many_of_either() -> None:
     from folovllm import LLM, SamplingParams
 
@@ -49,15 +37,6 @@ def test_one_string_one_list_of_ids_many_of_either() -> None:
     assert all(len(outputs) == 1 for outputs in results)
     assert len({tuple(outputs[0]["token_ids"]) for outputs in results}) == 1
     assert llm.generate("Hello", use_tqdm=False)[0].finished, "without params it samples"
-
-
-def test_import_is_quick_and_brings_in_neither_torch_nor_triton() -> None:
-    code = (
-        "import sys, folovllm; heavy = {'torch', 'triton', 'transformers', 'numpy'} & set(sys.modules); "
-        "assert not heavy, heavy; from folovllm import SamplingParams, EngineConfig; "
-        "heavy = {'torch', 'triton', 'transformers'} & set(sys.modules); assert not heavy, heavy"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -12,15 +12,15 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from folovllm.engine.scheduler import Scheduler, chunk, preempt
 from folovllm.request import Sequence, SequenceStatus
 from tests.builders.engines import assert_same_tokens, texts
-from tests.builders.sequences import sequence
+from tests.sequences import make_seq as sequence
 
 
 class Bench:
-    """A cache, and a device that remembers for each place the whole prefix that its K/V was computed from."""
+    """A cache, and a device that remembers for each place the whole prefix that its K/V was computed from, and whose it is."""
 
     def __init__(self, component: Any, num_blocks: int = 12, block_size: int = 2) -> None:
         self.kv = component(num_blocks, block_size)
-        self.written: dict[int, tuple[int, ...]] = {}  # slot: prefix
+        self.written: dict[int, tuple[Any, ...]] = {}  # slot: salt and prefix
         self.running: list[Sequence] = []
 
     def admit(self, seq: Sequence, count: int | None = None) -> bool:
@@ -45,19 +45,23 @@ class Bench:
         """Write the K/V of the next tokens, then publish. No place that another one reads is written."""
         start, end = seq.num_computed_tokens, seq.num_computed_tokens + count
         slots = self.kv.slots(seq.block_table, self.kv.block_size, start, end)
-        self.written |= {
-            int(s): tuple(seq.token_ids[: p + 1].tolist()) for s, p in zip(slots, range(start, end), strict=True)
-        }
+        self.written |= {int(s): self.prefix(seq, p) for s, p in zip(slots, range(start, end), strict=True)}
         seq.num_computed_tokens = end
         for other in self.running:
             self.check(other)
         self.kv.cache_blocks(seq)
 
+    @staticmethod
+    def prefix(seq: Sequence, position: int) -> tuple[Any, ...]:
+        return seq.request.cache_salt, *seq.token_ids[: position + 1].tolist()
+
     def check(self, seq: Sequence) -> None:
         slots = self.kv.slots(seq.block_table, self.kv.block_size, 0, seq.num_computed_tokens)
         for position, slot in enumerate(slots.tolist()):
-            own = tuple(seq.token_ids[: position + 1].tolist())
-            assert self.written.get(slot) == own, f"{seq} reads the K/V of other tokens at {position}"
+            own = self.prefix(seq, position)
+            assert self.written.get(slot) == own, (
+                f"{seq} reads the K/V of other tokens, or of another tenant, at {position}"
+            )
 
     def end(self, seq: Sequence) -> None:
         self.running.remove(seq)

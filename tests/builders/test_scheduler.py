@@ -52,8 +52,7 @@ class Bench:
         assert bool(seqs) == bool(self.unfinished()), "a step has shares as long as anybody has work"
         assert len(set(seqs)) == len(seqs) <= self.seats, "each sequence has one share, and max_num_seqs is the most"
         assert output.num_tokens <= self.budget, "a step computes max_num_batched_tokens at most"
-        counts = [scheduled.num_new_tokens for scheduled in output.scheduled_seqs]
-        assert all(not (a > 1 and b == 1) for a, b in pairwise(counts)), "decodes, of one token, come first in a step"
+        self.check_order([scheduled.num_new_tokens for scheduled in output.scheduled_seqs], seqs)
         for scheduled, seq in zip(output.scheduled_seqs, seqs, strict=True):
             assert scheduled.start == self.computed.get(seq, 0), f"{seq.request_id} goes on where it was"
             assert seq.status is SequenceStatus.RUNNING and seq in self.scheduler.running, "who has a share runs"
@@ -71,6 +70,9 @@ class Bench:
         )
         self.check()
         return seqs
+
+    def check_order(self, counts: list[int], seqs: list[Sequence]) -> None:
+        assert all(not (a > 1 and b == 1) for a, b in pairwise(counts)), "decodes, of one token, come first in a step"
 
     def check(self) -> None:
         running, waiting = list(self.scheduler.running), list(self.scheduler.waiting)

@@ -14,7 +14,7 @@ import torch
 from folovllm import LLM, SamplingParams
 from folovllm.config import EngineConfig
 from folovllm.engine import cpu_threads
-from folovllm.engine.cpu_threads import choose_threads, most_threads, seconds_of, use_threads
+from folovllm.engine.cpu_threads import choose_threads, most_threads, use_threads
 from folovllm.engine.setup import EngineSetup, set_up
 from tests.helpers import tiny_checkpoint
 
@@ -62,17 +62,19 @@ class TestTheEnginesChoice:
             assert threads == [8, 1] and llm.engine.num_threads == 1
             assert llm.generate("Once", SamplingParams(max_tokens=2), use_tqdm=False)
 
-    def test_a_larger_one_gets_as_many_as_help(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        products_take(monkeypatch, {1: 1.0, 2: 0.6, 4: 0.4, 8: 0.38})
-        assert choose_threads(large(), 8) == 4
-
-    def test_a_number_of_cores_that_is_no_power_of_two(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        products_take(monkeypatch, {1: 1.0, 2: 0.5, 4: 0.3, 6: 0.2})
-        assert choose_threads(large(), 6) == 6
-
-    def test_on_a_tie_fewer(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        products_take(monkeypatch, {1: 1.0, 2: 0.9})
-        assert choose_threads(large(), 8) == 1
+    @pytest.mark.parametrize(
+        ("seconds", "cores", "chosen"),
+        [
+            ({1: 1.0, 2: 0.6, 4: 0.4, 8: 0.38}, 8, 4),  # as many as help
+            ({1: 1.0, 2: 0.5, 4: 0.3, 6: 0.2}, 6, 6),  # no power of two
+            ({1: 1.0, 2: 0.9}, 8, 1),  # on a tie fewer
+        ],
+    )
+    def test_a_larger_one_gets_as_many_as_help(
+        self, seconds: dict[int, float], cores: int, chosen: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        products_take(monkeypatch, seconds)
+        assert choose_threads(large(), cores) == chosen
 
     def test_a_busy_machine_in_most_rounds(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Two threads that wait for each other in three rounds of five are not faster, however short the others."""
@@ -99,9 +101,6 @@ class TestTheEnginesChoice:
         products_take(monkeypatch, {1: 1.0, 2: 0.5, 4: 0.25})
         monkeypatch.setattr(cpu_threads, "num_cores", lambda: 2)
         assert use_threads(large()) == 2
-
-    def test_it_is_a_real_measurement(self) -> None:
-        assert 0 < seconds_of(torch.ones(2, 8), torch.ones(8, 8)) < 1
 
     def test_it_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:
         with caplog.at_level(logging.INFO, logger="folovllm"):

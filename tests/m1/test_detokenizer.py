@@ -56,21 +56,9 @@ class TestAdvance:
         worked_case("m1.7", got, dict(zip(got, answers, strict=True)), says)
 
     def test_a_character_of_four_bytes_comes_at_once(self) -> None:
-        detokenizer, deltas = new(), []
-        for token in TOKENIZER.encode("a😀b"):
-            detokenizer.append(token)
-            deltas.append(detokenizer.advance())
-        assert deltas == ["a", "", "", "", "😀", "b"], (
+        assert deltas_of(new(), TOKENIZER.encode("a😀b")) == ["a", "", "", "", "😀", "b"], (
             "the first three of a character's four bytes show nothing, the fourth shows it whole"
         )
-        assert detokenizer.text == "a😀b", "`text` is all that was shown"
-
-    def test_spaces_between_words(self) -> None:
-        detokenizer, deltas = IncrementalDetokenizer(Words()), []
-        for token in range(4):
-            detokenizer.append(token)
-            deltas.append(detokenizer.advance())
-        assert deltas == ["w0", " w1", " w2", " w3"], "each word but the first comes with the space before it"
 
     def test_several_tokens_at_once_and_none(self) -> None:
         detokenizer = IncrementalDetokenizer(Words())
@@ -87,28 +75,20 @@ class TestAdvance:
 
     def test_the_window_stays_short(self) -> None:
         words = Words()
-        detokenizer = IncrementalDetokenizer(words)
-        for token in range(200):
-            detokenizer.append(token)
-            detokenizer.advance()
+        deltas_of(IncrementalDetokenizer(words), list(range(200)))
         assert words.longest <= 4, "decoding everything anew makes the whole answer quadratic"
 
     def test_bytes_that_are_no_character_do_not_hold_up_what_follows(self) -> None:
         detokenizer = new()
         stray = TOKENIZER.encode("é")[-1]  # a byte that no character begins with
-        for token in [stray, *TOKENIZER.encode("ab")]:
-            detokenizer.append(token)
-            detokenizer.advance()
+        deltas_of(detokenizer, [stray, *TOKENIZER.encode("ab")])
         assert detokenizer.text == REPLACEMENT + "ab", (
             "a byte that can never become a character is shown with what follows it"
         )
 
     def test_tokens_without_text(self) -> None:
-        detokenizer, deltas = new(), []
-        for token in [*TOKENIZER.encode("a"), 257, *TOKENIZER.encode("b"), 258, 258, *TOKENIZER.encode("c")]:
-            detokenizer.append(token)
-            deltas.append(detokenizer.advance())
-        assert deltas == ["a", "", "b", "", "", "c"], (
+        a, b, c = TOKENIZER.encode("abc")
+        assert deltas_of(new(), [a, 257, b, 258, 258, c]) == ["a", "", "b", "", "", "c"], (
             "a special token has no text, and what follows is neither lost nor late"
         )
 
@@ -127,12 +107,8 @@ class TestWholeDetokenizer:
     @given(st.lists(st.integers(0, 258), max_size=30))
     def test_any_tokens_with_flush_give_what_decoding_at_once_gives(self, ids: list[int]) -> None:
         detokenizer = new()
-        deltas = []
-        for token in ids:
-            detokenizer.append(token)
-            deltas.append(detokenizer.advance())
-        deltas.append(detokenizer.flush())
-        assert "".join(deltas) == detokenizer.text == decode(ids)
+        shown = "".join(deltas_of(detokenizer, ids)) + detokenizer.flush()
+        assert shown == detokenizer.text == decode(ids)
 
     def test_flush_shows_an_incomplete_character_once(self) -> None:
         detokenizer = new()

@@ -41,27 +41,16 @@ def test_config_is_the_documented_one():
     assert (config.intermediate_size, config.max_position_embeddings) == (768, 16_384)
     assert config.tie_word_embeddings
     assert GenerationConfig.from_pretrained(MODEL).eos_token_id == [2, 0]
-
-
-def test_weights_are_few_and_bf16():
     assert sum(p.numel() for p in model().parameters()) == 5_771_264
     assert (MODEL / "model.safetensors").stat().st_size < 12e6
-    assert AutoConfig.from_pretrained(MODEL).dtype == torch.bfloat16
-
-
-def test_special_tokens_are_the_first_ids():
-    assert tokenizer().convert_ids_to_tokens([0, 1, 2]) == ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    assert config.dtype == torch.bfloat16
     assert (tokenizer().pad_token_id, tokenizer().eos_token_id, tokenizer().bos_token) == (0, 2, None)
-    assert len(tokenizer()) == 4096
+    assert len(tokenizer()) == 4096 and tokenizer().tokenize("1234") == ["1", "2", "3", "4"]
 
 
 @pytest.mark.parametrize("text", ["Lily has a kite.", "Grüße, 日本 🙂", "  two  spaces\n\n\tand a tab", "x = [1, 23]"])
 def test_any_text_comes_back(text: str):
     assert tokenizer().decode(tokenizer()(text)["input_ids"]) == text
-
-
-def test_digits_are_split_one_by_one():
-    assert tokenizer().tokenize("1234") == ["1", "2", "3", "4"]
 
 
 def test_chat_template_is_chatml():
@@ -115,8 +104,3 @@ def test_a_second_turn_remembers_the_first(told: dict[str, tuple[str, bool]]):
 def test_what_it_does_not_know_becomes_a_story(told: dict[str, tuple[str, bool]]):
     story, ended = told["Explain quantum physics."]
     assert ended and story.startswith("I don't know that, but here is a story.")
-
-
-def test_model_card_says_what_it_is():
-    card = (MODEL / "README.md").read_text()
-    assert "toy" in card and "synthetic" in card

@@ -11,9 +11,8 @@ import torch
 from transformers.utils import logging as hf_logging
 
 from folovllm import LLM, EngineConfig, SamplingParams
-from folovllm.engine.serial_scheduler import SerialScheduler
-from folovllm.request import Request, Sequence
 from tests.helpers import tiny_checkpoint
+from tests.workloads import run_to_end
 
 PARAMS = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
@@ -27,42 +26,27 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
 
 def drain(llm: LLM) -> list[str]:
     """Run to the end; ids in the order of finishing."""
-    done = []
-    while llm.engine.has_unfinished_requests():
-        done += [output.request_id for output in llm.engine.step() if output.finished]
-    return done
+    return [output.request_id for output in run_to_end(llm.engine) if output.finished]
 
 
 def test_the_whole_prompt_in_one_step_then_a_token_a_step(llm: LLM) -> None:
     llm.engine.history = []
     llm.generate([5] * 20, PARAMS, use_tqdm=False)
     assert [(s.num_prefill_tokens, s.num_decode_tokens) for s in llm.engine.history] == [(20, 0)] + [(0, 1)] * 4
-    assert [scheduled[2:] for s in llm.engine.history for scheduled in s.scheduled_seqs] == [
-        (0, 20),
-        (20, 1),
-        (21, 1),
-        (22, 1),
-        (23, 1),
-    ]
+    starts = [scheduled[2] for s in llm.engine.history for scheduled in s.scheduled_seqs]
+    assert starts == [0, 20, 21, 22, 23]
 
 
 def test_one_at_a_time_first_come_first_served(llm: LLM) -> None:
     llm.engine.history = []
     for name in "abc":
         llm.engine.add_request(name, "Hello", PARAMS)
-    assert llm.engine.stats().waiting == 3
+    llm.engine.step()
+    assert (llm.engine.stats().running, llm.engine.stats().waiting) == (1, 2)
     assert drain(llm) == ["a", "b", "c"]
     served = [scheduled[0] for s in llm.engine.history for scheduled in s.scheduled_seqs]
     assert served == ["a"] * 5 + ["b"] * 5 + ["c"] * 5
     assert {s.running for s in llm.engine.history} == {1}
-
-
-def test_a_late_request_waits(llm: LLM) -> None:
-    llm.engine.add_request("first", "Hello", PARAMS)
-    llm.engine.step()
-    llm.engine.add_request("late", "Hi", PARAMS)
-    assert llm.engine.stats().running == 1 and llm.engine.stats().waiting == 1
-    assert drain(llm) == ["first", "late"]
 
 
 def test_abort_running_and_waiting(llm: LLM) -> None:
@@ -75,10 +59,7 @@ def test_abort_running_and_waiting(llm: LLM) -> None:
     for output, count in ((running, 2), (waiting, 0)):
         assert output.finished and output.outputs[0].finish_reason == "abort"
         assert len(output["token_ids"]) == count
-    outputs = []
-    while llm.engine.has_unfinished_requests():
-        outputs += llm.engine.step()
-    assert outputs[-1]["token_ids"] == expected, "a cache outlived its request"
+    assert run_to_end(llm.engine)[-1]["token_ids"] == expected, "a cache outlived its request"
 
 
 def test_abort_one_of_n_answers_aborts_all(llm: LLM) -> None:
@@ -87,12 +68,6 @@ def test_abort_one_of_n_answers_aborts_all(llm: LLM) -> None:
     output = llm.engine.abort_request("r")
     assert [c.finish_reason for c in output.outputs] == ["abort"] * 3
     assert not llm.engine.has_unfinished_requests() and llm.engine.step() == []
-
-
-def test_an_id_may_be_used_again(llm: LLM) -> None:
-    for _ in range(2):
-        llm.engine.add_request("r", "Hello", PARAMS)
-        assert drain(llm) == ["r"]
 
 
 def test_parameters_may_change_once_they_were_given(llm: LLM) -> None:
@@ -104,17 +79,9 @@ def test_parameters_may_change_once_they_were_given(llm: LLM) -> None:
     params.logprobs, params.min_tokens, params.include_stop_str_in_output = 2, 6, True
     params.stop.append("e")
     params.stop_token_ids += range(4, 250)
-    outputs = []
-    while llm.engine.has_unfinished_requests():
-        outputs += llm.engine.step()
-    answer = outputs[-1].outputs[0]
+    answer = run_to_end(llm.engine)[-1].outputs[0]
     assert (answer.token_ids, answer.text, answer.logprobs) == (expected.token_ids, expected.text, None)
     assert len(params.stop) == 2, "the caller's own are as the caller left them"
-
-
-def test_step_without_work_does_nothing(llm: LLM) -> None:
-    steps = llm.engine.stats().steps
-    assert llm.engine.step() == [] and llm.engine.stats().steps == steps
 
 
 def test_generate_leaves_requests_alone_that_somebody_else_added(llm: LLM) -> None:
@@ -167,24 +134,6 @@ def test_closed_while_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
         llm.generate(["Hello"] * 2, PARAMS, use_tqdm=False)
 
 
-def test_two_engines_in_turn_do_not_disturb_each_other() -> None:
-    impls = ("hf", "native")
-    engines = [LLM(str(tiny_checkpoint()), milestone="m1", model_impl=i, use_tqdm=False).engine for i in impls]
-    alone = []
-    for engine in engines:
-        engine.add_request("r", "Hello", PARAMS, stream=False)
-        while not (done := engine.step()):
-            pass
-        alone.append(done[0]["token_ids"])
-    for engine in engines:
-        engine.add_request("r", "Hello", PARAMS, stream=False)
-    together: list[list[int]] = [[], []]
-    while any(e.has_unfinished_requests() for e in engines):
-        for engine, result in zip(engines, together, strict=True):
-            result += [t for output in engine.step() for t in output["token_ids"]]
-    assert together == alone
-
-
 @pytest.mark.parametrize("use_tqdm", [False, True])
 def test_transformers_shows_its_progress_when_asked_for(use_tqdm: bool, capsys: pytest.CaptureFixture[str]) -> None:
     hf_logging.enable_progress_bar()  # as it is outside of tests
@@ -194,15 +143,6 @@ def test_transformers_shows_its_progress_when_asked_for(use_tqdm: bool, capsys: 
     finally:
         hf_logging.disable_progress_bar()
     assert ("Loading weights" in capsys.readouterr().err) == use_tqdm
-
-
-def test_a_new_sequence_begins_with_an_empty_cache() -> None:
-    llm = LLM(str(tiny_checkpoint()), milestone="m1", use_tqdm=False)
-    llm.generate(["a", "b"], PARAMS, use_tqdm=False)
-    cache = llm.engine.executor._worker.runner._cache  # type: ignore[attr-defined]
-    assert (
-        cache.get_seq_length() == len(llm.engine.tokenizer.encode("b")) + 4
-    )  # b alone; its fifth token is not computed
 
 
 def test_dtype_is_what_was_asked_for() -> None:
@@ -219,12 +159,6 @@ def test_max_model_len_defaults_to_the_smaller_of_the_models_and_4096() -> None:
     assert EngineConfig(milestone="m1", max_model_len=8192).resolve_max_model_len(40960) == 8192
 
 
-def test_for_milestone_is_the_preset_with_changes() -> None:
-    config = EngineConfig.for_milestone("m1", seed=3)
-    assert (config.model_impl, config.kv_cache, config.max_num_seqs, config.seed) == ("hf", "growing", 1, 3)
-    assert EngineConfig.for_milestone("m1", model_impl="native").model_impl == "native"
-
-
 def test_m1_with_the_naive_backend_is_our_own_layers() -> None:
     """The first rung of the ladder of backends; transformers' layers attend by themselves."""
     llm = LLM(str(tiny_checkpoint()), milestone="m1", attention_backend="torch_naive", use_tqdm=False)
@@ -235,22 +169,3 @@ def test_m1_with_the_naive_backend_is_our_own_layers() -> None:
     assert answers[0] == answers[1]
     with pytest.raises(ValueError, match='take "torch_naive" and model_impl="native"'):
         LLM(str(tiny_checkpoint()), milestone="m1", model_impl="hf", attention_backend="torch_naive", use_tqdm=False)
-
-
-class TestSequence:
-    def sequence(self) -> Sequence:
-        return Sequence(Request("r", [1, 2, 3], SamplingParams(), 4, 0), None)  # type: ignore[arg-type]
-
-    def test_counts(self) -> None:
-        seq = self.sequence()
-        assert (seq.num_tokens, seq.num_uncomputed_tokens, seq.num_output_tokens) == (3, 3, 0)
-        seq.num_computed_tokens = 3
-        seq.append_token(9)
-        assert (seq.num_tokens, seq.num_uncomputed_tokens, seq.num_output_tokens) == (4, 1, 1)
-        assert seq.token_ids.tolist() == [1, 2, 3, 9] and seq.output_token_ids.tolist() == [9]
-
-    def test_the_serial_scheduler_schedules_what_is_not_computed(self) -> None:
-        scheduler, seq = SerialScheduler(), self.sequence()
-        scheduler.add(seq)
-        (item,) = scheduler.schedule().scheduled_seqs
-        assert (item.seq_id, item.start, item.num_new_tokens, item.num_samples) == (seq.seq_id, 0, 3, 1)

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,6 +19,7 @@ from folovllm.cli import main
 from folovllm.models.files import generation_defaults, load_hf_config
 from folovllm.models.json_files import FIELDS
 from tests.helpers import tiny_checkpoint
+from tests.workloads import run_to_end
 
 SHORT = SamplingParams(temperature=0, max_tokens=3)
 
@@ -46,6 +46,11 @@ def truncate(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:2000])
 
 
+NO_PROMPTS = (
+    b"text", [b"text"], {"prompt": 5}, {"prompt": None}, {"prompt_token_ids": "text"}, None, 7, ["good", None]
+)  # fmt: skip
+
+
 class TestPrompts:
     @pytest.mark.parametrize(
         ("prompt", "says"),
@@ -56,16 +61,9 @@ class TestPrompts:
             ([1, 259], "token id 259.*0 to 258"),
             ([1, -1], "token id -1"),
             ([[1, 2.5]], "whole numbers"),
-            (b"text", "a string or a list of token ids"),
-            ([b"text"], "a string or a list of token ids"),
             ({"text": "text"}, "'text' in a prompt is not supported.*a string or a list of token ids"),
-            ({"prompt": 5}, "a string or a list of token ids"),
-            ({"prompt": None}, "a string or a list of token ids"),
-            ({"prompt_token_ids": "text"}, "a string or a list of token ids"),
             ({"prompt": "text", "multi_modal_data": {"image": 1}}, "'multi_modal_data' in a prompt is not supported"),
-            (None, "a string or a list of token ids"),
-            (7, "a string or a list of token ids"),
-            (["good", None], "a string or a list of token ids"),
+            *((prompt, "a string or a list of token ids") for prompt in NO_PROMPTS),
             ("half a character: \ud83d", "not valid Unicode"),
         ],
     )
@@ -90,22 +88,7 @@ class TestPrompts:
                 llm.engine.add_request("bad", bad, SHORT)
         with pytest.raises(ValueError, match="in use"):
             llm.engine.add_request("good", "again", SHORT)
-        outputs = []
-        while llm.engine.has_unfinished_requests():
-            outputs += llm.engine.step()
-        assert [o.outputs[0].token_ids for o in outputs] == [alone]
-
-    def test_max_tokens_beyond_the_context_is_capped(self, llm: LLM) -> None:
-        for max_tokens in (100, None):
-            params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-            out = llm.generate([5] * 500, params, use_tqdm=False)[0].outputs[0]
-            assert len(out.token_ids) == 12 and out.finish_reason == "length"
-
-    def test_numpy_ids_and_an_empty_list(self, llm: LLM) -> None:
-        ids = np.array([5, 6, 7])
-        outputs = [llm.generate(p, SHORT, use_tqdm=False)[0]["token_ids"] for p in (ids, list(ids), [5, 6, 7])]
-        assert outputs[0] == outputs[1] == outputs[2]
-        assert llm.generate([], SHORT, use_tqdm=False) == []
+        assert [o.outputs[0].token_ids for o in run_to_end(llm.engine)] == [alone]
 
     def test_params_that_do_not_match_the_prompts(self, llm: LLM) -> None:
         with pytest.raises(ValueError, match="3 sampling_params for 2 prompts"):
@@ -156,10 +139,6 @@ class TestPrompts:
         with pytest.raises(ValueError, match=r"template does not take this \(\w+Error.*\): a conv") as caught:
             llm.chat([{"role": "user", "content": "Hello"}], SHORT, use_tqdm=False)
         assert "\n" not in str(caught.value)
-
-    def test_a_conversation_with_half_a_character(self, llm: LLM) -> None:
-        with pytest.raises(ValueError, match="not valid Unicode"):
-            llm.chat([{"role": "user", "content": "\ud83d"}], SHORT, use_tqdm=False)
 
     def test_a_stop_token_outside_the_vocabulary(self, llm: LLM) -> None:
         with pytest.raises(ValueError, match="stop_token_ids"):
@@ -221,7 +200,6 @@ def test_a_temperature_near_0_is_greedy() -> None:
 BROKEN: list[tuple[str, Callable[[Path], Any], str]] = [
     ("no folder", shutil.rmtree, "no model folder"),
     ("no config", lambda p: (p / "config.json").unlink(), "no config.json"),
-    ("config is no JSON", lambda p: (p / "config.json").write_text("{"), "cannot read the configuration"),
     ("unknown kind", lambda p: edit_config(p, model_type="nonsense"), "cannot read the configuration"),
     (
         "unsupported architecture",
@@ -229,24 +207,11 @@ BROKEN: list[tuple[str, Callable[[Path], Any], str]] = [
         "no model for architecture ViTModel.*LlamaForCausalLM|Unrecognized configuration class",
     ),
     ("config contradicts itself", lambda p: edit_config(p, num_hidden_layers=99), "cannot read the configuration"),
-    ("damaged generation config", lambda p: (p / "generation_config.json").write_text("{"), "generation_config.json"),
-    ("config is a list", lambda p: (p / "config.json").write_text("[]"), "cannot read the configuration"),
-    (
-        "generation config is a list",
-        lambda p: (p / "generation_config.json").write_text("[]"),
-        "generation_config.json",
-    ),
-    ("no number ends it", lambda p: edit_config(p, eos_token_id=["x"]), "eos_token_id|cannot read the configuration"),
     ("no tokenizer", lambda p: (p / "tokenizer.json").unlink(), "no tokenizer"),
-    ("damaged tokenizer", lambda p: (p / "tokenizer.json").write_text("{"), "cannot read the tokenizer"),
     ("no weights", lambda p: (p / "model.safetensors").unlink(), "model.safetensors"),
     ("truncated weights", truncate, "damaged or incomplete|cannot load the model"),
     ("weights are missing", lambda p: edit_config(p, num_hidden_layers=4, layer_types=None), "lacks model.layers.3"),
-    (
-        "a pickle in their place",
-        lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin"),
-        "model.safetensors|safetensors",
-    ),
+    ("a pickle", lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin"), "safetensors"),
 ]
 
 
@@ -284,61 +249,30 @@ def test_small_files_are_read_before_weights(folder: Path, monkeypatch: pytest.M
         LLM(str(folder), milestone="m1", use_tqdm=False)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-@pytest.mark.parametrize("model_impl", ["hf", "native"])
-@pytest.mark.parametrize(
-    ("name", "size", "says"),
-    [
-        ("num_attention_heads", 0, "num_attention_heads is 0"),
-        ("num_attention_heads", -4, "num_attention_heads is -4"),
-        ("num_key_value_heads", 0, "num_key_value_heads is 0"),
-        ("num_key_value_heads", 3, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
-        ("hidden_size", 0, "hidden_size is 0"),
-        ("num_hidden_layers", 0, "num_hidden_layers is 0"),
-        ("vocab_size", 0, "vocab_size is 0"),
-        ("head_dim", 0, "head_dim is 0"),
-        ("max_position_embeddings", 0, "max_position_embeddings is 0"),
-    ],
-)
-def test_sizes_that_no_model_has(tmp_path: Path, family: str, model_impl: str, name: str, size: int, says: str) -> None:
-    shutil.copytree(tiny_checkpoint(family), tmp_path / "model")
-    edit_config(tmp_path / "model", **{name: size})
-    with pytest.raises(ValueError, match=f"cannot read the configuration.*{says}"):
-        LLM(str(tmp_path / "model"), milestone="m1", model_impl=model_impl, use_tqdm=False)
-
-
 NESTED = '{"a":' * 50_000 + "1" + "}" * 50_000
 DAMAGED: list[tuple[str, str | dict[str, Any], str]] = [  # file; its text, or fields that are altered; what is said
     ("config.json", "5", r"config.json must hold an object \{...\}, not 5"),
     ("config.json", NESTED, "config.json is nested too deeply"),
-    ("config.json", {"architectures": 5}, "config.json: architectures is 5, and must be a list of texts"),
-    ("config.json", {"architectures": [1]}, r"config.json: architectures is \[1\], and must be a list of texts"),
-    ("config.json", {"model_type": []}, "config.json: model_type is .*a text"),
     ("config.json", '{"model_type": "vit"}', "config.json lacks vocab_size, max_position.*decoder of text"),
-    ("config.json", {"hidden_size": float("nan")}, "config.json: hidden_size is NaN, and must be a whole number"),
     ("config.json", {"hidden_size": 2**70}, "config.json: hidden_size is 1180591620717411303424"),
+    ("config.json", "{", "cannot read the configuration"),
+    ("config.json", {"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
     ("config.json", {"num_hidden_layers": 2**30}, "config.json: num_hidden_layers is 1073741824, .* 1 to 10,000"),
-    ("config.json", {"rms_norm_eps": "a"}, 'config.json: rms_norm_eps is "a", and must be a number above 0'),
-    ("config.json", {"rope_theta": "a"}, 'config.json: rope_theta is "a", and must be a number above 0'),
-    ("config.json", {"rope_parameters": [1]}, "config.json: rope_parameters is .* an object"),
     ("config.json", {"rope_scaling": {"rope_type": "llama3", "factor": None}}, "rope_scaling: factor is null"),
     ("config.json", {"rope_parameters": {"rope_theta": float("inf")}}, "rope_parameters: rope_theta is Infinity"),
     ("config.json", {"rope_theta": None, "rope_parameters": None}, "config.json: rope_parameters: rope_theta is null"),
-    ("config.json", {"intermediate_size": []}, r"config.json: intermediate_size is \[\]|expected .* at least 1"),
-    (
-        "config.json",
-        {"intermediate_size": 2**30},
-        "describes a model of .* weights, which .* bytes of files cannot hold",
-    ),
+    ("config.json", {"intermediate_size": 2**30}, "a model of .* weights, which .* bytes of files cannot hold"),
     ("config.json", {"num_hidden_layers": 10_000, "layer_types": None}, "bytes of files cannot hold"),
     ("config.json", {"quantization_config": {"quant_method": []}}, "quant_method|quantization"),
     ("config.json", {"dtype": "int8"}, 'config.json: dtype is "int8", and must be one of float64, float32'),
-    ("config.json", {"eos_token_id": True}, "config.json: eos_token_id is true, and must be a token id or a list"),
     ("config.json", {"attention_dropout": "a"}, "cannot read the configuration.*attention_dropout"),
+    ("generation_config.json", "{", "generation_config.json"),
+    ("generation_config.json", "[]", "generation_config.json"),
     ("generation_config.json", NESTED, "generation_config.json is nested too deeply"),
     ("generation_config.json", {"quantization_config": 7}, "quantization_config is 7, and must be an object"),
     ("generation_config.json", {"eos_token_id": "x"}, 'generation_config.json: eos_token_id is "x"'),
     ("tokenizer.json", "[]", "cannot read the tokenizer.*tokenizer.json must hold an object"),
+    ("tokenizer.json", "{", "cannot read the tokenizer"),
     ("tokenizer.json", "{}", "cannot read the tokenizer"),
     ("tokenizer.json", {"added_tokens": 5}, "tokenizer.json: added_tokens is 5, and must be a list of objects"),
     ("tokenizer_config.json", "null", "tokenizer_config.json must hold an object .* not null"),
@@ -348,6 +282,8 @@ DAMAGED: list[tuple[str, str | dict[str, Any], str]] = [  # file; its text, or f
     ("tokenizer_config.json", {"model_max_length": {}}, "tokenizer_config.json: model_max_length is .* a number"),
     ("special_tokens_map.json", "[]", "special_tokens_map.json must hold an object"),
     ("added_tokens.json", "[]", "added_tokens.json must hold an object"),
+    ("model.safetensors.index.json", "{", "index.json"),
+    ("model.safetensors.index.json", "{}", "index.json"),
     ("model.safetensors.index.json", "[]", "index.json: .*must hold an object"),
     ("model.safetensors.index.json", NESTED, "index.json: .*nested too deeply"),
     ("model.safetensors.index.json", {"weight_map": [1]}, "index.json: .*weight_map is .* an object"),
@@ -382,6 +318,7 @@ def test_each_field_of_a_configuration(folder: Path, field: str, model_impl: str
         except ValueError as error:
             words = (field, "model type") if field == "model_type" else (field,)
             assert "config" in str(error) and any(word in str(error) for word in words), f"{value!r}: {error}"
+            assert "\n" not in str(error) and len(str(error)) < 600
         else:
             now = config.to_dict().get(field)
             assert now is None or FIELDS["config.json"][field].fits(now), f"{value!r} has become {now!r}"
@@ -455,13 +392,6 @@ def test_weights_that_are_no_numbers(folder: Path, value: float, dtype: str, mod
         LLM(str(folder), milestone="m1", model_impl=model_impl, dtype=dtype, use_tqdm=False)
 
 
-@pytest.mark.parametrize("index", ["{", "{}"])
-def test_a_damaged_index(folder: Path, index: str) -> None:
-    (folder / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(ValueError, match=r"cannot read .*index.json: "):
-        LLM(str(folder), milestone="m1", model_impl="native", use_tqdm=False)
-
-
 def test_an_end_of_text_outside_the_vocabulary(folder: Path) -> None:
     """Nobody can draw it, so `min_tokens` need not forbid it."""
     (folder / "generation_config.json").write_text('{"eos_token_id": [1, 999999, -1]}')
@@ -477,7 +407,6 @@ def test_an_end_of_text_outside_the_vocabulary(folder: Path) -> None:
         ({"model_impl": "jax"}, "unknown model_impl"),
         ({"max_num_seqs": 4}, "one request at a time"),
         ({"scheduling": "priority"}, "in the order of arrival"),
-        ({"max_model_len": 0}, "max_model_len must be at least 2"),
         ({"max_model_len": 1}, "max_model_len must be at least 2"),
         ({"max_model_len": 1.5}, "max_model_len must be at least 2 .a whole number"),
         ({"max_num_seqs": 2.0}, "max_num_seqs must be at least 1"),
@@ -485,13 +414,10 @@ def test_an_end_of_text_outside_the_vocabulary(folder: Path) -> None:
         ({"kv_cache_memory": None}, "kv_cache_memory must be at least 1"),
         ({"seed": None}, "seed must be a whole number"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
-        ({"kv_cache_memory": 0}, "kv_cache_memory"),
-        ({"gpu_memory_utilization": "0.9"}, "gpu_memory_utilization must be a number"),
         ({"gpu_memory_utilization": None}, "gpu_memory_utilization must be a number"),
         ({"milestone": ["m1"]}, "milestone must be a text"),
         ({"model": 5}, "model must be a text"),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False, not 'no'"),
-        ({"max_num_seqs": True}, "max_num_seqs must be at least 1"),
     ],
 )
 def test_config(fields: dict[str, Any], says: str) -> None:

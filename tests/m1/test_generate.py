@@ -24,6 +24,7 @@ from tests.helpers import (
     prompts,
     tiny_checkpoint,
 )
+from tests.workloads import run_to_end
 
 PATH = tiny_checkpoint()
 MIXED = prompts([1, 2, 3, 7, 16, 150])
@@ -106,10 +107,6 @@ def test_a_seed_gives_the_same_tokens_alone_and_among_others(llm: LLM) -> None:
     assert tokens(backwards) == alone[::-1]
 
 
-def test_another_seed_gives_other_tokens(hf: LLM) -> None:
-    assert_varied([tokens(run(hf, MIXED[3], replace(SAMPLED, seed=i)))[0] for i in range(4)])
-
-
 def test_requests_without_a_seed_draw_their_own(hf: LLM) -> None:
     outputs = tokens(run(hf, [MIXED[3]] * 3, replace(SAMPLED, seed=None)))
     assert len({tuple(o) for o in outputs}) == 3
@@ -119,23 +116,12 @@ def test_requests_without_a_seed_draw_their_own(hf: LLM) -> None:
     ), "the engine's seed decides what they draw"
 
 
-def test_top_k_1_is_greedy(hf: LLM) -> None:
-    params = replace(SAMPLED, top_k=1, temperature=5.0)
-    assert tokens(run(hf, MIXED[3], params)) == tokens(run(hf, MIXED[3], replace(params, temperature=0)))
-
-
 def test_n_answers_differ_and_the_first_is_that_of_n_1(llm: LLM) -> None:
     (output,) = run(llm, MIXED[3], replace(SAMPLED, n=3))
     assert [c.index for c in output.outputs] == [0, 1, 2]
     assert len({tuple(c.token_ids) for c in output.outputs}) == 3
     assert output["token_ids"] == tokens(run(llm, MIXED[3], SAMPLED))[0]
     assert output.metrics.num_generated_tokens == 24
-
-
-def test_penalties_change_what_is_said(hf: LLM) -> None:
-    plain = tokens(run(hf, MIXED[0], replace(GREEDY, max_tokens=24)))[0]
-    frequent = tokens(run(hf, MIXED[0], replace(GREEDY, max_tokens=24, frequency_penalty=2.0)))[0]
-    assert len(set(plain)) < 24 and len(set(frequent)) == 24
 
 
 def test_logprobs_are_the_references(llm: LLM) -> None:
@@ -168,15 +154,12 @@ def test_a_token_that_was_not_likely_comes_first_with_its_rank(llm: LLM) -> None
 class TestStreaming:
     def stream(self, llm: LLM, params: SamplingParams) -> list[RequestOutput]:
         llm.engine.add_request("s", "Once upon a time", params)
-        outputs = []
-        while llm.engine.has_unfinished_requests():
-            outputs += llm.engine.step()
-        return outputs
+        return run_to_end(llm.engine)
 
     def test_deltas_add_up(self, llm: LLM) -> None:
         whole = run(llm, "Once upon a time", GREEDY)[0].outputs[0]
         outputs = self.stream(llm, GREEDY)
-        assert len(outputs) == 12, "a report a token"
+        assert [len(o["token_ids"]) for o in outputs] == list(range(1, 13)), "a report a token"
         parts = [o.outputs[0] for o in outputs]
         assert "".join(p.delta_text for p in parts) == whole.text == parts[-1].text
         assert [t for p in parts for t in p.delta_token_ids] == whole.token_ids
@@ -184,11 +167,7 @@ class TestStreaming:
         assert [p.finish_reason for p in parts] == [None] * 11 + ["length"]
         for before, after in pairwise(parts):
             assert after.text.startswith(before.text), "text was taken back"
-
-    def test_what_was_handed_out_does_not_change(self, llm: LLM) -> None:
-        outputs = self.stream(llm, replace(GREEDY, logprobs=1))
-        assert [len(o["logprobs"]) for o in outputs] == [len(o["token_ids"]) for o in outputs]
-        assert [o.metrics.num_generated_tokens for o in outputs] == list(range(1, 13))
+        assert [o.metrics.num_generated_tokens for o in outputs] == list(range(1, 13)), "what was handed out changed"
         assert outputs[0].metrics.finish_time is None
 
     def test_what_was_handed_out_can_be_sent_and_compared(self, llm: LLM) -> None:
@@ -215,19 +194,3 @@ class TestStreaming:
         assert with_special["token_ids"] == without["token_ids"]
         assert any(t > 255 for t in without["token_ids"]) and "<|" in with_special["text"]
         assert "<|" not in without["text"]
-
-    def test_without_stream_only_the_end_is_reported(self, llm: LLM) -> None:
-        llm.engine.add_request("s", "Hello", GREEDY, stream=False)
-        outputs = []
-        while llm.engine.has_unfinished_requests():
-            outputs += llm.engine.step()
-        assert len(outputs) == 1 and outputs[0].finished
-        assert outputs[0].outputs[0].delta_text == outputs[0]["text"]
-
-
-def test_order_of_results_is_that_of_the_prompts(llm: LLM) -> None:
-    params = [replace(GREEDY, max_tokens=n) for n in (5, 1, 9, 2)]
-    outputs = run(llm, ["a", [5, 6], "c", "d"], params)
-    assert [len(o["token_ids"]) for o in outputs] == [5, 1, 9, 2]
-    assert [o.prompt for o in outputs] == ["a", None, "c", "d"]
-    assert outputs[1].prompt_token_ids == [5, 6]

@@ -8,19 +8,17 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from folovllm.models import loader
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.models.loader import Place, checkpoint_places, copy_weight, init_random_weights, load_model
+from folovllm.models.loader import Place, checkpoint_places, init_random_weights, load_model
 from folovllm.models.registry import build_model
 from tests.helpers import FAMILIES, hf_model, tiny_checkpoint
+from tests.m1 import memory
 from tests.tiny import worked_case
 
 
@@ -165,115 +163,72 @@ def test_progress_is_shown_when_asked_for(capsys: pytest.CaptureFixture[str]) ->
     assert not capsys.readouterr().err
 
 
-class TestMistakes:
-    def test_a_missing_weight_is_named(self, tmp_path: Path) -> None:
-        path = altered(tmp_path, lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"))
-        with pytest.raises(ValueError, match=r"lacks model\.layers\.1\.self_attn\.k_proj\.weight$"):
-            load(path)
-
-    def test_many_missing_weights_are_counted(self, tmp_path: Path) -> None:
-        path = altered(tmp_path, lambda t: [t.pop(name) for name in list(t) if "layers.2" in name])
-        with pytest.raises(ValueError, match=r"lacks model\.layers\.2\..* and 6 more"):
-            load(path)
-
-    def test_a_missing_head_is_an_error_unless_tied(self, tmp_path: Path) -> None:
-        path = altered(tmp_path, lambda t: t.pop("lm_head.weight"), tied=False)
-        with pytest.raises(ValueError, match=r"lacks lm_head\.weight"):
-            load(path)
-
-    def test_a_left_over_weight_is_named(self, tmp_path: Path) -> None:
-        path = altered(tmp_path, lambda t: t.update({"model.layers.0.self_attn.sinks": torch.ones(4)}))
-        with pytest.raises(ValueError, match=r"holds 'model\.layers\.0\.self_attn\.sinks'"):
-            load(path)
-
-    def test_a_bias_that_the_config_does_not_have_is_left_over(self, tmp_path: Path) -> None:
-        path = altered(tmp_path, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(128)}))
-        with pytest.raises(ValueError, match=r"q_proj\.bias"):
-            load(path)
-
-    def test_a_misshapen_weight_is_named(self, tmp_path: Path) -> None:
-        name = "model.layers.0.mlp.up_proj.weight"
-        path = altered(tmp_path, lambda t: t.update({name: t[name][:, :70].contiguous()}))
-        with pytest.raises(
-            ValueError, match=r"mlp\.up_proj\.weight' has shape \[80, 70\], the model expects \[80, 72\]"
-        ):
-            load(path)
-
-    def test_a_broadcastable_shape_is_still_wrong(self, tmp_path: Path) -> None:
-        path = altered(tmp_path, lambda t: t.update({"model.norm.weight": torch.ones(1)}))
-        with pytest.raises(ValueError, match=r"model\.norm\.weight"):
-            load(path)
-
-    @pytest.mark.parametrize("size", [0, 5, 300, -1])
-    def test_a_truncated_file(self, tmp_path: Path, size: int) -> None:
-        path = altered(tmp_path, lambda t: None)
-        file = path / "model.safetensors"
-        os.truncate(file, size if size >= 0 else file.stat().st_size - 1)
-        with pytest.raises(ValueError, match=r"model\.safetensors is damaged or incomplete"):
-            load(path)
-
-    def test_pickles_are_never_opened(self, tmp_path: Path) -> None:
-        path = altered(tmp_path, lambda t: None)
-        (path / "model.safetensors").unlink()
-        (path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch opened'\ntR.")
-        with pytest.raises(ValueError, match=r"no model\.safetensors .* never pickles"):
-            load(path)
-
-    def test_a_shard_that_the_index_names_is_absent(self, tmp_path: Path) -> None:
-        source = tiny_checkpoint("qwen3", max_shard_size="100KB")
-        (tmp_path / "model.safetensors.index.json").write_text((source / "model.safetensors.index.json").read_text())
-        shards = sorted(source.glob("*.safetensors"))
-        for shard in shards[1:]:
-            (tmp_path / shard.name).symlink_to(shard)
-        with pytest.raises(ValueError, match=f"no {shards[0].name} in"):
-            load(tmp_path, config_path=source)
+def with_(name: str, make: Callable[[dict[str, torch.Tensor]], torch.Tensor]) -> Callable[..., object]:
+    """A change that puts another tensor under a name."""
+    return lambda tensors: tensors.update({name: make(tensors)})
 
 
-class TestTiedHeads:
-    def test_a_copy_of_the_embedding_is_accepted(self, tmp_path: Path) -> None:
-        path = altered(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
-        assert not load(path).lm_head.weight.isnan().any()
-
-    def test_a_head_of_its_own_contradicts_the_config(self, tmp_path: Path) -> None:
-        path = altered(tmp_path, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1}))
-        with pytest.raises(ValueError, match="tie_word_embeddings"):
-            load(path)
-
-
-def test_stored_rope_frequencies_are_ignored(tmp_path: Path) -> None:
-    load(altered(tmp_path, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(16)})))
+UP, EMBEDDING, HEAD = "model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight", "lm_head.weight"
+MISTAKES = [
+    (True, lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"), r"lacks model\.layers\.1\.self_attn\.k_proj"),
+    (True, lambda t: [t.pop(name) for name in list(t) if "layers.2" in name], r"lacks model\.layers\.2\..* and 6 more"),
+    (False, lambda t: t.pop(HEAD), r"lacks lm_head\.weight"),
+    (True, with_("model.layers.0.self_attn.sinks", lambda t: torch.ones(4)), "holds 'model.layers.0.self_attn.sinks'"),
+    (True, with_("model.layers.0.self_attn.q_proj.bias", lambda t: torch.ones(128)), "q_proj.bias"),
+    (True, with_(UP, lambda t: t[UP][:, :70].contiguous()), r"up_proj\.weight' has shape \[80, 70\], .* \[80, 72\]"),
+    (True, with_("model.norm.weight", lambda t: torch.ones(1)), "model.norm.weight"),  # it could be broadcast
+    (True, with_(HEAD, lambda t: t[EMBEDDING] + 1), "tie_word_embeddings"),
+]
 
 
-def anonymous() -> int:
-    """Bytes of memory that is no mapped file, once what was freed has been given back to the system."""
-    ctypes.CDLL(None).malloc_trim(0)
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
+@pytest.mark.parametrize(("tied", "change", "says"), MISTAKES, ids=[says for *_, says in MISTAKES])
+def test_a_mistake_is_named(tied: bool, change: Callable[..., object], says: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=says):
+        load(altered(tmp_path, change, tied))
 
 
-def growth_while_loading(path: Path) -> tuple[int, int]:
-    """Bytes that memory grows by at most while `path` is loaded, and bytes of the weights.
+@pytest.mark.parametrize("size", [0, 5, 300, -1])
+def test_a_truncated_file(tmp_path: Path, size: int) -> None:
+    file = altered(tmp_path, lambda t: None) / "model.safetensors"
+    os.truncate(file, size if size >= 0 else file.stat().st_size - 1)
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged or incomplete"):
+        load(tmp_path)
 
-    Called in a process of its own: elsewhere, what other tests leave behind is freed or used again meanwhile.
-    """
-    config = AutoConfig.from_pretrained(path)
-    before, peaks = anonymous(), []
 
-    def watched(*given: Any) -> None:
-        copy_weight(*given)
-        peaks.append(anonymous())  # with the tensor still alive
+def test_pickles_are_never_opened(tmp_path: Path) -> None:
+    path = altered(tmp_path, lambda t: None)
+    (path / "model.safetensors").unlink()
+    (path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch opened'\ntR.")
+    with pytest.raises(ValueError, match=r"no model\.safetensors .* never pickles"):
+        load(path)
 
-    with mock.patch.object(loader, "copy_weight", watched):
-        model = build_model(config, torch.bfloat16, "cpu")
-        load_model(model, path, use_tqdm=False)
-    return max(peaks) - before, sum(parameter.nbytes for parameter in model.parameters())
+
+def test_a_shard_that_the_index_names_is_absent(tmp_path: Path) -> None:
+    source = tiny_checkpoint("qwen3", max_shard_size="100KB")
+    (tmp_path / "model.safetensors.index.json").write_text((source / "model.safetensors.index.json").read_text())
+    first, *rest = sorted(source.glob("*.safetensors"))
+    for shard in rest:
+        (tmp_path / shard.name).symlink_to(shard)
+    with pytest.raises(ValueError, match=f"no {first.name} in"):
+        load(tmp_path, config_path=source)
+
+
+ACCEPTED = [
+    with_(HEAD, lambda t: t[EMBEDDING].clone()),
+    with_("model.layers.0.self_attn.rotary_emb.inv_freq", lambda t: torch.ones(16)),
+]
+
+
+@pytest.mark.parametrize("change", ACCEPTED, ids=["a copy of the embedding as a tied head", "frequencies of rope"])
+def test_what_is_of_no_use_is_accepted(change: Callable[..., object], tmp_path: Path) -> None:
+    assert not load(altered(tmp_path, change)).lm_head.weight.isnan().any()
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc and Linux's /proc")
 def test_weights_are_never_twice_in_memory() -> None:
     path = tiny_checkpoint("llama", hidden_size=512, head_dim=128, intermediate_size=2048, num_hidden_layers=6)
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        growth, weights = pool.submit(growth_while_loading, path).result()
+        growth, weights = pool.submit(memory.growth_while_loading, path).result()
     assert weights > 40e6
     assert 0.9 * weights < growth < 1.3 * weights
 

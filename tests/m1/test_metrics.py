@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from itertools import pairwise
 
 import pytest
 
 from folovllm import LLM, SamplingParams
-from folovllm.engine.metrics import EngineStats
 from folovllm.outputs import RequestMetrics
 from tests.helpers import tiny_checkpoint
 
@@ -29,10 +27,6 @@ def test_definitions() -> None:
     assert metrics.tpot == 0.5, "two seconds over the four tokens after the first"
     assert metrics.latency == 2.5 and metrics.tokens_per_second == 2.0
     assert metrics["tpot"] == metrics.tpot
-
-
-def test_one_token_has_no_tpot() -> None:
-    assert RequestMetrics(0.0, 1.0, 1.0, 3, 1).tpot is None
 
 
 def test_the_engine_takes_them(llm: LLM) -> None:
@@ -57,18 +51,6 @@ def test_a_request_that_never_ran_has_no_first_token(llm: LLM) -> None:
     assert metrics.ttft is None and metrics.num_generated_tokens == 0 and metrics.latency is not None
 
 
-def test_step_stats(llm: LLM) -> None:
-    llm.engine.history = []
-    start = llm.engine.stats().steps
-    llm.generate(["Hello", "a"], PARAMS, use_tqdm=False)
-    history, llm.engine.history = llm.engine.history, None
-    assert [s.index for s in history] == list(range(start, start + 20))
-    assert [s.num_prefill_tokens for s in history] == [5] + [0] * 9 + [1] + [0] * 9, "a prompt of one token is prefill"
-    assert sum(s.num_decode_tokens for s in history) == 18
-    assert all(b.start >= a.start + a.seconds for a, b in pairwise(history))
-    assert history[0].waiting == 1 and history[-1].waiting == 0
-
-
 def test_a_history_is_kept_only_where_it_is_asked_for(llm: LLM) -> None:
     llm.generate("Hello", PARAMS, use_tqdm=False)
     assert llm.engine.history is None and not llm.engine.events.on
@@ -78,9 +60,3 @@ def test_a_history_is_kept_only_where_it_is_asked_for(llm: LLM) -> None:
     llm.engine.history = None
     llm.generate("Hello", PARAMS, use_tqdm=False)
     assert len(steps) == 10 and not llm.engine.events.on
-
-
-def test_waste() -> None:
-    stats = EngineStats(0, 1, 1, 0, 10, 4, 48, 1000, 400, 300)
-    assert stats.kv_waste == 0.25
-    assert EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0).kv_waste == 0.0

@@ -23,13 +23,13 @@ from tests.helpers import (
     FAMILIES,
     Driver,
     assert_as_accurate,
-    assert_cache_matters,
     assert_logits_equal,
     assert_tokens_equal,
     hf_greedy,
     hf_logits,
     prompts,
     tiny_checkpoint,
+    tolerance,
 )
 from tests.x4.checkpoints import FAMILIES as WITH_EXPERTS
 from tests.x4.checkpoints import moe_checkpoint
@@ -88,25 +88,17 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
         ("qwen3", {"rope_parameters": YARN}),
         ("qwen3", {"rope_scaling": {**YARN, "mscale": 0.9, "mscale_all_dim": 0.6}}),
         ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.5}}),
-        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+        ),  # within its training
         ("llama", {"attention_bias": True, "mlp_bias": True}),
         ("llama", {"head_dim": 64}),
         ("qwen3", {"attention_bias": True}),
         ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
-        ("mistral", {"sliding_window": 40}),
+        ("mistral", {"sliding_window": 40}),  # longer than the prompt
     ],
-    ids=[
-        "llama3 rope",
-        "yarn",
-        "yarn in the old place",
-        "linear rope",
-        "dynamic rope, up to the context of its training",
-        "llama biases",
-        "llama head_dim",
-        "qwen3 bias",
-        "rope_theta 1e6",
-        "window not reached",
-    ],
+    ids=str,
 )
 def test_what_a_config_may_change(family: str, overrides: dict[str, object]) -> None:
     path = tiny_checkpoint(family, **overrides)
@@ -136,8 +128,9 @@ def test_a_damaged_cache_shows() -> None:
         driver.cached[0] = 29
         return driver.step({0: ids[29:]})[0]
 
-    slot = int(driver.slots(0, 12, 13))
-    assert_cache_matters(last, lambda: driver.kv_cache[1, 1, slot // 16, slot % 16].zero_())
+    before, slot = last().clone(), int(driver.slots(0, 12, 13))
+    driver.kv_cache[1, 1, slot // 16, slot % 16].zero_()
+    assert (last() - before).abs().max() > 10 * tolerance(before), "the cache was damaged and nothing changed"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -159,28 +152,10 @@ def test_on_a_gpu(family: str) -> None:
         assert_logits_equal(logits[seq], hf_logits(path, text))
 
 
-def test_logits_are_those_of_the_last_tokens() -> None:
-    driver = Driver(checkpoint("qwen3"))
-    batch = driver.batch({0: [5], 1: [1, 2, 3], 2: [9, 8]})
-    with torch.inference_mode():
-        hidden = driver.model(batch)
-        logits = driver.model.compute_logits(hidden, batch)
-        torch.testing.assert_close(logits, driver.model.lm_head(hidden[[0, 3, 5]]))
-
-
 class TestRegistry:
-    def test_unknown_architecture_lists_the_known_ones(self) -> None:
-        with pytest.raises(ValueError, match=r"MambaForCausalLM.*LlamaForCausalLM.*Qwen3ForCausalLM"):
-            build_model(SimpleNamespace(architectures=["MambaForCausalLM"]), torch.float32, "cpu")
-
     def test_no_architecture_at_all(self) -> None:
         with pytest.raises(ValueError, match="none named"):
             build_model(SimpleNamespace(architectures=None), torch.float32, "cpu")
-
-    def test_quantized_checkpoints_are_refused(self) -> None:
-        config = SimpleNamespace(architectures=["LlamaForCausalLM"], quantization_config={"bits": 4})
-        with pytest.raises(ValueError, match="quantized"):
-            build_model(config, torch.float32, "cpu")
 
     def test_another_activation_is_refused_and_the_default_dtype_is_restored(self) -> None:
         config = AutoConfig.from_pretrained(tiny_checkpoint("llama"))
@@ -202,9 +177,8 @@ class TestRegistry:
 
     @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MODELS])
     def test_every_known_architecture_builds(self, architecture: str) -> None:
-        family = (
-            architecture.removesuffix("ForCausalLM").lower().replace("moe", "_moe").replace("gemma3", "gemma3_text")
-        )
+        family = architecture.removesuffix("ForCausalLM").lower()
+        family = family.replace("moe", "_moe").replace("gemma3", "gemma3_text")
         path = moe_checkpoint(family) if family in WITH_EXPERTS else tiny_checkpoint(family)
         model = build_model(AutoConfig.from_pretrained(path), torch.float32, "meta")
         assert type(model).__name__ == architecture
@@ -217,6 +191,10 @@ class TestRegistry:
             build_model(config, torch.float32, "meta")
 
 
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "factor": 1.0, "short_factor": [1.0] * 16, "long_factor": [2.0] * 16,
+    "original_max_position_embeddings": 256,
+}  # fmt: skip
 ONLY_M1 = [  # family, fields, and what the refusal names
     ("gemma2", {"hidden_size": 128, "pad_token_id": None}, "no model for architecture Gemma2ForCausalLM"),
     (
@@ -224,20 +202,7 @@ ONLY_M1 = [  # family, fields, and what the refusal names
         {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
         "layers with experts among layers without",
     ),
-    (
-        "llama",
-        {
-            "rope_parameters": {
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "factor": 1.0,
-                "short_factor": [1.0] * 16,
-                "long_factor": [2.0] * 16,
-                "original_max_position_embeddings": 256,
-            }
-        },
-        "RoPE of type 'longrope'",
-    ),
+    ("llama", {"rope_parameters": LONGROPE}, "RoPE of type 'longrope'"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial rotary embedding .of 50% of a head."),
     ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
 ]
@@ -277,15 +242,6 @@ class TestWhatOnlyTransformersHas:
 
 class TestPositions:
     """The table of angles is as long as the context that is served, whatever the model allows."""
-
-    def test_a_context_of_millions_costs_nothing(self) -> None:
-        config = AutoConfig.from_pretrained(tiny_checkpoint("llama"))
-        config.max_position_embeddings = 10_485_760  # 1.3 GB of angles, were they all computed
-        ordinary = AutoConfig.from_pretrained(tiny_checkpoint("llama"))
-        short, whole = build_model(config, torch.float32, "cpu", 64), build_model(ordinary, torch.float32, "cpu")
-        table, reference = (model.model.layers[0].self_attn.rope.cos_sin_cache for model in (short, whole))
-        assert len(reference) == 512, "without max_model_len, all that the model knows"
-        assert table.shape == (64, 32) and torch.equal(table, reference[:64])
 
     @pytest.mark.parametrize(
         "milestone", ["m1", *(pytest.param(m, marks=getattr(pytest.mark, m)) for m in ("m2", "m6"))]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -152,20 +150,3 @@ def test_so_is_one_that_is_not_qwens_but_says_so(changed: dict, qwens: Path) -> 
     content = json.loads((qwens / "tokenizer.json").read_text())
     (qwens / "tokenizer.json").write_text(json.dumps(content | changed))
     assert quick_of(qwens) is None
-
-
-SCRIPT = """
-import sys
-from folovllm import LLM, SamplingParams
-llm = LLM(milestone="m1", model_impl="native")
-ids = llm.generate("Lily", SamplingParams(max_tokens=2), use_tqdm=False)[0].outputs[0].token_ids
-assert len(ids) == 2
-print([name for name in ("transformers", "torch._dynamo", "sympy", "pandas") if name in sys.modules])
-"""
-
-
-@pytest.mark.slow
-def test_a_text_needs_no_transformers() -> None:
-    """They take most of a start; see the performance log."""
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
-    assert done.stdout == "[]\n", done.stderr[-2000:]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +17,7 @@ from folovllm.outputs import RequestOutput
 from folovllm.request import Request, Sequence, SequenceStatus
 from tests.helpers import tiny_checkpoint
 from tests.tiny import worked_case
+from tests.workloads import run_to_end
 
 STOPPED, LENGTH = SequenceStatus.FINISHED_STOPPED, SequenceStatus.FINISHED_LENGTH
 EOS = frozenset({1, 2})
@@ -62,35 +67,33 @@ class TestCheckStopConditions:
         says = "for each answer None (go on), or how it ended and its stop_reason"
         worked_case("m1.6", got, dict(zip(got, answers, strict=True)), says)
 
-    def test_goes_on(self) -> None:
-        assert check_stop_conditions(sequence([7, 8])) is None, "no rule applies: go on"
-
-    @pytest.mark.parametrize("eos", [1, 2])
-    def test_every_end_of_text_id(self, eos: int) -> None:
-        seq = sequence([7, eos])
-        assert check_stop_conditions(seq) is STOPPED and seq.stop_reason is None, (
-            "an end-of-text id ends the answer; a stop_reason is for what the request asked for"
+    @pytest.mark.parametrize(
+        ("answer", "fields", "ends", "reason", "says"),
+        [
+            ([7, 1], {}, STOPPED, None, "an end-of-text id ends the answer; a stop_reason is for what the request asked for"),
+            ([7, 2], {}, STOPPED, None, "each of the model's end-of-text ids ends the answer"),
+            ([1, 7], {}, None, None, "only the newest token counts, not those before it nor the prompt's"),
+            ([7, 1], {"ignore_eos": True}, None, None, "ignore_eos: the model's end-of-text ids are tokens like others"),
+            ([7, 8], {"stop_token_ids": [4, 8]}, STOPPED, 8, "a token of stop_token_ids ends the answer and is its stop_reason"),
+            ([1], {"stop_token_ids": [1], "ignore_eos": True}, STOPPED, 1, "ignore_eos does not speak of what the request names"),
+            ([7, 7], {"max_tokens": 3}, None, None, "2 of 3 tokens: go on"),
+            ([7, 7, 7], {"max_tokens": 3}, LENGTH, None, "3 of 3 tokens: the length ends it"),
+            ([7, 7, 1], {"min_tokens": 3}, STOPPED, None, "with min_tokens generated, this one included, the other rules apply"),
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_when_it_ends(self, answer: list[int], fields: Any, ends: Any, reason: int | None, says: str) -> None:
+        seq = sequence(answer, **fields)
+        assert check_stop_conditions(seq) is ends, says
+        assert seq.stop_reason == reason and type(seq.stop_reason) in (int, type(None)), (
+            f"stop_reason is {reason}, Python's own, whatever the array holds: {says}"
         )
 
-    def test_end_of_text_in_the_middle_or_in_the_prompt_does_not_count(self) -> None:
-        assert check_stop_conditions(sequence([1, 7])) is None, "only the newest token counts"
-
-    def test_ignore_eos(self) -> None:
-        assert check_stop_conditions(sequence([7, 1], ignore_eos=True)) is None, (
-            "ignore_eos: the model's end-of-text ids are tokens like others"
-        )
-
-    def test_stop_token_ids_say_which(self) -> None:
-        seq = sequence([7, 8], stop_token_ids=[4, 8])
-        assert check_stop_conditions(seq) is STOPPED and seq.stop_reason == 8, (
-            "a token of stop_token_ids ends the answer and is its stop_reason"
-        )
-        assert type(seq.stop_reason) is int, "stop_reason is Python's int, whatever the array holds"
-
-    def test_stop_token_ids_hold_beside_ignore_eos(self) -> None:
-        assert check_stop_conditions(sequence([1], stop_token_ids=[1], ignore_eos=True)) is STOPPED, (
-            "ignore_eos speaks of the model's ids, not of those that the request itself names"
-        )
+    def test_max_tokens_is_the_sequences_own(self) -> None:
+        """A context that is nearly full allows fewer tokens than the request asked for."""
+        seq = sequence([7, 7, 7], max_tokens=9)
+        seq.params.max_tokens = 3
+        assert check_stop_conditions(seq) is None, "seq.max_tokens counts, not params.max_tokens"
 
     @pytest.mark.parametrize("include", [False, True])
     def test_stop_strings(self, include: bool) -> None:
@@ -114,24 +117,6 @@ class TestCheckStopConditions:
         assert check_stop_conditions(seq) is None, "no stop strings, no search"
         assert seq.detokenizer.searches == [], "decoding costs time"  # type: ignore[attr-defined]
 
-    def test_length(self) -> None:
-        assert check_stop_conditions(sequence([7, 7], max_tokens=3)) is None, "2 of 3 tokens: go on"
-        assert check_stop_conditions(sequence([7, 7, 7], max_tokens=3)) is LENGTH, "3 of 3 tokens: the length ends it"
-
-    def test_max_tokens_is_the_sequences_own(self) -> None:
-        """A context that is nearly full allows fewer tokens than the request asked for."""
-        assert check_stop_conditions(sequence([7, 7], max_tokens=2, **{"min_tokens": 0})) is LENGTH, (
-            "seq.max_tokens counts, which the context may have made smaller"
-        )
-        seq = sequence([7, 7, 7], max_tokens=9)
-        seq.params.max_tokens = 3
-        assert check_stop_conditions(seq) is None, "seq.max_tokens counts, not params.max_tokens"
-
-    def test_the_last_token_may_be_the_end_of_text(self) -> None:
-        assert check_stop_conditions(sequence([7, 1], max_tokens=2)) is STOPPED, (
-            "the end of text comes before the length"
-        )
-
     def test_min_tokens_forbids_all_but_length(self) -> None:
         for answer, more in (([7, 1], {}), ([7, 8], {"stop_token_ids": [8]}), ([7, 8], {"stop": ["x"]})):
             seq = sequence(answer, found="x", min_tokens=3, **more)
@@ -139,11 +124,6 @@ class TestCheckStopConditions:
             assert seq.stop_reason is None, "nothing ended, so there is no reason"
         assert check_stop_conditions(sequence([7, 7], max_tokens=2, min_tokens=3)) is LENGTH, (
             "the length ends it even before min_tokens"
-        )
-
-    def test_min_tokens_reached(self) -> None:
-        assert check_stop_conditions(sequence([7, 7, 1], min_tokens=3)) is STOPPED, (
-            "with min_tokens generated, this one included, the other rules apply"
         )
 
     def test_an_early_stop_string_is_skipped_for_good(self) -> None:
@@ -180,10 +160,7 @@ def plain(llm: LLM) -> RequestOutput:
 
 def stream(llm: LLM, params: SamplingParams, prompt: str = PROMPT) -> list[RequestOutput]:
     llm.engine.add_request("stream", prompt, params)
-    outputs = []
-    while llm.engine.has_unfinished_requests():
-        outputs += llm.engine.step()
-    return outputs
+    return run_to_end(llm.engine)
 
 
 class TestStopsInTheEngine:
@@ -214,12 +191,6 @@ class TestStopsInTheEngine:
         assert [o.outputs[0].text for o in outputs[:8]] == [""] * 8
         assert outputs[-1]["text"] == plain["text"] == "".join(o.outputs[0].delta_text for o in outputs)
 
-    def test_stop_token_ids(self, llm: LLM, plain: RequestOutput) -> None:
-        token = plain["token_ids"][3]
-        out = llm.generate(PROMPT, replace(GREEDY, stop_token_ids=[token]), use_tqdm=False)[0].outputs[0]
-        assert out.token_ids == plain["token_ids"][: plain["token_ids"].index(token) + 1]
-        assert (out.finish_reason, out.stop_reason) == ("stop", token)
-
     @pytest.mark.parametrize("include", [False, True])
     @pytest.mark.parametrize("kind", ["stop_token_ids", "end of text"])
     def test_the_text_of_a_token_that_stops(
@@ -235,7 +206,8 @@ class TestStopsInTheEngine:
             monkeypatch.setattr(llm.engine._processor, "_eos", frozenset({token}))
         outputs = stream(llm, params)
         answer = outputs[-1].outputs[0]
-        assert answer.token_ids == [*before, token]
+        assert answer.token_ids == [*before, token] and answer.finish_reason == "stop"
+        assert answer.stop_reason == (token if kind == "stop_token_ids" else None)
         assert answer.text == llm.tokenizer.decode(answer.token_ids if include else before)
         assert "".join(o.outputs[0].delta_text for o in outputs) == answer.text
 
@@ -247,26 +219,16 @@ class TestStopsInTheEngine:
             ids = answer.token_ids[:-1] if answer.finish_reason == "stop" else answer.token_ids
             assert answer.text == llm.tokenizer.decode(ids, skip_special_tokens=True)
 
-    def test_min_tokens_keeps_stop_tokens_from_being_drawn(self, llm: LLM, plain: RequestOutput) -> None:
-        token = plain["token_ids"][0]
-        params = replace(GREEDY, stop_token_ids=[token], min_tokens=5)
-        out = llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0]
-        assert token not in out.token_ids[:5] and len(out.token_ids) >= 5
-
     def test_min_tokens_skips_early_stop_strings(self, llm: LLM, plain: RequestOutput) -> None:
         stop = re.search(r"[\x20-\x7e]{2}", plain["text"]).group()  # type: ignore[union-attr]
         out = llm.generate(PROMPT, replace(GREEDY, stop=[stop], min_tokens=40), use_tqdm=False)[0].outputs[0]
         assert out.text == plain["text"] and out.finish_reason == "length"
 
-    def test_every_end_of_text_id_of_the_generation_config(self, plain: RequestOutput, tmp_path_factory) -> None:  # type: ignore[no-untyped-def]
-        import json
-        import shutil
-
-        folder = tmp_path_factory.mktemp("eos") / "model"
-        shutil.copytree(tiny_checkpoint(), folder)
+    def test_every_end_of_text_id_of_the_generation_config(self, plain: RequestOutput, tmp_path: Path) -> None:
+        shutil.copytree(tiny_checkpoint(), tmp_path / "model")
         ids = [plain["token_ids"][6], 258]
-        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
-        llm = LLM(str(folder), milestone="m1", use_tqdm=False)
+        (tmp_path / "model/generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+        llm = LLM(str(tmp_path / "model"), milestone="m1", use_tqdm=False)
         out = llm.generate(PROMPT, GREEDY, use_tqdm=False)[0].outputs[0]
         assert out.token_ids == plain["token_ids"][: plain["token_ids"].index(ids[0]) + 1]
         assert out.finish_reason == "stop"

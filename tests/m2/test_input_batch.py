@@ -59,32 +59,6 @@ class TestFlatten:
         says = "token 5 of the sequence in row 1, whose slot is 2, then tokens 0, 1, 2 of the one in row 0, whose slot is 3"
         worked_case("m2.5", got, expected, says)
 
-    def test_one_prompt(self) -> None:
-        expected = {
-            "input_ids": [10, 11, 12],
-            "positions": [0, 1, 2],
-            "slot_mapping": [200, 201, 202],
-            "query_start_loc": [0, 3],
-            "logits_indices": [2],
-        }
-        assert lists(flatten([item(3, 0, 3, slot=2)])) == expected, "all three tokens of a prompt in slot 2"
-
-    def test_decodes_and_a_prompt(self) -> None:
-        expected = {
-            "input_ids": [17, 14, 10, 11, 12, 13],
-            "positions": [7, 4, 0, 1, 2, 3],
-            "slot_mapping": [307, 4, 100, 101, 102, 103],
-            "query_start_loc": [0, 1, 2, 6],
-            "logits_indices": [0, 1, 5],
-        }
-        got = lists(flatten([item(8, 7, 1, slot=3), item(5, 4, 1, slot=0), item(4, 0, 4, slot=1)]))
-        assert got == expected, "token 7 in slot 3, token 4 in slot 0, tokens 0 to 3 in slot 1"
-
-    def test_a_piece_from_the_middle(self) -> None:
-        arrays = flatten([item(9, 2, 3, slot=0)])
-        assert arrays.input_ids.tolist() == [12, 13, 14], "tokens 2, 3 and 4 of 10, 11, ..."
-        assert arrays.positions.tolist() == [2, 3, 4], "their places in their sequence, not in the share"
-
     def test_a_table_that_is_known_already(self) -> None:
         """What the share brings is the end of the table; the rest came with the shares before it."""
         batch = InputBatch(pairs, 2, torch.device("cpu"))

@@ -153,16 +153,6 @@ class TestSchedule:
             seq.append_token(7)
             assert decide(scheduler) == [("a", n, 1)], "each step computes the token that the one before it drew"
 
-    def test_new_ones_join_those_that_run(self) -> None:
-        scheduler = make_scheduler()
-        run(scheduler, "old", 9, 8)
-        queue(scheduler, make_seq(3, name="a"), make_seq(4, name="b"))
-        expected = [("old", 8, 1), ("a", 0, 3), ("b", 0, 4)]
-        assert decide(scheduler) == expected, (
-            "there is budget, room and a place for a and b: they need not wait for old"
-        )
-        assert names(scheduler.running) == ["old", "a", "b"], "they run, in the order in which they came"
-
     def test_decodes_before_the_rest(self) -> None:
         scheduler = make_scheduler()
         run(scheduler, "long", 9, 2)
@@ -188,16 +178,6 @@ class TestSchedule:
         assert scheduled_seqs(scheduler, output) == [("old", 8, 1), ("a", 0, 4), ("b", 0, 5)], "1 + 4 + 5 tokens are 10"
         assert output.num_tokens == 10, "the budget can be used to its last token"
         assert names(scheduler.waiting) == ["c"], "nothing is left for c"
-
-    def test_nobody_overtakes_when_the_budget_is_short(self) -> None:
-        scheduler = make_scheduler(max_num_batched_tokens=10)
-        queue(scheduler, make_seq(4, name="a"), make_seq(7, name="long"), make_seq(1, name="short"))
-        assert decide(scheduler) == [("a", 0, 4)], "6 tokens are left, long needs 7, and short may not pass it"
-        assert names(scheduler.waiting) == ["long", "short"], "both wait, in their order"
-        untouched = all(
-            seq.status is SequenceStatus.WAITING and seq.num_computed_tokens == 0 for seq in scheduler.waiting
-        )
-        assert untouched, "who waits was not started, and nothing of it is computed"
 
     def test_nobody_overtakes_when_the_cache_is_full(self) -> None:
         cache = CountingCache(10)
@@ -246,15 +226,6 @@ class TestSchedule:
                 "only a share that reaches the last token draws"
             )
 
-    def test_a_budget_used_up_by_those_that_run(self) -> None:
-        scheduler = make_scheduler(max_num_batched_tokens=2)
-        for name in "abc":
-            run(scheduler, name, 5, 4)
-        queue(scheduler, make_seq(1, name="new"))
-        assert decide(scheduler) == [("a", 4, 1), ("b", 4, 1)], "two tokens: one for a, one for b"
-        assert names(scheduler.running) == ["a", "b", "c"], "c is left out of this step, and runs on"
-        assert names(scheduler.waiting) == ["new"], "nothing is left for a new one"
-
     def test_no_room_for_one_that_runs(self) -> None:
         """With `wait` it is left out of this step, and stays."""
         scheduler = make_scheduler(CountingCache(9))
@@ -262,14 +233,6 @@ class TestSchedule:
         assert decide(scheduler) == [("a", 4, 1)], "there is room for one token more, which a takes"
         assert names(scheduler.running) == ["a", "b"], "b gets nothing in this step, and runs on"
         assert seqs[1].num_computed_tokens == 4, "what has no share is not computed"
-
-    def test_who_gets_no_room_does_not_stop_the_rest(self) -> None:
-        """The one that needs room gives way itself; those behind it can use what it held."""
-        scheduler = make_scheduler(CountingCache(12), on_full=gives_way("a"))
-        a, *_ = (run(scheduler, name, 5, 4) for name in "abc")
-        output = scheduler.schedule()
-        assert scheduled_seqs(scheduler, output) == [("b", 4, 1), ("c", 4, 1)], "a is passed over, b and c are asked"
-        assert output.preempted == (a.seq_id,), "the step says who lost its cache"
 
     def test_a_victim_that_had_its_share_leaves_the_step_and_gives_its_budget_back(self) -> None:
         """v is asked first and gets 3 of 4 tokens; then the cache is full, and v gives way to what comes behind it."""
@@ -337,27 +300,6 @@ class TestPostprocess:
         says = "d and b end, and leave the batch and the cache at once; what b drew after its EOS (72) is dropped"
         worked_case("m2.3", got, dict(zip(got, answers, strict=True)), says)
 
-    def test_a_token_each(self) -> None:
-        scheduler = make_scheduler()
-        a, b = run(scheduler, "a", 4, 0), run(scheduler, "b", 6, 5)
-        self.compute((b, 1), (a, 4))
-        updated = scheduler.postprocess([(b, [71]), (a, [72])])
-        assert names(updated) == ["b", "a"], "both got a token; in the order of the step"
-        assert (a.token_ids[-1], b.token_ids[-1]) == (72, 71), "each token goes to the sequence that it comes with"
-        assert (a.num_tokens, b.num_tokens) == (5, 7), "each sequence has one token more"
-        assert (a.detokenizer.token_ids, b.detokenizer.token_ids) == ([72], [71]), "the detokenizers got theirs, too"
-        assert a.num_uncomputed_tokens == b.num_uncomputed_tokens == 1, "a new token is not computed yet"
-        assert names(scheduler.running) == ["a", "b"], "nobody has ended, and `running` keeps its order"
-
-    def test_a_share_that_does_not_reach_the_end_has_no_token(self) -> None:
-        scheduler = make_scheduler()
-        a, b = run(scheduler, "a", 9, 0), run(scheduler, "b", 3, 2)
-        self.compute((b, 1), (a, 4))
-        updated = scheduler.postprocess([(a, []), (b, [71])])
-        assert names(updated) == ["b"], "a got no token, so it is not among those that did"
-        assert a.num_tokens == 9 and a.detokenizer.token_ids == [], "nothing was drawn for a"
-        assert a.status is SequenceStatus.RUNNING, "a runs on"
-
     def test_several_tokens_at_once(self) -> None:
         """As speculation brings them. What comes after the end of an answer is dropped."""
         scheduler = make_scheduler()
@@ -394,23 +336,6 @@ class TestPostprocess:
         )
         assert list(cache.held) == [goes_on], "g keeps its cache"
 
-    def test_all_end_together(self) -> None:
-        scheduler = make_scheduler()
-        seqs = [run(scheduler, name, 4, 3) for name in "abc"]
-        scheduler.postprocess([(seq, [EOS]) for seq in seqs])
-        assert all(seq.status.is_finished for seq in seqs), "all three drew their EOS; none may be skipped"
-        assert scheduler.running == [], "nobody runs any more"
-
-    def test_the_cache_hears_what_was_written(self) -> None:
-        """`cache_blocks` speaks of computed tokens: the new token has no K/V yet. Partial shares are published too."""
-        cache = CountingCache()
-        scheduler = make_scheduler(cache)
-        a, b = run(scheduler, "a", 9, 0), run(scheduler, "b", 3, 2)
-        cache.calls.clear()
-        scheduler.postprocess([(b, [71]), (a, [])])
-        expected = [("cache_blocks", "b with 3 tokens"), ("cache_blocks", "a with 9 tokens")]
-        assert cache.calls == expected, "`cache_blocks` for every sequence of the step, before its token is appended"
-
     def test_a_stop_string(self) -> None:
         scheduler = make_scheduler()
         seq = run(scheduler, "a", 3, 2, stop=["<72>"])
@@ -419,14 +344,6 @@ class TestPostprocess:
         assert seq.status is SequenceStatus.FINISHED_STOPPED, "the detokenizer has the text in which the stop string is"
         assert seq.stop_reason == "<72>", "`check_stop_conditions` notes which string it was"
         assert seq.detokenizer.text == "<71>", "the stop string is cut off"
-
-
-def test_priorities_decide_the_order_of_waiting() -> None:
-    seqs = [make_seq(name=name, priority=p) for name, p in (("a", 2), ("b", 0), ("c", 2), ("d", 1))]
-    for by_priority, expected in ((False, "abcd"), (True, "bdac")):
-        scheduler: Scheduler = make_scheduler(by_priority=by_priority)
-        queue(scheduler, *seqs)
-        assert names(scheduler.waiting) == list(expected)
 
 
 def test_abort_wherever_it_is() -> None:

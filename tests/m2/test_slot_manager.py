@@ -22,35 +22,6 @@ class TestReserve:
         answers = [[True, True, True, True, False], [[0], [1], []], True]
         worked_case("m2.4", got, dict(zip(got, answers, strict=True)), says)
 
-    def test_the_first_reservation_takes_a_slot(self) -> None:
-        slots, seq = SlotManager(2, 100), make_seq()
-        assert slots.allocate_slots(seq, 3) is True, "there is a free block: True"
-        assert len(seq.block_table) == 1 and seq.block_table[0] in (0, 1), "one block, and one of those that there are"
-        assert slots.num_free == 1, "the block has left the free ones"
-
-    def test_later_ones_change_nothing(self) -> None:
-        slots, seq = SlotManager(2, 100), make_seq()
-        slots.allocate_slots(seq, 3)
-        table = list(seq.block_table)
-        assert all(slots.allocate_slots(seq, 1) is True for _ in range(5)), (
-            "who has a block has room for all its tokens: True"
-        )
-        assert seq.block_table == table and slots.num_free == 1, "who has a block takes no other"
-
-    def test_two_sequences_never_share(self) -> None:
-        slots, seqs = SlotManager(3, 100), [make_seq() for _ in range(3)]
-        assert all(slots.allocate_slots(seq, 3) for seq in seqs), "three blocks for three sequences"
-        assert sorted(seq.block_table[0] for seq in seqs) == [0, 1, 2], "each has a block of its own"
-
-    def test_no_slot_left(self) -> None:
-        slots, first, second = SlotManager(1, 100), make_seq(), make_seq()
-        slots.allocate_slots(first, 3)
-        assert slots.allocate_slots(second, 3) is False, "the only block is taken: False"
-        assert second.block_table == [] and first.block_table == [0] and slots.num_free == 0, (
-            "a refusal changes nothing"
-        )
-        assert slots.allocate_slots(first, 1) is True, "who has a block has room, however full the cache is"
-
     def test_a_freed_slot_goes_to_the_next(self) -> None:
         slots, first, second = SlotManager(1, 100), make_seq(), make_seq()
         slots.allocate_slots(first, 3)
@@ -61,10 +32,6 @@ class TestReserve:
         )
         slots.free(first)  # holds nothing: nothing comes back
         assert slots.num_free == 0, "a sequence without a block has nothing to give back"
-
-
-def test_a_slot_is_a_run_of_places() -> None:
-    assert SlotManager.slots([3], 100, 5, 9).tolist() == [305, 306, 307, 308]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=60))

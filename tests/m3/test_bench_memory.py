@@ -33,13 +33,6 @@ def test_blocks_hold_more_sequences_in_the_same_bytes() -> None:
     assert m3.steps < m2.steps
 
 
-def test_a_block_a_sequence_is_a_slot() -> None:
-    workload = mixed_workload(6, 1, (2, 16), (2, 16))
-    options = {"model": str(tiny_checkpoint()), "slots": 2, "max_model_len": 64, "device": "cpu", "max_num_seqs": 16}
-    m2, m3 = measure("m2", workload, **options), measure("m3", workload, block_size=64, **options)
-    assert (m3.steps, m3.mean_running, m3.mean_waste) == (m2.steps, m2.mean_running, m2.mean_waste)
-
-
 @pytest.mark.parametrize(("flag", "names"), [("", ["m2", "m3"]), (" --milestone m3", ["m3"])])
 def test_the_command_prints_a_column_a_preset(
     flag: str, names: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path

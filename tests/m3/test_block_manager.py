@@ -43,38 +43,6 @@ class TestSlots:
             f"the slots are right, and a numpy array is asked for, not a {type(slots).__name__}"
         )
 
-    def test_blocks_in_order(self) -> None:
-        assert BlockManager.slots([0, 1, 2], 4, 0, 10).tolist() == list(range(10)), (
-            "blocks 0, 1, 2 in order are one run of places"
-        )
-
-    def test_blocks_anywhere(self) -> None:
-        assert BlockManager.slots([5, 1], 4, 0, 6).tolist() == [20, 21, 22, 23, 4, 5], (
-            "block 5 begins at 20, block 1 at 4"
-        )
-
-    def test_from_the_middle(self) -> None:
-        assert BlockManager.slots([7, 2, 9], 3, 4, 8).tolist() == [7, 8, 27, 28], (
-            "tokens 4 and 5 are the last two of block 2, token 6 and 7 the first two of block 9"
-        )
-
-    @pytest.mark.parametrize(("position", "slot"), [(0, 32), (15, 47), (16, 80), (31, 95), (32, 0)])
-    def test_one_token_around_a_boundary(self, position: int, slot: int) -> None:
-        slots = BlockManager.slots([2, 5, 0], 16, position, position + 1)
-        assert slots.tolist() == [slot], "block_table[position // 16] * 16 + position % 16"
-
-    def test_blocks_of_one_token_are_the_table(self) -> None:
-        assert BlockManager.slots([3, 1, 4, 15, 9], 1, 1, 4).tolist() == [1, 4, 15], (
-            "blocks of one token: the slot is the block's id"
-        )
-
-    def test_one_block_for_all_is_a_slot_of_m2(self) -> None:
-        from folovllm.cache.slot_manager import SlotManager
-
-        assert BlockManager.slots([3], 100, 5, 42).tolist() == SlotManager.slots([3], 100, 5, 42).tolist(), (
-            "one block for all tokens is a slot of M2"
-        )
-
     def test_integers_for_torch(self) -> None:
         slots = BlockManager.slots([1, 0], 4, 2, 7)
         assert isinstance(slots, np.ndarray) and slots.dtype == np.int64, (
@@ -116,29 +84,6 @@ class TestAllocate:
         assert len(seq.block_table) == blocks, "as many blocks as the tokens fill, rounded up"
         assert kv.num_free == 8 - blocks, "what the table has, the free list has not"
 
-    def test_blocks_come_from_the_left_of_the_free_list(self) -> None:
-        kv, seq = BlockManager(6, 2), make_seq(5)
-        other = holding(kv, 1, 3)
-        kv.allocate(seq, 5)
-        assert seq.block_table == [0, 2, 4], (
-            "the free blocks are 0, 2, 4, 5, taken from the left, and the ids go to the end of the table"
-        )
-        assert other.block_table == [1, 3], "the blocks of others stay theirs"
-
-    def test_each_block_has_one_owner(self) -> None:
-        kv, seq = BlockManager(6, 2), make_seq(5)
-        kv.allocate(seq, 5)
-        assert [block.ref_count for block in kv.blocks] == [1, 1, 1, 0, 0, 0], (
-            "each block taken has one holder, the others none"
-        )
-
-    def test_goes_on_behind_blocks_it_has(self) -> None:
-        """As after a hit in the prefix cache: two blocks of K/V are there already, and the table names them."""
-        kv = BlockManager(8, 4)
-        seq = holding(kv, 6, 2, computed=8)
-        kv.allocate(seq, 5)
-        assert seq.block_table == [6, 2, 0, 1], "8 tokens lie in blocks 6 and 2 already: two more blocks for 13"
-
     def test_places_that_are_left_in_the_last_block_are_used(self) -> None:
         """Six tokens in two blocks of four: two places are left."""
         for new, table in ((2, [6, 2]), (3, [6, 2, 0])):
@@ -148,12 +93,6 @@ class TestAllocate:
             assert seq.block_table == table, (
                 f"6 tokens and {new} more: the first two go to places that block 2 has left"
             )
-
-    def test_the_whole_pool(self) -> None:
-        kv, seq = BlockManager(3, 4), make_seq(12)
-        assert kv.can_allocate(seq, 12), "three blocks of four hold 12 tokens"
-        kv.allocate(seq, 12)
-        assert (sorted(seq.block_table), kv.num_free) == ([0, 1, 2], 0), "all three blocks, and none is left"
 
 
 class TestMayAppend:
@@ -180,14 +119,6 @@ class TestMayAppend:
         kv.may_append(seq, tokens)
         seq.num_computed_tokens += tokens
 
-    def test_room_on_the_last_block(self) -> None:
-        kv = BlockManager(4, 4)
-        seq = holding(kv, 2, computed=3)
-        self.grow(kv, seq)
-        assert (seq.block_table, kv.num_free) == ([2], 3), (
-            "the fourth token goes to the last place of the block that is there"
-        )  # the fourth token ends on the block's last slot
-
     def test_a_full_block_is_followed_by_another(self) -> None:
         kv = BlockManager(4, 4)
         seq = holding(kv, 2, computed=4)
@@ -205,19 +136,6 @@ class TestMayAppend:
                 "as many blocks as the tokens fill, rounded up, after every step"
             )
 
-    def test_several_tokens_at_once(self) -> None:
-        kv = BlockManager(8, 4)
-        seq = holding(kv, 0, computed=3)
-        self.grow(kv, seq, 10)
-        assert seq.block_table == [0, 1, 2, 3], "13 tokens fill four blocks of four"
-
-    def test_asking_again_takes_nothing(self) -> None:
-        kv = BlockManager(4, 4)
-        seq = holding(kv, 0, computed=4)
-        kv.may_append(seq, 1)
-        kv.may_append(seq, 1)  # the same token: the step before it did not run
-        assert seq.block_table == [0, 1], "block 1 has room for the token that did not come: nothing is taken twice"
-
 
 class TestDeallocate:
     """m3.4"""
@@ -233,41 +151,12 @@ class TestDeallocate:
         says = "the last block goes first, to the end of the free list (0, 2, 3); block 1 has another holder and stays"
         worked_case("m3.4", got, dict(zip(got, [[], [0, 1, 0, 0, 0, 0], [0, 2, 3, 5, 4]], strict=True)), says)
 
-    def test_everything_is_free_again(self) -> None:
-        kv = BlockManager(4, 4)
-        seq = holding(kv, 2, 0, 3, computed=10)
-        kv.deallocate(seq)
-        assert kv.num_free == 4, "all four blocks are free again"
-        assert all(block.ref_count == 0 for block in kv.blocks), "nobody holds a block any more"
-        assert sorted(free_ids(kv)) == [0, 1, 2, 3], "each block is in the free list once"
-
-    def test_the_table_is_empty(self) -> None:
-        kv = BlockManager(4, 4)
-        seq = holding(kv, 2, 0, computed=8)
-        kv.deallocate(seq)
-        assert seq.block_table == [], "the sequence names no block any more"
-
     def test_twice_is_once(self) -> None:
         kv = BlockManager(4, 4)
         seq = holding(kv, 2, 0, computed=8)
         kv.deallocate(seq)
         kv.deallocate(seq)
         assert kv.num_free == 4, "a table that is empty gives nothing back"
-
-    def test_last_block_first_behind_all_that_are_free(self) -> None:
-        kv = BlockManager(6, 4)
-        kv.deallocate(holding(kv, 4, 1, 5, computed=12))
-        assert free_ids(kv) == [0, 2, 3, 5, 1, 4], "behind those that were free, the sequence's last block first"
-
-    def test_a_shared_block_stays(self) -> None:
-        kv = BlockManager(5, 4)
-        first, second = holding(kv, 0, 1, 2, computed=12), holding(kv, 0, 1, 3, computed=12)
-        kv.deallocate(first)
-        assert [block.ref_count for block in kv.blocks] == [1, 1, 0, 1, 0], (
-            "only what the first sequence alone held has no holder"
-        )
-        assert second.block_table == [0, 1, 3], "the other sequence keeps its table"
-        assert free_ids(kv) == [4, 2], "shared blocks are not free: only 2 is, behind 4"
 
     def test_a_shared_block_goes_with_its_last_holder(self) -> None:
         kv = BlockManager(3, 4)
@@ -293,15 +182,3 @@ class TestAdmission:
         kv = BlockManager(300, 1)
         seq = holding(kv, *range(10), computed=10)
         assert kv.can_allocate(seq, 290)
-
-    def test_reserve_takes_all_or_nothing(self) -> None:
-        kv, seq = BlockManager(3, 4), make_seq(13)
-        assert not kv.allocate_slots(seq, 13)
-        assert (seq.block_table, kv.num_free) == ([], 3)
-        assert kv.allocate_slots(seq, 12)
-        seq.start()
-        seq.num_computed_tokens = 12
-        assert not kv.allocate_slots(seq, 1)
-        assert (len(seq.block_table), kv.num_free) == (3, 0)
-        kv.free(seq)
-        assert kv.num_free == 3

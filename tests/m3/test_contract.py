@@ -5,7 +5,7 @@ import torch
 
 from folovllm.attention.backends.abstract import AttentionConfig
 from tests import contract
-from tests.contract import CASES, DEVICE, MIXED, PAGED, Case, Problem, check, check_skips_slot_minus_one, make_problem
+from tests.contract import CASES, MIXED, Case, Problem, check, check_skips_slot_minus_one, make_problem
 
 BACKENDS = ("torch_naive", "torch_paged")
 BFLOAT16 = Case("decodes and prompts", MIXED, head_dim=64)
@@ -28,13 +28,6 @@ def test_slot_minus_one_is_nowhere(backend: str) -> None:
     check_skips_slot_minus_one(backend)
 
 
-def test_the_suite_covers_what_it_says() -> None:
-    assert set(BACKENDS) < set(PAGED)
-    assert {c.num_heads // c.num_kv_heads for c in CASES} == set(range(1, 9))
-    assert {c.head_dim for c in CASES} == {32, 64, 128}
-    assert {c.block_size for c in CASES} == {1, 2, 16, 256}
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_suite_notices(backend: str) -> None:
     """One token too many is read, which is NaN: the backend does not get through."""
@@ -48,14 +41,3 @@ def test_the_suite_notices(backend: str) -> None:
         patch.setattr(contract, "make_problem", with_longer)
         with pytest.raises(AssertionError):
             contract.check(backend, CASES[0])
-
-
-def test_tables_of_a_problem_are_disjoint() -> None:
-    config = AttentionConfig(4, 2, 32, torch.float32, torch.device(DEVICE), 16, 8)
-    batch = make_problem(config, CASES[6]).batch
-    owned = [
-        block
-        for row, n in zip(batch.block_tables.tolist(), batch.seq_lens_host, strict=True)
-        for block in row[: -(-n // 16)]
-    ]
-    assert len(owned) == len(set(owned))

@@ -8,7 +8,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.metrics import EngineStats
 from folovllm.sampling_params import SamplingParams
@@ -23,6 +22,7 @@ from tests.workloads import (
     check_runs,
     make_engine,
     mixed_requests,
+    run_to_end,
     serve,
     workload,
 )
@@ -69,14 +69,8 @@ def test_preemption_is_the_rule(block_size: int, growing: list[tuple[list[int], 
 
 def test_priorities_change_the_order_and_no_answer() -> None:
     expected = workload("seeded", 16)
-    engine = make_engine(
-        expected.model,
-        milestone="m3",
-        block_size=2,
-        max_model_len=LONGEST,
-        num_kv_blocks=LONGEST // 2,
-        scheduling="priority",
-    )
+    pool = {"block_size": 2, "max_model_len": LONGEST, "num_kv_blocks": LONGEST // 2}
+    engine = make_engine(expected.model, milestone="m3", scheduling="priority", **pool)
     expected.check(serve(engine, expected.requests))
     assert engine.stats().preemptions >= 1
 
@@ -151,9 +145,7 @@ def test_preemption_watched() -> None:
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=1)
     for name, ids in zip("ab", prompts([12, 12]), strict=True):
         engine.add_request(name, ids, params, stream=False)
-    finished = []
-    while engine.has_unfinished_requests():
-        finished += engine.step()
+    finished = run_to_end(engine)
     scheduled_seqs = [{name: (start, n) for name, _, start, n in step.scheduled_seqs} for step in engine.history]
     preempted = next(i for i, step in enumerate(engine.history) if step.preempted)
     assert scheduled_seqs[0] == {"a": (0, 12), "b": (0, 12)}
@@ -178,27 +170,7 @@ def test_a_preempted_request_can_be_aborted() -> None:
         engine.step()
     output = engine.abort_request("b")
     assert output.outputs[0].finish_reason == "abort" and len(output.outputs[0].token_ids) == 9
-    while engine.has_unfinished_requests():
-        engine.step()
-    assert_nothing_left(engine)
-
-
-def test_blocks_that_are_freed_are_used_again_by_others() -> None:
-    """Requests through a pool of two or three at a time: blocks change hands, and every answer is as if alone."""
-    expected = workload("greedy", 16)
-    engine = make_engine(
-        expected.model, milestone="m3", block_size=4, max_model_len=LONGEST, num_kv_blocks=30, max_num_seqs=3
-    )
-    for _ in range(2):
-        expected.check(serve(engine, expected.requests))
-
-
-def test_what_can_never_fit_is_refused() -> None:
-    engine = make_engine(tiny_checkpoint(), milestone="m3", block_size=16, max_model_len=64, num_kv_blocks=4)
-    with pytest.raises(ValueError, match="no room for an answer"):
-        engine.add_request("r", [1] * 64)
-    engine.add_request("r", [1] * 63)  # one token of answer
-    engine.step()
+    run_to_end(engine)
     assert_nothing_left(engine)
 
 
@@ -212,12 +184,6 @@ def test_other_families_and_backends() -> None:
             expected.check(serve(engine, expected.requests))
 
 
-def test_the_presets_differ_in_the_cache_alone() -> None:
-    config = EngineConfig.for_milestone("m3")
-    assert (config.kv_cache, config.attention_backend) == ("paged", "torch_paged")
-    assert not config.enable_prefix_caching and not config.enable_chunked_prefill
-
-
 def test_a_finished_step_frees_before_the_next() -> None:
     """The blocks of a request that ends are there for the very next step."""
     engine = make_engine(tiny_checkpoint(), milestone="m3", block_size=4, max_model_len=16, num_kv_blocks=4)
@@ -225,7 +191,6 @@ def test_a_finished_step_frees_before_the_next() -> None:
     for name in "abc":
         engine.add_request(name, [1] * 12, params)
     engine.history = []
-    while engine.has_unfinished_requests():
-        engine.step()
+    run_to_end(engine)
     assert all(step.running == 1 for step in engine.history)
     assert [before.index + 1 for before, _ in pairwise(engine.history)] == list(range(1, 12))  # no idle step

@@ -23,15 +23,6 @@ def test_empty() -> None:
         FreeList([]).popleft()
 
 
-def test_the_only_block_comes_and_goes() -> None:
-    block = Block(0)
-    free = FreeList([block])
-    free.remove(block)
-    assert len(free) == 0
-    free.append(block)
-    assert free.popleft() is block
-
-
 @given(st.lists(st.tuples(st.sampled_from(("take", "remove", "append")), st.integers(0, 7)), max_size=60))
 def test_does_what_a_list_does(operations: list[tuple[str, int]]) -> None:
     blocks = [Block(i) for i in range(8)]

@@ -57,15 +57,6 @@ class TestGatherBlocks:
         says = "three tokens in blocks of two: both places of block 2, then the first of block 0; all heads of each"
         worked_case("m3.5", got, dict(zip(got, [expected, [[-x for x in row] for row in expected]], strict=True)), says)
 
-    @pytest.mark.parametrize("seq_len", [1, 3, 4, 5, 8, 11, 12])
-    def test_tokens_in_order(self, seq_len: int) -> None:
-        table = [5, 0, 3]
-        kv_cache, key, value = stored(table, 4, seq_len, 6)
-        got_key, got_value = gather_blocks(kv_cache, torch.tensor(table, dtype=torch.int32), seq_len)
-        assert got_key.shape == got_value.shape == (seq_len, 2, 4), "a row for each token, and all heads of it"
-        assert torch.equal(got_key, key), "keys in the order of the tokens"
-        assert torch.equal(got_value, value), "values in the order of the tokens"
-
     @pytest.mark.parametrize("seq_len", [6, 8])
     def test_the_rest_of_the_table_means_nothing(self, seq_len: int) -> None:
         """Two blocks of 4, the second full or not, and then numbers of blocks that do not exist."""

@@ -38,24 +38,6 @@ def test_a_character_a_block() -> None:
     assert draw_pool(watcher).plain == f"     0 {cells}{b}{'·' * 59}"
 
 
-def test_agrees_with_the_statistics_at_every_step() -> None:
-    engine = started(9, 4, 17, 30, num_kv_blocks=32)
-    watcher = watched(engine)
-    while engine.has_unfinished_requests():
-        holders, stats = watcher.holders(), engine.stats()
-        assert sum(map(bool, holders)) == stats.kv_blocks_used
-        assert sum(tokens for held in holders for _, tokens in held) == stats.kv_tokens_stored
-        assert len(holders) == stats.kv_blocks_total
-        engine.step()
-    assert draw_pool(watcher).plain == ""
-
-
-def test_each_sequence_has_one_colour() -> None:
-    text = draw_pool(watched(started(9, 4, 6)))
-    styles = {span.style for span in text.spans}
-    assert len(styles) == 3 + 1  # three sequences, and dim
-
-
 def test_shared_blocks() -> None:
     engine = started(8, 9)
     first, second = engine.scheduler.running

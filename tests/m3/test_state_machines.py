@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from folovllm.cache.block_manager import BlockManager
 from folovllm.engine.scheduler import Scheduler, preempt, whole_prompt
 from folovllm.request import Sequence, SequenceStatus
+from tests.builders.test_block_manager import Machine
 from tests.sequences import EOS, make_seq
 
 
@@ -25,39 +26,10 @@ def assert_blocks_add_up(kv: BlockManager, holders: list[Sequence]) -> None:
         assert len(seq.block_table) == -(-seq.num_computed_tokens // kv.block_size)
 
 
-class BlockManagerMachine(RuleBasedStateMachine):
-    """Admit, grow, share, free and preempt in any order; a list says which block must come next."""
+class BlockManagerMachine(Machine):
+    """What any block manager must do, and what this one's counts of holders are for: several sequences may hold a block."""
 
-    @initialize(num_blocks=st.integers(1, 12), block_size=st.integers(1, 5))
-    def make(self, num_blocks: int, block_size: int) -> None:
-        self.kv = BlockManager(num_blocks, block_size)
-        self.free = list(range(num_blocks))  # left to right
-        self.seqs: list[Sequence] = []
-
-    def expect(self, seq: Sequence, num_tokens: int) -> None:
-        """Reserve, and compare with what the list says."""
-        table = list(seq.block_table)
-        missing = -(-(seq.num_computed_tokens + num_tokens) // self.kv.block_size) - len(table)
-        fits = missing <= len(self.free)  # pools this small have a watermark of 0
-        assert self.kv.allocate_slots(seq, num_tokens) is fits
-        if fits:
-            table += self.free[:missing]
-            self.free = self.free[missing:]
-            seq.num_computed_tokens += num_tokens
-        assert seq.block_table == table
-
-    @rule(num_tokens=st.integers(1, 30))
-    def admit(self, num_tokens: int) -> None:
-        seq = make_seq(num_tokens)
-        self.expect(seq, num_tokens)
-        if seq.block_table:
-            seq.start()
-            self.seqs.append(seq)
-
-    @precondition(lambda self: self.seqs)
-    @rule(data=st.data(), num_tokens=st.sampled_from((1, 1, 1, 2, 7)))
-    def grow(self, data: st.DataObject, num_tokens: int) -> None:
-        self.expect(data.draw(st.sampled_from(self.seqs)), num_tokens)
+    component = BlockManager
 
     @precondition(lambda self: self.seqs)
     @rule(data=st.data())
@@ -74,29 +46,10 @@ class BlockManagerMachine(RuleBasedStateMachine):
                 self.kv.blocks[block_id].ref_count += 1
             self.seqs.append(second)
 
-    @precondition(lambda self: self.seqs)
-    @rule(data=st.data(), again=st.booleans())
-    def release(self, data: st.DataObject, again: bool) -> None:
-        """It ends, or is preempted and comes back with all its tokens."""
-        seq = data.draw(st.sampled_from(self.seqs))
-        self.seqs.remove(seq)
-        still_held = {block_id for other in self.seqs for block_id in other.block_table}
-        self.free += [block_id for block_id in reversed(seq.block_table) if block_id not in still_held]
-        tokens = seq.num_computed_tokens
-        self.kv.free(seq)
-        assert seq.block_table == []
-        if again:
-            seq.requeue()
-            self.expect(seq, tokens)
-            if seq.block_table:
-                seq.start()
-                self.seqs.append(seq)
-
     @invariant()
     def blocks_add_up(self) -> None:
         if hasattr(self, "kv"):
             assert_blocks_add_up(self.kv, self.seqs)
-            assert self.kv.num_free == len(self.free)
 
     def teardown(self) -> None:
         for seq in getattr(self, "seqs", []):

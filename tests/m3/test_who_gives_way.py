@@ -59,18 +59,6 @@ def test_a_long_prompt_never_gives_way_to_younger_decodes(first_by: str, answer:
     assert lost, "there was no room for all: some of the short ones gave way"
 
 
-def test_those_that_gave_way_come_back_and_end() -> None:
-    scheduler = make_scheduler(by_priority=False)
-    seqs = [make_seq(LONG, 9, name="long"), *(make_seq(5, 40, ignore_eos=True) for _ in range(SHORTS))]
-    for seq in seqs:
-        scheduler.add(seq)
-    preemptions = 0
-    while scheduler.running or scheduler.waiting:
-        preemptions += len(step(scheduler))
-    assert [seq.num_output_tokens for seq in seqs] == [9] + [40] * SHORTS and preemptions > 0
-    assert scheduler.kv.num_free == scheduler.kv.num_blocks
-
-
 def test_who_ranks_last_and_needs_room_gives_way_itself() -> None:
     """And the one before it, which has its share already, keeps it."""
     scheduler = Scheduler(BlockManager(6, 4), 16, 48, in_pieces, preempt)

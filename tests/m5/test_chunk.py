@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-
-from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.scheduler import chunk
-from folovllm.request import Request, Sequence
-from folovllm.sampling_params import SamplingParams
+from folovllm.request import Sequence
+from tests.sequences import make_seq
 from tests.tiny import worked_case
 
 
 def sequence(num_tokens: int, computed: int = 0) -> Sequence:
-    seq = Sequence(Request("r", [1] * num_tokens, SamplingParams(), 4, 0), IncrementalDetokenizer(str))
+    seq = make_seq(num_tokens)
     seq.num_computed_tokens = computed
     return seq
 
@@ -29,13 +26,6 @@ class TestChunk:
         says = "what is left, what the budget has, and the threshold if there is one: the smallest of them"
         worked_case("m5.5", got, dict(zip(got, [4, 2, 0, 3, 2], strict=True)), says)
 
-    @pytest.mark.parametrize(
-        ("tokens", "computed", "budget", "n"),
-        [(10, 0, 16, 10), (10, 0, 4, 4), (10, 8, 4, 2), (10, 9, 4, 1), (99, 0, 37, 37)],
-    )
-    def test_is_what_is_left_or_what_the_budget_has(self, tokens: int, computed: int, budget: int, n: int) -> None:
-        assert chunk(sequence(tokens, computed), budget) == n, "the smaller of what is left and what the budget has"
-
     def test_a_token_in_flight_is_to_be_computed_too(self) -> None:
         """From M6 on: all 10 known tokens are computed, and the one drawn after them has not arrived yet."""
         says = "`num_uncomputed_tokens` is 1: the next step computes the token that is in flight"
@@ -47,9 +37,6 @@ class TestChunk:
         seq.append_token(8)
         assert chunk(seq, 64) == 5, "three tokens of the prompt and two of the answer: none of them is in the cache"
 
-    def test_nothing_is_left_of_an_empty_budget(self) -> None:
-        assert chunk(sequence(10), 0) == 0, "of an empty budget nobody gets a token"
-
     def test_the_threshold_bounds_a_share(self) -> None:
         assert chunk(sequence(100), 64, threshold=16) == 16, "no more than the threshold"
         assert chunk(sequence(100, 92), 64, threshold=16) == 8, (
@@ -57,6 +44,3 @@ class TestChunk:
         )
         assert chunk(sequence(100), 8, threshold=16) == 8, "the budget is shorter than the threshold"
         assert chunk(sequence(100), 200, threshold=16) == 16, "also where the budget has room for the whole prompt"
-
-    def test_no_threshold_is_no_bound(self) -> None:
-        assert chunk(sequence(100), 64, threshold=0) == 64, "a threshold of 0 is none"

@@ -11,16 +11,11 @@ import xxhash
 from folovllm.cache import prefix_cache
 from folovllm.cache.free_list import Block
 from folovllm.cache.prefix_cache import ROOT, PrefixCache, PrefixCachingBlockManager, compute_hash
-from folovllm.engine.detokenizer import IncrementalDetokenizer
-from folovllm.request import Request, Sequence
-from folovllm.sampling_params import SamplingParams
+from folovllm.request import Sequence, SequenceStatus
+from tests.sequences import make_seq as sequence
 from tests.tiny import worked_case
 
 B = 4
-
-
-def sequence(prompt: list[int], salt: str | None = None) -> Sequence:
-    return Sequence(Request("r", prompt, SamplingParams(), 20, 0, cache_salt=salt), IncrementalDetokenizer(str))
 
 
 def admit(manager: PrefixCachingBlockManager, seq: Sequence, count: int | None = None) -> int:
@@ -36,8 +31,6 @@ def admit(manager: PrefixCachingBlockManager, seq: Sequence, count: int | None =
 
 
 def leave(manager: PrefixCachingBlockManager, seq: Sequence) -> None:
-    from folovllm.request import SequenceStatus
-
     seq.finish(SequenceStatus.FINISHED_STOPPED)
     manager.free(seq)
 
@@ -51,20 +44,6 @@ class TestComputeHash:
         got = compute_hash(np.array([2, 1], np.int32), 2**32 + 5)
         says = f"xxh64 of 16 bytes, those of the prefix and then those of the tokens: {list(data)}"
         worked_case("m5.1", got, xxhash.xxh64_intdigest(data), says)
-
-    def test_is_xxh64_of_prefix_and_tokens(self) -> None:
-        expected = xxhash.xxh64_intdigest((77).to_bytes(8, "little") + self.tokens.tobytes())
-        assert compute_hash(self.tokens, 77) == expected, (
-            "xxh64 of the prefix's 8 bytes, little endian, and the tokens' bytes"
-        )
-
-    def test_same_tokens_after_another_prefix_are_another_block(self) -> None:
-        assert compute_hash(self.tokens, 0) != compute_hash(self.tokens, 1), "the name depends on what came before"
-
-    def test_order_matters(self) -> None:
-        assert compute_hash(self.tokens, 0) != compute_hash(self.tokens[::-1].copy(), 0), (
-            "the name depends on the order of the tokens"
-        )
 
     def test_takes_prefixes_of_all_64_bits(self) -> None:
         assert 0 <= compute_hash(self.tokens, 2**64 - 1) < 2**64, "64 bits, unsigned, also for the largest prefix"
@@ -114,16 +93,11 @@ class TestLongestCachedPrefix:
         says = "whole blocks from the start until the first miss; one token at least is left to compute"
         worked_case("m5.2", got, dict(zip(got, [[10, 11, 12], [10, 11], [10], [10], [10]], strict=True)), says)
 
-    def test_finds_whole_blocks_from_the_start(self) -> None:
+    def test_finds_whole_blocks_from_the_start_and_leaves_one_token(self) -> None:
         chain = Chain(self.tokens)
-        for count, found in ((13, [10, 11, 12]), (9, [10, 11]), (7, [10]), (3, [])):
-            assert chain.found([*self.tokens, 1][:count]) == found, f"{count} tokens: its full blocks, in order"
-
-    def test_leaves_one_token_to_compute(self) -> None:
-        chain = Chain(self.tokens)
-        for count, found in ((12, [10, 11]), (4, []), (5, [10])):
-            says = f"of {count} tokens one at least must be left: its logits give the next token"
-            assert chain.found(self.tokens[:count]) == found, says
+        for count, found in ((13, [10, 11, 12]), (12, [10, 11]), (9, [10, 11]), (7, [10]), (5, [10]), (4, []), (3, [])):
+            says = f"{count} tokens: its full blocks, in order, but for one token at least, whose logits give the next"
+            assert chain.found([*self.tokens, 1][:count]) == found, says
 
     def test_stops_at_the_first_difference(self) -> None:
         chain = Chain(self.tokens)
@@ -132,11 +106,6 @@ class TestLongestCachedPrefix:
         assert chain.found(other) == [10], "token 5 is another: block 1 and all after it are not found"
         other[0] += 1
         assert chain.found(other) == [], "token 0 is another: nothing is found"
-
-    def test_a_missing_block_ends_it(self) -> None:
-        chain = Chain(self.tokens)
-        del chain.cache._by_hash[chain.blocks[1].hash or 0]
-        assert chain.found([*self.tokens, 1]) == [10], "block 11 is gone; 12 cannot be used without it"
 
     def test_a_miss_ends_it_even_where_hashes_collide(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A hash that knows nothing of the prefix: block 10, the first of another prompt, has the name of block 1 here."""
@@ -154,7 +123,7 @@ class TestLongestCachedPrefix:
         assert found == [10, 11, 12], "13 tokens have three full blocks, whichever of them are the prompt's"
 
     def test_a_salt_keeps_tenants_apart(self) -> None:
-        chain, salted = Chain(self.tokens), sequence([*self.tokens, 1], "b")
+        chain, salted = Chain(self.tokens), sequence([*self.tokens, 1], salt="b")
         assert chain.cache.longest_cached_prefix(salted) == [], (
             "the blocks were published without a salt: who asks with one must not learn that they are there (`self._hash`)"
         )
@@ -190,11 +159,6 @@ class TestLongestCachedPrefix:
         assert len(calls) == 3, (
             f"three blocks were hashed {len(calls)} times in five looks: `self._hash` remembers a hash"
         )
-
-    def test_other_tokens_under_the_same_hash_are_no_hit(self) -> None:
-        chain = Chain(self.tokens)
-        chain.blocks[0].token_ids = np.array([9, 9, 9, 9], np.int32).tobytes()
-        assert chain.found([*self.tokens, 1]) == [], "block 10 holds other tokens, whatever its hash"
 
     def test_a_block_that_followed_another_block_is_no_hit(self) -> None:
         chain = Chain(self.tokens)
@@ -284,26 +248,6 @@ class TestPublish:
             "7 and 8 were published before, and were forgotten: only block 9 is new"
         )
 
-    def test_a_twin_stays_nameless_and_counts_as_the_first(self) -> None:
-        cache, first, second = PrefixCache(B), sequence(self.tokens), sequence([*self.tokens[:8], 1, 2, 3, 4])
-        ones, twos = make_blocks(7, 8), make_blocks(17, 18, 19)
-        cache.cache_blocks(first, ones)
-        cache.cache_blocks(second, twos)
-        assert [b.hash for b in twos[:2]] == [None, None], "17 and 18 are twins of 7 and 8, and get no name"
-        assert cache.serials(second)[:2] == cache.serials(first), "the serials of 7 and 8 count for what follows"
-        assert twos[2].parent == ones[1].serial, "19 follows 8"
-        assert twos[2].hash is not None, "19 has other tokens than anybody, and gets a name"
-
-    def test_a_collision_is_not_published_nor_what_follows(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(prefix_cache, "compute_hash", lambda tokens, prefix: 42)
-        cache, first, second = PrefixCache(B), sequence(self.tokens), sequence([1] * 12)
-        ones, twos = make_blocks(7), make_blocks(17, 18, 19)
-        cache.cache_blocks(first, ones)
-        cache.cache_blocks(second, twos)
-        assert cache.serials(second) == [], "no block of the second is published"
-        assert all(b.hash is None for b in twos), "so none has a name"
-        assert cache._by_hash[42] is ones[0], "who was first keeps the name"
-
     def test_what_follows_a_collision_is_not_published_as_if_it_followed_what_came_before(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -328,23 +272,6 @@ class TestPublish:
             "8 has the hash of 18, but it follows another block: the name goes to 18"
         )
 
-    def test_a_block_whose_parent_was_a_twin_can_be_found(self) -> None:
-        cache, blocks = PrefixCache(B), make_blocks(7, 17, 18)
-        cache.cache_blocks(sequence(self.tokens[:B]), blocks[:1])
-        cache.cache_blocks(sequence(self.tokens), [blocks[1], blocks[2]])
-        assert blocks[1].serial == 0, "17 is a twin of 7: it has no name, hence no serial"
-        assert blocks[2].parent == blocks[0].serial, "18 follows 7, which can be found"
-
-    def test_an_orphan_gives_its_name_away(self) -> None:
-        cache, first, again = Forgetful(B), sequence(self.tokens), sequence(self.tokens)
-        ones, twos = make_blocks(7, 8), make_blocks(17, 18)
-        cache.cache_blocks(first, ones)
-        cache.evict(ones[0])  # block 8 can no longer be reached
-        cache.cache_blocks(again, twos)
-        assert ones[1].hash is None, "8 follows a block that is gone: it loses its name"
-        assert cache._by_hash[twos[1].hash or 0] is twos[1], "18 has it now"
-        assert twos[1].parent == twos[0].serial, "and follows 17"
-
 
 class TestEvict:
     """By hand, without the cache's other methods."""
@@ -362,16 +289,6 @@ class TestEvict:
         }
         says = "11 is as new, and its name leads nowhere; a block without a name is no eviction"
         worked_case("m5.4 evict", got, dict(zip(got, [[10], [None, [], 0, 0], 1], strict=True)), says)
-
-    def test_the_name_leads_nowhere_and_the_block_is_blank(self) -> None:
-        chain = Chain(list(range(8)))
-        first, second = chain.blocks
-        chain.cache.evict(second)
-        assert list(chain.cache._by_hash.values()) == [first], "the name of 11 is gone, that of 10 is not"
-        blank = (None, b"", 0, 0)
-        assert (second.hash, second.token_ids, second.serial, second.parent) == blank, "11 is as a new `Block`"
-        assert first.hash is not None and first.serial == 100, "10 is what it was"
-        assert chain.cache.stats.evictions == 1, "one block lost its name"
 
     def test_a_hash_of_zero_is_a_name(self) -> None:
         cache, block = PrefixCache(B), Block(3, hash=0, token_ids=bytes(16), serial=5)
@@ -396,12 +313,6 @@ class TestEvict:
         assert chain.cache._by_hash[name or 0] is heir, "the name belongs to another block now, and stays"
         assert chain.cache.stats.evictions == 1, "the second time nothing was evicted"
 
-    def test_a_block_without_a_name_is_no_eviction(self) -> None:
-        chain = Chain(list(range(8)))
-        chain.cache.evict(Block(3))
-        assert len(chain.cache) == 2, "10 and 11 keep their names"
-        assert chain.cache.stats.evictions == 0, "nothing was forgotten, so nothing is counted"
-
     def test_a_block_taken_for_something_else_is_forgotten(self) -> None:
         manager = PrefixCachingBlockManager(2, B)
         chain = Chain(list(range(8)))
@@ -423,19 +334,6 @@ class TestAdopt:
         says = "two sequences found block 2: two hold it, and nobody else can get it"
         worked_case("m5.4 adopt", got, {"holders": 2, "free": [0, 1, 3]}, says)
 
-    def test_the_first_to_find_a_block_takes_it_out_of_the_free_list(self) -> None:
-        manager = PrefixCachingBlockManager(4, B)
-        manager.adopt(manager.blocks[2])
-        assert manager.blocks[2].ref_count == 1 and manager.num_free == 3, "one holds block 2, and three are free"
-        assert [manager._free.popleft().block_id for _ in range(3)] == [0, 1, 3], "the others, in their order"
-
-    def test_others_share_it(self) -> None:
-        manager = PrefixCachingBlockManager(4, B)
-        for count in (1, 2, 3):
-            manager.adopt(manager.blocks[2])
-            assert manager.blocks[2].ref_count == count, "one holder more each time"
-            assert manager.num_free == 3, "it leaves the free list once"
-
     def test_a_shared_block_is_free_when_the_last_one_leaves(self) -> None:
         manager = PrefixCachingBlockManager(4, B)
         seqs = [sequence(list(range(5))) for _ in range(2)]
@@ -453,85 +351,7 @@ class TestAdopt:
         assert manager.blocks[1].hash == 42, "others can go on finding it"
 
 
-class TestEviction:
-    def test_evicting_forgets_the_name(self) -> None:
-        cache, seq, blocks = PrefixCache(B), sequence(list(range(8))), make_blocks(7, 8)
-        cache.cache_blocks(seq, blocks)
-        cache.evict(blocks[1])
-        assert (blocks[1].hash, blocks[1].token_ids, blocks[1].serial, blocks[1].parent) == (None, b"", 0, 0)
-        assert len(cache) == 1 and cache.stats.evictions == 1
-        assert cache.longest_cached_prefix(sequence([*range(8), 1])) == [blocks[0]]
-
-    def test_a_nameless_block_is_no_eviction(self) -> None:
-        cache = PrefixCache(B)
-        cache.evict(Block(3))
-        assert cache.stats.evictions == 0
-
-    def test_blocks_are_found_until_they_are_needed(self) -> None:
-        manager = PrefixCachingBlockManager(4, B)
-        seq = sequence(list(range(9)))
-        admit(manager, seq)
-        leave(manager, seq)
-        assert manager.num_free == 4 and len(manager.prefix_cache) == 2
-        assert admit(manager, sequence(list(range(9)))) == 8
-
-    def test_the_tail_goes_first_and_the_longest_unused_before(self) -> None:
-        manager = PrefixCachingBlockManager(6, B)
-        old, new = sequence(list(range(12))), sequence(list(range(20, 32)))
-        for seq in (old, new):
-            admit(manager, seq)
-            leave(manager, seq)
-        taken = sequence([90] * 4)
-        admit(manager, taken)
-        assert manager.prefix_cache.stats.evictions == 1
-        for seq in (old, new):
-            seq.prefix = None
-        found = manager.prefix_cache.longest_cached_prefix
-        assert len(found(sequence([*range(12), 1]))) == 2  # the old one lost its last block
-        assert len(found(sequence([*range(20, 32), 1]))) == 3
-
-    def test_a_hit_leaves_the_free_list_and_is_shared(self) -> None:
-        manager = PrefixCachingBlockManager(8, B)
-        first = sequence(list(range(9)))
-        admit(manager, first)
-        second = sequence(list(range(9)))
-        assert admit(manager, second) == 8
-        assert second.block_table[:2] == first.block_table[:2] and second.block_table[2] != first.block_table[2]
-        assert manager.blocks[first.block_table[0]].ref_count == 2 and manager.num_free == 4
-        leave(manager, first)
-        assert manager.blocks[second.block_table[0]].ref_count == 1 and manager.num_free == 5
-        leave(manager, second)
-        assert manager.num_free == 8
-
-
 class TestManager:
-    def test_salts_keep_tenants_apart(self) -> None:
-        manager = PrefixCachingBlockManager(20, B)
-        assert admit(manager, sequence(list(range(9)), "a")) == 0
-        assert admit(manager, sequence(list(range(9)), "b")) == 0
-        assert admit(manager, sequence(list(range(9)))) == 0
-        assert admit(manager, sequence(list(range(9)), "b")) == 8
-
-    def test_chunks_publish_what_is_full(self) -> None:
-        manager, seq = PrefixCachingBlockManager(20, B), sequence(list(range(12)))
-        admit(manager, seq, 6)
-        assert len(manager.prefix_cache) == 1
-        assert manager.allocate_slots(seq, 2)
-        seq.num_computed_tokens += 2
-        manager.cache_blocks(seq)
-        assert len(manager.prefix_cache) == 2
-
-    def test_generated_tokens_are_cached_too(self) -> None:
-        manager, seq = PrefixCachingBlockManager(20, B), sequence(list(range(4)))
-        admit(manager, seq)
-        for token in (70, 71, 72, 73):
-            seq.append_token(token)
-            assert manager.allocate_slots(seq, 1)
-            seq.num_computed_tokens += 1
-            manager.cache_blocks(seq)
-        leave(manager, seq)
-        assert admit(manager, sequence([0, 1, 2, 3, 70, 71, 72, 73, 5])) == 8
-
     def test_a_hit_that_cannot_be_admitted_is_given_back(self) -> None:
         manager = PrefixCachingBlockManager(4, B)
         seq = sequence(list(range(5)))
@@ -564,11 +384,3 @@ class TestManager:
             seq.num_computed_tokens += 1
             manager.cache_blocks(seq)
         assert admit(manager, sequence([*range(8), 70, 71, 72, 73, 5])) == 8  # its third block follows nothing known
-
-    def test_counts_at_admission(self) -> None:
-        manager = PrefixCachingBlockManager(20, B)
-        admit(manager, sequence(list(range(9))))
-        admit(manager, sequence(list(range(9))))
-        stats = manager.prefix_cache.stats
-        assert (stats.requests, stats.requests_hit, stats.tokens, stats.tokens_hit) == (2, 1, 18, 8)
-        assert stats.hit_rate == pytest.approx(8 / 18)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import deque
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from folovllm.engine.scheduler import preempt
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts, tiny_checkpoint
-from tests.workloads import MAX_MODEL_LEN, assert_nothing_left, check_runs, make_engine, serve, workload
+from tests.workloads import assert_nothing_left, check_runs, make_engine, run_to_end, serve, workload
 
 BLOCK = 4
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -26,16 +25,27 @@ def engine(**overrides: Any) -> LLMEngine:
     return make_engine(tiny_checkpoint(), **(fields | overrides))
 
 
-def without(**overrides: Any) -> LLMEngine:
-    """The same engine without the cache and without chunks."""
-    return engine(enable_prefix_caching=False, enable_chunked_prefill=False, **overrides)
+@pytest.fixture(scope="module")
+def plain() -> LLMEngine:
+    """An engine without the cache and without chunks."""
+    return engine(enable_prefix_caching=False, enable_chunked_prefill=False)
+
+
+@pytest.fixture(scope="module")
+def reusing() -> LLMEngine:
+    return engine()
+
+
+@pytest.fixture
+def served(reusing: LLMEngine) -> LLMEngine:
+    """An engine whose cache is empty, and whose counts begin anew."""
+    reusing.abort_request(list(reusing._output.requests))
+    reusing.reset_prefix_cache()
+    return reusing
 
 
 def finish(served: LLMEngine) -> dict[str, RequestOutput]:
-    done = {}
-    while served.has_unfinished_requests():
-        done |= {o.request_id: o for o in served.step() if o.finished}
-    return done
+    return {output.request_id: output for output in run_to_end(served)}
 
 
 def answers(
@@ -52,8 +62,7 @@ def answers(
     return result
 
 
-def test_a_shared_block_counts_once() -> None:
-    served = engine()
+def test_a_shared_block_counts_once(served: LLMEngine) -> None:
     (prefix,) = prompts([5 * BLOCK])
     for name, own in zip("abc", prompts([2, 3, 4]), strict=True):
         served.add_request(name, prefix + own, GREEDY)
@@ -67,8 +76,8 @@ def test_a_shared_block_counts_once() -> None:
     assert_nothing_left(served)
 
 
-def test_answers_are_those_of_m1() -> None:
-    check_runs(engine())
+def test_answers_are_those_of_m1(served: LLMEngine) -> None:
+    check_runs(served)
 
 
 @pytest.mark.parametrize(
@@ -100,30 +109,22 @@ class TestPrefixes:
     """What is shared, at and around the boundaries of blocks."""
 
     @pytest.mark.parametrize("shared", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1, 30])
-    def test_a_prefix_that_ends_anywhere(self, shared: int) -> None:
+    def test_a_prefix_that_ends_anywhere(self, served: LLMEngine, plain: LLMEngine, shared: int) -> None:
         head, *tails = prompts([shared, 9, 1, 14], seed=shared)
         batches = [[head + tail] for tail in tails]
-        served = engine()
-        assert answers(served, batches) == answers(without(), batches)
+        assert answers(served, batches) == answers(plain, batches)
         assert served.prefix_cache_stats().tokens_hit >= 2 * (shared // BLOCK) * BLOCK
 
     @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 1])
-    def test_a_prompt_that_is_cached_whole(self, length: int) -> None:
+    def test_a_prompt_that_is_cached_whole(self, served: LLMEngine, plain: LLMEngine, length: int) -> None:
         prompt = prompts([length], seed=length)[0]
-        served = engine()
-        assert answers(served, [[prompt]] * 3) == answers(without(), [[prompt]] * 3)
+        assert answers(served, [[prompt]] * 3) == answers(plain, [[prompt]] * 3)
         served.add_request("again", prompt, GREEDY)
         output = finish(served)["again"]
         assert output.num_cached_tokens == (length - 1) // BLOCK * BLOCK
 
-    def test_identical_prompts_in_one_step(self) -> None:
-        prompt = prompts([3 * BLOCK + 2], seed=1)[0]
-        served = engine()
-        assert answers(served, [[prompt] * 5, [prompt] * 2]) == answers(without(), [[prompt] * 5, [prompt] * 2])
-
-    def test_conversations(self) -> None:
+    def test_conversations(self, served: LLMEngine, plain: LLMEngine) -> None:
         """Each turn's prompt is all that was said: generated tokens are found again, too."""
-        served, plain = engine(), without()
         history, computed = prompts([11], seed=2)[0], 0
         for turn in range(4):
             outputs = []
@@ -136,12 +137,8 @@ class TestPrefixes:
             computed = len(history) + len(reply) - 1  # the last token's K/V was never needed
             history = [*history, *reply, *prompts([5], seed=turn)[0]]
 
-    def test_several_answers_to_one_prompt(self) -> None:
-        prompt, params = prompts([17], seed=3)[0], SamplingParams(n=4, seed=5, max_tokens=9, ignore_eos=True)
-        assert answers(engine(), [[prompt]] * 2, params) == answers(without(), [[prompt]] * 2, params)
-
-    def test_salts_are_not_shared_and_do_not_change_the_answer(self) -> None:
-        served, prompt = engine(), prompts([17], seed=4)[0]
+    def test_salts_are_not_shared_and_do_not_change_the_answer(self, served: LLMEngine) -> None:
+        prompt = prompts([17], seed=4)[0]
         cached, replies = [], []
         for i, salt in enumerate(["a", "b", None, "a"]):
             served.add_request(f"s{i}", prompt, GREEDY, cache_salt=salt)
@@ -150,36 +147,30 @@ class TestPrefixes:
             replies.append(output.outputs[0].token_ids)
         assert cached == [0, 0, 0, 16] and len({tuple(r) for r in replies}) == 1
 
-    def test_reset_forgets(self) -> None:
-        served, prompt = engine(), prompts([17], seed=4)[0]
-        first = answers(served, [[prompt]])
-        served.reset_prefix_cache()
-        assert answers(served, [[prompt]]) == first
-        assert served.prefix_cache_stats().tokens_hit == 0
-
-    def test_without_a_cache_there_is_nothing_to_reset(self) -> None:
+    def test_without_a_cache_there_is_nothing_to_reset(self, plain: LLMEngine) -> None:
         with pytest.raises(ValueError, match="enable_prefix_caching"):
-            without().reset_prefix_cache()
+            plain.reset_prefix_cache()
 
-    def test_aborted_requests_leave_usable_blocks(self) -> None:
+    def test_aborted_requests_leave_usable_blocks(self, served: LLMEngine, plain: LLMEngine) -> None:
         prompt = prompts([3 * BLOCK + 1], seed=6)[0]
-        served = engine()
         served.add_request("a", prompt, GREEDY)
         served.step()
         served.abort_request("a")
-        assert answers(served, [[prompt]]) == answers(without(), [[prompt]])
+        assert answers(served, [[prompt]]) == answers(plain, [[prompt]])
         assert served.prefix_cache_stats().tokens_hit == 3 * BLOCK
 
 
 @pytest.mark.parametrize(("num_kv_blocks", "budget"), [(34, 9), (40, 40), (60, 9)])
-def test_pools_small_enough_to_evict_and_preempt_all_the_time(num_kv_blocks: int, budget: int) -> None:
+def test_pools_small_enough_to_evict_and_preempt_all_the_time(
+    plain: LLMEngine, num_kv_blocks: int, budget: int
+) -> None:
     rng = random.Random(num_kv_blocks)
     heads = prompts([20, 33], seed=7)
     tails = prompts([rng.randint(1, 20) for _ in range(16)], seed=8)
     batches = [[heads[rng.randrange(2)][: rng.choice([20, 12, 7])] + tail for tail in tails[i : i + 8]] for i in (0, 8)]
     params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     served = engine(num_kv_blocks=num_kv_blocks, max_num_batched_tokens=budget)
-    assert answers(served, batches, params) == answers(without(), batches, params)
+    assert answers(served, batches, params) == answers(plain, batches, params)
     assert served.prefix_cache_stats().evictions > 0 and served.stats().preemptions > 0
 
 
@@ -208,30 +199,11 @@ class TestNobodyStarves:
 
 
 def test_prompts_longer_than_the_budget_are_served_only_in_chunks() -> None:
-    model = str(tiny_checkpoint())
-    fields: dict[str, Any] = {
-        "model": model,
-        "max_model_len": MAX_MODEL_LEN,
-        "max_num_batched_tokens": 16,
-        "device": "cpu",
-    }
     with pytest.raises(ValueError, match="enable_chunked_prefill"):
-        LLMEngine(EngineConfig(milestone="m3", use_tqdm=False, **fields))
-    served = LLMEngine(EngineConfig(milestone="m5", use_tqdm=False, **fields))
+        make_engine(tiny_checkpoint(), milestone="m3", max_num_batched_tokens=16)
+    served = engine(max_num_batched_tokens=16)
     served.add_request("a", prompts([100])[0], GREEDY)
     assert len(finish(served)["a"].outputs[0].token_ids) == 6
-
-
-def test_a_running_request_keeps_its_blocks() -> None:
-    """A twin that is published first does not pull the blocks away under a running sequence."""
-    served, prompt = engine(), prompts([13], seed=9)[0]
-    served.add_request("a", prompt, GREEDY)
-    served.add_request("b", prompt, GREEDY)
-    served.step()
-    tables = deque([*seq.block_table] for seq in served.scheduler.running)
-    served.step()
-    for seq in served.scheduler.running:
-        assert seq.block_table[:4] == tables.popleft()[:4]
 
 
 @pytest.mark.gpu
