@@ -30,7 +30,7 @@ PRESETS: list[dict[str, Any]] = [
 
 def engine_of(**fields: Any) -> Any:
     common = {"model": str(tiny_checkpoint()), "max_model_len": MAX_MODEL_LEN, "use_tqdm": False, "device": DEVICE}
-    return make_engine(EngineConfig(**{**common, **fields}))
+    return make_engine(EngineConfig(**common | fields))
 
 
 @pytest.fixture
