@@ -124,15 +124,6 @@ def test_the_engine_answers_as_m1_does(family: str, gpu_paths: None, monkeypatch
         assert max(widths) > 4
 
 
-def test_logits_that_are_not_numbers_end_no_engine(gpu_paths: None) -> None:
-    """As in M1 token 0 is drawn, not one that does not exist."""
-    served = served_by_kernels(small_checkpoint(num_hidden_layers=1), num_kv_blocks=64)
-    served.executor._worker.runner.model.model.norm.weight.fill_(torch.nan)  # type: ignore[attr-defined]
-    drawn = [SamplingParams(temperature=t, seed=1, max_tokens=3, ignore_eos=True) for t in (0.0, 1.0)]
-    outputs = serve(served, [Request([5, 6, 7], params) for params in drawn])
-    assert [output.outputs[0].token_ids for output in outputs] == [[0] * 3] * 2
-
-
 def test_no_kernel_stores_what_another_sequence_reads_in_it(gpu_paths: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have one new token, and the second begins with the block that the first fills in this very step."""
     calls: list[int] = []

@@ -81,7 +81,7 @@ class TestDrawState:
     ROWS = (5, 0, 7, 2, 1, 3, 4, 6, 9, 8, 10)
 
     def test_draws_as_from_the_sequences(self) -> None:
-        """The words as the answer grows are those of a row that is filled from all tokens anew, at each step."""
+        """The words as the answer grows are those of a row that is filled from all tokens anew, as after preemption, at each step."""
         seqs = sequences(EVERY_RULE, [])
         state, rows = state_for(seqs, list(self.ROWS)), int32(*self.ROWS)
         for step in range(12):
@@ -100,16 +100,6 @@ class TestDrawState:
             state.note(tokens, rows, positions)
             for seq, token in zip(seqs, tokens.tolist(), strict=True):
                 seq.append_token(token)
-
-    def test_a_row_that_comes_back_is_what_it_was(self) -> None:
-        """After preemption a row, here another one, is filled from prompt and answer."""
-        seqs = sequences(EVERY_RULE[1:4], [4, 4, 60])
-        grown = state_for(sequences(EVERY_RULE[1:4], []), [0, 1, 2])
-        for i, token in enumerate((4, 4, 60)):
-            grown.note(torch.full((3,), token), int32(0, 1, 2), torch.full((3,), 3 + i))
-        back = state_for(seqs, [4, 6, 0])
-        assert torch.equal(back.words[[4, 6, 0]], grown.words[[0, 1, 2]])
-        assert torch.equal(back.fields[[4, 6, 0]], grown.fields[[0, 1, 2]])
 
     def test_a_mask_is_replaced_and_stays(self) -> None:
         """Another mask may come before any draw; until then the one that is there holds."""
@@ -150,14 +140,6 @@ class TestDrawState:
         assert state.words[:3, 50].tolist() == [IN_PROMPT | COUNT, 0, 0]
         state.note(torch.tensor([50, 51]), int32(1, 0), int32(10, 9))
         assert state.words[:2, 50:52].tolist() == [[IN_PROMPT | COUNT, 1], [1, 0]]
-
-    def test_a_bias_moves_and_forbids(self) -> None:
-        state = state_of(SamplingSpec(temperature=0.0, bias=((3, 5.25), (4, -np.inf))), vocab_size=V)
-        logits = torch.zeros(1, V)
-        logits[0, 4] = 100.0
-        adjusted = adjust(logits, state.fields[:1], state.words, int32(0), int32(3))
-        assert (adjusted[0, 3], adjusted[0, 4], adjusted[0, 5]) == (5.25, -torch.inf, 0)
-        assert state.sample(logits, int32(0), int32(3)).tolist() == [3]
 
 
 BAD_WORDS = st.lists(st.lists(st.integers(30, 33), min_size=1, max_size=5), min_size=1, max_size=6)

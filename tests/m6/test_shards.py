@@ -65,12 +65,6 @@ class TestColumnAndRow:
         parts = [shard_column(bias, r, size) for r in range(size)]
         assert torch.equal(torch.cat(parts), bias), "a bias is cut as its rows are"
 
-    @pytest.mark.parametrize("shard", [shard_column, shard_row], ids=["column", "row"])
-    def test_of_a_weight_in_its_file_only_the_part_is_read(self, shard: Any) -> None:
-        weight = InItsFile(numbered(24, 12))
-        assert shard(weight, 1, 4).numel() == 72, "rank 1 of 4 holds a quarter"
-        assert weight.num_read == 72, f"{weight.num_read} numbers were read for a part of 72"
-
     @pytest.mark.parametrize("size", [1, 2, 3, 4])
     def test_an_mlp_by_hand(self, size: int) -> None:
         """A column cut, then a row cut: each rank alone up to one sum."""
@@ -127,11 +121,6 @@ class TestQkv:
     def test_of_a_weight_in_its_file_only_the_heads_are_read(self, heads: int, size: int, numbers: int) -> None:
         weight = InItsFile(numbered(heads * 4, 3))
         assert shard_qkv(weight, 4, 1, size).numel() == weight.num_read == numbers, "only the rank's own heads are read"
-
-    def test_a_bias(self) -> None:
-        assert shard_qkv(torch.arange(16.0), 4, 1, 2).tolist() == list(range(8, 16)), (
-            "the second half of a bias belongs to rank 1"
-        )
 
 
 class TestVocabParallelEmbedding:
