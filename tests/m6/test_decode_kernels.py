@@ -16,7 +16,6 @@ from tests.m6.devices import DEVICE
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from folovllm.kernels.gumbel_max import TILE, gumbel_max
 from folovllm.kernels.skinny_linear import serves, skinny_linear, tiling
 from folovllm.kernels.unpack_step import unpack_decode
 
@@ -118,32 +117,6 @@ class TestSmallLinear:
         truth = product(x, weight, gated=gated)
         ours, theirs = ((y.double() - truth).norm() for y in (skinny_linear(x, weight, gated=gated), library))
         assert ours <= 1.2 * theirs
-
-
-class TestGumbelMaxKeeps:
-    def test_tokens_in_their_rows(self) -> None:
-        """In the order of `rows`, padding's row as often as there is padding; other rows stay, and so does the rest of `out`."""
-        logits = torch.zeros(4, 300, device=DEVICE)
-        logits[torch.arange(4), torch.tensor([11, 22, 33, 44])] = 1.0
-        rows = torch.tensor([5, 0, 6, 6], dtype=torch.int32, device=DEVICE)
-        last, out = torch.full((7,), -7, device=DEVICE), torch.full((6,), -7, device=DEVICE)
-        zero = torch.zeros(4, dtype=torch.int32, device=DEVICE)
-        tokens = gumbel_max(logits, zero.float(), zero, zero, zero, out=out, keep=(last, rows))
-        assert tokens.tolist() == [11, 22, 33, 44] and out.tolist() == [11, 22, 33, 44, -7, -7]
-        assert last[:6].tolist() == [22, -7, -7, -7, -7, 11] and last[6] in (33, 44)
-
-    @pytest.mark.parametrize("temperature", [0.0, 1.0])
-    @pytest.mark.parametrize("vocab_size", [300, TILE, TILE + 1])
-    def test_nothing_that_is_no_token(self, temperature: float, vocab_size: int) -> None:
-        """What is drawn is looked up in the embedding next: an id beyond it would end the engine on a GPU."""
-        logits = torch.full((4, vocab_size), torch.nan, device=DEVICE)
-        logits[1, 200:] = -torch.inf
-        logits[2] = -torch.inf
-        logits[3] = torch.inf
-        zero = torch.zeros(4, dtype=torch.int32, device=DEVICE)
-        tokens = gumbel_max(logits, torch.full((4,), temperature, device=DEVICE), zero, zero, zero, offset=40)
-        assert all(40 <= token < 40 + vocab_size for token in tokens.tolist())
-        assert tokens[[0, 2, 3]].tolist() == [40] * 3
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])
