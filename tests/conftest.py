@@ -22,7 +22,6 @@ if not CUDA:
         interpreter.remember_types()
         interpreter.remember_operands()
         interpreter.find_overflows_at_once()
-        interpreter.call_at_once()
         interpreter.stay_inside_the_arguments()
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job ignores it, and so would children
 torch.set_num_threads(1)

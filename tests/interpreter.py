@@ -132,21 +132,6 @@ def find_overflows_at_once() -> None:
     interpreter.interpreter_semantic.binary_op_sanitize_overflow_impl = check
 
 
-def call_at_once() -> None:
-    """A builtin is called by itself, not by way of two functions that hand its arguments on."""
-
-    def patch(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
-        function = getattr(member, "__wrapped__", member)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            kwargs["_semantic"] = interpreter.interpreter_semantic
-            return function(*args, **kwargs)
-
-        scope.set_attr(owner, name, call)
-
-    interpreter._patch_attr = patch
-
-
 def stay_inside_the_arguments() -> None:
     """A kernel that touches memory outside its arguments fails, as it would on a GPU if the next bytes belong to nobody.
 

@@ -1,5 +1,7 @@
-"""The modules with kernels, the core's and each elective's, by name. Imports nothing, so that a process without torch may ask."""
+"""The modules with kernels, the core's and each elective's, by name: `python -m tests.kernel_modules` imports them without torch."""
 
+import sys
+from importlib import import_module
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "folovllm"
@@ -7,9 +9,17 @@ NONE_OF_TRITON = "folovllm.kernels.dry_run"
 
 
 def kernel_modules() -> list[str]:
-    """Dotted names of the files in `kernels/` and `hopper/` of any package."""
+    """Dotted names of the files in `kernels/` and `hopper/` of any package. Imports nothing."""
     files = [*PACKAGE.rglob("kernels/*.py"), *PACKAGE.glob("hopper/*.py")]
-    names = [
+    names = {
         ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) for file in files if file.stem != "__init__"
-    ]
-    return sorted(name for name in names if name != NONE_OF_TRITON)
+    }
+    return sorted(names - {NONE_OF_TRITON})
+
+
+if __name__ == "__main__":
+    from folovllm.kernels.compile_worker import WITHOUT, TorchStub
+
+    sys.modules.update({name: TorchStub(name) for name in WITHOUT})
+    for module in kernel_modules():
+        import_module(module)

@@ -17,6 +17,7 @@ from tests.docs.blocks import ROOT, Block, blocks, links, pages
 from tests.warm import Warm
 
 SECONDS = 150  # for one block
+README = ROOT / "README.md"
 LEFT_OUT = shutil.ignore_patterns(".*", "mine", "site", "*.egg-info", "build", "dist")  # compiled modules come along
 WITH_COMMANDS = [page for page in pages() if any(not block.no_run for block in blocks(page))]
 
@@ -93,42 +94,38 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert [target for target in links(page) if not (page.parent / target).exists()] == []
 
 
-class TestBlocks:
-    PAGE = ROOT / "README.md"
+def test_what_is_said_above_a_block() -> None:
+    """A reason or a line to run first. Of a console the prompts are run, a named file has its name, an excerpt is nothing to type."""
+    text = (
+        "<!-- no-run: downloads a model -->\n```bash\nfolovllm chat\n```\n\n"
+        "<!-- before: x = 1 -->\n\n```python\n# my_backends.py\nprint(x)\n```\n\n"
+        "<!-- code folovllm.config:PRESETS -->\n\n```python\nPRESETS = nope\n```\n\n<!-- end -->\n\n"
+        "```console\n$ true\noutput\n$ false\n```\n"
+    )
+    first, second, third = blocks(README, text)
+    assert (first.no_run, first.before, first.line, first.file_name) == ("downloads a model", "", 2, "block_2.py")
+    assert (second.script, second.file_name) == ("x = 1\n# my_backends.py\nprint(x)\n\n", "my_backends.py")
+    assert third.script == "true\nfalse\n"
 
-    def test_what_is_said_above_a_block(self) -> None:
-        text = "<!-- no-run: downloads a model -->\n```bash\nfolovllm chat\n```\n\n<!-- before: x = 1 -->\n\n```python\nprint(x)\n```\n"
-        first, second = blocks(self.PAGE, text)
-        assert (first.no_run, first.before, first.line) == ("downloads a model", "", 2)
-        assert second.script == "x = 1\nprint(x)\n\n"
 
-    def test_of_a_console_the_prompts(self) -> None:
-        (block,) = blocks(self.PAGE, "```console\n$ true\noutput\n$ false\n```\n")
-        assert block.script == "true\nfalse\n"
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- no-run: I would rather not -->\n```bash\ntrue\n```\n", "'I would rather not' is no reason"),
+        ("```\nfolovllm generate\n```\n", "without a language"),
+    ],
+)
+def test_commands_that_would_escape(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        blocks(README, text)
 
-    def test_an_excerpt_is_nothing_to_type(self) -> None:
-        excerpt = "<!-- code folovllm.config:PRESETS -->\n\n```python\nPRESETS = nope\n```\n\n<!-- end -->\n\n"
-        (block,) = blocks(self.PAGE, f"{excerpt}```python\nx = 1\n```\n")
-        assert block.code == "x = 1\n"
 
-    def test_a_file_has_its_name(self) -> None:
-        first, second = blocks(self.PAGE, "```python\n# my_backends.py\nx = 1\n```\n\n```python\n# nothing\n```\n")
-        assert (first.file_name, second.file_name) == ("my_backends.py", "block_6.py")
-
-    def test_no_reason(self) -> None:
-        with pytest.raises(ValueError, match="'I would rather not' is no reason"):
-            blocks(self.PAGE, "<!-- no-run: I would rather not -->\n```bash\ntrue\n```\n")
-
-    def test_commands_that_would_escape(self) -> None:
-        with pytest.raises(ValueError, match="without a language"):
-            blocks(self.PAGE, "```\nfolovllm generate\n```\n")
-
-    @pytest.mark.slow
-    def test_a_failure_is_one(self, tmp_path: Path) -> None:
-        commands = Path(sys.executable).parent
-        assert run(Block(self.PAGE, 1, "bash", "false\ntrue\n"), tmp_path, commands).startswith("status 1")
-        assert "NameError" in run(Block(self.PAGE, 1, "python", "nope\n"), tmp_path, commands)
-        assert run(Block(self.PAGE, 1, "bash", "true\n"), tmp_path, commands) == ""
+@pytest.mark.slow
+def test_a_failure_is_one(tmp_path: Path) -> None:
+    commands = Path(sys.executable).parent
+    assert run(Block(README, 1, "bash", "false\ntrue\n"), tmp_path, commands).startswith("status 1")
+    assert "NameError" in run(Block(README, 1, "python", "nope\n"), tmp_path, commands)
+    assert run(Block(README, 1, "bash", "true\n"), tmp_path, commands) == ""
 
 
 def test_the_reading_order_is_that_of_the_source() -> None:

@@ -13,9 +13,7 @@ from tests.docs.blocks import ROOT, pages
 
 WORDS, LINES, COLUMNS = 4500, 150, 120
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-CHAPTERS = [
-    page for page in DOCS if re.fullmatch(r"\w*\d_\w+\.md", page.name)
-]  # electives' too; words are counted in English
+CHAPTERS = [page for page in DOCS if re.fullmatch(r"\w*\d_\w+\.md", page.name)]  # electives' too; words are English
 
 
 def tokens(text: str) -> list[Token]:
@@ -64,19 +62,14 @@ def test_comments_are_shown_in_full(page: Path) -> None:
     assert len(wide := wide_comments(page.read_text("utf-8"))) == 0, wide
 
 
-class TestHowPagesAreRead:
-    TABLE = "| a | b |\n|---|---|\n| 1 | 2 |\n"
-
-    def test_a_blank_line_breaks_a_table(self) -> None:
-        assert rows_as_text(self.TABLE + "| 3 | 4 |\n") == []
-        assert rows_as_text(self.TABLE + "\n| 3 | 4 |\n| 5 | 6 |\n") == ["| 3 | 4 |", "| 5 | 6 |"]
-        assert rows_as_text("```\n| a |\n```\n") == []
-
-    def test_words_and_lines(self) -> None:
-        text = f"# Two words\n\nIt's `one` [more](link.md), $x^2$.\n\n{self.TABLE}\n```python\nx = 1\n\ny = 2\n```\n"
-        assert (num_words(text), num_code_lines(text)) == (2 + 3 + 4, 3)
-        assert num_code_lines("```mermaid\nflowchart LR\n```\n") == 0
-
-    def test_a_comment_beyond_the_page(self) -> None:
-        assert wide_comments("```bash\n" + "x" * 100 + " # " + "y" * 20 + "\n```\n")
-        assert not wide_comments("```bash\n" + "x" * 100 + " # short\n" + "z" * 200 + "\n```\n")
+def test_how_pages_are_read() -> None:
+    table = "| a | b |\n|---|---|\n| 1 | 2 |\n"
+    assert rows_as_text(table) == rows_as_text("```\n| a |\n```\n") == []
+    assert rows_as_text(table + "\n| 3 | 4 |\n") == ["| 3 | 4 |"], "a blank line breaks a table"
+    text = f"# Two words\n\nIt's `one` [more](link.md), $x^2$.\n\n{table}\n```python\nx = 1\n\ny = 2\n```\n"
+    assert (num_words(text), num_code_lines(text)) == (2 + 3 + 4, 3)
+    assert num_code_lines("```mermaid\nflowchart LR\n```\n") == 0
+    long = "x" * 100
+    assert wide_comments(f"```bash\n{long} # {long}\n```\n") and not wide_comments(
+        f"```bash\n{long} # short\n{long}{long}\n```\n"
+    )

@@ -20,15 +20,7 @@ from tests.docs.blocks import ROOT
 
 NOT_TRANSLATED = "本页还没有中文版"  # the English page, looked at once
 COLUMNS = 120  # of code, that a page shows at a width of 1,440 pixels
-FETCHED = {
-    "script": "src",
-    "img": "src",
-    "link": "href",
-    "iframe": "src",
-    "source": "src",
-    "video": "src",
-    "object": "data",
-}
+FETCHED = dict.fromkeys(("script", "img", "iframe", "source", "video"), "src") | {"link": "href", "object": "data"}
 
 
 @pytest.fixture(scope="module")
@@ -65,18 +57,12 @@ def test_what_counts_as_fetched() -> None:
 
 @pytest.mark.slow
 def test_no_page_names_an_address_to_fetch(site: Path) -> None:
-    outside = [
-        f"{file.relative_to(site)}: {address}"
-        for file in site.rglob("*.html")
-        for address in Fetched(file.read_text("utf-8")).addresses
-        if re.match(r"(\w+:)?//", address)
+    fetched = [
+        (file, address) for file in site.rglob("*.html") for address in Fetched(file.read_text("utf-8")).addresses
     ]
-    assert outside == []
-    assert not [
-        file
-        for file in site.rglob("*.css")
-        if re.search(r"(url\(|@import)\s*['\"]?(https?:)?//", file.read_text("utf-8"))
-    ]
+    assert [(file, address) for file, address in fetched if re.match(r"(\w+:)?//", address)] == []
+    styles = {file: file.read_text("utf-8") for file in site.rglob("*.css")}
+    assert not [file for file, style in styles.items() if re.search(r"(url\(|@import)\s*['\"]?(https?:)?//", style)]
 
 
 @pytest.mark.slow
@@ -84,10 +70,8 @@ def test_a_page_with_a_diagram_has_the_script_that_draws_it(site: Path) -> None:
     with_diagrams = [file for file in site.rglob("*.html") if browser.num_diagrams(file)]
     assert with_diagrams
     for file in with_diagrams:
-        scripts = [
-            file.parent / address for address in Fetched(file.read_text("utf-8")).addresses if "mermaid" in address
-        ]
-        assert [script.resolve().is_file() for script in scripts] == [True], file
+        scripts = [script for script in Fetched(file.read_text("utf-8")).addresses if "mermaid" in script]
+        assert [(file.parent / script).resolve().is_file() for script in scripts] == [True], file
 
 
 @pytest.mark.slow
@@ -127,13 +111,8 @@ def test_a_stale_section_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         f"<!-- source: waste 0123456789ab -->\n# 浪费\n\n旧。\n\n<!-- source: more {more} -->\n## 更多\n\n文本。\n"
     )
     (tmp_path / "a.zh.md").write_text(chinese, "utf-8")
-    file = SimpleNamespace(
-        name="a",
-        abs_src_path=str(tmp_path / "a.zh.md"),
-        dest_uri="zh/a/index.html",
-        localization="zh",
-        locale_alternate_of="zh",
-    )
+    where = {"abs_src_path": str(tmp_path / "a.zh.md"), "dest_uri": "zh/a/index.html"}
+    file = SimpleNamespace(name="a", localization="zh", locale_alternate_of="zh", **where)
     shown = hooks.on_page_markdown(chinese, SimpleNamespace(file=file, url="zh/a/"))
     assert shown.startswith('# 浪费 { #waste }\n\n<div class="banner">本节的英文原文已有改动')
     assert (

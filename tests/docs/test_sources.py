@@ -57,14 +57,6 @@ def test_it_is_answered_or_says_why_not(what: str, entry: Any) -> None:
     assert places and not [said for place in places if (said := missing(place))]
 
 
-def test_all_five_texts_and_their_questions_are_there() -> None:
-    assert list(SOURCES) == [
-        "m1_walkthrough", "nano_vllm_line_by_line", "qwen3_0_6b_tutorial", "key_techniques", "core_flow",
-    ]  # fmt: skip
-    asked = {text for text, parts in SOURCES.items() if "questions" in parts}
-    assert asked == {"nano_vllm_line_by_line", "qwen3_0_6b_tutorial"}, "those of the first text are headings"
-
-
 def test_what_is_missing_is_found() -> None:
     assert missing("nowhere.md#x") == "there is no docs/nowhere.md"
     assert missing("0_what_happens.md#nothing") == "0_what_happens.md has no heading #nothing"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from folovllm.attention.growing_cache import GrowingKVCache
-from folovllm.attention.ops import create_causal_mask, naive_attention, reshape_and_cache_kv
+from folovllm.attention.ops import create_causal_mask, gather_kv, naive_attention, reshape_and_cache_kv
 from tests.tiny import worked_case
 
 

@@ -19,8 +19,8 @@ from folovllm.sample.sampler import Sampler
 from folovllm.sampling_params import SamplingParams
 from folovllm.sampling_row import MAX_BAD_TOKENS, mask_of
 from folovllm.step.sampling_spec import SamplingSpec, about_to_end
-from tests.draws import adjusted, note, state_of
 from tests.helpers import tiny_checkpoint, tiny_tokenizer
+from tests.sampling import adjusted, note, state_of
 from tests.workloads import make_engine
 
 V = 70

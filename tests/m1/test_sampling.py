@@ -22,7 +22,7 @@ from folovllm.sample.filters import apply_min_p_filtering, apply_top_k_filtering
 from folovllm.sample.noise import gumbel, philox_4x32_10, uniform
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.sampling_params import SamplingParams
-from tests.draws import adjusted, note, state_of
+from tests.sampling import adjusted, note, state_of
 from tests.tiny import worked_case
 
 INF = float("inf")

@@ -19,21 +19,6 @@ LENS = [1, 15, 16, 17, 0, 32, 33, 64, 65, 130]
 SMALL = DecodeConfig(tile=16, min_chunk=32, max_chunk=32, queue_chunk=32, merge_step=2)
 
 
-def decode(lens, block_size, heads=(2, 1), dim=16, dtype=torch.float32, config=SMALL, num_programs=3):
-    """Plan and run twice (the counters must wind back); returns (out, reference, the object)."""
-    torch.manual_seed(0)
-    paged = Paged.make(lens, block_size, heads[1], dim, dtype)
-    query = torch.randn(len(lens), heads[0], dim, device=DEVICE, dtype=dtype)
-    kernel = SplitKVDecode(len(lens) + 2, heads[0], heads[1], dim, block_size, DEVICE, config, num_programs)
-    out = torch.empty_like(query)
-    for _ in range(2):
-        out.fill_(float("nan"))
-        kernel.plan(paged.seq_lens, len(lens))
-        kernel(query, paged.kv_cache, paged.block_tables, len(lens), dim**-0.5, out)
-        assert not kernel.queue.any() and not kernel.done.any()
-    return out, paged.attention(query, [1] * len(lens)), kernel
-
-
 @given(st.lists(st.integers(0, 700), min_size=1, max_size=6), st.sampled_from([1, 4, 16]), st.integers(1, 40))
 @settings(max_examples=15)
 def test_plan_covers_every_token_once(lens, heads, num_programs):
@@ -69,6 +54,15 @@ def split_kernel(
     tl.store(acc_ptr + m[:, None] * D + d[None, :], acc)
 
 
+def state_of_chunk(paged, q, first, last, scale):
+    """What the loop over the keys `first` to `last` of the only sequence leaves: maxima, sums [16], and weighted values [16, 16]."""
+    state = torch.empty(16, device=DEVICE), torch.empty(16, device=DEVICE), torch.empty(16, 16, device=DEVICE)
+    k, v = paged.kv_cache
+    split_kernel[(1,)](q, k, v, paged.block_tables, *state, first, last, scale,
+                       STRIDE_BLOCK=k.stride(0), STRIDE_TOKEN=k.stride(1), B=k.shape[1], M=16, D=16)  # fmt: skip
+    return state
+
+
 def test_a_worked_case_of_a_chunk():
     """Keys 16 to 33 of a sequence of 34, in blocks of 8 and tiles of 16. All scores are -2, the value of token i is i."""
     torch.manual_seed(0)
@@ -78,9 +72,7 @@ def test_a_worked_case_of_a_chunk():
     k[where], v[where] = -2.0, position[:, None].float()
     q = torch.zeros(16, 16, device=DEVICE)
     q[:, 0] = 1
-    row_max, row_sum, acc = torch.empty(16, device=DEVICE), torch.empty(16, device=DEVICE), torch.empty_like(q)
-    split_kernel[(1,)](q, k, v, paged.block_tables, row_max, row_sum, acc, 16, 34, 1.0,
-                       STRIDE_BLOCK=k.stride(0), STRIDE_TOKEN=k.stride(1), B=8, M=16, D=16)  # fmt: skip
+    row_max, row_sum, acc = state_of_chunk(paged, q, 16, 34, 1.0)
     got = {"row_max": row_max[0], "row_sum": row_sum[0], "acc": acc[0, 0]}
     says = "18 keys whose scores are all the largest, so their weights are 1; and 16 + 17 + ... + 33 = 441"
     worked_case("m4.4", got, {"row_max": -2.0, "row_sum": 18.0, "acc": 441.0}, says)
@@ -93,11 +85,7 @@ def test_one_chunk(block_size, first, last):
     torch.manual_seed(0)
     paged = Paged.make([48], block_size, 1, 16)
     q = torch.randn(16, 16, device=DEVICE)
-    state = torch.empty(16, device=DEVICE), torch.empty(16, device=DEVICE), torch.empty(16, 16, device=DEVICE)
-    k, v = paged.kv_cache
-    split_kernel[(1,)](q, k, v, paged.block_tables, *state, first, last, 0.25 * LOG2_E,
-                       STRIDE_BLOCK=k.stride(0), STRIDE_TOKEN=k.stride(1), B=block_size, M=16, D=16)  # fmt: skip
-    row_max, row_sum, acc = state
+    row_max, row_sum, acc = state_of_chunk(paged, q, first, last, 0.25 * LOG2_E)
     position = torch.arange(first, last, device=DEVICE)
     key, value = paged.kv_cache[:, paged.block_tables[0, position // block_size], position % block_size, 0].double()
     if first == last:
@@ -146,11 +134,8 @@ def test_no_key_outside_the_chunk_is_read(block_size, first, last, like_a_gpu):
     key, value = paged.kv_cache[:, blocks[~outside], within[~outside], 0].double()
     paged.kv_cache[:, blocks[outside], within[outside]] = float("nan")
     q = torch.randn(16, 16, device=DEVICE)
-    state = torch.empty(16, device=DEVICE), torch.empty(16, device=DEVICE), torch.empty(16, 16, device=DEVICE)
-    k, v = paged.kv_cache
-    split_kernel[(1,)](q, k, v, paged.block_tables, *state, first, last, 0.25 * LOG2_E,
-                       STRIDE_BLOCK=k.stride(0), STRIDE_TOKEN=k.stride(1), B=block_size, M=16, D=16)  # fmt: skip
-    assert_close(state[2] / state[1][:, None], (q.double() @ key.T * 0.25).softmax(-1) @ value)
+    _, row_sum, acc = state_of_chunk(paged, q, first, last, 0.25 * LOG2_E)
+    assert_close(acc / row_sum[:, None], (q.double() @ key.T * 0.25).softmax(-1) @ value)
 
 
 @triton.jit
@@ -227,41 +212,35 @@ def test_merge_reads_past_the_l1_cache(like_a_gpu):
     )
 
 
-@pytest.mark.parametrize("block_size", [8, 16, 24, 64])
-def test_lengths_around_every_boundary(block_size):
-    """Chunks of 32 in tiles of 16, three programs for some 17 items; a row of length 0 gets zeros."""
-    out, expected, _ = decode(LENS, block_size)
-    assert_close(out, expected)
-    assert not out[LENS.index(0)].any()
-
-
-@pytest.mark.parametrize("num_programs", [1, 2, 200])
-def test_any_number_of_programs(num_programs):
-    """One that does it all, and more than there is work for."""
-    out, expected, _ = decode(LENS[-4:], 16, num_programs=num_programs)
-    assert_close(out, expected)
-
-
-@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (3, 1), (14, 2)])
-def test_grouped_heads(heads):
-    """A group of any size rides along as rows of one matrix product."""
-    out, expected, _ = decode([40, 7], 16, heads=heads)
-    assert_close(out, expected)
-
-
-def test_float16():
-    """Half precision in and out; partial results stay in float32."""
-    out, expected, _ = decode([70, 3], 16, dim=32, dtype=torch.float16)
-    assert_close(out, expected)
-
-
-def test_only_padding():
-    """A batch of length-0 rows: zeros, no NaN."""
-    out, _, _ = decode([0, 0, 0], 16)
-    assert not out.any()
-
-
-def test_default_sizes():
-    """The table's own configuration, in which the grid follows the batch's size."""
-    out, expected, _ = decode([100, 5], 16, config=None, num_programs=None)
-    assert_close(out, expected)
+@pytest.mark.parametrize(
+    ("lens", "options"),
+    [
+        *((LENS, {"block_size": size}) for size in (8, 16, 24, 64)),  # three programs for some 17 items of 32 tokens
+        *(
+            (LENS[-4:], {"num_programs": count}) for count in (1, 2, 200)
+        ),  # one that does it all, and more than there is work
+        *(([40, 7], {"heads": heads}) for heads in ((1, 1), (4, 2), (3, 1), (14, 2))),
+        ([70, 3], {"dim": 32, "dtype": torch.float16}),
+        ([0, 0, 0], {}),  # padding alone
+        (
+            [100, 5],
+            {"config": None, "num_programs": None},
+        ),  # the table's own, in which the grid follows the batch's size
+    ],
+)
+def test_the_whole_decode(lens, options):
+    """Around every boundary, with heads in groups of any size; a row of length 0 gets zeros."""
+    torch.manual_seed(0)
+    given = {"block_size": 16, "heads": (2, 1), "dim": 16, "dtype": torch.float32, "config": SMALL, "num_programs": 3}
+    block_size, heads, dim, dtype, config, num_programs = (given | options).values()
+    paged = Paged.make(lens, block_size, heads[1], dim, dtype)
+    query = torch.randn(len(lens), heads[0], dim, device=DEVICE, dtype=dtype)
+    kernel = SplitKVDecode(len(lens) + 2, *heads, dim, block_size, DEVICE, config, num_programs)
+    out = torch.empty_like(query)
+    for _ in range(2):  # the counters must wind back
+        out.fill_(float("nan"))
+        kernel.plan(paged.seq_lens, len(lens))
+        kernel(query, paged.kv_cache, paged.block_tables, len(lens), dim**-0.5, out)
+        assert not kernel.queue.any() and not kernel.done.any()
+    assert_close(out, paged.attention(query, [1] * len(lens)))
+    assert not out[paged.seq_lens == 0].any()

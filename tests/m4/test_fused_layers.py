@@ -14,7 +14,6 @@ from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.rotary_embedding import RotaryEmbedding
 from folovllm.model_config import head_dim_of
 from folovllm.models.fused import fused_layers
-from folovllm.models.fused_layer import DeferredNormDecoderLayer, skinny_layers
 from tests.helpers import FAMILIES, Driver, assert_logits_equal, prompts, tiny_checkpoint
 from tests.m4.cases import DEVICE, assert_close
 from tests.tiny import worked_case
@@ -105,11 +104,23 @@ def test_add_rms_norm_of_rows_with_different_strides(like_a_gpu):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [16, 72, 1100])
-def test_silu_and_mul(width, dtype):
-    """Widths that fill no block, one, and more than one."""
+@pytest.mark.parametrize("late", [False, True])
+def test_silu_and_mul(width, late, dtype):
+    """Widths that fill no block, one, and more than one. Dividing by the stream's root mean square afterwards is what a
+    norm before the projection would have done; eps keeps a stream of zeros finite, and is what counts in a small one.
+    """
     torch.manual_seed(0)
-    gate_up = 4 * torch.randn(3, 2 * width, device=DEVICE, dtype=dtype)
-    assert_close(silu_and_mul(gate_up), SiluAndMul()(gate_up))
+    gate_up, stream = (4 * torch.randn(3, n, device=DEVICE, dtype=dtype) for n in (2 * width, 40))
+    if not late:
+        assert_close(silu_and_mul(gate_up), SiluAndMul()(gate_up))
+        return
+    for row, value in enumerate((0.0, 1e-3)):
+        gate_up[row], stream[row] = value, value
+    root = (stream.float().square().mean(1, keepdim=True) + 1e-6).sqrt()
+    out, expected = silu_and_mul(gate_up, stream, 1e-6), SiluAndMul()((gate_up / root).to(dtype))
+    assert not out[0].any()
+    for row in (1, 2):
+        assert_close(out[row], expected[row])
 
 
 @pytest.mark.x4
@@ -124,20 +135,27 @@ def test_gelu_and_mul(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_norm", [False, True])
-@pytest.mark.parametrize("heads", [(4, 2), (3, 1)])
-def test_qk_norm_rope_store(heads, with_norm, dtype):
-    """Q comes back, K and V are in their slots, the rest of the cache is untouched, -1 stores nothing."""
+@pytest.mark.parametrize(("heads", "late"), [((4, 2), False), ((3, 1), False), ((4, 2), True)])
+def test_qk_norm_rope_store(heads, late, with_norm, dtype):
+    """Q comes back, K and V are in their slots, the rest of the cache is untouched, -1 stores nothing.
+
+    `late`: queries, keys and values are first divided by the root mean square of the stream.
+    """
     torch.manual_seed(0)
     (num_heads, num_kv_heads), dim, block_size = heads, 16, 4
     rope = RotaryEmbedding(10000.0 ** -(torch.arange(0, dim, 2) / dim), 64).to(DEVICE)
     qkv = torch.randn(4, num_heads + 2 * num_kv_heads, dim, device=DEVICE, dtype=dtype)
-    query, key, value = qkv.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+    stream = 2 * torch.randn(4, 40, device=DEVICE, dtype=dtype)
     positions, slots = torch.tensor([0, 7, 63, 20], device=DEVICE), torch.tensor([5, 0, -1, 11], device=DEVICE)
     q_norm, k_norm = norm(dim, dtype), norm(dim, dtype)
     kv_cache = torch.full((2, 3, num_kv_heads, block_size, dim), 7.0, device=DEVICE, dtype=dtype).transpose(2, 3)
     weights = (q_norm.weight, k_norm.weight) if with_norm else (None, None)
     preparation = Preparation(rope.cos_sin_cache, *weights, q_norm.eps)
-    out = qk_norm_rope_store(query, key, value, positions, kv_cache, slots, preparation)
+    parts, extra = [num_heads, num_kv_heads, num_kv_heads], (stream, 1e-5) if late else ()
+    out = qk_norm_rope_store(*qkv.split(parts, dim=1), positions, kv_cache, slots, preparation, *extra)
+    if late:
+        qkv = (qkv / (stream.float().square().mean(1) + 1e-5).sqrt()[:, None, None]).to(dtype)
+    query, key, value = qkv.split(parts, dim=1)
     if with_norm:
         query, key = q_norm(query), k_norm(key)
     expected, key = rope(positions, query, key)
@@ -145,72 +163,25 @@ def test_qk_norm_rope_store(heads, with_norm, dtype):
     flat = kv_cache.reshape(2, -1, num_kv_heads, dim)
     live = slots >= 0
     assert_close(flat[0, slots[live]], key[live])
-    assert torch.equal(flat[1, slots[live]], value[live])
+    assert_close(flat[1, slots[live]], value[live])
+    assert late or torch.equal(flat[1, slots[live]], value[live])
     rest = torch.ones(flat.shape[1], dtype=torch.bool, device=DEVICE)
     rest[slots[live]] = False
     assert (flat[:, rest] == 7).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_and_mul_of_what_was_not_normalised(dtype):
-    """Dividing by the stream's root mean square afterwards is what a norm before the projection would have done."""
-    torch.manual_seed(0)
-    gate_up, stream = (torch.randn(3, n, device=DEVICE, dtype=dtype) for n in (144, 40))
-    root = (stream.float().square().mean(1, keepdim=True) + 1e-5).sqrt()
-    assert_close(silu_and_mul(gate_up, stream, 1e-5), SiluAndMul()((gate_up / root).to(dtype)))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_norm", [False, True])
-def test_qk_norm_rope_store_of_what_was_not_normalised(with_norm, dtype):
-    """The same of queries, keys and values: as if they had been divided before."""
-    torch.manual_seed(0)
-    rope = RotaryEmbedding(10000.0 ** -(torch.arange(0, 16, 2) / 16), 64).to(DEVICE)
-    qkv, stream = torch.randn(3, 8, 16, device=DEVICE, dtype=dtype), 2 * torch.randn(3, 40, device=DEVICE, dtype=dtype)
-    positions, slots = torch.tensor([3, 9, 50], device=DEVICE), torch.tensor([2, 7, 4], device=DEVICE)
-    weights = [norm(16, dtype).weight for _ in range(2)] if with_norm else [None, None]
-    preparation = Preparation(rope.cos_sin_cache, *weights, 1e-6)
-    root = (stream.float().square().mean(1) + 1e-5).sqrt()[:, None, None]
-    results = []
-    for heads, extra in ((qkv, (stream, 1e-5)), ((qkv / root).to(dtype), ())):
-        kv_cache = torch.zeros(2, 2, 4, 2, 16, device=DEVICE, dtype=dtype)
-        query, key, value = heads.split([4, 2, 2], dim=1)
-        out = qk_norm_rope_store(query, key, value, positions, kv_cache, slots, preparation, *extra)
-        results.append((out, kv_cache))
-    for late, early in zip(*results, strict=True):
-        assert_close(late, early)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
-def test_heads_that_no_tile_fits_keep_their_torch_layers(family):
-    """flash-attn takes heads of any width in steps of 8; their norms are rows of three dimensions."""
-    path = tiny_checkpoint(family, head_dim=24)
-    plain, fused = (Driver(path, "torch_paged", device=DEVICE.type, layers=s) for s in (LayerSet(), fused_layers(24)))
-    for pieces in ({0: [5, 6, 7]}, {0: [8]}):
-        assert_logits_equal(fused.step(pieces)[0], plain.step(pieces)[0])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_late_division_of_zeros_and_of_small_numbers(dtype):
-    """eps keeps a stream of zeros finite, and is what counts where the stream is small."""
-    gate_up = torch.tensor([[0.0] * 10, [1e-3] * 10], device=DEVICE, dtype=dtype)
-    stream = torch.tensor([[0.0] * 7, [1e-3] * 7], device=DEVICE, dtype=dtype)
-    root = (stream.float().square().mean(1, keepdim=True) + 1e-6).sqrt()
-    out = silu_and_mul(gate_up, stream, 1e-6)
-    assert not out[0].any()
-    assert_close(out, SiluAndMul()((gate_up / root).to(dtype)))
-
-
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.m6)])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_fused_model_computes_what_its_layers_did(family, whole):
-    """Prompts and decodes, for every family. Of the whole layers those whose projections have biases keep their norms."""
-    path = tiny_checkpoint(family, attention_bias=True) if family == "llama" else tiny_checkpoint(family)
-    layers = (skinny_layers if whole else fused_layers)(head_dim_of(AutoConfig.from_pretrained(path)))
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        *((family, {"attention_bias": True} if family == "llama" else {}) for family in FAMILIES),
+        *((family, {"head_dim": 24}) for family in ("qwen3", "llama")),  # no tile fits: heads keep their torch layers
+    ],
+)
+def test_a_fused_model_computes_what_its_layers_did(family, fields):
+    """Prompts and decodes, for every family. (With the layers of M6: `tests/m6/test_fused_layer.py`.)"""
+    path = tiny_checkpoint(family, **fields)
+    layers = fused_layers(head_dim_of(AutoConfig.from_pretrained(path)))
     plain, fused = (Driver(path, "torch_paged", device=DEVICE.type, layers=s) for s in (LayerSet(), layers))
-    if whole:
-        folded = [layer.folded for layer in fused.model.modules() if isinstance(layer, DeferredNormDecoderLayer)]
-        assert folded == [family in ("qwen3", "mistral", "phi3")] * 3
     first, second = prompts([9, 5])
     for pieces in ({0: first, 1: second}, {0: [7], 1: [8]}, {0: [3], 1: [1, 2, 3]}):
         expected = plain.step(pieces)

@@ -57,20 +57,23 @@ def test_ragged_batch_in_blocks_of_any_size(block_size):
     check([5, 20, 1, 37], [5, 3, 1, 20], block_size)
 
 
-@pytest.mark.parametrize("heads", [(1, 1), (4, 2), (6, 2), (3, 1)])
-def test_grouped_heads(heads):
-    """Query head h reads KV head h // (Hq / Hkv), also where the group is no power of two."""
-    check([19], [9], block_size=16, heads=heads)
-
-
 def test_float16():
     """Half precision in and out, float32 in between."""
     check([20, 33], [20, 10], block_size=16, dim=32, dtype=torch.float16)
 
 
-def test_default_tiles_and_a_loose_bound():
-    """The table's own sizes; a longer bound on the query length costs programs, not correctness. A row may be empty."""
-    check([21, 8, 0], [6, 0, 0], block_size=16, config=None, bound=50)
+@pytest.mark.parametrize(
+    ("lens", "new", "options"),
+    [
+        *(
+            ([19], [9], {"heads": heads}) for heads in ((1, 1), (4, 2), (6, 2), (3, 1))
+        ),  # a group may be no power of two
+        ([21, 8, 0], [6, 0, 0], {"config": None, "bound": 50}),  # the table's tiles; a loose bound costs programs alone
+    ],
+)
+def test_grouped_heads_and_default_tiles(lens, new, options):
+    """Query head h reads KV head h // (Hq / Hkv). A row may be empty."""
+    check(lens, new, block_size=16, **options)
 
 
 def test_decodes_before_are_left_alone():

@@ -62,11 +62,12 @@ def test_padding_does_not_write_the_last_slot():
     assert (kv_cache == 7).all(), "slot -1 writes nothing"
 
 
-def test_slices_of_one_projection():
-    """Key and value as they leave the QKV projection: rows that are not contiguous."""
-    qkv = torch.randn(4, 6, 16, device=DEVICE)  # 2 query heads, 2 of K, 2 of V
+@pytest.mark.parametrize("of_one", [True, False])
+def test_rows_that_are_not_contiguous(of_one):
+    """Two slices of the QKV projection; and a slice beside a tensor of its own, with another stride."""
+    qkv, own = torch.randn(4, 6, 16, device=DEVICE), torch.randn(4, 2, 16, device=DEVICE)
+    key, value = qkv[:, 2:4], qkv[:, 4:] if of_one else own
     kv_cache, slots = cache(2, 8, 2, 16), [9, 0, 15, 3]
-    key, value = qkv[:, 2:4], qkv[:, 4:]
     expected = stored(key, value, kv_cache, slots)
     store_kvcache(key, value, kv_cache, torch.tensor(slots, device=DEVICE))
     assert torch.equal(kv_cache, expected), "the rows of a slice are stride_key and stride_value apart"
@@ -77,15 +78,6 @@ def test_nothing_to_store():
     kv_cache = cache(1, 4, 1, 16)
     store_kvcache(*torch.empty(2, 0, 1, 16, device=DEVICE), kv_cache, torch.empty(0, dtype=torch.int64, device=DEVICE))
     assert (kv_cache == 7).all(), "no tokens, no writes"
-
-
-def test_keys_and_values_with_rows_of_different_strides():
-    """Slices of two tensors: each has a stride of its own."""
-    keys, values = torch.randn(3, 5, 16, device=DEVICE), torch.randn(3, 2, 16, device=DEVICE)
-    kv_cache, slots = cache(2, 4, 2, 16), [6, 1, 4]
-    expected = stored(keys[:, 1:3], values, kv_cache, slots)
-    store_kvcache(keys[:, 1:3], values, kv_cache, torch.tensor(slots, device=DEVICE))
-    assert torch.equal(kv_cache, expected), "keys and values have a stride each"
 
 
 @pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,43 +16,56 @@ from tests.m6.devices import DEVICE
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from folovllm.kernels.gumbel_max import TILE, gumbel_max
 from folovllm.kernels.skinny_linear import serves, skinny_linear, tiling
 from folovllm.kernels.unpack_step import unpack_decode
 
 
+def product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    norm_eps: float | None = None,
+    gated: bool = False,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same in float64, by torch."""
+    normed = x.double() if norm_eps is None else F.rms_norm(x.double(), x.shape[1:], eps=norm_eps)
+    y = F.linear(normed, weight.double())
+    if gated:
+        gate, up = y.chunk(2, dim=-1)
+        y = F.silu(gate) * up
+    return y if residual is None else residual + y
+
+
+OPTIONS: list[dict[str, Any]] = [{}, {"gated": True}, {"norm_eps": 1e-5}, {"norm_eps": 1e-5, "gated": True}]
+SHAPES = [
+    (1, 72, 8),
+    (4, 512, 10),
+    (2, 700, 3),
+    (4, 1100, 20),
+    (2, 1, 2),
+    (1, 5, 9),
+    (2, 513, 1),
+]  # tokens, width, rows
+IN_PAIRS = [(1, 2, 1), (4, 34, 7), (3, 514, 9), (1, 514, 9), (4, 1100, 5)]
+
+
 class TestSmallLinear:
-    @pytest.mark.parametrize("tokens", [1, 2, 4])
-    @pytest.mark.parametrize(("width", "rows"), [(72, 8), (512, 10), (700, 3), (1100, 20)])
-    def test_is_a_matrix_product(self, tokens: int, width: int, rows: int) -> None:
+    @pytest.mark.parametrize(("shape", "dtype", "options"), [
+        *((shape, torch.float32, options) for shape in SHAPES for options in OPTIONS),
+        *((shape, dtype, OPTIONS[-1]) for shape in IN_PAIRS for dtype in (torch.float16, torch.bfloat16)),
+    ], ids=str)  # fmt: skip
+    def test_is_a_product(self, shape: tuple[int, int, int], dtype: torch.dtype, options: dict[str, Any]) -> None:
+        """Rows of a larger tensor, with widths that fill no tile, added to a stream and not. The interpreter cuts bfloat16 off."""
+        tokens, width, rows = shape
         generator = torch.Generator().manual_seed(width)
-        x = torch.randn(tokens, width, generator=generator).to(DEVICE)
-        weight = torch.randn(rows, width, generator=generator).to(DEVICE)
-        expected = (x.double() @ weight.double().T).float()
-        assert torch.allclose(skinny_linear(x, weight), expected, atol=1e-4, rtol=1e-5)
-
-    @pytest.mark.parametrize("tokens", [1, 4])
-    @pytest.mark.parametrize("rows", [3, 8, 20])
-    def test_gated_is_the_layer_and_its_activation(self, tokens: int, rows: int) -> None:
-        generator = torch.Generator().manual_seed(rows)
-        x = torch.randn(tokens, 130, generator=generator).to(DEVICE)
-        weight = 0.2 * torch.randn(2 * rows, 130, generator=generator).to(DEVICE)
-        gate, up = F.linear(x, weight).chunk(2, dim=-1)
-        assert torch.allclose(skinny_linear(x, weight, gated=True), F.silu(gate) * up, atol=1e-4, rtol=1e-4)
-
-    @pytest.mark.parametrize("tokens", [1, 4])
-    @pytest.mark.parametrize("gated", [False, True])
-    @pytest.mark.parametrize("width", [64, 700])  # one tile of a row, and two
-    def test_norm_before_and_sum_after(self, tokens: int, gated: bool, width: int) -> None:
-        generator = torch.Generator().manual_seed(width)
-        x = 3 * torch.randn(tokens, width, generator=generator).to(DEVICE)
-        weight = 0.1 * torch.randn(20 * (1 + gated), width, generator=generator).to(DEVICE)
-        stream = torch.randn(tokens, 20, generator=generator).to(DEVICE)
-        before = stream.clone()
-        y = F.linear(F.rms_norm(x.double(), (width,), eps=1e-5), weight.double())
-        expected = stream + (F.silu(y[:, :20]) * y[:, 20:] if gated else y)
-        actual = skinny_linear(x, weight, 1e-5, gated, stream)
-        assert torch.allclose(actual, expected.float(), atol=1e-4, rtol=1e-4)
+        x = (3 * torch.randn(tokens, width + 4, generator=generator)).to(DEVICE, dtype)[:, :width]
+        weight = torch.randn(rows * (1 + options.get("gated", False)), width, generator=generator) / width**0.5
+        weight, stream = weight.to(DEVICE, dtype), torch.randn(tokens, rows, generator=generator).to(DEVICE, dtype)
+        before, most = stream.clone(), {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 0.02}[dtype]
+        for residual in (None, stream):
+            expected = product(x, weight, residual=residual, **options)
+            actual = skinny_linear(x, weight, residual=residual, **options).double()
+            assert (actual - expected).norm() <= most * expected.norm()
         assert torch.equal(stream, before)
 
     @pytest.mark.parametrize("scale", [0.0, 1e-18, 1e-4, 1e15])
@@ -59,37 +73,9 @@ class TestSmallLinear:
         generator = torch.Generator().manual_seed(0)
         x = scale * torch.randn(2, 33, generator=generator).to(DEVICE)
         weight = torch.randn(5, 33, generator=generator).to(DEVICE)
-        expected = F.linear(F.rms_norm(x.double(), (33,), eps=1e-6), weight.double())
-        assert torch.allclose(skinny_linear(x, weight, 1e-6).double(), expected, rtol=1e-4, atol=1e-5 * scale * 1e3)
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-    @pytest.mark.parametrize(("width", "rows"), [(1, 2), (5, 9), (513, 1)])
-    def test_no_size_is_too_odd(self, width: int, rows: int, dtype: torch.dtype) -> None:
-        generator = torch.Generator().manual_seed(rows)
-        x = torch.randn(2, width, generator=generator).to(DEVICE, dtype)
-        weight = (0.3 * torch.randn(2 * rows, width, generator=generator)).to(DEVICE, dtype)
-        y = F.linear(F.rms_norm(x.double(), (width,), eps=1e-6), weight.double())
-        expected = F.silu(y[:, :rows]) * y[:, rows:]
-        tol = 1e-5 if dtype == torch.float32 else 3e-3
-        assert torch.allclose(skinny_linear(x, weight, 1e-6, gated=True).double(), expected, rtol=tol, atol=tol)
-
-    def test_takes_rows_of_a_larger_tensor(self) -> None:
-        x, weight = torch.randn(2, 100, device=DEVICE)[:, :64], torch.randn(8, 64, device=DEVICE)
-        assert torch.allclose(skinny_linear(x, weight), x @ weight.T, atol=1e-4)
-
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-    @pytest.mark.parametrize(("width", "rows"), [(2, 1), (34, 7), (514, 9), (1100, 5)])
-    @pytest.mark.parametrize("tokens", [1, 3, 4])
-    def test_pairs_of_numbers(self, tokens: int, width: int, rows: int, dtype: torch.dtype) -> None:
-        """All that is done to a result, with widths that fill no tile. The interpreter cuts bfloat16 off, three times."""
-        generator = torch.Generator().manual_seed(width)
-        x = torch.randn(tokens, width, generator=generator).to(DEVICE, dtype)
-        weight = (torch.randn(2 * rows, width, generator=generator) / width**0.5).to(DEVICE, dtype)
-        stream = torch.randn(tokens, rows, generator=generator).to(DEVICE, dtype)
-        y = F.linear(F.rms_norm(x.double(), (width,), eps=1e-6), weight.double())
-        expected = stream + F.silu(y[:, :rows]) * y[:, rows:]
-        actual = skinny_linear(x, weight, 1e-6, gated=True, residual=stream).double()
-        assert (actual - expected).norm() <= (0.02 if dtype == torch.bfloat16 else 2e-3) * expected.norm()
+        assert torch.allclose(
+            skinny_linear(x, weight, 1e-6).double(), product(x, weight, 1e-6), rtol=1e-4, atol=1e-5 * scale * 1e3
+        )
 
     @pytest.mark.parametrize("first", [0, 1, 2])  # pairs begin at even places; elsewhere each number is read by itself
     @pytest.mark.parametrize("apart", [8, 9])
@@ -126,41 +112,11 @@ class TestSmallLinear:
         x = torch.randn(2, width, device="cuda", dtype=torch.bfloat16)
         weight = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16) * 0.03
 
-        def compute(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            y = F.linear(a, b)
-            return F.silu(y.chunk(2, -1)[0]) * y.chunk(2, -1)[1] if gated else y
-
-        truth = compute(x.double(), weight.double())
-        ours, theirs = (
-            (y.double() - truth).norm() for y in (skinny_linear(x, weight, gated=gated), compute(x, weight))
-        )
+        gate, up = F.linear(x, weight).chunk(2, -1) if gated else (None, F.linear(x, weight))
+        library = up if gate is None else F.silu(gate) * up
+        truth = product(x, weight, gated=gated)
+        ours, theirs = ((y.double() - truth).norm() for y in (skinny_linear(x, weight, gated=gated), library))
         assert ours <= 1.2 * theirs
-
-
-class TestGumbelMaxKeeps:
-    def test_tokens_in_their_rows(self) -> None:
-        """In the order of `rows`, padding's row as often as there is padding; other rows stay, and so does the rest of `out`."""
-        logits = torch.zeros(4, 300, device=DEVICE)
-        logits[torch.arange(4), torch.tensor([11, 22, 33, 44])] = 1.0
-        rows = torch.tensor([5, 0, 6, 6], dtype=torch.int32, device=DEVICE)
-        last, out = torch.full((7,), -7, device=DEVICE), torch.full((6,), -7, device=DEVICE)
-        zero = torch.zeros(4, dtype=torch.int32, device=DEVICE)
-        tokens = gumbel_max(logits, zero.float(), zero, zero, zero, out=out, keep=(last, rows))
-        assert tokens.tolist() == [11, 22, 33, 44] and out.tolist() == [11, 22, 33, 44, -7, -7]
-        assert last[:6].tolist() == [22, -7, -7, -7, -7, 11] and last[6] in (33, 44)
-
-    @pytest.mark.parametrize("temperature", [0.0, 1.0])
-    @pytest.mark.parametrize("vocab_size", [300, TILE, TILE + 1])
-    def test_nothing_that_is_no_token(self, temperature: float, vocab_size: int) -> None:
-        """What is drawn is looked up in the embedding next: an id beyond it would end the engine on a GPU."""
-        logits = torch.full((4, vocab_size), torch.nan, device=DEVICE)
-        logits[1, 200:] = -torch.inf
-        logits[2] = -torch.inf
-        logits[3] = torch.inf
-        zero = torch.zeros(4, dtype=torch.int32, device=DEVICE)
-        tokens = gumbel_max(logits, torch.full((4,), temperature, device=DEVICE), zero, zero, zero, offset=40)
-        assert all(40 <= token < 40 + vocab_size for token in tokens.tolist())
-        assert tokens[[0, 2, 3]].tolist() == [40] * 3
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])

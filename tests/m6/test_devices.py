@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -44,17 +45,13 @@ def test_each_call_runs_under_its_device(monkeypatch: pytest.MonkeyPatch) -> Non
     """Loading, and steps from this thread and from another, with a device that only says it is entered."""
     entered: list[torch.device] = []
 
-    class Entered:
-        def __init__(self, device: torch.device) -> None:
-            self.device = device
+    @contextmanager
+    def enter(device: torch.device) -> Iterator[None]:
+        entered.append(device)
+        yield
+        entered.remove(device)
 
-        def __enter__(self) -> None:
-            entered.append(self.device)
-
-        def __exit__(self, *_: object) -> None:
-            entered.remove(self.device)
-
-    monkeypatch.setattr(torch.cuda, "device", Entered)
+    monkeypatch.setattr(torch.cuda, "device", enter)
     runner, device = Recorder(entered), torch.device("cuda", 1)
     worker = GPUWorker(device, runner)
     worker.load_model()
@@ -83,9 +80,7 @@ def test_a_larger_model_has_room_for_its_cache_behind_a_smaller_one_that_is_clos
     """Two layers of an 8B model, in 4 bits and in 16: what the first one's weights leave is too small for the second's."""
     model = write_geometry("qwen3-8b", tmp_path)
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    (model / "config.json").write_text(
-        json.dumps(config | {"num_hidden_layers": 2, "vocab_size": 8192}), encoding="utf-8"
-    )
+    (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2, "vocab_size": 8192}), "utf-8")
     total = 6 * 2**30  # a card that no other process uses
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (total - torch.cuda.memory_reserved(), total))
     fields: dict[str, Any] = {

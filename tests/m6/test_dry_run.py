@@ -16,24 +16,23 @@ from torch import nn
 
 from folovllm.layers.attention import Attention
 from folovllm.worker.dry_run import one_layer_of_each_kind
-from tests.kernel_modules import kernel_modules
 
 ROOT = Path(__file__).parents[2]
 
 
-def begin(program: str, folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Start a program of these tests, with a cache of its own for Triton."""
+def begin(what: str, folder: Path) -> subprocess.Popen[str]:
+    """Start `rehearse_kernels`, with a cache of its own for Triton."""
     pytest.importorskip("triton")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(folder)}
-    command = [sys.executable, "-m", f"tests.m6.{program}", *arguments]
+    command = [sys.executable, "-m", "tests.m6.rehearse_kernels", what]
     return subprocess.Popen(
         command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
-def run(program: str, folder: Path) -> dict[str, Any]:
-    """What a program of these tests finds."""
-    with begin(program, folder) as process:
+def run(what: str, folder: Path) -> dict[str, Any]:
+    """What it finds."""
+    with begin(what, folder) as process:
         out, err = process.communicate()
     assert process.returncode == 0, err[-2000:]
     assert "Traceback" not in err, err
@@ -43,12 +42,10 @@ def run(program: str, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_dry_run(tmp_path: Path) -> None:
-    found = run("rehearse_kernels", tmp_path)
+    found = run("here", tmp_path)
     assert found["launched in the rehearsal"] == ["other"], "only another thread launches, and that as ever"
     assert found["written"] == 0, "what a kernel would have written is zero"
-    assert found["compiled in the rehearsal"] == 3 + 1, (
-        "of four lengths three variants, each once; and the other thread's"
-    )
+    assert found["compiled in the rehearsal"] == 3 + 1, "of four lengths three variants, each once; the other thread's"
     assert found["loaded"] == 3 + 1, "the first launch finds its kernel on the device"
     assert (found["launched"], found["compiled later"]) == (4, 0)
     assert found["wrong"] == "CompilationError", "what the compiler says reaches the caller"
@@ -80,15 +77,11 @@ def test_as_many_compile_as_a_container_has_cores(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_other_processes_compile(tmp_path: Path) -> None:
-    found = run("compile_in_pool", tmp_path)
+    found = run("pool", tmp_path)
     new = found["new"]
-    assert new["here"] == [] and new["loaded"] == 2 and new["begun"] in (1, 2), (
-        "other processes compile, this one loads"
-    )
+    assert (new["here"], new["loaded"]) == ([], 2) and new["begun"] in (1, 2), "other processes compile, this one loads"
     assert found["known"] == {"here": [], "begun": 0, "left": [], "loaded": 2}, "none is begun for what the cache has"
-    assert found["not of the package"] == ["", ["copy_kernel"]], (
-        "only kernels of the package: to import might do things"
-    )
+    assert found["not of the package"] == ["", ["copy_kernel"]], "to import another module might do things"
     assert found["killed"] == {"here": ["act_and_mul_kernel"], "left": []}, "who loses a process compiles here"
     assert found["gone"] == "BrokenPipeError", "to send to one that is gone ends no program"
     assert found["no Python is known"] == {"here": ["act_and_mul_kernel"], "begun": 0, "left": [], "loaded": 1}
@@ -100,7 +93,7 @@ def test_other_processes_compile(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_others_end_with_this_process(tmp_path: Path) -> None:
-    with begin("compile_in_pool", tmp_path, "end") as process:
+    with begin("end", tmp_path) as process:
         assert process.stdout is not None
         other = int(process.stdout.readline())
         os.kill(other, 0)
@@ -121,15 +114,8 @@ def is_alive(pid: int) -> bool:
 def test_kernels_need_no_torch() -> None:
     """Where kernels are compiled, torch is an empty shell."""
     pytest.importorskip("triton")
-    program = f"""
-import sys
-from importlib import import_module
-from folovllm.kernels.compile_worker import WITHOUT, TorchStub
-sys.modules.update({{name: TorchStub(name) for name in WITHOUT}})
-for module in {kernel_modules()}:
-    import_module(module)
-"""
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-m", "tests.kernel_modules"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -36,6 +36,10 @@ def rows(count: int, vocab_size: int, seed: int = 0) -> tuple[torch.Tensor, ...]
     return logits.to(DEVICE), temperature.to(DEVICE), seeds.to(DEVICE), positions.to(DEVICE)
 
 
+def assert_drawn(tokens: torch.Tensor, scores: torch.Tensor, says: str) -> None:
+    assert tokens.tolist() == scores.argmax(-1).tolist(), says
+
+
 NAN = float("nan")
 # The noise of seed 0 at position 0, rounded: ids 0 to 3, 8 to 11 and TILE to TILE + 3.
 NOISE = {0: [0.1, 2.1, 1.2, 0.7], 8: [-1.4, -0.1, -0.7, -0.3], TILE: [2.6, 0.4, -1.2, 3.0]}
@@ -71,9 +75,8 @@ class TestGumbelMax:
     def test_draws_as_the_sampler_does(self, vocab_size: int) -> None:
         logits, temperature, seeds, positions = rows(5, vocab_size, seed=vocab_size)
         tokens = gumbel_max(logits, temperature, *words(seeds), positions.int())
-        assert tokens.tolist() == reference(logits, temperature, seeds, positions).argmax(-1).tolist(), (
-            "the token with the largest logit / temperature + noise"
-        )
+        scores = reference(logits, temperature, seeds, positions)
+        assert_drawn(tokens, scores, "the token with the largest logit / temperature + noise")
 
     def test_another_position_or_seed_is_another_draw(self) -> None:
         logits = torch.zeros(4, 259, device=DEVICE)
@@ -95,9 +98,7 @@ class TestGumbelMax:
         logits, temperature, seeds, positions = rows(4, 512, seed=3)
         scores = reference(logits, temperature, seeds, positions)
         second = gumbel_max(logits[:, 256:], temperature, *words(seeds), positions.int(), offset=256)
-        assert second.tolist() == (256 + scores[:, 256:].argmax(-1)).tolist(), (
-            "the noise is that of the token's id, offset + index"
-        )
+        assert_drawn(second - 256, scores[:, 256:], "the noise is that of the token's id, offset + index")
 
     def test_what_is_minus_infinity_is_never_drawn(self) -> None:
         logits, temperature, seeds, positions = rows(8, 300, seed=4)
@@ -109,9 +110,8 @@ class TestGumbelMax:
         logits, temperature, seeds, positions = rows(8, 301, seed=7)
         logits = -1e30 * (1 + logits.abs())
         tokens = gumbel_max(logits, temperature, *words(seeds), positions.int())
-        assert tokens.tolist() == reference(logits, temperature, seeds, positions).argmax(-1).tolist(), (
-            "what lies behind the vocabulary counts as -inf, below every logit"
-        )
+        scores = reference(logits, temperature, seeds, positions)
+        assert_drawn(tokens, scores, "what lies behind the vocabulary counts as -inf, below every logit")
 
     @pytest.mark.parametrize("vocab_size", [300, TILE, TILE + 1])
     def test_nan_is_never_the_best(self, vocab_size: int) -> None:
@@ -119,21 +119,20 @@ class TestGumbelMax:
         logits, temperature, seeds, positions = rows(4, vocab_size, seed=8)
         logits[:, ::2] = torch.nan
         scores = reference(logits, temperature, seeds, positions).nan_to_num(-torch.inf, posinf=torch.inf)
-        drawn = gumbel_max(logits, temperature, *words(seeds), positions.int())
-        assert drawn.tolist() == scores.argmax(-1).tolist(), "a NaN is never the best"
-        logits[:] = torch.nan
-        assert gumbel_max(logits, temperature, *words(seeds), positions.int()).tolist() == [0] * 4, (
-            "where all is NaN the first token comes out"
-        )
+        tokens = gumbel_max(logits, temperature, *words(seeds), positions.int())
+        assert_drawn(tokens, scores, "a NaN is never the best")
+        logits[:2], logits[2], logits[3] = torch.nan, -torch.inf, torch.inf
+        for heat in (temperature, temperature.flip(0)):
+            tokens = gumbel_max(logits, heat, *words(seeds), positions.int(), offset=40)
+            assert tokens.tolist() == [40] * 4, "where all is NaN or infinite the first token comes out"
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_narrow_logits_are_scored_in_float32(self, dtype: torch.dtype) -> None:
         logits, temperature, seeds, positions = rows(16, 1000, seed=6)
         logits = (20 * logits).to(dtype)
         tokens = gumbel_max(logits, temperature, *words(seeds), positions.int())
-        assert tokens.tolist() == reference(logits, temperature, seeds, positions).argmax(-1).tolist(), (
-            "logits are widened to float32 before the noise is added"
-        )
+        scores = reference(logits, temperature, seeds, positions)
+        assert_drawn(tokens, scores, "logits are widened to float32 before the noise is added")
 
     @pytest.mark.gpu
     def test_bfloat16_and_a_real_vocabulary(self) -> None:
@@ -145,3 +144,15 @@ class TestGumbelMax:
         assert torch.allclose(best, scores.amax(-1), atol=1e-4), (
             "a token was drawn that is not the best"
         )  # equal but for the rounding of two logarithms
+
+
+def test_tokens_are_kept_in_their_rows() -> None:
+    """In the order of `rows`, padding's row as often as there is padding; other rows stay, and so does the rest of `out`."""
+    logits = torch.zeros(4, 300, device=DEVICE)
+    logits[torch.arange(4), torch.tensor([11, 22, 33, 44])] = 1.0
+    rows = torch.tensor([5, 0, 6, 6], dtype=torch.int32, device=DEVICE)
+    last, out = torch.full((7,), -7, device=DEVICE), torch.full((6,), -7, device=DEVICE)
+    zero = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    tokens = gumbel_max(logits, zero.float(), zero, zero, zero, out=out, keep=(last, rows))
+    assert tokens.tolist() == [11, 22, 33, 44] and out.tolist() == [11, 22, 33, 44, -7, -7]
+    assert last[:6].tolist() == [22, -7, -7, -7, -7, 11] and last[6] in (33, 44)

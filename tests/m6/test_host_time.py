@@ -18,19 +18,32 @@ from tests.helpers import tiny_checkpoint
 from tests.m6.devices import DEVICE
 from tests.workloads import MAX_MODEL_LEN, assert_nothing_left
 
-PRESETS: list[dict[str, Any]] = [
-    {"milestone": "m1"},
-    {"milestone": "m1", "model_impl": "native"},
-    {"milestone": "m2", "max_num_seqs": 4},
-    {"milestone": "m5", "max_num_seqs": 4},
-    {"milestone": "m6", "max_num_seqs": 4},
-    {"milestone": "m6", "max_num_seqs": 4, "async_scheduling": False},
+
+def drafts(count: int) -> dict[str, Any]:
+    return {
+        "method": "draft_model",
+        "model": str(tiny_checkpoint()),
+        "num_speculative_tokens": count,
+        "adaptive": False,
+    }
+
+
+PRESETS: list[tuple[dict[str, Any], list[int]]] = [  # what is measured: sequences in a step
+    ({"milestone": "m1"}, [1]),
+    ({"milestone": "m1", "model_impl": "native"}, [1]),
+    ({"milestone": "m2", "max_num_seqs": 4}, [1, 4]),
+    ({"milestone": "m5", "max_num_seqs": 4}, [1, 4]),
+    ({"milestone": "m6", "max_num_seqs": 4}, [1, 4]),
+    ({"milestone": "m6", "max_num_seqs": 4, "async_scheduling": False}, [1, 4]),
+    # Drafts that are always right: no step has one token of each sequence then, and a short context ends soon.
+    ({"milestone": "m6", "max_num_seqs": 4, "speculative_config": drafts(2), "max_model_len": 128}, [1, 4]),
+    ({"milestone": "m6", "max_num_seqs": 4, "speculative_config": drafts(16), "max_model_len": 64}, []),
 ]
 
 
 def engine_of(**fields: Any) -> Any:
     common = {"model": str(tiny_checkpoint()), "max_model_len": MAX_MODEL_LEN, "use_tqdm": False, "device": DEVICE}
-    return make_engine(EngineConfig(**{**common, **fields}))
+    return make_engine(EngineConfig(**common | fields))
 
 
 @pytest.fixture
@@ -39,23 +52,15 @@ def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_time, "STEPS", 6)
 
 
-@pytest.mark.parametrize("preset", PRESETS, ids=str)
-def test_every_engine_tells_its_own_time_from_the_devices(preset: dict[str, Any], few_steps: None) -> None:
+@pytest.mark.parametrize(("preset", "sizes"), PRESETS, ids=str)
+def test_every_engine_tells_its_own_time_from_the_devices(
+    preset: dict[str, Any], sizes: list[int], few_steps: None
+) -> None:
     """One of several ranks: `test_tensor_parallel.py`."""
     engine = engine_of(**preset)
     times = step_times(engine)
-    assert [time.num_seqs for time in times] == ([1] if preset["milestone"] == "m1" else [1, 4])
+    assert [time.num_seqs for time in times] == sizes
     assert all(time.host > 0 and time.waiting > 0 for time in times)
-    assert_nothing_left(engine)
-    engine.close()
-
-
-@pytest.mark.parametrize(("k", "length", "sizes"), [(2, 128, [1, 4]), (16, 64, [])])
-def test_guesses_that_are_always_right(k: int, length: int, sizes: list[int], few_steps: None) -> None:
-    """No step has one token of each sequence then, and a short context ends soon."""
-    draft = {"method": "draft_model", "model": str(tiny_checkpoint()), "num_speculative_tokens": k, "adaptive": False}
-    engine = engine_of(milestone="m6", max_num_seqs=4, speculative_config=draft, max_model_len=length)
-    assert [time.num_seqs for time in step_times(engine)] == sizes
     assert_nothing_left(engine)
     engine.close()
 

@@ -8,7 +8,6 @@ import torch
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from folovllm.models import fused_layer
-from folovllm.models.fused_layer import last_tokens
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import assert_logits_equal, prompts
 from tests.m6.test_fused_layer import late_driver, served_by_kernels, small_checkpoint
@@ -45,18 +44,6 @@ def test_the_same_last_states_and_the_same_cache(monkeypatch):
         assert_logits_equal(b, a)
     stored = "K and V of all tokens must be stored, not only of the last"
     assert torch.equal(cache.nan_to_num(1e9), other_cache.nan_to_num(1e9)), stored
-
-
-def test_last_tokens():
-    """Rows 2 and 6 of a step of 3 and 4 tokens: a batch of two decodes that know how long their sequences are."""
-    batch = late_driver(small_checkpoint(num_hidden_layers=1)).batch({0: [7, 8, 9], 2: [1, 2, 3, 4]})
-    alone = last_tokens(batch)
-    assert alone.input_ids.tolist() == [9, 4] and alone.positions.tolist() == [2, 3]
-    assert alone.slot_mapping.tolist() == [batch.slot_mapping[2], batch.slot_mapping[6]]
-    assert alone.query_start_loc.tolist() == [0, 1, 2] and alone.logits_indices.tolist() == [0, 1]
-    assert alone.seq_lens is batch.seq_lens and alone.block_tables is batch.block_tables
-    assert (alone.num_decodes, alone.num_seqs, alone.max_query_len, alone.query_lens_host) == (2, 2, 1, [1, 1])
-    assert alone.seq_lens_host == [3, 4]
 
 
 @pytest.mark.parametrize(("only_last", "many"), [(True, fused_layer.MANY), (False, 1)])

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import random
 import weakref
-from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -37,7 +34,7 @@ MODES = {
 
 def engine(**overrides: Any) -> LLMEngine:
     fields = {"milestone": "m6", "max_model_len": MAX_MODEL_LEN, "device": "cpu", "use_tqdm": False, "max_num_seqs": 24}
-    return make_engine(EngineConfig(model=str(tiny_checkpoint()), **(fields | overrides)))
+    return make_engine(EngineConfig(**({"model": str(tiny_checkpoint())} | fields | overrides)))
 
 
 def assert_clean(served: LLMEngine) -> None:
@@ -53,6 +50,7 @@ def assert_clean(served: LLMEngine) -> None:
 def test_answers_are_those_of_m1(mode: str) -> None:
     """One engine for both kinds; by the last arrival, blocks of each prompt are in the cache."""
     served = engine(**MODES[mode])
+    assert isinstance(served, OverlappedEngine) is (mode != "graphs alone")
     for kind, arrival in (("seeded", "random_steps"), ("greedy", "at_once"), ("greedy", "one_by_one")):
         load = workload(kind, COUNT)
         load.check(serve(served, load.requests, arrival))
@@ -112,116 +110,34 @@ def test_nothing_is_drawn_in_the_middle_of_a_prompt_that_comes_token_by_token() 
     assert_clean(served)
 
 
-def special_requests() -> list[tuple[list[int], SamplingParams]]:
-    """Everything that looks at the tokens so far, or ends an answer in its own way."""
-    base = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.8)
-    params = [
-        replace(base, seed=1, repetition_penalty=1.5),
-        replace(base, seed=2, frequency_penalty=0.7, presence_penalty=0.3),
-        replace(base, seed=3, min_tokens=6, stop_token_ids=list(range(0, 250, 2))),
-        replace(base, seed=4, stop=["a", "e", "\x00", "z"]),
-        replace(base, seed=5, stop=["q", "ab"], min_tokens=4, include_stop_str_in_output=True),
-        replace(base, seed=6, logprobs=3, top_p=0.8),
-        replace(base, seed=7, n=3, min_p=0.05),
-        replace(base, temperature=0.0, max_tokens=1),
-        replace(base, seed=9, top_k=5, stop_token_ids=list(range(3, 250, 7))),
-        replace(base, temperature=0.0, logprobs=0, repetition_penalty=1.2),
-    ]
-    same = prompts([40], seed=5)[0]
-    return [
-        *zip(prompts([3, 30, 1, 17, 9, 50, 12, 5, 33, 21], seed=4), params, strict=True),
-        (same, base),
-        (same, base),
-    ]
-
-
-def run(served: LLMEngine, aborts: dict[int, list[str]], seed: int = 0) -> dict[str, RequestOutput]:
-    """Submit the special requests at random steps, abort some, and collect what each ends with."""
-    rng, finished = random.Random(seed), {}
-    waiting = [
-        (f"r{i}", prompt, replace(params, seed=params.seed or 100 + i))
-        for i, (prompt, params) in enumerate(special_requests())
-    ]
-    for step in range(500):
-        while waiting and (rng.random() < 0.5 or not served.has_unfinished_requests()):
-            served.add_request(*waiting.pop(0))
-        for request_id in aborts.get(step, []):
-            if request_id in served._output.requests:
-                finished[request_id] = served.abort_request(request_id)
-        for output in served.step():
-            finished[output.request_id] = output
-        if not waiting and not served.has_unfinished_requests():
-            return finished
-    raise AssertionError("still not finished")
-
-
-@cache
-def plainly() -> dict[str, RequestOutput]:
-    """What the special requests end with in M5."""
-    return run(engine(milestone="m5"), {})
-
-
 def essence(output: RequestOutput) -> list[tuple[Any, ...]]:
     return [(o.text, o.token_ids, o.finish_reason, o.stop_reason) for o in output.outputs]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("pool", [{}, {"block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 20}])
-def test_every_kind_of_request(mode: str, pool: dict[str, Any]) -> None:
-    served = engine(**(MODES[mode] | pool))
-    expected, actual = plainly(), run(served, {})
-    assert actual.keys() == expected.keys()
-    for request_id, output in expected.items():
-        assert essence(actual[request_id]) == essence(output), request_id
-    logprobs = actual["r5"].outputs[0].logprobs
-    assert logprobs is not None and len(logprobs) == len(actual["r5"].outputs[0].token_ids)
-    assert [next(iter(row)) for row in logprobs] == actual["r5"].outputs[0].token_ids
-    assert_clean(served)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_aborts_leave_nothing_and_disturb_nobody(mode: str) -> None:
-    aborts = {2: ["r0", "r4"], 5: ["r6", "r1"], 9: ["r10", "r3"]}
-    expected, served = plainly(), engine(**MODES[mode])
-    actual = run(served, aborts)
-    for request_id, output in expected.items():
-        if actual[request_id].outputs[0].finish_reason == "abort":
-            for mine, full in zip(actual[request_id].outputs, output.outputs, strict=True):
-                assert mine.token_ids == full.token_ids[: len(mine.token_ids)]
-        else:
-            assert essence(actual[request_id]) == essence(output)
-    assert_clean(served)
-
-
-def test_streams_every_token_once() -> None:
-    served = engine()
-    served.add_request("a", prompts([9])[0], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True))
-    text, ids, last = "", [], None
-    while served.has_unfinished_requests():
-        for last in served.step():
-            text, ids = text + last.outputs[0].delta_text, ids + last.outputs[0].delta_token_ids
-    assert last is not None and (text, ids) == (last.outputs[0].text, last.outputs[0].token_ids) and len(ids) == 12
-
-
 def test_length_costs_no_step_and_a_stop_one() -> None:
-    """Four tokens, known beforehand, take four steps; when a stop token is met, one step more was under way."""
-    prompt = prompts([9])[0]
-    served = engine()
-    steps: list[int] = []
+    """Four tokens, known beforehand, take four steps; when a stop token is met, one step more was under way.
+
+    Each token is streamed once.
+    """
+    prompt, served, steps = prompts([9])[0], engine(), list[int]()
     submit = served.executor.submit
     served.executor.submit = lambda output: steps.append(output.num_tokens) or submit(output)
-    served.add_request("a", prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))
-    answer: list[int] = []
-    while served.has_unfinished_requests():
-        answer += [t for o in served.step() for t in o.outputs[0].delta_token_ids]
+
+    def answer_to(**params: Any) -> list[int]:
+        served.add_request("a", prompt, SamplingParams(temperature=0, **params))
+        text, ids, last = "", [], None
+        while served.has_unfinished_requests():
+            for last in served.step():
+                text, ids = text + last.outputs[0].delta_text, ids + last.outputs[0].delta_token_ids
+        assert last is not None and (text, ids) == (last.outputs[0].text, last.outputs[0].token_ids)
+        return ids
+
+    answer = answer_to(max_tokens=4, ignore_eos=True)
     assert steps == [9, 1, 1, 1]
     steps.clear()
     served.reset_prefix_cache()
     last = next(i for i in (3, 2, 1) if answer[i] not in answer[:i])
-    stop = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[answer[last]])
-    served.add_request("b", prompt, stop)
-    while served.has_unfinished_requests():
-        served.step()
+    assert len(answer_to(max_tokens=20, stop_token_ids=[answer[last]])) == last + 1
     assert steps == [9, *[1] * (last + 1)]  # one more than tokens: it was started before the last token arrived
     assert_clean(served)
 
@@ -248,49 +164,17 @@ def test_a_graph_is_as_good_as_eager_at_and_between_buckets() -> None:
         assert actual == expected, f"{width} sequences"
 
 
-def test_a_long_random_run_leaks_nothing() -> None:
-    rng, served = random.Random(0), engine(block_size=4, num_kv_blocks=64, max_num_batched_tokens=24, max_num_seqs=6)
-    alive: list[str] = []
-    for step in range(200):
-        if rng.random() < 0.4:
-            request_id = f"r{step}"
-            params = SamplingParams(
-                max_tokens=rng.randint(1, 20), seed=step, temperature=rng.choice([0.0, 1.0]), n=rng.choice([1, 1, 2]),
-                repetition_penalty=rng.choice([1.0, 1.0, 1.3]), stop_token_ids=rng.choice([[], list(range(20))]),
-            )  # fmt: skip
-            served.add_request(request_id, prompts([rng.randint(1, 60)], seed=step)[0], params)
-            alive.append(request_id)
-        if alive and rng.random() < 0.1:
-            victim = rng.choice(alive)
-            if victim in served._output.requests:
-                served.abort_request(victim)
-        served.step()
-    while served.has_unfinished_requests():
-        served.step()
-    assert_clean(served)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_engine_that_was_dropped_without_close_is_collected(mode: str, real_freezing: None) -> None:
+def test_an_engine_that_was_dropped_without_close_is_collected(real_freezing: None) -> None:
     """What is frozen would never be: not the blocks, and not a model that a captured step on a CPU refers to."""
-    served = engine(**MODES[mode])
+    served = engine(max_num_seqs=2)
     served.add_request("r", [5, 6, 7], SamplingParams(max_tokens=4), stream=False)
     while served.has_unfinished_requests():
         served.step()
-    held = [
-        weakref.ref(served),
-        weakref.ref(served.scheduler),
-        weakref.ref(served.executor._worker.runner.model),
-    ]  # type: ignore[attr-defined]
+    held = [*map(weakref.ref, (served, served.scheduler, served.executor._worker.runner.model))]  # type: ignore[attr-defined]
     assert all(ref() is not None for ref in held)
     del served
     gc.collect()
     assert [ref() for ref in held] == [None] * 3
-
-
-def test_the_overlapped_engine_is_what_the_preset_makes() -> None:
-    assert isinstance(engine(), OverlappedEngine)
-    assert type(engine(async_scheduling=False)) is LLMEngine
 
 
 @pytest.mark.gpu

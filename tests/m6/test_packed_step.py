@@ -76,28 +76,18 @@ class TestChooseBucket:
     @pytest.mark.parametrize(("count", "width"), [(0, 1), (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (9, 0)])
     def test_is_the_smallest_that_holds_them(self, count: int, width: int) -> None:
         assert choose_bucket(count, [1, 2, 4, 8]) == width, f"of the widths 1, 2, 4, 8, for {count} sequences"
-
-    def test_without_buckets_there_is_none(self) -> None:
-        assert choose_bucket(1, []) == 0, "0 says that no width holds them"
+        assert choose_bucket(count, []) == 0, "0 says that no width holds them"
 
 
 class TestPackDecode:
-    def packed(self, *scheduled_seqs: ScheduledSequence, width: int = 4) -> PackedStep:
-        """A decode step of rows that were drawn for before: row 4 with temperature 0.5 and a seed, others greedily."""
-        draws = {4: SamplingSpec(seed=(3 << 32) + 9, temperature=0.5)}
+    def packed(self, *scheduled_seqs: ScheduledSequence, width: int) -> PackedStep:
+        """A decode step of rows that were sampled before: row 4 with temperature 0.5 and a seed, others greedily."""
+        specs = {4: SamplingSpec(seed=(3 << 32) + 9, temperature=0.5)}
         packer = StepPacker(ROWS, [])
-        new = [
-            scheduled._replace(sampling=draws.get(scheduled.row, SamplingSpec(temperature=0.0)))
-            for scheduled in scheduled_seqs
-        ]
-        packer._pack_mixed(new)
+        packer._pack_mixed(
+            [s._replace(sampling=specs.get(s.row, SamplingSpec(temperature=0.0))) for s in scheduled_seqs]
+        )
         return packer.pack_decode(scheduled_seqs, width)
-
-    def decode(self, width: int = 4) -> PackedStep:
-        """Rows 4 and 2 decode: the third token of one, and the fifth of the other, for which a block was taken."""
-        first = ScheduledSequence(1, 4, 2, 1, np.array([7], np.int32), (), 1, 1, None)
-        second = ScheduledSequence(2, 2, 4, 1, np.array([1], np.int32), (5,), 1, 1, None)
-        return self.packed(first, second, width=width)
 
     def test_a_worked_case(self) -> None:
         """Width 3, six rows. The first's token 2 is known; the second's token 4 is in flight and begins block 5; then padding."""
@@ -115,40 +105,14 @@ class TestPackDecode:
         says = "a column for each of two sequences, and one of padding; lengths are those after the step"
         worked_case("m6.3", got, expected, says)
 
-    def test_columns_are_the_sequences(self) -> None:
-        step = self.decode()
-        fields = step.fields
+    def test_padding_is_no_decode_and_the_matrix_is_all_that_travels(self) -> None:
+        first = ScheduledSequence(1, 4, 2, 1, np.array([7], np.int32), (), 1, 1, None)
+        second = ScheduledSequence(2, 2, 4, 1, np.array([1], np.int32), (5,), 1, 1, None)
+        step = self.packed(first, second, width=4)
         assert step.is_decode and (step.num_seqs, step.num_decodes) == (2, 2), "two sequences decode; padding is none"
-        assert fields.dtype == np.int32 and fields.shape == (len(Field), 4), "int32, [len(Field), width]"
-        assert fields[Field.TOKEN, :2].tolist() == [7, 1], "the newest token of each"
-        assert fields[Field.ROW, :2].tolist() == [4, 2], "`scheduled.row`, in the order of the shares"
-        assert fields[Field.SEQ_LEN, :2].tolist() == [3, 5], (
-            "tokens 2 and 4 are computed: 3 and 5 are in the cache then"
-        )
-        assert fields[Field.QUERY_LEN, :2].tolist() == [1, 1], "one new token each"
-        assert fields[Field.NUM_SAMPLES, :2].tolist() == [1, 1], "after each the next one is drawn"
-        temperatures = fields[Field.TEMPERATURE, :2].view(np.float32).tolist()
-        assert temperatures == [0.5, 0.0], "the bits of a float32, as they are"
-        seeds = [fields[Field.SEED_LOW, :2].tolist(), fields[Field.SEED_HIGH, :2].tolist()]
-        assert seeds == [[9, 0], [3, 0]], "the two halves of each row's seed"
-
-    def test_a_new_block_or_nothing(self) -> None:
-        new = self.decode().fields[Field.NEW_BLOCK, :2].tolist()
-        assert new == [NOTHING, 5], "the first needs no new block, the second's token is the first of block 5"
-
-    def test_padding_reads_and_writes_nothing(self) -> None:
-        step = self.decode()
-        padding = step.fields[:, 2:]
-        assert (padding[Field.ROW] == ROWS).all(), "the row behind all that exist"
-        assert (padding[Field.NEW_BLOCK] == NOTHING).all(), "no block: 0 is one, and somebody's"
-        rest = [field for field in Field if field not in (Field.ROW, Field.NEW_BLOCK)]
-        assert (padding[rest] == 0).all(), "0 in all other lines: of length 0 nothing is read and nothing written"
-
-    def test_the_matrix_is_all_that_travels(self) -> None:
-        step = self.decode()
-        flat = step.flatten()
-        assert flat.dtype == np.int32, "fields, tokens and updates are int32, the empty ones too"
-        assert flat.tolist() == step.fields.ravel().tolist(), "tokens and updates are empty"
+        assert step.fields.dtype == np.int32 and step.fields.shape == (len(Field), 4), "int32, [len(Field), width]"
+        assert step.flatten().dtype == np.int32, "fields, tokens and updates are int32, the empty ones too"
+        assert step.flatten().tolist() == step.fields.ravel().tolist(), "tokens and updates are empty"
 
     def test_a_token_in_flight_is_the_devices_to_fill_in(self) -> None:
         in_flight = ScheduledSequence(1, 1, 3, 1, np.empty(0, np.int32), (), 1, 1, None)

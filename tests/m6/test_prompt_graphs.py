@@ -12,8 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from folovllm.build import make_engine
-from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.forward_batch import ForwardBatch
 from folovllm.sampling_params import SamplingParams
@@ -23,8 +21,8 @@ from folovllm.worker.buckets import Bucket, pad, prompt_bucket, prompt_buckets
 from folovllm.worker.device_tables import DeviceTables
 from folovllm.worker.graph_runner import GraphRunner
 from tests.helpers import prompts, tiny_checkpoint
-from tests.m6.test_overlap import COUNT
-from tests.workloads import ARRIVALS, MAX_MODEL_LEN, assert_nothing_left, serve, workload
+from tests.m6.test_overlap import COUNT, assert_clean, engine, essence
+from tests.workloads import ARRIVALS, serve, workload
 
 CPU = torch.device("cpu")
 ROWS, BLOCK_SIZE, MAX_BLOCKS = 6, 4, 16
@@ -57,11 +55,6 @@ def watch(monkeypatch: pytest.MonkeyPatch, used: list[Bucket]) -> None:
         return run(self, bucket, work)
 
     monkeypatch.setattr(GraphRunner, "_graph", noted)
-
-
-def engine(**overrides: Any) -> LLMEngine:
-    fields = {"milestone": "m6", "max_model_len": MAX_MODEL_LEN, "device": "cpu", "use_tqdm": False, "max_num_seqs": 24}
-    return make_engine(EngineConfig(**({"model": str(tiny_checkpoint())} | fields | overrides)))
 
 
 def step_of(decodes: list[int], chunks: list[tuple[int, int]]) -> PackedStep:
@@ -155,7 +148,7 @@ def test_answers_are_those_of_m1(pool: dict[str, Any], captured: list[Bucket]) -
     for kind, arrival in (("seeded", "at_once"), ("greedy", "random_steps")):
         load = workload(kind, COUNT)
         load.check(serve(served, load.requests, arrival))
-        assert_nothing_left(served)
+        assert_clean(served)
         assert captured
         captured.clear()
 
@@ -178,18 +171,15 @@ def test_a_graph_is_captured_once_and_every_width_serves(captured: list[Bucket])
     assert {bucket for bucket, _ in runner._other_graphs} == set(captured)
 
 
-def test_what_is_not_captured(captured: list[Bucket]) -> None:
-    """Scored prompts need all hidden states; an engine that captures nothing has no buckets."""
+def test_what_is_not_captured(captured: list[Bucket], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scored prompts need all hidden states; an engine that captures nothing has no buckets; a CPU computes no padding."""
     served = engine()
     served.add_request("a", [1, 2, 3, 4], SamplingParams(max_tokens=1, prompt_logprobs=1), stream=False)
     while served.has_unfinished_requests():
         served.step()
     assert not captured
-    runner = engine(enforce_eager=True).executor._worker.runner  # type: ignore[attr-defined]
-    assert not any(runner._others.values())
-
-
-def test_a_cpu_computes_no_padding() -> None:
+    assert not any(engine(enforce_eager=True).executor._worker.runner._others.values())  # type: ignore[attr-defined]
+    monkeypatch.undo()
     assert not any(engine().executor._worker.runner._others.values())  # type: ignore[attr-defined]
 
 
@@ -205,24 +195,25 @@ def test_random_traffic(seed: int) -> None:
 TIGHT: dict[str, Any] = {"block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 24, "max_num_seqs": 6}
 
 
-def traffic(served: LLMEngine, seed: int) -> dict[str, list[int]]:
+def traffic(served: LLMEngine, seed: int) -> dict[str, list[Any]]:
     """Serve random requests, of which some are aborted at random steps; what each answered."""
-    rng, answers = random.Random(seed), dict[str, list[int]]()
+    rng, answers = random.Random(seed), dict[str, list[Any]]()
     for step in range(40):
         if rng.random() < 0.5 and step < 30:
             params = SamplingParams(
-                max_tokens=rng.randint(1, 12), seed=step, temperature=rng.choice([0.0, 1.0]), ignore_eos=True,
+                max_tokens=rng.randint(1, 12), seed=step, temperature=rng.choice([0.0, 1.0]), n=rng.choice([1, 1, 2]),
                 repetition_penalty=rng.choice([1.0, 1.3]), top_k=rng.choice([-1, 5]), logprobs=rng.choice([None, 2]),
+                stop_token_ids=rng.choice([[], list(range(20))]),
             )  # fmt: skip
             shared = rng.choice([[], [7] * 9])
             served.add_request(f"r{step}", shared + prompts([rng.randint(1, 40)], seed=step)[0], params, stream=False)
         victim = f"r{rng.randint(0, 40)}"
         if rng.random() < 0.1 and victim in served._output.requests:
             served.abort_request(victim)
-        answers |= {o.request_id: o.outputs[0].token_ids for o in served.step()}
+        answers |= {o.request_id: essence(o) for o in served.step()}
     while served.has_unfinished_requests():
-        answers |= {o.request_id: o.outputs[0].token_ids for o in served.step()}
-    assert_nothing_left(served)
+        answers |= {o.request_id: essence(o) for o in served.step()}
+    assert_clean(served)
     return answers
 
 
@@ -237,7 +228,7 @@ def test_on_a_gpu(pool: dict[str, Any], arrival: str) -> None:
         watch(patch, used)
         load.check(serve(served, load.requests, arrival), tol=0.05)
     assert used
-    assert_nothing_left(served)
+    assert_clean(served)
 
 
 @pytest.mark.gpu

@@ -131,9 +131,7 @@ def test_several_answers_and_streams() -> None:
 
 def test_as_many_as_the_engine_gives() -> None:
     served = engine("m6", max_logprobs=3)
-    with pytest.raises(
-        ValueError, match=r"prompt_logprobs is 4, and this engine gives 3 at most: .* raise max_logprobs"
-    ):
+    with pytest.raises(ValueError, match="prompt_logprobs is 4"):
         served.add_request("r", [1, 2], SamplingParams(prompt_logprobs=4))
     with pytest.raises(ValueError, match="prompt_logprobs must be 0 or more, not -1"):
         SamplingParams(prompt_logprobs=-1)

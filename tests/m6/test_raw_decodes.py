@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from tests.m4.cases import DEVICE, Paged
 
 CHUNK = 32
 AROUND = [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 0, 2 * CHUNK + 1, 100]  # a new token that begins, ends a chunk
-CASES = [((2, 1), 16, 16, True), ((6, 2), 32, 5, True), ((3, 3), 16, 32, False)]
+CASES = [((2, 1), 16, 16, True), ((6, 2), 32, 5, True), ((3, 3), 16, 32, False), ((2, 1), 16, 5, False)]
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 
 
@@ -28,32 +27,17 @@ def frequencies(dim: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "dim", "block_size", "norm"), [*CASES, ((2, 1), 16, 5, False)])
-def test_equals_the_two_kernels(
-    dtype: torch.dtype, heads: tuple[int, int], dim: int, block_size: int, norm: bool
-) -> None:
-    """With and without QK-norm; unowned slots are NaN, the new tokens' too."""
-    check(lambda kernel, *args: kernel(*args), dtype, heads, dim, block_size, norm)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_early", [False, True])
 @pytest.mark.parametrize(("heads", "dim", "block_size", "norm"), CASES)
-def test_equals_them_when_it_asks_early(
-    dtype: torch.dtype, heads: tuple[int, int], dim: int, block_size: int, norm: bool, monkeypatch: pytest.MonkeyPatch
+def test_equals_the_two_kernels(
+    dtype: torch.dtype, is_early: bool, heads: tuple[int, int], dim: int, block_size: int, norm: bool, monkeypatch: Any
 ) -> None:
-    """A chunk of two tiles, of which the second comes late; blocks of a tile's size, larger ones, and others."""
+    """With and without QK-norm; unowned slots are NaN, the new tokens' too.
+
+    The kernel that asks early has chunks of two tiles, of which the second comes late; blocks of a tile's size, larger
+    ones, and others.
+    """
     monkeypatch.setattr(early, "TILE", 16)
-    check(partial(early.prefetching_decode, num_programs=3), dtype, heads, dim, block_size, norm)
-
-
-def check(
-    decode: Callable[..., torch.Tensor],
-    dtype: torch.dtype,
-    heads: tuple[int, int],
-    dim: int,
-    block_size: int,
-    norm: bool,
-) -> None:
     torch.manual_seed(0)
     (num_heads, num_kv_heads), num_seqs = heads, len(AROUND)
     paged = Paged.make(AROUND, block_size, num_kv_heads, dim, dtype)
@@ -78,7 +62,8 @@ def check(
     out, expected = torch.full((2, num_seqs, num_heads, dim), float("nan"), device=DEVICE, dtype=dtype)
     table = paged.block_tables
     kernel(query, other_cache, table, num_seqs, dim**-0.5, expected)
-    decode(kernel, qkv, paged.kv_cache, table, num_seqs, dim**-0.5, out, preparation)
+    own = (qkv, paged.kv_cache, table, num_seqs, dim**-0.5, out, preparation)
+    early.prefetching_decode(kernel, *own, num_programs=3) if is_early else kernel(*own)
 
     tol = 1e-5 if dtype == torch.float32 else 2e-2
     assert torch.allclose(paged.kv_cache.float(), other_cache.float(), rtol=tol, atol=tol, equal_nan=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -12,9 +12,8 @@ import torch
 from folovllm.sample.sampler import Sampler
 from folovllm.sample.sampler_state import SamplerState, adjust, sampling_batch
 from folovllm.sampling_params import SamplingParams
-from folovllm.sampling_row import pack_updates, row_update
 from tests.m6.devices import DEVICE
-from tests.m6.specs import spec_of
+from tests.sampling import set_rows, spec_of
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
@@ -53,9 +52,7 @@ def state_for(
     last, bad_words = len(params) - 1, bad_words or [()] * len(params)
     specs = [spec_of(p, 100 + i, prompt, answer, ends, bad_words[i]) for i, p in enumerate(params)]
     specs = [replace(spec, bias=tuple((dict(spec.bias) | (bias or {})).items())) for spec in specs]
-    update = pack_updates([row_update(last - i, spec) for i, spec in enumerate(specs)])
-    state.set_rows(torch.from_numpy(update.buffer).to(DEVICE), update.num_rows, update.num_with_line)
-    return state
+    return set_rows(state, {last - i: spec for i, spec in enumerate(specs)})
 
 
 class Draw:
@@ -105,16 +102,20 @@ def spread(count: int, vocab_size: int, seed: int, dtype: torch.dtype = torch.fl
 
 
 class TestFilters:
+    def check(self, logits: torch.Tensor, filters: list[dict], **known: Any) -> None:
+        """The kernels keep and sample what the sampler does."""
+        params = [SamplingParams(**chosen) for chosen in filters]
+        draw = Draw(logits, state_for(params, logits.shape[1], **known))
+        kept, tokens = draw.expected()
+        assert draw.tokens() == tokens
+        assert torch.equal(draw.survivors(), kept > -torch.inf)
+
     @pytest.mark.parametrize(
         ("vocab_size", "dtype"),
         [(1, torch.float32), (5, torch.float16), (259, torch.float32), (filters.TILE + 3, torch.float16)],
     )
     def test_keeps_what_the_sampler_keeps(self, vocab_size: int, dtype: torch.dtype) -> None:
-        params = [SamplingParams(**chosen) for chosen in EVERY_FILTER]
-        draw = Draw(spread(len(params), vocab_size, vocab_size, dtype), state_for(params, vocab_size))
-        kept, tokens = draw.expected()
-        assert draw.tokens() == tokens
-        assert torch.equal(draw.survivors(), kept > -torch.inf)
+        self.check(spread(len(EVERY_FILTER), vocab_size, vocab_size, dtype), EVERY_FILTER)
 
     @pytest.mark.parametrize("levels", [1, 3])
     def test_ties_at_the_border(self, levels: int) -> None:
@@ -132,20 +133,12 @@ class TestFilters:
 
     def test_more_candidates_than_can_be_written_down(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(filters, "CAPACITY", 16)
-        vocab_size = 700
-        params = [SamplingParams(**chosen, repetition_penalty=1.3) for chosen in FEW_FILTERS]
-        draw = Draw(spread(len(params), vocab_size, 2), state_for(params, vocab_size, answer=range(0, 700, 3)))
-        kept, tokens = draw.expected()
-        assert draw.tokens() == tokens
-        assert torch.equal(draw.survivors(), kept > -torch.inf)
+        penalised = [chosen | {"repetition_penalty": 1.3} for chosen in FEW_FILTERS]
+        self.check(spread(len(penalised), 700, 2), penalised, answer=range(0, 700, 3))
 
     @pytest.mark.parametrize(("scale", "shift"), [(1e-3, 0.0), (30.0, -500.0), (1e4, 500.0)])
     def test_logits_of_any_size(self, scale: float, shift: float) -> None:
-        params = [SamplingParams(**chosen) for chosen in FEW_FILTERS]
-        draw = Draw(spread(len(params), 300, 3) * scale + shift, state_for(params, 300))
-        kept, tokens = draw.expected()
-        assert draw.tokens() == tokens
-        assert torch.equal(draw.survivors(), kept > -torch.inf)
+        self.check(spread(len(FEW_FILTERS), 300, 3) * scale + shift, FEW_FILTERS)
 
     def test_what_is_minus_infinity_or_no_number_is_never_drawn(self) -> None:
         params = [SamplingParams(**chosen) for chosen in EVERY_FILTER]
@@ -238,10 +231,8 @@ class TestBadWords:
         """Draw by draw, from a row that has a part of its answer already; the padding has no bad words."""
         kernel, plain = (SamplerState(3, 100, torch.device(where)) for where in (DEVICE, "cpu"))
         specs = [spec_of(SamplingParams(), i, [1, 2], [31, 3], bad_words=words) for i, words in enumerate(self.WORDS)]
-        update = pack_updates([row_update(i, spec) for i, spec in enumerate(specs)])
         for state in (kernel, plain):
-            buffer = torch.from_numpy(update.buffer).to(state.words.device)
-            state.set_rows(buffer, update.num_rows, update.num_with_line)
+            set_rows(state, dict(enumerate(specs)))
         rows, drawn = torch.tensor([2, 3, 0, 1], dtype=torch.int32), torch.Generator().manual_seed(0)
         few = torch.tensor([3, 4, 31, 63, 95])
         for position in range(4, 12):

@@ -35,11 +35,10 @@ from folovllm.sampling_row import (
     row_update,
 )
 from folovllm.step.sampling_spec import SamplingSpec, about_to_end
-from tests.m6.specs import spec_of
+from tests.sampling import CPU, int32, set_rows, spec_of, state_of
 from tests.sequences import make_seq
 
 V = 120
-CPU = torch.device("cpu")
 EVERY_RULE = [
     {},
     {"repetition_penalty": 1.7},
@@ -71,25 +70,18 @@ def sequences(rules: list[dict], answer: list[int]) -> list[Sequence]:
 
 
 def state_for(seqs: list[Sequence], rows: list[int], num_rows: int = 11) -> SamplerState:
-    state = SamplerState(num_rows, V, CPU)
-    set_rows(state, seqs, rows)
-    return state
+    return set_rows(SamplerState(num_rows, V, CPU), specs_by_row(seqs, rows))
 
 
-def set_rows(state: SamplerState, seqs: list[Sequence], rows: list[int]) -> None:
-    update = pack_updates([row_update(row, sampling_spec(seq)) for row, seq in zip(rows, seqs, strict=True)])
-    state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_line)
-
-
-def int32(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+def specs_by_row(seqs: list[Sequence], rows: list[int]) -> dict[int, SamplingSpec]:
+    return dict(zip(rows, map(sampling_spec, seqs), strict=True))
 
 
 class TestDrawState:
     ROWS = (5, 0, 7, 2, 1, 3, 4, 6, 9, 8, 10)
 
     def test_draws_as_from_the_sequences(self) -> None:
-        """The words as the answer grows are those of a row that is filled from all tokens anew, at each step."""
+        """The words as the answer grows are those of a row that is filled from all tokens anew, as after preemption, at each step."""
         seqs = sequences(EVERY_RULE, [])
         state, rows = state_for(seqs, list(self.ROWS)), int32(*self.ROWS)
         for step in range(12):
@@ -109,16 +101,6 @@ class TestDrawState:
             for seq, token in zip(seqs, tokens.tolist(), strict=True):
                 seq.append_token(token)
 
-    def test_a_row_that_comes_back_is_what_it_was(self) -> None:
-        """After preemption a row, here another one, is filled from prompt and answer."""
-        seqs = sequences(EVERY_RULE[1:4], [4, 4, 60])
-        grown = state_for(sequences(EVERY_RULE[1:4], []), [0, 1, 2])
-        for i, token in enumerate((4, 4, 60)):
-            grown.note(torch.full((3,), token), int32(0, 1, 2), torch.full((3,), 3 + i))
-        back = state_for(seqs, [4, 6, 0])
-        assert torch.equal(back.words[[4, 6, 0]], grown.words[[0, 1, 2]])
-        assert torch.equal(back.fields[[4, 6, 0]], grown.fields[[0, 1, 2]])
-
     def test_a_mask_is_replaced_and_stays(self) -> None:
         """Another mask may come before any draw; until then the one that is there holds."""
         state = state_for(sequences([{"allowed_token_ids": [9], "temperature": 0.0}] * 2 + [{}], []), [0, 3, 1])
@@ -136,10 +118,10 @@ class TestDrawState:
     def test_a_new_owner_finds_nothing_of_the_old(self) -> None:
         state = state_for(sequences([EVERY_RULE[1]] * 2, [4, 5]), [0, 1])
         other = state.words[1].clone()
-        set_rows(state, sequences([{"presence_penalty": 1.0}], []), [0])
+        set_rows(state, specs_by_row(sequences([{"presence_penalty": 1.0}], []), [0]))
         assert state.words[0].nonzero().flatten().tolist() == [10, 11, 12]
         assert torch.equal(state.words[1], other)
-        set_rows(state, sequences([{}], []), [0])  # plain: its words are not read, and need no clearing
+        set_rows(state, specs_by_row(sequences([{}], []), [0]))  # plain: its words are not read, and need no clearing
         assert state.fields[0, RowField.FLAGS] == 0
 
     def test_the_draw_goes_where_it_is_wanted(self) -> None:
@@ -159,16 +141,6 @@ class TestDrawState:
         state.note(torch.tensor([50, 51]), int32(1, 0), int32(10, 9))
         assert state.words[:2, 50:52].tolist() == [[IN_PROMPT | COUNT, 1], [1, 0]]
 
-    def test_a_bias_moves_and_forbids(self) -> None:
-        state = SamplerState(2, V, CPU)
-        update = pack_updates([row_update(0, SamplingSpec(temperature=0.0, bias=((3, 5.25), (4, -np.inf))))])
-        state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_line)
-        logits = torch.zeros(1, V)
-        logits[0, 4] = 100.0
-        adjusted = adjust(logits, state.fields[:1], state.words, int32(0), int32(3))
-        assert (adjusted[0, 3], adjusted[0, 4], adjusted[0, 5]) == (5.25, -torch.inf, 0)
-        assert state.sample(logits, int32(0), int32(3)).tolist() == [3]
-
 
 BAD_WORDS = st.lists(st.lists(st.integers(30, 33), min_size=1, max_size=5), min_size=1, max_size=6)
 
@@ -182,9 +154,9 @@ class TestBadWords:
         """Whether the host knew the tokens when the row got its owner, or the device drew them: the same are forbidden."""
         known = min(known, len(answer))
         spec = spec_of(SamplingParams(), 0, [30, 31, 32, 33], answer[:known], bad_words=words)
-        state, update = SamplerState(1, V, CPU), pack_updates([row_update(0, spec)])
+        state = SamplerState(1, V, CPU)
         state.words.fill_(-1)  # what the row held before
-        state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_line)
+        set_rows(state, {0: spec})
         for n in range(known, len(answer) + 1):
             expected = {word[-1] for word in words if ends_with([*answer[:n]], word[:-1])}
             assert self.forbidden(state, 0) == expected == set(about_to_end(words, answer[:n]))
@@ -193,9 +165,7 @@ class TestBadWords:
 
     def test_only_tokens_of_the_answer_count(self) -> None:
         """A step that draws nothing leaves the row as it is; and so does a prompt that ends as a bad word begins."""
-        state = SamplerState(1, V, CPU)
-        update = pack_updates([row_update(0, spec_of(SamplingParams(), 0, [1], bad_words=[[1, 2], [1, 3, 4]]))])
-        state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_line)
+        state = state_of(spec_of(SamplingParams(), 0, [1], bad_words=[[1, 2], [1, 3, 4]]), vocab_size=V)
         assert self.forbidden(state, 0) == set()
         state.note(torch.tensor([1]), int32(0), int32(1), int32(0))
         assert self.forbidden(state, 0) == set()
@@ -210,8 +180,7 @@ class TestBadWords:
             ([longest], {longest[-1]}),
             ([[longest[-2], i % V, 3] for i in range(MAX_BAD_WORDS - 1)] + [[9]], {9}),
         ):
-            update = pack_updates([row_update(0, spec_of(SamplingParams(), 0, [8], answer, bad_words=words))])
-            state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_line)
+            set_rows(state, {0: spec_of(SamplingParams(), 0, [8], answer, bad_words=words)})
             assert self.forbidden(state, 0) == set() | ({9} & expected)
             state.note(torch.tensor([longest[-2]]), int32(0), int32(1 + len(answer)))
             assert self.forbidden(state, 0) == expected
@@ -253,10 +222,10 @@ class TestRowUpdate:
     @given(st.lists(st.booleans(), max_size=6))
     def test_buffers_hold_every_row(self, penalised: list[bool]) -> None:
         params = [SamplingParams(repetition_penalty=1.5 if p else 1.0) for p in penalised]
-        update = pack_updates([row_update(i, spec_of(p, i, [i, 50])) for i, p in enumerate(params)])
+        specs = {i: spec_of(p, i, [i, 50]) for i, p in enumerate(params)}
+        update = pack_updates([row_update(i, spec) for i, spec in specs.items()])
         assert (update.num_rows, update.num_with_line) == (len(penalised), sum(penalised))
-        state = SamplerState(6, V, CPU)
-        state.set_rows(torch.from_numpy(update.buffer), update.num_rows, update.num_with_line)
+        state = set_rows(SamplerState(6, V, CPU), specs)
         assert state.fields[: len(penalised), RowField.SEED_LOW].tolist() == list(range(len(penalised)))
         assert state.words.nonzero().tolist() == [[i, t] for i, p in enumerate(penalised) if p for t in (i, 50)]
 

@@ -1,4 +1,4 @@
-"""Penalties, filters, `min_tokens` and log-probabilities in M6: M1's answers, and no step waits for them."""
+"""Whatever a request asks for, M6 gives M1's answer, in pools of every kind, and no step waits for it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from folovllm.engine.llm_engine import LLMEngine
 from folovllm.executor.abstract import Pending
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
@@ -38,6 +39,11 @@ EVERY_DRAW = [
     {"allowed_token_ids": [64, 65, 66], "bad_words": ["abc", "bbbb"], "logit_bias": {64: 3.3, 65: 4.1}, "top_k": 2},
     {"logit_bias": {7: 30.3, 9: 30, 11: 29.1, 12: -100}, "frequency_penalty": 2.0, "logprobs": 2},
     {"logit_bias": {64: 100}, "bad_words": ["aaa"], "temperature": 0.0, "prompt_logprobs": 1},
+    {"stop": ["a", "e", "\x00", "z"]},
+    {"stop": ["q", "ab"], "min_tokens": 4, "include_stop_str_in_output": True},
+    {"top_k": 5, "stop_token_ids": list(range(3, 250, 7))},
+    {"n": 3, "min_p": 0.05},
+    {"temperature": 0.0, "max_tokens": 1},
 ]
 POOLS: dict[str, dict[str, Any]] = {
     "everything at once": {},
@@ -45,6 +51,7 @@ POOLS: dict[str, dict[str, Any]] = {
     "chunks": {"max_num_batched_tokens": 14, "long_prefill_token_threshold": 9},
     "rows that change hands": {"max_num_seqs": 3},
     "no graphs": {"enforce_eager": True},
+    "no overlap": {"async_scheduling": False},
 }
 
 
@@ -62,15 +69,20 @@ def answers_of_m1(family: str = "qwen3") -> list[tuple[Any, ...]]:
 
 
 def essence(output: RequestOutput) -> tuple[Any, ...]:
-    """Tokens, why they end, and for each token the ids, ranks and values of its log-probabilities."""
-    answer = output.outputs[0]
-    rows = answer.logprobs or []
+    """Texts, tokens, why they end, and for each token the ids, ranks and values of its log-probabilities."""
+    rows = [row for answer in output.outputs for row in answer.logprobs or []]
     values = [x.logprob for row in rows for x in row.values()]
-    return answer.token_ids, answer.finish_reason, [[(i, x.rank) for i, x in row.items()] for row in rows], values
+    answers = [(o.text, o.token_ids, o.finish_reason, o.stop_reason) for o in output.outputs]
+    return answers, [[(i, x.rank) for i, x in row.items()] for row in rows], values
 
 
 def check(outputs: list[RequestOutput], family: str = "qwen3") -> None:
+    """Each answer is M1's, or of one that was aborted the beginning of it."""
     for draw, output, expected in zip(EVERY_DRAW, outputs, answers_of_m1(family), strict=True):
+        if output.outputs[0].finish_reason == "abort":
+            for answer, (_, whole, *_) in zip(output.outputs, expected[0], strict=True):
+                assert answer.token_ids == whole[: len(answer.token_ids)], draw
+            continue
         *same, values = essence(output)
         assert same == list(expected[:-1]), draw
         assert values == pytest.approx(expected[-1], abs=1e-3), draw
@@ -85,15 +97,26 @@ def test_answers_are_those_of_m1(pool: str) -> None:
     assert (served.stats().preemptions > 0) == (pool == "preemption")
 
 
-def test_aborts_leave_their_rows_to_others() -> None:
-    served = engine(max_num_seqs=4)
-    for i, request in enumerate(requests()):
-        served.add_request(f"aborted {i}", request.prompt, replace(request.params, repetition_penalty=3.0, top_k=2))
-    for step in range(len(EVERY_DRAW)):
-        served.step()
-        served.abort_request(f"aborted {step}")
+@pytest.mark.parametrize("pool", [pool for pool in POOLS if pool != "chunks"])
+def test_aborts_disturb_nobody_and_leave_their_rows_to_others(pool: str) -> None:
+    served = engine(**POOLS[pool])
+    check(serve_and_abort(served))
     check(serve(served, requests()))
     assert_clean(served)
+
+
+def serve_and_abort(served: LLMEngine) -> list[RequestOutput]:
+    """The requests' last outputs. Each third one is aborted at another step, as soon or as late as it comes."""
+    finished: dict[str, RequestOutput] = {}
+    for i, request in enumerate(requests()):
+        served.add_request(str(i), request.prompt, request.params)
+    for step in range(500):
+        if (victim := str(3 * step)) in served._output.requests:
+            finished[victim] = served.abort_request(victim)
+        finished |= {output.request_id: output for output in served.step()}
+        if not served.has_unfinished_requests():
+            return [finished[str(i)] for i in range(len(EVERY_DRAW))]
+    raise AssertionError("still not finished")
 
 
 class Logged:
@@ -132,7 +155,9 @@ def test_plain_steps_take_the_plain_draw(monkeypatch: pytest.MonkeyPatch, specia
     runner = served.executor._worker.runner
     draw, calls = runner._row_sampler.sample, []
     monkeypatch.setattr(runner._row_sampler, "sample", lambda *args: calls.append(args) or draw(*args))
-    plain = {i for i, draw in enumerate(EVERY_DRAW) if not draw.keys() - {"logprobs", "temperature"}}
+    plain = {
+        i for i, draw in enumerate(EVERY_DRAW) if not draw.keys() - {"logprobs", "temperature", "stop", "max_tokens"}
+    }
     serve(served, [request for i, request in enumerate(requests()) if i in plain or special])
     assert bool(calls) == special
 

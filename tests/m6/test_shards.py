@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import assume, given
+from hypothesis import strategies as st
 
 from folovllm.distributed.sharding import shard_column, shard_qkv, shard_row, shard_vocab
 from folovllm.layers.sharded import ShardedEmbedding
 from folovllm.worker.step_sampler import best_of_ranks
 from tests.tiny import worked_case
 
-SIZES = [1, 2, 3, 4]
+SIZES = st.integers(1, 6)
 
 
 def numbered(rows: int, columns: int) -> torch.Tensor:
@@ -50,32 +52,20 @@ class TestColumnAndRow:
         says = "rank 1 of 2 holds the last two columns of the rows [0, 1, 2, 3] and [4, 5, 6, 7], and reads no others"
         worked_case("m6.6 row", got, {"part": [[2.0, 3.0], [6.0, 7.0]], "numbers read": 4}, says)
 
-    @pytest.mark.parametrize("size", SIZES)
-    def test_the_ranks_together_are_the_whole(self, size: int) -> None:
-        weight, bias = numbered(24, 12), torch.arange(24.0)
-        assert torch.equal(torch.cat([shard_column(weight, r, size) for r in range(size)]), weight), (
-            "the ranks' rows, in the order of the ranks, are the whole"
+    @given(size=SIZES, share=st.integers(1, 5), other=st.integers(1, 5))
+    def test_the_ranks_together_are_the_whole(self, size: int, share: int, other: int) -> None:
+        tall, wide, bias = numbered(size * share, other), numbered(other, size * share), torch.arange(size * share)
+        columns, rows = (
+            [cut(whole, r, size) for r in range(size)] for cut, whole in ((shard_column, tall), (shard_row, wide))
         )
-        assert torch.equal(torch.cat([shard_column(bias, r, size) for r in range(size)]), bias), (
-            "a bias is cut as its rows are"
-        )
-        assert torch.equal(torch.cat([shard_row(weight, r, size) for r in range(size)], 1), weight), (
-            "the ranks' columns, in the order of the ranks, are the whole"
-        )
+        assert {(*part.shape,) for part in columns} == {(share, other)}, "column cuts the rows of the weight: outputs"
+        assert {(*part.shape,) for part in rows} == {(other, share)}, "row cuts the columns of the weight: inputs"
+        assert torch.equal(torch.cat(columns), tall), "the ranks' rows, in the order of the ranks, are the whole"
+        assert torch.equal(torch.cat(rows, 1), wide), "the ranks' columns, in the order of the ranks, are the whole"
+        parts = [shard_column(bias, r, size) for r in range(size)]
+        assert torch.equal(torch.cat(parts), bias), "a bias is cut as its rows are"
 
-    def test_shapes(self) -> None:
-        weight = numbered(24, 12)
-        assert shard_column(weight, 1, 2).shape == (12, 12) and shard_row(weight, 1, 2).shape == (24, 6), (
-            "column cuts the rows of the weight, which are outputs, row its columns, which are inputs"
-        )
-
-    @pytest.mark.parametrize("shard", [shard_column, shard_row], ids=["column", "row"])
-    def test_of_a_weight_in_its_file_only_the_part_is_read(self, shard: Any) -> None:
-        weight = InItsFile(numbered(24, 12))
-        assert shard(weight, 1, 4).numel() == 72, "rank 1 of 4 holds a quarter"
-        assert weight.num_read == 72, f"{weight.num_read} numbers were read for a part of 72"
-
-    @pytest.mark.parametrize("size", SIZES)
+    @pytest.mark.parametrize("size", [1, 2, 3, 4])
     def test_an_mlp_by_hand(self, size: int) -> None:
         """A column cut, then a row cut: each rank alone up to one sum."""
         generator = torch.Generator().manual_seed(size)
@@ -91,8 +81,6 @@ class TestColumnAndRow:
 
 
 class TestQkv:
-    DIM = 4
-
     def test_a_worked_case(self) -> None:
         """Heads of two rows, each row named 10 * head + row."""
         four, two = torch.tensor([0, 1, 10, 11, 20, 21, 30, 31]), torch.tensor([0, 1, 10, 11])
@@ -104,46 +92,35 @@ class TestQkv:
         says = "two whole heads each; where ranks are more than heads, neighbouring ranks share one"
         worked_case("m6.7", got, dict(zip(got, answers, strict=True)), says)
 
-    def heads(self, count: int, rank: int, size: int) -> list[int]:
-        """Which of `count` heads the rank gets; each must come whole."""
-        weight = torch.arange(float(count)).repeat_interleave(self.DIM)[:, None].expand(-1, 3)
-        part = shard_qkv(weight, self.DIM, rank, size)
-        assert part.shape[1] == 3, "heads are rows: the columns stay"
-        return part.view(-1, self.DIM, 3)[:, 0, 0].tolist()
+    @given(size=SIZES, share=st.integers(1, 4), dim=st.integers(1, 4))
+    def test_an_equal_share_of_the_heads(self, size: int, share: int, dim: int) -> None:
+        weight = numbered(size * share * dim, 3)
+        parts = [shard_qkv(weight, dim, rank, size) for rank in range(size)]
+        assert all(len(part) == share * dim for part in parts), "each rank has as many heads as the others"
+        assert torch.equal(torch.cat(parts), weight), "the heads, each of them whole, in the order of the ranks"
 
-    @pytest.mark.parametrize(("heads", "size"), [(8, 1), (8, 2), (8, 4), (8, 8), (6, 3)])
-    def test_an_equal_share_of_the_heads(self, heads: int, size: int) -> None:
-        shares = [self.heads(heads, rank, size) for rank in range(size)]
-        assert {len(share) for share in shares} == {heads // size}, "each rank has as many heads as the others"
-        assert [head for share in shares for head in share] == list(range(heads)), "the heads in the order of the ranks"
-
-    @pytest.mark.parametrize(
-        ("heads", "size", "owners"), [(1, 2, [0, 0]), (2, 4, [0, 0, 1, 1]), (2, 8, [0] * 4 + [1] * 4)]
-    )
-    def test_fewer_kv_heads_than_ranks_live_on_several(self, heads: int, size: int, owners: list[int]) -> None:
-        assert [self.heads(heads, rank, size) for rank in range(size)] == [[owner] for owner in owners], (
-            "neighbouring ranks share a head, and each has one"
-        )
-
-    @pytest.mark.parametrize(("hq", "hkv", "size"), [(8, 4, 2), (8, 2, 2), (8, 2, 4), (8, 2, 8), (6, 3, 3)])
-    def test_query_heads_find_their_kv_head_on_their_own_rank(self, hq: int, hkv: int, size: int) -> None:
+    @given(heads=st.integers(1, 4), copies=st.integers(2, 4), dim=st.integers(1, 4))
+    def test_fewer_kv_heads_than_ranks_live_on_several(self, heads: int, copies: int, dim: int) -> None:
+        weight, size = numbered(heads * dim, 3), heads * copies
         for rank in range(size):
-            queries, kv = self.heads(hq, rank, size), self.heads(hkv, rank, size)
-            group = len(queries) // len(kv)
-            for i, query in enumerate(queries):
-                assert kv[i // group] == query // (hq // hkv), "a query head's KV head is on another rank"
+            head = weight.view(heads, dim, 3)[rank // copies]
+            assert torch.equal(shard_qkv(weight, dim, rank, size), head), "neighbouring ranks share a head"
+
+    @given(kv_heads=st.sampled_from([1, 2, 4]), group=st.sampled_from([1, 2, 4]), size=st.sampled_from([1, 2, 4]))
+    def test_query_heads_find_their_kv_head_on_their_own_rank(self, kv_heads: int, group: int, size: int) -> None:
+        heads = kv_heads * group
+        assume(heads % size == 0)
+        query, key = torch.arange(heads)[:, None], torch.arange(kv_heads)[:, None]  # one number a head
+        for rank in range(size):
+            own, keys = shard_qkv(query, 1, rank, size), shard_qkv(key, 1, rank, size)
+            local_group = len(own) // len(keys)
+            for i, head in enumerate(own.flatten().tolist()):
+                assert keys[i // local_group].item() == head // group, "a query head's KV head is on another rank"
 
     @pytest.mark.parametrize(("heads", "size", "numbers"), [(4, 2, 24), (2, 4, 12)])
     def test_of_a_weight_in_its_file_only_the_heads_are_read(self, heads: int, size: int, numbers: int) -> None:
-        weight = InItsFile(numbered(heads * self.DIM, 3))
-        assert shard_qkv(weight, self.DIM, 1, size).numel() == weight.num_read == numbers, (
-            "only the rank's own heads are read"
-        )
-
-    def test_a_bias(self) -> None:
-        assert shard_qkv(torch.arange(16.0), 4, 1, 2).tolist() == list(range(8, 16)), (
-            "the second half of a bias belongs to rank 1"
-        )
+        weight = InItsFile(numbered(heads * 4, 3))
+        assert shard_qkv(weight, 4, 1, size).numel() == weight.num_read == numbers, "only the rank's own heads are read"
 
 
 class TestVocabParallelEmbedding:
@@ -192,18 +169,12 @@ class TestVocabParallelEmbedding:
         assert len(given) == size, "each rank is to call all_reduce once"
         return weight, given
 
-    @pytest.mark.parametrize("size", SIZES)
-    def test_the_parts_add_up(self, size: int) -> None:
+    @pytest.mark.parametrize("size", [1, 2, 3, 4])
+    def test_one_rank_has_a_row_and_the_others_give_zeros(self, size: int) -> None:
         ids = torch.tensor([0, 9, 3, 4, 7, 8, 5, 4])
         weight, given = self.parts(ids, size)
         assert torch.equal(sum(given), weight[ids]), "the ranks' parts add up to the rows of the whole embedding"  # type: ignore[arg-type]
-
-    def test_one_rank_has_it_and_the_others_give_zeros(self) -> None:
-        _, given = self.parts(torch.arange(self.VOCAB), 3)  # 4 rows each, two of them padding
         owners = torch.stack([(part != 0).any(-1) for part in given])
-        assert owners.int().argmax(0).tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 2, 2], (
-            "each id's row comes from the rank that holds it"
-        )
         assert (owners.sum(0) == 1).all(), "one rank gives the row, the others zeros"
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -225,23 +196,16 @@ class TestVocabParallelArgmax:
         says = "column by column the best of three ranks; of 30 and 10, of 9, 8 and 7, of 40 and 50 the lowest id"
         worked_case("m6.9", {"best": best, "ids": winners}, {"best": [1.0, 2.0, 5.0], "ids": [10, 7, 40]}, says)
 
-    def test_is_that_of_the_whole_row(self) -> None:
-        logits = torch.randn(7, 32, generator=torch.Generator().manual_seed(0))
-        shares = logits.chunk(4, 1)
-        scores = torch.stack([share.amax(-1) for share in shares])
-        ids = torch.stack([8 * rank + share.argmax(-1) for rank, share in enumerate(shares)]).int()
-        best, winners = best_of_ranks(scores, ids)
-        assert torch.equal(best, logits.amax(-1)) and torch.equal(winners.long(), logits.argmax(-1)), (
-            "the best of all shares, and its id"
-        )
-
-    def test_of_equals_the_lowest_id_in_whatever_order_they_come(self) -> None:
-        scores = torch.tensor([[1.0, 2.0, 0.0], [1.0, 2.0, 5.0], [0.0, 2.0, 5.0]])
-        ids = torch.tensor([[30, 9, 1], [10, 8, 40], [20, 7, 50]], dtype=torch.int32)
-        best, winners = best_of_ranks(scores, ids)
-        assert best.tolist() == [1.0, 2.0, 5.0] and winners.tolist() == [10, 7, 40], (
-            "of equal scores the lowest id, whichever rank it is on"
-        )
+    @given(data=st.data(), size=SIZES, rows=st.integers(1, 4))
+    def test_is_that_of_the_whole_row(self, data: st.DataObject, size: int, rows: int) -> None:
+        """Small whole numbers, so that ties are common: the lowest id wins, as in argmax."""
+        values = st.lists(st.integers(-2, 2), min_size=8 * size, max_size=8 * size)
+        logits = torch.tensor([data.draw(values) for _ in range(rows)]).float()
+        shares = logits.view(rows, size, 8)
+        ids = (shares.argmax(-1) + 8 * torch.arange(size)).T.int()
+        best, winners = best_of_ranks(shares.amax(-1).T, ids)
+        assert torch.equal(best, logits.amax(-1)), "the best score of all shares"
+        assert torch.equal(winners.long(), logits.argmax(-1)), "its id; of equal scores the lowest"
 
     def test_almost_equal_is_not_equal(self) -> None:
         """Two neighbouring floats, and ids as large as they may be."""

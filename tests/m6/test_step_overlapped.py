@@ -75,37 +75,6 @@ class TestStepOverlapped:
         )
         worked_case("m6.4", {"log": log, "returned": outputs}, {"log": expected, "returned": returned}, says)
 
-    def test_a_step_is_started_before_the_one_before_it_is_taken_in(self) -> None:
-        log, outputs, loop = run("a", "b", turns=9)
-        assert log == ["schedule a", "start a", "schedule b", "start b", "collect a"], (
-            "b is started before a is taken in"
-        )
-        assert outputs == [[], ["out a"]], "each turn hands out what has arrived in it"
-        assert loop._in_flight == "b", "what was started last is in flight"
-
-    def test_one_that_must_wait_sees_everything_first(self) -> None:
-        log, outputs, _ = run("a", "b", "c", waits={1}, turns=9)
-        assert log[2:5] == ["collect a", "schedule b", "start b"], (
-            "who must wait takes in what is in flight, and only then schedules"
-        )
-        assert outputs == [[], ["out a"], ["out b"]], "what was taken in early is handed out too"
-
-    def test_with_nothing_to_do_it_still_takes_in_what_is_in_flight(self) -> None:
-        log, outputs, loop = run("a", "", turns=9)
-        assert log == ["schedule a", "start a", "schedule", "collect a"], (
-            "nothing to schedule is no reason to leave a in flight"
-        )
-        assert outputs == [[], ["out a"]] and loop._in_flight is None, (
-            "a has arrived, and nothing is in flight any more"
-        )
-
-    def test_what_nobody_wants_any_more_is_not_left_behind(self) -> None:
-        log, outputs, loop = run("a", "b")
-        assert log[-2:] == ["collect a", "collect b"] and loop._in_flight is None, (
-            "when no request is left, the last step is taken in too"
-        )
-        assert outputs[-1] == ["out a", "out b"], "both steps are handed out, in their order"
-
     def test_what_was_taken_in_may_have_ended_the_last_request(self) -> None:
         loop = Loop(["a", "b"], set(), turns=9, last="a")
         outputs = [loop.step_overlapped() for _ in range(2)]

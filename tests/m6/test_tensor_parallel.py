@@ -23,7 +23,7 @@ from folovllm.step.sampling_spec import SamplingSpec
 from folovllm.step.schedule import StepResult
 from tests.helpers import prompts, tiny_checkpoint
 from tests.m6 import test_prompt_logprobs, test_sampling_rows
-from tests.m6.test_overlap import COUNT, assert_clean, essence, run
+from tests.m6.test_overlap import COUNT, assert_clean
 from tests.workloads import ARRIVALS, MAX_MODEL_LEN, Request, serve, workload
 
 SMALL = {"block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 20}  # preemption, and prompts in chunks
@@ -64,20 +64,10 @@ class TestTwoRanks:
             assert served.stats().preemptions > 0
 
     def test_every_kind_of_request(self, served: LLMEngine, name: str) -> None:
-        """Penalties, stop strings, min_tokens, filters, n, log-probabilities: tokens and texts are those of one rank."""
-        expected, actual = run(engine(family_of(name), milestone="m5"), {}), run(served, {})
-        for request_id, output in expected.items():
-            assert essence(actual[request_id]) == essence(output), request_id
-            for mine, theirs in zip(actual[request_id].outputs, output.outputs, strict=True):
-                assert (mine.logprobs is None) == (theirs.logprobs is None)
-                for a, b in zip(mine.logprobs or [], theirs.logprobs or [], strict=True):
-                    assert list(a) == list(b)
-                    assert [x.logprob for x in a.values()] == pytest.approx([x.logprob for x in b.values()], abs=1e-3)
-        assert_clean(served)
-
-    def test_every_draw(self, served: LLMEngine, name: str) -> None:
-        """Penalties, filters and log-probabilities are those of M1."""
+        """Penalties, filters, stop strings, n, log-probabilities: tokens and texts are M1's, beside some that are aborted, too."""
         test_sampling_rows.check(serve(served, test_sampling_rows.requests()), family_of(name))
+        test_sampling_rows.check(test_sampling_rows.serve_and_abort(served), family_of(name))
+        assert_clean(served)
 
     def test_prompts_are_scored(self, served: LLMEngine, name: str) -> None:
         """As transformers does. Each prompt comes twice, so that the second finds it in the cache."""
@@ -99,10 +89,6 @@ class TestTwoRanks:
                 answers += [o.outputs[0].token_ids for o in served.step() if o.finished]
         assert answers[0] == answers[1]
         assert served.prefix_cache_stats().tokens_hit >= 48
-
-    def test_aborts(self, served: LLMEngine) -> None:
-        run(served, {3: ["r0"], 5: ["r1", "r2"], 9: ["r5"]}, seed=2)
-        assert_clean(served)
 
     def test_a_rank_holds_a_part(self, served: LLMEngine) -> None:
         attention = served.setup.attention

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -19,22 +20,25 @@ import pytest
 import torch
 
 from folovllm import LLM, SamplingParams
+from folovllm.distributed import sharding
 from folovllm.executor.multiproc_executor import WorkerDied
 from folovllm.step.packed import Field, PackedStep
 from tests.helpers import tiny_checkpoint
 
+ROOT = Path(__file__).parents[2]
 KILLS = int(os.environ.get("FOLOVLLM_KILLS", "2"))  # 20 for the whole proof
 PATIENCE = 60.0  # seconds: an end must be there by then, on a busy machine too
 FOREVER = SamplingParams(max_tokens=400, ignore_eos=True, seed=1)
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc"),
-]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="looks into /proc")]
 
 
 def engine(**overrides: Any) -> LLM:
     fields = {"device": "cpu", "max_model_len": 512, "max_num_seqs": 4, "use_tqdm": False, "tensor_parallel_size": 2}
     return LLM(str(tiny_checkpoint()), **(fields | overrides))
+
+
+def two_ranks(what: str) -> list[str]:
+    return [sys.executable, "-m", "tests.m6.two_ranks", str(tiny_checkpoint()), what]
 
 
 def exists(pid: int) -> bool:
@@ -141,23 +145,11 @@ def test_two_engines_side_by_side(leftovers: None, traps: None, real_freezing: N
     for llm in (first, second, first):
         assert llm.generate([[4, 5, 6]], params, use_tqdm=False)[0].outputs[0].token_ids == expected
     del first, llm
-    import gc
-
     gc.collect()
     assert_gone(pids[0])
     with second:
         assert second.generate([[4, 5, 6]], params, use_tqdm=False)[0].outputs[0].token_ids == expected
     assert_gone(pids[1], 0.0)
-
-
-SCRIPT = """
-from folovllm import LLM, SamplingParams
-llm = LLM({model!r}, device="cpu", max_model_len=512, max_num_seqs=4, use_tqdm=False, tensor_parallel_size=2)
-print(*llm.engine.executor.pids, flush=True)
-while {forever}:
-    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=400, ignore_eos=True), use_tqdm=False)
-llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4), use_tqdm=False)
-"""  # no `if __name__ == "__main__"`, and no close
 
 
 Start = Callable[..., tuple[subprocess.Popen[str], list[int]]]
@@ -168,10 +160,9 @@ def script() -> Iterator[Start]:
     """Starts programs of their own that have an engine, and names its ranks. None outlives a test that fails."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(folder: Path, forever: bool, **environment: str) -> tuple[subprocess.Popen[str], list[int]]:
-        code = SCRIPT.format(model=str(tiny_checkpoint()), forever=forever)
+    def start(folder: Path, what: str, **environment: str) -> tuple[subprocess.Popen[str], list[int]]:
         process = subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            two_ranks(what), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             start_new_session=True, env=os.environ | {"TMPDIR": str(folder)} | environment,
         )  # fmt: skip
         started.append(process)
@@ -189,13 +180,11 @@ def test_the_interpreter_ends(script: Start, tmp_path: Path) -> None:
     mine, marks = tmp_path / "mine", tmp_path / "marks"
     (mine / "folovllm/distributed").mkdir(parents=True)
     marks.mkdir()
-    import folovllm.distributed.sharding as reference
-
-    own = Path(str(reference.__file__)).read_text() + f"\nimport os\nopen(f'{marks}/{{os.getpid()}}', 'w').close()\n"
+    own = Path(str(sharding.__file__)).read_text() + f"\nimport os\nopen(f'{marks}/{{os.getpid()}}', 'w').close()\n"
     (mine / "folovllm/distributed/sharding.py").write_text(own)
     temporary = tmp_path / "tmp"
     temporary.mkdir()
-    process, pids = script(temporary, forever=False, FOLOVLLM_MINE=str(mine))
+    process, pids = script(temporary, "once", FOLOVLLM_MINE=str(mine))
     _, errors = process.communicate(timeout=60)
     assert (process.returncode, errors) == (0, "")
     assert len(pids) == 2 and {int(mark.name) for mark in marks.iterdir()} == {process.pid, *pids}
@@ -204,7 +193,7 @@ def test_the_interpreter_ends(script: Start, tmp_path: Path) -> None:
 
 
 def test_ctrl_c(script: Start, tmp_path: Path) -> None:
-    process, pids = script(tmp_path, forever=True)
+    process, pids = script(tmp_path, "forever")
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
     _, errors = process.communicate(timeout=60)
@@ -214,26 +203,10 @@ def test_ctrl_c(script: Start, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-STARTS = """
-import os, signal, sys, time
-import folovllm.executor.multiproc_executor
-from folovllm import LLM
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # who runs the tests may ignore it, as nohup does
-while sys.stdin.readline():
-    child = os.fork()
-    if child == 0:
-        os.setsid()
-        LLM({model!r}, device="cpu", max_model_len=512, max_num_seqs=4, use_tqdm=False, tensor_parallel_size=2)
-        time.sleep(60)
-    print(child, flush=True)
-    os.waitpid(child, 0)
-"""  # a process for each start, and torch is imported once for all of them
-
-
 def test_the_parent_is_killed_while_its_ranks_start(tmp_path: Path) -> None:
     """By a signal to itself, or to all: no rank stays, and nothing among the temporary files."""
     starter = subprocess.Popen(
-        [sys.executable, "-c", STARTS.format(model=str(tiny_checkpoint()))], env=os.environ | {"TMPDIR": str(tmp_path)},
+        two_ranks("starts"), cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     assert starter.stdin is not None and starter.stdout is not None
@@ -265,7 +238,7 @@ def in_session(leader: int) -> list[int]:
 
 
 def test_the_parent_is_killed(script: Start, tmp_path: Path) -> None:
-    process, pids = script(tmp_path, forever=True)
+    process, pids = script(tmp_path, "forever")
     process.kill()
     process.communicate(timeout=60)
     assert len(pids) == 2

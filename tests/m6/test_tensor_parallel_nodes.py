@@ -14,15 +14,7 @@ import pytest
 from folovllm import LLM, SamplingParams
 from tests.helpers import tiny_checkpoint
 
-PROGRAM = """
-import json, os, sys
-from folovllm import LLM, SamplingParams
-with LLM({model!r}, device="cpu", max_model_len=128, max_num_seqs=4, use_tqdm=False, tensor_parallel_size=2) as llm:
-    params = [SamplingParams(max_tokens=12, seed=5, ignore_eos=True), SamplingParams(max_tokens=9, seed=6, top_p=0.8)]
-    answers = llm.generate([[1, 2, 3], [9] * 20], params, use_tqdm=False)
-    tokens = [answer.outputs[0].token_ids for answer in answers]
-    open(os.path.join({folder!r}, os.environ["RANK"]), "w").write(json.dumps(tokens))
-"""
+ROOT = Path(__file__).parents[2]
 
 
 def free_port() -> int:
@@ -31,22 +23,22 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def torchrun(program: Path, node: int, port: int, nodes: int, ranks: int) -> subprocess.Popen[str]:
-    where = [f"--nnodes={nodes}", f"--node-rank={node}", f"--nproc-per-node={ranks}"]
-    where += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+def torchrun(node: int, port: int, model: str, folder: Path) -> subprocess.Popen[str]:
+    """One of two nodes, with a rank each."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}", "--nproc-per-node=1"]
+    command += ["--master-addr=127.0.0.1", f"--master-port={port}"]
+    command += ["-m", "tests.m6.two_ranks", model, "write", str(folder)]
     return subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *where, str(program)],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="names Linux's loopback interface")
 def test_two_nodes(tmp_path: Path) -> None:
-    program, model = tmp_path / "program.py", str(tiny_checkpoint())
-    program.write_text(PROGRAM.format(model=model, folder=str(tmp_path)))
-    port = free_port()
-    nodes = [torchrun(program, node, port, nodes=2, ranks=1) for node in range(2)]
+    model, port = str(tiny_checkpoint()), free_port()
+    nodes = [torchrun(node, port, model, tmp_path) for node in range(2)]
     for node in nodes:
         output, _ = node.communicate(timeout=120)
         assert node.returncode == 0, output

@@ -1,6 +1,6 @@
-"""Who holds what, for any sizes: shards put together give the whole, and so does what is computed from them.
+"""Which rank holds which part of a model, and that the parts compute what the whole does.
 
-Single cases, those of the exercises, are in `test_shards.py`.
+The functions that cut a weight are the exercises of `test_shards.py`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,7 @@ from hypothesis import strategies as st
 
 from folovllm.build import make_packed_worker
 from folovllm.config import EngineConfig
-from folovllm.distributed.sharding import (
-    local_config,
-    shard_column,
-    shard_named,
-    shard_qkv,
-    shard_row,
-    shard_vocab,
-    vocab_shard_size,
-)
+from folovllm.distributed.sharding import local_config, shard_named, shard_row, shard_vocab, vocab_shard_size
 from folovllm.engine.setup import set_up
 from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from folovllm.layers.layer_set import LayerSet
@@ -36,12 +28,10 @@ from folovllm.layers.sharded import sharded
 from folovllm.sample.noise import gumbel
 from folovllm.step.packed import Field
 from folovllm.worker.native_model import load_native_model, load_sharded_model
-from folovllm.worker.step_sampler import TensorParallelSampler, best_of_ranks
+from folovllm.worker.step_sampler import TensorParallelSampler
 from folovllm.worker.warm_up import dummy_seqs
 from tests.helpers import assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.m6.ranks import ThreadGroup, on_ranks
-
-SIZES = st.integers(1, 6)
 
 
 def numbered(*shape: int) -> torch.Tensor:
@@ -50,92 +40,29 @@ def numbered(*shape: int) -> torch.Tensor:
     return torch.arange(count).float().view(*shape)
 
 
-class TestShardColumnAndRow:
-    @given(size=SIZES, share=st.integers(1, 5), other=st.integers(1, 5))
-    def test_shards_put_together_are_the_whole(self, size: int, share: int, other: int) -> None:
-        tall, wide = numbered(size * share, other), numbered(other, size * share)
-        columns = [shard_column(tall, rank, size) for rank in range(size)]
-        rows = [shard_row(wide, rank, size) for rank in range(size)]
-        assert all(part.shape == (share, other) for part in columns)
-        assert all(part.shape == (other, share) for part in rows)
-        assert torch.equal(torch.cat(columns), tall)
-        assert torch.equal(torch.cat(rows, dim=1), wide)
-
-    @given(size=SIZES, share=st.integers(1, 5))
-    def test_a_bias_is_cut_like_the_outputs(self, size: int, share: int) -> None:
-        bias = numbered(size * share)
-        assert torch.equal(torch.cat([shard_column(bias, rank, size) for rank in range(size)]), bias)
+@given(vocab_size=st.integers(1, 40), size=st.integers(1, 6))
+def test_shards_of_a_vocabulary_are_the_whole_and_zeros(vocab_size: int, size: int) -> None:
+    weight, rows = 1 + numbered(vocab_size, 2), vocab_shard_size(vocab_size, size)
+    assert rows % 4 == 0 and rows * size >= vocab_size and (rows - 4) * size < vocab_size
+    parts = torch.cat([shard_vocab(weight, rank, size) for rank in range(size)])
+    assert parts.shape == (rows * size, 2)
+    assert torch.equal(parts[:vocab_size], weight) and not parts[vocab_size:].any()
 
 
-class TestShardQKV:
-    @given(size=SIZES, share=st.integers(1, 4), head_dim=st.integers(1, 4))
-    def test_as_many_heads_as_ranks_or_more(self, size: int, share: int, head_dim: int) -> None:
-        weight = numbered(size * share * head_dim, 3)
-        parts = [shard_qkv(weight, head_dim, rank, size) for rank in range(size)]
-        assert all(len(part) == share * head_dim for part in parts)
-        assert torch.equal(torch.cat(parts), weight)
+@settings(max_examples=30)
+@given(vocab_size=st.integers(1, 40), size=st.integers(1, 4), data=st.data())
+def test_every_rank_has_the_embedding(vocab_size: int, size: int, data: st.DataObject) -> None:
+    weight = 1 + numbered(vocab_size, 3)
+    ids = torch.tensor(data.draw(st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=9)))
 
-    @given(heads=st.integers(1, 4), copies=st.integers(2, 4), head_dim=st.integers(1, 4))
-    def test_fewer_heads_than_ranks(self, heads: int, copies: int, head_dim: int) -> None:
-        weight, size = numbered(heads * head_dim, 3), heads * copies
-        for rank in range(size):
-            head = weight.view(heads, head_dim, 3)[rank // copies]
-            assert torch.equal(shard_qkv(weight, head_dim, rank, size), head)
+    def work(group: ThreadGroup) -> torch.Tensor:
+        rows = vocab_shard_size(vocab_size, size)
+        layer = sharded(LayerSet(), group, vocab_size).make(VocabParallelEmbedding, rows, 3).requires_grad_(False)
+        layer.weight.copy_(shard_vocab(weight, group.rank, size))
+        return layer(ids)
 
-    @given(kv_heads=st.sampled_from([1, 2, 4]), group=st.sampled_from([1, 2, 4]), size=st.sampled_from([1, 2, 4]))
-    def test_each_query_head_finds_its_kv_head(self, kv_heads: int, group: int, size: int) -> None:
-        """Query head q reads KV head q // group of the whole; on its rank it reads the local one of that number."""
-        heads = kv_heads * group
-        if heads % size:
-            return
-        query, key = torch.arange(heads)[:, None], torch.arange(kv_heads)[:, None]  # one number a head
-        for rank in range(size):
-            own, keys = shard_qkv(query, 1, rank, size), shard_qkv(key, 1, rank, size)
-            local_group = len(own) // len(keys)
-            for i, head in enumerate(own.flatten().tolist()):
-                assert keys[i // local_group].item() == head // group
-
-
-class TestShardVocab:
-    @given(vocab_size=st.integers(1, 40), size=SIZES)
-    def test_shards_are_the_whole_and_zeros(self, vocab_size: int, size: int) -> None:
-        weight, rows = 1 + numbered(vocab_size, 2), vocab_shard_size(vocab_size, size)
-        assert rows % 4 == 0 and rows * size >= vocab_size and (rows - 4) * size < vocab_size
-        parts = torch.cat([shard_vocab(weight, rank, size) for rank in range(size)])
-        assert parts.shape == (rows * size, 2)
-        assert torch.equal(parts[:vocab_size], weight) and not parts[vocab_size:].any()
-
-
-def sharded_embedding(weight: torch.Tensor, group: ThreadGroup) -> VocabParallelEmbedding:
-    rows = vocab_shard_size(len(weight), group.size)
-    part = F.pad(weight, (0, 0, 0, rows * group.size - len(weight)))[group.rank * rows : (group.rank + 1) * rows]
-    layer = sharded(LayerSet(), group, len(weight)).make(VocabParallelEmbedding, rows, weight.shape[1])
-    layer.requires_grad_(False).weight.copy_(part)
-    return layer
-
-
-class TestVocabParallelEmbedding:
-    @settings(max_examples=30)
-    @given(vocab_size=st.integers(1, 40), size=st.integers(1, 4), data=st.data())
-    def test_every_rank_has_the_embedding(self, vocab_size: int, size: int, data: st.DataObject) -> None:
-        weight = 1 + numbered(vocab_size, 3)
-        ids = torch.tensor(data.draw(st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=9)))
-        for result in on_ranks(size, lambda group: sharded_embedding(weight, group)(ids)):
-            assert torch.equal(result, weight[ids])
-
-
-class TestBestOfRanks:
-    @given(data=st.data(), size=SIZES, rows=st.integers(1, 4))
-    def test_it_is_the_argmax_of_the_whole(self, data: st.DataObject, size: int, rows: int) -> None:
-        """Small whole numbers, so that ties are common: the lowest id wins, as in argmax."""
-        values = st.lists(st.integers(-2, 2), min_size=8 * size, max_size=8 * size)
-        logits = torch.tensor([data.draw(values) for _ in range(rows)]).float()
-        parts = logits.view(rows, size, 8)
-        scores = parts.amax(-1).T
-        ids = (parts.argmax(-1) + 8 * torch.arange(size)).T.int()
-        best, winners = best_of_ranks(scores, ids)
-        assert torch.equal(best, logits.amax(-1))
-        assert winners.tolist() == logits.argmax(-1).tolist()
+    for result in on_ranks(size, work):
+        assert torch.equal(result, weight[ids])
 
 
 @pytest.mark.parametrize("first", [0, 4, 128])
@@ -191,12 +118,7 @@ class TestSizes:
 
     @pytest.mark.parametrize(
         ("heads", "kv_heads", "inner", "size", "works"),
-        [
-            (8, 2, 48, 3, "1, 2, 4, 8"),
-            (6, 2, 48, 3, "1, 2, 6"),
-            (8, 8, 48, 16, "1, 2, 4, 8"),
-            (8, 4, 6, 4, "1, 2"),
-        ],
+        [(8, 2, 48, 3, "1, 2, 4, 8"), (6, 2, 48, 3, "1, 2, 6"), (8, 8, 48, 16, "1, 2, 4, 8"), (8, 4, 6, 4, "1, 2")],
     )
     def test_sizes_that_do_not_work(self, heads: int, kv_heads: int, inner: int, size: int, works: str) -> None:
         with pytest.raises(ValueError, match=f"sizes that work are {works}$"):

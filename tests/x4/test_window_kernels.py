@@ -51,7 +51,7 @@ def test_a_decode_that_stores_on_the_way(monkeypatch: pytest.MonkeyPatch) -> Non
     """The kernel that takes in the raw projection gives what the two kernels give, each with a window."""
     raw = pytest.importorskip("tests.m6.test_raw_decodes", reason="Triton is for Linux only")
     monkeypatch.setattr(raw, "SplitKVDecode", partial(raw.SplitKVDecode, window=37))
-    raw.test_equals_the_two_kernels(torch.float32, (6, 2), 32, 5, True)
+    raw.test_equals_the_two_kernels(torch.float32, False, (6, 2), 32, 5, True, monkeypatch)
 
 
 @pytest.mark.gpu
