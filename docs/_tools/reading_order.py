@@ -47,8 +47,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("model_config.py", "", ""),
         ("layers/layer_set.py", "", ""),
         ("layers/linear.py", "layers/linear.py", "model_executor/layers/linear.py"),
-        ("layers/linear_method.py", "", "model_executor/layers/linear.py"),
-        ("layers/plain_linear.py", "", "model_executor/layers/linear.py"),
         ("layers/layernorm.py", "layers/layernorm.py", "model_executor/layers/layernorm.py"),
         ("layers/rotary_embedding.py", "layers/rotary_embedding.py", "model_executor/layers/rotary_embedding/"),
         ("layers/activation.py", "layers/activation.py", "model_executor/layers/activation.py"),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from folovllm.kernels.cpu.ops import CpuKernels
-from folovllm.layers.plain_linear import Plain
+from folovllm.layers.linear import Plain
 
 if TYPE_CHECKING:
     from folovllm.layers.linear import LinearBase

@@ -9,8 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from folovllm.layers.linear import PLAIN
-from folovllm.layers.linear_method import LinearMethod
+from folovllm.layers.linear import PLAIN, LinearMethod
 
 P = ParamSpec("P")
 M = TypeVar("M", bound=nn.Module)

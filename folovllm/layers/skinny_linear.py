@@ -8,7 +8,7 @@ import torch
 
 from folovllm.kernels.skinny_linear import serves, skinny_linear
 from folovllm.kernels.summed_linear import fits, summed_linear
-from folovllm.layers.plain_linear import Plain
+from folovllm.layers.linear import Plain
 
 if TYPE_CHECKING:
     from folovllm.distributed.group import Group

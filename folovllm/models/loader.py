@@ -15,9 +15,7 @@ from tqdm import tqdm
 
 from folovllm.electives import EXTRA_TENSORS, is_installed, named
 from folovllm.files import UnreadableFile, in_one_line, reading
-from folovllm.layers.linear import PLAIN, LinearBase
-from folovllm.layers.linear_method import FLOATS, LinearMethod
-from folovllm.layers.plain_linear import Plain
+from folovllm.layers.linear import FLOATS, PLAIN, LinearBase, LinearMethod, Plain
 from folovllm.models.json_files import read_json
 from folovllm.models.llama import LlamaForCausalLM
 

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.linear import PLAIN, MergedColumnParallelLinear, QKVParallelLinear
-from folovllm.layers.linear_method import LinearMethod
+from folovllm.layers.linear import PLAIN, LinearMethod, MergedColumnParallelLinear, QKVParallelLinear
 from folovllm.models.llama import LlamaForCausalLM
 
 if TYPE_CHECKING:

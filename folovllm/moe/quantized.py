@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from folovllm.layers.activation import SiluAndMul
-from folovllm.layers.linear import LinearBase
-from folovllm.layers.linear_method import LinearMethod
+from folovllm.layers.linear import LinearBase, LinearMethod
 from folovllm.moe.layers import ask_one_by_one
 
 

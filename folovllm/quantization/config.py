@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from folovllm.config import EngineConfig
 from folovllm.files import reading
 from folovllm.layers.layer_set import LinearMethodOf
-from folovllm.layers.linear_method import LinearMethod
+from folovllm.layers.linear import LinearMethod
 from folovllm.models.quantized import Quantization
 from folovllm.models.registry import renamed_by
 from folovllm.models.shapes import NO_NAMES, expert_shapes, linear_shapes

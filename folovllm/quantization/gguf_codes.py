@@ -15,7 +15,7 @@ import torch
 
 from folovllm.files import reading
 from folovllm.layers.layer_set import LinearMethodOf
-from folovllm.layers.linear_method import LinearMethod
+from folovllm.layers.linear import LinearMethod
 from folovllm.quantization import packing
 from folovllm.quantization.gguf_reader import GGUFTensor
 from folovllm.quantization.int4 import Int4

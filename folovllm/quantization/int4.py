@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 import torch.nn.functional as F
 
-from folovllm.layers.linear_method import ALL, FLOATS
+from folovllm.layers.linear import ALL, FLOATS
 from folovllm.quantization import packing
 from folovllm.quantization.linear_method import QuantizedLinearMethod, on_gpu, rows_of
 from folovllm.quantization.weight import QuantizedWeight

@@ -13,7 +13,7 @@ from folovllm.quantization.scaled import shrunk
 
 if TYPE_CHECKING:
     from folovllm.distributed.sharding import Weight
-    from folovllm.layers.linear_method import Cut
+    from folovllm.layers.linear import Cut
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from folovllm.layers.linear_method import LinearMethod
+from folovllm.layers.linear import LinearMethod
 
 if TYPE_CHECKING:
     from folovllm.layers.linear import LinearBase

@@ -14,15 +14,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from folovllm.kv_format import LARGEST
-from folovllm.layers.linear_method import ALL, FLOATS
+from folovllm.layers.linear import ALL, FLOATS
 from folovllm.quantization.linear_method import QuantizedLinearMethod, on_gpu, rows_of
 from folovllm.quantization.weight import QuantizedWeight
 from folovllm.require import is_whole
 
 if TYPE_CHECKING:
     from folovllm.distributed.sharding import Weight
-    from folovllm.layers.linear import LinearBase
-    from folovllm.layers.linear_method import Cut
+    from folovllm.layers.linear import Cut, LinearBase
 
 
 FROM_UNSIGNED = -0x7F7F7F80  # 0x80808080: flips the highest bit of four bytes, which subtracts 128 from each

@@ -22,8 +22,7 @@ from folovllm.distributed.sharding import local_config, shard_named, shard_row, 
 from folovllm.engine.setup import set_up
 from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.linear import LinearBase, RowParallelLinear
-from folovllm.layers.plain_linear import Plain
+from folovllm.layers.linear import LinearBase, Plain, RowParallelLinear
 from folovllm.layers.sharded import sharded
 from folovllm.sample.noise import gumbel
 from folovllm.step.packed import Field

@@ -17,9 +17,7 @@ from transformers import AutoConfig
 from folovllm.distributed.sharding import Weight, local_config, shard_named
 from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear
-from folovllm.layers.linear_method import LinearMethod
-from folovllm.layers.plain_linear import Plain
+from folovllm.layers.linear import LinearBase, LinearMethod, MergedColumnParallelLinear, Plain, RowParallelLinear
 from folovllm.layers.sharded import sharded
 from folovllm.models.loader import load_model
 from folovllm.models.registry import build_model

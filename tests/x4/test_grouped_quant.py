@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from folovllm.layers.linear_method import LinearMethod
+from folovllm.layers.linear import LinearMethod
 from folovllm.moe.layers import sort_by_expert
 from folovllm.moe.quantized import ExpertStack
 from folovllm.quantization.int4 import Int4
