@@ -5,12 +5,15 @@ A picture is the page that a reader gets, at a moment of its recording. Where th
 
 from __future__ import annotations
 
+import io
 import shutil
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
 
 from folovllm.inspector.page import one_file
 
@@ -74,6 +77,23 @@ def take(browser: Any, picture: Picture, folder: Path) -> Path:
     return out
 
 
+def film(browser: Any, folder: Path) -> Path:
+    """Play a recording in which memory runs out, a step a frame, and write it as a moving picture for README."""
+    page_file, out = folder / "film.html", PICTURES / "inspector.webp"
+    one_file([SAMPLES / "m3.jsonl"], page_file)
+    with browser.new_context(viewport={"width": 1120, "height": 860}, color_scheme="light") as context:
+        page = context.new_page()
+        page.goto(f"{page_file.as_uri()}#t=0")
+        page.wait_for_function(READY)
+        frames = []
+        for moment in range(page.evaluate("inspector.player.clock.length")):
+            page.evaluate(f"inspector.player.go({moment}), {DRAWN}")
+            frames.append(Image.open(io.BytesIO(page.screenshot())).resize((896, 688), Image.Resampling.LANCZOS))
+    durations = [500] * (len(frames) - 1) + [3000]  # milliseconds
+    frames[0].save(out, save_all=True, append_images=frames[1:], duration=durations, loop=0, quality=55, method=6)
+    return out
+
+
 def main() -> None:
     """Write all pictures."""
     if CHROMIUM is None:
@@ -82,8 +102,7 @@ def main() -> None:
 
     with sync_playwright() as driver, tempfile.TemporaryDirectory() as folder:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        for picture in WANTED:
-            out = take(browser, picture, Path(folder))
+        for out in (film(browser, Path(folder)), *(take(browser, picture, Path(folder)) for picture in WANTED)):
             print(f"{out.relative_to(ROOT)}: {out.stat().st_size} bytes")
         browser.close()
 
