@@ -1,6 +1,6 @@
-"""Rehearse launches of a kernel of the package, which other processes compile, with no GPU.
+"""Dry runs of launches of a kernel of the package, which other processes compile, with no GPU.
 
-A program of its own, as `rehearse_kernels`, whose driver it has: `python -m tests.m6.compile_in_pool` prints a JSON object of
+A program of its own, with the driver of `dry_run_kernels`: `python -m tests.m6.compile_in_pool` prints a JSON object of
 what happened. With "end", it prints the number of a process that it has begun, and waits to be killed.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
-from tests.m6.rehearse_kernels import CPU, copy, loaded, outcome, pretend_driver  # isort: skip -- nothing interprets
+from tests.m6.dry_run_kernels import CPU, copy, loaded, outcome, pretend_driver  # isort: skip -- nothing interprets
 
 import torch
 import triton
@@ -58,7 +58,7 @@ def children() -> list[int]:
 
 
 def run_dry(*widths: int) -> dict[str, object]:
-    """Rehearse launches, a variant for each width; what happened meanwhile."""
+    """Run launches dry, a variant for each width. Returns what happened meanwhile."""
     compiled_here.clear()
     begun.clear()
     loaded.clear()
@@ -84,7 +84,7 @@ def at_first_process(act: Callable[[int], object]) -> threading.Thread:
 
 
 def main() -> dict[str, object]:
-    """Rehearse what is new, what is known, what is not of the package, and what fails or ends in several ways."""
+    """Run dry what is new, what is known, what is not of the package, and what fails or ends in several ways."""
     found: dict[str, object] = {"new": run_dry(16, 32), "known": run_dry(16, 32)}
 
     compiled_here.clear()

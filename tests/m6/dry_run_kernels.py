@@ -1,6 +1,6 @@
-"""Rehearse launches of two kernels with no GPU: Triton compiles for one, and a driver that stands in for CUDA's loads nothing.
+"""Dry runs of launches of two kernels with no GPU: Triton compiles for one, and a driver that stands in for CUDA's loads nothing.
 
-A program of its own, because Triton decides when it is first imported whether it interprets: `python -m tests.m6.rehearse_kernels`
+A program of its own, because Triton decides when it is first imported whether it interprets: `python -m tests.m6.dry_run_kernels`
 prints a JSON object of what happened.
 """
 
@@ -61,7 +61,7 @@ def copy(n: int, width: int = 16) -> torch.Tensor:
 
 
 def outcome(body) -> str:
-    """The name of the exception that ends a rehearsal."""
+    """The name of the exception that ends a dry run."""
     try:
         with dry_run(CPU):
             body()
@@ -86,7 +86,7 @@ def pretend_driver() -> None:
 
 
 def main() -> dict[str, object]:
-    """Rehearse, launch, and rehearse what fails."""
+    """Run dry, launch, and run dry what fails."""
     pretend_driver()
     triton.knobs.runtime.jit_post_compile_hook = lambda *, fn, **_: compiled.append(fn.name.rpartition(".")[2])
     untouched = triton.runtime.JITFunction.run
@@ -98,8 +98,8 @@ def main() -> dict[str, object]:
         other.start()
         other.join()
     found["written"] = sum(int(out.count_nonzero()) for out in results)
-    found["launched in the rehearsal"] = list(launched)
-    found["loaded"], found["compiled in the rehearsal"] = len(loaded), len(compiled)
+    found["launched in the dry run"] = list(launched)
+    found["loaded"], found["compiled in the dry run"] = len(loaded), len(compiled)
     launched.clear()
     compiled.clear()
     for n in (1, 2, 3, 16):
