@@ -32,7 +32,5 @@ class ForwardBatch:
     seq_lens_host: list[int]
     is_disjoint: bool = False  # whether no sequence reads K/V that another one writes in this step; False: unknown
     is_padded: bool = False  # whether it is a captured step, padded to more and longer sequences
-    has_guesses: bool = (
-        False  # X3: whether it is captured for sequences with draft tokens, which have few new tokens each
-    )
+    has_guesses: bool = False  # X3: whether it is captured for sequences with drafts, which have few new tokens each
     only_last: bool = False  # whether only the hidden states of last tokens are read; False: unknown
