@@ -1,4 +1,4 @@
-"""What a model is given in a step. `worker/` builds it from the scheduler's decisions; its readers need not know of a scheduler."""
+"""The input of a model in a step. `worker/` builds it from the scheduler's output; the model knows no scheduler."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 class ForwardBatch:
     """A ragged batch: the new tokens of all scheduled sequences, end to end, with no padding.
 
-    Decodes, which have one new token, come first; among the others some may have just one, too. `T` new tokens, `S`
-    sequences. Passed explicitly down the model: there is no global context, so two engines can live in one process.
+    Decodes, which have one new token, come first. A sequence after them may have one new token, too. `T` new tokens, `S`
+    sequences. The batch is passed down the model as an argument. There is no global context, so two engines can live in one process.
     """
 
     input_ids: torch.Tensor  # [T] int64
@@ -23,14 +23,14 @@ class ForwardBatch:
     block_tables: torch.Tensor  # [S, max_blocks] int32
     logits_indices: (
         torch.Tensor
-    )  # [S] int64, the last new token of each sequence; with drafts those of all samples, [R]
+    )  # [S] int64, the last new token of each sequence; with drafts the token before each sample, [R]
     num_seqs: int
-    num_decodes: int  # how many sequences in front have one new token
-    max_query_len: int  # upper bounds, so that a captured graph may keep them
+    num_decodes: int  # sequences at the front with one new token
+    max_query_len: int  # upper bounds, so a captured graph can use them for any step
     max_seq_len: int
     query_lens_host: list[int]  # for backends that loop over sequences
     seq_lens_host: list[int]
-    is_disjoint: bool = False  # whether it is certain that no sequence reads K/V that another one writes in this step
-    is_padded: bool = False  # whether it is a captured step, with room for more and longer sequences than there are
+    is_disjoint: bool = False  # whether no sequence reads K/V that another one writes in this step; False: unknown
+    is_padded: bool = False  # whether it is a captured step, padded to more and longer sequences
     has_drafts: bool = False  # X3: whether it is captured for sequences with drafts, which have few new tokens each
-    only_last: bool = False  # whether it is certain that nobody reads hidden states but the last tokens'
+    only_last: bool = False  # whether only the hidden states of last tokens are read; False: unknown

@@ -1,7 +1,7 @@
-"""How the device samples a running sequence: a line of fields for each row, a word and a bit for each token.
+"""The sampling state of a row on the device: its fields, then a word and two bits for each token of the vocabulary.
 
-All are int32, so that whatever is new about some rows travels in one buffer. This file is the host's side: the layout,
-and who writes it. `folovllm/sample/sampler_state.py` is the device's.
+All are int32, so one buffer brings the updates of all rows. This file is the host's side: the layout, and the code that writes
+it. `folovllm/sample/sampler_state.py` is the device's side.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Int32 = npt.NDArray[np.int32]
 
 
 class RowField(IntEnum):
-    """Columns of a row's line. Floats travel as the bits of int32 numbers, and so do the two words of a seed."""
+    """Fields of a row. Floats are stored as the bits of int32 numbers, a seed as two int32 numbers."""
 
     FLAGS = 0  # FILTERS, WORDS, MASK, BAD
     TEMPERATURE = 1  # float32; 0 is greedy
@@ -34,44 +34,46 @@ class RowField(IntEnum):
     FREE_FROM = 10  # position from which the tokens that may end the answer are allowed
 
 
-FILTERS = 1  # the row is sampled, and with top_k, top_p or min_p
+FILTERS = 1  # the row is not greedy, and samples with top_k, top_p or min_p
 WORDS = 2  # the row's logits depend on its words: penalties, min_tokens, biases
 MASK = 4  # only tokens whose bit in the row's mask is set may be sampled
-BAD = 8  # the row has bad words; tokens that would end one have a bit
+BAD = 8  # the row has bad words; tokens that would complete one have a bit
 FLAGS_OF_MEMORY = WORDS | BAD  # the row's logits depend on the tokens that were sampled before
 
 # A word: the token's count in the answer, two bits, and a bias on its logit as the bits of a float16.
-COUNT = (1 << 14) - 1  # a count stays at this once it is there
+COUNT = (1 << 14) - 1  # the largest count: a count stays there
 ENDS = 1 << 14  # forbidden before FREE_FROM
 IN_PROMPT = 1 << 15
 BIAS_SHIFT = 16
 
-# A row's line of the table that holds the words: V words, then what has no word for each token. What lies `n` columns
-# behind the words is an entry of column -1 - n, so that the code that writes entries need not know V.
-MAX_BAD_WORDS, MAX_BAD_TOKENS = 128, 1024  # of a row: runs of tokens, and their tokens together
-BAD_ENDS_AT = 0  # [MAX_BAD_WORDS]: where each bad word ends among their tokens; 0 behind the last
+# A row's line in the table of words: V words, then the fields below. An entry for the n-th number behind the words has the
+# column -1 - n, so the code that writes entries does not depend on V.
+MAX_BAD_WORDS, MAX_BAD_TOKENS = 128, 1024  # of a row: bad words, and the tokens of all of them
+BAD_ENDS_AT = 0  # [MAX_BAD_WORDS]: the end of each bad word in BAD_TOKENS_AT; 0 after the last
 BAD_TOKENS_AT = BAD_ENDS_AT + MAX_BAD_WORDS  # [MAX_BAD_TOKENS]: the bad words end to end
 RECENT = MAX_BAD_TOKENS  # newest tokens of the answer that are kept
 RECENT_AT = BAD_TOKENS_AT + MAX_BAD_TOKENS  # [RECENT]: token id + 1 at its position % RECENT; 0: none
-MASK_AT = RECENT_AT + RECENT  # for every BITS_OF tokens an int32 of the mask, and one of what must not come next
+MASK_AT = (
+    RECENT_AT + RECENT
+)  # for every BITS_OF tokens an int32 of the mask, and one of the tokens that must not come next
 BITS_OF = 32  # bit t % 32 is token t's
 PLANES = 2
-ALIGNED = 64  # columns: lines begin where a GPU reads well
+ALIGNED = 64  # columns: lines are aligned for the GPU's reads
 
 
 def mask_width(vocab_size: int) -> int:
-    """How many int32 have a bit for each token."""
+    """Return how many int32 numbers hold a bit for each token."""
     return -(-vocab_size // BITS_OF)
 
 
 def line_width(vocab_size: int) -> int:
-    """Columns of a row's line."""
+    """Return the number of columns of a row's line."""
     width = vocab_size + MASK_AT + PLANES * mask_width(vocab_size)
     return -(-width // ALIGNED) * ALIGNED
 
 
 def mask_of(allowed: Iterable[int], vocab_size: int) -> Int32:
-    """The mask [ceil(V / 32)] in which only the bits of `allowed` are set."""
+    """Return the mask [ceil(V / 32)] in which only the bits of `allowed` are set."""
     return _bits(np.array(list(allowed), np.int64), mask_width(vocab_size))
 
 
@@ -83,15 +85,15 @@ def _bits(ids: npt.NDArray[np.int64], width: int) -> Int32:
 
 @dataclass(slots=True, frozen=True)
 class RowUpdate:
-    """Everything about one row: it has a new owner, or the owner comes back after preemption."""
+    """The whole sampling state of one row. It is sent when a sequence gets the row, also after a preemption."""
 
     row: int
     fields: Int32  # [len(RowField)]
-    words: Int32  # [2, E]: columns of the row's line, each once, and what they hold; all other columns are 0
+    words: Int32  # [2, E]: columns of the row's line, each once, and their values; all other columns are 0
 
     @property
     def has_line(self) -> bool:
-        """Whether the row's line is read at all."""
+        """Whether sampling reads the row's line."""
         return bool(self.fields[RowField.FLAGS] & (WORDS | MASK | BAD))
 
 
@@ -99,13 +101,13 @@ class RowUpdate:
 class SamplingUpdate:
     """Updates of several rows as one buffer: `SamplerState.set_rows(buffer on the device, num_rows, num_with_line)`."""
 
-    buffer: Int32  # [U, 1 + len(RowField)] row and its fields, then [3, E] entries of row, column and what it holds
+    buffer: Int32  # [U, 1 + len(RowField)]: rows and their fields; then [3, E]: entries of row, column, value
     num_rows: int
-    num_with_line: int  # they come first
+    num_with_line: int  # rows with a line come first
 
 
 def row_update(row: int, spec: SamplingSpec) -> RowUpdate:
-    """What the device must know to sample from now on for the sequence that gets `row`."""
+    """Return the sampling state for the sequence that gets `row`."""
     has_words, has_bad = spec.has_penalties or bool(spec.forbidden) or bool(spec.bias), bool(spec.bad_words)
     fields = np.zeros(len(RowField), np.int32)
     fields[RowField.FLAGS] = FILTERS * spec.has_filters + WORDS * has_words + MASK * spec.has_mask + BAD * has_bad
@@ -127,7 +129,7 @@ def row_update(row: int, spec: SamplingSpec) -> RowUpdate:
 
 
 def _words(spec: SamplingSpec) -> Int32:
-    """Token ids and words [2, E] of what is not plain."""
+    """Return token ids and their words [2, E], for words that are not 0."""
     bias = dict(spec.bias)
     sampled, counts = np.unique(spec.answer, return_counts=True)
     prompt, ends = np.unique(spec.history[: spec.num_prompt_tokens]), np.unique(spec.forbidden)
@@ -145,13 +147,13 @@ def _words(spec: SamplingSpec) -> Int32:
 
 
 def _behind(at: int, values: npt.ArrayLike) -> Int32:
-    """Entries [2, E] that put `values` into the columns from `at` on, behind the words."""
+    """Return entries [2, E] that write `values` behind the words, from the number `at` on."""
     values = np.asarray(values, np.int32)
     return np.stack([-1 - at - np.arange(len(values), dtype=np.int32), values])
 
 
 def _plane(plane: int, tokens: Sequence[int]) -> Int32:
-    """Entries [2, E] of the bits of `tokens` in the mask (plane 0), or among what must not come next (1)."""
+    """Return entries [2, E] that set the bits of `tokens`: in the mask (plane 0), or as tokens that must not come next (1)."""
     ids = np.array(tokens, np.int64)
     words = _bits(ids, int(ids.max(initial=-1)) // BITS_OF + 1)
     (used,) = words.nonzero()
@@ -159,7 +161,7 @@ def _plane(plane: int, tokens: Sequence[int]) -> Int32:
 
 
 def _bad_words(spec: SamplingSpec) -> list[Int32]:
-    """Entries [2, E] of the bad words, of the newest tokens of the answer, and of what must not come next."""
+    """Return entries [2, E] for the bad words, the newest tokens of the answer, and the tokens that must not come next."""
     words, end = spec.bad_words, len(spec.history)
     count = min(len(spec.answer), max(map(len, words)) - 1)
     recent = _behind(0, spec.history[end - count :] + 1)
@@ -173,7 +175,7 @@ def _bad_words(spec: SamplingSpec) -> list[Int32]:
 
 
 def pack_updates(updates: Sequence[RowUpdate]) -> SamplingUpdate:
-    """Updates of different rows in one buffer; none make an empty one."""
+    """Pack updates of different rows into one buffer, which is empty if there are none."""
     ordered = sorted(updates, key=lambda update: not update.has_line)
     lines = [np.concatenate([np.array([update.row], np.int32), update.fields]) for update in ordered]
     rows = np.repeat([update.row for update in ordered], [update.words.shape[1] for update in ordered])

@@ -1,7 +1,7 @@
 """Tensor parallelism measured: is it right, how fast is a sum, how do throughput and latency scale.
 
     python tools/bench_tp.py --sizes 1,2 --out docs/data/tp          # on a machine with two GPUs
-    python tools/bench_tp.py --sizes 1,2 --device cpu --geometries none --requests 4   # a rehearsal
+    python tools/bench_tp.py --sizes 1,2 --device cpu --geometries none --requests 4   # a dry run
 
 It writes JSON files and prints tables. Weights are random (the check uses the embedded model as well), so nothing is
 downloaded. `--geometries none` leaves the long part out. How long a step's sums take is seen by a profiler in one of its

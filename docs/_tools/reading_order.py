@@ -121,7 +121,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/sample_tokens.py", "", "v1/worker/gpu/sample/sampler.py"),
         ("kernels/penalties.py", "", "v1/worker/gpu/sample/penalties.py"),
         ("kernels/filter_logits.py", "", ""),
-        ("kernels/filter_border.py", "", ""),
+        ("kernels/filter_threshold.py", "", ""),
         ("distributed/sharding.py", "layers/linear.py", "model_executor/layers/linear.py"),
         ("layers/sharded.py", "layers/embed_head.py", "model_executor/layers/vocab_parallel_embedding.py"),
         ("distributed/group.py", "", "distributed/parallel_state.py"),

@@ -1,1 +1,1 @@
-"""One model over several GPUs: who holds which part (tensor parallelism), and how the parts talk to each other."""
+"""Tensor parallelism: one model over several GPUs. How weights are sharded, and the collectives between ranks."""

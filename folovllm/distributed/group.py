@@ -1,4 +1,4 @@
-"""The ranks that share a model, and the two things they do together: add up, and collect."""
+"""The ranks that share a model, and their two collectives: all-reduce and all-gather."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from folovllm.distributed.one_shot_buffers import OneShotBuffers
 
 logger = logging.getLogger("folovllm")
 
-# torch 2.13 has a new name for it, and warns where the old one is used.
+# torch 2.13 renamed this function, and warns about the old name.
 gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-TIMEOUT = timedelta(minutes=10)  # of one collective; a rank that dies ends the others long before
+TIMEOUT = timedelta(minutes=10)  # of one collective; a rank that dies ends the others much earlier
 NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}  # over NVLink
 
 
 class PeersLost(ConnectionError):
-    """A collective failed, most likely because another rank is gone: a consequence, not a cause."""
+    """A collective failed, most likely because another rank ended. The error of that rank is the cause."""
 
 
 class Group(Protocol):
@@ -31,7 +31,7 @@ class Group(Protocol):
 
     rank: int
     size: int
-    one_shot_buffers: OneShotBuffers | None  # by which a kernel may add up itself, as `all_reduce` would
+    one_shot_buffers: OneShotBuffers | None  # with these a kernel sums over the ranks itself, without `all_reduce`
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Add up all ranks' `x`, and return the sum on every rank. `x` may be overwritten."""
@@ -41,9 +41,9 @@ class Group(Protocol):
 
 
 class ProcessGroup:
-    """A `Group` of processes, by torch.distributed's default group: NCCL between GPUs, gloo between CPUs.
+    """A `Group` of processes over torch.distributed's default group: NCCL between GPUs, gloo between CPUs.
 
-    A process can be in one such group only, which is why each rank of each engine is a process of its own.
+    A process can be in one such group only. Therefore each rank of each engine is a process of its own.
     """
 
     def __init__(self, rank: int, size: int, device: torch.device, store: Any = None) -> None:
@@ -60,13 +60,13 @@ class ProcessGroup:
         self.one_shot_buffers = make_one_shot_buffers(rank, size, device) if self._one_shot is not None else None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """As `Group`. Small sums on GPUs go through memory that all of them see."""
+        """Small sums on GPUs use the one-shot kernel, all others NCCL or gloo."""
         if self._one_shot is not None and self._one_shot.takes(x):
             return self._one_shot(x)
         return self._together(lambda: dist.all_reduce(x), x)
 
     def takes_short_way(self, x: torch.Tensor) -> bool:
-        """Whether the sum of such tensors goes through memory that all GPUs see."""
+        """Return whether the one-shot kernel sums tensors like `x`."""
         return self._one_shot is not None and self._one_shot.takes(x)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ class ProcessGroup:
         return everyone.view(self.size, *x.shape)
 
     def close(self) -> None:
-        """Leave the group. Graphs that captured a collective must be gone by now, or this never returns."""
+        """Leave the group. Delete graphs that captured a collective before this call, or it never returns."""
         if self._one_shot is not None:
             torch.cuda.synchronize()  # peers may read our memory until our last sum is over
             self._one_shot = self.one_shot_buffers = None
@@ -90,13 +90,13 @@ class ProcessGroup:
 
 
 class OneShotAllReduce:
-    """A sum in a single kernel: each GPU reads all others' numbers and adds them up itself.
+    """An all-reduce in a single kernel: each GPU reads the numbers of all others and sums them itself.
 
-    Twice the traffic of a ring and a fraction of its latency, so it is for the small tensors of a decode step. The kernel
-    waits for everybody at its beginning and at its end, so one buffer serves all calls, under a graph too.
+    It has twice the traffic of a ring and a fraction of its latency, so it is for the small tensors of a decode step. The
+    kernel waits for all ranks at its beginning and at its end. Therefore one buffer serves all calls, in a graph too.
     """
 
-    LARGEST = 2 << 20  # bytes; up to here it was faster than NCCL (`tools/bench_tp.py`)
+    LARGEST = 2 << 20  # bytes; up to this size it was faster than NCCL (`tools/bench_tp.py`)
 
     def __init__(self, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symm_mem
@@ -107,21 +107,22 @@ class OneShotAllReduce:
         self._handle = symm_mem.rendezvous(self._buffer, self._name)
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Whether `x` is small enough, and a multiple of the 16 bytes that the kernel moves at a time."""
+        """Return whether `x` is small enough, and a multiple of the 16 bytes that the kernel moves at a time."""
         size = x.numel() * x.itemsize
         return size <= self.LARGEST and size % 16 == 0 and x.dtype in (torch.bfloat16, torch.float32)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum, in a tensor of its own."""
+        """Return the sum over all ranks in a new tensor."""
         shared = self._buffer[: x.numel() * x.itemsize].view(x.dtype).view(x.shape)
         shared.copy_(x)
         return torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", self._name)
 
 
 def make_one_shot(device: torch.device, size: int) -> OneShotAllReduce | None:
-    """Return the quick sum where it works: the GPUs see each other's memory, and a trial sum is right on all ranks.
+    """Return the one-shot all-reduce, or None where it does not work.
 
-    `FOLOVLLM_ONE_SHOT=0` does without, to compare.
+    It works if the GPUs see each other's memory and a trial sum is right on all ranks. `FOLOVLLM_ONE_SHOT=0` disables it,
+    for comparison.
     """
     if os.environ.get("FOLOVLLM_ONE_SHOT") == "0" or not all_say(_sees_all(device, size), device):
         return None
@@ -130,46 +131,46 @@ def make_one_shot(device: torch.device, size: int) -> OneShotAllReduce | None:
         one_shot = OneShotAllReduce(device)
         is_right = _sums_right(one_shot, size)
     except (RuntimeError, ImportError, AttributeError) as error:
-        logger.warning("one-shot all-reduce is not available (%s): NCCL adds up", error)
+        logger.warning("one-shot all-reduce is not available (%s): NCCL computes the sums", error)
     return one_shot if all_say(is_right, device) else None
 
 
 def make_one_shot_buffers(rank: int, size: int, device: torch.device) -> OneShotBuffers | None:
-    """Return the one-shot buffers of GPUs that see each other's memory, if a trial write arrives in all of them. All ranks call this together.
+    """Return the one-shot buffers, or None unless a trial write arrives in the memory of all GPUs.
 
-    `FOLOVLLM_MAILBOXES=0` does without, to compare.
+    All ranks call this together. `FOLOVLLM_ONE_SHOT_BUFFERS=0` disables the buffers, for comparison.
     """
-    if os.environ.get("FOLOVLLM_MAILBOXES") == "0":
+    if "0" in (os.environ.get("FOLOVLLM_ONE_SHOT_BUFFERS"), os.environ.get("FOLOVLLM_MAILBOXES")):  # the old name
         return None
     one_shot_buffers = None
     try:
         one_shot_buffers = OneShotBuffers.shared(rank, size, device)
     except (RuntimeError, ImportError, AttributeError) as error:
-        logger.warning("no sums in the last lines of products (%s): a kernel of its own adds up", error)
+        logger.warning("linear kernels cannot sum over ranks (%s): a separate kernel does", error)
     if not all_say(one_shot_buffers is not None, device):
         return None
     assert one_shot_buffers is not None
     one_shot_buffers.write_trial()
-    all_say(True, device)  # by now all have written
+    all_say(True, device)  # a barrier: all ranks have written
     return one_shot_buffers if all_say(one_shot_buffers.has_trials(), device) else None
 
 
 def all_say(yes: bool, device: torch.device) -> bool:
-    """Whether all ranks say yes. If one of them cannot do something, none may begin it."""
+    """Return whether `yes` is true on all ranks. If one of them cannot do something, none may begin it."""
     verdict = torch.tensor([float(yes)], device=device)
     dist.all_reduce(verdict, op=dist.ReduceOp.MIN)
     return bool(verdict.item())
 
 
 def _sees_all(device: torch.device, size: int) -> bool:
-    """Whether all ranks are on this machine, and their GPUs' memory can be read from `device`."""
+    """Return whether all ranks are on this machine and `device` can read the memory of all their GPUs."""
     if int(os.environ.get("LOCAL_WORLD_SIZE", size)) < size or torch.cuda.device_count() < size:
         return False
     return all(torch.cuda.can_device_access_peer(device, other) for other in range(size) if other != device.index)
 
 
 def _sums_right(one_shot: OneShotAllReduce, size: int) -> bool:
-    """Whether a captured graph of sums, the largest and a small one, is right when it is replayed with other numbers."""
+    """Return whether a captured graph of two sums, a large and a small one, is right when it is replayed on new numbers."""
     rank = dist.get_rank()
     large = torch.arange(one_shot.LARGEST // 4, device="cuda") % 1000.0
     x, small = large.clone(), large[:256].clone()
@@ -179,7 +180,7 @@ def _sums_right(one_shot: OneShotAllReduce, size: int) -> bool:
     with torch.cuda.graph(graph):
         totals = one_shot(x), one_shot(small)
     right = True
-    for number in (1, 5, 7):  # all of them, whatever the first says: the others wait for us
+    for number in (1, 5, 7):  # no early exit: the other ranks would wait for this one
         x.copy_(large + number + rank)
         small.copy_(x[:256])
         graph.replay()

@@ -1,11 +1,11 @@
-"""Memory of each rank that the other ranks write to, so that a kernel can add up over ranks in its last lines.
+"""Buffers of each rank that the other ranks write to, so that a kernel can sum over the ranks itself.
 
-A partial sum travels as 8 bytes: a float32, and above it the number of the sum that it belongs to. Both arrive together, so
-a rank that finds the right number has the value, too. It waits for nothing else, and nothing is reset.
+A partial sum is sent as 8 bytes: a float32 in the low half, and the number of its sum in the high half. Both arrive together.
+So a rank that reads the right number has the value too. It waits for nothing else, and no buffer is reset.
 
-Each program of a kernel has its own place in the buffers, and its own count of sums. So a captured step, whose launches are
-always the same, finds new numbers in every replay. A place has two sides, for odd and even sums. Before a program writes sum
-n + 2, the other ranks are done with sum n: it has their values of sum n + 1, which they wrote after the kernel with sum n.
+Each program of a kernel has its own entry in the buffers and its own count of sums. So a captured step, whose launches never
+change, uses new numbers in every replay. An entry has two sides, for odd and even sums. Before a program writes sum n + 2,
+the other ranks are done with sum n: the program has read their sum n + 1, which they wrote after the kernel of sum n.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VALUES = 16  # from one rank to another, of one program in one sum
 
 @dataclass(frozen=True, slots=True)
 class OneShotBuffers:
-    """The buffers of all ranks, and how often this rank's programs have added up. All ranks launch the same kernels."""
+    """The buffers of all ranks, and the number of each program's next sum. All ranks launch the same kernels."""
 
     rank: int
     buffers: tuple[torch.Tensor, ...]  # by rank [MOST_PROGRAMS, 2 sides, senders, VALUES] int64
@@ -29,12 +29,12 @@ class OneShotBuffers:
 
     @classmethod
     def of(cls, rank: int, buffers: tuple[torch.Tensor, ...]) -> OneShotBuffers:
-        """Those of a rank that has not added up anything so far. Its buffer is zero: no sum has the number 0."""
+        """Return the state of a rank before its first sum. Its buffer must be zero, because no sum has the number 0."""
         return cls(rank, buffers, torch.ones(MOST_PROGRAMS, dtype=torch.int32, device=buffers[rank].device))
 
     @classmethod
     def shared(cls, rank: int, size: int, device: torch.device) -> OneShotBuffers:
-        """Allocate the rank's buffer on its GPU, and map those of all others. All ranks call this together."""
+        """Allocate the rank's buffer on its GPU, and map the buffers of all other ranks. All ranks call this together."""
         import torch.distributed._symmetric_memory as symm_mem
 
         assert dist.group.WORLD is not None
@@ -44,17 +44,17 @@ class OneShotBuffers:
         return cls.of(rank, tuple(buffers))
 
     def write_trial(self) -> None:
-        """Write to all ranks, as a trial. No sum takes that for a value: its number would be 0."""
+        """Write a trial value to all ranks. No sum reads it, because its sum number is 0."""
         for buffer in self.buffers:
             buffer[0, 0, self.rank] = 1 + self.rank
 
     def has_trials(self) -> bool:
-        """Whether the trial writes of all ranks are here, once all have written."""
+        """Return whether the trial values of all ranks have arrived. Call it after all ranks have written."""
         buffer = self.buffers[self.rank]
         senders = torch.arange(1, 1 + len(self.buffers), device=buffer.device)
         return bool((buffer[0, 0] == senders[:, None]).all())
 
 
 def buffer_shape(size: int) -> tuple[int, int, int, int]:
-    """Of one rank's buffer, as `OneShotBuffers` has it."""
+    """Return the shape of one rank's buffer in `OneShotBuffers`."""
     return MOST_PROGRAMS, 2, size, VALUES

@@ -25,14 +25,14 @@ EXPERTS = ".mlp.experts."  # in the name of every tensor of an expert
 
 
 class Weight(Protocol):
-    """A tensor, or one that is still in its file, of which only what is indexed is read."""
+    """A tensor, or a tensor that is still in its file: indexing reads only the indexed part."""
 
     @property
     def shape(self) -> torch.Size:
-        """As a tensor's."""
+        """Return the shape of the whole tensor."""
 
     def __getitem__(self, index: Any, /) -> torch.Tensor:
-        """As a tensor's, with slices."""
+        """Read and return a part. `index` is an integer, a slice, or a tuple of these."""
 
 
 def shard_column(weight: Weight, rank: int, size: int) -> torch.Tensor:
@@ -97,7 +97,7 @@ def vocab_shard_size(vocab_size: int, size: int) -> int:
 
 
 def shard_named(name: str, weight: Weight, head_dim: int, rank: int, size: int) -> torch.Tensor:
-    """The rank's part of a tensor, chosen by its name in the checkpoint. What has no rule here is held by all (norms).
+    """The rank's part of a tensor, chosen by its name in the checkpoint. All ranks hold tensors without a rule (norms).
 
     The bias of a layer cut along its inputs belongs to rank 0, and is zero elsewhere: it must enter the sum once.
     """
@@ -117,7 +117,7 @@ def shard_named(name: str, weight: Weight, head_dim: int, rank: int, size: int) 
 
 
 def keep_experts_whole(name: str, weight: Weight, shard: Callable[[str, Weight], torch.Tensor]) -> torch.Tensor:
-    """Expert parallelism: an expert lives on one rank, with all its weights; everything else is cut by `shard`."""
+    """Expert parallelism: return an expert's weight whole, because one rank holds all of it. `shard` cuts all other weights."""
     return weight[:] if EXPERTS in name else shard(name, weight)
 
 
@@ -144,7 +144,7 @@ def shard_merged(
 
 
 class Rows:
-    """Rows `first` to `end` of a weight, itself a weight: what is indexed is read, or asked of a wrapper, only then."""
+    """Rows `first` to `end` of a weight. This is a `Weight` too: indexing reads only the indexed rows."""
 
     def __init__(self, weight: Weight, first: int, end: int) -> None:
         self.weight, self.first = weight, first
@@ -182,7 +182,7 @@ def local_config(hf_config: PretrainedConfig, size: int, expert_parallel: bool =
 
 
 def cut_sizes(hf_config: PretrainedConfig, expert_parallel: bool) -> dict[str, int]:
-    """The fields of the config that say how wide its MLPs are, of those that are cut among the ranks."""
+    """The config's fields that give the widths of the MLPs which are cut among the ranks: {name: width}."""
     inner = "moe_intermediate_size" if getattr(hf_config, "moe_intermediate_size", None) else "intermediate_size"
     names = [] if num_experts_of(hf_config) and expert_parallel else [inner]
     names += ["shared_expert_intermediate_size"] * bool(getattr(hf_config, "shared_expert_intermediate_size", None))

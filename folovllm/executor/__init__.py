@@ -1,1 +1,1 @@
-"""How a scheduled step reaches the device or devices."""
+"""Executors send a scheduled step to one device or to several, and return what it sampled."""

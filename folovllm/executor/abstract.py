@@ -1,4 +1,4 @@
-"""What an engine asks of its devices, one or several."""
+"""The interface between the engine and its devices."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ class Executor(Protocol):
 
     @property
     def num_kv_blocks(self) -> int:
-        """Blocks (or slots) that the KV cache holds; 0 where each sequence grows a cache of its own."""
+        """Number of blocks (or slots) of the KV cache; 0 where each sequence has its own growing cache."""
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:
         """Run one step. Raises `NothingScheduled` if it is empty."""
 
     def expert_load(self) -> list[list[int]]:
-        """How often each expert of each layer [L][E] was asked by all steps so far, with `count_experts`. It waits for them."""
+        """Wait for all steps so far, and return how many tokens each expert of each layer received, [L][E].
+
+        Call it only with `count_experts`.
+        """
 
     def shutdown(self) -> None:
-        """Give everything back. A second call does nothing."""
+        """Free the model and its cache. A second call does nothing."""
 
 
 class AsyncExecutor(Executor, Protocol):
@@ -39,7 +42,7 @@ class AsyncExecutor(Executor, Protocol):
         """Start one step and return at once."""
 
     def forward(self, output: SchedulerOutput) -> None:
-        """Start one step up to its logits, and return at once; `sample` must be what is called next."""
+        """Start one step up to its logits and return at once. The next call must be `sample`."""
 
     def sample(self, masks: TokenBitmasks) -> Pending:
-        """Let the step that `forward` started sample. Rows in `masks` may sample only what their mask allows."""
+        """Sample for the step that `forward` started. Rows in `masks` sample only tokens that their mask allows."""

@@ -1,4 +1,4 @@
-"""The executor of a single device: a worker in this very process."""
+"""The executor of a single device: its worker runs in this process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from folovllm.worker.gpu_worker import GPUWorker
 
 
 class GPUExecutor:
-    """Hands each step to its one worker. Despite the name, which vLLM made common, the device may be a CPU."""
+    """Passes each step to its one worker. Despite the name, which is vLLM's, the device may be a CPU."""
 
     def __init__(self, worker: GPUWorker[SchedulerOutput, StepResult]) -> None:
         self._worker = worker
@@ -15,7 +15,7 @@ class GPUExecutor:
 
     @property
     def num_kv_blocks(self) -> int:
-        """Blocks (or slots) that the KV cache holds; 0 where each sequence grows a cache of its own."""
+        """Number of blocks (or slots) of the KV cache; 0 where each sequence has its own growing cache."""
         return self._worker.num_kv_blocks
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:

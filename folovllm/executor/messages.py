@@ -1,6 +1,6 @@
-"""Write steps and results as int32 numbers, so that they reach another process without being pickled.
+"""Encodes steps and results as int32 numbers, so that they reach another process without pickling.
 
-Floats and 64-bit numbers travel as their bits.
+Floats and 64-bit numbers are sent as their bits.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from folovllm.step.sampling_spec import Logprobs
 from folovllm.step.schedule import StepResult
 from folovllm.step.token_bitmask import TokenBitmasks
 
-STOP: Int32 = np.empty(0, np.int32)  # the last message of all
+STOP: Int32 = np.empty(0, np.int32)  # the last message
 HEADER = len(LINES) + 7  # int32 numbers before a step
-MASKS = -1  # where a step has its number of sequences
-ASK_LOAD: Int32 = np.array([-2], np.int32)  # there, too: no step, but the question how often each expert was asked
+MASKS = -1  # the first number of masks; a step's is its number of sequences
+ASK_LOAD: Int32 = np.array([-2], np.int32)  # a request for the experts' token counts
 
 
 def encode_step(step: PackedStep) -> Int32:
-    """Encode a packed step: a header, and the very buffer that goes to a device."""
+    """Encode a packed step: a header, then the same buffer that a device receives."""
     sampling_updates, flags = step.sampling_updates, (step.is_special, step.has_memory, step.defers_sampling)
     header = [
         step.num_seqs,
@@ -82,17 +82,17 @@ def decode_result(message: Int32) -> StepResult:
 
 
 def load_as_result(load: list[list[int]]) -> StepResult:
-    """How often each expert of each layer [L][E] was asked, as if a sequence had sampled each layer's 64-bit numbers."""
+    """Return the token counts of experts [L][E] as a result: the tokens of sequence l are layer l's 64-bit counts."""
     return StepResult(np.array(load, np.int64).view(np.int32).tolist(), {})
 
 
 def result_as_load(result: StepResult) -> list[list[int]]:
-    """What `load_as_result` made a result of."""
+    """Return the token counts of experts [L][E] that `load_as_result` stored in a result."""
     return np.array(result.token_ids, np.int32).view(np.int64).tolist()
 
 
 def longest_messages(setup: EngineSetup) -> tuple[int, int]:
-    """Return how many numbers a step and a result can have at most. Memory is taken only as far as it is used."""
+    """Return the largest number of int32 numbers in a step and in a result. Unused memory of a ring is never allocated."""
     rows, tokens, vocab_size = setup.max_num_seqs, setup.max_num_batched_tokens, setup.vocab_size
     blocks = -(-setup.max_model_len // setup.block_size)
     samples = rows + tokens  # at most: one a sequence, or with drafts one a token
@@ -104,7 +104,7 @@ def longest_messages(setup: EngineSetup) -> tuple[int, int]:
 
 
 class _Reader:
-    """Takes a message apart from the front."""
+    """Reads a message from front to back."""
 
     def __init__(self, message: Int32) -> None:
         self._message = message

@@ -1,4 +1,4 @@
-"""The executor of several devices: a child process for each rank, steps through shared memory."""
+"""The executor of several devices: a child process for each rank. Steps go through shared memory."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from folovllm.step.schedule import StepResult
 from folovllm.step.token_bitmask import TokenBitmasks
 
 GRACE = 5.0  # seconds that ranks have to end by themselves
-FAILURE_TIMEOUT = 1.0  # seconds to wait for the cause of a failure, once its consequences are seen
+FAILURE_TIMEOUT = 1.0  # seconds to wait for the rank that failed first, after another one reported lost peers
 
 
 class WorkerDied(RuntimeError):
-    """A rank has ended, and the engine is unusable: make a new one. The message names the rank and its exception."""
+    """A rank has ended, so the engine is unusable: make a new one. The message names the rank and its exception."""
 
 
 @dataclass(slots=True)
@@ -50,25 +50,25 @@ class Rank:
     failure: Failure | None = None
 
     def hear(self) -> None:
-        """Note what the rank has said, if anything."""
+        """Store the reports of the rank that have arrived."""
         try:
             while self.connection.poll():
                 said = self.connection.recv()
                 self.ready = said if isinstance(said, Ready) else self.ready
                 self.failure = said if isinstance(said, Failure) else self.failure
-        except (EOFError, OSError):  # it is gone; its exit code says how
+        except (EOFError, OSError):  # the rank has ended; its exit code says how
             return
 
     @property
     def is_dead(self) -> bool:
-        """Whether it has ended, or is about to."""
+        """Whether the rank has ended or is about to end."""
         return self.failure is not None or self.process.poll() is not None
 
 
 class Rendezvous:
-    """A file by which the ranks find each other.
+    """A file through which the ranks find each other.
 
-    On Linux it has no name: it goes with its last user, however that ends. Elsewhere it lies among temporary files.
+    On Linux it has no name, so the system frees it when its last user ends. Elsewhere it is a temporary file.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class Rendezvous:
         self.path = Path(name)
 
     def close(self) -> None:
-        """Let go of the file. A second call does nothing."""
+        """Close the file. A second call does nothing."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -119,7 +119,7 @@ class Ranks:
     def check(self) -> None:
         """Raise an error if a rank has ended, and end the others.
 
-        It is `WorkerDied`, or a ValueError if that is what kept a rank from starting.
+        The error is `WorkerDied`, or a ValueError if a rank could not start because of one.
         """
         if self._error is None:
             for rank in self._ranks:
@@ -143,7 +143,7 @@ class Ranks:
         self.kill()
 
     def kill(self) -> None:
-        """End what is still running, and leave nothing behind."""
+        """Kill the ranks that still run, and free the shared memory."""
         for rank in self._ranks:
             rank.process.kill()
         for rank in self._ranks:
@@ -155,9 +155,9 @@ class Ranks:
         self._rendezvous.close()
 
     def _start(self, setup: EngineSetup, rank: int) -> Rank:
-        """Start a process that runs `folovllm.executor.start`, and tell it who it is.
+        """Start a process that runs `folovllm.executor.start`, and send it its `Assignment`.
 
-        Not by `multiprocessing`, whose children import the user's main script once more.
+        `multiprocessing` does not serve here: its children import the user's main script once more.
         """
         parent, child = Pipe()
         fds = child.fileno(), self.steps.fd, self.results.fd, self._rendezvous.fd
@@ -173,7 +173,7 @@ class Ranks:
         return wait_for(lambda: rank.ready, 0.0, self.check)
 
     def _cause(self) -> WorkerDied | ValueError:
-        """Which rank failed first, and how. Ranks that only missed another one are not the cause."""
+        """Return the error of the rank that failed first. Ranks that only lost their peers are not the cause."""
         deadline = time.monotonic() + FAILURE_TIMEOUT
         while True:
             is_late = time.monotonic() > deadline
@@ -184,10 +184,10 @@ class Ranks:
                     return self._error_of(number, rank.failure)
             for number, rank in enumerate(self._ranks):
                 code = rank.process.poll()
-                rank.hear()  # once more: what it said at the very end
+                rank.hear()  # once more, for its last report
                 if rank.failure is None and code is not None:
                     how = f"with exit code {code}" if code >= 0 else f"killed by signal {-code}"
-                    return WorkerDied(f"rank {number} (process {rank.process.pid}) ended without a word, {how}")
+                    return WorkerDied(f"rank {number} (process {rank.process.pid}) ended without a report, {how}")
             time.sleep(0.01)
 
     def _error_of(self, number: int, failure: Failure) -> WorkerDied | ValueError:
@@ -197,18 +197,19 @@ class Ranks:
 
 
 class MultiprocExecutor(PackedExecutor):
-    """Hands each packed step to all ranks through shared memory; rank 0 hands back what was sampled."""
+    """Sends each packed step to all ranks through shared memory. Rank 0 sends back the sampled tokens."""
 
     def __init__(self, setup: EngineSetup, make_rank: MakeRank) -> None:
         """Start the ranks and wait until all are ready.
 
         Raises:
-            ValueError: something cannot be had there, memory for the cache say. WorkerDied: a rank failed.
+            ValueError: a rank cannot serve this configuration: there is too little memory for the cache, for example.
+            WorkerDied: a rank failed.
         """
         self._ranks = Ranks(setup, make_rank)
         self._end = weakref.finalize(self, self._ranks.stop)
         self._spin = spin_seconds(setup)
-        self._num_results = 0  # asked for so far
+        self._num_results = 0  # requested so far
         ready = self._ranks.ready
         super().__init__(setup.max_num_seqs, min(rank.num_kv_blocks for rank in ready), ready[0].buckets)
 
@@ -218,12 +219,11 @@ class MultiprocExecutor(PackedExecutor):
         return self._ranks.pids
 
     def expert_load(self) -> list[list[int]]:
-        """As `Executor`: rank 0 says it."""
         self.check()
         return result_as_load(self._ask(ASK_LOAD).wait())
 
     def check(self) -> None:
-        """Raise `WorkerDied` if the ranks were ended, or one has just been heard to end."""
+        """Raise `WorkerDied` if the ranks were ended."""
         if not self._ranks.pids:
             self._ranks.check()
 
@@ -258,6 +258,6 @@ class RemoteStep:
         self._spin = spin
 
     def wait(self) -> StepResult:
-        """Wait for what rank 0 hands back. Raises `WorkerDied` if a rank has ended."""
+        """Wait for the result from rank 0 and return it. Raises `WorkerDied` if a rank has ended."""
         results, number = self._ranks.results, self._number
         return decode_result(wait_for(lambda: results.read(0, number), self._spin, self._ranks.check))

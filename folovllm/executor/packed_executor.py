@@ -1,4 +1,4 @@
-"""Executors that send packed steps. This is the one place where a step is packed, for one device and for many."""
+"""Executors that pack a step once and send it to one device or to many."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PackedWorker = GPUWorker[PackedStep | TokenBitmasks, PendingStep | None]
 
 
 class PackedExecutor(ABC):
-    """Packs each step once and sends it off; a subclass says how it travels."""
+    """Packs each step once. A subclass sends it."""
 
     def __init__(self, max_num_seqs: int, num_kv_blocks: int, buckets: list[int]) -> None:
         self.num_kv_blocks = num_kv_blocks
@@ -35,13 +35,13 @@ class PackedExecutor(ABC):
         return self._send(self._pack(output))
 
     def forward(self, output: SchedulerOutput) -> None:
-        """Start one step up to its logits, and return at once; `sample` must be what is called next."""
+        """Start one step up to its logits and return at once. The next call must be `sample`."""
         step = self._pack(output)
         step.defers_sampling = True
         self._send_ahead(step)
 
     def sample(self, masks: TokenBitmasks) -> Pending:
-        """Let the step that `forward` started sample. Rows in `masks` may sample only what their mask allows."""
+        """Sample for the step that `forward` started. Rows in `masks` sample only tokens that their mask allows."""
         self.check()
         return self._send(masks)
 
@@ -53,7 +53,7 @@ class PackedExecutor(ABC):
 
     @abstractmethod
     def expert_load(self) -> list[list[int]]:
-        """As `Executor`. No step may wait with sampling."""
+        """Wait for all steps so far, and return the token counts of experts [L][E]. No step may wait for its masks."""
 
     @abstractmethod
     def check(self) -> None:
@@ -61,19 +61,19 @@ class PackedExecutor(ABC):
 
     @abstractmethod
     def _send(self, step: PackedStep | TokenBitmasks) -> Pending:
-        """Start a packed step, or let the one that was sent ahead sample."""
+        """Start a packed step, or sample for the step of `_send_ahead`."""
 
     @abstractmethod
     def _send_ahead(self, step: PackedStep) -> None:
-        """Start a packed step that samples late."""
+        """Start a packed step with deferred sampling."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Give everything back. A second call does nothing."""
+        """Free the model and its cache. A second call does nothing."""
 
 
 class LocalExecutor(PackedExecutor):
-    """Runs one worker in this process, so that nothing has to travel."""
+    """Runs one worker in this process, with no message to another one."""
 
     def __init__(self, max_num_seqs: int, worker: PackedWorker, runner: GraphRunner) -> None:
         self._worker: PackedWorker | None = worker

@@ -1,4 +1,4 @@
-"""One rank: a child process that takes steps from a ring and runs them; rank 0 hands back what was sampled."""
+"""One rank: a child process that reads steps from a ring and runs them. Rank 0 sends back the sampled tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from folovllm.worker.gpu_worker import GPUWorker
 from folovllm.worker.graph_runner import GraphRunner
 from folovllm.worker.pending_step import PendingStep
 
-# A rank's worker and its runner; a function of a module, since its name is what travels to another process.
+# Makes a rank's worker and its runner. It must be a module's function, because it is pickled by its name.
 MakeRank = Callable[
     [EngineSetup, ProcessGroup], tuple[GPUWorker[PackedStep | TokenBitmasks, PendingStep | None], GraphRunner]
 ]
@@ -34,25 +34,25 @@ MakeRank = Callable[
 
 @dataclass(slots=True, frozen=True)
 class Assignment:
-    """What the parent tells a rank when it starts."""
+    """What the parent sends to a rank that starts."""
 
     setup: EngineSetup
     rank: int
-    rendezvous: Path  # a file by which the ranks find each other
+    rendezvous: Path  # a file through which the ranks find each other
     steps_fd: int
     results_fd: int
     num_threads: int  # of torch, on CPU
-    make_rank: MakeRank  # puts the rank's worker together
+    make_rank: MakeRank  # makes the rank's worker
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self.setup.config.tensor_parallel_size
 
 
 @dataclass(slots=True, frozen=True)
 class Ready:
-    """A rank's report: weights are loaded, the cache is there."""
+    """A rank's report that its weights are loaded and its cache is allocated."""
 
     num_kv_blocks: int
     buckets: list[int]  # widths of the captured decode steps
@@ -60,18 +60,18 @@ class Ready:
 
 @dataclass(slots=True, frozen=True)
 class Failure:
-    """What a rank reports when an exception ends it."""
+    """A rank's report of the exception that ends it."""
 
     message: str  # type and text of the exception
     details: str  # its traceback
     is_user_error: bool  # a ValueError, whose sentence says what to do
-    is_consequence: bool  # it only missed another rank
+    is_consequence: bool  # it lost its peers: another rank failed first
 
 
 def main(fd: int) -> None:
-    """Run the rank that the parent describes through `fd`, until the parent says stop or has ended.
+    """Run the rank whose `Assignment` the parent sends through `fd`, until the parent stops it or ends.
 
-    `folovllm.executor.start`, which calls this, notices when the parent has ended.
+    The caller, `folovllm.executor.start`, watches for the parent's end.
     """
     parent = Connection(fd)
     assignment: Assignment = parent.recv()
@@ -81,24 +81,24 @@ def main(fd: int) -> None:
         message = f"{type(error).__name__}: {error}"
         is_consequence = isinstance(error, PeersLost)
         parent.send(Failure(message, traceback.format_exc(), isinstance(error, ValueError), is_consequence))
-        os._exit(1)  # no collective may hold up the end
+        os._exit(1)  # a hanging collective would delay a normal exit
 
 
 def _run(assignment: Assignment, parent: Connection) -> None:
-    """Set the rank up, serve steps until the end, and end the process."""
+    """Set the rank up, serve steps until the stop message, and end the process."""
     torch.set_num_threads(assignment.num_threads)
     if assignment.rank:
-        logging.getLogger("folovllm").setLevel(logging.ERROR)  # rank 0 has said it already
+        logging.getLogger("folovllm").setLevel(logging.ERROR)  # rank 0 logs the same
     setup = rank_setup(assignment.setup, assignment.rank)
     store = FileStore(str(assignment.rendezvous), assignment.size)
     group = ProcessGroup(assignment.rank, assignment.size, setup.device, store)
     server = RankServer(assignment, setup, group)
     parent.send(Ready(server.worker.num_kv_blocks, server.runner.buckets))
     server.serve()
-    del server  # graphs first, for they hold on to the group
+    del server  # graphs first, because they use the group
     gc.collect()
     group.close()
-    os._exit(0)  # the interpreter would take seconds to take itself apart
+    os._exit(0)  # the interpreter's own clean-up would take seconds
 
 
 def rank_setup(setup: EngineSetup, rank: int) -> EngineSetup:
@@ -110,34 +110,34 @@ def rank_setup(setup: EngineSetup, rank: int) -> EngineSetup:
 
 @dataclass(slots=True, frozen=True)
 class AskedLoad:
-    """Stands among the steps under way for the question how often each expert was asked by those before it."""
+    """A request for the token counts of experts. It waits in the queue behind the steps in flight before it."""
 
     worker: GPUWorker[PackedStep | TokenBitmasks, PendingStep | None]
 
     def is_here(self) -> bool:
-        """The steps before it are, and so is the answer."""
+        """Always true: the queue reaches this request after the steps before it."""
         return True
 
     def wait(self) -> StepResult:
-        """As numbers."""
+        """Return the counts as a result."""
         return load_as_result(self.worker.expert_load())
 
 
 class RankServer:
-    """Runs the steps that come through one ring, and hands results back through another."""
+    """Runs the steps that arrive in one ring, and writes results to another."""
 
     def __init__(self, assignment: Assignment, setup: EngineSetup, group: ProcessGroup) -> None:
         longest_step, longest_result = longest_messages(setup)
         self._rank = assignment.rank
         self._steps = Ring(assignment.size, longest_step, assignment.steps_fd)
         self._results = Ring(1, longest_result, assignment.results_fd)
-        self._started: deque[PendingStep | AskedLoad] = deque()  # rank 0: not handed back yet
+        self._started: deque[PendingStep | AskedLoad] = deque()  # rank 0: results not sent yet
         self._spin = spin_seconds(setup)
         self.worker, self.runner = assignment.make_rank(setup, group)
         self.worker.load_model()
 
     def serve(self) -> None:
-        """Run steps as they come, until the empty message."""
+        """Run the steps that arrive, until the empty message."""
         while len(message := wait_for(self._next_step, self._spin)):
             pending = (
                 AskedLoad(self.worker) if message[0] == ASK_LOAD else self.worker.execute_model(decode_step(message))
@@ -146,12 +146,12 @@ class RankServer:
                 self._started.append(pending)
 
     def _next_step(self) -> Int32 | None:
-        """Return the next message if it is there. Hand back tokens that have arrived meanwhile."""
+        """Return the next message, or None if there is none. First send the result of a step that has ended."""
         if self._started and self._started[0].is_here():
             self._results.write(encode_result(self._started.popleft().wait()))
         return self._steps.read(self._rank)
 
 
 def spin_seconds(setup: EngineSetup) -> float:
-    """Return how long to look for a message without a pause: longer than a GPU's step; not at all on a CPU."""
+    """Return how many seconds to poll for a message without a pause: longer than a GPU's step, and 0 on a CPU."""
     return 0.02 if setup.device.type == "cuda" else 0.0

@@ -1,4 +1,4 @@
-"""A few slots of memory that processes share: one writes numbered messages, some read each of them."""
+"""A ring buffer of messages in shared memory, from one writer to several readers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ T = TypeVar("T")
 class Ring:
     """Messages of int32 numbers, in order, from one writer to `num_readers` readers.
 
-    Message n lies in slot n % SLOTS until n + SLOTS takes its place, which may happen only when every reader has taken n.
-    The memory has no name, only a file descriptor that children inherit: once all processes are gone so is the memory,
-    however they ended. Pages are real only once they were written to.
+    Message n is in slot n % SLOTS until message n + SLOTS overwrites it. The writer may overwrite n only after every reader
+    has taken it. The memory has no name, only a file descriptor that children inherit. So the system frees it when all
+    processes have ended. It allocates a page when the page is first written.
     """
 
     def __init__(self, num_readers: int, capacity: int, fd: int | None = None) -> None:
@@ -33,8 +33,8 @@ class Ring:
         self.fd = anonymous_file(size) if fd is None else fd
         memory = mmap.mmap(self.fd, size)
         numbers = np.frombuffer(memory, np.int64, 1 + num_readers + SLOTS)
-        self._written = numbers[:1]  # how many messages there have been
-        self._taken = numbers[1 : 1 + num_readers]  # up to which message each reader has come
+        self._written = numbers[:1]  # number of messages so far
+        self._taken = numbers[1 : 1 + num_readers]  # number of messages that each reader has taken
         self._lengths = numbers[1 + num_readers :]
         self._slots = np.frombuffer(memory, np.int32, offset=head).reshape(SLOTS, capacity)
         self._fence = threading.Lock()
@@ -72,7 +72,7 @@ class Ring:
         return message
 
     def close(self) -> None:
-        """Let go of the memory; it is freed with its last user. From now on there is nothing to read."""
+        """Close the ring. Its memory is freed when the last process closes it. Later reads return None."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
@@ -80,13 +80,13 @@ class Ring:
         self._lengths, self._slots = np.zeros(SLOTS, np.int64), np.zeros((SLOTS, 0), np.int32)
 
     def _order(self) -> None:
-        """Let no processor move memory accesses across this line: that is what taking a lock guarantees."""
+        """A memory fence: no processor moves memory accesses across this call. Taking a lock guarantees that."""
         with self._fence:
             pass
 
 
 def anonymous_file(size: int) -> int:
-    """Make a file in memory that has no name, and return its descriptor."""
+    """Make an unnamed file of `size` bytes in memory, and return its descriptor."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("folovllm-ring")
     else:
@@ -97,10 +97,10 @@ def anonymous_file(size: int) -> int:
 
 
 def wait_for(poll: Callable[[], T | None], spin: float, check: Callable[[], None] = lambda: None) -> T:
-    """Call `poll` until its value is not None, and return that.
+    """Call `poll` until its value is not None, and return that value.
 
-    For `spin` seconds it is called without a pause; then with pauses that grow with the wait, up to a millisecond, and
-    with `check` each time, which raises when waiting is hopeless.
+    For `spin` seconds there is no pause between the calls. Then pauses grow with the wait, up to a millisecond, and `check`
+    is called before each pause. It raises an error when the value cannot come any more.
     """
     start = time.perf_counter()
     while (value := poll()) is None:

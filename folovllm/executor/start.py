@@ -1,4 +1,4 @@
-"""The first lines of a rank: it watches its parent before it imports anything that takes time."""
+"""The entry point of a rank: it watches its parent before the imports that take time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from folovllm.children import end_with_parent
 
 
 def main() -> None:
-    """Run the rank that the parent describes, through the descriptor that the command line names."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to answer
+    """Run a rank. The parent sends its `Assignment` through the file descriptor that the command line names."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     fd = int(sys.argv[1])
     threading.Thread(target=end_with_parent, args=[fd], daemon=True).start()
     from folovllm.executor.rank import main as run_rank

@@ -1,4 +1,4 @@
-"""The executor of a rank that torchrun has started, perhaps on one of several machines."""
+"""The executor of a rank that torchrun started, on one machine or on several."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from folovllm.setup import EngineSetup
 
 
 class TorchrunExecutor(LocalExecutor):
-    """Runs a worker in this process; its peers run the same program.
+    """Runs a worker in this process. Its peers run the same program.
 
-    Under torchrun every rank has an engine of its own. Given the same requests they all schedule the same steps, for
-    scheduling knows neither time nor chance, and they sample the same tokens; so nothing needs to travel but what the
-    layers exchange. A program prints on rank 0 and does everything else everywhere.
+    Under torchrun every rank has an engine of its own. Scheduling depends on neither time nor chance, so with the same
+    requests all engines schedule the same steps and sample the same tokens. Only the layers exchange data. A program prints
+    on rank 0, and does everything else on all ranks.
     """
 
     def __init__(self, setup: EngineSetup, make_rank: MakeRank) -> None:
-        """Meet the other ranks and load this one's part. Raises ValueError if torchrun started another number of them."""
+        """Wait for the other ranks, and load this rank's part. Raises ValueError if torchrun started another number of ranks."""
         size, started = setup.config.tensor_parallel_size, int(os.environ["WORLD_SIZE"])
         if size != started:
             raise ValueError(
@@ -39,9 +39,9 @@ class TorchrunExecutor(LocalExecutor):
         self.num_kv_blocks = self._smallest(worker.num_kv_blocks, own.device)
 
     def shutdown(self) -> None:
-        """Drop the part of the model, then leave the group, as all ranks must. A second call does nothing."""
+        """Drop the part of the model, then leave the group. All ranks must call it. A second call does nothing."""
         if self._worker is not None:
-            super().shutdown()  # graphs first, for they hold on to the group
+            super().shutdown()  # graphs first, because they use the group
             self._group.close()
 
     def _smallest(self, number: int, device: torch.device) -> int:

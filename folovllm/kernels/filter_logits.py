@@ -1,14 +1,14 @@
 """Which tokens of a row survive min_p, top_k and top_p, without sorting; and sampling among them.
 
-What survives is always "more likely than a border, and of those exactly at the border the lower ids". Two launches:
+What survives is always "more likely than a threshold, and of those exactly at the threshold the lower ids". Two launches:
 
 1. `scan`: several programs share a row. They leave the largest logit of each GROUP of tokens, and what the group weighs.
 2. `finish`: one program a row. From the groups it knows a *cut* below which certainly nothing survives; it looks again at
-   the few groups that reach above, and writes down their tokens above the cut, the candidates. It finds the border among
-   them (`filter_border`) and samples from those that survive.
+   the few groups that reach above, and writes down their tokens above the cut, the candidates. It finds the threshold among
+   them (`filter_threshold`) and samples from those that survive.
 
-With too many candidates to write down it finds the border all the same, only slower, and leaves sampling to `sample_tokens`.
-Logits tie often (bfloat16 has 16 bits), so a border is exact, not a number between two logits. Rows without filters cost
+With too many candidates to write down it finds the threshold all the same, only slower, and leaves sampling to `sample_tokens`.
+Logits tie often (bfloat16 has 16 bits), so a threshold is exact, not a number between two logits. Rows without filters cost
 programs that return at once.
 """
 
@@ -20,7 +20,16 @@ import torch
 import triton
 import triton.language as tl
 
-from folovllm.kernels.filter_border import TOP_K, TOP_P, UNIT, divide, find_border, key_of, sample_candidate, weight
+from folovllm.kernels.filter_threshold import (
+    TOP_K,
+    TOP_P,
+    UNIT,
+    divide,
+    find_threshold,
+    key_of,
+    sample_candidate,
+    weight,
+)
 from folovllm.kernels.penalties import FILTERS, FLAGS, NUM_FIELDS, WORDS, adjusted_logits, float_field
 from folovllm.sampling_row import RowField
 
@@ -108,7 +117,7 @@ def find_cut(largest, weights, top, target, inverse, BY_COUNT: tl.constexpr):
 def choose_cut(largest, weights, top, field_ptr, vocab_size, inverse):
     """The cut of a row: (logit, whether tokens below it are candidates for nothing but count in the sum of top_p).
 
-    top_k: all that top_p then weighs is above the k-th largest of the groups' largest. min_p: its border, less what
+    top_k: all that top_p then weighs is above the k-th largest of the groups' largest. min_p: its threshold, less what
     rounding may do. top_p alone: what is above has that much of the probability, and a little more for rounding.
     """
     top_k, top_p, min_p = tl.load(field_ptr + TOP_K), float_field(field_ptr, TOP_P), float_field(field_ptr, MIN_P)
@@ -155,10 +164,10 @@ def write_down(row, scale, cut, hot_ptr, num_hot, CAPACITY: tl.constexpr):
 @triton.jit(do_not_specialize=["num_groups"], do_not_specialize_on_alignment=["row_ptr", "position_ptr"])
 def finish_kernel(
     logits_ptr, field_ptr, word_ptr, row_ptr, position_ptr, largest_ptr, weight_ptr, hot_ptr, value_ptr, scaled_ptr,
-    id_ptr, floor_ptr, last_ptr, token_ptr, stride_logits, stride_words, vocab_size, num_groups, GROUPS: tl.constexpr,
+    id_ptr, threshold_ptr, last_ptr, token_ptr, stride_logits, stride_words, vocab_size, num_groups, GROUPS: tl.constexpr,
     CAPACITY: tl.constexpr, CHUNK: tl.constexpr, WIDE_CHUNK: tl.constexpr, SHIFT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence): from the groups to the border, [S] floor and last, and the token [S].
+    """Program (sequence): from the groups to the threshold, [S] threshold and last, and the token [S].
 
     SHIFT: how many low bits of a float32 are never used by the type of the logits.
     """
@@ -190,13 +199,13 @@ def finish_kernel(
     bounds = (key_of(cut, shift), key_of(most, shift) + 1)
     if count <= CAPACITY:
         source = row + (count, True)  # noqa: RUF005 -- Triton knows no *row
-        floor, last = find_border(source, scale, bounds, shift, rest, CHUNK)
-        tl.store(token_ptr + s, sample_candidate(source, scale, floor, last, CHUNK, FAST))
+        threshold, last = find_threshold(source, scale, bounds, shift, rest, CHUNK)
+        tl.store(token_ptr + s, sample_candidate(source, scale, threshold, last, CHUNK, FAST))
     else:
         source = row + (vocab_size, False)  # noqa: RUF005 -- Triton knows no *row
-        floor, last = find_border(source, scale, bounds, shift, rest * 0, WIDE_CHUNK)
+        threshold, last = find_threshold(source, scale, bounds, shift, rest * 0, WIDE_CHUNK)
         tl.store(token_ptr + s, -1)
-    tl.store(floor_ptr + s, floor)
+    tl.store(threshold_ptr + s, threshold)
     tl.store(last_ptr + s, last)
 
 
@@ -210,8 +219,8 @@ class FilterWorkspace:
     values: torch.Tensor  # [S, CAPACITY] float32, candidates' logits
     scaled: torch.Tensor  # [S, CAPACITY] float32, over the temperature
     ids: torch.Tensor  # [S, CAPACITY] int32
-    floor: torch.Tensor  # [S] float32, the border: a logit over the temperature
-    last: torch.Tensor  # [S] int32, the last id that survives among those at the border
+    threshold: torch.Tensor  # [S] float32, the threshold: a logit over the temperature
+    last: torch.Tensor  # [S] int32, the last id that survives among those at the threshold
     tokens: torch.Tensor  # [S] int32, what was sampled; -1: nothing yet
 
     @classmethod
@@ -229,7 +238,7 @@ class FilterWorkspace:
             values=empty(CAPACITY, dtype=torch.float32),
             scaled=empty(CAPACITY, dtype=torch.float32),
             ids=empty(CAPACITY),
-            floor=empty(dtype=torch.float32),
+            threshold=empty(dtype=torch.float32),
             last=empty(),
             tokens=empty(),
         )
@@ -245,7 +254,7 @@ def filter_logits(
 ) -> None:
     """Find what survives the filters of each sequence that has FILTERS, and sample from it.
 
-    A token survives if its logit (with bias and penalties) over the temperature is above `work.floor`, or equal to it
+    A token survives if its logit (with bias and penalties) over the temperature is above `work.threshold`, or equal to it
     and its id is `work.last` at most. `work.tokens` gets the sampled tokens, or -1 where there were too many candidates for it.
     Entries of sequences without filters are left as they are.
 
@@ -262,7 +271,7 @@ def filter_logits(
     )  # fmt: skip
     finish_kernel[(num_seqs,)](
         logits, fields, words, rows, positions, work.largest, work.weights, work.hot, work.values, work.scaled, work.ids,
-        work.floor, work.last, work.tokens, *strides, num_groups, GROUPS=triton.next_power_of_2(num_groups),
+        work.threshold, work.last, work.tokens, *strides, num_groups, GROUPS=triton.next_power_of_2(num_groups),
         CAPACITY=CAPACITY, CHUNK=CHUNK, WIDE_CHUNK=WIDE_CHUNK, SHIFT=UNUSED_BITS[logits.dtype],
         FAST=not triton.knobs.runtime.interpret, num_warps=WARPS,
     )  # fmt: skip

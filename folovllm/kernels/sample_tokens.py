@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from folovllm.kernels.filter_border import divide
 from folovllm.kernels.filter_logits import TEMPERATURE, FilterWorkspace, filter_logits, parts
+from folovllm.kernels.filter_threshold import divide
 from folovllm.kernels.gumbel_max import TILE, best_of_tiles, gumbel_max_tile, gumbel_noise
 from folovllm.kernels.penalties import FILTERS, FLAGS, NUM_FIELDS, adjusted_logits, float_field
 from folovllm.sampling_row import RowField
@@ -19,7 +19,16 @@ SEED_LOW, SEED_HIGH = tl.constexpr(int(RowField.SEED_LOW)), tl.constexpr(int(Row
 
 @triton.jit
 def special_tile(
-    logits_ptr, word_ptr, field_ptr, position, floor, last, first, vocab_size, WIDTH: tl.constexpr, FAST: tl.constexpr
+    logits_ptr,
+    word_ptr,
+    field_ptr,
+    position,
+    threshold,
+    last,
+    first,
+    vocab_size,
+    WIDTH: tl.constexpr,
+    FAST: tl.constexpr,
 ):
     """As `gumbel_max_tile`, of what survives: (value, index). -inf where nothing does, and then no noise is made."""
     index = first + tl.arange(0, WIDTH // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]  # [WIDTH / 4, 4]
@@ -27,7 +36,7 @@ def special_tile(
     temperature = float_field(field_ptr, TEMPERATURE)
     if temperature > 0:
         value = divide(value, temperature)
-        value = tl.where((value > floor) | ((value == floor) & (index <= last)), value, float("-inf"))
+        value = tl.where((value > threshold) | ((value == threshold) & (index <= last)), value, float("-inf"))
         if tl.max(value) > float("-inf"):
             low, high = tl.load(field_ptr + SEED_LOW), tl.load(field_ptr + SEED_HIGH)
             value += gumbel_noise(low, high, position, first, WIDTH, FAST)
@@ -57,7 +66,7 @@ def plain_kernel(
 
 @triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_ptr", "position_ptr"])
 def special_kernel(
-    logits_ptr, field_ptr, word_ptr, row_ptr, position_ptr, floor_ptr, last_ptr, sampled_ptr, best_ptr, at_ptr,
+    logits_ptr, field_ptr, word_ptr, row_ptr, position_ptr, threshold_ptr, last_ptr, sampled_ptr, best_ptr, at_ptr,
     stride_logits, stride_words, vocab_size, num_tiles, WIDTH: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, part) takes tiles as in `scan_kernel`, of rows that are not plain.
@@ -71,7 +80,7 @@ def special_kernel(
     if flags == 0:
         return
     filtered = (flags & FILTERS) != 0
-    floor = tl.load(floor_ptr + s, mask=filtered, other=float("-inf"))
+    threshold = tl.load(threshold_ptr + s, mask=filtered, other=float("-inf"))
     last = tl.load(last_ptr + s, mask=filtered, other=0x7FFFFFFF)
     sampled = tl.load(sampled_ptr + s, mask=filtered, other=-1)
     for tile in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
@@ -79,7 +88,7 @@ def special_kernel(
         if sampled < 0:
             best, at = special_tile(
                 logits_ptr + s * stride_logits, word_ptr + row * stride_words, field_ptr, tl.load(position_ptr + s),
-                floor, last, tile * WIDTH, vocab_size, WIDTH, FAST,
+                threshold, last, tile * WIDTH, vocab_size, WIDTH, FAST,
             )  # fmt: skip
         tl.store(best_ptr + s * num_tiles + tile, best)
         tl.store(at_ptr + s * num_tiles + tile, at)
@@ -117,7 +126,7 @@ def sample_tokens(
         maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     special_kernel[parts(num_seqs, vocab_size)](
-        logits, fields, words, rows, positions, work.floor, work.last, work.tokens, best, at, logits.stride(0),
+        logits, fields, words, rows, positions, work.threshold, work.last, work.tokens, best, at, logits.stride(0),
         words.stride(0), vocab_size, num_tiles, WIDTH=TILE, FAST=fast, num_warps=8,
     )  # fmt: skip
     return best_of_tiles(best, at, out, keep)

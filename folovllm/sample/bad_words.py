@@ -1,4 +1,4 @@
-"""Bad words by row on the device, in torch: which tokens would end one, after each sample (`folovllm/sampling_row.py`)."""
+"""Bad words of a row in torch: after each sample it sets the tokens that would complete one (`folovllm/sampling_row.py`)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from folovllm.sampling_row import (
 
 
 def forbid_next(line: torch.Tensor, token: torch.Tensor, position: int) -> None:
-    """Take in a sampled `token` [] at `position`, and set the bits of what must not come next, and no others.
+    """Record a sampled `token` [] at `position`, and set the bits of exactly the tokens that must not come next.
 
-    `line`: what lies behind the words of a row; changed in place.
+    `line`: the part of a row's line behind its words. It is changed in place.
     """
     line[RECENT_AT + position % RECENT] = token + 1
     ends = line[BAD_ENDS_AT : BAD_ENDS_AT + MAX_BAD_WORDS]
@@ -27,10 +27,10 @@ def forbid_next(line: torch.Tensor, token: torch.Tensor, position: int) -> None:
     lengths = ends.diff(prepend=ends.new_zeros(1))
     last = line[BAD_TOKENS_AT + ends - 1]
     matches = torch.ones_like(ends, dtype=torch.bool)
-    for back in range(1, int(lengths.max())):  # how far behind the next token
+    for back in range(1, int(lengths.max())):  # distance from the next token
         wanted = line[BAD_TOKENS_AT + (ends - 1 - back).clamp(min=0)]
         matches &= (lengths <= back) | (line[RECENT_AT + (position + 1 - back) % RECENT] == wanted + 1)
     planes = MASK_AT + PLANES * (last // BITS_OF) + 1
     line[planes] = 0
     for plane, bit in zip(planes[matches].tolist(), (last[matches] % BITS_OF).tolist(), strict=True):
-        line[plane] |= (1 << bit) - (1 << 32) * (bit == BITS_OF - 1)  # the sign is a bit, too
+        line[plane] |= (1 << bit) - (1 << 32) * (bit == BITS_OF - 1)  # bit 31 is the sign

@@ -1,4 +1,4 @@
-"""Sampling through `torch.compile`, as nano-vLLM does it: the rival of the one-pass kernel."""
+"""Sampling with `torch.compile`, as nano-vLLM does it: the alternative to the one-pass kernel."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from folovllm.sample.sampler import Sampler, SamplingBatch
 
 
 class CompiledSampler(Sampler):
-    """A `Sampler` whose arithmetic, from the logits to the tokens, is generated code; the tokens are the same.
+    """A `Sampler` that compiles its arithmetic from the logits to the tokens. The tokens are the same.
 
-    One piece of code serves batches of any size, but one row alone, and each set of filters, takes another. That is
-    compiled when it is first met: seconds on a GPU, up to half a minute on a CPU. With top_p rows are sampled as ever: it
-    sums along the vocabulary, and for a row that long PyTorch 2.11 cannot generate the code.
+    One variant serves batches of any size. A single row, and each set of filters, needs another variant. Each is compiled at
+    its first use: that takes seconds on a GPU and up to half a minute on a CPU. Batches with top_p are not compiled: it sums
+    along the vocabulary, and PyTorch 2.11 cannot generate the code for rows of that length.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Filters on logits, as pure functions: what they drop becomes -inf.
+"""Filters on logits, as pure functions: logits of dropped tokens become -inf.
 
 Every filter takes `logits [S, V]` and one value a row, and keeps at least one token.
 """

@@ -1,7 +1,7 @@
-"""The engine's one source of randomness: a function of (seed, position, token id), and of nothing else.
+"""The engine's only source of randomness: a function of (seed, position, token id).
 
-Because no state is kept, a request samples the same tokens alone or in a batch, before and after preemption, at every
-milestone and on any number of ranks.
+It keeps no state. So a request samples the same tokens alone or in a batch, before and after preemption, at every milestone
+and on any number of ranks.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def philox_4x32_10(counter: list[torch.Tensor], key: list[torch.Tensor]) -> list
 
 
 def uniform(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int, first_id: int = 0) -> torch.Tensor:
-    """Uniform numbers in the open interval (0, 1), one for each token id of each row.
+    """Return uniform numbers in the open interval (0, 1), one for each token id of each row.
 
     Token id `v` takes output `v % 4` of the block with counter (v // 4, position, 0, 0) under the key (low and high
-    word of the seed). 23 bits and a half keep both ends open in float32.
+    word of the seed). Adding a half to 23 random bits excludes 0 and 1 in float32.
 
     Args:
         seeds: [S] int64. positions: [S] int64, index of the token to sample in its sequence.
@@ -49,12 +49,12 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int, first
     block = first_id // 4 + torch.arange(-(-vocab_size // 4), device=seeds.device)[None, :]  # [1, V/4]
     seeds, positions = seeds[:, None], positions[:, None]
     zero = torch.zeros_like(block)
-    # A word too, but for torch.compile's sake: with the bare range its code multiplies in 32 bits.
+    # The first mask is for torch.compile only: without it its code multiplies in 32 bits.
     words = philox_4x32_10([block & _MASK, positions, zero, zero], [seeds & _MASK, seeds >> 32 & _MASK])
     bits = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]  # [S, V]
     return ((bits >> 9).float() + 0.5) * 2.0**-23
 
 
 def gumbel(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int, first_id: int = 0) -> torch.Tensor:
-    """Standard Gumbel noise [S, V]: argmax(log p + noise) is a sample from p (Gumbel-max; Maddison et al. 2014)."""
+    """Return standard Gumbel noise [S, V]: argmax(log p + noise) is a sample from p (Gumbel-max; Maddison et al. 2014)."""
     return -torch.log(-torch.log(uniform(seeds, positions, vocab_size, first_id)))

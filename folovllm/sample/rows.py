@@ -1,4 +1,4 @@
-"""Sampling for runners that know all tokens: what it must know of each running sequence, kept by row."""
+"""Sampling for runners on the host: it keeps the sampling state of running sequences by row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from folovllm.step.token_bitmask import TokenBitmasks
 
 
 class SamplingRows:
-    """The `SamplingSpec` of every row. What depends on more than the logits is in a `SamplerState`, made when the first row needs it."""
+    """The `SamplingSpec` of every row, and a `SamplerState`, made when a row first needs more than its spec and the logits."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device, sampler: Sampler) -> None:
         self._num_rows, self._vocab_size, self._device, self._sampler = num_rows, vocab_size, device, sampler
@@ -22,7 +22,7 @@ class SamplingRows:
         self._state: SamplerState | None = None
 
     def set(self, new: Mapping[int, SamplingSpec]) -> None:
-        """Begin anew in the rows of `new`, whatever they held."""
+        """Replace the sampling state of the rows in `new`."""
         self._specs.update(new)
         if self._state is None and any(spec.has_line for spec in new.values()):
             self._state = SamplerState(self._num_rows, self._vocab_size, self._device, use_kernels=False)
@@ -32,7 +32,7 @@ class SamplingRows:
             self._state.set_rows(buffer, update.num_rows, update.num_with_line)
 
     def set_masks(self, masks: TokenBitmasks | None) -> None:
-        """New masks for the rows of a step, if it has any."""
+        """Set the masks of a step's rows. None changes nothing."""
         if masks is not None:
             assert self._state is not None, "rows with masks have a line"
             rows, bits = (torch.from_numpy(array).to(self._device) for array in (masks.rows, masks.bits))
@@ -41,9 +41,9 @@ class SamplingRows:
     def sample(
         self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int], counts: Sequence[int] | None = None
     ) -> SamplerOutput:
-        """Sample a token for each of `rows` from its logits [S, V], at its index in the sequence. The rows know of it.
+        """Sample a token for each of `rows` from its logits [S, V], at its position in the sequence, and record the tokens.
 
-        `counts`: 0 where the token is none of the answer's; None: all are.
+        `counts`: 0 where the token is not part of the answer; None: all are.
         """
         specs = [self._specs[row] for row in rows]
         batch = SamplingBatch.from_specs(specs, positions, self._device)

@@ -15,7 +15,7 @@ from folovllm.step.sampling_spec import Logprobs, SamplingSpec
 
 @dataclass(slots=True)
 class SamplingBatch:
-    """Per-row sampling parameters; None where no row uses the filter, so that it costs nothing."""
+    """Per-row sampling parameters. A filter is None if no row uses it, and costs nothing then."""
 
     temperature: torch.Tensor  # [S] float32; 0 is greedy
     seeds: torch.Tensor  # [S] int64
@@ -24,7 +24,7 @@ class SamplingBatch:
     min_p: torch.Tensor | None = None  # [S]
     top_k: torch.Tensor | None = None  # [S]
     top_p: torch.Tensor | None = None  # [S]
-    specs: SequenceOf[SamplingSpec] = ()  # [S], for who wants log-probabilities
+    specs: SequenceOf[SamplingSpec] = ()  # [S]; they say which rows want log-probabilities
 
     @classmethod
     def from_specs(
@@ -52,26 +52,26 @@ class SamplerOutput:
     """A token for each row."""
 
     token_ids: list[int]  # [S]
-    logprobs: list[Logprobs | None]  # [S]; None where the request did not ask
+    logprobs: list[Logprobs | None]  # [S]; None if the request wants none
 
 
 class Sampler:
-    """Logits `[S, V]` to one token a row. Keeps no state: the noise is a function of (seed, position, token id)."""
+    """Samples one token a row from logits `[S, V]`. It keeps no state: the noise is a function of (seed, position, token id)."""
 
     def __call__(
         self, logits: torch.Tensor, batch: SamplingBatch, adjusted: torch.Tensor | None = None
     ) -> SamplerOutput:
-        """Sample a token for each row of `logits` [S, V]; from `adjusted` logits if requests make tokens likelier, or forbid them."""
+        """Sample a token for each row of `logits` [S, V], or of the `adjusted` logits if requests change logits or forbid tokens."""
         raw = logits.float()
         tokens = self.sample(raw if adjusted is None else adjusted, batch).tolist()
         return SamplerOutput(tokens, self.logprobs(raw, tokens, batch.specs))
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Filter `logits` [S, V], which are adjusted (`folovllm.sample.sampler_state.adjust`), and sample [S]."""
+        """Filter adjusted `logits` [S, V] (`folovllm.sample.sampler_state.adjust`), and sample a token a row, [S]."""
         return self.sample_filtered(self.filter(logits, batch), batch)
 
     def filter(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Temperature, min_p, top_k, top_p on [S, V]. Greedy rows keep their scale; no filter drops their maximum."""
+        """Apply temperature, min_p, top_k and top_p to [S, V]. Greedy rows keep their scale, and no filter drops their maximum."""
         if batch.all_greedy:
             return logits
         logits = logits / torch.where(batch.temperature > 0, batch.temperature, 1.0)[:, None]
@@ -102,7 +102,7 @@ class Sampler:
         return (logits + noise * (batch.temperature > 0)[:, None]).argmax(-1)
 
     def logprobs(self, raw: torch.Tensor, tokens: list[int], specs: SequenceOf[SamplingSpec]) -> list[Logprobs | None]:
-        """The most likely tokens under the model's own distribution, for the rows that asked."""
+        """Return the most likely tokens under the model's own distribution, for the rows that want them."""
         rows: list[Logprobs | None] = [None] * len(specs)
         asked = {i: spec.logprobs for i, spec in enumerate(specs) if spec.logprobs is not None}
         if asked:

@@ -1,7 +1,7 @@
-"""The device's side of sampling: fields, words and bits by row, and sampling for any row without the host.
+"""The sampling state on the device: fields, words and bits by row. Any row is sampled without the host.
 
-The runner's seam. A row that gets an owner brings one `RowUpdate` (`folovllm/sampling_row.py`); after that a step needs only
-which rows it samples for and at which position:
+A sequence that gets a row brings one `RowUpdate` (`folovllm/sampling_row.py`). After that a step needs only its rows and their
+positions:
 
     state = SamplerState(max_num_seqs, vocab_size, device)
     update = pack_updates([row_update(row, spec), ...])   # the host
@@ -9,9 +9,9 @@ which rows it samples for and at which position:
     tokens = state.sample(logits, rows, positions)     # [S]; may be captured in a CUDA graph
     state.note(tokens, rows, positions, num_samples)   # may be captured too
 
-`set_rows` is queued before the step in which the new owner samples first. A row whose `SamplingSpec.has_mask` has a mask, one
-bit for each token: `set_rows` writes the first, and `set_masks`, queued before the step samples, another one. A mask that is not
-written again stays. Nothing here waits for a GPU.
+`set_rows` is queued before the first step in which the new sequence samples. A row with `SamplingSpec.has_mask` has a mask, one
+bit for each token. `set_rows` writes the first mask. `set_masks` replaces it, and is queued before the step samples. A mask
+stays until it is replaced. Nothing here waits for a GPU.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
 
 
 class SamplerState:
-    """How the device samples each row, with one row more for padding, which is greedy and plain.
+    """The sampling state of each row. The last row is for padding: it is greedy, with no filter or penalty.
 
     Attributes:
         fields: [rows + 1, len(RowField)] int32.
-        words: [rows + 1, `line_width(V)`] int32: V words, then what `folovllm/sampling_row.py` says. Only the lines of rows
-            whose FLAGS ask for something in them are read; the others may be anything.
+        words: [rows + 1, `line_width(V)`] int32: V words, then the fields in `folovllm/sampling_row.py`. A row's line is read
+            only if its FLAGS need it; other lines may hold anything.
         masks: [rows + 1, ceil(V / 32)] int32, a part of `words`.
     """
 
@@ -62,7 +62,7 @@ class SamplerState:
         max_samples: int = 0,
         use_kernels: bool = True,
     ) -> None:
-        """`sampler` samples where there is no GPU, or no kernels are to be used. `max_samples`: of one step, if they can be more than rows."""
+        """`sampler` samples where no kernels are used. `max_samples`: the most samples of a step, if they can be more than rows."""
         self.fields = torch.zeros(num_rows + 1, len(RowField), dtype=torch.int32, device=device)
         self.words = torch.zeros(num_rows + 1, line_width(vocab_size), dtype=torch.int32, device=device)
         self.masks = masks_of(self.words, vocab_size)
@@ -72,7 +72,7 @@ class SamplerState:
         self._sampler = sampler or Sampler()
 
     def set_rows(self, buffer: torch.Tensor, num_rows: int, num_with_line: int) -> None:
-        """Take over a `SamplingUpdate`; its `buffer` is on the device. All else that was known of these rows is forgotten."""
+        """Replace the state of the rows in a `SamplingUpdate`, whose `buffer` is on the device."""
         width = 1 + len(RowField)
         lines, entries = buffer[: num_rows * width].view(num_rows, width), buffer[num_rows * width :].view(3, -1)
         rows = lines[:, 0].long()
@@ -83,7 +83,7 @@ class SamplerState:
             self.words[row.long(), torch.where(column < 0, self._vocab_size - 1 - column, column).long()] = word
 
     def set_masks(self, rows: torch.Tensor, masks: torch.Tensor) -> None:
-        """New masks [n, ceil(V / 32)] int32 for `rows` [n] int32, which have MASK; both are on the device."""
+        """Set the masks [n, ceil(V / 32)] int32 of `rows` [n] int32, which have MASK. Both are on the device."""
         self.masks[rows.long()] = masks
 
     def sample(
@@ -97,9 +97,9 @@ class SamplerState:
         """Sample a token for every sequence of a step, with penalties, filters and noise.
 
         Args:
-            logits: [S, V], any float dtype; they stay as they are.
+            logits: [S, V], any float dtype; they are not changed.
             rows: [S] int32. positions: [S] int32, index of the token to sample in its sequence.
-            out: [at least S] int64, where the tokens go. keep: [rows] int64; the tokens go to `keep[rows]` too.
+            out: [at least S] int64, receives the tokens. keep: [rows] int64; `keep[rows]` receives the tokens too.
 
         Returns:
             [S] int64.
@@ -119,11 +119,11 @@ class SamplerState:
     def note(
         self, tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, counts: torch.Tensor | None = None
     ) -> None:
-        """Take in the sampled `tokens`, for later steps: count them, and see which tokens would now end a bad word.
+        """Record the sampled `tokens` for later steps: count them, and set the tokens that would now complete a bad word.
 
         Args:
             tokens: [S] int64. rows: [S] int32. positions: [S] int32, of these tokens.
-            counts: [S], 0 where the token is none of the answer's; None: all are.
+            counts: [S], 0 where the token is not part of the answer; None: all are.
         """
         if self._work is not None:
             from folovllm.kernels.record_sampled import record_sampled
@@ -140,20 +140,20 @@ class SamplerState:
 
 
 def _workspace(num_seqs: int, vocab_size: int, device: torch.device) -> FilterWorkspace:
-    """What the kernels work in; it is there before anything is captured."""
+    """Allocate the kernels' workspace. It must exist before steps are captured."""
     from folovllm.kernels.filter_logits import FilterWorkspace
 
     return FilterWorkspace.allocate(num_seqs, vocab_size, device)
 
 
 def masks_of(words: torch.Tensor, vocab_size: int, plane: int = 0) -> torch.Tensor:
-    """The masks [rows, ceil(V / 32)] in lines [rows, line_width(V)], or what must not come next (1): a view."""
+    """Return a view of the bits [rows, ceil(V / 32)] in lines [rows, line_width(V)]: masks (0), or tokens that must not come next (1)."""
     first = vocab_size + MASK_AT + plane
     return words[:, first : first + PLANES * mask_width(vocab_size) : PLANES]
 
 
 def sampling_batch(fields: torch.Tensor, positions: torch.Tensor) -> SamplingBatch:
-    """A step's sampling parameters, from its sequences' `fields` [S, len(RowField)]."""
+    """Return a step's sampling parameters, from its sequences' `fields` [S, len(RowField)]."""
     floats = fields.view(torch.float32)
     filtered = fields[:, RowField.FLAGS] & FILTERS != 0
     some = _some(filtered)
@@ -173,12 +173,12 @@ def sampling_batch(fields: torch.Tensor, positions: torch.Tensor) -> SamplingBat
 def adjust(
     logits: torch.Tensor, fields: torch.Tensor, words: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Logits [S, V] in float32 as the rows' words make them, before temperature and filters.
+    """Return logits [S, V] in float32 after masks, bad words, biases and penalties, before temperature and filters.
 
     The order is vLLM's: allowed tokens (`allowed_token_ids`, or a grammar's mask), `bad_words`, `logit_bias`, penalties,
-    `min_tokens`. vLLM applies `min_tokens` before the bias. The result is the same, since a forbidden token is -inf and stays
-    so. The repetition penalty divides a positive logit and multiplies a negative one, for tokens of prompt and answer (CTRL,
-    Keskar et al. 2019). Presence and frequency penalties are subtracted for tokens of the answer, once and once per occurrence.
+    `min_tokens`. vLLM applies `min_tokens` before the bias. The result is the same, since a forbidden token stays -inf. The
+    repetition penalty divides a positive logit and multiplies a negative one, for tokens of prompt and answer (CTRL, Keskar et
+    al. 2019). The presence penalty is subtracted once for a token of the answer, the frequency penalty once per occurrence.
 
     Args:
         fields: [S, len(RowField)], of the sequences. words: [rows, line_width(V)].
@@ -208,5 +208,5 @@ def adjust(
 
 
 def _some(mask: torch.Tensor) -> bool:
-    """Whether any is set; not asked on a GPU, for to ask is to wait."""
+    """Return whether any is set. On a GPU it returns True without looking, because the host would have to wait."""
     return mask.device.type != "cpu" or bool(mask.any())

@@ -13,7 +13,7 @@ from folovllm.events import DraftsVerified
 from folovllm.request import Sequence
 from folovllm.spec_decode.speculation import Speculation
 from folovllm.spec_decode.verify import max_samples
-from folovllm.step.packed import FLYING
+from folovllm.step.packed import IN_FLIGHT_TOKENS
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
 
 
@@ -37,7 +37,7 @@ class DraftRows(BatchRows):
         scheduled, draft = self.scheduled(seq, num_new_tokens), self.drafts.get(seq.seq_id)
         if draft is None:
             return scheduled
-        newest = scheduled.token_ids if len(scheduled.token_ids) else FLYING
+        newest = scheduled.token_ids if len(scheduled.token_ids) else IN_FLIGHT_TOKENS
         tokens = np.array(draft[: num_new_tokens - 1], np.int32)
         return scheduled._replace(token_ids=np.concatenate([newest, tokens]), num_samples=num_new_tokens)
 

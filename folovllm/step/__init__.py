@@ -1,1 +1,1 @@
-"""What travels between the scheduler and the devices: values that could as well be written to a file."""
+"""The records that the scheduler and the devices exchange. Each could be written to a file."""

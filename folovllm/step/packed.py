@@ -1,10 +1,10 @@
 """A whole step in one int32 buffer: the host packs it, one copy moves it, the device unpacks it.
 
-The device keeps what does not change from step to step: the block table of each row, the last token sampled for it and how
-its tokens are sampled. A step brings only what is new. Floats and seeds travel as the bits of int32 numbers.
+The device keeps the state of each row: its block table, its last sampled token, and how its tokens are sampled. A step brings
+only what is new. Floats and seeds are sent as the bits of int32 numbers.
 
-There is one layout, `Parts`: for a decode, a prompt, a chunk, drafts that are verified, and what ranks are sent. A step is
-ragged twice: a sequence has any number of new tokens, and any number of tokens is sampled for it.
+All steps have one layout, `Parts`: decodes, prompts, chunks, drafts to verify, and messages to other ranks. A step is ragged
+in two ways: a sequence has any number of new tokens, and any number of tokens is sampled for it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     import torch
 
 Int32 = npt.NDArray[np.int32]
-IN_FLIGHT = -1  # a token that is on the device and has not come back yet
+IN_FLIGHT = -1  # stands for a token that is on the device and not yet on the host
 NOTHING = -1
-FLYING = np.array([IN_FLIGHT], np.int32)
+IN_FLIGHT_TOKENS = np.array([IN_FLIGHT], np.int32)
 
 
 class Field(IntEnum):
-    """Lines of the matrix with which a packed step begins: one number a sequence."""
+    """Lines of the first matrix of a packed step: each has one number a sequence."""
 
     TOKEN = 0  # decodes: the newest token, or IN_FLIGHT
     ROW = 1
@@ -47,11 +47,13 @@ class Field(IntEnum):
 class Sample(IntEnum):
     """Lines of the matrix of samples: one number for each token that is sampled, sequence by sequence.
 
-    ROW, TEMPERATURE and the seeds are where `Field` has them, and POSITION is where it has SEQ_LEN. So the first matrix of a
-    decode step, which samples one token a sequence, is also the matrix of its samples.
+    ROW, TEMPERATURE and the seeds have the same lines as in `Field`, and POSITION has the line of SEQ_LEN. So the first matrix
+    of a decode step, which samples one token a sequence, is also the matrix of its samples.
     """
 
-    DRAFT = 0  # what the token must be for the sequence's next sample to count; NOTHING behind the last draft token
+    DRAFT = (
+        0  # the draft token at this position: the next sample counts only if it was sampled; NOTHING after the last one
+    )
     ROW = 1
     POSITION = 2  # index of the token to sample in its sequence
     AFTER = 3  # index in the step of the token after which it is sampled
@@ -59,7 +61,7 @@ class Sample(IntEnum):
     SEED_LOW = 5
     SEED_HIGH = 6
     SEQUENCE = 7  # its column in the first matrix
-    COUNTS = 8  # 0: the sequence has not all its tokens yet, so nobody wants this one
+    COUNTS = 8  # 0: the sequence is in the middle of its prompt, so this token is dropped
 
 
 Array = TypeVar("Array", Int32, "torch.Tensor")
@@ -67,22 +69,22 @@ Part = TypeVar("Part")
 
 
 class Parts(NamedTuple, Generic[Part]):
-    """The parts of a step's buffer in the order in which they lie there: of `Parts[int]` how many columns each has."""
+    """The parts of a step's buffer, in their order. `Parts[int]` holds the number of columns of each."""
 
     fields: Part  # [len(Field), S]
-    tokens: Part  # [T]; of a decode step none, for its fields have them
-    samples: Part  # [len(Sample), R]; likewise
+    tokens: Part  # [T]; empty in a decode step, whose fields hold its tokens
+    samples: Part  # [len(Sample), R]; empty in a decode step
     updates: Part  # [3, U], new entries of block tables: row, column, block
-    sampling_updates: Part  # [D], how new rows sample: `SamplingUpdate.buffer`
+    sampling_updates: Part  # [D], sampling state of new rows: `SamplingUpdate.buffer`
     scores: Part  # [4, n]: `tokens_to_score`
-    logprobs: Part  # [2, n]: which samples report log-probabilities, and how many each
+    logprobs: Part  # [2, n]: index of each sample that reports log-probabilities, and how many it reports
 
 
 LINES = Parts(len(Field), 1, len(Sample), 3, 1, 4, 2)
 
 
 def split(buffer: Array, columns: Parts[int]) -> Parts[Array]:
-    """The parts of a buffer on the host or on a device, as views of it."""
+    """Return the parts of a buffer, on the host or on a device, as views."""
     found, at = [], 0
     for lines, width in zip(LINES, columns, strict=True):
         part = buffer[at : at + lines * width]
@@ -92,7 +94,7 @@ def split(buffer: Array, columns: Parts[int]) -> Parts[Array]:
 
 
 def num_numbers(columns: Parts[int]) -> int:
-    """How many numbers a buffer has."""
+    """Return how many int32 numbers a buffer with these `columns` has."""
     return sum(lines * width for lines, width in zip(LINES, columns, strict=True))
 
 
@@ -108,15 +110,15 @@ NO_SAMPLES, NO_SCORES, NOBODY = (
 class PackedStep:
     """One step on the host.
 
-    A decode step is the first matrix alone, padded to a bucket's width. Other steps have more of the `Parts`.
+    A decode step is the first matrix alone, padded to a bucket's width. Other steps have more `Parts`.
 
     Attributes:
-        is_special: some sequence samples with filters, or from logits that depend on the tokens so far.
-        has_memory: some sequence samples from logits that depend on the tokens so far.
-        defers_sampling: it stops at its logits, and samples when `TokenBitmasks` come.
-        is_decode: every sequence has one new token and the first matrix says it all.
-        num_samples: R, how many tokens are sampled.
-        has_drafts: more than one token of some sequence is sampled.
+        is_special: a sequence samples with filters, or from logits that depend on the tokens so far.
+        has_memory: a sequence samples from logits that depend on the tokens so far.
+        defers_sampling: the step stops at its logits and samples when its `TokenBitmasks` arrive.
+        is_decode: every sequence has one new token, and the first matrix holds the whole step.
+        num_samples: R, the number of sampled tokens.
+        has_drafts: a sequence samples more than one token.
     """
 
     fields: Int32  # [len(Field), width]
@@ -142,7 +144,7 @@ class PackedStep:
 
     @property
     def parts(self) -> Parts[Int32]:
-        """All that travels."""
+        """All parts of the step's buffer."""
         return Parts(
             self.fields,
             self.tokens,
@@ -155,11 +157,11 @@ class PackedStep:
 
     @property
     def columns(self) -> Parts[int]:
-        """How many columns each part has."""
+        """The number of columns of each part."""
         return Parts(*[part.shape[-1] for part in self.parts])
 
     def flatten(self, header: Sequence[int] = ()) -> Int32:
-        """What goes to the device, end to end; behind a `header` what goes to other processes."""
+        """Return all parts end to end, as the device receives them. Messages to other processes begin with a `header`."""
         parts = [
             np.array(header, np.int32),
             self.fields.ravel(),
@@ -173,19 +175,19 @@ class PackedStep:
 
 
 class StepPacker:
-    """Packs steps: in the driver, once for all devices that run them."""
+    """Packs steps in the driver, once for all devices."""
 
     def __init__(self, num_rows: int, buckets: list[int]) -> None:
         """`buckets` are the widths for which a decode step is captured, ascending."""
         self._padding_row = num_rows
         self._buckets = buckets
-        # TEMPERATURE, SEED_LOW and SEED_HIGH of each row, as its first scheduled sequence said.
-        self._row_numbers = np.zeros((3, num_rows), np.int32)
-        self._special: dict[int, bool] = {}  # rows that sample with more than temperature and noise: do they remember?
-        self._logprobs: dict[int, int] = {}  # by row, where the request wants any
+        self._row_numbers = np.zeros((3, num_rows), np.int32)  # TEMPERATURE, SEED_LOW and SEED_HIGH of each row
+        # Rows that sample with more than temperature and noise: whether their logits depend on the tokens so far.
+        self._special: dict[int, bool] = {}
+        self._logprobs: dict[int, int] = {}  # number of log-probabilities by row, for requests that want them
 
     def pack(self, output: SchedulerOutput) -> PackedStep:
-        """One step."""
+        """Pack one step."""
         scheduled_seqs = output.scheduled_seqs
         width = choose_bucket(len(scheduled_seqs), self._buckets)
         is_decode = width and all(map(is_plain_decode, scheduled_seqs))
@@ -230,7 +232,7 @@ class StepPacker:
         return PackedStep(fields, n, n, np.empty(0, np.int32), np.empty((3, 0), np.int32))
 
     def _pack_mixed(self, scheduled_seqs: Sequence[ScheduledSequence]) -> PackedStep:
-        """Any step: fields, tokens, samples, blocks that the devices do not know yet, and how new rows sample."""
+        """Pack any step: fields, tokens, samples, new entries of block tables, and the sampling state of new rows."""
         sampling_updates = self._new_specs(
             {scheduled.row: scheduled.sampling for scheduled in scheduled_seqs if scheduled.sampling is not None}
         )
@@ -239,7 +241,7 @@ class StepPacker:
             [scheduled.row for scheduled in scheduled_seqs]
         )
         tokens = np.concatenate(
-            [scheduled.token_ids if len(scheduled.token_ids) else FLYING for scheduled in scheduled_seqs]
+            [scheduled.token_ids if len(scheduled.token_ids) else IN_FLIGHT_TOKENS for scheduled in scheduled_seqs]
         )
         num_decodes = next(
             (i for i, scheduled in enumerate(scheduled_seqs) if scheduled.num_new_tokens > 1), len(scheduled_seqs)
@@ -258,7 +260,7 @@ class StepPacker:
         )
 
     def _asked_logprobs(self, step: PackedStep) -> Int32:
-        """Which samples report log-probabilities, and how many each, [2, n]."""
+        """Return the samples that report log-probabilities, and how many each reports, [2, n]."""
         rows, counts = step.fields[Field.ROW, : step.num_seqs], step.fields[Field.NUM_SAMPLES, : step.num_seqs]
         if not step.is_decode:
             rows, counts = step.samples[Sample.ROW], step.samples[Sample.COUNTS]
@@ -270,15 +272,15 @@ class StepPacker:
         return np.array(asked, np.int32).reshape(-1, 2).T
 
     def is_special(self, scheduled_seqs: Sequence[ScheduledSequence]) -> bool:
-        """Whether some of these rows, which the devices know, sample with more than temperature and noise."""
+        """Return whether some of these rows sample with more than temperature and noise. They must have been packed before."""
         return any(scheduled.row in self._special for scheduled in scheduled_seqs)
 
     def reports_logprobs(self, scheduled_seqs: Sequence[ScheduledSequence]) -> bool:
-        """Whether some of these rows, which the devices know, report log-probabilities."""
+        """Return whether some of these rows report log-probabilities. They must have been packed before."""
         return any(scheduled.row in self._logprobs for scheduled in scheduled_seqs)
 
     def _new_specs(self, new: Mapping[int, SamplingSpec]) -> SamplingUpdate:
-        """How the tokens of rows that have a new owner are sampled: noted here, and what the devices must be told."""
+        """Store the sampling parameters of rows with a new sequence, and return the update for the devices."""
         updates = [row_update(row, spec) for row, spec in new.items()]
         for update, spec in zip(updates, new.values(), strict=True):
             row = update.row
@@ -294,7 +296,7 @@ class StepPacker:
         return pack_updates(updates) if updates else NO_UPDATES
 
     def _row_fields(self, rows: list[int]) -> Int32:
-        """TEMPERATURE, SEED_LOW and SEED_HIGH of the rows, [3, S]."""
+        """Return TEMPERATURE, SEED_LOW and SEED_HIGH of the rows, [3, S]."""
         return self._row_numbers[:, rows]
 
 
@@ -304,21 +306,22 @@ def choose_bucket(num_seqs: int, buckets: list[int]) -> int:
 
 
 def newest_token(scheduled: ScheduledSequence) -> int:
-    """The one token of a decode, or IN_FLIGHT if the host has not seen it yet."""
+    """Return the new token of a decode, or IN_FLIGHT if it is not on the host yet."""
     return int(scheduled.token_ids[0]) if len(scheduled.token_ids) else IN_FLIGHT
 
 
 def is_plain_decode(scheduled: ScheduledSequence) -> bool:
-    """One new token to sample after, in a row that the devices know, and at most one new block, which this token goes to.
+    """Return whether a sequence fits the layout of a decode step.
 
-    A chunk can be one token too; but nothing is sampled in the middle of a prompt.
+    It does if it has one new token, samples one token, has no new sampling parameters and at most one new block. A chunk of one
+    token in the middle of a prompt samples nothing, so it is no decode.
     """
     is_one = scheduled.num_new_tokens == 1 and scheduled.num_samples == 1
     return is_one and scheduled.sampling is None and len(scheduled.new_blocks) < 2
 
 
 def fields_of(scheduled_seqs: Sequence[ScheduledSequence]) -> Int32:
-    """The first matrix [len(Field), S] of any step, but for temperatures and seeds, which are 0."""
+    """Return the first matrix [len(Field), S] of any step. Temperatures and seeds are still 0."""
     fields = np.zeros((len(Field), len(scheduled_seqs)), np.int32)
     fields[Field.ROW] = [scheduled.row for scheduled in scheduled_seqs]
     fields[Field.SEQ_LEN] = [scheduled.end for scheduled in scheduled_seqs]
@@ -328,10 +331,10 @@ def fields_of(scheduled_seqs: Sequence[ScheduledSequence]) -> Int32:
 
 
 def samples_of(fields: Int32, tokens: Int32) -> Int32:
-    """The samples [len(Sample), R] of sequences with these `fields` [len(Field), S] and new `tokens` [T].
+    """Return the samples [len(Sample), R] of sequences with these `fields` [len(Field), S] and new `tokens` [T].
 
-    A sequence that samples n tokens does so after each of its last n. Behind the first of these stand its draft tokens.
-    Without drafts each sequence has one sample, whether or not it counts; so these are the last tokens of all.
+    A sequence that samples n tokens samples one after each of its last n new tokens. The last n - 1 of these are its draft
+    tokens. Without drafts each sequence has one sample, after its last token, even if the sample does not count.
     """
     num_samples = fields[Field.NUM_SAMPLES]
     has_drafts = bool(num_samples.max(initial=0) > 1)
@@ -340,7 +343,7 @@ def samples_of(fields: Int32, tokens: Int32) -> Int32:
     samples[Sample.SEQUENCE], samples[Sample.COUNTS] = sequence, num_samples[sequence] > 0
     samples[Sample.AFTER], samples[Sample.DRAFT] = (fields[Field.QUERY_LEN].cumsum() - 1)[sequence], NOTHING
     if has_drafts:
-        left = num_samples.cumsum()[sequence] - 1 - np.arange(len(sequence))  # samples of the sequence behind this one
+        left = num_samples.cumsum()[sequence] - 1 - np.arange(len(sequence))  # later samples of the same sequence
         samples[[Sample.POSITION, Sample.AFTER]] -= left.astype(np.int32)
         following = tokens[np.minimum(samples[Sample.AFTER] + 1, len(tokens) - 1)]
         samples[Sample.DRAFT] = np.where(left > 0, following, NOTHING)
@@ -348,7 +351,7 @@ def samples_of(fields: Int32, tokens: Int32) -> Int32:
 
 
 def sample_levels(samples: Int32) -> list[npt.NDArray[np.int64]]:
-    """The first samples of all sequences, then the second ones of those that have two, and so on: their columns."""
+    """Return the columns of samples by level: the first sample of each sequence, then the second ones, and so on."""
     sequence = samples[Sample.SEQUENCE]
     first = np.searchsorted(sequence, sequence)  # of the same sequence
     level = np.arange(len(sequence)) - first
@@ -356,10 +359,7 @@ def sample_levels(samples: Int32) -> list[npt.NDArray[np.int64]]:
 
 
 def block_updates(scheduled_seqs: Sequence[ScheduledSequence]) -> Int32:
-    """Entries of block tables that the devices do not know yet, [3, U]: row, column, block.
-
-    A scheduled sequence's new blocks are the end of its table, which covers the scheduled sequence and no more.
-    """
+    """Return the new entries of block tables, [3, U]: row, column, block."""
     updates = [
         (scheduled.row, scheduled.first_new_block + i, block)
         for scheduled in scheduled_seqs

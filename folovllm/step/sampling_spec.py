@@ -1,4 +1,4 @@
-"""What a device must know of a request to sample its tokens. It travels once, with the first scheduled sequence of a row."""
+"""What a device must know about a request to sample its tokens. It is sent once, in the sequence's first step in a row."""
 
 from __future__ import annotations
 
@@ -9,19 +9,21 @@ import numpy as np
 import numpy.typing as npt
 
 TokenIds = npt.NDArray[np.int32]
-Logprobs = list[tuple[int, float, int]]  # (token id, log-probability, rank): the chosen first, then the most likely
+Logprobs = list[
+    tuple[int, float, int]
+]  # (token id, log-probability, rank): the sampled one first, then the most likely
 
 
 def no_tokens() -> TokenIds:
-    """[0]"""
+    """Return an empty array."""
     return np.empty(0, np.int32)
 
 
 @dataclass(slots=True, frozen=True, eq=False)
 class SamplingSpec:
-    """How the tokens of one sequence are sampled.
+    """How to sample the tokens of one sequence.
 
-    The position (the index of the token to sample in its sequence) is no part of it: `ScheduledSequence.end` is.
+    It does not hold the position of the token to sample. `ScheduledSequence.end` does.
     """
 
     seed: int = 0
@@ -36,49 +38,49 @@ class SamplingSpec:
     first_end: int = 0  # the first position at which a token of `forbidden` may be sampled (`min_tokens`)
     forbidden: tuple[int, ...] = ()  # tokens that would end the answer
     num_prompt_tokens: int = 0
-    history: TokenIds = field(default_factory=no_tokens)  # the tokens so far, for penalties and bad words; else empty
-    allowed: tuple[int, ...] | None = None  # the tokens that may be sampled at all; None: all
-    has_grammar: bool = False  # a new mask comes for each token
-    bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that the answer must not hold
-    bias: tuple[tuple[int, float], ...] = ()  # token ids, each once, and what is added to their logits
+    history: TokenIds = field(default_factory=no_tokens)  # tokens so far, if penalties or bad words need them
+    allowed: tuple[int, ...] | None = None  # the only tokens that may be sampled; None: all
+    has_grammar: bool = False  # each token has its own mask
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not occur in the answer
+    bias: tuple[tuple[int, float], ...] = ()  # (token id, number added to its logit), each id once
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is taken."""
+        """Whether the most likely token is sampled."""
         return self.temperature == 0
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens that were seen count for less."""
+        """Whether earlier tokens change the logits."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
     def has_mask(self) -> bool:
-        """Whether a bit for each token says which may be sampled."""
+        """Whether a token bitmask applies."""
         return self.has_grammar or self.allowed is not None
 
     @property
     def has_rules(self) -> bool:
-        """Whether the request itself forbids tokens or makes them likelier."""
+        """Whether the request forbids tokens or changes their logits."""
         return self.has_mask or bool(self.bad_words) or bool(self.bias)
 
     @property
     def has_line(self) -> bool:
-        """Whether sampling depends on more than these numbers and the logits: on tokens so far, masks, or biases."""
+        """Whether sampling needs a metadata row with one word a token: for earlier tokens, masks or biases."""
         return self.has_penalties or self.has_rules or bool(self.forbidden)
 
     @property
     def answer(self) -> TokenIds:
-        """The part of the history behind the prompt."""
+        """The part of the history after the prompt."""
         return self.history[self.num_prompt_tokens :]
 
     @property
     def has_filters(self) -> bool:
-        """Whether a token may be too unlikely to be sampled."""
+        """Whether top-k, top-p or min-p applies."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 def about_to_end(bad_words: Sequence[Sequence[int]], answer: Sequence[int] | TokenIds) -> list[int]:
-    """The last tokens of those `bad_words` of which `answer` ends with all the others: what must not come next."""
+    """Return the tokens that must not come next: the last token of each bad word whose other tokens end `answer`."""
     last = [int(token) for token in answer[-max(map(len, bad_words), default=1) :]]
     return [word[-1] for word in bad_words if last[len(last) - len(word) + 1 :] == [*word[:-1]]]

@@ -1,4 +1,7 @@
-"""A step as values: the scheduler sends down what to compute, the device sends up what it sampled. Neither refers to a `Sequence`."""
+"""The records of a step: the scheduler sends what to compute, and the device returns what it sampled.
+
+Neither refers to a `Sequence`.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,16 @@ from folovllm.step.token_bitmask import TokenBitmasks
 
 
 class NothingScheduled(RuntimeError):
-    """A step has no scheduled sequences although requests wait. The engine would step like this for ever."""
+    """A step has no scheduled sequences although requests wait. Without this error the engine would loop for ever."""
 
     def __init__(self) -> None:
         super().__init__("requests wait and nothing was scheduled: the scheduler or the cache lets none of them in")
 
 
 class Scores(NamedTuple):
-    """Tokens of a prompt whose log-probabilities a request wants and a scheduled sequence computes."""
+    """Prompt tokens whose log-probabilities the request wants and this step computes."""
 
-    first: int  # index, in the scheduled sequence, of the token before the first of them
+    first: int  # index in the sequence's new tokens of the token before the first of `token_ids`
     token_ids: TokenIds  # [n] int32, a view
     num_top: int  # most likely tokens to report beside each
 
@@ -28,15 +31,15 @@ class Scores(NamedTuple):
 class ScheduledSequence(NamedTuple):
     """One sequence's part of a step: its tokens `start` to `start + num_new_tokens`."""
 
-    seq_id: int  # the sequence's number; no other sequence ever has it
-    row: int  # the sequence's place among those that run; its own for as long as it runs
+    seq_id: int  # the sequence's number, unique for the whole life of the engine
+    row: int  # the running sequence's place in the batch; it keeps its row until it stops running
     start: int
     num_new_tokens: int
-    token_ids: TokenIds  # [num_new_tokens] int32, a view; empty if the one token is on the device and not here yet
-    new_blocks: tuple[int, ...]  # the end of its block table: the part that no scheduled sequence has brought yet
-    first_new_block: int  # their place in the table: how many entries came before
+    token_ids: TokenIds  # [num_new_tokens] int32, a view; empty if the one token is still on the device
+    new_blocks: tuple[int, ...]  # the end of its block table: the entries that no earlier step has sent
+    first_new_block: int  # index in the table of the first new block
     num_samples: int  # tokens to sample in this step; 0 in the middle of a prompt
-    sampling: SamplingSpec | None  # with the first scheduled sequence of a row, whatever the row held before
+    sampling: SamplingSpec | None  # in the sequence's first step in this row
     scores: Scores | None = None
 
     @property
@@ -49,7 +52,7 @@ class ScheduledSequence(NamedTuple):
 
 
 def tokens_to_score(scheduled_seqs: Sequence[ScheduledSequence]) -> list[tuple[int, int, int, int]]:
-    """Four numbers for each prompt token to score: index of its sequence, token of the step before it, its id, `num_top`."""
+    """Return four numbers for each prompt token to score: sequence index, index in the step of the token before it, id, `num_top`."""
     wanted, start = [], 0
     for i, scheduled in enumerate(scheduled_seqs):
         if (scores := scheduled.scores) is not None:
@@ -64,12 +67,12 @@ class SchedulerOutput:
     """One step: scheduled sequences, decodes first."""
 
     scheduled_seqs: tuple[ScheduledSequence, ...] = ()
-    preempted: tuple[int, ...] = ()  # sequences that lost their cache for it, by `seq_id`
-    masks: TokenBitmasks | None = None  # of answers that must have a form, where they are known before the step starts
+    preempted: tuple[int, ...] = ()  # `seq_id`s of sequences whose cache this step took
+    masks: TokenBitmasks | None = None  # of requests with a grammar, if they are known before the step starts
 
     @property
     def num_tokens(self) -> int:
-        """T: tokens computed in this step."""
+        """T, the number of tokens that this step computes."""
         return sum(scheduled.num_new_tokens for scheduled in self.scheduled_seqs)
 
     def __repr__(self) -> str:
@@ -79,10 +82,10 @@ class SchedulerOutput:
 
 @dataclass(slots=True, frozen=True)
 class StepResult:
-    """What a step sampled, sequence by sequence: no token in the middle of a prompt, one elsewhere, several with drafts."""
+    """The sampled tokens of each sequence: none in the middle of a prompt, else one, or several with drafts."""
 
     token_ids: list[list[int]]  # [S]
-    # By index of the sequence, of those that asked: one entry a sampled token, behind those of `ScheduledSequence.scores`.
+    # By sequence index, for requests that want them: the entries of `ScheduledSequence.scores`, then one a sampled token.
     logprobs: dict[int, list[Logprobs]]
 
 
@@ -92,9 +95,9 @@ def one_each(
     logprobs: list[Logprobs | None],
     scores: dict[int, list[Logprobs]] | None = None,
 ) -> StepResult:
-    """The result of a step that sampled one token for every row [S]; tokens in the middle of a prompt are dropped.
+    """Return the result of a step that sampled one token for every row [S]. Tokens in the middle of a prompt are dropped.
 
-    `scores`: by index of the scheduled sequence, what `ScheduledSequence.scores` asked for.
+    `scores`: the log-probabilities for `ScheduledSequence.scores`, by index of the scheduled sequence.
     """
     sampled = [
         [token] if scheduled.num_samples else [] for scheduled, token in zip(scheduled_seqs, token_ids, strict=True)

@@ -1,16 +1,16 @@
-"""The padded shapes for which steps are captured, and how a step is laid out in one.
+"""The padded shapes (buckets) for which steps are captured, and the layout of a step in a bucket.
 
-A model launches hundreds of kernels a step. A step of few tokens is over before Python has launched them all, and with a
-prompt in it all decodes wait. So not only decodes are captured but also small steps with prompts, and with drafts: in a shape
-that has room for so many tokens and sequences, of which a step fills a part.
+A model launches hundreds of kernels a step. The GPU computes a step of few tokens faster than Python launches its kernels, and
+if such a step has a prompt, all decodes wait. So small steps with prompts or drafts are captured as well as decodes. A bucket
+has a fixed number of tokens and sequences, and a step fills a part of it.
 
-Tokens stay end to end; what is left behind them is padding. Among the sequences, those that are no decodes begin at a fixed
-place, for decodes and prompts go to different kernels. A step of two decodes and a prompt of 5 tokens, with room for 12
-tokens, 4 decodes and 3 others (lines of `Field` and one of `Sample`):
+Tokens stay end to end, and padding follows them. Sequences that are no decodes begin at a fixed column, because decodes and
+prompts go to different kernels. Here a step of two decodes and a prompt of 5 tokens is in a bucket of 12 tokens, 4 decodes and
+3 others (lines of `Field` and one of `Sample`):
 
-    ROW        4 7 - -  2 - -      - is the row behind all rows
-    SEQ_LEN    9 3 0 0  5 0 0      of a sequence of length 0 nothing is read and nothing written
-    QUERY_LEN  1 1 0 0  5 0 5      the last sequence, always padding, gets the tokens that nobody needs
+    ROW        4 7 - -  2 - -      - is the padding row
+    SEQ_LEN    9 3 0 0  5 0 0      0: no K/V of the sequence is read or written
+    QUERY_LEN  1 1 0 0  5 0 5      the last sequence is always padding, and gets the tokens of the padding
     AFTER      0 1 6 0  0 0 0      samples stay side by side, as in the step
 """
 
@@ -33,43 +33,43 @@ from folovllm.step.packed import (
     split,
 )
 
-TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072)  # beyond, computing takes longer than launching
-DECODES = (0, 16, 64)  # and as many as there can be
+TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072)  # larger steps are bound by the GPU
+DECODES = (0, 16, 64)  # and `max_num_seqs`
 DRAFT_TOKENS = (2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 
 
 class Bucket(NamedTuple):
-    """A padded shape. Sequences that are no decodes have one column more than there can be, for padding."""
+    """A padded shape. It has one column more than its most sequences that are no decodes, for padding."""
 
     num_tokens: int
     num_decodes: int  # columns for sequences with one new token
     num_others: int = 0
     num_samples: int = 0
-    num_updates: int = 0  # new entries of block tables; where there are none, they are entered before the step
+    num_updates: int = 0  # new entries of block tables; with 0 they are entered before the replay
 
     @property
     def is_decode(self) -> bool:
-        """Whether it is for steps of decodes alone: a matrix and nothing else."""
+        """Whether the bucket is for decode steps, whose buffer is the first matrix alone."""
         return not self.num_others
 
     @property
     def has_drafts(self) -> bool:
-        """Whether it is for steps with drafts, which it serves from their new blocks to their samples."""
+        """Whether the bucket is for steps with drafts. Its graph enters new blocks, computes and samples."""
         return self.num_updates > 0
 
     @property
     def num_seqs(self) -> int:
-        """Columns of the first matrix."""
+        """The number of columns of the first matrix."""
         return self.num_decodes + self.num_others
 
     @property
     def columns(self) -> Parts[int]:
-        """How many columns each part of its buffer has."""
+        """The number of columns of each part of the bucket's buffer."""
         num_tokens = 0 if self.is_decode else self.num_tokens
         return Parts(self.num_seqs, num_tokens, self.num_samples, self.num_updates, 0, 0, 0)
 
     def holds(self, step: PackedStep) -> bool:
-        """Whether a step fits that is no decode, and that has drafts where the bucket is for these."""
+        """Return whether a step fits. The step is no decode step, and has drafts if the bucket is for drafts."""
         if len(step.tokens) > self.num_tokens:
             return False
         if self.has_drafts:  # then each token may be a sequence
@@ -78,47 +78,47 @@ class Bucket(NamedTuple):
 
 
 def decode_bucket(width: int) -> Bucket:
-    """For steps of up to `width` decodes."""
+    """Return the bucket for steps of up to `width` decodes."""
     return Bucket(width, width)
 
 
 def prompt_bucket(num_tokens: int, num_decodes: int) -> Bucket:
-    """For steps with prompts."""
+    """Return the bucket for steps with prompts: up to `num_tokens` tokens and `num_decodes` decodes."""
     num_others = max(8, num_tokens // 32) + 1
     return Bucket(num_tokens, num_decodes, num_others, num_decodes + num_others)
 
 
 def draft_bucket(num_tokens: int) -> Bucket:
-    """For steps with drafts: as many sequences as tokens, or fewer, of which any number is sampled."""
+    """Return the bucket for steps with drafts: up to `num_tokens` tokens, and as many sequences and samples."""
     return Bucket(num_tokens, 0, num_tokens + 1, num_tokens, num_tokens)
 
 
 def prompt_buckets(max_num_seqs: int, budget: int) -> list[Bucket]:
-    """For steps with prompts of up to `budget` tokens, small ones first."""
+    """Return the buckets for steps with prompts of up to `budget` tokens, small ones first."""
     tokens = [n for n in TOKENS if n < budget] + [budget] * (budget <= TOKENS[-1])
     decodes = [n for n in DECODES if n < max_num_seqs] + [max_num_seqs]
     return [prompt_bucket(t, d) for t in tokens for d in decodes if d <= t]
 
 
 def draft_buckets(num_samples: int) -> list[Bucket]:
-    """For steps with drafts of up to `num_samples` samples, small ones first."""
+    """Return the buckets for steps with drafts of up to `num_samples` samples, small ones first."""
     last = min(num_samples, DRAFT_TOKENS[-1])
     return [draft_bucket(n) for n in (*[n for n in DRAFT_TOKENS if n < last], last)]
 
 
 def buckets_for(setup: EngineSetup, num_drafted: int) -> list[Bucket]:
-    """What to capture on a device beside decodes; nothing on a CPU, where launching is not what takes the time."""
+    """Return the buckets to capture beside those of decodes. There are none on a CPU, where launches cost little."""
     return every_bucket(setup, num_drafted) if setup.device.type == "cuda" else []
 
 
 def every_bucket(setup: EngineSetup, num_drafted: int) -> list[Bucket]:
-    """All buckets but those of decodes. `num_drafted`: the most samples of a step with drafts; 0 if there are never any."""
+    """Return all buckets but those of decodes. `num_drafted`: the most samples of a step with drafts; 0 without drafts."""
     prompts = prompt_buckets(setup.max_num_seqs, setup.max_num_batched_tokens)
     return prompts + (draft_buckets(num_drafted) if num_drafted else [])
 
 
 def pad(step: PackedStep, bucket: Bucket, padding_row: int) -> Int32:
-    """Lay a step out in a bucket that holds it: its buffer, with padding in the rows behind all others."""
+    """Return the buffer of a step in a bucket that holds it. Padding has the row `padding_row`."""
     numbers = np.zeros(num_numbers(bucket.columns), np.int32)
     parts, d = split(numbers, bucket.columns), min(step.num_decodes, bucket.num_decodes)
     parts.fields[Field.ROW] = padding_row
@@ -135,7 +135,7 @@ def pad(step: PackedStep, bucket: Bucket, padding_row: int) -> Int32:
 
 
 def padding_of(bucket: Bucket, padding_row: int) -> Int32:
-    """The buffer of a step that is nothing but padding."""
+    """Return the buffer of a step that consists of padding alone."""
     if bucket.is_decode:
         return StepPacker(padding_row, []).pack_decode([], bucket.num_decodes).fields.ravel()
     nobody = PackedStep(

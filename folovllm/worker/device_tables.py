@@ -1,4 +1,4 @@
-"""The tables that a device keeps from step to step, and the unpacking of steps, which bring only what is new."""
+"""The tables that a device keeps from step to step, and the unpacking of packed steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from folovllm.step.packed import IN_FLIGHT, NOTHING, Field, Int32, Parts, Sample
 
 
 class DeviceTables:
-    """The device's side: block tables and last tokens by row, with one row more for padding."""
+    """Block tables and last tokens by row, on the device. The last row is for padding."""
 
     def __init__(self, num_rows: int, max_blocks: int, block_size: int, device: torch.device) -> None:
         self.block_tables = torch.zeros(num_rows + 1, max_blocks, dtype=torch.int32, device=device)
@@ -18,7 +18,7 @@ class DeviceTables:
         self._counting = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
 
     def unpack_decode(self, fields: torch.Tensor, max_seq_len: int) -> ForwardBatch:
-        """The batch of a padded decode step, from [len(Field), width] on the device. Device work only.
+        """Return the batch of a padded decode step, from `fields` [len(Field), width] on the device. Device work only.
 
         Padding has length 0, position 0 and slot -1.
         """
@@ -39,11 +39,11 @@ class DeviceTables:
             max_seq_len=max_seq_len,
             query_lens_host=[1] * width,
             seq_lens_host=seq_lens.tolist() if fields.device.type == "cpu" else [],
-            is_disjoint=True,  # only a sequence's first step begins with what others compute, and here is none
+            is_disjoint=True,  # only the first step of a sequence can read what others write, and this is a later one
         )
 
     def _unpack(self, fields: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Input ids, positions, slots [S] and block tables [S, max_blocks]; new blocks are entered on the way."""
+        """Return input ids, positions and slots [S], and block tables [S, max_blocks]. It also enters the new blocks."""
         if fields.is_cuda:  # one kernel instead of a dozen
             from folovllm.kernels.unpack_step import unpack_decode
 
@@ -60,16 +60,17 @@ class DeviceTables:
         return input_ids, positions, torch.where(seq_lens > 0, slots, -1), self.block_tables[rows]
 
     def enter_blocks(self, updates: torch.Tensor) -> None:
-        """Note the blocks that a step brings: entries [3, U] of `block_tables`. Device work only."""
+        """Write a step's new entries [3, U] to `block_tables`. Device work only."""
         row, column, block = updates
         self.block_tables[row.long(), column.long()] = block
 
     def unpack(
         self, parts: Parts[torch.Tensor], num_decodes: int, max_query_len: int, max_seq_len: int, host: Int32 | None
     ) -> ForwardBatch:
-        """The batch of a step that is no decode, from its parts on the device, whose new blocks were entered. Device work only.
+        """Return the batch of a step that is no decode step, from its parts on the device. Device work only.
 
-        `host`: the same fields in host memory; None while a step is captured, for they are others at each replay.
+        Its new blocks must have been entered. `host`: the same fields in host memory, or None while a step is captured, because
+        they change from replay to replay.
         """
         rows, seq_lens, query_lens = (parts.fields[f] for f in (Field.ROW, Field.SEQ_LEN, Field.QUERY_LEN))
         input_ids, positions, slots, starts, tables = self.unpack_ragged(rows, seq_lens, query_lens, parts.tokens)
@@ -94,7 +95,7 @@ class DeviceTables:
     def unpack_ragged(
         self, rows: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Of sequences [S] with new tokens [T], all int32: what a batch says of them. Device work only.
+        """Return the batch's tensors for sequences [S] with new tokens [T], all int32. Device work only.
 
         The new tokens of a sequence of length 0 are padding: position 0, slot -1.
 

@@ -1,4 +1,4 @@
-"""A dry run of the start over a few layers: all its kernels are compiled at once, before one of them is needed."""
+"""A dry run of the start over a few layers. It compiles all kernels in parallel, before the first one is launched."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from folovllm.setup import EngineSetup
 
 
 def compile_at_once(setup: EngineSetup, model: LlamaModel, work: Callable[[], None]) -> None:
-    """Compile the kernels that `work` launches, on a GPU; it must not need their results.
+    """Compile the kernels that `work` launches on a GPU. `work` must not depend on their results.
 
-    A kernel that is missed, say because layers of one kind differ after all, is compiled when it is first launched.
+    A kernel that the dry run misses is compiled at its first launch, for example if layers of one kind differ after all.
     """
     from folovllm.kernels.dry_run import dry_run  # here, for not every machine has Triton
 
@@ -30,7 +30,7 @@ def compile_at_once(setup: EngineSetup, model: LlamaModel, work: Callable[[], No
 
 @contextmanager
 def one_layer_of_each_kind(model: LlamaModel) -> Iterator[None]:
-    """Within this, `model` has one of all the layers that ask for the same kernels, and the last, of which less is read."""
+    """A context in which `model` has one layer of each kind, and the last layer, whose output is read for fewer tokens."""
     whole = model.layers
     model.layers = nn.ModuleList([*{kind_of(layer): layer for layer in whole[:-1]}.values(), whole[-1]])
     try:
@@ -40,6 +40,6 @@ def one_layer_of_each_kind(model: LlamaModel) -> Iterator[None]:
 
 
 def kind_of(layer: nn.Module) -> tuple[object, ...]:
-    """What a layer is made of: layers of the same kind ask for the same kernels."""
+    """Return a key of a layer's types and shapes. Layers with the same key launch the same kernels."""
     modules = ((type(m), type(getattr(m, "format", None)), getattr(m, "window", None)) for m in layer.modules())
     return *modules, *((weight.dtype, weight.shape) for weight in layer.parameters())

@@ -1,4 +1,4 @@
-"""One device: it owns the runner, which owns the model and its cache."""
+"""The worker of one device. It owns the runner, which owns the model and its cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ResultOut = TypeVar("ResultOut", covariant=True)
 
 
 class Runner(Protocol[StepIn, ResultOut]):
-    """Turns a step, packed or not, into tokens, or into a step under way that will have them."""
+    """Runs a step, packed or not. It returns the tokens, or a step in flight that will have them."""
 
     def load_model(self) -> None:
         """Load the weights."""
@@ -30,34 +30,34 @@ class Runner(Protocol[StepIn, ResultOut]):
 class GPUWorker(Generic[Step, Result]):
     """Sets the device up, and passes steps to the runner.
 
-    Which device is the current one belongs to a thread, so each call says it anew: an engine may be built in one thread
-    and stepped in another, and two engines may have a device each.
+    CUDA keeps the current device per thread, so each call sets it. An engine may be built in one thread and stepped in
+    another, and two engines may use different devices.
     """
 
     def __init__(
         self, device: torch.device, runner: Runner[Step, Result], counters: dict[str, torch.Tensor] | None = None
     ) -> None:
-        """`counters`: what the model counts in as it runs, if it does (`LayerSet.counters`)."""
+        """`counters`: the tensors in which the model counts, if it does (`LayerSet.counters`)."""
         self._device = device
         self.runner = runner
         self._counters = counters
         self.num_kv_blocks = 0
 
     def load_model(self) -> None:
-        """Load the weights, then give the KV cache its memory.
+        """Load the weights, then allocate the KV cache.
 
-        torch keeps what was freed. Weights that did not fit elsewhere would lie in what was the cache of an engine that is
-        closed, one piece, and none of the rest could be given back to the card, where room for the cache is looked for.
+        First torch's free memory goes back to the card. Otherwise weights could land in the freed cache of a closed engine,
+        which is one piece: then torch could not release the rest of it, and the memory profile would not see it.
         """
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
-            # On Hopper PyTorch would ask cuDNN first, which plans 35 ms for every new length of the keys: each token's.
+            # On Hopper PyTorch prefers cuDNN, which plans 35 ms for every new number of keys, so for every token.
             torch.backends.cuda.enable_cudnn_sdp(False)
         with self.current():
             self.runner.load_model()
             self.num_kv_blocks = self.runner.initialize_kv_cache()
             for counts in (self._counters or {}).values():
-                counts.zero_()  # nobody asked for the tokens of the warm-up
+                counts.zero_()  # tokens of the warm-up do not count
 
     def execute_model(self, step: Step) -> Result:
         """Run one step, or start it, without autograd."""
@@ -65,7 +65,7 @@ class GPUWorker(Generic[Step, Result]):
             return self.runner.execute_model(step)
 
     def expert_load(self) -> list[list[int]]:
-        """How often each expert of each layer [L][E] was asked by all steps so far; the host waits for them."""
+        """Wait for all steps so far, and return how many tokens each expert of each layer received, [L][E]."""
         assert self._counters is not None, "experts are not counted"
         counts: list[list[int]] = self._counters["experts"].tolist()
         return counts

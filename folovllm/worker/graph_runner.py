@@ -1,4 +1,4 @@
-"""Keeps the CPU off the critical path: packed steps, captured steps, tokens that stay on the device."""
+"""The runner of M6: packed steps, captured steps, and tokens that stay on the device, so that the GPU never waits for the CPU."""
 
 from __future__ import annotations
 
@@ -46,22 +46,20 @@ Work = Callable[[Bucket, torch.Tensor], None]  # device work on the buffer of a 
 class GraphRunner:
     """Wraps a `ModelRunner`: it starts packed steps and does not wait for them.
 
-    Steps that fill a `Bucket` are captured: the whole step, from its buffer to its tokens; the step as far as its logits; and
-    from there the sampling of any row. Of steps with prompts the model alone is captured. Other steps run the same operations
-    one by one. All device work is queued on one stream, so that a step sees what the step before it wrote, whatever the host
-    knows by then.
+    Steps that fit a `Bucket` are captured in three graphs: the whole step, from its buffer to its tokens; the step up to its
+    logits; and the sampling of any row from there. Of steps with prompts only the model is captured. Other steps run eagerly.
+    All device work is queued on one stream. So a step reads what the step before it wrote, even if the host has not seen it yet.
 
-    A step that samples late stops at its logits. The masks that its rows sample with are the next thing to come, and set it
-    going again.
+    A step with deferred sampling stops at its logits. The next call brings the masks of its rows, and samples.
     """
 
     def __init__(
         self, setup: EngineSetup, runner: ModelRunner, step_sampler: StepSampler, row_sampler: SamplerState, graphs: GraphStore,
         verifier: Verifier | None = None,
     ) -> None:  # fmt: skip
-        """`step_sampler` serves steps that sample plainly; `row_sampler` serves all others, and knows how each row samples.
+        """`step_sampler` samples for steps without filters and penalties; `row_sampler` has the state of rows and samples for all others.
 
-        `graphs` says which widths of decode steps are captured, and keeps what is. `verifier` is needed for steps with drafts.
+        `graphs` chooses the widths of captured decode steps and keeps their graphs. Steps with drafts need a `verifier`.
         """
         rows, device = setup.max_num_seqs, setup.device
         self._setup = setup
@@ -79,12 +77,12 @@ class GraphRunner:
         self._graphs = graphs
         self._other_graphs: dict[tuple[Bucket, str], StepGraph] = {}
         self._has_dry_run = device.type == "cuda" and not setup.config.compile
-        # Ranks run it before: their sums' first call in a capture has never been tried on several GPUs.
+        # Several ranks run the work before the capture: a capture of a sum's first call was never tried on several GPUs.
         self._graph_pool = GraphPool(device, self._has_dry_run and setup.config.tensor_parallel_size == 1)
-        self._late: Computed | None = None  # what `TokenBitmasks` set going again
+        self._late: Computed | None = None  # the step that waits for its `TokenBitmasks`
         self._num_drafted = 0 if verifier is None else verifier.num_samples
-        self._tokens = torch.zeros(rows + self._num_drafted, dtype=torch.int64, device=device)  # what the step sampled
-        # Where captured steps leave their results: logits [R, V], and hidden states [R, H] of steps that are no decodes.
+        self._tokens = torch.zeros(rows + self._num_drafted, dtype=torch.int64, device=device)  # of the step
+        # Results of captured steps: logits [R, V], and hidden states [R, H] of steps that are no decodes.
         self._logits = self._last_hidden = self._kept_free = torch.empty(0)
         self._steps_in, self._tokens_out = HostRing(torch.int32, device), HostRing(torch.int64, device)
 
@@ -98,7 +96,7 @@ class GraphRunner:
         self._runner.load_model()
 
     def initialize_kv_cache(self) -> int:
-        """Find out how many blocks fit, and allocate them; compile kernels and capture steps. Returns the number of blocks."""
+        """Allocate as many blocks as fit, compile kernels and capture steps. Returns the number of blocks."""
         setup = self._setup
         captures = not setup.config.enforce_eager and self._runner.supports_graph()
         buckets = self._wanted() if captures else []
@@ -115,13 +113,13 @@ class GraphRunner:
         return num_blocks
 
     def _wanted(self) -> list[Bucket]:
-        """What to capture beside decodes."""
+        """Return the buckets to capture beside those of decodes."""
         return buckets_for(self._setup, self._num_drafted) if self._runner.supports_prompt_graph() else []
 
     def _reserve_results(self, buckets: list[Bucket]) -> None:
-        """Make the places where captured steps leave their results, before the cache takes what is left.
+        """Allocate the results of captured steps, before the cache takes the free memory.
 
-        What masks leave of a draft's logits takes as much again; that is held until the steps with drafts are captured.
+        Masked logits of drafts need the same memory once more. It is reserved until the steps with drafts are captured.
         """
         setup, (vocab_size, width) = self._setup, self.model.lm_head.weight.shape
         drafted = max((bucket.num_samples for bucket in buckets if bucket.has_drafts), default=0)
@@ -131,13 +129,13 @@ class GraphRunner:
         self._last_hidden = torch.zeros(most, width, dtype=setup.dtype, device=setup.device)
 
     def compile_at_once(self, captures: bool) -> None:
-        """Compile all kernels of the start, many at a time."""
+        """Compile all kernels of the start in parallel."""
         compile_at_once(self._setup, self.model.model, lambda: self._dry_run(captures))
 
     def _dry_run(self, captures: bool) -> None:
-        """Do once, over a small cache, what the start does: the largest step, small ones, and what is captured.
+        """Run the work of the start once over a small cache: the largest step, small steps, and the work that is captured.
 
-        Scales of a cache come first, since kernels are others where keys lose an offset; the start finds the true ones.
+        The cache's scales come first, because keys with an offset need other kernels. Their values here are not used.
         """
         setup = self._setup
         if setup.config.calculate_kv_scales:
@@ -150,13 +148,13 @@ class GraphRunner:
         self._runner.allocate_kv_cache(0)
 
     def _dry_run_graphs(self) -> None:
-        """Do the work that will be captured."""
+        """Run the work that will be captured."""
         for bucket in [decode_bucket(width) for width in self._graphs.widths] + self._wanted():
             for work in self._works(bucket):
                 work(bucket, torch.from_numpy(self._padding(bucket, work)).to(self._setup.device))
 
     def compile_kernels(self) -> None:
-        """Run one operation after the other, so that all of their kernels are compiled before the first request."""
+        """Run small steps eagerly, so that their kernels are compiled before the first request."""
         self._warm_up(small_steps(self._setup))
         if self._verifier is not None:
             self._warm_up(steps_with_drafts(self._setup, self._num_drafted))
@@ -168,16 +166,16 @@ class GraphRunner:
                 pending.wait()
 
     def _warm_up(self, steps: Iterable[SchedulerOutput]) -> None:
-        """Run steps, and wait for each."""
+        """Run steps and wait for each of them."""
         packer = StepPacker(self._setup.max_num_seqs, [])
         with torch.inference_mode():
             for output in steps:
                 self._start(packer.pack(output)).wait()
 
     def capture_cudagraph(self) -> None:
-        """Capture steps of every bucket, each kind's widest first, so that all others fit into its memory.
+        """Capture steps of every bucket, the widest of each kind first: all others fit into its memory.
 
-        On CPU a step is captured when it is first needed: nothing is gained by doing it earlier.
+        On a CPU a step is captured at its first use, since an earlier capture saves nothing.
         """
         self.buckets = self._graphs.widths
         self._decodes = {width: decode_bucket(width) for width in self.buckets}
@@ -191,12 +189,12 @@ class GraphRunner:
                 self._capture(bucket)
 
     def _capture(self, bucket: Bucket) -> None:
-        """Capture all that steps in this bucket may need, so that no later step waits for it."""
+        """Capture all graphs of a bucket, so that no later step waits for a capture."""
         for work in self._works(bucket):
             self._graph(bucket, work)
 
     def _works(self, bucket: Bucket) -> tuple[Work, ...]:
-        """What is captured of a bucket."""
+        """Return the kinds of work that are captured for a bucket."""
         if bucket.is_decode:
             return self._decode, self._forward, self._sample_decode
         if bucket.has_drafts:
@@ -204,14 +202,14 @@ class GraphRunner:
         return (self._forward,)
 
     def _padding(self, bucket: Bucket, work: Work) -> Int32:
-        """The input of some work where there is nothing to do."""
+        """Return the input of `work` for a step that consists of padding alone."""
         nothing = padding_of(bucket, self._setup.max_num_seqs)
         if work == self._sample_masked:
             return np.concatenate([nothing, self._masks_in(bucket, None)])
         return nothing
 
     def _graph(self, bucket: Bucket, work: Work) -> StepGraph:
-        """The graph of `work` in a bucket. Captures it now, with nothing but padding, if none is kept."""
+        """Return the graph of `work` in a bucket. If none is kept, capture it with padding alone."""
 
         def capture() -> StepGraph:
             return self._graph_pool.capture(self._padding(bucket, work), partial(work, bucket))
@@ -224,9 +222,9 @@ class GraphRunner:
         return self._other_graphs[key]
 
     def execute_model(self, step: PackedStep | TokenBitmasks) -> PendingStep | None:
-        """Start a packed step, or let the one that has its logits sample; the host does not wait for anything.
+        """Start a packed step, or sample for the step that waits for masks. The host does not wait.
 
-        None for a step that samples late.
+        Returns None for a step with deferred sampling.
         """
         if isinstance(step, TokenBitmasks):
             assert self._late is not None, "no step waits for masks"
@@ -251,9 +249,9 @@ class GraphRunner:
         return self._sent(computed)
 
     def _bucket_of(self, step: PackedStep) -> Bucket | None:
-        """The smallest bucket that holds a step and is captured.
+        """Return the smallest captured bucket that holds a step.
 
-        None if there is none, if the hidden states of all tokens are needed, or if rows with drafts are new.
+        It is None if no bucket does, if prompt tokens are scored, or if the step has drafts and rows with new sequences.
         """
         if step.is_decode:
             return self._decodes[step.fields.shape[1]]
@@ -262,7 +260,7 @@ class GraphRunner:
         return next((bucket for bucket in self._others[step.has_drafts] if bucket.holds(step)), None)
 
     def _replay(self, step: PackedStep, bucket: Bucket, work: Work, more: Int32 | None = None) -> Computed:
-        """Do the captured `work` on a step that it holds, with `more` numbers behind the step's buffer."""
+        """Replay the captured `work` on a step, with `more` numbers after the step's buffer."""
         numbers = step.fields.ravel() if step.is_decode else pad(step, bucket, self._setup.max_num_seqs)
         numbers = numbers if more is None else np.concatenate([numbers, more])
         self._graph(bucket, work).replay(self._steps_in.stage(numbers))
@@ -270,26 +268,26 @@ class GraphRunner:
         return Computed(step, self._logits[: step.num_samples], bucket=bucket)
 
     def _sent(self, computed: Computed) -> PendingStep:
-        """Send the tokens of a step, and their log-probabilities, on their way to the host."""
+        """Queue the copies of a step's tokens and log-probabilities to the host."""
         step = computed.step
         logprobs = self._gather_logprobs(computed.logits, step) if step.logprobs.size else None
         tokens, arrived = self._tokens_out.to_host(self._tokens[: step.num_samples])
         return PendingStep(step, tokens, arrived, logprobs, computed.scores, self._verifier)
 
     def _decode(self, bucket: Bucket, numbers: torch.Tensor) -> None:
-        """Do the whole work of a plain decode step, from its buffer to its tokens. It is captured in a graph."""
+        """Run a whole decode step without filters and penalties, from its buffer to its tokens. This work is captured."""
         self._forward(bucket, numbers)
         self._one_pass(self._logits[: bucket.num_decodes], split(numbers, bucket.columns).fields)
 
     def _verify(self, bucket: Bucket, numbers: torch.Tensor) -> None:
-        """Do the whole work of a step with drafts. It is captured in a graph too."""
+        """Run a whole step with drafts. This work is captured."""
         self._forward(bucket, numbers)
         self._sample_all(
             self._step_sampler.whole(self._logits[: bucket.num_samples]), split(numbers, bucket.columns).samples
         )
 
     def _forward(self, bucket: Bucket, numbers: torch.Tensor) -> None:
-        """Do the work of a step up to its logits, or with prompts up to its hidden states, which stay in their places."""
+        """Run a step up to its logits, or with prompts up to its hidden states. This work is captured."""
         parts, longest = split(numbers, bucket.columns), self._setup.max_model_len
         if bucket.is_decode:
             batch = self._tables.unpack_decode(parts.fields, longest)
@@ -306,7 +304,7 @@ class GraphRunner:
             self.model.lm_head(last, self._logits[: bucket.num_samples])
 
     def _compute(self, step: PackedStep, bucket: Bucket | None) -> Computed:
-        """Do the work of any step up to its logits. The scores of prompts are sent to the host on the way."""
+        """Run any step up to its logits. It also queues the copy of prompts' log-probabilities to the host."""
         if bucket is not None and (step.is_decode or step.has_drafts):
             return self._replay(step, bucket, self._forward)
         parts, padded = self._upload(step, bucket)
@@ -317,9 +315,9 @@ class GraphRunner:
         return Computed(step, logits, parts.samples, scores)
 
     def _upload(self, step: PackedStep, bucket: Bucket | None) -> tuple[Parts[torch.Tensor], torch.Tensor]:
-        """Bring a step's buffer to the device, and how it lies in the bucket, if any. Returns the parts, and the latter.
+        """Copy a step's buffer, and its padded buffer in `bucket`, to the device. Returns the step's parts and the padded buffer.
 
-        Then the device knows new blocks, how new rows sample, and the tokens behind placeholder ids.
+        It also enters new blocks and the sampling state of new rows, and resolves placeholder ids.
         """
         flat = step.flatten()
         padded = flat[:0] if bucket is None else pad(step, bucket, self._setup.max_num_seqs)
@@ -343,7 +341,7 @@ class GraphRunner:
     def _compute_eagerly(
         self, step: PackedStep, parts: Parts[torch.Tensor]
     ) -> tuple[torch.Tensor, SampledLogprobs | None]:
-        """Run the model on a step that is not captured; the scores of prompts, if it has any, are on their way to the host."""
+        """Run the model eagerly on a step that is not captured. Returns its logits, and the log-probabilities of prompts if wanted."""
         if step.num_samples > len(self._tokens):
             raise RuntimeError(f"a step samples {step.num_samples} tokens, and there is room for {len(self._tokens)}")
         host = step.fields
@@ -358,7 +356,7 @@ class GraphRunner:
         return logits, found.to_host(non_blocking=True)
 
     def _sample(self, computed: Computed, masks: TokenBitmasks | None) -> None:
-        """Sample for a step that has its logits, at its `masks` if there are any."""
+        """Sample for a step that has its logits, with its `masks` if it has any."""
         step, samples = computed.step, computed.samples
         if step.has_drafts:
             self._sample_drafts(computed, masks)
@@ -374,35 +372,35 @@ class GraphRunner:
             self._one_pass(computed.logits, samples)
 
     def _set_masks(self, masks: TokenBitmasks) -> None:
-        """New masks for rows: one each."""
+        """Set one mask for each row in `masks`."""
         numbers = self._steps_in.to_device(np.concatenate([masks.rows, masks.bits.ravel()]))
         rows, bits = numbers.tensor_split([len(masks.rows)])
         self._row_sampler.set_masks(rows, bits.view(masks.bits.shape))
 
     def _sample_decode(self, bucket: Bucket, numbers: torch.Tensor) -> None:
-        """Sample for the rows of a decode step that has its logits, however they sample. It is captured in a graph too."""
+        """Sample for any rows of a decode step that has its logits. This work is captured."""
         self._sample_rows(self._logits[: bucket.num_decodes], split(numbers, bucket.columns).fields)
 
     def _one_pass(self, logits: torch.Tensor, samples: torch.Tensor, out: torch.Tensor | None = None) -> None:
-        """Sample a token for each row of `logits`, into `out` and to where the next step finds it. Device work only."""
+        """Sample a token for each row of `logits` without filters and penalties, into `out` and the table of last tokens."""
         self._step_sampler.one_pass(logits, samples, self._tokens if out is None else out, self._tables.last_token)
 
     def _sample_rows(self, logits: torch.Tensor, samples: torch.Tensor, out: torch.Tensor | None = None) -> None:
-        """Do the same with all that each row asks for; a row has one sample."""
+        """Sample a token for each row of `logits` with its filters and penalties, and record it. A row has one sample."""
         whole, rows, positions = self._step_sampler.whole(logits), samples[Sample.ROW], samples[Sample.POSITION]
         out = self._tokens if out is None else out
         tokens = self._row_sampler.sample(whole, rows, positions, out, self._tables.last_token)
         self._row_sampler.note(tokens, rows, positions, samples[Sample.COUNTS])
 
-    # --- drafts: a row has several samples, and no step begins before it is known which of them count ---
+    # --- drafts: a row has several samples, and no step begins before the host knows which of them are accepted ---
 
     def _sample_drafts(self, computed: Computed, masks: TokenBitmasks | None) -> None:
-        """Sample everything at once, unless some row's logits depend on the tokens before."""
+        """Sample for a step with drafts: all samples at once, unless a row's logits depend on the tokens before."""
         step, bucket, samples = computed.step, computed.bucket, computed.samples
         if step.has_memory:
             self._sample_levels(computed, masks)
         elif bucket is not None:
-            assert masks is not None, "without masks it has sampled already"
+            assert masks is not None, "a step without masks has sampled already"
             self._replay(step, bucket, self._sample_masked, self._masks_in(bucket, (step, masks)))
         elif masks is not None:
             assert samples is not None
@@ -416,22 +414,22 @@ class GraphRunner:
             self._one_pass(computed.logits, samples)
 
     def _sample_all(self, logits: torch.Tensor, samples: torch.Tensor) -> None:
-        """Sample at whole logits [R, V]. Rows keep nothing of it. Device work only."""
+        """Sample from logits [R, V] over the whole vocabulary, without recording the tokens. Device work only."""
         self._row_sampler.sample(logits, samples[Sample.ROW], samples[Sample.POSITION], self._tokens)
 
     def _sample_masked(self, bucket: Bucket, numbers: torch.Tensor) -> None:
-        """Sample for a step with drafts that has its logits. Behind its buffer stands what `_masks_in` returns. It is captured in a graph."""
+        """Sample for a step with drafts that has its logits. `numbers` is its buffer, then `_masks_in`. This work is captured."""
         samples, masks = split(numbers, bucket.columns).samples, numbers[num_numbers(bucket.columns) :]
         self._sample_with_masks(self._logits[: bucket.num_samples], samples, masks)
 
     def _sample_with_masks(self, logits: torch.Tensor, samples: torch.Tensor, masks: torch.Tensor) -> None:
-        """Sample with a mask for each sample: then the one of its row rules nothing out. `masks`: as `_masks_in`."""
+        """Sample with a mask for each sample, as `_masks_in` returns them. The masks of the rows are set to allow all tokens."""
         rows, bits = masks.tensor_split([len(logits)])
         self._row_sampler.masks.index_fill_(0, rows.long(), -1)
         self._sample_all(without_masked(self._step_sampler.whole(logits), bits.view(len(logits), -1)), samples)
 
     def _masks_in(self, bucket: Bucket, of: tuple[PackedStep, TokenBitmasks] | None) -> Int32:
-        """Rows with masks [R], and a mask for each sample [R, ceil(V / 32)]; one that has none may sample all tokens."""
+        """Return rows with masks [R], then a mask for each sample [R, ceil(V / 32)]. Samples without a mask allow all tokens."""
         count = bucket.num_samples
         numbers = np.full(count * (1 + mask_width(self._step_sampler.vocab_size)), -1, np.int32)
         rows, bits = numbers[:count], numbers[count:].reshape(count, -1)
@@ -443,10 +441,9 @@ class GraphRunner:
         return numbers
 
     def _sample_levels(self, computed: Computed, masks: TokenBitmasks | None) -> None:
-        """Sample the first samples of all sequences, then the second ones of those that have two, and so on.
+        """Sample level by level: the first sample of each sequence, then the second ones, and so on.
 
-        So penalties and bad words see at each sample the tokens before it. What is sampled behind a wrong draft token leaves no
-        trace in the rows' words.
+        So penalties and bad words see all tokens before a sample. Tokens after a rejected draft token are not recorded.
         """
         step, samples, whole = computed.step, computed.samples, self._step_sampler.whole(computed.logits)
         if samples is None:
@@ -465,7 +462,7 @@ class GraphRunner:
             right[of] &= (sampled == these[Sample.DRAFT]).int()
 
     def _gather_logprobs(self, logits: torch.Tensor, step: PackedStep) -> SampledLogprobs:
-        """Send log-probabilities to the host, ahead of the tokens, for the samples whose requests want them."""
+        """Queue the copy of log-probabilities to the host, for the samples whose requests want them."""
         index, count = step.logprobs
         at = self._steps_in.to_device(index).long()
         return gather_logprobs(self._step_sampler.whole(logits[at]), self._tokens[at], int(count.max())).to_host(

@@ -1,4 +1,4 @@
-"""Hugging Face's model, one sequence at a time, with `past_key_values` of its own."""
+"""Hugging Face's model, one sequence at a time, with its `past_key_values`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from folovllm.step.schedule import SchedulerOutput, Scores, StepResult, one_each
 
 @contextmanager
 def progress_bars(wanted: bool) -> Iterator[None]:
-    """Let transformers show its progress, or not; afterwards all is as before."""
+    """A context in which transformers shows its progress bars, or does not."""
     if wanted or not hf_logging.is_progress_bar_enabled():
         yield
         return
@@ -47,7 +47,7 @@ class HFModelRunner:
         setup = self._setup
         files = checkpoint_files(setup.path)
         is_coded = getattr(setup.hf_config, "quantization_config", None) is not None
-        if not is_coded:  # else transformers knows what the codes mean
+        if not is_coded:  # else transformers decodes the quantized weights
             require_float_weights(files)
         with reading(f"the model in {setup.path}"), progress_bars(setup.config.use_tqdm):
             model, report = AutoModelForCausalLM.from_pretrained(
@@ -96,16 +96,15 @@ class HFModelRunner:
         return one_each(output.scheduled_seqs, sampled.token_ids, sampled.logprobs, scores)
 
     def _logits(self, input_ids: torch.Tensor, keep: int) -> torch.Tensor:
-        """The logits [1, n, V] after the last `keep` (0: all) of the tokens [1, T], which are in the cache afterwards."""
+        """Compute the tokens [1, T], which are cached, and return the logits [1, n, V] after the last `keep` (0: all) of them."""
         output = self.model(input_ids=input_ids, past_key_values=self._cache, use_cache=True, logits_to_keep=keep)
         logits: torch.Tensor = output.logits
         return logits
 
     def _score(self, input_ids: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, list[Logprobs]]:
-        """The logits [1, V] after the tokens [1, T], and the log-probabilities of the prompt.
+        """Return the logits [1, V] after the tokens [1, T], and the log-probabilities of the prompt.
 
-        The tokens go through the model a piece at a time: what comes after the layers is its own affair, and so logits
-        of all the tokens of a piece are there at once.
+        The tokens go through the model in pieces, because the model computes the logits of all tokens of a call at once.
         """
         tokens, rows, start = torch.from_numpy(scores.token_ids).long(), [], 0
         for piece in input_ids.split(num_scored_at_once(self._setup.vocab_size), dim=1):

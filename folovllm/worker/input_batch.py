@@ -1,4 +1,4 @@
-"""The tensors of one step, built from its scheduled sequences; steps that are packed are unpacked on the device instead (M6)."""
+"""Builds the tensors of one step from its scheduled sequences. Packed steps (M6) are unpacked on the device instead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SlotsOf = Callable[[list[int], int, int, int], Ints]  # `KVCacheManager.slots`
 
 @dataclass(slots=True)
 class RaggedArrays:
-    """What `ForwardBatch` says of each token, on the host: numpy arrays."""
+    """The per-token fields of a `ForwardBatch` as numpy arrays on the host."""
 
     input_ids: Ints  # [T]
     positions: Ints  # [T]
@@ -30,7 +30,7 @@ class RaggedArrays:
 class InputBatch:
     """Turns the scheduled sequences of a step into a `ForwardBatch` on the device.
 
-    A step brings the new entries of each sequence's block table; what came before is kept here, by row.
+    A step brings the new entries of each sequence's block table. The earlier entries are kept here, by row.
     """
 
     def __init__(self, slots: SlotsOf, block_size: int, device: torch.device) -> None:
@@ -40,7 +40,7 @@ class InputBatch:
         self.block_tables: dict[int, list[int]] = {}  # by row
 
     def build(self, scheduled_seqs: Sequence[ScheduledSequence]) -> ForwardBatch:
-        """The device tensors of one step."""
+        """Return the device tensors of one step."""
         self.note_blocks(scheduled_seqs)
         arrays = self.flatten(scheduled_seqs)
         query_lens = [scheduled.num_new_tokens for scheduled in scheduled_seqs]
@@ -64,7 +64,7 @@ class InputBatch:
         )
 
     def note_blocks(self, scheduled_seqs: Sequence[ScheduledSequence]) -> None:
-        """Bring the block tables up to date. A sequence that is new in its row begins a new one."""
+        """Append new blocks to the block tables. A sequence that is new in its row begins an empty table."""
         for scheduled in scheduled_seqs:
             if scheduled.sampling is not None:
                 self.block_tables[scheduled.row] = []
@@ -104,7 +104,7 @@ class InputBatch:
 
 
 def padded_tables(tables: list[list[int]]) -> npt.NDArray[np.int32]:
-    """Block tables as one matrix [S, longest], short ones filled up with 0, which is never read."""
+    """Return block tables as one matrix [S, longest]. Short tables are padded with 0, which is never read."""
     width = max(map(len, tables))
     matrix = np.zeros((len(tables), width), np.int32)
     for row, table in zip(matrix, tables, strict=True):

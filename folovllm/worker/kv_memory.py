@@ -1,4 +1,4 @@
-"""How many blocks of KV cache fit into the memory."""
+"""The memory profile: how many blocks of KV cache fit."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from folovllm.setup import EngineSetup
 
 logger = logging.getLogger("folovllm")
 
-MOST_CACHED = 65_536  # blocks: each is an object on the host, and another engine may want memory too
+MOST_CACHED = 65_536  # blocks: each is an object on the host, and another engine may need memory too
 
 
 def num_blocks_that_fit(setup: EngineSetup, profile: Callable[[], None], captured: float = 0.0) -> int:
-    """How many blocks to allocate: as many as asked for, else as many as the memory holds and the engine can use.
+    """Return the number of blocks to allocate: `num_kv_blocks` if set, else as many as fit and the engine can use.
 
-    `max_num_seqs` sequences of the greatest length are of use; where prefixes are cached, more blocks are, for they
-    remember: up to `MOST_CACHED`.
+    The engine can use blocks for `max_num_seqs` sequences of the greatest length. With prefix caching it can use up to
+    `MOST_CACHED`, because free blocks keep their contents.
 
     Args:
-        profile: runs the largest step there can be; on a GPU its peak memory is left free.
-        captured: the largest step that is captured, as a part of that one: its memory is its own, and left free as well.
+        profile: runs the largest possible step; on a GPU its peak memory is left free.
+        captured: tokens of the largest captured step over those of the largest step. Captured steps have their own memory,
+            and this share of the peak is left free for them.
 
     Raises:
         ValueError: not even one sequence of `max_model_len` fits; the sentence says what would.
@@ -54,9 +55,9 @@ def num_blocks_that_fit(setup: EngineSetup, profile: Callable[[], None], capture
 
 
 def most_blocks_of_a_sequence(setup: EngineSetup) -> int:
-    """The most blocks that one sequence holds at once: those of `max_model_len` tokens, or, where every layer slides, less.
+    """Return the most blocks that one sequence holds at once: those of `max_model_len` tokens, or fewer if every layer has a window.
 
-    A component of a learner's own may hold on to blocks that the engine's would give back.
+    With a learner's component it is always the whole length, because it may keep blocks that have left the window.
     """
     whole, window = -(-setup.max_model_len // setup.block_size), window_of(setup.hf_config)
     if window is None or setup.config.builders:
@@ -66,7 +67,7 @@ def most_blocks_of_a_sequence(setup: EngineSetup) -> int:
 
 
 def _free_gpu_memory(setup: EngineSetup, profile: Callable[[], None], captured: float) -> int:
-    """Bytes for the cache: the usable share of the card, less what is used, less the peak of a step, and its captured part."""
+    """Return the bytes for the cache: the usable share of the card, less the used memory, less the peaks of eager and captured steps."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(setup.device)
     before = torch.cuda.memory_allocated(setup.device)

@@ -1,4 +1,4 @@
-"""Our model behind a decode loop that a learner wrote: the loop keeps the cache and decides what is computed when."""
+"""Runs our model inside a decode loop that a learner wrote. The loop keeps the cache and decides what is computed when."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class TokenLoop(ABC):
 
 
 class LoopRunner(SerialModelRunner):
-    """Asks a `TokenLoop` for one token a step."""
+    """Takes one token a step from a `TokenLoop`."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class LoopRunner(SerialModelRunner):
         self._scores: dict[int, list[Logprobs]] | None = None  # of this step; None: not computed yet
 
     def initialize_kv_cache(self) -> int:
-        """Nothing to allocate: the loop has the caches."""
+        """Return 0: the loop keeps the caches, so nothing is allocated."""
         backend = get_backend("torch_cat")(self._setup.attention)
         self._layers = attention_layers(self.model)
         for attention in self._layers:
@@ -89,7 +89,7 @@ class LoopRunner(SerialModelRunner):
         return 0
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:
-        """Let the loop go on to its next token."""
+        """Run the loop to its next token, and return it."""
         (scheduled,) = output.scheduled_seqs
         self._begin_step(output)
         if scheduled.sampling is not None:

@@ -39,7 +39,7 @@ class ModelRunner:
         backend: AttentionBackend,
         whole: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
     ) -> None:
-        """`load` builds the model with its weights, `backend` attends; `whole` brings logits of a part of the vocabulary to all of it."""
+        """`load` builds the model with its weights, `backend` computes attention, `whole` gathers logits of a sharded vocabulary."""
         self._setup = setup
         self._load = load
         self._sampler = sampler
@@ -79,9 +79,9 @@ class ModelRunner:
         return num_blocks
 
     def calculate_kv_scales(self) -> None:
-        """Choose the scales of a cache in 8 bits: compute some tokens over a cache of full precision, and look at their K/V.
+        """Set the scales of an FP8 cache: compute some tokens over a cache of full precision, and measure their K/V.
 
-        Which tokens (`calibration_seqs`), and which scales (`centred_scales_of`), is the business of an elective.
+        An elective chooses the tokens (`calibration_seqs`) and computes the scales (`centred_scales_of`).
         """
         setup, layers, calibration = (
             self._setup,
@@ -107,9 +107,9 @@ class ModelRunner:
         self.allocate_kv_cache(0)
 
     def allocate_kv_cache(self, num_blocks: int, dtype: torch.dtype | None = None) -> None:
-        """One tensor [L, 2, N, Hkv, B, D] for all layers; a layer sees its part as [2, N, B, Hkv, D].
+        """Allocate one tensor [L, 2, N, Hkv, B, D] for all layers. A layer sees its part as [2, N, B, Hkv, D].
 
-        K and V of one block and head are contiguous: a kernel reads them in one go. `dtype` replaces the configured one.
+        K and V of one block and head are contiguous, for the kernels' reads. `dtype` replaces the configured one.
         """
         setup = self._setup
         a, layers = setup.attention, attention_layers(self.model)
@@ -138,7 +138,7 @@ class ModelRunner:
         return self._sample(output, logits, scores)
 
     def _build(self, scheduled_seqs: Sequence[ScheduledSequence]) -> ForwardBatch:
-        """The step's tensors."""
+        """Return the step's tensors."""
         return self._input_batch.build(scheduled_seqs)
 
     def _sample(self, output: SchedulerOutput, logits: torch.Tensor, scores: dict[int, list[Logprobs]]) -> StepResult:
@@ -150,12 +150,12 @@ class ModelRunner:
         return one_each(scheduled_seqs, sampled.token_ids, sampled.logprobs, scores)
 
     def forward(self, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits after the last new token of each sequence, [S, V], in `out` if given; K/V of all new tokens are cached."""
+        """Compute the step, cache its K/V, and return the logits after each sequence's last token, [S, V], in `out` if given."""
         self._backend.plan(batch)
         return self.model.compute_logits(self.model(batch), batch, out)
 
     def forward_hidden(self, batch: ForwardBatch) -> torch.Tensor:
-        """As `forward`, as far as the hidden states of all new tokens, [T, H]."""
+        """Compute the step, cache its K/V, and return the hidden states of all new tokens, [T, H]."""
         self._backend.plan(batch)
         hidden: torch.Tensor = self.model(batch)
         return hidden
@@ -163,7 +163,10 @@ class ModelRunner:
     def forward_and_score(
         self, batch: ForwardBatch, after: torch.Tensor, tokens: torch.Tensor, k: int
     ) -> tuple[torch.Tensor, SampledLogprobs]:
-        """As `forward`; also the log-probabilities of the `tokens` [n] of prompts, each `after` [n] a token of the step."""
+        """Return what `forward` returns, and the log-probabilities of prompt `tokens` [n].
+
+        `after` [n]: the index in the step of the token before each of them.
+        """
         hidden = self.forward_hidden(batch)
 
         def logits_after(at: torch.Tensor) -> torch.Tensor:
@@ -173,25 +176,25 @@ class ModelRunner:
         return self.model.compute_logits(hidden, batch), found
 
     def supports_graph(self) -> bool:
-        """Whether the attention backend can be part of a captured step."""
+        """Return whether the attention backend can be part of a captured step."""
         supported = self._backend.supports_graph(self._setup.device)
         if not supported:
             logger.warning("attention backend %s cannot be captured: decode runs eagerly", self._setup.backend)
         return supported
 
     def supports_prompt_graph(self) -> bool:
-        """Whether a step with prompts can be captured, padded to a fixed number of tokens."""
+        """Return whether a step with prompts can be captured, padded to a fixed number of tokens."""
         return self._backend.supports_prompt_graph and not self._setup.config.compile
 
     def _max_samples(self) -> int:
-        """The most tokens that a step samples."""
+        """Return the most tokens that a step samples."""
         return self._setup.max_num_seqs
 
     def warmup_model(self) -> None:
-        """Run the largest step there can be, so that the memory it takes is known.
+        """Run the largest possible step, for the memory profile.
 
-        As many sequences of the greatest length as the token budget holds, all over one small cache, and logits of
-        `max_num_seqs` rows with sampling with all filters.
+        It has as many sequences of the greatest length as the token budget holds, all over one small cache, and samples
+        `max_num_seqs` rows with all filters.
         """
         setup, num_samples = self._setup, self._max_samples()
         length = min(setup.max_model_len, setup.max_num_batched_tokens)
@@ -206,4 +209,4 @@ class ModelRunner:
             rows = dummy_seqs([1] * num_samples, setup.block_size)
             specs = [scheduled.sampling for scheduled in rows if scheduled.sampling is not None]
             self._sampler(logits, SamplingBatch.from_specs(specs, [1] * len(specs), setup.device))
-        self.allocate_kv_cache(0)  # the layers hold on to their parts of it
+        self.allocate_kv_cache(0)  # frees the small cache, which the layers refer to

@@ -18,7 +18,7 @@ from folovllm.setup import EngineSetup
 
 
 def load_native_model(setup: EngineSetup, layers: LayerSet = PLAIN_LAYERS) -> LlamaForCausalLM:
-    """Build the model on its device, then load its weights, or make them up where `random_weights` asks for it."""
+    """Build the model on its device, then load its weights, or initialize them with `random_weights`."""
     model = build_model(setup.hf_config, setup.dtype, setup.device, setup.max_model_len, layers)
     if setup.config.random_weights:
         init_random_weights(model, setup.config.seed)
@@ -28,9 +28,9 @@ def load_native_model(setup: EngineSetup, layers: LayerSet = PLAIN_LAYERS) -> Ll
 
 
 def load_sharded_model(setup: EngineSetup, group: Group, layers: LayerSet = PLAIN_LAYERS) -> LlamaForCausalLM:
-    """The rank's part of the model with its weights; of the checkpoint only this part is read.
+    """Return the rank's part of the model with its weights. Only this part of the checkpoint is read.
 
-    `setup` and `layers` are those of the whole model; random weights are those of one rank, cut.
+    `setup` and `layers` are those of the whole model. Random weights are sharded too: they do not depend on the number of ranks.
     """
     expert_parallel = setup.config.enable_expert_parallel
     config = local_config(setup.hf_config, group.size, expert_parallel)
@@ -49,5 +49,5 @@ def load_sharded_model(setup: EngineSetup, group: Group, layers: LayerSet = PLAI
 
 
 def attention_layers(model: LlamaForCausalLM) -> list[Attention]:
-    """The layers that need a cache and a backend, first to last."""
+    """Return the attention layers, first to last. Each needs a cache and a backend."""
     return [module for module in model.modules() if isinstance(module, Attention)]

@@ -1,4 +1,4 @@
-"""A packed step on its way through the device: it has its logits, and then its tokens travel to the host."""
+"""A packed step in flight: first it has its logits, then its tokens are copied to the host."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Ids = npt.NDArray[np.signedinteger[Any]]
 
 
 class Verifier(Protocol):
-    """The hook for draft tokens: what they are, and how many of the tokens that were sampled behind them count."""
+    """The hook for draft tokens: it resolves their placeholder ids and decides which sampled tokens are accepted."""
 
-    num_samples: int  # the most of a step with drafts, but for sequences that it admits
+    num_samples: int  # the most samples of a step with drafts, without those of newly admitted sequences
 
     def resolve_on_device(self, tokens: torch.Tensor) -> None:
-        """Replace placeholder ids in `tokens` [n] int32 by the tokens that they stand for. Device work only."""
+        """Replace placeholder ids in `tokens` [n] int32 by the sampled token ids. Device work only."""
 
     def resolve(self, tokens: Ids) -> Ids:
-        """Return `tokens` [n] with what they stand for in place of placeholder ids. The host may wait."""
+        """Return `tokens` [n] with the sampled token ids in place of placeholder ids. The host may wait."""
 
     def accept(self, sampled: Sequence[int], draft: Sequence[int]) -> list[int]:
-        """Return those of the k + 1 `sampled` tokens that count, where the k tokens of `draft` were proposed."""
+        """Return the accepted ones of the k + 1 `sampled` tokens, given the k tokens of `draft`."""
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -40,24 +40,24 @@ class Computed:
 
     step: PackedStep
     logits: torch.Tensor  # [R, V]
-    samples: torch.Tensor | None = None  # [len(Sample), R] on the device; None of a captured step, which has them
-    scores: SampledLogprobs | None = None  # of prompts
-    bucket: Bucket | None = None  # the captured step that was replayed, if it leaves its logits
+    samples: torch.Tensor | None = None  # [len(Sample), R] on the device; None for a captured step: in its input
+    scores: SampledLogprobs | None = None  # log-probabilities of prompt tokens
+    bucket: Bucket | None = None  # the bucket of the captured step that was replayed up to its logits
 
 
 @dataclass(slots=True, frozen=True, eq=False)
 class PendingStep:
-    """A step that was started. Its tokens are on the device, and on their way to the host."""
+    """A step that was started. The copy of its tokens to the host is queued."""
 
     step: PackedStep
-    tokens: torch.Tensor  # [R] int64 in host memory, once `arrived`, and so are `logprobs` and `scores`
+    tokens: torch.Tensor  # [R] int64 in host memory; like `logprobs` and `scores` it is complete after `arrived`
     arrived: torch.cuda.Event | None
     logprobs: SampledLogprobs | None
     scores: SampledLogprobs | None
     verifier: Verifier | None
 
     def is_here(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
         return self.arrived is None or self.arrived.query()
 
     def wait(self) -> StepResult:
@@ -73,7 +73,7 @@ class PendingStep:
         return self._by_sequence(tokens, sequences, counts)
 
     def _by_sequence(self, tokens: list[int], sequences: Sequence[int], counts: Sequence[int]) -> StepResult:
-        """The tokens of the samples that count, and their log-probabilities, in the lists of their `sequences`."""
+        """Return the result: tokens of the samples that count, and their log-probabilities, by sequence."""
         step = self.step
         sampled: list[list[int]] = [[] for _ in range(step.num_seqs)]
         place = []  # of each sample among those of its sequence
@@ -93,8 +93,8 @@ class PendingStep:
         return StepResult(sampled, logprobs)
 
     def _accepted(self, sampled: list[list[int]], sequences: Sequence[int]) -> list[list[int]]:
-        """Of each sequence the tokens that count behind its draft."""
-        assert self.verifier is not None, "a step has drafts, and nobody verifies them"
+        """Return the accepted tokens of each sequence."""
+        assert self.verifier is not None, "a step has drafts, and there is no verifier"
         drafts: list[list[int]] = [[] for _ in sampled]
         for i, token in zip(sequences, self.verifier.resolve(self.step.samples[Sample.DRAFT]).tolist(), strict=True):
             if token != NOTHING:

@@ -59,7 +59,7 @@ class SerialModelRunner:
         return one_each(output.scheduled_seqs, sampled.token_ids, sampled.logprobs, scores)
 
     def _score(self, output: SchedulerOutput, hidden: torch.Tensor, batch: ForwardBatch) -> dict[int, list[Logprobs]]:
-        """What `ScheduledSequence.scores` asks for, from the hidden states [T, H] of the step's tokens."""
+        """Return the log-probabilities for `ScheduledSequence.scores`, from the hidden states [T, H] of the step's tokens."""
         wanted = tokens_to_score(output.scheduled_seqs)
         if not wanted:
             return {}
@@ -73,7 +73,7 @@ class SerialModelRunner:
 
 
 def single_sequence_batch(token_ids: TokenIds, start: int, device: torch.device) -> ForwardBatch:
-    """The tensors of one sequence's tokens `start` and on; it needs no slots, for its cache grows at the end."""
+    """Return the batch of one sequence's tokens from position `start` on. It has no slots, because its cache grows at the end."""
     count = len(token_ids)
     end = start + count
     empty = torch.empty(0, dtype=torch.int64, device=device)

@@ -1,6 +1,6 @@
-"""A captured piece of device work that is started as one, which graphs are kept, and the host memory that feeds them.
+"""Graphs: captured device work that one call replays. Also the store that keeps them, and their pinned host buffers.
 
-It is a CUDA graph, or on CPU something that behaves like one.
+A graph is a CUDA graph, or on a CPU an object that behaves like one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SLOTS = 8  # of a `HostRing`
 
 
 class StepGraph(Protocol):
-    """Capture once, replay often. A replay reads and writes the very memory that was used while capturing."""
+    """Capture once, replay often. A replay reads and writes the same memory as the capture."""
 
     static_input: torch.Tensor
 
@@ -26,16 +26,16 @@ class StepGraph(Protocol):
         """Capture `run(static_input)`."""
 
     def replay(self, value: torch.Tensor) -> None:
-        """Copy `value` into the static input and do the captured work again."""
+        """Copy `value` into the static input and run the captured work again."""
 
 
 class CudaGraph:
-    """A CUDA graph: the launches of a whole step for the price of one."""
+    """A CUDA graph: one launch replays all launches of a step."""
 
     def __init__(self, static_input: torch.Tensor, pool: Any, stream: torch.cuda.Stream, had_dry_run: bool) -> None:
-        """Graphs of one `pool` and one `stream` share their memory. torch's own stream is on the GPU that captures first.
+        """Graphs of one `pool` and one `stream` share their memory. `stream` must be on the captured device.
 
-        `had_dry_run`: what `run` compiles, loads or sets to zero at its first call is there.
+        `had_dry_run`: a dry run has already done what `run` compiles, loads or allocates at its first call.
         """
         self.static_input = static_input
         self._graph = torch.cuda.CUDAGraph()
@@ -44,9 +44,9 @@ class CudaGraph:
         self._had_dry_run = had_dry_run
 
     def capture(self, run: Callable[[torch.Tensor], None]) -> None:
-        """Capture `run(static_input)`. Unless its kernels were compiled by a dry run, it runs once before.
+        """Capture `run(static_input)`. Without a dry run it runs once before, to compile its kernels.
 
-        A kernel that was missed is loaded all the same: "relaxed" allows that while something is captured.
+        A kernel that the dry run missed is loaded during the capture, which the mode "relaxed" allows.
         """
         if not self._had_dry_run:
             run(self.static_input)
@@ -61,10 +61,10 @@ class CudaGraph:
 
 
 class CpuGraph:
-    """The same on CPU, to test and to teach without a GPU: it calls `run` again, over the same static input.
+    """Behaves like a CUDA graph on a CPU, for tests and teaching: a replay calls `run` again over the same static input.
 
-    Like a real graph it knows nothing but that memory. To make a forgotten copy show, the input is poisoned as soon as
-    a replay is over: a replay that does not bring all of its input computes nonsense.
+    Like a CUDA graph it reads only that memory. After each replay the input is poisoned. So a replay that does not copy all of
+    its input computes nonsense, and the mistake shows.
     """
 
     def __init__(self, static_input: torch.Tensor) -> None:
@@ -93,7 +93,7 @@ class GraphPool:
     """Records graphs one after the other: on a GPU all in one pool of memory, for they never run at the same time."""
 
     def __init__(self, device: torch.device, had_dry_run: bool = False) -> None:
-        """`had_dry_run`: as `CudaGraph`, of all that will be captured."""
+        """`had_dry_run`: a dry run has run all work that will be captured (see `CudaGraph`)."""
         self._device = device
         self._shared: tuple[Any, torch.cuda.Stream, bool] | None = None
         if device.type == "cuda":
@@ -102,10 +102,10 @@ class GraphPool:
     def capture(
         self, padding: npt.NDArray[np.int32], work: Callable[[torch.Tensor], None], from_host: bool = False
     ) -> StepGraph:
-        """Capture `work` on an input like `padding`, with which it runs now, and must leave no trace.
+        """Capture `work` on a static input like `padding`. `work` may run with it now, and must change no request's state.
 
-        `from_host`: the input lies in host memory, and `work` begins by copying it. So a replay is a single launch, and the
-        one before must be over by then.
+        `from_host`: the static input is in host memory, and `work` begins by copying it. So a replay is a single launch, but
+        the previous replay must have ended before.
         """
         on_host = torch.from_numpy(padding)
         static_input = on_host.to(self._device) if not from_host or self._shared is None else on_host.pin_memory()
@@ -138,14 +138,14 @@ class GraphStore(ABC):
 
 
 class AllGraphs(GraphStore):
-    """Keeps every graph that was ever captured."""
+    """Keeps every captured graph."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.widths = decode_buckets(max_num_seqs)
         self._graphs: dict[tuple[int, str], StepGraph] = {}
 
     def get(self, width: int, kind: str, capture: Callable[[], StepGraph]) -> StepGraph:
-        """Capture once, and never forget."""
+        """Return the graph of `width` and `kind`. It is captured at its first use, and kept."""
         if (width, kind) not in self._graphs:
             self._graphs[width, kind] = capture()
         return self._graphs[width, kind]
@@ -155,16 +155,16 @@ class AllGraphs(GraphStore):
 
 
 def decode_buckets(max_num_seqs: int) -> list[int]:
-    """Widths to capture: 1, 2, 4, 8, then every 16th, and the largest batch there can be."""
+    """Return the widths to capture: 1, 2, 4, 8, then every 16th, and `max_num_seqs`."""
     widths = {1, 2, 4, 8, *range(16, max_num_seqs, 16), max_num_seqs}
     return sorted(width for width in widths if width <= max_num_seqs)
 
 
 class HostRing:
-    """Pinned buffers for copies that the host does not wait for; on CPU plain copies.
+    """Pinned buffers for copies that the host does not wait for. On a CPU it makes plain copies.
 
-    A copy to or from pinned memory runs later, on the current stream. So a buffer may be used again only after the event
-    behind its last copy. A step takes up to four of them, and one step is in flight: that event has long passed.
+    A copy to or from pinned memory runs later, on the current stream. So a buffer may be used again only after the event that
+    follows its last copy. A step takes up to four buffers, and one step is in flight. So that event has passed long before.
     """
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
@@ -172,11 +172,11 @@ class HostRing:
         self._device = device
         self._on_gpu = device.type == "cuda"
         self._buffers = [torch.empty(0, dtype=dtype) for _ in range(SLOTS)]
-        self._events = [torch.cuda.Event() for _ in range(SLOTS * self._on_gpu)]  # behind the last copy of each buffer
+        self._events = [torch.cuda.Event() for _ in range(SLOTS * self._on_gpu)]  # after the last copy of each buffer
         self._next = 0
 
     def stage(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
-        """`array` [n] in pinned memory; the caller queues the copy to the device and then calls `mark`."""
+        """Return `array` [n] in pinned memory. The caller queues the copy to the device, then calls `mark`."""
         if not self._on_gpu:
             return torch.from_numpy(array.copy())
         slot = self._take(len(array))
@@ -184,17 +184,16 @@ class HostRing:
         return slot
 
     def to_device(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
-        """A copy of `array` [n] on the device."""
+        """Return a copy of `array` [n] on the device."""
         staged = self.stage(array).to(self._device, non_blocking=True)
         self.mark()
         return staged
 
     def to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """A copy of `tensor` [n] in host memory, complete once the event has passed.
+        """Return a copy of `tensor` [n] in host memory, which is complete after the event.
 
-        It is queued on the current stream, and so delays the next step by a microsecond or two. A stream of its own would
-        not help: the next step writes `tensor` again, at an address that its graph cannot change, and would have to wait
-        for the copy, or for one that puts the numbers aside and takes as long.
+        The copy is queued on the current stream, and delays the next step by a microsecond or two. A second stream would not
+        help. The next step's graph writes `tensor` at the same address, so it would have to wait for the copy.
         """
         if not self._on_gpu:
             return tensor.clone(), None
@@ -203,7 +202,7 @@ class HostRing:
         return slot, self.mark()
 
     def mark(self) -> torch.cuda.Event | None:
-        """Note that all copies of the current buffer are queued; moves on to the next."""
+        """Record the event of the current buffer after its copies were queued, and move on to the next buffer."""
         if not self._on_gpu:
             return None
         event = self._events[self._next]
@@ -212,7 +211,7 @@ class HostRing:
         return event
 
     def _take(self, length: int) -> torch.Tensor:
-        """The current buffer, free and long enough."""
+        """Wait until the current buffer is free, and return `length` numbers of it."""
         self._events[self._next].synchronize()
         if len(self._buffers[self._next]) < length:
             self._buffers[self._next] = torch.empty(2 * length, dtype=self._dtype, pin_memory=True)

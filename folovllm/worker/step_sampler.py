@@ -1,4 +1,4 @@
-"""How a captured step samples: alone, or together with the other ranks that hold a part of the vocabulary each."""
+"""Sampling in a captured step: on one device, or over several ranks that each hold a part of the vocabulary."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ NOWHERE = 2**31 - 1
 
 
 class StepSampler(Protocol):
-    """The part of a step from logits to tokens, where the vocabulary may be in parts. Device work only: it is captured."""
+    """Turns logits into tokens in a captured step. The vocabulary may be sharded. Device work only."""
 
     vocab_size: int  # of the whole model
 
     def one_pass(self, logits: torch.Tensor, fields: torch.Tensor, tokens: torch.Tensor, last: torch.Tensor) -> None:
-        """One token a row, with no filters and no penalties, in one pass over the logits [S, V].
+        """Sample one token a row with no filters and no penalties, in one pass over the logits [S, V].
 
-        The tokens go to `tokens` [rows] and to their rows' entries of `last` [rows + 1]; `fields` is [len(Field), S].
+        It writes the tokens to `tokens` [rows] and to their rows' entries of `last` [rows + 1]. `fields` is [len(Field), S].
         """
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits over the whole vocabulary, [S, V]."""
+        """Return the logits over the whole vocabulary, [S, V]."""
 
 
 class LocalSampler:
-    """Sampling of a device that has the whole vocabulary."""
+    """The sampler of a device that has the whole vocabulary."""
 
     def __init__(self, vocab_size: int, sampler: Sampler, use_kernel: bool) -> None:
         self.vocab_size = vocab_size
@@ -46,19 +46,19 @@ class LocalSampler:
 
             gumbel_max(logits, temperature, low, high, positions, out=tokens, keep=(last, fields[Field.ROW]))
             return
-        greedy = not logits.is_cuda and not bool(temperature.any())  # to ask a GPU is to wait for it
+        greedy = not logits.is_cuda and not bool(temperature.any())  # on a GPU the host would wait for this value
         batch = SamplingBatch(temperature, seeds_of(fields), positions.long(), greedy)
         keep(self._sampler.sample(logits, batch), fields, tokens, last)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """The logits, which are whole already."""
+        """Return `logits`, which are over the whole vocabulary already."""
         return logits
 
 
 class TensorParallelSampler:
-    """Sampling of ranks whose logits [S, V / size] are of their own part of the vocabulary.
+    """The sampler of ranks whose logits [S, V / size] cover their own part of the vocabulary.
 
-    All ranks sample from the same numbers, and so each ends with the same tokens.
+    All ranks compare the same numbers, so they get the same tokens.
     """
 
     def __init__(self, vocab_size: int, group: Group) -> None:
@@ -67,7 +67,7 @@ class TensorParallelSampler:
         self._first_id = group.rank * vocab_shard_size(vocab_size, group.size)
 
     def one_pass(self, logits: torch.Tensor, fields: torch.Tensor, tokens: torch.Tensor, last: torch.Tensor) -> None:
-        """As `StepSampler`: each rank finds its own best, and only the bests are exchanged."""
+        """Each rank finds its best token of a row, and only these are exchanged."""
         values, ids = self._own_best(logits, fields)
         mine = torch.stack([values.view(torch.int32), ids])  # [2, S]
         everyone = self._group.all_gather(mine)  # [size, 2, S]
@@ -80,7 +80,7 @@ class TensorParallelSampler:
         return parts.transpose(0, 1).flatten(1)[:, : self.vocab_size]
 
     def _own_best(self, logits: torch.Tensor, fields: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Score [S] float32 and token id [S] int32 of the rank's best tokens."""
+        """Return the score [S] float32 and the token id [S] int32 of the rank's best token in each row."""
         temperature = fields[Field.TEMPERATURE].view(torch.float32)
         low, high, positions = fields[Field.SEED_LOW], fields[Field.SEED_HIGH], fields[Field.SEQ_LEN]
         if logits.is_cuda:
@@ -96,7 +96,7 @@ class TensorParallelSampler:
 
 
 def seeds_of(fields: torch.Tensor) -> torch.Tensor:
-    """The seeds [S] int64 of the rows of `fields` [len(Field), S]."""
+    """Return the seeds [S] int64 in `fields` [len(Field), S]."""
     return fields[Field.SEED_HIGH].long() << 32 | fields[Field.SEED_LOW].long() & 0xFFFFFFFF
 
 

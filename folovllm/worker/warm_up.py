@@ -1,4 +1,4 @@
-"""Steps over made-up sequences: the largest there can be, for its memory, and small ones of every kind, for their kernels."""
+"""Steps over dummy sequences: the largest one for the memory profile, and small ones of every kind to compile their kernels."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from folovllm.step.sampling_spec import SamplingSpec
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
 from folovllm.step.token_bitmask import TokenBitmasks
 
-WARM_UP_TOKENS = 256  # from here on more tokens, or more sequences, change no kernel of a plain model,
-LONG_STEP = 4096  # until here, where attention may have one for long prompts
+WARM_UP_TOKENS = 256  # more tokens or sequences than this change no kernel of a plain model
+LONG_STEP = 4096  # from here on attention may have another kernel, for long prompts
 FILTERED = SamplingSpec(top_p=0.9)
 
 
 def small_steps(setup: EngineSetup) -> Iterator[SchedulerOutput]:
-    """Small steps of every kind: after them no kernel is compiled while requests wait.
+    """Yield small steps of every kind. After them no kernel is compiled while requests wait.
 
-    The variant of a kernel may depend on the number of tokens or of decodes, by limits and by powers of two; the places
-    of the blocks never matter. So there are prompts of 1, 2, 4, ... tokens and a long one, then as many decodes, and
-    some decodes beside a prompt. The last sample plainly, all others with a filter. No request uses what they leave in
-    the cache. Products of experts and of codes have other tiles for more tokens, up to the largest step.
+    The variant of a kernel may depend on the number of tokens or of decodes: by limits, and by powers of two. It never depends
+    on which blocks are used. So there are prompts of 1, 2, 4, ... tokens and a long one, then as many decodes, and decodes
+    beside a prompt. The last kind samples without filters, the others with one. No request reads what they write to the
+    cache. Products of experts and of quantized weights have other tiles for more tokens, up to the largest step.
     """
     longest = min(setup.max_model_len, setup.max_num_batched_tokens, WARM_UP_TOKENS)
     most = min(setup.max_num_seqs, WARM_UP_TOKENS)
@@ -40,7 +40,7 @@ def small_steps(setup: EngineSetup) -> Iterator[SchedulerOutput]:
 
 
 def steps_with_drafts(setup: EngineSetup, num_samples: int) -> Iterator[SchedulerOutput]:
-    """Small steps in which 2, 4, 8, ... tokens of a sequence are sampled, at most `num_samples`: plainly and with a filter."""
+    """Yield small steps that sample 2, 4, 8, ... tokens of a sequence, up to `num_samples`: with a filter, and without."""
     for n in doublings(min(setup.max_model_len, setup.max_num_batched_tokens, num_samples))[1:]:
         for sampling in FILTERED, SamplingSpec():
             (scheduled,) = dummy_seqs([n], setup.block_size, sampling)
@@ -48,7 +48,7 @@ def steps_with_drafts(setup: EngineSetup, num_samples: int) -> Iterator[Schedule
 
 
 def late_draft(setup: EngineSetup) -> tuple[PackedStep, TokenBitmasks]:
-    """A step with a draft that stops at its logits, and the masks with which it goes on."""
+    """Return a step with a draft and deferred sampling, and the masks with which it samples."""
     (scheduled,) = dummy_seqs([2], setup.block_size, SamplingSpec(has_grammar=True))
     step = StepPacker(setup.max_num_seqs, []).pack(SchedulerOutput((scheduled._replace(num_samples=2),)))
     step.defers_sampling = True
@@ -56,19 +56,19 @@ def late_draft(setup: EngineSetup) -> tuple[PackedStep, TokenBitmasks]:
 
 
 def long_prompts(setup: EngineSetup, tokens: int = LONG_STEP) -> list[int]:
-    """Lengths of a step of so many tokens, or of as many as there can be: prompts as long as they fit into it."""
+    """Return the prompt lengths of a step of `tokens` tokens, or of the largest possible step. Prompts are as long as possible."""
     total = min(tokens, setup.max_num_batched_tokens, setup.max_num_seqs * setup.max_model_len)
     longest = min(total, setup.max_model_len)
     return [longest] * (total // longest) + ([total % longest] if total % longest else [])
 
 
 def doublings(limit: int) -> list[int]:
-    """1, 2, 4, ... below `limit`, and `limit`."""
+    """Return 1, 2, 4, ... below `limit`, and `limit`."""
     return [1 << i for i in range((limit - 1).bit_length())] + [limit]
 
 
 def dummy_seqs(lengths: list[int], block_size: int, sampling: SamplingSpec = FILTERED) -> tuple[ScheduledSequence, ...]:
-    """Made-up sequences that all share the same first blocks."""
+    """Return dummy sequences that all use the same first blocks."""
     return tuple(
         ScheduledSequence(
             seq_id=-1,

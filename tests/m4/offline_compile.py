@@ -122,7 +122,7 @@ def pointer_type(name: str, dtype: str) -> str:
                 "count_ptr", "mask_ptr", "number_ptr"):  # fmt: skip
         return "*i32"
     if name in ("max_ptr", "acc_ptr", "cos_sin_ptr", "best_ptr", "temperature_ptr", "largest_ptr",
-                "value_ptr", "offset_ptr", "scaled_ptr", "floor_ptr"):  # fmt: skip
+                "value_ptr", "offset_ptr", "scaled_ptr", "threshold_ptr"):  # fmt: skip
         return "*fp32"
     return f"*{dtype}"
 

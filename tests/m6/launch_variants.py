@@ -4,7 +4,7 @@ The engine takes the paths of a GPU, over the memory of the CPU; a launch only l
 look for compiled code. A program of its own, because Triton decides when it is first imported whether it interprets:
     python -m tests.m6.launch_variants tests.m6.traffic m6 "three rows"
 takes the engines of a module, all or those that are named, and
-prints a JSON object: for each engine, how many variants the start met, those of them that its rehearsal did not meet, and
+prints a JSON object: for each engine, how many variants the start met, those of them that its dry run did not meet, and
 those that only serving met.
 """
 
@@ -79,7 +79,7 @@ def measure(overrides: dict) -> dict:
 
 
 def start(runner: GraphRunner, captures: bool) -> dict[str, None]:
-    """What follows the loading of the weights; returns what its rehearsal met."""
+    """What follows the loading of the weights; returns what its dry run met."""
     inner, num_blocks = runner._runner, runner._runner.kv_cache.shape[2]
     runner._step_sampler._use_kernel = True
     runner._row_sampler._work = FilterWorkspace.allocate(21, runner._step_sampler.vocab_size, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""A rehearsal compiles what a thread launches, many kernels at once, and launches nothing. No GPU needed."""
+"""A dry run compiles what a thread launches, many kernels at once, and launches nothing. No GPU needed."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def begin(what: str, folder: Path) -> subprocess.Popen[str]:
-    """Start `rehearse_kernels`, with a cache of its own for Triton."""
+    """Start `dry_run_kernels`, with a cache of its own for Triton."""
     pytest.importorskip("triton")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(folder)}
-    command = [sys.executable, "-m", "tests.m6.rehearse_kernels", what]
+    command = [sys.executable, "-m", "tests.m6.dry_run_kernels", what]
     return subprocess.Popen(
         command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -43,14 +43,14 @@ def run(what: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.slow
 def test_dry_run(tmp_path: Path) -> None:
     found = run("here", tmp_path)
-    assert found["launched in the rehearsal"] == ["other"], "only another thread launches, and that as ever"
+    assert found["launched in the dry run"] == ["other"], "only another thread launches, and that as ever"
     assert found["written"] == 0, "what a kernel would have written is zero"
-    assert found["compiled in the rehearsal"] == 3 + 1, "of four lengths three variants, each once; the other thread's"
+    assert found["compiled in the dry run"] == 3 + 1, "of four lengths three variants, each once; the other thread's"
     assert found["loaded"] == 3 + 1, "the first launch finds its kernel on the device"
     assert (found["launched"], found["compiled later"]) == (4, 0)
     assert found["wrong"] == "CompilationError", "what the compiler says reaches the caller"
     assert found["interrupted"] == "KeyboardInterrupt"
-    assert found["once more"] == "", "a rehearsal that failed does not stand in the next one's way"
+    assert found["once more"] == "", "a dry run that failed does not stand in the next one's way"
     assert found["as before"], "Triton is left as it was"
 
 
@@ -112,7 +112,7 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.slow
 def test_kernels_need_no_torch() -> None:
-    """Where kernels are compiled, torch is an empty shell."""
+    """Where kernels are compiled, torch is a stub with nothing behind it."""
     pytest.importorskip("triton")
     command = [sys.executable, "-m", "tests.kernel_modules"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

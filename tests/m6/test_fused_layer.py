@@ -303,9 +303,9 @@ def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_tokens, "skinny_linear", torch_linear)
 
 
-@pytest.mark.parametrize("has_mailboxes", [False, True])
+@pytest.mark.parametrize("has_buffers", [False, True])
 def test_two_ranks_leave_the_same_stream_as_one(
-    in_torch: None, path: str, has_mailboxes: bool, monkeypatch: pytest.MonkeyPatch
+    in_torch: None, path: str, has_buffers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their norms are folded, and what each computes from its heads joins the stream once, on both to the last bit."""
     checkpoint, together = small_checkpoint(), []
@@ -321,7 +321,7 @@ def test_two_ranks_leave_the_same_stream_as_one(
     steps = [(torch.randn(n, 24, generator=generator), torch.randn(n, 2, 16, generator=generator)) for n in (1, 2, 3)]
 
     def work(group: ThreadGroup) -> list[torch.Tensor]:
-        group.one_shot_buffers = group if has_mailboxes else None
+        group.one_shot_buffers = group if has_buffers else None
         layers = sharded(m6_layers(checkpoint), group, config.vocab_size)
         model = build_model(local_config(config, 2), torch.float32, DEVICE, layers=layers)
         load_model(model, checkpoint, use_tqdm=False, shard=partial(shard_named, head_dim=16, rank=group.rank, size=2))
@@ -337,7 +337,7 @@ def test_two_ranks_leave_the_same_stream_as_one(
         for ours, theirs, (x, attended) in zip(first, second, steps, strict=True):
             assert torch.equal(ours, theirs)
             torch.testing.assert_close(ours, whole.after_attention(x.to(DEVICE, copy=True), attended.to(DEVICE)))
-    assert sorted(together) == ([1] * 4 + [2] * 4 if has_mailboxes and path == "few" else [])  # two ranks, two products
+    assert sorted(together) == ([1] * 4 + [2] * 4 if has_buffers and path == "few" else [])  # two ranks, two products
 
 
 @pytest.mark.parametrize("outliers", [False, True])

@@ -89,8 +89,8 @@ class Draw:
         adjusted = adjust(self.logits, fields, self.state.words, self.rows, self.positions)
         temperature = sampling_batch(fields, self.positions).temperature[:, None]
         z, ids = adjusted / temperature, torch.arange(adjusted.shape[1], device=DEVICE)
-        floor, last = self.work.floor[:, None], self.work.last[:, None]
-        return (fields[:, :1] & 1 == 0) | (z > floor) | ((z == floor) & (ids <= last))
+        threshold, last = self.work.threshold[:, None], self.work.last[:, None]
+        return (fields[:, :1] & 1 == 0) | (z > threshold) | ((z == threshold) & (ids <= last))
 
 
 def spread(count: int, vocab_size: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -160,11 +160,11 @@ class TestFilters:
         assert second.tokens() == second.expected()[1]
 
     def test_plain_rows_leave_the_workspace_alone(self) -> None:
-        """They write nothing, not even their borders."""
+        """They write nothing, not even their thresholds."""
         draw = Draw(spread(3, 300, 7), state_for([SamplingParams(), SamplingParams(temperature=0.0)] * 2, 300))
-        draw.work.floor.fill_(7.0)
+        draw.work.threshold.fill_(7.0)
         assert draw.tokens() == draw.expected()[1]
-        assert (draw.work.floor == 7).all()
+        assert (draw.work.threshold == 7).all()
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("wide", [False, True])
@@ -175,7 +175,7 @@ class TestFilters:
         kept, _ = draw.expected()
         draw.filter()
         different = (draw.survivors() != (kept > -torch.inf)).sum(1)
-        assert (different <= (kept > -torch.inf).sum(1) * 1e-3).all()  # float32 sums at the border of top_p
+        assert (different <= (kept > -torch.inf).sum(1) * 1e-3).all()  # float32 sums at the threshold of top_p
 
 
 class TestPenalties:

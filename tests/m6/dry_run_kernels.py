@@ -1,7 +1,7 @@
-"""Rehearse kernel launches with no GPU: Triton compiles for one, and a driver that stands in for CUDA's loads nothing.
+"""Dry runs of kernel launches with no GPU: Triton compiles for one, and a driver that stands in for CUDA's loads nothing.
 
 A program of its own, because Triton decides when it is first imported whether it interprets. It prints a JSON object of
-what happened: `python -m tests.m6.rehearse_kernels here` compiles two kernels in this process, `pool` has a kernel of the
+what happened: `python -m tests.m6.dry_run_kernels here` compiles two kernels in this process, `pool` has a kernel of the
 package compiled by others. `end` prints the number of a process that it has begun, and waits to be killed.
 """
 
@@ -84,7 +84,7 @@ def copy(n: int, width: int = 16) -> torch.Tensor:
 
 
 def outcome(body: Callable[[], object]) -> str:
-    """The name of the exception that ends a rehearsal."""
+    """The name of the exception that ends a dry run."""
     try:
         with dry_run(CPU):
             body()
@@ -94,7 +94,7 @@ def outcome(body: Callable[[], object]) -> str:
 
 
 def here() -> dict[str, object]:
-    """Rehearse, launch, and rehearse what fails."""
+    """Run dry, launch, and run dry what fails."""
     untouched = triton.runtime.JITFunction.run
     found: dict[str, object] = {}
     torch.full((16,), 7.0)  # leaves memory that is not zero
@@ -104,8 +104,8 @@ def here() -> dict[str, object]:
         other.start()
         other.join()
     found["written"] = sum(int(out.count_nonzero()) for out in results)
-    found["launched in the rehearsal"] = list(launched)
-    found["loaded"], found["compiled in the rehearsal"] = len(loaded), len(compiled)
+    found["launched in the dry run"] = list(launched)
+    found["loaded"], found["compiled in the dry run"] = len(loaded), len(compiled)
     launched.clear()
     compiled.clear()
     for n in (1, 2, 3, 16):

@@ -1,4 +1,4 @@
-"""The border of a row's filters, searched for among its candidates; the second half of `filter_logits`.
+"""The threshold of a row's filters, searched for among its candidates; the second half of `filter_logits`.
 
 The search is a bisection on the bits of the logits: how many candidates, or how much probability, is at or above a key?
 Probabilities are whole numbers, so that sums in any order are equal: whoever wrote the candidates down first, a seed
@@ -72,23 +72,23 @@ def number_of(key, shift):
 
 
 @triton.jit
-def at_or_above(row, scale, floor, key, shift, question, CHUNK: tl.constexpr):
-    """How many candidates have at least this key (BY_COUNT), or what they weigh; those below `floor` do not count.
+def at_or_above(row, scale, threshold, key, shift, question, CHUNK: tl.constexpr):
+    """How many candidates have at least this key (BY_COUNT), or what they weigh; those below `threshold` do not count.
 
-    BY_ID, it is what those weigh that are above `floor`, or equal to it and with at least this key: the id's negative.
+    BY_ID, it is what those weigh that are above `threshold`, or equal to it and with at least this key: the id's negative.
     """
     total = tl.zeros([CHUNK], tl.int64)
     for start in range(0, row[8], CHUNK):
         x, z, ids, inside = candidates(row, scale, start, CHUNK)
         keys = tl.where(question == BY_ID, -ids, key_of(x, shift))
-        counted = inside & (((z >= floor) & (keys >= key)) | ((z > floor) & (question == BY_ID)))
+        counted = inside & (((z >= threshold) & (keys >= key)) | ((z > threshold) & (question == BY_ID)))
         total += tl.where(counted, tl.where(question == BY_COUNT, 1, weight(z, scale[1])), 0)
     return tl.sum(total, 0)
 
 
 @triton.jit
-def find_border(row, scale, bounds, shift, rest, CHUNK: tl.constexpr):
-    """The row's border, from its candidates: (scaled logit, id of the last of those that are equal to it).
+def find_threshold(row, scale, bounds, shift, rest, CHUNK: tl.constexpr):
+    """The row's threshold, from its candidates: (scaled logit, id of the last of those that are equal to it).
 
     `bounds`: a key at or above which all is that survives, and one above all keys. `rest` is what all tokens weigh together
     that are no candidates, in so far as top_p alone decides.
@@ -97,7 +97,7 @@ def find_border(row, scale, bounds, shift, rest, CHUNK: tl.constexpr):
     of the equal ones there. The answer is the largest key that has its target. They share one loop, for each pass over the
     candidates that is written here is compiled once more.
     """
-    field_ptr, vocab_size, floor, last = row[2], row[4], scale[2], LAST_ID
+    field_ptr, vocab_size, threshold, last = row[2], row[4], scale[2], LAST_ID
     top_k, top_p = tl.load(field_ptr + TOP_K), float_field(field_ptr, TOP_P)
     target = top_k.to(tl.int64)
     first = tl.where((top_k > 0) & (top_k < vocab_size), BY_COUNT, BY_WEIGHT)
@@ -107,19 +107,19 @@ def find_border(row, scale, bounds, shift, rest, CHUNK: tl.constexpr):
             low, high = 1 - vocab_size, low * 0 + 1
         key = tl.where(question == BY_COUNT, halfway(low, high), LOWEST)  # what all weigh must be known first
         while low < high - 1:
-            amount = at_or_above(row, scale, floor, key, shift, question, CHUNK)
+            amount = at_or_above(row, scale, threshold, key, shift, question, CHUNK)
             if key > LOWEST:
                 low, high = tl.where(amount >= target, key, low), tl.where(amount >= target, high, key)
             elif question == BY_WEIGHT:
                 target = tl.maximum(((amount + rest).to(tl.float64) * top_p.to(tl.float64)).to(tl.int64), 1)
-            elif amount - tl.max(weight(tl.zeros([1], tl.float32) + floor, scale[1]), 0) < target:
+            elif amount - tl.max(weight(tl.zeros([1], tl.float32) + threshold, scale[1]), 0) < target:
                 high = low + 1  # without the last of them it would not be enough
             key = halfway(low, high)
         if question == BY_ID:
             last = -low
         elif low >= bounds[0]:  # else fewer are left than top_k, and all stay
-            floor = tl.max(divide(tl.zeros([1], tl.float32) + number_of(low, shift), scale[0]), 0)
-    return floor, last
+            threshold = tl.max(divide(tl.zeros([1], tl.float32) + number_of(low, shift), scale[0]), 0)
+    return threshold, last
 
 
 @triton.jit
@@ -143,14 +143,14 @@ def noise_of(ids, seed_low, seed_high, position, FAST: tl.constexpr):
 
 
 @triton.jit
-def sample_candidate(row, scale, floor, last, CHUNK: tl.constexpr, FAST: tl.constexpr):
+def sample_candidate(row, scale, threshold, last, CHUNK: tl.constexpr, FAST: tl.constexpr):
     """The token with the best scaled logit plus noise among the candidates that survive; the lowest id of several."""
     field_ptr = row[2]
     low, high = tl.load(field_ptr + SEED_LOW), tl.load(field_ptr + SEED_HIGH)
     best, token = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int32)
     for start in range(0, row[8], CHUNK):
         _, z, ids, inside = candidates(row, scale, start, CHUNK)
-        stays = inside & ((z > floor) | ((z == floor) & (ids <= last)))
+        stays = inside & ((z > threshold) | ((z == threshold) & (ids <= last)))
         value = tl.where(stays, z + noise_of(ids, low, high, row[3], FAST), float("-inf"))
         largest = tl.max(value, 0)
         if largest > best:  # candidates are in the order of their ids
