@@ -146,7 +146,7 @@ def children() -> list[int]:
 
 
 def run_dry(*widths: int) -> dict[str, object]:
-    """Rehearse launches, a variant for each width; what happened meanwhile."""
+    """Run launches dry, a variant for each width; what happened meanwhile."""
     for noted in (compiled, begun, loaded):
         noted.clear()
     act_and_mul_kernel.device_caches.clear()  # as in a new process
@@ -171,7 +171,7 @@ def at_first_process(act: Callable[[int], object]) -> threading.Thread:
 
 
 def pool() -> dict[str, object]:
-    """Rehearse what is new, what is known, what is not of the package, and what fails or ends in several ways."""
+    """Run dry what is new, what is known, what is not of the package, and what fails or ends in several ways."""
     found: dict[str, object] = {"new": run_dry(16, 32), "known": run_dry(16, 32)}
 
     compiled.clear()
