@@ -1,5 +1,5 @@
 # %% [markdown]
-# # X2: fewer bits
+# # X2: quantization
 #
 # The embedded model's weights in 8, 6, 4, 3 and 2 bits, its cache in 8. Here you look at the weights, round a layer by hand, see what it does to
 # outputs and to perplexity, and measure what a CPU gains. Everything runs in this notebook, without a download and without a GPU.

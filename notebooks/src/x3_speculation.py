@@ -1,5 +1,5 @@
 # %% [markdown]
-# # X3: several tokens a step
+# # X3: speculative decoding
 #
 # A step that computes one token reads all weights, and a step that computes five of one sequence reads them once as well. So guess four tokens,
 # let the model check them in one step, and keep those that it would have drawn. Here you see why that is cheap, how often guesses are right, and
