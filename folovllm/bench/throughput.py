@@ -110,7 +110,7 @@ def _measure(
     """Pass the workload through an engine of its own several times; return the passes and their figures."""
     start = time.perf_counter()
     with running(config) as engine:
-        start_up = time.perf_counter() - start  # weights, cache, compiled kernels, recorded graphs
+        start_up = time.perf_counter() - start  # weights, cache, compiled kernels, captured graphs
         warm_up(engine, workload)
         passes = []
         for _ in range(repeats):

@@ -170,7 +170,7 @@ def _sees_all(device: torch.device, size: int) -> bool:
 
 
 def _sums_right(one_shot: OneShotAllReduce, size: int) -> bool:
-    """Whether a recorded graph of sums, the largest and a small one, is right when it is replayed with other numbers."""
+    """Whether a captured graph of sums, the largest and a small one, is right when it is replayed with other numbers."""
     rank = dist.get_rank()
     large = torch.arange(one_shot.LARGEST // 4, device="cuda") % 1000.0
     x, small = large.clone(), large[:256].clone()

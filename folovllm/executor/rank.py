@@ -55,7 +55,7 @@ class Ready:
     """A rank's report: weights are loaded, the cache is there."""
 
     num_kv_blocks: int
-    buckets: list[int]  # widths of the recorded decode steps
+    buckets: list[int]  # widths of the captured decode steps
 
 
 @dataclass(slots=True, frozen=True)

@@ -1,4 +1,4 @@
-"""The work list of a split-KV decode, written and taken on the device, so that a recorded step needs nothing of the host."""
+"""The work list of a split-KV decode, written and taken on the device, so that a captured step needs nothing of the host."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The work list of a prefill whose shape is frozen, written on the device.
 
-A recorded step has room for many prompts, and for one that takes all of it. A program for each tile of each of them would
+A captured step has room for many prompts, and for one that takes all of it. A program for each tile of each of them would
 be thousands with nothing to do. This list has a place for each tile that there can be: those of all prompts, end to end.
 """
 

@@ -1,4 +1,4 @@
-"""Sampling of any row, in a recorded step: plain rows as `gumbel_max` does it, others with their penalties and filters."""
+"""Sampling of any row, in a captured step: plain rows as `gumbel_max` does it, others with their penalties and filters."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A decoder layer without small kernels: its matrix products also norm, activate and add.
 
-In a recorded step nothing waits for Python any more, and what is left between the large kernels is small kernels. These
+In a captured step nothing waits for Python any more, and what is left between the large kernels is small kernels. These
 layers have none for a norm or an addition, and with few tokens none for the activation or for the new K and V.
 """
 

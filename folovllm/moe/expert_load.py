@@ -20,7 +20,7 @@ class ExpertLoad(nn.Module):
         """The next layer's choices [T, k], by the experts' numbers among all ranks'."""
 
     def end(self, slots: torch.Tensor) -> None:
-        """The step's last layer has chosen. slots: [T], -1 for tokens that only fill a recorded step up."""
+        """The step's last layer has chosen. slots: [T], -1 for tokens that only fill a captured step up."""
 
 
 class CountedLoad(ExpertLoad):

@@ -173,7 +173,7 @@ class ModelRunner:
         return self.model.compute_logits(hidden, batch), found
 
     def supports_graph(self) -> bool:
-        """Whether the attention backend can be part of a recorded step."""
+        """Whether the attention backend can be part of a captured step."""
         supported = self._backend.supports_graph(self._setup.device)
         if not supported:
             logger.warning("attention backend %s cannot be captured: decode runs eagerly", self._setup.backend)

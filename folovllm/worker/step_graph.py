@@ -116,7 +116,7 @@ class Recorder:
 
 
 class GraphStore(ABC):
-    """Keeps recorded decode steps.
+    """Keeps captured decode steps.
 
     A graph serves steps of one width, its number of rows. A step of fewer rows is padded to the smallest width that holds
     it. At one width there are several kinds of work (the whole step, its logits, its sample), each with a graph of its own.

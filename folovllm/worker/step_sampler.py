@@ -1,4 +1,4 @@
-"""How a recorded step samples: alone, or together with the other ranks that hold a part of the vocabulary each."""
+"""How a captured step samples: alone, or together with the other ranks that hold a part of the vocabulary each."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def best_of_ranks(scores: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor
     """The winner among the ranks' best tokens, row by row; of equal scores the one with the lowest id.
 
     An argmax over a vocabulary in pieces: since each rank sends its best alone, 8 bytes a row cross the wire, not V logits.
-    It is part of a recorded step: nothing may wait for a value.
+    It is part of a captured step: nothing may wait for a value.
 
     Args:
         scores: [size, S] float32. ids: [size, S] int32.

@@ -827,7 +827,7 @@ assert max(batch["kernels"], key=batch["kernels"].get) == "attention"
 #
 # ## Break it
 #
-# First: a replay that forgets to bring its input. The recorded graph poisons what it has read, so this cannot go unnoticed. A real graph would
+# First: a replay that forgets to bring its input. `RecordedGraph` poisons what it has read, so this cannot go unnoticed. A real graph would
 # quietly compute the step before once more.
 
 # %%
@@ -908,7 +908,7 @@ assert (out - whole).norm() > 0.5 * whole.norm()
 #
 # - Take the second `all_reduce` out of the mini, the one after the MLP. Which tokens are the first to differ?
 # - Give `pretend` a device that takes 3 ms for odd steps and 1 ms for even ones. Does planning two steps ahead help?
-# - Record a graph for every width from 1 to 256. What does it cost, and what does it bring?
+# - Capture a graph for every width from 1 to 256. What does it cost, and what does it bring?
 #
 # This was the last milestone. `folovllm bench throughput --compare m1,m2,m3,m4,m5,m6` puts them all into one table.
 

@@ -97,7 +97,7 @@ class TritonBackend(AttentionBackend):
         return backend
 
     def plan(self, batch: ForwardBatch) -> None:
-        """List the work of the decodes, and in a recorded step that of the prompts. All layers share the lists."""
+        """List the work of the decodes, and in a captured step that of the prompts. All layers share the lists."""
         n, self._planned.tiles = batch.num_decodes, None
         for decode in self._decodes.values() if n else ():
             decode.plan(batch.seq_lens, n)
