@@ -1,4 +1,4 @@
-"""The field's words, and sentences that can be read: what stays out of pages, notebooks and docstrings."""
+"""How the book speaks: the field's words, sentences that can be read, exercises where their ideas are."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
+from milestones.manifest import Course
+from milestones.tasks import Exercise
 from tests.docs.blocks import ROOT
 
+COURSE = Course(ROOT)
 OUT = {
     r"draws? a token|draws? tokens|drawn tokens?": "sample a token",
     r"record(ed)? (a |the )?(decode )?(steps?|graphs?)": "captured step, capture a graph (a recording is what the inspector replays)",
@@ -53,6 +56,17 @@ def docstrings(file: Path) -> str:
     nodes = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     tree = ast.parse(file.read_text("utf-8"))
     return "\n".join(ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, nodes))
+
+
+@pytest.mark.parametrize("exercise", COURSE.exercises, ids=str)
+def test_an_exercise_stands_where_its_idea_is_explained(exercise: Exercise) -> None:
+    text = (
+        (ROOT / COURSE.milestone(exercise.id.partition(".")[0]).chapter).read_text("utf-8").partition("## Your turn")[0]
+    )
+    (says,) = re.findall(rf"^> \*\*Exercise {re.escape(exercise.id)}\b.*$", text, re.M)
+    symbols = [str(symbol).partition(":") for symbol in exercise.symbols]
+    names = [name for _, _, name in symbols] + [f"mine/{module.replace('.', '/')}.py" for module, _, _ in symbols]
+    assert [name for name in names if f"`{name}`" not in says] == [], f"{exercise.id}: {says}"
 
 
 @pytest.mark.parametrize("page", READ, ids=lambda page: str(page.relative_to(ROOT)))
