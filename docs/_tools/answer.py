@@ -182,7 +182,7 @@ def draw_table() -> str:
         (place, *(f"`{name}` {100 * p:.1f}%" for name, p in best))
         for place, (_, best) in enumerate(draws, len(prompt_ids()))
     ]
-    return table("position | drawn | second | third", *rows)
+    return table("position | sampled | second | third", *rows)
 
 
 @torch.inference_mode()

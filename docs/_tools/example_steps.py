@@ -85,7 +85,7 @@ def fields_table(number: int) -> str:
     columns = [*names, *["padding"] * (step.fields.shape[1] - len(names))]
     means = {
         Field.TOKEN: "−1 if it is in flight",
-        Field.ROW: "where the device keeps this sequence's table, last token and draw",
+        Field.ROW: "where the device keeps this sequence's table, last token and sampling",
         Field.SEQ_LEN: "tokens in the cache after the step; the position follows from it",
         Field.NEW_BLOCK: "the block that begins with this token, if one does",
     }

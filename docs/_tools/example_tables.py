@@ -62,7 +62,7 @@ def loop_table(count: int) -> str:
                 f"{drawn} `{word(drawn)}`",
             )
         )
-    return table("step | positions | token ids that go in | K/V in the cache after it | drawn", *rows)
+    return table("step | positions | token ids that go in | K/V in the cache after it | sampled", *rows)
 
 
 def _names(names: Iterable[str]) -> str:

@@ -17,9 +17,9 @@ REQUEST = {  # in the order in which a reader meets them: what each field says; 
     "request_id": "the name that the user, or the server, gave",
     "prompt": "the text, if the prompt came as one",
     "prompt_token_ids": "the prompt",
-    "params": "how to draw, and when to stop",
+    "params": "how to sample, and when to stop",
     "max_tokens": "the longest answer; prompt and answer fit into the context",
-    "seed": "the same seed draws the same tokens in every batch; the first answer takes it, the others derive theirs",
+    "seed": "the same seed samples the same tokens in every batch; the first answer takes it, the others derive theirs",
     "eos_token_ids": "ids that end a text of this model",
     "bad_words": "runs of tokens that the answer must not hold",
     "priority": "smaller goes first, where the scheduler heeds it",
@@ -44,7 +44,7 @@ SEQUENCE = {  # the same order; who writes each field, and what it says
     "prefix": ("the prefix cache (M5)", "its own notes: hashes of full blocks, and how much it found"),
     "stop_reason": ("the stop rule", "the stop string or token id that ended the answer"),
     "detokenizer": ("the scheduler, the output processor", "the text so far, and the bytes that are no character yet"),
-    "logprobs": ("the engine", "log-probabilities of the drawn tokens, where the request asked for them"),
+    "logprobs": ("the engine", "log-probabilities of the sampled tokens, where the request asked for them"),
     "prompt_logprobs": ("the engine", "the same of the prompt's tokens but the first, as far as they have come"),
 }
 BLOCK = {

@@ -49,13 +49,13 @@ class KVCacheManager(ABC):
         """Make room for the next tokens of `seq`; False (and nothing taken) if there is none."""
 
     def cache_scheduled_blocks(self, seqs: Iterable[Sequence]) -> None:
-        """Hear that the next step will write the K/V of all computed tokens of `seqs`, come what may.
+        """Mark the blocks that the next step writes: it will write the K/V of all computed tokens of `seqs`.
 
-        Nothing, unless prefixes are cached.
+        Does nothing unless prefixes are cached.
         """
 
     def cache_blocks(self, seq: Sequence) -> None:
-        """Hear that the K/V of all computed tokens of `seq` is written. Nothing, unless prefixes are cached."""
+        """Mark the blocks of `seq` as written: the K/V of all its computed tokens is there. Does nothing unless prefixes are cached."""
 
     def truncate(self, seq: Sequence) -> None:
         """Take back what was reserved beyond the computed tokens of `seq`. Nothing, where room comes in one piece."""

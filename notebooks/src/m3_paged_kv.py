@@ -442,7 +442,7 @@ for r in results:
 
 figure, panels = plt.subplots(1, 3, figsize=(12, 2.8))
 sizes = [str(r.block_size) for r in results[1:]]
-columns = {"sequences in flight": "mean_running", "waste": "mean_waste", "tokens/s": "tokens_per_second"}
+columns = {"sequences in flight": "mean_running", "waste": "mean_waste", "steps": "steps"}  # counts: no clock, no noise
 for panel, (title, field) in zip(panels, columns.items(), strict=True):
     panel.bar(sizes, [getattr(r, field) for r in results[1:]], color="tab:blue")
     panel.axhline(getattr(results[0], field), color="tab:red", lw=1.5, label="M2's blocks")
@@ -461,10 +461,9 @@ assert (whole.steps, whole.mean_waste, whole.mean_running) == (m2.steps, m2.mean
 # the waste falls to at most B - 1 slots per sequence. Beyond 16 or so there is nothing more to gain, and something to lose: the tables get
 # long, and a kernel (M4) wants many neighbouring tokens in one read. Blocks of one token waste nothing and cost a table entry each.
 #
-# Mind the tokens per second of that last bar: the schedule is M2's, so what differs is `torch_paged` against `torch_naive`, and that is
-# little. The rest is what more sequences in flight bring: a step with twice as many costs little more, because they share the pass over the
-# weights, and here the Python around it. It does not go on for ever. On a CPU attention is a loop over sequences, and at some point that
-# loop is the step.
+# The bars show counts, which are the same on every machine. The tokens a second in the table come from a clock, and on a busy machine they
+# vary from run to run. What they should follow is the number of steps: a step with twice as many sequences takes little longer, because they
+# share the pass over the weights, and here the Python around it. On a CPU this has a limit, because attention is a loop over sequences.
 #
 # ## Compare
 #

@@ -650,7 +650,7 @@ engine.history, marks[:] = [], []
 serve(engine, [(fresh(8), 60) for _ in range(8)])
 in_model = sum(b - a for a, b in zip(marks[::2], marks[1::2], strict=True))
 total = sum(step.seconds for step in engine.history)
-print(f"{in_model / total:.0%} of the time in the model's layers; the rest schedules, builds tensors, draws tokens, makes text")
+print(f"{in_model / total:.0%} of the time in the model's layers; the rest schedules, builds tensors, samples tokens, makes text")
 assert 0 < in_model < total
 
 # %% [markdown]
