@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -17,11 +18,18 @@ from milestones.tasks import Builder, Exercise
 
 Outcomes = Mapping[str, tuple[str, str | None]]  # test: (passed, failed or skipped; the unwritten exercise it met)
 
+# What a process that is forked for each run has imported before. Never folovllm: its files are what changes.
+LIBRARIES = [
+    "torch", "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3", "safetensors.torch",
+    "triton.runtime.interpreter", "pytest", "hypothesis", "pytest_timeout", "_hypothesis_pytestplugin", "rich.console",
+]  # fmt: skip
 FIRST_FAILURE = ("-x", "--timeout=60")  # of an exercise's own tests: a loop without end says so within a minute
 
 
-def run_tests(mine: Mine, arguments: Iterable[str], quiet: bool = False) -> tuple[int, Outcomes]:
+def run_tests(mine: Mine, arguments: Iterable[str], quiet: bool = False, again: bool = False) -> tuple[int, Outcomes]:
     """pytest's exit status and each test's outcome; `quiet` keeps pytest's own words back unless it could not run at all.
+
+    `again`: there will be more runs, so fork a process that has the large libraries, where that can be had.
 
     Raises ValueError where pytest is not installed.
     """
@@ -31,13 +39,43 @@ def run_tests(mine: Mine, arguments: Iterable[str], quiet: bool = False) -> tupl
         )
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "pytest", "--mine", f"--course-report={report}", *arguments]
+        words = ["--mine", f"--course-report={report}", *arguments]
         # No bytecode: two saves within a second would look like one to its time stamp.
         environment = {**os.environ, "FOLOVLLM_MINE": str(mine.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        if again and sys.platform == "linux":
+            return run_forked(words, mine.course.root, environment), outcomes_in(report)
+        command = [sys.executable, "-m", "pytest", *words]
         done = subprocess.run(command, cwd=mine.course.root, env=environment, capture_output=quiet, text=True)
         if quiet and done.returncode not in (0, 1):
             sys.stderr.write(done.stdout + done.stderr)
-        return done.returncode, json.loads(report.read_text()) if report.is_file() else {}
+        return done.returncode, outcomes_in(report)
+
+
+def outcomes_in(report: Path) -> Outcomes:
+    """What pytest wrote into a report; nothing if it did not get that far."""
+    return json.loads(report.read_text()) if report.is_file() else {}
+
+
+def run_forked(words: list[str], folder: Path, environment: Mapping[str, str]) -> int:
+    """Run pytest in a fork of a process that has imported `LIBRARIES`, which starts at the first call; pytest's status."""
+    if not (os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg")):
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, as in `folovllm/__init__.py`
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(LIBRARIES)
+    child = context.Process(target=_pytest, args=(words, folder, dict(environment)))
+    child.start()
+    child.join()
+    return child.exitcode or 0
+
+
+def _pytest(words: list[str], folder: Path, environment: dict[str, str]) -> None:
+    import pytest
+
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    sys.dont_write_bytecode = True
+    sys.exit(int(pytest.main(words)))
 
 
 def verdict(mine: Mine, exercise: Exercise, outcomes: Outcomes) -> str:
