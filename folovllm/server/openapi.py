@@ -115,14 +115,17 @@ def operation(endpoint: Endpoint, refer: dict[str, Any], needs_key: bool) -> dic
     if returns != NOTHING:
         good["content"] = content
     errors = sorted({*endpoint.errors, 403, 500} | (set() if endpoint.is_open else {401}))
-    said: dict[str, Any] = {"summary": endpoint.does, "responses": {"200": good}}
+    described: dict[str, Any] = {"summary": endpoint.does, "responses": {"200": good}}
     for status in errors:
         phrase = HTTPStatus(status).phrase
-        said["responses"][str(status)] = {"description": phrase, "content": {"application/json": schema(ErrorBody)}}
+        described["responses"][str(status)] = {
+            "description": phrase,
+            "content": {"application/json": schema(ErrorBody)},
+        }
     if endpoint.takes:
-        said["requestBody"] = {"required": True, "content": {"application/json": schema(endpoint.takes)}}
+        described["requestBody"] = {"required": True, "content": {"application/json": schema(endpoint.takes)}}
     if "{name}" in endpoint.path:
-        said["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+        described["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
     if needs_key and not endpoint.is_open:
-        said["security"] = [{"key": []}]
-    return said
+        described["security"] = [{"key": []}]
+    return described
