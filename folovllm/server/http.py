@@ -48,9 +48,9 @@ async def read_body(request: Request, limit: int) -> bytes:
     return bytes(body)
 
 
-def json_response(said: Any) -> Response:
+def json_response(content: Any) -> Response:
     """A response with status 200."""
-    return Response(msgspec.json.encode(said), media_type="application/json")
+    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 def error_response(error: ApiError) -> Response:

@@ -13,39 +13,28 @@ from folovllm.build import make_engine
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.inspector.live import LiveLines
+from folovllm.server import messages as msg
 from folovllm.server.engine_loop import MakeEngine, run_engine
-from folovllm.server.messages import (
-    NOT_SENT,
-    AskExperts,
-    EngineMessage,
-    ExpertLoad,
-    Failure,
-    Frames,
-    Pace,
-    Seen,
-    Stop,
-    Watch,
-    Work,
-    decode_command,
-    encode,
-    frame,
-)
 
 CHUNK = 1 << 20  # bytes that are read at once
 
 
 class PacedEngine:
-    """An engine that waits between steps, or takes none, as those who watch it ask. All else is the engine's own."""
+    """An engine that waits between steps, or takes none, as those who watch it ask. All else is the engine's own.
+
+    Attributes:
+        live: what they see of it.
+    """
 
     def __init__(self, engine: LLMEngine) -> None:
-        self._engine = engine
-        self._pace = Pace()
+        self._engine, self.live = engine, LiveLines(engine)
+        self._pace = msg.Pace()
         self._steps_left = 0  # while it is held
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def set(self, pace: Pace) -> None:
+    def set(self, pace: msg.Pace) -> None:
         """Go at another pace from here on."""
         self._steps_left = self._steps_left + pace.step if pace.is_held else 0
         self._pace = pace
@@ -78,12 +67,11 @@ class SocketLink:
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
-        self._frames = Frames()
+        self._frames = msg.Frames()
         self._unread: deque[bytes] = deque()
         self._poll = select.poll()
         self._poll.register(connection, select.POLLIN)
         self._engine: PacedEngine | None = None  # once it is made
-        self._live: LiveLines | None = None
 
     def first(self) -> bytes:
         """The first message to a process: no command, but the configuration."""
@@ -103,38 +91,38 @@ class SocketLink:
 
     def watched(self, engine: LLMEngine) -> LLMEngine:
         """The engine, as those who watch it through this link have it paced."""
-        self._engine, self._live = PacedEngine(engine), LiveLines(engine)
+        self._engine = PacedEngine(engine)
         return cast(LLMEngine, self._engine)
 
-    def receive(self, wait: bool) -> list[Work]:
+    def receive(self, wait: bool) -> list[msg.Work]:
         """What has arrived for the loop, in order. With `wait` it waits for a command, which may be for this link alone."""
-        if self._live is not None and self._engine is not None:
-            self._tell(self._live.take(all_of_it=wait or self._engine.is_slow))
+        if self._engine is not None:
+            self._tell(self._engine.live.take(all_of_it=wait or self._engine.is_slow))
         while self._poll.poll(None if wait and not self._unread else 0):
             self._read()
-        work: list[Work] = []
-        for command in map(decode_command, self._unread):
-            if isinstance(command, Work):
+        work: list[msg.Work] = []
+        for command in map(msg.decode_command, self._unread):
+            if isinstance(command, msg.Work):
                 work.append(command)
             else:
                 self._carry_out(command)
         self._unread.clear()
-        if self._live is not None and any(isinstance(command, Stop) for command in work):
-            self._tell(self._live.end("closed"))
+        if self._engine is not None and any(isinstance(command, msg.Stop) for command in work):
+            self._tell(self._engine.live.end("closed"))
         return work
 
-    def _carry_out(self, command: Watch | Pace | AskExperts) -> None:
+    def _carry_out(self, command: msg.Watch | msg.Pace | msg.AskExperts) -> None:
         """Do what those who watch ask for. Nobody knows of an engine that is not made yet."""
-        if self._live is None or self._engine is None:
+        if self._engine is None:
             return
-        if isinstance(command, Pace):
+        if isinstance(command, msg.Pace):
             self._engine.set(command)
-        elif isinstance(command, AskExperts):
-            self.send(ExpertLoad(self._engine.expert_load()))
+        elif isinstance(command, msg.AskExperts):
+            self.send(msg.ExpertLoad(self._engine.expert_load()))
         elif command.is_on:
-            self._live.begin()
+            self._engine.live.begin()
         else:
-            self._tell(self._live.end("closed"))
+            self._tell(self._engine.live.end("closed"))
 
     def _read(self) -> None:
         """Take in what is there; the end of the stream is a `Stop`."""
@@ -142,17 +130,17 @@ class SocketLink:
         self._unread.extend(self._frames.feed(data))
         if not data:
             self._poll.unregister(self._socket)
-            self._unread.append(encode(Stop()))
+            self._unread.append(msg.encode(msg.Stop()))
 
-    def send(self, message: EngineMessage) -> None:
+    def send(self, message: msg.EngineMessage) -> None:
         """Say something; before a failure, the last that was seen."""
-        if isinstance(message, Failure) and self._live is not None:
-            self._tell(self._live.end(message.message))
-        self._socket.sendall(frame(encode(message)))
+        if isinstance(message, msg.Failure) and self._engine is not None:
+            self._tell(self._engine.live.end(message.message))
+        self._socket.sendall(msg.frame(msg.encode(message)))
 
     def _tell(self, pieces: list[bytes]) -> None:
         if pieces:
-            self.send(Seen(pieces))
+            self.send(msg.Seen(pieces))
 
 
 def serve_socket(fd: int, make_engine: MakeEngine = make_engine) -> bool:
@@ -161,6 +149,6 @@ def serve_socket(fd: int, make_engine: MakeEngine = make_engine) -> bool:
     try:
         config: EngineConfig = pickle.loads(link.first())
     except (AttributeError, ImportError) as error:  # a class of the user's main program, say
-        link.send(Failure(f"{NOT_SENT} ({error})", True))
+        link.send(msg.Failure(f"{msg.NOT_SENT} ({error})", True))
         return False
     return link.serve(config, make_engine)

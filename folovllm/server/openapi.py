@@ -13,20 +13,9 @@ import msgspec
 import folovllm
 from folovllm.cli.flags import described_fields
 from folovllm.sampling_params import SamplingParams
+from folovllm.server import replies
 from folovllm.server.errors import ErrorBody
 from folovllm.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from folovllm.server.replies import (
-    Answer,
-    ChatChoice,
-    ChatDelta,
-    CompletionChoice,
-    Detokenized,
-    ModelCard,
-    ModelList,
-    TokenizerInfo,
-    Tokens,
-    Version,
-)
 
 HTML, TEXT, NOTHING = "text/html", "text/plain", ""
 BODY = (400, 408, 413, 415, 426)  # what may be wrong with a request that has one
@@ -49,22 +38,22 @@ class Endpoint:
 ENDPOINTS = (
     Endpoint("/", "page", "A page to chat in a browser.", HTML, is_open=True),
     Endpoint("/health", "health", "Whether new requests are taken.", NOTHING, errors=(503,), is_open=True),
-    Endpoint("/version", "version", "The version of this server.", Version, is_open=True),
+    Endpoint("/version", "version", "The version of this server.", replies.Version, is_open=True),
     Endpoint("/openapi.json", "openapi", "This description.", dict[str, Any], is_open=True),
     Endpoint("/metrics", "metrics", "Figures for Prometheus.", TEXT, is_open=True),
-    Endpoint("/v1/models", "models", "The model, by all its names.", ModelList),
-    Endpoint("/v1/models/{name}", "model", "One of its names.", ModelCard, errors=(404,)),
+    Endpoint("/v1/models", "models", "The model, by all its names.", replies.ModelList),
+    Endpoint("/v1/models/{name}", "model", "One of its names.", replies.ModelCard, errors=(404,)),
     Endpoint(
-        "/v1/completions", "completions", "Continue prompts.", Answer[CompletionChoice],
-        CompletionRequest, streams=Answer[CompletionChoice], errors=(*BODY, 404, 429, 503),
+        "/v1/completions", "completions", "Continue prompts.", replies.Answer[replies.CompletionChoice],
+        CompletionRequest, streams=replies.Answer[replies.CompletionChoice], errors=(*BODY, 404, 429, 503),
     ),
     Endpoint(
-        "/v1/chat/completions", "chat", "Answer a conversation.", Answer[ChatChoice],
-        ChatRequest, streams=Answer[ChatDelta], errors=(*BODY, 404, 429, 503),
+        "/v1/chat/completions", "chat", "Answer a conversation.", replies.Answer[replies.ChatChoice],
+        ChatRequest, streams=replies.Answer[replies.ChatDelta], errors=(*BODY, 404, 429, 503),
     ),
-    Endpoint("/tokenize", "tokenize", "The ids of a prompt or a conversation.", Tokens, TokenizeRequest, errors=(*BODY, 404, 503)),
-    Endpoint("/detokenize", "detokenize", "The text of ids.", Detokenized, DetokenizeRequest, errors=(*BODY, 404, 503)),
-    Endpoint("/tokenizer_info", "tokenizer_info", "How texts become ids.", TokenizerInfo),
+    Endpoint("/tokenize", "tokenize", "The ids of a prompt or a conversation.", replies.Tokens, TokenizeRequest, errors=(*BODY, 404, 503)),
+    Endpoint("/detokenize", "detokenize", "The text of ids.", replies.Detokenized, DetokenizeRequest, errors=(*BODY, 404, 503)),
+    Endpoint("/tokenizer_info", "tokenizer_info", "How texts become ids.", replies.TokenizerInfo),
 )  # fmt: skip
 STRANGERS = (
     "A field that is not listed is refused with its name, unless the server runs with --ignore-unknown-fields, or it is one "
@@ -126,14 +115,17 @@ def operation(endpoint: Endpoint, refer: dict[str, Any], needs_key: bool) -> dic
     if returns != NOTHING:
         good["content"] = content
     errors = sorted({*endpoint.errors, 403, 500} | (set() if endpoint.is_open else {401}))
-    said: dict[str, Any] = {"summary": endpoint.does, "responses": {"200": good}}
+    described: dict[str, Any] = {"summary": endpoint.does, "responses": {"200": good}}
     for status in errors:
         phrase = HTTPStatus(status).phrase
-        said["responses"][str(status)] = {"description": phrase, "content": {"application/json": schema(ErrorBody)}}
+        described["responses"][str(status)] = {
+            "description": phrase,
+            "content": {"application/json": schema(ErrorBody)},
+        }
     if endpoint.takes:
-        said["requestBody"] = {"required": True, "content": {"application/json": schema(endpoint.takes)}}
+        described["requestBody"] = {"required": True, "content": {"application/json": schema(endpoint.takes)}}
     if "{name}" in endpoint.path:
-        said["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
+        described["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
     if needs_key and not endpoint.is_open:
-        said["security"] = [{"key": []}]
-    return said
+        described["security"] = [{"key": []}]
+    return described

@@ -413,8 +413,8 @@ def completion_logprobs(rows: Iterable[Row], offsets: list[int]) -> CompletionLo
 
 def completion_token(token: TokenLogprob) -> str:
     """A token's text; of one that is a part of a character its bytes, as OpenAI's API writes them."""
-    text, said = token.decoded_token or "", token.token_bytes or b""
-    return text if text.encode() == said else "bytes:" + "".join(f"\\x{byte:02x}" for byte in said)
+    text, spelled = token.decoded_token or "", token.token_bytes or b""
+    return text if text.encode() == spelled else "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
 
 
 def chat_logprob(row: Row, num_top: int) -> ChatLogprob:

@@ -172,11 +172,11 @@ def checked(message: dict[str, Any], number: int) -> dict[str, Any]:
     """A message whose content is text, as a text or in parts, as templates want it. Raises ApiError that names its `number`."""
     if problem := _problem(message):
         raise ApiError(400, f"messages[{number}]: {problem}", "messages")
-    told = dict(message)
-    if calls := told.pop("tool_calls", None):
-        told["tool_calls"] = [_with_object(call) for call in calls]
+    plain = dict(message)
+    if calls := plain.pop("tool_calls", None):
+        plain["tool_calls"] = [_with_object(call) for call in calls]
     content = message.get("content")
-    return {**told, "content": "" if content is None else content}
+    return {**plain, "content": "" if content is None else content}
 
 
 def _problem(message: dict[str, Any]) -> str | None:
@@ -230,9 +230,9 @@ def offered(tools: list[dict[str, Any]] | None, choice: ToolChoice) -> list[dict
     return [] if choice == "none" else list(tools or ())
 
 
-def _is_function(said: Any) -> bool:
-    named = isinstance(said, dict) and isinstance(said.get("name"), str)
-    return named and isinstance(said.get("parameters") or {}, dict)
+def _is_function(function: Any) -> bool:
+    named = isinstance(function, dict) and isinstance(function.get("name"), str)
+    return named and isinstance(function.get("parameters") or {}, dict)
 
 
 def name_of(choice: ToolChoice) -> str | None:

@@ -209,8 +209,8 @@ def name_in(text: str) -> str | None:
 def call_in(text: str) -> tuple[str, str] | None:
     """The name and the arguments of a call in JSON, None if it is none. Arguments may be the text of an object."""
     try:
-        said = json.loads(text, parse_constant=refuse_constant)
-        name, arguments = said["name"], said.get("arguments", said.get("parameters", {}))
+        call = json.loads(text, parse_constant=refuse_constant)
+        name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
         if isinstance(arguments, str):
             is_object = isinstance(json.loads(arguments, parse_constant=refuse_constant), dict)
         else:

@@ -29,7 +29,7 @@ from folovllm.structured_outputs import GrammarLimits, StructuredOutputsParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-AT_ONCE = 2  # so that a cheap grammar need not wait for a dear one
+AT_ONCE = 2  # so that a cheap grammar need not wait for an expensive one
 MOST_KNOWN = 1024  # verdicts that are kept
 STATUS = Path("/proc/self/statm")  # on Linux; elsewhere nothing says how much memory a process has
 
@@ -90,7 +90,7 @@ class GrammarChecker:
             raise RuntimeError("the process that checks grammars has ended: ask again")
         raise ValueError(  # not kept: the system may have ended it for another reason
             f"structured_outputs is too complex: to check it takes more than {self._limits.seconds:g} s or "
-            f"{self._limits.memory} MiB, so take a simpler form (the server's limits are --grammar-seconds, --grammar-memory)"
+            f"{self._limits.memory} MiB, so take a simpler grammar (the server's limits are --grammar-seconds, --grammar-memory)"
         )
 
     @property

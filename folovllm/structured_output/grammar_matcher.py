@@ -68,8 +68,8 @@ class ReasoningPrefix:
     def accept_token(self, token_id: int) -> list[int] | None:
         """Take in a token. If the closing text has come: tokens that say what came behind it."""
         rest = self._rest(token_id)
-        said = self._vocabulary.bytes_of.get(token_id, b"")
-        self._tail = (self._tail + said)[-len(self._closing) :]
+        text = self._vocabulary.bytes_of.get(token_id, b"")
+        self._tail = (self._tail + text)[-len(self._closing) :]
         return None if rest is None else spelled(self._vocabulary, rest)
 
     def forbidden(self, grammar: Grammar) -> list[int]:
@@ -88,9 +88,9 @@ class ReasoningPrefix:
 def enders(vocabulary: Vocabulary, closing: bytes) -> list[list[int]]:
     """The tokens that bring the end of `closing` and something behind it, by how many bytes of it have come before."""
     last = closing[-1]
-    longer = [(id_, said) for id_, said in vocabulary.bytes_of.items() if last in said[:-1]]
-    whole = [id_ for id_, said in longer if closing in said]
-    return [whole, *([id_ for id_, said in longer if said.startswith(closing[n:])] for n in range(1, len(closing)))]
+    longer = [(id_, text) for id_, text in vocabulary.bytes_of.items() if last in text[:-1]]
+    whole = [id_ for id_, text in longer if closing in text]
+    return [whole, *([id_ for id_, text in longer if text.startswith(closing[n:])] for n in range(1, len(closing)))]
 
 
 def spelled(vocabulary: Vocabulary, text: bytes) -> list[int]:

@@ -29,9 +29,9 @@ def read_vocabulary(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
     ordinary = {id_: read(token) for token, id_ in tokenizer.get_vocab().items() if id_ not in added}
     bytes_of = dict(sorted((ordinary | added).items()))
     ids_of: dict[bytes, list[int]] = {}
-    for id_, said in bytes_of.items():
-        if said and id_ not in special:
-            ids_of.setdefault(said, []).append(id_)
+    for id_, text in bytes_of.items():
+        if text and id_ not in special:
+            ids_of.setdefault(text, []).append(id_)
     return Vocabulary(bytes_of, ids_of, max(map(len, ids_of), default=0))
 
 

@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import uvicorn
@@ -94,6 +94,13 @@ class Background:
         engine = self.engine
         eventually(lambda: not (engine.num_open or engine.stats.num_running or engine.stats.num_waiting))
         assert (engine.stats.kv_blocks_used, engine.num_queued, engine.num_queued_tokens) == (0, 0, 0)
+
+
+def served(config: ServerConfig | None = None, **options: Any) -> Iterator[Background]:
+    """A server for a fixture: `yield from served(...)`. At its end nothing is left in it."""
+    with Background(config, **options) as server:
+        yield server
+        server.wait_until_idle()
 
 
 def events_in(stream: str) -> list[Any]:

@@ -12,7 +12,7 @@ import pytest
 from folovllm.server.config import ServerConfig
 from folovllm.server.transport import ProcessTransport
 from tests.helpers import tiny_checkpoint
-from tests.x1.background import Background
+from tests.x1.background import Background, served
 
 GUESSING: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
 ROOM = 16  # sequences that may wait
@@ -31,8 +31,6 @@ def process_server() -> Iterator[Background]:
     """A server whose engine is a process of its own, which takes seconds to start. `faulty` may make it fail on demand."""
     transport = ProcessTransport([sys.executable, "-m", "tests.x1.faulty"])
     config = ServerConfig(max_queued_requests=ROOM)
-    with Background(
-        config, transport, model=str(tiny_checkpoint()), max_model_len=256, max_num_seqs=8, **GUESSING
-    ) as server:
-        yield server
-        server.wait_until_idle()
+    yield from served(
+        config, transport=transport, model=str(tiny_checkpoint()), max_model_len=256, max_num_seqs=8, **GUESSING
+    )

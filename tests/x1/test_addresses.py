@@ -18,7 +18,7 @@ from folovllm.server.config import ServerConfig
 from folovllm.server.openapi import document
 from folovllm.server.pages import PAGE
 from folovllm.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from tests.x1.background import PATIENCE, Background, events_in
+from tests.x1.background import PATIENCE, Background, events_in, served
 
 KEY = "a-key"
 CONFIG = ServerConfig(api_key=[KEY], served_model_name=["little"], max_body_size=20_000)
@@ -28,9 +28,7 @@ STORY = {"prompt": "Once", "max_tokens": 8}
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Background]:
-    with Background(CONFIG, max_model_len=512) as server:
-        yield server
-        server.wait_until_idle()
+    yield from served(CONFIG, max_model_len=512)
 
 
 @pytest.fixture(scope="module")

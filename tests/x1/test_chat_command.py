@@ -20,7 +20,7 @@ from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.config import ServerConfig
 from folovllm.server.serve import listen
-from tests.x1.background import PATIENCE, Background, eventually
+from tests.x1.background import PATIENCE, Background, eventually, served
 
 LONG = {"max_tokens": 3000, "ignore_eos": True}
 
@@ -28,9 +28,7 @@ LONG = {"max_tokens": 3000, "ignore_eos": True}
 @pytest.fixture(scope="module")
 def server() -> Iterator[Background]:
     config = ServerConfig(api_key=["a-key"], served_model_name=["little", "stories"])
-    with Background(config, max_num_seqs=1, max_model_len=4096) as server:
-        yield server
-        server.wait_until_idle()
+    yield from served(config, max_num_seqs=1, max_model_len=4096)
 
 
 def run(*arguments: str) -> int:

@@ -12,7 +12,7 @@ from openai import OpenAI
 
 from folovllm.server.config import ServerConfig
 from tests.docs.browser import CHROMIUM
-from tests.x1.background import PATIENCE, Background, eventually
+from tests.x1.background import PATIENCE, Background, eventually, served
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -29,9 +29,7 @@ OVER = ".answer:last-child:not(.running)"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Background]:
-    with Background(ServerConfig(served_model_name=["little"]), max_model_len=4096) as server:
-        yield server
-        server.wait_until_idle()
+    yield from served(ServerConfig(served_model_name=["little"]), max_model_len=4096)
 
 
 @pytest.fixture(scope="module")

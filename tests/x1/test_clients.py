@@ -16,7 +16,7 @@ import folovllm
 from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.config import ServerConfig
-from tests.x1.background import Background, eventually
+from tests.x1.background import Background, eventually, served
 
 KEY = "a-key"
 MODEL = "little"
@@ -27,9 +27,7 @@ QUESTION: Any = [{"role": "user", "content": "Tell me about Lily."}]
 @pytest.fixture(scope="module")
 def server() -> Iterator[Background]:
     config = ServerConfig(api_key=["another", KEY], served_model_name=[MODEL, "stories"], cors_origin=["http://page"])
-    with Background(config, max_model_len=512) as server:
-        yield server
-        server.wait_until_idle()
+    yield from served(config, max_model_len=512)
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from folovllm.server.app import build_app
 from folovllm.server.config import ServerConfig
 from tests.helpers import tiny_checkpoint
-from tests.x1.background import PATIENCE, Background, eventually
+from tests.x1.background import PATIENCE, Background, eventually, served
 
 FIELDS = {"prompt": "Once", "max_tokens": 2}
 BODY = json.dumps(FIELDS).encode()
@@ -29,9 +29,7 @@ MEGABYTE = 1 << 20
 @pytest.fixture(scope="module", params=["uvloop", "asyncio"])
 def server(request: pytest.FixtureRequest) -> Iterator[Background]:
     config = ServerConfig(max_body_size=50_000, inspector=True)
-    with Background(config, loop=request.param, model=str(tiny_checkpoint()), max_model_len=512) as server:
-        yield server
-        server.wait_until_idle()
+    yield from served(config, loop=request.param, model=str(tiny_checkpoint()), max_model_len=512)
 
 
 class Tracebacks(logging.Handler):

@@ -22,7 +22,7 @@ from folovllm.server.aggregator import Served
 from folovllm.server.config import ServerConfig
 from folovllm.server.stream import OutputCollector, Stream
 from tests.helpers import tiny_checkpoint
-from tests.x1.background import PATIENCE, Background, events_in, eventually
+from tests.x1.background import PATIENCE, Background, events_in, eventually, served
 
 STORY = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 120, "ignore_eos": True}
 
@@ -30,9 +30,7 @@ STORY = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 120, "ign
 @pytest.fixture(scope="module")
 def server() -> Iterator[Background]:
     config = ServerConfig(max_body_size=50_000)
-    with Background(config, model=str(tiny_checkpoint()), max_model_len=512, max_num_seqs=32) as server:
-        yield server
-        server.wait_until_idle()
+    yield from served(config, model=str(tiny_checkpoint()), max_model_len=512, max_num_seqs=32)
 
 
 def bytes_of(fields: dict[str, Any], path: str = "/v1/completions") -> bytes:

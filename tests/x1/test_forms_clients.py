@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 
 from folovllm.models.files import resolve_model
 from folovllm.server.config import ServerConfig
-from tests.x1.background import Background
+from tests.x1.background import Background, served
 
 MODEL = "little"
 QUESTION: Any = [{"role": "user", "content": "What is the weather in Rome?"}]
@@ -60,9 +60,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[Background]:
-    with Background(ServerConfig(served_model_name=[MODEL]), model=str(model), max_model_len=512) as server:
-        yield server
-        server.wait_until_idle()
+    yield from served(ServerConfig(served_model_name=[MODEL]), model=str(model), max_model_len=512)
 
 
 @pytest.fixture
@@ -73,9 +71,7 @@ def client(server: Background) -> OpenAI:
 @pytest.fixture(scope="module")
 def thinker(model: Path) -> Iterator[Background]:
     config = ServerConfig(served_model_name=[MODEL], reasoning_parser="qwen3")
-    with Background(config, model=str(model), max_model_len=512) as server:
-        yield server
-        server.wait_until_idle()
+    yield from served(config, model=str(model), max_model_len=512)
 
 
 def chat(**fields: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from folovllm.structured_output.guidance import LIMITS
 from folovllm.structured_output.vocabulary import Vocabulary, read_vocabulary
 from folovllm.structured_outputs import GrammarLimits, StructuredOutputsParams
 from tests.helpers import tiny_checkpoint
-from tests.x1.background import PATIENCE, Background, eventually
+from tests.x1.background import PATIENCE, Background, eventually, served
 
 CHECKER = "folovllm.structured_output.grammar_check"
 OBJECT = {"type": "object"}
@@ -35,9 +35,7 @@ OBJECT = {"type": "object"}
 @pytest.fixture(scope="module")
 def story_server() -> Iterator[Background]:
     """Of the embedded model, whose tokens are of many lengths."""
-    with Background(max_model_len=256) as server:
-        yield server
-        server.wait_until_idle()
+    yield from served(max_model_len=256)
 
 
 @pytest.fixture(params=["story_server", "process_server"])

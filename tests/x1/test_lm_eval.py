@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from folovllm.server.config import ServerConfig
-from tests.x1.background import Background
+from tests.x1.background import Background, served
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[eval]'")
 pytest.importorskip("tenacity", reason="lm-eval's API extra is not installed: pip install -e '.[eval]'")
@@ -46,9 +46,7 @@ TASKS = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Background]:
-    with Background(ServerConfig(served_model_name=["stories"]), model=str(MODEL), max_model_len=256) as server:
-        yield server
-        server.wait_until_idle()
+    yield from served(ServerConfig(served_model_name=["stories"]), model=str(MODEL), max_model_len=256)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from folovllm.server.config import ServerConfig
-from tests.x1.background import Background, events_in
+from tests.x1.background import Background, events_in, served
 from tests.x1.reciting import END, Piece, reciter
 
 SMILE = "\U0001f600".encode()
@@ -33,9 +33,7 @@ OBJECT = {"type": "object", "properties": {"a": {"type": "string"}}, "required":
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Background]:
     model = reciter(tmp_path_factory.mktemp("model") / "bytes", list(TEXTS.values()), ("", "<think>"))
-    with Background(ServerConfig(reasoning_parser="qwen3"), model=str(model), max_model_len=LIMIT) as server:
-        yield server
-        server.wait_until_idle()
+    yield from served(ServerConfig(reasoning_parser="qwen3"), model=str(model), max_model_len=LIMIT)
 
 
 @pytest.fixture(scope="module")
