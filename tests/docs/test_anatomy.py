@@ -41,7 +41,7 @@ class TestParameters:
         counts, n = anatomy.parameters(anatomy.LARGE), anatomy.letters(anatomy.LARGE)
         assert f"reads about {counts.total() * 2 / 2**30:.1f} GiB of weights" in CHAPTER
         assert f"In `Qwen3-0.6B` it is {n['Hq'] * n['D']:,}, and `H` is {n['H']:,}" in CHAPTER
-        assert f"all {n['L']} layers in one recorded graph" in CHAPTER
+        assert f"all {n['L']} layers in one captured graph" in CHAPTER
         assert 0.24 < counts["embed_tokens"] / counts.total() < 0.27, "a quarter of a small model"
         for model in (anatomy.SMALL, anatomy.LARGE):
             counts, n = anatomy.parameters(model), anatomy.letters(model)
