@@ -29,6 +29,6 @@ class ForwardBatch:
     query_lens_host: list[int]  # for backends that loop over sequences
     seq_lens_host: list[int]
     is_disjoint: bool = False  # whether it is certain that no sequence reads K/V that another one writes in this step
-    is_padded: bool = False  # whether it is a captured step, with room for more and longer sequences than there are
+    is_padded: bool = False  # whether it is a recorded step, with room for more and longer sequences than there are
     has_guesses: bool = False  # X3: whether it is recorded for sequences with guesses, which have few new tokens each
     only_last: bool = False  # whether it is certain that nobody reads hidden states but the last tokens'

@@ -20,7 +20,7 @@ class ExpertLoad(nn.Module):
         """The next layer's choices [T, k], by the experts' numbers among all ranks'."""
 
     def end(self, slots: torch.Tensor) -> None:
-        """The step's last layer has chosen. slots: [T], -1 for tokens that only fill a captured step up."""
+        """End a step. slots: [T], -1 for padding of a captured step."""
 
 
 class CountedLoad(ExpertLoad):
