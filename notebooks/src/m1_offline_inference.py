@@ -56,7 +56,7 @@ print(llm.generate(PROMPT, SamplingParams(temperature=0.8, seed=3, max_tokens=60
 # 2. A prompt of 256 tokens against one of 8: how many times longer does the first token take? 32 times?
 # 3. Of the time of one step, what share goes to the model, and what to the rest of the engine?
 # 4. Remove RoPE from a trained model. Does the text become nonsense at once, or slightly worse?
-# 5. A, B and C below want 10, 6 and 7 tokens, and this engine serves one after the other. In which step does C draw its first token?
+# 5. A, B and C below want 10, 6 and 7 tokens, and this engine serves one after the other. In which step does C get its first token?
 
 # %% [markdown]
 # ## Feel the problem
@@ -274,7 +274,7 @@ print(inspect.getdoc(f))
 # ## See it: one request, step by step through the chain
 #
 # `LLM.generate` calls `LLMEngine.step` until nothing is left. A step is four calls: the scheduler says what to compute, the executor
-# hands it to worker and runner (the model), the sampler draws, the scheduler takes the token in. We wrap each of the four in a clock
+# hands it to worker and runner (the model), the sampler samples, the scheduler appends the token. We wrap each of the four in a clock
 # and watch one request.
 
 # %%
@@ -488,7 +488,7 @@ assert results["hf"] == results["native"]
 # | model | Hugging Face's, or ours (`native`) | own Qwen3 | own, some hundred architectures |
 # | step | one sequence | prefill *or* decode, many sequences | many sequences, prefill and decode mixed |
 # | KV cache | grows by concatenation | in blocks | in blocks |
-# | draw | filters, Gumbel-max with Philox noise | temperature; exponential noise, `argmax` | filters; exponential noise, `argmax`; FlashInfer kernels |
+# | sampling | filters, Gumbel-max with Philox noise | temperature; exponential noise, `argmax` | filters; exponential noise, `argmax`; FlashInfer kernels |
 # | seed per request | yes, the same text in any batch | no | yes, a generator a request |
 # | text | incremental, whole characters | decoded at the end | incremental, whole characters |
 #

@@ -61,7 +61,7 @@ LENGTHS = [8, 48, 12, 36, 8, 16, 56, 10, 24, 8, 44, 14, 32, 8, 20, 24]  # tokens
 #    the four rows stands empty?
 # 3. And if a row is filled again at once?
 # 4. Each sequence gets room for the longest context there can be. What share of that room holds a token, on average?
-# 5. Chapter 1 left A, B and C in a queue: 23 steps, and C's first token in step 16. With room for two, when does C draw its first token?
+# 5. Chapter 1 left A, B and C in a queue: 23 steps, and C's first token in step 16. With room for two, when does C get its first token?
 
 # %% [markdown]
 # ## A, B and C share a step

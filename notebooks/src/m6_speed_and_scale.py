@@ -140,11 +140,11 @@ print(f"28 layers instead of 6: about {ops * 28 // 6} operations, {1e3 * ops * 2
 #
 # - **capture** the list of orders once and give it as one (CUDA graphs);
 # - **plan ahead**: schedule step i + 1 while step i runs (overlap);
-# - **say less**: send only what is new, bring back only token ids, draw in one pass.
+# - **say less**: send only what is new, bring back only token ids, sample in one pass.
 #
 # ## The first mini: capture once, replay often
 #
-# (It uses m6.2, and has the idea of m6.1 in it.) The graph that any small engine has: a layer of attention with a cache, four widths, a padded batch.
+# (It uses m6.2, and has the idea of m6.1 in it.) The captured graph that any small engine can have: a layer of attention with a cache, four widths, a padded batch.
 # On a GPU it is a `torch.cuda.graph`, on a CPU our `CpuGraph`, which obeys the same rules.
 
 # %%
@@ -487,7 +487,7 @@ assert overlapped_step < plain_step
 
 # %% [markdown]
 # Above, the device is idle while the host works, and the host is idle while the device works. Below, the device never waits: when a step ends, the next
-# one is queued already. Follow one token: it is drawn at the end of a step, the next step *reads it on the device*, and only then does the host
+# one is queued already. Follow one token: it is sampled at the end of a step, the next step *reads it on the device*, and only then does the host
 # see it ("take in"), one step late.
 #
 # ## Measure: the switch off and on, for devices of any speed
@@ -587,9 +587,9 @@ print(f"{len(widths)} graphs; on average {np.mean(scheduled) - 1:.1%} more rows 
 # %% [markdown]
 # It looks worse than it is. At small batch a decode reads all weights whatever the number of rows, and padding reads no K/V at all: its length is 0.
 #
-# ## See it: a draw without a softmax
+# ## See it: sampling without a softmax
 #
-# $\arg\max_v (z_v / \tau + g_v)$ with independent Gumbel noise $g_v = -\ln(-\ln u_v)$ *is* a draw from softmax$(z / \tau)$. No maximum first, no sum, no
+# $\arg\max_v (z_v / \tau + g_v)$ with independent Gumbel noise $g_v = -\ln(-\ln u_v)$ *is* a sample from softmax$(z / \tau)$. No maximum first, no sum, no
 # sorting: one pass over the logits, in any order, in pieces.
 
 # %%
@@ -766,7 +766,7 @@ sharded.close()
 # %% [markdown]
 # ## Measure: the presets on this machine
 #
-# The real engine now, tokens computed here. A CPU has no second processor to overlap with, nor launches worth a graph. So M6 can win nothing here, and
+# The real engine now, tokens computed here. A CPU has no second processor to overlap with, nor launches worth capturing. So M6 can win nothing here, and
 # the question is what its machinery costs; the tokens are the same.
 
 # %%
@@ -817,7 +817,7 @@ assert max(batch["kernels"], key=batch["kernels"].get) == "attention"
 #
 # | | this milestone | nano-vLLM | vLLM (v1) |
 # |---|---|---|---|
-# | in the graph | unpacking, model, head, draw | model | model (head and draw outside) |
+# | in the graph | unpacking, model, head, sampling | model | model (head and sampling outside) |
 # | widths captured | 1, 2, 4, 8, every 16th | 1, 2, 4, 8, every 16th | 1, 2, 4, every 8th, then every 16th |
 # | prompts and mixed steps | captured up to 3,072 tokens, on a GPU | eager | piecewise graphs between attentions, or eager |
 # | overlap | one step ahead, tokens stay on the device | none | one step ahead (`async_scheduling`) |
@@ -863,10 +863,10 @@ with patch.object(StepPacker, "pack_decode", borrows_row_0):
 assert not all(right)
 
 # %% [markdown]
-# Only with overlap, and only for the request in row 0: the padding's draw lands in `last_token[0]`, and the next step believes it. Without overlap the
+# Only with overlap, and only for the request in row 0: the padding's sample lands in `last_token[0]`, and the next step believes it. Without overlap the
 # host sends each token itself, and `last_token` is not read. Bugs of this kind pass every test that runs one request at a time.
 #
-# Third: a penalty depends on the tokens so far, hence on those in flight. So the device counts them itself, right after each draw. What if the
+# Third: a penalty depends on the tokens so far, hence on those in flight. So the device counts them itself, right after each sample. What if the
 # host did it, which sees a token one step late?
 
 # %%
@@ -889,7 +889,7 @@ print(f"equal for {same} tokens, then\nright: {right.text!r}\nwrong: {wrong.text
 assert right.token_ids != wrong.token_ids
 
 # %% [markdown]
-# The draw did not know of the newest token, so the penalty came one step late. In most texts no word follows itself and nothing shows: of 21
+# The sampler did not know of the newest token, so the penalty came one step late. In most texts no word follows itself and nothing shows: of 21
 # pairs of a prompt and a penalty that we tried, 2 differed.
 #
 # And for the ranks: `gate` and `up` are one matrix in the engine, 1,536 rows, so that one product does both. Cut *that* in two.

@@ -50,7 +50,7 @@ def prompt_of(length, number):
 # Write your guesses down before you go on; each is measured below.
 #
 # 1. Four clients come at nearly the same time, and each asks for 40 tokens. One after the other they need four times as long as one. And together?
-# 2. A reader sleeps while 60 tokens are drawn for it. How many pieces does it get? How many tokens does another client get meanwhile?
+# 2. A reader sleeps while 60 tokens are sampled for it. How many pieces does it get? How many tokens does another client get meanwhile?
 # 3. A client leaves in the middle of its answer. How many steps later does the engine work on it no more?
 # 4. A server can answer 25 requests a second, and 45 come. How many a second are answered in time, if it takes them all? If it refuses some?
 # 5. The engine's thread raises an exception. What do the clients see?
@@ -573,4 +573,4 @@ await engine.close()
 # ## Where this leads
 #
 # `folovllm serve` puts HTTP in front of this: the [page about serving](../docs/reference/serving.md) has its flags. With structured output the engine's
-# draw gets a mask for each step: try `folovllm.structured_output.choice.choice_mask` with a vocabulary of your own.
+# sampler gets a mask for each step: try `folovllm.structured_output.choice.choice_mask` with a vocabulary of your own.
