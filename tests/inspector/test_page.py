@@ -5,12 +5,10 @@ from __future__ import annotations
 import base64
 import itertools
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
-import urllib.request
 from html import unescape
 from importlib.util import find_spec
 from pathlib import Path
@@ -197,28 +195,6 @@ class TestCommands:
         assert run(*arguments) == 2
         said = re.sub(r"[\s│]+", " ", capsys.readouterr().err)
         assert says in said, said
-
-    @pytest.mark.slow
-    @pytest.mark.usefixtures("warm")
-    def test_a_server_of_its_own(self, tmp_path: Path) -> None:
-        """It says where it is, and Ctrl-C ends it, with a reader attached."""
-        for arguments, kind in ((["--milestone", "m3", *MODEL], "playground"), ([str(DATA / "m2.jsonl")], "files")):
-            command = [sys.executable, "-m", "folovllm", "inspect", *arguments, "--port", "0", "--no-browser"]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ)
-            try:
-                assert process.stdout
-                address = re.search(r"http://\S+", process.stdout.readline())
-                assert address
-                with urllib.request.urlopen(address[0], timeout=30) as response:
-                    assert f'"kind":"{kind}"' in response.read().decode()
-                if kind == "playground":
-                    stream = urllib.request.urlopen(f"{address[0]}/events", timeout=30)
-                    assert b"folovllm recording" in stream.readline()
-                process.send_signal(signal.SIGINT)
-                assert process.wait(30) == 0
-            finally:
-                process.kill()
-                process.wait()
 
 
 @pytest.mark.slow
