@@ -20,7 +20,7 @@ from folovllm.cli import main
 from folovllm.inspector import film, show
 from folovllm.inspector.page import SCRIPT, SOURCE, STATIC, STYLE, inline_source, served_page, whole_page
 from folovllm.inspector.replay import parse, read
-from folovllm.inspector.trace import DEVICE, ENGINE, REQUESTS, SCHEDULE, TAKE_IN, Trace
+from folovllm.inspector.trace import DEVICE, ENGINE, POSTPROCESS, REQUESTS, SCHEDULE, Trace
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import tiny_checkpoint
 from tests.m5.test_events import GREEDY, World, engine
@@ -113,7 +113,7 @@ class TestTrace:
         found, world = self.spans(milestone)
         spans = [e for e in found if e["ph"] == "X"]
         assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in spans)
-        for track in (SCHEDULE, DEVICE, TAKE_IN):
+        for track in (SCHEDULE, DEVICE, POSTPROCESS):
             own = sorted((e for e in spans if (e["pid"], e["tid"]) == (ENGINE, track)), key=lambda e: e["ts"])
             assert len(own) in (world.engine._num_steps, world.engine._num_steps + 1)
             assert all(a["ts"] + a["dur"] <= b["ts"] + 0.2 for a, b in itertools.pairwise(own)), "one after the other"
