@@ -143,9 +143,8 @@ class Watcher:
     def _begin(self, snapshot: ev.Snapshot) -> None:
         """Take the whole state from a snapshot."""
         self.block_size, self.num_steps = snapshot.block_size, snapshot.num_steps
-        self.cells = [Cell() for _ in range(snapshot.num_blocks)]
-        for block in snapshot.blocks:
-            self.cells[block.block_id] = Cell(block.ref_count, block.is_free, block.hash, block.serial, block.parent)
+        known = {b.block_id: Cell(b.ref_count, b.is_free, b.hash, b.serial, b.parent) for b in snapshot.blocks}
+        self.cells = [known.get(i) or Cell() for i in range(snapshot.num_blocks)]
         self.sequences = {
             seq.added.seq_id: Watched(
                 seq.added, seq.is_running, seq.num_tokens, seq.num_computed_tokens, list(seq.block_table)

@@ -92,7 +92,7 @@ SCENES = [
     Scene(SAMPLES / "m2.jsonl", "Three slots", {"milestone": "m2", "num_kv_blocks": 3, **MEMORY}, FIVE),
     Scene(
         SAMPLES / "m3.jsonl",
-        "Blocks, and somebody gives way",
+        "Blocks, and a preemption",
         {"milestone": "m3", "num_kv_blocks": 12, "block_size": 8, "max_num_seqs": 4, **MEMORY},
         FIVE,
     ),

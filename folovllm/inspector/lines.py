@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "folovllm recording", 1
 KEY_EVERY = 256  # turns
 Line = list[Any]
+Name = tuple[int, str, int, int]  # block, hash, serial, parent's serial
 Text = str | list[int]
 
 # Events whose entry is a name and then the event's fields,
@@ -47,6 +48,9 @@ class LineWriter:
         self.num_turns = 0
         self._header, self._texts, self._epoch, self._key_every = header, texts, epoch, key_every
         self._state = Watcher()
+        self._named: dict[
+            int, Name
+        ] = {}  # by block; kept, since a large cache has too many to format for each keyframe
         self._known: set[int] = set()  # token ids whose texts are written
         self._new: set[int] = set()  # token ids that the next line needs
         self._turn: list[Line] = []
@@ -64,7 +68,7 @@ class LineWriter:
             if not events:
                 return
         elif self._key_every and self.num_turns % self._key_every == 0 and self.num_turns:
-            yield encode(["key", self.num_turns, at, keyframe(self._state, self._at)])
+            yield encode(["key", self.num_turns, at, keyframe(self._state, self._named, self._at)])
         self._turn = []
         for event in events:
             if (entry := self._entry(event)) is not None:
@@ -92,12 +96,17 @@ class LineWriter:
         self._new |= self._known
         self._known.clear()
         self._state.apply(snapshot)
+        self._named = {
+            b.block_id: (b.block_id, f"{b.hash:016x}", b.serial, b.parent)
+            for b in snapshot.blocks
+            if b.hash is not None
+        }
         block_tokens, different = tokens_of(snapshot.blocks)
         tokens = {str(seq.added.seq_id): list(seq.token_ids) for seq in snapshot.sequences}
         self._new.update(different, *tokens.values())
         yield encode(self._header)
         yield from self._new_texts()
-        state = keyframe(self._state, self._at) | {"tokens": tokens, "block_tokens": block_tokens}
+        state = keyframe(self._state, self._named, self._at) | {"tokens": tokens, "block_tokens": block_tokens}
         yield encode(["key", self.num_turns, at, state])
 
     def _entry(self, event: ev.Event) -> Line | None:
@@ -105,10 +114,14 @@ class LineWriter:
         if (name := PLAIN.get(type(event))) is not None:
             return [name, *event]
         match event:
-            case ev.BlockClaimed() | ev.BlockTaken() | ev.BlockFreed() | ev.BlockEvicted():
-                return self._join(BLOCKS[type(event)], event.block_id)
+            case ev.BlockClaimed(block_id) | ev.BlockTaken(block_id) | ev.BlockFreed(block_id):
+                return self._join(BLOCKS[type(event)], block_id)
+            case ev.BlockEvicted(block_id):
+                self._named.pop(block_id, None)
+                return self._join("evict", block_id)
             case ev.BlockCached(block_id, seq_id, place, hash_, serial, parent):
-                return ["publish", block_id, seq_id, place, f"{hash_:016x}", serial, parent]
+                named = self._named[block_id] = (block_id, f"{hash_:016x}", serial, parent)
+                return ["publish", block_id, seq_id, place, *named[1:]]
             case ev.StepBegan(step, start, scheduled, output, budget_left):
                 entries = self._scheduled(output.scheduled_seqs)
                 return ["begin", step, self._at(start), self._at(scheduled), entries, budget_left]
@@ -160,8 +173,8 @@ class LineWriter:
         return None
 
 
-def keyframe(state: Watcher, at: Callable[[float], int]) -> dict[str, Any]:
-    """The whole state as a keyframe has it. `at` turns the clock's time into the recording's."""
+def keyframe(state: Watcher, named: dict[int, Name], at: Callable[[float], int]) -> dict[str, Any]:
+    """The whole state as a keyframe has it. `named` has the entries of cached blocks, `at` turns the clock's time into the recording's."""
     sequences = []
     for seq in state.sequences.values():
         seq_id, request_id, answer, prompt, max_tokens, priority, time = seq.added
@@ -172,11 +185,7 @@ def keyframe(state: Watcher, at: Callable[[float], int]) -> dict[str, Any]:
         "steps": state.num_steps,
         "free": "".join(["1" if cell.is_free else "0" for cell in state.cells]),
         "refs": [cell.ref_count for cell in state.cells],
-        "named": [
-            (i, f"{cell.hash:016x}", cell.serial, cell.parent)
-            for i, cell in enumerate(state.cells)
-            if cell.hash is not None
-        ],
+        "named": list(named.values()),
         "sequences": sequences,
     }
 

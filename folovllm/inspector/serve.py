@@ -73,7 +73,13 @@ async def _error(request: Request, error: Exception) -> Response:
     return error_response(as_api_error(error))
 
 
-HANDLED = (ClientDisconnect, HTTPException, ApiError, ValueError, RuntimeError)
+HANDLED = (
+    ClientDisconnect,
+    HTTPException,
+    ApiError,
+    ValueError,
+    RuntimeError,
+)  # another is a bug: 500, and the log has it
 
 
 def replay_app(recordings: list[Path], host: str) -> Starlette:
@@ -163,6 +169,7 @@ def run_playground(overrides: dict[str, Any], host: str, port: int, browser: boo
 
 
 async def _play(playground: Playground, listener: socket.socket, host: str, browser: bool) -> None:
+    """Serve the playground, and end its engine afterwards, also where a second signal does not wait."""
     await playground.build({})
     try:
         await _serve(playground_app(playground, host), listener, "a playground", browser, playground.subscribers.close)

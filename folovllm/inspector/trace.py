@@ -18,8 +18,8 @@ from folovllm.engine.llm_engine import LLMEngine
 from folovllm.files import write_whole
 
 ENGINE, REQUESTS = 1, 2  # processes, as Perfetto calls a group of tracks
-SCHEDULE, DEVICE, TAKE_IN = 1, 2, 3  # tracks of the engine
-TRACKS = {SCHEDULE: "schedule", DEVICE: "device: model and sampling", TAKE_IN: "take in"}
+SCHEDULE, DEVICE, POSTPROCESS = 1, 2, 3  # tracks of the engine
+TRACKS = {SCHEDULE: "schedule", DEVICE: "device: model and sampling", POSTPROCESS: "postprocess"}
 
 
 class Trace:
@@ -103,7 +103,7 @@ class Trace:
             self._spans.append(self._span(REQUESTS, scheduled.seq_id, name, start, event.arrived))
         tokens = {"sequences": len(event.output.scheduled_seqs), "prefill tokens": prefill}
         self._spans.append(self._span(ENGINE, DEVICE, f"step {event.step}", start, event.arrived, tokens))
-        self._spans.append(self._span(ENGINE, TAKE_IN, f"step {event.step}", event.arrived, event.end))
+        self._spans.append(self._span(ENGINE, POSTPROCESS, f"step {event.step}", event.arrived, event.end))
         for name, value in (("KV blocks used", event.kv_blocks_used), ("waiting", event.waiting)):
             self._spans.append({"ph": "C", "pid": ENGINE, "name": name, "ts": event.end, "args": {name: value}})
         self._now = max(self._now, event.end)

@@ -8,7 +8,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -66,13 +66,8 @@ class Looker:
         self._connection.close()
 
 
-@contextmanager
-def looking(server: Background, **options: Any) -> Iterator[Looker]:
-    looker = Looker(server, **options)
-    try:
-        yield looker
-    finally:
-        looker.close()
+def looking(server: Background, **options: Any) -> closing[Looker]:
+    return closing(Looker(server, **options))
 
 
 @pytest.fixture(scope="module", params=BOTH)
@@ -82,13 +77,13 @@ def server(request: pytest.FixtureRequest) -> Iterator[Background]:
         yield server
 
 
-def ask(server: Background, prompt: list[int], max_tokens: int = 6) -> list[int]:
+def ask(server: Background, prompt: list[int], status: int = 200) -> None:
+    """Ask for six tokens."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
-    body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    body = {"prompt": prompt, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
     connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
-    said = json.loads(connection.getresponse().read())
+    assert connection.getresponse().status == status
     connection.close()
-    return [int(token) for token in said["usage"].values() if isinstance(token, int)]
 
 
 def finished(times: int) -> Callable[[str], bool]:
@@ -220,26 +215,17 @@ def test_an_engine_that_ends_says_how(transport: str) -> None:
             assert not any(line.startswith('["done"') for line in looker.rest()), "it had no time to"
             return
         place.inner.scheduler.schedule = lambda: 1 // 0
-        ask_and_forget(server)
+        ask(server, [1], status=503)
         assert parse("".join(f"{line}\n" for line in looker.rest()), "x").how == (
             "ZeroDivisionError: integer division or modulo by zero"
         )
 
 
-def ask_and_forget(server: Background) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
-    connection.request("POST", "/v1/completions", '{"prompt": [1]}', {"Content-Type": "application/json"})
-    assert connection.getresponse().status == 503
-    connection.close()
-
-
 def test_a_server_that_ends_ends_its_streams() -> None:
-    with Background(ServerConfig(inspector=True), **TIGHT) as server:
-        looker = Looker(server)
+    with Background(ServerConfig(inspector=True), **TIGHT) as server, looking(server) as looker:
         looker.read_until(lambda line: line.startswith('["key"'))
         server.call(lambda: asyncio.ensure_future(server.engine.drain()))
         looker.rest()
-        looker.close()
 
 
 class TestLines:

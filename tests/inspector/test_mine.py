@@ -1,4 +1,4 @@
-"""The playground on a learner's code: a mistake is seen in the stream, and mended without a new start."""
+"""`folovllm inspect` in a process of its own, also on a learner's code: a mistake is seen, and mended without a new start."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ import pytest
 
 from folovllm.inspector.replay import Recording, parse
 from folovllm.watcher import Watched, Watcher
+from tests.helpers import tiny_checkpoint
+from tests.inspector.browser import SAMPLES
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm")]
 REFERENCE = Path(__file__).parents[2] / "folovllm" / "engine" / "scheduler.py"
@@ -56,24 +58,40 @@ def scheduler_file(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def playing(mine: Path) -> Iterator[str]:
-    """The playground on a learner's code; its address."""
-    env = {**os.environ, "FOLOVLLM_MINE": str(mine), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "folovllm", "inspect", *SMALL, "--port", "0", "--no-browser", "--no-use-tqdm"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
+def inspecting(*arguments: str, **environment: str) -> Iterator[str]:
+    """`folovllm inspect`, which ends at Ctrl-C; its address."""
+    command = [sys.executable, "-m", "folovllm", "inspect", *arguments, "--port", "0", "--no-browser"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | environment)
     try:
         assert process.stdout
         address = re.search(r"http://\S+", process.stdout.readline())
         assert address
-        post(f"{address[0]}/playground/pace", {"delay": 0})
         yield address[0]
-    finally:
         process.send_signal(signal.SIGINT)
-        try:
-            process.wait(30)
-        finally:
-            process.kill()
-            process.wait()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def playing(mine: Path) -> Iterator[str]:
+    """The playground on a learner's code; its address."""
+    with inspecting(*SMALL, "--no-use-tqdm", FOLOVLLM_MINE=str(mine), OMP_NUM_THREADS="1") as address:
+        post(f"{address}/playground/pace", {"delay": 0})
+        yield address
+
+
+@pytest.mark.parametrize("kind", ["playground", "files"])
+def test_a_server_of_its_own(kind: str) -> None:
+    """It says where it is, and Ctrl-C ends it, with a reader attached."""
+    of_its_own = ["--milestone", "m3", "--model", str(tiny_checkpoint()), "--device", "cpu", "--no-use-tqdm"]
+    with inspecting(*(of_its_own if kind == "playground" else [str(SAMPLES / "m2.jsonl")])) as address:
+        with urllib.request.urlopen(address, timeout=30) as response:
+            assert f'"kind":"{kind}"' in response.read().decode()
+        if kind == "playground":
+            stream = urllib.request.urlopen(f"{address}/events", timeout=30)
+            assert b"folovllm recording" in stream.readline()
 
 
 def write(file: Path, mistake: str | None) -> None:

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +30,13 @@ WATCHER_TESTS = "tests.course.test_watcher"
 
 
 class Taped(World):
-    """A world that is recorded, with a keyframe every seven turns; what its watcher saw after each turn is kept."""
+    """A world that is recorded, with a keyframe every seven turns; what its watcher knew after each turn is kept."""
 
     def __init__(self, served: LLMEngine, seed: int, key_every: int = 7) -> None:
         super().__init__(served, seed)
-        self.data, self.states = bytearray(), list[Any]()
+        self.data, self.states = bytearray(), list[Watcher]()
         self.recorder = Recorder(served, self.data.extend, key_every=key_every)
-        served.subscribe(lambda _: self.states.append(state_of(self.watcher)))  # after the watcher
+        served.subscribe(lambda _: self.states.append(deepcopy(self.watcher)))  # after the watcher
 
     def replay(self) -> Recording:
         self.recorder.close()
@@ -54,7 +55,11 @@ def state_of(watcher: Watcher) -> Any:
 
 def check_keyframe(key: dict[str, Any], watcher: Watcher) -> None:
     """A keyframe has all that a reader knows who came from the beginning."""
-    assert key == json.loads(encode(keyframe(watcher, lambda seconds: round(seconds * 1e6))))
+    cached = enumerate(watcher.cells)
+    named = {i: [i, f"{cell.hash:016x}", cell.serial, cell.parent] for i, cell in cached if cell.hash is not None}
+    assert sorted(key["named"]) == list(named.values())
+    own = json.loads(encode(keyframe(watcher, {}, lambda seconds: round(seconds * 1e6))))
+    assert key | {"named": []} == own
 
 
 def assert_replays(taped: Taped) -> Recording:
@@ -66,7 +71,7 @@ def assert_replays(taped: Taped) -> Recording:
         if turn.key is not None:
             check_keyframe(turn.key, watcher)
         watcher(turn.events)
-        assert state_of(watcher) == state
+        assert state_of(watcher) == state_of(state)
     assert [t.number for t in turns if t.key] == list(range(7, len(turns) - 1, 7)), "keyframes"
     return found
 

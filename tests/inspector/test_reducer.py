@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.inspector.recorder import Recorder
 from folovllm.watcher import Cell, Watcher
 from tests.course import test_watcher as wrong
 from tests.inspector.browser import HOST, Shown, chromium, shown
-from tests.m5.test_events import World, cells_of, engine
+from tests.inspector.test_recording import Taped
+from tests.m5.test_events import cells_of, engine
 from tests.x3.engines import Anything, speculation_of, speculative
 from tests.x3.test_events import NoJudge
 
@@ -57,14 +57,12 @@ return recording.moments.map((_, at) => {
 """
 
 
-class Watched(World):
-    """A world that is recorded; after each moment it notes what the watcher says, and what the cache manager does."""
+class Watched(Taped):
+    """A world that is recorded; after each moment it notes what the cache manager says, too."""
 
-    def __init__(self, served: LLMEngine, seed: int, key_every: int = 256) -> None:
-        super().__init__(served, seed)
-        self.data, self.states, self.own = bytearray(), list[Any](), dict[int, list[Cell]]()
-        served.subscribe(lambda _: self.states.append(state_of(self.watcher)))
-        self.recorder = Recorder(served, self.data.extend, key_every=key_every)
+    def __init__(self, served: LLMEngine, seed: int) -> None:
+        super().__init__(served, seed, key_every=256)
+        self.own = dict[int, list[Cell]]()
 
     def note(self) -> None:
         """Keep what the cache manager says itself."""
@@ -112,7 +110,7 @@ def assert_page_agrees(here: Shown, world: Watched, ignore_free: bool = False) -
     told: dict[str, Any] = here.run(STATES, {"text": world.data.decode(), "walk": walk})
     assert told["strayed"] == [], "going back and forth gives another state"
     assert len(told["states"]) == len(world.states)
-    for at, (seen, state) in enumerate(zip(told["states"], world.states, strict=True)):
+    for at, (seen, state) in enumerate(zip(told["states"], map(state_of, world.states), strict=True)):
         assert {name: seen[name] for name in state} == state, f"at moment {at}"
         if at in world.own:
             own = [replace(cell, is_free=bool(mine[1])) if ignore_free else cell
@@ -159,6 +157,7 @@ def assert_ghosts_lie_where_the_engine_has_them(world: Watched, moments: list[An
     """What counts is in the cache and in the text, what was rejected in neither; and all guesses are told. Returns their kinds."""
     guessed, accepted, under_way, found = Counter[int](), Counter[int](), dict[int, int](), set[str]()
     turns = [line[3] for line in map(json.loads, world.data.splitlines()[1:]) if line[0] == "turn"]
+    states = [state_of(watcher) for watcher in world.states]
     for at, events in enumerate(turns, 1):
         checks = {event[1]: event[2:] for event in events if event[0] == "guess"}
         for event in events:
@@ -173,8 +172,8 @@ def assert_ghosts_lie_where_the_engine_has_them(world: Watched, moments: list[An
         for id_, (asked, right, rejected) in checks.items():
             assert len(rejected) == asked - right
             guessed[id_], accepted[id_] = guessed[id_] + asked, accepted[id_] + right
-        state = world.states[at]
-        seqs, before = ({seq[0]: seq for seq in world.states[i]["seqs"]} for i in (at, at - 1))
+        state = states[at]
+        seqs, before = ({seq[0]: seq for seq in states[i]["seqs"]} for i in (at, at - 1))
         ghosts = {id_: (own, counts) for id_, own, *counts in moments[at]}
         assert {id_ for id_ in checks if id_ in seqs} <= ghosts.keys()
         for id_, (own, counts) in ghosts.items():

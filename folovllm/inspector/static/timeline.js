@@ -181,7 +181,7 @@ export class TimelineView {
     const hidden = this.numThere - this.rows.length;
     this.checkKey.hidden = !recording.hasDrafts;
     const width = columns.width[at] ? `; graph of ${columns.width[at]} (${columns.width[at] - columns.decode[at]} padded)` : "";
-    const times = `schedule ${duration(columns.schedule[at])}, device and draw ${duration(columns.device[at])}, take in ${duration(columns.take[at])}`;
+    const times = `schedule ${duration(columns.schedule[at])}, device and sampling ${duration(columns.device[at])}, postprocess ${duration(columns.take[at])}`;
     setText(this.facts, columns.prefill[at] + columns.decode[at] ? `${times}${width}${hidden > 0 ? `; ${count(hidden)} rows not shown` : ""}` : "");
     this.canvas.setAttribute("aria-label", `Steps ${this.from} to ${this.to - 1}. This one: ${this.#numbers(at)}.`);
   }
