@@ -7,6 +7,7 @@ of the design; a line that exceeds its budget is marked.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import os
@@ -178,6 +179,7 @@ def table(root: Path) -> dict[str, tuple[int, ...]]:
 
 def main() -> None:
     """Print a line for each budget."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     print(f"{'':32}{'now':>24}{'at most':>16}   (files,) lines, statements")
     for name, now in table(Path(__file__).resolve().parents[1]).items():
         most = BUDGETS.get(name, ())

@@ -33,8 +33,6 @@ Limit = Annotated[
 ]
 Repeats = Annotated[int, typer.Option(help="Passes; the table shows the median, and their spread.", min=1)]
 Requests = Annotated[int | None, typer.Option(help="Only the first so many requests.", min=1)]
-
-
 Save = Annotated[Path | None, typer.Option("--save", help="Write the result to this JSON file.", callback=in_a_folder)]
 
 
@@ -124,10 +122,7 @@ def reuse(
     """What a cached prefix saves, what hashing costs, and how long a long prompt holds up the others."""
     from folovllm.bench.reuse import bench_reuse
 
-    try:
-        sizes = tuple(int(size) for size in chunks.split(","))
-    except ValueError:
-        raise ValueError(f"--chunks takes whole numbers, say 2048,512,128, not {chunks!r}") from None
+    sizes = tuple(map(int, numbers("--chunks", chunks)))
     with contenders(given, None, random_weights) as [contender]:
         for part, found in bench_reuse(contender, parts, prefix, prompt, requests, sizes, repeats, cpu_time):
             finish(found, save and save.with_stem(f"{save.stem}-{part}"))
@@ -156,7 +151,6 @@ def ladder(
 
     if given.pop("milestone", None):
         raise ValueError("the ladder runs all milestones: say --upto m3, not --milestone m3")
-    with_mine = bool(os.environ.get("FOLOVLLM_MINE"))
     upto = upto or started_milestone() or LATEST
     on_gpu = choose_device(given.get("device")).type == "cuda"
     workload = workload or ("nano-vllm" if on_gpu else "mixed")
@@ -164,7 +158,7 @@ def ladder(
         climbed = rungs(upto, fields) if on_gpu else for_cpu(rungs(upto, fields), workload, requests)
         plan = Plan(climbed, workload, requests, limit, repeats)
         found = bench_ladder(plan)
-        found = beside(found, bench_reference(plan)) if with_mine else found
+        found = beside(found, bench_reference(plan)) if os.environ.get("FOLOVLLM_MINE") else found
     finish(found, save, show_ladder)
 
 

@@ -69,14 +69,12 @@ class Client(asyncio.Protocol):
         self.over: asyncio.Future[None] = self._loop.create_future()
 
     def data_received(self, data: bytes) -> None:
-        """As `asyncio.Protocol` has it."""
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserCallbackError) as error:
             self._end(f"the server's response cannot be read: {error.__context__ or error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """As `asyncio.Protocol` has it."""
         self._end("the server closed the connection before the answer was over")
 
     def on_body(self, body: bytes) -> None:

@@ -50,15 +50,15 @@ def bench_ttft(contender: Contender, prefix: int, repeats: int = 5, clock: Clock
             shared = random_ids(rng, prefix, engine)
             prompts = [shared + random_ids(rng, TAIL, engine) for _ in range(2)]
             times.append([time_to_first_token(engine, prompt, clock) for prompt in prompts])
-        run = Run("the cache on", used_settings(engine.setup.config), {})
+        settings = used_settings(engine.setup.config)
     firsts, seconds = zip(*times[1:], strict=True)  # the first pair warms up
-    run.metrics = {
+    metrics = {
         "TTFT of the first": Metric.of([1e3 * t for t in firsts], "ms", False),
         "TTFT of the second": Metric.of([1e3 * t for t in seconds], "ms", False),
         "first / second": Metric.of([a / b for a, b in zip(firsts, seconds, strict=True)]),
     }
-    tokens = 2 * (prefix + TAIL)
-    return Result("reuse", describe(f"two prompts that share {prefix:,} tokens", 2, tokens, 2), [run])
+    work = describe(f"two prompts that share {prefix:,} tokens", 2, 2 * (prefix + TAIL), 2)
+    return Result("reuse", work, [Run("the cache on", settings, metrics)])
 
 
 def time_to_first_token(engine: LLMEngine, prompt: list[int], clock: Clock = time.perf_counter) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,10 @@ from folovllm.bench.report import load
 from folovllm.bench.workload import mixed_workload
 from folovllm.cli import main
 from tests.helpers import tiny_checkpoint
+
+
+def options() -> dict[str, Any]:
+    return {"model": str(tiny_checkpoint()), "slots": 2, "max_model_len": 64, "device": "cpu", "max_num_seqs": 16}
 
 
 def test_lengths_lie_between_the_bounds_and_most_are_short() -> None:
@@ -22,8 +27,7 @@ def test_lengths_lie_between_the_bounds_and_most_are_short() -> None:
 
 def test_blocks_hold_more_sequences_in_the_same_bytes() -> None:
     workload = mixed_workload(16, 0, (2, 16), (2, 32))
-    options = {"model": str(tiny_checkpoint()), "slots": 2, "max_model_len": 64, "device": "cpu", "max_num_seqs": 16}
-    m2, m3 = (measure(milestone, workload, block_size=4, **options) for milestone in ("m2", "m3"))
+    m2, m3 = (measure(milestone, workload, block_size=4, **options()) for milestone in ("m2", "m3"))
     assert m2.kv_bytes == m3.kv_bytes
     assert m2.output_tokens == m3.output_tokens == workload.output_tokens
     assert (m2.block_size, m2.peak_running) == (64, 2)
@@ -37,11 +41,9 @@ def test_blocks_hold_more_sequences_in_the_same_bytes() -> None:
 def test_the_command_prints_a_column_a_preset(
     flag: str, names: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    flags = (
-        f"bench memory --model {tiny_checkpoint()} --requests 4 --slots 2 --max-model-len 64 --save {tmp_path}/r.json"
-    )
+    flags = f"--model {tiny_checkpoint()} --requests 4 --slots 2 --max-model-len 64 --save {tmp_path}/r.json{flag}"
     with pytest.raises(SystemExit) as exit:
-        main((flags + flag).split())
+        main(["bench", "memory", *flags.split()])
     assert exit.value.code == 0
     out = capsys.readouterr().out
     assert all(name in out for name in [*names, "reserved and empty"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from folovllm.bench.reuse import bench_gaps, bench_reuse, bench_sharing, bench_ttft
+from folovllm.bench.reuse import bench_gaps, bench_sharing, bench_ttft
 from folovllm.cli import build_app
 from tests.helpers import tiny_checkpoint
 
@@ -39,14 +39,11 @@ def test_gaps_are_counted_while_the_long_prompt_comes() -> None:
     assert all(run.metrics["longest gap"].median > 0 for run in (whole, *chunks))
 
 
-def test_parts_are_named() -> None:
-    with pytest.raises(ValueError, match="choose of ttft, sharing, gaps"):
-        next(bench_reuse(contender(), ["nonsense"]))
-
-
 def test_as_a_command(tmp_path: Any) -> None:
     words = ["bench", "reuse", "ttft", "--prefix", "64", "--repeats", "1", "--model", str(tiny_checkpoint())]
     words += ["--milestone", "m5", "--device", "cpu", "--save", str(tmp_path / "r.json")]
     result = CliRunner().invoke(build_app(), words)
     assert result.exit_code == 0, result.output
     assert "first / second" in result.output and (tmp_path / "r-ttft.json").is_file()
+    words[2] = "nonsense"
+    assert "choose of ttft, sharing, gaps" in str(CliRunner().invoke(build_app(), words).exception)
