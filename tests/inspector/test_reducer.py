@@ -17,7 +17,7 @@ from folovllm.watcher import Cell, Watcher
 from tests.course import test_watcher as wrong
 from tests.inspector.browser import HOST, Shown, chromium, shown
 from tests.m5.test_events import World, cells_of, engine
-from tests.x3.engines import Anything, speculative, speculation_of
+from tests.x3.engines import Anything, speculation_of, speculative
 from tests.x3.test_events import NoJudge
 
 pytestmark = pytest.mark.slow

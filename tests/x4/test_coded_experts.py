@@ -225,7 +225,7 @@ def test_random_weights(kind: str) -> None:
 @pytest.mark.parametrize("format", ["fp8", "int8"])
 def test_quantize_writes_experts_in_codes(format: str, tmp_path: Path) -> None:
     """And leaves routers as they were. Transformers has the numbers that the codes stand for."""
-    model, options = wide_checkpoint(2), QuantizeOptions(linear_method=format)
+    model, options = wide_checkpoint(2), QuantizeOptions(format=format)
     quantize_folder(str(model), options, tmp_path / "coded", device="cpu", use_tqdm=False)
     tensors, method = load_file(model / "model.safetensors"), method_for(options, torch.float32)
     coded = {k: v for file in (tmp_path / "coded").glob("*.safetensors") for k, v in load_file(file).items()}
@@ -249,7 +249,7 @@ def test_quantize_writes_experts_in_codes(format: str, tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_what_quantize_refuses(family: str, format: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=says):
-        quantize_folder(str(source(family)), QuantizeOptions(linear_method=format), tmp_path / "out", use_tqdm=False)
+        quantize_folder(str(source(family)), QuantizeOptions(format=format), tmp_path / "out", use_tqdm=False)
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("fp8", 8), ("int8", 8), ("int4", 4)])
