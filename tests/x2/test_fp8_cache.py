@@ -29,8 +29,8 @@ from tests.contract import CASES, Case, make_problem
 from tests.helpers import Driver, prompts, tiny_checkpoint
 from tests.m6.ranks import on_ranks
 from tests.workloads import Request, make_engine, mixed_requests, serve
+from tests.x2.quantized import BYTE_KINDS as KINDS
 from tests.x2.quantized import write_quantized
-from tests.x2.test_quantized_weights import KINDS
 
 SCALES = KVScales(0.25, 0.03)  # one that moves exponents alone, and one that does not
 OFFSET = 10.0  # that all keys of these tests lose, more or less

@@ -24,17 +24,21 @@ from folovllm.worker.native_model import load_native_model
 from tests.contract import DEVICE
 from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.workloads import answered, make_engine, mixed_requests, serve
-from tests.x2.quantized import Quantize, compressed, packed, quantize_8, write_quantized
-from tests.x2.test_int4_weights import (
+from tests.x2.quantized import (
     AWQ,
     GPTQ,
     GROUP,
     SORTED,
+    Quantize,
+    compressed,
+    packed,
     quantize,
+    quantize_8,
     to_awq,
     to_gptq,
     to_packed_symmetric,
     to_sorted_gptq,
+    write_quantized,
 )  # fmt: skip
 from tests.x4.checkpoints import FAMILIES, assert_ranks_have_experts, wide_checkpoint
 
