@@ -94,7 +94,7 @@ def compare(plain: LLM, guessing: LLM, told: ToldDraft, arguments: argparse.Name
     shares, guessed, accepted = np.subtract((counts.num_drafts, counts.num_draft_tokens, counts.num_accepted), before)
     cost, guess = measure_steps(guessing.engine.executor, guessing.engine.setup, k), statistics.median(told.seconds)
     tokens, came = sum(arguments.chance**i for i in range(k + 1)), 1 + accepted / shares
-    step, checked = cost.plain.at(batch), cost.checked.at(batch * (k + 1))
+    step, checked = cost.plain.at(batch), cost.verifying.at(batch * (k + 1))
     gain = step / (checked + guess)  # of each token
     assert slow.texts == fast.texts == [text] * batch
     print(

@@ -323,7 +323,7 @@ def int4_hopper(
     zeros: torch.Tensor | None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `quant_matmul`, where `serves` says so."""
+    """Return the product of `quant_matmul`, where `serves` says so."""
     num_tokens, width = x.shape
     rows, out = len(words), x.new_empty(num_tokens, len(words))
     tile, programs = tiling(num_tokens, rows, width, num_sms(x.device))

@@ -20,7 +20,6 @@ class CpuPlain(Plain):
         self._kernels = kernels
 
     def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """As `LinearMethod`."""
         if residual is None and self._kernels.multiplies(x, layer.weight):
             return self._kernels.multiply(x, layer.weight, layer.bias)
         return super().product(layer, x, residual)

@@ -27,7 +27,7 @@ class Plain(LinearMethod):
         return {"weight": torch.split(layer.weight.data, layer.output_sizes)}
 
     def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """As `LinearMethod`. Without a bias the addition is part of the library's product."""
+        """Multiply. Without a bias the addition is part of the library's product."""
         if residual is None:
             return F.linear(x, layer.weight, layer.bias)
         residual = residual.addmm_(x, layer.weight.t())
@@ -41,5 +41,4 @@ class Plain(LinearMethod):
         return layer.bias is None and layer.weight.dtype != torch.float16
 
     def fold(self, layer: LinearBase, scale: torch.Tensor) -> None:
-        """As `LinearMethod`."""
         layer.weight.data *= scale

@@ -21,13 +21,12 @@ class SkinnyLinear(Plain):
     def fused(
         self, layer: LinearBase, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
     ) -> torch.Tensor:
-        """As `LinearMethod`."""
         return skinny_linear(x, layer.weight, norm_eps, gated, residual)
 
     def summed(
         self, layer: LinearBase, x: torch.Tensor, group: Group, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """As `LinearMethod`; where the ranks have one-shot buffers, in one kernel."""
+        """Multiply and add up over ranks, in one kernel where these have one-shot buffers."""
         if group.one_shot_buffers is not None and self.fuses(layer, x) and fits(len(x), layer.weight):
             return summed_linear(x, layer.weight, group.one_shot_buffers, residual)
         return super().summed(layer, x, group, residual)

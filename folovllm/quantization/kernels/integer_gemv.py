@@ -333,7 +333,7 @@ def integer_gemv(
     residual: torch.Tensor | None = None,
     columns: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """As `quant_gemv`, for one token of 16 bits, and groups of 128 (4 bits) or 64 (8 bits) inputs or a multiple."""
+    """Return the product of `quant_gemv` for one token of 16 bits, and groups of 128 (4 bits) or 64 (8 bits) inputs or a multiple."""
     width, words, kind = x.shape[1], weight.weight.view(torch.int32), kind_of(weight.weight)
     rows = len(words) // (1 + gated)
     out = x.new_empty(1, rows)

@@ -69,7 +69,7 @@ class Gptq(Method):
         }
 
     def codes(self, w: torch.Tensor, gram: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `gptq`; without `gram` each weight is rounded for itself."""
+        """Return codes, scales and zeros of `gptq`; without `gram` each weight is rounded for itself."""
         o, w = self.options, w.to(self.dtype)
         if gram is not None:
             return gptq(w, gram, BITS, o.group_size, not o.asymmetric, o.damping)
