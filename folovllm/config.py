@@ -106,11 +106,11 @@ class EngineConfig:
             and less exact. Needs compute capability 8.9, with weights in blocks exactly 9.0 and CUDA 12.9; elsewhere it is
             less exact and slower.
         use_tqdm: show progress while loading (and, on the command line, while answering).
-        speculative_config: how the next tokens are guessed, as a dict with vLLM's keys, or one in JSON, such as
+        speculative_config: how draft tokens are proposed, as a dict with vLLM's keys, or one in JSON, such as
             {"method": "draft_model", "model": "stories-draft"}; see `SpeculativeConfig`.
         speculative_method: the method alone: "ngram", "suffix", or several joined by "+", which are asked in turn
             ("ngram+suffix"). "draft_model" needs a model, which only the configuration above can name.
-        num_speculative_tokens: the most guesses that a step checks for one sequence.
+        num_speculative_tokens: the most draft tokens that a step verifies for one sequence.
         builders: components of your own instead of the engine's, by name and separated by commas: "block_manager" is
             `BlockManager` in mine/folovllm/builders/block_manager.py.
 

@@ -55,7 +55,7 @@ class EngineSetup:
 def plain(setup: EngineSetup) -> EngineSetup:
     """The set-up as it can be sent: without what may not exist in another process.
 
-    That is a class of the model's own, and a proposer of the user's, for which a name stands: it guesses where the scheduler is.
+    That is a class of the model's own, and a proposer of the user's, for which a name stands: it drafts where the scheduler is.
     """
     config, hf_config = setup.config, SimpleNamespace(**setup.hf_config.to_dict())
     if (speculation := config.speculative_config) is not None and not speculation.methods:

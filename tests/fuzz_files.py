@@ -32,11 +32,10 @@ from folovllm.quantization.gguf_reader import MAGIC, read_gguf
 from folovllm.quantization.quantizer.options import QuantizeOptions
 from folovllm.quantization.quantizer.run import quantize
 from tests.helpers import CHAT_TEMPLATE, tiny_checkpoint
-from tests.x2.quantized import write_quantized
+from tests.x2.quantized import BYTE_KINDS as INT8
+from tests.x2.quantized import INT4_KINDS as INT4
+from tests.x2.quantized import tiny, write_quantized
 from tests.x2.test_gguf import write_gguf
-from tests.x2.test_int4_weights import KINDS as INT4
-from tests.x2.test_int4_weights import tiny
-from tests.x2.test_quantized_weights import KINDS as INT8
 
 SECONDS = 5.0
 SHORT = SamplingParams(temperature=0, max_tokens=2)

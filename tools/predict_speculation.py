@@ -91,23 +91,23 @@ def compare(plain: LLM, guessing: LLM, told: ToldDraft, arguments: argparse.Name
         slow = answer(plain, prompts, params, batch)
         fast = answer(guessing, prompts, params, batch)
         gains.append(slow.behind_first / fast.behind_first)
-    shares, guessed, accepted = np.subtract((counts.num_drafts, counts.num_draft_tokens, counts.num_accepted), before)
-    cost, per_draft_token = measure_steps(guessing.engine.executor, guessing.engine.setup, k), statistics.median(told.seconds)
-    tokens, came = sum(arguments.chance**i for i in range(k + 1)), 1 + accepted / shares
-    step, verifying = cost.plain.at(batch), cost.verifying.at(batch * (k + 1))
-    gain = step / (checked + guess)  # of each token
+    drafts, drafted, accepted = np.subtract((counts.num_drafts, counts.num_draft_tokens, counts.num_accepted), before)
+    cost, propose = measure_steps(guessing.engine.executor, guessing.engine.setup, k), statistics.median(told.seconds)
+    tokens, came = sum(arguments.chance**i for i in range(k + 1)), 1 + accepted / drafts
+    step, verify = cost.plain.at(batch), cost.verifying.at(batch * (k + 1))
+    gain = step / (verify + propose)  # of each token
     assert slow.texts == fast.texts == [text] * batch
     print(
-        f"batch {batch}, {k} guesses: plain {1e3 * slow.behind_first:.3f} ms a token, guessing {1e3 * fast.behind_first:.3f} ms, "
+        f"batch {batch}, {k} draft tokens: plain {1e3 * slow.behind_first:.3f} ms a token, with drafts {1e3 * fast.behind_first:.3f} ms, "
         f"{statistics.median(gains):.2f} x; predicted {tokens * gain:.2f} x, and {came * gain:.2f} x "
-        f"of the tokens that came: a step of {1e3 * step:.3f}, {1e3 * checked:.3f} with guesses, which take {1e3 * guess:.3f} ms; "
-        f"{came:.2f} tokens a share with guesses, predicted {tokens:.2f}; {accepted} of {guessed} right",
+        f"of the tokens that came: a step of {1e3 * step:.3f}, {1e3 * verify:.3f} with drafts, which take {1e3 * propose:.3f} ms to propose; "
+        f"{came:.2f} tokens a step with a draft, predicted {tokens:.2f}; {accepted} of {drafted} accepted",
         flush=True,
     )
 
 
 def main() -> None:
-    """Print a line for each number of guesses and each batch."""
+    """Print a line for each number of draft tokens and each batch."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-4b", help="a geometry")
     parser.add_argument("--draft", default="qwen3-0.6b", help="a geometry with the same vocabulary")

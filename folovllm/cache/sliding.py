@@ -28,7 +28,7 @@ class SlidingBlockManager(BlockManager):
 
     Invariant: `GONE` stands in a table for the blocks whose tokens no coming step sees, and only in front of all others.
     It need not wait for a step that is under way: devices run steps in order, and only a later one writes to the block.
-    A rejected guess takes nothing back, since the window is that of a step's first token, which is no guess.
+    A rejected draft token takes nothing back, since the window is that of a step's first token, which is not drafted.
     """
 
     def __init__(self, num_blocks: int, block_size: int, events: Events | None = None, *, window: int) -> None:

@@ -127,7 +127,7 @@ def serves(each: int, weight: torch.Tensor) -> bool:
 def grouped_hopper(
     x: torch.Tensor, weight: torch.Tensor, order: torch.Tensor, starts: torch.Tensor, gated: bool, out: torch.Tensor
 ) -> torch.Tensor:
-    """As `grouped_linear`, into `out` [pairs, N]."""
+    """Write the products of `grouped_linear` to `out` [pairs, N]."""
     num_pairs, (num_experts, width, k), parts = len(order), weight.shape, 1 + gated
     n, tile_n = width // parts, ROWS // parts
     num_tiles = (num_pairs + min(num_experts, num_pairs) * (TILE_M - 1)) // TILE_M

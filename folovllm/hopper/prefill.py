@@ -232,7 +232,7 @@ def prefill_hopper(
     out: torch.Tensor | None = None,
     first_seq: int = 0,
 ) -> torch.Tensor:
-    """As `prefill`, where `serves` says so.
+    """Return the attention of `prefill`, where `serves` says so.
 
     Args:
         kv_cache: [2, N, B, Hkv, D], a view of [2, N, Hkv, B, D], whose two halves are contiguous.

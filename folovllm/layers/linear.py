@@ -172,7 +172,7 @@ class Plain(LinearMethod):
         return {"weight": torch.split(layer.weight.data, layer.output_sizes)}
 
     def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """As `LinearMethod`. Without a bias the addition is part of the library's product."""
+        """Multiply. Without a bias the addition is part of the library's product."""
         if residual is None:
             return F.linear(x, layer.weight, layer.bias)
         residual = residual.addmm_(x, layer.weight.t())

@@ -26,7 +26,7 @@ class SkinnyLinear(Plain):
     def summed(
         self, layer: LinearBase, x: torch.Tensor, group: Group, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """As `LinearMethod`; where the ranks have one-shot buffers, in one kernel."""
+        """Multiply and add up over ranks, in one kernel where these have one-shot buffers."""
         if group.one_shot_buffers is not None and self.fuses(layer, x) and fits(len(x), layer.weight):
             return summed_linear(x, layer.weight, group.one_shot_buffers, residual)
         return super().summed(layer, x, group, residual)

@@ -10,7 +10,6 @@ import torch
 
 from folovllm.kv_format import LARGEST, KVScales, decode, encode
 from folovllm.setup import EngineSetup
-from folovllm.step.sampling_spec import TokenIds
 from folovllm.step.schedule import ScheduledSequence
 from folovllm.worker.warm_up import dummy_seqs
 
@@ -27,22 +26,17 @@ def calibration_seqs(setup: EngineSetup) -> list[ScheduledSequence]:
     (whole,) = dummy_seqs([length], setup.block_size)
     vocab_size = getattr(setup.hf_config, "whole_vocab_size", setup.vocab_size)  # a rank's own is a part
     tokens = np.random.default_rng(0).integers(0, vocab_size, length, dtype=np.int32)
-    return [
-        part_of(whole, tokens, start, min(start + most, length), setup.block_size) for start in range(0, length, most)
-    ]
-
-
-def part_of(whole: ScheduledSequence, tokens: TokenIds, start: int, end: int, block_size: int) -> ScheduledSequence:
-    """Return the tokens `start` to `end` of a sequence, as one `ScheduledSequence`."""
-    first, last = -(-start // block_size), -(-end // block_size)
-    return whole._replace(
-        start=start,
-        num_new_tokens=end - start,
-        token_ids=tokens[start:end],
-        new_blocks=whole.new_blocks[first:last],
-        first_new_block=first,
-        sampling=None if start else whole.sampling,
-    )
+    steps = []
+    for start in range(0, length, most):
+        end = min(start + most, length)
+        first, last = -(-start // setup.block_size), -(-end // setup.block_size)
+        steps.append(
+            whole._replace(
+                start=start, num_new_tokens=end - start, token_ids=tokens[start:end], new_blocks=whole.new_blocks[first:last],
+                first_new_block=first, sampling=None if start else whole.sampling,
+            )
+        )  # fmt: skip
+    return steps
 
 
 def scales_of(kv_caches: Sequence[torch.Tensor]) -> list[KVScales]:

@@ -243,54 +243,46 @@ def as_in_checkpoint(name: str, renamed: Mapping[str, str]) -> str:
     return name.removesuffix(".")
 
 
-def quantized_as_asked(hf_config: Any, config: EngineConfig) -> Any:
-    """Return the model's configuration, with the quantization that random weights are asked to have. A checkpoint's must agree.
+class CheckpointQuantization(Quantization):
+    """Reads the `quantization_config` of checkpoints; random weights may be asked to be in one of `MADE_UP`."""
 
-    Raises:
-        ValueError: `config.quantization` is unknown, or not what the checkpoint is.
-    """
-    asked, said = config.quantization, said_of(hf_config)
-    if asked is None:
+    def configured(self, hf_config: Any, config: EngineConfig) -> Any:
+        """Return the model's configuration, with what `config` asks for. A checkpoint's quantization must be what is asked."""
+        asked, said = config.quantization, said_of(hf_config)
+        method = None if said is None else said.get("quant_method")
+        if asked is not None and said is None and config.random_weights:
+            if asked not in MADE_UP:
+                raise ValueError(f"quantization={asked!r} cannot be made up: choose one of {', '.join(MADE_UP)}")
+            hf_config.quantization_config = said = MADE_UP[asked]
+            method = said["quant_method"]
+        elif asked is not None and asked != method:
+            what = "is not quantized" if method is None else f"is quantized by {method!r}"
+            raise ValueError(f"quantization={asked!r} was asked for, and this checkpoint {what}: leave it out")
+        if config.quantize_activations:
+            if said is None or method not in ("fp8", "compressed-tensors"):
+                raise ValueError(NOT_FP8)  # of some weights in "compressed-tensors" `linear_methods_of` says so
+            hf_config.quantization_config = {**said, ACTIVATIONS: True}
         return hf_config
-    if config.random_weights and said is None:
-        if asked not in MADE_UP:
-            raise ValueError(f"quantization={asked!r} cannot be made up: choose one of {', '.join(MADE_UP)}")
-        hf_config.quantization_config = MADE_UP[asked]
-        return hf_config
-    is_a = None if said is None else said.get("quant_method")
-    if asked != is_a:
-        what = "is not quantized" if is_a is None else f"is quantized by {is_a!r}"
-        raise ValueError(f"quantization={asked!r} was asked for, and this checkpoint {what}: leave it out")
-    return hf_config
+
+    def linear_methods_of(
+        self, hf_config: PretrainedConfig, packed: Mapping[str, Sequence[str]], renamed: Mapping[str, str]
+    ) -> LinearMethodOf | None:
+        return linear_methods_of(hf_config, packed, renamed)
+
+    def check(self, hf_config: PretrainedConfig, part: PretrainedConfig, config: EngineConfig) -> None:
+        """Raise ValueError, before a weight is read. Transformers' own model reads what it can, and no GGUF."""
+        if config.model_impl == "native":
+            if (linear_method_of := linear_methods_of(hf_config, {}, renamed_by(hf_config))) is not None:
+                check_ranks(hf_config, part, linear_method_of)
+        elif (said_of(hf_config) or {}).get("quant_method") == "gguf":
+            raise ValueError(
+                "transformers' model, which M1 runs, cannot keep a GGUF file's codes: take a later milestone or "
+                'model_impl="native", or smollm2, which is unpacked'
+            )
 
 
-def activations_as_asked(hf_config: Any, config: EngineConfig) -> Any:
-    """Return the model's configuration, with `quantize_activations` if that is asked for.
-
-    Raises:
-        ValueError: it is, and weights are not in FP8. For some checkpoints `linear_methods_of` raises it.
-    """
-    if not config.quantize_activations:
-        return hf_config
-    said = said_of(hf_config) or {}
-    if said.get("quant_method") not in ("fp8", "compressed-tensors"):
-        raise ValueError(NOT_FP8)
-    hf_config.quantization_config = {**said, ACTIVATIONS: True}
-    return hf_config
-
-
-def check_quantization(
-    hf_config: PretrainedConfig, part: PretrainedConfig, renamed: Mapping[str, str] = NO_NAMES
-) -> None:
-    """Raise ValueError, before a weight is read, if the quantization is unknown or ranks cannot share the layers.
-
-    Args:
-        part: the configuration of one rank's part (`local_config`), the same object where there is one rank.
-        renamed: as of `linear_methods_of`.
-    """
-    linear_method_of = linear_methods_of(hf_config, {}, renamed)
-    if linear_method_of is None:
-        return
+def check_ranks(hf_config: PretrainedConfig, part: PretrainedConfig, linear_method_of: LinearMethodOf) -> None:
+    """Raise ValueError if ranks cannot share the layers. `part` is the configuration of one rank's part (`local_config`)."""
     whole, parts = (linear_shapes(config) | expert_shapes(config) for config in (hf_config, part))
     cut = {name: shape for name, shape in parts.items() if shape != whole[name]}
     for i in range(part.num_hidden_layers):
@@ -304,31 +296,3 @@ def check_quantization(
                 raise ValueError(
                     f"so many ranks cannot share {name}: {error}; {instead}lower tensor_parallel_size"
                 ) from error
-
-
-def check_known_to_transformers(hf_config: PretrainedConfig) -> None:
-    """Raise ValueError if only our own models read such weights."""
-    if (said_of(hf_config) or {}).get("quant_method") == "gguf":
-        raise ValueError(
-            "transformers' model, which M1 runs, cannot keep a GGUF file's codes: take a later milestone or "
-            'model_impl="native", or smollm2, which is unpacked'
-        )
-
-
-class CheckpointQuantization(Quantization):
-    """Reads the `quantization_config` of checkpoints; random weights may be asked to be in one of `MADE_UP`."""
-
-    def configured(self, hf_config: Any, config: EngineConfig) -> Any:
-        return activations_as_asked(quantized_as_asked(hf_config, config), config)
-
-    def linear_methods_of(
-        self, hf_config: PretrainedConfig, packed: Mapping[str, Sequence[str]], renamed: Mapping[str, str]
-    ) -> LinearMethodOf | None:
-        return linear_methods_of(hf_config, packed, renamed)
-
-    def check(self, hf_config: PretrainedConfig, part: PretrainedConfig, config: EngineConfig) -> None:
-        """Check our own model. Transformers' model reads what it can, and no GGUF."""
-        if config.model_impl == "native":
-            check_quantization(hf_config, part, renamed_by(hf_config))
-        else:
-            check_known_to_transformers(hf_config)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from folovllm.quantization import packing
 from folovllm.quantization.int4 import Int4
-from folovllm.quantization.scaled import shrunk
+from folovllm.quantization.linear_method import StoredView
 
 if TYPE_CHECKING:
     from folovllm.distributed.sharding import Weight
@@ -46,7 +46,8 @@ class Int4Checkpoint(Int4):
         """Cut words, scales and zeros as [outputs, inputs or groups]."""
         if kind not in self.names:
             return cut(tensor)
-        part = cut(Laid(tensor, int(self.outputs_last), packing.PER_WORD if kind in self.packs_outputs else 1))
+        packed = packing.PER_WORD if kind in self.packs_outputs else 1
+        part = cut(StoredView(tensor, (packed, 1), int(self.outputs_last)))
         return part.t() if self.outputs_last else part
 
 
@@ -125,20 +126,3 @@ class Awq(Int4Checkpoint):
         return packing.unpack_awq(words)
 
     unpack_zeros = unpack
-
-
-class Laid:
-    """A tensor whose dimension `dim` is outputs, `packed` of them in a word; the other one is words of inputs, or groups.
-
-    It is seen as [outputs, the other one], and so is what an index gives, but that words stay words. If the other one is
-    a single group, all ranks have it.
-    """
-
-    def __init__(self, stored: Weight, dim: int, packed: int) -> None:
-        self.stored, self.dim, self.packed = stored, dim, packed
-        self.shape = torch.Size([stored.shape[dim] * packed, stored.shape[1 - dim]])
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
-        slices = shrunk(rows, self.packed), (slice(None) if self.shape[1] == 1 else columns)
-        return self.stored[slices] if self.dim == 0 else self.stored[slices[::-1]].t()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from folovllm.layers.linear import LinearMethod
 
 if TYPE_CHECKING:
+    from folovllm.distributed.sharding import Weight
     from folovllm.layers.linear import LinearBase
     from folovllm.quantization.weight import QuantizedWeight
 
@@ -54,6 +55,34 @@ class QuantizedLinearMethod(LinearMethod):
     def folded(self, layer: LinearBase, x: torch.Tensor) -> torch.Tensor:
         """Return `x` times what was folded into the weights."""
         return x if layer.columns is None else x * layer.columns
+
+
+class StoredView:
+    """A checkpoint's tensor seen as [outputs, inputs], whose numbers stand for `units` of outputs and of inputs each.
+
+    An index is in outputs and inputs, and begins and ends between units; what it gives has as many dimensions as the tensor. If
+    all inputs share a number, every rank has it.
+    """
+
+    def __init__(self, stored: Weight, units: tuple[int, int], outputs: int = 0) -> None:
+        """`outputs`: which dimension they are. A tensor of one dimension has a number for each output."""
+        self.stored, self.units, self.outputs = stored, units, outputs
+        others = stored.shape[1 - outputs] if len(stored.shape) == 2 else 1
+        self.shape = torch.Size([stored.shape[outputs] * units[0], others * units[1]])
+        self._is_shared = others == 1
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
+        rows = shrunk(rows, self.units[0])
+        if len(self.stored.shape) == 1:
+            return self.stored[rows]
+        slices = rows, (slice(None) if self._is_shared else shrunk(columns, self.units[1]))
+        return self.stored[slices] if self.outputs == 0 else self.stored[slices[::-1]].t()
+
+
+def shrunk(span: slice, size: int) -> slice:
+    """Return a slice in units of `size`."""
+    return slice(*(None if end is None else end // size for end in (span.start, span.stop)))
 
 
 def rows_of(sizes: Sequence[int], parts: slice) -> slice:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch import nn
 
 from folovllm.kv_format import LARGEST
 from folovllm.layers.linear import ALL, FLOATS
-from folovllm.quantization.linear_method import QuantizedLinearMethod, on_gpu, rows_of
+from folovllm.quantization.linear_method import QuantizedLinearMethod, StoredView, on_gpu, rows_of
 from folovllm.quantization.weight import QuantizedWeight
 from folovllm.require import is_whole
 
@@ -116,7 +116,7 @@ class Scaled(QuantizedLinearMethod):
             return cut(tensor)
         if tensor.shape.numel() == 1:
             return tensor[:] if tensor.shape else tensor[...]
-        return cut(PerOutput(tensor) if self.block is None else PerBlock(tensor, self.block))
+        return cut(StoredView(tensor, self.block or (1, 1)))
 
     def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         x = self.folded(layer, x)
@@ -269,34 +269,6 @@ class PackedInt8(Int8):
     def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Codes get their sign."""
         return tensor ^ FROM_UNSIGNED if kind == "weight_packed" else super().arrange(kind, tensor, shape)
-
-
-class PerOutput:
-    """A scale for each output, [outputs] or [outputs, 1], seen as [outputs, inputs] of which inputs are not asked for."""
-
-    def __init__(self, stored: Weight) -> None:
-        self.stored, self.shape = stored, torch.Size([stored.shape[0], 0])
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self.stored[index[0] if isinstance(index, tuple) else index]
-
-
-class PerBlock:
-    """A scale for each block, seen as [outputs, inputs]. Slices begin and end between blocks (`Scaled.check_part`)."""
-
-    def __init__(self, stored: Weight, block: tuple[int, int]) -> None:
-        rows, columns = block
-        self.stored, self.block = stored, block
-        self.shape = torch.Size([stored.shape[0] * rows, stored.shape[1] * columns])
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        slices = index if isinstance(index, tuple) else (index, slice(None))
-        return self.stored[tuple(shrunk(one, size) for one, size in zip(slices, self.block, strict=True))]
-
-
-def shrunk(span: slice, size: int) -> slice:
-    """Return a slice in units of `size`."""
-    return slice(*(None if end is None else end // size for end in (span.start, span.stop)))
 
 
 def rounded(x: torch.Tensor, group: int | None) -> torch.Tensor:

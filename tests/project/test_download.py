@@ -190,7 +190,7 @@ class TestDownload:
     def test_interrupted_it_leaves_nothing_and_starts_over(
         self, without_pip: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def interrupt(gguf_file: Path, out: Path) -> None:
+        def interrupt(gguf_file: Path, out: Path, in_codes: bool) -> None:
             out.mkdir()
             raise KeyboardInterrupt
 
@@ -223,9 +223,9 @@ class TestDownload:
         """While a small file is written, and while the weights are."""
         convert = smollm2.convert
 
-        def on_a_small_disk(gguf_file: Path, out: Path) -> None:
+        def on_a_small_disk(gguf_file: Path, out: Path, in_codes: bool) -> None:
             with no_file_beyond(room):
-                convert(gguf_file, out)
+                convert(gguf_file, out, in_codes)
 
         monkeypatch.setattr(smollm2, "convert", on_a_small_disk)
         with pytest.raises(ValueError, match=r"cannot write smollm2 to .*large.*FOLOVLLM_CACHE names another folder"):

@@ -13,7 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from folovllm import EngineConfig
 from folovllm.engine.setup import set_up
+from folovllm.quantization import packing
+from folovllm.quantization.quantizer.groups import dequantize_groups, quantize_groups
 from folovllm.worker.native_model import load_native_model, load_sharded_model
+from tests.helpers import tiny_checkpoint
 from tests.m6.ranks import ThreadGroup, on_ranks
 
 Tensors = dict[str, torch.Tensor]
@@ -121,3 +124,101 @@ def assert_ranks_hold_their_parts(coded: Path, **tolerance: float) -> None:
         torch.testing.assert_close(torch.cat([own for own, _ in ranks], dim=1), query, **tolerance)
         for _, summed in ranks:
             torch.testing.assert_close(summed, whole.mlp(x), **tolerance)
+
+
+E4M3 = torch.float8_e4m3fn
+BLOCK = (16, 8)
+FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": list(BLOCK), "modules_to_not_convert": ["lm_head"]}
+BYTE_KINDS: dict[str, tuple[Quantize, dict[str, Any]]] = {
+    "fp8 blocks": (quantize_8(E4M3, "weight_scale_inv", BLOCK), FP8_BLOCKS),
+    "fp8 tensor": (
+        quantize_8(E4M3, "weight_scale", None, per_tensor=True),
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["re:.*lm_head"]},
+    ),
+    "fp8 channel": (quantize_8(E4M3, "weight_scale", None), compressed(8, "float", "float-quantized", "channel")),
+    "int8 channel": (quantize_8(torch.int8, "weight_scale", None), compressed(8, "int", "int-quantized", "channel")),
+    "int8 packed": (
+        packed(quantize_8(torch.int8, "weight_scale", None)),
+        compressed(8, "int", "pack-quantized", "channel"),
+    ),
+    "int8 groups": (
+        quantize_8(torch.int8, "weight_scale", (1, 8)),
+        compressed(8, "int", "int-quantized", "group", group_size=8),
+    ),
+}
+GROUP = 32
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
+PACKED = compressed(4, "int", "pack-quantized", "group", group_size=GROUP, symmetric=False)
+SORTED = GPTQ | {"desc_act": True}
+
+
+def to_gptq(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> Tensors:
+    groups = torch.arange(codes.shape[1], dtype=torch.int32) // (codes.shape[1] // scales.shape[1])
+    return {
+        "qweight": packing.pack_gptq(codes),
+        "scales": scales.t(),
+        "qzeros": packing.pack_gptq_zeros(zeros),
+        "g_idx": groups,
+    }
+
+
+def to_gptq_v2(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> Tensors:
+    return to_gptq(codes, scales, zeros) | {"qzeros": packing.pack_words(zeros.t().contiguous())}
+
+
+def to_sorted_gptq(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> Tensors:
+    """Inputs in an order of their own: column i of the checkpoint's W is column `order[i]` of what was quantized."""
+    order = torch.randperm(codes.shape[1], generator=torch.Generator().manual_seed(1))
+    parts = to_gptq(codes[:, order], scales, zeros)
+    return parts | {"g_idx": parts["g_idx"][order]}
+
+
+def to_awq(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> Tensors:
+    return {"qweight": packing.pack_awq(codes), "scales": scales.t(), "qzeros": packing.pack_awq(zeros)}
+
+
+def to_packed(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> Tensors:
+    return {
+        "weight_packed": packing.pack_words(codes), "weight_scale": scales, "weight_shape": torch.tensor(codes.shape),
+        "weight_zero_point": packing.pack_words(zeros.t().contiguous()).t(),
+    }  # fmt: skip
+
+
+def to_packed_symmetric(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> Tensors:
+    return {kind: part for kind, part in to_packed(codes, scales, zeros).items() if kind != "weight_zero_point"}
+
+
+def quantize(pack: Any, group_size: int | None = GROUP, symmetric: bool = False) -> Quantize:
+    def one(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        codes, scales, zeros = quantize_groups(weight.half(), 4, group_size or weight.shape[1], symmetric)
+        floats = dequantize_groups(codes, scales.float(), zeros)
+        if pack is to_sorted_gptq:
+            floats = floats[:, torch.randperm(codes.shape[1], generator=torch.Generator().manual_seed(1))]
+        return pack(codes, scales, zeros), floats
+
+    return one
+
+
+INT4_KINDS: dict[str, tuple[Quantize, dict[str, Any]]] = {
+    "gptq": (quantize(to_gptq), GPTQ),
+    "gptq symmetric": (quantize(to_gptq, symmetric=True), GPTQ | {"sym": True}),
+    "gptq v2": (quantize(to_gptq_v2), GPTQ | {"checkpoint_format": "gptq_v2"}),
+    "gptq sorted": (quantize(to_sorted_gptq), SORTED),
+    "gptq rows": (quantize(to_gptq, None), SORTED | {"group_size": -1}),
+    "awq": (quantize(to_awq), AWQ),
+    "packed": (quantize(to_packed), PACKED),
+    "packed symmetric": (
+        quantize(to_packed_symmetric, symmetric=True), compressed(4, "int", "pack-quantized", "group", group_size=GROUP),
+    ),
+    "packed rows": (
+        quantize(to_packed_symmetric, None, symmetric=True), compressed(4, "int", "pack-quantized", "channel"),
+    ),
+}  # fmt: skip
+ALIGNED = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "hidden_size": 32, "intermediate_size": 48}
+FP8_WIDE = (quantize_8(E4M3, "weight_scale_inv", (16, 16)), {"quant_method": "fp8", "weight_block_size": [16, 16]})
+
+
+def tiny() -> Path:
+    """Projections of 64 to 128 inputs, in groups of 32."""
+    return tiny_checkpoint("qwen3", hidden_size=64, intermediate_size=96)

@@ -20,7 +20,12 @@ from tests.workloads import make_engine
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
 Tensors = dict[str, torch.Tensor]
-INT8 = QuantizeOptions(format="int8")
+
+
+def to_int8(model: Path | str, folder: Path) -> Path:
+    """Quantize a model into `out` in a folder."""
+    quantize(str(model), QuantizeOptions(format="int8"), folder / "out", use_tqdm=False)
+    return folder / "out"
 
 
 def changed(to: Path, change: Callable[[Tensors], object], **fields: Any) -> Path:
@@ -50,6 +55,7 @@ DAMAGES: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "NaN in the embedding": (lambda t: t.update({EMBEDDING: with_nan(t[EMBEDDING])}), "embed_tokens.*holds NaN"),
     "NaN in the last norm": (lambda t: t.update({NORM: with_nan(t[NORM])}), "model.norm.weight' holds NaN"),
     "codes": (lambda t: t.update({UP: t[UP].to(torch.float8_e4m3fn)}), f"{UP}' is stored as F8_E4M3"),
+    "a head that is not tied": (lambda t: None, "lacks lm_head.weight"),
     "another head": (lambda t: t.update({HEAD: t[EMBEDDING] * 2}), "'lm_head.weight' of its own"),
 }
 
@@ -57,21 +63,15 @@ DAMAGES: dict[str, tuple[Callable[[Tensors], object], str]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_checkpoint_is_refused_before_any_work(damage: str, tmp_path: Path) -> None:
     change, says = DAMAGES[damage]
-    model = changed(tmp_path / "model", change)
+    model = changed(tmp_path / "model", change, tie_word_embeddings=damage != "a head that is not tied")
     with pytest.raises(ValueError, match=says):
-        quantize(str(model), INT8, tmp_path / "out", use_tqdm=False)
+        to_int8(model, tmp_path)
     assert not (tmp_path / "out").exists(), "nothing is written for a model that cannot be quantised"
-
-
-def test_a_head_that_is_not_tied_must_be_there(tmp_path: Path) -> None:
-    model = changed(tmp_path / "model", lambda t: None, tie_word_embeddings=False)
-    with pytest.raises(ValueError, match=r"lacks lm_head\.weight"):
-        quantize(str(model), INT8, tmp_path / "out", use_tqdm=False)
 
 
 def test_a_copy_of_the_tied_head_does_no_harm(tmp_path: Path) -> None:
     model = changed(tmp_path / "model", lambda t: t.update({HEAD: t[EMBEDDING].clone()}))
-    quantize(str(model), INT8, tmp_path / "out", use_tqdm=False)
+    to_int8(model, tmp_path)
     assert Driver(tmp_path / "out").step({0: prompts([5])[0]})[0].isfinite().all()
 
 
@@ -79,7 +79,7 @@ def test_scales_of_a_cache_come_along(tmp_path: Path) -> None:
     """Plain weights, and scales for K and V in 8 bits: they go from folder to folder."""
     names = [f"model.layers.{i}.self_attn.{kind}_scale" for i in range(3) for kind in "kv"]
     model = changed(tmp_path / "model", lambda t: t.update({name: torch.tensor(0.25) for name in names}))
-    quantize(str(model), INT8, tmp_path / "out", use_tqdm=False)
+    to_int8(model, tmp_path)
     layers = Driver(tmp_path / "out").model.model.layers
     assert {(a.scales.key, a.scales.value) for a in (layer.self_attn.attn for layer in layers)} == {(0.25, 0.25)}
 
@@ -87,32 +87,31 @@ def test_scales_of_a_cache_come_along(tmp_path: Path) -> None:
 def test_a_model_that_was_trained_on_is_another_model(tmp_path: Path) -> None:
     """The same folder and config, other weights: neither a begun folder nor a finished one is of it."""
     model = changed(tmp_path / "model", lambda t: None)
-    quantize(str(model), INT8, tmp_path / "out", use_tqdm=False)
+    to_int8(model, tmp_path)
     tensors = load_file(model / "model.safetensors")
     save_file({name: t * 1.5 for name, t in tensors.items()}, model / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"was begun with weights .* or another folder"):
-        quantize(str(model), INT8, tmp_path / "out", use_tqdm=False)
+        to_int8(model, tmp_path)
 
 
 def test_a_damaged_layer_can_be_made_again(tmp_path: Path) -> None:
     """A copy that was cut off, say: the sentence tells what to do, and that works, in a finished folder too."""
-    out = tmp_path / "out"
-    quantize(str(tiny_checkpoint()), INT8, out, use_tqdm=False)
+    out = to_int8(tiny_checkpoint(), tmp_path)
     whole = {file.name: file.read_bytes() for file in out.iterdir()}
     layer = out / "model-00002-of-00004.safetensors"
     (out / "config.json").unlink()
     layer.write_bytes(whole[layer.name][:-100])
     with pytest.raises(ValueError, match=f"{layer.name} is damaged .*remove it, and the same command makes it again"):
-        quantize(str(tiny_checkpoint()), INT8, out, use_tqdm=False)
+        to_int8(tiny_checkpoint(), tmp_path)
     for _ in ("begun", "finished"):
         layer.unlink()
-        quantize(str(tiny_checkpoint()), INT8, out, use_tqdm=False)
+        to_int8(tiny_checkpoint(), tmp_path)
         assert {file.name: file.read_bytes() for file in out.iterdir()} == whole
 
 
 def test_an_embedded_model_takes_its_tokenizer_along(tmp_path: Path) -> None:
     """All of them share one, which lies in the folder of another."""
-    quantize("stories-draft", INT8, tmp_path / "out", use_tqdm=False)
+    to_int8("stories-draft", tmp_path)
     engine = make_engine(tmp_path / "out", milestone="m6")
     assert engine.tokenizer.decode(engine.tokenizer.encode("The dog")) == "The dog"
 
@@ -131,19 +130,18 @@ def test_awq_of_a_checkpoint_with_merged_matrices(tmp_path: Path) -> None:
 @pytest.mark.parametrize("record", ["{", "[]", '{"quality": {"x": 1}}', '{"made_from": 5, "quality": null}'])
 def test_a_damaged_record_is_named(record: str, tmp_path: Path) -> None:
     """The folder's own notes, in a finished one."""
-    quantize(str(tiny_checkpoint()), INT8, tmp_path / "out", use_tqdm=False)
+    to_int8(tiny_checkpoint(), tmp_path)
     file = tmp_path / "out" / "quantize.json"
     before = json.loads(file.read_text())
     file.write_text(json.dumps(before | json.loads(record)) if record.startswith('{"quality') else record)
     with pytest.raises(ValueError, match=r"cannot read .*(quantize.json|the quality in)"):
-        quantize(str(tiny_checkpoint()), INT8, tmp_path / "out", use_tqdm=False)
+        to_int8(tiny_checkpoint(), tmp_path)
 
 
 def test_a_layer_with_other_tensors_is_named(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    quantize(str(tiny_checkpoint()), INT8, out, use_tqdm=False)
+    out = to_int8(tiny_checkpoint(), tmp_path)
     (out / "config.json").unlink()
     layer = out / "model-00002-of-00004.safetensors"
     save_file({name: t for name, t in load_file(layer).items() if "scale" not in name}, layer)
     with pytest.raises(ValueError, match=r"cannot read layer 1 in .*the same command makes it again"):
-        quantize(str(tiny_checkpoint()), INT8, out, use_tqdm=False)
+        to_int8(tiny_checkpoint(), tmp_path)

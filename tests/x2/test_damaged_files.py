@@ -15,9 +15,9 @@ from folovllm.cli import main
 from folovllm.files import UnreadableFile, reading
 from tests.fuzz_files import FORMATS, fuzz
 from tests.helpers import tiny_checkpoint
+from tests.x2.quantized import BYTE_KINDS as KINDS
 from tests.x2.quantized import write_quantized
 from tests.x2.test_gguf import write_gguf
-from tests.x2.test_quantized_weights import KINDS
 
 VARIANTS = ("gptq-sorted", "compressed-tensors-8")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from itertools import product
@@ -29,8 +28,8 @@ from tests.contract import CASES, Case, make_problem
 from tests.helpers import Driver, prompts, tiny_checkpoint
 from tests.m6.ranks import on_ranks
 from tests.workloads import Request, make_engine, mixed_requests, serve
+from tests.x2.quantized import BYTE_KINDS as KINDS
 from tests.x2.quantized import write_quantized
-from tests.x2.test_quantized_weights import KINDS
 
 SCALES = KVScales(0.25, 0.03)  # one that moves exponents alone, and one that does not
 OFFSET = 10.0  # that all keys of these tests lose, more or less
@@ -354,24 +353,18 @@ def test_what_cannot_be_is_refused_in_a_sentence(choices: dict[str, object], say
         EngineConfig(**choices)  # type: ignore[arg-type]
 
 
-def test_heads_that_are_too_small_for_pairs_are_refused() -> None:
-    pytest.importorskip("triton", reason="Triton is for Linux only")
-    with pytest.raises(BackendUnavailable, match="head_dim of 32 up, not 16"):
-        make_engine(tiny_checkpoint(head_dim=16), milestone="m4", attention_backend="triton", kv_cache_dtype="fp8")
-
-
-def test_two_backends_at_once_are_refused() -> None:
-    with pytest.raises(BackendUnavailable, match="torch_paged,torch_naive cannot read a cache in 8 bits"):
-        make_engine(
-            tiny_checkpoint(), milestone="m5", attention_backend="torch_paged,torch_naive", kv_cache_dtype="fp8"
-        )
-
-
-@pytest.mark.gpu
-def test_flash_attn_is_refused() -> None:
-    config = json.loads((tiny_checkpoint() / "config.json").read_text())
-    assert config["head_dim"] == 32
-    with pytest.raises(BackendUnavailable, match="flash_attn"):
-        make_engine(
-            tiny_checkpoint(), milestone="m4", device="cuda", kv_cache_dtype="fp8", attention_backend="flash_attn"
-        )
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"attention_backend": "triton", "head_dim": 16}, "head_dim of 32 up, not 16"),
+        ({"attention_backend": "torch_paged,torch_naive"}, "torch_paged,torch_naive cannot read a cache in 8 bits"),
+        pytest.param({"attention_backend": "flash_attn", "device": "cuda"}, "flash_attn", marks=pytest.mark.gpu),
+    ],
+    ids=["heads too small for pairs", "two backends at once", "flash_attn"],
+)
+def test_backends_that_cannot_are_refused(fields: dict[str, Any], says: str) -> None:
+    if fields["attention_backend"] == "triton":
+        pytest.importorskip("triton", reason="Triton is for Linux only")
+    model = tiny_checkpoint(head_dim=fields.pop("head_dim", 32))
+    with pytest.raises(BackendUnavailable, match=says):
+        make_engine(model, milestone="m4", kv_cache_dtype="fp8", **fields)

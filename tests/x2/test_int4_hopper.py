@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from folovllm.hopper import even_shares
+from folovllm.hopper import int4
 from folovllm.hopper.int4 import MOST, int4_hopper, serves, tiling
 from folovllm.kernels.split_sum import MOST_TILES
 from folovllm.quantization.int4 import Grouped
@@ -48,9 +48,9 @@ def test_each_part_of_a_tile_has_a_place_of_its_own(tiles: int, groups: int, dat
     work = tiles * groups
     programs = data.draw(st.integers(1, min(work, 200)))
     with pytest.MonkeyPatch.context() as patch:  # as plain functions
-        patch.setattr(even_shares, "gl", SimpleNamespace(num_programs=lambda _: programs, int32=torch.int32))
-        program_of, part_of = even_shares.program_of.fn, even_shares.part_of.fn
-        patch.setattr(even_shares, "first_unit", even_shares.first_unit.fn)
+        patch.setattr(int4, "gl", SimpleNamespace(num_programs=lambda _: programs, int32=torch.int32))
+        program_of, part_of = int4.program_of.fn, int4.part_of.fn
+        patch.setattr(int4, "first_unit", int4.first_unit.fn)
         units = torch.arange(work)
         begins = torch.arange(programs + 1) * work // programs
         owner = program_of(units, work)

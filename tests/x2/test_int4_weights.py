@@ -14,103 +14,12 @@ from folovllm import EngineConfig
 from folovllm.engine.setup import set_up
 from folovllm.layers.linear import LinearBase
 from folovllm.models.loader import Place, arranged
-from folovllm.quantization import int4, packing
 from folovllm.quantization.int4 import Int4
 from folovllm.quantization.int4_checkpoints import Awq, Gptq, PackedInt4
-from folovllm.quantization.quantizer.groups import dequantize_groups, quantize_groups
 from folovllm.worker.native_model import load_native_model
-from tests.contract import DEVICE
-from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
-from tests.workloads import Workload, answered, make_engine, mixed_requests, serve
-from tests.x2.quantized import Quantize, Tensors, assert_ranks_hold_their_parts, compressed, write_quantized
-
-GROUP = 32
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": False}
-AWQ = {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
-PACKED = compressed(4, "int", "pack-quantized", "group", group_size=GROUP, symmetric=False)
-SORTED = GPTQ | {"desc_act": True}
-
-
-def tiny() -> Path:
-    """Projections of 64 to 128 inputs, in groups of 32."""
-    return tiny_checkpoint("qwen3", hidden_size=64, intermediate_size=96)
-
-
-def to_gptq(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> Tensors:
-    groups = torch.arange(codes.shape[1], dtype=torch.int32) // (codes.shape[1] // scales.shape[1])
-    return {
-        "qweight": packing.pack_gptq(codes),
-        "scales": scales.t(),
-        "qzeros": packing.pack_gptq_zeros(zeros),
-        "g_idx": groups,
-    }
-
-
-def to_gptq_v2(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> Tensors:
-    return to_gptq(codes, scales, zeros) | {"qzeros": packing.pack_words(zeros.t().contiguous())}
-
-
-def to_sorted_gptq(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> Tensors:
-    """Inputs in an order of their own: column i of the checkpoint's W is column `order[i]` of what was quantized."""
-    order = torch.randperm(codes.shape[1], generator=torch.Generator().manual_seed(1))
-    parts = to_gptq(codes[:, order], scales, zeros)
-    return parts | {"g_idx": parts["g_idx"][order]}
-
-
-def to_awq(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> Tensors:
-    return {"qweight": packing.pack_awq(codes), "scales": scales.t(), "qzeros": packing.pack_awq(zeros)}
-
-
-def to_packed(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> Tensors:
-    return {
-        "weight_packed": packing.pack_words(codes), "weight_scale": scales, "weight_shape": torch.tensor(codes.shape),
-        "weight_zero_point": packing.pack_words(zeros.t().contiguous()).t(),
-    }  # fmt: skip
-
-
-def to_packed_symmetric(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> Tensors:
-    return {kind: part for kind, part in to_packed(codes, scales, zeros).items() if kind != "weight_zero_point"}
-
-
-def quantize(pack: Any, group_size: int | None = GROUP, symmetric: bool = False) -> Quantize:
-    def one(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        codes, scales, zeros = quantize_groups(weight.half(), 4, group_size or weight.shape[1], symmetric)
-        floats = dequantize_groups(codes, scales.float(), zeros)
-        if pack is to_sorted_gptq:
-            floats = floats[:, torch.randperm(codes.shape[1], generator=torch.Generator().manual_seed(1))]
-        return pack(codes, scales, zeros), floats
-
-    return one
-
-
-KINDS: dict[str, tuple[Quantize, dict[str, Any]]] = {
-    "gptq": (quantize(to_gptq), GPTQ),
-    "gptq symmetric": (quantize(to_gptq, symmetric=True), GPTQ | {"sym": True}),
-    "gptq v2": (quantize(to_gptq_v2), GPTQ | {"checkpoint_format": "gptq_v2"}),
-    "gptq sorted": (quantize(to_sorted_gptq), SORTED),
-    "gptq rows": (quantize(to_gptq, None), SORTED | {"group_size": -1}),
-    "awq": (quantize(to_awq), AWQ),
-    "packed": (quantize(to_packed), PACKED),
-    "packed symmetric": (
-        quantize(to_packed_symmetric, symmetric=True), compressed(4, "int", "pack-quantized", "group", group_size=GROUP),
-    ),
-    "packed rows": (
-        quantize(to_packed_symmetric, None, symmetric=True), compressed(4, "int", "pack-quantized", "channel"),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_answers_are_those_of_the_numbers_that_the_codes_stand_for(kind: str, tmp_path: Path) -> None:
-    coded, floats = write_quantized(tiny(), tmp_path, *KINDS[kind])
-    ours, plain = Driver(coded), Driver(floats)
-    for pieces in ({0: prompts([20])[0]}, {0: [8], 1: [2, 5]}):
-        expected = plain.step(pieces)
-        for seq, logits in ours.step(pieces).items():
-            assert_logits_equal(logits, expected[seq])
-    linears = [module for module in ours.model.modules() if isinstance(module, LinearBase)]
-    assert linears and all(linear.grouped.scales.dtype == torch.float16 for linear in linears)
-    assert not any("weight" in dict(linear.named_parameters()) for linear in linears), "codes stay codes"
+from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, prompts
+from tests.x2.quantized import GPTQ, GROUP, SORTED, Tensors, quantize, tiny, to_awq, to_sorted_gptq, write_quantized
+from tests.x2.quantized import INT4_KINDS as KINDS
 
 
 def test_no_layout_is_read_as_another(tmp_path: Path) -> None:
@@ -120,55 +29,6 @@ def test_no_layout_is_read_as_another(tmp_path: Path) -> None:
         coded, _ = write_quantized(tiny(), tmp_path / kind, *KINDS[kind])
         logits.append(Driver(coded).step({0: prompts([9])[0]})[0])
     assert all(torch.equal(one, logits[0]) for one in logits)
-
-
-def test_the_fused_layers_of_m6_over_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms fold, for products take their weights along; few tokens, some and many have a kernel each."""
-    pytest.importorskip("triton", reason="Triton is for Linux only")
-    from folovllm.models.fused_layer import skinny_layers
-    from folovllm.quantization.kernels import int4_linear, quant_matmul
-
-    monkeypatch.setattr(int4, "on_gpu", lambda x: True)
-    monkeypatch.setattr(quant_matmul, "MANY", 5)
-    used: list[str] = []
-    for module, name in ((int4_linear, "int4_linear"), (quant_matmul, "quant_matmul"), (quant_matmul, "unpacked")):
-        kernel = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *given, k=kernel, n=name: used.append(n) or k(*given))
-    source = tiny_checkpoint(
-        "qwen3", num_hidden_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, hidden_size=32, intermediate_size=32
-    )
-    coded, floats = write_quantized(source, tmp_path, *KINDS["gptq"])
-    ours = Driver(coded, "torch_paged", device=DEVICE, layers=skinny_layers(16))
-    plain = Driver(floats, "torch_paged", device=DEVICE)
-    assert all(layer.folded for layer in ours.model.model.layers)  # type: ignore[union-attr]
-    for pieces in ({0: [7]}, {0: [4], 1: [5, 9]}, {2: prompts([5])[0]}):
-        used.clear()
-        expected = plain.step(pieces)
-        for seq, logits in ours.step(pieces).items():
-            assert_logits_equal(logits, expected[seq])
-        tokens = sum(map(len, pieces.values()))
-        assert set(used) == {"int4_linear" if tokens <= 2 else "quant_matmul" if tokens < 5 else "unpacked"}
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Workload]:
-    """A quantized model, and what M1 (transformers' model) answers with the numbers that its codes stand for."""
-    coded, floats = write_quantized(tiny(), tmp_path_factory.mktemp("served"), *KINDS["gptq sorted"])
-    return coded, answered(floats, mixed_requests(count=6))
-
-
-@pytest.mark.parametrize("milestone", ["m2", "m6"])
-def test_plain_and_fused_layers_answer_alike(milestone: str, served: tuple[Path, Workload]) -> None:
-    model, load = served
-    load.check(serve(make_engine(model, milestone=milestone), load.requests, "random"))
-
-
-@pytest.mark.parametrize("kind", ["gptq", "gptq rows", "awq", "packed", "packed rows"])
-def test_ranks_hold_their_parts(kind: str, tmp_path: Path) -> None:
-    """Of words, scales and zeros, along outputs and along inputs; a scale for a whole row is everybody's, and sorts nothing."""
-    source = tiny_checkpoint("qwen3", hidden_size=64, intermediate_size=128)
-    coded, _ = write_quantized(source, tmp_path, *KINDS[kind])
-    assert_ranks_hold_their_parts(coded, rtol=1e-4, atol=1e-4)
 
 
 class TestRefusals:
@@ -259,26 +119,6 @@ def test_torch_multiplies_in_16_bits_on_cpu(kind: str, tmp_path: Path) -> None:
     assert any(m.grouped.library for m in ours.model.modules() if isinstance(m, LinearBase))
     logits = [driver.step({0: tokens})[0] for driver in (ours, Driver(floats, dtype=torch.bfloat16), Driver(floats))]
     assert_as_accurate(*logits)
-
-
-def test_random_weights() -> None:
-    source = tiny_checkpoint("qwen3", hidden_size=128, intermediate_size=256)
-    config = EngineConfig(model=str(source), device="cpu", random_weights=True, quantization="int4", use_tqdm=False)
-    for module in load_native_model(set_up(config)).modules():
-        if isinstance(module, LinearBase):
-            weight = module(torch.eye(module.input_size))
-            assert 0.015 < weight.std() < 0.025
-
-
-@pytest.mark.parametrize("kind", ["packed symmetric", "packed rows"])
-def test_transformers_reads_the_same_checkpoint_alike(kind: str, tmp_path: Path) -> None:
-    """In its own way, through the packages that it needs for it. Zeros of 4 bits it cannot read (transformers 5.23)."""
-    for package in ("compressed_tensors", "accelerate"):
-        pytest.importorskip(package, reason=f"transformers needs {package} for this (pip install -e '.[dev]')")
-    source = tiny_checkpoint("llama", tied=False, hidden_size=64, intermediate_size=96)
-    coded, _ = write_quantized(source, tmp_path, *KINDS[kind])
-    tokens = prompts([12])[0]
-    assert_logits_equal(Driver(coded).step({0: tokens})[0], hf_logits(coded, tokens))
 
 
 @pytest.mark.parametrize("kind", ["qweight", "qzeros", "scales"])

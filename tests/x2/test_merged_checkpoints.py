@@ -13,9 +13,22 @@ from folovllm.engine.setup import set_up
 from folovllm.worker.native_model import load_sharded_model
 from tests.helpers import Driver, assert_logits_equal, tiny_checkpoint
 from tests.m6.ranks import ThreadGroup, on_ranks
-from tests.x2.quantized import quantize_8, write_quantized
-from tests.x2.test_int4_weights import AWQ, GPTQ, PACKED, SORTED, quantize, to_awq, to_gptq, to_packed, to_sorted_gptq
-from tests.x2.test_quantized_weights import E4M3, FP8_BLOCKS, KINDS
+from tests.x2.quantized import (
+    AWQ,
+    E4M3,
+    FP8_BLOCKS,
+    GPTQ,
+    PACKED,
+    SORTED,
+    quantize,
+    quantize_8,
+    to_awq,
+    to_gptq,
+    to_packed,
+    to_sorted_gptq,
+    write_quantized,
+)
+from tests.x2.quantized import BYTE_KINDS as KINDS
 
 CHECKPOINTS = {  # how it is quantized, and why two ranks cannot share it
     "fp8 channel": (*KINDS["fp8 channel"], ""),

@@ -38,6 +38,11 @@ def options(kind: str) -> QuantizeOptions:
     return QuantizeOptions(format=format, samples=6, length=24, **groups, **KINDS[kind])
 
 
+def run(kind: str, out: Path, text: Path | None = None, model: Path | None = None) -> Report:
+    """Quantize the tiny model, or another."""
+    return quantize(str(model or tiny()), options(kind), out, text, use_tqdm=False)
+
+
 def tiny(family: str = "qwen3") -> Path:
     """64 to 128 inputs, in groups of 32, in several files; Llama has all biases and a head of its own."""
     more = {} if family == "qwen3" else {"attention_bias": True, "mlp_bias": True, "tied": False}
@@ -226,7 +231,7 @@ def test_blocks_that_others_cannot_read_are_not_written(tmp_path: Path) -> None:
 
 def test_it_goes_on_where_it_was_stopped(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ctrl-C in the second layer loses no other; the files are in the end those of a run that was not stopped."""
-    whole = quantize(str(tiny()), options("gptq"), tmp_path / "whole", text, use_tqdm=False)
+    whole = run("gptq", tmp_path / "whole", text)
     encode, calls = Gptq.encode, []
 
     def stops(self: Method, name: str, *args: Any) -> Any:
@@ -238,47 +243,47 @@ def test_it_goes_on_where_it_was_stopped(text: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr(Gptq, "encode", stops)
     stopped = tmp_path / "stopped"
     with pytest.raises(KeyboardInterrupt):
-        quantize(str(tiny()), options("gptq"), stopped, text, use_tqdm=False)
+        run("gptq", stopped, text)
     first = stopped / "model-00001-of-00004.safetensors"
     assert list(stopped.glob("*.safetensors")) == [first] and not (stopped / "config.json").exists()
     written_at = first.stat().st_mtime_ns
-    report = quantize(str(tiny()), options("gptq"), stopped, text, use_tqdm=False)
+    report = run("gptq", stopped, text)
     assert first.stat().st_mtime_ns == written_at and len(calls) == 10 + 2 * 7
     for file in whole.folder.iterdir():
         assert (stopped / file.name).read_bytes() == file.read_bytes(), f"{file.name} differs"
     assert report.quality == whole.quality
-    again = quantize(str(tiny()), options("gptq"), stopped, text, use_tqdm=False)
+    again = run("gptq", stopped, text)
     assert again == report and len(calls) == 24, "a finished folder is left as it is"
 
 
 def test_another_option_or_text_or_folder_is_refused(text: Path, tmp_path: Path) -> None:
     out, other = tmp_path / "out", tmp_path / "other.jsonl"
-    quantize(str(tiny()), options("int8"), out, text, use_tqdm=False)
+    run("int8", out, text)
     other.write_text("\n".join(text.read_text().splitlines()[::-1]))
     with pytest.raises(
         ValueError, match=r"was begun with format int8, and now it is fp8: take the old value, or another"
     ):
-        quantize(str(tiny()), options("fp8"), out, text, use_tqdm=False)
+        run("fp8", out, text)
     with pytest.raises(ValueError, match="was begun with calibration text"):
-        quantize(str(tiny()), options("int8"), out, other, use_tqdm=False)
+        run("int8", out, other)
     with pytest.raises(ValueError, match="is not empty"):
-        quantize(str(tiny()), options("int8"), tmp_path, text, use_tqdm=False)
+        run("int8", tmp_path, text)
     with pytest.raises(ValueError, match="quantized already"):
         quantize(str(out), options("int8"), tmp_path / "twice", text, use_tqdm=False)
 
 
 def test_rounding_needs_no_text(tmp_path: Path) -> None:
-    report = quantize(str(tiny()), options("int8"), tmp_path / "out", use_tqdm=False)
+    report = run("int8", tmp_path / "out")
     assert report.quality is None and len(list(report.folder.glob("*.safetensors"))) == 4
     with pytest.raises(ValueError, match="--format awq needs a text: --calibration"):
-        quantize(str(tiny()), options("awq"), tmp_path / "awq", use_tqdm=False)
+        run("awq", tmp_path / "awq")
 
 
 def test_layers_that_differ_are_refused(tmp_path: Path) -> None:
     """One layer is built, and all weights go through it: it has one window, and no way to scale embeddings."""
     out = tmp_path / "out"
     with pytest.raises(ValueError, match="Gemma scales its embeddings"):
-        quantize(str(tiny_checkpoint("gemma3_text")), options("int8"), out, use_tqdm=False)
+        run("int8", out, model=tiny_checkpoint("gemma3_text"))
     slides = {"sliding_window": 12, "use_sliding_window": True, "max_window_layers": 1}
     with pytest.raises(ValueError, match=r"some layers see 12 tokens .* choose --length 12"):
         quantize(str(tiny_checkpoint("qwen2", **slides)), options("int8"), out, use_tqdm=False)
@@ -300,7 +305,7 @@ def test_a_bad_text_is_refused(content: str, says: str, tmp_path: Path) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text(content)
     with pytest.raises(ValueError, match=says):
-        quantize(str(tiny()), options("gptq"), tmp_path / "out", file, use_tqdm=False)
+        run("gptq", tmp_path / "out", file)
     assert not (tmp_path / "out").exists()
 
 
@@ -318,7 +323,7 @@ def test_a_record_that_cannot_be_read_is_one_sentence(content: str, tmp_path: Pa
     """`quantize.json` of another tool, or a damaged one."""
     (tmp_path / "quantize.json").write_bytes(content.encode("utf-16" if content == "\ufffe" else "utf-8"))
     with pytest.raises(ValueError, match=r"cannot read .*quantize.json.*name another folder"):
-        quantize(str(tiny()), options("int8"), tmp_path, use_tqdm=False)
+        run("int8", tmp_path)
 
 
 @pytest.mark.parametrize(

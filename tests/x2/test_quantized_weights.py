@@ -1,4 +1,4 @@
-"""Weights in 8 bits: what a checkpoint says of them, where its tensors go, and that the answers are those of its numbers."""
+"""Weights in 8 bits: what a checkpoint says of them, what is refused, and what a step reads."""
 
 from __future__ import annotations
 
@@ -13,52 +13,14 @@ from transformers import AutoConfig
 
 from folovllm import EngineConfig
 from folovllm.engine.setup import set_up
-from folovllm.layers.linear import LinearBase
 from folovllm.models.loader import load_model
 from folovllm.models.shapes import linear_bytes, linear_shapes
-from folovllm.quantization import scaled
 from folovllm.quantization.config import linear_methods_of
-from folovllm.quantization.scaled import Fp8, Int8, Scaled
+from folovllm.quantization.scaled import Fp8, Int8
 from folovllm.setup import EngineSetup
-from folovllm.worker.native_model import load_native_model
-from tests.contract import DEVICE
-from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
-from tests.workloads import Workload, answered, make_engine, mixed_requests, serve
-from tests.x2.quantized import assert_ranks_hold_their_parts, compressed, packed, quantize_8, write_quantized
-
-E4M3 = torch.float8_e4m3fn
-BLOCK = (16, 8)
-FP8_BLOCKS = {"quant_method": "fp8", "weight_block_size": list(BLOCK), "modules_to_not_convert": ["lm_head"]}
-KINDS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "fp8 blocks": (quantize_8(E4M3, "weight_scale_inv", BLOCK), FP8_BLOCKS),
-    "fp8 tensor": (
-        quantize_8(E4M3, "weight_scale", None, per_tensor=True),
-        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["re:.*lm_head"]},
-    ),
-    "fp8 channel": (quantize_8(E4M3, "weight_scale", None), compressed(8, "float", "float-quantized", "channel")),
-    "int8 channel": (quantize_8(torch.int8, "weight_scale", None), compressed(8, "int", "int-quantized", "channel")),
-    "int8 packed": (
-        packed(quantize_8(torch.int8, "weight_scale", None)),
-        compressed(8, "int", "pack-quantized", "channel"),
-    ),
-    "int8 groups": (
-        quantize_8(torch.int8, "weight_scale", (1, 8)),
-        compressed(8, "int", "int-quantized", "group", group_size=8),
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_answers_are_those_of_the_numbers_that_the_codes_stand_for(kind: str, tmp_path: Path) -> None:
-    quantize, config = KINDS[kind]
-    coded, floats = write_quantized(tiny_checkpoint("qwen3"), tmp_path, quantize, config)
-    ours, plain = Driver(coded), Driver(floats)
-    for pieces in ({0: prompts([20])[0]}, {0: [8], 1: [2, 5]}):
-        expected = plain.step(pieces)
-        for seq, logits in ours.step(pieces).items():
-            assert_logits_equal(logits, expected[seq])
-    linears = [module for module in ours.model.modules() if isinstance(module, LinearBase)]
-    assert {linear.weight.dtype for linear in linears} <= {E4M3, torch.int8}, "codes stay codes"
+from tests.helpers import Driver, assert_logits_equal, tiny_checkpoint
+from tests.x2.quantized import ALIGNED, BLOCK, E4M3, FP8_BLOCKS, FP8_WIDE, compressed, quantize_8, write_quantized
+from tests.x2.quantized import BYTE_KINDS as KINDS
 
 
 class TestWhatACheckpointSays:
@@ -212,47 +174,6 @@ class TestAsked:
         with pytest.raises(ValueError, match="'q' cannot be made up: choose one of fp8, int8"):
             self.setup(model=floats, random_weights=True, quantization="q")
 
-    @pytest.mark.parametrize("kind", ["fp8", "int8"])
-    def test_random_weights(self, kind: str) -> None:
-        setup = self.setup(model=str(tiny_checkpoint("qwen3")), random_weights=True, quantization=kind, use_tqdm=False)
-        model = load_native_model(setup)
-        for module in model.modules():
-            if isinstance(module, LinearBase):
-                assert isinstance(module.linear_method, Scaled) and module.weight.dtype.itemsize == 1
-                assert 0.015 < module.linear_method.dequantized(module, torch.float32).std() < 0.025
-
-
-ALIGNED = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "hidden_size": 32, "intermediate_size": 48}
-FP8_WIDE = (quantize_8(E4M3, "weight_scale_inv", (16, 16)), {"quant_method": "fp8", "weight_block_size": [16, 16]})
-
-
-@pytest.mark.parametrize("kind", ["blocks", "channel"])
-def test_the_fused_layers_of_m6_over_kernels(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms fold, for products take their weights along; few tokens, some and many have a kernel each."""
-    pytest.importorskip("triton", reason="Triton is for Linux only")
-    from folovllm.models.fused_layer import skinny_layers
-    from folovllm.quantization.kernels import quant_gemv, quant_matmul
-
-    monkeypatch.setattr(scaled, "on_gpu", lambda x: True)
-    monkeypatch.setattr(quant_matmul, "MANY", 6)
-    used: list[str] = []
-    for module, name in ((quant_gemv, "quant_gemv"), (quant_matmul, "quant_matmul"), (quant_matmul, "unpacked")):
-        kernel = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *given, k=kernel, n=name, **more: used.append(n) or k(*given, **more))
-    source = tiny_checkpoint("qwen3", num_hidden_layers=1, **ALIGNED)
-    coded, floats = write_quantized(source, tmp_path, *(FP8_WIDE if kind == "blocks" else KINDS["int8 channel"]))
-    ours = Driver(coded, "torch_paged", device=DEVICE, layers=skinny_layers(16))
-    plain = Driver(floats, "torch_paged", device=DEVICE)
-    assert all(layer.folded for layer in ours.model.model.layers)  # type: ignore[union-attr]
-    batches: list[dict[int, list[int]]] = [{0: [4], 1: [2]}, {1: prompts([5])[0]}, {2: prompts([6])[0]}]
-    for pieces in batches if kind == "blocks" else batches[:2]:
-        used.clear()
-        expected = plain.step(pieces)
-        for seq, logits in ours.step(pieces).items():
-            assert_logits_equal(logits, expected[seq])
-        tokens = sum(map(len, pieces.values()))
-        assert set(used) == {"quant_gemv" if tokens <= 4 else "quant_matmul" if tokens < 6 else "unpacked"}
-
 
 def test_what_was_folded_into_earlier_weights_is_forgotten(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="Triton is for Linux only")
@@ -264,39 +185,6 @@ def test_what_was_folded_into_earlier_weights_is_forgotten(tmp_path: Path) -> No
     assert before.std() > 0.1
     load_model(driver.model, tmp_path / "coded", use_tqdm=False)
     assert torch.equal(driver.model.model.layers[0].self_attn.qkv_proj.columns, before)  # type: ignore[union-attr]
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Workload]:
-    """A quantized model, and what M1 (transformers' model) answers with the numbers that its codes stand for."""
-    coded, floats = write_quantized(tiny_checkpoint("qwen3"), tmp_path_factory.mktemp("served"), *KINDS["fp8 blocks"])
-    return coded, answered(floats, mixed_requests(count=6))
-
-
-@pytest.mark.parametrize("milestone", ["m2", "m6"])
-def test_plain_and_fused_layers_answer_alike(milestone: str, served: tuple[Path, Workload]) -> None:
-    model, load = served
-    load.check(serve(make_engine(model, milestone=milestone), load.requests, "random"))
-
-
-@pytest.mark.parametrize("kind", ["fp8 blocks", "fp8 tensor", "int8 channel", "int8 packed"])
-def test_ranks_hold_their_parts_of_codes_and_scales(kind: str, tmp_path: Path) -> None:
-    quantize, config = KINDS[kind]
-    if kind == "fp8 blocks":
-        quantize, config = quantize_8(E4M3, "weight_scale_inv", (8, 8)), FP8_BLOCKS | {"weight_block_size": [8, 8]}
-    coded, _ = write_quantized(tiny_checkpoint("qwen3"), tmp_path, quantize, config)
-    assert_ranks_hold_their_parts(coded)
-
-
-@pytest.mark.parametrize("kind", ["fp8 blocks", "fp8 channel", "int8 packed"])
-def test_transformers_reads_the_same_checkpoint_alike(kind: str, tmp_path: Path) -> None:
-    """In its own way, through the packages that it needs for it."""
-    for package in ("compressed_tensors", "accelerate"):
-        pytest.importorskip(package, reason=f"transformers needs {package} for this (pip install -e '.[dev]')")
-    quantize, config = FP8_WIDE if kind == "fp8 blocks" else KINDS[kind]  # it has whole blocks alone
-    coded, _ = write_quantized(tiny_checkpoint("llama", tied=False, **ALIGNED), tmp_path, quantize, config)
-    tokens = prompts([12])[0]
-    assert_logits_equal(Driver(coded).step({0: tokens})[0], hf_logits(coded, tokens))
 
 
 def test_what_a_step_reads() -> None:

@@ -72,19 +72,12 @@ def test_what_is_aborted_disturbs_nobody() -> None:
         assert tokens == pair.plain[i].outputs[0].token_ids[: len(tokens)]
 
 
-class Told(list[Event]):
-    """A listener."""
-
-    def __call__(self, events: Any) -> None:
-        self.extend(events)
-
-
 def test_fewer_steps_and_what_is_told_of_them() -> None:
     """With accepted drafts an answer of 21 tokens takes its prompt's step and five more of four tokens."""
     pair = Pair.of([Request(crowd()[0].prompt, replace(PLAIN, max_tokens=21))], milestone="m6")
     engine = pair.engine("right", k=3)
-    told = Told()
-    engine.subscribe(told)
+    told: list[Event] = []
+    engine.subscribe(told.extend)
     engine.history = []
     pair.check(serve(engine, pair.requests))
     steps = [event for event in told if isinstance(event, StepEnded)]
@@ -138,8 +131,8 @@ def test_a_step_samples_no_more_than_there_is_room_for(monkeypatch: pytest.Monke
         monkeypatch.setattr(place, "max_samples", lambda max_num_seqs: 9)
     pair = Pair.of(crowd(), milestone="m6", max_num_seqs=6)
     engine = pair.engine("right", k=5)
-    told = Told()
-    engine.subscribe(told)
+    told: list[Event] = []
+    engine.subscribe(told.extend)
     pair.check(serve(engine, pair.requests))
     assert max(sum(s.num_samples for s in e.output.scheduled_seqs) for e in told if isinstance(e, StepEnded)) == 9
     (scheduled,) = dummy_seqs([16], 16)
@@ -155,8 +148,8 @@ def test_requests_that_come_beside_as_many_drafts_as_there_can_be(
     for place in (speculative_scheduler, extension):
         monkeypatch.setattr(place, "max_samples", lambda max_num_seqs: 9)
     pair = Pair.of(crowd(), milestone=milestone, max_num_seqs=6)
-    engine, told = pair.engine("right", k=5), Told()
-    engine.subscribe(told)
+    engine, told = pair.engine("right", k=5), list[Event]()
+    engine.subscribe(told.extend)
     for i, request in enumerate(pair.requests[:6]):
         engine.add_request(str(i), request.prompt, request.params)
         for _ in range(4 * (i == 1)):

@@ -24,17 +24,21 @@ from folovllm.worker.native_model import load_native_model
 from tests.contract import DEVICE
 from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.workloads import answered, make_engine, mixed_requests, serve
-from tests.x2.quantized import Quantize, compressed, packed, quantize_8, write_quantized
-from tests.x2.test_int4_weights import (
+from tests.x2.quantized import (
     AWQ,
     GPTQ,
     GROUP,
     SORTED,
+    Quantize,
+    compressed,
+    packed,
     quantize,
+    quantize_8,
     to_awq,
     to_gptq,
     to_packed_symmetric,
     to_sorted_gptq,
+    write_quantized,
 )  # fmt: skip
 from tests.x4.checkpoints import FAMILIES, assert_ranks_have_experts, wide_checkpoint
 
@@ -225,7 +229,7 @@ def test_random_weights(kind: str) -> None:
 @pytest.mark.parametrize("format", ["fp8", "int8"])
 def test_quantize_writes_experts_in_codes(format: str, tmp_path: Path) -> None:
     """And leaves routers as they were. Transformers has the numbers that the codes stand for."""
-    model, options = wide_checkpoint(2), QuantizeOptions(linear_method=format)
+    model, options = wide_checkpoint(2), QuantizeOptions(format=format)
     quantize_folder(str(model), options, tmp_path / "coded", device="cpu", use_tqdm=False)
     tensors, method = load_file(model / "model.safetensors"), method_for(options, torch.float32)
     coded = {k: v for file in (tmp_path / "coded").glob("*.safetensors") for k, v in load_file(file).items()}
@@ -249,7 +253,7 @@ def test_quantize_writes_experts_in_codes(format: str, tmp_path: Path) -> None:
 ])  # fmt: skip
 def test_what_quantize_refuses(family: str, format: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=says):
-        quantize_folder(str(source(family)), QuantizeOptions(linear_method=format), tmp_path / "out", use_tqdm=False)
+        quantize_folder(str(source(family)), QuantizeOptions(format=format), tmp_path / "out", use_tqdm=False)
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("fp8", 8), ("int8", 8), ("int4", 4)])

@@ -114,12 +114,23 @@ class TestRefusals:
                 enable_expert_parallel=expert_parallel,
             )
 
-    def test_an_expert_that_is_missing(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            (lambda t: t.pop("model.layers.1.mlp.experts.5.up_proj.weight"), "lacks model.layers.1.mlp.experts.5.up_proj.weight"),
+            (  # as transformers keeps experts in memory, and some checkpoints have them
+                lambda t: t.update({"model.layers.0.mlp.experts.down_proj": torch.zeros(2, 2)}),
+                "holds 'model.layers.0.mlp.experts.down_proj', for which",
+            ),
+        ],
+        ids=["an expert is missing", "experts are one tensor"],
+    )  # fmt: skip
+    def test_a_broken_checkpoint(self, change: Any, says: str, tmp_path: Path) -> None:
         broken = shutil.copytree(moe_checkpoint(), tmp_path / "broken")
         tensors = load_file(broken / "model.safetensors")
-        del tensors["model.layers.1.mlp.experts.5.up_proj.weight"]
+        change(tensors)
         save_file(tensors, broken / "model.safetensors", {"format": "pt"})
-        with pytest.raises(ValueError, match=re.escape("lacks model.layers.1.mlp.experts.5.up_proj.weight")):
+        with pytest.raises(ValueError, match=re.escape(says)):
             LLM(str(broken), device="cpu", milestone="m3")
 
 
@@ -151,16 +162,6 @@ def test_what_a_step_reads_of_qwen3_30b(tmp_path: Path) -> None:
     assert whole == pytest.approx(30.5e9, rel=0.01)  # as it is called; with the embedding
     active = 48 * (sizes.always + 8 * sizes.expert) + sizes.head
     assert active == pytest.approx(3.0e9, rel=0.02)
-
-
-def test_experts_that_are_one_tensor_are_named(tmp_path: Path) -> None:
-    """As transformers keeps them in memory, and some checkpoints have them."""
-    broken = shutil.copytree(moe_checkpoint(), tmp_path / "broken")
-    tensors = load_file(broken / "model.safetensors")
-    tensors["model.layers.0.mlp.experts.down_proj"] = torch.zeros(2, 2)
-    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=re.escape("holds 'model.layers.0.mlp.experts.down_proj', for which")):
-        LLM(str(broken), device="cpu", milestone="m3")
 
 
 @pytest.mark.parametrize("backend", ["torch_naive", "triton"])

@@ -68,7 +68,7 @@ def blocks_add_up(kv: Any, holders: Any) -> None:
 def test_nothing_in_sight_is_given_away(
     seed: int, num_blocks: int, block_size: int, k: int, budget: int, window: int, caching: bool
 ) -> None:
-    """Chunks, preemption, shared prefixes, guesses and aborts, over overlapped steps; the device checks what it reads."""
+    """Chunks, preemption, shared prefixes, drafts and aborts, over overlapped steps; the device checks what it reads."""
     kv = (SlidingPrefixCachingBlockManager if caching else SlidingBlockManager)(num_blocks, block_size, window=window)
     loop = Loop(kv, SlidingDevice(kv), random.Random(seed), k, budget, blocks_add_up)
     loop.run(longest=min(40, num_blocks * block_size))
@@ -180,7 +180,7 @@ def test_who_stands_where() -> None:
 
 
 def test_the_engine_gives_blocks_back() -> None:
-    """A model that slides, in a cache for less than `max_model_len` tokens of one text; a guess now and then."""
+    """A model that slides, in a cache for less than `max_model_len` tokens of one text; a draft now and then."""
     path = tiny_checkpoint("mistral", sliding_window=12)
     load = answered(path, mixed_requests("greedy", 6))
     fields: dict[str, Any] = {

@@ -254,7 +254,7 @@ def unpacked(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
 
 
 def multiply(x: torch.Tensor, weight: QuantizedWeight, residual: torch.Tensor | None = None) -> torch.Tensor:
-    """As `quant_matmul`, which may write over `residual`; by the library if there are so many tokens that the tensor cores are
+    """Return the product, and maybe write over `residual`; by the library if there are so many tokens that the tensor cores are
     busy for longer than it takes to unpack. It has the weights in the dtype of `x` for as long as that takes. For sizes
     between these a card may have a variant.
     """

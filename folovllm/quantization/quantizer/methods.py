@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from folovllm.quantization import packing
-from folovllm.quantization.quantizer.awq import search_clip
-from folovllm.quantization.quantizer.fold import fold_scales
+from folovllm.quantization.quantizer.awq import search_clip, search_scale
 from folovllm.quantization.quantizer.gptq import LOWEST_ZERO, act_order, gptq
 from folovllm.quantization.quantizer.groups import dequantize_groups, find_scales, quantize_groups, round_to_codes
 from folovllm.quantization.quantizer.one_layer import Inputs, OneLayer, Tensors
@@ -20,6 +20,8 @@ from folovllm.quantization.quantizer.options import BLOCK, QuantizeOptions
 BITS = 4
 FP8 = torch.float8_e4m3fn
 LARGEST = {torch.int8: 127.0, FP8: torch.finfo(FP8).max}
+NORMS = {"self_attn.qkv_proj": "input_layernorm", "mlp.gate_up_proj": "post_attention_layernorm"}
+LINEARS = {"self_attn.o_proj": "self_attn.v_proj", "mlp.down_proj": "mlp.up_proj"}  # who reads: who wrote it
 NOT_CLIPPED = ("q_proj", "k_proj")  # their outputs are multiplied by each other (AutoAWQ leaves them, too)
 
 
@@ -67,7 +69,7 @@ class Gptq(Method):
         }
 
     def codes(self, w: torch.Tensor, gram: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As `gptq`; without `gram` each weight is rounded for itself."""
+        """Return codes, scales and zeros of `gptq`; without `gram` each weight is rounded for itself."""
         o, w = self.options, w.to(self.dtype)
         if gram is not None:
             return gptq(w, gram, BITS, o.group_size, not o.asymmetric, o.damping)
@@ -120,6 +122,48 @@ class Awq(Method):
         """As AutoAWQ writes it."""
         said = {"bits": BITS, "group_size": self.options.group_size, "zero_point": True, "version": "gemm"}
         return {"quant_method": "awq", **said, "modules_to_not_convert": None}
+
+
+def round_groups(w: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
+    """What codes of `bits` bits with zeros make of `w`: [outputs, inputs]."""
+    return dequantize_groups(*quantize_groups(w, bits, group_size, symmetric=False))
+
+
+def fold_scales(layer: OneLayer, inputs: dict[str, Inputs], bits: int, group_size: int, dtype: torch.dtype) -> None:
+    """Search a scale for the inputs of each linear layer and fold it in: the decoder layer's outputs stay as they are.
+
+    Where query heads share K and V, the outputs of attention are no outputs of V, and `o_proj` stays as it is (in AutoAWQ, too).
+    So does what reads a part of one merged matrix (Phi-3's).
+    `inputs` are divided along. `dtype` is that in which norms will be stored.
+    """
+    before = {name: place for parts in layer.parts.values() for name, place in parts.items()}
+    tensors = layer.tensors()
+    rounding = partial(round_groups, bits=bits, group_size=group_size)
+    for name, linear in layer.linears.items():
+        w, found = linear.weight.data, inputs[name]
+        writer = None if name in NORMS else before.get(LINEARS[name])
+        if name not in NORMS and (writer is None or len(writer) != w.shape[1]):
+            continue
+        scale = search_scale(w, found.gram, found.magnitude, rounding)
+        if writer is None:
+            scale = divide_norm(tensors[f"{NORMS[name]}.weight"], scale, dtype)
+        else:
+            writer /= scale[:, None]
+            if (bias := tensors.get(f"{LINEARS[name]}.bias")) is not None:
+                bias /= scale
+        w *= scale
+        found.divide(scale)
+
+
+def divide_norm(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Divide a norm's `weight` by `scale`, both [inputs], and round it to `dtype`.
+
+    Returns the scales by which it has really become smaller: so the linear layer makes up for the rounding.
+    """
+    divided = (weight / scale).to(dtype).to(weight.dtype)
+    real = torch.where(divided == 0, scale, weight / divided)
+    weight.copy_(divided)
+    return real
 
 
 class Fp8Blocks(Method):

@@ -18,8 +18,8 @@ def token_losses(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         logits: [n, T, V]; those after the last token are not used.
         ids: [n, T].
     """
-    guesses = logits[:, :-1].float().flatten(0, 1)  # [n (T - 1), V]
-    return F.cross_entropy(guesses, ids[:, 1:].flatten(), reduction="none").view(len(ids), -1)
+    before = logits[:, :-1].float().flatten(0, 1)  # [n (T - 1), V]
+    return F.cross_entropy(before, ids[:, 1:].flatten(), reduction="none").view(len(ids), -1)
 
 
 def perplexity(losses: torch.Tensor) -> float:

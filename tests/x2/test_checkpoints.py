@@ -1,0 +1,141 @@
+"""Quantized checkpoints of all layouts: answers are those of the numbers that the codes stand for, on every path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from folovllm import EngineConfig
+from folovllm.engine.setup import set_up
+from folovllm.layers.linear import LinearBase
+from folovllm.quantization import int4, scaled
+from folovllm.worker.native_model import load_native_model
+from tests.contract import DEVICE
+from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
+from tests.workloads import Workload, answered, make_engine, mixed_requests, serve
+from tests.x2.quantized import (
+    ALIGNED,
+    BYTE_KINDS,
+    E4M3,
+    FP8_BLOCKS,
+    FP8_WIDE,
+    INT4_KINDS,
+    assert_ranks_hold_their_parts,
+    quantize_8,
+    write_quantized,
+)
+
+KINDS = BYTE_KINDS | INT4_KINDS
+SMALL_BLOCKS = quantize_8(E4M3, "weight_scale_inv", (8, 8)), FP8_BLOCKS | {"weight_block_size": [8, 8]}
+
+
+def source(kind: str, family: str = "qwen3", inner: int = 96, **fields: object) -> Path:
+    """Projections of 64 to 128 inputs where these come in groups of 32."""
+    sizes = {"hidden_size": 64, "intermediate_size": inner} if kind in INT4_KINDS else {}
+    return tiny_checkpoint(family, **{**sizes, **fields})  # type: ignore[arg-type]
+
+
+def assert_same(ours: Driver, plain: Driver, pieces: dict[int, list[int]]) -> None:
+    expected = plain.step(pieces)
+    for seq, logits in ours.step(pieces).items():
+        assert_logits_equal(logits, expected[seq])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_answers_are_those_of_the_numbers_that_the_codes_stand_for(kind: str, tmp_path: Path) -> None:
+    coded, floats = write_quantized(source(kind), tmp_path, *KINDS[kind])
+    ours, plain = Driver(coded), Driver(floats)
+    for pieces in ({0: prompts([20])[0]}, {0: [8], 1: [2, 5]}):
+        assert_same(ours, plain, pieces)
+    linears = [module for module in ours.model.modules() if isinstance(module, LinearBase)]
+    if kind in BYTE_KINDS:
+        assert {linear.weight.dtype for linear in linears} <= {E4M3, torch.int8}, "codes stay codes"
+    else:
+        assert linears and all(linear.grouped.scales.dtype == torch.float16 for linear in linears)
+        assert not any("weight" in dict(linear.named_parameters()) for linear in linears), "codes stay codes"
+
+
+@pytest.mark.parametrize(
+    ("kind", "few", "batches"),
+    [
+        ("fp8 wide", "quant_gemv", [2, 5, 6]),
+        ("int8 channel", "quant_gemv", [2, 5]),
+        ("gptq", "int4_linear", [1, 2, 5, 6]),
+    ],
+)
+def test_the_fused_layers_of_m6_over_kernels(
+    kind: str, few: str, batches: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norms fold, for products take their weights along; few tokens, some and many (6) have a kernel each."""
+    pytest.importorskip("triton", reason="Triton is for Linux only")
+    from folovllm.models.fused_layer import skinny_layers
+    from folovllm.quantization.kernels import int4_linear, quant_gemv, quant_matmul
+
+    for module in (scaled, int4):
+        monkeypatch.setattr(module, "on_gpu", lambda x: True)
+    monkeypatch.setattr(quant_matmul, "MANY", 6)
+    used: list[str] = []
+    for module, name in (
+        (quant_gemv, "quant_gemv"), (int4_linear, "int4_linear"), (quant_matmul, "quant_matmul"), (quant_matmul, "unpacked"),
+    ):  # fmt: skip
+        kernel = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *given, k=kernel, n=name, **more: used.append(n) or k(*given, **more))
+    inner = {"intermediate_size": 32} if kind == "gptq" else {}
+    model = tiny_checkpoint("qwen3", num_hidden_layers=1, **{**ALIGNED, **inner})
+    coded, floats = write_quantized(model, tmp_path, *(FP8_WIDE if kind == "fp8 wide" else KINDS[kind]))
+    ours = Driver(coded, "torch_paged", device=DEVICE, layers=skinny_layers(16))
+    plain = Driver(floats, "torch_paged", device=DEVICE)
+    assert all(layer.folded for layer in ours.model.model.layers)  # type: ignore[union-attr]
+    for turn, tokens in enumerate(batches):
+        used.clear()
+        pieces = {0: [4], 1: [2]} if tokens == 2 else {min(turn + 1, 3): prompts([tokens])[0]}
+        assert_same(ours, plain, pieces)
+        assert set(used) == {few if tokens <= 4 else "quant_matmul" if tokens < 6 else "unpacked"}
+
+
+@pytest.fixture(scope="module", params=["fp8 blocks", "gptq sorted"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Workload]:
+    """A quantized model, and what M1 (transformers' model) answers with the numbers that its codes stand for."""
+    kind = request.param
+    coded, floats = write_quantized(source(kind), tmp_path_factory.mktemp("served"), *KINDS[kind])
+    return coded, answered(floats, mixed_requests(count=6))
+
+
+@pytest.mark.parametrize("milestone", ["m2", "m6"])
+def test_plain_and_fused_layers_answer_alike(milestone: str, served: tuple[Path, Workload]) -> None:
+    model, load = served
+    load.check(serve(make_engine(model, milestone=milestone), load.requests, "random"))
+
+
+@pytest.mark.parametrize("kind", [
+    "small blocks", "fp8 tensor", "int8 channel", "int8 packed", "gptq", "gptq rows", "awq", "packed", "packed rows",
+])  # fmt: skip
+def test_ranks_hold_their_parts(kind: str, tmp_path: Path) -> None:
+    """Of codes, scales and zeros, along outputs and along inputs; a scale for a whole row is everybody's."""
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if kind in INT4_KINDS else {}
+    written = SMALL_BLOCKS if kind == "small blocks" else KINDS[kind]
+    assert_ranks_hold_their_parts(write_quantized(source(kind, inner=128), tmp_path, *written)[0], **tolerance)
+
+
+@pytest.mark.parametrize("kind", ["fp8 wide", "fp8 channel", "int8 packed", "packed symmetric", "packed rows"])
+def test_transformers_reads_the_same_checkpoint_alike(kind: str, tmp_path: Path) -> None:
+    """In its own way, through the packages that it needs for it. Zeros of 4 bits it cannot read (transformers 5.23)."""
+    for package in ("compressed_tensors", "accelerate"):
+        pytest.importorskip(package, reason=f"transformers needs {package} for this (pip install -e '.[dev]')")
+    sizes = {} if kind in INT4_KINDS else ALIGNED  # it has whole blocks alone
+    model = source(kind, "llama", tied=False, **sizes)
+    coded, _ = write_quantized(model, tmp_path, *(FP8_WIDE if kind == "fp8 wide" else KINDS[kind]))
+    tokens = prompts([12])[0]
+    assert_logits_equal(Driver(coded).step({0: tokens})[0], hf_logits(coded, tokens))
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int8", "int4"])
+def test_random_weights(kind: str) -> None:
+    model = tiny_checkpoint("qwen3", hidden_size=128, intermediate_size=256)
+    config = EngineConfig(model=str(model), device="cpu", random_weights=True, quantization=kind, use_tqdm=False)
+    for module in load_native_model(set_up(config)).modules():
+        if isinstance(module, LinearBase):
+            assert "weight" not in dict(module.named_parameters()) or module.weight.dtype.itemsize == 1
+            assert 0.015 < module.linear_method.dequantized(module, torch.float32).std() < 0.025
