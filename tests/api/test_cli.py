@@ -157,32 +157,16 @@ class TestFlags:
         assert [name for name in names if f"--{name.replace('_', '-')} " not in text.replace("/", " ")] == []
 
     def test_flags_reach_engine_and_request(self, llm: type[FakeLLM]) -> None:
-        flags = [
-            "--milestone",
-            "m2",
-            "--max-num-seqs",
-            "3",
-            "--temperature",
-            "0",
-            "--top-k",
-            "5",
-            "--ignore-eos",
-            "--seed",
-            "5",
-        ]
+        flags = ["--milestone", "m2", "--max-num-seqs", "3", "--temperature", "0", "--top-k", "5", "--ignore-eos"]
+        flags += ["--seed", "5", "--enforce-eager", "--no-async-scheduling"]  # what the preset decides, too
         stops = ["--stop", "a", "--stop", "b", "--stop-token-ids", "4", "--no-skip-special-tokens", "--max-tokens", "9"]
         assert run("generate", "hi", *flags, *stops) == 0
         (made,) = llm.made
-        assert made.config == {"milestone": "m2", "max_num_seqs": 3, "seed": 5}, (
-            "a seed is the engine's and the request's"
-        )
+        config = {"milestone": "m2", "max_num_seqs": 3, "enforce_eager": True, "async_scheduling": False}
+        assert made.config == config | {"seed": 5}, "a seed is the engine's and the request's"
         assert made.params == SamplingParams(
             seed=5, temperature=0, top_k=5, ignore_eos=True, stop=["a", "b"], stop_token_ids=[4], skip_special_tokens=False, max_tokens=9
         )  # fmt: skip
-
-    def test_what_the_preset_decides_can_be_turned_on_and_off(self, llm: type[FakeLLM]) -> None:
-        assert run("generate", "hi", "--enforce-eager", "--no-async-scheduling") == 0
-        assert llm.made[0].config == {"enforce_eager": True, "async_scheduling": False}
 
     def test_no_bar_for_one_prompt_nor_where_none_is_wanted(self, llm: type[FakeLLM]) -> None:
         for arguments in (["a", "b"], ["a"], ["a", "b", "--no-use-tqdm"]):
