@@ -15,13 +15,13 @@ def m1_is_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_generate(capsys: pytest.CaptureFixture[str]) -> None:
-    """As it stands; beside the answer there is a bar, which shows both speeds."""
+    """As it stands, with more tokens: the bar beside the answer, which shows both speeds, is drawn ten times a second."""
     from folovllm import LLM, SamplingParams
 
     llm = LLM(MODEL, milestone="m1")
-    out = llm.generate(["Hello", "1+1=?"], SamplingParams(temperature=0.6, max_tokens=16, ignore_eos=True))[0]
+    out = llm.generate(["Hello", "1+1=?"], SamplingParams(temperature=0.6, max_tokens=100, ignore_eos=True))[0]
     answer = out.outputs[0]
-    assert isinstance(answer.text, str) and len(answer.token_ids) == 16 and answer.finish_reason == "length"
+    assert isinstance(answer.text, str) and len(answer.token_ids) == 100 and answer.finish_reason == "length"
     assert out.metrics.ttft is not None and out.metrics.ttft > 0
     shown = capsys.readouterr().err
     assert "Generating" in shown and "2/2" in shown

@@ -100,6 +100,12 @@ def test_other_tokens_are_refused() -> None:
         check_answers(result)
 
 
+def test_a_limit_leaves_a_partial_rung(tmp_path: Path) -> None:
+    (tmp_path / "w.jsonl").write_text('{"prompt_len": 3, "output_len": 60}\n' * 200)
+    result = bench_ladder(Plan(rungs("m1", common()), str(tmp_path / "w.jsonl"), limit=0.1))
+    assert result.runs[0].partial and "of the roofline" not in result.runs[0].metrics
+
+
 @pytest.mark.slow
 def test_the_reference_runs_without_the_learners_code(
     workload: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -40,7 +40,9 @@ def test_output_equals_m1_whatever_the_blocks(block_size: int, runs: Sequence[tu
     assert engine.stats().preemptions == 0
 
 
-@pytest.mark.parametrize(("block_size", "runs"), [(1, [AT_ONCE]), (2, [AT_ONCE]), (16, RUNS)], ids=str)
+@pytest.mark.parametrize(
+    ("block_size", "runs"), [(1, [AT_ONCE]), (2, [AT_ONCE]), (16, [AT_ONCE, RANDOM_STEPS])], ids=str
+)
 def test_output_equals_m1_with_hardly_any_blocks(block_size: int, runs: Sequence[tuple[str, str]]) -> None:
     pool = {"block_size": block_size, "max_model_len": LONGEST, "num_kv_blocks": -(-LONGEST // block_size)}
     engine = make_engine(tiny_checkpoint(), milestone="m3", **pool)
