@@ -171,21 +171,15 @@ class Heads:
         self.scales = KVScales(0.5, 0.5, float32(8, head_dim)) if is_fp8 else UNSCALED
         weights = new(head_dim), new(head_dim)
         self.preparation = Preparation(float32(4096, head_dim), *weights, 1e-6, self.scales)
+        self.ragged = self.query, self.cache, self.starts, self.lens, self.table, 99, 0.1
+
+    def store(self, stream: torch.Tensor) -> None:
+        new_tokens = self.query, self.key, self.value, self.positions
+        qk_norm_rope_store(*new_tokens, self.cache, self.slots, self.preparation, stream, 1e-6)
 
     def prefill(self, window: int | None, listed: bool = True) -> None:
         tiles = int32(99, 2) if listed else None
-        prefill(
-            self.query,
-            self.cache,
-            self.starts,
-            self.lens,
-            self.table,
-            99,
-            0.1,
-            tiles=tiles,
-            scales=self.scales,
-            window=window,
-        )
+        prefill(*self.ragged, tiles=tiles, scales=self.scales, window=window)
 
     def decode(self, raw: bool, window: int | None = None) -> None:
         count, config = len(self.query), DecodeConfig(tile=64) if self.cache.dtype == FP8 else None
@@ -206,9 +200,7 @@ def launch_m4(d: int, b: int) -> None:
     for window in (None, *windows):
         few.decode(raw=True, window=window)
     stream = new(4, 1024)
-    qk_norm_rope_store(
-        few.query, few.key, few.value, few.positions, few.cache, few.slots, few.preparation, stream, 1e-6
-    )
+    few.store(stream)
     if d != 128:
         return
     some.decode(raw=False)
@@ -219,9 +211,7 @@ def launch_m4(d: int, b: int) -> None:
         few.prefill(WINDOW)
         few.decode(raw=True, window=WINDOW)
         some.decode(raw=False)
-        qk_norm_rope_store(
-            few.query, few.key, few.value, few.positions, few.cache, few.slots, few.preparation, stream, 1e-6
-        )
+        few.store(stream)
     store_kvcache(some.key, some.value, some.cache, some.slots)
     for tokens in (4, 64):
         add_rms_norm(new(tokens, 1024), new(tokens, 1024), new(1024), 1e-6)
@@ -237,7 +227,7 @@ def launch_m6(d: int, b: int) -> None:
     """Attention in all shapes that it serves, the others in one."""
     if card.capability == 90 and d in (64, 128):
         heads = Heads(4, d, b)
-        prefill_hopper(heads.query, heads.cache, heads.starts, heads.lens, heads.table, 99, 0.1)
+        prefill_hopper(*heads.ragged)
         for num_heads in (8, 64) if d == 128 else ():
             heads = Heads(4, d, b, num_heads)
             kernel, out = SplitKVDecode(4, *heads.sizes, CUDA), torch.empty_like(heads.query)
