@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import nn
 
 from folovllm.layers.attention import Attention
 from folovllm.worker.dry_run import one_layer_of_each_kind
+from tests.m6.test_tensor_parallel_end import assert_gone
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,16 +98,7 @@ def test_the_others_end_with_this_process(tmp_path: Path) -> None:
         other = int(process.stdout.readline())
         os.kill(other, 0)
         process.kill()
-    while is_alive(other):  # it may be in the middle of a kernel
-        time.sleep(0.1)
-
-
-def is_alive(pid: int) -> bool:
-    """Whether a process is there that has not ended."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    assert_gone([other])  # it may be in the middle of a kernel
 
 
 @pytest.mark.slow

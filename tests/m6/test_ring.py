@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -124,7 +123,7 @@ class TestRing:
 
     @given(st.lists(st.integers(0, 2), max_size=60))
     def test_every_reader_gets_every_message_in_order(self, turns: list[int]) -> None:
-        """0 writes if there is room; 1 and 2 are readers."""
+        """0 writes if there is room; 1 and 2 are readers, of another process's ring over the same file. It waits for the slowest."""
         ring = Ring(2, 8)
         other, written, seen = Ring(2, 8, ring.fd), 0, [0, 0]
         for turn in turns:
@@ -139,31 +138,6 @@ class TestRing:
                     n = seen[turn - 1]
                     assert got is not None and got.tolist() == [n] * (n % 9), f"reader {turn - 1} is at message {n}"
                     seen[turn - 1] += 1
-            assert written - min(seen) <= SLOTS, "a message that somebody has not read was written over"
+            room = written - min(seen) < SLOTS
+            assert ring.has_room() == room, "there is room until a slot's message would be lost to the slowest reader"
         ring.close()
-
-
-@pytest.mark.parametrize("readers", [1, 3])
-def test_memory_is_one_file_that_children_inherit(readers: int) -> None:
-    ring = Ring(readers, 16)
-    ring.write(message(*range(16)))
-    again = Ring(readers, 16, ring.fd)
-    for reader in range(readers):
-        assert again.read(reader).tolist() == list(range(16))  # type: ignore[union-attr]
-    assert ring.has_room()
-    ring.close()
-
-
-def test_a_ring_waits_for_its_slowest_reader() -> None:
-    ring = Ring(2, 10)
-    other = Ring(2, 10, ring.fd)
-    for i in range(SLOTS):
-        assert ring.write(np.arange(i, dtype=np.int32)) == i
-    assert not ring.has_room()
-    assert [len(other.read(0)) for _ in range(SLOTS)] == [0, 1, 2, 3]  # type: ignore[arg-type]
-    assert other.read(0) is None and not ring.has_room()
-    assert other.read(1).tolist() == [] and ring.has_room()  # type: ignore[union-attr]
-    ring.write(np.full(10, 7, np.int32))
-    assert other.read(0).tolist() == [7] * 10  # type: ignore[union-attr]
-    assert other.read(1, 4).tolist() == [7] * 10  # type: ignore[union-attr]
-    ring.close()

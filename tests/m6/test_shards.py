@@ -123,6 +123,15 @@ class TestQkv:
         assert shard_qkv(weight, 4, 1, size).numel() == weight.num_read == numbers, "only the rank's own heads are read"
 
 
+def embedding(weight: torch.Tensor, rank: int, size: int, all_reduce: Any) -> ShardedEmbedding:
+    """A rank's layer, of a group that has no other members."""
+    layer = ShardedEmbedding.__new__(ShardedEmbedding)
+    torch.nn.Module.__init__(layer)
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    layer.group = SimpleNamespace(rank=rank, size=size, all_reduce=all_reduce)  # type: ignore[assignment]
+    return layer
+
+
 class TestVocabParallelEmbedding:
     VOCAB, WIDTH = 10, 3
 
@@ -130,17 +139,14 @@ class TestVocabParallelEmbedding:
         """Rows 10, 20, 30, 40 on two ranks, two each; all four ids are looked up. The sum is played by adding 100."""
         got: dict[str, Any] = {}
         for rank, rows in enumerate(([[10.0], [20.0]], [[30.0], [40.0]])):
-            layer, given = ShardedEmbedding.__new__(ShardedEmbedding), []
-            torch.nn.Module.__init__(layer)
-            layer.weight = torch.nn.Parameter(torch.tensor(rows, dtype=torch.bfloat16), requires_grad=False)
+            given: list[torch.Tensor] = []
 
             def all_reduce(part: torch.Tensor, given: list[torch.Tensor] = given) -> torch.Tensor:
                 given.append(part)
                 return part + 100
 
-            layer.group = SimpleNamespace(rank=rank, size=2, all_reduce=all_reduce)  # type: ignore[assignment]
             try:
-                out = layer(torch.arange(4))
+                out = embedding(torch.tensor(rows, dtype=torch.bfloat16), rank, 2, all_reduce)(torch.arange(4))
                 returned = [out.flatten(), str(out.dtype)]
             except IndexError as error:
                 returned = [f"IndexError: {error}"]
@@ -155,16 +161,12 @@ class TestVocabParallelEmbedding:
         """The whole embedding, and what each rank gives into the sum."""
         weight, given = 1 + numbered(self.VOCAB, self.WIDTH), []
         for rank in range(size):
-            layer = ShardedEmbedding.__new__(ShardedEmbedding)
-            torch.nn.Module.__init__(layer)
-            layer.weight = torch.nn.Parameter(shard_vocab(weight, rank, size), requires_grad=False)
 
             def all_reduce(part: torch.Tensor) -> torch.Tensor:
                 given.append(part.clone())
                 return 100 + part
 
-            layer.group = SimpleNamespace(rank=rank, size=size, all_reduce=all_reduce)  # type: ignore[assignment]
-            out = layer(ids)
+            out = embedding(shard_vocab(weight, rank, size), rank, size, all_reduce)(ids)
             assert torch.equal(out, 100 + given[-1]), "what all_reduce returns is the result"
         assert len(given) == size, "each rank is to call all_reduce once"
         return weight, given
@@ -180,10 +182,7 @@ class TestVocabParallelEmbedding:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
     def test_no_step_waits_for_the_values(self, dtype: torch.dtype) -> None:
         """It is part of a captured step: tensors without values must do, and shapes must not depend on any."""
-        layer = ShardedEmbedding.__new__(ShardedEmbedding)
-        torch.nn.Module.__init__(layer)
-        layer.weight = torch.nn.Parameter(torch.empty(4, self.WIDTH, device="meta", dtype=dtype), requires_grad=False)
-        layer.group = SimpleNamespace(rank=1, size=3, all_reduce=lambda part: part)  # type: ignore[assignment]
+        layer = embedding(torch.empty(4, self.WIDTH, device="meta", dtype=dtype), 1, 3, lambda part: part)
         out = layer(torch.empty(7, dtype=torch.int64, device="meta"))
         assert out.shape == (7, self.WIDTH) and out.dtype == dtype, "a row for each id, in the weight's dtype"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import socket
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from folovllm.distributed.group import child_environment
 from folovllm.distributed.one_shot_buffers import MOST_PROGRAMS, VALUES, OneShotBuffers, buffer_shape
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from folovllm.kernels.skinny_linear import tiling
 from folovllm.kernels.summed_linear import fits, summed_linear
-from tests.m6.two_gpus import on_two_gpus
 
 GEOMETRIES = [(1024, 1024), (1024, 1536), (2560, 2048), (2560, 4864), (4096, 2048), (4096, 6144), (8192, 14336)]
 
@@ -96,9 +98,16 @@ def test_the_boxes_are_large_enough(tokens: int) -> None:
 
 
 @pytest.mark.multi_gpu
-def test_on_two_gpus_as_two_kernels() -> None:
+def test_on_two_gpus_as_two_kernels(tmp_path: Path) -> None:
     """Whole numbers, so that every order of a sum gives the same; then a captured chain of sums, 1,000 times."""
-    assert on_two_gpus(Path(__file__), "--as-rank", seconds=90) == ["right"] * 2
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2"]
+    command += ["--master-addr=127.0.0.1", f"--master-port={port}", __file__, str(tmp_path)]
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    subprocess.run(command, check=True, env=child_environment() | {"PYTHONPATH": path}, timeout=90)
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["right"] * 2
 
 
 def as_rank() -> str:
@@ -152,4 +161,4 @@ def as_rank() -> str:
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(60, exit=True)  # who waits for a value in vain goes with its kernel
-    Path(sys.argv[2], os.environ["RANK"]).write_text(as_rank())
+    Path(sys.argv[1], os.environ["RANK"]).write_text(as_rank())

@@ -192,12 +192,14 @@ def test_the_interpreter_ends(script: Start, tmp_path: Path) -> None:
     assert list(temporary.iterdir()) == []
 
 
-def test_ctrl_c(script: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_ctrl_c_and_a_killed_parent(script: Start, tmp_path: Path, number: int) -> None:
     process, pids = script(tmp_path, "forever")
     time.sleep(0.3)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all of them
+    # A terminal sends Ctrl-C to all of them.
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.kill()
     _, errors = process.communicate(timeout=60)
-    assert "Interrupt" in errors.splitlines()[-1]  # `Interrupted` while it answers
+    assert number == signal.SIGKILL or "Interrupt" in errors.splitlines()[-1]  # `Interrupted` while it answers
     assert len(pids) == 2
     assert_gone(pids)
     assert list(tmp_path.iterdir()) == []
@@ -210,11 +212,11 @@ def test_the_parent_is_killed_while_its_ranks_start(tmp_path: Path) -> None:
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     )  # fmt: skip
     assert starter.stdin is not None and starter.stdout is not None
-    for send, number, wait in [
+    for send, number, wait in (
         (os.kill, signal.SIGKILL, 0.3),
         (os.killpg, signal.SIGTERM, 0.5),
         (os.killpg, signal.SIGHUP, 0),
-    ]:
+    ):
         print("start", file=starter.stdin, flush=True)
         parent = int(starter.stdout.readline())
         while len(in_session(parent)) < 2:  # its first rank is there
@@ -235,15 +237,6 @@ def in_session(leader: int) -> list[int]:
             with contextlib.suppress(ProcessLookupError):
                 found += [int(folder.name)] * (os.getsid(int(folder.name)) == leader)
     return found
-
-
-def test_the_parent_is_killed(script: Start, tmp_path: Path) -> None:
-    process, pids = script(tmp_path, "forever")
-    process.kill()
-    process.communicate(timeout=60)
-    assert len(pids) == 2
-    assert_gone(pids)
-    assert list(tmp_path.iterdir()) == []
 
 
 # --- on GPUs --------------------------------------------------------------------------------------------------------
