@@ -10,19 +10,19 @@ from folovllm.attention.ops import append_kv
 class GrowingKVCache:
     """K and V of one sequence in token order, `[n, Hkv, D]` each; empty until the first `append`.
 
-    Simple, and quadratic: every append copies all that was there, and the memory of the shorter tensor is garbage.
+    It is simple, and its cost is quadratic: every append copies all cached tokens, and frees the shorter tensor.
     """
 
     def __init__(self) -> None:
         self._kv: torch.Tensor | None = None  # [2, n, Hkv, D]
 
     def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put the K/V of new tokens, two [T, Hkv, D], behind the cached ones."""
+        """Append the K/V of new tokens, [T, Hkv, D] each."""
         cached = key.new_empty(2, 0, *key.shape[1:]) if self._kv is None else self._kv
         self._kv = append_kv(cached, key, value)
 
     def reset(self) -> None:
-        """Forget everything: the next token begins another sequence."""
+        """Empty the cache for another sequence."""
         self._kv = None
 
     @property

@@ -1,4 +1,4 @@
-"""Attention in plain torch, the yardstick for every kernel, and the two ways to put K/V into a cache."""
+"""Attention in plain torch, the reference for every kernel, and the two ways to store K/V in a cache."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ def naive_attention(
 
 
 def append_kv(cached: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """The cache of one sequence, longer by its new tokens: [2, n, Hkv, D] and two [T, Hkv, D] -> [2, n + T, Hkv, D].
+    """Return the cache of one sequence with its new tokens appended: [2, n, Hkv, D] and two [T, Hkv, D] -> [2, n + T, Hkv, D].
 
-    The result is a new tensor, so everything that was cached is copied at every step.
+    The result is a new tensor, so every step copies all cached tokens.
     """
     return torch.cat((cached, torch.stack((key, value))), dim=1)
 
@@ -75,9 +75,9 @@ def gather_kv(
     block_table: torch.Tensor,  # [max_blocks] int
     seq_len: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of one sequence in token order, copied out of its blocks: two [seq_len, Hkv, D].
+    """Copy K and V of one sequence out of its blocks, in token order: two [seq_len, Hkv, D].
 
-    Position p lies at offset `p % B` of the table's block number `p // B`. Entries beyond the sequence are never read.
+    Position p is at offset `p % B` of the table's block number `p // B`. Entries beyond the sequence are never read.
     """
     position = torch.arange(seq_len, device=kv_cache.device)
     block_size = kv_cache.shape[2]

@@ -27,7 +27,7 @@ class PeersLost(ConnectionError):
 
 
 class Group(Protocol):
-    """What a sharded layer needs from the other ranks. All ranks make the same calls in the same order."""
+    """The ranks that share a model. All ranks make the same calls in the same order."""
 
     rank: int
     size: int

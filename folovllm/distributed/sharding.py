@@ -1,4 +1,4 @@
-"""Which part of a model each rank holds (tensor parallelism; Shoeybi et al. 2019, "Megatron-LM").
+"""Shards a model over ranks (tensor parallelism; Shoeybi et al. 2019, "Megatron-LM").
 
 A layer computes y = x W^T. Cut along its outputs (columns of W^T), each rank has some of y and needs all of x; cut along
 its inputs (rows of W^T), each needs only its part of x, and the ranks' results add up to y. A column cut followed by a

@@ -40,7 +40,7 @@ class Ring:
         self._fence = threading.Lock()
 
     def has_room(self) -> bool:
-        """Whether every reader has read what is in the next slot."""
+        """Return whether every reader has taken the message in the next slot."""
         return int(self._written[0] - self._taken.min()) < SLOTS
 
     def write(self, message: Int32) -> int:

@@ -1,5 +1,5 @@
-"""Every Triton kernel, one file each: a `@triton.jit` function that does the work and a typed function that launches it.
+"""The Triton kernels, one file each: a `@triton.jit` function that does the work, and a typed function that launches it.
 
 All of them run without a GPU in Triton's interpreter (TRITON_INTERPRET=1, set before triton is imported), in float32
-and float16. None is autotuned: sizes come from small tables, so that nothing is compiled after the warm-up.
+and float16. None is autotuned: sizes come from small tables, so no kernel is compiled after the warm-up.
 """

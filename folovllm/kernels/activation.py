@@ -19,10 +19,10 @@ def act_and_mul_kernel(
     gate_up_ptr, stream_ptr, out_ptr, stride, eps, I: tl.constexpr, WIDTH: tl.constexpr, H: tl.constexpr,  # noqa: E741
     STREAM_WIDTH: tl.constexpr, SCALE: tl.constexpr, GELU: tl.constexpr,
 ):  # fmt: skip
-    """A share of one token's columns: gate in [0, I), up in [I, 2I); SiLU in float32, rounded before it multiplies.
+    """Compute some of one token's columns: gate is in [0, I), up in [I, 2I). SiLU is computed in float32, and rounded before the product.
 
-    Grid (tokens, programs of a token), which take WIDTH columns in turn. SCALE: both are first divided by the root mean
-    square of the token's row of the stream [T, H]. GELU: as tanh approximates it, x (1 + tanh z) / 2, instead of SiLU.
+    Grid (tokens, programs of a token), which take WIDTH columns in turn. SCALE: first divide both by the root mean square of the
+    token's row of the stream [T, H]. GELU: use its tanh approximation, x (1 + tanh z) / 2, instead of SiLU.
     """
     token = tl.program_id(0).to(tl.int64)
     if SCALE:
@@ -43,16 +43,16 @@ def act_and_mul_kernel(
 
 
 def silu_and_mul(gate_up: torch.Tensor, stream: torch.Tensor | None = None, eps: float = 0.0) -> torch.Tensor:
-    """SiLU of the first half of `gate_up` [T, 2I] times its second half; returns [T, I] (SwiGLU: Shazeer, 2020).
+    """Return SiLU of the first half of `gate_up` [T, 2I] times its second half, [T, I] (SwiGLU: Shazeer, 2020).
 
-    With the residual `stream` [T, H], contiguous, `gate_up` was computed from it without its norm, and is divided by its
-    rows' root mean square first.
+    With the residual `stream` [T, H], contiguous, `gate_up` was computed from the stream without its norm. Then it is first
+    divided by the root mean square of the stream's rows.
     """
     return _act_and_mul(gate_up, stream, eps, is_gelu=False)
 
 
 def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """The same with GELU, as tanh approximates it (GEGLU, of the same paper)."""
+    """Return the tanh approximation of GELU of the first half of `gate_up` times its second half (GEGLU, of the same paper)."""
     return _act_and_mul(gate_up, None, 0.0, is_gelu=True)
 
 
@@ -62,7 +62,7 @@ def _act_and_mul(gate_up: torch.Tensor, stream: torch.Tensor | None, eps: float,
     if num_tokens:
         block = min(1024, triton.next_power_of_2(width // 2))
         hidden = 1 if stream is None else stream.shape[1]
-        # With many tokens there are programs enough, and one for each reads its row of the stream only once.
+        # With many tokens one program a token is enough, and it reads its row of the stream only once.
         programs = 1 if num_tokens >= MANY_TOKENS else triton.cdiv(width // 2, block)
         act_and_mul_kernel[(num_tokens, programs)](
             gate_up, gate_up if stream is None else stream, out, gate_up.stride(0), eps, I=width // 2, WIDTH=block,

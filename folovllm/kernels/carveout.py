@@ -1,11 +1,12 @@
-"""How a multiprocessor divides its memory into shared memory and L1 cache, for the kernels of one or two tokens.
+"""The carveout of kernels for one or two tokens: the share of a multiprocessor's memory that is shared memory, not L1 cache.
 
-A kernel may say which share it wants as shared memory. Else the driver decides, and differently for a product, which needs
-none, and for attention. A multiprocessor must be empty to be divided anew, so the programs of the next kernel cannot start
-beside the last ones of this kernel, which is what `pdl` is for. All kernels of a layer want the same here: a lone token took
-7% less (`docs/performance_log.md`). Four tokens took 3 to 10% more, so their products ask for nothing. Their attention, which is
-the same kernel as that of one token, does: alone that changed nothing. Products with FP8 codes ask for nothing either: a lone
-token took 2% more when they did.
+A kernel may ask for a share. Else the driver chooses one, and chooses differently for linear layers, which need no shared memory,
+and for attention. A multiprocessor can change its carveout only while it is empty. Then the programs of the next kernel cannot
+start beside the last ones of this kernel, as `pdl` wants. So here all kernels of a layer ask for the same share.
+
+A step of one token took 7% less (`docs/performance_log.md`). Four tokens took 3 to 10% more, so their linear layers ask for
+nothing. Their attention is the same kernel as that of one token and asks, which alone changed nothing. FP8 linear layers do not
+ask: with them a step of one token took 2% more.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MOST_TOKENS = 2
 
 
 def divide_memory(kernel: CompiledKernel) -> None:
-    """Say what `kernel`, loaded on the current device, wants, if it is one of these. It is a wish: no result changes.
+    """Set the carveout of `kernel`, loaded on the current device, if it is one of these kernels. No result changes.
 
     Raises:
         RuntimeError: the driver does not know the kernel.
@@ -35,11 +36,11 @@ def divide_memory(kernel: CompiledKernel) -> None:
         return
     function = ctypes.c_void_p(kernel.function)
     if error := ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(function, PREFERRED_CARVEOUT, SHARE):
-        raise RuntimeError(f"{kernel.name} cannot say how memory is to be divided: CUDA's error {error}")
+        raise RuntimeError(f"the carveout of {kernel.name} cannot be set: CUDA's error {error}")
 
 
 def wants_a_share(kernel: CompiledKernel) -> bool:
-    """Whether this is a kernel of each layer, for one or two tokens."""
+    """Return whether this is a layer's linear or attention kernel for one or two tokens."""
     if kernel.name == "skinny_linear_kernel":
         source = kernel.src
         return bool(source.constants[(source.fn.arg_names.index("M"),)] <= MOST_TOKENS)

@@ -1,4 +1,4 @@
-"""Kernels that Triton's cache lacks are compiled in other processes: threads would take turns in Python's lock."""
+"""A pool of processes that compile kernels which are not in Triton's cache. Threads would wait for Python's lock."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ logger = logging.getLogger("folovllm")
 
 
 class CompilePool:
-    """A process for each thread that has a kernel to compile. Begun when it is first needed, so a start that finds all
-    its kernels begins none.
-    """
+    """One process for each thread that compiles a kernel. It starts at the first kernel, so a start with a full cache needs none."""
 
     def __init__(self) -> None:
         self._of_thread = threading.local()
@@ -39,24 +37,24 @@ class CompilePool:
         self._closed = False
 
     def compile(self, task: Task) -> None:
-        """Let this thread's process compile a kernel. Nothing is said if it cannot, or is gone: then it is not in the cache.
+        """Let this thread's process compile a kernel. If that fails, it returns, and the kernel is not in the cache.
 
         Raises:
-            CancelledError: nobody waits for it any more.
+            CancelledError: the pool was closed.
         """
         if not task.module.startswith(PACKAGE) or not sys.executable:
-            return  # to import another's module might start an engine; and a program that embeds Python may not know one
+            return  # importing a foreign module could start an engine; a program that embeds Python may have no executable
         try:
             error = self._own().compile(task)
         except (EOFError, OSError) as gone:
-            error = f"the process is gone: {gone!r}"
+            error = f"the process has ended: {gone!r}"
         if self._closed:
             raise CancelledError
         if error:
-            logger.debug("%s is compiled here, for elsewhere: %s", task.name, error)
+            logger.debug("%s is compiled in this process, since the pool failed: %s", task.name, error)
 
     def _own(self) -> Worker:
-        """This thread's process, new or not."""
+        """Return this thread's process. Start it at the first call."""
         with self._lock:
             if self._closed:
                 raise CancelledError
@@ -67,7 +65,7 @@ class CompilePool:
         return worker
 
     def close(self) -> None:
-        """End all of them, whatever they are doing."""
+        """Kill all processes of the pool."""
         with self._lock:
             self._closed = True
         for worker in self._all:
@@ -77,7 +75,7 @@ class CompilePool:
 
 
 class Worker:
-    """A process that compiles kernels, one after the other, as its parent sees it."""
+    """The parent's handle of a process that compiles kernels, one after the other."""
 
     def __init__(self) -> None:
         self._connection, theirs = Pipe()
@@ -86,15 +84,15 @@ class Worker:
                 python_command("folovllm.kernels.compile_worker", str(theirs.fileno())),
                 env={**os.environ, "PYTHONPATH": import_path(), "TRITON_CACHE_DIR": knobs.cache.dir},
                 pass_fds=[theirs.fileno()],
-                process_group=0,  # with the compilers that it starts
+                process_group=0,  # a group of its own with the compilers that it starts
             )
-        # This thread sends to a process that may be gone: an error, even in a program that such a signal ends.
+        # Sending to a process that has ended must raise an error here, not end the program with SIGPIPE.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGPIPE])
 
     def compile(self, task: Task) -> str:
-        """Wait for a kernel. Returns what went wrong. Raises EOFError or OSError if the process is gone.
+        """Wait for a kernel. Returns the error, or "". Raises EOFError or OSError if the process has ended.
 
-        Its end of the connection is closed then, unless a fork of this process has a copy.
+        The process is checked each PAUSE: its end of the connection stays open if a fork of this process has a copy.
         """
         self._connection.send(task)
         while not self._connection.poll(PAUSE):
@@ -104,20 +102,20 @@ class Worker:
         return error
 
     def kill(self) -> None:
-        """End it now."""
+        """Kill the process."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def wait(self) -> None:
-        """Wait until it has ended."""
+        """Wait until the process has ended."""
         self._process.wait()
 
 
 class InPool(AsyncCompileMode):  # type: ignore[misc]  # to mypy all of Triton is Any
-    """Within this, a thread lets `workers` compile a kernel first, unless Triton's cache has it.
+    """A mode in which `workers` compile a kernel first, unless it is in Triton's cache.
 
-    Triton asks such a mode to compile. It then does so here all the same, and finds the kernel in its cache; or not, and
-    what is wrong with it is raised here.
+    Triton calls `submit` to compile. Then this process compiles too. It finds the kernel in the cache, or it compiles the kernel
+    itself and raises the compiler's error.
     """
 
     def __init__(self, workers: CompilePool, task: Task) -> None:
@@ -126,7 +124,7 @@ class InPool(AsyncCompileMode):  # type: ignore[misc]  # to mypy all of Triton i
         self._task = task
 
     def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
-        """Return the kernel."""
+        """Return the compiled kernel."""
         name = f"{self._task.name[:150]}.json"  # as Triton's
         if not get_cache_manager(hashlib.sha256(key.encode()).hexdigest()).get_group(name):
             self._workers.compile(self._task)

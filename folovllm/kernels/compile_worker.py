@@ -1,7 +1,7 @@
-"""A process that compiles kernels for another one, whose Python has one lock for all its threads.
+"""A process that compiles kernels for another one, so that its threads do not wait for Python's lock.
 
-It begins in a third of a second, for it knows Triton and the kernels, and has only the shell of torch: the functions that are
-compiled know no tensors. It needs no GPU either. What it makes it leaves in Triton's cache, where the other one finds it.
+It starts in a third of a second, because it imports Triton and the kernels, but only a stub of torch: the compiled functions use
+no tensors. It needs no GPU. It writes the compiled kernels to Triton's cache, where the other process finds them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from folovllm.children import end_with_parent
 
-WITHOUT = ("torch", "torch.distributed")  # of what the kernels' modules import
+WITHOUT = ("torch", "torch.distributed")  # imports of the kernels' modules that are stubs here
 
 
 @dataclass(slots=True)
@@ -29,13 +29,13 @@ class Task:
 
     module: str
     name: str
-    specialization: str  # Triton's record of a variant, JSON
-    target: Any  # the GPU's kind
-    triton_key: str  # a hash of Triton, which takes a while to compute
+    specialization: str  # Triton's description of a variant, JSON
+    target: Any  # Triton's description of the GPU
+    triton_key: str  # the hash of Triton, which is slow to compute
 
 
 class TorchStub(ModuleType):
-    """A module that has every name, and nothing behind it."""
+    """A stub of a module: every attribute exists, and is another stub."""
 
     def __getattr__(self, name: str) -> TorchStub:
         if name.startswith("__"):
@@ -44,7 +44,7 @@ class TorchStub(ModuleType):
 
 
 def compile_it(task: Task) -> None:
-    """Compile a kernel, and what launches it."""
+    """Compile a kernel and its launcher."""
     from triton.backends.nvidia import driver as nvidia
     from triton.runtime import cache, driver
 
@@ -53,14 +53,14 @@ def compile_it(task: Task) -> None:
     function = getattr(import_module(task.module), task.name)
     hash_from_below(function)
     kernel = function.preload(task.specialization)
-    if hasattr(nvidia, "make_launcher"):  # C, which Triton 3.6 writes and lets a compiler translate
+    if hasattr(nvidia, "make_launcher"):  # Triton 3.6 generates C code for it, and calls a compiler
         nvidia.CudaLauncher(kernel.src, kernel.metadata)
 
 
 def hash_from_below(function: Any, above: tuple[Any, ...] = ()) -> None:
-    """Let Triton hash the source of a kernel, after those of the functions that it calls, unless it has.
+    """Make Triton hash the source of a kernel, after the sources of the functions that it calls.
 
-    Names in its cache depend on these hashes, and a hash (Triton 3.6 to 3.7) on which of those it has made before.
+    Names in Triton's cache depend on these hashes, and the hashes depend on the order of hashing (Triton 3.6 to 3.7).
     """
     from triton.runtime.jit import JITCallable
 
@@ -74,7 +74,7 @@ def hash_from_below(function: Any, above: tuple[Any, ...] = ()) -> None:
 
 
 def outcome(task: Task) -> str:
-    """What went wrong, if anything did. The other process will compile such a kernel itself, and see."""
+    """Compile a kernel. Returns the error, or "". On an error the other process compiles the kernel itself, and raises the error."""
     try:
         compile_it(task)
     except Exception:
@@ -83,12 +83,12 @@ def outcome(task: Task) -> str:
 
 
 def main() -> None:
-    """Compile what comes through the descriptor that the command line names, until its other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to answer
+    """Compile the kernels that arrive through the file descriptor of the command line, until its other end is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     fd = int(sys.argv[1])
     threading.Thread(target=end_with_parent, args=[fd], daemon=True).start()
     sys.modules.update({name: TorchStub(name) for name in WITHOUT})
-    os.dup2(2, 1)  # what is printed here is no program's output
+    os.dup2(2, 1)  # prints go to stderr, not into the output of the user's program
     with Connection(fd) as connection, suppress(EOFError, ConnectionError):  # the other end is closed
         while True:
             connection.send(outcome(connection.recv()))

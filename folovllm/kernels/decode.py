@@ -1,12 +1,12 @@
-"""`SplitKVDecode`: attention of one new token a sequence over paged K/V, as fast as the memory can be read.
+"""`SplitKVDecode`: attention of one new token a sequence over paged K/V, near the memory bandwidth.
 
-Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023): a sequence's keys are cut into chunks that different programs read,
-and the partial results are merged by log-sum-exp. Here the chunks of all sequences form one work list:
+Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023): different programs read the chunks of a sequence's keys, and the partial
+results are merged by log-sum-exp. Here the chunks of all sequences form one work list:
 
 1. `plan_kernel`, once a step: chooses the chunk's length and lists the (sequence, chunk) items (`decode_plan`);
-2. `decode_kernel`, once a layer: a fixed number of programs work through the list, whatever the lengths are, so one
-   captured graph serves every step. Long and short sequences balance, because a program that is done takes the next
-   item. Whoever finishes a sequence's last chunk merges its partial results: no second kernel.
+2. `decode_kernel`, once a layer: a fixed number of programs work through the list. Their number does not depend on lengths, so
+   one captured graph serves every step. Long and short sequences balance, because a program that is done takes the next item.
+   The program that finishes a sequence's last chunk merges its partial results, so there is no second kernel.
 
 The query heads that share a KV head are rows of one matrix product, so K/V is read once for all of them.
 """
@@ -25,7 +25,7 @@ from folovllm.kernels.multiprocessors import num_sms
 from folovllm.kernels.online_softmax import LOG2_E, LOWEST, block_ids, normalize, online_softmax_tile, tile_offsets
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.preparation import Preparation
-from folovllm.kernels.qk_norm_rope import take_in_token
+from folovllm.kernels.qk_norm_rope import prepare_token
 from folovllm.kernels.window import first_seen, window_loop
 from folovllm.kv_format import UNSCALED, KVScales
 
@@ -62,7 +62,7 @@ def attend_chunk(
     q, k_ptr, v_ptr, table_ptr, seq_len, first, last, scale, STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr,
     B: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """As `decode_split`, for `q` of the last of `seq_len` tokens; also over a cache in 8 bits, and through a WINDOW (0: none)."""
+    """Return what `decode_split` returns for the `q` of the last of `seq_len` tokens. It also reads FP8 caches and WINDOWs (0: none)."""
     split: tl.constexpr = decode_split_fp8 if k_ptr.dtype.element_ty == tl.float8e4nv else decode_split
     if WINDOW:
         row_max, row_sum, acc = window_loop(
@@ -105,20 +105,20 @@ def merge_partials(
 
 
 @triton.jit
-def hand_in(
+def store_partial(
     row_max, row_sum, acc, max_ptr, sum_ptr, acc_ptr, done_ptr, out_ptr, first_row, c, num_chunks, stride, v_scale,
     G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, M: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Leave chunk c's state as a partial result. Whoever brings a sequence's last merges all, and stores the output [G, D].
+    """Store chunk c's state as a partial result. The program of a sequence's last one merges all, and stores the output [G, D].
 
-    `done_ptr` counts what was brought, and is zero again afterwards; rows are as in `merge_partials`.
+    `done_ptr` counts the partial results, and is zero again afterwards. Rows are those of `merge_partials`.
     """
     g, gg, dims = tl.arange(0, M), tl.arange(0, GROUP), tl.arange(0, D)
     part, kept = first_row + c * stride, g < GROUP
     tl.store(max_ptr + part + g, row_max, mask=kept)
     tl.store(sum_ptr + part + g, row_sum, mask=kept)
     tl.store(acc_ptr + (part + g)[:, None].to(tl.int64) * D + dims[None, :], acc, mask=kept[:, None])
-    tl.debug_barrier()  # all threads have stored before one of them says so
+    tl.debug_barrier()  # all threads have stored before one of them counts the result
     if tl.atomic_add(done_ptr, 1, sem="acq_rel") == num_chunks - 1:
         tl.store(done_ptr, 0)
         total, merged = merge_partials(max_ptr, sum_ptr, acc_ptr, first_row, num_chunks, stride, GROUP, D, STEP)
@@ -139,7 +139,7 @@ def decode_kernel(
     """Work through the plan's items, KV head by KV head. G query heads share one; GROUP and M round that up.
 
     queue = [items taken, programs gone] and done [S * Hkv] are zero before and after every launch. RAW: `q_ptr` is the
-    projection [S, (Hq + 2 Hkv) D], and new keys and values are not in the cache yet (`take_in_token`).
+    projection [S, (Hq + 2 Hkv) D], and new keys and values are not in the cache yet (`prepare_token`).
     WINDOW: how many keys a query sees; 0: all.
     """
     let_next_start(PDL)
@@ -153,14 +153,14 @@ def decode_kernel(
         following = take_next(queue_ptr, num_items, num_programs)
         item, head = item_ptr + work // HKV * ITEM, work % HKV
         seq, c, seq_len, first_partial = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
-        begin = 0  # of what the query sees
+        begin = 0  # the first key that the query sees, rounded down to a tile
         if WINDOW:
             begin = first_seen(seq_len - 1, WINDOW, TILE)
         num_chunks = tl.cdiv(seq_len - begin, chunk)
         table = table_ptr + seq.to(tl.int64) * stride_table
         token_ptr = q_ptr + seq.to(tl.int64) * stride_q
         if RAW:
-            q = take_in_token(
+            q = prepare_token(
                 token_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, k_ptr, v_ptr, table, head, tl.maximum(seq_len - 1, 0),
                 c == num_chunks - 1, eps, k_factor, v_factor, offset_ptr, STRIDE_BLOCK, STRIDE_TOKEN, STRIDE_HEAD, B, HKV, G, M, D, NORM)  # fmt: skip
         else:
@@ -174,7 +174,7 @@ def decode_kernel(
             out = (normalize(row_sum, acc) * v_scale).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + (out_row + g)[:, None] * D + dims[None, :], out, mask=real[:, None])
         else:
-            hand_in(
+            store_partial(
                 row_max, row_sum, acc, max_ptr, sum_ptr, acc_ptr, done_ptr + seq * HKV + head, out_ptr + out_row * D,
                 (first_partial * HKV + head) * GROUP, c, num_chunks, HKV * GROUP, v_scale, G, GROUP, D, M, STEP)  # fmt: skip
         work = following
@@ -183,9 +183,9 @@ def decode_kernel(
 
 @dataclass(slots=True, frozen=True)
 class DecodeConfig:
-    """Keys a tile, pipeline depth of a program; chunk lengths in keys (`plan_kernel`); results merged a turn.
+    """Keys a tile, pipeline stages, chunk lengths in keys (`plan_kernel`), and results that are merged at a time.
 
-    Small tiles and many programs: reads in flight are all that counts (`docs/performance_log.md`).
+    Tiles are small and programs are many, because only the number of reads in flight matters (`docs/performance_log.md`).
     """
 
     tile: int = 32
@@ -200,11 +200,11 @@ MAX_PARTS = 64  # results to merge a sequence
 
 
 def launch_shape(work: int, num_sms: int) -> tuple[int, int]:
-    """Programs on each multiprocessor, and warps of each, for `work` = sequences x KV heads.
+    """Return the programs on each multiprocessor, and the warps of each, for `work` = sequences x KV heads.
 
-    One program for each at least, more to split them, few where there is little to read: an idle program is not free.
-    In between all run in about one wave and the longest is waited for, so there each is given more warps. It depends on
-    the batch's size alone, never on lengths, so a captured graph may keep it.
+    There is at least one program for each unit of work, and more to split it, but few if there is little to read: an idle program
+    has a cost. In between all programs run in about one wave, and the longest one decides, so each has more warps. The result
+    depends on the batch's size and never on lengths, so a captured graph can keep it.
     """
     if work > 8 * num_sms:
         return -(-work // num_sms), 2
@@ -234,7 +234,7 @@ class SplitKVDecode:
         self.num_sms = num_sms(device)
         self.seqs = triton.next_power_of_2(max_num_seqs)
         self.group = triton.next_power_of_2(num_heads // num_kv_heads)
-        # Chunks grow with the batch's tokens, so that this many full ones are enough for any lengths.
+        # Chunks grow with the batch's tokens, so this number of full chunks is enough for any lengths.
         self.max_chunks = max(64, 8 * self._launch_shape(max_num_seqs)[0] // num_kv_heads)
         items = self.max_chunks + max_num_seqs
         rows = items * num_kv_heads * self.group
@@ -269,7 +269,7 @@ class SplitKVDecode:
         `scales` are those of K and V in the cache.
         """
         (k_cache, v_cache), (stride_block, stride_token, stride_head, _) = kv_cache.unbind(0), kv_cache.stride()[1:]
-        raw = preparation or Preparation(query)  # else nothing of it is read
+        raw = preparation or Preparation(query)  # without one the kernel reads no field of it
         num_programs, num_warps = self._launch_shape(num_seqs)
         decode_kernel[(num_programs,)](
             query, k_cache, v_cache, out, block_tables, self.items, self.header, self.queue, self.done,

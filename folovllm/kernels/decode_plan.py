@@ -1,4 +1,4 @@
-"""The work list of a split-KV decode, written and taken on the device, so that a captured step needs nothing of the host."""
+"""The work list of a split-KV decode. The device writes and reads it, so a captured step needs no data from the host."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ def chunk_length(
     lens, used, num_programs, max_chunks, HKV: tl.constexpr, TILE: tl.constexpr,
     MIN_CHUNK: tl.constexpr, MAX_CHUNK: tl.constexpr, QUEUE_CHUNK: tl.constexpr, MAX_PARTS: tl.constexpr,
 ):  # fmt: skip
-    """The smallest, in doublings from MIN_CHUNK to MAX_CHUNK, at which every item has a program of its own; else QUEUE_CHUNK.
+    """Return the number of keys in a chunk.
 
-    It is longer where a sequence would have over MAX_PARTS results to merge, or the buffers for `max_chunks` would not do.
-    `lens` and `used` [SEQS]: the keys of each sequence, and the same with at least one where the sequence is real.
+    It is the smallest doubling of MIN_CHUNK, up to MAX_CHUNK, at which every item has its own program; else QUEUE_CHUNK. It is
+    longer if a sequence would have over MAX_PARTS results to merge, or if there would be more than `max_chunks` chunks.
+    `lens` [SEQS]: the keys of each sequence. `used` [SEQS]: the same, but at least 1 for each real sequence.
     """
     chunk = MIN_CHUNK
     while (chunk < MAX_CHUNK) & (tl.sum(tl.cdiv(used, chunk)) * HKV > num_programs):
@@ -82,16 +83,16 @@ def _store_item(item_ptr, item, seq, chunk, length, first_partial, mask):
 
 @triton.jit
 def take_next(queue_ptr, num_items, num_programs):
-    """The item that a program does after its first, or `num_items` if there is none; queue = [items taken, programs gone]."""
+    """Return a program's next item, or `num_items` if there is none. queue = [items taken, programs that have ended]."""
     following = num_items
-    if num_items > num_programs:  # else everyone has one item and no queue is needed
+    if num_items > num_programs:  # else each program has one item at most, and no queue is needed
         following = num_programs + tl.atomic_add(queue_ptr, 1, sem="relaxed")
     return following
 
 
 @triton.jit
 def leave(queue_ptr, num_items, num_programs):
-    """What a program does at its end: the last to leave winds the queue back, for the next launch."""
+    """Count the end of a program. The last program resets the queue for the next launch."""
     if num_items > num_programs:  # noqa: SIM102 -- Triton's `and` would evaluate both sides
         if tl.atomic_add(queue_ptr + 1, 1, sem="acq_rel") == num_programs - 1:
             tl.store(queue_ptr, 0)

@@ -1,12 +1,12 @@
-"""A rehearsal: steps run with no kernel launched, and the kernels that they ask for are compiled meanwhile, many at once.
+"""A dry run: steps run without launching kernels, and the kernels that they would launch are compiled in parallel.
 
-Triton compiles a kernel when it is first launched, and the launch waits: the first steps compile one kernel after the other.
-No list says ahead which kernels a step needs, for that depends on the model, on sizes, and on how tensors lie in memory. But
-it does not depend on what a step computes.
+Triton compiles a kernel at its first launch, and the launch waits. So the first steps compile one kernel after the other. No
+list names the kernels of a step: they depend on the model, on sizes, and on the layout of tensors in memory. But they do not
+depend on the values that a step computes.
 
-`triton.AsyncCompileMode` is made for such a list. A launch within it waits as ever. After one error of the compiler (Triton
-3.6 to 3.7) no such mode can be entered again. And what launches a kernel, a C compiler's work in Triton 3.6, it leaves out.
-So here threads wait for one kernel each, and let another process compile it (`compile_pool`).
+`triton.AsyncCompileMode` alone is not enough. A launch within it still waits, it cannot be entered again after a compiler error
+(Triton 3.6 to 3.7), and it does not compile the launcher, which is C code in Triton 3.6. So here each thread waits for one
+kernel, which another process compiles (`compile_pool`).
 """
 
 from __future__ import annotations
@@ -32,55 +32,55 @@ from folovllm.kernels.compile_pool import CompilePool, InPool
 from folovllm.kernels.compile_worker import Task, hash_from_below
 
 MOST_THREADS = 16
-_turn = threading.Lock()  # a rehearsal changes what all threads use
+_turn = threading.Lock()  # a dry run patches Triton for all threads
 
 
 @contextmanager
 def dry_run(device: torch.device, num_processes: int = 1, show_progress: bool = False) -> Iterator[None]:
-    """Within this, this thread launches no kernel. Those that it asks for are compiled, and are there at the end.
+    """A context in which this thread launches no kernel. The kernels that it requests are compiled and loaded at its end.
 
-    What a kernel would have written is zero: nothing that is computed here is of use. Ctrl-C ends it at once, and what is
-    compiled by then is in Triton's cache, where the next start finds it.
+    The outputs of kernels are zero, so no result is of use. Ctrl-C ends the dry run at once. Kernels that are compiled by then
+    are in Triton's cache for the next start.
 
     Args:
         device: where the kernels are loaded.
-        num_processes: how many share the cores that this one may use.
+        num_processes: number of processes that share this machine's cores.
 
     Raises:
-        Exception: the first that the compiler, or the loading, raised.
+        Exception: the first error of the compiler or of loading.
     """
     num_threads = max(1, min(MOST_THREADS, num_cores() // num_processes))
     pool, workers = ThreadPoolExecutor(num_threads, "compile", *initializer_for(device)), CompilePool()
     with _turn, tqdm(total=0, desc="Compiling kernels", unit="kernel", disable=not show_progress) as progress:
-        asked = Asked(pool, workers, progress)
+        requests = CompileRequests(pool, workers, progress)
         try:
             with (
-                replaced(JITFunction, "run", asked.instead_of(JITFunction.run)),
-                replaced(knobs.runtime, "jit_cache_hook", asked.is_asked),
+                replaced(JITFunction, "run", requests.instead_of(JITFunction.run)),
+                replaced(knobs.runtime, "jit_cache_hook", requests.add),
             ):
                 with Zeros():
                     yield
-                asked.wait()
+                requests.wait()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
             workers.close()
-            asked.forget()
+            requests.forget()
 
 
-class Asked:
-    """The kernels that launches of one thread, that which made this object, have asked for."""
+class CompileRequests:
+    """The kernels that launches of one thread have requested. It is the thread that made this object."""
 
     def __init__(self, pool: ThreadPoolExecutor, workers: CompilePool, progress: Any) -> None:
         self._pool = pool
         self._workers = workers
         self._progress = progress
         self._thread = threading.get_ident()
-        self._compile: Callable[[], Any] | None = None  # of the launch that is asked for now
+        self._compile: Callable[[], Any] | None = None  # compiles the kernel of the current launch
         self._futures: dict[tuple[Any, str], Future[None]] = {}
         self._triton_key = pool.submit(triton_key)
 
     def instead_of(self, launch: Callable[..., Any]) -> Callable[..., Any]:
-        """What this thread does when it should launch. Other threads launch as ever."""
+        """Return the function that replaces `launch`: it compiles in this thread, and launches in all others."""
 
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
             if threading.get_ident() != self._thread:
@@ -90,11 +90,11 @@ class Asked:
 
         return run
 
-    def is_asked(self, *, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        """Triton asks this before it compiles a variant. True says that it must not, for the pool does."""
+    def add(self, *, key: str, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        """Queue the compilation of a variant. Triton calls this hook first; True tells it not to compile the variant itself."""
         if threading.get_ident() != self._thread:
             return False
-        hash_from_below(fn.jit_function)  # before anything else asks for its hash
+        hash_from_below(fn.jit_function)  # before any other code computes its hash
         if (fn.jit_function, key) not in self._futures:
             assert self._compile is not None
             self._progress.total += 1
@@ -105,10 +105,9 @@ class Asked:
         return True
 
     def _compile_and_load(self, compile_it: Callable[[], Any], fn: Any, specialization: str) -> None:
-        """Compile a kernel, or find it in Triton's cache, and do all that its first launch would do.
+        """Compile a kernel, or find it in Triton's cache, and do the other work of a first launch.
 
-        Names in that cache begin with a hash of Triton itself, 460 MB. One thread computes it and the others wait, lest
-        each of them does.
+        Names in that cache begin with a hash of Triton itself, 460 MB. One thread computes it, and the others wait for it.
         """
         target = driver.active.get_current_target()
         task = Task(fn.module, fn.name, specialization, target, self._triton_key.result())
@@ -118,19 +117,19 @@ class Asked:
         divide_memory(kernel)
 
     def wait(self) -> None:
-        """Wait until all are compiled."""
+        """Wait until all requested kernels are compiled."""
         for future in as_completed(self._futures.values()):
             future.result()
 
     def forget(self) -> None:
-        """Let go of the last launch's tensors now: futures know this object, so they would stay until Python looks for circles."""
+        """Drop the tensors of the last launch now. Futures refer to this object, so only the garbage collector would free them."""
         self._compile = None
         self._futures.clear()
 
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Within this, an attribute has another value."""
+    """A context in which an attribute has another value."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:
@@ -140,16 +139,16 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def initializer_for(device: torch.device) -> tuple[Callable[..., None], tuple[torch.device]] | tuple[()]:
-    """Let each thread of a pool have `device` as its current one."""
+    """Return the initializer of a thread pool that makes `device` the current device of each thread."""
     return (torch.cuda.set_device, (device,)) if device.type == "cuda" else ()
 
 
 class Zeros(TorchDispatchMode):
-    """Within this, new memory is zero, so that ids, lengths and places that no kernel has written are in bounds."""
+    """A mode in which new memory is zero. So ids, lengths and indices that no kernel has written are in bounds."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: torch would import its compiler, which takes seconds, to tell it to leave this alone."""
+        """Return False. True would make torch import its compiler, which takes seconds."""
         return False
 
     EMPTY = frozenset(
@@ -158,6 +157,6 @@ class Zeros(TorchDispatchMode):
     )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do the operation, and fill what it leaves empty."""
+        """Run the operation, and set its result to zero if it is uninitialized."""
         out = func(*args, **(kwargs or {}))
         return out.zero_() if func.overloadpacket in self.EMPTY else out

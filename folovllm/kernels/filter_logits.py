@@ -1,15 +1,15 @@
-"""Which tokens of a row survive min_p, top_k and top_p, without sorting; and sampling among them.
+"""Applies min_p, top_k and top_p to a row without sorting, and samples among the tokens that are kept.
 
-What survives is always "more likely than a threshold, and of those exactly at the threshold the lower ids". Two launches:
+The filters keep all tokens above a threshold, and of those exactly at the threshold the lower ids. There are two launches:
 
-1. `scan`: several programs share a row. They leave the largest logit of each GROUP of tokens, and what the group weighs.
-2. `finish`: one program a row. From the groups it knows a *cut* below which certainly nothing survives; it looks again at
-   the few groups that reach above, and writes down their tokens above the cut, the candidates. It finds the threshold among
-   them (`filter_threshold`) and samples from those that survive.
+1. `scan`: several programs share a row. They store the largest logit of each GROUP of tokens, and the group's weight.
+2. `finish`: one program a row. From the groups it computes a *cut*, a logit below which no token is kept. It reads the few
+   groups that reach the cut once more, and lists their tokens above the cut, the candidates. It finds the threshold among
+   the candidates (`filter_threshold`) and samples from those that are kept.
 
-With too many candidates to write down it finds the threshold all the same, only slower, and leaves sampling to `sample_tokens`.
-Logits tie often (bfloat16 has 16 bits), so a threshold is exact, not a number between two logits. Rows without filters cost
-programs that return at once.
+If there are too many candidates for the list, it finds the threshold more slowly, and `sample_tokens` samples. Logits are often
+equal (bfloat16 has 16 bits), so the threshold is exact, not a number between two logits. For rows without filters the programs
+return at once.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from folovllm.kernels.filter_threshold import (
 from folovllm.kernels.penalties import FILTERS, FLAGS, NUM_FIELDS, WORDS, adjusted_logits, float_field
 from folovllm.sampling_row import RowField
 
-TILE = 4096  # tokens that a program looks at in one go
-PROGRAMS = 512  # about as many as one launch has, each with some tiles of a row
+TILE = 4096  # tokens that a program reads at a time
+PROGRAMS = 512  # about the number of programs of a launch, each with some tiles of a row
 SCAN_WARPS, WARPS = 8, 16  # of a program that scans, and of the one that finishes a row
-CAPACITY = 8192  # candidates that a row can write down
-CHUNK, WIDE_CHUNK = 512, 4096  # candidates looked at in one go, if they are written down and if not
-UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # of a float32 that holds such a number
+CAPACITY = 8192  # candidates in a row's list
+CHUNK, WIDE_CHUNK = 512, 4096  # candidates that are read at a time, from the list and without it
+UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # of a float32, always 0
 
 GROUP = tl.constexpr(32)  # tokens
-GATHER = tl.constexpr(2048)  # tokens of groups that reach above the cut, looked at in one go
+GATHER = tl.constexpr(2048)  # tokens of groups at or above the cut that are read at a time
 LIKELY = tl.constexpr(512)  # coarse keys between the largest logit and the cut: four octaves
 LOWEST_KEY = tl.constexpr(-32641)  # the coarse key of -inf
 TEMPERATURE, MIN_P = tl.constexpr(int(RowField.TEMPERATURE)), tl.constexpr(int(RowField.MIN_P))
@@ -77,13 +77,13 @@ def scan_kernel(
 
 @triton.jit
 def coarse_key(x):
-    """The upper half of a key: enough for a cut."""
+    """Return the upper half of a key, which is enough for a cut."""
     return key_of(x, 16)
 
 
 @triton.jit
 def least_of_key(key):
-    """The least number with this coarse key."""
+    """Return the least float32 with this coarse key."""
     ordered = key << 16
     number = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     return tl.where(key > LOWEST_KEY, number, float("-inf"))
@@ -91,14 +91,14 @@ def least_of_key(key):
 
 @triton.jit
 def find_cut(largest, weights, top, target, inverse, BY_COUNT: tl.constexpr):
-    """A logit at or above which there are certainly `target` tokens, or tokens that weigh so much; as large as is easy.
+    """Return a large logit for which the tokens at or above it number `target` at least, or have that weight (not BY_COUNT).
 
-    Of a group that reaches above a cut, at least its largest token is above, and all but its other tokens, each of which
-    weighs no more than one at the cut. `weights` are in units of the weight of `top`, the largest logit.
+    Of a group that reaches the cut, its largest token counts. Its weight above the cut is at least its total weight less that of
+    its other tokens, each at most as heavy as a token at the cut. `weights` are in units of the weight of `top`, the largest logit.
     """
     keys, alone = coarse_key(largest), tl.exp((largest - top) * inverse)
     low, high = tl.full([], LOWEST_KEY, tl.int32), coarse_key(top) + 1
-    middle = tl.maximum(high - LIKELY, low)  # a first guess
+    middle = tl.maximum(high - LIKELY, low)  # the start of the search
     while low < high - 1:
         if BY_COUNT:
             above = tl.where(keys >= middle, 1.0, 0.0)
@@ -115,10 +115,10 @@ def find_cut(largest, weights, top, target, inverse, BY_COUNT: tl.constexpr):
 
 @triton.jit
 def choose_cut(largest, weights, top, field_ptr, vocab_size, inverse):
-    """The cut of a row: (logit, whether tokens below it are candidates for nothing but count in the sum of top_p).
+    """Return the cut of a row: (logit, whether the weight of tokens below it counts in the sum of top_p).
 
-    top_k: all that top_p then weighs is above the k-th largest of the groups' largest. min_p: its threshold, less what
-    rounding may do. top_p alone: what is above has that much of the probability, and a little more for rounding.
+    With top_k it is the k-th largest of the groups' largest logits. With min_p it is its threshold, less a margin for rounding.
+    With top_p alone the tokens above it have that probability, plus a margin for rounding.
     """
     top_k, top_p, min_p = tl.load(field_ptr + TOP_K), float_field(field_ptr, TOP_P), float_field(field_ptr, MIN_P)
     cut, by_count = float("-inf"), (top_k > 0) & (top_k < vocab_size)
@@ -135,9 +135,9 @@ def choose_cut(largest, weights, top, field_ptr, vocab_size, inverse):
 
 @triton.jit
 def write_down(row, scale, cut, hot_ptr, num_hot, CAPACITY: tl.constexpr):
-    """Write down the candidates of the groups in `hot_ptr`, ids ascending: (their number, what all others there weigh).
+    """List the candidates of the groups in `hot_ptr`, ids ascending. Returns their number, and the weight of the groups' other tokens.
 
-    Stops when there are more than CAPACITY.
+    It stops when there are more than CAPACITY.
     """
     logits_ptr, word_ptr, field_ptr, position, vocab_size, value_ptr, scaled_ptr, id_ptr = row
     i = tl.arange(0, GATHER)
@@ -167,9 +167,9 @@ def finish_kernel(
     id_ptr, threshold_ptr, last_ptr, token_ptr, stride_logits, stride_words, vocab_size, num_groups, GROUPS: tl.constexpr,
     CAPACITY: tl.constexpr, CHUNK: tl.constexpr, WIDE_CHUNK: tl.constexpr, SHIFT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence): from the groups to the threshold, [S] threshold and last, and the token [S].
+    """Program (sequence): from the groups it computes the sequence's threshold and last id, and samples its token, [S] each.
 
-    SHIFT: how many low bits of a float32 are never used by the type of the logits.
+    SHIFT: the number of low bits of a float32 that the type of the logits never uses.
     """
     s = tl.program_id(0).to(tl.int64)
     row_index = tl.load(row_ptr + s).to(tl.int64)
@@ -190,7 +190,7 @@ def finish_kernel(
     cut, counts_rest = choose_cut(largest, weights, most, field_ptr, vocab_size, inverse)
     hot = (g < num_groups) & (largest >= cut)
     tl.store(hot_ptr + tl.cumsum(hot.to(tl.int32), 0) - 1, g, mask=hot)
-    tl.debug_barrier()  # what one thread stored, others read
+    tl.debug_barrier()  # other threads read what a thread stored
     count, rest = write_down(row, scale, cut, hot_ptr, tl.sum(hot.to(tl.int32), 0), CAPACITY)
     tl.debug_barrier()
     rest += tl.sum(tl.where(hot, 0, (weights * UNIT).to(tl.int64)), 0)
@@ -211,7 +211,7 @@ def finish_kernel(
 
 @dataclass(slots=True)
 class FilterWorkspace:
-    """What programs tell each other, and what they find, for S sequences at most."""
+    """Buffers of intermediate and final results, for S sequences at most."""
 
     largest: torch.Tensor  # [S, groups] float32, the largest logit of each group of tokens
     weights: torch.Tensor  # [S, groups] float32
@@ -219,13 +219,13 @@ class FilterWorkspace:
     values: torch.Tensor  # [S, CAPACITY] float32, candidates' logits
     scaled: torch.Tensor  # [S, CAPACITY] float32, over the temperature
     ids: torch.Tensor  # [S, CAPACITY] int32
-    threshold: torch.Tensor  # [S] float32, the threshold: a logit over the temperature
-    last: torch.Tensor  # [S] int32, the last id that survives among those at the threshold
-    tokens: torch.Tensor  # [S] int32, what was sampled; -1: nothing yet
+    threshold: torch.Tensor  # [S] float32, a logit over the temperature
+    last: torch.Tensor  # [S] int32, the last id that is kept among those at the threshold
+    tokens: torch.Tensor  # [S] int32, the sampled token; -1: not sampled yet
 
     @classmethod
     def allocate(cls, num_seqs: int, vocab_size: int, device: torch.device) -> FilterWorkspace:
-        """For steps of up to `num_seqs` sequences: about 160 KB for each, with 152,000 tokens."""
+        """Allocate it for steps of up to `num_seqs` sequences. With 152,000 tokens it takes about 160 KB a sequence."""
 
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.empty(num_seqs, *shape, dtype=dtype, device=device)
@@ -252,11 +252,11 @@ def filter_logits(
     positions: torch.Tensor,
     work: FilterWorkspace,
 ) -> None:
-    """Find what survives the filters of each sequence that has FILTERS, and sample from it.
+    """Find the threshold of each sequence that has FILTERS, and sample a token that is kept.
 
-    A token survives if its logit (with bias and penalties) over the temperature is above `work.threshold`, or equal to it
-    and its id is `work.last` at most. `work.tokens` gets the sampled tokens, or -1 where there were too many candidates for it.
-    Entries of sequences without filters are left as they are.
+    A token is kept if its logit (with bias and penalties) over the temperature is above `work.threshold`, or equal to it and its
+    id is at most `work.last`. `work.tokens` receives the sampled tokens, or -1 where there were too many candidates. Entries of
+    sequences without filters are not changed.
 
     Args:
         logits: [S, V], any float dtype, rows contiguous.
@@ -278,5 +278,5 @@ def filter_logits(
 
 
 def parts(num_seqs: int, vocab_size: int) -> tuple[int, int]:
-    """A grid of programs (sequence, part) that share the tiles: enough for a GPU, and few where they just return."""
+    """Return the grid (sequences, parts) of programs that share the tiles: enough for a GPU, and few for rows without filters."""
     return num_seqs, min(triton.cdiv(vocab_size, TILE), max(PROGRAMS // num_seqs, 1))

@@ -1,7 +1,7 @@
-"""Numbers of 8 bits in a KV cache: how a kernel writes them, and how it takes them into its products.
+"""An FP8 KV cache: how a kernel writes its numbers, and how attention reads them.
 
-E4M3 has a sign, four bits of exponent and three of mantissa: neighbours are a sixteenth to an eighth of a number's own size
-apart, and the largest is 448 (Micikevicius et al., 2022, "FP8 Formats for Deep Learning").
+E4M3 has a sign, four bits of exponent and three of mantissa. The distance between neighbours is a sixteenth to an eighth of a
+number's own size, and the largest number is 448 (Micikevicius et al., 2022, "FP8 Formats for Deep Learning").
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import triton.language as tl
 from folovllm.kernels.online_softmax import LOWEST, block_ids, online_softmax_tile, tile_offsets
 
 LARGEST = tl.constexpr(448.0)
-# Neighbours are an eighth of a power of two apart. 1.5 * 2**23 times that, added in float32, leaves no bit below it.
+# Neighbours are an eighth of a power of two apart. Adding 1.5 * 2**23 times that in float32 rounds away all lower bits.
 ROUNDING = tl.constexpr(1.5 * 2.0**20)
-SMALLEST_NORMAL = tl.constexpr(2.0**-6)  # below, the distance between neighbours no longer shrinks
+SMALLEST_NORMAL = tl.constexpr(2.0**-6)  # below it the distance between neighbours is constant
 
 
 @triton.jit
 def to_cache(x, factor, cache_ptr):
-    """`x` as the cache behind `cache_ptr` keeps it: times `factor` and in 8 bits, or unchanged in a cache of its own dtype.
+    """Return `x` as the cache at `cache_ptr` stores it: times `factor` and in FP8, or unchanged in a cache of its own dtype.
 
-    It is rounded to E4M3 by arithmetic, half to even, before the cast, which has nothing left to round: what Triton's
-    interpreter casts comes out wrong where a mantissa overflows. What is too large becomes the largest number.
+    Arithmetic rounds it to E4M3, half to even, so that the cast has nothing left to round. The cast of Triton's interpreter is
+    wrong where a mantissa overflows. Numbers that are too large become the largest one.
     """
     if cache_ptr.dtype.element_ty == tl.float8e4nv:
         x = tl.minimum(tl.maximum(x.to(tl.float32) * factor, -LARGEST), LARGEST)
@@ -34,7 +34,7 @@ def to_cache(x, factor, cache_ptr):
 
 @triton.jit
 def less_offset(key, offset_ptr, place, mask):
-    """`key` less what all keys of its layer lose before they are cached, at `place`; `key` itself where `offset_ptr` is None."""
+    """Return `key` minus the layer's key offset at `place`, or `key` if `offset_ptr` is None."""
     if offset_ptr is not None:
         key = key.to(tl.float32) - tl.load(offset_ptr + place, mask=mask, other=0.0)
     return key
@@ -46,10 +46,10 @@ def prefill_loop_fp8(
     MASKED: tl.constexpr, STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr,
     B: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """`prefill_loop` of a cache in 8 bits. A tile is used by many queries, so a plain cast is cheap enough here.
+    """`prefill_loop` over an FP8 cache. Many queries use a tile, so a plain cast is cheap enough here.
 
-    Products are taken in float16, which holds all numbers of 8 bits, and to which the hardware turns two with one
-    instruction; in float32 where `q` is.
+    Products are in float16, which holds all FP8 numbers, and to which one instruction converts two of them. They are in float32
+    if `q` is.
     """
     q = q if q.dtype == tl.float32 else tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(tl.float16)
     dims = tl.arange(0, D)
@@ -64,7 +64,7 @@ def prefill_loop_fp8(
     return row_max, row_sum, acc
 
 
-# Both bytes of an int16 become float16 in one instruction; two more gather what was lower, and what was higher.
+# One instruction converts both bytes of an int16 to float16; two more gather the lower ones and the higher ones.
 TWO_OF_8 = tl.constexpr("""{ .reg .b16 a, b; .reg .b32 c, d;
     mov.b32 {a, b}, $2;
     cvt.rn.f16x2.e4m3x2 c, a;
@@ -76,7 +76,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def two_of_8(pair):
-    """The two numbers of 8 bits in an int16 as float16: the lower byte's and the higher byte's."""
+    """Return the two FP8 numbers in an int16 as float16: of the lower byte, and of the higher byte."""
     if INTERPRETED:
         low = (pair & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
         high = ((pair >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
@@ -90,11 +90,11 @@ def decode_split_fp8(
     q, k_ptr, v_ptr, table_ptr, first, last, scale, STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr,
     B: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """`decode_split` of a cache in 8 bits, which arrives in pairs.
+    """`decode_split` over an FP8 cache, whose numbers are loaded in pairs.
 
-    A single byte is the wrong size for every path from the memory to a product: as bytes, values alone took a load each
-    (`docs/performance_log.md`). Two neighbouring dimensions are one int16, and travel as numbers of 16 bits do. A product
-    over all dimensions is then the sum of two, over those with even and with odd numbers; and so are the answers.
+    Loads of single bytes are slow: each value took a load of its own (`docs/performance_log.md`). So two neighbouring dimensions
+    are loaded as one int16. A product over all dimensions is then the sum of two products, over the even and over the odd
+    dimensions. The result is computed in these two halves, too.
     """
     KIND: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16  # of the products
     even_q, odd_q = tl.split(tl.reshape(tl.clamp(q.to(tl.float32), -65504.0, 65504.0).to(KIND), [M, D // 2, 2]))

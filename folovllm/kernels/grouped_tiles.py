@@ -1,6 +1,6 @@
-"""What kernels for a mixture of experts share: whose tile a program has, and how gate and up become one result.
+"""Shared parts of the kernels for mixture of experts: the expert of a tile, and the gated activation of its results.
 
-Pairs (token, expert) are sorted by expert, so those of one expert are neighbours: its tiles follow one another.
+Pairs (token, expert) are sorted by expert. So the pairs of an expert are neighbours, and its tiles follow one another.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def find_tile(starts_ptr, tile, E: tl.constexpr, WIDTH: tl.constexpr, TILE_M: tl
 
 @triton.jit
 def finish_tile(total, total_up, DTYPE: tl.constexpr, GATED: tl.constexpr):
-    """Sums in float32 as outputs: rounded; GATED: silu(gate) * up, both rounded before they meet."""
+    """Round sums in float32 to outputs. GATED: return silu(gate) * up, with both rounded before the product."""
     result = total.to(DTYPE)
     if GATED:
         gate = result.to(tl.float32)

@@ -1,7 +1,7 @@
-"""One-pass sampling: the next token of every row straight from the logits, with no softmax and no sort.
+"""One-pass sampling: the next token of every row from the logits, with no softmax and no sort.
 
-argmax(logits / temperature + Gumbel noise) is a sample from the softmax (`folovllm/sample/noise.py` defines the noise). Two
-launches: each program takes a stretch of one row and keeps its best token; then the bests of a row are compared.
+argmax(logits / temperature + Gumbel noise) is a sample from the softmax (`folovllm/sample/noise.py` defines the noise). There are
+two launches: first each program finds the best token of a tile of a row, then the best tokens of a row are compared.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-TILE = 4096  # tokens of a program; a multiple of 4, for a Philox block makes four numbers
+TILE = 4096  # tokens of a program; a multiple of 4, because a Philox block has four numbers
 
 
 @triton.jit
 def philox_round(c0, c1, c2, c3, k0, k1):
-    """One of the ten rounds on 32-bit words; a 64-bit product gives both its halves for one instruction."""
+    """Return the words after one of the ten rounds. A 64-bit product gives both its halves with one instruction."""
     p0, p1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
     high0, high1 = (p0 >> 32).to(tl.uint32), (p1 >> 32).to(tl.uint32)
     return high1 ^ c1 ^ k0, p1.to(tl.uint32), high0 ^ c3 ^ k1, p0.to(tl.uint32)
@@ -24,10 +24,10 @@ def philox_round(c0, c1, c2, c3, k0, k1):
 
 @triton.jit
 def negative_log(u, FAST: tl.constexpr):
-    """-log(u) for 0 < u < 1: [...] float32.
+    """Return -log(u) for 0 < u < 1: [...] float32.
 
-    FAST takes the hardware's logarithm, whose error is absolute, and near 1, where that is too much, four terms of the
-    series in 1 - u (an exact difference). Errors stay below 1e-5 of the result, at a fifth of the instructions.
+    FAST uses the hardware's logarithm, whose error is absolute. Near 1 that error is too large, so there it uses four terms of the
+    series in 1 - u (an exact difference). Relative errors stay below 1e-5, with a fifth of the instructions.
     """
     if FAST:
         v = 1.0 - u
@@ -38,10 +38,10 @@ def negative_log(u, FAST: tl.constexpr):
 
 @triton.jit
 def gumbel_noise(seed_low, seed_high, position, first_id, WIDTH: tl.constexpr, FAST: tl.constexpr):
-    """Noise of token ids `first_id` to `first_id + WIDTH` (a multiple of 4 each): [WIDTH / 4, 4] float32.
+    """Return the noise of token ids `first_id` to `first_id + WIDTH` (a multiple of 4 each): [WIDTH / 4, 4] float32.
 
     Token id v takes output v % 4 of the Philox block with counter (v // 4, position, 0, 0) under the seed's two words.
-    Blocks are rows, so that a thread has all four outputs of a block and nothing moves between threads.
+    Blocks are rows, so a thread has all four outputs of a block, and threads exchange nothing.
     """
     c0 = (first_id // 4 + tl.arange(0, WIDTH // 4)).to(tl.uint32)
     c1, c2, c3 = c0 * 0 + position.to(tl.uint32), c0 * 0, c0 * 0
@@ -84,10 +84,9 @@ def gumbel_max_kernel(
     logits_ptr, temperature_ptr, seed_low_ptr, seed_high_ptr, position_ptr, best_ptr, at_ptr, stride_logits,
     vocab_size, offset, WIDTH: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, tile): the best token of its tile goes to `best_ptr` and `at_ptr` [S, tiles].
+    """Program (row, tile): writes the value and id of the best token of its tile to `best_ptr` and `at_ptr` [S, tiles].
 
-    NaN equals nothing, not even itself. A tile that holds nothing else counts as -inf: what comes out is a token in any
-    case, for the next step will look it up.
+    A tile of NaN alone counts as -inf, with its first id. So the result is always a valid token, which the next step can look up.
     """
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = tile * WIDTH
@@ -106,9 +105,9 @@ def gumbel_max_kernel(
 def best_of_tiles_kernel(
     best_ptr, at_ptr, token_ptr, row_ptr, last_token_ptr, num_tiles, WIDTH: tl.constexpr, KEEP: tl.constexpr
 ):
-    """Program (row): the best of the tiles' bests; the lowest id where several are best.
+    """Program (row): writes the best token over all tiles; of equal ones the lowest id.
 
-    KEEP: it is also written to `last_token_ptr`, where `row_ptr` says.
+    KEEP: it also writes the token to the row's entry (`row_ptr`) of `last_token_ptr`.
     """
     row = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, WIDTH)
@@ -139,8 +138,8 @@ def gumbel_max(
         seed_low: [S] int32, `seed_high` [S] int32: the two words of each row's seed.
         positions: [S] int32, index of the token to sample in its sequence.
         offset: token id of column 0, a multiple of 4 (a rank's share of the vocabulary).
-        out: [at least S] int64, where the tokens go.
-        keep: `last_token` int64 and `rows` [S] int32: the tokens go to `last_token[rows]` too.
+        out: [at least S] int64, receives the tokens.
+        keep: `last_token` int64 and `rows` [S] int32: `last_token[rows]` receives the tokens too.
 
     Returns:
         [S] int64.
@@ -157,7 +156,7 @@ def tile_bests(
     positions: torch.Tensor,
     offset: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The first launch: values [S, tiles] float32 and token ids [S, tiles] int32."""
+    """Run the first launch. Returns the best token of each tile: values [S, tiles] float32 and token ids [S, tiles] int32."""
     num_rows, vocab_size = logits.shape
     num_tiles = triton.cdiv(vocab_size, TILE)
     best = torch.empty(num_rows, num_tiles, dtype=torch.float32, device=logits.device)
@@ -175,7 +174,7 @@ def best_of_tiles(
     out: torch.Tensor | None = None,
     keep: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """The second launch: [S, tiles] twice -> [S] int64, and to where `gumbel_max` says."""
+    """Run the second launch: [S, tiles] twice -> [S] int64. `out` and `keep` are those of `gumbel_max`."""
     num_rows, num_tiles = best.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=best.device) if out is None else out[:num_rows]
     last_token, rows = keep or (tokens, at)

@@ -1,4 +1,4 @@
-"""Logits without what a mask rules out: one mask for each row of logits."""
+"""Masks logits with a token bitmask for each row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def mask_logits_kernel(logits_ptr, mask_ptr, out_ptr, stride_logits, stride_mask
 
 
 def mask_logits(logits: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
-    """The logits [n, V] with -inf where `masks` [n, ceil(V / 32)] int32 have no bit; rows of both are contiguous."""
+    """Return the logits [n, V] with -inf where the bit in `masks` [n, ceil(V / 32)] int32 is not set. Rows of both are contiguous."""
     num_rows, vocab_size = logits.shape
     out = torch.empty(num_rows, vocab_size, dtype=logits.dtype, device=logits.device)
     mask_logits_kernel[(num_rows, triton.cdiv(vocab_size, WIDTH))](

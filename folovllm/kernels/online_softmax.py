@@ -42,15 +42,15 @@ def online_softmax_tile(q, k, v, visible, row_max, row_sum, acc, scale):
 
 @triton.jit
 def normalize(row_sum, acc):
-    """acc / row_sum, and zeros for a query that saw no key (a padded row) rather than 0 / 0."""
+    """Return acc / row_sum. A query that saw no key (a padded row) gets zeros, not 0 / 0."""
     return acc / tl.where(row_sum > 0.0, row_sum, 1.0)[:, None]
 
 
 @triton.jit
 def block_ids(table_ptr, token, end, B: tl.constexpr, TILE: tl.constexpr):
-    """The blocks that hold tokens `token` to `token + TILE`, int64: one id where they share a block, else [TILE].
+    """Return the ids of the blocks with tokens `token` to `token + TILE`, int64: one id if they share a block, else [TILE].
 
-    `token` is a multiple of TILE. Nothing at or past `end` is looked up: the table is arbitrary there.
+    `token` is a multiple of TILE. Table entries for tokens at or past `end` are not read, because they are arbitrary.
     """
     tokens = token if B % TILE == 0 else token + tl.arange(0, TILE)
     return tl.load(table_ptr + tokens // B, mask=tokens < end, other=0).to(tl.int64)
@@ -60,6 +60,6 @@ def block_ids(table_ptr, token, end, B: tl.constexpr, TILE: tl.constexpr):
 def tile_offsets(
     blocks, token, B: tl.constexpr, TILE: tl.constexpr, STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr
 ):
-    """Where in a head's cache the tokens `token` to `token + TILE` of these blocks start, [TILE] int64."""
+    """Return the offsets in a head's cache of the tokens `token` to `token + TILE` of these blocks, [TILE] int64."""
     within = (token % B + tl.arange(0, TILE)) if B % TILE == 0 else (token + tl.arange(0, TILE)) % B
     return blocks * STRIDE_BLOCK + within * STRIDE_TOKEN

@@ -1,7 +1,7 @@
-"""Programmatic dependent launch: a kernel may start while the one before it ends, and waits where it needs its results.
+"""Programmatic dependent launch: a kernel starts while the previous one ends, and waits before it reads its results.
 
-Between two dependent kernels of a graph a GPU otherwise idles for about a microsecond, and a decode step at batch 1 is
-two hundred kernels of a few microseconds each. Needs compute capability 9.0 (Hopper) or later.
+Otherwise a GPU idles for about a microsecond between two dependent kernels of a graph, and a decode step at batch 1 has two
+hundred kernels of a few microseconds each. It needs compute capability 9.0 (Hopper) or later.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ MAX_TOKENS = 8
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
-    """Let the next kernel start as soon as all programs of this one have. The earlier, the more of it is hidden."""
+    """Let the next kernel start once all programs of this one have called it. An earlier call hides more of the start."""
     if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Wait until all kernels before this one are complete and their writes visible.
+    """Wait until all kernels before this one are complete and their writes are visible.
 
-    Every kernel that is launched with `launch_options` calls it before it reads what another kernel wrote and before it
-    writes anything. It may read earlier what was there from the start, as weights are; and what was complete before some
-    kernel without these options began, since nothing overlaps with that one (`prefetching_decode`). A program without work may
-    end without this call, if another program of its launch makes it.
+    Every kernel that is launched with `launch_options` calls it before it writes, and before it reads another kernel's output.
+    Before this call it may read weights. It may also read what was complete before an earlier kernel without these options,
+    since that kernel overlaps with none (`prefetching_decode`). A program without work may end without this call, if another
+    program of its launch makes it.
     """
     if PDL:
         gdc_wait()
@@ -39,15 +39,15 @@ def wait_for_inputs(PDL: tl.constexpr):
 
 @cache
 def available(device: torch.device) -> bool:
-    """Whether kernels on `device` overlap in this way. FOLOVLLM_PDL=0 turns it off, to measure what it gains."""
+    """Return whether kernels on `device` overlap in this way. FOLOVLLM_PDL=0 disables it, for comparison."""
     if device.type != "cuda" or triton.knobs.runtime.interpret or os.environ.get("FOLOVLLM_PDL") == "0":
         return False
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def launch_options(device: torch.device, num_tokens: int) -> dict[str, bool]:
-    """Keywords of a launch whose kernel takes `PDL` and calls `let_next_start` and `wait_for_inputs`.
+    """Return the keywords of a launch whose kernel takes `PDL` and calls `let_next_start` and `wait_for_inputs`.
 
-    Only for few tokens: at large batch the kernels are long, and nothing was gained (`docs/performance_log.md`).
+    Kernels overlap only for few tokens. At large batch they are long, and it gained nothing (`docs/performance_log.md`).
     """
     return {"PDL": True, "launch_pdl": True} if num_tokens <= MAX_TOKENS and available(device) else {"PDL": False}

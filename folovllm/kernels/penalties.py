@@ -1,7 +1,7 @@
-"""What depends on the tokens so far, from the rows' words on the device: nothing is copied, nothing waits.
+"""Applies penalties, biases, masks and bad words to a row's logits, from its words on the device.
 
-`adjusted_logits` is part of every kernel that reads a row's logits. The logits themselves stay as they are: they are the
-model's own distribution, and rounding a penalised one to bfloat16 would lose small penalties.
+`adjusted_logits` is part of every kernel that reads a row's logits. It does not change the logits in memory: they are the
+model's own distribution, and penalised logits rounded to bfloat16 would lose small penalties.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ IN_PROMPT, BIAS_SHIFT = tl.constexpr(sampling_row.IN_PROMPT), tl.constexpr(sampl
 
 @triton.jit
 def float_field(field_ptr, FIELD: tl.constexpr):
-    """One field of a row's line, as the float that it is."""
+    """Return a field of a row as a float."""
     return tl.load(field_ptr + FIELD).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def adjusted_logits(logits_ptr, word_ptr, field_ptr, position, index, vocab_size):
-    """A row's logits at `index`, with mask, bad words, bias, min_tokens and penalties: float32, in `index`'s shape.
+    """Return a row's logits at `index` with mask, bad words, bias, min_tokens and penalties: float32, in the shape of `index`.
 
-    The pointers are the row's. NaN and what lies outside the vocabulary are -inf. A row reads of its line what its FLAGS
-    ask for.
+    The pointers are the row's. NaN and indices outside the vocabulary become -inf. It reads only the parts of the row's line that
+    its FLAGS name.
     """
     inside = index < vocab_size
     x = tl.load(logits_ptr + index, mask=inside, other=float("-inf")).to(tl.float32)

@@ -1,12 +1,12 @@
-"""Attention of one new token for a few sequences: cached keys and values are under way before the new token is known.
+"""Decode attention for a few sequences that prefetches cached keys and values before the QKV projection ends.
 
-With one request there is next to nothing to read, and the attention of a layer is a chain of waits: for the work item,
-the block ids, K and V. Of all this only the new token's own query, key and value come from the product before. So a
-program asks for the rest before it waits for that product (`pdl`), and keeps its first TILE keys and values in registers.
+With one request there is little to read, and the attention of a layer waits for several loads in turn: the work item, the block
+ids, K and V. Only the new token's query, key and value depend on the QKV projection. So a program loads all else before it waits
+for the projection (`pdl`), and keeps its first TILE keys and values in registers.
 
-It may, because nothing in the step writes what it reads so early: the plan and the block tables are complete before the
-first layer begins, and all other tokens are of earlier steps. They are complete
-because the embedding, which is launched without `pdl`, comes between: right behind the plan this kernel could read an old one.
+The early loads are safe, because no later kernel of the step writes what they read. The plan and the block tables are complete
+before the first layer, since the embedding between them is launched without `pdl`. The K/V of all other tokens are from earlier
+steps.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 import triton
 import triton.language as tl
 
-from folovllm.kernels.decode import SplitKVDecode, hand_in
+from folovllm.kernels.decode import SplitKVDecode, store_partial
 from folovllm.kernels.decode_plan import ITEM
 from folovllm.kernels.online_softmax import LOG2_E, LOWEST, normalize, online_softmax_tile
 from folovllm.kernels.pdl import available, launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.qk_norm_rope import norm_rope
 
-MAX_SEQS = 4  # that were measured
-MAX_HEAD_DIM, MAX_GROUP = 128, 8  # a tile, and the queries of a head of K and V, have to fit into registers
+MAX_SEQS = 4  # more were not measured
+MAX_HEAD_DIM, MAX_GROUP = 128, 8  # a tile and the queries of a KV head must fit into registers
 TILE, NUM_WARPS, NUM_STAGES, PROGRAMS = 64, 4, 2, 2  # PROGRAMS: on each multiprocessor
 
 
@@ -32,7 +32,7 @@ def load_tile(
     k_ptr, v_ptr, table_ptr, first, last, STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, B: tl.constexpr,
     TILE: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values [TILE, D] of the tokens from `first` on, and which of them are before `last`, [TILE]."""
+    """Return keys and values [TILE, D] of the tokens from `first` on, and a mask [TILE] of the tokens before `last`."""
     tokens = first + tl.arange(0, TILE)
     inside = tokens < last
     blocks = tl.load(table_ptr + tokens // B, mask=inside, other=0).to(tl.int64)
@@ -44,7 +44,7 @@ def load_tile(
 
 @triton.jit
 def begin_with(is_mine, query, key, value, scale, M: tl.constexpr, D: tl.constexpr):
-    """The state of the online softmax after the new token alone, `key` and `value` [1, D]; if it is not, of no token."""
+    """Return the state of the online softmax after the new token alone, `key` and `value` [1, D]. Without `is_mine` it is empty."""
     score = tl.sum(query.to(tl.float32) * key.to(tl.float32), 1) * scale
     row_max = tl.where(is_mine, score, LOWEST)
     row_sum = tl.where(is_mine, 1.0, 0.0) + tl.zeros([M], tl.float32)
@@ -60,9 +60,9 @@ def prefetching_decode_kernel(
     B: tl.constexpr, HKV: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     TILE: tl.constexpr, M: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """Work through the plan's items as `decode_kernel` with RAW does; most programs have one item or none.
+    """Work through the plan's items like `decode_kernel` with RAW. Most programs have one item or none.
 
-    The new token's key and value are taken as the projection has them, and stored for later steps at the end.
+    The new token's key and value come from the projection, and are stored in the cache at the end, for later steps.
     """
     let_next_start(PDL)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
@@ -74,7 +74,7 @@ def prefetching_decode_kernel(
         seq, c, seq_len, first_partial = tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
         num_chunks, position = tl.cdiv(seq_len, chunk), tl.maximum(seq_len - 1, 0)
         first, is_last = c * chunk, (c == num_chunks - 1) & (seq_len > 0)
-        last = tl.minimum(position, first + chunk)  # of what is cached
+        last = tl.minimum(position, first + chunk)  # end of the cached keys
         table = table_ptr + seq.to(tl.int64) * stride_table
         k_head, v_head = k_ptr + head * STRIDE_HEAD, v_ptr + head * STRIDE_HEAD
         k, v, inside = load_tile(k_head, v_head, table, first, last, STRIDE_BLOCK, STRIDE_TOKEN, B, TILE, D)
@@ -105,7 +105,7 @@ def prefetching_decode_kernel(
         if num_chunks <= 1:
             tl.store(out_ptr + (out_row + g)[:, None] * D + i, normalize(row_sum, acc).to(DTYPE), mask=real)
         else:
-            hand_in(
+            store_partial(
                 row_max, row_sum, acc, max_ptr, sum_ptr, acc_ptr, done_ptr + seq * HKV + head, out_ptr + out_row * D,
                 (first_partial * HKV + head) * GROUP, c, num_chunks, HKV * GROUP, 1.0, G, GROUP, D, M, STEP)  # fmt: skip
         if is_last:
@@ -114,7 +114,7 @@ def prefetching_decode_kernel(
 
 
 def serves(decode: SplitKVDecode, kv_cache: torch.Tensor, num_seqs: int) -> bool:
-    """Whether this kernel is the one to take: where kernels overlap, for few sequences, and for what fits into registers."""
+    """Return whether this kernel is faster: kernels overlap, the sequences are few, and a tile fits into registers."""
     fits = decode.head_dim <= MAX_HEAD_DIM and decode.num_heads <= MAX_GROUP * decode.num_kv_heads
     is_plain = kv_cache.dtype in (torch.bfloat16, torch.float16) and not decode.window
     return fits and is_plain and num_seqs <= MAX_SEQS and available(kv_cache.device)
@@ -124,9 +124,9 @@ def prefetching_decode(
     decode: SplitKVDecode, qkv: torch.Tensor, kv_cache: torch.Tensor, block_tables: torch.Tensor, num_seqs: int,
     scale: float, out: torch.Tensor, preparation: Preparation, num_programs: int | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """What `decode`, whose plan and buffers it takes, does with a `preparation`; of a cache in the model's own dtype.
+    """Return what `decode` returns with a `preparation`. It uses the plan and the buffers of `decode`.
 
-    `num_programs` overrides the size of the grid.
+    The cache has the model's own dtype. `num_programs` overrides the size of the grid.
     """
     (k_cache, v_cache), (stride_block, stride_token, stride_head, _) = kv_cache.unbind(0), kv_cache.stride()[1:]
     q_weight, k_weight = preparation.q_weight, preparation.k_weight

@@ -1,8 +1,8 @@
-"""`prefill`: attention of many new tokens a sequence over paged K/V, scores never leaving the chip.
+"""`prefill`: attention of many new tokens a sequence over paged K/V. Scores are never written to memory.
 
-FlashAttention-2 (Dao, 2023, algorithm 1): a program owns TILE_M queries of one head and walks the keys tile by tile.
-It reads K/V from the cache only, so a whole prompt, a chunk of one and the rest after a cached prefix are one case:
-the last `query_len` of `seq_len` tokens are new, and new token i stands at position seq_len - query_len + i.
+FlashAttention-2 (Dao, 2023, algorithm 1): a program has TILE_M queries of one head, and reads the keys tile by tile. It reads
+K/V only from the cache. So a whole prompt, a chunk of one, and the rest after a cached prefix are the same case: the last
+`query_len` of `seq_len` tokens are new, and new token i has the position seq_len - query_len + i.
 """
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def prefill_loop(
 
 @triton.jit
 def tile_of_program(tile_ptr, first_seq, TILE_M: tl.constexpr, LISTED: tl.constexpr):
-    """The sequence of this program's tile, and which of its new tokens is the tile's first query.
+    """Return the sequence of this program's tile, and the index of the tile's first query among its new tokens.
 
-    LISTED: they are at `tile_ptr` [n, 2]. Else the last tile of a sequence comes first, since it has the most keys: with
-    the longest work at the front, no program is left alone at the end.
+    LISTED: they are at `tile_ptr` [n, 2]. Otherwise the last tile of a sequence comes first, since it has the most keys. If the
+    longest work starts first, no program runs alone at the end.
     """
     if LISTED:
         seq, row0 = tl.load(tile_ptr + 2 * tl.program_id(1)), tl.load(tile_ptr + 2 * tl.program_id(1) + 1)
@@ -78,9 +78,9 @@ def prefill_kernel(
     B: tl.constexpr, G: tl.constexpr, D: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr, LISTED: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """TILE_M queries of one head of one sequence; grid (Hq, tiles of the longest query, sequences).
+    """Program: attention of TILE_M queries of one head of one sequence; grid (Hq, tiles of the longest query, sequences).
 
-    LISTED: grid (Hq, n), of the n tiles at `tile_ptr`. WINDOW: how many keys a query sees; 0: all.
+    LISTED: grid (Hq, n), for the n tiles at `tile_ptr`. WINDOW: the number of keys that a query sees; 0: all.
     """
     loop: tl.constexpr = prefill_loop_fp8 if k_ptr.dtype.element_ty == tl.float8e4nv else prefill_loop
     head = tl.program_id(0)
@@ -99,8 +99,8 @@ def prefill_kernel(
     k_ptr += head // G * STRIDE_HEAD
     v_ptr += head // G * STRIDE_HEAD
     table_ptr += seq.to(tl.int64) * stride_table
-    full = (seq_len - query_len + row0 + 1) // TILE_N * TILE_N  # keys in whole tiles that the first query sees too
-    last = tl.minimum(seq_len, seq_len - query_len + row0 + TILE_M)  # no query of this tile sees further
+    full = (seq_len - query_len + row0 + 1) // TILE_N * TILE_N  # keys in whole tiles that even the first query sees
+    last = tl.minimum(seq_len, seq_len - query_len + row0 + TILE_M)  # end of the keys that a query of this tile sees
     if WINDOW:
         row_max, row_sum, acc = window_loop(
             q, k_ptr, v_ptr, table_ptr, positions, first_seen(seq_len - query_len + row0, WINDOW, TILE_N), last, scale,
@@ -118,7 +118,7 @@ def prefill_kernel(
 
 @dataclass(slots=True, frozen=True)
 class PrefillConfig:
-    """Tile sizes and what the compiler may spend on them."""
+    """Tile sizes, and the warps and pipeline stages of a program."""
 
     tile_m: int
     tile_n: int
@@ -127,9 +127,9 @@ class PrefillConfig:
 
 
 def prefill_config(head_dim: int, itemsize: int, capability: tuple[int, int] | None) -> PrefillConfig:
-    """The tiles for a card: the queries and `num_stages` tiles of K and V must fit its shared memory.
+    """Return the tiles for a card. The queries and `num_stages` tiles of K and V must fit into its shared memory.
 
-    `capability` None is the interpreter, where a program costs more than the work in it.
+    `capability` None is the interpreter, in which a program costs more than its work.
     """
     if capability is None:
         return PrefillConfig(32, 32, 4, 1)
@@ -142,7 +142,7 @@ def prefill_config(head_dim: int, itemsize: int, capability: tuple[int, int] | N
 
 
 def config_on(device: torch.device, head_dim: int, itemsize: int) -> PrefillConfig:
-    """The tiles on a device."""
+    """Return the tiles for a device."""
     return prefill_config(
         head_dim, itemsize, torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     )
@@ -192,7 +192,7 @@ def prefill(
         max_query_len: at least the longest query; a larger value costs empty programs only.
         out: [T, Hq, D] to write to; rows of sequences before `first_seq` stay as they are.
         first_seq: the first sequence to compute (those before it are decodes).
-        tiles: [n, 2] int32, the work (`list_tiles`), where a program for each tile that there might be is too many.
+        tiles: [n, 2] int32, the work list of a captured step (`list_tiles`).
         scales: of K and V in the cache.
         window: how many tokens a token sees, itself included; None: all before it.
     """

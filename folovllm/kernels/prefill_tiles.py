@@ -1,7 +1,7 @@
-"""The work list of a prefill whose shape is frozen, written on the device.
+"""The work list of a prefill in a captured step, written on the device.
 
-A captured step has room for many prompts, and for one that takes all of it. A program for each tile of each of them would
-be thousands with nothing to do. This list has a place for each tile that there can be: those of all prompts, end to end.
+A captured step holds many short prompts, or one long prompt. With a program for each possible tile of each prompt, thousands of
+programs would have no work. The list has the tiles of all prompts end to end, so it is as long as their largest total number.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import torch
 import triton
 import triton.language as tl
 
-NOTHING = tl.constexpr(0x7FFFFFFF)  # the first query of a tile that is none
+NOTHING = tl.constexpr(0x7FFFFFFF)  # the first query of an unused entry
 
 
 @triton.jit(
     do_not_specialize=["first_seq", "num_tiles"], do_not_specialize_on_alignment=["start_ptr", "len_ptr"]
 )  # fmt: skip
 def list_tiles_kernel(start_ptr, len_ptr, tile_ptr, first_seq, num_tiles, TILE_M: tl.constexpr, WIDTH: tl.constexpr):
-    """Program (sequence after `first_seq`): its tiles, the last one first, for that has the most keys."""
+    """Program (sequence after `first_seq`): lists its tiles. The last tile comes first, because it has the most keys."""
     seq, i = tl.program_id(0), tl.arange(0, WIDTH)
     start_ptr += first_seq
     len_ptr += first_seq
@@ -30,7 +30,7 @@ def list_tiles_kernel(start_ptr, len_ptr, tile_ptr, first_seq, num_tiles, TILE_M
     new = tl.load(start_ptr + seq + 1) - tl.load(start_ptr + seq)
     mine = tl.cdiv(tl.minimum(new, tl.load(len_ptr + seq)), TILE_M)
     end = mine
-    if seq == tl.num_programs(0) - 1:  # the rest of the list is nothing
+    if seq == tl.num_programs(0) - 1:  # the last program fills the unused entries
         end = num_tiles - before
     for first in range(0, end, WIDTH):
         t = first + i
@@ -42,11 +42,11 @@ def list_tiles_kernel(start_ptr, len_ptr, tile_ptr, first_seq, num_tiles, TILE_M
 def list_tiles(
     query_start_loc: torch.Tensor, seq_lens: torch.Tensor, num_tokens: int, first_seq: int, tile_m: int
 ) -> torch.Tensor:
-    """The tiles of `tile_m` queries of the sequences from `first_seq` on, as [n, 2] int32: sequence and first query.
+    """Return the tiles of `tile_m` queries of the sequences from `first_seq` on, [n, 2] int32: sequence and first query.
 
     Args:
         query_start_loc: [S+1] int32. seq_lens: [S] int32; the new tokens of a sequence of length 0 are padding.
-        num_tokens: at least the new tokens of these sequences; with S it says how many tiles there can be.
+        num_tokens: at least the new tokens of these sequences. It and S bound the number of tiles.
     """
     num_seqs = len(seq_lens) - first_seq
     num_tiles = (num_tokens + num_seqs * (tile_m - 1)) // tile_m

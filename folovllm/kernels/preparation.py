@@ -1,4 +1,4 @@
-"""What a kernel needs to know to prepare queries and keys itself; without Triton, which not every machine has."""
+"""The parameters with which a kernel prepares queries and keys itself. This file does not import Triton."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from folovllm.kv_format import UNSCALED, KVScales
 
 @dataclass(slots=True, frozen=True)
 class Preparation:
-    """What queries and keys go through between their projection and attention."""
+    """The steps between the projection of queries and keys and attention: QK-norm, RoPE, and the scales of the cache."""
 
     cos_sin_cache: torch.Tensor  # [max_position, D] float32 (`RotaryEmbedding`)
-    q_weight: torch.Tensor | None = None  # [D], as `k_weight`: those of the QK-norm, where there is one
+    q_weight: torch.Tensor | None = None  # [D]; with `k_weight` the weights of the QK-norm, if there is one
     k_weight: torch.Tensor | None = None
     eps: float = 0.0
-    scales: KVScales = UNSCALED  # of the cache that K and V go to
+    scales: KVScales = UNSCALED  # of the KV cache

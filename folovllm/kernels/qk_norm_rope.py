@@ -1,7 +1,7 @@
-"""`qk_norm_rope_store`: what happens between the QKV projection and attention, in one pass over memory.
+"""`qk_norm_rope_store`: QK-norm, RoPE and the store to the KV cache, in one pass over memory.
 
-Qwen3 normalises every query and key head, RoPE turns them (Su et al., 2021), and keys and values go to the cache. As
-separate steps that is three reads and writes of Q and K; here each is read once, and K and V land in their blocks.
+Qwen3 normalises every query and key head, RoPE rotates them (Su et al., 2021), and keys and values go to the cache. Separate
+kernels would read and write Q and K three times. This one reads each once, and writes K and V to their blocks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from folovllm.kernels.rms_norm import inverse_rms
 
 @triton.jit
 def _weighted(normed, weight, dtype):
-    """`normed` is rounded to the dtype of the weight, multiplied by it, and rounded to the model's. Gemma's weight is float32."""
+    """Round `normed` to the dtype of the weight, multiply them, and round to the model's `dtype`. Gemma's weight is float32."""
     return (normed.to(weight.dtype) * weight).to(dtype).to(tl.float32)
 
 
@@ -39,10 +39,10 @@ def _norm_rope(
 
 @triton.jit
 def norm_rope(x, other, weight, other_weight, cos, sin, eps, NORM: tl.constexpr, D: tl.constexpr, DTYPE: tl.constexpr):
-    """As `_norm_rope`, for heads `x` in one piece: [N, D] of type DTYPE. All is loaded already.
+    """Normalise and rotate whole heads `x` [N, D] of type DTYPE. All inputs are loaded already.
 
-    `other` holds each number's partner, half a head away, and `other_weight` its weight: two loads are cheaper than to
-    join two halves in one tile. Without NORM no weight is read.
+    `other` holds each number's partner, half a head away, and `other_weight` the partner's weight. Two loads are cheaper than
+    joining two halves in one tile. Without NORM no weight is used.
     """
     x, other = x.to(tl.float32), other.to(tl.float32)
     if NORM:
@@ -53,7 +53,7 @@ def norm_rope(x, other, weight, other_weight, cos, sin, eps, NORM: tl.constexpr,
 
 @triton.jit
 def _norm_rope_whole(x_ptr, rows, weight_ptr, angle_ptr, mask, eps, NORM: tl.constexpr, D: tl.constexpr):
-    """`norm_rope` of the heads that start at `rows` [N, 1]."""
+    """Load the heads that start at `rows` [N, 1], and return their `norm_rope`."""
     HALF: tl.constexpr = D // 2
     i = tl.arange(0, D)[None, :]
     partner = (i + HALF) % D
@@ -67,14 +67,14 @@ def _norm_rope_whole(x_ptr, rows, weight_ptr, angle_ptr, mask, eps, NORM: tl.con
 
 
 @triton.jit
-def take_in_token(
+def prepare_token(
     qkv_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, k_cache_ptr, v_cache_ptr, table_ptr, head, position, store, eps,
     k_factor, v_factor, offset_ptr, STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr, B: tl.constexpr,
     HKV: tl.constexpr, G: tl.constexpr, M: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """The queries [M, D] of one sequence's new token for one KV head, from its row of the projection, ready to attend.
+    """Return the queries [M, D] of one sequence's new token for one KV head, normalised and rotated, from its row of the projection.
 
-    With `store`, its key and value go to the cache as well, before this program's next load: one program's task.
+    With `store`, it also writes the token's key and value to the cache, before this program's next load. One program does so.
     """
     g, i = tl.arange(0, M)[:, None], tl.arange(0, D)[None, :]
     angle_ptr = cos_sin_ptr + position.to(tl.int64) * D
@@ -100,10 +100,10 @@ def qk_norm_rope_store_kernel(
     HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, QS: tl.constexpr, KVS: tl.constexpr, NORM: tl.constexpr,
     H: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One token: its query heads to `out`, its key and value heads to their slot, or nowhere if that is -1.
+    """Program (token): writes its query heads to `out`, and its key and value heads to its slot unless that is -1.
 
-    QS and KVS are the powers of two from HQ and HKV up. SCALE: all are first divided by the root mean square of the
-    token's row of the stream [T, H]; WIDTH is the power of two from H up.
+    QS and KVS are the powers of two from HQ and HKV up. SCALE: first divide all heads by the root mean square of the token's row
+    of the stream [T, H]. WIDTH is the power of two from H up.
     """
     let_next_start(PDL)
     wait_for_inputs(PDL)
@@ -149,11 +149,11 @@ def qk_norm_rope_store(
     stream: torch.Tensor | None = None,
     stream_eps: float = 0.0,
 ) -> torch.Tensor:
-    """Normalise (if there are weights) and rotate Q and K, and store K and V; returns the rotated Q [T, Hq, D].
+    """Normalise (if there are weights) and rotate Q and K, and store K and V. Returns the rotated Q [T, Hq, D].
 
     Args:
-        query: [T, Hq, D], `key` and `value` [T, Hkv, D]: slices of one projection will do, a token's heads contiguous.
-        positions: [T], each below max_position: nothing on the device checks that.
+        query: [T, Hq, D], `key` and `value` [T, Hkv, D]. They may be slices of one projection; a token's heads are contiguous.
+        positions: [T], each below max_position. The kernel does not check that.
         kv_cache: [2, N, B, Hkv, D], any strides but D contiguous.
         slot_mapping: [T]; -1 stores nothing.
         preparation: weights of the norms, the table of angles, the scales of the cache.

@@ -1,4 +1,4 @@
-"""What a sampled token changes in its row: its count, and which tokens would now end a bad word. Nothing waits."""
+"""Records a sampled token in its row on the device: its count, and the tokens that would now complete a bad word."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RECENT_AT = tl.constexpr(sampling_row.RECENT_AT)
 
 @triton.jit
 def forbid_next(line_ptr, token, position):
-    """As `folovllm/sample/bad_words.py`, a bad word a thread; `line_ptr` is what lies behind the row's words."""
+    """Do what `forbid_next` in `folovllm/sample/bad_words.py` does, one bad word a thread. `line_ptr`: the part behind the words."""
     tl.store(line_ptr + RECENT_AT + position % RECENT, token + 1)
     word = tl.arange(0, MAX_BAD_WORDS)
     end = tl.load(line_ptr + BAD_ENDS_AT + word)
@@ -31,7 +31,7 @@ def forbid_next(line_ptr, token, position):
         matches &= (asked == 0) | (tl.load(token_ptr - back, mask=asked, other=-1) + 1 == recent)
     plane_ptr = line_ptr + MASK_AT + PLANES * (last >> 5) + 1
     tl.store(plane_ptr, 0, mask=here)
-    tl.debug_barrier()  # what one thread clears, another sets
+    tl.debug_barrier()  # all threads clear before one of them sets a bit
     tl.atomic_or(plane_ptr, tl.full([MAX_BAD_WORDS], 1, tl.int32) << (last & 31), mask=matches)
 
 
@@ -39,7 +39,7 @@ def forbid_next(line_ptr, token, position):
 def record_sampled_kernel(
     token_ptr, row_ptr, position_ptr, counts_ptr, field_ptr, word_ptr, stride_words, vocab_size, ALL: tl.constexpr
 ):
-    """Program (sequence): as `record_sampled` says."""
+    """Program (sequence): records its sampled token (see `record_sampled`)."""
     s = tl.program_id(0)
     row = tl.load(row_ptr + s).to(tl.int64)
     flags = tl.load(field_ptr + row * NUM_FIELDS + FLAGS) & (WORDS | BAD)
@@ -64,10 +64,10 @@ def record_sampled(
     words: torch.Tensor,
     vocab_size: int,
 ) -> None:
-    """Count each sampled token in its row's word, where the row has WORDS, and look for bad words, where it has BAD.
+    """Count each sampled token in its row's word if the row has WORDS, and update its bad words if it has BAD.
 
     Args:
-        tokens: [S] int64. rows: [S] int32, each row once (padding, which has no flags, as often as it likes).
+        tokens: [S] int64. rows: [S] int32, each row once; the padding row, which has no flags, any number of times.
         positions: [S] int32, of the tokens.
         counts: [S], not 0 where the token counts; None: all do.
         fields: [rows, len(RowField)] int32. words: [rows, line_width(V)] int32, changed in place.

@@ -11,7 +11,7 @@ from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 
 @triton.jit
 def inverse_rms(row_ptr, eps, H: tl.constexpr, WIDTH: tl.constexpr):
-    """1 / rms of a contiguous row [H], float32; WIDTH is the power of two from H up."""
+    """Return 1 / rms of a contiguous row [H], float32. WIDTH is the power of two from H up."""
     i = tl.arange(0, WIDTH)
     x = tl.load(row_ptr + i, mask=i < H, other=0.0).to(tl.float32)
     return tl.rsqrt(tl.sum(x * x, 0) / H + eps)
@@ -48,7 +48,7 @@ def deferred_add_rms_norm_kernel(
     x_ptr, residual_ptr, weight_ptr, out_ptr, sum_ptr, stride_x, stride_residual, eps,
     H: tl.constexpr, WIDTH: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """`add_rms_norm_kernel`, in a program that may be there before its inputs are."""
+    """`add_rms_norm_kernel` with programmatic dependent launch: it may start before its inputs are complete."""
     let_next_start(PDL)
     wait_for_inputs(PDL)
     add_rms_norm_kernel(
@@ -59,13 +59,13 @@ def deferred_add_rms_norm_kernel(
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(x + residual), x + residual) of `x` and `residual` [T, H], with `weight` [H] (Zhang and Sennrich, 2019)."""
+    """Return (rms_norm(x + residual), x + residual) of `x` and `residual` [T, H], with `weight` [H] (Zhang and Sennrich, 2019)."""
     total = torch.empty_like(x, memory_format=torch.contiguous_format)
     return _launch(x, residual, weight, eps, total), total
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """`x` [T, H] divided by its root mean square, times `weight` [H]: the first norm, which has no residual yet."""
+    """Return `x` [T, H] divided by its root mean square, times `weight` [H]. The first norm of a model has no residual."""
     return _launch(x, None, weight, eps, None)
 
 

@@ -1,4 +1,4 @@
-"""Sampling of any row, in a captured step: plain rows as `gumbel_max` does it, others with their penalties and filters."""
+"""Samples any row in a captured step: rows without filters and words like `gumbel_max`, others with their penalties and filters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from folovllm.kernels.gumbel_max import TILE, best_of_tiles, gumbel_max_tile, gu
 from folovllm.kernels.penalties import FILTERS, FLAGS, NUM_FIELDS, adjusted_logits, float_field
 from folovllm.sampling_row import RowField
 
-MAX_REGISTERS = 64  # of a thread that samples plainly, so that an SM holds four programs
+MAX_REGISTERS = 64  # of a thread in `plain_kernel`, so that an SM holds four programs
 
 SEED_LOW, SEED_HIGH = tl.constexpr(int(RowField.SEED_LOW)), tl.constexpr(int(RowField.SEED_HIGH))
 
@@ -30,7 +30,7 @@ def special_tile(
     WIDTH: tl.constexpr,
     FAST: tl.constexpr,
 ):
-    """As `gumbel_max_tile`, of what survives: (value, index). -inf where nothing does, and then no noise is made."""
+    """Return the best kept token of a tile, like `gumbel_max_tile`: (value, index). If none is kept the value is -inf."""
     index = first + tl.arange(0, WIDTH // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]  # [WIDTH / 4, 4]
     value = adjusted_logits(logits_ptr, word_ptr, field_ptr, position, index, vocab_size)
     temperature = float_field(field_ptr, TEMPERATURE)
@@ -49,7 +49,7 @@ def plain_kernel(
     logits_ptr, field_ptr, row_ptr, position_ptr, best_ptr, at_ptr, stride_logits, vocab_size, WIDTH: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, tile): as `gumbel_max_kernel`, for rows with neither filters nor words."""
+    """Program (sequence, tile): `gumbel_max_kernel` for rows with neither filters nor words."""
     s, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     field_ptr += tl.load(row_ptr + s).to(tl.int64) * NUM_FIELDS
     if tl.load(field_ptr + FLAGS) != 0:
@@ -69,9 +69,9 @@ def special_kernel(
     logits_ptr, field_ptr, word_ptr, row_ptr, position_ptr, threshold_ptr, last_ptr, sampled_ptr, best_ptr, at_ptr,
     stride_logits, stride_words, vocab_size, num_tiles, WIDTH: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, part) takes tiles as in `scan_kernel`, of rows that are not plain.
+    """Program (sequence, part): tiles as in `scan_kernel`, for rows with filters or words.
 
-    What `filter_logits` has sampled already is passed on.
+    Tokens that `filter_logits` has sampled already are passed on.
     """
     s = tl.program_id(0).to(tl.int64)
     row = tl.load(row_ptr + s).to(tl.int64)
@@ -104,7 +104,7 @@ def sample_tokens(
     out: torch.Tensor | None = None,
     keep: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Sample a token for every sequence, with everything its row asks for; the logits are only read.
+    """Sample a token for every sequence, with its row's filters, penalties and masks. The logits are not changed.
 
     Args:
         logits: [S, V], any float dtype, rows contiguous.

@@ -1,12 +1,12 @@
-"""Matrix times very few rows: what the layers of a decode are at batch 1 to 4.
+"""Skinny GEMM: a weight matrix times 1 to 4 rows, as in the linear layers of a small decode.
 
-There is nothing to compute here, only weights to read, and libraries are tuned for larger batches. Three things make this
-kernel fast; what each is worth, and what was worth nothing, is in `docs/performance_log.md`:
+Reading the weights takes all of the time, and libraries are tuned for larger batches. Three things make this kernel fast.
+`docs/performance_log.md` has the gain of each, and what gained nothing:
 
-- A program asks for all its weights before it waits for its inputs, and keeps them in registers.
-- Tiles of `x` and of the weights have one shape, so the elements that meet are in the same thread from the start.
-- Numbers of 16 bits are read in pairs, as one int32: half as many sums, and a bfloat16 becomes a float32 in one
-  instruction.
+- A program loads all its weights before it waits for its inputs, and keeps them in registers.
+- Tiles of `x` and of the weights have the same shape, so the factors of each product are in the same thread.
+- Numbers of 16 bits are read in pairs, as one int32. That halves the number of sums, and one instruction converts a bfloat16
+  to float32.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import triton.language as tl
 
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 
-MAX_TOKENS = 4  # above, the library's matrix product is better
+MAX_TOKENS = 4  # for more the library's matrix product is faster
 NARROW = 3072
 
 
 @triton.jit
 def append(items, item):
-    """A tuple of tiles, and one more."""
+    """Return a tuple with one more item."""
     return items + (item,)  # noqa: RUF005 -- Triton knows no (*items, item)
 
 
 @triton.jit
 def repeat(tile, NUM: tl.constexpr):
-    """A tuple of NUM such tiles."""
+    """Return a tuple that holds `tile` NUM times."""
     tiles = ()
     for _ in tl.static_range(NUM):
         tiles = append(tiles, tile)
@@ -38,7 +38,7 @@ def repeat(tile, NUM: tl.constexpr):
 
 @triton.jit
 def halves(pair, DTYPE: tl.constexpr):
-    """The two numbers of type DTYPE in an int32, as float32. Of bfloat16 the bits are there; only others are zeroed."""
+    """Return the two numbers of type DTYPE in an int32, as float32. For bfloat16 only the other half's bits must be cleared."""
     if DTYPE == tl.bfloat16:  # noqa: SIM300
         low, high = (pair << 16).to(tl.float32, bitcast=True), (pair & -65536).to(tl.float32, bitcast=True)
     else:
@@ -49,7 +49,7 @@ def halves(pair, DTYPE: tl.constexpr):
 
 @triton.jit
 def multiply_add(a, b, total, DTYPE: tl.constexpr):
-    """total + a * b, element by element, in float32; of pairs, total and both products."""
+    """Return total + a * b for each element, in float32. For pairs it adds both products."""
     if a.dtype == tl.int32:
         a_low, a_high = halves(a, DTYPE)
         b_low, b_high = halves(b, DTYPE)
@@ -61,7 +61,7 @@ def multiply_add(a, b, total, DTYPE: tl.constexpr):
 
 @triton.jit
 def load_chunk(row_ptr, k, start: tl.constexpr, WIDTH: tl.constexpr, POLICY: tl.constexpr):
-    """Columns start + k of some rows, `row_ptr` at their column k; zeros past WIDTH, and a mask only where that can be."""
+    """Return columns start + k of some rows; `row_ptr` points to their column k. Columns past WIDTH are zero (masked only if needed)."""
     if start + k.shape[1] <= WIDTH:
         chunk = tl.load(row_ptr + start, eviction_policy=POLICY)
     else:
@@ -71,7 +71,7 @@ def load_chunk(row_ptr, k, start: tl.constexpr, WIDTH: tl.constexpr, POLICY: tl.
 
 @triton.jit
 def load_rows(row_ptr, k, WIDTH: tl.constexpr):
-    """All chunks of some rows of weights. Each is read once, so it leaves the caches to `x` (`evict_first`)."""
+    """Return all chunks of some rows of weights. Each is read once, so it is evicted from caches first, before `x`."""
     chunks = ()
     for start in tl.static_range(0, WIDTH, k.shape[1]):
         chunks = append(chunks, load_chunk(row_ptr, k, start, WIDTH, "evict_first"))
@@ -80,7 +80,7 @@ def load_rows(row_ptr, k, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_inputs(row_ptr, stride, k, start: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr):
-    """Of each token a chunk of `x`, as `load_chunk` reads it."""
+    """Return a chunk of `x` for each token (see `load_chunk`)."""
     xs = ()
     for m in tl.static_range(M):
         xs = append(xs, load_chunk(row_ptr + m * stride, k, start, WIDTH, ""))
@@ -89,14 +89,14 @@ def load_inputs(row_ptr, stride, k, start: tl.constexpr, WIDTH: tl.constexpr, M:
 
 @triton.jit
 def silu_product(gate, up, DTYPE: tl.constexpr):
-    """silu(gate) * up in float32; all three are rounded to DTYPE before they meet."""
+    """Return silu(gate) * up in float32. Gate, up and silu(gate) are rounded to DTYPE first."""
     gate, up = gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32)
     return (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32) * up
 
 
 @triton.jit
 def add_products(sums, weights, xs, DTYPE: tl.constexpr):
-    """Of each token: the sum so far, and this chunk's products. Tokens are the inner loop: a chunk is unpacked once."""
+    """Add this chunk's products to each token's sum. Tokens are the inner loop, so a chunk of weights is unpacked once."""
     result = ()
     for m in tl.static_range(len(xs)):
         result = append(result, multiply_add(weights, xs[m], sums[m], DTYPE))
@@ -105,7 +105,7 @@ def add_products(sums, weights, xs, DTYPE: tl.constexpr):
 
 @triton.jit
 def add_squares(sums, xs, DTYPE: tl.constexpr):
-    """Of each token: the sum so far, and this chunk's squares."""
+    """Add this chunk's squares to each token's sum."""
     result = ()
     for m in tl.static_range(len(xs)):
         result = append(result, multiply_add(xs[m], xs[m], sums[m], DTYPE))
@@ -114,7 +114,7 @@ def add_squares(sums, xs, DTYPE: tl.constexpr):
 
 @triton.jit
 def total_rows(sums):
-    """Of each token: the sums of its tile's rows, [ROWS]."""
+    """Return the row sums of each token's tile, [ROWS]."""
     result = ()
     for m in tl.static_range(len(sums)):
         result = append(result, tl.sum(sums[m], 1))
@@ -127,18 +127,18 @@ def skinny_linear_kernel(
     GATED: tl.constexpr, RESIDUAL: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program p: outputs p * ROWS to p * ROWS + ROWS of all M tokens. `x` and the weights are int32 where they are pairs.
+    """Program p: outputs p * ROWS to p * ROWS + ROWS of all M tokens. `x` and the weights are int32 if they hold pairs.
 
-    NORM: x is divided by its root mean square, after the product; every program takes the mean anew, which costs less
-    than a kernel that does it once. GATED: the weight is gate and up stacked, `num_rows` rows each, and the output
-    silu(gate) * up, both rounded before they meet. RESIDUAL: [M, num_rows], added.
+    NORM: the product is divided by the root mean square of x. Every program computes it again, which costs less than a kernel
+    that computes it once. GATED: the weight is gate and up stacked, `num_rows` rows each, and the output is silu(gate) * up,
+    both rounded before the product. RESIDUAL: [M, num_rows], added.
     """
     let_next_start(PDL)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     WIDTH: tl.constexpr = K // 2 if weight_ptr.dtype.element_ty == tl.int32 else K
     outputs = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     kept = outputs < num_rows
-    rows, k = tl.minimum(outputs, num_rows - 1), tl.arange(0, CHUNK)[None, :]  # past the last row that again
+    rows, k = tl.minimum(outputs, num_rows - 1), tl.arange(0, CHUNK)[None, :]  # outputs past the last row read it again
     row_ptr = weight_ptr + rows[:, None].to(tl.int64) * WIDTH + k  # [ROWS, CHUNK]
     weights = load_rows(row_ptr, k, WIDTH)
     if GATED:
@@ -169,17 +169,17 @@ def skinny_linear_kernel(
         tl.store(out_ptr + m * num_rows + outputs, y.to(DTYPE), mask=kept)
 
 
-REGISTERS = 80  # of weights, in each thread: the sums of each token take some too
+REGISTERS = 80  # of a thread, for weights; the sums of each token need registers, too
 MAX_WARPS = 16
 MANY_ROWS = 1 << 14
 
 
 def tiling(num_tokens: int, num_rows: int, row_bytes: int) -> tuple[int, int, int]:
-    """(warps, rows, elements of a row that are read at a time) of a program; gate and up together are one row here.
+    """Return (warps, rows, elements of a row that are read at a time) of a program. Gate and up together count as one row.
 
-    Two rows at a time, so that each piece of `x` serves twice; with more than two tokens long rows come singly, to leave
-    registers to the sums. As many warps share them as REGISTERS asks for, each thread reading 16 bytes. Where one warp is
-    enough, two work side by side if there would be too many programs otherwise, or the tokens keep each busy for long.
+    A program has two rows, so that each chunk of `x` is used twice. With more than two tokens a long row comes alone, to leave
+    registers for the sums. The number of warps follows from REGISTERS, with 16 bytes a read of a thread. If one warp is enough,
+    a program has two with their own rows, where there would be too many programs or much work for each.
     """
     rows = 1 if num_tokens > 2 and row_bytes > 8192 else 2
     sharing = min(MAX_WARPS, triton.next_power_of_2(triton.cdiv(rows * row_bytes, 4 * REGISTERS * 32)))
@@ -195,12 +195,11 @@ def skinny_linear(
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`x` [T, K] times the transpose of `weight` [rows, K], for few T (`serves`); accumulated in float32.
+    """Return `x` [T, K] times the transpose of `weight` [rows, K], for few T (`serves`). Sums are float32.
 
-    With `norm_eps`, each row of `x` is first divided by its root mean square (RMSNorm without weights). With `gated`,
-    `weight` is [2I, K] and the result silu(first half) * second half, [T, I]. With `residual` [T, rows], contiguous,
-    that is added. Rows of `x` may be apart; their numbers are not, and `weight` is contiguous. The result is written to
-    `out`, contiguous, if that is given.
+    With `norm_eps`, each row of `x` is first divided by its root mean square (RMSNorm without weights). With `gated`, `weight` is
+    [2I, K] and the result is silu(first half) * second half, [T, I]. `residual` [T, rows], contiguous, is added. Rows of `x` may
+    have any stride, their numbers are contiguous, and so is `weight`. The result is written to `out`, contiguous, if given.
     """
     num_tokens, width = x.shape
     rows = len(weight) // 2 if gated else len(weight)
@@ -218,9 +217,9 @@ def skinny_linear(
 
 
 def serves(num_tokens: int, weight: torch.Tensor) -> bool:
-    """Whether `skinny_linear` is the product to take for so many tokens: a power of two, and few.
+    """Return whether `skinny_linear` is the faster product for this number of tokens: 1, 2, or 4 with a narrow weight.
 
-    Four only where the weight has a narrow side, which in a model's layers is the width of its stream. A thread adds up
-    for each token by itself, and with so many tokens wide layers do better on the library's tensor cores.
+    The narrow side is the hidden size in most layers. A thread sums for each token separately. So with four tokens wide layers
+    are faster on the library's tensor cores.
     """
     return num_tokens in (1, 2) or (num_tokens == MAX_TOKENS and min(weight.shape) <= NARROW)

@@ -1,12 +1,11 @@
-"""A product whose inputs are cut among ranks, and the sum over ranks in its last lines.
+"""A row-parallel linear layer for few tokens whose kernel also sums over the ranks.
 
-The product is `skinny_linear`'s. Then each program sends its parts of sums into the other ranks' buffers, and waits for theirs in
-its own (`distributed.one_shot_buffers`). All ranks add up in the order of ranks, and so have the same bits.
+The product is that of `skinny_linear`. Then each program writes its partial sums to the other ranks' buffers, and waits for theirs
+in its own (`distributed.one_shot_buffers`). All ranks add in the order of ranks, so their results are equal bit by bit.
 
-A program waits for the program of the same number on another rank. It has sent before it waits, and programs start in the
-order of their numbers: so of all that wait, that with the lowest number finds its values or gets them soon, and no rank's
-programs keep another's from running, however few run at a time. A kernel that may start while this one ends (`pdl`) starts
-its programs behind all of this one's.
+There is no deadlock, even if few programs run at a time. A program waits for the program of the same number on the other ranks,
+after it has sent its own values, and programs start in the order of their numbers. So the lowest program that waits always
+receives its values. The programs of a kernel that may start while this one ends (`pdl`) start after all programs of this one.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from folovllm.distributed.one_shot_buffers import MOST_PROGRAMS, VALUES, OneShot
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.skinny_linear import add_products, load_inputs, load_rows, repeat, tiling, total_rows
 
-# Reads 8 bytes again and again, until it has the right number: past all caches that do not hear of other GPUs.
+# Polls 8 bytes until they have the right number. The load bypasses caches that are not coherent with other GPUs.
 WAIT = tl.constexpr("""{
     .reg .pred early;
     .reg .b64 pair;
@@ -34,7 +33,7 @@ again:
 
 @triton.jit
 def stack(rows):
-    """Tiles [ROWS] of each token, as one [M, ROWS]: then each value has a thread, and all are waited for at once."""
+    """Stack each token's tile [ROWS] to [M, ROWS]. Then each value has a thread, and all threads wait at the same time."""
     token = tl.arange(0, len(rows))[:, None]
     tile = tl.zeros([len(rows), rows[0].shape[0]], tl.float32)
     for m in tl.static_range(len(rows)):
@@ -44,14 +43,14 @@ def stack(rows):
 
 @triton.jit
 def send(parts, buffer_ptr, number):
-    """Write parts [M, ROWS] float32 of sum `number` into another rank's buffer."""
+    """Write partial sums [M, ROWS] float32 of sum `number` to another rank's buffer."""
     pair = (number.to(tl.int64) << 32) | (parts.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
     tl.store(buffer_ptr, pair)
 
 
 @triton.jit
 def receive(buffer_ptr, number, WAITS: tl.constexpr):
-    """Wait for parts of sum `number`. In the interpreter they are there, or are not numbers."""
+    """Wait for the partial sums of sum `number`, and return them. The interpreter does not wait: values that are missing are NaN."""
     if WAITS:
         parts = tl.inline_asm_elementwise(WAIT, "=r,l,r", [buffer_ptr, number], tl.int32, False, 1)
     else:
@@ -66,9 +65,9 @@ def summed_linear_kernel(
     VALUES: tl.constexpr, RESIDUAL: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
     WAITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program p: outputs p * ROWS to p * ROWS + ROWS of all M tokens, as `skinny_linear_kernel`; then the other ranks' parts.
+    """Program p: outputs p * ROWS to p * ROWS + ROWS of all M tokens, as in `skinny_linear_kernel`, summed over the ranks.
 
-    RESIDUAL [M, num_rows] is added to the sum. A program uses its own place in the buffers alone.
+    RESIDUAL [M, num_rows] is added to the sum. A program uses only its own entry in the buffers.
     """
     let_next_start(PDL)
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
@@ -106,10 +105,10 @@ def summed_linear_kernel(
 def summed_linear(
     x: torch.Tensor, weight: torch.Tensor, one_shot_buffers: OneShotBuffers, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The sum over ranks of `x` [T, K] times the transpose of `weight` [rows, K], on every rank: [T, rows].
+    """Return the sum over ranks of `x` [T, K] times the transpose of `weight` [rows, K], [T, rows] on every rank.
 
-    For what `fits`, as `skinny_linear` has it; all ranks call it with the same shapes. The parts of the sum are float32, and so is
-    the sum, to which `residual` [T, rows] is added once.
+    Call it only if it `fits`, on all ranks with the same shapes. The partial sums and their sum are float32. `residual` [T, rows]
+    is added once.
     """
     num_tokens, width = x.shape
     rows = len(weight)
@@ -127,7 +126,7 @@ def summed_linear(
 
 
 def fits(num_tokens: int, weight: torch.Tensor) -> bool:
-    """Whether the buffers have a place for each program, and room for each of its results."""
+    """Return whether the buffers have an entry for each program, and room for all of its results."""
     rows = len(weight)
     _, per_program, _ = tiling(num_tokens, rows, weight.shape[1] * weight.itemsize)
     return triton.cdiv(rows, per_program) <= MOST_PROGRAMS and num_tokens * per_program <= VALUES

@@ -1,4 +1,4 @@
-"""The first kernel of a step: from the packed buffer to everything that the layers read."""
+"""The first kernel of a step: it unpacks the buffer into the tensors that the layers read."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ def unpack_decode_kernel(
     TOKEN: tl.constexpr, ROW: tl.constexpr, SEQ_LEN: tl.constexpr, NEW_BLOCK: tl.constexpr, B: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (column i): token, position, slot and block table of sequence i; `DeviceTables.unpack_decode` in torch.
+    """Program (column i): token, position, slot and block table of sequence i; in torch it is `DeviceTables.unpack_decode`.
 
-    `field_ptr` [fields, S] int32. A new block is entered into the row's table, and the row copied to the batch's.
+    `field_ptr` [fields, S] int32. It enters a new block into the row's table, and copies the row to the batch's tables.
     """
     i, count = tl.program_id(0), tl.num_programs(0)
     token = tl.load(field_ptr + TOKEN * count + i).to(tl.int64)
@@ -46,7 +46,7 @@ def unpack_decode(
     block_size: int,
     lines: tuple[int, int, int, int],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Input ids [S], positions [S] and slots [S], all int64, and block tables [S, max_blocks] int32 of a decode step.
+    """Return input ids, positions and slots of a decode step, [S] int64 each, and block tables [S, max_blocks] int32.
 
     Args:
         fields: [fields, S] int32; `lines` are its lines for token, row, length and new block.
@@ -72,8 +72,7 @@ def unpack_ragged_kernel(
     row_ptr, len_ptr, query_len_ptr, given_ptr, table_ptr, last_token_ptr, input_ptr, position_ptr, slot_ptr, start_ptr,
     batch_table_ptr, stride_table, max_blocks, B: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, part): every part-th stretch of its tokens and of its block table; what
-    `DeviceTables.unpack_ragged` does in torch."""
+    """Program (sequence, part): some stretches of its tokens and of its block table; in torch it is `DeviceTables.unpack_ragged`."""
     seq, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     i = tl.arange(0, WIDTH)
     start = 0
@@ -111,7 +110,7 @@ def unpack_ragged(
     last_token: torch.Tensor,
     block_size: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Of sequences [S] with new tokens [T], all int32: as `DeviceTables.unpack_ragged`.
+    """Return the batch's tensors for sequences [S] with new tokens [T], all int32, like `DeviceTables.unpack_ragged`.
 
     Args:
         block_tables: [rows, max_blocks] int32. last_token: [rows] int64.

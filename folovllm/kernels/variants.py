@@ -1,4 +1,4 @@
-"""Kernel variants: a kernel that stands for a plain one on cards of one kind, where it serves and is faster."""
+"""Kernel variants: a faster kernel that replaces a plain one on one kind of card."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from folovllm.electives import KERNEL_VARIANTS, is_installed, named
 
 @dataclass(frozen=True, slots=True)
 class KernelVariant:
-    """What a package registers for a plain kernel in `folovllm.electives.KERNEL_VARIANTS`.
+    """A faster kernel that a package registers in `folovllm.electives.KERNEL_VARIANTS`.
 
     Attributes:
-        serves: called where the plain kernel would be launched; True if this one can compute it, and is faster. Its
-            arguments are the plain kernel's business: the code that launches that says which they are.
-        launch: takes the plain kernel's arguments, and returns the same up to rounding. The plain one stays its test.
+        serves: called before the plain kernel is launched; returns whether this one can compute it and is faster. The code that
+            launches the plain kernel defines the arguments.
+        launch: takes the plain kernel's arguments, and returns the same result up to rounding. Tests compare the two.
     """
 
     serves: Callable[..., bool]

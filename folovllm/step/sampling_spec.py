@@ -66,7 +66,7 @@ class SamplingSpec:
 
     @property
     def has_line(self) -> bool:
-        """Whether sampling needs a metadata row with one word a token: for earlier tokens, masks or biases."""
+        """Whether sampling needs the row's line of words: for earlier tokens, masks or biases."""
         return self.has_penalties or self.has_rules or bool(self.forbidden)
 
     @property

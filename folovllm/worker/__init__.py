@@ -1,1 +1,1 @@
-"""What runs on one device: input tensors, the model, sampling of a token."""
+"""Workers: the code that runs on one device. It builds input tensors, runs the model, and samples tokens."""

@@ -38,7 +38,7 @@ class LayerCache(Protocol):
 
 
 Forward = Callable[[list[int], int, list[LayerCache]], torch.Tensor]
-Draw = Callable[[torch.Tensor], int]
+SampleToken = Callable[[torch.Tensor], int]
 
 
 class TokenLoop(ABC):
@@ -57,10 +57,10 @@ class TokenLoop(ABC):
         """
 
     @abstractmethod
-    def answer(self, prompt: list[int], draw: Draw) -> Iterator[int]:
+    def answer(self, prompt: list[int], sample: SampleToken) -> Iterator[int]:
         """Yield the tokens of the answer to `prompt`, without end: the engine stops to ask when the answer is over.
 
-        `draw(logits)` samples the next token from logits [V]. Each token is sampled once, and yielded unchanged.
+        `sample(logits)` samples the next token from logits [V]. Each token is sampled once, and yielded unchanged.
         """
 
 

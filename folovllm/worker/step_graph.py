@@ -134,7 +134,7 @@ class GraphStore(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many graphs are kept now."""
+        """Return the number of graphs that are kept now."""
 
 
 class AllGraphs(GraphStore):

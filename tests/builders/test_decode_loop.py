@@ -38,7 +38,7 @@ class ToyModel:
 
 
 def greedy(logits: torch.Tensor) -> int:
-    assert logits.shape == (V,), "draw takes the logits [V] that forward returned"
+    assert logits.shape == (V,), "sample takes the logits [V] that forward returned"
     return int(logits.argmax())
 
 
@@ -93,15 +93,15 @@ def test_answers_do_not_mix(component: Any) -> None:
         assert got == expected(prompt, 5), "each answer has caches of its own"
 
 
-def test_each_token_is_drawn_once(component: Any) -> None:
-    drawn: list[int] = []
+def test_each_token_is_sampled_once(component: Any) -> None:
+    sampled: list[int] = []
 
-    def draw(logits: torch.Tensor) -> int:
-        drawn.append(len(drawn) + 10)
-        return drawn[-1]
+    def sample(logits: torch.Tensor) -> int:
+        sampled.append(len(sampled) + 10)
+        return sampled[-1]
 
-    got = list(itertools.islice(component(ToyModel(), 2, 128).answer([1], draw), 4))
-    assert got == drawn == [10, 11, 12, 13], "what is drawn is yielded, once each: a draw may be random"
+    got = list(itertools.islice(component(ToyModel(), 2, 128).answer([1], sample), 4))
+    assert got == sampled == [10, 11, 12, 13], "what is sampled is yielded, once each: sampling may be random"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

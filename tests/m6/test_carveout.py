@@ -1,4 +1,4 @@
-"""Which kernels say how a multiprocessor's memory is to be divided. No GPU needed."""
+"""Which kernels set their carveout. No GPU needed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_kernels_of_a_layer_for_one_or_two_tokens(told: list[tuple[int, int,
 
 
 def test_a_driver_that_refuses(told: list[tuple[int, int, int]]) -> None:
-    with pytest.raises(RuntimeError, match=r"prefetching_decode_kernel cannot say .* 400"):
+    with pytest.raises(RuntimeError, match=r"the carveout of prefetching_decode_kernel cannot be set: .* 400"):
         carveout.divide_memory(kernel("prefetching_decode_kernel", 0))
 
 

@@ -1,4 +1,4 @@
-"""The contract between the model and whatever computes attention (strategy pattern)."""
+"""The interface of attention backends (strategy pattern)."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class BackendUnavailable(ValueError):
 
 @dataclass(slots=True, frozen=True)
 class AttentionConfig:
-    """What a backend needs to know before any weight is loaded."""
+    """The parameters of a backend, known before any weight is loaded."""
 
     num_heads: int  # Hq on this rank
     num_kv_heads: int  # Hkv on this rank
     head_dim: int  # D
     dtype: torch.dtype
     device: torch.device
-    block_size: int | None  # B; None: not chosen yet, any that the backend supports will do
+    block_size: int | None  # B; None: not chosen yet
     max_num_seqs: int
-    long_prompts: bool = False  # M6: whether long prompts may go to a kernel of their own, where the device has one
+    long_prompts: bool = False  # M6: whether long prompts may go to a kernel variant, if the device has one
     kv_dtype: torch.dtype | None = None  # of the cache; None: `dtype`
 
     @property
@@ -41,47 +41,47 @@ class AttentionConfig:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether the cache keeps numbers of 8 bits."""
+        """Whether the KV cache is FP8."""
         return self.kv_dtype == FP8
 
 
 class AttentionBackend(ABC):
-    """Writes new K/V into the cache and attends over it; one instance serves all layers of a model.
+    """Writes new K/V to the cache and computes attention over it. One instance serves all layers of a model.
 
-    `forward` reads the cache only: a step stores first. A backend with `supports_cuda_graph` reads device tensors and
-    the batch's upper bounds and never the `_host` lists; it calls neither `.item()` nor `.tolist()`.
+    `forward` reads K/V only from the cache, so a step stores first. A backend with `supports_cuda_graph` reads device tensors and
+    the batch's upper bounds, never the `_host` lists. It calls neither `.item()` nor `.tolist()`.
     """
 
     name: ClassVar[str]
     supported_block_sizes: ClassVar[tuple[int, ...] | None] = None  # None: any; else multiples of one of these
     supports_cuda_graph: ClassVar[bool] = False
     supports_prompt_graph: bool = False  # whether it serves batches that are `is_padded`
-    reads_fp8: ClassVar[bool] = False  # whether `forward` takes a cache in 8 bits as it is
-    scales: KVScales = UNSCALED  # of such a cache
+    reads_fp8: ClassVar[bool] = False  # whether `forward` reads an FP8 cache
+    scales: KVScales = UNSCALED  # of an FP8 cache
 
     def __init__(self, config: AttentionConfig) -> None:
         self.config = config
 
     @classmethod
     def check_available(cls, config: AttentionConfig) -> None:
-        """Raise `BackendUnavailable` where this backend cannot run: device, dtype, head_dim, block size, package."""
+        """Raise `BackendUnavailable` if this backend cannot run: device, dtype, head_dim, block size, package."""
 
     @classmethod
     def supports_block_size(cls, block_size: int) -> bool:
-        """Whether blocks of `block_size` tokens work."""
+        """Return whether the backend supports blocks of `block_size` tokens."""
         sizes = cls.supported_block_sizes
         return sizes is None or any(block_size % size == 0 for size in sizes)
 
     @classmethod
     def supports_graph(cls, device: torch.device) -> bool:
-        """Whether a step can be captured on `device`. On CPU any can: there it is called again, not replayed."""
+        """Return whether a step can be captured on `device`. On a CPU any can, since a replay calls its code again."""
         return cls.supports_cuda_graph or device.type == "cpu"
 
     def of_layer(self, scales: KVScales, window: int | None = None) -> AttentionBackend:
         """Return the backend of a layer whose cache has `scales` and whose tokens see `window` tokens (None: all).
 
-        It is this object, or a copy where the layer has a window or a cache in 8 bits. The original plans each step, once.
-        So a plan must be kept in an object that the copies share.
+        It is this object, or a copy if the layer has a window or an FP8 cache. The original plans each step once. So a plan
+        must be stored in an object that the copies share.
         """
         backend = self if window is None else self.sliding(window)
         if not self.config.is_fp8:
@@ -93,19 +93,19 @@ class AttentionBackend(ABC):
     def sliding(self, window: int) -> AttentionBackend:
         """Return the backend of a layer in which a token sees `window` tokens: itself and those right before it.
 
-        Raises `BackendUnavailable` unless a backend overrides it; `SlidingBackend` is one for caches that plain torch reads.
+        Raises `BackendUnavailable` unless a backend overrides it. Backends in plain torch return a `SlidingBackend`.
         """
         raise BackendUnavailable(f'{self.name} knows no sliding window: choose "triton" or "torch_paged"')
 
     def as_bytes(
         self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Encode new K/V for a cache in 8 bits. Returns them and the cache as bytes, which any operation can copy."""
+        """Encode new K/V for an FP8 cache. Returns them and the cache as bytes, which any operation can copy."""
         cached = encode(self.scales.centred(key), self.scales.key_factor), encode(value, self.scales.value_factor)
         return cached[0].view(torch.uint8), cached[1].view(torch.uint8), kv_cache.view(torch.uint8)
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Prepare once a step what all layers share. Device work only, so that it can be captured."""
+        """Prepare once a step the data that all layers share. Device work only, so that it can be captured."""
 
     @abstractmethod
     def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -113,13 +113,13 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Causal attention of `query` [T, Hq, D] over each sequence's own cached K/V; returns [T, Hq, D]."""
+        """Return causal attention of `query` [T, Hq, D] over each sequence's own cached K/V, [T, Hq, D]."""
 
     def forward_raw(
         self, qkv: torch.Tensor, preparation: Preparation, kv_cache: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor | None:
-        """All between two projections of a batch of disjoint decodes in one kernel; None where a backend has no such kernel.
+        """Compute QK-norm, RoPE, the K/V store and attention of a batch of disjoint decodes in one kernel.
 
-        [S, (Hq + 2 Hkv) D] -> [S, Hq, D]; the new K/V are stored on the way.
+        [S, (Hq + 2 Hkv) D] -> [S, Hq, D]. It returns None if the backend has no such kernel.
         """
         return None

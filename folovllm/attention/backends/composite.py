@@ -1,4 +1,4 @@
-"""Two backends behind one face: "flash_attn,triton" prefills with the first and decodes with the second."""
+"""A backend of two: "flash_attn,triton" prefills with the first and decodes with the second."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def decodes_of(batch: ForwardBatch) -> ForwardBatch:
-    """The leading sequences of `batch`, those with one new token; slices, no copies."""
+    """Return the batch of the decodes of `batch`, its leading sequences with one new token. Its tensors are slices, not copies."""
     n = batch.num_decodes
     return replace(
         batch, input_ids=batch.input_ids[:n], positions=batch.positions[:n], slot_mapping=batch.slot_mapping[:n],
@@ -27,7 +27,7 @@ def decodes_of(batch: ForwardBatch) -> ForwardBatch:
 
 
 def prefills_of(batch: ForwardBatch) -> ForwardBatch:
-    """The sequences of `batch` after the decodes, as a batch of its own whose tokens count from 0."""
+    """Return the batch of the sequences after the decodes. Its tokens count from 0."""
     n = batch.num_decodes
     return replace(
         batch, input_ids=batch.input_ids[n:], positions=batch.positions[n:], slot_mapping=batch.slot_mapping[n:],
@@ -39,14 +39,14 @@ def prefills_of(batch: ForwardBatch) -> ForwardBatch:
 
 @dataclass(slots=True)
 class Parts:
-    """Those of the planned step; None: there is none."""
+    """The two parts of the planned step. A part without sequences is None."""
 
     prefills: ForwardBatch | None = None
     decodes: ForwardBatch | None = None
 
 
 class CompositeBackend(AttentionBackend):
-    """Splits each batch after its decodes. Made by `compose`, which fills in the two classes."""
+    """Splits each batch after its decodes. `compose` makes subclasses with the two backend classes."""
 
     prefill_class: type[AttentionBackend]
     decode_class: type[AttentionBackend]
@@ -58,23 +58,22 @@ class CompositeBackend(AttentionBackend):
 
     @classmethod
     def check_available(cls, config: AttentionConfig) -> None:
-        """Raise `BackendUnavailable` where either of the two does."""
+        """Raise `BackendUnavailable` if one of the two backends does."""
         cls.prefill_class.check_available(config)
         cls.decode_class.check_available(config)
 
     @classmethod
     def supports_block_size(cls, block_size: int) -> bool:
-        """Whether both read blocks of `block_size` tokens."""
+        """Return whether both backends support blocks of `block_size` tokens."""
         return cls.prefill_class.supports_block_size(block_size) and cls.decode_class.supports_block_size(block_size)
 
     def sliding(self, window: int) -> AttentionBackend:
-        """As `AttentionBackend`: a copy, of copies."""
         backend = copy(self)
         backend.prefill, backend.decode = self.prefill.sliding(window), self.decode.sliding(window)
         return backend
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Cut the batch in two and let each backend plan its part."""
+        """Split the batch, and let each backend plan its part."""
         parts = self._parts
         parts.decodes = decodes_of(batch) if batch.num_decodes else None
         parts.prefills = prefills_of(batch) if batch.num_seqs > batch.num_decodes else None
@@ -84,11 +83,11 @@ class CompositeBackend(AttentionBackend):
             self.prefill.plan(parts.prefills)
 
     def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Write `key` and `value` [T, Hkv, D] to their slots; both read the same layout."""
+        """Write `key` and `value` [T, Hkv, D] to their slots. Both backends read the same layout."""
         self.decode.store(key, value, kv_cache, slot_mapping)
 
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """[T, Hq, D] -> [T, Hq, D], of the batch that was planned; only a mixed one costs a copy."""
+        """Return attention for the planned batch: [T, Hq, D] -> [T, Hq, D]. Only a mixed batch costs a copy."""
         n, parts, results = batch.num_decodes, self._parts, []
         if parts.decodes is not None:
             results.append(self.decode.forward(query[:n], kv_cache, parts.decodes))
@@ -99,12 +98,12 @@ class CompositeBackend(AttentionBackend):
     def forward_raw(
         self, qkv: torch.Tensor, preparation: Preparation, kv_cache: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor | None:
-        """A batch of decodes is the second's."""
+        """Let the decode backend compute a batch of decodes."""
         return self.decode.forward_raw(qkv, preparation, kv_cache, batch)
 
 
 def compose(prefill: type[AttentionBackend], decode: type[AttentionBackend]) -> type[AttentionBackend]:
-    """The class that prefills with `prefill` and decodes with `decode`."""
+    """Return a backend class that prefills with `prefill` and decodes with `decode`."""
     attributes = {
         "name": f"{prefill.name},{decode.name}",
         "prefill_class": prefill,

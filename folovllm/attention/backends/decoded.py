@@ -1,4 +1,4 @@
-"""A cache in 8 bits for backends that read none: each step decodes the blocks that it reads, and they see a small cache."""
+"""FP8 caches for backends that cannot read them: each step decodes the blocks that it reads into a small temporary cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from folovllm.kv_format import FP8, KVScales, decode
 
 
 class DecodedCache(AttentionBackend):
-    """Stands around a backend in plain torch. The copy costs more than 8 bits save; Triton's kernels make none."""
+    """Wraps a backend in plain torch. The copy costs more time than 8 bits save. The Triton kernels need no copy."""
 
     reads_fp8 = True
 
@@ -30,11 +30,11 @@ class DecodedCache(AttentionBackend):
         self._inner.plan(batch)
 
     def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        """Encode `key` and `value` [T, Hkv, D]; the other backend stores bytes like any numbers."""
+        """Encode `key` and `value` [T, Hkv, D]. The wrapped backend stores the bytes."""
         self._inner.store(*self.as_bytes(key, value, kv_cache), slot_mapping)
 
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """[T, Hq, D] -> [T, Hq, D], over copies of the sequences' blocks that lie one behind the other."""
+        """Return attention over decoded copies of the sequences' blocks, placed end to end: [T, Hq, D] -> [T, Hq, D]."""
         counts = [-(-seq_len // kv_cache.shape[2]) for seq_len in batch.seq_lens_host]
         used = torch.cat([table[:count] for table, count in zip(batch.block_tables, counts, strict=True)])
         blocks = kv_cache.view(torch.uint8)[:, used.long()].view(FP8)  # [2, used, B, Hkv, D]

@@ -1,4 +1,4 @@
-"""Attention by the package flash-attn (Dao, 2023), version 2: the yardstick for our own kernels."""
+"""Attention by the package flash-attn (Dao, 2023), version 2: the baseline for our own kernels."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from folovllm.kernels.store import store_kvcache
 
 
 class FlashAttentionBackend(AttentionBackend):
-    """`flash_attn_with_kvcache` for decodes, which splits long sequences, `flash_attn_varlen_func` for the others."""
+    """Uses `flash_attn_with_kvcache` for decodes, which splits long sequences, and `flash_attn_varlen_func` for all others."""
 
     name = "flash_attn"
     supported_block_sizes = (256,)
@@ -28,7 +28,7 @@ class FlashAttentionBackend(AttentionBackend):
 
     @classmethod
     def check_available(cls, config: AttentionConfig) -> None:
-        """Raise `BackendUnavailable` without a GPU of compute capability 8.0, the package, or what it demands."""
+        """Raise `BackendUnavailable` without a GPU of compute capability 8.0 or the package, or for sizes that it does not support."""
         name = 'attention_backend "flash_attn"'
         if config.device.type != "cuda":
             raise BackendUnavailable(f'{name} needs a CUDA GPU: choose "torch_paged"')
@@ -47,7 +47,7 @@ class FlashAttentionBackend(AttentionBackend):
         return SlidingFlashAttention(self, window)
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Where each prefill's queries and keys start; every decode before them is one query."""
+        """Compute where each prefill's queries and keys start. Every decode before them has one query."""
         first = batch.num_decodes
         if first == batch.num_seqs:
             return
@@ -60,7 +60,7 @@ class FlashAttentionBackend(AttentionBackend):
         store_kvcache(key, value, kv_cache, slot_mapping)
 
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """[T, Hq, D] -> [T, Hq, D]; the two results of a mixed batch are concatenated."""
+        """Return attention: [T, Hq, D] -> [T, Hq, D]. The two results of a mixed batch are concatenated."""
         k_cache, v_cache = kv_cache.unbind(0)
         n, scale, parts = batch.num_decodes, self.config.scale, []
         if n:
@@ -78,7 +78,7 @@ class FlashAttentionBackend(AttentionBackend):
 
 
 class SlidingFlashAttention(FlashAttentionBackend):
-    """The same in a layer with a window. The step is planned by `whole`, the one without."""
+    """`FlashAttentionBackend` for a layer with a window. `whole`, the backend without a window, plans the step."""
 
     def __init__(self, whole: FlashAttentionBackend, window: int) -> None:
         AttentionBackend.__init__(self, whole.config)
@@ -87,7 +87,7 @@ class SlidingFlashAttention(FlashAttentionBackend):
         self._prefill, self._decode = (partial(f, window_size=before) for f in (whole._prefill, whole._decode))
 
     def plan(self, batch: ForwardBatch) -> None:
-        """Let `whole` do it."""
+        """Let `whole` plan the step."""
         self._whole.plan(batch)
 
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

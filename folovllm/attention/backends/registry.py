@@ -1,4 +1,4 @@
-"""Attention backends by name. Nothing is imported before it is asked for: FoloVLLM alone needs no Triton and no GPU."""
+"""Attention backends by name. A backend is imported at its first use, so FoloVLLM works without Triton and without a GPU."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ BACKENDS: dict[str, str] = {
 
 
 def get_backend(name: str) -> type[AttentionBackend]:
-    """The class behind a name, or behind "prefill,decode"; its `check_available` then says whether it runs here.
+    """Return the class of a name, or of "prefill,decode". Its `check_available` tells whether it can run here.
 
     Raises:
-        ValueError: no backend of that name; the message lists those there are.
-        BackendUnavailable: a package that it is built on is not installed.
+        ValueError: there is no backend of that name; the message lists all names.
+        BackendUnavailable: a package that the backend needs is not installed.
     """
     prefill, comma, decode = name.partition(",")
     if comma and "," not in decode:
@@ -40,6 +40,6 @@ def get_backend(name: str) -> type[AttentionBackend]:
 
 
 def make_backend(name: str, config: AttentionConfig) -> AttentionBackend:
-    """The backend, with what it needs around it to read the cache that `config` asks for."""
+    """Return the backend, wrapped in a `DecodedCache` if the cache is FP8 and the backend cannot read it."""
     backend = get_backend(name)(config)
     return DecodedCache(backend) if config.is_fp8 and not backend.reads_fp8 else backend

@@ -1,4 +1,4 @@
-"""Which attention backend runs, and with blocks of how many tokens."""
+"""Chooses the attention backend and the block size."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from folovllm.attention.backends.registry import get_backend
 
 logger = logging.getLogger("folovllm")
 
-FP8_CAPABILITY = (8, 9)  # from which on a GPU converts them
+FP8_CAPABILITY = (8, 9)  # the first compute capability that converts FP8 numbers
 BLOCK_SIZES = (16, 32, 64, 128, 256)  # to choose from
-# The faster first, as docs/performance_log.md measured them. Triton's interpreter is for those who ask for it.
+# The faster first, as measured in docs/performance_log.md. Triton's interpreter must be chosen by name.
 AUTO_ORDER = {"cuda": ("triton", "flash_attn", "torch_paged"), "cpu": ("torch_paged",)}
 
 
 def choose_backend(name: str, config: AttentionConfig) -> tuple[str, int]:
-    """The backend's name and the block size, both checked before any weight is loaded.
+    """Return the backend's name and the block size. Both are checked before any weight is loaded.
 
     Raises:
-        BackendUnavailable: it cannot run here. ValueError: there is no such backend.
+        BackendUnavailable: the backend cannot run here. ValueError: there is no such backend.
     """
     if name != "auto":
         return name, _checked(get_backend(name), config)
@@ -39,7 +39,7 @@ def choose_backend(name: str, config: AttentionConfig) -> tuple[str, int]:
 
 
 def _checked(backend: type[AttentionBackend], config: AttentionConfig) -> int:
-    """The block size to use, if the backend can run with it."""
+    """Return the block size to use. Raises `BackendUnavailable` if the backend cannot run with it."""
     size = config.block_size or next(size for size in BLOCK_SIZES if backend.supports_block_size(size))
     backend.check_available(replace(config, block_size=size))
     if config.is_fp8:
@@ -52,7 +52,7 @@ def _checked(backend: type[AttentionBackend], config: AttentionConfig) -> int:
 
 
 def _check_fp8(backend: type[AttentionBackend], config: AttentionConfig) -> None:
-    """Raise `BackendUnavailable` where no kernel can read a cache in 8 bits, nor plain torch stand in for one."""
+    """Raise `BackendUnavailable` if neither a kernel nor plain torch can read an FP8 cache here."""
     if not backend.reads_fp8 and backend.name not in ("torch_naive", "torch_paged"):
         raise BackendUnavailable(
             f'{backend.name} cannot read a cache in 8 bits: choose "triton" or "torch_paged", or leave kv_cache_dtype out'

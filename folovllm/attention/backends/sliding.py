@@ -13,10 +13,10 @@ from folovllm.forward_batch import ForwardBatch
 def attend_window(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int
 ) -> torch.Tensor:
-    """Attention of the last tokens of a sequence, [n, Hq, D], each over itself and the `window - 1` tokens before it.
+    """Return attention of the last tokens of a sequence, [n, Hq, D], each over itself and the `window - 1` tokens before it.
 
     Args:
-        key: [m, Hkv, D], as `value`: the sequence's last m tokens, n <= m. Tokens before them are out of sight.
+        key: [m, Hkv, D], like `value`: the sequence's last m tokens, n <= m. They include all tokens in the windows.
     """
     new, total = len(query), len(key)
     mask = create_causal_mask(new, total, query.device).triu(total - new - window + 1)  # [n, m]
@@ -24,7 +24,7 @@ def attend_window(
 
 
 class SlidingBackend(AttentionBackend):
-    """Stands in the place of a backend in plain torch, in a layer with a window. That one stores."""
+    """Replaces a backend in plain torch in a layer with a window. The replaced backend plans and stores."""
 
     supports_prompt_graph = True
 
@@ -39,7 +39,10 @@ class SlidingBackend(AttentionBackend):
         self._inner.store(key, value, kv_cache, slot_mapping)
 
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """[T, Hq, D] -> [T, Hq, D], sequence by sequence. Blocks that no new token sees are not read: they may be others' by now."""
+        """Return attention, sequence by sequence: [T, Hq, D] -> [T, Hq, D].
+
+        Blocks that no new token sees are not read, because they may belong to other sequences by now.
+        """
         outputs, block_size = [], kv_cache.shape[2]
         queries = torch.split(query, batch.query_lens_host)
         for new, table, seq_len in zip(queries, batch.block_tables, batch.seq_lens_host, strict=True):
@@ -50,10 +53,10 @@ class SlidingBackend(AttentionBackend):
 
 
 class SlidingCat(SlidingBackend):
-    """The same over a cache that grows, of one sequence."""
+    """`SlidingBackend` over the growing cache of one sequence."""
 
     def forward(  # type: ignore[override]  # a cache that grows cannot be one tensor
         self, query: torch.Tensor, kv_cache: GrowingKVCache, batch: ForwardBatch
     ) -> torch.Tensor:
-        """[T, Hq, D] -> [T, Hq, D]."""
+        """Return attention: [T, Hq, D] -> [T, Hq, D]."""
         return attend_window(query, kv_cache.key, kv_cache.value, self.config.scale, self._window)

@@ -1,4 +1,4 @@
-"""One request at a time over a cache that grows by concatenation: the simplest cache there is."""
+"""Attention of one request at a time over a cache that grows by concatenation, the simplest cache."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from folovllm.forward_batch import ForwardBatch
 class TorchCatBackend(AttentionBackend):
     """The batch is one sequence; each layer's `kv_cache` is a `GrowingKVCache` and not a tensor.
 
-    There are no slots: new tokens go behind the cached ones, so `slot_mapping` and `block_tables` are not looked at.
+    There are no slots: new tokens are appended, so `slot_mapping` and `block_tables` are not read.
     """
 
     name = "torch_cat"
 
     @classmethod
     def check_available(cls, config: AttentionConfig) -> None:
-        """Asked for by name, it cannot be had: `kv_cache="growing"`, which alone has such caches, brings it along."""
+        """Raise `BackendUnavailable`: this backend cannot be chosen by name. `kv_cache="growing"` uses it."""
         raise BackendUnavailable(
             'attention_backend "torch_cat" comes with kv_cache="growing": leave it out, or take "m1"'
         )
@@ -39,6 +39,6 @@ class TorchCatBackend(AttentionBackend):
     def forward(  # type: ignore[override]
         self, query: torch.Tensor, kv_cache: GrowingKVCache, batch: ForwardBatch
     ) -> torch.Tensor:
-        """Causal attention of the new tokens [T, Hq, D] over all that is cached, themselves included."""
+        """Return causal attention of the new tokens [T, Hq, D] over all cached tokens, the new ones included."""
         mask = None if len(query) == 1 else create_causal_mask(len(query), len(kv_cache), query.device)  # [T, n]
         return naive_attention(query, kv_cache.key, kv_cache.value, self.config.scale, mask)

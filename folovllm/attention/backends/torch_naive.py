@@ -1,4 +1,4 @@
-"""One sequence after the other in plain torch: slow, obvious, and the oracle for every other backend."""
+"""Attention in plain torch, one sequence after the other: slow and simple. Tests compare every other backend with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from folovllm.forward_batch import ForwardBatch
 
 
 class TorchNaiveBackend(AttentionBackend):
-    """Gathers each sequence's K/V from its blocks, then attends as the textbook does. Any block size.
+    """Gathers each sequence's K/V from its blocks, then computes textbook attention. Any block size.
 
     With one block per sequence, as long as the context, this is a contiguous cache.
     """
@@ -24,7 +24,7 @@ class TorchNaiveBackend(AttentionBackend):
         reshape_and_cache_kv(key, value, kv_cache, slot_mapping)
 
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Causal attention, sequence by sequence over the ragged batch: [T, Hq, D] -> [T, Hq, D]."""
+        """Return causal attention, sequence by sequence: [T, Hq, D] -> [T, Hq, D]."""
         queries = torch.split(query, batch.query_lens_host)  # S times [n, Hq, D]
         outputs = []
         for new, table, seq_len in zip(queries, batch.block_tables, batch.seq_lens_host, strict=True):

@@ -1,4 +1,4 @@
-"""Attention over a paged cache in plain torch: copy a sequence's blocks together, then attend with PyTorch's kernel."""
+"""Attention over a paged cache in plain torch: it copies a sequence's blocks together, then calls PyTorch's kernel."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from folovllm.forward_batch import ForwardBatch
 
 
 class TorchPagedBackend(AttentionBackend):
-    """Blocks of any size, on any device. Each step copies all blocks that it reads: what kernels later avoid."""
+    """Supports any block size and device. Each step copies all blocks that it reads, which the kernels of M4 avoid."""
 
     name = "torch_paged"
     supports_prompt_graph = True
@@ -22,7 +22,7 @@ class TorchPagedBackend(AttentionBackend):
         reshape_and_cache_kv(key, value, kv_cache, slot_mapping)
 
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Causal attention, sequence by sequence over the ragged batch: [T, Hq, D] -> [T, Hq, D]."""
+        """Return causal attention, sequence by sequence: [T, Hq, D] -> [T, Hq, D]."""
         queries = torch.split(query, batch.query_lens_host)  # S times [n, Hq, D]
         outputs = [
             attend(new, *gather_blocks(kv_cache, table, seq_len), self.config.scale)
@@ -56,7 +56,7 @@ def gather_blocks(
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Causal attention of the last tokens of a sequence, [n, Hq, D], over all of it, two [seq_len, Hkv, D]."""
+    """Return causal attention of the last tokens of a sequence, [n, Hq, D], over its K and V, [seq_len, Hkv, D] each."""
     whole = len(query) == len(key)  # then `is_causal` is enough, and PyTorch skips what the mask would hide
     mask = None if whole or len(query) == 1 else create_causal_mask(len(query), len(key), query.device)
     output = scaled_dot_product_attention(

@@ -1,4 +1,4 @@
-"""Attention by this project's own kernels: FlashAttention-2 style prefill (3 on Hopper), split-KV decode."""
+"""Attention by this project's own Triton kernels: prefill like FlashAttention-2 (3 on Hopper), and split-KV decode."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from folovllm.kernels.variants import kernel_variant
 
 
 def interpreted() -> bool:
-    """Whether Triton's kernels run in its interpreter, on the CPU. It decides when Triton is first imported."""
+    """Return whether Triton's kernels run in its interpreter, on the CPU. Triton decides that when it is first imported."""
     return bool(triton.knobs.runtime.interpret)
 
 
 @dataclass(slots=True)
 class Planned:
-    """What `plan` has found out for all layers."""
+    """The results of `plan`, which all layers share."""
 
-    tiles: torch.Tensor | None = None  # of the step's prompts, where it has room for more (`list_tiles`)
+    tiles: torch.Tensor | None = None  # work list of the prompts in a captured step (`list_tiles`)
 
 
 class TritonBackend(AttentionBackend):
-    """Decodes come first in a batch and have a kernel of their own; the prefill kernel takes the rest. Any block size."""
+    """The decode kernel computes the decodes, which come first in a batch; the prefill kernel computes the rest. Any block size."""
 
     name = "triton"
     supports_cuda_graph = True
@@ -41,7 +41,7 @@ class TritonBackend(AttentionBackend):
     reads_fp8 = True
 
     def __init__(self, config: AttentionConfig, own_prefill: PrefillKernel | None = None) -> None:
-        """`own_prefill` takes the place of the prefill kernels."""
+        """`own_prefill` replaces the prefill kernels."""
         super().__init__(config)
         if config.block_size is None:
             raise ValueError("the triton backend is built for one block size: resolve it first")
@@ -49,7 +49,7 @@ class TritonBackend(AttentionBackend):
         self._decode = self._make_decode(config.block_size)
         self._decodes: dict[int | None, SplitKVDecode] = {None: self._decode}  # by window; copies share it
         self._own_prefill = own_prefill
-        self.supports_prompt_graph = own_prefill is None  # a kernel of a learner's need not know padded steps
+        self.supports_prompt_graph = own_prefill is None  # a learner's kernel need not support padded steps
         wanted = config.long_prompts and own_prefill is None
         self._variant = kernel_variant("prefill", config.device) if wanted else None
         self._tile_m = config_on(config.device, config.head_dim, config.dtype.itemsize).tile_m
@@ -88,7 +88,7 @@ class TritonBackend(AttentionBackend):
         return SplitKVDecode(c.max_num_seqs, *shape, c.device, tiles, window=self._window)
 
     def sliding(self, window: int) -> TritonBackend:
-        """As `AttentionBackend`: a copy, whose decodes have a plan of their own."""
+        """Return a copy for layers with `window`. Its decodes have a plan of their own."""
         backend = copy(self)
         backend._window = window
         if window not in self._decodes:
@@ -113,7 +113,7 @@ class TritonBackend(AttentionBackend):
         store_kvcache(key, value, kv_cache, slot_mapping)
 
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Both kernels write their rows of one result: [T, Hq, D] -> [T, Hq, D]."""
+        """Return attention: [T, Hq, D] -> [T, Hq, D]. Both kernels write to one result."""
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         scale = self.config.scale
         if batch.num_decodes:
@@ -126,7 +126,7 @@ class TritonBackend(AttentionBackend):
         return out
 
     def _prefill_kernel(self, num_tokens: int, max_query_len: int) -> PrefillKernel:
-        """The prefill kernel for a step of `num_tokens` tokens. A variant knows no windows."""
+        """Return the prefill kernel for a step of `num_tokens` tokens. Variants support no windows."""
         if self._planned.tiles is not None or self._window is not None:
             return partial(prefill, tiles=self._planned.tiles, scales=self.scales, window=self._window)
         if self._variant is not None and self._variant.serves(self.config, num_tokens, max_query_len):
@@ -136,7 +136,7 @@ class TritonBackend(AttentionBackend):
     def forward_raw(
         self, qkv: torch.Tensor, preparation: Preparation, kv_cache: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
-        """The decode kernel takes in the new tokens itself."""
+        """Return attention of decodes. The decode kernel also normalises, rotates and stores the new tokens."""
         c = self.config
         out = qkv.new_empty(batch.num_seqs, c.num_heads, c.head_dim)
         if serves(self._decode, kv_cache, batch.num_seqs):

@@ -290,7 +290,8 @@ struct Layer {
     float input_eps, post_eps;
 };
 
-// As `LlamaDecoderLayer.forward`: x and residual, [S, H] each, are those of the layer before, and become those for the next.
+// Computes a decoder layer. x and residual [S, H] are the outputs of the layer before,
+// and are overwritten with the outputs of this one.
 extern "C" void decoder_layer(const Layer *layer, const Cache *cache, const Batch *batch, Number *x, Number *residual,
                               int threads) {
     Index rows = batch->sequences, hidden = layer->down.outputs, inner = layer->down.inputs;

@@ -1,4 +1,4 @@
-"""Compiles the kernels for the CPU that this is, on first use, and keeps the result."""
+"""Compiles the C++ kernels for this CPU at their first use, and caches the library."""
 
 from __future__ import annotations
 
@@ -33,11 +33,10 @@ ARGUMENTS = {
 
 @cache
 def load(dtype: torch.dtype, find_folder: Callable[[], Path]) -> ctypes.CDLL | None:
-    """The kernels for numbers of `dtype`, compiled into the folder that is found unless they are there.
+    """Return the kernels for numbers of `dtype`. They are compiled into the folder of `find_folder` unless they are there.
 
-    None where there can be none: on another system than Linux, without a compiler that takes them (`CXX`, else g++), or
-    without a folder (RuntimeError: there is no home).
-    Everything works without, so the reason is only logged.
+    Returns None on another system than Linux, without a compiler that compiles them (`CXX`, else g++), or without a folder
+    (RuntimeError: there is no home). torch computes everything without them, so the reason is only logged.
     """
     if sys.platform != "linux" or dtype not in NUMBERS:
         return None
@@ -55,10 +54,10 @@ def load(dtype: torch.dtype, find_folder: Callable[[], Path]) -> ctypes.CDLL | N
 
 
 def compiled(dtype: torch.dtype, folder: Path, compiler: list[str]) -> Path:
-    """The file of the compiled kernels. Raises OSError or `SubprocessError` where they cannot be compiled or kept.
+    """Return the file of the compiled kernels. Raises OSError or `SubprocessError` if they cannot be compiled or stored.
 
-    Its name is a hash of all that it depends on: the source, the flags, and what the compiler says of itself and of this CPU's
-    instructions, for several machines may share a home. It is renamed into place, so it is complete, and nothing is locked.
+    Its name is a hash of the source, the flags, and the compiler's macros, which name its version and this CPU's instructions:
+    several machines may share a home. The file is renamed into place, so it is always complete, and no lock is needed.
     """
     flags = (*FLAGS, f"-DNUMBER={NUMBERS[dtype]}")
     about = run(*compiler, *flags, "-dM", "-E", os.devnull)
@@ -77,5 +76,5 @@ def compiled(dtype: torch.dtype, folder: Path, compiler: list[str]) -> Path:
 
 
 def run(*command: str) -> str:
-    """What a command prints."""
+    """Run a command, and return its output."""
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=SECONDS).stdout

@@ -1,4 +1,4 @@
-"""The kernels for a CPU as functions of tensors. Their results are those of the layers in torch, up to rounding."""
+"""The CPU kernels as functions of tensors. Their results equal those of the layers in torch, up to rounding."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 
 from folovllm.forward_batch import ForwardBatch
 
-MAX_ROWS = 16  # beyond, computing counts, at which the library is better
+MAX_ROWS = 16  # for more rows arithmetic takes the time, and the library is faster
 POINTER, INDEX, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class Linear(ctypes.Structure):
-    """A product, as `kernels.cpp` has it; so are the others here."""
+    """A linear layer. The structures in this file are those of `kernels.cpp`."""
 
     _fields_ = (("weight", POINTER), ("bias", POINTER), ("outputs", INDEX), ("inputs", INDEX))
 
 
 class Heads(ctypes.Structure):
-    """What heads go through between their projection and attention."""
+    """The parameters of heads between their projection and attention: QK-norm and RoPE."""
 
     _fields_ = (
         *((name, INDEX) for name in ("query", "kv", "size")),
@@ -29,7 +29,7 @@ class Heads(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """A decoder layer. It knows where its weights are, and does not keep them."""
+    """A decoder layer. It holds pointers to its weights, and does not keep them alive."""
 
     _fields_ = (
         *((name, Linear) for name in ("qkv", "back", "gate_up", "down")),
@@ -55,32 +55,32 @@ class Batch(ctypes.Structure):
 
 
 class CpuKernels:
-    """Calls the kernels for one dtype. All tensors are contiguous, but the cache."""
+    """Calls the kernels for one dtype. All tensors but the cache are contiguous."""
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
         self._library, self.dtype = library, dtype
 
     def multiplies(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Whether `multiply` is the product to take for the rows of `x`: they are few."""
+        """Return whether `multiply` is faster than the library for `x`, which is so for few rows."""
         return x.shape[0] <= MAX_ROWS and x.dtype == weight.dtype == self.dtype
 
     def decodes(self, batch: ForwardBatch, kv_cache: torch.Tensor) -> bool:
-        """Whether `decoder_layer` serves a batch: few sequences of one new token each."""
+        """Return whether `decoder_layer` can compute a batch: few sequences of one new token each."""
         only_decodes = batch.num_decodes == batch.num_seqs <= MAX_ROWS and not batch.is_padded
         return only_decodes and kv_cache.dtype == self.dtype
 
     def multiply(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x W^T + b, added up in float32 and rounded once: [T, inputs] -> [T, outputs], in `out` if given."""
-        x = x.contiguous()  # a name keeps it while the kernel reads
+        """Return x W^T + b, summed in float32 and rounded once: [T, inputs] -> [T, outputs], in `out` if given."""
+        x = x.contiguous()  # the name keeps the tensor alive while the kernel reads it
         out = x.new_empty(x.shape[0], weight.shape[0]) if out is None else out
         linear = ctypes.byref(linear_of(weight, bias))
         self._library.multiply(linear, at(x), at(out), x.shape[0], torch.get_num_threads())
         return out
 
     def attention(self, heads: Heads, kv_cache: torch.Tensor, batch: ForwardBatch, qkv: torch.Tensor) -> torch.Tensor:
-        """All between two projections: [S, (Hq + 2 Hkv) D] -> [S, Hq D]. The new K and V are cached on the way."""
+        """Compute QK-norm, RoPE and attention: [S, (Hq + 2 Hkv) D] -> [S, Hq D]. It also stores the new K and V in the cache."""
         query, out = (qkv.new_empty(qkv.shape[0], heads.query * heads.size) for _ in range(2))
         cache, described = ctypes.byref(cache_of(kv_cache)), ctypes.byref(batch_of(batch))
         self._library.attention(
@@ -91,13 +91,13 @@ class CpuKernels:
     def decoder_layer(
         self, layer: Layer, kv_cache: torch.Tensor, batch: ForwardBatch, x: torch.Tensor, residual: torch.Tensor
     ) -> None:
-        """As `LlamaDecoderLayer.forward`, of a batch that it `decodes`: `x` and `residual` [S, H] are written over."""
+        """Compute a decoder layer for a batch that it `decodes`. `x` and `residual` [S, H] are overwritten with its outputs."""
         cache, described = ctypes.byref(cache_of(kv_cache)), ctypes.byref(batch_of(batch))
         self._library.decoder_layer(ctypes.byref(layer), cache, described, at(x), at(residual), torch.get_num_threads())
 
 
 def at(tensor: torch.Tensor | None) -> int | None:
-    """Where its numbers begin."""
+    """Return the address of a contiguous tensor, or None."""
     if tensor is None:
         return None
     assert tensor.is_contiguous()
@@ -105,19 +105,19 @@ def at(tensor: torch.Tensor | None) -> int | None:
 
 
 def linear_of(weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-    """A product by `weight` [outputs, inputs]."""
+    """Return the structure of a linear layer with `weight` [outputs, inputs]."""
     return Linear(at(weight), at(bias), *weight.shape)
 
 
 def cache_of(kv_cache: torch.Tensor) -> Cache:
-    """A cache [2, N, B, Hkv, D] of any strides but the last."""
+    """Return the structure of a cache [2, N, B, Hkv, D]. D is contiguous, the other strides are free."""
     values, block, token, head, one = kv_cache.stride()
     assert one == 1
     return Cache(kv_cache.data_ptr(), values, block, token, head, kv_cache.shape[2])
 
 
 def batch_of(batch: ForwardBatch) -> Batch:
-    """What the kernels must know of a batch of decodes."""
+    """Return the structure of a batch of decodes."""
     tables = batch.block_tables
     pointers = at(batch.positions), at(batch.slot_mapping), at(tables), at(batch.seq_lens)
     return Batch(batch.num_seqs, tables.shape[1], *pointers)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from folovllm.worker.loop_runner import Draw, Forward, LayerCache, TokenLoop
+from folovllm.worker.loop_runner import Forward, LayerCache, SampleToken, TokenLoop
 
 SMALLEST = 16  # tokens for which a new cache has room
 
@@ -55,19 +55,19 @@ class DoublingCache:
 
 
 class DecodeLoop(TokenLoop):
-    """The prompt in one go, then each drawn token by itself."""
+    """The prompt in one go, then each sampled token by itself."""
 
     def __init__(self, forward: Forward, num_layers: int, max_model_len: int) -> None:
         self._forward = forward
         self._num_layers = num_layers
 
-    def answer(self, prompt: list[int], draw: Draw) -> Iterator[int]:
+    def answer(self, prompt: list[int], sample: SampleToken) -> Iterator[int]:
         """Yield the tokens of the answer."""
         caches: list[LayerCache] = [DoublingCache() for _ in range(self._num_layers)]
         tokens, start = prompt, 0
         while True:
             logits = self._forward(tokens, start, caches)
             start += len(tokens)
-            token = draw(logits)
+            token = sample(logits)
             yield token
             tokens = [token]

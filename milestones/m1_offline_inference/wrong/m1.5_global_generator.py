@@ -1,4 +1,4 @@
-"""Draws with torch's global generator: a seed no longer says what comes out, and neighbours disturb each other."""
+"""Samples with torch's global generator: a seed no longer says what comes out, and neighbours disturb each other."""
 
 
 class Sampler:

@@ -1,4 +1,4 @@
-"""Adds noise to greedy rows too when another row of the batch draws."""
+"""Adds noise to greedy rows too when another row of the batch is not greedy."""
 
 
 class Sampler:

@@ -1,4 +1,4 @@
-"""Divides by the temperature, which `filter` has done already: at temperature 2 it draws as if it were 4."""
+"""Divides by the temperature, which `filter` has done already: at temperature 2 it samples as if it were 4."""
 
 
 class Sampler:
@@ -8,7 +8,7 @@ class Sampler:
 
         if batch.all_greedy:
             return logits.argmax(-1)
-        drawing = batch.temperature > 0
-        logits = logits / torch.where(drawing, batch.temperature, 1.0)[:, None]
+        is_random = batch.temperature > 0
+        logits = logits / torch.where(is_random, batch.temperature, 1.0)[:, None]
         noise = gumbel(batch.seeds, batch.positions, logits.shape[-1])
-        return (logits + noise * drawing[:, None]).argmax(-1)
+        return (logits + noise * is_random[:, None]).argmax(-1)

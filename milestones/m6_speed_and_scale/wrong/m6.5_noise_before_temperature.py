@@ -1,4 +1,4 @@
-"""Divides the noise by the temperature, too: always a draw at temperature 1."""
+"""Divides the noise by the temperature, too: it always samples at temperature 1."""
 
 
 def gumbel_max_tile(

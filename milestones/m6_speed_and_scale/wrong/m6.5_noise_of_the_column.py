@@ -1,4 +1,4 @@
-"""Noise of the column, not of the token: a rank's share of the vocabulary draws from other numbers."""
+"""Noise of the column, not of the token: a rank's part of the vocabulary gets other noise."""
 
 
 def gumbel_max_tile(

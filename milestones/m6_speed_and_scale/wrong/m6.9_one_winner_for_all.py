@@ -1,4 +1,4 @@
-"""The best score of the whole batch: rows that do not reach it draw nothing."""
+"""The best score of the whole batch: rows that do not reach it sample nothing."""
 
 
 def best_of_ranks(scores, ids):

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from folovllm.builders.reference import DecodeLoop as Right
 from folovllm.builders.reference import DoublingCache
-from folovllm.worker.loop_runner import Draw
+from folovllm.worker.loop_runner import SampleToken
 
 
 class DecodeLoop(Right):
-    def answer(self, prompt: list[int], draw: Draw) -> Iterator[int]:
+    def answer(self, prompt: list[int], sample: SampleToken) -> Iterator[int]:
         tokens = list(prompt)
         while True:
             caches = [DoublingCache() for _ in range(self._num_layers)]
-            tokens.append(draw(self._forward(tokens, 0, caches)))
+            tokens.append(sample(self._forward(tokens, 0, caches)))
             yield tokens[-1]

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 
 from folovllm.builders.reference import DecodeLoop as Right
 from folovllm.builders.reference import DoublingCache
-from folovllm.worker.loop_runner import Draw, Forward
+from folovllm.worker.loop_runner import SampleToken, Forward
 
 
 class DecodeLoop(Right):
-    def answer(self, prompt: list[int], draw: Draw) -> Iterator[int]:
+    def answer(self, prompt: list[int], sample: SampleToken) -> Iterator[int]:
         caches = [DoublingCache() for _ in range(self._num_layers)]
         logits, start = self._forward(prompt, 0, caches), 0
         while True:
-            token = draw(logits)
+            token = sample(logits)
             yield token
             logits = self._forward([token], start, caches)
             start += 1

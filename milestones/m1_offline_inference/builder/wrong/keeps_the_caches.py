@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from folovllm.builders.reference import DecodeLoop as Right
 from folovllm.builders.reference import DoublingCache
-from folovllm.worker.loop_runner import Draw, Forward
+from folovllm.worker.loop_runner import SampleToken, Forward
 
 
 class DecodeLoop(Right):
@@ -14,10 +14,10 @@ class DecodeLoop(Right):
         super().__init__(forward, num_layers, max_model_len)
         self._caches = [DoublingCache() for _ in range(num_layers)]
 
-    def answer(self, prompt: list[int], draw: Draw) -> Iterator[int]:
+    def answer(self, prompt: list[int], sample: SampleToken) -> Iterator[int]:
         tokens, start = prompt, 0
         while True:
             logits = self._forward(tokens, start, self._caches)
             start += len(tokens)
-            tokens = [draw(logits)]
+            tokens = [sample(logits)]
             yield tokens[0]

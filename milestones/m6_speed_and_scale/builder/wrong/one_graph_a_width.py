@@ -1,4 +1,4 @@
-"""Graphs are kept by their width alone: a step with special draws replays the plain ones."""
+"""Graphs are kept by their width alone: a step with filters replays the graph of one without."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leaves NUM_SAMPLES at 0: the token is computed, and the one after it is not counted as drawn."""
+"""Leaves NUM_SAMPLES at 0: the token is computed, and the one after it is not counted as sampled."""
 
 
 class StepPacker:
