@@ -206,7 +206,7 @@ class SamplingParams:
         if allowed is not None:
             ids = isinstance(allowed, list | tuple) and all(map(is_whole, allowed))
             require(ids, f"allowed_token_ids must be a list of token ids (whole numbers), not {shown(allowed)}")
-            require(bool(allowed), "allowed_token_ids must not be empty, or nothing could be drawn: leave it out")
+            require(bool(allowed), "allowed_token_ids must not be empty, or nothing could be sampled: leave it out")
         texts = isinstance(self.bad_words, list | tuple) and all(isinstance(word, str) for word in self.bad_words)
         require(texts, f"bad_words must be a list of texts, not {shown(self.bad_words)}")
         require(all(word.strip() for word in self.bad_words), "a bad word must not be empty")

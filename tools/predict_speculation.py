@@ -1,13 +1,13 @@
 """A draft's gain beside the one that the cost model predicts: `python -m tools.predict_speculation --tokens 2 4`.
 
-Two geometries with random weights. The draft does its work, and what it guessed is then replaced: each guess is right with a
-fixed chance (`folovllm/spec_decode/oracle.py`), as for a draft of that quality. So that the oracle knows the text, one token alone may
-be drawn: random weights have no opinion, and two engines soon part. Always so many tokens are guessed. The prediction is
+Two geometries with random weights. The draft model runs, and then an oracle replaces its draft tokens: each is right with a fixed
+chance (`folovllm/spec_decode/oracle.py`), as with a draft model of that quality. The oracle must know the text, so only one token
+is allowed at all: two engines with random weights would soon differ. Every draft has the same length. The prediction is
 
-    (1 + a + ... + a^k) * plain / (checked + guessing)
+    (1 + a + ... + a^k) * plain / (verify + propose)
 
-with a step's seconds as in the table that an engine makes when it starts, and the median of what guessing took, waits included:
-what an oracle says the host has to know. Plain and guessing take turns; the median of the rounds.
+with the seconds of a step from the table that an engine measures when it starts, and the median time of proposing, waits included,
+since the host must know what the oracle says. Engines with and without drafts take turns; the median of the rounds counts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TOKEN = 1234  # all that is written
 
 
 class ToldDraft(DraftModel):
-    """A draft whose guesses are replaced by an oracle's. `seconds` has what each call took."""
+    """A draft model whose tokens an oracle replaces. `seconds` has what each call took."""
 
     def __init__(self, setup: EngineSetup, longest: int) -> None:
         """`setup` describes the draft."""
@@ -65,7 +65,7 @@ class ToldDraft(DraftModel):
         return {state.seq_id: self.oracle.propose(state, k) for state, k in ready}
 
 
-def guessing_engine(model: dict[str, Any], draft: str, k: int) -> tuple[LLM, ToldDraft]:
+def drafting_engine(model: dict[str, Any], draft: str, k: int) -> tuple[LLM, ToldDraft]:
     """The engine and its draft, `draft` being a folder with a geometry."""
     small = draft_setup(set_up(EngineConfig(**model)), draft)
     small = replace(small, config=replace(small.config, random_weights=True, model_impl="native"))
@@ -73,7 +73,7 @@ def guessing_engine(model: dict[str, Any], draft: str, k: int) -> tuple[LLM, Tol
     return LLM(**model, speculative_config={"method": told, "num_speculative_tokens": k}), told
 
 
-def compare(plain: LLM, guessing: LLM, told: ToldDraft, arguments: argparse.Namespace, batch: int, k: int) -> None:
+def compare(plain: LLM, drafting: LLM, told: ToldDraft, arguments: argparse.Namespace, batch: int, k: int) -> None:
     """Print a line: what was measured, and what was predicted."""
     die = random.Random(0)
     ids = [die.choices(range(300, 4000), k=arguments.prompt) for _ in range(batch)]
@@ -82,17 +82,17 @@ def compare(plain: LLM, guessing: LLM, told: ToldDraft, arguments: argparse.Name
     params, text = [only] * batch, [TOKEN] * arguments.answer
     told.oracle = Oracle({tuple(own): text for own in ids}, arguments.chance)
     answer(plain, prompts, params, batch)
-    counts = guessing.engine.scheduler.speculation
+    counts = drafting.engine.scheduler.speculation
     counts.policy = FixedLength(k)
-    answer(guessing, prompts, params, batch)
+    answer(drafting, prompts, params, batch)
     told.seconds.clear()
     before, gains = (counts.num_drafts, counts.num_draft_tokens, counts.num_accepted), []
     for _ in range(arguments.rounds):
         slow = answer(plain, prompts, params, batch)
-        fast = answer(guessing, prompts, params, batch)
+        fast = answer(drafting, prompts, params, batch)
         gains.append(slow.behind_first / fast.behind_first)
     drafts, drafted, accepted = np.subtract((counts.num_drafts, counts.num_draft_tokens, counts.num_accepted), before)
-    cost, propose = measure_steps(guessing.engine.executor, guessing.engine.setup, k), statistics.median(told.seconds)
+    cost, propose = measure_steps(drafting.engine.executor, drafting.engine.setup, k), statistics.median(told.seconds)
     tokens, came = sum(arguments.chance**i for i in range(k + 1)), 1 + accepted / drafts
     step, verify = cost.plain.at(batch), cost.verifying.at(batch * (k + 1))
     gain = step / (verify + propose)  # of each token
@@ -111,8 +111,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="qwen3-4b", help="a geometry")
     parser.add_argument("--draft", default="qwen3-0.6b", help="a geometry with the same vocabulary")
-    parser.add_argument("--chance", type=float, default=0.7, help="of a guess to be right")
-    parser.add_argument("--tokens", nargs="+", type=int, default=[4], help="guesses for a sequence in a step")
+    parser.add_argument("--chance", type=float, default=0.7, help="that a draft token is accepted")
+    parser.add_argument("--tokens", nargs="+", type=int, default=[4], help="draft tokens for a sequence in a step")
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompt", type=int, default=64)
@@ -126,10 +126,10 @@ def main() -> None:
         model = random_model(arguments.model, Path(folder), common)
         draft = str(write_geometry(arguments.draft, Path(folder)))
         plain = LLM(**model)
-        guessing, told = guessing_engine(model, draft, max(arguments.tokens))
+        drafting, told = drafting_engine(model, draft, max(arguments.tokens))
         for k in arguments.tokens:
             for batch in arguments.batches:
-                compare(plain, guessing, told, arguments, batch, k)
+                compare(plain, drafting, told, arguments, batch, k)
 
 
 if __name__ == "__main__":

@@ -123,7 +123,7 @@ class StepTime:
 def step_times(engine: LLMEngine, batches: tuple[int, ...] = BATCHES) -> list[StepTime]:
     """Time decode steps of as many sequences as `batches` says, or as the engine serves at once; contexts are short.
 
-    A size is left out where right guesses reach the end of the context in fewer than `FEWEST` steps.
+    A size is left out where accepted draft tokens reach the end of the context in fewer than `FEWEST` steps.
 
     The engine must be idle, and is so afterwards.
     """
@@ -133,11 +133,11 @@ def step_times(engine: LLMEngine, batches: tuple[int, ...] = BATCHES) -> list[St
 
 def _room(engine: LLMEngine) -> int:
     """Return how many sequences can decode together without a preemption."""
-    setup, num_blocks, guesses = engine.setup, engine.executor.num_kv_blocks, engine.setup.config.speculative_config
+    setup, num_blocks, speculation = engine.setup, engine.executor.num_kv_blocks, engine.setup.config.speculative_config
     if not num_blocks:  # caches that grow
         return setup.max_num_seqs
     first_steps = -(-setup.max_num_seqs * PROMPT // setup.max_num_batched_tokens)  # until all prompts are computed
-    most = 1 + (guesses.num_speculative_tokens if guesses else 0)  # tokens of a sequence in a step
+    most = 1 + (speculation.num_speculative_tokens if speculation else 0)  # tokens of a sequence in a step
     tokens = min(setup.max_model_len, PROMPT + most * (first_steps + SETTLE + STEPS + 2))
     return max(1, min(setup.max_num_seqs, num_blocks // -(-tokens // setup.block_size)))
 

@@ -141,7 +141,7 @@ class InputProcessor:
             if params.min_tokens:
                 never |= {*self._eos, *params.stop_token_ids}
             left = set(params.allowed_token_ids) - never
-            require(bool(left), "bad_words or min_tokens forbid all of allowed_token_ids: nothing could be drawn")
+            require(bool(left), "bad_words or min_tokens forbid all of allowed_token_ids: nothing could be sampled")
         return runs
 
 

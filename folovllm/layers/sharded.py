@@ -68,7 +68,7 @@ class ShardedEmbedding(VocabParallelEmbedding):
 
 
 class ShardedHead(ParallelLMHead):
-    """Logits of the rank's own token ids. Ids that fill the vocabulary up can never be drawn."""
+    """Logits of the rank's own token ids. Ids that fill the vocabulary up can never be sampled."""
 
     def __init__(self, vocab_size: int, hidden_size: int, *, group: Group, num_ids: int) -> None:
         """`vocab_size` is the rank's own number of rows; `num_ids` token ids have a row on some rank."""

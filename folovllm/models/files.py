@@ -141,4 +141,4 @@ def eos_token_ids(path: Path, hf_config: Any, tokenizer: PreTrainedTokenizerBase
     ids = {declared} if isinstance(declared, int) else set(declared or ())
     if tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
-    return frozenset(id_ for id_ in ids if 0 <= id_ < hf_config.vocab_size)  # what has no logit is never drawn
+    return frozenset(id_ for id_ in ids if 0 <= id_ < hf_config.vocab_size)  # an id without a logit is never sampled

@@ -197,5 +197,5 @@ class TestAnswers:
 
     def test_where_nothing_is_left(self, engine: LLMEngine) -> None:
         for fields in ({"bad_words": ["a"]}, {"min_tokens": 3, "stop_token_ids": [64]}):
-            with pytest.raises(ValueError, match="forbid all of allowed_token_ids: nothing could be drawn"):
+            with pytest.raises(ValueError, match="forbid all of allowed_token_ids: nothing could be sampled"):
                 self.ask(engine, allowed_token_ids=[64], **fields)
