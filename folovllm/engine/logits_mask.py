@@ -58,21 +58,38 @@ class LogitsMask:
 
 
 class DeferredMask(LogitsMask):
-    """Allows all until a request asks for structured output; from then on its methods are those of the mask that `make` returns."""
+    """Allows all until a request asks for structured output; from then on the mask that `make` returns decides."""
 
     def __init__(self, make: Callable[[], LogitsMask]) -> None:
         self._make = make
-        self.made: LogitsMask | None = None
+        self._mask = LogitsMask()
 
     def add(self, seqs: SequenceOf[Sequence]) -> None:
         if seqs[0].params.structured_outputs is not None:
-            self._use().add(seqs)
+            self._made().add(seqs)
 
     def prepare(self, model_end_ids: Collection[int]) -> None:
-        self._use().prepare(model_end_ids)
+        self._made().prepare(model_end_ids)
 
-    def _use(self) -> LogitsMask:
-        self.made = self._make()
-        for name in ("add", "prepare", "needs_mask", "bitmasks", "accept_tokens", "broken", "trim", "forced"):
-            setattr(self, name, getattr(self.made, name))
-        return self.made
+    def _made(self) -> LogitsMask:
+        if type(self._mask) is LogitsMask:
+            self._mask = self._make()
+        return self._mask
+
+    def needs_mask(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> bool:
+        return self._mask.needs_mask(output, seqs)
+
+    def bitmasks(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> TokenBitmasks:
+        return self._mask.bitmasks(output, seqs)
+
+    def accept_tokens(self, seqs: Iterable[Sequence], token_ids: Iterable[list[int]]) -> None:
+        self._mask.accept_tokens(seqs, token_ids)
+
+    def broken(self, seqs: Iterable[Sequence]) -> list[Sequence]:
+        return self._mask.broken(seqs)
+
+    def trim(self, seq: Sequence, draft: list[int]) -> list[int]:
+        return self._mask.trim(seq, draft)
+
+    def forced(self, seq: Sequence, most: int) -> list[int]:
+        return self._mask.forced(seq, most)

@@ -264,7 +264,7 @@ class TestOthers:
             llm.engine.abort_request("gone")
             assert not llm.engine.has_unfinished_requests()
             llm.generate(INPUTS[0], FREE, use_tqdm=False)
-            assert not llm.engine._logits_mask.made._matchers
+            assert not llm.engine._logits_mask._mask._matchers
 
 
 @pytest.fixture(scope="module")
