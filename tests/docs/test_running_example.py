@@ -100,3 +100,41 @@ def test_every_picture_is_drawn_and_shown(tools: dict[str, ModuleType]) -> None:
     kept = {file.stem for prefix in ("abc", "x4") for file in (ROOT / "docs/img").glob(f"{prefix}_*.svg")}
     shown = {name for page in PAGES for name in re.findall(r"img/((?:abc|x4)_\w+)\.svg", page.read_text("utf-8"))}
     assert kept == set(tools["pictures"].PICTURES) == shown
+
+
+class TestWhatChapters1To3Say:
+    """The tables in them are written by the engine; the numbers in their text are not."""
+
+    def test_steps_and_first_tokens(self, tools: dict[str, ModuleType]) -> None:
+        run = tools["pictures"].run
+        runs = {"M1": run("m1"), "static": run("m2", static=True), "M2": run("m2"), "M3": run("m3")}
+        assert {name: len(run.turns) for name, run in runs.items()} == {"M1": 23, "static": 17, "M2": 14, "M3": 12}
+        first = {name: run.first(lambda turn: "C" in turn.drawn) for name, run in runs.items()}
+        assert {name: turn and turn.number for name, turn in first.items()} == {
+            "M1": 16, "static": 10, "M2": 7, "M3": 2,
+        }  # fmt: skip
+
+    def test_which_budget_refused_whom(self, tools: dict[str, ModuleType]) -> None:
+        """Chapter 2 has an example of each of the three."""
+        run = tools["pictures"].run
+        assert run("m1").turns[0].refused == {"B": "sequences"}
+        assert run("m2").turns[0].refused == {"B": "tokens"} and run("m2").turns[2].refused == {"C": "blocks"}
+
+    def test_step_7_of_m2(self, tools: dict[str, ModuleType]) -> None:
+        run = tools["pictures"].run("m2")
+        assert run.turns[6].finished == ("B",)
+        assert [(scheduled.name, scheduled.slots) for scheduled in run.turns[7].scheduled_seqs] == [
+            ("A", (15,)),
+            ("C", tuple(range(20, 29))),
+        ]
+
+    def test_the_blocks_of_m3(self, tools: dict[str, ModuleType]) -> None:
+        turns = tools["pictures"].run("m3").turns
+        assert next(turn.number for turn in turns if len(turn.after.tables.get("A", ())) > 3) == 4
+        assert next(turn.number for turn in turns if len(turn.after.tables.get("A", ())) > 4) == 8
+        assert turns[2].after.tables == {"A": (0, 1, 2), "B": (3, 4, 5, 6), "C": (7, 8, 9)}
+        assert (turns[7].after.tables["C"], turns[7].scheduled_seqs[1].slots[-1]) == ((7, 8, 6), 26), (
+            "the list was 7, 8, 6, 5, 4, 3"
+        )
+        assert turns[6].scheduled_seqs[0].slots == (38,), "A's token 14"
+        assert turns[6].scheduled_seqs[1].slots == (32,), "B's token 16 begins block 8"
