@@ -1,8 +1,8 @@
 """How an engine is put together: which class stands in which place, by configuration.
 
-This file knows all classes. It reads like the table of the milestones: each function is a seam, and its docstring says
-which milestone brought which class. Nothing inside the work asks for a milestone. In some places a class that a learner
-wrote can stand (`folovllm.builders`).
+It reads like the table of the milestones: each `make_*` function selects one component, and its docstring says which
+milestone brought which class. No other code asks for a milestone. In some places a class that a learner wrote can stand
+(`folovllm.builders`).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from folovllm.extensions import MakeScheduler
     from folovllm.kernels.cpu.ops import CpuKernels
 
-LARGE = 50_000_000  # bytes of weights: more than a processor's cache holds
+LARGE = 50_000_000  # bytes of weights: below this, kernels for a CPU gain less than their compiling takes
 
 
 @dataclass(slots=True, frozen=True)
@@ -99,7 +99,11 @@ def make_engine(config: EngineConfig) -> LLMEngine:
 
 
 def put_together(config: EngineConfig) -> Parts:
-    """All that an engine consists of. Raises ValueError, before any work, where something cannot be had."""
+    """Make the parts of an engine.
+
+    Raises:
+        ValueError: the configuration cannot be served. Most causes are found before the weights are loaded.
+    """
     for name in config.builder_names:
         builders.load(name)
     setup = set_up(config)
@@ -117,7 +121,7 @@ def put_together(config: EngineConfig) -> Parts:
 
 
 def make_scheduler(setup: EngineSetup, num_kv_blocks: int, events: Events, kind: MakeScheduler) -> SchedulerLike:
-    """Who is served: one request after the other (M1), or a batch that changes at every step (`kind`, M2)."""
+    """Make the scheduler: one request after the other (M1), or a batch that changes at every step (`kind`, M2)."""
     config = setup.config
     if config.kv_cache == "growing":
         return SerialScheduler(events)
@@ -135,7 +139,7 @@ def make_scheduler(setup: EngineSetup, num_kv_blocks: int, events: Events, kind:
 
 
 def cache_manager(config: EngineConfig) -> type[KVCacheManager]:
-    """Who holds which part of the cache: slots (M2), blocks (M3), blocks that are found again (M5)."""
+    """Choose the manager of the KV cache: slots (M2), blocks (M3), blocks that are found again (M5)."""
     if own := learners(config, "block_manager") or learners(config, "prefix_cache"):
         return own
     if config.kv_cache == "slots":
@@ -152,7 +156,7 @@ def tokens_of_step(config: EngineConfig) -> TokensOfStep:
 
 
 def make_executor(setup: EngineSetup, extension: Extension) -> Executor:
-    """The devices: one (M1), one that is sent packed steps, or several that share the model (M6)."""
+    """Make the executor: one device (M1), one that is sent packed steps, or several that share the model (M6)."""
     if not setup.config.packed_steps:
         counters = counters_of(setup)
         return GPUExecutor(GPUWorker(setup.device, make_runner(setup, extension, counters), counters))
@@ -170,7 +174,7 @@ def make_executor(setup: EngineSetup, extension: Extension) -> Executor:
 def make_runner(
     setup: EngineSetup, extension: Extension, counters: dict[str, torch.Tensor] | None = None
 ) -> Runner[SchedulerOutput, StepResult]:
-    """The model: transformers' (M1), ours for one sequence (M1), ours for a batch (M2)."""
+    """Make the runner of the model: transformers' (M1), ours for one sequence (M1), ours for a batch (M2)."""
     if setup.config.model_impl == "hf":
         from folovllm.worker.hf_model_runner import HFModelRunner
 
@@ -218,7 +222,7 @@ def make_packed_worker(
 
 
 def attention_backend(setup: EngineSetup, extension: Extension) -> AttentionBackend:
-    """Who attends: the backend of that name (M1 to M4)."""
+    """Make the attention backend that the configuration names (M2 to M4); M1's runners have their own."""
     if own := learners(setup.config, "prefill"):
         from folovllm.attention.backends.triton import TritonBackend
 
@@ -227,7 +231,7 @@ def attention_backend(setup: EngineSetup, extension: Extension) -> AttentionBack
 
 
 def counters_of(setup: EngineSetup) -> dict[str, torch.Tensor] | None:
-    """What a model counts in as it runs, where that is asked for; the model fills it (`LayerSet.counters`)."""
+    """Return a dict that the model fills with its counters of experts (`LayerSet.counters`), or None if nobody wants them."""
     return {} if setup.config.count_experts else None
 
 
@@ -237,7 +241,7 @@ def learners(config: EngineConfig, place: str) -> Any:
 
 
 def make_sampler(setup: EngineSetup) -> Sampler:
-    """Who samples the tokens (M1). Sampling is compiled when the configuration asks for it."""
+    """Make the sampler (M1), compiled if the configuration asks for it."""
     if setup.config.compile:
         from folovllm.sample.compiled import CompiledSampler
 
@@ -271,7 +275,7 @@ def kernels_for(setup: EngineSetup) -> LayerSet:
 
 
 def cpu_kernels(setup: EngineSetup) -> CpuKernels | None:
-    """Kernels for a CPU, where they can be had (M6). A small model would wait for the compiler, and gain little."""
+    """Load the kernels for a CPU (M6); None without a compiler, or for a small model, which would wait for it and gain little."""
     wanted = setup.device.type == "cpu" and setup.backend == "torch_paged" and setup.config.packed_steps
     if not wanted or weight_bytes(setup) < LARGE:
         return None

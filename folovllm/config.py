@@ -14,7 +14,7 @@ from folovllm.vllm_arguments import ENGINE, also_takes
 DEFAULT_MODEL = "stories-5m"  # embedded in the package
 DEFAULT_MAX_MODEL_LEN = 4096
 
-# A milestone is a preset over the same classes, never another code path of its own.
+# A milestone is a preset of options; the options select the classes (`folovllm.build`).
 PRESETS: dict[str, dict[str, Any]] = {
     "m1": {"model_impl": "hf", "kv_cache": "growing", "max_num_seqs": 1},
     "m2": {"kv_cache": "slots", "attention_backend": "torch_naive", "max_num_seqs": 16},
@@ -41,7 +41,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 KINDS = {"str": (str, "a text"), "bool": (bool, "True or False"), "float": (Real, "a number")}  # by annotation
 # None: the engine decides
 MAY_BE_OPEN = ("max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks", "num_threads")
-# max_model_len: a token to read and one to write; of what is not named here 1
+# the least values, where they are not 1; max_model_len: a token of the prompt and one of the answer
 LEAST = {"long_prefill_token_threshold": 0, "max_logprobs": 0, "max_model_len": 2}
 COUNTS = (
     *MAY_BE_OPEN, "max_num_seqs", "kv_cache_memory", "tensor_parallel_size", "long_prefill_token_threshold", "max_n",
@@ -56,7 +56,7 @@ OTHER_NAMES = {"half": "float16", "float": "float32", "fp8": "fp8_e4m3"}  # of d
 class EngineConfig:
     """What to run and how; each field is also a keyword of `LLM` and a flag of the command line.
 
-    What vLLM's engine knows beside them is taken where it changes nothing, and refused with a sentence elsewhere.
+    Other engine arguments of vLLM's are accepted where they change nothing; elsewhere a ValueError says why not.
 
     Attributes:
         model: a local directory or GGUF file, a hub id, or one of the names "stories-5m" and "stories-moe" (embedded),
@@ -76,7 +76,7 @@ class EngineConfig:
         block_size: tokens a block holds; if left out, the smallest from 16 up that the attention backend accepts.
         num_kv_blocks: blocks of the KV cache, instead of measuring how many fit; at least what a sequence of
             `max_model_len` needs.
-        gpu_memory_utilization: share of the card's memory that the engine may fill.
+        gpu_memory_utilization: fraction of the card's memory that the engine may fill.
         kv_cache_memory: bytes of the KV cache on a CPU.
         kv_cache_dtype: "auto" is the model's own; "fp8_e4m3" (or "fp8") keeps K/V in 8 bits, half of what 16 bits take.
         calculate_kv_scales: choose the scales of K/V in 8 bits by running made-up tokens, instead of taking the
@@ -96,7 +96,7 @@ class EngineConfig:
         max_logprobs: most likely tokens, beside the chosen one, whose log-probabilities a request may ask for.
         tensor_parallel_size: GPUs (or, on CPU, processes) that share each layer.
         enable_expert_parallel: in a mixture of experts, each of these GPUs holds some experts whole, not a part of each.
-        count_experts: in a mixture of experts, count how often each expert is asked, for `/metrics` and `--show-steps`.
+        count_experts: in a mixture of experts, count the tokens routed to each expert, for `/metrics` and `--show-steps`.
         trust_remote_code: run code that comes with a checkpoint. Off unless asked for.
         random_weights: make weights up instead of loading them (for timing a geometry).
         quantization: how the weights are kept, which a checkpoint says by itself: "fp8", "compressed-tensors", "gptq", "awq".
@@ -191,7 +191,7 @@ class EngineConfig:
         return cls(milestone=milestone, **overrides)
 
     def _gather_speculation(self) -> None:
-        """Let the elective that owns these three fields make one of them. It stays None if nobody said anything."""
+        """Let the elective that owns these three fields make one of them. It stays None if all three are None."""
         if (self.speculative_config, self.speculative_method, self.num_speculative_tokens) != (None, None, None):
             gather = electives.require(electives.SPECULATION, "speculative decoding")
             self.speculative_config = gather(
@@ -277,7 +277,7 @@ BUILDERS = {
 
 
 def check_kinds(config: EngineConfig) -> None:
-    """Texts, switches and fractions. Any text is true, so a switch must not be one. ValueError says what a value must be."""
+    """Raise ValueError if a text, switch or fraction has another type: any text would count as True. Whole numbers: `check_values`."""
     for own in fields(config):
         kind, _, may_be_open = str(own.type).partition(" | ")
         value, (types, says) = getattr(config, own.name), KINDS.get(kind, (object, ""))
@@ -307,12 +307,14 @@ def check_combinations(config: EngineConfig) -> None:
     if config.model_impl == "hf" and config.kv_cache != "growing":
         raise ValueError('model_impl="hf" keeps its own growing cache: use milestone="m1", or model_impl="native"')
     if config.kv_cache == "growing" and config.scheduling != "fcfs":
-        raise ValueError('kv_cache="growing" serves in the order of arrival: leave scheduling at "fcfs", or use "m2"')
+        raise ValueError(
+            'kv_cache="growing" serves in the order of arrival: leave scheduling at "fcfs", or milestone="m2"'
+        )
     if config.kv_cache == "growing" and config.max_num_seqs != 1:
-        raise ValueError('kv_cache="growing" serves one request at a time: leave max_num_seqs at 1, or use "m2"')
+        raise ValueError('kv_cache="growing" serves one request at a time: leave max_num_seqs at 1, or milestone="m2"')
     if config.kv_cache == "growing" and config.kv_cache_dtype != "auto":
         raise ValueError(
-            'kv_cache="growing" keeps K/V in the dtype of the model: leave kv_cache_dtype out, or use "m2"'
+            'kv_cache="growing" keeps K/V in the dtype of the model: leave kv_cache_dtype out, or milestone="m2"'
         )
     if config.calculate_kv_scales and config.kv_cache_dtype == "auto":
         raise ValueError('calculate_kv_scales is of use with kv_cache_dtype="fp8_e4m3" only')
@@ -348,7 +350,7 @@ EngineArgs = EngineConfig  # vLLM's name
 
 @dataclass(slots=True)
 class ModelConfig:
-    """Which model, in which precision: an `EngineConfig` as the texts have it that this course grew from."""
+    """The fields of the model alone, for code that keeps them apart from the engine's arguments."""
 
     model: str
     tokenizer: str | None = None

@@ -71,7 +71,7 @@ class SamplingParams:
         truncate_prompt_tokens: keep only this many tokens at the end of the prompt; -1 keeps what fits into the context.
         prompt_only: the prompt alone is of interest, to score it: it may fill the whole context, and the one token that is
             sampled behind it (`max_tokens` must be 1) says nothing.
-        structured_outputs: the form of the answer, a `StructuredOutputsParams` or a dictionary of its fields; None is free.
+        structured_outputs: the grammar of the answer, a `StructuredOutputsParams` or a dictionary of its fields; None is free.
         output_kind: what the outputs hold while the request is served; `LLM.generate` always returns whole answers.
 
     Raises:
@@ -135,8 +135,10 @@ class SamplingParams:
         self.bad_words = [] if bad_words is None else self.bad_words
         self.logit_bias = self.logit_bias or None
         self.seed = None if self.seed == -1 else self.seed
-        form: object = self.structured_outputs
-        self.structured_outputs = StructuredOutputsParams(**form) if isinstance(form, dict) else self.structured_outputs
+        given: object = self.structured_outputs
+        self.structured_outputs = (
+            StructuredOutputsParams(**given) if isinstance(given, dict) else self.structured_outputs
+        )
         for name in ("logprobs", "prompt_logprobs"):
             if isinstance(value := getattr(self, name), bool):
                 setattr(self, name, 1 if value else None)

@@ -33,7 +33,7 @@ class Watched:
     num_computed_tokens: int = 0  # computed or scheduled to be
     block_table: list[int] = field(default_factory=list)
     refused: ev.Budget | None = None  # the last budget that refused it, while it waits
-    drafts: TokenIds = field(default_factory=no_tokens)  # tokens that the step in flight verifies
+    drafts: TokenIds = field(default_factory=no_tokens)  # draft tokens of the newest step that had any
 
     @property
     def request_id(self) -> str:

@@ -32,6 +32,7 @@ ASIDE_NAMES = re.compile(
     r"Speeds|added|(.*\.)?_?(require|check|validate|speeds|(un)?subscribe|snapshot|heed)|.*<locals>"
 )
 SETUP = "putting the engine together"
+OWN_SETUP = "putting it together with our own layers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +61,13 @@ def shortened(steps: list[Step], exercises: Collection[tuple[str, str]] = ()) ->
         if is_shown:
             kept.append(replace(step, depth=sum(shown for _, shown in open_steps)))
         open_steps.append((step.depth, is_shown))
-    return sorted(kept, key=lambda step: step.phase == SETUP)
+    return sorted(kept, key=lambda step: step.phase in (SETUP, OWN_SETUP))
 
 
 def read(course: Course, milestone: Milestone) -> list[Step]:
     """Trace one request in a process of its own, always on the reference. `ValueError` with its last words if that fails.
 
-    An elective says in `request.py` in its folder what the request is; `run` there is called with the preset and `enter`.
+    Electives and M1 say in `request.py` in their folders what the request is; `run` there is called with the preset and `enter`.
     """
     environment = {k: v for k, v in os.environ.items() if k != "FOLOVLLM_MINE"}
     scripts = [str(file) for file in [milestone.folder / "request.py"] if file.is_file()]

@@ -23,7 +23,8 @@ class IncrementalDetokenizer:
     window is enough: tokens before `_shown` have their text out already, tokens from `_context` on are decoded again
     beside the new ones, and what that adds is the new text.
 
-    Invariant: `text` holds the decoded tokens before `_shown`; `_context <= _shown <= len(token_ids)`.
+    Invariant: `_context <= _shown <= len(token_ids)`; until a stop string cuts it, `text` holds the decoded tokens before
+    `_shown`. (vLLM calls the two `prefix_offset` and `read_offset`.)
 
     Attributes:
         spelling: of single tokens, for log-probabilities; None for a request that wants no text.

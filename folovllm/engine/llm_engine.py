@@ -54,7 +54,7 @@ class LLMEngine:
     """
 
     def __init__(self, config: EngineConfig | ModelConfig, **overrides: Any) -> None:
-        """Raises ValueError, before any work, where something that `config` asks for cannot be had."""
+        """Raises ValueError if `config` cannot be served; most causes are found before the weights are loaded."""
         from folovllm.build import put_together  # here, since it imports every part of the engine, this file too
 
         if isinstance(config, ModelConfig):
@@ -222,14 +222,16 @@ class LLMEngine:
         with self.events:  # listeners hear of all this at the end
             start = time.monotonic()
             output = self.scheduler.schedule()
-            if output.preempted and not output.scheduled_seqs:  # room was made, and the next step has it
+            if (
+                output.preempted and not output.scheduled_seqs
+            ):  # sequences were preempted; the next step uses their blocks
                 return self._report([])
             seqs = self.scheduler.sequences(output)
             outputs = self._take_in(output, seqs, self._compute(output, seqs), start)
         return self._report(outputs)
 
     def _compute(self, output: SchedulerOutput, seqs: list[Sequence]) -> StepResult:
-        """Compute a step and sample. Where an answer has a form, the mask says what may be sampled, and is told what was."""
+        """Compute a step and sample. With structured output, apply the token bitmask and pass the sampled tokens to the grammar."""
         if self._logits_mask.needs_mask(output, seqs):
             output = replace(output, masks=self._logits_mask.bitmasks(output, seqs))
         result = self.executor.execute_model(output)
@@ -242,7 +244,9 @@ class LLMEngine:
         """Hand the tokens of a step that began at `start` to their sequences; returns what is new."""
         arrived = time.monotonic()
         alive = [i for i, seq in enumerate(seqs) if not seq.status.is_finished]
-        broken = self._logits_mask.broken(seqs)  # what they sampled before that counts, and may end them
+        broken = self._logits_mask.broken(
+            seqs
+        )  # tokens from before the grammar failed still count, and may end an answer
         counts = [i for i in alive if result.token_ids[i] or seqs[i] not in broken]
         updated = self._faults.each(self.scheduler.postprocess, [(seqs[i], result.token_ids[i]) for i in counts])
         broken = self._logits_mask.broken(broken)
@@ -275,16 +279,16 @@ class LLMEngine:
         return self._faults.report(outputs)
 
     def _give_up(self, broken: list[Sequence]) -> None:
-        """End answers that cannot get their form any more, with finish_reason "abort"."""
+        """End answers that can no longer satisfy their grammar, with finish_reason "abort"."""
         for seq in broken:
-            logger.warning("request %s ends early: its answer cannot be brought to its form", seq.request_id)
+            logger.warning("request %s ends early: its answer can no longer satisfy its grammar", seq.request_id)
             if self.events.on:
                 self.events.emit(GivenUp(seq.seq_id))
         if broken:
             self.scheduler.abort(*broken)
 
     def prepare_structured_outputs(self) -> None:
-        """Prepare for answers with a form. It takes about a second, and the first such answer would hold up all others."""
+        """Prepare for structured output. It takes about a second, for which the first such request would hold up all others."""
         self._logits_mask.prepare(self._processor.eos_token_ids)
 
     def require_open(self) -> None:
@@ -369,6 +373,8 @@ class LLMEngine:
 
     def close(self) -> None:
         """End all requests and give the memory of the model, and of a draft, back. A second call does nothing."""
+        if self._is_closed:
+            return
         self._is_closed = True
         self.abort_request(list(self._output.requests))
         self.executor.shutdown()

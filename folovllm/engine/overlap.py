@@ -81,7 +81,7 @@ class OverlappedEngine(LLMEngine):
     def _start(self, output: SchedulerOutput) -> InFlight:
         """Start a step on the device; the tokens that it samples are in flight from here on.
 
-        If some of its answers must have a form, it gets as far as its logits: what they may sample depends on the tokens
+        If some of its answers have a grammar, it gets as far as its logits: what they may sample depends on the tokens
         that are still in flight. So the device has work while the host waits for these.
         """
         seqs = self.scheduler.sequences(output)

@@ -109,7 +109,7 @@ def rank_setup(setup: EngineSetup, rank: int) -> EngineSetup:
 
 
 @dataclass(slots=True, frozen=True)
-class AskedLoad:
+class PendingExpertLoad:
     """A request for the token counts of experts. It waits in the queue behind the steps in flight before it."""
 
     worker: GPUWorker[PackedStep | TokenBitmasks, PendingStep | None]
@@ -131,7 +131,7 @@ class RankServer:
         self._rank = assignment.rank
         self._steps = Ring(assignment.size, longest_step, assignment.steps_fd)
         self._results = Ring(1, longest_result, assignment.results_fd)
-        self._started: deque[PendingStep | AskedLoad] = deque()  # rank 0: results not sent yet
+        self._started: deque[PendingStep | PendingExpertLoad] = deque()  # rank 0: results not sent yet
         self._spin = spin_seconds(setup)
         self.worker, self.runner = assignment.make_rank(setup, group)
         self.worker.load_model()
@@ -140,7 +140,9 @@ class RankServer:
         """Run the steps that arrive, until the empty message."""
         while len(message := wait_for(self._next_step, self._spin)):
             pending = (
-                AskedLoad(self.worker) if message[0] == ASK_LOAD else self.worker.execute_model(decode_step(message))
+                PendingExpertLoad(self.worker)
+                if message[0] == ASK_LOAD
+                else self.worker.execute_model(decode_step(message))
             )
             if self._rank == 0 and pending is not None:
                 self._started.append(pending)

@@ -80,7 +80,7 @@ class CompileRequests:
         self._triton_key = pool.submit(triton_key)
 
     def instead_of(self, launch: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function that replaces `launch`: it compiles in this thread, and launches in all others."""
+        """Return the function that replaces `launch`: in this thread it only requests the compilation, in all others it launches."""
 
         def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
             if threading.get_ident() != self._thread:

@@ -1,4 +1,4 @@
-"""Linear layers, and the linear methods that keep their weights and multiply by them (strategy pattern).
+"""Linear layers, and the linear methods that create, load and apply their weights (strategy pattern).
 
 The layers are named for the dimension along which several GPUs will share them; on one rank they are whole.
 """
@@ -62,16 +62,16 @@ class LinearMethod(ABC):
         return outputs * inputs * dtype.itemsize
 
     def loaded(self, layer: LinearBase) -> None:
-        """Bring the weights into another form, now that all are there. `places` is asked for no more afterwards."""
+        """Repack the weights after all of them were loaded. `places` is not called again."""
 
     def check_part(self, outputs: int, inputs: int) -> None:
-        """Raise ValueError unless ranks can have parts of [outputs, inputs] each: the end of a sentence about the layer."""
+        """Raise ValueError unless a rank can have a part of [outputs, inputs]. The message completes a sentence about the layer."""
 
     def shard(self, kind: str, tensor: Weight, cut: Cut) -> torch.Tensor:
         """Return one rank's part of a checkpoint's tensor.
 
-        `cut` reads `shape` and takes a slice of outputs, or of inputs. A tensor that lies otherwise is given to it in a
-        wrapper (`distributed.sharding.Weight`) that does.
+        `cut` reads `shape` and takes a slice of outputs, or of inputs. A tensor in another layout is wrapped first
+        (`distributed.sharding.Weight`).
         """
         return cut(tensor)
 
@@ -102,7 +102,7 @@ class LinearMethod(ABC):
         return SiluAndMul()(result) if gated else result
 
     def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
-        """Whether `apply` does all that it is asked for `x` in one kernel (`fused`). If not, a caller may know a better way."""
+        """Whether `apply` does all that it is asked for `x` in one kernel (`fused`). If not, the caller may use another kernel."""
         return False
 
     def fused(
@@ -119,8 +119,9 @@ class LinearMethod(ABC):
         return total if residual is None else residual.add_(total)
 
     def check_stack(self, layer: LinearBase) -> None:
-        """Raise ValueError unless the parts of `layer` may be experts, each of which is multiplied by itself: the end of a
-        sentence about them.
+        """Raise ValueError unless the parts of `layer` can be used one by one, as experts are. This one always raises.
+
+        The message completes a sentence of the caller.
         """
         raise ValueError(f"{type(self).__name__} does not unpack a part of a layer")
 
@@ -193,7 +194,7 @@ PLAIN = Plain()
 
 
 class LinearBase(nn.Module):
-    """y = x W^T + b, with W [sum(output_sizes), input_size], which `linear_method` keeps.
+    """y = x W^T + b, with W [sum(output_sizes), input_size], stored on the layer as its `linear_method` has it.
 
     With several `output_sizes` it is several layers that read the same input, stacked: one large matrix product instead
     of several small ones. The weights are uninitialised until a checkpoint fills them.
@@ -201,9 +202,11 @@ class LinearBase(nn.Module):
 
     is_stack: ClassVar[bool] = False  # whether its parts are experts, of which each product takes some
     weight: torch.Tensor  # what most linear methods call their parameter
-    scale: torch.Tensor  # and what its codes are multiples of
+    scale: torch.Tensor  # a weight is its quantized value times this
     grouped: Any  # what else a linear method keeps
-    columns: torch.Tensor | None  # factors [inputs] of `x` that a linear method could not fold into its codes
+    columns: (
+        torch.Tensor | None
+    )  # factors [inputs] of `x` that a linear method could not fold into its quantized weights
     dtype: torch.dtype  # of `x`, where the weight has another
 
     def __init__(
@@ -239,11 +242,11 @@ class LinearBase(nn.Module):
 
 
 class ColumnParallelLinear(LinearBase):
-    """Shared along its outputs: each rank computes some of them from the whole input."""
+    """Sharded along its outputs: each rank computes some of them from the whole input."""
 
 
 class RowParallelLinear(LinearBase):
-    """Shared along its inputs: each rank holds some of them, and the partial results are added up."""
+    """Sharded along its inputs: each rank holds some of them, and the partial results are added up."""
 
     def __init__(
         self, input_size: int, output_size: int, bias: bool = False, linear_method: LinearMethod = PLAIN
@@ -252,7 +255,7 @@ class RowParallelLinear(LinearBase):
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
-    """Several layers in one. Splitting the result by `output_sizes` gives views of theirs."""
+    """Several layers in one. Splitting the result by `output_sizes` gives their results, as views."""
 
 
 class QKVParallelLinear(MergedColumnParallelLinear):

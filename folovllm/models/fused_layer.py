@@ -48,7 +48,7 @@ class DeferredNormDecoderLayer(LlamaDecoderLayer):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The stream [T, H] -> the stream, written over, and None: nothing is left to be added.
 
-        Where that cannot be, with float16 or biases, as `LlamaDecoderLayer`.
+        If the norms could not be folded (`weights_loaded`), it runs as `LlamaDecoderLayer`.
         """
         attention = self.self_attn
         if not self.folded or not isinstance(attention, FusedLlamaAttention):

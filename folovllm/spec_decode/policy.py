@@ -29,7 +29,7 @@ class LengthPolicy(ABC):
     """Decides how many tokens to draft, and learns whether it paid. A subclass needs `lengths` alone.
 
     Attributes:
-        most: draft tokens for a sequence in a step.
+        most: the most draft tokens for a sequence in a step.
         rest: steps for which the scheduler need not ask again after `lengths` has said 0 for all.
         may_wake: whether a new sequence may shorten a rest.
     """
@@ -114,19 +114,21 @@ class AdaptiveLength(LengthPolicy):
     """Drafts as many tokens as pay, for each sequence; none where none pay, and then it backs off.
 
     `best_draft_lengths` decides from the acceptance averages and `cost`; a decision holds for some steps. A sequence that gets no
-    draft is probed now and then: the proposer is asked for a few tokens, for one sequence in turn. The steps from one probe to
-    the next become four times as many while probes fail. Where nothing is drafted for anyone, the scheduler rests between
-    probes. A rest above `LONGEST` ends when what was lost on drafts is `SHARE` of the time.
+    draft is probed now and then: the proposer is asked for a few tokens, for one sequence in turn. The interval between probes
+    starts at `SHORTEST` and grows `GROWTH`-fold with each probe; a probe that is accepted as a whole resets it. While other
+    sequences have drafts, it is `LONGEST` at most. While no sequence has one, the scheduler rests between probes, and a rest
+    above `LONGEST` ends when what was lost on drafts is `SHARE` of the time.
     """
 
-    KEEP, KEEP_COMMON = 0.9, 0.99  # what an observation counts a step later: for its sequence, and for those to come
-    OF_NEW = 2.0  # steps that the averages of all sequences count at the start of one
-    MARGIN = 1.02  # a draft must gain as much
-    HOLD, FIRST = 8, 3  # steps that a decision holds; if some sequence is new
+    KEEP, KEEP_COMMON = 0.9, 0.99  # decay of an observation in a step: in its sequence's average, in that of all
+    OF_NEW = 2.0  # weight of the average of all, in steps, where a sequence begins
+    MARGIN = 1.02  # the least gain for which anything is drafted
+    HOLD = 8  # steps that a decision holds
+    FIRST = 3  # the same if some sequence is new
     SHORTEST, GROWTH, LONGEST = 8, 4, 64  # steps from one probe to the next: 8, then 32, ...
     PROBE = 4  # draft tokens of a probe
-    SHARE = 0.005  # of the time may be lost on drafts
-    SAVED = 16  # plain steps: so much of the time that drafts have won may be lost again before a long rest
+    SHARE = 0.005  # the fraction of the time that may be lost on drafts
+    SAVED = 16  # plain steps: of the time that drafts have won, this much may be lost again before a long rest
     AT_MOST = 1 << 14  # steps of a rest
     FEW = 4  # new sequences that get drafts at once; one more for each sequence that has averages
 

@@ -110,13 +110,14 @@ NO_SAMPLES, NO_SCORES, NOBODY = (
 class PackedStep:
     """One step on the host.
 
-    A decode step is the first matrix alone, padded to a bucket's width. Other steps have more `Parts`.
+    A decode step has the first matrix, padded to a bucket's width, and `logprobs` if a request wants them. Other steps have
+    more `Parts`.
 
     Attributes:
         is_special: a sequence samples with filters, or from logits that depend on the tokens so far.
         has_memory: a sequence samples from logits that depend on the tokens so far.
         defers_sampling: the step stops at its logits and samples when its `TokenBitmasks` arrive.
-        is_decode: every sequence has one new token, and the first matrix holds the whole step.
+        is_decode: every sequence has one new token, and the first matrix describes all of them.
         num_samples: R, the number of sampled tokens.
         has_drafts: a sequence samples more than one token.
     """

@@ -90,7 +90,7 @@ class CpuGraph:
 
 
 class GraphPool:
-    """Records graphs one after the other: on a GPU all in one pool of memory, for they never run at the same time."""
+    """Captures graphs; on a GPU they share one pool of memory, since they never run at the same time."""
 
     def __init__(self, device: torch.device, had_dry_run: bool = False) -> None:
         """`had_dry_run`: a dry run has run all work that will be captured (see `CudaGraph`)."""
@@ -138,7 +138,7 @@ class GraphStore(ABC):
 
 
 class AllGraphs(GraphStore):
-    """Keeps every captured graph."""
+    """Keeps the graphs of all decode buckets."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.widths = decode_buckets(max_num_seqs)
