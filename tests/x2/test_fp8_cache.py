@@ -342,7 +342,7 @@ def test_a_scale_that_cannot_be_is_refused(scale: torch.Tensor, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("choices", "says"),
     [
-        ({"milestone": "m1", "kv_cache_dtype": "fp8"}, 'leave kv_cache_dtype out, or use "m2"'),
+        ({"milestone": "m1", "kv_cache_dtype": "fp8"}, 'leave kv_cache_dtype out, or use milestone="m2"'),
         ({"calculate_kv_scales": True}, 'with kv_cache_dtype="fp8_e4m3" only'),
         ({"kv_cache_dtype": "fp8_e5m2"}, "choose one of auto, fp8_e4m3"),
         ({"kv_cache_dtype": "int8"}, "unknown kv_cache_dtype 'int8'"),
