@@ -308,13 +308,13 @@ def check_combinations(config: EngineConfig) -> None:
         raise ValueError('model_impl="hf" keeps its own growing cache: use milestone="m1", or model_impl="native"')
     if config.kv_cache == "growing" and config.scheduling != "fcfs":
         raise ValueError(
-            'kv_cache="growing" serves in the order of arrival: leave scheduling at "fcfs", or milestone="m2"'
+            'kv_cache="growing" serves in the order of arrival: leave scheduling at "fcfs", or use milestone="m2"'
         )
     if config.kv_cache == "growing" and config.max_num_seqs != 1:
-        raise ValueError('kv_cache="growing" serves one request at a time: leave max_num_seqs at 1, or milestone="m2"')
+        raise ValueError('kv_cache="growing" serves one request at a time: leave max_num_seqs at 1, or use milestone="m2"')
     if config.kv_cache == "growing" and config.kv_cache_dtype != "auto":
         raise ValueError(
-            'kv_cache="growing" keeps K/V in the dtype of the model: leave kv_cache_dtype out, or milestone="m2"'
+            'kv_cache="growing" keeps K/V in the dtype of the model: leave kv_cache_dtype out, or use milestone="m2"'
         )
     if config.calculate_kv_scales and config.kv_cache_dtype == "auto":
         raise ValueError('calculate_kv_scales is of use with kv_cache_dtype="fp8_e4m3" only')

@@ -83,7 +83,7 @@ def _choose_attention(config: EngineConfig, attention: AttentionConfig, max_mode
             get_backend(str(config.attention_backend))  # an unknown name has an error of its own
             raise ValueError(
                 'kv_cache="growing" attends naively with our layers, and in its own way with those of transformers: '
-                'leave attention_backend out, take "torch_naive" and model_impl="native", or use "m2"'
+                'leave attention_backend out, take "torch_naive" and model_impl="native", or use milestone="m2"'
             )
         return ("" if config.model_impl == "hf" else "torch_cat"), max_model_len
     return choose_backend(config.attention_backend or "auto", attention)
