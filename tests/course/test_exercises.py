@@ -181,4 +181,4 @@ def test_marker_and_readme_say_the_manifests_title(milestone: Milestone) -> None
     title = milestone.title[0].lower() + milestone.title[1:]
     options = tomllib.loads((COURSE.root / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
     assert f"{milestone.id}: {title}" in options["markers"]
-    assert f"| **{milestone.id.upper()}** {title} |" in (COURSE.root / "README.md").read_text()
+    assert f"| **{milestone.id.upper()}** [{title}]({milestone.chapter}) |" in (COURSE.root / "README.md").read_text()

@@ -83,16 +83,3 @@ def test_without_structured_output_a_request_for_it_is_refused(monkeypatch: pyte
         assert len(engine.generate("Once", PARAMS)[0].outputs[0].token_ids) == 6
         with pytest.raises(ValueError, match="not installed"):
             engine.generate("Once", SamplingParams(structured_outputs=folovllm.StructuredOutputsParams(choice=["a"])))
-
-
-def test_structured_output_is_imported_with_the_first_request_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    named = extensions.named
-    monkeypatch.setattr(extensions, "named", lambda place: asked.append(place) or named(place))
-    with llm() as engine:
-        engine.generate("Once", PARAMS)
-        assert extensions.LOGITS_MASK not in asked
-        for text in ("a", "b"):
-            chosen = SamplingParams(structured_outputs=folovllm.StructuredOutputsParams(choice=[text]))
-            assert engine.generate("Once", chosen)[0].outputs[0].text == text
-        assert asked.count(extensions.LOGITS_MASK) == 1
