@@ -22,7 +22,7 @@ help:
 	@echo "make learn      what the course needs: pytest, JupyterLab; then: source .venv/bin/activate"
 	@echo "make test       ruff, mypy --strict (make lint), pytest (make suite)"
 	@echo "make ci         test, lm-eval, the course's own tests, Ray, notebooks, docs and every command in them"
-	@echo "make release    what must hold before a release beside make ci: the Chinese edition is in step, the embedded model's training runs, all kernels fit on all cards"
+	@echo "make release    what must hold before a release beside make ci: the Chinese edition is in step, the notebooks run, the embedded model's training runs, all kernels fit on all cards"
 	@echo "make notebooks  run the notebooks' sources and write the notebooks"
 	@echo "make recordings record the engine for the book's inspector, its pictures and their tests"
 	@echo "make screenshots take the pictures of the inspector (needs chromium)"
@@ -61,8 +61,9 @@ course: .venv/.serve .venv/.dev
 ray: .venv/.serve .venv/.dev .venv/.ray
 	timeout -k 30 900 $(BIN)/python -m pytest -q tests/ray
 
-release: .venv/.serve .venv/.dev
+release: .venv/.serve .venv/.dev .venv/.notebooks
 	$(BIN)/python tools/translation.py check --release
+	$(BIN)/python -m milestones.notebooks
 	$(BIN)/python -m tools.train_tiny.train "$$(mktemp -d)" --smoke
 	FOLOVLLM_RELEASE=1 $(PYTEST) tests/m4/test_offline_compile.py
 

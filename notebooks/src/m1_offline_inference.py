@@ -279,7 +279,7 @@ print(inspect.getdoc(f))
 
 # %%
 engine = llm.engine
-runner = engine.executor._worker.runner
+sampling_rows = engine.executor._worker.runner._sampling_rows
 spans = []
 
 
@@ -296,7 +296,7 @@ def clocked(name, function):
 with (
     patch.object(engine.scheduler, "schedule", clocked("schedule", engine.scheduler.schedule)),
     patch.object(engine.executor, "execute_model", clocked("execute_model", engine.executor.execute_model)),
-    patch.object(runner, "_sampler", clocked("sampler", runner._sampler)),
+    patch.object(sampling_rows, "_sampler", clocked("sampler", sampling_rows._sampler)),
     patch.object(engine.scheduler, "postprocess", clocked("postprocess", engine.scheduler.postprocess)),
 ):
     engine.add_request("watched", PROMPT, SamplingParams(temperature=0.8, top_p=0.9, seed=1, max_tokens=7))
@@ -346,8 +346,8 @@ def catching(logits, batch):
     return sampler(logits, batch)
 
 
-sampler = runner._sampler
-with patch.object(runner, "_sampler", catching):
+sampler = sampling_rows._sampler
+with patch.object(sampling_rows, "_sampler", catching):
     llm.generate(PROMPT, SamplingParams(temperature=1.0, seed=5, max_tokens=60, ignore_eos=True), use_tqdm=False)
 entropy = [-(p * p.clamp(min=1e-12).log()).sum() for p in (c.softmax(-1) for c in caught)]
 logits = caught[int((torch.stack(entropy) - 2).abs().argmin())][None]  # [1, V]

@@ -349,15 +349,15 @@ assert len(slow) < len(quick)
 
 # %%
 loads = []
-take_in = engine._take_in
+update = engine._open.update
 
 
-def note(step):
+def note(step, now):
     loads.append((step.stats.num_running, step.stats.kv_blocks_used))
-    take_in(step)
+    return update(step, now)
 
 
-with patch.object(engine, "_take_in", note):
+with patch.object(engine._open, "update", note):
     answers = engine.generate(prompt_of(40, 30), greedy(700))
     got = 0
     async for output in answers:
