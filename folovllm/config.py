@@ -311,7 +311,9 @@ def check_combinations(config: EngineConfig) -> None:
             'kv_cache="growing" serves in the order of arrival: leave scheduling at "fcfs", or use milestone="m2"'
         )
     if config.kv_cache == "growing" and config.max_num_seqs != 1:
-        raise ValueError('kv_cache="growing" serves one request at a time: leave max_num_seqs at 1, or use milestone="m2"')
+        raise ValueError(
+            'kv_cache="growing" serves one request at a time: leave max_num_seqs at 1, or use milestone="m2"'
+        )
     if config.kv_cache == "growing" and config.kv_cache_dtype != "auto":
         raise ValueError(
             'kv_cache="growing" keeps K/V in the dtype of the model: leave kv_cache_dtype out, or use milestone="m2"'
