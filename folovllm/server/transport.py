@@ -65,16 +65,23 @@ class Transport(asyncio.Protocol, ABC):
             self._deliver(decode_message(message))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Deliver the end as a `Failure`. The engine has said why it ended, or was killed; its exit code takes a moment to come."""
-        asyncio.get_running_loop().call_later(0.05, lambda: self._deliver(Failure(self._end())))
+        """Deliver the end as a `Failure`. The engine has said before why it ended, or it was killed."""
+        self._deliver_end(tries=40)
+
+    def _deliver_end(self, tries: int) -> None:
+        """Ask how the engine ended every 50 ms: the socket of a killed process is closed before its exit code is known."""
+        if (how := self._end()) is None and tries:
+            asyncio.get_running_loop().call_later(0.05, self._deliver_end, tries - 1)
+        else:
+            self._deliver(Failure(how or "the engine has ended"))
 
     @abstractmethod
     def _launch(self, config: EngineConfig, here: socket.socket, there: socket.socket) -> None:
         """Start the engine at the end `there`, which it closes when it ends."""
 
     @abstractmethod
-    def _end(self) -> str:
-        """How the engine ended, once its socket is closed."""
+    def _end(self) -> str | None:
+        """Return how the engine ended, once its socket is closed; None if that is not known yet."""
 
     def send(self, command: Command) -> None:
         """Tell the engine something. What is said to a dead one is lost."""
@@ -154,10 +161,11 @@ class ProcessTransport(Transport):
             )
         here.sendall(first)
 
-    def _end(self) -> str:
+    def _end(self) -> str | None:
         code = None if self._process is None else self._process.poll()
-        how = "" if code is None else f" with exit code {code}" if code >= 0 else f", killed by signal {-code}"
-        return f"the engine's process ended{how}"
+        if code is None:
+            return None
+        return f"the engine's process ended{f' with exit code {code}' if code >= 0 else f', killed by signal {-code}'}"
 
     def _join(self) -> None:
         """What does not end within `GRACE` is killed."""

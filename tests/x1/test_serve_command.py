@@ -162,7 +162,7 @@ class TestKilled:
             os.kill(server.engine, signal.SIGKILL)
             within(SOON, lambda: all(map(is_gone, below)) and not any(reader.is_alive() for reader in readers))
             assert len(ends) == 8
-            assert all("the engine's process ended, killed by signal 9" in message for message in ends)
+            assert all("the engine's process ended, killed by signal 9" in message for message in ends), ends
             assert server.health() == 503
             with pytest.raises(openai.InternalServerError, match="killed by signal 9") as refused:
                 server.client.completions.create(model="stories-5m", prompt="x")
