@@ -21,9 +21,8 @@ class ForwardBatch:
     query_start_loc: torch.Tensor  # [S+1] int32, prefix sums of num_new_tokens
     seq_lens: torch.Tensor  # [S] int32, tokens in the cache after this step
     block_tables: torch.Tensor  # [S, max_blocks] int32
-    logits_indices: (
-        torch.Tensor
-    )  # [S] int64, the last new token of each sequence; with drafts the token before each sample, [R]
+    # [S] int64, the last new token of each sequence; with drafts the token before each sample, [R]
+    logits_indices: torch.Tensor
     num_seqs: int
     num_decodes: int  # sequences at the front with one new token
     max_query_len: int  # upper bounds, so a captured graph can use them for any step

@@ -166,8 +166,6 @@ def local_config(hf_config: PretrainedConfig, size: int, expert_parallel: bool =
     Raises:
         ValueError: the model cannot be split into `size`; the sentence says which sizes work.
     """
-    if size == 1:
-        return hf_config
     check_size(hf_config, size, expert_parallel)
     local = deepcopy(hf_config)
     local.head_dim = head_dim_of(hf_config)  # before the number of heads changes

@@ -27,7 +27,7 @@ logger = logging.getLogger("folovllm")
 
 
 def set_up(config: EngineConfig) -> EngineSetup:
-    """Decide what `config` left open. Raises ValueError before any work where something cannot be had."""
+    """Decide what `config` left open. Raises ValueError, before any work, if the configuration cannot be served."""
     from folovllm.models.files import load_hf_config, resolve_model  # here, for ranks do without transformers
     from folovllm.models.loader import checkpoint_files
 
@@ -41,14 +41,10 @@ def set_up(config: EngineConfig) -> EngineSetup:
     dtype = choose_dtype(config.dtype, device, hf_config)
     assert config.max_num_seqs is not None
     wanted_block_size = max_model_len if config.kv_cache == "slots" else config.block_size
-    if config.enable_expert_parallel and not num_experts_of(hf_config):
-        raise ValueError("enable_expert_parallel shares out experts, and this model has none: leave it out")
-    if config.count_experts and not num_experts_of(hf_config):
-        raise ValueError("count_experts counts how often experts are asked, and this model has none: leave it out")
-    ranks = config.tensor_parallel_size
-    share = (
-        hf_config if ranks == 1 else local_config(hf_config, ranks, config.enable_expert_parallel)
-    )  # one rank's part
+    require_experts(config, hf_config)
+    ranks, share = config.tensor_parallel_size, hf_config
+    if ranks > 1:  # one rank's part
+        share = local_config(hf_config, ranks, config.enable_expert_parallel)
     quantization.check(hf_config, share, config)
     if not config.random_weights:
         with reading(f"the model in {path}"):
@@ -74,6 +70,14 @@ def set_up(config: EngineConfig) -> EngineSetup:
         max_num_seqs=config.max_num_seqs, max_num_batched_tokens=budget, attention=attention, backend=backend,
         block_size=block_size,
     )  # fmt: skip
+
+
+def require_experts(config: EngineConfig, hf_config: Any) -> None:
+    """Raise ValueError if `config` asks for something that only a mixture of experts has, and the model has none."""
+    if config.enable_expert_parallel and not num_experts_of(hf_config):
+        raise ValueError("enable_expert_parallel shares out experts, and this model has none: leave it out")
+    if config.count_experts and not num_experts_of(hf_config):
+        raise ValueError("count_experts counts how often experts are asked, and this model has none: leave it out")
 
 
 def _choose_attention(config: EngineConfig, attention: AttentionConfig, max_model_len: int) -> tuple[str, int]:

@@ -138,13 +138,9 @@ class Metrics(Collector):
             ("request_generation_tokens", "Generated tokens of a request.", counters.request_generation_tokens),
         ):
             family = HistogramMetricFamily(f"vllm:{name}", text, labels=LABELS)
-            bounds = [
-                *map(str, histogram.bounds),
-                "+Inf",
-            ]  # Prometheus counts what is at most a bound, so buckets add up
-            family.add_metric(
-                (self.model, "0"), list(zip(bounds, accumulate(histogram.counts), strict=True)), histogram.sum
-            )
+            # Prometheus counts what is at most a bound, so buckets add up
+            buckets = zip([*map(str, histogram.bounds), "+Inf"], accumulate(histogram.counts), strict=True)
+            family.add_metric((self.model, "0"), list(buckets), histogram.sum)
             yield family
 
     def _family(

@@ -58,9 +58,8 @@ class StepCost:
     first_draft_token: float = 0.0  # and for the first one, more than that
     plain_more: float = 0.0  # seconds that running steps take more than `plain`, whatever their width
     verifying_more: float = 0.0  # the same of `verifying`
-    no_draft_more: float = (
-        0.0  # seconds that a step takes more than a plain one if the proposer was asked and had nothing
-    )
+    # seconds that a step takes more than a plain one if the proposer was asked and had nothing
+    no_draft_more: float = 0.0
 
     def of_plain(self, num_tokens: float) -> float:
         """Return the seconds of a step without draft tokens."""

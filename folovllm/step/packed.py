@@ -51,9 +51,8 @@ class Sample(IntEnum):
     of a decode step, which samples one token a sequence, is also the matrix of its samples.
     """
 
-    DRAFT = (
-        0  # the draft token at this position: the next sample counts only if it was sampled; NOTHING after the last one
-    )
+    # the draft token at this position: the next sample counts only if it was sampled; NOTHING after the last one
+    DRAFT = 0
     ROW = 1
     POSITION = 2  # index of the token to sample in its sequence
     AFTER = 3  # index in the step of the token after which it is sampled

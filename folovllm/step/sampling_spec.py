@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 TokenIds = npt.NDArray[np.int32]
-Logprobs = list[
-    tuple[int, float, int]
-]  # (token id, log-probability, rank): the sampled one first, then the most likely
+# (token id, log-probability, rank): the sampled one first, then the most likely
+Logprobs = list[tuple[int, float, int]]
 
 
 def no_tokens() -> TokenIds:
