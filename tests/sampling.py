@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 
-from folovllm.sample.sampler_state import SamplerState, adjust
+from folovllm.sample.sampler_state import SamplerState
 from folovllm.sampling_params import SamplingParams
-from folovllm.sampling_row import pack_updates, row_update
+from folovllm.sampling_row import pack_rows
 from folovllm.step.sampling_spec import SamplingSpec
 
 CPU = torch.device("cpu")
@@ -50,8 +50,8 @@ def spec_of(
 
 def set_rows(state: SamplerState, specs: Mapping[int, SamplingSpec]) -> SamplerState:
     """Gives each of these rows its spec; returns the state."""
-    update = pack_updates([row_update(row, spec) for row, spec in specs.items()])
-    state.set_rows(torch.from_numpy(update.buffer).to(state.words.device), update.num_rows, update.num_with_line)
+    update = pack_rows(specs)
+    state.set_rows(torch.from_numpy(update.buffer).to(state.lines.device), update.num_rows, update.num_lines)
     return state
 
 
@@ -62,13 +62,12 @@ def state_of(*specs: SamplingSpec, vocab_size: int) -> SamplerState:
 
 def adjusted(logits: torch.Tensor, state: SamplerState, positions: list[int]) -> torch.Tensor:
     """What the rows make of the logits [S, V] of the tokens at these positions."""
-    rows = torch.arange(len(logits), dtype=torch.int32)
-    return adjust(logits, state.fields[: len(logits)], state.words, rows, int32(*positions))
+    return state.adjust(logits, torch.arange(len(logits), dtype=torch.int32), int32(*positions))
 
 
-def note(state: SamplerState, row: int, token: int, position: int) -> None:
+def record(state: SamplerState, row: int, token: int, position: int) -> None:
     """Tells a row which token was sampled for it."""
-    state.note(torch.tensor([token]), int32(row), int32(position))
+    state.record(torch.tensor([token]), int32(row), int32(position))
 
 
 def int32(*values: int) -> torch.Tensor:

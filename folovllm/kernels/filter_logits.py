@@ -5,11 +5,14 @@ The filters keep all tokens above a threshold, and of those exactly at the thres
 1. `scan`: several programs share a row. They store the largest logit of each GROUP of tokens, and the group's weight.
 2. `finish`: one program a row. From the groups it computes a *cut*, a logit below which no token is kept. It reads the few
    groups that reach the cut once more, and lists their tokens above the cut, the candidates. It finds the threshold among
-   the candidates (`filter_threshold`) and samples from those that are kept.
+   the candidates and samples from those that are kept.
 
-If there are too many candidates for the list, it finds the threshold more slowly, and `sample_tokens` samples. Logits are often
-equal (bfloat16 has 16 bits), so the threshold is exact, not a number between two logits. For rows without filters the programs
-return at once.
+The search for the threshold is a bisection on the bits of the logits. Each pass counts the candidates at or above a key, or sums
+their probability. Probabilities are integers, so sums do not depend on the order, and a seed gives the same text in every run.
+
+If there are too many candidates for the list, `finish` finds the threshold more slowly, and `sample_tokens` samples. Logits are
+often equal (bfloat16 has 16 bits), so the threshold is exact, not a number between two logits. For rows without filters the
+programs return at once.
 """
 
 from __future__ import annotations
@@ -20,17 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
-from folovllm.kernels.filter_threshold import (
-    TOP_K,
-    TOP_P,
-    UNIT,
-    divide,
-    find_threshold,
-    key_of,
-    sample_candidate,
-    weight,
-)
-from folovllm.kernels.penalties import FILTERS, FLAGS, NUM_FIELDS, WORDS, adjusted_logits, float_field
+from folovllm.kernels.gumbel_max import gumbel, philox
+from folovllm.kernels.penalties import FILTERS, FLAGS, NUM_FIELDS, WORDS, StepRows, adjusted_logits, float_field
 from folovllm.sampling_row import RowField
 
 TILE = 4096  # tokens that a program reads at a time
@@ -39,18 +33,25 @@ SCAN_WARPS, WARPS = 8, 16  # of a program that scans, and of the one that finish
 CAPACITY = 8192  # candidates in a row's list
 CHUNK, WIDE_CHUNK = 512, 4096  # candidates that are read at a time, from the list and without it
 UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # of a float32, always 0
+VIEWS = ["mask_ptr", "mask_index_ptr", "row_ptr", "position_ptr"]  # parts of a step's buffer, which begin anywhere
 
 GROUP = tl.constexpr(32)  # tokens
 GATHER = tl.constexpr(2048)  # tokens of groups at or above the cut that are read at a time
 LIKELY = tl.constexpr(512)  # coarse keys between the largest logit and the cut: four octaves
 LOWEST_KEY = tl.constexpr(-32641)  # the coarse key of -inf
+UNIT = tl.constexpr(float(1 << 40))  # the weight of the most likely token; a sum over 2^22 tokens fits 63 bits
+LAST_ID = tl.constexpr(0x7FFFFFFF)
+LOWEST = tl.constexpr(-0x80000000)  # below every key
+BY_COUNT, BY_WEIGHT, BY_ID = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # the searches, in their order
 TEMPERATURE, MIN_P = tl.constexpr(int(RowField.TEMPERATURE)), tl.constexpr(int(RowField.MIN_P))
+TOP_K, TOP_P = tl.constexpr(int(RowField.TOP_K)), tl.constexpr(int(RowField.TOP_P))
+SEED_LOW, SEED_HIGH = tl.constexpr(int(RowField.SEED_LOW)), tl.constexpr(int(RowField.SEED_HIGH))
 
 
-@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_ptr", "position_ptr"])
+@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=VIEWS)
 def scan_kernel(
-    logits_ptr, field_ptr, word_ptr, row_ptr, position_ptr, largest_ptr, weight_ptr, stride_logits, stride_words,
-    vocab_size, num_tiles, WIDTH: tl.constexpr,
+    logits_ptr, field_ptr, line_ptr, mask_ptr, mask_index_ptr, row_ptr, position_ptr, largest_ptr, weight_ptr,
+    stride_logits, stride_lines, stride_masks, vocab_size, num_tiles, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, part) takes every tile of the sequence whose number leaves the rest `part`.
 
@@ -62,17 +63,38 @@ def scan_kernel(
     if (tl.load(field_ptr + FLAGS) & FILTERS) == 0:
         return
     out, position = s * num_tiles * (WIDTH // GROUP), tl.load(position_ptr + s)
+    line_ptr += row * stride_lines
+    mask_ptr += tl.load(mask_index_ptr + s).to(tl.int64) * stride_masks
     inverse = 1.0 / float_field(field_ptr, TEMPERATURE)
     for tile in range(part, num_tiles, tl.num_programs(1)):
         g = tile * (WIDTH // GROUP) + tl.arange(0, WIDTH // GROUP)
         index = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         x = adjusted_logits(
-            logits_ptr + s * stride_logits, word_ptr + row * stride_words, field_ptr, position, index, vocab_size
+            logits_ptr + s * stride_logits, line_ptr, mask_ptr, field_ptr, position, index, vocab_size
         )  # [groups, GROUP]
         largest = tl.max(x, 1)
         base = tl.where(largest > float("-inf"), largest, 0.0)
         tl.store(largest_ptr + out + g, largest)
         tl.store(weight_ptr + out + g, tl.sum(tl.exp((x - base[:, None]) * inverse), 1))
+
+
+@triton.jit
+def divide(x, scalar):
+    """Return x / scalar, rounded as in torch: numbers that are equal there are equal here."""
+    return tl.div_rn(x, tl.zeros_like(x) + scalar)
+
+
+@triton.jit
+def key_of(x, shift):
+    """Return an int32 key with the order of the float32 `x`. `shift` drops low bits that are the same in all values."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> shift
+
+
+@triton.jit
+def weight(z, top):
+    """Return exp(z - top) in units of 1 / UNIT, int64."""
+    return (tl.exp(z - top) * UNIT).to(tl.int64)
 
 
 @triton.jit
@@ -139,7 +161,7 @@ def write_down(row, scale, cut, hot_ptr, num_hot, CAPACITY: tl.constexpr):
 
     It stops when there are more than CAPACITY.
     """
-    logits_ptr, word_ptr, field_ptr, position, vocab_size, value_ptr, scaled_ptr, id_ptr = row
+    logits_ptr, line_ptr, mask_ptr, field_ptr, position, vocab_size, value_ptr, scaled_ptr, id_ptr = row
     i = tl.arange(0, GATHER)
     count, start = num_hot * 0, num_hot * 0
     rest = tl.zeros([GATHER], tl.int64)
@@ -147,7 +169,7 @@ def write_down(row, scale, cut, hot_ptr, num_hot, CAPACITY: tl.constexpr):
         inside = start + i < num_hot * GROUP
         group = tl.load(hot_ptr + (start + i) // GROUP, mask=inside, other=0)
         index = tl.where(inside, group * GROUP + i % GROUP, vocab_size)
-        x = adjusted_logits(logits_ptr, word_ptr, field_ptr, position, index, vocab_size)
+        x = adjusted_logits(logits_ptr, line_ptr, mask_ptr, field_ptr, position, index, vocab_size)
         z = divide(x, scale[0])
         taken = (index < vocab_size) & (x >= cut) & (z >= scale[2])
         rest += tl.where(x < cut, weight(z, scale[1]), 0)
@@ -161,11 +183,133 @@ def write_down(row, scale, cut, hot_ptr, num_hot, CAPACITY: tl.constexpr):
     return count, tl.sum(rest, 0)
 
 
-@triton.jit(do_not_specialize=["num_groups"], do_not_specialize_on_alignment=["row_ptr", "position_ptr"])
+@triton.jit
+def candidates(row, scale, start, CHUNK: tl.constexpr):
+    """Return CHUNK candidates from `start` on: (logits, logits / temperature, token ids, mask of those that exist).
+
+    `row` is (logits, line, mask, fields, position, V, candidates' logits, scaled logits, ids, their number, whether they are in
+    the list), `scale` is (temperature, largest scaled logit, threshold of min_p as a scaled logit).
+    """
+    (
+        logits_ptr,
+        line_ptr,
+        mask_ptr,
+        field_ptr,
+        position,
+        vocab_size,
+        value_ptr,
+        scaled_ptr,
+        id_ptr,
+        count,
+        is_written,
+    ) = row
+    index = start + tl.arange(0, CHUNK)
+    inside = index < count
+    if not is_written:  # a constant of the compiled kernel: there is a loop for each case
+        x = adjusted_logits(logits_ptr, line_ptr, mask_ptr, field_ptr, position, index, vocab_size)
+        z = divide(x, scale[0])
+        ids = index
+        inside &= z >= scale[2]
+    else:
+        x = tl.load(value_ptr + index, mask=inside, other=float("-inf"))
+        z = tl.load(scaled_ptr + index, mask=inside, other=float("-inf"))
+        ids = tl.load(id_ptr + index, mask=inside, other=0)
+    return x, z, ids, inside
+
+
+@triton.jit
+def number_of(key, shift):
+    """Return the float32 with this key: the inverse of `key_of`."""
+    ordered = (key << shift) | tl.where(key < 0, (1 << shift) - 1, 0)
+    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def at_or_above(row, scale, threshold, key, shift, question, CHUNK: tl.constexpr):
+    """Return the number of candidates with at least this key (BY_COUNT) or their weight, without those below `threshold`.
+
+    BY_ID: the weight of candidates above `threshold`, and of those equal to it with at least this key, which is the negative id.
+    """
+    total = tl.zeros([CHUNK], tl.int64)
+    for start in range(0, row[9], CHUNK):
+        x, z, ids, inside = candidates(row, scale, start, CHUNK)
+        keys = tl.where(question == BY_ID, -ids, key_of(x, shift))
+        counted = inside & (((z >= threshold) & (keys >= key)) | ((z > threshold) & (question == BY_ID)))
+        total += tl.where(counted, tl.where(question == BY_COUNT, 1, weight(z, scale[1])), 0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def find_threshold(row, scale, bounds, shift, rest, CHUNK: tl.constexpr):
+    """Return the row's threshold: (scaled logit, last id that is kept among the candidates equal to it).
+
+    `bounds`: a key at or below all kept ones, and a key above all keys. `rest`: the weight of all tokens that are no candidates,
+    if only top_p applies.
+
+    There are up to three searches: for the k-th largest logit, for the logit at which the probability reaches top_p, and for the
+    last id among equal logits there. Each finds the largest key that reaches its target. They share one loop, because each
+    loop over the candidates would be compiled once more.
+    """
+    field_ptr, vocab_size, threshold, last = row[3], row[5], scale[2], LAST_ID
+    top_k, top_p = tl.load(field_ptr + TOP_K), float_field(field_ptr, TOP_P)
+    target = top_k.to(tl.int64)
+    first = tl.where((top_k > 0) & (top_k < vocab_size), BY_COUNT, BY_WEIGHT)
+    for question in range(first, tl.where(top_p < 1, BY_ID + 1, BY_WEIGHT)):
+        low, high = bounds[0] - 1, bounds[1]
+        if question == BY_ID:
+            low, high = 1 - vocab_size, low * 0 + 1
+        key = tl.where(question == BY_COUNT, halfway(low, high), LOWEST)  # the total weight comes first
+        while low < high - 1:
+            amount = at_or_above(row, scale, threshold, key, shift, question, CHUNK)
+            if key > LOWEST:
+                low, high = tl.where(amount >= target, key, low), tl.where(amount >= target, high, key)
+            elif question == BY_WEIGHT:
+                target = tl.maximum(((amount + rest).to(tl.float64) * top_p.to(tl.float64)).to(tl.int64), 1)
+            elif amount - tl.max(weight(tl.zeros([1], tl.float32) + threshold, scale[1]), 0) < target:
+                high = low + 1  # all equal ones are needed to reach the target
+            key = halfway(low, high)
+        if question == BY_ID:
+            last = -low
+        elif low >= bounds[0]:  # else fewer than top_k are left, and all are kept
+            threshold = tl.max(divide(tl.zeros([1], tl.float32) + number_of(low, shift), scale[0]), 0)
+    return threshold, last
+
+
+@triton.jit
+def halfway(low, high):
+    """Return the middle of two int32 numbers without overflow."""
+    return (low >> 1) + (high >> 1) + (low & high & 1)
+
+
+@triton.jit
+def noise_of(ids, position, seed_low, seed_high, FAST: tl.constexpr):
+    """Return the noise of any token ids, in their shape. `gumbel_noise` returns it for consecutive ids."""
+    c0, c1, c2, c3 = philox(ids // 4, position, seed_low, seed_high)
+    return gumbel(tl.where(ids % 4 < 2, tl.where(ids % 4 == 0, c0, c1), tl.where(ids % 4 == 2, c2, c3)), FAST)
+
+
+@triton.jit
+def sample_candidate(row, scale, threshold, last, CHUNK: tl.constexpr, FAST: tl.constexpr):
+    """Return the kept candidate with the largest scaled logit plus noise; of equal ones the lowest id."""
+    field_ptr, position = row[3], row[4]
+    low, high = tl.load(field_ptr + SEED_LOW), tl.load(field_ptr + SEED_HIGH)
+    best, token = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int32)
+    for start in range(0, row[9], CHUNK):
+        _, z, ids, inside = candidates(row, scale, start, CHUNK)
+        stays = inside & ((z > threshold) | ((z == threshold) & (ids <= last)))
+        value = tl.where(stays, z + noise_of(ids, position, low, high, FAST), float("-inf"))
+        largest = tl.max(value, 0)
+        if largest > best:  # candidates are in the order of their ids
+            best = largest
+            token = tl.min(tl.where(value == largest, ids, LAST_ID), 0)
+    return token
+
+
+@triton.jit(do_not_specialize=["num_groups"], do_not_specialize_on_alignment=VIEWS)
 def finish_kernel(
-    logits_ptr, field_ptr, word_ptr, row_ptr, position_ptr, largest_ptr, weight_ptr, hot_ptr, value_ptr, scaled_ptr,
-    id_ptr, threshold_ptr, last_ptr, token_ptr, stride_logits, stride_words, vocab_size, num_groups, GROUPS: tl.constexpr,
-    CAPACITY: tl.constexpr, CHUNK: tl.constexpr, WIDE_CHUNK: tl.constexpr, SHIFT: tl.constexpr, FAST: tl.constexpr,
+    logits_ptr, field_ptr, line_ptr, mask_ptr, mask_index_ptr, row_ptr, position_ptr, largest_ptr, weight_ptr, hot_ptr,
+    value_ptr, scaled_ptr, id_ptr, threshold_ptr, last_ptr, token_ptr, stride_logits, stride_lines, stride_masks,
+    vocab_size, num_groups, GROUPS: tl.constexpr, CAPACITY: tl.constexpr, CHUNK: tl.constexpr, WIDE_CHUNK: tl.constexpr, SHIFT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence): from the groups it computes the sequence's threshold and last id, and samples its token, [S] each.
 
@@ -177,8 +321,9 @@ def finish_kernel(
     if (tl.load(field_ptr + FLAGS) & FILTERS) == 0:
         return
     row = (
-        logits_ptr + s * stride_logits, word_ptr + row_index * stride_words, field_ptr, tl.load(position_ptr + s),
-        vocab_size, value_ptr + s * CAPACITY, scaled_ptr + s * CAPACITY, id_ptr + s * CAPACITY,
+        logits_ptr + s * stride_logits, line_ptr + row_index * stride_lines,
+        mask_ptr + tl.load(mask_index_ptr + s).to(tl.int64) * stride_masks, field_ptr, tl.load(position_ptr + s), vocab_size,
+        value_ptr + s * CAPACITY, scaled_ptr + s * CAPACITY, id_ptr + s * CAPACITY,
     )  # fmt: skip
     g, hot_ptr = tl.arange(0, GROUPS), hot_ptr + s * num_groups
     largest = tl.load(largest_ptr + s * num_groups + g, mask=g < num_groups, other=float("-inf"))
@@ -222,6 +367,7 @@ class FilterWorkspace:
     threshold: torch.Tensor  # [S] float32, a logit over the temperature
     last: torch.Tensor  # [S] int32, the last id that is kept among those at the threshold
     tokens: torch.Tensor  # [S] int32, the sampled token; -1: not sampled yet
+    counting: torch.Tensor  # [S] int32: 0, 1, 2, ...
 
     @classmethod
     def allocate(cls, num_seqs: int, vocab_size: int, device: torch.device) -> FilterWorkspace:
@@ -241,38 +387,26 @@ class FilterWorkspace:
             threshold=empty(dtype=torch.float32),
             last=empty(),
             tokens=empty(),
+            counting=torch.arange(num_seqs, dtype=torch.int32, device=device),
         )
 
 
-def filter_logits(
-    logits: torch.Tensor,
-    fields: torch.Tensor,
-    words: torch.Tensor,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
-    work: FilterWorkspace,
-) -> None:
+def filter_logits(logits: torch.Tensor, step: StepRows, work: FilterWorkspace) -> None:
     """Find the threshold of each sequence that has FILTERS, and sample a token that is kept.
 
     A token is kept if its logit (with bias and penalties) over the temperature is above `work.threshold`, or equal to it and its
     id is at most `work.last`. `work.tokens` receives the sampled tokens, or -1 where there were too many candidates. Entries of
     sequences without filters are not changed.
-
-    Args:
-        logits: [S, V], any float dtype, rows contiguous.
-        fields: [rows, len(RowField)] int32. words: [rows, line_width(V)] int32.
-        rows: [S] int32. positions: [S] int32, index of the token to sample in its sequence.
+    `logits`: [S, V], any float dtype, rows contiguous.
     """
     num_seqs, vocab_size = logits.shape
-    num_groups, strides = work.largest.shape[1], (logits.stride(0), words.stride(0), vocab_size)
+    num_groups, strides = work.largest.shape[1], (logits.stride(0), *step.strides, vocab_size)
     scan_kernel[parts(num_seqs, vocab_size)](
-        logits, fields, words, rows, positions, work.largest, work.weights, *strides, triton.cdiv(vocab_size, TILE),
-        WIDTH=TILE, num_warps=SCAN_WARPS,
+        logits, *step, work.largest, work.weights, *strides, triton.cdiv(vocab_size, TILE), WIDTH=TILE, num_warps=SCAN_WARPS,
     )  # fmt: skip
     finish_kernel[(num_seqs,)](
-        logits, fields, words, rows, positions, work.largest, work.weights, work.hot, work.values, work.scaled, work.ids,
-        work.threshold, work.last, work.tokens, *strides, num_groups, GROUPS=triton.next_power_of_2(num_groups),
-        CAPACITY=CAPACITY, CHUNK=CHUNK, WIDE_CHUNK=WIDE_CHUNK, SHIFT=UNUSED_BITS[logits.dtype],
+        logits, *step, work.largest, work.weights, work.hot, work.values, work.scaled, work.ids, work.threshold,
+        work.last, work.tokens, *strides, num_groups, GROUPS=triton.next_power_of_2(num_groups), CAPACITY=CAPACITY, CHUNK=CHUNK, WIDE_CHUNK=WIDE_CHUNK, SHIFT=UNUSED_BITS[logits.dtype],
         FAST=not triton.knobs.runtime.interpret, num_warps=WARPS,
     )  # fmt: skip
 

@@ -15,11 +15,20 @@ TILE = 4096  # tokens of a program; a multiple of 4, because a Philox block has 
 
 
 @triton.jit
-def philox_round(c0, c1, c2, c3, k0, k1):
-    """Return the words after one of the ten rounds. A 64-bit product gives both its halves with one instruction."""
-    p0, p1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
-    high0, high1 = (p0 >> 32).to(tl.uint32), (p1 >> 32).to(tl.uint32)
-    return high1 ^ c1 ^ k0, p1.to(tl.uint32), high0 ^ c3 ^ k1, p0.to(tl.uint32)
+def philox(block, position, seed_low, seed_high):
+    """Return the four words of Philox blocks (`folovllm/sample/noise.py`), [...] uint32 each.
+
+    A 64-bit product gives both its halves with one instruction.
+    """
+    c0 = block.to(tl.uint32)
+    c1, c2, c3 = c0 * 0 + position.to(tl.uint32), c0 * 0, c0 * 0
+    k0, k1 = seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True)
+    for _ in tl.static_range(10):
+        p0, p1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c2 = (p1 >> 32).to(tl.uint32) ^ c1 ^ k0, (p0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1, c3 = p1.to(tl.uint32), p0.to(tl.uint32)
+        k0, k1 = (k0 + 0x9E3779B9).to(tl.uint32), (k1 + 0xBB67AE85).to(tl.uint32)
+    return c0, c1, c2, c3
 
 
 @triton.jit
@@ -37,22 +46,21 @@ def negative_log(u, FAST: tl.constexpr):
 
 
 @triton.jit
+def gumbel(words, FAST: tl.constexpr):
+    """Return the noise that 32 random bits give: float32, in the shape of `words`."""
+    exponential = negative_log(((words >> 9).to(tl.float32) + 0.5) * (1.0 / (1 << 23)), FAST)
+    return -libdevice.fast_logf(exponential) if FAST else -tl.log(exponential)
+
+
+@triton.jit
 def gumbel_noise(seed_low, seed_high, position, first_id, WIDTH: tl.constexpr, FAST: tl.constexpr):
     """Return the noise of token ids `first_id` to `first_id + WIDTH` (a multiple of 4 each): [WIDTH / 4, 4] float32.
 
     Token id v takes output v % 4 of the Philox block with counter (v // 4, position, 0, 0) under the seed's two words.
     Blocks are rows, so a thread has all four outputs of a block, and threads exchange nothing.
     """
-    c0 = (first_id // 4 + tl.arange(0, WIDTH // 4)).to(tl.uint32)
-    c1, c2, c3 = c0 * 0 + position.to(tl.uint32), c0 * 0, c0 * 0
-    k0, k1 = seed_low.to(tl.uint32, bitcast=True), seed_high.to(tl.uint32, bitcast=True)
-    for _ in tl.static_range(10):
-        c0, c1, c2, c3 = philox_round(c0, c1, c2, c3, k0, k1)
-        k0, k1 = (k0 + 0x9E3779B9).to(tl.uint32), (k1 + 0xBB67AE85).to(tl.uint32)
-    bits = tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), [WIDTH // 4, 4])
-    uniform = ((bits >> 9).to(tl.float32) + 0.5) * (1.0 / (1 << 23))
-    exponential = negative_log(uniform, FAST)
-    return -libdevice.fast_logf(exponential) if FAST else -tl.log(exponential)
+    c0, c1, c2, c3 = philox(first_id // 4 + tl.arange(0, WIDTH // 4), position, seed_low, seed_high)
+    return gumbel(tl.reshape(tl.join(tl.join(c0, c2), tl.join(c1, c3)), [WIDTH // 4, 4]), FAST)
 
 
 @triton.jit

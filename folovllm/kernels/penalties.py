@@ -1,4 +1,4 @@
-"""Applies penalties, biases, masks and bad words to a row's logits, from its words on the device.
+"""Applies penalties, biases, bad words and token bitmasks to a row's logits, from its state on the device.
 
 `adjusted_logits` is part of every kernel that reads a row's logits. It does not change the logits in memory: they are the
 model's own distribution, and penalised logits rounded to bfloat16 would lose small penalties.
@@ -6,6 +6,9 @@ model's own distribution, and penalised logits rounded to bfloat16 would lose sm
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
@@ -16,11 +19,28 @@ FLAGS, FREE_FROM = tl.constexpr(int(RowField.FLAGS)), tl.constexpr(int(RowField.
 REPETITION = tl.constexpr(int(RowField.REPETITION))
 PRESENCE, FREQUENCY = tl.constexpr(int(RowField.PRESENCE)), tl.constexpr(int(RowField.FREQUENCY))
 NUM_FIELDS = tl.constexpr(len(RowField))
-FILTERS, WORDS = tl.constexpr(sampling_row.FILTERS), tl.constexpr(sampling_row.WORDS)
-COUNT, ENDS = tl.constexpr(sampling_row.COUNT), tl.constexpr(sampling_row.ENDS)
-MASK, BAD = tl.constexpr(sampling_row.MASK), tl.constexpr(sampling_row.BAD)
-MASK_AT, PLANES = tl.constexpr(sampling_row.MASK_AT), tl.constexpr(sampling_row.PLANES)
-IN_PROMPT, BIAS_SHIFT = tl.constexpr(sampling_row.IN_PROMPT), tl.constexpr(sampling_row.BIAS_SHIFT)
+FILTERS, MASK = tl.constexpr(sampling_row.FILTERS), tl.constexpr(sampling_row.MASK)
+WORDS, ONLY_ALLOWED = tl.constexpr(sampling_row.WORDS), tl.constexpr(sampling_row.ONLY_ALLOWED)
+COUNT, BIAS_SHIFT = tl.constexpr(sampling_row.COUNT), tl.constexpr(sampling_row.BIAS_SHIFT)
+ENDS, IN_PROMPT = tl.constexpr(sampling_row.ENDS), tl.constexpr(sampling_row.IN_PROMPT)
+ALLOWED, COMPLETES = tl.constexpr(sampling_row.ALLOWED), tl.constexpr(sampling_row.COMPLETES)
+WORDS_AT = tl.constexpr(sampling_row.WORDS_AT)
+
+
+class StepRows(NamedTuple):
+    """What kernels read of the rows of S samples (`SamplerState`), in the order of their arguments."""
+
+    fields: torch.Tensor  # [rows, len(RowField)] int32
+    lines: torch.Tensor  # [rows, line_width(V)] int32
+    masks: torch.Tensor  # [n, ceil(V / 32)] int32, token bitmasks
+    mask_index: torch.Tensor  # [S] int32, of each sample's bitmask
+    rows: torch.Tensor  # [S] int32
+    positions: torch.Tensor  # [S] int32, index of the token to sample in its sequence
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """The strides of lines and bitmasks."""
+        return self.lines.stride(0), self.masks.stride(0)
 
 
 @triton.jit
@@ -30,30 +50,29 @@ def float_field(field_ptr, FIELD: tl.constexpr):
 
 
 @triton.jit
-def adjusted_logits(logits_ptr, word_ptr, field_ptr, position, index, vocab_size):
-    """Return a row's logits at `index` with mask, bad words, bias, min_tokens and penalties: float32, in the shape of `index`.
+def adjusted_logits(logits_ptr, line_ptr, mask_ptr, field_ptr, position, index, vocab_size):
+    """Return a row's logits at `index` as `SamplerState.adjust` does: float32, in the shape of `index`.
 
-    The pointers are the row's. NaN and indices outside the vocabulary become -inf. It reads only the parts of the row's line that
-    its FLAGS name.
+    The pointers are the row's. NaN and indices outside the vocabulary become -inf. It reads only the parts of the row's state
+    that its FLAGS name.
     """
     inside = index < vocab_size
     x = tl.load(logits_ptr + index, mask=inside, other=float("-inf")).to(tl.float32)
     x = tl.where(x == x, x, float("-inf"))
     flags = tl.load(field_ptr + FLAGS)
     if (flags & MASK) != 0:
-        mask = tl.load(word_ptr + vocab_size + MASK_AT + PLANES * (index >> 5), mask=inside, other=0)
+        mask = tl.load(mask_ptr + (index >> 5), mask=inside, other=0)
         x = tl.where(((mask >> (index & 31)) & 1) != 0, x, float("-inf"))
-    if (flags & BAD) != 0:
-        forbidden = tl.load(word_ptr + vocab_size + MASK_AT + PLANES * (index >> 5) + 1, mask=inside, other=0)
-        x = tl.where(((forbidden >> (index & 31)) & 1) != 0, float("-inf"), x)
     if (flags & WORDS) != 0:
-        word = tl.load(word_ptr + index, mask=inside, other=0)
+        word = tl.load(line_ptr + WORDS_AT + index, mask=inside, other=0)
         x += (word >> BIAS_SHIFT).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         count, factor = word & COUNT, float_field(field_ptr, REPETITION)
         repeated = tl.where(x > 0, tl.div_rn(x, tl.zeros_like(x) + factor), x * factor)
         x = tl.where((word & (COUNT | IN_PROMPT)) != 0, repeated, x)
         once = tl.where(count > 0, float_field(field_ptr, PRESENCE), 0.0)
         x -= once + float_field(field_ptr, FREQUENCY) * count.to(tl.float32)
-        early = position < tl.load(field_ptr + FREE_FROM)
-        x = tl.where(((word & ENDS) != 0) & early, float("-inf"), x)
+        # Which bits of a word forbid its token. ALLOWED does where it is missing.
+        forbids = COMPLETES | tl.where(position < tl.load(field_ptr + FREE_FROM), ENDS, 0)
+        forbids |= tl.where((flags & ONLY_ALLOWED) != 0, ALLOWED, 0)
+        x = tl.where(((word ^ ALLOWED) & forbids) != 0, float("-inf"), x)
     return x

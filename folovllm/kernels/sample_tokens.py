@@ -6,33 +6,30 @@ import torch
 import triton
 import triton.language as tl
 
-from folovllm.kernels.filter_logits import TEMPERATURE, FilterWorkspace, filter_logits, parts
-from folovllm.kernels.filter_threshold import divide
+from folovllm.kernels.filter_logits import (
+    SEED_HIGH,
+    SEED_LOW,
+    TEMPERATURE,
+    VIEWS,
+    FilterWorkspace,
+    divide,
+    filter_logits,
+    parts,
+)
 from folovllm.kernels.gumbel_max import TILE, best_of_tiles, gumbel_max_tile, gumbel_noise
-from folovllm.kernels.penalties import FILTERS, FLAGS, NUM_FIELDS, adjusted_logits, float_field
-from folovllm.sampling_row import RowField
+from folovllm.kernels.penalties import FILTERS, FLAGS, NUM_FIELDS, StepRows, adjusted_logits, float_field
 
 MAX_REGISTERS = 64  # of a thread in `plain_kernel`, so that an SM holds four programs
-
-SEED_LOW, SEED_HIGH = tl.constexpr(int(RowField.SEED_LOW)), tl.constexpr(int(RowField.SEED_HIGH))
 
 
 @triton.jit
 def special_tile(
-    logits_ptr,
-    word_ptr,
-    field_ptr,
-    position,
-    threshold,
-    last,
-    first,
-    vocab_size,
-    WIDTH: tl.constexpr,
+    logits_ptr, line_ptr, mask_ptr, field_ptr, position, threshold, last, first, vocab_size, WIDTH: tl.constexpr,
     FAST: tl.constexpr,
-):
+):  # fmt: skip
     """Return the best kept token of a tile, like `gumbel_max_tile`: (value, index). If none is kept the value is -inf."""
     index = first + tl.arange(0, WIDTH // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]  # [WIDTH / 4, 4]
-    value = adjusted_logits(logits_ptr, word_ptr, field_ptr, position, index, vocab_size)
+    value = adjusted_logits(logits_ptr, line_ptr, mask_ptr, field_ptr, position, index, vocab_size)
     temperature = float_field(field_ptr, TEMPERATURE)
     if temperature > 0:
         value = divide(value, temperature)
@@ -64,10 +61,11 @@ def plain_kernel(
     tl.store(at_ptr + out, tl.where(found, at, first))
 
 
-@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=["row_ptr", "position_ptr"])
+@triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=VIEWS)
 def special_kernel(
-    logits_ptr, field_ptr, word_ptr, row_ptr, position_ptr, threshold_ptr, last_ptr, sampled_ptr, best_ptr, at_ptr,
-    stride_logits, stride_words, vocab_size, num_tiles, WIDTH: tl.constexpr, FAST: tl.constexpr,
+    logits_ptr, field_ptr, line_ptr, mask_ptr, mask_index_ptr, row_ptr, position_ptr, threshold_ptr, last_ptr, sampled_ptr,
+    best_ptr, at_ptr, stride_logits, stride_lines, stride_masks, vocab_size, num_tiles, WIDTH: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, part): tiles as in `scan_kernel`, for rows with filters or words.
 
@@ -79,6 +77,8 @@ def special_kernel(
     flags = tl.load(field_ptr + FLAGS)
     if flags == 0:
         return
+    line_ptr += row * stride_lines
+    mask_ptr += tl.load(mask_index_ptr + s).to(tl.int64) * stride_masks
     filtered = (flags & FILTERS) != 0
     threshold = tl.load(threshold_ptr + s, mask=filtered, other=float("-inf"))
     last = tl.load(last_ptr + s, mask=filtered, other=0x7FFFFFFF)
@@ -87,8 +87,8 @@ def special_kernel(
         best, at = 0.0, sampled
         if sampled < 0:
             best, at = special_tile(
-                logits_ptr + s * stride_logits, word_ptr + row * stride_words, field_ptr, tl.load(position_ptr + s),
-                threshold, last, tile * WIDTH, vocab_size, WIDTH, FAST,
+                logits_ptr + s * stride_logits, line_ptr, mask_ptr, field_ptr, tl.load(position_ptr + s), threshold, last,
+                tile * WIDTH, vocab_size, WIDTH, FAST,
             )  # fmt: skip
         tl.store(best_ptr + s * num_tiles + tile, best)
         tl.store(at_ptr + s * num_tiles + tile, at)
@@ -96,10 +96,7 @@ def special_kernel(
 
 def sample_tokens(
     logits: torch.Tensor,
-    fields: torch.Tensor,
-    words: torch.Tensor,
-    rows: torch.Tensor,
-    positions: torch.Tensor,
+    step: StepRows,
     work: FilterWorkspace,
     out: torch.Tensor | None = None,
     keep: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -108,25 +105,23 @@ def sample_tokens(
 
     Args:
         logits: [S, V], any float dtype, rows contiguous.
-        fields: [rows, len(RowField)] int32. words: [rows, line_width(V)] int32 (`folovllm/sampling_row.py`).
-        rows: [S] int32. positions: [S] int32, index of the token to sample in its sequence.
         out, keep: as in `gumbel_max`.
 
     Returns:
         [S] int64.
     """
     num_seqs, vocab_size = logits.shape
-    filter_logits(logits, fields, words, rows, positions, work)
+    filter_logits(logits, step, work)
     num_tiles = triton.cdiv(vocab_size, TILE)
     best = torch.empty(num_seqs, num_tiles, dtype=torch.float32, device=logits.device)
     at = torch.empty(num_seqs, num_tiles, dtype=torch.int32, device=logits.device)
     fast = not triton.knobs.runtime.interpret
     plain_kernel[(num_seqs, num_tiles)](
-        logits, fields, rows, positions, best, at, logits.stride(0), vocab_size, WIDTH=TILE, FAST=fast, num_warps=8,
-        maxnreg=MAX_REGISTERS,
+        logits, step.fields, step.rows, step.positions, best, at, logits.stride(0), vocab_size, WIDTH=TILE, FAST=fast,
+        num_warps=8, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     special_kernel[parts(num_seqs, vocab_size)](
-        logits, fields, words, rows, positions, work.threshold, work.last, work.tokens, best, at, logits.stride(0),
-        words.stride(0), vocab_size, num_tiles, WIDTH=TILE, FAST=fast, num_warps=8,
+        logits, *step, work.threshold, work.last, work.tokens, best, at, logits.stride(0), *step.strides, vocab_size,
+        num_tiles, WIDTH=TILE, FAST=fast, num_warps=8,
     )  # fmt: skip
     return best_of_tiles(best, at, out, keep)

@@ -1,4 +1,4 @@
-"""Sampling for runners on the host: it keeps the sampling state of running sequences by row."""
+"""Sampling for runners on the host: it keeps how the running sequences are sampled, by row."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from folovllm.sample.sampler import Sampler, SamplerOutput, SamplingBatch
-from folovllm.sample.sampler_state import SamplerState, adjust
-from folovllm.sampling_row import pack_updates, row_update
+from folovllm.sample.sampler_state import SamplerState
+from folovllm.sampling_row import pack_rows
 from folovllm.step.sampling_spec import SamplingSpec
 from folovllm.step.token_bitmask import TokenBitmasks
 
 
 class SamplingRows:
-    """The `SamplingSpec` of every row, and a `SamplerState`, made when a row first needs more than its spec and the logits."""
+    """The `SamplingSpec` of every row, and a `SamplerState`, made when a row first changes its logits."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device, sampler: Sampler) -> None:
         self._num_rows, self._vocab_size, self._device, self._sampler = num_rows, vocab_size, device, sampler
@@ -24,17 +24,17 @@ class SamplingRows:
     def set(self, new: Mapping[int, SamplingSpec]) -> None:
         """Replace the sampling state of the rows in `new`."""
         self._specs.update(new)
-        if self._state is None and any(spec.has_line for spec in new.values()):
+        if self._state is None and any(spec.adjusts_logits for spec in new.values()):
             self._state = SamplerState(self._num_rows, self._vocab_size, self._device, use_kernels=False)
         if self._state is not None and new:
-            update = pack_updates([row_update(row, spec) for row, spec in new.items()])
+            update = pack_rows(new)
             buffer = torch.from_numpy(update.buffer).to(self._device)
-            self._state.set_rows(buffer, update.num_rows, update.num_with_line)
+            self._state.set_rows(buffer, update.num_rows, update.num_lines)
 
     def set_masks(self, masks: TokenBitmasks | None) -> None:
         """Set the masks of a step's rows. None changes nothing."""
         if masks is not None:
-            assert self._state is not None, "rows with masks have a line"
+            assert self._state is not None, "no row has a grammar"
             rows, bits = (torch.from_numpy(array).to(self._device) for array in (masks.rows, masks.bits))
             self._state.set_masks(rows, bits)
 
@@ -47,12 +47,11 @@ class SamplingRows:
         """
         specs = [self._specs[row] for row in rows]
         batch = SamplingBatch.from_specs(specs, positions, self._device)
-        if self._state is None or not any(spec.has_line for spec in specs):
+        if self._state is None or not any(spec.adjusts_logits for spec in specs):
             return self._sampler(logits, batch)
         state, on = self._state, self._device
         at, where = (torch.tensor(list(values), dtype=torch.int32, device=on) for values in (rows, positions))
-        adjusted = adjust(logits, state.fields[at.long()], state.words, at, where)
-        sampled = self._sampler(logits, batch, adjusted)
+        sampled = self._sampler(logits, batch, state.adjust(logits, at, where))
         counted = None if counts is None else torch.tensor(list(counts), device=on)
-        state.note(torch.tensor(sampled.token_ids, device=on), at, where, counted)
+        state.record(torch.tensor(sampled.token_ids, device=on), at, where, counted)
         return sampled

@@ -67,7 +67,7 @@ class Sampler:
         return SamplerOutput(tokens, self.logprobs(raw, tokens, batch.specs))
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Filter adjusted `logits` [S, V] (`folovllm.sample.sampler_state.adjust`), and sample a token a row, [S]."""
+        """Filter adjusted `logits` [S, V] (`SamplerState.adjust`), and sample a token a row, [S]."""
         return self.sample_filtered(self.filter(logits, batch), batch)
 
     def filter(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from folovllm.sampling_row import FLAGS_OF_MEMORY, RowField, SamplingUpdate, pack_updates, row_update
+from folovllm.sampling_row import MEMORY, NO_UPDATES, RowField, SamplingUpdate, pack_rows
 from folovllm.step.sampling_spec import SamplingSpec
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, tokens_to_score
 
@@ -97,7 +97,6 @@ def num_numbers(columns: Parts[int]) -> int:
     return sum(lines * width for lines, width in zip(LINES, columns, strict=True))
 
 
-NO_UPDATES = SamplingUpdate(np.empty(0, np.int32), 0, 0)
 NO_SAMPLES, NO_SCORES, NOBODY = (
     np.empty((len(Sample), 0), np.int32),
     np.empty((4, 0), np.int32),
@@ -281,19 +280,19 @@ class StepPacker:
 
     def _new_specs(self, new: Mapping[int, SamplingSpec]) -> SamplingUpdate:
         """Store the sampling parameters of rows with a new sequence, and return the update for the devices."""
-        updates = [row_update(row, spec) for row, spec in new.items()]
-        for update, spec in zip(updates, new.values(), strict=True):
-            row = update.row
-            self._row_numbers[0, row] = np.float32(spec.temperature).view(np.int32)
-            # Little endian: the low word comes first.
-            self._row_numbers[1:, row] = np.array([spec.seed], np.int64).view(np.int32)
+        if not new:
+            return NO_UPDATES
+        update = pack_rows(new)
+        rows, fields = update.fields[:, 0], update.fields[:, 1:]
+        self._row_numbers[:, rows] = fields[:, RowField.TEMPERATURE : RowField.SEED_HIGH + 1].T
+        for row, flags in zip(rows.tolist(), fields[:, RowField.FLAGS].tolist(), strict=True):
             self._special.pop(row, None)
-            if flags := int(update.fields[RowField.FLAGS]):
-                self._special[row] = bool(flags & FLAGS_OF_MEMORY)
+            if flags:
+                self._special[row] = bool(flags & MEMORY)
             self._logprobs.pop(row, None)
-            if spec.logprobs is not None:
-                self._logprobs[row] = spec.logprobs
-        return pack_updates(updates) if updates else NO_UPDATES
+            if (logprobs := new[row].logprobs) is not None:
+                self._logprobs[row] = logprobs
+        return update
 
     def _row_fields(self, rows: list[int]) -> Int32:
         """Return TEMPERATURE, SEED_LOW and SEED_HIGH of the rows, [3, S]."""

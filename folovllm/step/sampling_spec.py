@@ -54,19 +54,15 @@ class SamplingSpec:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
     @property
-    def has_mask(self) -> bool:
-        """Whether a token bitmask applies."""
-        return self.has_grammar or self.allowed is not None
+    def has_words(self) -> bool:
+        """Whether the request forbids tokens or changes their logits, other than by a grammar."""
+        rules = self.forbidden, self.allowed is not None, self.bad_words, self.bias
+        return self.has_penalties or any(map(bool, rules))
 
     @property
-    def has_rules(self) -> bool:
-        """Whether the request forbids tokens or changes their logits."""
-        return self.has_mask or bool(self.bad_words) or bool(self.bias)
-
-    @property
-    def has_line(self) -> bool:
-        """Whether sampling needs the row's line of words: for earlier tokens, masks or biases."""
-        return self.has_penalties or self.has_rules or bool(self.forbidden)
+    def adjusts_logits(self) -> bool:
+        """Whether logits change or tokens are forbidden before temperature and filters. Only then `SamplerState.adjust` is needed."""
+        return self.has_words or self.has_grammar
 
     @property
     def answer(self) -> TokenIds:

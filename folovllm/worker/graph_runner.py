@@ -12,7 +12,6 @@ from tqdm import tqdm
 
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.sample.logprobs import SampledLogprobs, gather_logprobs
-from folovllm.sample.masks import without_masked
 from folovllm.sample.sampler_state import SamplerState
 from folovllm.sampling_row import mask_width
 from folovllm.setup import EngineSetup
@@ -83,7 +82,7 @@ class GraphRunner:
         self._num_drafted = 0 if verifier is None else verifier.num_samples
         self._tokens = torch.zeros(rows + self._num_drafted, dtype=torch.int64, device=device)  # of the step
         # Results of captured steps: logits [R, V], and hidden states [R, H] of steps that are no decodes.
-        self._logits = self._last_hidden = self._kept_free = torch.empty(0)
+        self._logits = self._last_hidden = torch.empty(0)
         self._steps_in, self._tokens_out = HostRing(torch.int32, device), HostRing(torch.int64, device)
 
     @property
@@ -117,15 +116,11 @@ class GraphRunner:
         return buckets_for(self._setup, self._num_drafted) if self._runner.supports_prompt_graph() else []
 
     def _reserve_results(self, buckets: list[Bucket]) -> None:
-        """Allocate the results of captured steps, before the cache takes the free memory.
-
-        Masked logits of drafts need the same memory once more. It is reserved until the steps with drafts are captured.
-        """
+        """Allocate the results of captured steps, before the cache takes the free memory."""
         setup, (vocab_size, width) = self._setup, self.model.lm_head.weight.shape
         drafted = max((bucket.num_samples for bucket in buckets if bucket.has_drafts), default=0)
         most = max((bucket.num_samples for bucket in buckets), default=0)
         self._logits = torch.zeros(max(setup.max_num_seqs, drafted), vocab_size, dtype=setup.dtype, device=setup.device)
-        self._kept_free = torch.empty_like(self._logits[:drafted])
         self._last_hidden = torch.zeros(most, width, dtype=setup.dtype, device=setup.device)
 
     def compile_at_once(self, captures: bool) -> None:
@@ -181,7 +176,6 @@ class GraphRunner:
         self._decodes = {width: decode_bucket(width) for width in self.buckets}
         for bucket in self._wanted():
             self._others[bucket.has_drafts].append(bucket)
-        self._kept_free = torch.empty(0)
         if self._setup.device.type == "cuda":
             kinds = self._others[False], [*self._decodes.values()], self._others[True]
             every = [bucket for kind in kinds for bucket in kind[::-1]]
@@ -325,7 +319,7 @@ class GraphRunner:
         parts = split(buffer, step.columns)
         if step.sampling_updates.num_rows:
             self._row_sampler.set_rows(
-                parts.sampling_updates, step.sampling_updates.num_rows, step.sampling_updates.num_with_line
+                parts.sampling_updates, step.sampling_updates.num_rows, step.sampling_updates.num_lines
             )
         if step.updates.size:
             self._tables.enter_blocks(parts.updates)
@@ -390,7 +384,7 @@ class GraphRunner:
         whole, rows, positions = self._step_sampler.whole(logits), samples[Sample.ROW], samples[Sample.POSITION]
         out = self._tokens if out is None else out
         tokens = self._row_sampler.sample(whole, rows, positions, out, self._tables.last_token)
-        self._row_sampler.note(tokens, rows, positions, samples[Sample.COUNTS])
+        self._row_sampler.record(tokens, rows, positions, samples[Sample.COUNTS])
 
     # --- drafts: a row has several samples, and no step begins before the host knows which of them are accepted ---
 
@@ -413,9 +407,10 @@ class GraphRunner:
             assert samples is not None
             self._one_pass(computed.logits, samples)
 
-    def _sample_all(self, logits: torch.Tensor, samples: torch.Tensor) -> None:
+    def _sample_all(self, logits: torch.Tensor, samples: torch.Tensor, masks: torch.Tensor | None = None) -> None:
         """Sample from logits [R, V] over the whole vocabulary, without recording the tokens. Device work only."""
-        self._row_sampler.sample(logits, samples[Sample.ROW], samples[Sample.POSITION], self._tokens)
+        rows, positions = samples[Sample.ROW], samples[Sample.POSITION]
+        self._row_sampler.sample(logits, rows, positions, self._tokens, masks=masks)
 
     def _sample_masked(self, bucket: Bucket, numbers: torch.Tensor) -> None:
         """Sample for a step with drafts that has its logits. `numbers` is its buffer, then `_masks_in`. This work is captured."""
@@ -423,22 +418,16 @@ class GraphRunner:
         self._sample_with_masks(self._logits[: bucket.num_samples], samples, masks)
 
     def _sample_with_masks(self, logits: torch.Tensor, samples: torch.Tensor, masks: torch.Tensor) -> None:
-        """Sample with a mask for each sample, as `_masks_in` returns them. The masks of the rows are set to allow all tokens."""
-        rows, bits = masks.tensor_split([len(logits)])
-        self._row_sampler.masks.index_fill_(0, rows.long(), -1)
-        self._sample_all(without_masked(self._step_sampler.whole(logits), bits.view(len(logits), -1)), samples)
+        """Sample with a mask for each sample, as `_masks_in` returns them."""
+        self._sample_all(self._step_sampler.whole(logits), samples, masks.view(len(logits), -1))
 
     def _masks_in(self, bucket: Bucket, of: tuple[PackedStep, TokenBitmasks] | None) -> Int32:
-        """Return rows with masks [R], then a mask for each sample [R, ceil(V / 32)]. Samples without a mask allow all tokens."""
-        count = bucket.num_samples
-        numbers = np.full(count * (1 + mask_width(self._step_sampler.vocab_size)), -1, np.int32)
-        rows, bits = numbers[:count], numbers[count:].reshape(count, -1)
-        rows[:] = self._setup.max_num_seqs
+        """Return a mask for each sample, [R, ceil(V / 32)] end to end. Samples without a mask allow all tokens."""
+        bits = np.full((bucket.num_samples, mask_width(self._step_sampler.vocab_size)), -1, np.int32)
         if of is not None:
             step, masks = of
-            at = np.isin(step.samples[Sample.ROW], masks.rows).nonzero()[0]
-            rows[at], bits[at] = masks.rows, masks.bits
-        return numbers
+            bits[np.isin(step.samples[Sample.ROW], masks.rows).nonzero()[0]] = masks.bits
+        return bits.ravel()
 
     def _sample_levels(self, computed: Computed, masks: TokenBitmasks | None) -> None:
         """Sample level by level: the first sample of each sequence, then the second ones, and so on.
@@ -458,7 +447,7 @@ class GraphRunner:
             rows, positions, of = these[Sample.ROW], these[Sample.POSITION], these[Sample.SEQUENCE].long()
             sampled = self._row_sampler.sample(whole[index], rows, positions)
             self._tokens[index] = sampled
-            self._row_sampler.note(sampled, rows, positions, right[of])
+            self._row_sampler.record(sampled, rows, positions, right[of])
             right[of] &= (sampled == these[Sample.DRAFT]).int()
 
     def _gather_logprobs(self, logits: torch.Tensor, step: PackedStep) -> SampledLogprobs:

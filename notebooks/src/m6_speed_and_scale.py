@@ -873,16 +873,16 @@ assert not all(right)
 penalized = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, frequency_penalty=2.0)
 story = "no no no no no"
 right = load().generate([story], penalized, use_tqdm=False)[0].outputs[0]
-note, drawn = SamplerState.note, []
+record, sampled = SamplerState.record, []
 
 
 def counts_one_step_late(self, *step):
-    drawn.append([tensor.clone() for tensor in step])
-    if len(drawn) > 1:
-        note(self, *drawn[-2])
+    sampled.append([tensor.clone() for tensor in step])
+    if len(sampled) > 1:
+        record(self, *sampled[-2])
 
 
-with patch.object(SamplerState, "note", counts_one_step_late):
+with patch.object(SamplerState, "record", counts_one_step_late):
     wrong = load().generate([story], penalized, use_tqdm=False)[0].outputs[0]
 same = next(i for i, (a, b) in enumerate(zip(right.token_ids, wrong.token_ids, strict=True)) if a != b)
 print(f"equal for {same} tokens, then\nright: {right.text!r}\nwrong: {wrong.text!r}")

@@ -13,14 +13,14 @@ from transformers import NoBadWordsLogitsProcessor, SequenceBiasLogitsProcessor
 
 from folovllm.engine.input_processor import bad_word_tokens
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.sample.masks import bits_of
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler
+from folovllm.sample.sampler_state import bits_of
 from folovllm.sampling_params import SamplingParams
 from folovllm.sampling_row import MAX_BAD_TOKENS, mask_of
 from folovllm.step.sampling_spec import SamplingSpec, about_to_end
 from tests.helpers import tiny_checkpoint, tiny_tokenizer
-from tests.sampling import adjusted, note, state_of
+from tests.sampling import adjusted, record, state_of
 from tests.workloads import make_engine
 
 V = 70
@@ -106,7 +106,7 @@ class TestRules:
     def test_tokens_are_noted_as_they_come(self) -> None:
         state = state_of(SamplingSpec(bad_words=((3, 4, 5),)), vocab_size=V)
         for position, (token, forbidden) in enumerate(((3, False), (4, True), (9, False))):
-            note(state, 0, token, position)
+            record(state, 0, token, position)
             assert bool(adjusted(torch.zeros(1, V), state, [position + 1])[0, 5].isneginf()) == forbidden
 
     def test_a_word_that_begins_anew_inside_itself(self) -> None:

@@ -22,7 +22,7 @@ from folovllm.sample.filters import apply_min_p_filtering, apply_top_k_filtering
 from folovllm.sample.noise import gumbel, philox_4x32_10, uniform
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.sampling_params import SamplingParams
-from tests.sampling import adjusted, note, state_of
+from tests.sampling import adjusted, record, state_of
 from tests.tiny import worked_case
 
 INF = float("inf")
@@ -319,7 +319,7 @@ class TestPenalties:
         params = SamplingParams(presence_penalty=1.0, frequency_penalty=0.25, repetition_penalty=2.0)
         state = state_of(sampling_spec(sequence(params, [0], [2])), vocab_size=5)
         for position, token in enumerate((2, 3), 2):
-            note(state, 0, token, position)
+            record(state, 0, token, position)
         logits = torch.randn(1, 5)
         whole = penalized(logits, sequence(params, [0], [2, 2, 3]))
         assert torch.equal(adjusted(logits, state, [4]), whole)

@@ -37,7 +37,7 @@ from folovllm.kernels.activation import gelu_and_mul, silu_and_mul
 from folovllm.kernels.decode import DecodeConfig, SplitKVDecode
 from folovllm.kernels.filter_logits import FilterWorkspace
 from folovllm.kernels.gumbel_max import gumbel_max
-from folovllm.kernels.mask_logits import mask_logits
+from folovllm.kernels.penalties import StepRows
 from folovllm.kernels.prefetching_decode import prefetching_decode
 from folovllm.kernels.prefill import prefill
 from folovllm.kernels.prefill_tiles import list_tiles
@@ -61,6 +61,7 @@ from folovllm.quantization.kernels.quant_gemv import quant_gemv
 from folovllm.quantization.kernels.quant_matmul import quant_matmul, unpacked
 from folovllm.quantization.kernels.quantize_rows import quantize_rows
 from folovllm.quantization.weight import QuantizedWeight
+from folovllm.sampling_row import line_width, mask_width
 from folovllm.spec_decode.kernels.verify_attention import SplitKVVerify
 
 # (D, B) to compile for: those that ask for the most where the limit is low, and few where compiling is slow.
@@ -236,9 +237,10 @@ def launch_m6(d: int, b: int) -> None:
         return
     logits, line, last = new(64, VOCAB), int32(64), new(256, dtype=torch.int64)
     gumbel_max(logits, float32(64), line, line, line, keep=(last, line))
-    work, fields, words = FilterWorkspace.allocate(64, VOCAB, CUDA), int32(256, 16), int32(256, VOCAB)
-    sample_tokens(logits, fields, words, line, line, work, keep=(last, line))
-    record_sampled(last[:64], line, line, line, fields, words, VOCAB)
+    work, fields, lines = FilterWorkspace.allocate(64, VOCAB, CUDA), int32(256, 16), int32(256, line_width(VOCAB))
+    step = StepRows(fields, lines, int32(256, mask_width(VOCAB)), line, line, line)
+    sample_tokens(logits, step, work, keep=(last, line))
+    record_sampled(last[:64], line, line, line, fields, lines)
     unpack_decode(int32(10, 64), int32(256, 128), last, b, (0, 1, 2, 7))
     unpack_ragged(line, line, line, int32(999), int32(256, 128), last, b)
     list_tiles(int32(65), line, 999, 0, 128)
@@ -336,7 +338,6 @@ def launch_x3(d: int, b: int) -> None:
         kernel, out = SplitKVVerify(256, tokens, *heads.sizes, CUDA, is_fp8=is_fp8), torch.empty_like(heads.query)
         kernel.plan(heads.starts, heads.lens, 128)
         kernel(heads.query, heads.cache, heads.starts, heads.lens, heads.table, tokens, 0.1, out, scales=heads.scales)
-        mask_logits(new(64, VOCAB), int32(64, VOCAB // 32))
 
 
 def launch_x4(d: int, b: int) -> None:

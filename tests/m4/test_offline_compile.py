@@ -31,7 +31,6 @@ MOST = {
     },
     "x3": {
         "verify_kernel": (255, 0), "merge_verify_kernel": (96, 0), "list_verify_tiles_kernel": (48, 0), "plan_verify_kernel": (40, 0),
-        "mask_logits_kernel": (40, 0),
     },
     "x4": {
         "grouped_linear_kernel": (255, 0), "grouped_quant_kernel": (255, 0), "choose_kernel": (128, 0), "late_combine_kernel": (40, 0),

@@ -10,14 +10,16 @@ import pytest
 import torch
 
 from folovllm.sample.sampler import Sampler
-from folovllm.sample.sampler_state import SamplerState, adjust, sampling_batch
+from folovllm.sample.sampler_state import SamplerState
 from folovllm.sampling_params import SamplingParams
+from folovllm.sampling_row import WORDS_AT
 from tests.m6.devices import DEVICE
 from tests.sampling import set_rows, spec_of
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from folovllm.kernels import filter_logits as filters
+from folovllm.kernels.penalties import StepRows
 from folovllm.kernels.record_sampled import record_sampled
 from folovllm.kernels.sample_tokens import sample_tokens
 
@@ -66,29 +68,31 @@ class Draw:
         self.work = filters.FilterWorkspace.allocate(count, logits.shape[1], torch.device(DEVICE))
 
     @property
-    def _step(self) -> tuple[torch.Tensor, ...]:
-        return self.logits, self.state.fields, self.state.words, self.rows, self.positions
+    def _step(self) -> StepRows:
+        state = self.state
+        return StepRows(state.fields, state.lines, state.masks, self.rows, self.rows, self.positions)
 
     def tokens(self) -> list[int]:
-        return sample_tokens(*self._step, self.work).tolist()
+        return sample_tokens(self.logits, self._step, self.work).tolist()
 
     def expected(self) -> tuple[torch.Tensor, list[int]]:
         """Logits over the temperature after all filters [S, V], and the tokens."""
-        fields = self.state.fields[self.rows.long()]
-        batch, sampler = sampling_batch(fields, self.positions), Sampler()
-        adjusted = adjust(self.logits, fields, self.state.words, self.rows, self.positions)
+        batch, sampler = self.state.batch(self.rows, self.positions), Sampler()
+        adjusted = self.state.adjust(self.logits, self.rows, self.positions)
         return sampler.filter(adjusted, batch), sampler.sample(adjusted, batch).tolist()
 
     def filter(self) -> None:
         """The first half of a draw."""
-        filters.filter_logits(*self._step, self.work)
+        filters.filter_logits(self.logits, self._step, self.work)
 
     def survivors(self) -> torch.Tensor:
         """What the kernels have kept, [S, V], of what they filtered or drew last; all of it where a row has no filters."""
         fields = self.state.fields[self.rows.long()]
-        adjusted = adjust(self.logits, fields, self.state.words, self.rows, self.positions)
-        temperature = sampling_batch(fields, self.positions).temperature[:, None]
-        z, ids = adjusted / temperature, torch.arange(adjusted.shape[1], device=DEVICE)
+        adjusted = self.state.adjust(self.logits, self.rows, self.positions)
+        z, ids = (
+            adjusted / self.state.batch(self.rows, self.positions).temperature[:, None],
+            torch.arange(adjusted.shape[1], device=DEVICE),
+        )
         threshold, last = self.work.threshold[:, None], self.work.last[:, None]
         return (fields[:, :1] & 1 == 0) | (z > threshold) | ((z == threshold) & (ids <= last))
 
@@ -126,7 +130,7 @@ class TestFilters:
         vocab_size = filters.TILE + 200
         logits = torch.randint(0, levels, (len(FEW_FILTERS), vocab_size), generator=torch.manual_seed(1)).float()
         draw = Draw(logits, state_for([SamplingParams(**chosen) for chosen in FEW_FILTERS], vocab_size))
-        batch = sampling_batch(draw.state.fields[draw.rows.long()], draw.positions)
+        batch = draw.state.batch(draw.rows, draw.positions)
         kept = Sampler().filter(draw.logits.double(), batch)
         draw.filter()
         assert torch.equal(draw.survivors(), kept > -torch.inf)
@@ -208,16 +212,15 @@ class TestPenalties:
             assert draw.tokens() == draw.expected()[1]
 
     def test_counts_what_was_drawn(self, state: SamplerState) -> None:
-        rows = torch.tensor([0, 4, 9, 9, 3], dtype=torch.int32, device=DEVICE)  # 9 is padding
+        rows = torch.tensor([0, 4, 9, 9, 7], dtype=torch.int32, device=DEVICE)  # 4 has no penalty, 9 is padding
         tokens = torch.tensor([11, 0, 3, 3, 9], device=DEVICE)
         draws = torch.tensor([True, True, True, True, False], device=DEVICE)
-        expected = state.words.clone()
-        expected[0, 11] += 1
-        expected[4, 0] += 1
-        record_sampled(tokens, rows, rows, draws, state.fields, state.words, 60)
-        assert torch.equal(state.words, expected)
-        record_sampled(tokens, rows, rows, None, state.fields, state.words, 60)
-        assert (state.words - expected).nonzero().tolist() == [[0, 11], [3, 9], [4, 0]]
+        expected = state.lines.clone()
+        expected[0, WORDS_AT + 11] += 1
+        record_sampled(tokens, rows, rows, draws, state.fields, state.lines)
+        assert torch.equal(state.lines, expected)
+        record_sampled(tokens, rows, rows, None, state.fields, state.lines)
+        assert (state.lines - expected).nonzero().tolist() == [[0, WORDS_AT + 11], [7, WORDS_AT + 9]]
 
 
 class TestBadWords:
@@ -238,7 +241,7 @@ class TestBadWords:
         for position in range(4, 12):
             tokens, draws = few[torch.randint(5, (4,), generator=drawn)], torch.randint(4, (4,), generator=drawn)
             positions = torch.full((4,), position, dtype=torch.int32)
-            plain.note(tokens, rows, positions, draws)
+            plain.record(tokens, rows, positions, draws)
             step = [tensor.to(DEVICE) for tensor in (tokens, rows, positions, draws)]
-            record_sampled(*step, kernel.fields, kernel.words, 100)
-            assert torch.equal(kernel.words.cpu(), plain.words)
+            record_sampled(*step, kernel.fields, kernel.lines)
+            assert torch.equal(kernel.lines.cpu(), plain.lines)

@@ -15,24 +15,28 @@ from hypothesis import strategies as st
 from folovllm.engine.step_builder import sampling_spec
 from folovllm.request import Sequence
 from folovllm.sample.logprobs import gather_logprobs
-from folovllm.sample.masks import bits_of
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler
-from folovllm.sample.sampler_state import SamplerState, adjust, masks_of
+from folovllm.sample.sampler_state import SamplerState, bits_of
 from folovllm.sampling_params import SamplingParams
 from folovllm.sampling_row import (
+    COMPLETES,
     COUNT,
+    COUNTED,
     ENDS,
     FILTERS,
     IN_PROMPT,
-    MASK,
     MAX_BAD_TOKENS,
     MAX_BAD_WORDS,
+    ONLY_ALLOWED,
     WORDS,
+    WORDS_AT,
     RowField,
+    flags_of,
     mask_of,
-    pack_updates,
-    row_update,
+    pack_rows,
+    row_fields,
+    row_line,
 )
 from folovllm.step.sampling_spec import SamplingSpec, about_to_end
 from tests.sampling import CPU, int32, set_rows, spec_of, state_of
@@ -90,25 +94,27 @@ class TestDrawState:
             anew = SamplingRows(len(seqs), V, CPU, Sampler())
             anew.set({row: sampling_spec(seq) for row, seq in enumerate(seqs)})
             fresh = state_for(seqs, list(self.ROWS))
-            adjusted, expected = (
-                adjust(logits, one.fields[rows.long()], one.words, rows, positions) for one in (state, fresh)
-            )
+            adjusted, expected = (one.adjust(logits, rows, positions) for one in (state, fresh))
             assert torch.equal(adjusted, expected)
             tokens = state.sample(logits, rows, positions)
             drawn = anew.sample(logits, range(len(seqs)), positions.tolist())
             assert tokens.tolist() == drawn.token_ids
-            state.note(tokens, rows, positions)
+            state.record(tokens, rows, positions)
             for seq, token in zip(seqs, tokens.tolist(), strict=True):
                 seq.append_token(token)
 
     def test_a_mask_is_replaced_and_stays(self) -> None:
-        """Another mask may come before any draw; until then the one that is there holds."""
-        state = state_for(sequences([{"allowed_token_ids": [9], "temperature": 0.0}] * 2 + [{}], []), [0, 3, 1])
+        """Another mask may come before any draw; until then the one that is there holds. A sample may bring its own."""
+        state = SamplerState(4, V, CPU)
+        set_rows(state, {row: SamplingSpec(temperature=0.0, has_grammar=row != 1) for row in (0, 3, 1)})
         logits, rows, positions = torch.zeros(3, V), int32(0, 3, 1), int32(3, 3, 3)
-        assert state.sample(logits, rows, positions)[:2].tolist() == [9, 9]
-        state.set_masks(int32(3), torch.from_numpy(mask_of([40, 119], V))[None])
+        one, other = (torch.from_numpy(mask_of(ids, V))[None] for ids in ([9], [40, 119]))
+        state.set_masks(int32(0, 3, 1), one.expand(3, -1))
+        assert state.sample(logits, rows, positions).tolist() == [9, 9, 0], "a row without a grammar has no mask"
+        state.set_masks(int32(3), other)
         for _ in range(2):
-            assert state.sample(logits, rows, positions)[:2].tolist() == [9, 40]
+            assert state.sample(logits, rows, positions).tolist() == [9, 40, 0]
+        assert state.sample(logits, rows, positions, masks=torch.cat([other, one, one])).tolist() == [40, 9, 0]
 
     @given(st.lists(st.sets(st.integers(0, V - 1)), min_size=1, max_size=4))
     def test_masks_hold_every_token(self, allowed: list[set[int]]) -> None:
@@ -117,10 +123,10 @@ class TestDrawState:
 
     def test_a_new_owner_finds_nothing_of_the_old(self) -> None:
         state = state_for(sequences([EVERY_RULE[1]] * 2, [4, 5]), [0, 1])
-        other = state.words[1].clone()
+        other = state.lines[1].clone()
         set_rows(state, specs_by_row(sequences([{"presence_penalty": 1.0}], []), [0]))
-        assert state.words[0].nonzero().flatten().tolist() == [10, 11, 12]
-        assert torch.equal(state.words[1], other)
+        assert state.lines[0].nonzero().flatten().tolist() == [WORDS_AT + token for token in (10, 11, 12)]
+        assert torch.equal(state.lines[1], other)
         set_rows(state, specs_by_row(sequences([{}], []), [0]))  # plain: its words are not read, and need no clearing
         assert state.fields[0, RowField.FLAGS] == 0
 
@@ -135,11 +141,12 @@ class TestDrawState:
 
     def test_only_what_draws_is_counted_and_a_count_ends(self) -> None:
         state = state_for(sequences([EVERY_RULE[1], EVERY_RULE[1], {}], []), [0, 1, 2])
-        state.words[0, 50] = IN_PROMPT | COUNT
-        state.note(torch.tensor([50, 50, 50]), int32(0, 1, 2), int32(9, 9, 9), torch.tensor([True, False, True]))
-        assert state.words[:3, 50].tolist() == [IN_PROMPT | COUNT, 0, 0]
-        state.note(torch.tensor([50, 51]), int32(1, 0), int32(10, 9))
-        assert state.words[:2, 50:52].tolist() == [[IN_PROMPT | COUNT, 1], [1, 0]]
+        words = state.lines[:, WORDS_AT:]
+        words[0, 50] = IN_PROMPT | COUNT
+        state.record(torch.tensor([50, 50, 50]), int32(0, 1, 2), int32(9, 9, 9), torch.tensor([True, False, True]))
+        assert words[:3, 50].tolist() == [IN_PROMPT | COUNT, 0, 0]
+        state.record(torch.tensor([50, 51]), int32(1, 0), int32(10, 9))
+        assert words[:2, 50:52].tolist() == [[IN_PROMPT | COUNT, 1], [1, 0]]
 
 
 BAD_WORDS = st.lists(st.lists(st.integers(30, 33), min_size=1, max_size=5), min_size=1, max_size=6)
@@ -147,7 +154,7 @@ BAD_WORDS = st.lists(st.lists(st.integers(30, 33), min_size=1, max_size=5), min_
 
 class TestBadWords:
     def forbidden(self, state: SamplerState, row: int) -> set[int]:
-        return set(bits_of(masks_of(state.words, V, plane=1)[[row]], V)[0].nonzero().flatten().tolist())
+        return set((state.lines[row, WORDS_AT : WORDS_AT + V] & COMPLETES).nonzero().flatten().tolist())
 
     @given(BAD_WORDS, st.lists(st.integers(30, 33), max_size=20), st.integers(0, 20))
     def test_what_would_end_one_is_forbidden(self, words: list[list[int]], answer: list[int], known: int) -> None:
@@ -155,21 +162,21 @@ class TestBadWords:
         known = min(known, len(answer))
         spec = spec_of(SamplingParams(), 0, [30, 31, 32, 33], answer[:known], bad_words=words)
         state = SamplerState(1, V, CPU)
-        state.words.fill_(-1)  # what the row held before
+        state.lines.fill_(-1)  # what the row held before
         set_rows(state, {0: spec})
         for n in range(known, len(answer) + 1):
             expected = {word[-1] for word in words if ends_with([*answer[:n]], word[:-1])}
             assert self.forbidden(state, 0) == expected == set(about_to_end(words, answer[:n]))
             if n < len(answer):
-                state.note(torch.tensor(answer[n : n + 1]), int32(0), int32(4 + n))
+                state.record(torch.tensor(answer[n : n + 1]), int32(0), int32(4 + n))
 
     def test_only_tokens_of_the_answer_count(self) -> None:
         """A step that draws nothing leaves the row as it is; and so does a prompt that ends as a bad word begins."""
         state = state_of(spec_of(SamplingParams(), 0, [1], bad_words=[[1, 2], [1, 3, 4]]), vocab_size=V)
         assert self.forbidden(state, 0) == set()
-        state.note(torch.tensor([1]), int32(0), int32(1), int32(0))
+        state.record(torch.tensor([1]), int32(0), int32(1), int32(0))
         assert self.forbidden(state, 0) == set()
-        state.note(torch.tensor([1]), int32(0), int32(1), int32(1))
+        state.record(torch.tensor([1]), int32(0), int32(1), int32(1))
         assert self.forbidden(state, 0) == {2}
 
     def test_as_many_and_as_long_as_fit(self) -> None:
@@ -182,7 +189,7 @@ class TestBadWords:
         ):
             set_rows(state, {0: spec_of(SamplingParams(), 0, [8], answer, bad_words=words)})
             assert self.forbidden(state, 0) == set() | ({9} & expected)
-            state.note(torch.tensor([longest[-2]]), int32(0), int32(1 + len(answer)))
+            state.record(torch.tensor([longest[-2]]), int32(0), int32(1 + len(answer)))
             assert self.forbidden(state, 0) == expected
 
 
@@ -193,13 +200,14 @@ def ends_with(answer: list[int], run: list[int]) -> bool:
 class TestRowUpdate:
     def test_fields_and_words(self) -> None:
         params = SamplingParams(temperature=0.5, top_k=7, min_tokens=2, presence_penalty=0.5)
-        update = row_update(3, spec_of(params, -2, [1, 2, 2], [2, 9, 9], [9, 50]))
-        assert update.fields[RowField.FLAGS] == FILTERS | WORDS
+        spec = spec_of(params, -2, [1, 2, 2], [2, 9, 9], [9, 50])
+        fields = row_fields(spec)
+        assert fields[RowField.FLAGS] == FILTERS | WORDS | COUNTED
         whole = RowField.SEED_LOW, RowField.SEED_HIGH, RowField.TOP_K, RowField.FREE_FROM
-        assert update.fields[list(whole)].tolist() == [-2, -1, 7, 5]
-        assert update.fields.view(np.float32)[[RowField.TEMPERATURE, RowField.PRESENCE]].tolist() == [0.5, 0.5]
+        assert fields[list(whole)].tolist() == [-2, -1, 7, 5]
+        assert fields.view(np.float32)[[RowField.TEMPERATURE, RowField.PRESENCE]].tolist() == [0.5, 0.5]
         words = {1: IN_PROMPT, 2: IN_PROMPT | 1, 9: ENDS | 2, 50: ENDS}
-        assert dict(zip(*update.words.tolist(), strict=True)) == words
+        assert dict(zip(*row_line(spec).tolist(), strict=True)) == {WORDS_AT + i: word for i, word in words.items()}
 
     @pytest.mark.parametrize(
         ("rule", "flags", "num_words"),
@@ -208,26 +216,27 @@ class TestRowUpdate:
             ({"temperature": 0.0, "top_k": 3}, 0, 0),
             ({"top_p": 0.5}, FILTERS, 0),
             ({"min_tokens": 1}, WORDS, 1),
-            ({"presence_penalty": 1.0}, WORDS, 2),
+            ({"presence_penalty": 1.0}, WORDS | COUNTED, 2),
             ({"logprobs": 2}, 0, 0),
-            ({"allowed_token_ids": [0, 31, 32, 96]}, MASK, 3),
+            ({"allowed_token_ids": [0, 31, 32, 96]}, WORDS | ONLY_ALLOWED, 4),
             ({"logit_bias": {3: 1.0, 9: -2.0}}, WORDS, 2),
         ],
     )
     def test_flags_say_what_a_draw_takes(self, rule: dict, flags: int, num_words: int) -> None:
-        update = row_update(0, spec_of(SamplingParams(**rule), 0, [1], [5], [2]))
-        assert update.fields[RowField.FLAGS] == flags
-        assert update.words.shape[1] == num_words
+        spec = spec_of(SamplingParams(**rule), 0, [1], [5], [2])
+        assert flags_of(spec) == flags
+        assert row_line(spec).shape[1] == num_words
 
     @given(st.lists(st.booleans(), max_size=6))
     def test_buffers_hold_every_row(self, penalised: list[bool]) -> None:
         params = [SamplingParams(repetition_penalty=1.5 if p else 1.0) for p in penalised]
         specs = {i: spec_of(p, i, [i, 50]) for i, p in enumerate(params)}
-        update = pack_updates([row_update(i, spec) for i, spec in specs.items()])
-        assert (update.num_rows, update.num_with_line) == (len(penalised), sum(penalised))
+        update = pack_rows(specs)
+        assert (update.num_rows, update.num_lines) == (len(penalised), sum(penalised))
         state = set_rows(SamplerState(6, V, CPU), specs)
         assert state.fields[: len(penalised), RowField.SEED_LOW].tolist() == list(range(len(penalised)))
-        assert state.words.nonzero().tolist() == [[i, t] for i, p in enumerate(penalised) if p for t in (i, 50)]
+        words = state.lines[:, WORDS_AT:]
+        assert words.nonzero().tolist() == [[i, t] for i, p in enumerate(penalised) if p for t in (i, 50)]
 
 
 class TestLogprobs:

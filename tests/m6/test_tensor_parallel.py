@@ -17,7 +17,7 @@ from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.executor.messages import decode_result, decode_step, encode_result, encode_step
 from folovllm.sampling_params import SamplingParams
-from folovllm.sampling_row import pack_updates, row_update
+from folovllm.sampling_row import pack_rows
 from folovllm.step.packed import Field, PackedStep, Sample
 from folovllm.step.sampling_spec import SamplingSpec
 from folovllm.step.schedule import StepResult
@@ -118,16 +118,16 @@ def test_a_step_crosses(rows: list[list[int]], logprobs: list[int]) -> None:
     step = PackedStep(
         fields, 3, 1, np.arange(5, dtype=np.int32), np.ones((3, 2), np.int32),
         np.arange(len(Sample) * 4, dtype=np.int32).reshape(len(Sample), 4),
-        pack_updates([row_update(7 - i, spec) for i, spec in enumerate(specs)]),
+        pack_rows({7 - i: spec for i, spec in enumerate(specs)}),
         logprobs=np.array([range(len(logprobs)), logprobs], np.int32), is_special=bool(rows), defers_sampling=True,
     )  # fmt: skip
     back = decode_step(encode_step(step))
     assert isinstance(back, PackedStep)
     assert (back.num_seqs, back.num_decodes, back.is_special) == (3, 1, bool(rows))
     assert (back.has_memory, back.defers_sampling) == (False, True)
-    assert (back.sampling_updates.num_rows, back.sampling_updates.num_with_line) == (
+    assert (back.sampling_updates.num_rows, back.sampling_updates.num_lines) == (
         step.sampling_updates.num_rows,
-        step.sampling_updates.num_with_line,
+        step.sampling_updates.num_lines,
     )
     for mine, other in zip(step.parts, back.parts, strict=True):
         assert np.array_equal(mine, other) and mine.shape == other.shape

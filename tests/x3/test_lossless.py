@@ -171,13 +171,13 @@ def test_captured_drafts_beside_a_prompt_that_will_be_penalised(monkeypatch: pyt
 
 @pytest.mark.parametrize("captured", [True, False])
 def test_logits_have_places_only_where_steps_are_captured(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two while the cache is sized, and then one; none where the backend cannot be part of a capture."""
+    """They are there before the cache takes what is left; none where the backend cannot be part of a capture."""
     made: list[GraphRunner] = []
-    sizes: list[list[int]] = []
+    sizes: list[int] = []
     make, fit = GraphRunner.__init__, ModelRunner.fit_kv_cache
 
-    def places() -> list[int]:
-        return [len(made[0]._logits), len(made[0]._kept_free)]
+    def places() -> int:
+        return len(made[0]._logits)
 
     def noted(self: GraphRunner, *rest: Any, **more: Any) -> None:
         made.append(self)
@@ -188,4 +188,4 @@ def test_logits_have_places_only_where_steps_are_captured(captured: bool, monkey
     monkeypatch.setattr(GraphRunner, "__init__", noted)
     monkeypatch.setattr(ModelRunner, "fit_kv_cache", lambda *args: (sizes.append(places()), fit(*args))[1])
     make_engine(max_num_seqs=4, **BLOCKS["m6"], **speculative(make_proposer("right", [], [])))
-    assert [*sizes, places()] == ([[24, 24], [24, 0]] if captured else [[0, 0], [0, 0]])
+    assert [*sizes, places()] == ([24, 24] if captured else [0, 0])
