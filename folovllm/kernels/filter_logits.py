@@ -33,7 +33,7 @@ SCAN_WARPS, WARPS = 8, 16  # of a program that scans, and of the one that finish
 CAPACITY = 8192  # candidates in a row's list
 CHUNK, WIDE_CHUNK = 512, 4096  # candidates that are read at a time, from the list and without it
 UNUSED_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}  # of a float32, always 0
-VIEWS = ["mask_ptr", "mask_index_ptr", "row_ptr", "position_ptr"]  # parts of a step's buffer, which begin anywhere
+VIEWS = ["row_ptr", "position_ptr"]  # parts of a step's buffer, which begin anywhere
 
 GROUP = tl.constexpr(32)  # tokens
 GATHER = tl.constexpr(2048)  # tokens of groups at or above the cut that are read at a time
@@ -50,7 +50,7 @@ SEED_LOW, SEED_HIGH = tl.constexpr(int(RowField.SEED_LOW)), tl.constexpr(int(Row
 
 @triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=VIEWS)
 def scan_kernel(
-    logits_ptr, field_ptr, line_ptr, mask_ptr, mask_index_ptr, row_ptr, position_ptr, largest_ptr, weight_ptr,
+    logits_ptr, field_ptr, line_ptr, mask_ptr, row_ptr, position_ptr, largest_ptr, weight_ptr,
     stride_logits, stride_lines, stride_masks, vocab_size, num_tiles, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence, part) takes every tile of the sequence whose number leaves the rest `part`.
@@ -64,7 +64,7 @@ def scan_kernel(
         return
     out, position = s * num_tiles * (WIDTH // GROUP), tl.load(position_ptr + s)
     line_ptr += row * stride_lines
-    mask_ptr += tl.load(mask_index_ptr + s).to(tl.int64) * stride_masks
+    mask_ptr += s * stride_masks
     inverse = 1.0 / float_field(field_ptr, TEMPERATURE)
     for tile in range(part, num_tiles, tl.num_programs(1)):
         g = tile * (WIDTH // GROUP) + tl.arange(0, WIDTH // GROUP)
@@ -307,7 +307,7 @@ def sample_candidate(row, scale, threshold, last, CHUNK: tl.constexpr, FAST: tl.
 
 @triton.jit(do_not_specialize=["num_groups"], do_not_specialize_on_alignment=VIEWS)
 def finish_kernel(
-    logits_ptr, field_ptr, line_ptr, mask_ptr, mask_index_ptr, row_ptr, position_ptr, largest_ptr, weight_ptr, hot_ptr,
+    logits_ptr, field_ptr, line_ptr, mask_ptr, row_ptr, position_ptr, largest_ptr, weight_ptr, hot_ptr,
     value_ptr, scaled_ptr, id_ptr, threshold_ptr, last_ptr, token_ptr, stride_logits, stride_lines, stride_masks,
     vocab_size, num_groups, GROUPS: tl.constexpr, CAPACITY: tl.constexpr, CHUNK: tl.constexpr, WIDE_CHUNK: tl.constexpr, SHIFT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
@@ -322,7 +322,7 @@ def finish_kernel(
         return
     row = (
         logits_ptr + s * stride_logits, line_ptr + row_index * stride_lines,
-        mask_ptr + tl.load(mask_index_ptr + s).to(tl.int64) * stride_masks, field_ptr, tl.load(position_ptr + s), vocab_size,
+        mask_ptr + s * stride_masks, field_ptr, tl.load(position_ptr + s), vocab_size,
         value_ptr + s * CAPACITY, scaled_ptr + s * CAPACITY, id_ptr + s * CAPACITY,
     )  # fmt: skip
     g, hot_ptr = tl.arange(0, GROUPS), hot_ptr + s * num_groups
@@ -367,7 +367,6 @@ class FilterWorkspace:
     threshold: torch.Tensor  # [S] float32, a logit over the temperature
     last: torch.Tensor  # [S] int32, the last id that is kept among those at the threshold
     tokens: torch.Tensor  # [S] int32, the sampled token; -1: not sampled yet
-    counting: torch.Tensor  # [S] int32: 0, 1, 2, ...
 
     @classmethod
     def allocate(cls, num_seqs: int, vocab_size: int, device: torch.device) -> FilterWorkspace:
@@ -387,7 +386,6 @@ class FilterWorkspace:
             threshold=empty(dtype=torch.float32),
             last=empty(),
             tokens=empty(),
-            counting=torch.arange(num_seqs, dtype=torch.int32, device=device),
         )
 
 

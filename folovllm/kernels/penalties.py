@@ -32,8 +32,7 @@ class StepRows(NamedTuple):
 
     fields: torch.Tensor  # [rows, len(RowField)] int32
     lines: torch.Tensor  # [rows, line_width(V)] int32
-    masks: torch.Tensor  # [n, ceil(V / 32)] int32, token bitmasks
-    mask_index: torch.Tensor  # [S] int32, of each sample's bitmask
+    masks: torch.Tensor  # [at least S, ceil(V / 32)] int32, token bitmasks by sample
     rows: torch.Tensor  # [S] int32
     positions: torch.Tensor  # [S] int32, index of the token to sample in its sequence
 

@@ -63,7 +63,7 @@ def plain_kernel(
 
 @triton.jit(do_not_specialize=["num_tiles"], do_not_specialize_on_alignment=VIEWS)
 def special_kernel(
-    logits_ptr, field_ptr, line_ptr, mask_ptr, mask_index_ptr, row_ptr, position_ptr, threshold_ptr, last_ptr, sampled_ptr,
+    logits_ptr, field_ptr, line_ptr, mask_ptr, row_ptr, position_ptr, threshold_ptr, last_ptr, sampled_ptr,
     best_ptr, at_ptr, stride_logits, stride_lines, stride_masks, vocab_size, num_tiles, WIDTH: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
@@ -78,7 +78,7 @@ def special_kernel(
     if flags == 0:
         return
     line_ptr += row * stride_lines
-    mask_ptr += tl.load(mask_index_ptr + s).to(tl.int64) * stride_masks
+    mask_ptr += s * stride_masks
     filtered = (flags & FILTERS) != 0
     threshold = tl.load(threshold_ptr + s, mask=filtered, other=float("-inf"))
     last = tl.load(last_ptr + s, mask=filtered, other=0x7FFFFFFF)

@@ -31,25 +31,25 @@ class SamplingRows:
             buffer = torch.from_numpy(update.buffer).to(self._device)
             self._state.set_rows(buffer, update.num_rows, update.num_lines)
 
-    def set_masks(self, masks: TokenBitmasks | None) -> None:
-        """Set the masks of a step's rows. None changes nothing."""
-        if masks is not None:
-            assert self._state is not None, "no row has a grammar"
-            rows, bits = (torch.from_numpy(array).to(self._device) for array in (masks.rows, masks.bits))
-            self._state.set_masks(rows, bits)
-
     def sample(
-        self, logits: torch.Tensor, rows: Sequence[int], positions: Sequence[int], counts: Sequence[int] | None = None
+        self,
+        logits: torch.Tensor,
+        rows: Sequence[int],
+        positions: Sequence[int],
+        counts: Sequence[int] | None = None,
+        masks: TokenBitmasks | None = None,
     ) -> SamplerOutput:
         """Sample a token for each of `rows` from its logits [S, V], at its position in the sequence, and record the tokens.
 
-        `counts`: 0 where the token is not part of the answer; None: all are.
+        `counts`: 0 where the token is not part of the answer; None: all are. `masks`: of those of the `rows` that have a grammar.
         """
         specs = [self._specs[row] for row in rows]
         batch = SamplingBatch.from_specs(specs, positions, self._device)
         if self._state is None or not any(spec.adjusts_logits for spec in specs):
             return self._sampler(logits, batch)
         state, on = self._state, self._device
+        if masks is not None:
+            state.set_masks(torch.from_numpy(masks.places(rows)).to(on), torch.from_numpy(masks.bits).to(on))
         at, where = (torch.tensor(list(values), dtype=torch.int32, device=on) for values in (rows, positions))
         sampled = self._sampler(logits, batch, state.adjust(logits, at, where))
         counted = None if counts is None else torch.tensor(list(counts), device=on)

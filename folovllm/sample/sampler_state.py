@@ -9,8 +9,8 @@ positions:
     tokens = state.sample(logits, rows, positions)     # [S]; may be captured in a CUDA graph
     state.record(tokens, rows, positions, num_samples) # may be captured too
 
-`set_rows` is queued before the first step in which the new sequence samples, and `set_masks` before each step in which a row
-with a grammar does. Nothing here waits for a GPU.
+`set_rows` is queued before the first step in which the new sequence samples. `set_masks` is queued before each step in which a
+row with a grammar samples. Nothing here waits for a GPU.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SamplerState:
     Attributes:
         fields: [rows + 1, len(RowField)] int32.
         lines: [rows + 1, `line_width(V)`] int32.
-        masks: [rows + 1, ceil(V / 32)] int32, token bitmasks.
+        masks: [samples, ceil(V / 32)] int32, the token bitmasks of a step: one for each sample, not for each row.
     """
 
     def __init__(
@@ -71,9 +71,10 @@ class SamplerState:
         """`sampler` samples where no kernels are used. `max_samples`: the most samples of a step, if they can be more than rows."""
         self.fields = torch.zeros(num_rows + 1, len(RowField), dtype=torch.int32, device=device)
         self.lines = torch.zeros(num_rows + 1, line_width(vocab_size), dtype=torch.int32, device=device)
-        self.masks = torch.zeros(num_rows + 1, mask_width(vocab_size), dtype=torch.int32, device=device)
+        num_samples = max(num_rows + 1, max_samples)
+        self.masks = torch.zeros(num_samples, mask_width(vocab_size), dtype=torch.int32, device=device)
         use_kernels = use_kernels and device.type == "cuda"
-        self._work = _workspace(max(num_rows + 1, max_samples), vocab_size, device) if use_kernels else None
+        self._work = _workspace(num_samples, vocab_size, device) if use_kernels else None
         self._sampler = sampler or Sampler()
 
     def set_rows(self, buffer: torch.Tensor, num_rows: int, num_lines: int) -> None:
@@ -87,9 +88,9 @@ class SamplerState:
             row, column, value = entries
             self.lines[row.long(), column.long()] = value
 
-    def set_masks(self, rows: torch.Tensor, masks: torch.Tensor) -> None:
-        """Set the token bitmasks [n, ceil(V / 32)] int32 of `rows` [n] int32. Both are on the device."""
-        self.masks[rows.long()] = masks
+    def set_masks(self, samples: torch.Tensor, masks: torch.Tensor) -> None:
+        """Set the token bitmasks [n, ceil(V / 32)] int32 of some `samples` [n] of the next step. Both are on the device."""
+        self.masks[samples.long()] = masks
 
     def sample(
         self,
@@ -106,7 +107,7 @@ class SamplerState:
             logits: [S, V], any float dtype; they are not changed.
             rows: [S] int32. positions: [S] int32, index of the token to sample in its sequence.
             out: [at least S] int64, receives the tokens. keep: [rows] int64; `keep[rows]` receives the tokens too.
-            masks: [S, ceil(V / 32)] int32, a token bitmask for each sample of a row with MASK; None: the rows' own.
+            masks: [S, ceil(V / 32)] int32, read for rows with MASK; None: what `set_masks` set for the first S samples.
 
         Returns:
             [S] int64.
@@ -115,9 +116,8 @@ class SamplerState:
             from folovllm.kernels.penalties import StepRows
             from folovllm.kernels.sample_tokens import sample_tokens
 
-            of = (self.masks, rows) if masks is None else (masks, self._work.counting[: len(rows)])
-            step, kept = StepRows(self.fields, self.lines, *of, rows, positions), None if keep is None else (keep, rows)
-            return sample_tokens(logits, step, self._work, out, kept)
+            step = StepRows(self.fields, self.lines, self.masks if masks is None else masks, rows, positions)
+            return sample_tokens(logits, step, self._work, out, None if keep is None else (keep, rows))
         tokens = self._sampler.sample(self.adjust(logits, rows, positions, masks), self.batch(rows, positions))
         if keep is not None:
             keep[rows.long()] = tokens
@@ -176,7 +176,7 @@ class SamplerState:
         fields = self.fields[at, :, None]  # [S, len(RowField), 1]
         flags, floats = fields[:, RowField.FLAGS], fields.view(torch.float32)
         if _some(flags & MASK):
-            allowed = bits_of(self.masks[at] if masks is None else masks, vocab_size)
+            allowed = bits_of(self.masks[: len(at)] if masks is None else masks, vocab_size)
             logits = logits.masked_fill((flags & MASK != 0) & ~allowed, -torch.inf)
         if not _some(flags & WORDS):
             return logits

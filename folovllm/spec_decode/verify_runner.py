@@ -12,6 +12,7 @@ from folovllm.spec_decode.verify import max_samples
 from folovllm.step.packed import Int32, Sample, fields_of, sample_levels, samples_of
 from folovllm.step.sampling_spec import Logprobs
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, StepResult
+from folovllm.step.token_bitmask import TokenBitmasks
 from folovllm.worker.model_runner import ModelRunner
 
 
@@ -40,14 +41,14 @@ class VerifyingModelRunner(ModelRunner):
         sampled: list[list[int]] = [[] for _ in scheduled_seqs]
         logprobs = dict(scores)
         accepted = [True] * len(scheduled_seqs)  # whether all draft tokens so far were
-        for level, every in enumerate(sample_levels(samples)):
+        masks = None if output.masks is None else output.masks.of_samples(samples[Sample.ROW])
+        for every in sample_levels(samples):
             at = [r for r in every.tolist() if accepted[sequence[r]] and samples[Sample.COUNTS, r]]
             if not at:
                 break
-            self._sampling_rows.set_masks(None if output.masks is None else output.masks.of_level(level))
-            found = self._sampling_rows.sample(
-                logits[at], [scheduled_seqs[sequence[r]].row for r in at], [position[r] for r in at]
-            )
+            rows = [scheduled_seqs[sequence[r]].row for r in at]
+            own = None if masks is None else TokenBitmasks(np.array(rows, np.int32), masks[at])
+            found = self._sampling_rows.sample(logits[at], rows, [position[r] for r in at], masks=own)
             for r, token, row in zip(at, found.token_ids, found.logprobs, strict=True):
                 i = sequence[r]
                 sampled[i].append(token)

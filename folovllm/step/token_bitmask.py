@@ -1,8 +1,9 @@
-"""Token bitmasks of a step: which tokens its rows may sample. With deferred sampling they follow the forward pass."""
+"""Token bitmasks of a step: which tokens its samples may be. With deferred sampling they follow the forward pass."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,11 +19,14 @@ class TokenBitmasks:
     """
 
     rows: Int32  # [n]
-    bits: Int32  # [n, ceil(V / 32)]: bit t % 32 of word t // 32 is set where token t may be sampled
+    bits: Int32  # [n, ceil(V / 32)]: bit t % 32 of number t // 32 is set where token t may be sampled
 
-    def of_level(self, level: int) -> TokenBitmasks:
-        """Return the masks of one level: of each row's first token (level 0), second token (1), and so on."""
-        place = np.arange(len(self.rows))
-        begins = np.concatenate([[True], self.rows[1:] != self.rows[:-1]])[: len(place)]
-        at = place - np.maximum.accumulate(np.where(begins, place, 0)) == level
-        return TokenBitmasks(self.rows[at], self.bits[at])
+    def places(self, rows: npt.ArrayLike) -> npt.NDArray[np.signedinteger[Any]]:
+        """Return the samples that have these masks, [n], in a step whose samples have these `rows` [R]."""
+        return np.isin(rows, self.rows).nonzero()[0]
+
+    def of_samples(self, rows: Int32) -> Int32:
+        """Return a mask for each sample [R, ceil(V / 32)] of such a step. Samples without a mask allow all tokens."""
+        bits = np.full((len(rows), self.bits.shape[1]), -1, np.int32)
+        bits[self.places(rows)] = self.bits
+        return bits

@@ -13,22 +13,19 @@ from tqdm import tqdm
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.sample.logprobs import SampledLogprobs, gather_logprobs
 from folovllm.sample.sampler_state import SamplerState
-from folovllm.sampling_row import mask_width
 from folovllm.setup import EngineSetup
 from folovllm.step.packed import (
     Field,
-    Int32,
     PackedStep,
     Parts,
     Sample,
     StepPacker,
-    num_numbers,
     sample_levels,
     split,
 )
 from folovllm.step.schedule import SchedulerOutput
 from folovllm.step.token_bitmask import TokenBitmasks
-from folovllm.worker.buckets import Bucket, buckets_for, decode_bucket, draft_bucket, pad, padding_of
+from folovllm.worker.buckets import Bucket, buckets_for, decode_bucket, pad, padding_of
 from folovllm.worker.device_tables import DeviceTables
 from folovllm.worker.dry_run import compile_at_once
 from folovllm.worker.model_runner import ModelRunner
@@ -146,7 +143,7 @@ class GraphRunner:
         """Run the work that will be captured."""
         for bucket in [decode_bucket(width) for width in self._graphs.widths] + self._wanted():
             for work in self._works(bucket):
-                work(bucket, torch.from_numpy(self._padding(bucket, work)).to(self._setup.device))
+                work(bucket, torch.from_numpy(padding_of(bucket, self._setup.max_num_seqs)).to(self._setup.device))
 
     def compile_kernels(self) -> None:
         """Run small steps eagerly, so that their kernels are compiled before the first request."""
@@ -192,21 +189,14 @@ class GraphRunner:
         if bucket.is_decode:
             return self._decode, self._forward, self._sample_decode
         if bucket.has_drafts:
-            return self._verify, self._forward, self._sample_masked
+            return self._verify, self._forward, self._sample_drafts
         return (self._forward,)
-
-    def _padding(self, bucket: Bucket, work: Work) -> Int32:
-        """Return the input of `work` for a step that consists of padding alone."""
-        nothing = padding_of(bucket, self._setup.max_num_seqs)
-        if work == self._sample_masked:
-            return np.concatenate([nothing, self._masks_in(bucket, None)])
-        return nothing
 
     def _graph(self, bucket: Bucket, work: Work) -> StepGraph:
         """Return the graph of `work` in a bucket. If none is kept, capture it with padding alone."""
 
         def capture() -> StepGraph:
-            return self._graph_pool.capture(self._padding(bucket, work), partial(work, bucket))
+            return self._graph_pool.capture(padding_of(bucket, self._setup.max_num_seqs), partial(work, bucket))
 
         if not bucket.num_others:  # decodes alone
             return self._graphs.get(bucket.num_decodes, work.__name__, capture)
@@ -253,10 +243,9 @@ class GraphRunner:
             return None
         return next((bucket for bucket in self._others[step.has_drafts] if bucket.holds(step)), None)
 
-    def _replay(self, step: PackedStep, bucket: Bucket, work: Work, more: Int32 | None = None) -> Computed:
-        """Replay the captured `work` on a step, with `more` numbers after the step's buffer."""
+    def _replay(self, step: PackedStep, bucket: Bucket, work: Work) -> Computed:
+        """Replay the captured `work` on a step."""
         numbers = step.fields.ravel() if step.is_decode else pad(step, bucket, self._setup.max_num_seqs)
-        numbers = numbers if more is None else np.concatenate([numbers, more])
         self._graph(bucket, work).replay(self._steps_in.stage(numbers))
         self._steps_in.mark()
         return Computed(step, self._logits[: step.num_samples], bucket=bucket)
@@ -276,9 +265,7 @@ class GraphRunner:
     def _verify(self, bucket: Bucket, numbers: torch.Tensor) -> None:
         """Run a whole step with drafts. This work is captured."""
         self._forward(bucket, numbers)
-        self._sample_all(
-            self._step_sampler.whole(self._logits[: bucket.num_samples]), split(numbers, bucket.columns).samples
-        )
+        self._sample_drafts(bucket, numbers)
 
     def _forward(self, bucket: Bucket, numbers: torch.Tensor) -> None:
         """Run a step up to its logits, or with prompts up to its hidden states. This work is captured."""
@@ -352,24 +339,26 @@ class GraphRunner:
     def _sample(self, computed: Computed, masks: TokenBitmasks | None) -> None:
         """Sample for a step that has its logits, with its `masks` if it has any."""
         step, samples = computed.step, computed.samples
-        if step.has_drafts:
-            self._sample_drafts(computed, masks)
-            return
         if masks is not None:
-            self._set_masks(masks)
-        if samples is None:
+            self._set_masks(step, masks)
+        if step.has_drafts and step.has_memory:
+            self._sample_levels(computed)
+        elif samples is None:
             assert computed.bucket is not None
-            self._replay(step, computed.bucket, self._sample_decode)
-        elif step.is_special or masks is not None:
-            self._sample_rows(computed.logits, samples)
-        else:
+            self._replay(step, computed.bucket, self._sample_decode if step.is_decode else self._sample_drafts)
+        elif not step.is_special and masks is None:
             self._one_pass(computed.logits, samples)
+        elif step.has_drafts:
+            self._sample_all(computed.logits, samples)
+        else:
+            self._sample_rows(computed.logits, samples)
 
-    def _set_masks(self, masks: TokenBitmasks) -> None:
-        """Set one mask for each row in `masks`."""
-        numbers = self._steps_in.to_device(np.concatenate([masks.rows, masks.bits.ravel()]))
-        rows, bits = numbers.tensor_split([len(masks.rows)])
-        self._row_sampler.set_masks(rows, bits.view(masks.bits.shape))
+    def _set_masks(self, step: PackedStep, masks: TokenBitmasks) -> None:
+        """Copy the masks of a step's samples to the device."""
+        places = masks.places(step.fields[Field.ROW, : step.num_seqs] if step.is_decode else step.samples[Sample.ROW])
+        numbers = self._steps_in.to_device(np.concatenate([places.astype(np.int32), masks.bits.ravel()]))
+        samples, bits = numbers.tensor_split([len(places)])
+        self._row_sampler.set_masks(samples, bits.view(masks.bits.shape))
 
     def _sample_decode(self, bucket: Bucket, numbers: torch.Tensor) -> None:
         """Sample for any rows of a decode step that has its logits. This work is captured."""
@@ -388,48 +377,16 @@ class GraphRunner:
 
     # --- drafts: a row has several samples, and no step begins before the host knows which of them are accepted ---
 
-    def _sample_drafts(self, computed: Computed, masks: TokenBitmasks | None) -> None:
-        """Sample for a step with drafts: all samples at once, unless a row's logits depend on the tokens before."""
-        step, bucket, samples = computed.step, computed.bucket, computed.samples
-        if step.has_memory:
-            self._sample_levels(computed, masks)
-        elif bucket is not None:
-            assert masks is not None, "a step without masks has sampled already"
-            self._replay(step, bucket, self._sample_masked, self._masks_in(bucket, (step, masks)))
-        elif masks is not None:
-            assert samples is not None
-            numbers = self._steps_in.to_device(self._masks_in(draft_bucket(step.num_samples), (step, masks)))
-            self._sample_with_masks(computed.logits, samples, numbers)
-        elif step.is_special:
-            assert samples is not None
-            self._sample_all(self._step_sampler.whole(computed.logits), samples)
-        else:
-            assert samples is not None
-            self._one_pass(computed.logits, samples)
+    def _sample_drafts(self, bucket: Bucket, numbers: torch.Tensor) -> None:
+        """Sample for a step with drafts that has its logits. This work is captured."""
+        self._sample_all(self._logits[: bucket.num_samples], split(numbers, bucket.columns).samples)
 
-    def _sample_all(self, logits: torch.Tensor, samples: torch.Tensor, masks: torch.Tensor | None = None) -> None:
-        """Sample from logits [R, V] over the whole vocabulary, without recording the tokens. Device work only."""
+    def _sample_all(self, logits: torch.Tensor, samples: torch.Tensor) -> None:
+        """Sample from the logits [R, V] of all samples at once, without recording the tokens. Device work only."""
         rows, positions = samples[Sample.ROW], samples[Sample.POSITION]
-        self._row_sampler.sample(logits, rows, positions, self._tokens, masks=masks)
+        self._row_sampler.sample(self._step_sampler.whole(logits), rows, positions, self._tokens)
 
-    def _sample_masked(self, bucket: Bucket, numbers: torch.Tensor) -> None:
-        """Sample for a step with drafts that has its logits. `numbers` is its buffer, then `_masks_in`. This work is captured."""
-        samples, masks = split(numbers, bucket.columns).samples, numbers[num_numbers(bucket.columns) :]
-        self._sample_with_masks(self._logits[: bucket.num_samples], samples, masks)
-
-    def _sample_with_masks(self, logits: torch.Tensor, samples: torch.Tensor, masks: torch.Tensor) -> None:
-        """Sample with a mask for each sample, as `_masks_in` returns them."""
-        self._sample_all(self._step_sampler.whole(logits), samples, masks.view(len(logits), -1))
-
-    def _masks_in(self, bucket: Bucket, of: tuple[PackedStep, TokenBitmasks] | None) -> Int32:
-        """Return a mask for each sample, [R, ceil(V / 32)] end to end. Samples without a mask allow all tokens."""
-        bits = np.full((bucket.num_samples, mask_width(self._step_sampler.vocab_size)), -1, np.int32)
-        if of is not None:
-            step, masks = of
-            bits[np.isin(step.samples[Sample.ROW], masks.rows).nonzero()[0]] = masks.bits
-        return bits.ravel()
-
-    def _sample_levels(self, computed: Computed, masks: TokenBitmasks | None) -> None:
+    def _sample_levels(self, computed: Computed) -> None:
         """Sample level by level: the first sample of each sequence, then the second ones, and so on.
 
         So penalties and bad words see all tokens before a sample. Tokens after a rejected draft token are not recorded.
@@ -439,13 +396,11 @@ class GraphRunner:
             samples = self._steps_in.to_device(step.samples.ravel()).view(step.samples.shape)
         self._resolve(samples[Sample.DRAFT])
         right = torch.ones(step.num_seqs, dtype=torch.int32, device=whole.device)
-        for level, at in enumerate(sample_levels(step.samples)):
-            if masks is not None and len((own := masks.of_level(level)).rows):
-                self._set_masks(own)
+        for at in sample_levels(step.samples):
             index = self._steps_in.to_device(at.astype(np.int32)).long()
             these = samples[:, index]
             rows, positions, of = these[Sample.ROW], these[Sample.POSITION], these[Sample.SEQUENCE].long()
-            sampled = self._row_sampler.sample(whole[index], rows, positions)
+            sampled = self._row_sampler.sample(whole[index], rows, positions, masks=self._row_sampler.masks[index])
             self._tokens[index] = sampled
             self._row_sampler.record(sampled, rows, positions, right[of])
             right[of] &= (sampled == these[Sample.DRAFT]).int()

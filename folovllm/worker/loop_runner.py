@@ -114,6 +114,6 @@ class LoopRunner(SerialModelRunner):
 
     def _sample(self, logits: torch.Tensor) -> int:
         (scheduled,) = self._output.scheduled_seqs
-        self._sampling_rows.set_masks(self._output.masks)
-        sampled = self._sampled = self._sampling_rows.sample(logits[None], [scheduled.row], [scheduled.end])
-        return sampled.token_ids[0]
+        row, position, masks = [scheduled.row], [scheduled.end], self._output.masks
+        self._sampled = self._sampling_rows.sample(logits[None], row, position, masks=masks)
+        return self._sampled.token_ids[0]

@@ -144,9 +144,8 @@ class ModelRunner:
     def _sample(self, output: SchedulerOutput, logits: torch.Tensor, scores: dict[int, list[Logprobs]]) -> StepResult:
         """Sample a token for each scheduled sequence from `logits` [S, V]. The result has the prompts' `scores`, too."""
         scheduled_seqs = output.scheduled_seqs
-        self._sampling_rows.set_masks(output.masks)
         rows, positions, counts = zip(*[(s.row, s.end, s.num_samples) for s in scheduled_seqs], strict=True)
-        sampled = self._sampling_rows.sample(logits, rows, positions, counts)
+        sampled = self._sampling_rows.sample(logits, rows, positions, counts, output.masks)
         return one_each(scheduled_seqs, sampled.token_ids, sampled.logprobs, scores)
 
     def forward(self, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -54,8 +54,7 @@ class SerialModelRunner:
         hidden = self.model(batch)
         scores = self._score(output, hidden, batch)
         logits = self.model.compute_logits(hidden, batch)  # [1, V]
-        self._sampling_rows.set_masks(output.masks)
-        sampled = self._sampling_rows.sample(logits, [scheduled.row], [scheduled.end])
+        sampled = self._sampling_rows.sample(logits, [scheduled.row], [scheduled.end], masks=output.masks)
         return one_each(output.scheduled_seqs, sampled.token_ids, sampled.logprobs, scores)
 
     def _score(self, output: SchedulerOutput, hidden: torch.Tensor, batch: ForwardBatch) -> dict[int, list[Logprobs]]:

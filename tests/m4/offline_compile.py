@@ -238,7 +238,7 @@ def launch_m6(d: int, b: int) -> None:
     logits, line, last = new(64, VOCAB), int32(64), new(256, dtype=torch.int64)
     gumbel_max(logits, float32(64), line, line, line, keep=(last, line))
     work, fields, lines = FilterWorkspace.allocate(64, VOCAB, CUDA), int32(256, 16), int32(256, line_width(VOCAB))
-    step = StepRows(fields, lines, int32(256, mask_width(VOCAB)), line, line, line)
+    step = StepRows(fields, lines, int32(256, mask_width(VOCAB)), line, line)
     sample_tokens(logits, step, work, keep=(last, line))
     record_sampled(last[:64], line, line, line, fields, lines)
     unpack_decode(int32(10, 64), int32(256, 128), last, b, (0, 1, 2, 7))

@@ -70,7 +70,7 @@ class Draw:
     @property
     def _step(self) -> StepRows:
         state = self.state
-        return StepRows(state.fields, state.lines, state.masks, self.rows, self.rows, self.positions)
+        return StepRows(state.fields, state.lines, state.masks, self.rows, self.positions)
 
     def tokens(self) -> list[int]:
         return sample_tokens(self.logits, self._step, self.work).tolist()

@@ -103,15 +103,15 @@ class TestDrawState:
             for seq, token in zip(seqs, tokens.tolist(), strict=True):
                 seq.append_token(token)
 
-    def test_a_mask_is_replaced_and_stays(self) -> None:
-        """Another mask may come before any draw; until then the one that is there holds. A sample may bring its own."""
+    def test_a_mask_is_that_of_a_sample(self) -> None:
+        """By its place in the step, whatever its row. It stays until it is replaced, or a call brings others."""
         state = SamplerState(4, V, CPU)
         set_rows(state, {row: SamplingSpec(temperature=0.0, has_grammar=row != 1) for row in (0, 3, 1)})
         logits, rows, positions = torch.zeros(3, V), int32(0, 3, 1), int32(3, 3, 3)
         one, other = (torch.from_numpy(mask_of(ids, V))[None] for ids in ([9], [40, 119]))
-        state.set_masks(int32(0, 3, 1), one.expand(3, -1))
+        state.set_masks(int32(0, 1, 2), one.expand(3, -1))
         assert state.sample(logits, rows, positions).tolist() == [9, 9, 0], "a row without a grammar has no mask"
-        state.set_masks(int32(3), other)
+        state.set_masks(int32(1), other)
         for _ in range(2):
             assert state.sample(logits, rows, positions).tolist() == [9, 40, 0]
         assert state.sample(logits, rows, positions, masks=torch.cat([other, one, one])).tolist() == [40, 9, 0]

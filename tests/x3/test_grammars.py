@@ -80,10 +80,10 @@ def test_each_sample_has_its_own_mask() -> None:
     assert masks.rows.tolist() == [5, 5, 5] and masks.bits.tolist() == [[ANY]] * 3
 
 
-def test_masks_of_each_level() -> None:
-    masks = TokenBitmasks(np.array([3, 3, 3, 1, 2, 2], np.int32), np.arange(6, dtype=np.int32)[:, None])
-    got = [(level.rows.tolist(), level.bits[:, 0].tolist()) for level in map(masks.of_level, range(3))]
-    assert got == [([3, 1, 2], [0, 3, 4]), ([3, 2], [1, 5]), ([3], [2])], "the first of each row, the second, the third"
+def test_masks_of_a_steps_samples() -> None:
+    masks = TokenBitmasks(np.array([3, 3, 3, 2, 2], np.int32), np.arange(5, dtype=np.int32)[:, None])
+    bits = masks.of_samples(np.array([3, 3, 3, 1, 2, 2], np.int32))
+    assert bits[:, 0].tolist() == [0, 1, 2, -1, 3, 4], "each sample of a row has its own, and row 1 has none"
 
 
 def test_what_is_sampled_where_the_grammar_cannot_be_reached_does_not_count() -> None:
