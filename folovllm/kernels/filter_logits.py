@@ -37,6 +37,7 @@ VIEWS = ["row_ptr", "position_ptr"]  # parts of a step's buffer, which begin any
 
 GROUP = tl.constexpr(32)  # tokens
 GATHER = tl.constexpr(2048)  # tokens of groups at or above the cut that are read at a time
+COARSE = tl.constexpr(16)  # lower bits that a coarse key drops: the upper half is enough for a cut
 LIKELY = tl.constexpr(512)  # coarse keys between the largest logit and the cut: four octaves
 LOWEST_KEY = tl.constexpr(-32641)  # the coarse key of -inf
 UNIT = tl.constexpr(float(1 << 40))  # the weight of the most likely token; a sum over 2^22 tokens fits 63 bits
@@ -58,20 +59,19 @@ def scan_kernel(
     It stores the largest logit of each group, and the sum of exp((logit - largest) / temperature): [S, groups] each.
     """
     s, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = tl.load(row_ptr + s).to(tl.int64)
-    field_ptr += row * NUM_FIELDS
+    row_index = tl.load(row_ptr + s).to(tl.int64)
+    field_ptr += row_index * NUM_FIELDS
     if (tl.load(field_ptr + FLAGS) & FILTERS) == 0:
         return
-    out, position = s * num_tiles * (WIDTH // GROUP), tl.load(position_ptr + s)
-    line_ptr += row * stride_lines
-    mask_ptr += s * stride_masks
-    inverse = 1.0 / float_field(field_ptr, TEMPERATURE)
+    row = (
+        logits_ptr + s * stride_logits, line_ptr + row_index * stride_lines, mask_ptr + s * stride_masks, field_ptr,
+        tl.load(position_ptr + s), vocab_size,
+    )  # fmt: skip
+    out, inverse = s * num_tiles * (WIDTH // GROUP), 1.0 / float_field(field_ptr, TEMPERATURE)
     for tile in range(part, num_tiles, tl.num_programs(1)):
         g = tile * (WIDTH // GROUP) + tl.arange(0, WIDTH // GROUP)
         index = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        x = adjusted_logits(
-            logits_ptr + s * stride_logits, line_ptr, mask_ptr, field_ptr, position, index, vocab_size
-        )  # [groups, GROUP]
+        x = adjusted_logits(row, index)  # [groups, GROUP]
         largest = tl.max(x, 1)
         base = tl.where(largest > float("-inf"), largest, 0.0)
         tl.store(largest_ptr + out + g, largest)
@@ -98,15 +98,9 @@ def weight(z, top):
 
 
 @triton.jit
-def coarse_key(x):
-    """Return the upper half of a key, which is enough for a cut."""
-    return key_of(x, 16)
-
-
-@triton.jit
 def least_of_key(key):
     """Return the least float32 with this coarse key."""
-    ordered = key << 16
+    ordered = key << COARSE
     number = (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     return tl.where(key > LOWEST_KEY, number, float("-inf"))
 
@@ -118,8 +112,8 @@ def find_cut(largest, weights, top, target, inverse, BY_COUNT: tl.constexpr):
     Of a group that reaches the cut, its largest token counts. Its weight above the cut is at least its total weight less that of
     its other tokens, each at most as heavy as a token at the cut. `weights` are in units of the weight of `top`, the largest logit.
     """
-    keys, alone = coarse_key(largest), tl.exp((largest - top) * inverse)
-    low, high = tl.full([], LOWEST_KEY, tl.int32), coarse_key(top) + 1
+    keys, alone = key_of(largest, COARSE), tl.exp((largest - top) * inverse)
+    low, high = tl.full([], LOWEST_KEY, tl.int32), key_of(top, COARSE) + 1
     middle = tl.maximum(high - LIKELY, low)  # the start of the search
     while low < high - 1:
         if BY_COUNT:
@@ -156,20 +150,21 @@ def choose_cut(largest, weights, top, field_ptr, vocab_size, inverse):
 
 
 @triton.jit
-def write_down(row, scale, cut, hot_ptr, num_hot, CAPACITY: tl.constexpr):
-    """List the candidates of the groups in `hot_ptr`, ids ascending. Returns their number, and the weight of the groups' other tokens.
+def list_candidates(row, lists, scale, cut, reaching_ptr, num_reaching, CAPACITY: tl.constexpr):
+    """List the candidates of the groups in `reaching_ptr`, ids ascending. Returns their number, and the weight of the groups' other tokens.
 
     It stops when there are more than CAPACITY.
     """
-    logits_ptr, line_ptr, mask_ptr, field_ptr, position, vocab_size, value_ptr, scaled_ptr, id_ptr = row
+    vocab_size = row[5]
+    value_ptr, scaled_ptr, id_ptr = lists
     i = tl.arange(0, GATHER)
-    count, start = num_hot * 0, num_hot * 0
+    count, start = num_reaching * 0, num_reaching * 0
     rest = tl.zeros([GATHER], tl.int64)
-    while (start < num_hot * GROUP) & (count <= CAPACITY):
-        inside = start + i < num_hot * GROUP
-        group = tl.load(hot_ptr + (start + i) // GROUP, mask=inside, other=0)
+    while (start < num_reaching * GROUP) & (count <= CAPACITY):
+        inside = start + i < num_reaching * GROUP
+        group = tl.load(reaching_ptr + (start + i) // GROUP, mask=inside, other=0)
         index = tl.where(inside, group * GROUP + i % GROUP, vocab_size)
-        x = adjusted_logits(logits_ptr, line_ptr, mask_ptr, field_ptr, position, index, vocab_size)
+        x = adjusted_logits(row, index)
         z = divide(x, scale[0])
         taken = (index < vocab_size) & (x >= cut) & (z >= scale[2])
         rest += tl.where(x < cut, weight(z, scale[1]), 0)
@@ -184,29 +179,17 @@ def write_down(row, scale, cut, hot_ptr, num_hot, CAPACITY: tl.constexpr):
 
 
 @triton.jit
-def candidates(row, scale, start, CHUNK: tl.constexpr):
+def candidates(row, listed, scale, start, CHUNK: tl.constexpr):
     """Return CHUNK candidates from `start` on: (logits, logits / temperature, token ids, mask of those that exist).
 
-    `row` is (logits, line, mask, fields, position, V, candidates' logits, scaled logits, ids, their number, whether they are in
-    the list), `scale` is (temperature, largest scaled logit, threshold of min_p as a scaled logit).
+    `row` is that of `adjusted_logits`, `listed` is (candidates' logits, scaled logits, ids, their number, whether they are in the
+    list), `scale` is (temperature, largest scaled logit, threshold of min_p as a scaled logit).
     """
-    (
-        logits_ptr,
-        line_ptr,
-        mask_ptr,
-        field_ptr,
-        position,
-        vocab_size,
-        value_ptr,
-        scaled_ptr,
-        id_ptr,
-        count,
-        is_written,
-    ) = row
+    value_ptr, scaled_ptr, id_ptr, count, is_listed = listed
     index = start + tl.arange(0, CHUNK)
     inside = index < count
-    if not is_written:  # a constant of the compiled kernel: there is a loop for each case
-        x = adjusted_logits(logits_ptr, line_ptr, mask_ptr, field_ptr, position, index, vocab_size)
+    if not is_listed:  # a constant of the compiled kernel: there is a loop for each case
+        x = adjusted_logits(row, index)
         z = divide(x, scale[0])
         ids = index
         inside &= z >= scale[2]
@@ -225,22 +208,22 @@ def number_of(key, shift):
 
 
 @triton.jit
-def at_or_above(row, scale, threshold, key, shift, question, CHUNK: tl.constexpr):
+def at_or_above(row, listed, scale, threshold, key, shift, search, CHUNK: tl.constexpr):
     """Return the number of candidates with at least this key (BY_COUNT) or their weight, without those below `threshold`.
 
     BY_ID: the weight of candidates above `threshold`, and of those equal to it with at least this key, which is the negative id.
     """
     total = tl.zeros([CHUNK], tl.int64)
-    for start in range(0, row[9], CHUNK):
-        x, z, ids, inside = candidates(row, scale, start, CHUNK)
-        keys = tl.where(question == BY_ID, -ids, key_of(x, shift))
-        counted = inside & (((z >= threshold) & (keys >= key)) | ((z > threshold) & (question == BY_ID)))
-        total += tl.where(counted, tl.where(question == BY_COUNT, 1, weight(z, scale[1])), 0)
+    for start in range(0, listed[3], CHUNK):
+        x, z, ids, inside = candidates(row, listed, scale, start, CHUNK)
+        keys = tl.where(search == BY_ID, -ids, key_of(x, shift))
+        counted = inside & (((z >= threshold) & (keys >= key)) | ((z > threshold) & (search == BY_ID)))
+        total += tl.where(counted, tl.where(search == BY_COUNT, 1, weight(z, scale[1])), 0)
     return tl.sum(total, 0)
 
 
 @triton.jit
-def find_threshold(row, scale, bounds, shift, rest, CHUNK: tl.constexpr):
+def find_threshold(row, listed, scale, bounds, shift, rest, CHUNK: tl.constexpr):
     """Return the row's threshold: (scaled logit, last id that is kept among the candidates equal to it).
 
     `bounds`: a key at or below all kept ones, and a key above all keys. `rest`: the weight of all tokens that are no candidates,
@@ -254,21 +237,21 @@ def find_threshold(row, scale, bounds, shift, rest, CHUNK: tl.constexpr):
     top_k, top_p = tl.load(field_ptr + TOP_K), float_field(field_ptr, TOP_P)
     target = top_k.to(tl.int64)
     first = tl.where((top_k > 0) & (top_k < vocab_size), BY_COUNT, BY_WEIGHT)
-    for question in range(first, tl.where(top_p < 1, BY_ID + 1, BY_WEIGHT)):
+    for search in range(first, tl.where(top_p < 1, BY_ID + 1, BY_WEIGHT)):
         low, high = bounds[0] - 1, bounds[1]
-        if question == BY_ID:
+        if search == BY_ID:
             low, high = 1 - vocab_size, low * 0 + 1
-        key = tl.where(question == BY_COUNT, halfway(low, high), LOWEST)  # the total weight comes first
+        key = tl.where(search == BY_COUNT, halfway(low, high), LOWEST)  # the total weight comes first
         while low < high - 1:
-            amount = at_or_above(row, scale, threshold, key, shift, question, CHUNK)
+            amount = at_or_above(row, listed, scale, threshold, key, shift, search, CHUNK)
             if key > LOWEST:
                 low, high = tl.where(amount >= target, key, low), tl.where(amount >= target, high, key)
-            elif question == BY_WEIGHT:
+            elif search == BY_WEIGHT:
                 target = tl.maximum(((amount + rest).to(tl.float64) * top_p.to(tl.float64)).to(tl.int64), 1)
             elif amount - tl.max(weight(tl.zeros([1], tl.float32) + threshold, scale[1]), 0) < target:
                 high = low + 1  # all equal ones are needed to reach the target
             key = halfway(low, high)
-        if question == BY_ID:
+        if search == BY_ID:
             last = -low
         elif low >= bounds[0]:  # else fewer than top_k are left, and all are kept
             threshold = tl.max(divide(tl.zeros([1], tl.float32) + number_of(low, shift), scale[0]), 0)
@@ -289,13 +272,13 @@ def noise_of(ids, position, seed_low, seed_high, FAST: tl.constexpr):
 
 
 @triton.jit
-def sample_candidate(row, scale, threshold, last, CHUNK: tl.constexpr, FAST: tl.constexpr):
+def sample_candidate(row, listed, scale, threshold, last, CHUNK: tl.constexpr, FAST: tl.constexpr):
     """Return the kept candidate with the largest scaled logit plus noise; of equal ones the lowest id."""
     field_ptr, position = row[3], row[4]
     low, high = tl.load(field_ptr + SEED_LOW), tl.load(field_ptr + SEED_HIGH)
     best, token = tl.full([], float("-inf"), tl.float32), tl.full([], 0, tl.int32)
-    for start in range(0, row[9], CHUNK):
-        _, z, ids, inside = candidates(row, scale, start, CHUNK)
+    for start in range(0, listed[3], CHUNK):
+        _, z, ids, inside = candidates(row, listed, scale, start, CHUNK)
         stays = inside & ((z > threshold) | ((z == threshold) & (ids <= last)))
         value = tl.where(stays, z + noise_of(ids, position, low, high, FAST), float("-inf"))
         largest = tl.max(value, 0)
@@ -307,9 +290,10 @@ def sample_candidate(row, scale, threshold, last, CHUNK: tl.constexpr, FAST: tl.
 
 @triton.jit(do_not_specialize=["num_groups"], do_not_specialize_on_alignment=VIEWS)
 def finish_kernel(
-    logits_ptr, field_ptr, line_ptr, mask_ptr, row_ptr, position_ptr, largest_ptr, weight_ptr, hot_ptr,
+    logits_ptr, field_ptr, line_ptr, mask_ptr, row_ptr, position_ptr, largest_ptr, weight_ptr, reaching_ptr,
     value_ptr, scaled_ptr, id_ptr, threshold_ptr, last_ptr, token_ptr, stride_logits, stride_lines, stride_masks,
-    vocab_size, num_groups, GROUPS: tl.constexpr, CAPACITY: tl.constexpr, CHUNK: tl.constexpr, WIDE_CHUNK: tl.constexpr, SHIFT: tl.constexpr, FAST: tl.constexpr,
+    vocab_size, num_groups, GROUPS: tl.constexpr, CAPACITY: tl.constexpr, CHUNK: tl.constexpr, WIDE_CHUNK: tl.constexpr,
+    SHIFT: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """Program (sequence): from the groups it computes the sequence's threshold and last id, and samples its token, [S] each.
 
@@ -321,11 +305,11 @@ def finish_kernel(
     if (tl.load(field_ptr + FLAGS) & FILTERS) == 0:
         return
     row = (
-        logits_ptr + s * stride_logits, line_ptr + row_index * stride_lines,
-        mask_ptr + s * stride_masks, field_ptr, tl.load(position_ptr + s), vocab_size,
-        value_ptr + s * CAPACITY, scaled_ptr + s * CAPACITY, id_ptr + s * CAPACITY,
+        logits_ptr + s * stride_logits, line_ptr + row_index * stride_lines, mask_ptr + s * stride_masks, field_ptr,
+        tl.load(position_ptr + s), vocab_size,
     )  # fmt: skip
-    g, hot_ptr = tl.arange(0, GROUPS), hot_ptr + s * num_groups
+    lists = (value_ptr + s * CAPACITY, scaled_ptr + s * CAPACITY, id_ptr + s * CAPACITY)
+    g, reaching_ptr = tl.arange(0, GROUPS), reaching_ptr + s * num_groups
     largest = tl.load(largest_ptr + s * num_groups + g, mask=g < num_groups, other=float("-inf"))
     temperature, most = float_field(field_ptr, TEMPERATURE), tl.max(largest, 0)
     inverse, top = 1.0 / temperature, tl.max(divide(tl.zeros([1], tl.float32) + most, temperature), 0)
@@ -333,22 +317,22 @@ def finish_kernel(
     weights = tl.load(weight_ptr + s * num_groups + g, mask=g < num_groups, other=0.0)
     weights *= tl.exp((largest - most) * inverse)
     cut, counts_rest = choose_cut(largest, weights, most, field_ptr, vocab_size, inverse)
-    hot = (g < num_groups) & (largest >= cut)
-    tl.store(hot_ptr + tl.cumsum(hot.to(tl.int32), 0) - 1, g, mask=hot)
+    reaching = (g < num_groups) & (largest >= cut)
+    tl.store(reaching_ptr + tl.cumsum(reaching.to(tl.int32), 0) - 1, g, mask=reaching)
     tl.debug_barrier()  # other threads read what a thread stored
-    count, rest = write_down(row, scale, cut, hot_ptr, tl.sum(hot.to(tl.int32), 0), CAPACITY)
+    count, rest = list_candidates(row, lists, scale, cut, reaching_ptr, tl.sum(reaching.to(tl.int32), 0), CAPACITY)
     tl.debug_barrier()
-    rest += tl.sum(tl.where(hot, 0, (weights * UNIT).to(tl.int64)), 0)
+    rest += tl.sum(tl.where(reaching, 0, (weights * UNIT).to(tl.int64)), 0)
     rest = tl.where(counts_rest, rest, 0)
     shift = tl.where((tl.load(field_ptr + FLAGS) & WORDS) != 0, 0, SHIFT)
     bounds = (key_of(cut, shift), key_of(most, shift) + 1)
     if count <= CAPACITY:
-        source = row + (count, True)  # noqa: RUF005 -- Triton knows no *row
-        threshold, last = find_threshold(source, scale, bounds, shift, rest, CHUNK)
-        tl.store(token_ptr + s, sample_candidate(source, scale, threshold, last, CHUNK, FAST))
+        listed = lists + (count, True)  # noqa: RUF005 -- Triton knows no *lists
+        threshold, last = find_threshold(row, listed, scale, bounds, shift, rest, CHUNK)
+        tl.store(token_ptr + s, sample_candidate(row, listed, scale, threshold, last, CHUNK, FAST))
     else:
-        source = row + (vocab_size, False)  # noqa: RUF005 -- Triton knows no *row
-        threshold, last = find_threshold(source, scale, bounds, shift, rest * 0, WIDE_CHUNK)
+        every = lists + (vocab_size, False)  # noqa: RUF005 -- Triton knows no *lists
+        threshold, last = find_threshold(row, every, scale, bounds, shift, rest * 0, WIDE_CHUNK)
         tl.store(token_ptr + s, -1)
     tl.store(threshold_ptr + s, threshold)
     tl.store(last_ptr + s, last)
@@ -360,7 +344,7 @@ class FilterWorkspace:
 
     largest: torch.Tensor  # [S, groups] float32, the largest logit of each group of tokens
     weights: torch.Tensor  # [S, groups] float32
-    hot: torch.Tensor  # [S, groups] int32, groups that reach above the cut
+    reaching: torch.Tensor  # [S, groups] int32, the groups that reach the cut
     values: torch.Tensor  # [S, CAPACITY] float32, candidates' logits
     scaled: torch.Tensor  # [S, CAPACITY] float32, over the temperature
     ids: torch.Tensor  # [S, CAPACITY] int32
@@ -379,7 +363,7 @@ class FilterWorkspace:
         return cls(
             largest=empty(groups, dtype=torch.float32),
             weights=empty(groups, dtype=torch.float32),
-            hot=empty(groups),
+            reaching=empty(groups),
             values=empty(CAPACITY, dtype=torch.float32),
             scaled=empty(CAPACITY, dtype=torch.float32),
             ids=empty(CAPACITY),
@@ -399,16 +383,16 @@ def filter_logits(logits: torch.Tensor, step: StepRows, work: FilterWorkspace) -
     """
     num_seqs, vocab_size = logits.shape
     num_groups, strides = work.largest.shape[1], (logits.stride(0), *step.strides, vocab_size)
-    scan_kernel[parts(num_seqs, vocab_size)](
+    scan_kernel[scan_grid(num_seqs, vocab_size)](
         logits, *step, work.largest, work.weights, *strides, triton.cdiv(vocab_size, TILE), WIDTH=TILE, num_warps=SCAN_WARPS,
     )  # fmt: skip
     finish_kernel[(num_seqs,)](
-        logits, *step, work.largest, work.weights, work.hot, work.values, work.scaled, work.ids, work.threshold,
+        logits, *step, work.largest, work.weights, work.reaching, work.values, work.scaled, work.ids, work.threshold,
         work.last, work.tokens, *strides, num_groups, GROUPS=triton.next_power_of_2(num_groups), CAPACITY=CAPACITY, CHUNK=CHUNK, WIDE_CHUNK=WIDE_CHUNK, SHIFT=UNUSED_BITS[logits.dtype],
         FAST=not triton.knobs.runtime.interpret, num_warps=WARPS,
     )  # fmt: skip
 
 
-def parts(num_seqs: int, vocab_size: int) -> tuple[int, int]:
+def scan_grid(num_seqs: int, vocab_size: int) -> tuple[int, int]:
     """Return the grid (sequences, parts) of programs that share the tiles: enough for a GPU, and few for rows without filters."""
     return num_seqs, min(triton.cdiv(vocab_size, TILE), max(PROGRAMS // num_seqs, 1))

@@ -49,12 +49,13 @@ def float_field(field_ptr, FIELD: tl.constexpr):
 
 
 @triton.jit
-def adjusted_logits(logits_ptr, line_ptr, mask_ptr, field_ptr, position, index, vocab_size):
+def adjusted_logits(row, index):
     """Return a row's logits at `index` as `SamplerState.adjust` does: float32, in the shape of `index`.
 
-    The pointers are the row's. NaN and indices outside the vocabulary become -inf. It reads only the parts of the row's state
-    that its FLAGS name.
+    `row` is (logits, line, mask, fields, position, V): four pointers to what is the row's, and two numbers. NaN and indices
+    outside the vocabulary become -inf. It reads only the parts of the row's state that its FLAGS name.
     """
+    logits_ptr, line_ptr, mask_ptr, field_ptr, position, vocab_size = row
     inside = index < vocab_size
     x = tl.load(logits_ptr + index, mask=inside, other=float("-inf")).to(tl.float32)
     x = tl.where(x == x, x, float("-inf"))

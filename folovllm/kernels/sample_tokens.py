@@ -1,4 +1,4 @@
-"""Samples any row in a captured step: rows without filters and words like `gumbel_max`, others with their penalties and filters."""
+"""Samples any row in a captured step: plain rows like `gumbel_max`, others with their penalties, masks and filters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from folovllm.kernels.filter_logits import (
     FilterWorkspace,
     divide,
     filter_logits,
-    parts,
+    scan_grid,
 )
 from folovllm.kernels.gumbel_max import TILE, best_of_tiles, gumbel_max_tile, gumbel_noise
 from folovllm.kernels.penalties import FILTERS, FLAGS, NUM_FIELDS, StepRows, adjusted_logits, float_field
@@ -23,13 +23,10 @@ MAX_REGISTERS = 64  # of a thread in `plain_kernel`, so that an SM holds four pr
 
 
 @triton.jit
-def special_tile(
-    logits_ptr, line_ptr, mask_ptr, field_ptr, position, threshold, last, first, vocab_size, WIDTH: tl.constexpr,
-    FAST: tl.constexpr,
-):  # fmt: skip
+def special_tile(row, threshold, last, first, WIDTH: tl.constexpr, FAST: tl.constexpr):
     """Return the best kept token of a tile, like `gumbel_max_tile`: (value, index). If none is kept the value is -inf."""
     index = first + tl.arange(0, WIDTH // 4)[:, None] * 4 + tl.arange(0, 4)[None, :]  # [WIDTH / 4, 4]
-    value = adjusted_logits(logits_ptr, line_ptr, mask_ptr, field_ptr, position, index, vocab_size)
+    value, field_ptr, position = adjusted_logits(row, index), row[3], row[4]
     temperature = float_field(field_ptr, TEMPERATURE)
     if temperature > 0:
         value = divide(value, temperature)
@@ -72,13 +69,15 @@ def special_kernel(
     Tokens that `filter_logits` has sampled already are passed on.
     """
     s = tl.program_id(0).to(tl.int64)
-    row = tl.load(row_ptr + s).to(tl.int64)
-    field_ptr += row * NUM_FIELDS
+    row_index = tl.load(row_ptr + s).to(tl.int64)
+    field_ptr += row_index * NUM_FIELDS
     flags = tl.load(field_ptr + FLAGS)
     if flags == 0:
         return
-    line_ptr += row * stride_lines
-    mask_ptr += s * stride_masks
+    row = (
+        logits_ptr + s * stride_logits, line_ptr + row_index * stride_lines, mask_ptr + s * stride_masks, field_ptr,
+        tl.load(position_ptr + s), vocab_size,
+    )  # fmt: skip
     filtered = (flags & FILTERS) != 0
     threshold = tl.load(threshold_ptr + s, mask=filtered, other=float("-inf"))
     last = tl.load(last_ptr + s, mask=filtered, other=0x7FFFFFFF)
@@ -86,10 +85,7 @@ def special_kernel(
     for tile in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
         best, at = 0.0, sampled
         if sampled < 0:
-            best, at = special_tile(
-                logits_ptr + s * stride_logits, line_ptr, mask_ptr, field_ptr, tl.load(position_ptr + s), threshold, last,
-                tile * WIDTH, vocab_size, WIDTH, FAST,
-            )  # fmt: skip
+            best, at = special_tile(row, threshold, last, tile * WIDTH, WIDTH, FAST)
         tl.store(best_ptr + s * num_tiles + tile, best)
         tl.store(at_ptr + s * num_tiles + tile, at)
 
@@ -120,7 +116,7 @@ def sample_tokens(
         logits, step.fields, step.rows, step.positions, best, at, logits.stride(0), vocab_size, WIDTH=TILE, FAST=fast,
         num_warps=8, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
-    special_kernel[parts(num_seqs, vocab_size)](
+    special_kernel[scan_grid(num_seqs, vocab_size)](
         logits, *step, work.threshold, work.last, work.tokens, best, at, logits.stride(0), *step.strides, vocab_size,
         num_tiles, WIDTH=TILE, FAST=fast, num_warps=8,
     )  # fmt: skip
