@@ -65,10 +65,5 @@ def adjusted(logits: torch.Tensor, state: SamplerState, positions: list[int]) ->
     return state.adjust(logits, torch.arange(len(logits), dtype=torch.int32), int32(*positions))
 
 
-def record(state: SamplerState, row: int, token: int, position: int) -> None:
-    """Tells a row which token was sampled for it."""
-    state.record(torch.tensor([token]), int32(row), int32(position))
-
-
 def int32(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)

@@ -15,12 +15,11 @@ from folovllm.engine.input_processor import bad_word_tokens
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler
-from folovllm.sample.sampler_state import bits_of
 from folovllm.sampling_params import SamplingParams
-from folovllm.sampling_row import MAX_BAD_TOKENS, mask_of
-from folovllm.step.sampling_spec import SamplingSpec, about_to_end
+from folovllm.sampling_row import MAX_BAD_TOKENS
+from folovllm.step.sampling_spec import SamplingSpec
 from tests.helpers import tiny_checkpoint, tiny_tokenizer
-from tests.sampling import adjusted, record, state_of
+from tests.sampling import adjusted, state_of
 from tests.workloads import make_engine
 
 V = 70
@@ -73,9 +72,6 @@ class TestRules:
         out = ruled(logits, SamplingSpec(allowed=tuple(allowed)))
         assert set(out.isfinite().nonzero().flatten().tolist()) == allowed
         assert torch.equal(out[list(allowed)], logits[list(allowed)])
-        assert bits_of(torch.from_numpy(mask_of(allowed, V))[None], V)[0].nonzero().flatten().tolist() == sorted(
-            allowed
-        )
 
     def test_in_the_order_of_vllm(self) -> None:
         """A penalty looks at the biased logit; what is forbidden stays so, whatever is added to it."""
@@ -89,11 +85,6 @@ class TestRules:
         rows.set({0: spec})
         assert rows.sample(logits[None], [0], [1]).token_ids == [0]
 
-    def test_only_the_rows_that_ask_and_never_in_place(self) -> None:
-        logits = torch.zeros(2, V)
-        out = adjusted(logits, state_of(SamplingSpec(), SamplingSpec(allowed=(3,)), vocab_size=V), [5, 5])
-        assert out[0].eq(0).all() and out[1].isneginf().sum() == V - 1 and logits.eq(0).all()
-
     def test_the_next_owner_of_a_row_has_its_own(self) -> None:
         rows = SamplingRows(2, V, CPU, Sampler())
         rows.set({0: SamplingSpec(temperature=0.0, allowed=(3,)), 1: SamplingSpec(temperature=0.0, bias=((4, 9.0),))})
@@ -102,18 +93,6 @@ class TestRules:
         assert rows.sample(torch.zeros(2, V), [0, 1], [5, 5]).token_ids == [0, 0]
         rows.set({1: SamplingSpec(temperature=0.0, bias=((4, 9.0),))})
         assert rows.sample(torch.zeros(2, V), [0, 1], [5, 5]).token_ids == [0, 4], "also beside one that has rules"
-
-    def test_tokens_are_noted_as_they_come(self) -> None:
-        state = state_of(SamplingSpec(bad_words=((3, 4, 5),)), vocab_size=V)
-        for position, (token, forbidden) in enumerate(((3, False), (4, True), (9, False))):
-            record(state, 0, token, position)
-            assert bool(adjusted(torch.zeros(1, V), state, [position + 1])[0, 5].isneginf()) == forbidden
-
-    def test_a_word_that_begins_anew_inside_itself(self) -> None:
-        assert about_to_end([(1, 2, 1, 2, 3)], [1, 2, 1, 2]) == [3]
-        assert about_to_end([(1, 2, 1, 2, 3)], [1, 2, 1, 2, 1, 2]) == [3]
-        assert about_to_end([(1, 2, 1, 2, 3)], [2, 1, 2]) == []
-        assert about_to_end([(1, 1), (2,)], []) == [2]
 
 
 class TestBadWords:

@@ -22,7 +22,7 @@ from folovllm.sample.filters import apply_min_p_filtering, apply_top_k_filtering
 from folovllm.sample.noise import gumbel, philox_4x32_10, uniform
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.sampling_params import SamplingParams
-from tests.sampling import adjusted, record, state_of
+from tests.sampling import adjusted, state_of
 from tests.tiny import worked_case
 
 INF = float("inf")
@@ -303,23 +303,16 @@ class TestPenalties:
         assert out.tolist() == [[0, 0, -1.25, -1.5, 0]]
 
     def test_only_the_rows_that_ask_and_never_in_place(self) -> None:
-        logits = torch.ones(2, 5)
-        seqs = [sequence(SamplingParams(), [0], [2]), sequence(SamplingParams(presence_penalty=2.0), [0], [2])]
+        logits = torch.ones(3, 5)
+        asked = [{}, {"presence_penalty": 2.0}, {"allowed_token_ids": [3]}]
+        seqs = [sequence(SamplingParams(**fields), [0], [2]) for fields in asked]  # type: ignore[arg-type]
         out = penalized(logits, *seqs)
         assert out[0].tolist() == [1] * 5 and out[1, 2] == -1 and logits.eq(1).all()
-        assert penalized(logits, *seqs[:1] * 2) is logits, "float32 that nobody changes is not copied"
+        assert out[2].isfinite().tolist() == [False, False, False, True, False]
+        assert penalized(logits, *seqs[:1] * 3) is logits, "float32 that nobody changes is not copied"
 
     def test_no_end_before_min_tokens(self) -> None:
         seq = sequence(SamplingParams(min_tokens=2, stop_token_ids=[4]), [0], [2])
         state = state_of(sampling_spec(seq), vocab_size=5)
         early, late = (adjusted(torch.zeros(1, 5), state, [position]) for position in (2, 3))
         assert early.isneginf().tolist() == [[False, True, False, False, True]] and late.isfinite().all()
-
-    def test_counts_are_kept_as_tokens_are_drawn(self) -> None:
-        params = SamplingParams(presence_penalty=1.0, frequency_penalty=0.25, repetition_penalty=2.0)
-        state = state_of(sampling_spec(sequence(params, [0], [2])), vocab_size=5)
-        for position, token in enumerate((2, 3), 2):
-            record(state, 0, token, position)
-        logits = torch.randn(1, 5)
-        whole = penalized(logits, sequence(params, [0], [2, 2, 3]))
-        assert torch.equal(adjusted(logits, state, [4]), whole)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from functools import cache
 from typing import Any
 
-import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -84,42 +82,3 @@ def test_every_preset_draws_what_m1_draws(chosen: list[dict[str, Any]]) -> None:
         assert answers(name, requests) == expected, name
         if name.startswith("m6"):
             assert_clean(engine(name))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("fields", [{}, {"async_scheduling": False}, {"enforce_eager": True}, SMALL], ids=str)
-def test_on_a_gpu(fields: dict[str, Any]) -> None:
-    """All rules at once and one by one, in batches that cross the captured widths: M5's tokens on the same card."""
-    rng, few = random.Random(4), {"temperature": 2.0, "allowed_token_ids": list(LETTERS)}
-    rules: list[dict[str, Any]] = [
-        {"bad_words": ["ab", "cde", "ffff", "ba", "e"]},
-        {"logit_bias": {64: 3.0, 66: -2.5, 69: 100.0}},
-        {"allowed_token_ids": [64, 65, 69], "frequency_penalty": 0.6},
-        {"prompt_logprobs": 2, "logprobs": 1},
-        {"min_tokens": 6, "stop_token_ids": [64, 66], "repetition_penalty": 1.4},
-    ]
-    together = few | {"bad_words": ["ab", "c"], "logit_bias": {65: 1.5}, "prompt_logprobs": 0, "presence_penalty": 0.5}
-    asked = [few | rule for rule in rules] + [together, {"temperature": 0.0}, {"temperature": 0.0} | rules[0], {}]
-    requests = [
-        Request(prompt, SamplingParams(seed=i, max_tokens=rng.randrange(5, 40), **asked[i % len(asked)]))
-        for i, prompt in enumerate(prompts([rng.randrange(2, 40) for _ in range(27)], seed=7))
-    ]
-    common = {"model": str(tiny_checkpoint()), "max_model_len": MAX_MODEL_LEN, "device": "cuda", "dtype": "float32"}
-    common |= {"attention_backend": "triton", "max_num_seqs": 24, "use_tqdm": False}
-    expected = serve(make_engine(EngineConfig(**(common | {"milestone": "m5"}))), requests)
-    served = make_engine(EngineConfig(**(common | {"milestone": "m6"} | fields)))
-    for request, mine, other in zip(requests, serve(served, requests, "random_steps"), expected, strict=True):
-        assert mine.outputs[0].token_ids == other.outputs[0].token_ids, request.params
-        assert mine.outputs[0].finish_reason == other.outputs[0].finish_reason
-        for one, two in (
-            (mine.outputs[0].logprobs, other.outputs[0].logprobs),
-            (mine.prompt_logprobs, other.prompt_logprobs),
-        ):
-            assert scores_of(one) == pytest.approx(scores_of(two), abs=1e-3), request.params
-        assert not [word for word in request.params.bad_words or [] if word in mine.outputs[0].text]
-    assert_clean(served)
-
-
-def scores_of(rows: Any) -> list[float]:
-    """Of each token that was there or drawn its log-probability."""
-    return [next(iter(row.values())).logprob for row in rows or [] if row]

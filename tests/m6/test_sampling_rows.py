@@ -163,32 +163,39 @@ def test_plain_steps_take_the_plain_draw(monkeypatch: pytest.MonkeyPatch, specia
 
 
 @pytest.mark.gpu
-def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """M5's answers on the same card; and a decode step, or what a new row brings, never makes the host wait."""
+@pytest.mark.parametrize("pool", POOLS)
+def test_on_a_gpu(pool: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """M5's answers on the same card, in batches that cross the captured widths.
+
+    With graphs and overlap a decode step, or what a new row brings, never makes the host wait.
+    """
     fields = {"device": "cuda", "dtype": "float32", "attention_backend": "triton"}
     expected = [essence(output) for output in serve(engine(milestone="m5", **fields), requests())]
-    served = engine(**fields)
-    runner = served.executor._worker.runner
-
-    def forbid_waits(target: object, name: str) -> None:
-        own = getattr(target, name)
-
-        def strict(*args: Any) -> Any:
-            step = args[0]
-            if not getattr(step, "is_decode", True):
-                return own(*args)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                return own(*args)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-        monkeypatch.setattr(target, name, strict)
-
-    forbid_waits(runner, "execute_model")
-    forbid_waits(runner._row_sampler, "set_rows")
-    forbid_waits(runner, "_gather_logprobs")
-    for output, (*same, values) in zip(serve(served, requests()), expected, strict=True):
+    served = engine(**fields, **POOLS[pool])
+    if strict := not POOLS[pool]:
+        runner = served.executor._worker.runner
+        forbid_waits(monkeypatch, runner, "execute_model")
+        forbid_waits(monkeypatch, runner._row_sampler, "set_rows")
+        forbid_waits(monkeypatch, runner, "_gather_logprobs")
+    outputs = serve(served, requests(), "at_once" if strict else "random_steps")
+    for draw, output, (*same, values) in zip(EVERY_DRAW, outputs, expected, strict=True):
         *mine, own = essence(output)
-        assert mine == same
-        assert own == pytest.approx(values, abs=1e-3)
+        assert mine == same, draw
+        assert own == pytest.approx(values, abs=1e-3), draw
+    assert_clean(served)
+
+
+def forbid_waits(monkeypatch: pytest.MonkeyPatch, target: object, name: str) -> None:
+    """From now on this method raises where it waits for the device, but for steps that are no decode steps."""
+    own = getattr(target, name)
+
+    def strict(*args: Any) -> Any:
+        if not getattr(args[0], "is_decode", True):
+            return own(*args)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return own(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(target, name, strict)

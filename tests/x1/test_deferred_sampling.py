@@ -30,6 +30,7 @@ from folovllm.worker.step_graph import SLOTS, CudaGraph, HostRing
 from tests.helpers import VOCAB_SIZE, prompts, tiny_checkpoint
 from tests.m6.devices import DEVICE
 from tests.m6.test_overlap import MODES, assert_clean, essence
+from tests.m6.test_sampling_rows import forbid_waits
 from tests.workloads import Request, serve
 
 needs_llguidance = pytest.mark.skipif(find_spec("llguidance") is None, reason="needs llguidance")
@@ -217,19 +218,7 @@ class TestOnAGPU:
         """A late step costs others no stall: all its graphs are there, and the host never waits for the device in it."""
         served, script = scripted()
         monkeypatch.setattr(CudaGraph, "capture", None)
-        runner = served.executor._worker.runner
-        own = runner.execute_model
-
-        def strict(step: Any) -> Any:
-            if not getattr(step, "is_decode", True):  # a prompt's step may wait
-                return own(step)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
-                return own(step)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-
-        monkeypatch.setattr(runner, "execute_model", strict)
+        forbid_waits(monkeypatch, served.executor._worker.runner, "execute_model")
         requests = written_and_free()
         script.check(requests, serve(served, requests))
 
