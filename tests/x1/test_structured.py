@@ -9,7 +9,6 @@ import random
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -449,7 +448,7 @@ class TestErrors:
         manager.prepare({1})
         assert "cannot be had with this tokenizer" in caplog.text
         seq = make_seq(structured_outputs={"regex": "a"})
-        seq.request = replace(seq.request, eos_token_ids=frozenset({1}))
+        seq.eos_token_ids = frozenset({1})
         with pytest.raises(ValueError, match="cannot be had with this tokenizer"):
             manager.add([seq])
         seq = make_seq(structured_outputs={"choice": ["a"]}, stop_token_ids=[3])
