@@ -52,8 +52,6 @@ class NoDevice(PackedExecutor):
         super().__init__(setup.max_num_seqs, setup.max_num_seqs * -(-setup.max_model_len // setup.block_size), widths)
         self._die, self._free_at = random.Random(0), 0.0
 
-    def check(self) -> None: ...
-
     def shutdown(self) -> None: ...
 
     def expert_load(self) -> list[list[int]]:
@@ -65,9 +63,6 @@ class NoDevice(PackedExecutor):
         if self.seconds:  # steps follow each other on the device
             self._free_at = max(self._free_at, time.monotonic()) + self.seconds
         return Sampled(step.fields[Field.NUM_SAMPLES, : step.num_seqs].tolist(), self._die, self._free_at)
-
-    def _send_ahead(self, step: PackedStep) -> None:
-        raise NotImplementedError("nothing here has a grammar")
 
 
 def engine_over(device: type[NoDevice], config: EngineConfig) -> LLMEngine:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.scheduler import Scheduler
-from folovllm.executor.abstract import AsyncExecutor, Pending
+from folovllm.executor.abstract import Pending
+from folovllm.executor.packed_executor import PackedExecutor
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
 from folovllm.step.schedule import NothingScheduled, SchedulerOutput
@@ -32,7 +33,7 @@ class OverlappedEngine(LLMEngine):
     """An `LLMEngine` that starts a step before it takes in the tokens of the one before."""
 
     scheduler: Scheduler
-    executor: AsyncExecutor
+    executor: PackedExecutor
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
