@@ -44,7 +44,7 @@ from folovllm.engine.scheduler import (
 )
 from folovllm.engine.serial_scheduler import SerialScheduler
 from folovllm.engine.setup import set_up
-from folovllm.events import Events
+from folovllm.event_stream import Events
 from folovllm.executor.abstract import Executor
 from folovllm.executor.gpu_executor import GPUExecutor
 from folovllm.executor.packed_executor import LocalExecutor, PackedWorker

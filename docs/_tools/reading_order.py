@@ -26,6 +26,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("step/sampling_spec.py", "", ""),
         ("engine/serial_scheduler.py", "", ""),
         ("engine/step_builder.py", "", ""),
+        ("event_stream.py", "", ""),
         ("events.py", "", ""),
         ("watcher.py", "", ""),
         ("engine/stop.py", "engine/scheduler.py", "v1/core/sched/utils.py"),
