@@ -52,13 +52,6 @@ class Events:
         """Note what happened. Callers check first that there is a listener (`on`): else they make no event at all."""
         self._pending.append(event)
 
-    def __enter__(self) -> None:
-        """Begin a step."""
-
-    def __exit__(self, *_: object) -> None:
-        """End a step and hand over what happened, after an error too: listeners then see how it came about."""
-        self.drain()
-
     def drain(self) -> None:
         """Hand over what has happened since the last time, in its order."""
         if self._pending:

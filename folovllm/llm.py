@@ -13,11 +13,10 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from folovllm.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
-from folovllm.build import make_engine
 from folovllm.chat_template import Message, as_conversations, render
 from folovllm.config import EngineConfig
 from folovllm.engine.input_processor import encode_within
-from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.llm_engine import LLMEngine, make_engine
 from folovllm.events import Event, StepEnded
 from folovllm.inputs import Prompt, Request, TokensPrompt, as_requests
 from folovllm.interrupts import Answers, Interrupted, interrupts

@@ -16,7 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 from folovllm import LLM, EngineConfig, SamplingParams, build
-from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.llm_engine import LLMEngine, make_engine
 from folovllm.executor.packed_executor import PackedExecutor
 from folovllm.setup import EngineSetup
 from folovllm.step.packed import Field, PackedStep
@@ -66,9 +66,9 @@ class NoDevice(PackedExecutor):
 
 
 def engine_over(device: type[NoDevice], config: EngineConfig) -> LLMEngine:
-    """An engine as `build.make_engine` makes it, but for the device."""
+    """An engine as `make_engine` makes it, but for the device."""
     with patch.object(build, "make_executor", device):
-        return build.make_engine(config)
+        return make_engine(config)
 
 
 class Loop:

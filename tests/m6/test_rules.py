@@ -10,9 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from folovllm.build import make_engine
 from folovllm.config import EngineConfig
-from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.llm_engine import LLMEngine, make_engine
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts, tiny_checkpoint
 from tests.m6.test_overlap import assert_clean
