@@ -7,8 +7,8 @@ from numbers import Real
 from typing import Any
 
 from folovllm import electives
-from folovllm.require import is_whole
-from folovllm.vllm_arguments import ENGINE, also_takes
+from folovllm.require import also_takes, is_whole
+from folovllm.vllm_arguments import ENGINE
 
 DEFAULT_MODEL = "stories-5m"  # embedded in the package
 DEFAULT_MAX_MODEL_LEN = 4096

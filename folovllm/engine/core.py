@@ -39,6 +39,12 @@ class EngineCore:
         self.output = OutputProcessor(faults)
         self.num_steps = self.num_preemptions = 0
         self._faults = faults
+        self.has_grammars = False  # whether a request ever had one; until then no step asks the mask
+
+    def add_grammar(self, seqs: list[Sequence]) -> None:
+        """Begin with the sequences of a request for structured output. Raises ValueError if what it asks for cannot be had."""
+        self.logits_mask.add(seqs)
+        self.has_grammars = True
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work."""
@@ -61,11 +67,14 @@ class EngineCore:
             seqs = self.scheduler.sequences(output)
             outputs = self._take_in(output, seqs, self._compute(output, seqs), start)
         finally:
-            self.events.drain()  # after an error, too: listeners then see how it came about
+            if self.events.on:  # after an error, too: listeners then see how it came about
+                self.events.drain()
         return self._report(outputs)
 
     def _compute(self, output: SchedulerOutput, seqs: list[Sequence]) -> StepResult:
         """Compute a step and sample. With structured output, apply the token bitmask and pass the sampled tokens to the grammar."""
+        if not self.has_grammars:
+            return self.executor.execute_model(output)
         if self.logits_mask.needs_mask(output, seqs):
             output = replace(output, masks=self.logits_mask.bitmasks(output, seqs))
         result = self.executor.execute_model(output)
@@ -78,12 +87,12 @@ class EngineCore:
         """Hand the tokens of a step that began at `start` to their sequences; returns what is new."""
         arrived = time.monotonic()
         alive = [i for i, seq in enumerate(seqs) if not seq.status.is_finished]
-        broken = self.logits_mask.broken(
-            seqs
-        )  # tokens from before the grammar failed still count, and may end an answer
+        # Tokens from before a grammar failed still count, and may end an answer.
+        broken = self.logits_mask.broken(seqs) if self.has_grammars else []
         counts = [i for i in alive if result.token_ids[i] or seqs[i] not in broken]
         updated = self._faults.each(self.scheduler.postprocess, [(seqs[i], result.token_ids[i]) for i in counts])
-        broken = self.logits_mask.broken(broken)
+        if broken:
+            broken = self.logits_mask.broken(broken)
         if result.logprobs:
             for i in alive:
                 if i in result.logprobs:
@@ -98,7 +107,8 @@ class EngineCore:
             self.events.emit(StepEnded(self.num_steps, start, arrived, now, output, result, waiting, used))
             for seq in (seqs[i] for i in alive if seqs[i].status.is_finished):
                 self.events.emit(Finished(seq.seq_id, seq.status.value))
-        self._give_up(broken)
+        if broken:
+            self._give_up(broken)
         self.num_steps += 1
         self.num_preemptions += len(output.preempted)
         outputs = self.output.outputs([*updated, *broken], now)
@@ -119,8 +129,7 @@ class EngineCore:
             logger.warning("request %s ends early: its answer can no longer satisfy its grammar", seq.request_id)
             if self.events.on:
                 self.events.emit(GivenUp(seq.seq_id))
-        if broken:
-            self.scheduler.abort(*broken)
+        self.scheduler.abort(*broken)
 
     def end(self, request_ids: Collection[str]) -> list[RequestState]:
         """End those of the requests that are being served; returns what there is of them."""

@@ -27,9 +27,10 @@ from folovllm.models.files import load_tokenizer
 from folovllm.outputs import RequestOutput
 from folovllm.quick_tokenizer import whole
 from folovllm.request import Request, Sequence, SequenceStatus
+from folovllm.require import also_takes
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 from folovllm.setup import EngineSetup
-from folovllm.vllm_arguments import GENERATE, REQUEST, also_takes
+from folovllm.vllm_arguments import GENERATE, REQUEST
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -135,7 +136,8 @@ class LLMEngine:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
 
     def _add(self, seqs: list[Sequence], kind: RequestOutputKind) -> None:
-        self.core.logits_mask.add(seqs)
+        if seqs[0].params.structured_outputs is not None:
+            self.core.add_grammar(seqs)
         request_id = seqs[0].request_id
         state = RequestState(request_id, seqs, kind, time.monotonic())
         if self.events.on:

@@ -53,7 +53,8 @@ class OverlappedEngine(EngineCore):
         try:
             outputs = self.step_overlapped()
         finally:
-            self.events.drain()
+            if self.events.on:
+                self.events.drain()
         outputs = self._report(outputs)
         idle = self._in_flight is None and self.num_steps == before and not self.scheduler.has_preempted
         if idle and self.has_unfinished_requests():
@@ -88,7 +89,7 @@ class OverlappedEngine(EngineCore):
         that are still in flight. So the device has work while the host waits for these.
         """
         seqs = self.scheduler.sequences(output)
-        if self.logits_mask.needs_mask(output, seqs):
+        if self.has_grammars and self.logits_mask.needs_mask(output, seqs):
             self.executor.forward(output)
             started = self._unsampled = InFlight(output, seqs, None, time.monotonic())
         else:
@@ -109,7 +110,8 @@ class OverlappedEngine(EngineCore):
         assert step.pending is not None
         result = step.pending.wait()
         self._in_flight = None  # only now: what cannot arrive is an error in every later step too
-        self.logits_mask.accept_tokens(step.seqs, result.token_ids)
+        if self.has_grammars:
+            self.logits_mask.accept_tokens(step.seqs, result.token_ids)
         self._sample_deferred()
         start, self._last_arrival = max(step.start, self._last_arrival), time.monotonic()
         return self._take_in(step.output, step.seqs, result, start)

@@ -217,7 +217,7 @@ class TestOthers:
         made = make_engine(EngineConfig(model=str(tiny_checkpoint()), device="cpu", use_tqdm=False, max_model_len=64))
         assert isinstance(made.core, OverlappedEngine)
         happened: list[str] = []
-        for owner, name in ((made.executor, "forward"), (made.executor, "sample"), (made, "_take_in")):
+        for owner, name in ((made.executor, "forward"), (made.executor, "sample"), (made.core, "_take_in")):
             inner = getattr(owner, name)
             spy = lambda *args, name=name, inner=inner: (happened.append(name), inner(*args))[1]  # noqa: E731
             monkeypatch.setattr(owner, name, spy)
