@@ -11,9 +11,8 @@ from folovllm.engine.llm_engine import LLMEngine
 from folovllm.inputs import Prompt, TokensPrompt, as_prompt_list, parse_prompt
 from folovllm.models.files import eos_token_ids
 from folovllm.outputs import RequestOutput
-from folovllm.require import require
+from folovllm.require import also_takes, require
 from folovllm.sampling_params import SamplingParams
-from folovllm.vllm_arguments import also_takes
 
 Generate = Callable[[list[TokensPrompt], SamplingParams], list[RequestOutput]]
 

@@ -7,10 +7,8 @@ milestone brought which class. No other code asks for a milestone. In some place
 
 from __future__ import annotations
 
-import gc
 import os
-import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +25,8 @@ from folovllm.cache.slot_manager import SlotManager
 from folovllm.config import EngineConfig
 from folovllm.distributed.group import Group
 from folovllm.distributed.sharding import local_config
-from folovllm.engine.cpu_threads import largest_product, use_threads
-from folovllm.engine.input_processor import InputProcessor
-from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.core import EngineCore
+from folovllm.engine.cpu_threads import largest_product
 from folovllm.engine.logits_mask import LogitsMask
 from folovllm.engine.overlap import OverlappedEngine
 from folovllm.engine.scheduler import (
@@ -43,8 +40,7 @@ from folovllm.engine.scheduler import (
     whole_prompt,
 )
 from folovllm.engine.serial_scheduler import SerialScheduler
-from folovllm.engine.setup import set_up
-from folovllm.events import Events
+from folovllm.event_stream import Events
 from folovllm.executor.abstract import Executor
 from folovllm.executor.gpu_executor import GPUExecutor
 from folovllm.executor.packed_executor import LocalExecutor, PackedWorker
@@ -52,7 +48,6 @@ from folovllm.extensions import Extension, extension_of, make_logits_mask
 from folovllm.faults import Faults
 from folovllm.files import cache_dir
 from folovllm.layers.layer_set import LayerSet
-from folovllm.models.files import load_tokenizer
 from folovllm.sample.sampler import Sampler
 from folovllm.sample.sampler_state import SamplerState
 from folovllm.setup import EngineSetup
@@ -67,68 +62,46 @@ from folovllm.worker.step_sampler import LocalSampler, StepSampler, TensorParall
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from folovllm.extensions import MakeScheduler
     from folovllm.kernels.cpu.ops import CpuKernels
 
 LARGE = 50_000_000  # bytes of weights: below this, kernels for a CPU gain less than their compiling takes
 
 
-@dataclass(slots=True, frozen=True)
-class Parts:
-    """The parts of an engine. `folovllm.build` decides which class stands in each place."""
-
-    setup: EngineSetup
-    num_threads: int | None
-    tokenizer: PreTrainedTokenizerBase
-    processor: InputProcessor
-    executor: Executor
-    scheduler: SchedulerLike
-    events: Events
-    faults: Faults
-    logits_mask: LogitsMask
-    extension: Extension
-
-
-def make_engine(config: EngineConfig) -> LLMEngine:
-    """The engine with the loop that the configuration asks for: a step at a time (M1), or one ahead (M6)."""
-    engine = OverlappedEngine(config) if config.async_scheduling else LLMEngine(config)
-    gc.collect()
-    gc.freeze()  # what exists by now stays: a collection that searched it again would stall a step
-    weakref.finalize(engine, gc.unfreeze).atexit = False  # what refers to itself is collected only if thawed
-    return engine
-
-
-def put_together(config: EngineConfig) -> Parts:
-    """Make the parts of an engine.
-
-    Raises:
-        ValueError: the configuration cannot be served. Most causes are found before the weights are loaded.
-    """
+def load_builders(config: EngineConfig) -> None:
+    """Import the components that a learner wrote. Raises what `builders.load` raises, before any work."""
     for name in config.builder_names:
         builders.load(name)
-    setup = set_up(config)
-    num_threads = use_threads(setup)
-    tokenizer = load_tokenizer(setup.path, config)
-    processor = InputProcessor(setup, tokenizer)  # reads small files, which may be damaged: so before the weights
+
+
+def make_extension(setup: EngineSetup) -> Extension:
+    """Make the extension that the configuration asks for (`folovllm.extensions`), and what it needs before the executor is made."""
     extension = extension_of(setup)
     extension.prepare()
-    executor = make_executor(setup, extension)
+    return extension
+
+
+def make_core(
+    setup: EngineSetup, extension: Extension, executor: Executor, tokenizer: PreTrainedTokenizerBase
+) -> EngineCore:
+    """Make the loop, a step at a time (M1) or one ahead (M6), and its scheduler."""
     events, faults = Events(), Faults()
     mask = make_logits_mask(tokenizer, setup.vocab_size, faults)
-    kind = extension.scheduler(Scheduler, executor, mask)
-    scheduler = make_scheduler(setup, executor.num_kv_blocks, events, kind)
-    return Parts(setup, num_threads, tokenizer, processor, executor, scheduler, events, faults, mask, extension)
+    scheduler = make_scheduler(setup, extension, executor, mask, events)
+    kind = OverlappedEngine if setup.config.async_scheduling else EngineCore
+    return kind(scheduler, executor, events, mask, faults)
 
 
-def make_scheduler(setup: EngineSetup, num_kv_blocks: int, events: Events, kind: MakeScheduler) -> SchedulerLike:
-    """Make the scheduler: one request after the other (M1), or a batch that changes at every step (`kind`, M2)."""
+def make_scheduler(
+    setup: EngineSetup, extension: Extension, executor: Executor, mask: LogitsMask, events: Events
+) -> SchedulerLike:
+    """Make the scheduler: one request after the other (M1), or a batch that changes at every step (M2)."""
     config = setup.config
     if config.kv_cache == "growing":
         return SerialScheduler(events)
-    kv = sliding(cache_manager(config), setup.hf_config)(num_kv_blocks, setup.block_size, events)
+    kv = sliding(cache_manager(config), setup.hf_config)(executor.num_kv_blocks, setup.block_size, events)
     if own := learners(config, "scheduler"):
         return own(kv, setup.max_num_seqs, setup.max_num_batched_tokens, tokens_of_step(config))
-    return kind(
+    return extension.scheduler(Scheduler, executor, mask)(
         kv=kv,
         max_num_seqs=setup.max_num_seqs,
         max_num_batched_tokens=setup.max_num_batched_tokens,

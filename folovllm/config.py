@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from numbers import Real
 from typing import Any
 
 from folovllm import electives
-from folovllm.require import is_whole
-from folovllm.vllm_arguments import ENGINE, also_takes
+from folovllm.require import also_takes, is_whole
+from folovllm.vllm_arguments import ENGINE
 
 DEFAULT_MODEL = "stories-5m"  # embedded in the package
 DEFAULT_MAX_MODEL_LEN = 4096
@@ -232,50 +231,6 @@ class EngineConfig:
         return budget
 
 
-@dataclass(slots=True, frozen=True)
-class BuilderPlace:
-    """Where a component that a learner wrote can stand (`folovllm.builders`)."""
-
-    symbol: str  # its name in the learner's file
-    fits: Callable[[EngineConfig], bool]  # whether an engine of this configuration has the place
-    needs: str  # what to say if it has not
-
-
-BUILDERS = {
-    "decode_loop": BuilderPlace(
-        "DecodeLoop",
-        lambda c: c.kv_cache == "growing" and c.model_impl == "native",
-        'drives our own layers, one request at a time: take milestone="m1" and model_impl="native"',
-    ),
-    "scheduler": BuilderPlace(
-        "Scheduler",
-        lambda c: c.kv_cache == "slots" and c.scheduling == "fcfs",
-        'hands out slots by a rule of its own: take milestone="m2", or kv_cache="slots", and leave scheduling="fcfs"',
-    ),
-    "block_manager": BuilderPlace(
-        "BlockManager",
-        lambda c: c.kv_cache == "paged" and not c.enable_prefix_caching,
-        'hands out blocks and finds no prefixes: take milestone="m3" or "m4", or enable_prefix_caching=False',
-    ),
-    "prefill": BuilderPlace(
-        "prefill",
-        lambda c: (c.kv_cache, c.attention_backend, c.kv_cache_dtype) == ("paged", "triton", "auto"),
-        'is a kernel of the Triton backend and reads no 8 bits: take milestone="m4" or later, attention_backend="triton", '
-        'and kv_cache_dtype="auto"',
-    ),
-    "prefix_cache": BuilderPlace(
-        "PrefixCache",
-        lambda c: bool(c.enable_prefix_caching),
-        'finds prefixes: take milestone="m5" or later, or enable_prefix_caching=True',
-    ),
-    "graph_cache": BuilderPlace(
-        "GraphCache",
-        lambda c: c.enforce_eager is False,
-        'keeps captured steps: take milestone="m6", or enforce_eager=False',
-    ),
-}
-
-
 def check_kinds(config: EngineConfig) -> None:
     """Raise ValueError if a text, switch or fraction has another type: any text would count as True. Whole numbers: `check_values`."""
     for own in fields(config):
@@ -340,11 +295,11 @@ def check_combinations(config: EngineConfig) -> None:
         raise ValueError("speculative_config needs steps of several tokens: take milestone m2 or later")
     if config.speculative_config is not None and "scheduler" in config.builder_names:
         raise ValueError("speculative_config needs the engine's own scheduler: leave it out of builders")
-    for name in config.builder_names:
-        if name not in BUILDERS:
-            raise ValueError(f"unknown builder {name!r}: choose one of {', '.join(BUILDERS)}")
-        if not BUILDERS[name].fits(config):
-            raise ValueError(f"the builder {name!r} {BUILDERS[name].needs}")
+    if config.builder_names:
+        from folovllm import builders  # here, for few engines have any
+
+        for name in config.builder_names:
+            builders.require_place(name, config)
 
 
 EngineArgs = EngineConfig  # vLLM's name

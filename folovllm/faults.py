@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from operator import length_hint
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -57,9 +57,13 @@ class Faults:
             log_fault(seq.request_id, error)
             self.of[seq.request_id] = error
 
-    def at(self, seq: Sequence) -> NoteFault:
+    @contextmanager
+    def at(self, seq: Sequence) -> Iterator[None]:
         """A context: an exception in it is a fault of the request of `seq`, and goes no further."""
-        return NoteFault(self, seq)
+        try:
+            yield
+        except BaseException as error:
+            self.note(seq, error)
 
     def each(self, work: Callable[[Iterable[Pair]], list[Sequence]], pairs: list[Pair]) -> list[Sequence]:
         """Return `work(pairs)`. If it raises at a pair, that is a fault of the pair's request; `work` gets the pairs behind it.
@@ -84,20 +88,3 @@ class Faults:
         failed, self.of = self.of, {}
         others = [output for output in outputs if output.request_id not in failed]
         raise RequestFailed(failed, others) from next(iter(failed.values()))
-
-
-class NoteFault:
-    """What `Faults.at` returns."""
-
-    __slots__ = ("_faults", "_seq")
-
-    def __init__(self, faults: Faults, seq: Sequence) -> None:
-        self._faults, self._seq = faults, seq
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> bool:
-        if error is not None:
-            self._faults.note(self._seq, error)
-        return True

@@ -13,18 +13,18 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from folovllm.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
-from folovllm.build import make_engine
 from folovllm.chat_template import Message, as_conversations, render
 from folovllm.config import EngineConfig
 from folovllm.engine.input_processor import encode_within
-from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.llm_engine import LLMEngine, make_engine
 from folovllm.events import Event, StepEnded
 from folovllm.inputs import Prompt, Request, TokensPrompt, as_requests
 from folovllm.interrupts import Answers, Interrupted, interrupts
 from folovllm.models.files import generation_defaults
 from folovllm.outputs import RequestOutput
+from folovllm.require import also_takes
 from folovllm.sampling_params import SamplingParams
-from folovllm.vllm_arguments import REQUEST, also_takes
+from folovllm.vllm_arguments import REQUEST
 
 
 class LLM:

@@ -82,35 +82,21 @@ class Sequence:
     logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)  # of the answer's tokens, if asked for
     prompt_logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)  # those that have come
     seq_id: int = field(default_factory=_numbers.__next__)  # unique; an earlier sequence has a smaller one
+    request_id: str = field(init=False)  # the request's, as the next three: each is read several times a token
+    params: SamplingParams = field(init=False)
+    max_tokens: int = field(init=False)
+    eos_token_ids: frozenset[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     num_tokens: int = field(init=False)  # of the prompt and of the answer so far
     _token_ids: TokenIds = field(init=False)
 
     def __post_init__(self) -> None:
-        prompt = self.request.prompt_token_ids
+        request, prompt = self.request, self.request.prompt_token_ids
+        self.request_id, self.params = request.request_id, request.params
+        self.max_tokens, self.eos_token_ids = request.max_tokens, request.eos_token_ids
         self.num_prompt_tokens = self.num_tokens = len(prompt)
-        self._token_ids = np.empty(self.num_tokens + self.request.max_tokens, np.int32)
+        self._token_ids = np.empty(self.num_tokens + self.max_tokens, np.int32)
         self._token_ids[: self.num_tokens] = prompt
-
-    @property
-    def request_id(self) -> str:
-        """The name of the request; all its answers have it."""
-        return self.request.request_id
-
-    @property
-    def params(self) -> SamplingParams:
-        """How to sample, and when to stop."""
-        return self.request.params
-
-    @property
-    def max_tokens(self) -> int:
-        """The longest answer; prompt and answer fit into the context."""
-        return self.request.max_tokens
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """The ids that end a text of this model."""
-        return self.request.eos_token_ids
 
     @property
     def seed(self) -> int:

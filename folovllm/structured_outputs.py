@@ -7,7 +7,8 @@ import reprlib
 from dataclasses import dataclass
 from typing import Any
 
-from folovllm.vllm_arguments import STRUCTURED, also_takes
+from folovllm.require import also_takes
+from folovllm.vllm_arguments import STRUCTURED
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 LONGEST = 1 << 16  # characters of a description: the engine waits while it is compiled, up to a second

@@ -7,11 +7,8 @@ Python's own TypeError.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-T = TypeVar("T", bound=Callable[..., Any])
 Neutral = dict[str, tuple[Any, ...] | None]  # by name, the values that change nothing
 
 ANY = None  # no value changes anything
@@ -104,30 +101,6 @@ INSTEAD = {  # what to say in place of "leave it out"
     "scheduling_policy": "say scheduling",
     "chat_template": "hand it to chat",
 }
-
-
-def also_takes(neutral: Neutral) -> Callable[[T], T]:
-    """Decorate a function, or a class for its constructor, to take the arguments of `neutral` beside its own.
-
-    Raises:
-        ValueError: by what is decorated, for one of them whose value would change something.
-    """
-
-    def decorate(target: T) -> T:
-        inner: Any = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
-
-        @functools.wraps(inner)
-        def outer(*args: Any, **given: Any) -> Any:
-            for name in neutral.keys() & given.keys():
-                refuse_unless_neutral(name, given.pop(name), neutral[name])
-            return inner(*args, **given)
-
-        if not isinstance(target, type):
-            return outer  # type: ignore[return-value]
-        target.__init__ = outer  # type: ignore[misc]
-        return target
-
-    return decorate
 
 
 def refuse_unless_neutral(name: str, value: Any, neutral: tuple[Any, ...] | None) -> None:

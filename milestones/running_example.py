@@ -136,8 +136,8 @@ class Run:
 
 def engine_for(milestone: str, **overrides: Any) -> LLMEngine:
     """An engine as the example sets it up. `overrides` are fields of `EngineConfig`."""
-    from folovllm.build import make_engine
     from folovllm.config import EngineConfig
+    from folovllm.engine.llm_engine import make_engine
 
     options: dict[str, Any] = (
         {"device": "cpu", "num_threads": 1, "use_tqdm": False} | example().engine[milestone] | overrides

@@ -16,7 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 from folovllm import LLM, EngineConfig, SamplingParams, build
-from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.llm_engine import LLMEngine, make_engine
 from folovllm.executor.packed_executor import PackedExecutor
 from folovllm.setup import EngineSetup
 from folovllm.step.packed import Field, PackedStep
@@ -52,8 +52,6 @@ class NoDevice(PackedExecutor):
         super().__init__(setup.max_num_seqs, setup.max_num_seqs * -(-setup.max_model_len // setup.block_size), widths)
         self._die, self._free_at = random.Random(0), 0.0
 
-    def check(self) -> None: ...
-
     def shutdown(self) -> None: ...
 
     def expert_load(self) -> list[list[int]]:
@@ -66,14 +64,11 @@ class NoDevice(PackedExecutor):
             self._free_at = max(self._free_at, time.monotonic()) + self.seconds
         return Sampled(step.fields[Field.NUM_SAMPLES, : step.num_seqs].tolist(), self._die, self._free_at)
 
-    def _send_ahead(self, step: PackedStep) -> None:
-        raise NotImplementedError("nothing here has a grammar")
-
 
 def engine_over(device: type[NoDevice], config: EngineConfig) -> LLMEngine:
-    """An engine as `build.make_engine` makes it, but for the device."""
+    """An engine as `make_engine` makes it, but for the device."""
     with patch.object(build, "make_executor", device):
-        return build.make_engine(config)
+        return make_engine(config)
 
 
 class Loop:

@@ -141,12 +141,12 @@ def main() -> None:
 
 def watch_phases(clock: Clock) -> None:
     """Let the engine's calls be phases."""
-    from folovllm import build
+    from folovllm.engine import llm_engine
     from folovllm.worker.graph_runner import GraphRunner
     from folovllm.worker.model_runner import ModelRunner
 
-    clock.watch(build, "set_up", "configuration")
-    clock.watch(build, "load_tokenizer", "tokenizer")
+    clock.watch(llm_engine, "set_up", "configuration")
+    clock.watch(llm_engine, "load_tokenizer", "tokenizer")
     for name, phase in PHASES.items():
         clock.watch(ModelRunner if name == "fit_kv_cache" else GraphRunner, name, phase)
 

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from folovllm.build import make_engine
 from folovllm.config import EngineConfig
-from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.llm_engine import LLMEngine, make_engine
 from folovllm.inspector.recorder import Recorder
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.schedule import SchedulerOutput, StepResult

@@ -27,6 +27,10 @@ REQUEST = {  # in the order in which a reader meets them: what each field says; 
 }
 SEQUENCE = {  # the same order; who writes each field, and what it says
     "request": ("the input processor", "what was asked for; all answers to one prompt share it"),
+    "request_id": ("the sequence itself", "the request's, as the next three: each is read several times a token"),
+    "params": ("the sequence itself", "how to sample, and when to stop"),
+    "max_tokens": ("the sequence itself", "the longest answer; prompt and answer fit into the context"),
+    "eos_token_ids": ("the sequence itself", "ids that end a text of this model"),
     "index": ("the input processor", "which of the `n` answers to the prompt this is"),
     "seq_id": ("the sequence itself", "a number of its own; an earlier sequence has a smaller one"),
     "status": ("`start`, `requeue`, `finish`", "WAITING, RUNNING or one of FINISHED_*: see below"),

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from folovllm.bench.workload import Workload
-from folovllm.build import make_engine
 from folovllm.config import EngineConfig
-from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.llm_engine import LLMEngine, make_engine
 from folovllm.engine.metrics import EngineStats, StepLog
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams

@@ -6,10 +6,62 @@ the engine's own. `folovllm.build` asks here, in the driver and in each rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from folovllm.config import BUILDERS
+
+@dataclass(slots=True, frozen=True)
+class BuilderPlace:
+    """Where a component that a learner wrote can stand (`folovllm.builders`)."""
+
+    symbol: str  # its name in the learner's file
+    fits: Callable[[Any], bool]  # whether an engine of this configuration (`EngineConfig`) has the place
+    needs: str  # what to say if it has not
+
+
+BUILDERS = {
+    "decode_loop": BuilderPlace(
+        "DecodeLoop",
+        lambda c: c.kv_cache == "growing" and c.model_impl == "native",
+        'drives our own layers, one request at a time: take milestone="m1" and model_impl="native"',
+    ),
+    "scheduler": BuilderPlace(
+        "Scheduler",
+        lambda c: c.kv_cache == "slots" and c.scheduling == "fcfs",
+        'hands out slots by a rule of its own: take milestone="m2", or kv_cache="slots", and leave scheduling="fcfs"',
+    ),
+    "block_manager": BuilderPlace(
+        "BlockManager",
+        lambda c: c.kv_cache == "paged" and not c.enable_prefix_caching,
+        'hands out blocks and finds no prefixes: take milestone="m3" or "m4", or enable_prefix_caching=False',
+    ),
+    "prefill": BuilderPlace(
+        "prefill",
+        lambda c: (c.kv_cache, c.attention_backend, c.kv_cache_dtype) == ("paged", "triton", "auto"),
+        'is a kernel of the Triton backend and reads no 8 bits: take milestone="m4" or later, attention_backend="triton", '
+        'and kv_cache_dtype="auto"',
+    ),
+    "prefix_cache": BuilderPlace(
+        "PrefixCache",
+        lambda c: bool(c.enable_prefix_caching),
+        'finds prefixes: take milestone="m5" or later, or enable_prefix_caching=True',
+    ),
+    "graph_cache": BuilderPlace(
+        "GraphCache",
+        lambda c: c.enforce_eager is False,
+        'keeps captured steps: take milestone="m6", or enforce_eager=False',
+    ),
+}
+
+
+def require_place(name: str, config: Any) -> None:
+    """Raise ValueError if there is no such component, or an engine of this `EngineConfig` has no place for it."""
+    if name not in BUILDERS:
+        raise ValueError(f"unknown builder {name!r}: choose one of {', '.join(BUILDERS)}")
+    if not BUILDERS[name].fits(config):
+        raise ValueError(f"the builder {name!r} {BUILDERS[name].needs}")
 
 
 def load(name: str) -> Any:

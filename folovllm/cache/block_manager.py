@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from folovllm.cache.free_list import Block, FreeList, prepend
 from folovllm.cache.manager import KVCacheManager
-from folovllm.events import BlockState, BlockTaken, Events, TableCut, TableFreed
+from folovllm.event_stream import Events
+from folovllm.events import BlockState, BlockTaken, TableCut, TableFreed
 from folovllm.request import Sequence, SequenceStatus
 
 WATERMARK = 0.01  # share of the blocks that an admission leaves free for the sequences that run already

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from folovllm.events import BlockClaimed, BlockFreed, Events
+from folovllm.event_stream import Events
+from folovllm.events import BlockClaimed, BlockFreed
 
 
 @dataclass(slots=True, eq=False)

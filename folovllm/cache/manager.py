@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from folovllm.events import BlockState, Events
+from folovllm.event_stream import Events
+from folovllm.events import BlockState
 from folovllm.request import Sequence
 
 

@@ -14,7 +14,8 @@ import xxhash
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.free_list import Block
 from folovllm.cache.manager import PrefixCacheStats
-from folovllm.events import BlockAdopted, BlockCached, BlockEvicted, Events, PrefixHit
+from folovllm.event_stream import Events
+from folovllm.events import BlockAdopted, BlockCached, BlockEvicted, PrefixHit
 from folovllm.request import CachedPrefix, Sequence, SequenceStatus
 from folovllm.step.sampling_spec import TokenIds
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.manager import KVCacheManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager, notes_of
-from folovllm.events import BlockPassed, Events
+from folovllm.event_stream import Events
+from folovllm.events import BlockPassed
 from folovllm.model_config import window_of
 from folovllm.request import Sequence
 

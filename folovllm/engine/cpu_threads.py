@@ -53,7 +53,7 @@ def use_threads(setup: EngineSetup) -> int | None:
         return None
     if asked is not None and asked > cores:
         raise ValueError(f"num_threads {asked} is more than the {cores} cores of this machine: lower it")
-    _process.chosen = asked or choose_threads(setup, min(limit, num_cores()))
+    _process.chosen = asked or choose_threads(setup, limit)
     torch.set_num_threads(_process.chosen)
     if asked is None:
         logger.info("num_threads is %d (torch's own limit: %d)", _process.chosen, limit)
@@ -69,11 +69,18 @@ def most_threads() -> int:
 
 
 def choose_threads(setup: EngineSetup, limit: int) -> int:
-    """One for a small model; else double the number as long as that makes the largest product of a layer faster."""
+    """One for a small model; else double the number as long as that makes the largest product of a layer faster.
+
+    The numbers are those of all ranks together, at most `limit` and the cores that this process may use.
+    """
     ranks = 1 if "TORCHELASTIC_RUN_ID" in os.environ else setup.config.tensor_parallel_size  # torchrun's divide nothing
     outputs, inputs = largest_product(setup, ranks)
+    is_small = outputs * inputs < SMALL
+    if is_small and ranks == 1:
+        return 1
+    limit = min(limit, num_cores())
     best, most = 1, limit // ranks
-    if outputs * inputs < SMALL or most < 2:
+    if is_small or most < 2:
         return min(limit, ranks)
     x = torch.ones(ROWS, inputs, dtype=setup.dtype)
     weight = torch.ones(max(1, min(outputs, MOST_TIMED // inputs)), inputs, dtype=setup.dtype)

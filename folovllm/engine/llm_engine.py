@@ -3,44 +3,37 @@
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import time
-from collections.abc import Collection, Iterable
+import weakref
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
+from folovllm import build
 from folovllm.cache.manager import KVCacheManager, PrefixCacheStats
 from folovllm.config import EngineConfig, ModelConfig
+from folovllm.engine.cpu_threads import use_threads
+from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.metrics import EngineStats, StepLog, StepStats, engine_stats
-from folovllm.engine.output_processor import OutputProcessor, RequestState
-from folovllm.events import (
-    ExpertsAsked,
-    Finished,
-    GivenUp,
-    Listener,
-    RequestAdded,
-    SequenceState,
-    Snapshot,
-    StepEnded,
-)
+from folovllm.engine.output_processor import RequestState
+from folovllm.engine.setup import set_up
+from folovllm.events import ExpertsAsked, Listener, RequestAdded, SequenceState, Snapshot
 from folovllm.faults import log_fault
 from folovllm.inputs import Prompt, as_requests, is_one_prompt
+from folovllm.models.files import load_tokenizer
 from folovllm.outputs import RequestOutput
 from folovllm.quick_tokenizer import whole
 from folovllm.request import Request, Sequence, SequenceStatus
+from folovllm.require import also_takes
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 from folovllm.setup import EngineSetup
-from folovllm.step.schedule import SchedulerOutput, StepResult
-from folovllm.vllm_arguments import GENERATE, REQUEST, also_takes
+from folovllm.vllm_arguments import GENERATE, REQUEST
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-logger = logging.getLogger("folovllm")
 
 
 class LLMEngine:
@@ -55,35 +48,28 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig | ModelConfig, **overrides: Any) -> None:
         """Raises ValueError if `config` cannot be served; most causes are found before the weights are loaded."""
-        from folovllm.build import put_together  # here, since it imports every part of the engine, this file too
-
         if isinstance(config, ModelConfig):
             config = config.for_engine(**overrides)
         elif overrides:
             raise ValueError(f"an EngineConfig says all: put {', '.join(overrides)} into it")
-        parts = put_together(config)
-        self.setup = parts.setup
-        self.num_threads = parts.num_threads
-        self.tokenizer = parts.tokenizer
-        self.executor = parts.executor
-        self.scheduler = parts.scheduler
-        self.events = parts.events
-        self._processor = parts.processor
-        self._logits_mask = parts.logits_mask
-        self._extension = parts.extension
-        self._faults = parts.faults
-        self._output = OutputProcessor(parts.faults)
+        build.load_builders(config)
+        self.setup = set_up(config)
+        self.num_threads = use_threads(self.setup)
+        self.tokenizer = load_tokenizer(self.setup.path, config)
+        self._processor = InputProcessor(
+            self.setup, self.tokenizer
+        )  # reads files, which may be damaged: so before the weights
+        self._extension = build.make_extension(self.setup)
+        self.executor = build.make_executor(self.setup, self._extension)
+        self.core = build.make_core(self.setup, self._extension, self.executor, self.tokenizer)
+        self.scheduler, self.events = self.core.scheduler, self.core.events
         self._log: StepLog | None = None
-        self._num_steps = 0
-        self._num_preemptions = 0
         self._is_closed = False
         self._process = os.getpid()
 
     @staticmethod
     def from_engine_args(engine_args: EngineConfig) -> LLMEngine:
-        """Make the engine with the loop that `engine_args` ask for: overlapping steps have a subclass."""
-        from folovllm.build import make_engine
-
+        """Make the engine, by vLLM's name."""
         return make_engine(engine_args)
 
     @also_takes(GENERATE)
@@ -146,22 +132,23 @@ class LLMEngine:
     def _require_new(self, request_id: str) -> None:
         """Raise RuntimeError if the engine was closed, ValueError if the id is in use."""
         self.require_open()
-        if request_id in self._output.requests:
+        if request_id in self.core.output.requests:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
 
     def _add(self, seqs: list[Sequence], kind: RequestOutputKind) -> None:
-        self._logits_mask.add(seqs)
+        if seqs[0].params.structured_outputs is not None:
+            self.core.add_grammar(seqs)
         request_id = seqs[0].request_id
         state = RequestState(request_id, seqs, kind, time.monotonic())
         if self.events.on:
             for event in [added(seq, state.metrics.arrival_time) for seq in seqs]:
                 self.events.emit(event)
-        self._output.requests[request_id] = state
+        self.core.output.requests[request_id] = state
         try:
             for seq in seqs:
                 self.scheduler.add(seq)
         except BaseException:
-            self._end([request_id])
+            self.core.end([request_id])
             raise
 
     @overload
@@ -177,33 +164,24 @@ class LLMEngine:
             ValueError: no request of this one id is being served.
         """
         if isinstance(request_id, str):
-            if request_id not in self._output.requests:
+            if request_id not in self.core.output.requests:
                 raise ValueError(f"there is no request {request_id!r} to abort: it has finished, or never was")
-            return self._end([request_id])[0].output()
+            return self.core.end([request_id])[0].output()
         outputs = []
-        for state in self._end(list(request_id)):
+        for state in self.core.end(list(request_id)):
             try:
                 outputs.append(state.output())
             except BaseException as error:
                 log_fault(state.request_id, error)
         return outputs
 
-    def _end(self, request_ids: Collection[str]) -> list[RequestState]:
-        """End those of the requests that are being served; returns what there is of them."""
-        states = [self._output.requests.pop(id_) for id_ in dict.fromkeys(request_ids) if id_ in self._output.requests]
-        self.scheduler.abort(*(seq for state in states for seq in state.seqs if not seq.status.is_finished))
-        self.events.drain()
-        for state in states:
-            state.note_progress(time.monotonic())
-        return states
-
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work."""
-        return bool(self._output.requests)
+        return bool(self.core.output.requests)
 
     def get_num_unfinished_requests(self) -> int:
         """How many requests are being served."""
-        return len(self._output.requests)
+        return len(self.core.output.requests)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer, which is transformers'."""
@@ -217,79 +195,11 @@ class LLMEngine:
                 complete: the engine goes on.
         """
         self.require_open()
-        if not self.has_unfinished_requests():
-            return []
-        with self.events:  # listeners hear of all this at the end
-            start = time.monotonic()
-            output = self.scheduler.schedule()
-            if (
-                output.preempted and not output.scheduled_seqs
-            ):  # sequences were preempted; the next step uses their blocks
-                return self._report([])
-            seqs = self.scheduler.sequences(output)
-            outputs = self._take_in(output, seqs, self._compute(output, seqs), start)
-        return self._report(outputs)
-
-    def _compute(self, output: SchedulerOutput, seqs: list[Sequence]) -> StepResult:
-        """Compute a step and sample. With structured output, apply the token bitmask and pass the sampled tokens to the grammar."""
-        if self._logits_mask.needs_mask(output, seqs):
-            output = replace(output, masks=self._logits_mask.bitmasks(output, seqs))
-        result = self.executor.execute_model(output)
-        self._logits_mask.accept_tokens(seqs, result.token_ids)
-        return result
-
-    def _take_in(
-        self, output: SchedulerOutput, seqs: list[Sequence], result: StepResult, start: float
-    ) -> list[RequestOutput]:
-        """Hand the tokens of a step that began at `start` to their sequences; returns what is new."""
-        arrived = time.monotonic()
-        alive = [i for i, seq in enumerate(seqs) if not seq.status.is_finished]
-        broken = self._logits_mask.broken(
-            seqs
-        )  # tokens from before the grammar failed still count, and may end an answer
-        counts = [i for i in alive if result.token_ids[i] or seqs[i] not in broken]
-        updated = self._faults.each(self.scheduler.postprocess, [(seqs[i], result.token_ids[i]) for i in counts])
-        broken = self._logits_mask.broken(broken)
-        if result.logprobs:
-            for i in alive:
-                if i in result.logprobs:
-                    with self._faults.at(seqs[i]):
-                        self._output.keep_logprobs(seqs[i], output.scheduled_seqs[i].scores, result.logprobs[i])
-        now = time.monotonic()
-        if self.events.on:
-            kv, waiting = self.scheduler.kv, len(self.scheduler.waiting)
-            used = 0 if kv is None else kv.num_used
-            if self.events.wants_experts:
-                self.events.emit(ExpertsAsked(self.expert_load()))
-            self.events.emit(StepEnded(self._num_steps, start, arrived, now, output, result, waiting, used))
-            for seq in (seqs[i] for i in alive if seqs[i].status.is_finished):
-                self.events.emit(Finished(seq.seq_id, seq.status.value))
-        self._give_up(broken)
-        self._num_steps += 1
-        self._num_preemptions += len(output.preempted)
-        outputs = self._output.outputs([*updated, *broken], now)
-        if self._faults.of:
-            self._end(self._faults.of)
-        return outputs
-
-    def _report(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """Return the outputs of a step. Raises `RequestFailed` if requests have failed; they have ended by then."""
-        if self._faults.of:
-            self._end(self._faults.of)
-        return self._faults.report(outputs)
-
-    def _give_up(self, broken: list[Sequence]) -> None:
-        """End answers that can no longer satisfy their grammar, with finish_reason "abort"."""
-        for seq in broken:
-            logger.warning("request %s ends early: its answer can no longer satisfy its grammar", seq.request_id)
-            if self.events.on:
-                self.events.emit(GivenUp(seq.seq_id))
-        if broken:
-            self.scheduler.abort(*broken)
+        return self.core.step()
 
     def prepare_structured_outputs(self) -> None:
         """Prepare for structured output. It takes about a second, for which the first such request would hold up all others."""
-        self._logits_mask.prepare(self._processor.eos_token_ids)
+        self.core.logits_mask.prepare(self._processor.eos_token_ids)
 
     def require_open(self) -> None:
         """Raise RuntimeError if the engine was closed, or if this process is a fork of the engine's.
@@ -315,7 +225,7 @@ class LLMEngine:
 
         With `experts`, what happened includes how often experts were asked (`ExpertsAsked`), where `count_experts` is set.
         """
-        state = snapshot(self.setup, self.scheduler.kv, self._num_steps, self._output.requests.values())
+        state = snapshot(self.setup, self.scheduler.kv, self.core.num_steps, self.core.output.requests.values())
         experts = experts and self.setup.config.count_experts
         self.events.subscribe(listener, state, experts)
         if experts:
@@ -343,7 +253,7 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """Requests and KV cache as they are now."""
         self.require_open()
-        return engine_stats(self.setup, self.scheduler, self._num_steps, self._num_preemptions)
+        return engine_stats(self.setup, self.scheduler, self.core.num_steps, self.core.num_preemptions)
 
     def expert_load(self) -> list[list[int]]:
         """How often each expert of each layer was asked since the start; waits for the steps under way.
@@ -376,12 +286,21 @@ class LLMEngine:
         if self._is_closed:
             return
         self._is_closed = True
-        self.abort_request(list(self._output.requests))
+        self.abort_request(list(self.core.output.requests))
         self.executor.shutdown()
         self._extension.close()
         gc.unfreeze()  # `make_engine` froze what refers to itself; only thawed can it be collected
         gc.collect()
         torch.cuda.empty_cache()  # to the card, for other programs
+
+
+def make_engine(config: EngineConfig) -> LLMEngine:
+    """Make an engine that no garbage collection stalls: it searches only what comes from here on."""
+    engine = LLMEngine(config)
+    gc.collect()
+    gc.freeze()  # what exists by now stays: a collection that searched it again would stall a step
+    weakref.finalize(engine, gc.unfreeze).atexit = False  # what refers to itself is collected only if thawed
+    return engine
 
 
 def snapshot(

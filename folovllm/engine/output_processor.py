@@ -58,8 +58,10 @@ class OutputProcessor:
             if finished:
                 del self.requests[request_id]
             if finished or state.streams:
-                with self._faults.at(state.seqs[0]):
+                try:  # as `Faults.at`, which costs time
                     outputs.append(state.output())
+                except BaseException as error:
+                    self._faults.note(state.seqs[0], error)
         return outputs
 
 
@@ -112,7 +114,7 @@ class RequestState:
             outputs=[
                 answer.report(deltas_alone, copy_later=not finished)
                 for answer in self._answers
-                if answer.has_news or not deltas_alone
+                if not deltas_alone or answer.has_news
             ],
             finished=finished,
             metrics=replace(self.metrics),  # a snapshot, as all the rest
@@ -185,7 +187,7 @@ class Answer:
         """Move the marks to what there is now; returns where they were."""
         old_chars, old_tokens, seq = self._num_chars, self._num_tokens, self._seq
         if not self._was_over:
-            self._num_chars, self._num_tokens = num_visible_chars(seq), seq.num_output_tokens
+            self._num_tokens, self._num_chars = seq.num_output_tokens, num_visible_chars(seq)
             self._was_over = seq.status.is_finished
             if seq.logprobs:
                 new = seq.logprobs[old_tokens : self._num_tokens]  # behind the end there may be more

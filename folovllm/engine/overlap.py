@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
-from folovllm.config import EngineConfig
-from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.core import EngineCore
 from folovllm.engine.scheduler import Scheduler
-from folovllm.executor.abstract import AsyncExecutor, Pending
+from folovllm.executor.abstract import Pending
+from folovllm.executor.packed_executor import PackedExecutor
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
 from folovllm.step.schedule import NothingScheduled, SchedulerOutput
@@ -28,14 +29,15 @@ class InFlight:
     start: float
 
 
-class OverlappedEngine(LLMEngine):
-    """An `LLMEngine` that starts a step before it takes in the tokens of the one before."""
+class OverlappedEngine(EngineCore):
+    """An `EngineCore` that starts a step before it takes in the tokens of the one before."""
 
     scheduler: Scheduler
-    executor: AsyncExecutor
+    executor: PackedExecutor
 
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
+    def __init__(self, *parts: Any) -> None:
+        """Takes the parts that `EngineCore` takes."""
+        super().__init__(*parts)
         self._in_flight: InFlight | None = None
         self._unsampled: InFlight | None = None  # started up to its logits
         self._last_arrival = 0.0
@@ -45,14 +47,16 @@ class OverlappedEngine(LLMEngine):
 
         Raises:
             NothingScheduled: neither is there.
-            RequestFailed: as `LLMEngine.step`.
+            RequestFailed: as `EngineCore.step`.
         """
-        self.require_open()
-        before = self._num_steps
-        with self.events:
+        before = self.num_steps
+        try:
             outputs = self.step_overlapped()
+        finally:
+            if self.events.on:
+                self.events.drain()
         outputs = self._report(outputs)
-        idle = self._in_flight is None and self._num_steps == before and not self.scheduler.has_preempted
+        idle = self._in_flight is None and self.num_steps == before and not self.scheduler.has_preempted
         if idle and self.has_unfinished_requests():
             raise NothingScheduled
         return outputs
@@ -85,7 +89,7 @@ class OverlappedEngine(LLMEngine):
         that are still in flight. So the device has work while the host waits for these.
         """
         seqs = self.scheduler.sequences(output)
-        if self._logits_mask.needs_mask(output, seqs):
+        if self.has_grammars and self.logits_mask.needs_mask(output, seqs):
             self.executor.forward(output)
             started = self._unsampled = InFlight(output, seqs, None, time.monotonic())
         else:
@@ -106,7 +110,8 @@ class OverlappedEngine(LLMEngine):
         assert step.pending is not None
         result = step.pending.wait()
         self._in_flight = None  # only now: what cannot arrive is an error in every later step too
-        self._logits_mask.accept_tokens(step.seqs, result.token_ids)
+        if self.has_grammars:
+            self.logits_mask.accept_tokens(step.seqs, result.token_ids)
         self._sample_deferred()
         start, self._last_arrival = max(step.start, self._last_arrival), time.monotonic()
         return self._take_in(step.output, step.seqs, result, start)
@@ -115,4 +120,4 @@ class OverlappedEngine(LLMEngine):
         """Let the waiting step sample, if there is one: the mask has taken in all tokens before its own."""
         if self._unsampled is not None:
             step, self._unsampled = self._unsampled, None
-            step.pending = self.executor.sample(self._logits_mask.bitmasks(step.output, step.seqs))
+            step.pending = self.executor.sample(self.logits_mask.bitmasks(step.output, step.seqs))

@@ -145,11 +145,10 @@ class Scheduler:
 
         That is so if a sequence may have to give way: its tokens are computed again, so the host must know all of them.
         """
-        budget, size = self._max_num_batched_tokens, self.kv.block_size
-        if self.kv.num_free > len(self.running) + budget // size:  # room for any step: no need to look closer
+        budget, size, num_free = self._max_num_batched_tokens, self.kv.block_size, self.kv.num_free
+        if num_free > len(self.running) + budget // size:  # room for any step: no need to look closer
             return False
-        most_blocks = sum(min(seq.num_uncomputed_tokens, budget) // size + 1 for seq in self.running)
-        return self.kv.num_free < most_blocks
+        return num_free < sum(min(seq.num_uncomputed_tokens, budget) // size + 1 for seq in self.running)
 
     def _grow(self, seq: Sequence, num_new_tokens: int, builder: StepBuilder) -> bool:
         """Find cache for a running sequence. Without a free block, sequences that rank behind it give way, and at last itself.

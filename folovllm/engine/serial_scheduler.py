@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 from folovllm.engine.step_builder import BatchRows, StepBuilder
 from folovllm.engine.stop import check_stop_conditions
-from folovllm.events import Aborted, Admitted, Events
+from folovllm.event_stream import Events
+from folovllm.events import Aborted, Admitted
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.step.schedule import SchedulerOutput
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from folovllm.events import Events, Refused, StepBegan
+from folovllm.event_stream import Events
+from folovllm.events import Refused, StepBegan
 from folovllm.request import Sequence
 from folovllm.step.sampling_spec import SamplingSpec
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, Scores

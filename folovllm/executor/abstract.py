@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Protocol
 
 from folovllm.step.schedule import SchedulerOutput, StepResult
-from folovllm.step.token_bitmask import TokenBitmasks
 
 
 class Pending(Protocol):
@@ -33,16 +32,3 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """Free the model and its cache. A second call does nothing."""
-
-
-class AsyncExecutor(Executor, Protocol):
-    """An executor that can start the next step before the last one has ended."""
-
-    def submit(self, output: SchedulerOutput) -> Pending:
-        """Start one step and return at once."""
-
-    def forward(self, output: SchedulerOutput) -> None:
-        """Start one step up to its logits and return at once. The next call must be `sample`."""
-
-    def sample(self, masks: TokenBitmasks) -> Pending:
-        """Sample for the step that `forward` started. Rows in `masks` sample only tokens that their mask allows."""

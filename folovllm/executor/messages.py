@@ -1,21 +1,19 @@
-"""Encodes steps and results as int32 numbers, so that they reach another process without pickling.
+"""Encodes steps and results as int32 numbers, which another process reads from a ring.
 
-Floats and 64-bit numbers are sent as their bits.
+A step goes in the layout that the device receives, without pickling: all ranks wait for it.
 """
 
 from __future__ import annotations
 
-from itertools import chain
+import pickle
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from folovllm.model_config import num_experts_of
 from folovllm.sampling_row import RowField, SamplingUpdate, line_width
 from folovllm.setup import EngineSetup
 from folovllm.step.packed import LINES, Field, Int32, PackedStep, Parts, Sample, split
-from folovllm.step.sampling_spec import Logprobs
-from folovllm.step.schedule import StepResult
 from folovllm.step.token_bitmask import TokenBitmasks
 
 STOP: Int32 = np.empty(0, np.int32)  # the last message
@@ -57,42 +55,22 @@ def decode_step(message: Int32) -> PackedStep | TokenBitmasks:
     )  # fmt: skip
 
 
-def encode_result(result: StepResult) -> Int32:
-    """Encode how many tokens were sampled for each sequence, the tokens, and log-probabilities where there are any."""
-    counts = [len(tokens) for tokens in result.token_ids]
-    parts = [np.array([len(counts), *counts, *chain.from_iterable(result.token_ids)], np.int32)]
-    for index, rows in result.logprobs.items():
-        for row in rows:
-            ids, values, ranks = zip(*row, strict=True)
-            parts += [np.array([index, len(row), *ids, *ranks], np.int32), np.array(values, np.float32).view(np.int32)]
-    return np.concatenate(parts)
+def encode_result(result: object) -> Int32:
+    """Encode what rank 0 sends back. Its lists are short, so that pickling them is faster than making arrays of them."""
+    data = pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
+    return np.frombuffer(data + bytes(-len(data) % 4), np.int32)
 
 
-def decode_result(message: Int32) -> StepResult:
+def decode_result(message: Int32) -> Any:
     """Decode what `encode_result` encoded."""
-    parts = _Reader(message)
-    counts = parts.take(int(parts.take(1)[0])).tolist()
-    tokens = [parts.take(count).tolist() for count in counts]
-    logprobs: dict[int, list[Logprobs]] = {}
-    while parts.left:
-        index, count = parts.take(2).tolist()
-        ids, ranks, values = parts.take(count).tolist(), parts.take(count).tolist(), parts.take(count).view(np.float32)
-        logprobs.setdefault(index, []).append(list(zip(ids, values.tolist(), ranks, strict=True)))
-    return StepResult(tokens, logprobs)
-
-
-def load_as_result(load: list[list[int]]) -> StepResult:
-    """Return the token counts of experts [L][E] as a result: the tokens of sequence l are layer l's 64-bit counts."""
-    return StepResult(np.array(load, np.int64).view(np.int32).tolist(), {})
-
-
-def result_as_load(result: StepResult) -> list[list[int]]:
-    """Return the token counts of experts [L][E] that `load_as_result` stored in a result."""
-    return np.array(result.token_ids, np.int32).view(np.int64).tolist()
+    return pickle.loads(message.tobytes())  # behind the end of the pickle nothing is read
 
 
 def longest_messages(setup: EngineSetup) -> tuple[int, int]:
-    """Return the largest number of int32 numbers in a step and in a result. Unused memory of a ring is never allocated."""
+    """Return the largest number of int32 numbers in a step and in a result. Unused memory of a ring is never allocated.
+
+    A result is counted as int32 numbers and doubled: a pickle takes up to 9 bytes for a number, and some for each list.
+    """
     rows, tokens, vocab_size = setup.max_num_seqs, setup.max_num_batched_tokens, setup.vocab_size
     blocks = -(-setup.max_model_len // setup.block_size)
     samples = rows + tokens  # at most: one a sequence, or with drafts one a token
@@ -100,20 +78,4 @@ def longest_messages(setup: EngineSetup) -> tuple[int, int]:
     per_score = 2 + 3 * (1 + min(setup.config.max_logprobs, vocab_size))
     load = 1 + setup.hf_config.num_hidden_layers * (1 + 2 * num_experts_of(setup.hf_config))
     result = 1 + rows * (4 + 3 * (vocab_size + 1)) + per_score * tokens
-    return HEADER + rows * per_row + 5 * tokens + (len(Sample) + 2) * samples, max(result, load)
-
-
-class _Reader:
-    """Reads a message from front to back."""
-
-    def __init__(self, message: Int32) -> None:
-        self._message = message
-        self._at = 0
-
-    @property
-    def left(self) -> int:
-        return len(self._message) - self._at
-
-    def take(self, count: int) -> npt.NDArray[np.int32]:
-        self._at += count
-        return self._message[self._at - count : self._at]
+    return HEADER + rows * per_row + 5 * tokens + (len(Sample) + 2) * samples, 2 * max(result, load)

@@ -10,6 +10,7 @@ import weakref
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,14 +23,12 @@ from folovllm.executor.messages import (
     encode_masks,
     encode_step,
     longest_messages,
-    result_as_load,
 )
 from folovllm.executor.packed_executor import PackedExecutor
 from folovllm.executor.rank import Assignment, Failure, MakeRank, Ready, spin_seconds
 from folovllm.executor.ring import Ring, wait_for
 from folovllm.setup import EngineSetup, plain
 from folovllm.step.packed import Int32, PackedStep
-from folovllm.step.schedule import StepResult
 from folovllm.step.token_bitmask import TokenBitmasks
 
 GRACE = 5.0  # seconds that ranks have to end by themselves
@@ -219,20 +218,17 @@ class MultiprocExecutor(PackedExecutor):
         return self._ranks.pids
 
     def expert_load(self) -> list[list[int]]:
-        self.check()
-        return result_as_load(self._ask(ASK_LOAD).wait())
-
-    def check(self) -> None:
-        """Raise `WorkerDied` if the ranks were ended."""
-        if not self._ranks.pids:
-            self._ranks.check()
+        counts: list[list[int]] = self._ask(ASK_LOAD).wait()
+        return counts
 
     def shutdown(self) -> None:
         """End the ranks. A second call does nothing."""
         self._end()
 
-    def _send(self, step: PackedStep | TokenBitmasks) -> RemoteStep:
-        """Start one step on all ranks and return at once. Raises `WorkerDied` if one of them has ended."""
+    def _send(self, step: PackedStep | TokenBitmasks) -> RemoteStep | None:
+        if isinstance(step, PackedStep) and step.defers_sampling:
+            self._write(encode_step(step))
+            return None
         return self._ask(encode_masks(step) if isinstance(step, TokenBitmasks) else encode_step(step))
 
     def _ask(self, message: Int32) -> RemoteStep:
@@ -240,10 +236,10 @@ class MultiprocExecutor(PackedExecutor):
         self._num_results += 1
         return RemoteStep(self._ranks, self._num_results - 1, self._spin)
 
-    def _send_ahead(self, step: PackedStep) -> None:
-        self._write(encode_step(step))
-
     def _write(self, message: Int32) -> None:
+        """Send a message to all ranks. Raises `WorkerDied` if one of them has ended."""
+        if not self._ranks.pids:
+            self._ranks.check()
         steps = self._ranks.steps
         wait_for(lambda: steps.has_room() or None, self._spin, self._ranks.check)
         steps.write(message)
@@ -257,7 +253,7 @@ class RemoteStep:
         self._number = number
         self._spin = spin
 
-    def wait(self) -> StepResult:
-        """Wait for the result from rank 0 and return it. Raises `WorkerDied` if a rank has ended."""
+    def wait(self) -> Any:
+        """Wait for the result from rank 0 and return it: a `StepResult` or what was asked. Raises `WorkerDied` if a rank has ended."""
         results, number = self._ranks.results, self._number
         return decode_result(wait_for(lambda: results.read(0, number), self._spin, self._ranks.check))

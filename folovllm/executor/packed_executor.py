@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 from folovllm.executor.abstract import Pending
 from folovllm.step.packed import PackedStep, StepPacker
@@ -32,21 +33,21 @@ class PackedExecutor(ABC):
 
     def submit(self, output: SchedulerOutput) -> Pending:
         """Start one step and return at once. Raises `NothingScheduled` if it is empty."""
-        return self._send(self._pack(output))
+        pending: Pending = self._send(self._pack(output))
+        return pending
 
     def forward(self, output: SchedulerOutput) -> None:
         """Start one step up to its logits and return at once. The next call must be `sample`."""
         step = self._pack(output)
         step.defers_sampling = True
-        self._send_ahead(step)
+        self._send(step)
 
     def sample(self, masks: TokenBitmasks) -> Pending:
         """Sample for the step that `forward` started. Rows in `masks` sample only tokens that their mask allows."""
-        self.check()
-        return self._send(masks)
+        pending: Pending = self._send(masks)
+        return pending
 
     def _pack(self, output: SchedulerOutput) -> PackedStep:
-        self.check()
         if not output.scheduled_seqs:
             raise NothingScheduled
         return self._packer.pack(output)
@@ -56,16 +57,8 @@ class PackedExecutor(ABC):
         """Wait for all steps so far, and return the token counts of experts [L][E]. No step may wait for its masks."""
 
     @abstractmethod
-    def check(self) -> None:
-        """Raise an error if no step can be sent any more."""
-
-    @abstractmethod
-    def _send(self, step: PackedStep | TokenBitmasks) -> Pending:
-        """Start a packed step, or sample for the step of `_send_ahead`."""
-
-    @abstractmethod
-    def _send_ahead(self, step: PackedStep) -> None:
-        """Start a packed step with deferred sampling."""
+    def _send(self, step: PackedStep | TokenBitmasks) -> Any:
+        """Start a packed step, or sample for the one that deferred its sampling. Returns a `Pending` unless this one defers it."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -76,30 +69,16 @@ class LocalExecutor(PackedExecutor):
     """Runs one worker in this process, with no message to another one."""
 
     def __init__(self, max_num_seqs: int, worker: PackedWorker, runner: GraphRunner) -> None:
-        self._worker: PackedWorker | None = worker
+        self._worker = worker
         worker.load_model()
         super().__init__(max_num_seqs, worker.num_kv_blocks, runner.buckets)
 
-    def check(self) -> None:
-        """Raise RuntimeError after `shutdown`."""
-        self._running()
-
     def expert_load(self) -> list[list[int]]:
-        return self._running().expert_load()
+        return self._worker.expert_load()
 
     def shutdown(self) -> None:
         """Drop the model and its cache. A second call does nothing."""
-        self._worker = None
+        self.__dict__.pop("_worker", None)
 
-    def _send(self, step: PackedStep | TokenBitmasks) -> PendingStep:
-        pending = self._running().execute_model(step)
-        assert pending is not None
-        return pending
-
-    def _send_ahead(self, step: PackedStep) -> None:
-        self._running().execute_model(step)
-
-    def _running(self) -> PackedWorker:
-        if self._worker is None:
-            raise RuntimeError("the engine was closed: make a new one")
-        return self._worker
+    def _send(self, step: PackedStep | TokenBitmasks) -> PendingStep | None:
+        return self._worker.execute_model(step)

@@ -16,20 +16,16 @@ import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from folovllm.distributed.group import PeersLost, ProcessGroup
-from folovllm.executor.messages import ASK_LOAD, decode_step, encode_result, load_as_result, longest_messages
+from folovllm.executor.messages import ASK_LOAD, decode_step, encode_result, longest_messages
+from folovllm.executor.packed_executor import PackedWorker
 from folovllm.executor.ring import Ring, wait_for
 from folovllm.setup import EngineSetup
-from folovllm.step.packed import Int32, PackedStep
-from folovllm.step.schedule import StepResult
-from folovllm.step.token_bitmask import TokenBitmasks
-from folovllm.worker.gpu_worker import GPUWorker
+from folovllm.step.packed import Int32
 from folovllm.worker.graph_runner import GraphRunner
 from folovllm.worker.pending_step import PendingStep
 
 # Makes a rank's worker and its runner. It must be a module's function, because it is pickled by its name.
-MakeRank = Callable[
-    [EngineSetup, ProcessGroup], tuple[GPUWorker[PackedStep | TokenBitmasks, PendingStep | None], GraphRunner]
-]
+MakeRank = Callable[[EngineSetup, ProcessGroup], tuple[PackedWorker, GraphRunner]]
 
 
 @dataclass(slots=True, frozen=True)
@@ -108,21 +104,6 @@ def rank_setup(setup: EngineSetup, rank: int) -> EngineSetup:
     return replace(setup, device=device, config=config, attention=replace(setup.attention, device=device))
 
 
-@dataclass(slots=True, frozen=True)
-class PendingExpertLoad:
-    """A request for the token counts of experts. It waits in the queue behind the steps in flight before it."""
-
-    worker: GPUWorker[PackedStep | TokenBitmasks, PendingStep | None]
-
-    def is_here(self) -> bool:
-        """Always true: the queue reaches this request after the steps before it."""
-        return True
-
-    def wait(self) -> StepResult:
-        """Return the counts as a result."""
-        return load_as_result(self.worker.expert_load())
-
-
 class RankServer:
     """Runs the steps that arrive in one ring, and writes results to another."""
 
@@ -131,7 +112,7 @@ class RankServer:
         self._rank = assignment.rank
         self._steps = Ring(assignment.size, longest_step, assignment.steps_fd)
         self._results = Ring(1, longest_result, assignment.results_fd)
-        self._started: deque[PendingStep | PendingExpertLoad] = deque()  # rank 0: results not sent yet
+        self._started: deque[PendingStep] = deque()  # rank 0: results not sent yet
         self._spin = spin_seconds(setup)
         self.worker, self.runner = assignment.make_rank(setup, group)
         self.worker.load_model()
@@ -139,19 +120,27 @@ class RankServer:
     def serve(self) -> None:
         """Run the steps that arrive, until the empty message."""
         while len(message := wait_for(self._next_step, self._spin)):
-            pending = (
-                PendingExpertLoad(self.worker)
-                if message[0] == ASK_LOAD
-                else self.worker.execute_model(decode_step(message))
-            )
-            if self._rank == 0 and pending is not None:
+            if message[0] == ASK_LOAD:
+                self._report_expert_load()
+            elif (pending := self.worker.execute_model(decode_step(message))) is not None and self._rank == 0:
                 self._started.append(pending)
 
     def _next_step(self) -> Int32 | None:
         """Return the next message, or None if there is none. First send the result of a step that has ended."""
         if self._started and self._started[0].is_here():
-            self._results.write(encode_result(self._started.popleft().wait()))
+            self._report_step()
         return self._steps.read(self._rank)
+
+    def _report_step(self) -> None:
+        """Wait for the first step without a result, and send its result."""
+        self._results.write(encode_result(self._started.popleft().wait()))
+
+    def _report_expert_load(self) -> None:
+        """Send the token counts of experts, after the results of all steps so far."""
+        while self._started:
+            self._report_step()
+        if self._rank == 0:
+            self._results.write(encode_result(self.worker.expert_load()))
 
 
 def spin_seconds(setup: EngineSetup) -> float:

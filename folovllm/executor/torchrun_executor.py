@@ -40,7 +40,7 @@ class TorchrunExecutor(LocalExecutor):
 
     def shutdown(self) -> None:
         """Drop the part of the model, then leave the group. All ranks must call it. A second call does nothing."""
-        if self._worker is not None:
+        if hasattr(self, "_worker"):
             super().shutdown()  # graphs first, because they use the group
             self._group.close()
 

@@ -9,9 +9,8 @@ import time
 from collections import deque
 from typing import Any, cast
 
-from folovllm.build import make_engine
 from folovllm.config import EngineConfig
-from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.llm_engine import LLMEngine, make_engine
 from folovllm.inspector.live import LiveLines
 from folovllm.server import messages as msg
 from folovllm.server.engine_loop import MakeEngine, run_engine

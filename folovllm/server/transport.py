@@ -13,9 +13,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 
-from folovllm.build import make_engine
 from folovllm.children import import_path, python_command
 from folovllm.config import EngineConfig
+from folovllm.engine.llm_engine import make_engine
 from folovllm.server.engine_loop import MakeEngine
 from folovllm.server.link import SocketLink
 from folovllm.server.messages import (

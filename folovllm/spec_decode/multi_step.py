@@ -204,7 +204,7 @@ class MultiStepExecutor(LocalExecutor):
         if max(len(output.scheduled_seqs) for output in outputs) > self._widest:
             return Completed([self.execute_model(output) for output in outputs])
         steps = self._pack_steps(outputs)
-        pending: PendingSteps = self._running().execute_model(steps)  # type: ignore[arg-type,assignment]
+        pending: PendingSteps = self._worker.execute_model(steps)  # type: ignore[arg-type,assignment]
         return pending
 
     def _pack_steps(self, outputs: Sequence[SchedulerOutput]) -> PackedSteps:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -38,7 +37,8 @@ class GPUWorker(Generic[Step, Result]):
         self, device: torch.device, runner: Runner[Step, Result], counters: dict[str, torch.Tensor] | None = None
     ) -> None:
         """`counters`: the tensors in which the model counts, if it does (`LayerSet.counters`)."""
-        self._device = device
+        self._on_gpu = device.type == "cuda"
+        self._current = torch.cuda.device(device) if self._on_gpu else nullcontext()  # within it the device is current
         self.runner = runner
         self._counters = counters
         self.num_kv_blocks = 0
@@ -49,11 +49,11 @@ class GPUWorker(Generic[Step, Result]):
         First torch's free memory goes back to the card. Otherwise weights could land in the freed cache of a closed engine,
         which is one piece: then torch could not release the rest of it, and the memory profile would not see it.
         """
-        if self._device.type == "cuda":
+        if self._on_gpu:
             torch.cuda.empty_cache()
             # On Hopper PyTorch prefers cuDNN, which plans 35 ms for every new number of keys, so for every token.
             torch.backends.cuda.enable_cudnn_sdp(False)
-        with self.current():
+        with self._current:
             self.runner.load_model()
             self.num_kv_blocks = self.runner.initialize_kv_cache()
             for counts in (self._counters or {}).values():
@@ -61,7 +61,7 @@ class GPUWorker(Generic[Step, Result]):
 
     def execute_model(self, step: Step) -> Result:
         """Run one step, or start it, without autograd."""
-        with self.current(), torch.inference_mode():
+        with self._current, torch.inference_mode():
             return self.runner.execute_model(step)
 
     def expert_load(self) -> list[list[int]]:
@@ -69,12 +69,3 @@ class GPUWorker(Generic[Step, Result]):
         assert self._counters is not None, "experts are not counted"
         counts: list[list[int]] = self._counters["experts"].tolist()
         return counts
-
-    @contextmanager
-    def current(self) -> Iterator[None]:
-        """Within this, the worker's device is the current one."""
-        if self._device.type != "cuda":
-            yield
-            return
-        with torch.cuda.device(self._device):
-            yield

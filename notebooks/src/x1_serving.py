@@ -230,6 +230,7 @@ print("|".join(pieces))
 
 # %%
 import folovllm.build
+from folovllm.engine.llm_engine import make_engine as make_any_engine
 from folovllm.server.transport import ThreadTransport
 from folovllm.step.schedule import NothingScheduled, StepResult
 
@@ -267,7 +268,7 @@ class Pending:
 
 def make_engine(config):
     with patch.object(folovllm.build, "make_executor", Device):
-        return folovllm.build.make_engine(config)
+        return make_any_engine(config)
 
 
 engine = AsyncEngine(**MODEL, enable_prefix_caching=False, transport=ThreadTransport(make_engine))  # so that no run helps the next

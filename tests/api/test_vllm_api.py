@@ -72,7 +72,7 @@ class TestPrompts:
 
     def test_a_salt_in_the_prompt(self, llm: LLM) -> None:
         llm.engine.add_request("r", {"prompt": "Hello", "cache_salt": "mine"}, GREEDY)
-        assert llm.engine._output.requests["r"].seqs[0].request.cache_salt == "mine"
+        assert llm.engine.core.output.requests["r"].seqs[0].request.cache_salt == "mine"
         llm.engine.abort_request("r")
 
     @pytest.mark.m2
@@ -294,7 +294,7 @@ class TestOneEngine:
         args = EngineConfig(
             model=PATH, **FIELDS | {"milestone": "m6", "attention_backend": "torch_paged", "max_num_seqs": 2}
         )
-        assert isinstance(LLMEngine.from_engine_args(args), OverlappedEngine)
+        assert isinstance(LLMEngine.from_engine_args(args).core, OverlappedEngine)
 
 
 class TestBeamSearch:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from folovllm import LLM, EngineConfig, builders
-from folovllm.config import BUILDERS
+from folovllm.builders import BUILDERS
 from milestones.manifest import Course
 from tests.builders.engines import WITHOUT_MINE, texts
 

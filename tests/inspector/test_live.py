@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from folovllm import events as ev
-from folovllm.build import make_engine
+from folovllm.engine.llm_engine import make_engine
 from folovllm.inspector import live
 from folovllm.inspector.live import LiveLines, Subscribers, as_event, is_beginning
 from folovllm.inspector.replay import Recording, parse

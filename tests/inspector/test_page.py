@@ -115,7 +115,7 @@ class TestTrace:
         assert all(e["dur"] >= 0 and e["ts"] >= 0 for e in spans)
         for track in (SCHEDULE, DEVICE, POSTPROCESS):
             own = sorted((e for e in spans if (e["pid"], e["tid"]) == (ENGINE, track)), key=lambda e: e["ts"])
-            assert len(own) in (world.engine._num_steps, world.engine._num_steps + 1)
+            assert len(own) in (world.engine.core.num_steps, world.engine.core.num_steps + 1)
             assert all(a["ts"] + a["dur"] <= b["ts"] + 0.2 for a, b in itertools.pairwise(own)), "one after the other"
         named = {(e["pid"], e["tid"]): e["args"]["name"] for e in found if e["name"] == "thread_name"}
         tracks = {(e["pid"], e["tid"]) for e in spans}

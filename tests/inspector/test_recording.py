@@ -102,7 +102,7 @@ def test_a_recording_replays_to_the_same_states(engines: dict[str, LLMEngine], m
         for _ in range(60):
             taped.turn()
     finally:
-        taped.engine.abort_request(list(taped.engine._output.requests))
+        taped.engine.abort_request(list(taped.engine.core.output.requests))
         taped.engine.step()  # takes in what is in flight
         for listener in [one for one in taped.engine.events._listeners if one is not taped.recorder]:
             taped.engine.unsubscribe(listener)
@@ -201,7 +201,7 @@ def test_two_thousand_steps() -> None:
     world, data, watcher = World(engine("m3"), 5), bytearray(), Watcher()
     recorder = Recorder(world.engine, data.extend)
     world.compare = lambda: None  # type: ignore[method-assign]
-    while world.engine._num_steps < 2000:
+    while world.engine.core.num_steps < 2000:
         world.turn()
     recorder.close()
     keys = []

@@ -14,9 +14,9 @@ from typing import Any, cast
 import pytest
 
 from folovllm import LLM, EngineConfig, SamplingParams
-from folovllm.build import make_engine as make_any_engine
 from folovllm.engine.input_processor import encode_within
 from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.llm_engine import make_engine as make_any_engine
 from folovllm.interrupts import Interrupted
 from folovllm.outputs import RequestOutput
 from folovllm.request import child_seed

@@ -13,10 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from folovllm import events as ev
-from folovllm.build import make_engine
 from folovllm.cache.block_manager import BlockManager
 from folovllm.config import EngineConfig
-from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.llm_engine import LLMEngine, make_engine
 from folovllm.engine.metrics import StepLog
 from folovllm.engine.scheduler import Scheduler
 from folovllm.request import SequenceStatus
@@ -76,7 +75,7 @@ class World:
 
     def turn(self) -> None:
         """Perhaps a request comes, perhaps one is aborted, perhaps the prefixes are forgotten; then a step."""
-        alive = list(self.engine._output.requests)
+        alive = list(self.engine.core.output.requests)
         if self.die.random() < 0.5 or not alive:
             self.add()
         if alive and self.die.random() < 0.08:
@@ -137,7 +136,7 @@ def test_the_watcher_says_what_the_parts_say(engines: dict[str, LLMEngine], mile
         for _ in range(40):
             world.turn()
     finally:
-        world.engine.abort_request(list(world.engine._output.requests))
+        world.engine.abort_request(list(world.engine.core.output.requests))
         world.engine.step()  # takes in what is in flight
         world.compare()
         world.engine.unsubscribe(world.watcher)
@@ -299,7 +298,7 @@ def test_the_log_of_steps_knows_whose_a_share_is_and_forgets_who_has_gone(milest
         world.turn()
     ended = [event for event in world.seen if isinstance(event, ev.StepEnded)]
     assert [len(step.scheduled_seqs) for step in log.steps] == [len(event.output.scheduled_seqs) for event in ended]
-    world.engine.abort_request(list(world.engine._output.requests))
+    world.engine.abort_request(list(world.engine.core.output.requests))
     world.engine.step()
     world.add()
     world.engine.step()

@@ -23,8 +23,8 @@ from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 import folovllm.attention.backends.triton as triton_backend
-from folovllm.build import make_engine
 from folovllm.config import EngineConfig
+from folovllm.engine.llm_engine import make_engine
 from folovllm.kernels import pdl
 from folovllm.kernels.filter_logits import FilterWorkspace
 from folovllm.kv_format import UNSCALED

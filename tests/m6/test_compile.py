@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from folovllm.build import make_engine
 from folovllm.config import EngineConfig
+from folovllm.engine.llm_engine import make_engine
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.sample.compiled import CompiledSampler
 from folovllm.sample.sampler import Sampler, SamplingBatch

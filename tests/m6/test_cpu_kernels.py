@@ -16,8 +16,8 @@ import torch
 from folovllm import build
 from folovllm.attention.backends.abstract import AttentionConfig
 from folovllm.attention.backends.torch_naive import TorchNaiveBackend
-from folovllm.build import make_engine
 from folovllm.config import EngineConfig
+from folovllm.engine.llm_engine import make_engine
 from folovllm.kernels.cpu import library
 from folovllm.kernels.cpu.ops import MAX_ROWS, CpuKernels, Heads
 from folovllm.layers.layernorm import RMSNorm

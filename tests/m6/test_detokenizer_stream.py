@@ -244,7 +244,7 @@ class TestWhichOne:
         for milestone, kind in (("m5", IncrementalDetokenizer), ("m6", StreamDetokenizer)):
             with LLM(str(tiny_checkpoint()), milestone=milestone, **fields) as llm:
                 llm.engine.add_request("r", "Hello", params)
-                assert type(llm.engine._output.requests["r"].seqs[0].detokenizer) is kind
+                assert type(llm.engine.core.output.requests["r"].seqs[0].detokenizer) is kind
                 llm.engine.abort_request("r")
                 texts.append(llm.generate("Hello", params, use_tqdm=False)[0]["text"])
         assert texts[0] == texts[1]

@@ -14,8 +14,8 @@ import torch
 
 from folovllm import LLM, SamplingParams
 from folovllm.bench.contenders import write_geometry
-from folovllm.build import make_engine
 from folovllm.config import DEFAULT_MODEL, EngineConfig
+from folovllm.engine.llm_engine import make_engine
 from folovllm.worker.gpu_worker import GPUWorker
 from tests.helpers import prompts, tiny_checkpoint
 

@@ -16,10 +16,9 @@ pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from folovllm.attention.backends.triton import TritonBackend
 from folovllm.attention.ops import reshape_and_cache_kv
-from folovllm.build import make_engine
 from folovllm.config import EngineConfig
 from folovllm.distributed.sharding import local_config, shard_named
-from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.llm_engine import LLMEngine, make_engine
 from folovllm.kernels.skinny_linear import serves
 from folovllm.layers import fused as fused_elements
 from folovllm.layers import skinny_linear as few_tokens

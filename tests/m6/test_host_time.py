@@ -11,8 +11,8 @@ from folovllm.bench import host_time
 from folovllm.bench.contenders import parse_contenders
 from folovllm.bench.host_time import WaitClock, step_times, watched
 from folovllm.bench.throughput import bench_latency
-from folovllm.build import make_engine
 from folovllm.config import EngineConfig
+from folovllm.engine.llm_engine import make_engine
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import tiny_checkpoint
 from tests.m6.devices import DEVICE

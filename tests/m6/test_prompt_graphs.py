@@ -208,7 +208,7 @@ def traffic(served: LLMEngine, seed: int) -> dict[str, list[Any]]:
             shared = rng.choice([[], [7] * 9])
             served.add_request(f"r{step}", shared + prompts([rng.randint(1, 40)], seed=step)[0], params, stream=False)
         victim = f"r{rng.randint(0, 40)}"
-        if rng.random() < 0.1 and victim in served._output.requests:
+        if rng.random() < 0.1 and victim in served.core.output.requests:
             served.abort_request(victim)
         answers |= {o.request_id: essence(o) for o in served.step()}
     while served.has_unfinished_requests():

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from folovllm.build import make_engine
 from folovllm.config import EngineConfig
-from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.llm_engine import LLMEngine, make_engine
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.outputs import RequestOutput
 from folovllm.sample import logprobs

@@ -8,9 +8,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from folovllm.build import make_engine
 from folovllm.config import EngineConfig
-from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.llm_engine import LLMEngine, make_engine
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts, tiny_checkpoint
 from tests.m6.test_overlap import assert_clean

@@ -111,7 +111,7 @@ def serve_and_abort(served: LLMEngine) -> list[RequestOutput]:
     for i, request in enumerate(requests()):
         served.add_request(str(i), request.prompt, request.params)
     for step in range(500):
-        if (victim := str(3 * step)) in served._output.requests:
+        if (victim := str(3 * step)) in served.core.output.requests:
             finished[victim] = served.abort_request(victim)
         finished |= {output.request_id: output for output in served.step()}
         if not served.has_unfinished_requests():

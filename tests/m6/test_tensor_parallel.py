@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from folovllm.bench import host_time
-from folovllm.build import make_engine
 from folovllm.config import EngineConfig
-from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.llm_engine import LLMEngine, make_engine
 from folovllm.executor.messages import decode_result, decode_step, encode_result, encode_step
 from folovllm.sampling_params import SamplingParams
 from folovllm.sampling_row import pack_rows

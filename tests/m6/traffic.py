@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from folovllm.build import make_engine
 from folovllm.config import EngineConfig
-from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.llm_engine import LLMEngine, make_engine
 from folovllm.sampling_params import SamplingParams
 from tests.kernel_modules import kernel_modules
 

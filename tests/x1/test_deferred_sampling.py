@@ -17,9 +17,8 @@ import numpy as np
 import pytest
 import torch
 
-from folovllm.build import make_engine
 from folovllm.config import EngineConfig
-from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.llm_engine import LLMEngine, make_engine
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
@@ -103,7 +102,7 @@ def has_grammar(seq: Sequence) -> bool:
 
 def scripted(**overrides: Any) -> tuple[LLMEngine, Script]:
     served = engine(vocab_size=LARGE, **overrides)
-    script = served._logits_mask = Script(LARGE)
+    script = served.core.logits_mask = Script(LARGE)
     return served, script
 
 

@@ -9,7 +9,6 @@ import random
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,8 +18,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from folovllm import extensions
-from folovllm.build import make_engine
 from folovllm.config import EngineConfig
+from folovllm.engine.llm_engine import make_engine
 from folovllm.engine.overlap import OverlappedEngine
 from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
@@ -182,7 +181,7 @@ class TestEveryEngine:
         llm = engine(**fields)
         assert essence(answers(llm)) == essence(expected)
         if "num_kv_blocks" in fields:
-            assert llm.engine._num_preemptions > 0
+            assert llm.engine.core.num_preemptions > 0
 
     def test_logprobs_are_the_models_own(self, expected: list[RequestOutput]) -> None:
         """Before any mask: tokens of other forms are among the most likely."""
@@ -216,9 +215,9 @@ class TestOthers:
     def test_overlap_goes_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A step is started before the tokens of the one before are looked at, and draws after it."""
         made = make_engine(EngineConfig(model=str(tiny_checkpoint()), device="cpu", use_tqdm=False, max_model_len=64))
-        assert isinstance(made, OverlappedEngine)
+        assert isinstance(made.core, OverlappedEngine)
         happened: list[str] = []
-        for owner, name in ((made.executor, "forward"), (made.executor, "sample"), (made, "_take_in")):
+        for owner, name in ((made.executor, "forward"), (made.executor, "sample"), (made.core, "_take_in")):
             inner = getattr(owner, name)
             spy = lambda *args, name=name, inner=inner: (happened.append(name), inner(*args))[1]  # noqa: E731
             monkeypatch.setattr(owner, name, spy)
@@ -238,7 +237,7 @@ class TestOthers:
                 if step < 80 and rng.random() < 0.3:
                     params = rng.choice(MIXED)
                     llm.engine.add_request(f"r{step}", INPUTS[rng.randrange(len(INPUTS))], params, stream=False)
-                if rng.random() < 0.04 and llm.engine._output.requests:
+                if rng.random() < 0.04 and llm.engine.core.output.requests:
                     gone = [f"r{n}" for n in rng.sample(range(80), 27)]
                     llm.engine.abort_request(gone)
                 done |= {output.request_id: output for output in llm.engine.step()}
@@ -277,7 +276,7 @@ class TestOthers:
             llm.engine.abort_request("gone")
             assert not llm.engine.has_unfinished_requests()
             llm.generate(INPUTS[0], FREE, use_tqdm=False)
-            assert not llm.engine._logits_mask._mask._matchers
+            assert not llm.engine.core.logits_mask._mask._matchers
 
 
 @pytest.fixture(scope="module")
@@ -449,7 +448,7 @@ class TestErrors:
         manager.prepare({1})
         assert "cannot be had with this tokenizer" in caplog.text
         seq = make_seq(structured_outputs={"regex": "a"})
-        seq.request = replace(seq.request, eos_token_ids=frozenset({1}))
+        seq.eos_token_ids = frozenset({1})
         with pytest.raises(ValueError, match="cannot be had with this tokenizer"):
             manager.add([seq])
         seq = make_seq(structured_outputs={"choice": ["a"]}, stop_token_ids=[3])

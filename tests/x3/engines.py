@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import xxhash
 
-from folovllm import build
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.llm_engine import make_engine as make_any_engine
 from folovllm.outputs import RequestOutput
 from folovllm.spec_decode.oracle import Oracle
 from folovllm.spec_decode.proposer import Proposer, RowState
@@ -42,7 +42,7 @@ def make_proposer(kind: str, prompts: Sequence[Sequence[int]], answers: Sequence
 def make_engine(**overrides: Any) -> LLMEngine:
     """An engine over a tiny model, with the loop that its configuration asks for."""
     fields: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "device": "cpu", "use_tqdm": False, "num_kv_blocks": 400}
-    return build.make_engine(EngineConfig(**{"model": str(tiny_checkpoint()), **fields, **overrides}))
+    return make_any_engine(EngineConfig(**{"model": str(tiny_checkpoint()), **fields, **overrides}))
 
 
 def speculative(proposer: Proposer, k: int = 3) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -184,7 +183,7 @@ def test_requests_to_a_model_without_ends_have_each_their_own(prepared: bool) ->
         manager.prepare([])
     for end, other in [(x, y), (y, x), (x, y), *((int(id_), x) for id_ in tiny_tokenizer().encode("0123456789"))]:
         seq = sequence([1, 1, 1], 8)
-        seq.request = replace(seq.request, eos_token_ids=frozenset())
+        seq.eos_token_ids = frozenset()
         seq.request.params.structured_outputs = StructuredOutputsParams(regex="[a-cxy][a-c]{2}")
         seq.request.params.stop_token_ids = [end]
         manager.add([seq])

@@ -13,9 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from folovllm import LLM, SamplingParams
-from folovllm.build import make_engine
 from folovllm.cli.show import step_line
 from folovllm.config import EngineConfig
+from folovllm.engine.llm_engine import make_engine
 from folovllm.engine.metrics import imbalance
 from folovllm.events import Event, ExpertsAsked
 from folovllm.moe.expert_load import CountedLoad

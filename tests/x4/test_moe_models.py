@@ -18,8 +18,9 @@ from transformers import AutoConfig
 from folovllm import LLM, SamplingParams
 from folovllm.bench.contenders import write_geometry
 from folovllm.bench.roofline import MatrixSizes, experts_read
-from folovllm.build import layer_set, make_engine
+from folovllm.build import layer_set
 from folovllm.config import EngineConfig
+from folovllm.engine.llm_engine import make_engine
 from folovllm.engine.setup import set_up
 from folovllm.models.registry import PLAIN_LAYERS, build_model
 from folovllm.moe.layers import MoE, route

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoConfig
 
 from folovllm.bench.roofline import tokens_read
-from folovllm.build import make_engine
 from folovllm.config import EngineConfig
+from folovllm.engine.llm_engine import make_engine
 from folovllm.layers.layer_set import LayerSet
 from folovllm.models.registry import build_model
 from folovllm.quantization.quantizer.whole import logits_of

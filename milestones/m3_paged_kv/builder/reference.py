@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from folovllm.cache.manager import KVCacheManager
-from folovllm.events import Events
+from folovllm.event_stream import Events
 from folovllm.request import Sequence, SequenceStatus
 
 
