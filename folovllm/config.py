@@ -59,8 +59,8 @@ class EngineConfig:
     Other engine arguments of vLLM's are accepted where they change nothing; elsewhere a ValueError says why not.
 
     Attributes:
-        model: a local directory or GGUF file, a hub id, or one of the names "stories-5m" and "stories-moe" (embedded),
-            "smollm2" and "smollm2-gguf" (downloaded).
+        model: a local directory or GGUF file, a hub id, or one of the names "stories-5m", "stories-moe" and
+            "stories-hybrid" (embedded), "smollm2" and "smollm2-gguf" (downloaded).
         tokenizer: a directory or hub id with another tokenizer than the model's own.
         milestone: "m1" to "m6": the preset for whatever is not said here; if left out, the latest.
         model_impl: "hf" runs transformers' model, "native" ours.
@@ -87,7 +87,7 @@ class EngineConfig:
         enable_prefix_caching: find the K/V of prefixes that were computed before.
         snapshot_interval: with prefix caching, in a model with layers of linear attention: keep a snapshot of a sequence's
             state every so many tokens, rounded up to whole blocks. A prefix is found up to its last snapshot.
-        num_snapshots: the most snapshots that are kept; if left out, `max_num_seqs`. Each takes as much memory as the state
+        num_snapshots: the most snapshots that are kept; if left out, `max_num_seqs`, at least 16. Each takes as much memory as the state
             of a sequence.
         enable_chunked_prefill: compute long prompts over several steps, beside the decodes of others.
         long_prefill_token_threshold: most tokens of one prompt in one step; 0 sets no bound.

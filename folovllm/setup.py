@@ -15,6 +15,8 @@ from folovllm.model_config import num_linear_of
 if TYPE_CHECKING:
     from folovllm.attention.backends.abstract import AttentionConfig
 
+FEWEST_SNAPSHOTS = 16  # of states, where nobody gives a number
+
 
 @dataclass(slots=True, frozen=True)
 class EngineSetup:
@@ -59,7 +61,7 @@ class EngineSetup:
         """Snapshots of states that are kept; 0 where prefixes are not cached, or no layer keeps a state."""
         if not (self.config.enable_prefix_caching and num_linear_of(self.hf_config)):
             return 0
-        return self.config.num_snapshots or self.max_num_seqs
+        return self.config.num_snapshots or max(FEWEST_SNAPSHOTS, self.max_num_seqs)
 
     @property
     def snapshot_interval(self) -> int:

@@ -85,6 +85,10 @@ class HybridForCausalLM(LlamaForCausalLM):
     left_out: ClassVar[tuple[str, ...]] = ("mtp.", "model.visual.")
 
     def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
+        if layers.kernels:
+            from folovllm.hybrid.fused import DELTA_KERNELS  # here, for not every machine has Triton
+
+            layers = layers.having(DELTA_KERNELS)
         norms = {RMSNorm: lambda size, eps: layers.make(Gemma3RMSNorm, size, eps)}
         # A norm's weights cannot move into the projections of a linear layer, whose gates must not be scaled late.
         places: dict[Any, Any] = {LlamaModel: HybridModel, LlamaDecoderLayer: LlamaDecoderLayer}
