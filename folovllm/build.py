@@ -25,6 +25,7 @@ from folovllm.cache.slot_manager import SlotManager
 from folovllm.config import EngineConfig
 from folovllm.distributed.group import Group
 from folovllm.distributed.sharding import local_config
+from folovllm.electives import SNAPSHOTS, named
 from folovllm.engine.core import EngineCore
 from folovllm.engine.cpu_threads import largest_product
 from folovllm.engine.logits_mask import LogitsMask
@@ -36,6 +37,7 @@ from folovllm.engine.scheduler import (
     chunk,
     preempt,
     unless_finished,
+    up_to_border,
     wait,
     whole_prompt,
 )
@@ -98,14 +100,19 @@ def make_scheduler(
     config = setup.config
     if config.kv_cache == "growing":
         return SerialScheduler(events)
-    kv = sliding(cache_manager(config), setup.hf_config)(executor.num_kv_blocks, setup.block_size, events)
+    make_kv, tokens = sliding(cache_manager(config), setup.hf_config), tokens_of_step(config)
+    if setup.num_snapshots:
+        interval = setup.snapshot_interval
+        make_kv = partial(named(SNAPSHOTS), num_snapshots=setup.num_snapshots, interval=interval)
+        tokens = up_to_border(tokens, interval)
+    kv = make_kv(executor.num_kv_blocks, setup.block_size, events)
     if own := learners(config, "scheduler"):
-        return own(kv, setup.max_num_seqs, setup.max_num_batched_tokens, tokens_of_step(config))
+        return own(kv, setup.max_num_seqs, setup.max_num_batched_tokens, tokens)
     return extension.scheduler(Scheduler, executor, mask)(
         kv=kv,
         max_num_seqs=setup.max_num_seqs,
         max_num_batched_tokens=setup.max_num_batched_tokens,
-        tokens_of_step=tokens_of_step(config),
+        tokens_of_step=tokens,
         on_full=wait if config.kv_cache == "slots" else preempt,  # M2; M3
         by_priority=config.scheduling == "priority",
     )

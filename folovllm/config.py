@@ -39,12 +39,12 @@ CHOICES: dict[str, tuple[str, ...]] = {
 }
 KINDS = {"str": (str, "a text"), "bool": (bool, "True or False"), "float": (Real, "a number")}  # by annotation
 # None: the engine decides
-MAY_BE_OPEN = ("max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks", "num_threads")
+MAY_BE_OPEN = ("max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks", "num_threads", "num_snapshots")
 # the least values, where they are not 1; max_model_len: a token of the prompt and one of the answer
 LEAST = {"long_prefill_token_threshold": 0, "max_logprobs": 0, "max_model_len": 2}
 COUNTS = (
     *MAY_BE_OPEN, "max_num_seqs", "kv_cache_memory", "tensor_parallel_size", "long_prefill_token_threshold", "max_n",
-    "max_logprobs",
+    "max_logprobs", "snapshot_interval",
 )  # fmt: skip
 
 OTHER_NAMES = {"half": "float16", "float": "float32", "fp8": "fp8_e4m3"}  # of dtypes
@@ -58,8 +58,8 @@ class EngineConfig:
     Other engine arguments of vLLM's are accepted where they change nothing; elsewhere a ValueError says why not.
 
     Attributes:
-        model: a local directory or GGUF file, a hub id, or one of the names "stories-5m" and "stories-moe" (embedded),
-            "smollm2" and "smollm2-gguf" (downloaded).
+        model: a local directory or GGUF file, a hub id, or one of the names "stories-5m", "stories-moe" and
+            "stories-hybrid" (embedded), "smollm2" and "smollm2-gguf" (downloaded).
         tokenizer: a directory or hub id with another tokenizer than the model's own.
         milestone: "m1" to "m6": the preset for whatever is not said here; if left out, the latest.
         model_impl: "hf" runs transformers' model, "native" ours.
@@ -84,6 +84,10 @@ class EngineConfig:
             names with a comma between them are for prefill and for decode.
         scheduling: "fcfs" (first come, first served) or "priority" (smaller first).
         enable_prefix_caching: find the K/V of prefixes that were computed before.
+        snapshot_interval: with prefix caching, in a model with layers of linear attention: keep a snapshot of a sequence's
+            state every so many tokens, rounded up to whole blocks. A prefix is found up to its last snapshot.
+        num_snapshots: the most snapshots that are kept; if left out, `max_num_seqs`, at least 16. Each takes as much memory as the state
+            of a sequence.
         enable_chunked_prefill: compute long prompts over several steps, beside the decodes of others.
         long_prefill_token_threshold: most tokens of one prompt in one step; 0 sets no bound.
         enforce_eager: no CUDA graphs.
@@ -137,6 +141,8 @@ class EngineConfig:
     attention_backend: str | None = None
     scheduling: str = "fcfs"
     enable_prefix_caching: bool | None = None
+    snapshot_interval: int = 512
+    num_snapshots: int | None = None
     enable_chunked_prefill: bool | None = None
     long_prefill_token_threshold: int = 0
     enforce_eager: bool | None = None

@@ -30,7 +30,14 @@ MODELS = {
     "MixtralForCausalLM": "folovllm.moe.mixtral",
     "Qwen2MoeForCausalLM": "folovllm.moe.qwen2_moe",
     "Qwen3MoeForCausalLM": "folovllm.moe.qwen3_moe",
+    "Qwen3NextForCausalLM": "folovllm.hybrid.models",
+    "Qwen3_5ForCausalLM": "folovllm.hybrid.models",
+    "Qwen3_5MoeForCausalLM": "folovllm.hybrid.models",
 }
+# Layers with states (X5): the cache manager that finds prefixes as far as there are snapshots of states.
+SNAPSHOTS = "folovllm.hybrid.snapshots:SnapshotBlockManager"
+# Mixture of experts (X4): from a model's class to the same with experts in the places of its MLPs.
+EXPERTS = "folovllm.moe.models:with_experts"
 
 # Kernels for cards of one compute capability: the plain kernel that they stand for, and a `KernelVariant`.
 KERNEL_VARIANTS = {

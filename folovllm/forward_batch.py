@@ -32,4 +32,5 @@ class ForwardBatch:
     is_disjoint: bool = False  # whether no sequence reads K/V that another one writes in this step; False: unknown
     is_padded: bool = False  # whether it is a captured step, padded to more and longer sequences
     has_drafts: bool = False  # X3: whether it is captured for sequences with drafts, which have few new tokens each
+    rows: torch.Tensor | None = None  # [S], each sequence's row, for layers that keep a state by row; None: nobody does
     only_last: bool = False  # whether only the hidden states of last tokens are read; False: unknown

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-SLIDING, FULL = "sliding_attention", "full_attention"  # kinds of layers
+SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"  # kinds of layers
 
 
 def head_dim_of(config: PretrainedConfig) -> int:
@@ -36,18 +36,24 @@ def hidden_act_of(config: PretrainedConfig) -> str | None:
 
 
 def windows_of(config: PretrainedConfig) -> list[int | None]:
-    """How many tokens a token sees in each layer, itself included; None: all before it.
+    """How many tokens a token sees in each layer, itself included; None: all before it, also by way of a state.
 
     `layer_types` says which layers slide. Without it all do, if `sliding_window` is given.
 
     Raises:
-        ValueError: a layer attends in a third way.
+        ValueError: a layer attends in another way.
     """
     window, count = getattr(config, "sliding_window", None) or None, config.num_hidden_layers
     kinds = (getattr(config, "layer_types", None) or [SLIDING] * count)[:count]
-    if unknown := sorted({*kinds} - {SLIDING, FULL}):
-        raise ValueError(f"layers of type {', '.join(unknown)} are not supported: only {SLIDING} and {FULL}")
+    if unknown := sorted({*kinds} - {SLIDING, FULL, LINEAR}):
+        raise ValueError(f"layers of type {', '.join(unknown)} are not supported: only {SLIDING}, {FULL} and {LINEAR}")
     return [window if kind == SLIDING else None for kind in kinds]
+
+
+def num_linear_of(config: PretrainedConfig) -> int:
+    """Layers of linear attention. They keep a state for each sequence, and no K/V."""
+    kinds: list[str] = getattr(config, "layer_types", None) or []
+    return kinds[: config.num_hidden_layers].count(LINEAR)
 
 
 def window_of(config: PretrainedConfig) -> int | None:

@@ -13,6 +13,7 @@ import xxhash
 from folovllm.outputs import TokenLogprob
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.sampling_spec import TokenIds
+from folovllm.step.schedule import NO_SNAPSHOT
 
 if TYPE_CHECKING:
     from folovllm.engine.detokenizer import IncrementalDetokenizer
@@ -78,6 +79,8 @@ class Sequence:
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)  # blocks in order
     prefix: CachedPrefix | None = None  # the prefix cache's own notes
+    load_state: int = NO_SNAPSHOT  # where its state comes from when it is admitted (`ScheduledSequence.load_state`)
+    save_state: int = NO_SNAPSHOT  # where its state goes after the step that is being scheduled
     stop_reason: str | int | None = None
     logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)  # of the answer's tokens, if asked for
     prompt_logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)  # those that have come

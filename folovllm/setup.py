@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from folovllm.config import EngineConfig
+from folovllm.model_config import num_linear_of
 
 if TYPE_CHECKING:
     from folovllm.attention.backends.abstract import AttentionConfig
+
+FEWEST_SNAPSHOTS = 16  # of states, where nobody gives a number
 
 
 @dataclass(slots=True, frozen=True)
@@ -45,7 +48,25 @@ class EngineSetup:
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V that one token takes over all layers, on one rank."""
         a = self.attention
-        return 2 * self.num_layers * a.num_kv_heads * a.head_dim * (a.kv_dtype or self.dtype).itemsize
+        return (
+            2
+            * (self.num_layers - num_linear_of(self.hf_config))
+            * a.num_kv_heads
+            * a.head_dim
+            * (a.kv_dtype or self.dtype).itemsize
+        )
+
+    @property
+    def num_snapshots(self) -> int:
+        """Snapshots of states that are kept; 0 where prefixes are not cached, or no layer keeps a state."""
+        if not (self.config.enable_prefix_caching and num_linear_of(self.hf_config)):
+            return 0
+        return self.config.num_snapshots or max(FEWEST_SNAPSHOTS, self.max_num_seqs)
+
+    @property
+    def snapshot_interval(self) -> int:
+        """Tokens between the snapshots of a sequence: a whole number of blocks."""
+        return -(-self.config.snapshot_interval // self.block_size) * self.block_size
 
     def with_hf_config(self, hf_config: Any) -> EngineSetup:
         """The same for another model, a rank's part say."""

@@ -84,7 +84,7 @@ class Watcher:
         cells = self.cells
         match event:
             case ev.StepBegan():
-                for seq_id, _, start, n, token_ids, blocks, first, num_samples, _, _ in event.output.scheduled_seqs:
+                for seq_id, _, start, n, token_ids, blocks, first, num_samples, *_ in event.output.scheduled_seqs:
                     if (seq := self.sequences.get(seq_id)) is None:  # it ended while the step before was in flight
                         continue
                     seq.num_computed_tokens = start + n

@@ -34,6 +34,7 @@ from folovllm.attention.growing_cache import GrowingKVCache
 from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.attention import Attention
 from folovllm.layers.layer_set import LayerSet
+from folovllm.layers.state_layer import StateLayer
 from folovllm.model_config import head_dim_of
 from folovllm.models.loader import load_model
 from folovllm.models.registry import PLAIN_LAYERS, build_model
@@ -150,6 +151,8 @@ def _write_checkpoint(path: Path, family: str, fields: dict[str, Any], max_shard
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):
                 parameter.data.uniform_(0.5, 1.5)  # ones would hide a norm that was not loaded
+            elif name.endswith("A_log"):
+                parameter.data.uniform_(-6.0, 0.0)  # slow decays: a state that is lost shows for long
             elif name.endswith("bias"):
                 parameter.data.normal_(0.0, 0.3)
             elif name.endswith("embed_tokens.weight") and family == "gemma3_text":
@@ -231,6 +234,11 @@ class Driver:
         order = torch.randperm(max_seqs * blocks, generator=torch.Generator().manual_seed(0))
         self.tables = order.view(max_seqs, blocks).int().to(device)  # [max_seqs, max_blocks]
         self.block_size, self.device = block_size, device
+        for layer in (module for module in self.model.modules() if isinstance(module, StateLayer)):
+            layer.states = tuple(
+                torch.full((max_seqs, *shape), torch.nan, dtype=dtype, device=device)
+                for shape, dtype in layer.state_shapes()
+            )
         self.cached = [0] * max_seqs  # tokens of each sequence
         layers = [module for module in self.model.modules() if isinstance(module, Attention)]
         shape = (len(layers), 2, max_seqs * blocks, heads, block_size, head_dim)
@@ -262,7 +270,7 @@ class Driver:
         return ForwardBatch(
             **{name: value.to(self.device) for name, value in fields.items()},
             num_seqs=len(new), num_decodes=new.count(1), max_query_len=max(new), max_seq_len=max(ends),
-            query_lens_host=new, seq_lens_host=ends,
+            query_lens_host=new, seq_lens_host=ends, rows=tensor(list(pieces)).to(self.device),
         )  # fmt: skip
 
     @torch.inference_mode()

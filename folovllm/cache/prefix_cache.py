@@ -196,13 +196,20 @@ class PrefixCachingBlockManager(BlockManager):
         """
         if seq.num_unscored_tokens:
             return
-        for block in self.prefix_cache.longest_cached_prefix(seq):
+        for block in self.usable(seq, self.prefix_cache.longest_cached_prefix(seq)):
             self.adopt(block)
             seq.block_table.append(block.block_id)
             self.prefix_cache.serials(seq).append(block.serial)
             if self.events.on:
                 self.events.emit(BlockAdopted(block.block_id, seq.seq_id, block.ref_count))
         seq.num_computed_tokens = len(seq.block_table) * self.block_size
+
+    def usable(self, seq: Sequence, found: list[Block]) -> list[Block]:
+        """The blocks at the front of `found` with which every layer of the model can begin: all, if layers keep nothing but K/V.
+
+        Called once for each attempt to admit `seq`, with what is cached of its prefix.
+        """
+        return found
 
     def adopt(self, block: Block) -> None:
         """Hold a cached block: one more reference, and `self._free.remove(block)` if no sequence held it so far."""

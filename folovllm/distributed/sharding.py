@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from folovllm.model_config import head_dim_of, num_experts_of, num_kv_heads_of
+from folovllm.model_config import head_dim_of, num_experts_of, num_kv_heads_of, num_linear_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -180,10 +180,18 @@ def local_config(hf_config: PretrainedConfig, size: int, expert_parallel: bool =
 
 
 def cut_sizes(hf_config: PretrainedConfig, expert_parallel: bool) -> dict[str, int]:
-    """The config's fields that give the widths of the MLPs which are cut among the ranks: {name: width}."""
-    inner = "moe_intermediate_size" if getattr(hf_config, "moe_intermediate_size", None) else "intermediate_size"
-    names = [] if num_experts_of(hf_config) and expert_parallel else [inner]
-    names += ["shared_expert_intermediate_size"] * bool(getattr(hf_config, "shared_expert_intermediate_size", None))
+    """The config's fields that give the widths and heads which are cut among the ranks, but for attention's: {name: number}."""
+    experts = num_experts_of(hf_config)
+    has_own = experts and getattr(hf_config, "moe_intermediate_size", None)
+    names = [] if experts and expert_parallel else ["moe_intermediate_size" if has_own else "intermediate_size"]
+    shared = experts and getattr(hf_config, "shared_expert_intermediate_size", None)
+    names += ["shared_expert_intermediate_size"] * bool(shared)
+    return {name: getattr(hf_config, name) for name in names} | linear_heads_of(hf_config)
+
+
+def linear_heads_of(hf_config: PretrainedConfig) -> dict[str, int]:
+    """The config's fields that count the heads of linear attention, if some layers are of that kind: {name: heads}."""
+    names = ("linear_num_key_heads", "linear_num_value_heads") if num_linear_of(hf_config) else ()
     return {name: getattr(hf_config, name) for name in names}
 
 
@@ -199,7 +207,9 @@ def check_size(hf_config: PretrainedConfig, size: int, expert_parallel: bool = F
     if not works(size):
         sizes = ", ".join(str(n) for n in range(1, heads + 1) if works(n))
         parts = [f"{heads} query heads", f"{kv_heads} KV heads"] + [f"{experts} experts"] * expert_parallel
-        mlps = " and ".join([f"an MLP of {inner}" for inner in widths])
+        linear = linear_heads_of(hf_config)
+        parts += [f"{max(linear.values())} heads of linear attention"] * bool(linear)
+        mlps = " and ".join([f"an MLP of {inner}" for inner in widths[: len(widths) - len(linear)]])
         raise ValueError(
             f"tensor_parallel_size {size} cannot split this model, which has {', '.join(parts)}"
             f"{' and ' + mlps if mlps else ''}: sizes that work are {sizes}"

@@ -16,7 +16,7 @@ from folovllm.config import EngineConfig
 from folovllm.distributed.sharding import local_config
 from folovllm.files import reading
 from folovllm.kv_format import FP8
-from folovllm.model_config import head_dim_of, num_experts_of, num_kv_heads_of, num_positions
+from folovllm.model_config import head_dim_of, num_experts_of, num_kv_heads_of, num_linear_of, num_positions
 from folovllm.models.quantized import quantization_of
 from folovllm.models.shapes import check_num_weights
 from folovllm.setup import EngineSetup
@@ -42,6 +42,7 @@ def set_up(config: EngineConfig) -> EngineSetup:
     assert config.max_num_seqs is not None
     wanted_block_size = max_model_len if config.kv_cache == "slots" else config.block_size
     require_experts(config, hf_config)
+    check_states(config, hf_config)
     ranks, share = config.tensor_parallel_size, hf_config
     if ranks > 1:  # one rank's part
         share = local_config(hf_config, ranks, config.enable_expert_parallel)
@@ -78,6 +79,22 @@ def require_experts(config: EngineConfig, hf_config: Any) -> None:
         raise ValueError("enable_expert_parallel shares out experts, and this model has none: leave it out")
     if config.count_experts and not num_experts_of(hf_config):
         raise ValueError("count_experts counts how often experts are asked, and this model has none: leave it out")
+
+
+def check_states(config: EngineConfig, hf_config: Any) -> None:
+    """Raise ValueError if `config` asks for something that a model with layers of linear attention cannot have."""
+    if not num_linear_of(hf_config):
+        return
+    if config.speculative_config is not None:
+        raise ValueError(
+            "a rejected draft token cannot be taken out of a state again, and this model has layers of linear attention: "
+            "leave speculative decoding out"
+        )
+    if own := {"decode_loop", "prefix_cache"} & {*config.builder_names}:
+        raise ValueError(
+            f"this model has layers of linear attention, whose states {' and '.join(sorted(own))} of your own does not keep: "
+            "leave it out of builders, or take another model"
+        )
 
 
 def _choose_attention(config: EngineConfig, attention: AttentionConfig, max_model_len: int) -> tuple[str, int]:

@@ -13,7 +13,7 @@ from folovllm.event_stream import Events
 from folovllm.events import Refused, StepBegan
 from folovllm.request import Sequence
 from folovllm.step.sampling_spec import SamplingSpec
-from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, Scores
+from folovllm.step.schedule import NO_SNAPSHOT, ScheduledSequence, SchedulerOutput, Scores
 
 NO_TOKENS = np.empty(0, np.int32)  # of a sequence whose one token is in flight
 
@@ -74,9 +74,11 @@ class BatchRows:
         num_samples = int(end >= seq.num_tokens)  # the last token that the host knows, or one that is in flight
         tokens = seq.tokens(start, end) if start < seq.num_tokens else NO_TOKENS
         scores = None if seq.request.params.prompt_logprobs is None else scores_of(seq, start, end)
+        load_state = NO_SNAPSHOT if sampling is None else seq.load_state
         return ScheduledSequence(
-            seq.seq_id, row.number, start, num_new_tokens, tokens, new_blocks, num_sent, num_samples, sampling, scores
-        )
+            seq.seq_id, row.number, start, num_new_tokens, tokens, new_blocks, num_sent, num_samples, sampling, scores,
+            load_state, seq.save_state,
+        )  # fmt: skip
 
 
 class StepBuilder:

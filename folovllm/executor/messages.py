@@ -51,7 +51,7 @@ def decode_step(message: Int32) -> PackedStep | TokenBitmasks:
     sampling_updates = SamplingUpdate(parts.sampling_updates, num_rows, num_lines)
     return PackedStep(
         parts.fields, num_seqs, num_decodes, parts.tokens, parts.updates, parts.samples, sampling_updates, parts.scores,
-        parts.logprobs, *map(bool, rest[:3]),
+        parts.logprobs, parts.states, *map(bool, rest[:3]),
     )  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def longest_messages(setup: EngineSetup) -> tuple[int, int]:
     rows, tokens, vocab_size = setup.max_num_seqs, setup.max_num_batched_tokens, setup.vocab_size
     blocks = -(-setup.max_model_len // setup.block_size)
     samples = rows + tokens  # at most: one a sequence, or with drafts one a token
-    per_row = len(Field) + 3 * blocks + 1 + len(RowField) + 3 * line_width(vocab_size)
+    per_row = len(Field) + 3 * blocks + 3 + 1 + len(RowField) + 3 * line_width(vocab_size)
     per_score = 2 + 3 * (1 + min(setup.config.max_logprobs, vocab_size))
     load = 1 + setup.hf_config.num_hidden_layers * (1 + 2 * num_experts_of(setup.hf_config))
     result = 1 + rows * (4 + 3 * (vocab_size + 1)) + per_score * tokens

@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ASSETS = Path(__file__).parent.parent / "assets"
-BY_NAME = ("stories-5m", "stories-moe", *DOWNLOADS)  # embedded or downloaded: the hub has none of them
+BY_NAME = (
+    "stories-5m",
+    "stories-moe",
+    "stories-hybrid",
+    *DOWNLOADS,
+)  # embedded or downloaded: the hub has none of them
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 TOKENIZER_FILES = (
     "tokenizer.json",

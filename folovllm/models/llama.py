@@ -5,8 +5,8 @@ Everything runs on a ragged batch: `T` tokens of all sequences end to end, `[T, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -25,9 +25,13 @@ from folovllm.model_config import head_dim_of, hidden_act_of, num_kv_heads_of, n
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from folovllm.distributed.sharding import Weight
+
 
 class LlamaAttention(nn.Module):
     """Projections, position, cache, attention, projection."""
+
+    query_parts: ClassVar[int] = 1  # what `q_proj` gives each head, in units of D: its query, and perhaps a gate
 
     def __init__(
         self, config: PretrainedConfig, rope: RotaryEmbedding, layers: LayerSet, window: int | None = None
@@ -38,7 +42,7 @@ class LlamaAttention(nn.Module):
         self.num_kv_heads = num_kv_heads_of(config)
         self.head_dim = head_dim_of(config)
         qkv_bias, output_bias = self.biases(config)
-        heads = (self.num_heads, self.num_kv_heads, self.head_dim)
+        heads = (self.query_parts * self.num_heads, self.num_kv_heads, self.head_dim)
         self.qkv_proj = layers.make(
             QKVParallelLinear, config.hidden_size, *heads, qkv_bias, layers.linear_method_of("self_attn.qkv_proj")
         )
@@ -131,14 +135,19 @@ class LlamaModel(nn.Module):
     """Embedding, layers, final norm."""
 
     def __init__(
-        self, config: PretrainedConfig, attention_class: type[LlamaAttention], layers: LayerSet, max_model_len: int
+        self,
+        config: PretrainedConfig,
+        attention_classes: Sequence[Callable[..., Any]],
+        layers: LayerSet,
+        max_model_len: int,
     ) -> None:
+        """`attention_classes`: what makes the attention of each layer."""
         super().__init__()
-        each = zip(self.ropes(config, layers, max_model_len), windows_of(config), strict=True)
+        each = zip(attention_classes, self.ropes(config, layers, max_model_len), windows_of(config), strict=True)
         self.embed_tokens = layers.make(VocabParallelEmbedding, config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
-            layers.make(LlamaDecoderLayer, config, layers.make(attention_class, config, rope, own, window), own)
-            for own, rope, window in ((layers.within(f"model.layers.{i}"), *one) for i, one in enumerate(each))
+            layers.make(LlamaDecoderLayer, config, layers.make(kind, config, rope, own, window), own)
+            for own, kind, rope, window in ((layers.within(f"model.layers.{i}"), *one) for i, one in enumerate(each))
         )
         self.norm = layers.make(RMSNorm, config.hidden_size, config.rms_norm_eps)
 
@@ -171,14 +180,36 @@ class LlamaForCausalLM(nn.Module):
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
     renamed: ClassVar[dict[str, str]] = {}  # parts of names in the checkpoint: what they are called here
+    takes_experts: ClassVar[bool] = False  # whether mixtures of experts may stand in the places of its MLPs
 
     def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
         super().__init__()
         limit = max_model_len or num_positions(config)
-        self.model = layers.make(LlamaModel, config, self.attention_class, layers, limit)
+        self.model = layers.make(LlamaModel, config, self.attention_classes(config), layers, limit)
         self.lm_head = layers.make(ParallelLMHead, config.vocab_size, config.hidden_size)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
+
+    @classmethod
+    def attention_classes(cls, config: PretrainedConfig) -> Sequence[Callable[..., Any]]:
+        """What makes the attention of each layer: here one class for all. Each takes the arguments of `LlamaAttention`."""
+        return [cls.attention_class] * config.num_hidden_layers
+
+    @classmethod
+    def shard(
+        cls,
+        config: PretrainedConfig,
+        name: str,
+        weight: Weight,
+        rank: int,
+        size: int,
+        usual: Callable[..., torch.Tensor],
+    ) -> torch.Tensor:
+        """The rank's part of a checkpoint's tensor. `usual(name, weight)` cuts what all families have; a family may have more.
+
+        `config` is the whole model's, `name` what the tensor is called here.
+        """
+        return usual(name, weight)
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor:
         """The hidden states of all new tokens, [T, H]; their K/V are in the caches afterwards."""

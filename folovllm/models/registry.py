@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from folovllm.electives import MODELS, require
+from folovllm.electives import EXPERTS, MODELS, require
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.unsupported import UnsupportedModel
-from folovllm.model_config import hidden_act_of
+from folovllm.model_config import hidden_act_of, num_experts_of
 from folovllm.models.quantized import quantization_of
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ PLAIN_LAYERS = LayerSet()
 def get_model_class(hf_config: PretrainedConfig) -> type[LlamaForCausalLM]:
     """Return the class of the first known name among `hf_config.architectures`, the core's or an elective's. It is imported here.
 
+    Where the class `takes_experts` and the model has some, it is that class with experts in the places of MLPs.
+
     Raises:
         UnsupportedModel: none of them is known.
         ValueError: its package is not installed.
@@ -49,6 +51,8 @@ def get_model_class(hf_config: PretrainedConfig) -> type[LlamaForCausalLM]:
             f"no model for architecture {', '.join(names) or '(none named)'}: the known ones are {', '.join(sorted(known))}"
         )
     found: type[LlamaForCausalLM] = require(f"{known[name]}:{name}", f"a model of architecture {name}")
+    if found.takes_experts and num_experts_of(hf_config):
+        found = require(EXPERTS, f"a model of architecture {name} with experts")(found)
     return found
 
 

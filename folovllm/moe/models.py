@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -74,3 +74,9 @@ class MoeForCausalLM(LlamaForCausalLM):
     def moe(self) -> MoE:
         """Return the mixture of experts of the first layer; all are alike."""
         return cast(MoE, cast(LlamaDecoderLayer, self.model.layers[0]).mlp)
+
+
+@cache
+def with_experts(dense: type[LlamaForCausalLM]) -> type[LlamaForCausalLM]:
+    """Return `dense` with a mixture of experts in the place of each MLP. What else `dense` changes in the frame stays."""
+    return type(dense.__name__, (MoeForCausalLM, dense), {})

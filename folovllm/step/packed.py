@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from folovllm.sampling_row import MEMORY, NO_UPDATES, RowField, SamplingUpdate, pack_rows
 from folovllm.step.sampling_spec import SamplingSpec
-from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, tokens_to_score
+from folovllm.step.schedule import NO_SNAPSHOT, ScheduledSequence, SchedulerOutput, tokens_to_score
 
 if TYPE_CHECKING:
     import torch
@@ -77,9 +77,10 @@ class Parts(NamedTuple, Generic[Part]):
     sampling_updates: Part  # [D], sampling state of new rows: `SamplingUpdate.buffer`
     scores: Part  # [4, n]: `tokens_to_score`
     logprobs: Part  # [2, n]: index of each sample that reports log-probabilities, and how many it reports
+    states: Part  # [3, n], copies of rows' states: row, snapshot to load before the step, snapshot to save to after it
 
 
-LINES = Parts(len(Field), 1, len(Sample), 3, 1, 4, 2)
+LINES = Parts(len(Field), 1, len(Sample), 3, 1, 4, 2, 3)
 
 
 def split(buffer: Array, columns: Parts[int]) -> Parts[Array]:
@@ -97,11 +98,7 @@ def num_numbers(columns: Parts[int]) -> int:
     return sum(lines * width for lines, width in zip(LINES, columns, strict=True))
 
 
-NO_SAMPLES, NO_SCORES, NOBODY = (
-    np.empty((len(Sample), 0), np.int32),
-    np.empty((4, 0), np.int32),
-    np.empty((2, 0), np.int32),
-)
+NO_SAMPLES, NO_SCORES, NOBODY, NO_COPIES = (np.empty((lines, 0), np.int32) for lines in (len(Sample), 4, 2, 3))
 
 
 @dataclass(slots=True)
@@ -129,6 +126,7 @@ class PackedStep:
     sampling_updates: SamplingUpdate = NO_UPDATES  # of new rows
     scores: Int32 = field(default_factory=lambda: NO_SCORES)
     logprobs: Int32 = field(default_factory=lambda: NOBODY)
+    states: Int32 = field(default_factory=lambda: NO_COPIES)
     is_special: bool = False
     has_memory: bool = False
     defers_sampling: bool = False
@@ -152,6 +150,7 @@ class PackedStep:
             self.sampling_updates.buffer,
             self.scores,
             self.logprobs,
+            self.states,
         )
 
     @property
@@ -167,6 +166,7 @@ class PackedStep:
             self.tokens,
             self.updates.ravel(),
             self.logprobs.ravel(),
+            self.states.ravel(),
         ]
         if not self.is_decode:
             parts[3:4] = [self.samples.ravel(), self.updates.ravel(), self.sampling_updates.buffer, self.scores.ravel()]
@@ -191,6 +191,7 @@ class StepPacker:
         width = choose_bucket(len(scheduled_seqs), self._buckets)
         is_decode = width and all(map(is_plain_decode, scheduled_seqs))
         step = self.pack_decode(scheduled_seqs, width) if is_decode else self._pack_mixed(scheduled_seqs)
+        step.states = state_copies(scheduled_seqs)
         if self._special or self._logprobs:
             sampled = [scheduled.row for scheduled in scheduled_seqs if scheduled.num_samples]
             special = [self._special[row] for row in sampled if row in self._special]
@@ -355,6 +356,16 @@ def sample_levels(samples: Int32) -> list[npt.NDArray[np.int64]]:
     first = np.searchsorted(sequence, sequence)  # of the same sequence
     level = np.arange(len(sequence)) - first
     return [(level == n).nonzero()[0] for n in range(int(level.max(initial=-1)) + 1)]
+
+
+def state_copies(scheduled_seqs: Sequence[ScheduledSequence]) -> Int32:
+    """Return the copies of states, [3, n]: row, snapshot to load, snapshot to save to."""
+    copies = [
+        (scheduled.row, scheduled.load_state, scheduled.save_state)
+        for scheduled in scheduled_seqs
+        if (scheduled.load_state, scheduled.save_state) != (NO_SNAPSHOT, NO_SNAPSHOT)
+    ]
+    return np.array(copies, np.int32).reshape(-1, 3).T if copies else NO_COPIES
 
 
 def block_updates(scheduled_seqs: Sequence[ScheduledSequence]) -> Int32:

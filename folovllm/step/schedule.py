@@ -12,6 +12,8 @@ from typing import NamedTuple
 from folovllm.step.sampling_spec import Logprobs, SamplingSpec, TokenIds
 from folovllm.step.token_bitmask import TokenBitmasks
 
+NO_SNAPSHOT = -1  # in the place of a number of a snapshot
+
 
 class NothingScheduled(RuntimeError):
     """A step has no scheduled sequences although requests wait. Without this error the engine would loop for ever."""
@@ -41,6 +43,8 @@ class ScheduledSequence(NamedTuple):
     num_samples: int  # tokens to sample in this step; 0 in the middle of a prompt
     sampling: SamplingSpec | None  # in the sequence's first step in this row
     scores: Scores | None = None
+    load_state: int = NO_SNAPSHOT  # the snapshot with which the row's state begins, in the first step in this row
+    save_state: int = NO_SNAPSHOT  # the snapshot that becomes a copy of the row's state after the step
 
     @property
     def end(self) -> int:

@@ -66,7 +66,7 @@ class Bucket(NamedTuple):
     def columns(self) -> Parts[int]:
         """The number of columns of each part of the bucket's buffer."""
         num_tokens = 0 if self.is_decode else self.num_tokens
-        return Parts(self.num_seqs, num_tokens, self.num_samples, self.num_updates, 0, 0, 0)
+        return Parts(self.num_seqs, num_tokens, self.num_samples, self.num_updates, 0, 0, 0, 0)
 
     def holds(self, step: PackedStep) -> bool:
         """Return whether a step fits. The step is no decode step, and has drafts if the bucket is for drafts."""

@@ -39,6 +39,7 @@ class DeviceTables:
             max_seq_len=max_seq_len,
             query_lens_host=[1] * width,
             seq_lens_host=seq_lens.tolist() if fields.device.type == "cpu" else [],
+            rows=fields[Field.ROW],
             is_disjoint=True,  # only the first step of a sequence can read what others write, and this is a later one
         )
 
@@ -90,6 +91,7 @@ class DeviceTables:
             max_seq_len=max_seq_len,
             query_lens_host=[] if host is None else host[Field.QUERY_LEN].tolist(),
             seq_lens_host=[] if host is None else host[Field.SEQ_LEN].tolist(),
+            rows=rows,
         )
 
     def unpack_ragged(

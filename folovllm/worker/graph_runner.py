@@ -215,10 +215,14 @@ class GraphRunner:
             computed, self._late = self._late, None
             self._sample(computed, step)
             return self._sent(computed)
-        if not step.defers_sampling:
-            return self._start(step)
-        self._late = self._compute(step, self._bucket_of(step))
-        return None
+        self._runner.states.load(step.states)
+        pending = None
+        if step.defers_sampling:
+            self._late = self._compute(step, self._bucket_of(step))
+        else:
+            pending = self._start(step)
+        self._runner.states.save(step.states)
+        return pending
 
     def _start(self, step: PackedStep) -> PendingStep:
         """Start a step that computes and samples at once."""

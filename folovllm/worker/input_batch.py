@@ -61,6 +61,7 @@ class InputBatch:
             max_seq_len=max(seq_lens),
             query_lens_host=query_lens,
             seq_lens_host=seq_lens,
+            rows=self._tensor(np.array([scheduled.row for scheduled in scheduled_seqs])),
         )
 
     def note_blocks(self, scheduled_seqs: Sequence[ScheduledSequence]) -> None:

@@ -15,7 +15,9 @@ logger = logging.getLogger("folovllm")
 MOST_CACHED = 65_536  # blocks: each is an object on the host, and another engine may need memory too
 
 
-def num_blocks_that_fit(setup: EngineSetup, profile: Callable[[], None], captured: float = 0.0) -> int:
+def num_blocks_that_fit(
+    setup: EngineSetup, profile: Callable[[], None], captured: float = 0.0, state_bytes: int = 0
+) -> int:
     """Return the number of blocks to allocate: `num_kv_blocks` if set, else as many as fit and the engine can use.
 
     The engine can use blocks for `max_num_seqs` sequences of the greatest length. With prefix caching it can use up to
@@ -25,6 +27,7 @@ def num_blocks_that_fit(setup: EngineSetup, profile: Callable[[], None], capture
         profile: runs the largest possible step; on a GPU its peak memory is left free.
         captured: tokens of the largest captured step over those of the largest step. Captured steps have their own memory,
             and this share of the peak is left free for them.
+        state_bytes: memory of the sequences' states, which is taken by now; on a CPU it is part of `kv_cache_memory`.
 
     Raises:
         ValueError: not even one sequence of `max_model_len` fits; the sentence says what would.
@@ -34,7 +37,9 @@ def num_blocks_that_fit(setup: EngineSetup, profile: Callable[[], None], capture
     num_blocks = setup.config.num_kv_blocks
     if num_blocks is None:
         memory = (
-            _free_gpu_memory(setup, profile, captured) if setup.device.type == "cuda" else setup.config.kv_cache_memory
+            _free_gpu_memory(setup, profile, captured)
+            if setup.device.type == "cuda"
+            else setup.config.kv_cache_memory - state_bytes
         )
         of_use = setup.max_num_seqs * blocks_per_seq
         if setup.config.enable_prefix_caching:
@@ -42,9 +47,10 @@ def num_blocks_that_fit(setup: EngineSetup, profile: Callable[[], None], capture
         num_blocks = min(memory // bytes_per_block, of_use)
     if num_blocks < blocks_per_seq:
         fits = max(0, num_blocks) * setup.block_size
+        beside = f" beside {state_bytes:,} bytes of states (max_num_seqs, num_snapshots)" if state_bytes else ""
         lower = f"lower max_model_len to {fits} or less, or " if fits else ""
         raise ValueError(
-            f"the KV cache has room for {fits} tokens, less than one sequence of max_model_len {setup.max_model_len}: "
+            f"the KV cache has room for {fits} tokens{beside}, less than one sequence of max_model_len {setup.max_model_len}: "
             f"{lower}raise kv_cache_memory (CPU), gpu_memory_utilization (GPU) or "
             f"num_kv_blocks (at least {blocks_per_seq}; a block of {setup.block_size} tokens takes {bytes_per_block:,} bytes)"
         )

@@ -17,11 +17,13 @@ from folovllm.sample.logprobs import SampledLogprobs, by_sequence, score
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.setup import EngineSetup
+from folovllm.step.packed import state_copies
 from folovllm.step.sampling_spec import Logprobs
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, StepResult, one_each, tokens_to_score
 from folovllm.worker.input_batch import InputBatch, SlotsOf
 from folovllm.worker.kv_memory import num_blocks_that_fit
 from folovllm.worker.native_model import attention_layers
+from folovllm.worker.states import StatePool
 from folovllm.worker.warm_up import dummy_seqs, small_steps
 
 logger = logging.getLogger("folovllm")
@@ -51,6 +53,7 @@ class ModelRunner:
     def load_model(self) -> None:
         """Build the model and load its weights."""
         self.model = self._load()
+        self.states = StatePool(self._setup, self.model)
         self._bind_backends()
 
     def _bind_backends(self) -> None:
@@ -74,7 +77,7 @@ class ModelRunner:
         """Find out how many blocks fit, and allocate them; returns their number. `captured`: see `num_blocks_that_fit`."""
         if self._setup.config.calculate_kv_scales:
             self.calculate_kv_scales()
-        num_blocks = num_blocks_that_fit(self._setup, self.warmup_model, captured)
+        num_blocks = num_blocks_that_fit(self._setup, self.warmup_model, captured, self.states.num_bytes)
         self.allocate_kv_cache(num_blocks)
         return num_blocks
 
@@ -127,7 +130,12 @@ class ModelRunner:
         self._sampling_rows.set(
             {scheduled.row: scheduled.sampling for scheduled in scheduled_seqs if scheduled.sampling is not None}
         )
-        batch, wanted = self._build(scheduled_seqs), tokens_to_score(scheduled_seqs)
+        batch, wanted, copies = (
+            self._build(scheduled_seqs),
+            tokens_to_score(scheduled_seqs),
+            state_copies(scheduled_seqs),
+        )
+        self.states.load(copies)
         scores = {}
         if wanted:
             _, after, tokens, counts = torch.tensor(wanted, device=self._setup.device).T
@@ -135,6 +143,7 @@ class ModelRunner:
             scores = by_sequence(found.to_host(), wanted)
         else:
             logits = self.forward(batch)  # [S, V]
+        self.states.save(copies)
         return self._sample(output, logits, scores)
 
     def _build(self, scheduled_seqs: Sequence[ScheduledSequence]) -> ForwardBatch:

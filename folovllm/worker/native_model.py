@@ -13,7 +13,7 @@ from folovllm.layers.sharded import sharded
 from folovllm.model_config import head_dim_of
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import init_random_weights, load_model
-from folovllm.models.registry import PLAIN_LAYERS, build_model
+from folovllm.models.registry import PLAIN_LAYERS, build_model, get_model_class
 from folovllm.setup import EngineSetup
 
 
@@ -36,6 +36,9 @@ def load_sharded_model(setup: EngineSetup, group: Group, layers: LayerSet = PLAI
     config = local_config(setup.hf_config, group.size, expert_parallel)
     shard = partial(shard_named, head_dim=head_dim_of(setup.hf_config), rank=group.rank, size=group.size)
     shard = partial(shard_merged, hf_config=setup.hf_config, shard=shard)
+    shard = partial(
+        get_model_class(setup.hf_config).shard, setup.hf_config, rank=group.rank, size=group.size, usual=shard
+    )
     if expert_parallel:
         shard = partial(keep_experts_whole, shard=shard)
     part = sharded(layers, group, setup.vocab_size)

@@ -18,6 +18,7 @@ from folovllm.setup import EngineSetup
 from folovllm.step.sampling_spec import Logprobs, TokenIds
 from folovllm.step.schedule import SchedulerOutput, StepResult, one_each, tokens_to_score
 from folovllm.worker.native_model import attention_layers
+from folovllm.worker.states import StatePool
 
 
 class SerialModelRunner:
@@ -34,7 +35,8 @@ class SerialModelRunner:
         self.model = self._load()
 
     def initialize_kv_cache(self) -> int:
-        """Give each attention layer an empty cache."""
+        """Give each attention layer an empty cache, and layers that keep a state one slot."""
+        StatePool(self._setup, self.model)
         backend = get_backend("torch_cat")(self._setup.attention)
         for attention in attention_layers(self.model):
             cache = GrowingKVCache()
@@ -90,4 +92,5 @@ def single_sequence_batch(token_ids: TokenIds, start: int, device: torch.device)
         max_seq_len=end,
         query_lens_host=[count],
         seq_lens_host=[end],
+        rows=torch.zeros(1, dtype=torch.int64, device=device),
     )

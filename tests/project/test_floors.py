@@ -26,7 +26,7 @@ FLOORS = {  # each may import itself, the ground floor, and these
     "executor": ("worker",),  # `make_rank` comes to a rank by its name
     "engine": ("executor", "cache", "models", "attention"),
 }
-ELECTIVES = {"server": "X1", "structured_output": "X1", "quantization": "X2", "spec_decode": "X3", "moe": "X4",
+ELECTIVES = {"server": "X1", "structured_output": "X1", "quantization": "X2", "spec_decode": "X3", "moe": "X4", "hybrid": "X5",
              "hopper": "hopper"}  # fmt: skip
 BESIDE = ("bench", "cli", "inspector")  # they use the engine, and all of it
 EXCEPTIONS = {

@@ -1,0 +1,33 @@
+"""Gated DeltaNet by kernels: a decode launches two, and no step waits for a number that the device knows."""
+
+from __future__ import annotations
+
+import torch
+
+from folovllm.forward_batch import ForwardBatch
+from folovllm.hybrid.gated_delta_net import GatedDeltaNet, Qwen3NextGatedDeltaNet
+from folovllm.hybrid.kernels.delta_rule import Heads, delta_rule
+from folovllm.hybrid.kernels.short_conv import short_conv
+
+
+class FusedGatedDeltaNet(GatedDeltaNet):
+    """Convolves and applies the delta rule to the whole batch at once."""
+
+    def mix(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """As `GatedDeltaNet`, but in the dtype of the model."""
+        assert batch.rows is not None
+        conv, state = self.states
+        shape = batch.query_start_loc, batch.seq_lens, batch.rows, batch.num_decodes
+        mixed = short_conv(qkv, conv, self.conv1d.weight, *shape, batch.max_query_len)
+        heads = Heads(self.num_k_heads, self.num_v_heads, self.k_dim, self.v_dim)
+        return delta_rule(mixed, (a, b, self.A_log, self.dt_bias), state, heads, *shape)
+
+
+class FusedQwen3NextGatedDeltaNet(FusedGatedDeltaNet, Qwen3NextGatedDeltaNet):
+    """The same, with Qwen3-Next's projections."""
+
+
+DELTA_KERNELS: dict[type[GatedDeltaNet], type[FusedGatedDeltaNet]] = {
+    GatedDeltaNet: FusedGatedDeltaNet,
+    Qwen3NextGatedDeltaNet: FusedQwen3NextGatedDeltaNet,
+}

@@ -1,0 +1,166 @@
+"""Gated DeltaNet, a layer of linear attention, in the place of attention (Yang et al. 2024; as Qwen3-Next and Qwen3.5 have it)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from folovllm.forward_batch import ForwardBatch
+from folovllm.hybrid.delta_rule import delta_rule, delta_rule_step, unit
+from folovllm.hybrid.short_conv import convolve
+from folovllm.layers.layer_set import LayerSet
+from folovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from folovllm.layers.state_layer import Shape, StateLayer, begins
+from folovllm.layers.unsupported import UnsupportedModel
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class GatedRMSNorm(nn.Module):
+    """RMSNorm of each head, times silu of a gate."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Two [T, Hv, Dv] -> [T, Hv, Dv] in the dtype of `gate`, rounded where transformers rounds."""
+        normed = F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(gate.dtype) * self.weight
+        return (normed * F.silu(gate.float())).to(gate.dtype)
+
+
+class ShortConvWeight(nn.Module):
+    """Holds the weight of the short convolution, [C, 1, K] as in checkpoints."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+
+
+class GatedDeltaNet(StateLayer):
+    """Projections, short convolution, gated delta rule, gated norm, projection.
+
+    Each key head serves Hv / Hk neighbouring value heads. The state of a sequence has a fixed size: the last K - 1 inputs
+    of the convolution, C = 2 Hk Dk + Hv Dv channels each, and a matrix [Dk, Dv] in float32 for each value head.
+    """
+
+    def __init__(self, config: PretrainedConfig, layers: LayerSet) -> None:
+        super().__init__()
+        if config.hidden_act != "silu":
+            raise UnsupportedModel(f"hidden_act {config.hidden_act!r} is not supported: only 'silu' is")
+        self.num_k_heads, self.num_v_heads = config.linear_num_key_heads, config.linear_num_value_heads
+        self.k_dim, self.v_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        keys, values = self.num_k_heads * self.k_dim, self.num_v_heads * self.v_dim
+        self.sizes = [keys, keys, values]  # of queries, keys and values of all heads
+        self.make_projections(config.hidden_size, layers)
+        self.conv1d = ShortConvWeight(sum(self.sizes), config.linear_conv_kernel_dim)
+        self.A_log = nn.Parameter(torch.empty(self.num_v_heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads, dtype=torch.float32))
+        self.norm = GatedRMSNorm(self.v_dim, config.rms_norm_eps)
+        self.out_proj = layers.make(
+            RowParallelLinear, values, config.hidden_size, False, layers.linear_method_of("self_attn.out_proj")
+        )
+
+    def make_projections(self, hidden: int, layers: LayerSet) -> None:
+        """Make the input projections, whose parts are [q, k, v, z] and [b, a], one behind the other (Qwen3.5)."""
+        channels, values, heads = sum(self.sizes), self.sizes[2], self.num_v_heads
+        qkvz, ba = (layers.linear_method_of(f"self_attn.{name}") for name in ("in_proj_qkvz", "in_proj_ba"))
+        self.in_proj_qkvz = layers.make(MergedColumnParallelLinear, hidden, [channels, values], False, qkvz)
+        self.in_proj_ba = layers.make(MergedColumnParallelLinear, hidden, [heads, heads], False, ba)
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[T, H] -> inputs of the convolution [T, C], output gate [T, Hv, Dv], and `beta` and `g` before their functions, [T, Hv]."""
+        qkv, z = self.in_proj_qkvz(x).split([sum(self.sizes), self.sizes[2]], dim=1)
+        b, a = self.in_proj_ba(x).chunk(2, dim=1)
+        return qkv, z.unflatten(1, (self.num_v_heads, self.v_dim)), b, a
+
+    def state_shapes(self) -> tuple[Shape, ...]:
+        """The convolution's last inputs [K - 1, C], and the matrices [Hv, Dk, Dv]."""
+        channels, _, width = self.conv1d.weight.shape
+        return (
+            ((width - 1, channels), self.conv1d.weight.dtype),
+            ((self.num_v_heads, self.k_dim, self.v_dim), torch.float32),
+        )
+
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[T, H] -> [T, H]. The states of the batch's sequences are those after their last new tokens afterwards."""
+        qkv, z, b, a = self.project(x)
+        out = self.norm(self.mix(qkv, b, a, batch), z)
+        return self.out_proj(out.flatten(1))
+
+    def mix(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Convolve and apply the delta rule, sequence by sequence, decodes all at once: [T, C] -> [T, Hv, Dv] float32.
+
+        The one step here that kernels replace.
+        """
+        assert batch.rows is not None
+        rows, fresh = batch.rows.long(), begins(batch)
+        n, outputs = batch.num_decodes, []
+        if n:
+            outputs.append(self.decode(qkv[:n], b[:n], a[:n], rows[:n], fresh[:n]))
+        start = n
+        for i in range(n, batch.num_seqs):
+            end = start + batch.query_lens_host[i]
+            outputs.append(self.prefill(qkv[start:end], b[start:end], a[start:end], rows[i], fresh[i]))
+            start = end
+        return torch.cat(outputs)
+
+    def decode(
+        self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, rows: torch.Tensor, fresh: torch.Tensor
+    ) -> torch.Tensor:
+        """One token of each sequence, [S, C] -> [S, Hv, Dv]."""
+        conv, state = self.read_states(rows, fresh)
+        mixed, conv = convolve(qkv[:, None], conv, self.conv1d.weight[:, 0])
+        out, state = delta_rule_step(state, *self.split_heads(mixed[:, 0]), *self.gates(b, a))
+        self.states[0][rows], self.states[1][rows] = conv, state
+        return out
+
+    def prefill(
+        self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, row: torch.Tensor, fresh: torch.Tensor
+    ) -> torch.Tensor:
+        """Several tokens of one sequence, [n, C] -> [n, Hv, Dv]."""
+        conv, state = self.read_states(row, fresh)
+        mixed, conv = convolve(qkv, conv, self.conv1d.weight[:, 0])
+        out, state = delta_rule(state, *self.split_heads(mixed), *self.gates(b, a))
+        self.states[0][row], self.states[1][row] = conv, state
+        return out
+
+    def read_states(self, rows: torch.Tensor, fresh: torch.Tensor) -> list[torch.Tensor]:
+        """Copies of the states in these slots, and zeros for sequences that begin. A slot may hold NaN, so nothing multiplies it by 0."""
+        return [states[rows].masked_fill(fresh[(..., *[None] * (states.dim() - 1))], 0.0) for states in self.states]
+
+    def split_heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[n, C] -> queries and keys [n, Hv, Dk], of length 1 before the queries' factor 1 / sqrt(Dk), and values [n, Hv, Dv]."""
+        query, key, value = mixed.split(self.sizes, dim=1)
+        groups = self.num_v_heads // self.num_k_heads
+        query, key = (
+            unit(x.unflatten(1, (self.num_k_heads, self.k_dim))).repeat_interleave(groups, 1) for x in (query, key)
+        )
+        return query * self.k_dim**-0.5, key, value.unflatten(1, (self.num_v_heads, self.v_dim))
+
+    def gates(self, b: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two [n, Hv] -> the logarithm of the decay, and `beta`."""
+        return -self.A_log.exp() * F.softplus(a.float() + self.dt_bias), b.float().sigmoid()
+
+
+class Qwen3NextGatedDeltaNet(GatedDeltaNet):
+    """Its projections go key head by key head: [q, k, v, z] of the first one and its value heads, then of the next."""
+
+    def make_projections(self, hidden: int, layers: LayerSet) -> None:
+        """As the checkpoints have them: two layers."""
+        for name, size in (("in_proj_qkvz", sum(self.sizes) + self.sizes[2]), ("in_proj_ba", 2 * self.num_v_heads)):
+            method = layers.linear_method_of(f"self_attn.{name}")
+            setattr(self, name, layers.make(MergedColumnParallelLinear, hidden, [size], False, method))
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        values = self.sizes[2] // self.num_k_heads  # of one key head
+        heads = self.in_proj_qkvz(x).unflatten(1, (self.num_k_heads, -1))
+        *qkv, z = heads.split([self.k_dim, self.k_dim, values, values], dim=2)
+        b, a = self.in_proj_ba(x).unflatten(1, (self.num_k_heads, -1)).chunk(2, dim=2)
+        z = z.reshape(len(x), self.num_v_heads, self.v_dim)
+        return torch.cat([part.flatten(1) for part in qkv], dim=1), z, b.flatten(1), a.flatten(1)

@@ -1,0 +1,154 @@
+"""Hybrid models: most layers keep a state (Gated DeltaNet), every fourth or so attends to all tokens, with a gate behind it."""
+
+from __future__ import annotations
+
+from copy import copy
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from folovllm.distributed.sharding import Rows, shard_column, shard_row
+from folovllm.forward_batch import ForwardBatch
+from folovllm.hybrid.gated_delta_net import GatedDeltaNet, Qwen3NextGatedDeltaNet
+from folovllm.layers.layer_set import LayerSet
+from folovllm.layers.layernorm import RMSNorm
+from folovllm.layers.rotary_embedding import RotaryEmbedding, rope_frequencies
+from folovllm.model_config import LINEAR, head_dim_of, rope_parameters
+from folovllm.models.gemma3 import Gemma3RMSNorm
+from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
+from folovllm.models.qwen3 import Qwen3Attention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from transformers import PretrainedConfig
+
+    from folovllm.distributed.sharding import Weight
+
+
+class PartialRotaryEmbedding(RotaryEmbedding):
+    """Rotates the first dimensions of each head, as many as its table has, and leaves the others as they are."""
+
+    def forward(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        part = self.cos_sin_cache.shape[1]
+        rotated = super().forward(positions, query[..., :part], key[..., :part])
+        return torch.cat((rotated[0], query[..., part:]), -1), torch.cat((rotated[1], key[..., part:]), -1)
+
+
+class GatedAttention(Qwen3Attention):
+    """Multiplies what each head found by the sigmoid of a gate. Beside a query, `q_proj` gives a head its gate [D]."""
+
+    query_parts = 2
+
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[T, H] -> [T, H]."""
+        qkv = self.qkv_proj(x)
+        size = 2 * self.num_heads * self.head_dim
+        query, gate = qkv[:, :size].unflatten(1, (self.num_heads, 2, self.head_dim)).unbind(2)  # [T, Hq, D] each
+        qkv = torch.cat((query.flatten(1), qkv[:, size:]), dim=1)
+        attended = self.attn(self.prepare(qkv, batch), batch)
+        return self.o_proj((attended * gate.sigmoid()).flatten(1))
+
+
+class HybridModel(LlamaModel):
+    """Rotates a part of each head."""
+
+    @staticmethod
+    def ropes(config: PretrainedConfig, layers: LayerSet, max_model_len: int) -> list[RotaryEmbedding]:
+        """Return the one table of angles for each layer; only layers of full attention read it."""
+        own, parameters = copy(config), dict(rope_parameters(config))
+        part = float(parameters.pop("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1.0)))
+        own.rope_parameters = parameters
+        table = PartialRotaryEmbedding(rope_frequencies(own, int(part * head_dim_of(config))), max_model_len)
+        return [table] * config.num_hidden_layers
+
+
+def linear_layer(kind: type[GatedDeltaNet]) -> Callable[..., GatedDeltaNet]:
+    """Return what makes a layer of this kind from the arguments of an attention layer: angles and windows are of no use to it."""
+    return lambda config, rope, layers, window: layers.make(kind, config, layers)
+
+
+class HybridForCausalLM(LlamaForCausalLM):
+    """The frame with two kinds of layers, after `layer_types`. A family names its kind of linear attention.
+
+    Checkpoints call linear attention `linear_attn`; here it stands where attention does. Heads for multi-token prediction
+    (`mtp`) and what reads images (`visual`) are left in the file.
+    """
+
+    attention_class = GatedAttention
+    linear_class: ClassVar[type[GatedDeltaNet]]
+    takes_experts = True
+    renamed: ClassVar[dict[str, str]] = {"linear_attn.": "self_attn.", "model.language_model.": "model."}
+    left_out: ClassVar[tuple[str, ...]] = ("mtp.", "model.visual.")
+
+    def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
+        if layers.kernels:
+            from folovllm.hybrid.fused import DELTA_KERNELS  # here, for not every machine has Triton
+
+            layers = layers.having(DELTA_KERNELS)
+        norms = {RMSNorm: lambda size, eps: layers.make(Gemma3RMSNorm, size, eps)}
+        # A norm's weights cannot move into the projections of a linear layer, whose gates must not be scaled late.
+        places: dict[Any, Any] = {LlamaModel: HybridModel, LlamaDecoderLayer: LlamaDecoderLayer}
+        super().__init__(config, layers.having({**places, **norms}), max_model_len)
+
+    @classmethod
+    def attention_classes(cls, config: PretrainedConfig) -> list[Callable[..., Any]]:
+        linear = linear_layer(cls.linear_class)
+        return [linear if kind == LINEAR else cls.attention_class for kind in config.layer_types]
+
+    def own_name(self, name: str) -> str | None:
+        return None if name.startswith(self.left_out) else super().own_name(name)
+
+    def weights_loaded(self) -> None:
+        """Add 1 to the norms' weights, which checkpoints keep around 0."""
+        super().weights_loaded()
+        for module in self.modules():
+            if isinstance(module, Gemma3RMSNorm):
+                module.weight.data.add_(1)
+
+    @classmethod
+    def shard(
+        cls,
+        config: PretrainedConfig,
+        name: str,
+        weight: Weight,
+        rank: int,
+        size: int,
+        usual: Callable[..., torch.Tensor],
+    ) -> torch.Tensor:
+        """Give each rank whole key heads of linear attention, and the value heads that they serve."""
+        module, kind = name.split(".")[-2:]
+        keys = config.linear_num_key_heads * config.linear_key_head_dim
+        values = config.linear_num_value_heads * config.linear_value_head_dim
+        match module:
+            case "in_proj_qkv" | "conv1d":  # queries, keys and values, each of all heads
+                ends = (0, keys, 2 * keys, 2 * keys + values)
+                parts = [Rows(weight, start, end) for start, end in pairwise(ends)]
+                return torch.cat([shard_column(part, rank, size) for part in parts])
+            case "in_proj_qkvz" | "in_proj_ba" | "in_proj_z" | "in_proj_b" | "in_proj_a":
+                return shard_column(weight, rank, size)
+            case "out_proj":
+                return shard_row(weight, rank, size)
+            case "self_attn" if kind in ("A_log", "dt_bias"):
+                return shard_column(weight, rank, size)
+        return usual(name, weight)
+
+
+class Qwen3NextForCausalLM(HybridForCausalLM):
+    """Qwen3-Next."""
+
+    linear_class = Qwen3NextGatedDeltaNet
+
+
+class Qwen3_5ForCausalLM(HybridForCausalLM):
+    """Qwen3.5, its text model."""
+
+    linear_class = GatedDeltaNet
+    packed_modules_mapping: Mapping[str, Sequence[str]] = {
+        **LlamaForCausalLM.packed_modules_mapping,
+        "in_proj_qkvz": ["in_proj_qkv", "in_proj_z"],
+        "in_proj_ba": ["in_proj_b", "in_proj_a"],
+    }

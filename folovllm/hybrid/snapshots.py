@@ -1,0 +1,167 @@
+"""Prefix caching where layers keep states: a prefix is found as far as a snapshot of its state is kept.
+
+Of K/V any full block can be shared, for it holds each token by itself. A state holds all tokens so far in one, and the next
+token changes it. So a sequence can only go on from a state that somebody copied when it was there: a *snapshot*, taken every
+`interval` tokens at the end of a block. It belongs to that block, is found by its name, and goes when the block goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from folovllm.cache.free_list import Block
+from folovllm.cache.prefix_cache import PrefixCache, PrefixCachingBlockManager
+from folovllm.events import Events
+from folovllm.request import Sequence
+from folovllm.step.schedule import NO_SNAPSHOT
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """A copy of all layers' states after the first `num_tokens` tokens of a prefix."""
+
+    slot: int  # where it is on the device
+    num_tokens: int
+    last_used: int  # when it was taken or a sequence last began with it, on a clock that counts admissions
+
+
+def snapshot_to_evict(snapshots: Iterable[Snapshot]) -> Snapshot:
+    """Choose the snapshot that makes room for a new one: the least recently used; of several the one with fewest tokens.
+
+    A conversation begins with its newest snapshot when it goes on, and a system prompt's is used again and again: both are
+    recent. Of one long prompt all snapshots are equally old. Then a shorter one saves less of the work, and all of them but
+    the last serve only prompts that part ways before their end.
+    """
+    return min(snapshots, key=lambda snapshot: (snapshot.last_used, snapshot.num_tokens))
+
+
+class SnapshotCache:
+    """Snapshots by the block at whose end they were taken.
+
+    A block's `serial` names its contents and all before it, and no publication has that of another one. So a snapshot that
+    is found by the serial of a block belongs to the very prefix that this block ends.
+
+    Invariant: each slot is free, or was taken (`take`) for a step that is being scheduled or is under way, or has a snapshot.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self.clock = 0
+        self._free = list(reversed(range(num_slots)))
+        self._by_serial: dict[int, Snapshot] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_serial)
+
+    def longest_prefix(self, blocks: list[Block]) -> tuple[list[Block], Snapshot | None]:
+        """The part of a cached prefix with which a sequence can begin, and the snapshot at its end.
+
+        That is `blocks` up to the last one that has a snapshot (`self._by_serial`); no block and None if none has. The
+        snapshot counts as used now (`self.clock`).
+        """
+        for count in range(len(blocks), 0, -1):
+            snapshot = self._by_serial.get(blocks[count - 1].serial)
+            if snapshot is not None:
+                snapshot.last_used = self.clock
+                return blocks[:count], snapshot
+        return [], None
+
+    def take(self) -> int | None:
+        """A slot for a new snapshot: a free one, else that of a snapshot that is evicted. None if all are taken for steps under way."""
+        if not self._free:
+            if not self._by_serial:
+                return None
+            chosen = snapshot_to_evict(self._by_serial.values())
+            self.forget(next(serial for serial, snapshot in self._by_serial.items() if snapshot is chosen))
+        return self._free.pop()
+
+    def give_back(self, slot: int) -> None:
+        """Take back a slot that gets no snapshot after all."""
+        self._free.append(slot)
+
+    def publish(self, slot: int, num_tokens: int, serial: int) -> None:
+        """Let others begin with the snapshot in `slot`, which was taken at the end of the block with this `serial`.
+
+        If the block has a snapshot already, as when two sequences with one prompt run side by side, that stays and the slot is
+        given back.
+        """
+        if serial in self._by_serial:
+            self.give_back(slot)
+        else:
+            self._by_serial[serial] = Snapshot(slot, num_tokens, self.clock)
+
+    def forget(self, serial: int) -> None:
+        """Evict the snapshot of a block, if it has one."""
+        snapshot = self._by_serial.pop(serial, None)
+        if snapshot is not None:
+            self.give_back(snapshot.slot)
+
+
+class SnapshotPrefixCache(PrefixCache):
+    """A prefix cache whose blocks take their snapshots with them when they are evicted."""
+
+    def __init__(self, block_size: int, events: Events | None, snapshots: SnapshotCache) -> None:
+        super().__init__(block_size, events)
+        self._snapshots = snapshots
+
+    def forget(self, block: Block) -> None:
+        """Evict what a block holds, and its snapshot."""
+        self._snapshots.forget(block.serial)
+        super().forget(block)
+
+
+class SnapshotBlockManager(PrefixCachingBlockManager):
+    """A `PrefixCachingBlockManager` for models with states. It says in a step which states are copied from and to snapshots.
+
+    A step loads snapshots before it computes and saves them afterwards, and steps run in order on the device. So a slot may
+    be given to another sequence at once. But a snapshot can be found only when its step is taken in, since a sequence that is
+    admitted to the very same step would load what is not there yet.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, events: Events | None = None, *, num_snapshots: int, interval: int
+    ) -> None:
+        """`interval`: tokens between snapshots, a multiple of `block_size`."""
+        super().__init__(num_blocks, block_size, events)
+        self.interval = interval
+        self.snapshots = SnapshotCache(num_snapshots)
+        self.prefix_cache = SnapshotPrefixCache(block_size, self.events, self.snapshots)
+        self._pending: dict[int, list[tuple[int, int]]] = {}  # by seq_id: tokens and slot of what steps under way save
+
+    def usable(self, seq: Sequence, found: list[Block]) -> list[Block]:
+        """The blocks up to the last snapshot, which becomes the state of `seq`."""
+        self.snapshots.clock += 1
+        blocks, snapshot = self.snapshots.longest_prefix(found)
+        seq.load_state = NO_SNAPSHOT if snapshot is None else snapshot.slot
+        return blocks
+
+    def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> bool:
+        """As `PrefixCachingBlockManager`. Where the step ends at a border, also find a slot for its snapshot."""
+        if not super().allocate_slots(seq, num_new_tokens):
+            return False
+        seq.save_state = NO_SNAPSHOT
+        end = seq.num_computed_tokens + num_new_tokens
+        if end % self.interval == 0 and (slot := self.snapshots.take()) is not None:
+            seq.save_state = slot
+            self._pending.setdefault(seq.seq_id, []).append((end, slot))
+        return True
+
+    def cache_scheduled_blocks(self, seqs: Iterable[Sequence]) -> None:
+        """Name the blocks that the coming step will fill; their snapshots must wait for its end."""
+        for seq in seqs:
+            super().cache_blocks(seq)
+
+    def cache_blocks(self, seq: Sequence) -> None:
+        """Name the blocks that are written, and let others find the snapshots at their ends."""
+        super().cache_blocks(seq)
+        pending, serials = self._pending.get(seq.seq_id, []), self.prefix_cache.serials(seq)
+        while pending and pending[0][0] <= len(serials) * self.block_size:
+            num_tokens, slot = pending.pop(0)
+            self.snapshots.publish(slot, num_tokens, serials[num_tokens // self.block_size - 1])
+
+    def free(self, seq: Sequence) -> None:
+        """Take back what `seq` holds; snapshots that nobody could find yet are given up."""
+        for _, slot in self._pending.pop(seq.seq_id, ()):
+            self.snapshots.give_back(slot)
+        seq.load_state = seq.save_state = NO_SNAPSHOT
+        super().free(seq)

@@ -1,0 +1,34 @@
+"""The interface of layers that keep a state of fixed size for each sequence, in place of K and V of each token."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import nn
+
+from folovllm.forward_batch import ForwardBatch
+
+Shape = tuple[tuple[int, ...], torch.dtype]  # of one sequence's state
+
+
+class StateLayer(nn.Module, ABC):
+    """Reads the states of the sequences of a batch, and leaves the states after their last new tokens.
+
+    A sequence's state is in the slot of its row, `batch.rows`, from its first step until it no longer runs. So no slot is
+    handed out, and a preempted sequence gives its slot up with its row. What a slot holds belongs to the sequence only if it
+    has computed tokens (`begins`): else it is what another sequence left there, or it was never written.
+    """
+
+    states: tuple[
+        torch.Tensor, ...
+    ]  # for each of `state_shapes` [slots, ...]; the runner binds them (`worker/states.py`)
+
+    @abstractmethod
+    def state_shapes(self) -> tuple[Shape, ...]:
+        """The tensors of one sequence's state."""
+
+
+def begins(batch: ForwardBatch) -> torch.Tensor:
+    """Whether each sequence of the batch starts with this step, [S] bool: its state is zero, whatever its slot holds. Padding starts, too."""
+    return batch.seq_lens - batch.query_start_loc.diff() <= 0

@@ -1,0 +1,46 @@
+"""Tiny hybrid models: those of each family, and random geometries."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from tests.helpers import tiny_checkpoint
+
+KINDS = {"L": "linear_attention", "F": "full_attention"}
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 24,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_next": {"num_experts": 0},
+    "qwen3_5_text": {},
+    "qwen3_next with experts": EXPERTS,
+}
+
+
+def hybrid_checkpoint(family: str = "qwen3_next", layers: str = "LLF", **overrides: Any) -> Path:
+    """A random model with layers of these kinds; each key head of linear attention serves two value heads."""
+    fields: dict[str, Any] = {
+        "num_hidden_layers": len(layers), "layer_types": [KINDS[kind] for kind in layers],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4, **FAMILIES[family], **overrides,
+    }  # fmt: skip
+    return tiny_checkpoint(family.split()[0], **fields)
+
+
+def random_geometry(seed: int) -> Path:
+    """A model of any family with sizes that fit together, and nothing else in common with the next one."""
+    rng = random.Random(seed)
+    heads, kv_heads = rng.choice([(4, 2), (2, 1), (3, 3), (6, 2)])
+    key_heads = rng.choice([1, 2, 3])
+    return hybrid_checkpoint(
+        rng.choice(sorted(FAMILIES)), rng.choice(["LLF", "LF", "FL", "LLFL", "LFLF", "LL" + "F" * 2]),
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=rng.choice([16, 32]), tied=rng.random() < 0.5,
+        linear_num_key_heads=key_heads, linear_num_value_heads=key_heads * rng.choice([1, 2, 3]),
+        linear_key_head_dim=rng.choice([8, 16, 24]), linear_value_head_dim=rng.choice([8, 16, 40]),
+        linear_conv_kernel_dim=rng.choice([2, 3, 4]), partial_rotary_factor=rng.choice([0.25, 0.5, 1.0]),
+    )  # fmt: skip

@@ -1,0 +1,139 @@
+"""The kernels of Gated DeltaNet give what the torch form gives: a ragged batch, chunks that end anywhere, padding, slots of others."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from folovllm.forward_batch import ForwardBatch
+from folovllm.hybrid.fused import FusedGatedDeltaNet
+from folovllm.hybrid.gated_delta_net import GatedDeltaNet
+from folovllm.layers.layer_set import LayerSet
+from tests import contract
+from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts
+from tests.workloads import Request, answered, make_engine, serve
+from tests.x5.checkpoints import hybrid_checkpoint
+
+ON = contract.DEVICE
+GEOMETRIES = {"grouped": (2, 4, 16, 8, 4), "odd sizes": (1, 3, 24, 40, 3), "one by one": (2, 2, 8, 32, 2)}
+
+
+def config(hk: int, hv: int, dk: int, dv: int, width: int) -> Any:
+    return SimpleNamespace(
+        hidden_size=32, hidden_act="silu", rms_norm_eps=1e-6, linear_num_key_heads=hk, linear_num_value_heads=hv,
+        linear_key_head_dim=dk, linear_value_head_dim=dv, linear_conv_kernel_dim=width,
+    )  # fmt: skip
+
+
+def two_layers(geometry: str) -> tuple[GatedDeltaNet, GatedDeltaNet]:
+    """The torch form and the kernels', with the same weights and the same states of 6 slots."""
+    generator = torch.Generator().manual_seed(0)
+    plain = GatedDeltaNet(config(*GEOMETRIES[geometry]), LayerSet())
+    for parameter in plain.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.5
+    plain.states = tuple(torch.randn(6, *shape, generator=generator) for shape, _ in plain.state_shapes())
+    fused = FusedGatedDeltaNet(config(*GEOMETRIES[geometry]), LayerSet())
+    fused.load_state_dict(plain.state_dict())
+    fused.states = tuple(state.clone() for state in plain.states)
+    return plain, fused
+
+
+def batch_of(lengths: list[int], computed: list[int], rows: list[int]) -> ForwardBatch:
+    """A batch that goes on with sequences; nothing of it but what these layers read."""
+    starts, none = torch.tensor([0, *lengths]).cumsum(0).int(), torch.empty(0)
+    seq_lens = [n + c for n, c in zip(lengths, computed, strict=True)]
+    return ForwardBatch(
+        none, none, none, starts, torch.tensor(seq_lens).int(), none, none, num_seqs=len(lengths),
+        num_decodes=next((i for i, n in enumerate(lengths) if n > 1), len(lengths)), max_query_len=max(lengths),
+        max_seq_len=max(seq_lens), query_lens_host=lengths, seq_lens_host=seq_lens, rows=torch.tensor(rows),
+    )  # fmt: skip
+
+
+def to_device(batch: ForwardBatch) -> ForwardBatch:
+    for name in ("query_start_loc", "seq_lens", "rows"):
+        setattr(batch, name, getattr(batch, name).to(ON))
+    return batch
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+@torch.inference_mode()
+def test_a_ragged_batch(geometry: str) -> None:
+    """Decodes, one of them a first token; a prompt of two chunks, a later piece shorter than the convolution, a whole chunk."""
+    plain, fused = two_layers(geometry)
+    lengths, computed, rows = [1, 1, 40, 2, 32], [9, 0, 0, 17, 5], [3, 0, 5, 1, 2]
+    x = torch.randn(sum(lengths), 32, generator=torch.Generator().manual_seed(1))
+    expected = plain(x, batch_of(lengths, computed, rows))
+    actual = fused.to(ON)(x.to(ON), to_device(batch_of(lengths, computed, rows)))
+    torch.testing.assert_close(actual.cpu(), expected, rtol=1e-4, atol=1e-4)
+    for ours, theirs in zip(fused.states, plain.states, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_what_a_slot_held_does_not_matter_to_who_starts() -> None:
+    _, fused = two_layers("grouped")
+    x, batch = torch.randn(8, 32).to(ON), to_device(batch_of([1, 7], [0, 0], [4, 2]))
+    expected = fused.to(ON)(x, batch)
+    for state in fused.states:
+        state.fill_(torch.nan)
+    torch.testing.assert_close(fused(x, batch), expected)
+    assert fused.states[1][[4, 2]].isfinite().all() and fused.states[1][0].isnan().all()
+
+
+@torch.inference_mode()
+def test_padding_changes_no_state_of_others() -> None:
+    """As in a captured step: a decode of no tokens, and a last sequence of padding that has tokens and no length."""
+    _, fused = two_layers("grouped")
+    before = [state.clone() for state in fused.states]
+    x = torch.randn(5, 32).to(ON)
+    batch = to_device(batch_of([1, 0, 2, 2], [3, 0, 4, -2], [0, 5, 1, 5]))
+    batch.num_decodes = 2
+    alone = to_device(batch_of([1, 2], [3, 4], [0, 1]))
+    actual = fused.to(ON)(x, batch)
+    after = [state.clone() for state in fused.states]
+    for state, old in zip(fused.states, before, strict=True):
+        state.copy_(old)
+    torch.testing.assert_close(actual[:3], fused(x[:3], alone))
+    for state, padded, old in zip(fused.states, after, before, strict=True):
+        torch.testing.assert_close(padded[:5], state[:5])
+        torch.testing.assert_close(padded[2:5].cpu(), old[2:5].cpu())
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_text"])
+def test_a_model_over_kernels(family: str) -> None:
+    path, (ids,) = hybrid_checkpoint(family, "LF"), prompts([40])
+    driver = Driver(path, "torch_naive", max_seqs=1, device=ON, layers=LayerSet(kernels=True))
+    logits = [driver.step({0: ids[start:end]})[0] for start, end in ((0, 35), (35, 36), (36, 40))]
+    assert_logits_equal(torch.cat(logits), hf_logits(path, ids))
+
+
+def test_the_engine_over_kernels() -> None:
+    """M6 with all kernels: chunks, snapshots, captured decodes."""
+    from folovllm import SamplingParams
+
+    path = hybrid_checkpoint("qwen3_next", "LF", num_heads=2, num_kv_heads=1)
+    greedy = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    (first, second) = prompts([19, 3])
+    load = answered(path, [Request(first, greedy), Request(second, greedy), Request([*first[:12], 7], greedy)])
+    fields: dict[str, Any] = {
+        "max_num_seqs": 2,
+        "num_snapshots": 8,
+        "max_num_batched_tokens": 12,
+        "block_size": 4,
+        "max_model_len": 32,
+    }
+    fields |= {
+        "snapshot_interval": 4,
+        "milestone": "m6",
+        "attention_backend": "triton",
+        "dtype": "float32",
+        "device": ON,
+    }
+    engine = make_engine(path, **fields)
+    load.check(serve(engine, load.requests, "one_by_one"))
+    assert engine.scheduler.kv.stats.tokens_hit == 12  # type: ignore[union-attr]

@@ -1,0 +1,191 @@
+"""Hybrid models against their Hugging Face twins: random geometries, every preset, chunks that end anywhere, reused slots."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from folovllm import LLM, SamplingParams
+from folovllm.config import EngineConfig
+from folovllm.engine.setup import set_up
+from folovllm.hybrid.gated_delta_net import GatedDeltaNet
+from folovllm.layers.attention import Attention
+from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
+from tests.workloads import ARRIVALS, Workload, answered, make_engine, mixed_requests, serve
+from tests.x5.checkpoints import FAMILIES, hybrid_checkpoint, random_geometry
+
+PIECES = ([150], [1] * 20 + [130], [5, 1, 1, 70, 1, 2, 3, 67])
+SMALL = {"block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 20}  # preemption, and prompts in chunks
+SNAPSHOTS = {**SMALL, "snapshot_interval": 8, "num_snapshots": 6}
+ENGINES: dict[str, dict[str, Any]] = {
+    "m1": {"milestone": "m1"},
+    "m1 native": {"milestone": "m1", "model_impl": "native"},
+    "m2": {"milestone": "m2"},
+    "m3": {"milestone": "m3", "block_size": 4, "num_kv_blocks": 40},
+    "m4": {"milestone": "m4", "block_size": 4, "num_kv_blocks": 40, "max_num_seqs": 3},
+    "m5": {"milestone": "m5", **SNAPSHOTS},
+    "m6": {"milestone": "m6", **SNAPSHOTS},
+    "m6 with few rows": {"milestone": "m6", **SMALL, "max_num_seqs": 3, "snapshot_interval": 4, "num_snapshots": 2},
+}
+
+
+def feed(driver: Driver, ids: list[int], pieces: list[int], seq: int = 0) -> torch.Tensor:
+    """Logits after each token of a sequence that comes in pieces."""
+    logits, start = [], 0
+    for length in pieces:
+        logits.append(driver.step({seq: ids[start : start + length]})[seq])
+        start += length
+    return torch.cat(logits)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_equal_hugging_face(family: str) -> None:
+    """A prompt of three chunks, whole, and in pieces that end anywhere. Slots begin as NaN, and nobody clears them."""
+    path, (ids,) = hybrid_checkpoint(family), prompts([150])
+    reference = hf_logits(path, ids)
+    for pieces in PIECES:
+        assert_logits_equal(feed(Driver(path, max_seqs=1, max_len=160), ids, pieces), reference)
+
+
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 60))])
+def test_random_geometries(seed: int) -> None:
+    path, (ids,) = random_geometry(seed), prompts([90], seed)
+    reference = hf_logits(path, ids)
+    assert_logits_equal(feed(Driver(path, max_seqs=1), ids, [3, 1, 66, 20]), reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(60))
+def test_random_geometries_on_every_preset(seed: int) -> None:
+    load = answered(random_geometry(seed), mixed_requests("seeded", 6, seed))
+    for fields in ENGINES.values():
+        load.check(serve(make_engine(load.model, **fields), load.requests, ARRIVALS[2], seed))
+
+
+@cache
+def seeded(family: str) -> Workload:
+    return answered(hybrid_checkpoint(family), mixed_requests("seeded", 8))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_presets_answer_as_transformers(family: str, engine: str) -> None:
+    """Twice, so that the second time slots hold the states of others, and prefixes are found."""
+    load = seeded(family)
+    own = make_engine(load.model, **ENGINES[engine])
+    for arrival in ("at_once", "random_steps"):
+        load.check(serve(own, load.requests, arrival))
+
+
+def test_sequences_do_not_see_each_other() -> None:
+    """Decodes, chunks and prompts of several sequences in one batch, in slots that others have used."""
+    path, (first, second, third) = hybrid_checkpoint(), prompts([60, 50, 40])
+    driver = Driver(path)
+    feed(driver, third, [40], seq=2)
+    driver.cached[2] = 0  # its slot is used again
+    logits: dict[int, list[torch.Tensor]] = {0: [], 1: [], 2: []}
+    at = dict.fromkeys(logits, 0)
+    for pieces in ({0: 30, 1: 1}, {0: 1, 1: 20, 2: 7}, {0: 28, 1: 28, 2: 1}, {0: 1, 1: 1, 2: 32}):
+        new = {seq: (first, second, third)[seq][at[seq] : at[seq] + n] for seq, n in pieces.items()}
+        for seq, found in driver.step(new).items():
+            logits[seq].append(found)
+            at[seq] += len(found)
+    for seq, ids in enumerate((first, second, third)):
+        assert_logits_equal(torch.cat(logits[seq]), hf_logits(path, ids))
+
+
+def test_the_state_matters() -> None:
+    """With the state of another prefix the logits are others: so the tests here would notice one that is stale."""
+    path, (ids, other) = hybrid_checkpoint(), prompts([40, 20])
+    driver = Driver(path, max_seqs=2)
+    feed(driver, other, [20], seq=1)
+    feed(driver, ids[:20], [20])
+    for layer in (module for module in driver.model.modules() if isinstance(module, GatedDeltaNet)):
+        layer.states[1][0] = layer.states[1][1]
+    reference = hf_logits(path, ids)[20:]
+    assert (driver.step({0: ids[20:]})[0] - reference).abs().max() > 0.05 * reference.abs().max()
+
+
+def test_nan_stays_in_its_sequence() -> None:
+    """A sequence whose state is NaN answers NaN, its neighbour in the batch does not, nor who gets the slot next."""
+    path, (ids, other) = hybrid_checkpoint(), prompts([20, 20])
+    driver = Driver(path, max_seqs=2)
+    driver.step({0: ids[:10], 1: other[:10]})
+    for layer in (module for module in driver.model.modules() if isinstance(module, GatedDeltaNet)):
+        layer.states[1][0] = torch.nan
+    logits = driver.step({0: ids[10:], 1: other[10:]})
+    assert logits[0].isnan().all()
+    assert_logits_equal(logits[1], hf_logits(path, other)[10:])
+    driver.cached[0] = 0
+    assert_logits_equal(driver.step({0: other})[0], hf_logits(path, other))
+
+
+def test_only_full_attention_has_a_cache() -> None:
+    """K/V of one layer in three; the other two have one slot a row, one for padding and the snapshots."""
+    fields = {"milestone": "m5", "max_num_seqs": 5, "num_snapshots": 7, "num_kv_blocks": 40, "block_size": 4}
+    engine = make_engine(hybrid_checkpoint(), **fields)
+    model = engine.executor._worker.runner.model  # type: ignore[attr-defined]
+    assert engine.setup.kv_bytes_per_token == 2 * 2 * 32 * 4
+    assert len([module for module in model.modules() if isinstance(module, Attention)]) == 1
+    layers = [module for module in model.modules() if isinstance(module, GatedDeltaNet)]
+    assert [tuple(state.shape) for state in layers[0].states] == [(5 + 1 + 7, 3, 96), (5 + 1 + 7, 4, 16, 8)]
+    assert len(layers) == 2
+
+
+def test_states_count_in_the_memory_of_a_cpu() -> None:
+    """Three slots take what is 148 tokens of K/V less, and the error names them when nothing is left."""
+    path = hybrid_checkpoint()
+    state = 2 * (3 * 96 + 4 * 16 * 8) * 4  # two layers
+    token = 2 * 2 * 32 * 4
+    fields = {"milestone": "m4", "max_num_seqs": 2, "block_size": 4, "max_model_len": 64}
+    engine = make_engine(path, kv_cache_memory=3 * state + 64 * token, **fields)
+    assert engine.stats().kv_blocks_total == 16
+    with pytest.raises(ValueError, match=f"has room for 60 tokens beside {3 * state:,} bytes of states"):
+        make_engine(path, kv_cache_memory=3 * state + 63 * token, **fields)
+
+
+def test_quantized_linears() -> None:
+    """Products of random weights in 8 bits run through the same layers; the convolution and the gates stay as they are."""
+    llm = LLM(
+        str(hybrid_checkpoint()), random_weights=True, quantization="int8", device="cpu", milestone="m6", use_tqdm=False
+    )
+    with llm:
+        (output,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 4
+
+
+def test_a_cache_of_8_bits() -> None:
+    """It is for the layers of full attention; the states stay in float32."""
+    path, (ids,) = hybrid_checkpoint(), prompts([30])
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    fields = {"device": "cpu", "milestone": "m6", "use_tqdm": False, "calculate_kv_scales": True, "max_model_len": 64}
+    with LLM(str(path), kv_cache_dtype="fp8", **fields) as llm:
+        (output,) = llm.generate([ids], params, use_tqdm=False)
+    assert output.outputs[0].token_ids[0] in hf_logits(path, ids)[-1].topk(3).indices.tolist()
+
+
+class TestRefusals:
+    def test_speculation(self) -> None:
+        with pytest.raises(ValueError, match="a rejected draft token cannot be taken out of a state again"):
+            set_up(EngineConfig(model=str(hybrid_checkpoint()), speculative_method="ngram", device="cpu"))
+
+    def test_a_prefix_cache_of_ones_own(self) -> None:
+        with pytest.raises(ValueError, match="whose states prefix_cache of your own does not keep"):
+            set_up(EngineConfig(model=str(hybrid_checkpoint()), builders="prefix_cache", device="cpu"))
+
+    def test_ranks_without_a_key_head(self) -> None:
+        says = "2 KV heads, 4 heads of linear attention and an MLP of 80: sizes that work are 1, 2"
+        with pytest.raises(ValueError, match=says):
+            set_up(EngineConfig(model=str(hybrid_checkpoint()), tensor_parallel_size=4, device="cpu"))
+
+    def test_another_kind_of_layer(self, tmp_path: Path) -> None:
+        config = json.loads((tiny_checkpoint() / "config.json").read_text())
+        config["layer_types"] = ["chunked_attention"] * config["num_hidden_layers"]
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match="chunked_attention"):
+            LLM(str(tmp_path), tokenizer=str(tiny_checkpoint()), random_weights=True, device="cpu")
