@@ -7,16 +7,21 @@ import subprocess
 import tempfile
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from folovllm.children import import_path, python_command
 from folovllm.distributed.group import child_environment
+from folovllm.executor.abstract import T
 from folovllm.executor.messages import (
     ASK_LOAD,
+    CALL,
     STOP,
     decode_result,
     encode_masks,
@@ -25,7 +30,7 @@ from folovllm.executor.messages import (
     result_as_load,
 )
 from folovllm.executor.packed_executor import PackedExecutor
-from folovllm.executor.rank import Assignment, Failure, MakeRank, Ready, spin_seconds
+from folovllm.executor.rank import Answer, Assignment, Failure, MakeRank, Ready, spin_seconds
 from folovllm.executor.ring import Ring, wait_for
 from folovllm.setup import EngineSetup, plain
 from folovllm.step.packed import Int32, PackedStep
@@ -48,6 +53,7 @@ class Rank:
     connection: Connection
     ready: Ready | None = None
     failure: Failure | None = None
+    answer: Answer | None = None  # to a call
 
     def hear(self) -> None:
         """Store the reports of the rank that have arrived."""
@@ -55,6 +61,7 @@ class Rank:
             while self.connection.poll():
                 said = self.connection.recv()
                 self.ready = said if isinstance(said, Ready) else self.ready
+                self.answer = said if isinstance(said, Answer) else self.answer
                 self.failure = said if isinstance(said, Failure) else self.failure
         except (EOFError, OSError):  # the rank has ended; its exit code says how
             return
@@ -129,6 +136,21 @@ class Ranks:
                 self.kill()
         if self._error is not None:
             raise self._error
+
+    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
+        """Send a function to all ranks, which were told to expect it, and wait for what it returns. Raises its ValueError."""
+        for rank in self._ranks:
+            rank.answer = None
+            rank.connection.send((function, arguments))
+        answers = [wait_for(partial(self._answer, rank), 0.0, self.check) for rank in self._ranks]
+        for answer in answers:
+            if answer.error is not None:
+                raise answer.error
+        return [answer.value for answer in answers]
+
+    def _answer(self, rank: Rank) -> Answer | None:
+        rank.hear()
+        return rank.answer
 
     def stop(self) -> None:
         """End all ranks: wait for them to finish, and kill those that do not. Does nothing in a fork of the parent."""
@@ -221,6 +243,11 @@ class MultiprocExecutor(PackedExecutor):
     def expert_load(self) -> list[list[int]]:
         self.check()
         return result_as_load(self._ask(ASK_LOAD).wait())
+
+    def collective_rpc(self, function: Callable[..., T], *arguments: Any) -> list[T]:
+        self.check()
+        self._write(CALL)
+        return self._ranks.call(function, arguments)
 
     def check(self) -> None:
         """Raise `WorkerDied` if the ranks were ended."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
 
-from folovllm.executor.abstract import Pending
+from folovllm.executor.abstract import Pending, T
 from folovllm.step.packed import PackedStep, StepPacker
 from folovllm.step.schedule import NothingScheduled, SchedulerOutput, StepResult
 from folovllm.step.token_bitmask import TokenBitmasks
@@ -56,6 +58,10 @@ class PackedExecutor(ABC):
         """Wait for all steps so far, and return the token counts of experts [L][E]. No step may wait for its masks."""
 
     @abstractmethod
+    def collective_rpc(self, function: Callable[..., T], *arguments: Any) -> list[T]:
+        """Call `function(worker, *arguments)` on every rank (`Executor`)."""
+
+    @abstractmethod
     def check(self) -> None:
         """Raise an error if no step can be sent any more."""
 
@@ -86,6 +92,9 @@ class LocalExecutor(PackedExecutor):
 
     def expert_load(self) -> list[list[int]]:
         return self._running().expert_load()
+
+    def collective_rpc(self, function: Callable[..., T], *arguments: Any) -> list[T]:
+        return [function(self._running(), *arguments)]
 
     def shutdown(self) -> None:
         """Drop the model and its cache. A second call does nothing."""

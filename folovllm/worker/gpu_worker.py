@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -42,6 +42,7 @@ class GPUWorker(Generic[Step, Result]):
         self.runner = runner
         self._counters = counters
         self.num_kv_blocks = 0
+        self.state: dict[str, Any] = {}  # what functions of `Executor.collective_rpc` keep between two calls
 
     def load_model(self) -> None:
         """Load the weights, then allocate the KV cache.
