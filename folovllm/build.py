@@ -159,7 +159,8 @@ def make_runner(
         from folovllm.worker.hf_model_runner import HFModelRunner
 
         return HFModelRunner(setup)
-    load_model, sampler = partial(load_native_model, setup, layer_set(setup, counters)), make_sampler(setup)
+    layers = extension.layer_set(partial(layer_set, setup, counters))
+    load_model, sampler = partial(load_native_model, setup, layers), make_sampler(setup)
     if loop := learners(setup.config, "decode_loop"):
         from folovllm.worker.loop_runner import LoopRunner
 
@@ -184,7 +185,7 @@ def make_packed_worker(
     sampler, slots, counters = make_sampler(setup), cache_manager(setup.config).slots, counters_of(setup)
     backend, graphs = attention_backend(setup, extension), (learners(setup.config, "graph_cache") or AllGraphs)
     step_sampler: StepSampler
-    layers = layer_set(setup, counters)
+    layers = extension.layer_set(partial(layer_set, setup, counters))
     if group is None:
         step_sampler = LocalSampler(
             setup.vocab_size, sampler, use_kernel=setup.device.type == "cuda" and not setup.config.compile

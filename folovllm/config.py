@@ -114,6 +114,7 @@ class EngineConfig:
         speculative_method: the method alone: "ngram", "suffix", or several joined by "+", which are asked in turn
             ("ngram+suffix"). "draft_model" needs a model, which only the configuration above can name.
         num_speculative_tokens: the most draft tokens that a step verifies for one sequence.
+        batch_invariant: compute each request with the same bits whatever else is in the batch. It is slower.
         builders: components of your own instead of the engine's, by name and separated by commas: "block_manager" is
             `BlockManager` in mine/folovllm/builders/block_manager.py.
 
@@ -162,6 +163,7 @@ class EngineConfig:
     speculative_config: Any = field(default=None, metadata={"flag_type": str})  # as it comes; `spec_decode` parses it
     speculative_method: str | None = None
     num_speculative_tokens: int | None = None
+    batch_invariant: bool = False
     builders: str | None = None
 
     def __post_init__(self) -> None:

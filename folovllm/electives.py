@@ -25,6 +25,9 @@ DOWNLOADS = dict.fromkeys(("smollm2", "smollm2-gguf"), "folovllm.quantization.sm
 # ... or of a file with this suffix, `find(path)`.
 FILE_FORMATS = {".gguf": "folovllm.quantization.gguf_file:gguf_dir"}
 
+# Rollouts (X6): functions of an engine, which change its weights or let it sleep (`LLM.update_weights`).
+ROLLOUTS = "folovllm.rollouts.calls"
+
 # Models by the architecture that `config.json` names: the module that has a class of this name.
 MODELS = {
     "MixtralForCausalLM": "folovllm.moe.mixtral",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from folovllm.electives import is_installed, named
+from folovllm.electives import is_installed, named, require
 
 if TYPE_CHECKING:
     import typer
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from folovllm.engine.scheduler import Scheduler
     from folovllm.executor.abstract import Executor
     from folovllm.faults import Faults
+    from folovllm.layers.layer_set import LayerSet
     from folovllm.setup import EngineSetup
     from folovllm.worker.graph_runner import GraphRunner
     from folovllm.worker.model_runner import ModelRunner
@@ -33,6 +34,10 @@ EXTENSIONS: dict[str, tuple[str, Callable[[EngineConfig], bool]]] = {
     "speculative decoding (X3)": (
         "folovllm.spec_decode.extension:SpeculativeDecoding",
         lambda config: config.speculative_config is not None,
+    ),
+    "batch_invariant (X6)": (
+        "folovllm.rollouts.extension:BatchInvariance",
+        lambda config: config.batch_invariant,
     ),
 }
 LOGITS_MASK = (
@@ -51,7 +56,7 @@ COMMANDS = (
 class Extension:
     """What an elective changes in an engine. Each method is a hook; here it returns what the core has without electives.
 
-    An engine has one extension. The driver calls `prepare`, then `model_runner`, `attention_backend` and, for packed steps,
+    An engine has one extension. The driver calls `prepare`, then `model_runner`, `attention_backend`, `layer_set` and, for packed steps,
     `num_samples` and `graph_runner` as it makes the worker, then `scheduler`, and at the end `close`. Each rank of several makes an extension
     of its own from its copy of the setup and never calls `prepare`, `scheduler` or `close`. What a hook returns is called
     as the core's own part is (`folovllm.build`). M1's runners and a learner's own components ask no hook.
@@ -69,6 +74,10 @@ class Extension:
 
     def attention_backend(self, usual: Callable[[], AttentionBackend]) -> AttentionBackend:
         """Return the attention backend. `usual` makes the one that the configuration names."""
+        return usual()
+
+    def layer_set(self, usual: Callable[[], LayerSet]) -> LayerSet:
+        """Return what the model is built from. `usual` makes the core's set for this device."""
         return usual()
 
     def model_runner(self, usual: type[ModelRunner]) -> type[ModelRunner]:
@@ -92,7 +101,7 @@ def extension_of(setup: EngineSetup) -> Extension:
     asked = {name: place for name, (place, asks) in EXTENSIONS.items() if asks(setup.config)}
     if len(asked) > 1:
         raise ValueError(f"{' and '.join(asked)} do not work together: choose one of them")
-    found: Extension = named(*asked.values())(setup) if asked else Extension(setup)
+    found: Extension = require(*asked.values(), *asked)(setup) if asked else Extension(setup)
     return found
 
 

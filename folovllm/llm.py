@@ -15,6 +15,7 @@ from tqdm import tqdm
 from folovllm.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from folovllm.chat_template import Message, as_conversations, render
 from folovllm.config import EngineConfig
+from folovllm.electives import ROLLOUTS, require
 from folovllm.engine.input_processor import encode_within
 from folovllm.engine.llm_engine import LLMEngine, make_engine
 from folovllm.events import Event, StepEnded
@@ -71,6 +72,22 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes. Raises ValueError where there is no cache."""
         return self.engine.reset_prefix_cache()
+
+    def update_weights(self, weights: Any, in_flight: str = "wait") -> list[RequestOutput]:
+        """Give the model other weights: a checkpoint's folder, or tensors by its names (`folovllm.rollouts.weights`)."""
+        return _rollouts().update_weights(self.engine, weights, in_flight)
+
+    def get_weights(self) -> dict[str, Any]:
+        """The weights by the checkpoint's names. They are the engine's own memory: an update changes them."""
+        return _rollouts().get_weights(self.engine)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of cache and weights back; level 1 keeps the weights on the host (`folovllm.rollouts.sleep`)."""
+        _rollouts().sleep(self.engine, level)
+
+    def wake_up(self, weights: Any = None) -> None:
+        """End the sleep. After level 2 the weights are loaded again, or are the ones given here."""
+        _rollouts().wake_up(self.engine, weights)
 
     @also_takes(REQUEST)
     def generate(
@@ -234,6 +251,10 @@ class Speeds:
             if (now := time.monotonic()) - self._shown > 0.1:
                 self._shown = now
                 self._bar.set_postfix({k: f"{n / s:.0f} tok/s" for k, (n, s) in self._sums.items() if s}, refresh=True)
+
+
+def _rollouts() -> Any:
+    return require(ROLLOUTS, "a change of weights, or sleep,")
 
 
 def _heed(ctrl_c: threading.Event) -> None:

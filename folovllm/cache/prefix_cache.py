@@ -7,7 +7,7 @@ block before it, which makes equal names mean equal prefixes (vLLM's automatic p
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import xxhash
 
@@ -48,6 +48,7 @@ class PrefixCache:
         self._events = Events() if events is None else events
         self._by_hash: dict[int, Block] = {}
         self._serials = itertools.count(ROOT + 1)
+        self.root: Callable[[str | None], int] = _salt_hash  # what stands before a first block, by the request's salt
         self.stats = PrefixCacheStats()
 
     def __len__(self) -> int:
@@ -150,7 +151,7 @@ class PrefixCache:
         """The notes of `seq`, with the hash of block i. A hash is made once, since the tokens of a full block never change."""
         notes, size = notes_of(seq), self._block_size
         if i >= len(notes.hashes):
-            prefix = notes.hashes[-1] if notes.hashes else _salt_hash(seq.request.cache_salt)
+            prefix = notes.hashes[-1] if notes.hashes else self.root(seq.request.cache_salt)
             new = seq.token_ids[len(notes.hashes) * size : seq.num_tokens // size * size]
             for block in new.reshape(-1, size):  # [B]
                 prefix = compute_hash(block, prefix)

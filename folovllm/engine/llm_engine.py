@@ -65,6 +65,7 @@ class LLMEngine:
         self.scheduler, self.events = self.core.scheduler, self.core.events
         self._log: StepLog | None = None
         self._is_closed = False
+        self.is_sleeping = False  # whether the model's memory was given back for a while: then nothing can be served
         self._process = os.getpid()
 
     @staticmethod
@@ -130,8 +131,10 @@ class LLMEngine:
         self._add(self._processor.sequences(request), RequestOutputKind.FINAL_ONLY)
 
     def _require_new(self, request_id: str) -> None:
-        """Raise RuntimeError if the engine was closed, ValueError if the id is in use."""
+        """Raise RuntimeError if the engine was closed, ValueError if it sleeps or the id is in use."""
         self.require_open()
+        if self.is_sleeping:
+            raise ValueError("the engine sleeps and takes no requests: wake it up first")
         if request_id in self.core.output.requests:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
 
@@ -178,6 +181,11 @@ class LLMEngine:
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work."""
         return bool(self.core.output.requests)
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The ids of the requests that are being served."""
+        return list(self.core.output.requests)
 
     def get_num_unfinished_requests(self) -> int:
         """How many requests are being served."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 from folovllm.step.schedule import SchedulerOutput, StepResult
+
+T = TypeVar("T")
 
 
 class Pending(Protocol):
@@ -28,6 +31,12 @@ class Executor(Protocol):
         """Wait for all steps so far, and return how many tokens each expert of each layer received, [L][E].
 
         Call it only with `count_experts`.
+        """
+
+    def collective_rpc(self, function: Callable[..., T], *arguments: Any) -> list[T]:
+        """Call `function(worker, *arguments)` on every rank, behind all steps so far. Returns the results by rank.
+
+        `function` must be a module's: a rank in another process gets its name. Raises the ValueError that a rank raises.
         """
 
     def shutdown(self) -> None:

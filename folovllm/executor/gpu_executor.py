@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+from folovllm.executor.abstract import T
 from folovllm.step.schedule import NothingScheduled, SchedulerOutput, StepResult
 from folovllm.worker.gpu_worker import GPUWorker
 
@@ -26,6 +30,9 @@ class GPUExecutor:
 
     def expert_load(self) -> list[list[int]]:
         return self._worker.expert_load()
+
+    def collective_rpc(self, function: Callable[..., T], *arguments: Any) -> list[T]:
+        return [function(self._worker, *arguments)]
 
     def shutdown(self) -> None:
         """Drop the model and its cache. A second call does nothing."""

@@ -19,7 +19,7 @@ from folovllm.step.token_bitmask import TokenBitmasks
 STOP: Int32 = np.empty(0, np.int32)  # the last message
 HEADER = len(LINES) + 7  # int32 numbers before a step
 MASKS = -1  # the first number of masks; a step's is its number of sequences
-ASK_LOAD: Int32 = np.array([-2], np.int32)  # a request for the experts' token counts
+CALL: Int32 = np.array([-2], np.int32)  # a function to call comes through the rank's own connection
 
 
 def encode_step(step: PackedStep) -> Int32:

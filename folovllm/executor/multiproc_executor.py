@@ -7,7 +7,9 @@ import subprocess
 import tempfile
 import time
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -16,8 +18,9 @@ import torch
 
 from folovllm.children import import_path, python_command
 from folovllm.distributed.group import child_environment
+from folovllm.executor.abstract import T
 from folovllm.executor.messages import (
-    ASK_LOAD,
+    CALL,
     STOP,
     decode_result,
     encode_masks,
@@ -25,7 +28,7 @@ from folovllm.executor.messages import (
     longest_messages,
 )
 from folovllm.executor.packed_executor import PackedExecutor
-from folovllm.executor.rank import Assignment, Failure, MakeRank, Ready, spin_seconds
+from folovllm.executor.rank import Answer, Assignment, Failure, MakeRank, Ready, spin_seconds
 from folovllm.executor.ring import Ring, wait_for
 from folovllm.setup import EngineSetup, plain
 from folovllm.step.packed import Int32, PackedStep
@@ -47,6 +50,7 @@ class Rank:
     connection: Connection
     ready: Ready | None = None
     failure: Failure | None = None
+    answer: Answer | None = None  # to a call
 
     def hear(self) -> None:
         """Store the reports of the rank that have arrived."""
@@ -54,6 +58,7 @@ class Rank:
             while self.connection.poll():
                 said = self.connection.recv()
                 self.ready = said if isinstance(said, Ready) else self.ready
+                self.answer = said if isinstance(said, Answer) else self.answer
                 self.failure = said if isinstance(said, Failure) else self.failure
         except (EOFError, OSError):  # the rank has ended; its exit code says how
             return
@@ -128,6 +133,21 @@ class Ranks:
                 self.kill()
         if self._error is not None:
             raise self._error
+
+    def call(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[Any]:
+        """Send a function to all ranks, which were told to expect it, and wait for what it returns. Raises its ValueError."""
+        for rank in self._ranks:
+            rank.answer = None
+            rank.connection.send((function, arguments))
+        answers = [wait_for(partial(self._answer, rank), 0.0, self.check) for rank in self._ranks]
+        for answer in answers:
+            if answer.error is not None:
+                raise answer.error
+        return [answer.value for answer in answers]
+
+    def _answer(self, rank: Rank) -> Answer | None:
+        rank.hear()
+        return rank.answer
 
     def stop(self) -> None:
         """End all ranks: wait for them to finish, and kill those that do not. Does nothing in a fork of the parent."""
@@ -217,9 +237,9 @@ class MultiprocExecutor(PackedExecutor):
         """Return the process ids by rank; none after the ranks have ended."""
         return self._ranks.pids
 
-    def expert_load(self) -> list[list[int]]:
-        counts: list[list[int]] = self._ask(ASK_LOAD).wait()
-        return counts
+    def collective_rpc(self, function: Callable[..., T], *arguments: Any) -> list[T]:
+        self._write(CALL)
+        return self._ranks.call(function, arguments)
 
     def shutdown(self) -> None:
         """End the ranks. A second call does nothing."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
-from folovllm.executor.abstract import Pending
+from folovllm.executor.abstract import Pending, T
 from folovllm.step.packed import PackedStep, StepPacker
 from folovllm.step.schedule import NothingScheduled, SchedulerOutput, StepResult
 from folovllm.step.token_bitmask import TokenBitmasks
@@ -52,9 +53,13 @@ class PackedExecutor(ABC):
             raise NothingScheduled
         return self._packer.pack(output)
 
-    @abstractmethod
     def expert_load(self) -> list[list[int]]:
         """Wait for all steps so far, and return the token counts of experts [L][E]. No step may wait for its masks."""
+        return self.collective_rpc(GPUWorker.expert_load)[0]
+
+    @abstractmethod
+    def collective_rpc(self, function: Callable[..., T], *arguments: Any) -> list[T]:
+        """Call `function(worker, *arguments)` on every rank (`Executor`)."""
 
     @abstractmethod
     def _send(self, step: PackedStep | TokenBitmasks) -> Any:
@@ -73,8 +78,8 @@ class LocalExecutor(PackedExecutor):
         worker.load_model()
         super().__init__(max_num_seqs, worker.num_kv_blocks, runner.buckets)
 
-    def expert_load(self) -> list[list[int]]:
-        return self._worker.expert_load()
+    def collective_rpc(self, function: Callable[..., T], *arguments: Any) -> list[T]:
+        return [function(self._worker, *arguments)]
 
     def shutdown(self) -> None:
         """Drop the model and its cache. A second call does nothing."""

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from folovllm.distributed.group import PeersLost, ProcessGroup
-from folovllm.executor.messages import ASK_LOAD, decode_step, encode_result, longest_messages
+from folovllm.executor.messages import CALL, decode_step, encode_result, longest_messages
 from folovllm.executor.packed_executor import PackedWorker
 from folovllm.executor.ring import Ring, wait_for
 from folovllm.setup import EngineSetup
@@ -88,7 +89,7 @@ def _run(assignment: Assignment, parent: Connection) -> None:
     setup = rank_setup(assignment.setup, assignment.rank)
     store = FileStore(str(assignment.rendezvous), assignment.size)
     group = ProcessGroup(assignment.rank, assignment.size, setup.device, store)
-    server = RankServer(assignment, setup, group)
+    server = RankServer(assignment, setup, group, parent)
     parent.send(Ready(server.worker.num_kv_blocks, server.runner.buckets))
     server.serve()
     del server  # graphs first, because they use the group
@@ -104,12 +105,20 @@ def rank_setup(setup: EngineSetup, rank: int) -> EngineSetup:
     return replace(setup, device=device, config=config, attention=replace(setup.attention, device=device))
 
 
-class RankServer:
-    """Runs the steps that arrive in one ring, and writes results to another."""
+@dataclass(slots=True, frozen=True)
+class Answer:
+    """What a function returned that a rank was told to call; or the ValueError that it raised."""
 
-    def __init__(self, assignment: Assignment, setup: EngineSetup, group: ProcessGroup) -> None:
+    value: Any
+    error: ValueError | None = None
+
+
+class RankServer:
+    """Runs the steps that arrive in one ring, and writes results to another. Functions to call come from the parent directly."""
+
+    def __init__(self, assignment: Assignment, setup: EngineSetup, group: ProcessGroup, parent: Connection) -> None:
         longest_step, longest_result = longest_messages(setup)
-        self._rank = assignment.rank
+        self._rank, self._parent = assignment.rank, parent
         self._steps = Ring(assignment.size, longest_step, assignment.steps_fd)
         self._results = Ring(1, longest_result, assignment.results_fd)
         self._started: deque[PendingStep] = deque()  # rank 0: results not sent yet
@@ -120,10 +129,18 @@ class RankServer:
     def serve(self) -> None:
         """Run the steps that arrive, until the empty message."""
         while len(message := wait_for(self._next_step, self._spin)):
-            if message[0] == ASK_LOAD:
-                self._report_expert_load()
+            if message[0] == CALL:
+                self._call()
             elif (pending := self.worker.execute_model(decode_step(message))) is not None and self._rank == 0:
                 self._started.append(pending)
+
+    def _call(self) -> None:
+        """Call the function that the parent has sent, and send back what it returns."""
+        function, arguments = self._parent.recv()
+        try:
+            self._parent.send(Answer(function(self.worker, *arguments)))
+        except ValueError as error:
+            self._parent.send(Answer(None, error))
 
     def _next_step(self) -> Int32 | None:
         """Return the next message, or None if there is none. First send the result of a step that has ended."""
@@ -134,13 +151,6 @@ class RankServer:
     def _report_step(self) -> None:
         """Wait for the first step without a result, and send its result."""
         self._results.write(encode_result(self._started.popleft().wait()))
-
-    def _report_expert_load(self) -> None:
-        """Send the token counts of experts, after the results of all steps so far."""
-        while self._started:
-            self._report_step()
-        if self._rank == 0:
-            self._results.write(encode_result(self.worker.expert_load()))
 
 
 def spin_seconds(setup: EngineSetup) -> float:

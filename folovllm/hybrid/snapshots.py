@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from folovllm.cache.free_list import Block
 from folovllm.cache.prefix_cache import PrefixCache, PrefixCachingBlockManager
-from folovllm.events import Events
+from folovllm.event_stream import Events
 from folovllm.request import Sequence
 from folovllm.step.schedule import NO_SNAPSHOT
 

@@ -27,6 +27,7 @@ LinearMethods = dict[str, LinearMethod]  # by the name of a module
 Taker = Callable[
     [LlamaForCausalLM, str, torch.Tensor], None
 ]  # gives a tensor of this name to its layer; may raise ValueError
+Tensors = Iterable[tuple[str, torch.Tensor]]  # by the names of a checkpoint
 Shard = Callable[[str, Any], torch.Tensor]  # a tensor's name, and the tensor (or a `StoredTensor`) -> the part to keep
 
 
@@ -42,11 +43,14 @@ class StoredTensor:
         return cast(torch.Tensor, self._stored[index])
 
 
-def load_model(model: LlamaForCausalLM, path: Path, use_tqdm: bool = True, shard: Shard | None = None) -> None:
+def load_model(
+    model: LlamaForCausalLM, path: Path | Tensors, use_tqdm: bool = True, shard: Shard | None = None
+) -> None:
     """Fill `model` from the checkpoint in folder `path`, straight into its (merged) parameters.
 
     Each tensor is read from the memory-mapped file and copied where it belongs, converted to the parameter's dtype on
-    the way, so the weights are never in memory twice. With `shard`, only the part that it picks is read.
+    the way, so the weights are never in memory twice. With `shard`, only the part that it picks is read. Instead of a path,
+    names and tensors may be given. A model that is full gets other weights in place: addresses of plain weights stay.
 
     Raises:
         ValueError: no safetensors here, a damaged file, or a weight that is missing, left over, of another shape, coded
@@ -55,11 +59,16 @@ def load_model(model: LlamaForCausalLM, path: Path, use_tqdm: bool = True, shard
     places = checkpoint_places(model)
     linear_methods = {name.rpartition(".")[0]: place.linear_method for name, place in places.items()}  # of each module
     part = None if shard is None else partial(part_of, places, shard)
+    source = f"the checkpoint in {path}" if isinstance(path, Path) else "the given weights"
+    if isinstance(path, Path):
+        tensors = read_tensors(checkpoint_files(path), linear_methods, part, model.own_name)
+    else:
+        tensors = given_tensors(path, part, model.own_name)
     embedding = model.model.embed_tokens.weight
     tied, copied_head = model.lm_head.weight is embedding, None
     with tqdm(total=len(places), desc="Loading weights", unit="tensor", disable=not use_tqdm) as progress:
-        for name, tensor in read_tensors(checkpoint_files(path), linear_methods, part, model.own_name):
-            with reading(f"the checkpoint in {path}", name):
+        for name, tensor in tensors:
+            with reading(source, name):
                 if tied and name == "lm_head.weight":
                     copied_head = tensor
                 elif is_ignored(name, linear_methods):
@@ -70,9 +79,11 @@ def load_model(model: LlamaForCausalLM, path: Path, use_tqdm: bool = True, shard
                     copy_weight(name, arranged(name, tensor, places), places)
                     progress.update()
     if places:
-        raise ValueError(f"the checkpoint in {path} lacks {_some(places)}")
+        raise ValueError(f"{source} lacks {_some(places)}")
     if copied_head is not None and not _same(copied_head, embedding):
-        raise ValueError(f"{path} holds a 'lm_head.weight' of its own: set tie_word_embeddings to false in its config")
+        raise ValueError(
+            f"{source} holds a 'lm_head.weight' of its own: set tie_word_embeddings to false in its config"
+        )
     model.weights_loaded()
 
 
@@ -260,6 +271,15 @@ def read_tensors(
                     else:
                         tensor = shard(name, StoredTensor(stored))
                 yield name, tensor
+
+
+def given_tensors(
+    tensors: Tensors, shard: Shard | None, own_name: Callable[[str], str | None]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """As `read_tensors`, of tensors in memory."""
+    for given_name, tensor in tensors:
+        if (name := own_name(given_name)) is not None:
+            yield name, tensor if shard is None else shard(name, tensor)
 
 
 def init_random_weights(

@@ -41,8 +41,10 @@ def gather_logprobs(logits: torch.Tensor, tokens: torch.Tensor, k: int) -> Sampl
         k: the number of most likely tokens; K is V if k is larger.
     """
     logprobs = logits.float().log_softmax(-1)  # [n, V]
-    most_likely = _order(logprobs).topk(min(k, logprobs.shape[1])).indices
-    ids = torch.cat([tokens[:, None], most_likely], dim=1)
+    ids = tokens[:, None]
+    if k:  # the sampled token alone, as rollouts want it, needs no order
+        most_likely = _order(logprobs).topk(min(k, logprobs.shape[1])).indices
+        ids = torch.cat([ids, most_likely], dim=1)
     values = logprobs.gather(1, ids)
     return SampledLogprobs(ids, values, (logprobs >= values[:, :1]).sum(-1))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -38,10 +38,11 @@ class GPUWorker(Generic[Step, Result]):
     ) -> None:
         """`counters`: the tensors in which the model counts, if it does (`LayerSet.counters`)."""
         self._on_gpu = device.type == "cuda"
-        self._current = torch.cuda.device(device) if self._on_gpu else nullcontext()  # within it the device is current
+        self.current = torch.cuda.device(device) if self._on_gpu else nullcontext()  # within it the device is current
         self.runner = runner
         self._counters = counters
         self.num_kv_blocks = 0
+        self.state: dict[str, Any] = {}  # what functions of `Executor.collective_rpc` keep between two calls
 
     def load_model(self) -> None:
         """Load the weights, then allocate the KV cache.
@@ -53,7 +54,7 @@ class GPUWorker(Generic[Step, Result]):
             torch.cuda.empty_cache()
             # On Hopper PyTorch prefers cuDNN, which plans 35 ms for every new number of keys, so for every token.
             torch.backends.cuda.enable_cudnn_sdp(False)
-        with self._current:
+        with self.current:
             self.runner.load_model()
             self.num_kv_blocks = self.runner.initialize_kv_cache()
             for counts in (self._counters or {}).values():
@@ -61,7 +62,7 @@ class GPUWorker(Generic[Step, Result]):
 
     def execute_model(self, step: Step) -> Result:
         """Run one step, or start it, without autograd."""
-        with self._current, torch.inference_mode():
+        with self.current, torch.inference_mode():
             return self.runner.execute_model(step)
 
     def expert_load(self) -> list[list[int]]:

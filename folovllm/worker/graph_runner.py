@@ -87,9 +87,26 @@ class GraphRunner:
         """The model, once it is loaded."""
         return self._runner.model
 
+    @property
+    def inner(self) -> ModelRunner:
+        """What runs a step that is not captured. It owns the model and the cache."""
+        return self._runner
+
     def load_model(self) -> None:
         """Build the model and load its weights."""
         self._runner.load_model()
+
+    def forget_graphs(self) -> None:
+        """Drop all captured steps, as before memory that they read is freed. `capture_again` makes them anew."""
+        self._graphs = type(self._graphs)(self._setup.max_num_seqs)
+        self._other_graphs.clear()
+        self._others = {False: [], True: []}
+        self._graph_pool = self._graph_pool.anew()
+
+    def capture_again(self) -> None:
+        """Capture what `forget_graphs` dropped, if steps are captured."""
+        if self.buckets:
+            self.capture_cudagraph()
 
     def initialize_kv_cache(self) -> int:
         """Allocate as many blocks as fit, compile kernels and capture steps. Returns the number of blocks."""

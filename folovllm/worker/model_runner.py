@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
@@ -13,6 +14,7 @@ from folovllm.attention.backends.registry import make_backend
 from folovllm.electives import CALIBRATION, require
 from folovllm.forward_batch import ForwardBatch
 from folovllm.models.llama import LlamaForCausalLM
+from folovllm.models.loader import Tensors
 from folovllm.sample.logprobs import SampledLogprobs, by_sequence, score
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler, SamplingBatch
@@ -35,13 +37,13 @@ class ModelRunner:
     def __init__(
         self,
         setup: EngineSetup,
-        load: Callable[[], LlamaForCausalLM],
+        load: Callable[..., LlamaForCausalLM],
         sampler: Sampler,
         slots: SlotsOf,
         backend: AttentionBackend,
         whole: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
     ) -> None:
-        """`load` builds the model with its weights, `backend` computes attention, `whole` gathers logits of a sharded vocabulary."""
+        """`load` builds the model with its weights, or loads other `weights` `into` it; `backend` computes attention, `whole` gathers logits of a sharded vocabulary."""
         self._setup = setup
         self._load = load
         self._sampler = sampler
@@ -54,6 +56,11 @@ class ModelRunner:
         """Build the model and load its weights."""
         self.model = self._load()
         self.states = StatePool(self._setup, self.model)
+        self._bind_backends()
+
+    def load_weights(self, weights: Path | Tensors | None) -> None:
+        """Give the model other weights, in place; None: those of the start."""
+        self._load(into=self.model, weights=weights)
         self._bind_backends()
 
     def _bind_backends(self) -> None:

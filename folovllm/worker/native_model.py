@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from folovllm.distributed.group import Group
 from folovllm.distributed.sharding import keep_experts_whole, local_config, shard_merged, shard_named
@@ -12,23 +13,37 @@ from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.sharded import sharded
 from folovllm.model_config import head_dim_of
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.models.loader import init_random_weights, load_model
+from folovllm.models.loader import Tensors, init_random_weights, load_model
 from folovllm.models.registry import PLAIN_LAYERS, build_model, get_model_class
 from folovllm.setup import EngineSetup
 
 
-def load_native_model(setup: EngineSetup, layers: LayerSet = PLAIN_LAYERS) -> LlamaForCausalLM:
-    """Build the model on its device, then load its weights, or initialize them with `random_weights`."""
-    model = build_model(setup.hf_config, setup.dtype, setup.device, setup.max_model_len, layers)
-    if setup.config.random_weights:
+def load_native_model(
+    setup: EngineSetup,
+    layers: LayerSet = PLAIN_LAYERS,
+    into: LlamaForCausalLM | None = None,
+    weights: Path | Tensors | None = None,
+) -> LlamaForCausalLM:
+    """Build the model on its device, then load its weights, or initialize them with `random_weights`.
+
+    A model that exists (`into`) gets the `weights` of another checkpoint.
+    """
+    model = into or build_model(setup.hf_config, setup.dtype, setup.device, setup.max_model_len, layers)
+    if setup.config.random_weights and weights is None:
         init_random_weights(model, setup.config.seed)
     else:
-        load_model(model, setup.path, use_tqdm=setup.config.use_tqdm)
+        load_model(model, setup.path if weights is None else weights, use_tqdm=setup.config.use_tqdm and into is None)
     return model
 
 
-def load_sharded_model(setup: EngineSetup, group: Group, layers: LayerSet = PLAIN_LAYERS) -> LlamaForCausalLM:
-    """Return the rank's part of the model with its weights. Only this part of the checkpoint is read.
+def load_sharded_model(
+    setup: EngineSetup,
+    group: Group,
+    layers: LayerSet = PLAIN_LAYERS,
+    into: LlamaForCausalLM | None = None,
+    weights: Path | Tensors | None = None,
+) -> LlamaForCausalLM:
+    """As `load_native_model`, the rank's part of the model. Only this part of the checkpoint is read.
 
     `setup` and `layers` are those of the whole model. Random weights are sharded too: they do not depend on the number of ranks.
     """
@@ -42,12 +57,13 @@ def load_sharded_model(setup: EngineSetup, group: Group, layers: LayerSet = PLAI
     if expert_parallel:
         shard = partial(keep_experts_whole, shard=shard)
     part = sharded(layers, group, setup.vocab_size)
-    model = build_model(config, setup.dtype, setup.device, setup.max_model_len, part)
-    if setup.config.random_weights:
+    model = into or build_model(config, setup.dtype, setup.device, setup.max_model_len, part)
+    if setup.config.random_weights and weights is None:
         whole = build_model(setup.hf_config, setup.dtype, "meta", setup.max_model_len, replace(layers, counters=None))
         init_random_weights(model, setup.config.seed, whole, shard)
     else:
-        load_model(model, setup.path, use_tqdm=setup.config.use_tqdm and group.rank == 0, shard=shard)
+        show = setup.config.use_tqdm and group.rank == 0 and into is None
+        load_model(model, setup.path if weights is None else weights, use_tqdm=show, shard=shard)
     return model
 
 

@@ -95,9 +95,14 @@ class GraphPool:
     def __init__(self, device: torch.device, had_dry_run: bool = False) -> None:
         """`had_dry_run`: a dry run has run all work that will be captured (see `CudaGraph`)."""
         self._device = device
+        self._had_dry_run = had_dry_run
         self._shared: tuple[Any, torch.cuda.Stream, bool] | None = None
         if device.type == "cuda":
             self._shared = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device), had_dry_run
+
+    def anew(self) -> GraphPool:
+        """Return a pool of the same kind with memory of its own."""
+        return GraphPool(self._device, self._had_dry_run)
 
     def capture(
         self, padding: npt.NDArray[np.int32], work: Callable[[torch.Tensor], None], from_host: bool = False

@@ -27,7 +27,7 @@ FLOORS = {  # each may import itself, the ground floor, and these
     "engine": ("executor", "cache", "models", "attention"),
 }
 ELECTIVES = {"server": "X1", "structured_output": "X1", "quantization": "X2", "spec_decode": "X3", "moe": "X4", "hybrid": "X5",
-             "hopper": "hopper"}  # fmt: skip
+             "rollouts": "X6", "hopper": "hopper"}  # fmt: skip
 BESIDE = ("bench", "cli", "inspector")  # they use the engine, and all of it
 EXCEPTIONS = {
     "engine/llm_engine.py": ("build",),  # an engine that is made from a configuration puts itself together

@@ -1,0 +1,204 @@
+"""Reinforcement learning on a laptop: GRPO teaches the embedded model to name its kite's colour, in about 40 words.
+
+The loop in `train` is all there is to it. To carry it to a trainer of yours, replace `Policy` by your model, and keep the two
+calls of the engine: `generate` with `logprobs=0`, and `update_weights`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+
+from folovllm.cores import num_cores
+from folovllm.files import write_whole
+from folovllm.llm import LLM
+from folovllm.models.registry import PLAIN_LAYERS
+from folovllm.outputs import CompletionOutput
+from folovllm.rollouts.grpo import group_advantages, policy_loss
+from folovllm.rollouts.trainer import Policy
+from folovllm.sampling_params import SamplingParams
+
+COLOURS = ("red", "blue", "green", "yellow", "pink", "silver", "orange", "purple")
+BEST_COUNT, BEST_WORDS = 3, 40
+BARS = "▁▂▃▄▅▆▇█"
+
+
+@dataclass(slots=True)
+class Options:
+    """What the demo does.
+
+    Attributes:
+        iterations: how often it rolls out and learns.
+        groups: prompts of an iteration, each with a colour of its own.
+        answers: rollouts of a prompt; their mean reward is what each is compared with.
+        max_tokens: longest rollout.
+        learning_rate: of AdamW.
+        seed: of colours and rollouts.
+        batch_invariant: let engine and trainer compute the same bits; without it the ratio shows how far they are apart.
+    """
+
+    iterations: int = 30
+    groups: int = 4
+    answers: int = 12
+    max_tokens: int = 80
+    learning_rate: float = 1e-4
+    seed: int = 0
+    batch_invariant: bool = True
+
+
+@dataclass(slots=True)
+class Iteration:
+    """What one iteration gave, and what it took."""
+
+    reward: float  # mean, of 2 at most
+    count: float  # mean number of times that the colour is named
+    words: float  # mean length
+    off_policy: float  # largest distance of a token's importance ratio from 1
+    rollout_tokens: int
+    rollout_seconds: float
+    train_seconds: float
+    update_seconds: float
+
+
+@dataclass(slots=True)
+class Run:
+    """What a run of the demo leaves: the curve, and a story before and after."""
+
+    options: Options
+    curve: list[Iteration] = field(default_factory=list)
+    before: str = ""
+    after: str = ""
+
+    def save(self, path: Path) -> None:
+        """Write it as JSON. Raises ValueError where that is not possible."""
+        write_whole(path, json.dumps(asdict(self), indent=1, ensure_ascii=False) + "\n")
+
+
+def prompt_of(llm: LLM, colour: str) -> list[int]:
+    """The token ids of the question for a story."""
+    return llm.render_chat([{"role": "user", "content": f"Tell me a story about a {colour} kite."}])
+
+
+def count_of(colour: str, story: str) -> int:
+    """How often a story names the colour, as a whole word."""
+    return len(re.findall(rf"\b{colour}\b", story.lower()))
+
+
+def reward_of(colour: str, story: str) -> float:
+    """Up to 1 for naming the colour `BEST_COUNT` times, and up to 1 for a length of `BEST_WORDS` words: in [0, 2]."""
+    length = max(0.0, 1 - abs(len(story.split()) - BEST_WORDS) / BEST_WORDS)
+    return min(count_of(colour, story), BEST_COUNT) / BEST_COUNT + length
+
+
+def train(llm: LLM, options: Options) -> Iterator[Iteration]:
+    """Roll out, compare, learn, give the weights back: an iteration at a time, for ever."""
+    policy = Policy(llm, None if options.batch_invariant else PLAIN_LAYERS)
+    optimizer = torch.optim.AdamW(policy.model.parameters(), options.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    dice = random.Random(options.seed)
+    while True:
+        start = time.monotonic()
+        colours = dice.sample(COLOURS, options.groups)
+        prompts = [prompt_of(llm, colour) for colour in colours]
+        params = SamplingParams(
+            n=options.answers, temperature=1.0, max_tokens=options.max_tokens, logprobs=0, seed=dice.getrandbits(31)
+        )
+        groups = [output.outputs for output in llm.generate(prompts, params, use_tqdm=False)]
+        rolled_out = time.monotonic()
+
+        rewards = [[reward_of(colour, a.text) for a in group] for colour, group in zip(colours, groups, strict=True)]
+        advantages = group_advantages(torch.tensor(rewards)).flatten()
+        answers = [(prompt, a) for prompt, group in zip(prompts, groups, strict=True) for a in group]
+        off_policy = learn(policy, optimizer, answers, advantages)
+        learned = time.monotonic()
+
+        llm.update_weights(policy.weights())
+        yield Iteration(
+            reward=mean(reward for group in rewards for reward in group),
+            count=mean(count_of(colour, a.text) for colour, group in zip(colours, groups, strict=True) for a in group),
+            words=mean(len(a.text.split()) for _, a in answers),
+            off_policy=off_policy,
+            rollout_tokens=sum(len(a.token_ids) for _, a in answers),
+            rollout_seconds=rolled_out - start,
+            train_seconds=learned - rolled_out,
+            update_seconds=time.monotonic() - learned,
+        )
+
+
+def learn(
+    policy: Policy,
+    optimizer: torch.optim.Optimizer,
+    answers: Sequence[tuple[list[int], CompletionOutput]],
+    advantages: torch.Tensor,
+) -> float:
+    """Take one step of the optimizer. Returns how far the importance ratio was from 1, at the token where it was farthest."""
+    sequences = [[*prompt, *answer.token_ids] for prompt, answer in answers]
+    sampled = [engine_logprobs(answer) for _, answer in answers]
+    found = policy.logprobs(sequences, [len(prompt) for prompt, _ in answers])
+    loss = policy_loss(found, sampled, advantages)
+    optimizer.zero_grad()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(num_cores())  # backwards no bit must be the engine's
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
+    optimizer.step()
+    torch.set_num_threads(threads)
+    return float((torch.cat(found).detach() - torch.cat(sampled)).exp().sub(1).abs().max())
+
+
+def engine_logprobs(answer: CompletionOutput) -> torch.Tensor:
+    """The log-probabilities of an answer's tokens as the engine sampled them, [tokens]."""
+    assert answer.logprobs is not None
+    pairs = zip(answer.logprobs, answer.token_ids, strict=True)
+    return torch.tensor([each[token].logprob for each, token in pairs])
+
+
+def run_demo(options: Options, save: Path | None) -> Run:
+    """Run the demo and print what happens. Ctrl-C ends it early, and what it has is printed and saved all the same."""
+    run = Run(options)
+    with LLM(device="cpu", use_tqdm=False, batch_invariant=options.batch_invariant, max_num_seqs=64) as llm:
+        run.before = story(llm)
+        print(f"before: {run.before}\n\n  #  reward  colour  words  off-policy  tokens/s  seconds")
+        iterations = train(llm, options)
+        try:
+            for number in range(1, options.iterations + 1):
+                run.curve.append(next(iterations))
+                print(line(number, run.curve[-1]), flush=True)
+        except KeyboardInterrupt:
+            print("ended early")
+        run.after = story(llm)
+    print(f"\nafter: {run.after}\n\nreward {sparkline([each.reward for each in run.curve])}")
+    if save is not None:
+        run.save(save)
+    return run
+
+
+def story(llm: LLM) -> str:
+    """The story that is most likely at each token."""
+    params = SamplingParams(temperature=0, max_tokens=160)
+    return llm.generate([prompt_of(llm, "blue")], params, use_tqdm=False)[0].outputs[0].text.strip()
+
+
+def line(number: int, of: Iteration) -> str:
+    """An iteration as a line of the table."""
+    speed = of.rollout_tokens / of.rollout_seconds
+    seconds = of.rollout_seconds + of.train_seconds + of.update_seconds
+    return f"{number:3}  {of.reward:6.2f}  {of.count:6.2f}  {of.words:5.0f}  {of.off_policy:10.1e}  {speed:8.0f}  {seconds:7.1f}"
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Values as bars of eight heights, between their extremes."""
+    low, high = min(values, default=0.0), max(values, default=0.0)
+    return "".join(BARS[round((value - low) / ((high - low) or 1) * (len(BARS) - 1))] for value in values)
+
+
+def mean(values: Iterator[float]) -> float:
+    """The mean."""
+    listed = list(values)
+    return sum(listed) / len(listed)

@@ -1,0 +1,58 @@
+"""The extension that `batch_invariant=True` asks for: layers and attention whose results do not depend on the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from folovllm.extensions import Extension
+from folovllm.model_config import num_experts_of, windows_of
+from folovllm.rollouts.attention import InvariantBackend
+from folovllm.rollouts.layers import invariant_layers
+
+if TYPE_CHECKING:
+    from folovllm.attention.backends.abstract import AttentionBackend
+    from folovllm.layers.layer_set import LayerSet
+    from folovllm.setup import EngineSetup
+
+
+class BatchInvariance(Extension):
+    """A request's logits are the same, bit by bit, alone and in any batch, in chunks, after preemption, with a prefix hit.
+
+    The promise is for one machine, one version of torch and one number of threads.
+    """
+
+    def __init__(self, setup: EngineSetup) -> None:
+        """Raises ValueError for a configuration of which this is not known to be true."""
+        super().__init__(setup)
+        config, model = setup.config, setup.hf_config
+        refused = {
+            "kv_cache='growing' computes one request at a time: take milestone m2 or later": config.kv_cache
+            == "growing",
+            "ranks add up in an order of their own: leave tensor_parallel_size at 1": config.tensor_parallel_size > 1,
+            "compile chooses kernels by itself: leave it out": config.compile,
+            "K/V in 8 bits are not supported: leave kv_cache_dtype out": setup.attention.is_fp8,
+            "builders are not supported: leave them out": bool(config.builder_names),
+            "quantized weights are not supported: take another checkpoint": getattr(model, "quantization_config", None),
+            "a mixture of experts is not supported: take a dense model": num_experts_of(model),
+            "sliding windows are not supported: take another model": any(windows_of(model)),
+            "threads must divide a tile: take num_threads 1, 2, 4, ...": not divides_tiles(setup.device),
+        }
+        if why := next((sentence for sentence, holds in refused.items() if holds), None):
+            raise ValueError(f"batch_invariant: {why}")
+
+    def layer_set(self, usual: Callable[[], LayerSet]) -> LayerSet:
+        """Return the tiled layers, which count what the usual ones count."""
+        return replace(invariant_layers(), counters=usual().counters)
+
+    def attention_backend(self, usual: Callable[[], AttentionBackend]) -> AttentionBackend:
+        return InvariantBackend(self.setup.attention)
+
+
+def divides_tiles(device: torch.device) -> bool:
+    """Whether threads share a tile evenly: where one ends inside a vector, its last numbers go through another function."""
+    threads = torch.get_num_threads()
+    return device.type != "cpu" or (threads & (threads - 1)) == 0

@@ -1,0 +1,62 @@
+"""The layers of a batch-invariant model: each product, norm and activation is computed in tiles of one size.
+
+What is left is exact for any shape: an addition or a multiplication of two numbers, as in the rotation of heads and in the
+residual stream, is rounded the same way wherever it stands.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from folovllm.layers.activation import SiluAndMul
+from folovllm.layers.embed_head import ParallelLMHead
+from folovllm.layers.layer_set import LayerSet
+from folovllm.layers.layernorm import RMSNorm
+from folovllm.layers.linear import LinearBase, Plain
+from folovllm.rollouts.tiles import in_tiles
+
+
+class TiledPlain(Plain):
+    """Plain weights; the product takes `ROWS` rows at a time."""
+
+    def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        bias = () if layer.bias is None else (layer.bias,)
+        y = in_tiles(F.linear, x, layer.weight, *bias)
+        return y if residual is None else residual + y
+
+
+class TiledRMSNorm(RMSNorm):
+    """The mean of a row is a sum, whose order may depend on the number of rows."""
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        total = x if residual is None else x + residual
+        normed = in_tiles(self.normed, total, self.weight)
+        return normed if residual is None else (normed, total)
+
+    def normed(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """[..., size] -> [..., size], with the mean and the division in float32."""
+        return F.rms_norm(x.float(), weight.shape, eps=self.eps).to(x.dtype) * weight
+
+
+class TiledSiluAndMul(SiluAndMul):
+    """The end of a vector that fills no register goes through another exponential function."""
+
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return in_tiles(super().forward, gate_up)
+
+
+class TiledLMHead(ParallelLMHead):
+    """The product with the vocabulary."""
+
+    def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        logits = in_tiles(F.linear, hidden, self.weight)
+        return logits if out is None else out.copy_(logits)
+
+
+def invariant_layers() -> LayerSet:
+    """Return the set in which every layer whose kernel depends on the batch is tiled."""
+    places = {RMSNorm: TiledRMSNorm, SiluAndMul: TiledSiluAndMul, ParallelLMHead: TiledLMHead}
+    return LayerSet(places, TiledPlain())

@@ -1,0 +1,164 @@
+"""Other weights in place: what is computed, cached and captured afterwards is the new weights'."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from folovllm import LLM, SamplingParams
+from tests.helpers import tiny_checkpoint
+
+pytestmark = pytest.mark.x6
+PROMPT = list(range(1, 60))
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+
+
+def engine(path: Path, **overrides: Any) -> LLM:
+    config = {"max_model_len": 128, "num_kv_blocks": 64, "use_tqdm": False, "device": "cpu"}
+    return LLM(str(path), **{**config, **overrides})
+
+
+def tokens(llm: LLM, prompt: list[int] = PROMPT) -> list[int]:
+    return list(llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0].token_ids)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "phi3"])
+def checkpoints(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two checkpoints of one geometry. Phi3's are packed as ours are."""
+    first = tiny_checkpoint(request.param)
+    return first, shuffled(first, tmp_path_factory.mktemp("other"))
+
+
+def shuffled(first: Path, other: Path) -> Path:
+    """A checkpoint with the rows of every matrix in another order."""
+    for file in first.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    weights = load_file(first / "model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    mixed = {name: w[torch.randperm(len(w), generator=generator)] for name, w in weights.items()}
+    save_file(mixed, other / "model.safetensors")
+    return other
+
+
+@pytest.mark.parametrize("overrides", [{"milestone": "m2"}, {"milestone": "m3"}, {}, {"tensor_parallel_size": 2}])
+def test_answers_are_those_of_an_engine_that_began_with_these_weights(
+    checkpoints: tuple[Path, Path], overrides: dict[str, Any]
+) -> None:
+    first, other = checkpoints
+    with engine(other, milestone="m3") as llm:
+        expected = tokens(llm)
+    with engine(first, **overrides) as llm:
+        before = tokens(llm)
+        llm.update_weights(other)
+        assert tokens(llm) == expected != before
+        llm.update_weights(load_file(first / "model.safetensors"))
+        assert tokens(llm) == before, "back to the first weights, from tensors"
+
+
+def test_weights_come_out_as_they_went_in(checkpoints: tuple[Path, Path]) -> None:
+    first, other = checkpoints
+    with engine(first) as llm:
+        addresses = {name: w.data_ptr() for name, w in llm.get_weights().items()}
+        llm.update_weights(other)
+        found, stored = llm.get_weights(), load_file(other / "model.safetensors")
+        assert found.keys() == stored.keys()
+        assert all(torch.equal(found[name], stored[name]) for name in stored)
+        assert {name: w.data_ptr() for name, w in found.items()} == addresses, "captured steps read the old memory"
+
+
+def test_a_prefix_of_older_weights_is_not_found(
+    checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, other = checkpoints
+    with engine(other, enable_prefix_caching=False) as llm:
+        expected = tokens(llm)
+    with engine(first) as llm:
+        tokens(llm)
+        llm.update_weights(other)
+        assert tokens(llm) == expected, "K/V of the old weights were found again"
+        hits = llm.engine.prefix_cache_stats().requests_hit
+        assert tokens(llm) == expected
+        assert llm.engine.prefix_cache_stats().requests_hit == hits + 1, "the new generation finds its own prefixes"
+    monkeypatch.setattr("folovllm.rollouts.weights.next_generation", lambda engine: None)
+    with engine(first) as llm:
+        tokens(llm)
+        llm.update_weights(other)
+        assert tokens(llm) != expected, "the case would not notice a stale prefix"
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "abort", "keep"])
+def test_running_requests_finish_end_or_go_on(checkpoints: tuple[Path, Path], in_flight: str) -> None:
+    first, other = checkpoints
+    with engine(first) as llm:
+        old = tokens(llm)
+        llm.reset_prefix_cache()
+        llm.engine.add_request("a", PROMPT, GREEDY, stream=False)
+        for _ in range(5):
+            llm.engine.step()
+        outputs = llm.update_weights(other, in_flight=in_flight)
+        while llm.engine.has_unfinished_requests():
+            outputs += llm.engine.step()
+        (output,) = [o.outputs[0] for o in outputs if o.finished]
+        found = list(output.token_ids)
+        if in_flight == "wait":
+            assert found == old
+        elif in_flight == "abort":
+            assert output.finish_reason == "abort"
+            assert 0 < len(found) < 16
+            assert found == old[: len(found)]
+        else:
+            assert len(found) == 16
+            assert found[:3] == old[:3]
+            assert found != old
+        with engine(other) as fresh:
+            assert tokens(llm) == tokens(fresh), "what went on must not be found by later requests"
+
+
+def test_what_is_missing_or_of_another_shape_is_named(checkpoints: tuple[Path, Path]) -> None:
+    weights = load_file(checkpoints[0] / "model.safetensors")
+    norm = weights.pop("model.norm.weight")
+    with engine(checkpoints[0]) as llm:
+        with pytest.raises(ValueError, match=r"the given weights lacks model\.norm\.weight"):
+            llm.update_weights(weights)
+        with pytest.raises(ValueError, match=r"model\.norm\.weight.*has shape"):
+            llm.update_weights(weights | {"model.norm.weight": norm[1:]})
+        llm.update_weights(weights | {"model.norm.weight": norm})
+        tokens(llm)
+
+
+TRAINER = """
+import sys
+import torch.distributed as dist
+from safetensors.torch import load_file
+from folovllm.rollouts.transfer import broadcast_weights
+
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=2)
+broadcast_weights(load_file(sys.argv[2]))
+dist.destroy_process_group()
+"""
+
+
+def test_another_process_sends_weights_over_gloo(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
+    import torch.distributed as dist
+
+    from folovllm.rollouts.transfer import receive_weights
+
+    first, other = checkpoints
+    with engine(other) as llm:
+        expected = tokens(llm)
+    meeting = tmp_path / "meeting"
+    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, str(meeting), str(other / "model.safetensors")])
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=1, world_size=2)
+    try:
+        with engine(first) as llm:
+            llm.update_weights(receive_weights())
+            assert tokens(llm) == expected
+    finally:
+        dist.destroy_process_group()
+        assert trainer.wait(60) == 0
