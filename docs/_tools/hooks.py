@@ -1,7 +1,9 @@
 """What mkdocs does to the pages beside building them: the chapters' order, formulas, and diagrams.
 
-The chapters stand in the navigation in the order of the manifests that name them. Formulas, `$x$` and `$$x$$`, become MathML: a browser
-draws them without a script. Diagrams have one, which comes with the book: no page makes a request to anywhere else.
+The chapters stand in the navigation in the order of the manifests that name them, by number: milestones in the course, electives in a
+part of their own. Formulas, `$x$` and `$$x$$`, become MathML: a browser draws them without a script. Diagrams have one, which comes with
+the book: no page makes a request to anywhere else. The overview, `assets/overview.svg`, becomes a part of its page, so that it takes the
+page's colours and language, and its badges lead to the chapters.
 `<!-- recording NAME -->`, or two names for a race, becomes the inspector's page with these recordings of `assets/recordings/`; the picture
 behind it (`make screenshots`) is for paper, and for readers of the text.
 The Chinese edition: a heading gets the anchor of the English one, which the mark above it names, and a section whose source has changed since,
@@ -20,7 +22,7 @@ from typing import Any
 from mkdocs.utils import get_relative_url
 
 sys.path[:0] = [str(Path(__file__).parent)]
-from editions import COURSE, MARK, Pair  # noqa: E402
+from editions import COURSE, MARK, Pair, chinese_cells  # noqa: E402
 
 from folovllm.inspector.page import one_file  # noqa: E402
 from milestones.language import messages  # noqa: E402
@@ -28,24 +30,33 @@ from milestones.language import messages  # noqa: E402
 ZH = "zh"
 MERMAID = "assets/mermaid/mermaid.tiny.js"
 RECORDINGS = "assets/recordings"
+OVERVIEW = re.compile(r'<p><img[^>]*src="[^"]*assets/overview\.svg"[^>]*></p>')
 RECORDING = re.compile(r"<!-- recording (\w+)(?: (\w+))? -->\s*(<p><img[^>]*></p>)")
+OVERVIEW_FILE = Path(__file__).parents[1] / "assets/overview.svg"
 shown: set[tuple[str, ...]] = set()  # in this build
 
 
 def on_config(config: Any) -> Any:
-    """Put the chapters that the manifests name after chapter 0. One that is missing fails a strict build.
+    """Put the chapters that the manifests name into the navigation. One that is missing fails a strict build.
 
     This is called for each language.
     """
-    chapters = [{m.title: Path(m.chapter).name} for m in COURSE.milestones if m.chapter]
-    if chapters[0] not in config.nav:
-        config.nav[2:2] = chapters
-        config.plugins["i18n"].get_language_config(ZH).nav_translations.update(messages(ZH))
+    parts = {title: pages for part in config.nav for title, pages in part.items()}
+    for m in COURSE.milestones:
+        chapter = {f"{m.id.upper()} {m.title}": Path(m.chapter).name}
+        part = parts["Electives" if m.is_elective else "Course"]
+        if m.chapter and chapter not in part:
+            part.append(chapter)
+    said = messages(ZH)
+    titles = {f"{m.id.upper()} {m.title}": f"{m.id.upper()} {said.get(m.title, m.title)}" for m in COURSE.milestones}
+    config.plugins["i18n"].get_language_config(ZH).nav_translations.update(said | titles)
     return config
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Of the Chinese edition: anchors and banners."""
+    """The front page has no navigation beside it; the Chinese edition has anchors and banners."""
+    if page.file.name == "index":
+        page.meta["hide"] = ["navigation", "toc"]
     if page.file.locale_alternate_of != ZH:
         return markdown
     english = page.file.dest_uri.removeprefix(f"{ZH}/").removesuffix("index.html")
@@ -74,13 +85,14 @@ def _without_symbols(markdown: str, to_english: str) -> str:
 
 
 def on_page_content(content: str, page: Any, **_: Any) -> str:
-    """Formulas to MathML, and the script that draws diagrams to pages that have one.
+    """Formulas to MathML, the overview and recordings into their pages, and the script that draws diagrams to pages that have one.
 
     The theme would fetch that script from the web; it does not where `mermaid` is there already.
     """
     if '<pre class="mermaid">' in content:
         content += f'\n<script src="{get_relative_url(MERMAID, page.url)}"></script>'
     content = RECORDING.sub(lambda match: _recording(match, page.url), content)
+    content = OVERVIEW.sub(lambda _: _overview(page), content)
     return re.sub(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', _formula, content, flags=re.DOTALL)
 
 
@@ -98,6 +110,24 @@ def _recording(match: re.Match[str], url: str) -> str:
     title = "what the engine did, step by step; the text describes it"
     frame = f'<iframe src="{address}#embed" loading="lazy" title="{title}"></iframe>'
     return f'<div class="recording">{frame}{match[3]}</div>'
+
+
+def _overview(page: Any) -> str:
+    """The drawing in the page's language; its links lead to the pages of that language."""
+    drawing, home = re.sub(r"<!--.*?-->", "", OVERVIEW_FILE.read_text("utf-8")), ""
+    if page.file.locale_alternate_of == ZH:
+        drawing, home = re.sub(r"(?<=>)[^<>]+(?=</(?:text|title)>)", _in_chinese, drawing), f"{ZH}/"
+
+    def link(match: re.Match[str]) -> str:
+        return f'href="{get_relative_url(f"{home}{match[1]}/", page.url)}"'
+
+    linked = re.sub(r'href="(\w+)\.md"', link, drawing)
+    return f'<div class="drawing" tabindex="0">{linked}</div>'
+
+
+def _in_chinese(text: re.Match[str]) -> str:
+    english = html.unescape(text[0])
+    return html.escape(chinese_cells().get(english, english), quote=False)
 
 
 def _formula(match: re.Match[str]) -> str:

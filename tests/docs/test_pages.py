@@ -9,9 +9,11 @@ import pytest
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
+from milestones.manifest import Course
 from tests.docs.blocks import ROOT, pages
 
 WORDS, LINES, COLUMNS = 4500, 150, 120
+COURSE = Course(ROOT)
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 CHAPTERS = [page for page in DOCS if re.fullmatch(r"\w*\d_\w+\.md", page.name)]  # electives' too; words are English
 
@@ -50,6 +52,18 @@ def test_a_chapter_can_be_read_in_one_sitting(page: Path) -> None:
     words, lines = num_words(text), num_code_lines(text)
     assert words <= WORDS, f"{words} words, at most {WORDS}: move something to a reference page"
     assert lines <= LINES, f"{lines} lines of code, at most {LINES}: show less of it"
+
+
+def test_chapters_ask_about_five_of_their_wrong_answers() -> None:
+    """In both editions about the same ones; the answers are folded."""
+    asking = [m for m in COURSE.milestones if "\n## Five wrong answers\n" in (ROOT / m.chapter).read_text("utf-8")]
+    assert len(asking) >= 10
+    for milestone in asking:
+        there, chapter = {file.stem for file in milestone.folder.glob("wrong/*.py")}, ROOT / milestone.chapter
+        for page in (chapter, chapter.with_suffix(".zh.md")):
+            cards = re.findall(r"<details markdown=\"1\">\n<summary>.*?</details>", page.read_text("utf-8"), re.S)
+            asked = re.findall(rf"`({milestone.id}\.\d+_\w+)`", "".join(cards))
+            assert len(asked) == len({*asked} & there) == 5, f"{page.name}: {asked}"
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))

@@ -1,4 +1,4 @@
-"""Which part of the engine may know which: imports run one way, and a layer is born what it is."""
+"""Which part of the engine may import which: imports run one way, and a layer is born what it is."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "folovllm"
-# Who uses the engine stands above it, and only `build` knows everybody. All other files of
-# the package's own folder are the ground floor, with `step` and `distributed`: records and small tools that every floor
-# may know.
+# Who uses the engine stands above it, and only `build` imports all layers. All other files of the package's own folder
+# are the lowest layer, with `step` and `distributed`: records and small tools that every layer may import.
 ABOVE = ["__init__", "__main__", "beam_search", "build", "chat_template", "compat", "extensions", "llm"]
-GROUND = (*sorted({file.stem for file in PACKAGE.glob("*.py")} - {*ABOVE}), "builders", "distributed", "step")
-FLOORS = {  # each may import itself, the ground floor, and these
+LOWEST = (*sorted({file.stem for file in PACKAGE.glob("*.py")} - {*ABOVE}), "builders", "distributed", "step")
+LAYERS = {  # layers of imports: each may import itself, the lowest layer, and these
     "cache": (),  # whose block is whose: numbers, and no tensor
     "kernels": (),
     "sample": ("kernels",),
@@ -64,23 +63,23 @@ def is_in(module: str, places: tuple[str, ...]) -> bool:
     return any(module == place or module.startswith(f"{place}.") for place in places)
 
 
-@pytest.mark.parametrize("floor", FLOORS)
-def test_a_floor_knows_only_those_below(floor: str) -> None:
-    below = (floor, *FLOORS[floor], *GROUND)
-    wrong = wrong_imports(sorted((PACKAGE / floor).rglob("*.py")), below)
-    assert not wrong, f"{floor} stands on {', '.join(below)}: {wrong}"
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_layer_imports_only_those_below(layer: str) -> None:
+    below = (layer, *LAYERS[layer], *LOWEST)
+    wrong = wrong_imports(sorted((PACKAGE / layer).rglob("*.py")), below)
+    assert not wrong, f"{layer} stands on {', '.join(below)}: {wrong}"
 
 
-@pytest.mark.parametrize("place", GROUND)
-def test_the_ground_floor_knows_itself_alone(place: str) -> None:
+@pytest.mark.parametrize("place", LOWEST)
+def test_the_lowest_layer_imports_itself_alone(place: str) -> None:
     folder = PACKAGE / place
-    wrong = wrong_imports(sorted(folder.rglob("*.py")) or [folder.with_suffix(".py")], GROUND)
-    assert not wrong, f"{place} is ground floor, and imports {wrong}"
+    wrong = wrong_imports(sorted(folder.rglob("*.py")) or [folder.with_suffix(".py")], LOWEST)
+    assert not wrong, f"{place} is of the lowest layer, and imports {wrong}"
 
 
-def test_every_folder_has_its_floor() -> None:
+def test_every_folder_has_its_layer() -> None:
     folders = {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
-    assert folders == {*FLOORS, *ELECTIVES, *BESIDE, "builders", "distributed", "step"}
+    assert folders == {*LAYERS, *ELECTIVES, *BESIDE, "builders", "distributed", "step"}
 
 
 def test_no_arrow_leads_into_an_elective() -> None:
