@@ -98,15 +98,20 @@ export class Lane {
 
 export function titleOf({ header, engine, scene }) {
   const [whose, name] = [engine.mine ? t(", your code") : "", engine.milestone ?? t("the fastest")];
-  const title = scene?.words.title === header.title ? wordsOf(scene).title : t(header.title);
+  const title = scene?.words.title === header.title ? wordsOf(scene).title : scene ? t(header.title) : header.title;
   return title ? `${title} (${name}${whose})` : `${engine.milestone ?? engine.model}${whose}`;
 }
 
+/** Where the times of a recording come from. */
+export function timesOf({ started, engine }) {
+  return started === null ? t("a made-up clock") : t("measured on {device}", { device: engine.device });
+}
+
 /** What engine it is, in a line. */
-export function describe({ engine }) {
+export function describe({ engine, header }) {
   const pool = { blocks: plural(engine.num_kv_blocks, "block"), size: count(engine.block_size) };
   const cache = engine.num_kv_blocks ? t("{blocks} of {size} tokens", pool) : t("a cache that grows");
   const modes = [engine.enable_prefix_caching && t("prefix caching"), engine.enable_chunked_prefill && t("chunked prefill"), engine.async_scheduling && t("overlap")];
   const budget = engine.num_kv_blocks ? t("{n} tokens a step", { n: count(engine.max_num_batched_tokens) }) : t("one request at a time");
-  return [String(engine.model).split("/").at(-1), cache, budget, ...modes.filter(Boolean)].join(" · ");
+  return [String(engine.model).split("/").at(-1), cache, budget, ...modes.filter(Boolean), timesOf(header)].join(" · ");
 }

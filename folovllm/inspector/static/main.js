@@ -1,7 +1,7 @@
 // The page: where recordings come from, what is on it, and what the keyboard does.
 import { Clock } from "./clock.js";
 import { el, setText, template } from "./dom.js";
-import { describe, Lane, titleOf } from "./lane.js";
+import { describe, Lane, timesOf, titleOf } from "./lane.js";
 import { fetchWithKey, KeyNeeded, LineReader, readRecording, readStream } from "./lines.js";
 import { readTheme } from "./palette.js";
 import { JUMPS, Player } from "./player.js";
@@ -61,7 +61,7 @@ function show(recordings, { live = false } = {}) {
   const note = scene?.words.watch && !app.embed && !app.scenes ? noteOf(scene, source?.book) : null;
   const above = [app.scenes?.element ?? note, app.playground?.element].filter(Boolean);
   const lanes = el("main", { class: "lanes" }, app.lanes.map((lane) => lane.element));
-  page.replaceChildren(header(title, race ? "" : describe(recordings[0])), el("div", { class: "scroll" }, above, lanes), app.player.element);
+  page.replaceChildren(header(title, race ? timesOf(recordings[0].header) : describe(recordings[0])), el("div", { class: "scroll" }, above, lanes), app.player.element);
   clock.go(live ? clock.length - 1 : Number(options.get("t") ?? 0));
   if (scene && options.get("t") === null) app.player.playScene(scene);
   draw();

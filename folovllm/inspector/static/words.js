@@ -8,8 +8,12 @@ const asked = new URLSearchParams(`${location.search.slice(1)}&${location.hash.s
 export const LANGUAGE = (asked ?? navigator.language).startsWith("zh") && STRINGS ? "zh" : "en";
 document.documentElement.lang = LANGUAGE;
 
+export const missing = new Set(); // texts without a translation, for the test that there are none
+
 function known(text) {
-  return (LANGUAGE === "zh" && STRINGS[text]) || text;
+  if (LANGUAGE === "en") return text;
+  if (!STRINGS[text] && /[a-z]{3}/i.test(text.replace(/\{\w+\}/g, ""))) missing.add(text);
+  return STRINGS[text] ?? text;
 }
 
 /** A text with values in the place of its {names}, as a list: a value may be a sequence {seq}, or a list itself. */
@@ -29,7 +33,7 @@ export function translate(element) {
   const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT);
   for (let node = walker.nextNode(); node; node = walker.nextNode()) {
     const text = node.data.trim();
-    if (text) node.data = node.data.replace(text, known(text));
+    if (text && node.parentNode.tagName !== "TEXTAREA") node.data = node.data.replace(text, known(text)); // prompts stay
   }
   for (const one of [element, ...element.querySelectorAll("*")]) {
     for (const name of ATTRIBUTES) if (one.hasAttribute(name)) one.setAttribute(name, known(one.getAttribute(name)));
