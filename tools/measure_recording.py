@@ -29,7 +29,7 @@ from folovllm.bench.workload import Workload, load_workload
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.setup import set_up
-from folovllm.inspector.live import LiveLines
+from folovllm.inspector.paced import LiveLines
 from folovllm.inspector.recorder import recording
 from folovllm.server.messages import Seen, encode
 
@@ -104,7 +104,7 @@ async def served(config: EngineConfig, workload: Workload, rounds: int) -> dict[
     from folovllm.server.app import build_app
     from folovllm.server.async_engine import AsyncEngine
     from folovllm.server.config import ServerConfig
-    from folovllm.server.serve import Server, listen
+    from folovllm.server.listener import Server, listen
 
     seconds: dict[str, list[float]] = {"off": [], "live": [], "join": []}
     async with AsyncEngine(config, transport="process") as engine:

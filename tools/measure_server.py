@@ -35,7 +35,7 @@ from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
 from folovllm.server.http_protocol import BoundedProtocol
 from folovllm.server.link import serve_socket
-from folovllm.server.serve import Server, listen
+from folovllm.server.listener import Server, listen
 from folovllm.server.transport import ProcessTransport, ThreadTransport
 from tools.measure_host import NoDevice, engine_over
 

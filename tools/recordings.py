@@ -2,6 +2,9 @@
 
 Requests come at given turns, seeds are fixed and the clock is made up, so that a recording is the same wherever it is made:
 a step takes 4 ms and 50 microseconds a token. `--check` compares the events, without times, with those in the files.
+
+The times of the scene *milestones* are measured, one recording after the other, so it is only made where it is asked for:
+`--measured`, on a GPU with `--device cuda`, and `--check` leaves it out. On a CPU the clock is the time that this process computed, whatever else runs there.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +23,9 @@ from unittest.mock import patch
 
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine, make_engine
+from folovllm.inspector.playground import SLIDERS, config_fields
 from folovllm.inspector.recorder import Recorder
+from folovllm.inspector.scenes import Scene, Words, scenes
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from milestones.running_example import example
@@ -27,6 +33,7 @@ from milestones.running_example import example
 ROOT = Path(__file__).resolve().parents[1]
 BOOK, SAMPLES = ROOT / "docs" / "assets" / "recordings", ROOT / "tests" / "inspector" / "data"
 MOST_BYTES = 50 * 1024
+MEASURED = "milestones"  # the scene whose times are measured
 LONG = (
     "Once upon a time, in a small house near the sea, there lived a girl named Lily. She had a red kite and a little dog. "
     "Every day she went to the beach with her dog to fly the kite. "
@@ -45,13 +52,15 @@ class Ask:
 
 
 @dataclass(slots=True, frozen=True)
-class Scene:
-    """What is played for a recording."""
+class Take:
+    """What is played for a recording. `told` goes into its header: what the page says beside it, and where it begins and stops."""
 
     file: Path
     title: str
     engine: dict[str, Any]
     asks: list[Ask] = field(default_factory=list)
+    told: dict[str, Any] | None = None
+    is_measured: bool = False
 
 
 FIVE = [
@@ -81,51 +90,76 @@ CACHE = [
 ]
 
 
-def abc(name: str, title: str, milestone: str) -> Scene:
+def abc(name: str, title: str, milestone: str, told: dict[str, Any] | None = None) -> Take:
     """A, B and C, whom the chapters follow, for the book."""
-    return Scene(BOOK / f"{name}.jsonl", title, {"milestone": milestone, **example().engine[milestone]}, ABC)
+    return Take(BOOK / f"{name}.jsonl", title, {"milestone": milestone, **example().engine[milestone]}, ABC, told)
 
 
-SCENES = [
-    Scene(SAMPLES / "m1.jsonl", "One request at a time", {"milestone": "m1", **MEMORY}, FIVE[:3]),
-    Scene(SAMPLES / "m2.jsonl", "Three slots", {"milestone": "m2", "num_kv_blocks": 3, **MEMORY}, FIVE),
-    Scene(
+def asked(start: int, stop: int, question: str, zh: str) -> dict[str, Any]:
+    """From where a recording of a chapter plays, and the question at which it stops. The chapter says the rest."""
+    words, words_zh = Words(title="", watch="", question=question), Words(title="", watch="", question=zh)
+    return {"start": start, "stop": stop, "words": words, "zh": words_zh}
+
+
+TAKES = [
+    Take(SAMPLES / "m1.jsonl", "One request at a time", {"milestone": "m1", **MEMORY}, FIVE[:3]),
+    Take(SAMPLES / "m2.jsonl", "Three slots", {"milestone": "m2", "num_kv_blocks": 3, **MEMORY}, FIVE),
+    Take(
         SAMPLES / "m3.jsonl",
         "Blocks, and a preemption",
         {"milestone": "m3", "num_kv_blocks": 12, "block_size": 8, "max_num_seqs": 4, **MEMORY},
         FIVE,
     ),
-    Scene(
+    Take(
         SAMPLES / "m5.jsonl",
         "Shared prefixes and chunks",
         {"milestone": "m5", "num_kv_blocks": 24, "block_size": 8, "max_num_seqs": 3, "max_num_batched_tokens": 24,
          "max_model_len": 160},
         CACHE,
     ),
-    Scene(
+    Take(
         SAMPLES / "m6.jsonl",
         "Steps that overlap",
         {"milestone": "m6", "num_kv_blocks": 24, "block_size": 8, "max_num_seqs": 4, "max_num_batched_tokens": 24,
          "max_model_len": 160},
         CACHE,
     ),
-    abc("2_one_at_a_time", "One request at a time", "m1"),
+    abc("2_one_at_a_time", "One request at a time", "m1",
+        asked(2, 6, "B's answer on the right ends with the next step. When does C begin, here and there?",
+              "右边 B 的回答下一步就结束。C 在两边各在什么时候开始？")),
     abc("2_continuous_batching", "A batch that changes at every step", "m2"),
-    Scene(BOOK / "3_slots.jsonl", "Slots", {"milestone": "m2", "num_kv_blocks": 3, **MEMORY}, NINE),
-    Scene(
+    Take(BOOK / "3_slots.jsonl", "Slots", {"milestone": "m2", "num_kv_blocks": 3, **MEMORY}, NINE,
+         asked(5, 12, "B's slot is free now. How many of the five that wait may begin on the left?",
+               "B 的槽现在空了。左边等待的五个请求里，有几个可以开始？")),
+    Take(
         BOOK / "3_blocks.jsonl",
         "Blocks, in the same memory",
         {"milestone": "m3", "num_kv_blocks": 18, "block_size": 16, **MEMORY},
         NINE,
+        asked(24, 32, "No block is free, and I, which came last, needs another one. Who gives its blocks back?",
+              "没有空闲块了，最后到的 I 还要一块。谁会交回自己的块？"),
     ),
-    abc("6_abc", "A, B and C: everything on one clock", "m6"),
-    Scene(
+    abc("6_abc", "A, B and C: everything on one clock", "m6",
+        asked(3, 6, "No block is free, and C needs another one. Who gives its blocks back?",
+              "没有空闲块了，C 还要一块。谁会交回自己的块？")),
+    Take(
         BOOK / "x3_guesses.jsonl",
         "A draft model proposes, the model verifies",
         {"milestone": "m5", "num_kv_blocks": 14, "block_size": 8, "speculative_config": DRAFT, **MEMORY},
         FIVE[:1] + FIVE[2:3],
+        asked(2, 5, "None of A's twelve draft tokens was accepted, and of B's four the last step accepted all. What comes next?",
+              "A 的十二个草稿 token 一个也没被接受；上一步 B 的四个全被接受。接下来呢？"),
     ),
 ]  # fmt: skip
+
+
+def takes_of(scene: Scene) -> Iterator[Take]:
+    """The recordings of a scene: one for each of its engines."""
+    asks = [Ask(request.turn, request.prompt, request.max_tokens) for request in scene.requests]
+    titles = [lane.title for lane in scene.lanes] or [scene.words.title]
+    for title, settings, file in zip(titles, scene.engines, scene.files, strict=True):
+        settings = {name: slider.default for name, slider in SLIDERS.items()} | settings
+        yield Take(file, title, config_fields(settings), asks, scene.told(), is_measured=scene.name == MEASURED)
 
 
 class Clock:
@@ -144,7 +178,7 @@ class TimedExecutor:
 
     def __init__(self, inner: Any, clock: Clock) -> None:
         self._inner, self._clock, self._free_at = inner, clock, 0.0
-        self.num_kv_blocks, self.shutdown = inner.num_kv_blocks, inner.shutdown
+        self.num_kv_blocks, self.shutdown, self.expert_load = inner.num_kv_blocks, inner.shutdown, inner.expert_load
         self.graph_widths = getattr(inner, "graph_widths", ())
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:
@@ -179,15 +213,24 @@ def virtual_clock(engine: LLMEngine) -> Iterator[Clock]:
         yield clock
 
 
-def play(scene: Scene, file: Path) -> None:
-    """Record a scene."""
-    options = {"device": "cpu", "use_tqdm": False, "num_threads": 1}
-    engine = make_engine(EngineConfig(**options | scene.engine))
-    with virtual_clock(engine), file.open("wb") as out:
-        recorder = Recorder(engine, out.write, title=scene.title, is_virtual=True)
+@contextmanager
+def measured_clock(engine: LLMEngine) -> Iterator[None]:
+    """Let a warm engine on a CPU read how long this process has computed: what else the machine does counts for nothing."""
+    engine.generate(["Once upon a time"] * 2, SamplingParams(max_tokens=8))
+    with patch("time.monotonic", time.process_time) if engine.setup.device.type == "cpu" else nullcontext():
+        yield
+
+
+def play(take: Take, file: Path, device: str) -> None:
+    """Record a take."""
+    options: dict[str, Any] = {"device": device if take.is_measured else "cpu", "use_tqdm": False, "num_threads": 1}
+    engine = make_engine(EngineConfig(**options | take.engine))
+    clock = measured_clock if take.is_measured else virtual_clock
+    with clock(engine), file.open("wb") as out:
+        recorder = Recorder(engine, out.write, title=take.title, is_virtual=not take.is_measured, scene=take.told)
         turn = 0
-        while turn <= max(ask.turn for ask in scene.asks) or engine.has_unfinished_requests():
-            for letter, ask in zip("abcdefghi", scene.asks, strict=False):
+        while turn <= max(ask.turn for ask in take.asks) or engine.has_unfinished_requests():
+            for letter, ask in zip("abcdefghijklmnop", take.asks, strict=False):
                 name = ask.name or letter
                 if ask.turn == turn:
                     params = SamplingParams(temperature=0, max_tokens=ask.max_tokens, ignore_eos=True)
@@ -217,19 +260,26 @@ def main() -> None:
     """Write the recordings, or compare them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="compare with the files instead of writing them")
+    parser.add_argument(
+        "--measured", action="store_true", help="the recordings whose times are measured, and no others"
+    )
+    parser.add_argument("--device", default="cpu", help="for those: where the engine runs")
     wanted = parser.parse_args()
+    takes = TAKES + [take for scene in scenes().values() for take in takes_of(scene)]
     with tempfile.TemporaryDirectory() as folder:
-        for scene in SCENES:
+        for take in takes:
+            if take.is_measured != wanted.measured:
+                continue
             made = Path(folder, "made.jsonl")
-            play(scene, made)
-            size, name = made.stat().st_size, scene.file.relative_to(ROOT)
+            play(take, made, wanted.device)
+            size, name = made.stat().st_size, take.file.relative_to(ROOT)
             if size > MOST_BYTES:
                 sys.exit(f"{name} would have {size} bytes, more than {MOST_BYTES}")
-            if wanted.check and without_times(made) != without_times(scene.file):
+            if wanted.check and without_times(made) != without_times(take.file):
                 sys.exit(f"{name}: the engine does something else by now. Look at it, then: make recordings")
             if not wanted.check:
-                scene.file.parent.mkdir(parents=True, exist_ok=True)
-                scene.file.write_bytes(made.read_bytes())
+                take.file.parent.mkdir(parents=True, exist_ok=True)
+                take.file.write_bytes(made.read_bytes())
             print(f"{name}: {size} bytes")
 
 

@@ -139,6 +139,8 @@ class LineWriter:
                 rejected = self._state.served(seq_id).drafts[num_accepted:].tolist()
                 self._new.update(rejected)
                 return ["guess", *event, rejected]
+            case ev.ExpertsAsked(counts):
+                return ["experts", [list(layer) for layer in counts]]
             case ev.RequestAdded(seq_id, request_id, answer, token_ids, max_tokens, priority, time):
                 prompt = list(token_ids)
                 self._new.update(prompt)

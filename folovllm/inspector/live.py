@@ -1,76 +1,13 @@
-"""The live view of an engine: the lines of what it does are collected beside it, and handed to each subscriber."""
+"""The live view of an engine, on the server's side: each subscriber gets the lines of what the engine does."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 
-from folovllm.inspector.lines import TokenTexts
-from folovllm.inspector.recorder import Engine, Recorder
-
-PERIOD = 1 / 15  # seconds between two messages
 MOST_UNREAD = 8 << 20  # bytes that wait for one subscriber
 KEEP_ALIVE = 15.0  # seconds of silence after which a comment keeps a stream open
-
-
-class LiveLines:
-    """Beside the engine: the lines of what it does while it has subscribers, in pieces.
-
-    A piece that begins with a header is a beginning, where subscribers join; the others continue what came before. A stream
-    never goes back, so no keyframe follows a beginning: of an engine with 66,000 blocks one has three megabytes.
-    """
-
-    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
-        self._engine, self._clock = engine, clock
-        self._recorder: Recorder | None = None
-        self._texts: TokenTexts | None = None  # made for the first subscriber
-        self._pieces: list[bytearray] = []
-        self._lock = threading.Lock()
-        self._taken_at = clock()
-
-    def begin(self) -> None:
-        """Begin, or begin anew: a subscriber joins."""
-        if self._recorder is None:
-            self._texts = TokenTexts(self._engine.tokenizer) if self._texts is None else self._texts
-            self._recorder = Recorder(self._engine, self._add, title="live", key_every=0, texts=self._texts)
-        else:
-            self._recorder.begin_again()
-
-    def end(self, how: str) -> list[bytes]:
-        """End, since the last subscriber left or the engine ends. Returns the pieces that are left."""
-        if self._recorder is None:
-            return []
-        self._recorder.close(how)
-        self._recorder = None
-        return self._pop()
-
-    def take(self, all_of_it: bool) -> list[bytes]:
-        """The pieces since the last time, none before `PERIOD` has passed. With `all_of_it` at once, as nothing comes soon."""
-        if self._recorder is None:
-            return []
-        now = self._clock()
-        if all_of_it:
-            self._recorder.wait()
-        elif now - self._taken_at < PERIOD:
-            return []
-        self._taken_at = now
-        return self._pop()
-
-    def _pop(self) -> list[bytes]:
-        with self._lock:
-            pieces, self._pieces = self._pieces, []
-        return [bytes(piece) for piece in pieces]
-
-    def _add(self, data: bytes) -> None:
-        """In the recorder's thread."""
-        with self._lock:
-            if self._pieces and not is_beginning(data) and not is_beginning(self._pieces[-1]):
-                self._pieces[-1] += data
-            else:
-                self._pieces.append(bytearray(data))
 
 
 def is_beginning(piece: bytes | bytearray) -> bool:

@@ -15,8 +15,9 @@ from folovllm.inspector.replay import Recording, read
 STATIC = Path(__file__).parent / "static"
 STYLE = '<link rel="stylesheet" href="inspector.css">'
 SOURCE = '<script type="application/json" id="source">null</script>'
+STRINGS = '<script type="application/json" id="strings">null</script>'
 SCRIPT = '<script type="module" src="main.js"></script>'
-MOST_RECORDINGS = 2
+MOST_RECORDINGS = 6
 
 
 def served_page(source: dict[str, Any], prefix: str) -> str:
@@ -44,21 +45,22 @@ def whole_page(source: dict[str, Any]) -> str:
     )
 
 
-def inline_source(recordings: list[tuple[str, str]]) -> dict[str, Any]:
-    """The source of a page that has its recordings in it: (name, text)."""
-    return {"kind": "inline", "recordings": [{"name": name, "text": text} for name, text in recordings]}
+def inline_source(recordings: list[tuple[str, str]], book: str | None = None) -> dict[str, Any]:
+    """The source of a page that has its recordings in it: (name, text). `book` is where chapters are, with {} for a name."""
+    source: dict[str, Any] = {"recordings": [{"name": name, "text": text} for name, text in recordings]}
+    return {"kind": "inline"} | source | ({} if book is None else {"book": book})
 
 
-def one_file(recordings: list[Path], html: Path) -> None:
+def one_file(recordings: list[Path], html: Path, book: str | None = None) -> None:
     """Write a page that works from disk. Raises ValueError if it cannot be written, or a recording cannot be read."""
     texts = [(path.name, path.read_text(encoding="utf-8-sig")) for path in recordings]
-    write_whole(html, whole_page(inline_source(texts)))
+    write_whole(html, whole_page(inline_source(texts, book)))
 
 
 def require_recordings(paths: list[Path]) -> list[Recording]:
     """Read the recordings that are to be shown. Raises ValueError if there are too many, or one is none."""
     if len(paths) > MOST_RECORDINGS:
-        raise ValueError(f"a race has two recordings, not {len(paths)}: leave some away")
+        raise ValueError(f"a race has up to {MOST_RECORDINGS} recordings, not {len(paths)}: leave some away")
     return [read(path) for path in paths]
 
 
@@ -75,7 +77,8 @@ def _json(value: Any) -> str:
 def _fill(source: dict[str, Any], style: str, script: str) -> str:
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     filled = SOURCE.replace("null", _json(source))
-    for place, content in ((STYLE, style), (SCRIPT, script), (SOURCE, filled)):
+    strings = STRINGS.replace("null", _json(msgspec.json.decode((STATIC / "strings.zh.json").read_bytes())))
+    for place, content in ((STYLE, style), (SCRIPT, script), (STRINGS, strings), (SOURCE, filled)):
         if page.count(place) != 1:
             raise RuntimeError(f"index.html must have this line once: {place}")
         page = page.replace(place, content)

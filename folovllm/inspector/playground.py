@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from folovllm.config import PRESETS, EngineConfig
 from folovllm.inspector.live import Subscribers
+from folovllm.inspector.scenes import Scene
 from folovllm.sampling_params import SamplingParams
-from folovllm.server.async_engine import AsyncEngine, EngineDead
+from folovllm.server.errors import EngineDead, Unavailable
 from folovllm.server.messages import Pace
-from folovllm.server.stream import Stream
-from folovllm.server.transport import ProcessTransport, ThreadTransport, Transport
 
-LONGEST = 128  # tokens of a prompt and its answer: few enough to watch
+if TYPE_CHECKING:  # the page is there before torch is
+    from folovllm.server.async_engine import AsyncEngine
+    from folovllm.server.stream import Stream
+    from folovllm.server.transport import Transport
+
+LONGEST = 160  # tokens of a prompt and its answer: few enough to watch
 MOST_PROMPTS, MOST_TOKENS, MOST_DELAY, MOST_STEPS = 64, LONGEST, 2.0, 1000
 
 
@@ -57,11 +62,15 @@ class Slider:
 SLIDERS = {  # by field of `EngineConfig`
     "milestone": Slider("m5", "the preset", tuple(PRESETS)),
     "num_kv_blocks": Slider(48, "blocks of the KV cache", min=2, max=512),
-    "block_size": Slider(8, "tokens a block holds", (4, 8, 16, 32)),
+    "block_size": Slider(8, "tokens a block holds", (1, 4, 8, 16, 32)),
     "max_num_seqs": Slider(6, "most sequences in a step", min=1, max=64),
     "max_num_batched_tokens": Slider(64, "most tokens in a step", min=8, max=1024, step=8),
     "enable_chunked_prefill": Slider(True, "compute long prompts over several steps"),
     "enable_prefix_caching": Slider(True, "find the K/V of prefixes that were computed before"),
+    "draft_tokens": Slider(
+        0, "tokens that a proposer drafts for each step (none: 0), and the model verifies", (0, 1, 2, 4, 8)
+    ),
+    "experts": Slider(False, "the embedded mixture of experts instead of the dense model"),
 }
 Settings = dict[str, Any]  # a value for each
 
@@ -75,22 +84,34 @@ def changed(settings: Settings, changes: dict[str, Any]) -> Settings:
     return settings | changes
 
 
-def config_fields(settings: Settings) -> dict[str, Any]:
-    """The fields of `EngineConfig` for these settings. Every milestone gets the same memory.
+def config_fields(settings: Settings, model: str | None = None) -> dict[str, Any]:
+    """The fields of `EngineConfig` for these settings, and for `model` if it is not an embedded one.
 
-    A contiguous cache (M2) has as many slots as fit into it; M1 has no pool, and serves one request at a time.
+    Every milestone gets the same memory. A contiguous cache (M2) has as many slots as fit into it; M1 has no pool, serves one
+    request at a time, and neither speculates nor counts experts.
     """
     milestone, budget = settings["milestone"], settings["max_num_batched_tokens"]
     memory = settings["num_kv_blocks"] * settings["block_size"]
     chunks = settings["enable_chunked_prefill"] and milestone != "m1"
     length = min(LONGEST, memory) if chunks else min(LONGEST, memory, max(2, budget))
     chosen = {"milestone": milestone, "max_model_len": length, "max_num_batched_tokens": budget}
+    if settings["experts"] and model is None:
+        chosen["model"] = "stories-moe"
     if milestone == "m1":
         return chosen
     chosen |= {"max_num_seqs": settings["max_num_seqs"], "enable_chunked_prefill": chunks}
+    chosen |= {"count_experts": "model" in chosen} | _speculation(settings["draft_tokens"], model)
     if milestone == "m2":
         return chosen | {"num_kv_blocks": max(1, memory // length)}
     return chosen | {name: settings[name] for name in ("num_kv_blocks", "block_size", "enable_prefix_caching")}
+
+
+def _speculation(num_draft_tokens: int, model: str | None) -> dict[str, Any]:
+    """Draft tokens at every step: by the embedded draft model, or by n-grams for a model that it was not made for."""
+    if not num_draft_tokens:
+        return {}
+    method = {"method": "ngram"} if model else {"method": "draft_model", "model": "stories-draft"}
+    return {"speculative_config": method | {"num_speculative_tokens": num_draft_tokens, "adaptive": False}}
 
 
 class Playground:
@@ -103,10 +124,13 @@ class Playground:
         others = {name: value for name, value in overrides.items() if name not in SLIDERS}
         self._overrides = {"num_threads": 1, "use_tqdm": False} | others
         self.delay, self.is_held = 0.1, False
+        self.loading: str | None = "the engine is not there yet"
+        self.has_flags = bool(overrides)
         self.subscribers = Subscribers(self._watch)
         self._engine: AsyncEngine | None = None
         self._transport: Transport | None = None
         self._streams: dict[Stream, asyncio.Task[None]] = {}
+        self._arriving: asyncio.Task[None] | None = None  # the requests of a scene
         self._turn = asyncio.Lock()
 
     @property
@@ -120,27 +144,29 @@ class Playground:
         return None if self._engine is None or self._engine.death is None else str(self._engine.death)
 
     def described(self) -> dict[str, Any]:
-        """What the page shows beside the recording."""
+        """What the page shows beside the recording. `loading` is what the engine waits for, until it is there."""
+        model = self._overrides.get("model")
+        sliders = {name: slider for name, slider in SLIDERS.items() if name != "experts" or model is None}
         return {
-            "fields": [slider.described(name, self.settings[name]) for name, slider in SLIDERS.items()],
+            "fields": [slider.described(name, self.settings[name]) for name, slider in sliders.items()],
             "mine": int(self.runs_mine),
+            "loading": self.loading,
             "error": self.error,
             "delay": self.delay,
             "paused": int(self.is_held),
         }
 
     async def build(self, changes: dict[str, Any]) -> None:
-        """Put an engine with these settings in the place of the one that is there.
+        """Put an engine with these settings in the place of the one that is there. The first time this imports torch.
 
         Raises:
             ValueError: a setting that cannot be. The old engine stays.
         """
         async with self._turn:
+            self._stop_arrivals()
             settings = changed(self.settings, changes)
-            config = EngineConfig(**self._overrides | config_fields(settings))
-            transport: Transport = ProcessTransport() if self.runs_mine else ThreadTransport()
-            engine = AsyncEngine(config, transport=transport)
-            await engine.start()
+            config = EngineConfig(**self._overrides | config_fields(settings, self._overrides.get("model")))
+            transport, engine = await self._started(config)
             old, self._engine, self._transport, self.settings = self._engine, engine, transport, settings
             engine.on_seen = self.subscribers.publish
             transport.send(Pace(self.delay, self.is_held))
@@ -149,16 +175,52 @@ class Playground:
                 await old.close()
             self.subscribers.begin_anew()
 
+    async def _started(self, config: EngineConfig) -> tuple[Transport, AsyncEngine]:
+        """An engine that runs. `loading` says what it waits for meanwhile, and is None afterwards, come what may."""
+        try:
+            self.loading = "PyTorch is imported (1 of 2)"
+            modules = ("folovllm.server.transport", "folovllm.server.async_engine")
+            transports, engines = [await asyncio.to_thread(importlib.import_module, name) for name in modules]
+            self.loading = "the engine is built (2 of 2)"
+            transport = transports.ProcessTransport() if self.runs_mine else transports.ThreadTransport()
+            engine = engines.AsyncEngine(config, transport=transport)
+            await engine.start()
+        finally:
+            self.loading = None
+        return transport, engine
+
+    async def play(self, scene: Scene) -> None:
+        """Build the engine of a scene, the last of several, and let its requests come one after the other, as in its recording."""
+        await self.build({name: slider.default for name, slider in SLIDERS.items()} | scene.engines[-1])
+        self._arriving = asyncio.create_task(self._arrive(scene))
+
+    async def _arrive(self, scene: Scene) -> None:
+        """Ask what the scene asks: a request that comes n turns later comes n delays later."""
+        turn = 0
+        for request in scene.requests:
+            await asyncio.sleep((request.turn - turn) * max(self.delay, 0.02))
+            turn = request.turn
+            await self._submit(
+                [request.prompt], SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True)
+            )
+
+    def _stop_arrivals(self) -> None:
+        if self._arriving is not None:
+            self._arriving.cancel()
+            self._arriving = None
+
     async def ask(
         self, prompts: list[str], max_tokens: int = 64, temperature: float = 0.7, seed: int | None = None
     ) -> list[str]:
         """Queue prompts, and return their requests' ids. Raises ValueError for what can never be served: then none is."""
-        engine = self._running()
         if not prompts or len(prompts) > MOST_PROMPTS:
             raise ValueError(f"send from 1 to {MOST_PROMPTS} prompts, not {len(prompts)}")
         if not 1 <= max_tokens <= MOST_TOKENS:
             raise ValueError(f"max_tokens must be from 1 to {MOST_TOKENS}, not {max_tokens}")
-        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+        return await self._submit(prompts, SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed))
+
+    async def _submit(self, prompts: list[str], params: SamplingParams) -> list[str]:
+        engine = self._running()
         prepared = [await engine.prepare(prompt, params) for prompt in prompts]
         streams = [engine.submit(each) for each in prepared]
         for stream in streams:
@@ -169,6 +231,8 @@ class Playground:
     def abort(self, request: str | None) -> None:
         """End a request, or all; what is over already stays as it is."""
         engine = self._running()
+        if request is None:
+            self._stop_arrivals()
         for stream in [stream for stream in self._streams if request in (None, str(stream.number))]:
             engine.abort(stream.request_id)
 
@@ -185,12 +249,14 @@ class Playground:
 
     async def close(self) -> None:
         """End it."""
+        self._stop_arrivals()
         self.subscribers.close()
         if self._engine is not None:
             await self._engine.close()
 
     def _running(self) -> AsyncEngine:
-        assert self._engine is not None, "built before anybody can ask"
+        if self._engine is None:
+            raise Unavailable(f"{self.loading}: ask again in a moment")
         self._engine.require_open()
         return self._engine
 

@@ -32,8 +32,8 @@ class Engine(Protocol):
     executor: Executor
     tokenizer: PreTrainedTokenizerBase
 
-    def subscribe(self, listener: Listener) -> None:
-        """Tell `listener` how things stand, and what happens from here on."""
+    def subscribe(self, listener: Listener, experts: bool = False) -> None:
+        """Tell `listener` how things stand, and what happens from here on; with `experts` how often each was asked."""
 
     def unsubscribe(self, listener: Listener) -> None:
         """Tell it nothing more."""
@@ -56,19 +56,20 @@ class Recorder:
         is_virtual: bool = False,
         key_every: int = KEY_EVERY,
         texts: TokenTexts | None = None,
+        scene: dict[str, Any] | None = None,
     ) -> None:
-        """`is_virtual`: the engine reads a made-up clock, so the header has no date."""
+        """`is_virtual`: the engine reads a made-up clock, so the header has no date. `scene` is what the header says of one."""
         self._engine, self._write, self._flush = engine, write, flush
         self._queue: queue.Queue[Batch | None] = queue.Queue(MOST_WAITING)
         self._error: Exception | None = None
         self._is_open = True
         started = None if is_virtual else datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        header = header_of(engine, title, started)
+        header = header_of(engine, title, started) | ({} if scene is None else {"scene": scene})
         texts = TokenTexts(engine.tokenizer) if texts is None else texts
         self._lines = LineWriter(header, texts, time.monotonic(), key_every)
         self._thread = threading.Thread(target=self._work, name="recorder", daemon=True)
         self._thread.start()
-        engine.subscribe(self)
+        engine.subscribe(self, experts=True)
 
     def __call__(self, events: SequenceOf[Event]) -> None:
         """Queue what happened for the thread. Waits only if it is far behind."""
@@ -77,7 +78,7 @@ class Recorder:
     def begin_again(self) -> None:
         """Write a beginning for those who join now: header, texts, and a keyframe that has all."""
         self._engine.unsubscribe(self)
-        self._engine.subscribe(self)
+        self._engine.subscribe(self, experts=True)
 
     def wait(self) -> None:
         """Wait until all that happened so far is written."""

@@ -155,6 +155,8 @@ class _Decoder:
             case ["end", step, start, arrived, end, seqs, tokens, waiting, used]:
                 output, result = self._ended(step, seqs, tokens)
                 return [ev.StepEnded(step, start / 1e6, arrived / 1e6, end / 1e6, output, result, waiting, used)]
+            case ["experts", counts]:
+                return [ev.ExpertsAsked(counts)]
             case ["add", seq, request, answer, prompt, most, priority, t]:
                 return [ev.RequestAdded(seq, request, answer, prompt, most, priority, t / 1e6)]
         raise ValueError(f"unknown entry {entry}")

@@ -1,4 +1,7 @@
-"""`folovllm inspect` as a small server of its own: it replays recordings, or runs the playground."""
+"""`folovllm inspect` as a small server of its own: it replays recordings, or runs the playground.
+
+Nothing here imports torch: the page and its scenes are there at once, and the playground builds its engine behind them.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,18 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from folovllm.inspector.playground import Playground
+from folovllm.inspector.scenes import scenes
 from folovllm.inspector.web import FILES, PAGE, SAFE, file_response, page_response
 from folovllm.server.errors import ApiError, as_api_error
 from folovllm.server.guard import HostGuard
 from folovllm.server.http import CLIENT_GONE, error_response, json_response, read_body, require_json
 from folovllm.server.http_protocol import BoundedProtocol
-from folovllm.server.serve import Server, ending_signals, listen
+from folovllm.server.listener import Server, ending_signals, listen
 from folovllm.server.sse import EventStream
 
 Handler = Callable[[Request], Awaitable[Response]]
 CONTROL = f"{PAGE}/playground"
+BOOK = Path(__file__).resolve().parents[2] / "docs"  # of a checkout
 LONGEST_BODY = 1 << 20  # bytes
 
 
@@ -46,6 +51,12 @@ class AbortRequest(msgspec.Struct, forbid_unknown_fields=True):
     """A request that is to end; None: all."""
 
     request: str | None = None
+
+
+class SceneRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """A scene that the engine is to play."""
+
+    scene: str
 
 
 class PaceRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -101,7 +112,10 @@ def playground_app(playground: Playground, host: str) -> Starlette:
     """The page with an engine of its own."""
 
     async def page(request: Request) -> Response:
-        return page_response({"kind": "playground", "events": "inspector/events", "control": "inspector/playground"})
+        told = [scene.told() | {"recordings": _scene_files(scene.files)} for scene in scenes().values()]
+        source = {"kind": "playground", "events": "inspector/events", "control": "inspector/playground", "scenes": told}
+        book = "inspector/book/{}.md" if BOOK.is_dir() else None
+        return page_response(source | {"live": playground.has_flags, "book": book})
 
     async def events(request: Request) -> Response:
         subscriber = playground.subscribers.add()
@@ -120,6 +134,13 @@ def playground_app(playground: Playground, host: str) -> Starlette:
             {"requests": await playground.ask(asked.prompts, asked.max_tokens, asked.temperature, asked.seed)}
         )
 
+    async def scene(request: Request) -> Response:
+        asked = await _json(request, SceneRequest)
+        if asked.scene not in scenes():
+            raise ValueError(f"there is no scene {asked.scene!r}: known are {', '.join(scenes())}")
+        await playground.play(scenes()[asked.scene])
+        return json_response(playground.described())
+
     async def abort(request: Request) -> Response:
         playground.abort((await _json(request, AbortRequest)).request)
         return json_response({})
@@ -130,9 +151,31 @@ def playground_app(playground: Playground, host: str) -> Starlette:
         return json_response({"delay": playground.delay, "paused": int(playground.is_held)})
 
     routes = [Route(f"{PAGE}/events", events), Route(CONTROL, control, methods=["GET", "POST"])]
-    for name, handler in (("prompts", prompts), ("abort", abort), ("pace", pace)):
+    routes += [Route(f"{PAGE}/scenes/{{name}}", _recording), Route(f"{PAGE}/book/{{name}}.md", _chapter)]
+    for name, handler in (("prompts", prompts), ("scene", scene), ("abort", abort), ("pace", pace)):
         routes.append(Route(f"{CONTROL}/{name}", handler, methods=["POST"]))
     return _app(host, page, routes)
+
+
+def _scene_files(files: list[Path]) -> list[dict[str, str]]:
+    return [{"name": file.name, "url": f"inspector/scenes/{file.name}"} for file in files]
+
+
+async def _recording(request: Request) -> Response:
+    """A recording of a scene."""
+    for scene in scenes().values():
+        for file in scene.files:
+            if file.name == request.path_params["name"]:
+                return FileResponse(file, media_type="application/jsonl", headers=SAFE)
+    raise HTTPException(404)
+
+
+async def _chapter(request: Request) -> Response:
+    """A chapter that a scene names, as its text stands in the checkout."""
+    name = request.path_params["name"]
+    if name not in {scene.chapter for scene in scenes().values()} or not (file := BOOK / f"{name}.md").is_file():
+        raise HTTPException(404)
+    return FileResponse(file, media_type="text/plain", headers=SAFE)
 
 
 def _app(host: str, page: Handler, routes: list[Route]) -> Starlette:
@@ -169,11 +212,18 @@ def run_playground(overrides: dict[str, Any], host: str, port: int, browser: boo
 
 
 async def _play(playground: Playground, listener: socket.socket, host: str, browser: bool) -> None:
-    """Serve the playground, and end its engine afterwards, also where a second signal does not wait."""
-    await playground.build({})
+    """Serve the playground while its engine is built, and end both. Raises ValueError where there can be no engine."""
+    app = playground_app(playground, host)
+    serving = asyncio.create_task(_serve(app, listener, "a playground", browser, playground.subscribers.close))
+    building = asyncio.create_task(playground.build({}))
     try:
-        await _serve(playground_app(playground, host), listener, "a playground", browser, playground.subscribers.close)
+        await asyncio.wait((serving, building), return_when=asyncio.FIRST_COMPLETED)
+        if building.done():
+            building.result()
+        await serving
     finally:
+        serving.cancel()
+        await asyncio.gather(serving, building, return_exceptions=True)  # an engine that is half built cannot be ended
         await playground.close()
 
 

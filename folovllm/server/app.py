@@ -55,7 +55,8 @@ from folovllm.server.replies import (
     tokenizer_info,
 )
 from folovllm.server.requests import TAGS, chat_params, chat_prompt, completion_params, prompts_of, reading_of
-from folovllm.server.sse import ResponseHandler, unless_gone
+from folovllm.server.response_handler import ResponseHandler
+from folovllm.server.sse import unless_gone
 
 Handler = Callable[[Request], Awaitable[Response]]
 R = TypeVar("R", bound=msgspec.Struct)

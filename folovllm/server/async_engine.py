@@ -19,6 +19,7 @@ from folovllm.models.files import generation_defaults, load_tokenizer
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
+from folovllm.server.errors import EngineDead, Unavailable
 from folovllm.server.messages import (
     Abort,
     AskExperts,
@@ -40,14 +41,6 @@ from folovllm.structured_outputs import GrammarLimits, StructuredOutputsParams
 logger = logging.getLogger("folovllm")
 T = TypeVar("T")
 TRANSPORTS = {"thread": ThreadTransport, "process": ProcessTransport}
-
-
-class EngineDead(RuntimeError):
-    """The engine has ended: make a new one. The message says how it ended."""
-
-
-class Unavailable(RuntimeError):
-    """The engine takes no new requests: it drains, or was closed."""
 
 
 class AsyncEngine:

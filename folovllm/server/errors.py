@@ -7,7 +7,6 @@ import logging
 import msgspec
 
 from folovllm.faults import RequestFailed
-from folovllm.server.async_engine import EngineDead, Unavailable
 
 logger = logging.getLogger("folovllm")
 INVALID = "invalid_request_error"  # of every other status
@@ -15,6 +14,14 @@ TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error",
     503: "service_unavailable_error",
 }  # fmt: skip
+
+
+class EngineDead(RuntimeError):
+    """The engine has ended: make a new one. The message says how it ended."""
+
+
+class Unavailable(RuntimeError):
+    """The engine takes no new requests: it drains, or was closed."""
 
 
 class ErrorInfo(msgspec.Struct):

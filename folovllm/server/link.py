@@ -5,57 +5,16 @@ from __future__ import annotations
 import pickle
 import select
 import socket
-import time
 from collections import deque
-from typing import Any, cast
+from typing import cast
 
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine, make_engine
-from folovllm.inspector.live import LiveLines
+from folovllm.inspector.paced import PacedEngine
 from folovllm.server import messages as msg
 from folovllm.server.engine_loop import MakeEngine, run_engine
 
 CHUNK = 1 << 20  # bytes that are read at once
-
-
-class PacedEngine:
-    """An engine that waits between steps, or takes none, as those who watch it ask. All else is the engine's own.
-
-    Attributes:
-        live: what they see of it.
-    """
-
-    def __init__(self, engine: LLMEngine) -> None:
-        self._engine, self.live = engine, LiveLines(engine)
-        self._pace = msg.Pace()
-        self._steps_left = 0  # while it is held
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def set(self, pace: msg.Pace) -> None:
-        """Go at another pace from here on."""
-        self._steps_left = self._steps_left + pace.step if pace.is_held else 0
-        self._pace = pace
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether a reader can see each step."""
-        return self._pace.is_held or self._pace.delay > 0
-
-    def has_unfinished_requests(self) -> bool:
-        """Whether `step` has work, and may do it."""
-        return not (self._pace.is_held and self._steps_left == 0) and self._engine.has_unfinished_requests()
-
-    def step(self) -> None:
-        """Compute, unless it is held."""
-        if not self.has_unfinished_requests():
-            self._engine.abort_request([])  # ends none, and lets listeners hear of new requests while it is held
-            return
-        self._steps_left -= self._pace.is_held
-        self._engine.step()
-        if not self._pace.is_held:
-            time.sleep(self._pace.delay)
 
 
 class SocketLink:

@@ -7,7 +7,6 @@ import gc
 import os
 import signal
 import socket
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import uvicorn
@@ -17,19 +16,12 @@ from folovllm.server.app import build_app
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
 from folovllm.server.http_protocol import BoundedProtocol
+from folovllm.server.listener import Server, ending_signals, listen
 from folovllm.structured_outputs import GrammarLimits
 
 LINGER = 5.0  # seconds that /health says 503 before a server without an engine ends
 LAST_WORDS = 5  # seconds that responses have to reach their readers once the engine is done with them
 BACKLOG = 2048
-
-
-class Server(uvicorn.Server):
-    """uvicorn's server, but `End` takes care of signals."""
-
-    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
-        """Capture none."""
-        return nullcontext()
 
 
 def run_server(config: ServerConfig, engine_config: EngineConfig) -> int:
@@ -51,23 +43,6 @@ def run_server(config: ServerConfig, engine_config: EngineConfig) -> int:
     finally:
         for sign, handler in handlers.items():  # uvloop would leave its own
             signal.signal(sign, handler)
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket at the address, before the model is loaded. Raises ValueError where it cannot be had."""
-    if not host:
-        raise ValueError("--host is empty: name an address of this machine; 0.0.0.0 is all of them")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ValueError(
-            f"cannot listen at {host}:{port} ({error.strerror}): choose another --port or --host"
-        ) from error
-    return listener
 
 
 async def serve(config: ServerConfig, engine_config: EngineConfig, listener: socket.socket) -> int:
@@ -110,12 +85,6 @@ def announce(engine: AsyncEngine, config: ServerConfig, listener: socket.socket)
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     names = ", ".join(config.served_model_name or [engine.config.model])
     print(f"serving {names} at http://{address}/v1, a page to chat at http://{address} (Ctrl-C ends it)", flush=True)
-
-
-def ending_signals() -> list[signal.Signals]:
-    """The signals that end a server. SIGINT is not among them where whoever started it had it ignored, as a script's `&` does."""
-    is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    return [signal.SIGTERM] if is_ignored else [signal.SIGTERM, signal.SIGINT]
 
 
 class End:

@@ -15,8 +15,9 @@ import pytest
 
 from folovllm import events as ev
 from folovllm.engine.llm_engine import make_engine
-from folovllm.inspector import live
-from folovllm.inspector.live import LiveLines, Subscribers, as_event, is_beginning
+from folovllm.inspector import live, paced
+from folovllm.inspector.live import Subscribers, as_event, is_beginning
+from folovllm.inspector.paced import LiveLines
 from folovllm.inspector.replay import Recording, parse
 from folovllm.server.config import ServerConfig
 from folovllm.server.transport import ThreadTransport
@@ -239,12 +240,12 @@ class TestLines:
         (beginning,) = lines.take(all_of_it=True)
         assert is_beginning(beginning) and beginning.count(b"\n") == 2
         world.turn()
-        now[0] = live.PERIOD * 0.9
+        now[0] = paced.PERIOD * 0.9
         assert lines.take(all_of_it=False) == [], "too soon"
         for _ in range(5):
             world.turn()
         lines._recorder.wait()  # type: ignore[union-attr]
-        now[0] = live.PERIOD * 1.1
+        now[0] = paced.PERIOD * 1.1
         (piece,) = lines.take(all_of_it=False)
         assert piece.count(b'["turn"') >= 6 and not is_beginning(piece)
         lines.begin()

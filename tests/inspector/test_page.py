@@ -174,7 +174,7 @@ class TestCommands:
                 "old.jsonl is a recording of version 0, and this reads version 1: record it anew",
             ),
             (["inspect", "--html", "x.html"], "--html writes recordings into one page"),
-            (["inspect", *3 * [str(DATA / "m2.jsonl")]], "a race has two recordings, not 3"),
+            (["inspect", *7 * [str(DATA / "m2.jsonl")]], "a race has up to 6 recordings, not 7"),
             (["inspect", str(DATA / "m2.jsonl"), "--block-size", "8"], "leave the engine's flags away"),
             (["inspect", str(DATA / "m2.jsonl"), "--html", "no/x.html"], "there is no folder no"),
             (["generate", "a", "--record", "no/x.jsonl"], "there is no folder no"),

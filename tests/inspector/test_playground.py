@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from starlette.testclient import TestClient
 from folovllm.engine.scheduler import Scheduler
 from folovllm.inspector.playground import SLIDERS, Playground
 from folovllm.inspector.replay import Recording, parse
+from folovllm.inspector.scenes import scenes
 from folovllm.inspector.serve import playground_app, replay_app
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.link import SocketLink
@@ -57,7 +60,8 @@ class Page:
 
 def play(story: Callable[[Playground, Page], Awaitable[None]], **overrides: Any) -> None:
     async def run() -> None:
-        playground = Playground(MODEL | SMALL | overrides)
+        fields = MODEL | SMALL | overrides
+        playground = Playground({name: value for name, value in fields.items() if value is not None})
         playground.change_pace(delay=0.0)
         await playground.build({})
         try:
@@ -109,7 +113,7 @@ def test_a_setting_that_cannot_be_leaves_the_engine() -> None:
             ({"num_kv_blocks": 0}, "num_kv_blocks must be a whole number from 2"),
             ({"num_kv_blocks": True}, "num_kv_blocks must be a whole number"),
             ({"enable_prefix_caching": 1}, "must be true or false"),
-            ({"block_size": 5}, "block_size must be one of 4"),
+            ({"block_size": 5}, "block_size must be one of 1, 4"),
             ({"model": "x"}, "there is no setting 'model'"),
         ):
             with pytest.raises(ValueError, match=says):
@@ -137,6 +141,44 @@ def test_the_ends_of_the_sliders_are_engines(milestone: str) -> None:
             await page.see(has("finish"))
 
     play(story)
+
+
+def test_a_scene_is_played() -> None:
+    """Its requests come one after the other, to its own engine; what the reader ends does not come later."""
+
+    async def story(playground: Playground, page: Page) -> None:
+        scene = scenes()["memory"]
+        playground.change_pace(delay=0.0)
+        await playground.play(scene)
+        while page.count("finish") < len(scene.requests):
+            await page.see(has("finish"))
+        assert page.count("preempt") > 0 and playground.settings["num_kv_blocks"] == 12
+        playground.change_pace(delay=2.0)
+        await playground.play(scene)
+        while page.count("add") < 3:
+            await page.see(has("add"))
+        playground.abort(None)
+        assert playground._arriving is None
+
+    play(story, model="stories-5m")
+
+
+def test_drafts_and_experts() -> None:
+    async def story(playground: Playground, page: Page) -> None:
+        await playground.build({"num_kv_blocks": 48, "draft_tokens": 2})
+        await playground.ask(["Once upon a time"], max_tokens=12)
+        await page.see(has("finish"))
+        assert page.count("guess") > 0
+        await playground.build({"draft_tokens": 0, "experts": True})
+        await playground.ask(["Once upon a time"], max_tokens=3)
+        await page.see(has("finish"))
+        (first, *_, last) = [
+            e[1] for line in page.recording().lines if line[0] == "turn" for e in line[3] if e[0] == "experts"
+        ]
+        assert sum(map(sum, first)) == 0 and sum(map(sum, last)) > 0
+        replayed(page.recording())
+
+    play(story, model=None)
 
 
 def test_prompts_that_cannot_be_served_are_refused_together() -> None:
@@ -200,6 +242,43 @@ def test_wrong_code_ends_the_engine_and_another_can_be_built(monkeypatch: pytest
     play(story)
 
 
+def test_the_page_and_its_scenes_need_no_torch() -> None:
+    """They are answered before torch is imported, which takes seconds; until then a prompt is refused with the reason."""
+    code = """
+import sys
+from starlette.testclient import TestClient
+from folovllm.inspector.playground import Playground
+from folovllm.inspector.serve import playground_app
+client = TestClient(playground_app(Playground({}), "127.0.0.1"), base_url="http://localhost:8001")
+assert '"kind":"playground"' in client.get("/inspector").text
+assert client.get("/inspector/static/main.js").status_code == 200
+assert client.get("/inspector/scenes/memory.jsonl").status_code == 200
+assert client.get("/inspector/playground").json()["loading"]
+refused = client.post("/inspector/playground/prompts", json={"prompts": ["a"]})
+assert refused.status_code == 503 and "ask again" in refused.json()["error"]["message"]
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_loading_is_told_until_the_engine_is_there() -> None:
+    async def story() -> None:
+        playground = Playground(MODEL | SMALL)
+        assert playground.described()["loading"]
+        building = asyncio.create_task(playground.build({}))
+        told = set()
+        while not building.done():
+            told.add(playground.described()["loading"])
+            await asyncio.sleep(0)
+        await building
+        assert playground.described()["loading"] is None
+        assert "the engine is built (2 of 2)" in told
+        await playground.close()
+
+    asyncio.run(story())
+
+
 class TestPace:
     def test_steps_are_counted_while_it_is_held(self) -> None:
         engine = ScriptedEngine()
@@ -251,7 +330,7 @@ class TestAddresses:
     def test_the_playground(self, client: TestClient) -> None:
         assert client.post("/inspector/playground", json={}).status_code == 200
         said = client.get("/inspector/playground").json()
-        assert [field["name"] for field in said["fields"]] == list(SLIDERS)
+        assert [field["name"] for field in said["fields"]] == [name for name in SLIDERS if name != "experts"]
         assert (said["mine"], said["error"], said["paused"]) == (0, None, 0)
         assert client.post("/inspector/playground", json={"block_size": 16}).json()["fields"][2]["value"] == 16
         assert client.post("/inspector/playground/pace", json={"delay": 0}).json() == {"delay": 0.0, "paused": 0}
@@ -270,6 +349,17 @@ class TestAddresses:
             answer = client.post(f"/inspector/playground{path}", json=body)
             assert answer.status_code == 400 and says in answer.json()["error"]["message"]
         assert client.get("/nowhere").status_code == 404 and client.get("/inspector/playground/pace").status_code == 405
+
+    def test_scenes_and_their_chapters(self, client: TestClient) -> None:
+        scene = scenes()["blocks"]
+        for file in scene.files:
+            assert client.get(f"/inspector/scenes/{file.name}").content == file.read_bytes()
+        chapter = client.get(f"/inspector/book/{scene.chapter}.md")
+        assert chapter.status_code == 200 and chapter.headers["content-type"].startswith("text/plain")
+        for path in ("scenes/scenes.json", "scenes/none.jsonl", "book/index.md", "book/..%2Fpyproject.md"):
+            assert client.get(f"/inspector/{path}").status_code == 404
+        refused = client.post("/inspector/playground/scene", json={"scene": "none"})
+        assert refused.status_code == 400 and "known are memory" in refused.json()["error"]["message"]
 
     def test_pages_of_others_cannot_ask(self, client: TestClient) -> None:
         url = "/inspector/playground/prompts"

@@ -18,7 +18,7 @@ from folovllm.server.app import build_app
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
 from folovllm.server.http_protocol import BoundedProtocol
-from folovllm.server.serve import Server, listen
+from folovllm.server.listener import Server, listen
 
 PATIENCE = 30.0  # seconds until a test gives up
 START = 120.0  # and until it gives up a server that is to start

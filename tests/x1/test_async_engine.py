@@ -15,7 +15,8 @@ from folovllm.faults import RequestFailed
 from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
-from folovllm.server.async_engine import AsyncEngine, EngineDead, Unavailable
+from folovllm.server.async_engine import AsyncEngine
+from folovllm.server.errors import EngineDead, Unavailable
 from folovllm.server.messages import Delta, Failure, SchedulerStats, Step
 from folovllm.server.stream import Stream
 from folovllm.server.transport import ThreadTransport

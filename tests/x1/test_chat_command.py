@@ -19,7 +19,7 @@ from folovllm.cli.remote import Server, ServerError
 from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.config import ServerConfig
-from folovllm.server.serve import listen
+from folovllm.server.listener import listen
 from tests.x1.background import PATIENCE, Background, eventually, served
 
 LONG = {"max_tokens": 3000, "ignore_eos": True}

@@ -21,7 +21,7 @@ from openai import OpenAI
 
 from folovllm.cli import main
 from folovllm.server.config import ServerConfig
-from folovllm.server.serve import listen
+from folovllm.server.listener import listen
 from tests.x1.background import PATIENCE, eventually, within
 
 LONG: Any = {

@@ -1,6 +1,7 @@
 // How a block is drawn. A box is [x, y, width, height]; a frame is what a view draws: recording, state, theme.
-import { count, FONT } from "./dom.js";
+import { count, fitted, FONT } from "./dom.js";
 import { drawPattern, hueOf, inkOn } from "./palette.js";
+import { t } from "./words.js";
 
 const LETTERS_FROM = 15; // pixels of a cell that has room for a letter
 const TEXT_FROM = 86; // and for the text of its tokens
@@ -54,32 +55,31 @@ function drawSlot(ctx, recording, state, theme, { info, seq, filled, full }, [x,
   const middle = y + h / 2 + 0.5;
   ctx.textAlign = "left";
   ctx.font = `${Math.min(11, h * 0.6)}px ${FONT}`;
-  clipped(ctx, [x, y, w * full, h], () => ctx.fillText(oneLine(recording.text(info, filled - 80, Math.min(filled, seq.numTokens))), x + 28, middle));
+  ctx.fillText(fitted(ctx, recording.text(info, 0, Math.min(filled, seq.numTokens)), w * full - 34), x + 28, middle);
   ctx.fillStyle = theme.muted;
   ctx.textAlign = "right";
-  if (w * (1 - full) > 70) ctx.fillText(`${count(state.blockSize - filled)} empty`, x + w - 6, middle);
+  if (w * (1 - full) > 70) ctx.fillText(t("{n} empty", { n: count(state.blockSize - filled) }), x + w - 6, middle);
 }
 
 /** The letter and the text of a large cell. */
 function drawTokens(ctx, recording, state, theme, { info, seq, place, filled, full }, name, [x, y, w, h]) {
   const [from, half] = [place * state.blockSize, Math.ceil(filled / 2)];
   const known = Math.min(from + filled, seq.numTokens); // what is in flight has no text yet
-  const lines = [recording.text(info, from, Math.min(from + half, known)), recording.text(info, from + half, known)].map(oneLine);
   const isShared = name !== info.letters;
   const isPlain = !isShared && full > 0.8; // one colour lies behind all of the text
   ctx.textAlign = "left";
   ctx.textBaseline = "middle";
   ctx.font = `10px ${FONT}`;
-  clipped(ctx, [x, y, w, h], () => {
-    if (!isPlain && lines.some(Boolean)) {
-      ctx.globalAlpha *= 0.78;
-      ctx.fillStyle = theme.card;
-      ctx.fillRect(x + 22, y + h / 2 - 13, Math.max(...lines.map((line) => ctx.measureText(line).width)) + 6, 26);
-      ctx.globalAlpha /= 0.78;
-    }
-    ctx.fillStyle = isPlain ? inkOn(info.index) : theme.ink;
-    lines.forEach((line, i) => ctx.fillText(line, x + 25, y + h / 2 + (i ? 6.5 : -6.5)));
-  });
+  const texts = [recording.text(info, from, Math.min(from + half, known)), recording.text(info, from + half, known)];
+  const lines = texts.map((text) => fitted(ctx, text, w - 28));
+  if (!isPlain && lines.some(Boolean)) {
+    ctx.globalAlpha *= 0.78;
+    ctx.fillStyle = theme.card;
+    ctx.fillRect(x + 22, y + h / 2 - 13, Math.max(...lines.map((line) => ctx.measureText(line).width)) + 6, 26);
+    ctx.globalAlpha /= 0.78;
+  }
+  ctx.fillStyle = isPlain ? inkOn(info.index) : theme.ink;
+  lines.forEach((line, i) => ctx.fillText(line, x + 25, y + h / 2 + (i ? 6.5 : -6.5)));
   write(ctx, name, [x, y, 24, h], isShared ? "#111" : full * w > 18 ? inkOn(info.index) : theme.ink, isShared);
 }
 
@@ -115,7 +115,7 @@ export function drawToken(ctx, { recording }, seq, place, [x, y, w, h]) {
   ctx.fillStyle = hueOf(info.index);
   ctx.fillRect(x + gap, y + gap, w - 2 * gap, h - 2 * gap);
   ctx.globalAlpha = 1;
-  if (w >= 28) write(ctx, oneLine(recording.text(info, place, place + 1)).slice(0, 5), [x, y, w, h], inkOn(info.index), false, 0.3);
+  if (w >= 28) write(ctx, recording.text(info, place, place + 1).trim().replaceAll("\n", "⏎"), [x, y, w, h], inkOn(info.index), false, 0.3);
 }
 
 export function outline(ctx, [x, y, w, h], colour, width) {
@@ -124,30 +124,18 @@ export function outline(ctx, [x, y, w, h], colour, width) {
   ctx.strokeRect(x + ctx.lineWidth / 2, y + ctx.lineWidth / 2, w - ctx.lineWidth, h - ctx.lineWidth);
 }
 
-/** Text in the middle of a box, on a light plate if what lies behind it is of several colours. */
+/** Text in the middle of a box, on a light plate if what lies behind it is of several colours; nothing where it does not fit. */
 export function write(ctx, text, [x, y, w, h], ink, onPlate = false, scale = 0.55) {
   const size = Math.min(15, w * scale, h * 0.62);
   ctx.font = `600 ${size}px ${FONT}`;
   ctx.textAlign = "center";
   ctx.textBaseline = "middle";
+  const wide = ctx.measureText(text).width + 4;
+  if (wide > w + 4) return;
   if (onPlate) {
-    const wide = ctx.measureText(text).width + 4;
     ctx.fillStyle = "rgba(255,255,255,.88)";
     ctx.fillRect(x + (w - wide) / 2, y + (h - size) / 2 - 1, wide, size + 2);
   }
   ctx.fillStyle = ink;
   ctx.fillText(text, x + w / 2, y + h / 2 + 0.5);
-}
-
-function oneLine(text) {
-  return text.trim().replaceAll("\n", "⏎");
-}
-
-function clipped(ctx, box, draw) {
-  ctx.save();
-  ctx.beginPath();
-  ctx.rect(...box);
-  ctx.clip();
-  draw();
-  ctx.restore();
 }

@@ -18,6 +18,11 @@ export class Clock {
     return this.times ? this.times[this.tick] : this.recordings[0].columns.time[this.tick];
   }
 
+  /** Seconds of the longest recording. */
+  get duration() {
+    return Math.max(...this.recordings.map((recording) => recording.duration));
+  }
+
   /** The moment of each recording at the tick. */
   moments() {
     return this.times ? this.recordings.map((recording) => recording.atTime(this.time)) : [this.tick];

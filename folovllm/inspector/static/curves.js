@@ -1,15 +1,17 @@
 // Numbers over the whole recording, each in a small picture of its own, with the moment that is shown.
 import { contextOf, count, duration, el, setText, widthOf } from "./dom.js";
+import { t } from "./words.js";
 
 const HEIGHT = 56;
 const SMOOTH = 24; // moments: over so many a rate is taken
 
 /** What is drawn: `lines` give [column of moment -> number, colour, filled?], `say` the value at a moment. */
 const CURVES = [
-  { title: "tokens a second", lines: [[rateAt, "accent", true]], say: (r, i) => count(rateAt(r, i)) },
-  { title: "time to first token", dots: true, lines: [[(r, i) => r.columns.first[i], "accent", false]], say: (r, i) => duration(lastFirst(r, i)) },
+  { title: "tokens a second", help: "answers' tokens over the last 24 moments", lines: [[rateAt, "accent", true]], say: (r, i) => count(rateAt(r, i)) },
+  { title: "time to first token", help: "from a request's arrival to its first token: a point for each request", dots: true, lines: [[(r, i) => r.columns.first[i], "accent", false]], say: (r, i) => duration(lastFirst(r, i)) },
   {
     title: "blocks used, empty",
+    help: "blocks that requests hold, and how many of these the slots without a token would fill",
     most: (r) => r.engine.num_kv_blocks,
     lines: [
       [(r, i) => r.columns.used[i], "accent", true],
@@ -18,10 +20,11 @@ const CURVES = [
     say: (r, i) => `${count(r.columns.used[i])}, ${(r.columns.wasted[i] / r.engine.block_size).toFixed(1)}`,
     hidden: (r) => !r.engine.num_kv_blocks,
   },
-  shareOf("prefix hit rate", "hitRate", (r) => !r.engine.enable_prefix_caching),
-  shareOf("draft tokens accepted", "acceptance", (r) => !r.hasDrafts),
+  shareOf("prefix hit rate", "prompt tokens that were in the cache already", "hitRate", (r) => !r.engine.enable_prefix_caching),
+  shareOf("draft tokens accepted", "of all draft tokens that were verified so far", "acceptance", (r) => !r.hasDrafts),
   {
     title: "running, waiting",
+    help: "requests that take part in steps, and those that are not admitted yet",
     lines: [
       [(r, i) => r.columns.running[i], "accent", true],
       [(r, i) => r.columns.waiting[i], "alarm", false],
@@ -31,9 +34,9 @@ const CURVES = [
 ];
 
 /** A number from 0 to 1 that is told in percent. */
-function shareOf(title, column, hidden) {
+function shareOf(title, help, column, hidden) {
   const of = (r, i) => r.columns[column][i];
-  return { title, most: () => 1, lines: [[of, "hit", true]], say: (r, i) => `${Math.round(100 * of(r, i))}%`, hidden };
+  return { title, help, most: () => 1, lines: [[of, "hit", true]], say: (r, i) => `${Math.round(100 * of(r, i))}%`, hidden };
 }
 
 function rateAt({ columns: { drawn, time } }, i) {
@@ -56,9 +59,9 @@ export class CurvesView {
         const { left, width } = canvas.getBoundingClientRect();
         onGo(Math.round(((event.clientX - left) / width) * (this.length - 1)));
       });
-      return { curve, canvas, value, figure: el("figure", {}, el("figcaption", {}, el("span", {}, curve.title), value), canvas), still: null };
+      return { curve, canvas, value, figure: el("figure", { title: t(curve.help) }, el("figcaption", {}, el("span", {}, t(curve.title)), value), canvas), still: null };
     });
-    this.element = el("section", { class: "curves", "aria-label": "Curves" }, this.pictures.map(({ figure }) => figure));
+    this.element = el("section", { class: "curves", "aria-label": t("Curves") }, this.pictures.map(({ figure }) => figure));
   }
 
   draw({ recording, at, theme }) {
@@ -79,7 +82,7 @@ export class CurvesView {
       ctx.drawImage(picture.still, 0, 0, width, HEIGHT);
       ctx.fillStyle = theme.ink;
       ctx.fillRect((at / Math.max(1, recording.length - 1)) * (width - 1.5), 0, 1.5, HEIGHT);
-      canvas.setAttribute("aria-label", `${curve.title}: ${value.textContent}`);
+      canvas.setAttribute("aria-label", `${t(curve.title)}: ${value.textContent}`);
     }
   }
 }

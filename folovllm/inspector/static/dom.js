@@ -1,4 +1,5 @@
 // The few lines that stand between the views and the document.
+import { LANGUAGE, t, translate } from "./words.js";
 
 /** Makes an element: el("button", {class: "x", onclick: f}, "text", child). */
 export function el(tag, attributes = {}, ...children) {
@@ -14,7 +15,7 @@ export function el(tag, attributes = {}, ...children) {
 
 /** A copy of one of the page's templates, and parts of it by their classes. */
 export function template(name, ...parts) {
-  const element = document.getElementById(name).content.firstElementChild.cloneNode(true);
+  const element = translate(document.getElementById(name).content.firstElementChild.cloneNode(true));
   return [element, ...parts.map((part) => element.querySelector(`.${part}`))];
 }
 
@@ -73,7 +74,15 @@ export function widthOf(element) {
 
 /** "1 token", "2 tokens". */
 export function plural(n, noun) {
-  return `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
+  return LANGUAGE === "zh" ? t(`{n} ${noun}s`, { n: count(n) }) : `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
+}
+
+/** A text without line breaks, cut so that it fits into a width as it is drawn; "" where less than a few letters would. */
+export function fitted(ctx, text, width) {
+  const line = text.trim().replaceAll("\n", "⏎");
+  if (ctx.measureText(line).width <= width) return line;
+  const most = placeOf(line.length, (n) => ctx.measureText(`${line.slice(0, n + 1)}…`).width <= width);
+  return most < 3 ? "" : `${line.slice(0, most)}…`;
 }
 
 /** Seconds as a person says them. */

@@ -1,31 +1,44 @@
-// One recording and its views. A race has two of them, side by side.
+// One recording and its views. A race has two of them, side by side; of more than two each has a strip.
 import { count, duration, el, plural, template, widthOf } from "./dom.js";
 import { CurvesView } from "./curves.js";
+import { ExpertsView } from "./experts.js";
 import { ghostsAt } from "./ghosts.js";
 import { MemoryView } from "./memory.js";
 import { badge, RequestsView } from "./requests.js";
+import { StripView } from "./strip.js";
 import { plainText, sentencesOf } from "./summary.js";
 import { TimelineView } from "./timeline.js";
+import { t, wordsOf } from "./words.js";
 
 const SIGNS = { preempt: "✕", refuse: "‖", add: "+", admit: "→", hit: "◆", evict: "⌫", begin: "·", finish: "■", abort: "⊘", key: "·", guess: "✓" };
 
 export class Lane {
-  /** `onGo(lane, moment)` hears of clicks into time. */
-  constructor(recording, onGo, onDraw, { embed, race }) {
+  /** `onGo(lane, moment)` hears of clicks into time; `others` is how many lanes there are beside this one. */
+  constructor(recording, onGo, onDraw, { embed, others }) {
     this.recording = recording;
     this.selected = null;
     this.onDraw = onDraw;
+    const race = others > 0;
     const go = (moment) => onGo(this, moment);
     const pick = (seqId) => this.pick(seqId);
-    this.memory = new MemoryView(pick, embed ? Math.max(120, innerHeight - (race ? 270 : 262)) : 340);
-    this.requests = new RequestsView(pick);
-    this.timeline = new TimelineView(go, pick, embed ? 9 : race ? 12 : 16);
-    this.curves = new CurvesView(go);
-    let name, views;
-    [this.element, name, this.score, this.step, this.said, views] = template("lane", "name", "score", "step", "said", "views");
+    let name, views, story;
+    [this.element, name, this.score, story, this.step, this.said, views] = template("lane", "name", "score", "story", "step", "said", "views");
     name.textContent = titleOf(recording);
     name.hidden = this.score.hidden = !race;
-    views.append(this.memory.element, this.requests.element, this.timeline.element, this.curves.element);
+    story.hidden = others > 1;
+    if (others > 1) {
+      this.strip = new StripView((seconds) => go(recording.atTime(seconds)));
+      this.most = embed ? (innerHeight - 130) / (others + 1) - 22 : 70; // pixels
+      return views.append(this.strip.element);
+    }
+    this.memory = new MemoryView(pick, embed ? Math.max(120, innerHeight - (race ? 270 : 262)) : 340);
+    this.requests = new RequestsView(pick);
+    this.experts = new ExpertsView();
+    this.timeline = new TimelineView(go, pick, embed ? 9 : race ? 12 : 16);
+    this.curves = new CurvesView(go);
+    this.views = [this.memory, this.requests, this.experts, this.timeline, this.curves];
+    views.append(...this.views.map(({ element }) => element));
+    this.experts.element.hidden = !recording.hasExperts;
   }
 
   pick(seqId) {
@@ -40,7 +53,8 @@ export class Lane {
     this.pick(ids[(i < 0 && direction < 0 ? ids.length - 1 : i + direction + ids.length) % ids.length] ?? null);
   }
 
-  draw(at, theme, isPlaying) {
+  /** Draws moment `at`, which is at `time` of `whole` seconds. */
+  draw(at, theme, isPlaying, time, whole) {
     const { recording } = this;
     const state = recording.stateAt(at);
     const news = new Set();
@@ -50,27 +64,30 @@ export class Lane {
     }
     this.frame = { recording, at, state, theme, news, ghosts: ghostsAt(recording, at, state), selected: this.selected };
     this.#tell(isPlaying);
-    for (const view of [this.memory, this.requests, this.timeline, this.curves]) if (widthOf(view.element)) view.draw(this.frame);
+    if (this.strip) return this.strip.draw(this.frame, time, whole, this.most);
+    this.experts.element.hidden = !recording.hasExperts;
+    for (const view of this.views) if (widthOf(view.element)) view.draw(this.frame);
   }
 
   #tell(isPlaying) {
     const { recording, at, state } = this.frame;
     const sentences = sentencesOf(recording, at, state);
     const running = recording.columns.running[at];
-    const step = state.numSteps - recording.stepsBefore;
-    this.text = `Step ${step}: ${plainText(sentences, recording)}`;
+    const step = count(recording.stepAt(at));
+    this.text = t("Step {step}: {said}", { step, said: plainText(sentences, recording) });
     this.said.parentElement.setAttribute("aria-live", isPlaying ? "off" : "polite");
-    this.step.textContent = at === 0 ? "Start" : `Step ${count(step)}`;
+    this.step.textContent = at === 0 ? t("Start") : t("Step {step}", { step });
     const key = `${at} ${recording.length} ${recording.how}`;
     if (this.told === key) return;
     this.told = key;
     this.said.replaceChildren(...sentences.map(({ kind, parts }) => {
-      const words = parts.map((part) => (part.seq === undefined ? part : this.#named(part.seq)));
+      const words = parts.map((part) => (part?.seq === undefined ? part : this.#named(part.seq)));
       return el("p", { class: kind }, el("i", { "aria-hidden": "true" }, SIGNS[kind] ?? "·"), el("span", {}, words));
     })); // prettier-ignore
-    const now = `${plural(state.totals.finished, "request")} finished, ${running} running, ${state.sequences.size - running} waiting`;
-    const isOver = at === recording.length - 1 ? `; all done after ${duration(recording.duration)}` : "";
-    this.score.textContent = `${now}; ${plural(state.totals.drawn, "token")}${isOver}.`;
+    const values = { running, waiting: state.sequences.size - running, tokens: plural(state.totals.drawn, "token"), time: duration(recording.duration) };
+    values.finished = plural(state.totals.finished, "request");
+    const isOver = at === recording.length - 1;
+    this.score.textContent = t(isOver ? "{finished} finished, {tokens}; all done after {time}." : "{finished} finished, {running} running, {waiting} waiting; {tokens}.", values);
   }
 
   #named(seqId) {
@@ -79,15 +96,22 @@ export class Lane {
   }
 }
 
-export function titleOf({ header, engine }) {
-  const whose = engine.mine ? ", your code" : "";
-  return header.title ? `${header.title} (${engine.milestone ?? "the fastest"}${whose})` : `${engine.milestone ?? engine.model}${whose}`;
+export function titleOf({ header, engine, scene }) {
+  const [whose, name] = [engine.mine ? t(", your code") : "", engine.milestone ?? t("the fastest")];
+  const title = scene?.words.title === header.title ? wordsOf(scene).title : scene ? t(header.title) : header.title;
+  return title ? `${title} (${name}${whose})` : `${engine.milestone ?? engine.model}${whose}`;
+}
+
+/** Where the times of a recording come from. */
+export function timesOf({ started, engine }) {
+  return started === null ? t("a made-up clock") : t("measured on {device}", { device: engine.device });
 }
 
 /** What engine it is, in a line. */
-export function describe({ engine }) {
-  const cache = engine.num_kv_blocks ? `${plural(engine.num_kv_blocks, "block")} of ${count(engine.block_size)} tokens` : "a cache that grows";
-  const modes = [engine.enable_prefix_caching && "prefix caching", engine.enable_chunked_prefill && "chunked prefill", engine.async_scheduling && "overlap"];
-  const budget = engine.num_kv_blocks ? `${count(engine.max_num_batched_tokens)} tokens a step` : "one request at a time";
-  return [String(engine.model).split("/").at(-1), cache, budget, ...modes.filter(Boolean)].join(" · ");
+export function describe({ engine, header }) {
+  const pool = { blocks: plural(engine.num_kv_blocks, "block"), size: count(engine.block_size) };
+  const cache = engine.num_kv_blocks ? t("{blocks} of {size} tokens", pool) : t("a cache that grows");
+  const modes = [engine.enable_prefix_caching && t("prefix caching"), engine.enable_chunked_prefill && t("chunked prefill"), engine.async_scheduling && t("overlap")];
+  const budget = engine.num_kv_blocks ? t("{n} tokens a step", { n: count(engine.max_num_batched_tokens) }) : t("one request at a time");
+  return [String(engine.model).split("/").at(-1), cache, budget, ...modes.filter(Boolean), timesOf(header)].join(" · ");
 }

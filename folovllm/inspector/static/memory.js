@@ -2,6 +2,7 @@
 import { drawCell, drawToken, outline, stateOfCell, write } from "./cells.js";
 import { drawGhost, GHOSTS } from "./ghosts.js";
 import { contextOf, count, el, plural, setText, showTip, template, widthOf } from "./dom.js";
+import { t } from "./words.js";
 
 const [MIN_CELL, MAX_CELL, MAX_ASPECT] = [1.5, 60, 2.6]; // CSS pixels; how much wider than high a cell of a small pool may be
 const [FEW, MANY] = [64, 256]; // blocks: of a pool of more than MANY as far as it was ever used, a power of two from FEW on
@@ -166,9 +167,9 @@ export class MemoryView {
   #tell() {
     const { state, recording } = this.#frame;
     if (!state.numBlocks) {
-      setText(this.facts, this.num ? `no pool: the cache of the one that runs has grown to ${plural(this.num, "token")}` : "no pool: nobody runs, and no cache is there");
+      setText(this.facts, this.num ? t("no pool: the cache of the one that runs has grown to {tokens}", { tokens: plural(this.num, "token") }) : t("no pool: nobody runs, and no cache is there"));
       this.canvas.setAttribute("aria-label", this.facts.textContent);
-      this.legend.replaceChildren(el("li", {}, "pale: prompt"), el("li", {}, "full colour: answer"));
+      this.legend.replaceChildren(el("li", {}, t("pale: prompt")), el("li", {}, t("full colour: answer")));
       return;
     }
     const counts = Object.fromEntries(Object.keys(LEGEND).map((kind) => [kind, 0]));
@@ -179,14 +180,16 @@ export class MemoryView {
       if (seq.isRunning && seq.table.length) [reserved, filled] = [reserved + seq.table.length * state.blockSize, filled + seq.numComputed];
     }
     const waste = reserved ? Math.round(100 * Math.max(0, 1 - filled / reserved)) : 0;
-    setText(this.facts, `${count(state.numUsed)} of ${plural(state.numBlocks, "block")} of ${state.blockSize} used; ${waste}% of that empty${this.num < state.numBlocks ? `; the first ${count(this.num)} are drawn` : ""}`);
-    const said = Object.keys(LEGEND).filter((kind) => counts[kind]).map((kind) => `${count(counts[kind])} ${kind}`);
-    this.canvas.setAttribute("aria-label", `KV cache: ${said.join(", ")}. Arrow keys go from block to block.`);
+    const values = { used: count(state.numUsed), blocks: plural(state.numBlocks, "block"), size: state.blockSize, waste, n: count(this.num) };
+    const facts = t("{used} of {blocks} of {size} used; {waste}% of that empty", values);
+    setText(this.facts, this.num < state.numBlocks ? `${facts}${t("; the first {n} are drawn", values)}` : facts);
+    const said = Object.keys(LEGEND).filter((kind) => counts[kind]).map((kind) => `${count(counts[kind])} ${t(kind)}`);
+    this.canvas.setAttribute("aria-label", t("KV cache: {said}. Arrow keys go from block to block.", { said: said.join(", ") }));
     const shown = Object.keys(LEGEND).filter((kind) => counts[kind] || kind === "free" || kind === "owned" || (recording.hasDrafts && kind in GHOSTS && kind !== "proposed"));
     if (this.shown !== shown.join()) {
       this.shown = shown.join();
       this.numbers = new Map(shown.map((kind) => [kind, el("b", {})]));
-      this.legend.replaceChildren(...shown.map((kind) => el("li", { title: LEGEND[kind] }, el("i", { class: `key ${kind}` }), this.numbers.get(kind), ` ${kind}`)));
+      this.legend.replaceChildren(...shown.map((kind) => el("li", { title: t(LEGEND[kind]) }, el("i", { class: `key ${kind}` }), this.numbers.get(kind), ` ${t(kind)}`)));
     }
     for (const [kind, number] of this.numbers) setText(number, count(counts[kind]));
   }
@@ -197,28 +200,29 @@ export class MemoryView {
     if (!state.numBlocks) {
       const { seq, place } = this.#growing()[i];
       const info = recording.infos.get(seq.seqId);
-      return [`Token ${place} of ${info.letters}`, JSON.stringify(recording.text(info, place, place + 1))];
+      return [t("Token {place} of {name}", { place, name: info.letters }), JSON.stringify(recording.text(info, place, place + 1))];
     }
     const held = this.held[i] ?? [];
-    const lines = [`Block ${i}: ${stateOfCell(state, i)}`];
+    const lines = [t("Block {i}: {kind}", { i, kind: t(stateOfCell(state, i)) })];
     for (const { seq, place, filled } of held) {
       const info = recording.infos.get(seq.seqId);
-      lines.push(`block ${place} of ${info.letters} (${info.requestId}): ${filled} of ${state.blockSize} filled`);
+      const values = { place, name: info.letters, request: info.requestId, filled, size: state.blockSize };
+      lines.push(t("block {place} of {name} ({request}): {filled} of {size} filled", values));
     }
-    if (!held.length && state.refCount[i]) lines.push("held by nobody who runs");
+    if (!held.length && state.refCount[i]) lines.push(t("held by nobody who runs"));
     const contents = recording.contents(state, i, held[0]);
     if (contents) {
       const text = contents.ids ? recording.decode(contents.ids) : recording.text(contents.info, contents.from, contents.to);
-      if (!held.length && contents.info) lines.push(`tokens ${contents.from} to ${contents.to} of ${contents.info.letters}`);
+      if (!held.length && contents.info) lines.push(t("tokens {from} to {to} of {name}", { from: contents.from, to: contents.to, name: contents.info.letters }));
       if (text) lines.push(`“${text.length > 160 ? `${text.slice(0, 160)}…` : text}”`);
     }
     for (const own of this.#frame.ghosts.values()) {
-      for (const { kind, text, block } of own) if (block === i) lines.push(`${kind}${text ? ` “${text}”` : ""}`);
+      for (const { kind, text, block } of own) if (block === i) lines.push(`${t(kind)}${text ? ` “${text}”` : ""}`);
     }
     if (state.hash[i] !== null) {
       const parent = state.parentOf(i);
-      const after = state.parent[i] ? (parent < 0 ? "follows a block that is gone" : `follows block ${parent}`) : "begins a prefix";
-      lines.push(`hash ${state.hash[i]}, ${after}`);
+      const after = state.parent[i] ? (parent < 0 ? t("follows a block that is gone") : t("follows block {parent}", { parent })) : t("begins a prefix");
+      lines.push(t("hash {hash}, {after}", { hash: state.hash[i], after }));
     }
     return lines;
   }

@@ -1,6 +1,7 @@
 // The controls of time: play, step, scrub, speed, and the next of each kind of event.
-import { contextOf, count, duration, setText, template, widthOf } from "./dom.js";
+import { contextOf, duration, setText, template, widthOf } from "./dom.js";
 import { KINDS } from "./recording.js";
+import { t, wordsOf } from "./words.js";
 
 /** What can be looked for, in the order of the buttons. */
 export const JUMPS = [
@@ -10,6 +11,7 @@ export const JUMPS = [
   { kind: "evict", key: "e", colour: "cached" },
 ];
 const TRACK = 20; // pixels
+const SLOWLY = 16; // seconds that a scene may take to its question
 
 export class Player {
   playing = false;
@@ -20,9 +22,10 @@ export class Player {
   constructor(clock, onMove, { live = false } = {}) {
     Object.assign(this, { clock, onMove, live });
     this.follows = live;
-    let first, back, forward, last, jumps;
-    [this.element, this.playButton, this.speed, this.range, this.track, this.scrub, this.where, this.liveButton, first, back, forward, last, jumps] =
-      template("player", "play", "speed", "range", "track", "scrub", "where", "live", "first", "back", "forward", "last", "jumps");
+    this.stopAt = null; // the tick of a scene's question, until it is answered
+    let first, back, forward, last, jumps, goOn;
+    [this.element, this.playButton, this.speed, this.range, this.track, this.scrub, this.where, this.liveButton, this.asks, this.question, first, back, forward, last, jumps, goOn] =
+      template("player", "play", "speed", "range", "track", "scrub", "where", "live", "asks", "question", "first", "back", "forward", "last", "jumps", "go-on");
     this.playButton.onclick = () => this.toggle();
     this.range.oninput = () => this.go(Number(this.range.value));
     first.onclick = () => this.go(0);
@@ -33,7 +36,28 @@ export class Player {
     this.liveButton.hidden = !live;
     if (live) this.speed.value = 30;
     this.jumps = [...jumps.children].map((chosen, i) => ({ chosen, kind: JUMPS[i].kind }));
+    goOn.onclick = () => {
+      this.stopAt = null;
+      this.toggle();
+    };
     for (const { chosen, kind } of this.jumps) chosen.onclick = (event) => this.jump(kind, event.shiftKey ? -1 : 1);
+  }
+
+  /** Play a scene from the middle of its story, once and slowly, up to its question; by hand where the reader wants no motion. */
+  playScene(scene) {
+    const [recording] = this.clock.recordings;
+    this.stopAt = this.clock.tickOf(recording, scene.stop);
+    setText(this.question, wordsOf(scene).question);
+    const speeds = [...this.speed.options].map((option) => Number(option.value));
+    this.speed.value = speeds.find((speed) => (scene.stop - scene.start) / speed <= SLOWLY) ?? speeds.at(-1);
+    this.go(this.clock.tickOf(recording, scene.start));
+    if (matchMedia("(prefers-reduced-motion: reduce)").matches) return;
+    const seen = new IntersectionObserver(([{ isIntersecting }]) => {
+      if (!isIntersecting) return;
+      seen.disconnect();
+      if (!this.playing) this.toggle();
+    });
+    seen.observe(this.playButton);
   }
 
   go(tick) {
@@ -85,6 +109,10 @@ export class Player {
     const before = this.clock.tick;
     this.#rest = this.clock.advance(Math.min(0.25, Math.max(0, now - this.#last) / 1000), Number(this.speed.value), this.#rest);
     this.#last = now;
+    if (this.stopAt !== null && before < this.stopAt && this.clock.tick >= this.stopAt) {
+      this.clock.go(this.stopAt);
+      this.playing = false;
+    }
     if (this.clock.tick === this.clock.length - 1) this.playing = false;
     if (this.clock.tick !== before || !this.playing) this.onMove();
     if (this.playing) requestAnimationFrame((later) => this.#run(later));
@@ -92,15 +120,17 @@ export class Player {
 
   draw({ theme }) {
     const { clock } = this;
-    const [title, sign] = this.playing ? ["Pause (space)", "❚❚"] : ["Play (space)", "▶"];
+    const [title, sign] = this.playing ? [t("Pause (space)"), "❚❚"] : [t("Play (space)"), "▶"];
     setText(this.playButton, sign);
     this.playButton.setAttribute("aria-label", title);
     this.playButton.title = title;
     this.range.min = clock.first;
     this.range.max = clock.length - 1;
     this.range.value = clock.tick;
-    this.range.setAttribute("aria-valuetext", `moment ${clock.tick} of ${clock.length - 1}`);
-    setText(this.where, `${count(clock.tick)} / ${count(clock.length - 1)} · ${duration(clock.time)}`);
+    const where = t("{now} of {whole}", { now: duration(clock.time), whole: duration(clock.duration) });
+    this.range.setAttribute("aria-valuetext", where);
+    setText(this.where, where);
+    this.asks.hidden = this.playing || clock.tick !== this.stopAt;
     this.liveButton.setAttribute("aria-pressed", String(this.follows));
     for (const { kind, chosen } of this.jumps) chosen.disabled = !clock.recordings.some((recording) => has(recording, kind));
     this.#drawTrack(theme);

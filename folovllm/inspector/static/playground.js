@@ -1,14 +1,18 @@
 // An engine of the page's own: prompts to be typed in, and sliders for what it is built with.
 import { el, setText, template } from "./dom.js";
 import { fetchWithKey } from "./lines.js";
+import { t } from "./words.js";
+
+const ASK_AGAIN = 500; // milliseconds, while the engine loads
 
 export class Playground {
+  onUse = () => {}; // the reader sent prompts, or changed a setting
   #timer = null;
   #changes = {}; // of sliders, that the engine was not built with yet
 
-  /** `control` is the address that docs/reference/recording.md describes. */
-  constructor(control) {
-    this.control = control;
+  /** `control` is the address that docs/reference/recording.md describes; `onLoading(what)` hears what the engine waits for, or null. */
+  constructor(control, onLoading) {
+    Object.assign(this, { control, onLoading });
     let abort, one, build;
     [this.element, this.asking, this.fields, this.error, this.delay, this.hold, abort, one, build] =
       template("playground", "asking", "fields", "error", "delay", "hold", "abort", "one", "build");
@@ -21,17 +25,34 @@ export class Playground {
   }
 
   async start() {
-    await this.#try(async () => this.#show(await (await fetchWithKey(this.control)).json()));
+    for (let isLoading = true; isLoading; ) {
+      const ask = async () => {
+        const told = await (await fetchWithKey(this.control)).json();
+        isLoading = !!told.loading;
+        this.#show(told);
+      };
+      if (!(await this.#try(ask))) return;
+      if (isLoading) await new Promise((done) => setTimeout(done, ASK_AGAIN));
+    }
     await this.#post("pace", { delay: Number(this.delay.value) });
   }
 
+  /** Let the engine play a scene. Returns whether it does. */
+  play(scene) {
+    return this.#post("scene", { scene: scene.name });
+  }
+
+  /** Whether `act` did what it should; what it raises is shown. */
   async #try(act) {
     try {
       this.error.hidden = true;
       await act();
+      return true;
     } catch (error) {
       this.error.hidden = false;
       setText(this.error, error.message);
+      this.element.querySelector("details").open = true;
+      return false;
     }
   }
 
@@ -41,17 +62,17 @@ export class Playground {
     return this.#try(async () => {
       const answer = await (await fetchWithKey(address, null, options)).json();
       if (what === "pace") this.hold.setAttribute("aria-pressed", String(!!answer.paused));
-      else if (!what) this.#show(answer);
+      else if (!what || what === "scene") this.#show(answer);
     });
   }
 
-  #ask(event) {
+  async #ask(event) {
     event.preventDefault();
     const { prompts, max_tokens, temperature, seed } = this.asking.elements;
     const body = { prompts: prompts.value.split("\n").filter((line) => line.trim()) };
     Object.assign(body, { max_tokens: Number(max_tokens.value), temperature: Number(temperature.value) });
     if (seed.value !== "") body.seed = Number(seed.value);
-    return this.#post("prompts", body);
+    if (await this.#post("prompts", body)) this.onUse();
   }
 
   /** Builds the engine anew, a moment after the last change of a slider. */
@@ -61,18 +82,19 @@ export class Playground {
     this.#timer = setTimeout(() => {
       const changes = this.#changes;
       this.#changes = {};
-      return this.#post("", changes);
+      return this.#post("", changes).then((done) => done && this.onUse());
     }, 250);
   }
 
-  #show({ fields, error }) {
+  #show({ fields, error, loading }) {
     this.fields.replaceChildren(...fields.map((field) => this.#field(field)));
     this.error.hidden = !error;
     setText(this.error, error ?? "");
+    this.onLoading(loading ?? null);
   }
 
   #field({ name, kind, value, choices, min, max, step, help }) {
-    const title = help ?? "";
+    const title = t(help ?? "");
     if (kind === "choice") {
       const select = el("select", { onchange: () => this.#change(name, choices[select.selectedIndex]) }, choices.map((choice) => el("option", { value: choice, selected: choice === value }, `${choice}`)));
       return el("label", { title }, name, select);

@@ -34,6 +34,7 @@ export class Recording {
     if (header.version !== VERSION) throw new Error(`The recording's format is version ${header.version}; this page reads version ${VERSION}.`);
     this.header = header;
     this.engine = header.engine;
+    this.scene = header.scene ?? null; // what is said beside it, and where it begins and stops
     this.moments = []; // lists of events
     this.infos = new Map(); // by number: what is known of a sequence for ever
     this.ended = []; // those of them that ended, in their order
@@ -42,7 +43,8 @@ export class Recording {
     this.blockTokens = {}; // of blocks that were cached when the recording began
     this.stepsBefore = 0; // that the engine had made when the recording began
     this.how = null; // it ended
-    this.hasDrafts = false;
+    this.hasDrafts = this.hasExperts = false;
+    this.experts = []; // by moment: how often each expert of each layer was asked so far
     this.reach = 0; // the last block that was ever in use
     this.first = 0; // the first moment that is still known
     this.size = 0; // characters of the lines that are known
@@ -85,7 +87,7 @@ export class Recording {
     const until = Math.floor(before / this.#every) * this.#every; // a keyframe stands there
     for (; this.first < until; this.first++) {
       this.size -= this.#sizes[this.first];
-      this.moments[this.first] = null;
+      this.moments[this.first] = this.experts[this.first] = null;
       delete this.#keyframes[this.first / this.#every];
     }
     this.ended = this.ended.filter((info) => info.end >= this.first || !this.infos.delete(info.seqId));
@@ -102,6 +104,11 @@ export class Recording {
   atTime(seconds) {
     const times = this.columns.time;
     return Math.max(0, placeOf(times.length, (i) => times[i] <= seconds) - 1);
+  }
+
+  /** The step that moment `at` has taken in, counted from 1 in this recording. */
+  stepAt(at) {
+    return this.columns.step[at] - this.stepsBefore;
   }
 
   /** Seconds. */
@@ -178,6 +185,7 @@ export class Recording {
       NOTES[event[0]]?.(this, event, at, row);
       if (event[0] === "begin") this.#stepBegan(event, at, row);
       else if (event[0] === "end") this.#stepEnded(event, at, row);
+      else if (event[0] === "experts") [row.experts, this.hasExperts] = [event[1], true];
       else if (event[0] === "add") this.#info(event.slice(1), at);
       else if (event[0] === "refuse") this.#refused(event, at, row);
       else if (event[0] === "guess") this.#verified(event, at);
@@ -185,6 +193,7 @@ export class Recording {
       if (event[0] === "key") this.reach = Math.max(0, this.#head.isFree.lastIndexOf(0), this.#head.hash.findLastIndex(Boolean));
       else if (["claim", "take", "new"].includes(event[0])) for (const block of event.slice(1)) this.reach = Math.max(this.reach, block);
     }
+    this.experts.push(row.experts ?? this.experts.at(-1) ?? null);
     this.#refusal = row.refusal ?? "";
     this.#measure(row, time);
     for (const name of COLUMNS) this.columns[name].push(row[name]);

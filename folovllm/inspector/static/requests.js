@@ -3,6 +3,7 @@ import { count, el, plural, setText, template } from "./dom.js";
 import { GHOSTS } from "./ghosts.js";
 import { cssFill, hueOf, inkOn } from "./palette.js";
 import { whyRefused } from "./summary.js";
+import { t } from "./words.js";
 
 const MOST_WAITING = 12; // shown; the rest is a number
 const MOST_ENDED = 6;
@@ -33,9 +34,9 @@ export class RequestsView {
     const waiting = all.filter((seq) => !seq.isRunning).sort(orderOf(recording));
     const infos = recording.endedBy(at, MOST_ENDED);
     const total = state.totals.finished + state.totals.aborted;
-    this.#fill(0, `Running ${running.length} of ${recording.engine.max_num_seqs}`, running, running.length, frame);
-    this.#fill(1, `Waiting ${count(waiting.length)}`, waiting.slice(0, MOST_WAITING), waiting.length, frame);
-    this.#fill(2, `Ended ${count(total)}`, infos.map((info) => ({ seqId: info.seqId, info })), total, frame);
+    this.#fill(0, t("Running {n} of {most}", { n: running.length, most: recording.engine.max_num_seqs }), running, running.length, frame);
+    this.#fill(1, t("Waiting {n}", { n: count(waiting.length) }), waiting.slice(0, MOST_WAITING), waiting.length, frame);
+    this.#fill(2, t("Ended {n}", { n: count(total) }), infos.map((info) => ({ seqId: info.seqId, info })), total, frame);
   }
 
   #fill(group, title, seqs, total, frame) {
@@ -43,7 +44,7 @@ export class RequestsView {
     setText(heading, title);
     element.classList.toggle("empty", total === 0);
     rest.hidden = total <= seqs.length;
-    setText(rest, `and ${count(total - seqs.length)} more`);
+    setText(rest, t("and {n} more", { n: count(total - seqs.length) }));
     const rows = seqs.map((seq) => {
       const row = this.#row(group, seq.seqId, frame.recording);
       seq.info ? this.#showEnded(row, seq.info, frame) : this.#show(row, seq, frame);
@@ -87,8 +88,8 @@ export class RequestsView {
   }
 
   #showEnded(row, info, frame) {
-    const how = { length: "full length", stop: "stopped", abort: "aborted" }[info.reason] ?? info.reason;
-    setText(row.what, `${how}, ${plural(info.drawn.length, "token")}`);
+    const how = t({ length: "full length", stop: "stopped", abort: "aborted" }[info.reason] ?? info.reason);
+    setText(row.what, t("{how}, {tokens}", { how, tokens: plural(info.drawn.length, "token") }));
     row.pick.setAttribute("aria-pressed", String(frame.selected === info.seqId));
     row.bar.hidden = true;
     this.#showText(row, info.prompt.length + info.drawn.length, frame);
@@ -107,7 +108,7 @@ export class RequestsView {
     const before = recording.text(info, Math.max(numPrompt, numTokens - 60), numTokens - numNew);
     setText(row.prompt, cut(prompt, Math.max(24, MOST_LETTERS - before.length)));
     setText(row.text, cut(before, MOST_LETTERS));
-    row.last.replaceChildren(...last.map(({ kind, text }) => el(TAGS[kind] ?? "mark", { class: kind, title: GHOSTS[kind] }, text)));
+    row.last.replaceChildren(...last.map(({ kind, text }) => el(TAGS[kind] ?? "mark", { class: kind, title: GHOSTS[kind] && t(GHOSTS[kind]) }, text)));
   }
 }
 
@@ -127,15 +128,17 @@ function orderOf(recording) {
 
 function progressOf(seq, info) {
   const drawn = seq.numTokens - info.prompt.length;
-  const hit = seq.cached ? `, ${count(seq.cached)} cached` : "";
-  if (seq.numComputed < info.prompt.length) return `prompt ${count(seq.numComputed)} of ${count(info.prompt.length)}${hit}`;
-  const drafted = seq.drafted ? `, ${count(seq.accepted)} of ${plural(seq.drafted, "draft token")} accepted` : "";
-  return `${count(drawn)} of ${count(info.maxTokens)} generated${drafted}${hit}`;
+  const hit = seq.cached ? t(", {n} cached", { n: count(seq.cached) }) : "";
+  const values = { computed: count(seq.numComputed), prompt: count(info.prompt.length), drawn: count(drawn), most: count(info.maxTokens) };
+  if (seq.numComputed < info.prompt.length) return t("prompt {computed} of {prompt}", values) + hit;
+  const verified = { n: count(seq.accepted), drafts: plural(seq.drafted, "draft token") };
+  return t("{drawn} of {most} generated", values) + (seq.drafted ? t(", {n} of {drafts} accepted", verified) : "") + hit;
 }
 
 function reasonOf(seq, { recording, state }) {
-  const why = seq.refused ? `: ${whyRefused(seq.refused, state, recording.engine)}` : "";
-  if (seq.victimOf === null) return `${plural(seq.numPrompt, "token")} of prompt${why}`;
-  const whom = seq.victimOf === seq.seqId ? "preempted itself" : `preempted for ${recording.name(seq.victimOf)}`;
-  return `${whom}; ${plural(seq.lost, "token")} lost${why}`;
+  const why = seq.refused ? t(": {why}", { why: whyRefused(seq.refused, state, recording.engine) }) : "";
+  if (seq.victimOf === null) return t("{tokens} of prompt", { tokens: plural(seq.numPrompt, "token") }) + why;
+  const whom = seq.victimOf === seq.seqId ? t("preempted itself") : t("preempted for {by}", { by: recording.name(seq.victimOf) });
+  const price = recording.engine.enable_prefix_caching ? "{whom}; {tokens} given up" : "{whom}; {tokens} lost";
+  return t(price, { whom, tokens: plural(seq.lost, "token") }) + why;
 }

@@ -2,11 +2,12 @@
 import { contextOf, count, duration, FONT, placeOf, plural, setText, showTip, template, widthOf } from "./dom.js";
 import { write } from "./cells.js";
 import { drawPattern, hueOf, inkOn } from "./palette.js";
+import { t } from "./words.js";
 
 const [BUDGET, TIMES, ROW, GAP] = [58, 26, 17, 8]; // heights in pixels
 const LEFT = 40; // for the rows' letters
 const MARKS = { preempt: "✕", hit: "◆", finish: "■", abort: "⊘" };
-const WORDS = { preempt: "preempted", hit: "prefix hit", finish: "finished", abort: "aborted", admit: "admitted", refuse: "refused" };
+const WORDS = { preempt: "preempted", hit: "prefix hit", finish: "finished", abort: "aborted", admit: "admitted", refuse: "must wait" };
 
 export class TimelineView {
   #frame = null;
@@ -96,7 +97,7 @@ export class TimelineView {
       if (columns.width[i] > decode) ctx.strokeRect(x + 0.5, BUDGET - high(columns.width[i]), w - 1, high(columns.width[i] - decode));
     }
     this.#label(ctx, count(scale), LEFT - 4, 9);
-    this.#label(ctx, "tok", LEFT - 4, 20);
+    this.#label(ctx, t("tok"), LEFT - 4, 20);
   }
 
   #drawTimes(ctx) {
@@ -180,16 +181,21 @@ export class TimelineView {
     const { columns } = recording;
     const hidden = this.numThere - this.rows.length;
     this.checkKey.hidden = !recording.hasDrafts;
-    const width = columns.width[at] ? `; graph of ${columns.width[at]} (${columns.width[at] - columns.decode[at]} padded)` : "";
-    const times = `schedule ${duration(columns.schedule[at])}, device and sampling ${duration(columns.device[at])}, postprocess ${duration(columns.take[at])}`;
-    setText(this.facts, columns.prefill[at] + columns.decode[at] ? `${times}${width}${hidden > 0 ? `; ${count(hidden)} rows not shown` : ""}` : "");
-    this.canvas.setAttribute("aria-label", `Steps ${this.from} to ${this.to - 1}. This one: ${this.#numbers(at)}.`);
+    const padded = { width: columns.width[at], n: columns.width[at] - columns.decode[at] };
+    const graph = recording.engine.device === "cpu" ? "; packed to {width} rows ({n} padded)" : "; graph of {width} ({n} padded)";
+    const names = { schedule: duration(columns.schedule[at]), device: duration(columns.device[at]), take: duration(columns.take[at]) };
+    const facts = [t("schedule {schedule}, device and sampling {device}, postprocess {take}", names)];
+    if (padded.width) facts.push(t(graph, padded));
+    if (hidden > 0) facts.push(t("; {n} rows not shown", { n: count(hidden) }));
+    setText(this.facts, columns.prefill[at] + columns.decode[at] ? facts.join("") : "");
+    const window = { from: recording.stepAt(this.from), to: recording.stepAt(this.to - 1), now: this.#numbers(at) };
+    this.canvas.setAttribute("aria-label", t("Steps {from} to {to}. This one: {now}.", window));
   }
 
   #numbers(at) {
     const { prefill, decode, idle, drafts } = this.#frame.recording.columns;
-    const drafted = drafts[at] ? ` (${plural(drafts[at], "draft token")})` : "";
-    return `${plural(prefill[at], "token")} of prefill, ${count(decode[at])} of decode${drafted}, ${count(idle[at])} idle`;
+    const values = { prefill: plural(prefill[at], "token"), decode: count(decode[at]), idle: count(idle[at]), drafts: plural(drafts[at], "draft token") };
+    return t(drafts[at] ? "{prefill} of prefill, {decode} of decode ({drafts}), {idle} idle" : "{prefill} of prefill, {decode} of decode, {idle} idle", values);
   }
 
   #under(event) {
@@ -214,13 +220,15 @@ export class TimelineView {
 
   #lines(at, info) {
     const { columns } = this.#frame.recording;
-    const lines = [`${at ? `turn ${at}` : "the beginning"}, at ${duration(columns.time[at])}: ${this.#numbers(at)}`];
+    const values = { step: count(this.#frame.recording.stepAt(at)), time: duration(columns.time[at]), numbers: this.#numbers(at) };
+    const lines = [t(at ? "Step {step}, at {time}: {numbers}" : "The beginning: {numbers}", values)];
     if (!info) return lines;
     const k = placeOf(info.at.length, (i) => info.at[i] < at);
-    const verified = info.drafts[k] ? `, ${info.accepted[k] ?? 0} of ${plural(info.drafts[k], "draft token")} accepted` : "";
-    if (info.at[k] === at) lines.push(`${info.letters}: tokens ${info.from[k]} to ${info.from[k] + info.size[k]}${verified}`);
-    for (const mark of info.marks) {
-      if (mark.at === at) lines.push(`${info.letters}: ${WORDS[mark.kind]}${mark.kind === "preempt" ? ` for ${this.#frame.recording.name(mark.other)}` : ""} ${mark.n || ""}`);
+    const share = { name: info.letters, from: info.from[k], to: info.from[k] + info.size[k], n: info.accepted[k] ?? 0, drafts: plural(info.drafts[k], "draft token") };
+    if (info.at[k] === at) lines.push(t(info.drafts[k] ? "{name}: tokens {from} to {to}, {n} of {drafts} accepted" : "{name}: tokens {from} to {to}", share));
+    for (const { at: when, kind, n, other } of info.marks) {
+      const values = { name: info.letters, what: t(WORDS[kind]), n: n || "", by: this.#frame.recording.name(other) };
+      if (when === at) lines.push(t(kind === "preempt" ? "{name}: {what} for {by} {n}" : "{name}: {what} {n}", values));
     }
     return lines;
   }

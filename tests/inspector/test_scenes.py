@@ -1,0 +1,195 @@
+"""Scenes and Chinese in headless Chromium: how a scene plays, the page of the playground, and that no text is left in English."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from folovllm.inspector.page import inline_source, whole_page
+from folovllm.inspector.playground import SLIDERS
+from folovllm.inspector.scenes import Scene, scenes
+from tests.inspector.browser import HOST, SAMPLES, SHOWN, STATIC, Shown, chromium, shown
+
+pytestmark = pytest.mark.slow
+TICK = "inspector.player.clock.tick"
+SETTLED = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done())))"
+STRINGS = json.loads((STATIC / "strings.zh.json").read_text(encoding="utf-8"))
+TELL_ALL = f"""
+for (let at = 0; at < inspector.player.clock.length; at += 1 + it) {{
+  inspector.player.go(at);
+  await {SETTLED};
+}}
+const {{missing}} = await import("inspector/words.js");
+return [...missing];
+"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as browser:
+        yield browser
+
+
+def opened(here: Shown, files: list[Path], folder: Path, options: str = "") -> Any:
+    """Show recordings as one file. Returns Playwright's page."""
+    texts = [(file.name, file.read_text(encoding="utf-8")) for file in files]
+    (file := folder / "run.html").write_text(whole_page(inline_source(texts, "../{}/")), encoding="utf-8")
+    here.page.goto(f"{file.as_uri()}#{options}")
+    here.page.wait_for_function(SHOWN)
+    return here.page
+
+
+class TestPlaying:
+    @pytest.mark.parametrize("name", ["memory", "chunks", "milestones"])
+    def test_it_plays_once_up_to_its_question(self, browser: Any, tmp_path: Path, name: str) -> None:
+        scene = scenes()[name]
+        with shown(browser) as here:
+            page = opened(here, scene.files, tmp_path, "embed")
+            start, stop = here.run(
+                "const {clock} = inspector.player; return it.map((at) => clock.tickOf(clock.recordings[0], at))",
+                [scene.start, scene.stop],
+            )
+            assert start <= page.evaluate(TICK) < stop and not page.locator(".asks").is_visible()
+            page.locator(".speed").select_option("30")
+            page.wait_for_function(f"!inspector.player.playing && {TICK} === {stop}")
+            page.locator(".asks").wait_for(state="visible")
+            assert page.locator(".question").inner_text() == scene.words.question
+            page.locator(".go-on").click()
+            page.wait_for_function(f"{TICK} > {stop}")
+            assert not page.locator(".asks").is_visible()
+
+    def test_a_reader_who_wants_no_motion_plays_it_by_hand(self, browser: Any, tmp_path: Path) -> None:
+        with shown(browser, reduced_motion="reduce") as here:
+            page = opened(here, scenes()["memory"].files, tmp_path)
+            page.wait_for_timeout(300)
+            assert page.evaluate(TICK) == scenes()["memory"].start and not page.evaluate("inspector.player.playing")
+            page.locator("button.play").click()
+            page.wait_for_function("inspector.player.playing")
+
+    def test_a_link_to_a_moment_wins(self, browser: Any, tmp_path: Path) -> None:
+        with shown(browser) as here:
+            page = opened(here, scenes()["memory"].files, tmp_path, "t=30")
+            assert page.evaluate(TICK) == 30 and not page.evaluate("inspector.player.playing")
+            assert page.locator("a.chapter").get_attribute("href") == "../3_paged_kv/"
+
+    def test_the_player_covers_no_chart(self, browser: Any, tmp_path: Path) -> None:
+        for width in (390, 1280):
+            with shown(browser, viewport={"width": width, "height": 700}) as here:
+                page = opened(here, scenes()["memory"].files, tmp_path)
+                charts, player = (page.locator(name).bounding_box() for name in (".scroll", ".player"))
+                assert charts["y"] + charts["height"] <= player["y"] + 1
+                assert player["y"] + player["height"] <= 701 and page.evaluate("document.body.scrollWidth") <= width
+
+
+class TestExperts:
+    def test_what_a_step_reads(self, browser: Any, tmp_path: Path) -> None:
+        """The cells of a step are the difference of what was counted before and after it."""
+        with shown(browser) as here:
+            page = opened(here, scenes()["experts"].files, tmp_path, "t=46")
+            facts = page.locator(".experts .facts").inner_text()
+            counts = here.run("const {experts} = inspector.lanes[0].recording; return [experts[45], experts[46]]")
+            read = [b - a for before, after in zip(*counts, strict=True) for a, b in zip(before, after, strict=True)]
+            assert (
+                sum(read) == 12
+                and facts == f"this step reads the weights of {sum(map(bool, read))} of {len(read)} experts"
+            )
+        with shown(browser) as here:
+            page = opened(here, scenes()["memory"].files, tmp_path)
+            assert not page.locator(".experts").is_visible()
+
+
+class TestPlayground:
+    def test_a_scene_plays_while_the_engine_loads(self, browser: Any) -> None:
+        """It plays from its recording; the engine takes it over once it is there and somebody asks for it."""
+        asked: list[tuple[str, Any]] = []
+        answers = iter(["PyTorch is imported (1 of 2)", None])
+        fields = [slider.described(name, slider.default) for name, slider in SLIDERS.items()]
+        told: dict[str, Any] = {"fields": fields, "mine": 0, "error": None, "delay": 0.2, "paused": 0}
+
+        def control(route: Any) -> None:
+            if route.request.method == "POST":
+                asked.append((route.request.url.removeprefix(f"{HOST}control"), json.loads(route.request.post_data)))
+                return route.fulfill(json=told | {"loading": None})
+            return route.fulfill(json=told | {"loading": next(answers)})
+
+        def stream(route: Any) -> None:
+            lines = (SAMPLES / "m3.jsonl").read_text(encoding="utf-8").replace("\n", "\n\ndata: ")
+            route.fulfill(body=f"data: {lines}\n\n".removesuffix("data: \n\n"), content_type="text/event-stream")
+
+        listed = [msgspec.to_builtins(scene.told()) | {"recordings": recordings(scene)} for scene in scenes().values()]
+        source = {
+            "kind": "playground",
+            "events": "events",
+            "control": "control",
+            "scenes": listed,
+            "book": None,
+            "live": False,
+        }
+        page_text = (
+            (STATIC / "index.html")
+            .read_text(encoding="utf-8")
+            .replace('id="source">null<', f'id="source">{json.dumps(source)}<')
+        )
+        with shown(browser) as here:
+            for scene in scenes().values():
+                here.recordings |= {f"scenes/{file.name}": file.read_text(encoding="utf-8") for file in scene.files}
+            here.page.route(f"{HOST}control*", control)
+            here.page.route(f"{HOST}control/*", control)
+            here.page.route(f"{HOST}events", stream)
+            here.page.route(f"{HOST}live.html", lambda route: route.fulfill(body=page_text, content_type="text/html"))
+            here.page.goto(f"{HOST}live.html")
+            here.page.wait_for_function(SHOWN)
+            run = here.page.locator("button.run")
+            assert (
+                here.page.evaluate("inspector.player.playing") and here.page.locator("details.panel[open]").count() == 0
+            )
+            here.page.wait_for_function("!document.querySelector('button.run').disabled")
+            assert run.inner_text() == "Run it on the engine"
+            here.page.get_by_role("button", name="Blocks of sixteen and of one").click()
+            here.page.wait_for_function("inspector.lanes.length === 2")
+            assert "192 tokens" in here.page.locator(".watch").inner_text()
+            run.click()
+            here.page.wait_for_function("inspector.lanes.length === 1 && inspector.player.live")
+            assert ("/scene", {"scene": "blocks"}) in asked
+
+
+def recordings(scene: Scene) -> list[dict[str, str]]:
+    return [{"name": file.name, "url": f"scenes/{file.name}"} for file in scene.files]
+
+
+class TestChinese:
+    @pytest.mark.parametrize("name", list(scenes()))
+    def test_no_text_of_a_scene_is_left_in_english(self, browser: Any, tmp_path: Path, name: str) -> None:
+        scene = scenes()[name]
+        with shown(browser, locale="zh-CN") as here:
+            page = opened(here, scene.files, tmp_path, "t=0")
+            assert here.run(TELL_ALL, 0 if len(scene.files) == 1 else 4) == []
+            assert page.evaluate("document.documentElement.lang") == "zh"
+            if scene.words.watch and len(scene.files) < 3:
+                assert scene.zh.watch in page.locator(".watch").inner_text()
+
+    def test_no_other_text_is(self, browser: Any, tmp_path: Path) -> None:
+        """M1 and slots; an abort; overlap; the controls, and what the sliders say."""
+        for sample in ("m1", "m2", "m5", "m6"):
+            with shown(browser, locale="zh-CN") as here:
+                opened(here, [SAMPLES / f"{sample}.jsonl"], tmp_path, "t=0")
+                assert here.run(TELL_ALL, 0) == []
+                names = ["playground", "player", "scenes", "requests", "timeline"]
+                check = """
+                  const {template} = await import("inspector/dom.js");
+                  const {missing} = await import("inspector/words.js");
+                  it.forEach((name) => template(name));
+                  return [...missing]"""
+                assert here.run(check, names) == []
+        helps = {slider.help for slider in SLIDERS.values()}
+        assert helps <= STRINGS.keys()
+
+    def test_each_has_the_names_of_its_source(self) -> None:
+        for english, chinese in STRINGS.items():
+            names = [sorted(part.split("}")[0] for part in text.split("{")[1:]) for text in (english, chinese)]
+            assert names[0] == names[1], english
