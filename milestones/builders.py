@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from milestones.check import FIRST_FAILURE, run_tests
+from milestones.language import t
 from milestones.manifest import Course
 from milestones.mine import Mine
 from milestones.tasks import PACKAGE, Builder
@@ -88,7 +90,11 @@ def scorer(builder: Builder) -> Any:
 
 
 def scores(builder: Builder, mine: Mine | None = None) -> list[tuple[str, dict[str, str]]]:
-    """(whose, numbers as text by their column) of the engine's own, the reference and, if it is begun, the learner's."""
+    """(whose, numbers as text by their column, the medal) of the engine's own, the reference and, if begun, the learner's.
+
+    Raises:
+        ValueError: the learner's does not pass its tests, or a scorer found that it computes something else.
+    """
     from milestones.scores import OURS
 
     score = scorer(builder)
@@ -96,7 +102,13 @@ def scores(builder: Builder, mine: Mine | None = None) -> list[tuple[str, dict[s
     components["the course's reference"] = load_file(builder.reference, builder.symbol)
     if mine and (file := mine.folder / builder.path).is_file():
         components["yours"] = load_file(file, builder.symbol)
-    return [(label, {k: shown(v) for k, v in score(component).items()}) for label, component in components.items()]
+        if run_tests(mine, [*FIRST_FAILURE, "-q", *builder.tests], quiet=True)[0]:
+            said = "yours does not pass its tests, so it has no score: python -m milestones test {id}"
+            raise ValueError(t(said, id=builder.id))
+    found = {label: score(component) for label, component in components.items()}
+    return [
+        (w, {**{k: shown(v) for k, v in cells.items()}, "medal": t(builder.medal(cells))}) for w, cells in found.items()
+    ]
 
 
 def shown(value: float) -> str:

@@ -51,7 +51,7 @@ def build(
 
 @app.command()
 def score(id: Annotated[str, typer.Argument(metavar="ID", help="A milestone, say m3.")]) -> None:
-    """Compare your component with the engine's own and with the course's reference. Seconds are virtual: any machine does."""
+    """Compare your component with the engine's own and with the course's reference, once it passes its tests. Seconds are virtual."""
     os.environ.pop("FOLOVLLM_MINE", None)  # the engine around it is the reference's, so that scores can be compared
     mine = Mine.of(Course.here())
     builder = mine.course.builder(id)
@@ -62,5 +62,8 @@ def score(id: Annotated[str, typer.Argument(metavar="ID", help="A milestone, say
     for label, cells in rows:
         table.add_row(t(label), *cells.values(), style="bold" if label == "yours" else "")
     console.print(table)
+    bronze, silver, gold = (f"{value:,}" for value in builder.medals)
+    said = "{target} counts: bronze {bronze}, silver {silver}, gold {gold}"
+    say(said, target=t(builder.target), bronze=bronze, silver=silver, gold=gold)
     if "yours" not in dict(rows):
         say("Yours is not begun: python -m milestones build {id}", id=builder.milestone)

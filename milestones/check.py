@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from milestones import warm
 from milestones.language import t
 from milestones.mine import Mine
 from milestones.plugin import covers
@@ -18,18 +18,13 @@ from milestones.tasks import Builder, Exercise
 
 Outcomes = Mapping[str, tuple[str, str | None]]  # test: (passed, failed or skipped; the unwritten exercise it met)
 
-# What a process that is forked for each run has imported before. Never folovllm: its files are what changes.
-LIBRARIES = [
-    "torch", "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3", "safetensors.torch",
-    "triton.runtime.interpreter", "pytest", "hypothesis", "pytest_timeout", "_hypothesis_pytestplugin", "rich.console",
-]  # fmt: skip
 FIRST_FAILURE = ("-x", "--timeout=60")  # of an exercise's own tests: a loop without end says so within a minute
 
 
-def run_tests(mine: Mine, arguments: Iterable[str], quiet: bool = False, again: bool = False) -> tuple[int, Outcomes]:
+def run_tests(mine: Mine, arguments: Iterable[str], quiet: bool = False) -> tuple[int, Outcomes]:
     """pytest's exit status and each test's outcome; `quiet` keeps pytest's own words back unless it could not run at all.
 
-    `again`: there will be more runs, so fork a process that has the large libraries, where that can be had.
+    pytest is a fork of a process that has the large libraries (`milestones.warm`), where that can be had.
 
     Raises ValueError where pytest is not installed.
     """
@@ -37,18 +32,20 @@ def run_tests(mine: Mine, arguments: Iterable[str], quiet: bool = False, again: 
         raise ValueError(
             t("the tests need pytest, which `make learn` installs (or: pip install pytest hypothesis pytest-timeout)")
         )
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "said").open("w+") as said:
         report = Path(folder) / "report.json"
         words = ["--mine", f"--course-report={report}", *arguments]
         # No bytecode: two saves within a second would look like one to its time stamp.
         environment = {**os.environ, "FOLOVLLM_MINE": str(mine.folder), "PYTHONDONTWRITEBYTECODE": "1"}
-        if again and sys.platform == "linux":
-            return run_forked(words, mine.course.root, environment), outcomes_in(report)
-        command = [sys.executable, "-m", "pytest", *words]
-        done = subprocess.run(command, cwd=mine.course.root, env=environment, capture_output=quiet, text=True)
-        if quiet and done.returncode not in (0, 1):
-            sys.stderr.write(done.stdout + done.stderr)
-        return done.returncode, outcomes_in(report)
+        status = warm.run(words, mine.course.root, environment, said if quiet else None)
+        if status is None:
+            command, out = [sys.executable, "-m", "pytest", *words], said if quiet else None
+            done = subprocess.run(command, cwd=mine.course.root, env=environment, stdout=out, stderr=out)
+            status = done.returncode
+        if quiet and status not in (0, 1):
+            said.seek(0)
+            sys.stderr.write(said.read())
+        return status, outcomes_in(report)
 
 
 def outcomes_in(report: Path) -> Outcomes:
@@ -56,32 +53,10 @@ def outcomes_in(report: Path) -> Outcomes:
     return json.loads(report.read_text()) if report.is_file() else {}
 
 
-def run_forked(words: list[str], folder: Path, environment: Mapping[str, str]) -> int:
-    """Run pytest in a fork of a process that has imported `LIBRARIES`, which starts at the first call; pytest's status."""
-    if not (os.path.exists("/dev/nvidiactl") or os.path.exists("/dev/dxg")):
-        os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported, as in `folovllm/__init__.py`
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(LIBRARIES)
-    child = context.Process(target=_pytest, args=(words, folder, dict(environment)))
-    child.start()
-    child.join()
-    return child.exitcode or 0
-
-
-def _pytest(words: list[str], folder: Path, environment: dict[str, str]) -> None:
-    import pytest
-
-    os.environ.update(environment)
-    os.chdir(folder)
-    sys.path.insert(0, str(folder))
-    sys.dont_write_bytecode = True
-    sys.exit(int(pytest.main(words)))
-
-
 def verdict(mine: Mine, exercise: Exercise, outcomes: Outcomes) -> str:
-    """missing, not written, passing, failing, blocked (its tests meet another that is not written), or not run."""
+    """missing, does not parse, not written, passing, failing, blocked (its tests meet another that is not written), or not run."""
     if not mine.written(exercise):
-        return "missing" if mine.missing(exercise) else "not written"
+        return "missing" if mine.missing(exercise) else "does not parse" if mine.broken(exercise) else "not written"
     own = [v for node, v in outcomes.items() if any(covers(test, node) for test in exercise.tests)]
     if any(outcome == "failed" and not id for outcome, id in own):
         return "failing"

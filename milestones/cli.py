@@ -137,7 +137,7 @@ def watch(
                 continue
             seen, exercise = newest, queue[0]
             console.rule(f"{exercise} · {mine.line(exercise.symbols[0])}")
-            status, _ = run_tests(mine, [*FIRST_FAILURE, "-q", "--no-header", *exercise.tests], again=True)
+            status, _ = run_tests(mine, [*FIRST_FAILURE, "-q", "--no-header", *exercise.tests])
             note_outcome(mine, exercise, status)
             if status == 0 and mine.written(exercise):
                 say("[green]{exercise} passes.[/] {why}", exercise=exercise, why=_explained(exercise))

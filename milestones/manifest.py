@@ -174,8 +174,10 @@ def _exercise(entry: dict[str, Any]) -> Exercise:
     return Exercise(symbols=symbols, needs=needs, tests=tests, **entry)
 
 
-def _builder(milestone: str, folder: Path, tests: list[str], **entry: Any) -> Builder:
-    return Builder(milestone=milestone, folder=folder / "builder", tests=tuple(tests), **entry)
+def _builder(milestone: str, folder: Path, tests: list[str], medals: list[float], **entry: Any) -> Builder:
+    if len(medals) != 3 or medals not in (sorted(medals), sorted(medals, reverse=True)):
+        raise ValueError(f"{milestone}.builder: the medals are bronze, silver and gold, not {medals}")
+    return Builder(milestone=milestone, folder=folder / "builder", tests=tuple(tests), medals=tuple(medals), **entry)
 
 
 def _check(milestone: Milestone) -> None:

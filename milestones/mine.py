@@ -4,11 +4,13 @@
 `.backup/` what a command was about to change; `.course.json` what was started, what was blanked, hints used.
 """
 
+import ast
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 
 from milestones import splice
@@ -84,7 +86,23 @@ class Mine:
 
     def written(self, exercise: Exercise) -> bool:
         """True once no symbol of the exercise is a stub here; what is not here at all is the reference's, not written."""
-        return not self.absent(exercise) and not self.blanks(exercise)
+        return not self.absent(exercise) and not self.broken(exercise) and not self.blanks(exercise)
+
+    def broken(self, exercise: Exercise) -> str:
+        """Where, and why, the first file of the exercise that is here is no Python; empty if all are."""
+        paths = dict.fromkeys(symbol.path for symbol in exercise.symbols)
+        return next(filter(None, (self._unparsed(path) for path in paths)), "")
+
+    def refuse_broken(self) -> None:
+        """Raise ValueError where a file here is no Python: nothing could be imported."""
+        for file in sorted((self.folder / PACKAGE).rglob("*.py")):
+            if said := self._unparsed(file.relative_to(self.folder)):
+                raise ValueError(said)
+
+    def _unparsed(self, path: Path) -> str:
+        error = syntax_error(self.read(path) or "")
+        said = "{file}:{line} does not parse: {reason}"
+        return t(said, file=self.folder / path, line=error.lineno, reason=error.msg) if error else ""
 
     def absent(self, exercise: Exercise) -> list[Path]:
         """The files of the exercise that are not here: the reference's run."""
@@ -226,6 +244,16 @@ class Mine:
                 cell |= {"outputs": [], "execution_count": None}
         copy.write_text(json.dumps(cells, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         return [t("{name}: copied, without its outputs", name=copy.name)]
+
+
+@cache
+def syntax_error(text: str) -> SyntaxError | None:
+    """Why a text is no Python; None if it is."""
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        return error
+    return None
 
 
 def mutated(reference: str, symbol: Symbol, answer: WrongAnswer) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from milestones.failures import told
 from milestones.manifest import Course
 from milestones.mine import Mine
 from milestones.tasks import EXERCISE_ID, PACKAGE, Exercise
@@ -41,6 +42,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
         raise pytest.UsageError(f"there is no {folder / PACKAGE}: create it with `python -m milestones start m1`")
     try:
         Mine(course, folder).refuse_outdated()
+        Mine(course, folder).refuse_broken()
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
 
@@ -157,6 +159,9 @@ class Report:
             names = self.mine.blanks(exercise) or [symbol.name for symbol in exercise.symbols]
             gone = self.mine.missing(exercise)
             report.longrepr = gone or f"{id} {', '.join(names)} is not written yet: {self._where(exercise)}"
+        elif call.excinfo and self.mine and report.failed and self.config.option.tbstyle == "auto":
+            tests = self.config.rootpath / "tests"
+            report.longrepr = told(call.excinfo.value, self.mine.folder, tests) or report.longrepr
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

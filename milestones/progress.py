@@ -9,7 +9,7 @@ from milestones.mine import Mine
 from milestones.say import console, say
 from milestones.tasks import Exercise
 
-COLOURS = {"passing": "green", "failing": "red", "missing": "red", "not written": "yellow"}
+COLOURS = {"passing": "green", "failing": "red", "missing": "red", "does not parse": "red", "not written": "yellow"}
 
 
 def started_exercises(mine: Mine) -> list[Exercise]:
@@ -50,7 +50,7 @@ def print_place(mine: Mine) -> None:
 def _print_task(mine: Mine, todo: Exercise) -> None:
     lines = t("{n} line" if todo.lines == 1 else "{n} lines", n=todo.lines)
     say("Next: [bold]{id}[/] {title}, about {lines}", id=todo.id, title=t(todo.title), lines=lines)
-    if gone := mine.missing(todo):
+    if gone := mine.missing(todo) or mine.broken(todo):
         say(f"  [red]{gone}[/]")
     for symbol in todo.symbols:
         say("  write   {name}  {place}", name=symbol.name, place=mine.line(symbol))
@@ -95,5 +95,5 @@ def print_status(mine: Mine, run: bool) -> None:
             shown = f"[{colour}]{t(state)}[/]"
             table.add_row(exercise.id, t(exercise.title), "●" * exercise.difficulty, used, shown)
         console.print(table)
-    for gone in dict.fromkeys(filter(None, map(mine.missing, started))):
+    for gone in dict.fromkeys(filter(None, (mine.missing(e) or mine.broken(e) for e in started))):
         say(f"[red]{gone}[/]")

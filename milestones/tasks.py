@@ -1,5 +1,6 @@
 """What the course consists of: exercises, wrong answers, builders, and the milestones that have them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +71,15 @@ class Builder:
     tests: tuple[str, ...]
     scorer: str  # module:function
     minutes: int  # beside those of the milestone
+    target: str  # the one number of the scorer's that counts
+    medals: tuple[float, ...]  # its value for bronze, silver and gold; falling where less is better
     folder: Path
+
+    def medal(self, score: Mapping[str, float]) -> str:
+        """The best medal whose value a score reaches; empty if it reaches none."""
+        sign = 1 if self.medals[-1] > self.medals[0] else -1
+        reached = sum(sign * score[self.target] >= sign * value for value in self.medals)
+        return ("", "bronze", "silver", "gold")[reached]
 
     @property
     def id(self) -> str:

@@ -6,14 +6,18 @@ Qwen3-0.6B in bfloat16, as docs/performance_log.md measured them.
 
 from __future__ import annotations
 
+import itertools
 import json
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
+from folovllm.cache.manager import KVCacheManager
 from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.scheduler import SchedulerLike
 from folovllm.request import Request as Asked
@@ -23,6 +27,7 @@ from folovllm.step.schedule import SchedulerOutput
 
 TRACES = Path(__file__).parent / "traces"
 V = 30_000  # token ids
+MAX_TOKENS = 1024  # of every answer, as far as a policy is told: where it ends, only its last token says
 STANDSTILL = 3  # steps without a share, though there is work, after which a scheduler is given up
 
 
@@ -41,13 +46,18 @@ class Costs:
         return self.fixed + self.per_token * max(width, output.num_tokens) + cached * self.kv_bytes / self.bandwidth
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Request:
     """One line of a trace."""
 
     arrival: float
     prompt: list[int]
     answer: list[int]
+
+    @cached_property
+    def prefixes(self) -> npt.NDArray[np.int64]:
+        """A number for each token of prompt and answer that stands for it and all before it: for its K and V."""
+        return np.array([*itertools.accumulate([0, *self.prompt, *self.answer], lambda h, t: hash((h, t)))][1:])
 
 
 @dataclass(slots=True)
@@ -68,6 +78,11 @@ class Run:
         """Time to first token, in milliseconds."""
         return float(np.percentile(list(self.first_token.values()), percentile)) * 1e3
 
+    @property
+    def mean_ttft(self) -> float:
+        """Of all requests, in milliseconds."""
+        return float(np.mean(list(self.first_token.values()))) * 1e3
+
 
 def tokens(part: str, start: int, end: int) -> list[int]:
     """The tokens of a part of a prompt: its name decides."""
@@ -85,10 +100,42 @@ def load_trace(name: str) -> list[Request]:
 
 
 def as_sequence(request: Request) -> Sequence:
-    """The sequence of a request: its answer ends when it is complete, and nothing is decoded."""
-    params = SamplingParams(max_tokens=len(request.answer), ignore_eos=True, detokenize=False)
-    asked = Asked("", request.prompt, params, len(request.answer), 0)
+    """The sequence of a request: the last token of its answer ends it, and nothing is decoded."""
+    params = SamplingParams(max_tokens=MAX_TOKENS, detokenize=False)
+    asked = Asked("", request.prompt, params, MAX_TOKENS, 0, eos_token_ids=frozenset(request.answer[-1:]))
     return Sequence(asked, IncrementalDetokenizer(lambda ids: ""))
+
+
+class Memory:
+    """What each slot of a cache holds, as `Request.prefixes`: a step that reads what nobody wrote there is found out."""
+
+    def __init__(self, kv: KVCacheManager) -> None:
+        self._block_size = kv.block_size
+        self._cells = np.zeros(kv.num_blocks * kv.block_size, np.int64)
+
+    def step(self, shares: list[tuple[int, int, Sequence, Request]]) -> None:
+        """Write the tokens `start` to `end` of each share, then read all up to `end`: the order within a layer.
+
+        Raises:
+            ValueError: a block table is too short, or points at K and V of other tokens, or a token is nobody's.
+        """
+        for start, end, seq, request in shares:
+            if end > len(request.prefixes):
+                raise ValueError(f"sequence {seq.seq_id} computes {end} tokens and has {len(request.prefixes)} at most")
+            self._cells[self._slots(seq, start, end)] = request.prefixes[start:end]
+        for _, end, seq, request in shares:
+            if (self._cells[self._slots(seq, 0, end)] != request.prefixes[:end]).any():
+                raise ValueError(f"sequence {seq.seq_id} reads K and V of tokens that are not its own, or not computed")
+
+    def _slots(self, seq: Sequence, start: int, end: int) -> npt.NDArray[np.int64]:
+        table, (block, offset) = np.array(seq.block_table, np.int64), np.divmod(np.arange(start, end), self._block_size)
+        if (
+            len(table) * self._block_size < end
+            or (table < 0).any()
+            or (table * self._block_size >= len(self._cells)).any()
+        ):
+            raise ValueError(f"sequence {seq.seq_id} computes token {end - 1}, for which its block table has no block")
+        return table[block] * self._block_size + offset
 
 
 def serve(
@@ -101,19 +148,22 @@ def serve(
 
     Raises:
         RuntimeError: the scheduler stands still.
+        ValueError: an answer is not complete, or a step could not be computed from what the cache holds.
     """
     run, clock, idle = Run(requests), 0.0, 0
-    ahead = list(enumerate(requests))[::-1]
-    served: dict[Sequence, int] = {}
+    memory = Memory(scheduler.kv) if scheduler.kv else None
+    ahead = requests[::-1]
+    served: dict[Sequence, Request] = {}
     left = len(requests)
     while left:
-        while ahead and ahead[-1][1].arrival <= clock:
-            number, request = ahead.pop()
-            seq = as_sequence(request)
-            served[seq] = number
+        while ahead and ahead[-1].arrival <= clock:
+            request = ahead.pop()
+            served[seq := as_sequence(request)] = request
             scheduler.add(seq)
         if not scheduler.waiting and not scheduler.running:
-            clock = ahead[-1][1].arrival
+            if not ahead:
+                raise ValueError(f"{left} requests are lost: they neither wait nor run, and are not finished")
+            clock = ahead[-1].arrival
             continue
         output = scheduler.schedule()
         run.preemptions += len(output.preempted)
@@ -124,13 +174,25 @@ def serve(
             continue
         clock += costs.seconds(output, watch(output))
         seqs = scheduler.sequences(output)
-        drawn = []
-        for scheduled, seq in zip(output.scheduled_seqs, seqs, strict=True):
-            answer = requests[served[seq]].answer
-            drawn.append((seq, [answer[seq.num_output_tokens]] if scheduled.num_samples else []))
+        shares = list(zip(output.scheduled_seqs, seqs, strict=True))
+        if memory:
+            memory.step([(scheduled.start, scheduled.end, seq, served[seq]) for scheduled, seq in shares])
+        sampled = []
+        for scheduled, seq in shares:
+            token = served[seq].answer[min(seq.num_output_tokens, len(served[seq].answer) - 1)]
+            sampled.append((seq, [token] if scheduled.num_samples else []))
             if scheduled.num_samples:
-                run.first_token.setdefault(served[seq], clock - requests[served[seq]].arrival)
-        scheduler.postprocess(drawn)
-        left -= sum(seq.status.is_finished for seq in seqs)
+                run.first_token.setdefault(seq.seq_id, clock - served[seq].arrival)
+        scheduler.postprocess(sampled)
+        left -= sum(_is_served(seq, served[seq]) for seq in seqs)
     run.seconds = clock - requests[0].arrival
     return run
+
+
+def _is_served(seq: Sequence, request: Request) -> bool:
+    """Whether the sequence is finished. ValueError where its answer is then not the request's."""
+    if seq.status.is_finished and seq.output_token_ids.tolist() != request.answer:
+        raise ValueError(
+            f"an answer ended after {seq.num_output_tokens} of its {len(request.answer)} tokens, or has others"
+        )
+    return seq.status.is_finished

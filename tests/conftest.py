@@ -26,6 +26,7 @@ if not CUDA:
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job ignores it, and so would children
 torch.set_num_threads(1)
 os.environ["FOLOVLLM_LANG"] = "en"  # whatever the system's locale is
+os.environ.setdefault("FOLOVLLM_WARM", "0")  # what a test starts leaves no process behind that waits for the next run
 hypothesis.settings.register_profile("folovllm", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("folovllm")
 

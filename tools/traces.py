@@ -20,11 +20,29 @@ def length(rng: random.Random, median: float, spread: float, most: int) -> int:
 
 
 def chat(rng: random.Random) -> list[Request]:
-    """240 questions in four bursts. Each prompt is its own."""
+    """240 questions within half a second. A long question has a long answer, within a factor of two or so."""
     requests: list[Request] = []
     for i in range(240):
-        arrival = 0.6 * (i // 60) + rng.expovariate(1 / 0.1)
-        requests.append((round(arrival, 4), [(f"q{i}", length(rng, 90, 1.0, 700))], length(rng, 120, 0.7, 300)))
+        prompt = length(rng, 90, 1.0, 700)
+        requests.append((round(rng.uniform(0, 0.5), 4), [(f"q{i}", prompt)], length(rng, 12 * prompt**0.5, 0.4, 300)))
+    return sorted(requests, key=lambda request: request[0])
+
+
+def documents(rng: random.Random) -> list[Request]:
+    """300 long prompts with answers of any length, more than the cache can hold from the first moment to the last."""
+    return [
+        (round(i / 600, 4), [(f"d{i}", length(rng, 600, 0.7, 1500))], length(rng, 150, 0.6, 500)) for i in range(300)
+    ]
+
+
+def waves(rng: random.Random) -> list[Request]:
+    """1,600 questions in four waves, so that a batch has any number of rows up to 256."""
+    requests: list[Request] = []
+    for i in range(1600):
+        arrival = 1.0 * (i % 4) + rng.gauss(0.4, 0.15)
+        requests.append(
+            (round(max(0.0, arrival), 4), [(f"w{i}", length(rng, 60, 0.8, 400))], length(rng, 90, 0.6, 300))
+        )
     return sorted(requests, key=lambda request: request[0])
 
 
@@ -33,17 +51,17 @@ def turns(rng: random.Random) -> list[Request]:
     requests: list[Request] = []
     systems = [length(rng, 300, 0.5, 600) for _ in range(6)]
     for i in range(60):
-        system, arrival, so_far = min(5, int(rng.expovariate(0.6))), rng.uniform(0, 1), 0
+        system, arrival, so_far = min(5, int(rng.expovariate(0.6))), rng.uniform(0, 0.4), 0
         for _ in range(rng.randint(1, 5)):
             so_far += length(rng, 40, 0.8, 200)
             answer = length(rng, 60, 0.6, 150)
             parts = [(f"system{system}", systems[system]), (f"chat{i}", so_far)]
             requests.append((round(arrival, 4), parts, answer))
             so_far += answer
-            arrival += rng.uniform(0.1, 0.5)
+            arrival += rng.uniform(0.1, 0.3)
     for i in range(40):
         requests.append(
-            (round(rng.uniform(0, 1.5), 4), [(f"once{i}", length(rng, 400, 0.6, 900))], length(rng, 20, 0.5, 60))
+            (round(rng.uniform(0, 0.8), 4), [(f"once{i}", length(rng, 400, 0.6, 900))], length(rng, 20, 0.5, 60))
         )
     return sorted(requests, key=lambda request: request[0])
 
@@ -55,7 +73,7 @@ def as_text(requests: list[Request]) -> str:
 
 def traces() -> dict[str, str]:
     """The files by name."""
-    return {f"{make.__name__}.json": as_text(make(random.Random(0))) for make in (chat, turns)}
+    return {f"{make.__name__}.json": as_text(make(random.Random(0))) for make in (chat, documents, turns, waves)}
 
 
 if __name__ == "__main__":

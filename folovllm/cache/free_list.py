@@ -57,7 +57,9 @@ class FreeList:
     def remove(self, block: Block) -> None:
         """Take a block out, wherever it is."""
         before, after = block._previous, block._next
-        assert before is not None and after is not None
+        assert before is not None and after is not None, (
+            f"block {block.block_id} is not free, so it cannot be taken out"
+        )
         before._next, after._previous = after, before
         block._previous = block._next = None
         self._length -= 1

@@ -58,6 +58,7 @@ class ShardedEmbedding(VocabParallelEmbedding):
         """[T] int64 -> [T, H] in the weight's dtype, whole on every rank.
 
         Each rank looks up the ids that it holds and gives zeros for the others; the sum over ranks is the embedding.
+        It calls `all_reduce` once, for a group of one rank as well.
         No index outside `weight` may be read, not even for a row that is then dropped. It is part of a captured step:
         nothing may wait for a value, as `x[mask]` does, whose length the host must know.
         """

@@ -81,7 +81,10 @@ class CpuGraph:
         self.static_input.fill_(POISON)
 
     def replay(self, value: torch.Tensor) -> None:
-        """Copy `value` into the static input, run again, poison the input. Raises RuntimeError before a capture."""
+        """Copy `value` into the static input, run again, poison the input.
+
+        Raises RuntimeError before a capture; its sentence names `capture`.
+        """
         if self._run is None:
             raise RuntimeError("nothing was captured: call capture first")
         self.static_input.copy_(value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,13 +14,15 @@ import torch
 
 from folovllm.cache.block_manager import BlockManager
 from folovllm.engine.scheduler import Scheduler, preempt, whole_prompt
+from folovllm.request import Sequence, SequenceStatus
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
-from milestones.builders import load_file, scorer, scores
+from milestones.builders import load_file, put, scorer, scores
 from milestones.counting import CountBytes, ToyModel, count_kernel
 from milestones.manifest import Course
-from milestones.scores import CatLoop
+from milestones.mine import Mine
+from milestones.scores import SLOT, CatLoop
 from milestones.tasks import Builder
-from milestones.virtual import TRACES, Costs, Request, load_trace, serve
+from milestones.virtual import MAX_TOKENS, TRACES, Costs, Request, as_sequence, load_trace, serve
 from tests.builders.engines import WITHOUT_MINE
 from tools.traces import traces
 
@@ -52,7 +56,7 @@ def test_two_requests_by_hand() -> None:
     run = serve(Scheduler(BlockManager(8, 16), 2, 64, whole_prompt, preempt), requests, costs)
     prompts = [0.1 + 0.01 * n + n / 100 for n in (16, 32)]
     decode = 0.1 + 0.01 + 17 / 100
-    assert [run.first_token[i] for i in (0, 1)] == pytest.approx(prompts)
+    assert list(run.first_token.values()) == pytest.approx(prompts)
     assert prompts[0] + decode < 1 and run.seconds == pytest.approx(1.0 + prompts[1])
     assert run.throughput == pytest.approx(3 / run.seconds) and run.preemptions == 0
 
@@ -66,12 +70,79 @@ def test_who_stands_still_is_stopped() -> None:
         serve(Still(BlockManager(8, 16), 2, 64, whole_prompt, preempt), [Request(0.0, [1], [2])])
 
 
+class TestNoScore:
+    """What does not compute the answers, or could not compute them from its cache, is found out while it is scored."""
+
+    def test_an_engine_that_ends_each_answer_after_a_token(self) -> None:
+        class Hasty(Scheduler):
+            def postprocess(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
+                updated = super().postprocess(sampled)
+                for seq in [seq for seq in updated if not seq.status.is_finished]:
+                    seq.finish(SequenceStatus.FINISHED_LENGTH)
+                    self.running.remove(seq)
+                    self.kv.free(seq)
+                return updated
+
+        with pytest.raises(ValueError, match="an answer ended after 1 of its 160 tokens"):
+            scorer(COURSE.builder("m2"))(lambda kv, seqs, budget, tokens: Hasty(kv, seqs, budget, tokens, preempt))
+
+    def test_a_scheduler_that_drops_requests(self) -> None:
+        class Forgetful(Scheduler):
+            def add(self, seq: Sequence) -> None: ...
+
+        with pytest.raises(ValueError, match="3 requests are lost"):
+            serve(Forgetful(BlockManager(8, 16), 2, 64, whole_prompt, preempt), [Request(0.0, [1], [2])] * 3)
+
+    @pytest.mark.parametrize(
+        ("table", "said"),
+        [([], "has no block"), ([0], "not its own"), ([-1], "has no block"), ([9000], "has no block")],
+    )
+    def test_a_cache_that_says_yes_and_has_no_blocks(self, table: list[int], said: str) -> None:
+        class Yes(BlockManager):
+            def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> bool:
+                seq.block_table[:] = table * -(-(seq.num_computed_tokens + num_new_tokens) // self.block_size)
+                return True
+
+        with pytest.raises(ValueError, match=said):
+            scorer(COURSE.builder("m3"))(Yes)
+
+    def test_a_prefix_that_nobody_computed(self) -> None:
+        class Found(BlockManager):
+            def get_computed_blocks(self, seq: Sequence) -> None:
+                seq.num_computed_tokens = seq.num_tokens - 1
+
+        with pytest.raises(ValueError, match="not its own, or not computed"):
+            scorer(COURSE.builder("m5"))(Found)
+
+    def test_nobody_says_how_long_an_answer_will_be(self) -> None:
+        requests = load_trace("chat")
+        told = [as_sequence(request) for request in requests]
+        assert {seq.max_tokens for seq in told} == {MAX_TOKENS} and len({len(r.answer) for r in requests}) > 50
+        assert all(request.answer[-1] not in request.answer[:-1] for request in requests), "only the last token ends it"
+
+
+def test_medals() -> None:
+    """Each reference has one, each gold is a target beyond the engine's own, and none is out of order."""
+    builder = COURSE.builder("m2")
+    worth = [builder.medal({"TTFT mean, ms": ms}) for ms in (701, 700, 600, 560)]
+    assert worth == ["", "bronze", "silver", "gold"]
+    assert replace(builder, target="x", medals=(1, 2, 3)).medal({"x": 2.5}) == "silver"
+
+
+@pytest.mark.parametrize("builder", COURSE.builders, ids=lambda b: b.id)
+def test_what_the_task_calls_a_medal(builder: Builder) -> None:
+    """The numbers in the text are the manifest's, and the reference reaches silver."""
+    score = builder.statement.partition("## The score")[2]
+    assert [number in score for number in (f"{value:,}" for value in builder.medals)] == [True] * 3
+    assert builder.medal(scorer(builder)(load_file(builder.reference, builder.symbol))) in ("silver", "gold")
+
+
 def test_traces_are_what_the_tool_makes() -> None:
     assert {file.name: file.read_text("utf-8") for file in TRACES.glob("*.json")} == traces()
-    for name in ("chat", "turns"):
+    for name in ("chat", "documents", "turns", "waves"):
         requests = load_trace(name)
         assert all(a.arrival <= b.arrival for a, b in pairwise(requests))
-        assert max(len(request.prompt) + len(request.answer) for request in requests) <= 224 * 16, "one fits alone"
+        assert max(len(request.prompt) + len(request.answer) for request in requests) <= SLOT, "one fits alone"
 
 
 def test_the_second_turn_begins_with_the_first() -> None:
@@ -125,10 +196,18 @@ class TestCounting:
 
 
 def test_yours_is_a_row(tmp_path: Path) -> None:
-    from milestones.builders import put
-    from milestones.mine import Mine
-
     builder = COURSE.builder("m3")
     put(builder.reference.read_text("utf-8"), builder, tmp_path)
     rows = dict(scores(builder, Mine(COURSE, tmp_path)))
     assert rows["yours"] == rows["the course's reference"] != rows["the engine's"]
+
+
+def test_what_fails_its_tests_has_no_score(tmp_path: Path) -> None:
+    builder = COURSE.builder("m3")
+    put(
+        builder.reference.read_text("utf-8").replace("// self.block_size)", "// self.block_size) + 1"),
+        builder,
+        tmp_path,
+    )
+    with pytest.raises(ValueError, match=r"yours does not pass its tests.*python -m milestones test m3.builder"):
+        scores(builder, Mine(COURSE, tmp_path))

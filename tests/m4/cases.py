@@ -62,6 +62,11 @@ def starts(lens: list[int]) -> torch.Tensor:
 
 def assert_close(actual: torch.Tensor, reference: torch.Tensor, dtype: torch.dtype | None = None) -> None:
     """Within the tolerance of the dtype, no element NaN or infinite."""
-    assert actual.isfinite().all()
-    error = (actual.double() - reference.double()).norm() / reference.double().norm().clamp(min=1e-30)
-    assert error <= TOLERANCE[dtype or actual.dtype], f"relative error {error:.2e}"
+    assert actual.shape == reference.shape, f"the shape is {[*actual.shape]}, and {[*reference.shape]} was to come"
+    off = (actual.double() - reference.double()).abs().nan_to_num(torch.inf)
+    error = off.norm() / reference.double().norm().clamp(min=1e-30)
+    worst = tuple(int(i) for i in torch.unravel_index(off.argmax(), off.shape)) if off.numel() else ()
+    assert error <= TOLERANCE[dtype or actual.dtype], (
+        f"worst at {[*worst]} of {[*off.shape]}: {actual[worst]:.6g} came out, and {reference[worst]:.6g} is right; "
+        f"{int((off > off.max() / 100).sum())} of {off.numel()} numbers are off, the relative error is {error:.2e}"
+    )

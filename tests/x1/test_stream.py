@@ -49,7 +49,13 @@ def stream_of(params: SamplingParams = DELTAS, collector: OutputCollector | None
 
 def run(main: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
     """Run a test's coroutine; what would wait for ever fails."""
-    return asyncio.run(asyncio.wait_for(main(), 20))
+    try:
+        return asyncio.run(asyncio.wait_for(main(), 10))
+    except TimeoutError:
+        pytest.fail(
+            "the reader was never woken: `put` gives the future that `get` waits on a result, however it comes",
+            pytrace=False,
+        )
 
 
 def woken(waiting: asyncio.Task[Any]) -> bool:
@@ -243,7 +249,9 @@ class TestFeed:
         stream = stream_of(replace(DELTAS, logprobs=1))
         (a,) = ids_of("a")
         stream.feed(Delta(0, 0, [a], None, 0, [[(a, -0.5, 1)]]), 1.0)
-        (piece,) = stream.take()
+        pieces = list(stream.take())
+        assert len(pieces) == 1, f"a token has come, and the reader finds {len(pieces)} pieces"
+        piece = pieces[0]
         assert piece.logprobs is not None, "the request asked for them"
         assert [(t.decoded_token, t.logprob) for t in piece.logprobs[0].values()] == [("a", -0.5)], "a row each token"
 

@@ -11,7 +11,7 @@ from folovllm.engine.stop import check_stop_conditions
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.step.schedule import SchedulerOutput
 
-PATIENCE = 16  # so often a request may be overtaken; then it goes first
+PATIENCE = 50  # so often a request may be overtaken; then it goes first
 
 
 class Scheduler:

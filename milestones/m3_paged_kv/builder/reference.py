@@ -1,4 +1,4 @@
-"""A block manager of plain arrays, whose watermark follows the load: a free block for each sequence that runs."""
+"""A block manager of plain arrays, whose watermark follows the load: two free blocks for each sequence that runs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import numpy.typing as npt
 from folovllm.cache.manager import KVCacheManager
 from folovllm.event_stream import Events
 from folovllm.request import Sequence, SequenceStatus
+
+GROWTH = 2  # blocks by which a sequence may grow before the next one gives up its own
 
 
 class BlockManager(KVCacheManager):
@@ -24,10 +26,10 @@ class BlockManager(KVCacheManager):
         self._holders: set[int] = set()  # by seq_id
 
     def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> bool:
-        """Blocks for the next tokens. An admission leaves a block for each of those that run already."""
+        """Blocks for the next tokens. An admission leaves `GROWTH` blocks for each of those that run already."""
         needed = -(-(seq.num_computed_tokens + num_new_tokens) // self.block_size)
         missing = max(0, needed - len(seq.block_table))
-        spare = len(self._holders - {seq.seq_id}) if seq.status is SequenceStatus.WAITING else 0
+        spare = GROWTH * len(self._holders - {seq.seq_id}) if seq.status is SequenceStatus.WAITING else 0
         if missing + spare > self._num_free:
             return False
         start, end = self._num_free - missing, self._num_free

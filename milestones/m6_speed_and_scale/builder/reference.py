@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from folovllm.worker.step_graph import GraphStore, StepGraph
 
-KEPT = 16  # graphs at most
+KEPT = 32  # graphs at most
 
 
 class GraphCache(GraphStore):
