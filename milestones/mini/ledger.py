@@ -86,6 +86,7 @@ class Ledger:
         self._preempted(step)
         self._budgets(step)
         if self.stage >= 2:
+            self._stores(step)
             self._tables(step)
         for id, start, n in step.work:
             self._work(id, start, n)
@@ -143,7 +144,7 @@ class Ledger:
             )
         one.computed = end = start + n
         if self.stage >= 2:
-            self._written(one, start, end)
+            self._writes_alone(one, start, end)
         if end == one.length:
             one.launched += 1
             self.due[1].add(id)
@@ -211,21 +212,25 @@ class Ledger:
         if one[1] != other[1] or self.served[one[0]].tokens[:end] != self.served[other[0]].tokens[:end]:
             self.wrong(f"has {both}, whose tokens up to there are different")
 
-    def _written(self, one: Served, start: int, end: int) -> None:
-        """Note what its blocks hold now."""
+    def _stores(self, step: Step) -> None:
+        """Note what the step's blocks hold: all K/V of a step are stored before any are read."""
+        size = self.limits.block_size
+        for id, start, n in step.work:
+            table = step.tables.get(id, [])
+            for place in range(start // size, min(-(-(start + n) // size), len(table))):
+                self.contents.pop(table[place], None)
+                if (place + 1) * size <= start + n:
+                    self.contents[table[place]] = self.served[id].tokens, (place + 1) * size
+
+    def _writes_alone(self, one: Served, start: int, end: int) -> None:
+        """Nobody else may hold a block into which this step stores."""
         size = self.limits.block_size
         for place in range(start // size, -(-end // size)):
             block = one.table[place]
             for id, other in self.served.items():
                 if other is not one and block in other.table:
-                    self.wrong(
-                        f"stores token {max(start, place * size)} of {one.ask.id} into block {block}, which {id} reads, too"
-                    )
-            last = (place + 1) * size
-            if last <= end:
-                self.contents[block] = one.tokens, last
-            else:
-                self.contents.pop(block, None)
+                    token = max(start, place * size)
+                    self.wrong(f"stores token {token} of {one.ask.id} into block {block}, which {id} reads, too")
 
     def worthless_blocks(self) -> list[int]:
         """Blocks that nobody may read: held by no sequence that goes on, and from stage 5 on not full, either."""

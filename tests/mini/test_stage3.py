@@ -29,7 +29,8 @@ def test_they_give_way_and_come_back(mini: Mini) -> None:
     assert given, (
         "nobody was preempted, though three sequences of 24 tokens do not fit into 48: they ran one after the other"
     )
-    assert "a" not in given, f"{given} were preempted: a came first"
+    when = next((i for i, step in enumerate(trace.steps) if "a" in step.preempted), None)
+    assert when is None, f"step {when} preempts a, which came first: who came last gives way"
 
 
 def test_alone_it_fills_the_memory(mini: Mini) -> None:

@@ -34,10 +34,16 @@ def test_running_sequences_share(mini: Mini) -> None:
 
 
 def test_equal_blocks_behind_different_beginnings(mini: Mini) -> None:
-    """The second blocks have equal tokens and different K/V: before them is something else."""
+    """The second blocks of a and c have equal tokens and different K/V: before them is something else."""
     tail = TAILS[4] + TAILS[5]
-    asks = asks_for([BEGINNING[:4] + tail, OTHER[:4] + tail], [6, 6], [0, 8])
+    asks = asks_for([BEGINNING[:4] + tail, OTHER[:8], OTHER[:4] + tail], [6, 6, 6], [0, 8, 16])
     mini.play(asks, Limits(16, 4, 2, 64))
+
+
+def test_only_what_is_computed_is_found(mini: Mini) -> None:
+    """b gives way in the middle of its prompt. When it comes back, it may find the blocks of the chunks that were computed."""
+    trace = mini.play(random_asks([(8, 20), (40, 6)], [0, 2]), Limits(13, 4, 2, 8))
+    assert any("b" in step.preempted for step in trace.steps), "b was not preempted"
 
 
 def test_a_long_prompt_lets_the_others_go_on(mini: Mini) -> None:
