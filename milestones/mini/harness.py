@@ -164,6 +164,7 @@ def play(
     if is_checked and stage >= 4:
         _count_reads(engine, trace)
     waiting, now = sorted(asks, key=lambda ask: ask.arrives), 0
+    most = 100 + 10 * sum(ask.arrives + len(ask.prompt) + ask.max_tokens for ask in asks)
     try:
         while waiting or not ledger.is_done:
             while waiting and waiting[0].arrives <= now:
@@ -173,19 +174,32 @@ def play(
                 ledger.add(ask)
             if not ledger.is_done:
                 began = time.perf_counter()
-                with _on_path():
-                    step = engine.step()
+                step = _step(engine, ledger)
                 trace.times.append((began, time.perf_counter()))
                 trace.steps.append(step)
                 ledger.check(step, cache if stage < 6 else None) if is_checked else ledger.note(step)
                 if cache is not None:
                     device.behind(_poison(cache, ledger.worthless_blocks()))
-            now += 1
+            if (now := now + 1) > most:
+                raise Rejected(f"after {now} steps these still wait for tokens: {', '.join(ledger.unfinished)}")
     except Rejected as error:
         error.trace = trace
         raise
     trace.idle = device.idle
     return trace
+
+
+def _step(engine: Any, ledger: Ledger) -> Step:
+    """Call `step`. An error of the engine's own says in a note what it was about to do."""
+    try:
+        with _on_path():
+            step: Step = engine.step()
+        return step
+    except Rejected:
+        raise
+    except Exception as error:
+        error.add_note(f"mini: step {ledger.number} raised this; these wait for tokens: {', '.join(ledger.unfinished)}")
+        raise
 
 
 def _cache_of(engine: Any, limits: Limits) -> torch.Tensor:

@@ -66,7 +66,13 @@ class Ledger:
 
     @property
     def is_done(self) -> bool:
-        return all(one.num_answered == one.ask.max_tokens for one in self.served.values())
+        return not self.unfinished
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Who does not have all of its tokens, and how many it has."""
+        left = [one for one in self.served.values() if one.num_answered < one.ask.max_tokens]
+        return [f"{one.ask.id} ({one.num_answered} of {one.ask.max_tokens})" for one in left]
 
     def add(self, ask: Ask) -> None:
         self.served[ask.id] = Served(ask, list(ask.prompt))
@@ -92,10 +98,10 @@ class Ledger:
             self._work(id, start, n)
         if cache is not None:
             self._poison(step, cache)
+        waiting = self.unfinished
         self._tokens(step)
         if not step.work and not step.tokens:
-            waits = [id for id, one in self.served.items() if one.num_answered < one.ask.max_tokens]
-            self.wrong(f"did nothing, and {', '.join(waits)} wait")
+            self.wrong(f"did nothing, and these wait for tokens: {', '.join(waiting)}")
         self.number += 1
 
     def wrong(self, what: str) -> None:

@@ -27,7 +27,7 @@ PROMPTS = (
     "The dog ran away. Lily was sad.",
 )
 LENGTHS = (24, 8, 30, 16, 12, 20)
-NUM_BLOCKS, BLOCK_SIZE = 24, 8  # memory for four of the longest
+NUM_BLOCKS, BLOCK_SIZE = 16, 8  # memory for two of the longest
 
 
 def limits(stage: int) -> Limits:
