@@ -67,8 +67,8 @@ def where(context: typer.Context) -> None:
     """
     if context.invoked_subcommand != "update":
         _mine().refuse_outdated()
-    if not context.invoked_subcommand:
-        mini.print_place() if mini.is_chosen() else progress.print_place(_mine())
+    if not context.invoked_subcommand and not mini.print_chosen():
+        progress.print_place(_mine())
 
 
 @app.command()

@@ -46,9 +46,11 @@ def build() -> None:
     print_place()
 
 
-def is_chosen() -> bool:
-    """Whether the learner is on this path."""
-    return Own.here().notes.path == "mini"
+def print_chosen() -> bool:
+    """Where the learner is on this path, print the next step. Returns whether that is so."""
+    if is_chosen := Own.here().notes.path == "mini":
+        print_place()
+    return is_chosen
 
 
 def print_place() -> None:

@@ -24,7 +24,7 @@ def recording(trace: Trace, title: str, model: str, texts: dict[int, str], stage
 
 def _header(trace: Trace, title: str, model: str, stage: int) -> dict[str, Any]:
     limits = trace.limits
-    engine = {
+    engine: dict[str, Any] = {
         "model": model,
         "milestone": f"mini, stage {stage}",
         "kv_cache": "growing" if stage < 2 else "slots" if stage == 2 else "paged",
