@@ -19,6 +19,7 @@ from milestones.mini.harness import REFERENCE, load, play
 from milestones.mini.ledger import Ask
 from tests.helpers import tiny_checkpoint
 from tests.mini.conftest import slots
+from tools.recordings import without_times
 
 ROOT = Path(__file__).resolve().parents[2]
 run = CliRunner().invoke
@@ -87,6 +88,14 @@ def test_a_score_is_kept_and_drawn(own: Own) -> None:
         "stage 5 finds prefixes again"
     )
     assert (own.folder / "history.svg").read_text().count("<rect") == 5
+
+
+def test_the_stored_recording_is_what_the_reference_does(own: Own, tmp_path: Path) -> None:
+    """The page's picture shows it: `python -m milestones mini record milestones/mini/recording.jsonl --stage 5`."""
+    own.begin()
+    shutil.copytree(REFERENCE, own.folder, dirs_exist_ok=True)
+    assert run(app, ["mini", "record", str(tmp_path / "run.jsonl"), "--stage", "5"]).exit_code == 0
+    assert without_times(tmp_path / "run.jsonl") == without_times(HERE / "recording.jsonl")
 
 
 def test_a_recording_ends_where_the_engine_is_wrong(own: Own, tmp_path: Path) -> None:
