@@ -11,6 +11,7 @@ from milestones.builders import begin, scores
 from milestones.language import t
 from milestones.manifest import Course
 from milestones.mine import Mine
+from milestones.mini import cli as mini
 from milestones.say import console, say
 
 app = typer.Typer()
@@ -19,13 +20,18 @@ app = typer.Typer()
 @app.command()
 def build(
     id: Annotated[
-        str, typer.Argument(metavar="[ID]", help="A milestone, say m3; all builders are listed if left out.")
+        str,
+        typer.Argument(
+            metavar="[ID]", help="A milestone, say m3, or mini: a whole engine; all builders are listed if left out."
+        ),
     ] = "",
 ) -> None:
     """Begin a whole component of your own, beside the exercises: an empty file in mine/folovllm/builders/.
 
     What you wrote there is never touched. No exercise needs it.
     """
+    if id == "mini":
+        return mini.build()
     mine = Mine.of(Course.here())
     if not id:
         table = Table("", *map(t, ("builder", "minutes", "your file")), box=None)

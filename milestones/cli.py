@@ -17,6 +17,7 @@ from milestones.explain import commented, print_commented
 from milestones.language import in_language, t, translated
 from milestones.manifest import Course
 from milestones.mine import Mine
+from milestones.mini import cli as mini
 from milestones.progress import newest_started, started_exercises
 from milestones.say import console, print_any_character, say
 from milestones.tasks import Exercise
@@ -26,6 +27,7 @@ POLL = 0.5  # seconds between two looks at mine/ by `watch`
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 app.add_typer(builders_cli.app)
+app.add_typer(mini.app)
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="An exercise, say m3.1.")]
 MilestoneId = Annotated[str, typer.Argument(metavar="ID", help="A milestone, say m3, or an elective, say x1.")]
@@ -65,7 +67,7 @@ def where(context: typer.Context) -> None:
     """
     if context.invoked_subcommand != "update":
         _mine().refuse_outdated()
-    if not context.invoked_subcommand:
+    if not context.invoked_subcommand and not mini.print_chosen():
         progress.print_place(_mine())
 
 

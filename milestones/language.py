@@ -7,7 +7,7 @@ has its translation beside it: `m2.1.zh.md`.
 import os
 import re
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -46,12 +46,19 @@ def read_text(file: Path) -> str:
     return MARK.sub("", translated(file).read_text("utf-8"))
 
 
+def parts_of(command: Any) -> Iterator[Any]:
+    """A command and all below it."""
+    yield command
+    for part in getattr(command, "commands", {}).values():
+        yield from parts_of(part)
+
+
 def in_language(app: Any) -> Callable[[], None]:
     """A typer application whose help is in the reader's language."""
     from typer import main, rich_utils
 
     command: Any = main.get_command(app)
-    for part in (command, *command.commands.values()):
+    for part in parts_of(command):
         for described in (part, *part.params):
             described.help = t(described.help) if described.help else described.help
     for title in ("ARGUMENTS_PANEL_TITLE", "OPTIONS_PANEL_TITLE", "COMMANDS_PANEL_TITLE", "ERRORS_PANEL_TITLE"):

@@ -55,6 +55,7 @@ WANTED = [
     Picture("3_recording", (BOOK / "3_slots.jsonl", BOOK / "3_blocks.jsonl"), 44, 760, 420, embedded=True),
     Picture("x3_recording", (BOOK / "x3_guesses.jsonl",), 4, 760, 420, embedded=True),
     Picture("6_recording", (BOOK / "6_abc.jsonl",), 7, 1280, 900),
+    Picture("mini", (ROOT / "milestones" / "mini" / "recording.jsonl",), 16, 1280, 900),
 ]
 
 

@@ -39,7 +39,7 @@ from milestones.manifest import Course  # noqa: E402
 COURSE = Course(ROOT)
 MARK = re.compile(r"^<!-- source: (\S+)(?: ([0-9a-f]{12}))? -->\n", re.MULTILINE)
 LINK = re.compile(r"(\]\()([^)#:\s]+?)(?<!\.zh)\.md(?=[)#])")
-BOOK = ("index", "reading_order", "troubleshooting", "reference/glossary", "reference/models")
+BOOK = ("index", "mini", "reading_order", "troubleshooting", "reference/glossary", "reference/models")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +111,7 @@ def pairs() -> list[Pair]:
         *(ROOT / f"docs/{name}.md" for name in BOOK),
     ]
     pages += [page for m in COURSE.milestones for page in sorted(m.folder.glob("hints/*.md")) if not is_chinese(page)]
+    pages += [page for page in sorted((ROOT / "milestones/mini/hints").glob("*.md")) if not is_chinese(page)]
     pages += [b.folder / name for b in COURSE.builders for name in ("task.md", "hints.md")]
     pages += [
         ROOT / m.notebook.replace("notebooks/", "notebooks/src/").replace(".ipynb", ".py") for m in COURSE.milestones

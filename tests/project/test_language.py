@@ -20,7 +20,17 @@ from milestones.mine import Mine
 ROOT = Path(__file__).resolve().parents[2]
 COURSE = Course(ROOT)
 CHINESE = language.messages("zh")
-SPEAKING = ("cli", "builders_cli", "progress", "mine", "check", "manifest", "update")  # to a learner, of milestones/
+SPEAKING = (
+    "cli",
+    "builders_cli",
+    "progress",
+    "mine",
+    "check",
+    "manifest",
+    "update",
+    "mini/cli",
+    "mini/course",
+)  # to a learner, of milestones/
 
 
 def said() -> set[str]:
@@ -40,8 +50,7 @@ def said() -> set[str]:
 
 
 def helped() -> set[str]:
-    command = typer.main.get_command(app)
-    parts = [part for c in (command, *command.commands.values()) for part in (c, *c.params)]  # type: ignore[attr-defined]
+    parts = [part for c in language.parts_of(typer.main.get_command(app)) for part in (c, *c.params)]
     return {part.help for part in parts if part.help}
 
 

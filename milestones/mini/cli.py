@@ -1,0 +1,203 @@
+"""`python -m milestones mini`, `path` and `build mini`: an engine of one's own, from an empty folder."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.markdown import Markdown
+from rich.table import Table
+
+from milestones.language import t, translated
+from milestones.mini.course import HISTORY, PICTURE, ROOT, Own, Stage, stages
+from milestones.say import console, say
+
+app = typer.Typer()
+mini = typer.Typer(help="An engine of your own, from an empty folder: seven stages, and the harness that plays it.")
+app.add_typer(mini, name="mini")
+
+Number = Annotated[int | None, typer.Argument(metavar="[STAGE]", help="A stage, 0 to 6; the next if left out.")]
+
+
+@app.command()
+def path(chosen: Annotated[Literal["mini", "engine"], typer.Argument(help="mini or engine.")]) -> None:
+    """Choose the path whose next step the course shows: an engine of your own (mini), or exercises in the real one (engine).
+
+    The other path stays as it is.
+    """
+    own = Own.here()
+    if chosen == "mini":
+        build()
+    notes = own.notes
+    notes.path = chosen
+    if own.is_begun:
+        own.save(notes)
+    say("The next step is shown by: python -m milestones")
+
+
+def build() -> None:
+    """Make mine/mini/, and say what to do in it."""
+    own = Own.here()
+    is_new = own.begin()
+    say(
+        "{folder}: {said}",
+        folder=own.folder,
+        said=t("new, yours to write" if is_new else "there already, left as it is"),
+    )
+    print_place()
+
+
+def print_chosen() -> bool:
+    """Where the learner is on this path, print the next step. Returns whether that is so."""
+    if is_chosen := Own.here().notes.path == "mini":
+        print_place()
+    return is_chosen
+
+
+def print_place() -> None:
+    """Print how far the engine is, and the one next step."""
+    passed = Own.here().notes.passed
+    for stage in stages():
+        mark = "■" if stage.number <= passed else "□"
+        hours = t("{n} hours", n=stage.hours)
+        say(
+            "{mark} [bold]{number}[/] {title}  ({files}, {hours})",
+            mark=mark,
+            number=stage.number,
+            title=t(stage.title),
+            files=stage.writes,
+            hours=hours,
+        )
+    console.print()
+    if passed == len(stages()) - 1:
+        say("All stages pass: the engine is yours. What is it worth?  python -m milestones mini score --time")
+        _print_surgery(stages()[-1])
+        return
+    _print_task(stages()[passed + 1])
+
+
+def _print_task(stage: Stage) -> None:
+    chapter = translated(ROOT / stage.read).relative_to(ROOT)
+    say(
+        "Next: stage [bold]{number}[/], {title}, about {lines} lines",
+        number=stage.number,
+        title=t(stage.title),
+        lines=stage.lines,
+    )
+    say("  read    {chapter}; the task: python -m milestones mini task", chapter=chapter)
+    say("  write   {files}  {folder}", files=stage.writes, folder=Own.here().folder)
+    say("  test    python -m milestones mini test")
+    say("  stuck   python -m milestones mini hint")
+
+
+def _print_surgery(stage: Stage) -> None:
+    if stage.surgery:
+        say(
+            "Worth doing in the real engine now (python -m milestones path engine): {ids}", ids=", ".join(stage.surgery)
+        )
+
+
+@mini.callback(invoke_without_command=True)
+def where(context: typer.Context) -> None:
+    """An engine of your own, from an empty folder: seven stages, and the harness that plays it.
+
+    Without a command: how far it is, and the next step.
+    """
+    if not context.invoked_subcommand:
+        Own.here().stage(None)
+        print_place()
+
+
+@mini.command()
+def task(number: Number = None) -> None:
+    """What a stage asks."""
+    console.print(Markdown(Own.here().stage(number).task))
+
+
+@mini.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def test(context: typer.Context, number: Number = None) -> None:
+    """Run the tests of a stage on your engine, and those of all stages before. They stop at the first failure.
+
+    Further arguments go to pytest.
+    """
+    own = Own.here()
+    stage = own.stage(number)
+    status = own.test(stage, context.args)
+    if status == 0 and not context.args:
+        say("[green]Stage {number} passes, and all before it.[/] Next: python -m milestones mini", number=stage.number)
+        files = ", ".join(f"milestones/mini/reference/{name}" for name in _reference(stage))
+        say("Compare with {files}. What is yours worth?  python -m milestones mini score", files=files)
+        _print_surgery(stage)
+    raise typer.Exit(status)
+
+
+def _reference(stage: Stage) -> list[str]:
+    return ["serial.py"] if stage.number == 0 else stage.writes.split(", ")
+
+
+@mini.command()
+def hint(number: Number = None, all: Annotated[bool, typer.Option("--all", help="All three.")] = False) -> None:
+    """One more hint each time: a nudge, the approach, nearly the code."""
+    own = Own.here()
+    stage, notes = own.stage(number), own.notes
+    key, rungs = str(stage.number), stage.hints
+    shown = len(rungs) if all else min(notes.hints.get(key, 0) + 1, len(rungs))
+    for heading, text in rungs[:shown]:
+        console.print(Markdown(f"### {heading}\n\n{text}"))
+        console.print()
+    notes.hints[key] = max(shown, notes.hints.get(key, 0))
+    own.save(notes)
+    answer = t("one way is in {file}", file=f"milestones/mini/reference/{_reference(stage)[0]}")
+    more = t("the same command gives the next") if shown < len(rungs) else answer
+    say("{shown} of {all} hints; {more}", shown=shown, all=len(rungs), more=more)
+
+
+@mini.command()
+def score(
+    number: Number = None,
+    seconds: Annotated[
+        bool, typer.Option("--time", help="Also tokens a second, beside FoloVLLM and transformers.")
+    ] = False,
+) -> None:
+    """Serve six requests, count what your engine does, and compare with the reference. Kept in a history, with a picture."""
+    from milestones.mini import score as scoring
+
+    own = Own.here()
+    stage = _played(own, number)
+    traces = scoring.traces(own.folder, stage.number)
+    speeds = scoring.speeds(own.folder, stage.number) if seconds else {}
+    table = Table("", *map(t, traces["yours"].counts), *([t("tokens a second")] if speeds else []), box=None)
+    for whose in dict.fromkeys([*traces, *speeds]):
+        counts = [f"{n:,}" for n in traces[whose].counts.values()] if whose in traces else ["-"] * 6
+        table.add_row(t(whose), *counts, *([f"{speeds[whose]:,.0f}"] if speeds else []))
+    console.print(table)
+    history = scoring.remember(own.folder / HISTORY, stage.number, traces["yours"].counts, speeds.get("yours"))
+    (own.folder / PICTURE).write_text(scoring.picture(history, "mini"), encoding="utf-8")
+    say("The history of {n} scores: {file}", n=len(history), file=own.folder / PICTURE)
+
+
+@mini.command()
+def record(
+    file: Annotated[Path, typer.Argument(help="The recording to write.")] = Path("mini.jsonl"),
+    stage: Annotated[int | None, typer.Option(help="A stage, 0 to 6; the last that passed if left out.")] = None,
+) -> None:
+    """Record your engine while it serves six requests, up to the step that is wrong if one is. The inspector plays it."""
+    from milestones.mini import harness, score
+    from milestones.mini.film import recording
+    from milestones.mini.ledger import Rejected
+
+    own = Own.here()
+    chosen, asks = _played(own, stage).number, score.workload()
+    try:
+        trace = harness.play(harness.load(own.folder), score.STORIES, asks, score.limits(chosen), chosen)
+    except Rejected as error:
+        trace = error.trace
+        say("[red]{error}[/]: the recording ends there", error=error)
+    ids = {id for ask in asks for id in (*ask.prompt, *ask.answer)}
+    texts = {id: score.tokenizer().decode([id], skip_special_tokens=False) for id in ids}
+    file.write_text(recording(trace, "mini", "stories-5m", texts, chosen), encoding="utf-8")
+    say("{file}: {n} steps. Look at it: folovllm inspect {file}", file=file, n=len(trace.steps))
+
+
+def _played(own: Own, number: int | None) -> Stage:
+    """The stage in which an engine is played: the last that passed, unless one is named."""
+    return own.stage(max(own.notes.passed, 0) if number is None else number)

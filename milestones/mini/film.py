@@ -1,0 +1,169 @@
+"""A recording of an engine of mini, for `folovllm inspect`: the steps as the inspector's lines (docs/reference/recording.md)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from milestones.mini.given.contract import Step
+from milestones.mini.harness import Trace
+
+Line = list[Any]
+
+
+def recording(trace: Trace, title: str, model: str, texts: dict[int, str], stage: int) -> str:
+    """The recording as a file's text. `texts` has the text of each token."""
+    film = _Film(trace, stage)
+    lines: list[Any] = [_header(trace, title, model, stage), ["texts", {str(id): text for id, text in texts.items()}]]
+    lines.append(["key", 0, 0, film.beginning()])
+    lines += [["turn", number, film.at(number)[1], film.turn(number)] for number in range(len(trace.steps))]
+    lines.append(["done", len(trace.steps), film.at(len(trace.steps) - 1)[1], "closed"])
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def _header(trace: Trace, title: str, model: str, stage: int) -> dict[str, Any]:
+    limits = trace.limits
+    engine: dict[str, Any] = {
+        "model": model,
+        "milestone": f"mini, stage {stage}",
+        "kv_cache": "growing" if stage < 2 else "slots" if stage == 2 else "paged",
+        "block_size": limits.block_size,
+        "num_kv_blocks": limits.num_blocks if stage >= 2 else 0,
+        "max_num_seqs": limits.max_seqs if stage >= 2 else 1,
+        "max_num_batched_tokens": limits.max_tokens,
+        "max_model_len": limits.num_blocks * limits.block_size,
+        "scheduling": "fcfs",
+        "enable_prefix_caching": stage >= 5,
+        "enable_chunked_prefill": stage >= 5,
+        "async_scheduling": stage >= 6,
+        "attention_backend": "mini",
+        "device": "cpu",
+        "graph_widths": [],
+        "mine": True,
+    }
+    return {
+        "format": "folovllm recording",
+        "version": 1,
+        "holds_prompts": True,
+        "title": title,
+        "started": None,
+        "engine": engine,
+    }
+
+
+class _Film:
+    """Finds what happened between two steps: from the tables, who took, found and gave back which block."""
+
+    def __init__(self, trace: Trace, stage: int) -> None:
+        self.trace, self.stage = trace, stage
+        self.asks = {ask.id: ask for ask in trace.asks}
+        self.seqs = {ask.id: seq for seq, ask in enumerate(sorted(trace.asks, key=lambda ask: ask.arrives))}
+        self.waiting = list(self.seqs)  # who has not come yet, in the order of arrival
+        self.tables = dict[str, list[int]]()
+        self.running, self.done = set[str](), set[str]()
+        self.known = {ask.id: len(ask.prompt) for ask in trace.asks}
+        self.refs = [0] * (trace.limits.num_blocks if stage >= 2 else 0)
+        self.open: list[tuple[int, Step]] = []  # steps that have begun and not ended
+
+    def at(self, number: int) -> tuple[int, int]:
+        """Begin and end of a call of `step`, in microseconds since the first."""
+        zero = self.trace.times[0][0]
+        began, ended = self.trace.times[number]
+        return round((began - zero) * 1e6), round((ended - zero) * 1e6)
+
+    def beginning(self) -> dict[str, Any]:
+        n = len(self.refs)
+        empty: dict[str, Any] = {"steps": 0, "free": "1" * n, "refs": [0] * n, "named": [], "sequences": []}
+        return empty | {"tokens": {}, "block_tokens": {}}
+
+    def turn(self, number: int) -> list[Line]:
+        """What happened in a call of `step`."""
+        step = self.trace.steps[number]
+        events = [*self._arrivals(number), *self._given_back(step), *self._admitted(step)]
+        shares = list(self._shares(step))
+        if step.work:
+            began, _ = self.at(number)
+            left = self.trace.limits.max_tokens - sum(n for _, _, n in step.work)
+            events.append(["begin", number, began, began, shares, max(0, left)])
+            self.open.append((number, step))
+        if self.open and (self.stage < 6 or self.open[0][0] < number or step.tokens):
+            events += self._ended(number, step)
+        return events
+
+    def _arrivals(self, number: int) -> Iterator[Line]:
+        zero, (_, ended) = self.trace.times[0][0], self.trace.times[number]
+        while self.waiting and self.trace.arrived.get(self.waiting[0], ended) < ended:
+            ask = self.asks[self.waiting.pop(0)]
+            when = round((self.trace.arrived[ask.id] - zero) * 1e6)
+            yield ["add", self.seqs[ask.id], ask.id, 0, list(ask.prompt), ask.max_tokens, 0, when]
+
+    def _given_back(self, step: Step) -> Iterator[Line]:
+        """Who held blocks and has none in this step."""
+        for id in step.preempted:
+            self.running.discard(id)
+            by = next((i for i, _, _ in step.work if i in self.running), id)
+            yield ["preempt", self.seqs[id], self.seqs[by], self.known[id]]
+        for id in [id for id in self.tables if id not in step.tables]:
+            yield from self._release(id)
+
+    def _release(self, id: str) -> Iterator[Line]:
+        table = self.tables.pop(id, [])
+        for block in table:
+            self.refs[block] -= 1
+        if free := [block for block in reversed(table) if not self.refs[block]]:
+            yield ["free", *free]
+        if table:
+            yield ["table", self.seqs[id], table, [self.refs[block] for block in table]]
+
+    def _admitted(self, step: Step) -> Iterator[Line]:
+        for id, start, _ in step.work:
+            if id in self.running:
+                continue
+            self.running.add(id)
+            found = step.tables.get(id, [])[: start // self.trace.limits.block_size]
+            for block in found:
+                if not self.refs[block]:
+                    yield ["claim", block]
+                self.refs[block] += 1
+                yield ["adopt", block, self.seqs[id], self.refs[block]]
+            if start:
+                yield ["hit", self.seqs[id], start]
+            yield ["admit", self.seqs[id], start]
+            self.tables[id] = []
+        if new := [b for id, table in step.tables.items() for b in table[self._known_blocks(id, step) :]]:
+            yield ["new", *new]
+            for block in new:
+                self.refs[block] = 1
+
+    def _known_blocks(self, id: str, step: Step) -> int:
+        """How many blocks of its table it had, or has found."""
+        start = next((start for i, start, _ in step.work if i == id), 0)
+        return len(self.tables.get(id, [])) or start // self.trace.limits.block_size
+
+    def _shares(self, step: Step) -> Iterator[Line]:
+        flying = {id for _, other in self.open for id, start, n in other.work if start + n == self.known[id]}
+        for id, start, n in step.work:
+            draws = int(start + n == self.known[id] + (id in flying))
+            first, table = len(self.tables.get(id, [])), step.tables.get(id, [])
+            yield [self.seqs[id], start, n, draws, first, table[first:]]
+        for id, table in step.tables.items():
+            self.tables[id] = list(table)
+
+    def _ended(self, number: int, step: Step) -> Iterator[Line]:
+        (begun, _), (began, ended) = self.open.pop(0), self.at(number)
+        ids = list(step.tokens)
+        for id in ids:
+            self.known[id] += 1
+        waits = sum(id not in self.running and id not in self.done for id in self._come())
+        used, tokens = sum(map(bool, self.refs)), [step.tokens[id] for id in ids]
+        yield ["end", begun, began, ended, ended, [self.seqs[id] for id in ids], tokens, waits, used]
+        for id in ids:
+            if self.known[id] == len(self.asks[id].prompt) + self.asks[id].max_tokens:
+                yield from self._release(id)
+                self.running.discard(id)
+                self.done.add(id)
+                yield ["finish", self.seqs[id], "length"]
+
+    def _come(self) -> Iterable[str]:
+        return (id for id in self.seqs if id not in self.waiting)

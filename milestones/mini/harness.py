@@ -1,0 +1,257 @@
+"""Loads an engine of mini, plays requests through it, and checks every step.
+
+    adapters = load(Path("mine/mini"))
+    trace = play(adapters, folder, asks, limits, stage=2)
+
+A check that fails raises `Rejected`, whose message names the step, the request, the token or the block.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from milestones.mini.given.contract import Device, Limits, Step
+from milestones.mini.ledger import Ask, Ledger, Rejected
+
+HERE = Path(__file__).parent
+GIVEN, REFERENCE = HERE / "given", HERE / "reference"
+FORBIDDEN = ("folovllm", "milestones", "vllm", "sglang")
+
+
+# -- to load an engine -----------------------------------------------------------------------------------------------
+
+
+def load(path: Path) -> ModuleType:
+    """Load `adapters.py` of a folder, or one file that builds on the reference's modules. The modules of an engine loaded before go.
+
+    Raises:
+        ValueError: there is no such file, or something in it imports an engine.
+    """
+    file = path / "adapters.py" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"there is no {file}: `python -m milestones build mini` makes it")
+    folders = [GIVEN, path] if path.is_dir() else [GIVEN, REFERENCE]
+    for source in sorted(path.glob("*.py")) if path.is_dir() else [file]:
+        _refuse_engines(source)
+    for name in {source.stem for folder in [*_PATHS, *map(str, folders)] for source in Path(folder).glob("*.py")}:
+        sys.modules.pop(name, None)
+    _PATHS[:], _LOADED[:] = [*map(str, folders)], [path]
+    spec = importlib.util.spec_from_file_location("adapters", file)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["adapters"] = module
+    with _on_path():
+        spec.loader.exec_module(module)
+    return module
+
+
+_PATHS: list[str] = []  # where the modules of the engine are that was loaded last
+
+
+def loaded_path() -> Path | None:
+    """What `load` was called with last."""
+    return _LOADED[0] if _LOADED else None
+
+
+_LOADED: list[Path] = []
+
+
+@contextmanager
+def _on_path() -> Iterator[None]:
+    """Let the engine's files find each other, and forget nothing else that was imported."""
+    sys.path[:0] = _PATHS
+    try:
+        yield
+    finally:
+        del sys.path[: len(_PATHS)]
+
+
+def _refuse_engines(file: Path) -> None:
+    for node in ast.walk(ast.parse(file.read_text("utf-8"), str(file))):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        for name in names:
+            if name.split(".")[0] in FORBIDDEN:
+                raise ValueError(f"{file.name}, line {node.lineno} imports {name}: mini is an engine of your own")  # type: ignore[attr-defined]
+
+
+def make(adapters: ModuleType, folder: Path, limits: Limits, device: Device, stage: int) -> Any:
+    """Call the adapters' `make`. The reference's also takes the stage."""
+    takes_stage = "stage" in inspect.signature(adapters.make).parameters
+    with _on_path():
+        return adapters.make(folder, limits, device, **({"stage": stage} if takes_stage else {}))
+
+
+# -- to play ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Trace:
+    """What an engine did."""
+
+    limits: Limits
+    asks: Sequence[Ask]
+    steps: list[Step] = field(default_factory=list)
+    times: list[tuple[float, float]] = field(default_factory=list)  # begin and end of each call of `step`, in seconds
+    arrived: dict[str, float] = field(default_factory=dict)
+    bytes_read: int = 0
+    least_bytes: int = 0
+    num_attended: int = 0
+    idle: int = 0
+
+    @property
+    def computed(self) -> int:
+        """Tokens that all steps computed."""
+        return sum(n for step in self.steps for _, _, n in step.work)
+
+    @property
+    def most_blocks(self) -> int:
+        """The largest number of blocks that were held at once."""
+        return max((len({b for table in step.tables.values() for b in table}) for step in self.steps), default=0)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """What the score is made of."""
+        return {
+            "steps": sum(bool(step.work) for step in self.steps),
+            "tokens computed": self.computed,
+            "most blocks": self.most_blocks,
+            "preemptions": sum(len(step.preempted) for step in self.steps),
+            "bytes read": self.bytes_read,
+            "idle": self.idle,
+        }
+
+
+class Stream(Device):
+    """The given device; the harness can run something behind all that was launched."""
+
+    def behind(self, work: Callable[[], object]) -> None:
+        """Run `work` after what is queued last, now if nothing is."""
+        if not self._queue:
+            work()
+            return
+        ticket, last = self._queue.pop()
+        self._queue.append((ticket, lambda: (last(), work())[0]))
+
+
+@torch.inference_mode()
+def play(
+    adapters: ModuleType, folder: Path, asks: Sequence[Ask], limits: Limits, stage: int, *, is_checked: bool = True
+) -> Trace:
+    """Serve all requests and return what happened. `is_checked` off: no poison and no checks, to measure time.
+
+    Raises:
+        Rejected: the engine did something wrong. `trace` of the error is what happened until then.
+    """
+    device, trace = Stream(), Trace(limits, asks)
+    engine = make(adapters, folder, limits, device, stage)
+    ledger = Ledger(asks, limits, stage)
+    cache = _cache_of(engine, limits) if is_checked and stage >= 2 else None
+    if cache is not None:
+        cache.fill_(torch.nan)
+    if is_checked and stage >= 4:
+        _count_reads(engine, trace)
+    waiting, now = sorted(asks, key=lambda ask: ask.arrives), 0
+    most = 100 + 10 * sum(ask.arrives + len(ask.prompt) + ask.max_tokens for ask in asks)
+    try:
+        while waiting or not ledger.is_done:
+            while waiting and waiting[0].arrives <= now:
+                ask = waiting.pop(0)
+                trace.arrived[ask.id] = time.perf_counter()
+                engine.add(ask.id, list(ask.prompt), ask.max_tokens)
+                ledger.add(ask)
+            if not ledger.is_done:
+                began = time.perf_counter()
+                step = _step(engine, ledger)
+                trace.times.append((began, time.perf_counter()))
+                trace.steps.append(step)
+                ledger.check(step, cache if stage < 6 else None) if is_checked else ledger.note(step)
+                if cache is not None:
+                    device.behind(_poison(cache, ledger.worthless_blocks()))
+            if (now := now + 1) > most:
+                raise Rejected(f"after {now} steps these still wait for tokens: {', '.join(ledger.unfinished)}")
+    except Rejected as error:
+        error.trace = trace
+        raise
+    trace.idle = device.idle
+    return trace
+
+
+def _step(engine: Any, ledger: Ledger) -> Step:
+    """Call `step`. An error of the engine's own says in a note what it was about to do."""
+    try:
+        with _on_path():
+            step: Step = engine.step()
+        return step
+    except Rejected:
+        raise
+    except Exception as error:
+        error.add_note(f"mini: step {ledger.number} raised this; these wait for tokens: {', '.join(ledger.unfinished)}")
+        raise
+
+
+def _cache_of(engine: Any, limits: Limits) -> torch.Tensor:
+    cache = getattr(engine, "cache", None)
+    if not isinstance(cache, torch.Tensor) or cache.dim() != 6 or cache.shape[1:4] != (2, *limits[:2]):
+        said = f"a tensor {list(cache.shape)}" if isinstance(cache, torch.Tensor) else f"a {type(cache).__name__}"
+        wanted = f"[L, 2, {limits.num_blocks}, {limits.block_size}, Hkv, D]"
+        raise Rejected(f"engine.cache is {said}; from stage 2 on all K and V are in a tensor {wanted}")
+    return cache
+
+
+def _poison(cache: torch.Tensor, blocks: list[int]) -> Callable[[], object]:
+    """What makes blocks that nobody may read unreadable: a stale read gives NaN."""
+    return lambda: cache.index_fill_(2, torch.tensor(blocks, dtype=torch.int64), torch.nan)
+
+
+# -- to count what attention reads -----------------------------------------------------------------------------------
+
+
+class Tiles:
+    """K or V [N, B, Hkv, D] of one layer, of which one block at a time fits into the memory for tiles.
+
+    `tiles[b]` reads block b. The tile before it is gone then: it holds NaN.
+    """
+
+    def __init__(self, cache: torch.Tensor, read: Callable[[int], object]) -> None:
+        self._cache, self._read, self._tile = cache, read, cache.new_empty(0)
+        self.shape, self.dtype = cache.shape, cache.dtype
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        block, *rest = index if isinstance(index, tuple) else (index,)
+        if isinstance(block, slice | list) or (isinstance(block, torch.Tensor) and block.dim()):
+            raise Rejected("attend read several blocks at once: the memory for tiles holds one block of K and one of V")
+        self._tile.fill_(torch.nan)
+        self._tile = self._cache[int(block)].clone()
+        self._read(self._tile.numel() * self._tile.element_size())
+        return self._tile[tuple(rest)] if rest else self._tile
+
+
+def _count_reads(engine: Any, trace: Trace) -> None:
+    """Replace `engine.attend` by one that counts, and that hands out tiles."""
+    attend = getattr(engine, "attend", None)
+    if not callable(attend):
+        raise Rejected("the engine has no `attend`: from stage 4 on it calls engine.attend for each layer and sequence")
+
+    def read(num_bytes: int) -> None:
+        trace.bytes_read += num_bytes
+
+    def counted(query: Any, keys: Any, values: Any, table: list[int], start: int) -> Any:
+        trace.num_attended += 1
+        num_blocks = -(-(start + len(query)) // keys.shape[1])
+        trace.least_bytes += 2 * num_blocks * keys[0].numel() * keys.element_size()
+        return attend(query, Tiles(keys, read), Tiles(values, read), table, start)
+
+    engine.attend = counted

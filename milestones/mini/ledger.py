@@ -1,0 +1,284 @@
+"""What an engine of mini may do next, and the sentence that says what it did wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from milestones.mini.given.contract import Limits, Step
+
+
+class Rejected(AssertionError):
+    """What an engine did wrong, in a sentence."""
+
+    trace: Any = None  # a `Trace`, where an engine was played
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request, with the greedy answer that it should get."""
+
+    id: str
+    prompt: Sequence[int]
+    answer: Sequence[int]
+    arrives: int = 0  # before which step
+    certain: int = 1 << 30  # so many of the answer's first tokens are no close call; those after may differ
+
+    @property
+    def max_tokens(self) -> int:
+        return len(self.answer)
+
+
+@dataclass
+class Served:
+    """What the ledger knows of a request."""
+
+    ask: Ask
+    tokens: list[int]  # known so far
+    launched: int = 0  # tokens of the answer that steps have sampled, in flight or known
+    computed: int = 0
+    table: list[int] = field(default_factory=list)
+    strays: bool = False  # it took another way at a close call
+
+    @property
+    def num_answered(self) -> int:
+        return len(self.tokens) - len(self.ask.prompt)
+
+    @property
+    def length(self) -> int:
+        """Its tokens, those in flight included."""
+        return len(self.ask.prompt) + self.launched
+
+
+class Ledger:
+    """Follows an engine step by step. It believes nothing: what a step says has to fit what the steps before it said."""
+
+    def __init__(self, asks: Sequence[Ask], limits: Limits, stage: int) -> None:
+        self.limits, self.stage = limits, stage
+        self.served: dict[str, Served] = {}
+        self.number = 0  # of the step
+        self.due: list[set[str]] = [set(), set()]  # whose tokens the step before has sampled, and this one
+        # What each block holds, where it is full of tokens that were computed: (the tokens of its sequence, where they end).
+        self.contents: dict[int, tuple[list[int], int]] = {}
+
+    @property
+    def is_done(self) -> bool:
+        return not self.unfinished
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Who does not have all of its tokens, and how many it has."""
+        left = [one for one in self.served.values() if one.num_answered < one.ask.max_tokens]
+        return [f"{one.ask.id} ({one.num_answered} of {one.ask.max_tokens})" for one in left]
+
+    def add(self, ask: Ask) -> None:
+        self.served[ask.id] = Served(ask, list(ask.prompt))
+
+    def note(self, step: Step) -> None:
+        """Take a step in unchecked."""
+        for id, token in step.tokens.items():
+            self.served[id].tokens.append(token)
+
+    def check(self, step: Step, cache: torch.Tensor | None = None) -> None:
+        """Take a step in. `cache`: that of an engine whose steps are over when they return; it is searched for poison.
+
+        Raises:
+            Rejected: it cannot be right.
+        """
+        self._form(step)
+        self._preempted(step)
+        self._budgets(step)
+        if self.stage >= 2:
+            self._stores(step)
+            self._tables(step)
+        for id, start, n in step.work:
+            self._work(id, start, n)
+        if cache is not None:
+            self._poison(step, cache)
+        waiting = self.unfinished
+        self._tokens(step)
+        if not step.work and not step.tokens:
+            self.wrong(f"did nothing, and these wait for tokens: {', '.join(waiting)}")
+        self.number += 1
+
+    def wrong(self, what: str) -> None:
+        """Raise Rejected: the step did this."""
+        raise Rejected(f"step {self.number} {what}")
+
+    # -- what a step says --------------------------------------------------------------------------------------------
+
+    def _form(self, step: Any) -> None:
+        if not (isinstance(step, tuple) and len(step) == 4 and isinstance(step[0], list) and isinstance(step[2], dict)):
+            self.wrong(f"returned {step!r}, and not Step(work, tables, tokens, preempted)")
+        ids = [id for id, _, _ in step.work]
+        for id in {*ids, *step.tables, *step.tokens, *step.preempted} - self.served.keys():
+            self.wrong(f"names {id!r}, and nobody of that name came")
+        if twice := [id for id in ids if ids.count(id) > 1]:
+            self.wrong(f"has {twice[0]} twice in its work")
+
+    def _preempted(self, step: Step) -> None:
+        for id in step.preempted:
+            one = self.served[id]
+            if not one.table:
+                self.wrong(f"preempts {id}, which holds no block")
+            if id in step.tables:
+                self.wrong(f"preempts {id}, which still holds blocks {step.tables[id]}")
+            one.computed, one.table = 0, []
+
+    def _budgets(self, step: Step) -> None:
+        num_tokens = sum(n for _, _, n in step.work)
+        if self.stage >= 2 and num_tokens > self.limits.max_tokens:
+            parts = ", ".join(f"{id} {n}" for id, _, n in step.work)
+            self.wrong(f"computes {num_tokens} tokens ({parts}), and the budget is {self.limits.max_tokens}")
+        if self.stage >= 2 and len(step.tables) > self.limits.max_seqs:
+            self.wrong(
+                f"has {len(step.tables)} sequences with blocks ({', '.join(step.tables)}), and {self.limits.max_seqs} may run"
+            )
+
+    def _work(self, id: str, start: int, n: int) -> None:
+        one = self.served[id]
+        if one.launched == one.ask.max_tokens:
+            self.wrong(f"computes tokens {start} to {start + n} of {id}, which has all of its {one.launched} tokens")
+        if n < 1 or start + n > one.length:
+            self.wrong(f"computes tokens {start} to {start + n} of {id}, which has {one.length}")
+        if start != one.computed:
+            self.wrong(
+                f"computes tokens {start} to {start + n} of {id}, of which tokens 0 to {one.computed} are in the cache"
+            )
+        one.computed = end = start + n
+        if self.stage >= 2:
+            self._writes_alone(one, start, end)
+        if end == one.length:
+            one.launched += 1
+            self.due[1].add(id)
+
+    # -- blocks ------------------------------------------------------------------------------------------------------
+
+    def _tables(self, step: Step) -> None:
+        for id, one in self.served.items():
+            if (
+                id not in step.tables
+                and one.table
+                and one.num_answered < one.ask.max_tokens
+                and one.launched < one.ask.max_tokens
+            ):
+                self.wrong(f"has no table of {id}, which held blocks {one.table} and was not preempted")
+        holders: dict[int, tuple[str, int]] = {}
+        starts = {id: start for id, start, _ in step.work}
+        for id, table in step.tables.items():
+            self._table(id, table, starts.get(id))
+            for place, block in enumerate(table):
+                if block in holders:
+                    self._shared(block, (id, place), holders[block])
+                holders[block] = id, place
+        for id, start, n in step.work:
+            held = len(step.tables.get(id, [])) * self.limits.block_size
+            if held < start + n:
+                self.wrong(
+                    f"computes tokens {start} to {start + n} of {id}, whose blocks {step.tables.get(id, [])} have room for {held}"
+                )
+        for id, one in self.served.items():
+            one.table = list(step.tables.get(id, []))
+
+    def _table(self, id: str, table: list[int], start: int | None) -> None:
+        one, size = self.served[id], self.limits.block_size
+        if one.num_answered == one.ask.max_tokens:
+            self.wrong(f"still has blocks {table} for {id}, which is done: they go back at once")
+        if bad := [block for block in table if not 0 <= block < self.limits.num_blocks]:
+            self.wrong(f"gives {id} block {bad[0]}, and there are blocks 0 to {self.limits.num_blocks - 1}")
+        if twice := [block for block in table if table.count(block) > 1]:
+            self.wrong(f"has block {twice[0]} twice in the table {table} of {id}: its tokens overwrite each other")
+        if one.table and table[: len(one.table)] != one.table:
+            self.wrong(f"changed the table of {id} from {one.table} to {table}: what was stored is not there any more")
+        if one.table or not start:
+            return
+        if self.stage < 5:
+            self.wrong(f"begins {id} with token {start}: nothing of it was computed")
+        for place, block in enumerate(table[: -(-start // size)]):
+            self._found(one, place, block)
+        one.computed = start
+
+    def _found(self, one: Served, place: int, block: int) -> None:
+        """A newcomer begins with this block: it has to hold the newcomer's tokens, and all before them."""
+        tokens, end = self.contents.get(block, ([], 0))
+        wanted = one.tokens[: (place + 1) * self.limits.block_size]
+        if tokens[:end] != wanted:
+            first = next((i for i, (a, b) in enumerate(zip(tokens[:end], wanted, strict=False)) if a != b), 0)
+            held = f"the K/V of other tokens, from token {first} on" if end else "nothing that is whole"
+            self.wrong(f"begins {one.ask.id} with block {block} as its block {place}, and that holds {held}")
+
+    def _shared(self, block: int, one: tuple[str, int], other: tuple[str, int]) -> None:
+        both = f"block {block} in the tables of {other[0]} and {one[0]}"
+        if self.stage < 5:
+            self.wrong(f"has {both}: a block has one owner")
+        end = (one[1] + 1) * self.limits.block_size
+        if one[1] != other[1] or self.served[one[0]].tokens[:end] != self.served[other[0]].tokens[:end]:
+            self.wrong(f"has {both}, whose tokens up to there are different")
+
+    def _stores(self, step: Step) -> None:
+        """Note what the step's blocks hold: all K/V of a step are stored before any are read."""
+        size = self.limits.block_size
+        for id, start, n in step.work:
+            table = step.tables.get(id, [])
+            for place in range(start // size, min(-(-(start + n) // size), len(table))):
+                self.contents.pop(table[place], None)
+                if (place + 1) * size <= start + n:
+                    self.contents[table[place]] = self.served[id].tokens, (place + 1) * size
+
+    def _writes_alone(self, one: Served, start: int, end: int) -> None:
+        """Nobody else may hold a block into which this step stores."""
+        size = self.limits.block_size
+        for place in range(start // size, -(-end // size)):
+            block = one.table[place]
+            for id, other in self.served.items():
+                if other is not one and block in other.table:
+                    token = max(start, place * size)
+                    self.wrong(f"stores token {token} of {one.ask.id} into block {block}, which {id} reads, too")
+
+    def worthless_blocks(self) -> list[int]:
+        """Blocks that nobody may read: held by no sequence that goes on, and from stage 5 on not full, either."""
+        held = {block for one in self.served.values() if one.launched < one.ask.max_tokens for block in one.table}
+        kept = held | (self.contents.keys() if self.stage >= 5 else set())
+        return [block for block in range(self.limits.num_blocks) if block not in kept]
+
+    def _poison(self, step: Step, cache: torch.Tensor) -> None:
+        """Look at what the step's sequences have in the cache; NaN there was never stored."""
+        size = self.limits.block_size
+        for id, start, n in step.work:
+            table, positions = torch.tensor(self.served[id].table), torch.arange(start + n)
+            values = cache[:, :, table[positions // size], positions % size]  # [L, 2, n, Hkv, D]
+            bad = values.isnan().any(-1).any(-1).any(0).any(0).nonzero().flatten().tolist()
+            if bad:
+                block = self.served[id].table[bad[0] // size]
+                self.wrong(
+                    f"read the K/V of token {bad[0]} of {id} in block {block}, slot {bad[0] % size}, where nothing was stored"
+                )
+
+    # -- tokens ------------------------------------------------------------------------------------------------------
+
+    def _tokens(self, step: Step) -> None:
+        before, now = self.due
+        late = {*now} if self.stage < 6 else {*before}
+        if missing := sorted(late - step.tokens.keys()):
+            self.wrong(f"has no token of {missing[0]}, whose newest token was computed")
+        if early := sorted(step.tokens.keys() - before - now):
+            self.wrong(f"has a token of {early[0]}, whose newest token was not computed")
+        for id, token in step.tokens.items():
+            self._token(id, token)
+        self.due = [now - (step.tokens.keys() - before), set()]  # who had a token due has that one now
+
+    def _token(self, id: str, token: int) -> None:
+        one = self.served[id]
+        i, position, answer = one.num_answered, len(one.tokens), one.ask.answer
+        if i >= one.ask.certain and token != answer[i]:
+            one.strays = True
+        if token != answer[i] and not one.strays:
+            written = one.table[(position - 1) // self.limits.block_size : (position - 1) // self.limits.block_size + 1]
+            where = f"; the token before it is in block {written[0]} of its blocks {one.table}" if written else ""
+            self.wrong(
+                f"gives {id} token {token} at position {position} (token {i} of its answer), and {answer[i]} is right{where}"
+            )
+        one.tokens.append(int(token))

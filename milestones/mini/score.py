@@ -1,0 +1,126 @@
+"""What an engine of mini is worth: counts, which are the same on every machine, a history of them, and its picture."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import time
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from milestones.mini import harness
+from milestones.mini.given.contract import Limits
+from milestones.mini.harness import REFERENCE, Trace, play
+from milestones.mini.ledger import Ask
+
+STORIES = harness.HERE.parents[1] / "folovllm/assets/stories-5m"
+BEGINNING = "Once upon a time, there was a little girl named Lily. She had a red ball and a small dog. "
+PROMPTS = (
+    "",
+    "One day,",
+    "The dog",
+    "She went to the park with her mom.",
+    "Lily saw a bird.",
+    "The dog ran away. Lily was sad.",
+)
+LENGTHS = (24, 8, 30, 16, 12, 20)
+NUM_BLOCKS, BLOCK_SIZE = 16, 8  # memory for two of the longest
+
+
+def limits(stage: int) -> Limits:
+    """What an engine may use for the score: as much memory in slots as in blocks."""
+    longest = 64
+    if stage == 2:
+        return Limits(NUM_BLOCKS * BLOCK_SIZE // longest, longest, NUM_BLOCKS * BLOCK_SIZE // longest, 256)
+    return Limits(NUM_BLOCKS, BLOCK_SIZE, 6, 256 if stage < 5 else 32)
+
+
+@cache
+def workload(arrives: int = 2) -> tuple[Ask, ...]:
+    """Six requests for the model of the course, most with one beginning; the reference's answers are the right ones."""
+    encode = tokenizer().encode
+    prompts = [encode(BEGINNING * (i % 3 != 2) + prompt or BEGINNING).ids for i, prompt in enumerate(PROMPTS)]
+    asks = [Ask(chr(ord("a") + i), tuple(ids), (0,) * LENGTHS[i], arrives * i) for i, ids in enumerate(prompts)]
+    trace = play(harness.load(REFERENCE), STORIES, asks, limits(6), 6, is_checked=False)
+    answers = {ask.id: tuple(s.tokens[ask.id] for s in trace.steps if ask.id in s.tokens) for ask in asks}
+    return tuple(Ask(ask.id, ask.prompt, answers[ask.id], ask.arrives) for ask in asks)
+
+
+@cache
+def tokenizer() -> Any:
+    """The tokenizer of the model of the course."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(STORIES / "tokenizer.json"))
+
+
+def traces(path: Path, stage: int) -> dict[str, Trace]:
+    """What the engine in `path` and the reference do with the workload in this stage. Raises `Rejected` as `play` does."""
+    asks = workload()
+    reference = play(harness.load(REFERENCE), STORIES, asks, limits(stage), stage)
+    return {"yours": play(harness.load(path), STORIES, asks, limits(stage), stage), "the reference": reference}
+
+
+def speeds(path: Path, stage: int) -> dict[str, float]:
+    """Generated tokens a second on this machine: yours, the reference's, the real engine's, and those of transformers."""
+    asks = workload(0)
+    num_tokens = sum(ask.max_tokens for ask in asks)
+
+    def timed(adapters: ModuleType) -> float:
+        trace = play(adapters, STORIES, asks, limits(stage), stage, is_checked=False)
+        return num_tokens / (trace.times[-1][1] - trace.times[0][0])
+
+    found = {"yours": max(timed(harness.load(path)) for _ in range(3))}
+    found["the reference"] = max(timed(harness.load(REFERENCE)) for _ in range(3))
+    found["FoloVLLM"] = num_tokens / _seconds_of_the_engine(asks)
+    serial = play(harness.load(REFERENCE), STORIES, asks, limits(0), 0, is_checked=False)
+    return found | {"transformers": num_tokens / (serial.times[-1][1] - serial.times[0][0])}
+
+
+def _seconds_of_the_engine(asks: Sequence[Ask]) -> float:
+    from folovllm import LLM, SamplingParams
+
+    llm = LLM(str(STORIES), dtype="float32", max_model_len=128)
+    prompts = [list(ask.prompt) for ask in asks]
+    params = [SamplingParams(temperature=0, max_tokens=ask.max_tokens, ignore_eos=True) for ask in asks]
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        llm.generate(prompts, params, use_tqdm=False)
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+def remember(file: Path, stage: int, counts: dict[str, int], speed: float | None) -> list[dict[str, Any]]:
+    """Append a score to the history in `file`. Returns all of it, oldest first."""
+    history: list[dict[str, Any]] = json.loads(file.read_text()) if file.is_file() else []
+    day = datetime.date.today().isoformat()
+    history.append({"day": day, "stage": stage, "counts": counts, "tokens a second": speed})
+    file.write_text(json.dumps(history, indent=1))
+    return history
+
+
+def picture(history: list[dict[str, Any]], title: str) -> str:
+    """An SVG: the steps of each score as a bar, and the tokens that they computed as a second one."""
+    width, height, left = 640, 240, 40
+    slot = (width - left) / max(len(history), 1)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">'
+    ]
+    parts.append(f'<rect width="{width}" height="{height}" fill="white"/><text x="{left}" y="16">{title}</text>')
+    for i, entry in enumerate(history):
+        for j, (name, colour) in enumerate((("steps", "#3f51b5"), ("tokens computed", "#ff9800"))):
+            most = max(one["counts"][name] for one in history) or 1
+            tall, x = 160 * entry["counts"][name] / most, left + i * slot + j * slot * 0.35
+            parts.append(
+                f'<rect x="{x:.1f}" y="{200 - tall:.1f}" width="{slot * 0.32:.1f}" height="{tall:.1f}" fill="{colour}"/>'
+            )
+            parts.append(f'<text x="{x:.1f}" y="{196 - tall:.1f}">{entry["counts"][name]}</text>')
+        parts.append(f'<text x="{left + i * slot:.1f}" y="216">stage {entry["stage"]}, {entry["day"][5:]}</text>')
+    parts.append(
+        f'<text x="{left}" y="234" fill="#3f51b5">steps</text><text x="{left + 60}" y="234" fill="#ff9800">tokens computed</text></svg>'
+    )
+    return "\n".join(parts) + "\n"

@@ -1,0 +1,51 @@
+"""The recording of an engine of mini: the inspector reads it, and it tells what the steps said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from folovllm import events as ev
+from folovllm.inspector.page import one_file
+from folovllm.inspector.replay import parse
+from folovllm.watcher import Watcher
+from milestones.mini.film import recording
+from milestones.mini.given.contract import Limits
+from milestones.mini.harness import REFERENCE
+from tests.mini.conftest import Mini, random_asks, slots
+
+LIMITS = {0: slots(1), 2: slots(2)}
+
+
+@pytest.mark.parametrize("stage", range(7))
+def test_the_inspector_plays_it(stage: int, tmp_path: Path) -> None:
+    asks = random_asks([(8, 16), (8, 16), (9, 8)], [0, 0, 3])
+    trace = Mini(REFERENCE, stage).play(asks, LIMITS.get(stage, Limits(12, 4, 3, 64)))
+    text = recording(trace, "mini", "tiny", {i: chr(i) for i in range(32, 127)}, stage)
+    said, state = dict[int, list[int]](), Watcher()
+    for turn in parse(text, "mini.jsonl").turns():
+        state(turn.events)
+        for event in turn.events:
+            if isinstance(event, ev.StepEnded):
+                for scheduled, ids in zip(event.output.scheduled_seqs, event.result.token_ids, strict=True):
+                    said.setdefault(scheduled.seq_id, []).extend(ids)
+    assert [said[i] for i in range(3)] == [list(ask.answer) for ask in asks]
+    assert not state.sequences, "everybody has ended"
+    assert all(cell.ref_count == 0 and cell.is_free for cell in state.cells), "all blocks are free in the end"
+    file = tmp_path / "mini.jsonl"
+    file.write_text(text, encoding="utf-8")
+    one_file([file], tmp_path / "mini.html")
+    assert "folovllm recording" in (tmp_path / "mini.html").read_text("utf-8")
+
+
+def test_tables_are_those_of_the_steps() -> None:
+    trace = Mini(REFERENCE, 5).play(random_asks([(8, 16), (8, 16), (9, 8)]), Limits(12, 4, 3, 64))
+    state, turns = Watcher(), parse(recording(trace, "mini", "tiny", {}, 5), "mini").turns()
+    for turn in turns:
+        for event in turn.events:
+            state([event])
+            if isinstance(event, ev.StepBegan):
+                tables = {"abc"[id]: list(seq.block_table) for id, seq in state.sequences.items() if seq.block_table}
+                assert tables == trace.steps[event.step].tables
+                assert all(cell.ref_count > 0 for table in tables.values() for cell in (state.cells[b] for b in table))

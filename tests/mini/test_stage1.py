@@ -1,0 +1,61 @@
+"""Stage 1: a decoder and a sampler of one's own."""
+
+import sys
+from itertools import islice
+
+import pytest
+import torch
+
+from tests.helpers import prompts, tiny_checkpoint
+from tests.mini.conftest import STORIES, Mini, asks_for, random_asks, running_example
+
+
+@pytest.fixture(autouse=True)
+def no_transformers(mini: Mini, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing transformers raises ImportError here. The right answers are known before."""
+    for folder in (
+        tiny_checkpoint(),
+        tiny_checkpoint(tied=False),
+        tiny_checkpoint(num_heads=6, num_kv_heads=2, head_dim=16),
+    ):
+        asks_for(prompts([9, 4]), [8, 8], folder=folder)
+    random_asks([(7, 9), (1, 8), (12, 8)])
+    monkeypatch.setitem(sys.modules, "transformers", None)
+
+
+def test_worked_case(mini: Mini) -> None:
+    """The model of the course continues A as transformers does."""
+    mini.play(running_example()[:1], folder=STORIES)
+
+
+def test_each_request_has_a_cache_of_its_own(mini: Mini) -> None:
+    mini.play(random_asks([(7, 9), (1, 8), (12, 8)]))
+
+
+def test_a_head_of_its_own(mini: Mini) -> None:
+    """`tie_word_embeddings` is false: the logits come from `lm_head`, not from the embedding."""
+    folder = tiny_checkpoint(tied=False)
+    mini.play(asks_for(prompts([9, 4]), [8, 8], folder=folder), folder=folder)
+
+
+def test_three_query_heads_share_a_kv_head(mini: Mini) -> None:
+    folder = tiny_checkpoint(num_heads=6, num_kv_heads=2, head_dim=16)
+    mini.play(asks_for(prompts([9, 4]), [8, 8], folder=folder), folder=folder)
+
+
+def test_sample_by_hand(mini: Mini) -> None:
+    """Logits 1, 3, 2. Greedy: token 1. At temperature 0.5 they are 2, 6, 4: with noise 0, 0, 3 token 2 wins by 7 to 6."""
+    logits, noise = torch.tensor([1.0, 3.0, 2.0]), torch.tensor([0.0, 0.0, 3.0])
+    sample = mini.adapters.sample
+    assert sample(logits, 0, noise) == 1, "at temperature 0 the noise does not count"
+    assert sample(logits, 0.5, noise) == 2, "2, 6, 4 and the noise 0, 0, 3 make 2, 6, 7: the noise is not divided"
+    assert sample(logits, 1.0, torch.tensor([0.0, 0.0, 1.5])) == 2, "1, 3, 2 and the noise 0, 0, 1.5 make 1, 3, 3.5"
+    assert sample(torch.tensor([2.0, 2.0, 0.0]), 0, noise) == 0, "ties take the lowest id"
+
+
+def test_samples_are_distributed_as_the_softmax(mini: Mini) -> None:
+    logits, temperature = torch.tensor([0.0, 1.0, 2.0, -1.0]), 1.5
+    noise = -torch.empty(20_000, 4).exponential_(generator=torch.Generator().manual_seed(0)).log()
+    drawn = torch.tensor([mini.adapters.sample(logits, temperature, row) for row in islice(noise, len(noise))])
+    found, wanted = drawn.bincount(minlength=4) / len(drawn), (logits / temperature).softmax(0)
+    assert (found - wanted).abs().max() < 0.02, f"the shares are {found.tolist()}, and the softmax is {wanted.tolist()}"

@@ -1,0 +1,109 @@
+"""Stage 5: prefixes that are found again, and chunks."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from milestones.mini.given.contract import Limits
+from tests.helpers import prompts
+from tests.mini.conftest import Mini, asks_for, random_asks
+
+BEGINNING, OTHER, *TAILS = prompts([16, 16, 3, 5, 4, 2, 6, 7], seed=3)
+
+
+def test_worked_case(mini: Mini) -> None:
+    """10 tokens, blocks of 4, and the same prompt again later: it begins with the two full blocks and computes two tokens."""
+    prompt = prompts([10])[0]
+    trace = mini.play(asks_for([prompt, prompt], [4, 4], [0, 6]), Limits(16, 4, 2, 64))
+    start = next(start for step in trace.steps for id, start, _ in step.work if id == "b")
+    assert start == 8, f"b begins with token {start}: tokens 0 to 8 are in two full blocks that a has left"
+
+
+def test_a_token_is_left_to_compute(mini: Mini) -> None:
+    """The prompt is two full blocks, and all of it is there. The logits of its last token are not: it is computed."""
+    prompt = prompts([8])[0]
+    trace = mini.play(asks_for([prompt, prompt], [4, 4], [0, 6]), Limits(16, 4, 2, 64))
+    start = next(start for step in trace.steps for id, start, _ in step.work if id == "b")
+    assert start == 4, f"b begins with token {start}: whole blocks are found, and one token has to be left"
+
+
+def test_running_sequences_share(mini: Mini) -> None:
+    """a still runs when b comes: the full blocks of the prompt are in both tables."""
+    trace = mini.play(asks_for([BEGINNING + TAILS[0], BEGINNING + TAILS[1]], [12, 5], [0, 3]), Limits(16, 4, 2, 64))
+    tables = next(step.tables for step in trace.steps if len(step.tables) == 2)
+    assert tables["a"][:4] == tables["b"][:4], f"the first four blocks are the same, and the tables are {tables}"
+
+
+def test_equal_blocks_behind_different_beginnings(mini: Mini) -> None:
+    """The second blocks of a and c have equal tokens and different K/V: before them is something else."""
+    tail = TAILS[4] + TAILS[5]
+    asks = asks_for([BEGINNING[:4] + tail, OTHER[:8], OTHER[:4] + tail], [6, 6, 6], [0, 8, 16])
+    mini.play(asks, Limits(16, 4, 2, 64))
+
+
+def test_only_what_is_computed_is_found(mini: Mini) -> None:
+    """b gives way in the middle of its prompt. When it comes back, it may find the blocks of the chunks that were computed."""
+    trace = mini.play(random_asks([(8, 20), (40, 6)], [0, 2]), Limits(13, 4, 2, 8))
+    assert any("b" in step.preempted for step in trace.steps), "b was not preempted"
+
+
+def test_a_long_prompt_lets_the_others_go_on(mini: Mini) -> None:
+    """Four sequences decode while a prompt of 60 tokens comes, 16 tokens a step: they have a token in every step."""
+    sizes = [(4, 20), (5, 20), (6, 20), (7, 20), (60, 8)]
+    trace = mini.play(random_asks(sizes, [0, 0, 0, 0, 5]), Limits(80, 4, 5, 16))
+    for number, step in enumerate(trace.steps[5:14], 5):
+        missing = {*"abcd"} - {id for id, _, _ in step.work}
+        assert not missing, (
+            f"step {number} computes nothing of {', '.join(sorted(missing))}: the prompt of e took the budget"
+        )
+    first = next(i for i, step in enumerate(trace.steps) if "e" in step.tokens)
+    assert first <= 11, f"e has its first token in step {first}: 12 of its tokens fit into each step from step 5 on"
+
+
+def test_no_more_tokens_than_the_reference(mini: Mini) -> None:
+    """Turns of two conversations with one beginning, in memory that is too small to keep all."""
+    prompts_ = (
+        [BEGINNING + tail for tail in TAILS] + [OTHER + tail for tail in TAILS[:3]] + [BEGINNING + TAILS[5] + TAILS[1]]
+    )
+    asks = asks_for(prompts_, [6] * len(prompts_), [3 * i for i in range(len(prompts_))])
+    own, ours = mini.beside(asks, Limits(22, 4, 3, 32))
+    assert own.computed <= ours.computed, (
+        f"{own.computed} tokens were computed, and the reference computes {ours.computed}"
+    )
+
+
+def test_the_longest_unused_goes_first(mini: Mini) -> None:
+    """Two prefixes are cached, and one is used again. Then something else needs room: the other one goes."""
+    asks = asks_for(
+        [BEGINNING + TAILS[0], OTHER + TAILS[0], BEGINNING + TAILS[1], prompts([22], 7)[0], BEGINNING + TAILS[2]],
+        [2] * 5, [0, 4, 8, 12, 16],
+    )  # fmt: skip
+    trace = mini.play(asks, Limits(12, 4, 1, 64))
+    start = next(start for step in trace.steps for id, start, _ in step.work if id == "e")
+    assert start == 16, f"e begins with token {start}: its first 16 were used later than those of b"
+
+
+def test_it_comes_back_to_its_own_blocks(mini: Mini) -> None:
+    """A sequence that gave way finds what is left of its blocks: fewer tokens are computed than without reuse."""
+    sizes = [(8, 16), (8, 16), (8, 16)]
+    trace = mini.play(random_asks(sizes), Limits(13, 4, 3, 64))
+    without = sum(n + m - 1 for n, m in sizes)
+    lost = trace.computed - without
+    assert any(step.preempted for step in trace.steps), "nobody was preempted"
+    assert lost < 16, f"{lost} tokens were computed again, though the blocks of those that gave way were not all taken"
+
+
+@settings(max_examples=12)
+@given(
+    st.lists(st.tuples(st.integers(0, 1), st.integers(1, 16), st.integers(0, 7), st.integers(1, 9)), min_size=2, max_size=7),
+    st.integers(1, 5), st.integers(0, 12), st.integers(4, 40), st.integers(0, 3),
+)  # fmt: skip
+def test_any_prefixes(
+    mini: Mini, texts: list[tuple[int, int, int, int]], size: int, more: int, budget: int, gap: int
+) -> None:
+    tails = [*TAILS, [1, 2], [1]]
+    asks = asks_for(
+        [(BEGINNING, OTHER)[which][:cut] + tails[tail] for which, cut, tail, _ in texts],
+        [length for *_, length in texts], [gap * i for i in range(len(texts))],
+    )  # fmt: skip
+    longest = max(len(ask.prompt) + len(ask.answer) for ask in asks)
+    mini.play(asks, Limits(-(-longest // size) + more, size, 4, budget))
