@@ -3,7 +3,7 @@
 # fails costs no other. From the root of the repository, on a machine with a GPU and with torch, triton and pytest:
 #     tools/measure_gpu.sh OUT [STEP ...]
 # OUT gets a log for each step, and a JSON file from each benchmark; steps are the names below, those of the milestones if
-# none is given (about 15 minutes); of the electives there are: electives looking bits guesses experts; of a start and few requests: few.
+# none is given (about 15 minutes); of the electives there are: electives recording bits drafts experts; of a start and few requests: few.
 set -uo pipefail
 out=${1:?usage: tools/measure_gpu.sh OUT [STEP ...]}
 shift
@@ -40,8 +40,8 @@ bench ladder ladder_h200 240 ladder "${model[@]}" --workload nano-vllm --limit 6
 step ladder ladder_chart 60 python3 tools/chart.py "$out/ladder_h200.json" "$out/ladder_h200.png"
 step electives electives 400 python3 -m pytest -v -n 14 -p no:cacheprovider tests/x1/test_deferred_sampling.py tests/x2 tests/x3 tests/x4 \
     tests/builders -m gpu
-step looking looking 200 python3 tools/measure_recording.py "${model[@]}" --rounds 3
-step looking looking_served 200 python3 tools/measure_recording.py "${model[@]}" --rounds 3 --served
+step recording recording 200 python3 tools/measure_recording.py "${model[@]}" --rounds 3
+step recording recording_served 200 python3 tools/measure_recording.py "${model[@]}" --rounds 3 --served
 bench bits bits_throughput 240 throughput "${model[@]}" --workload nano-vllm --max-num-batched-tokens 16384 \
     --compare m6,m6:kv_cache_dtype=fp8,m6:quantization=fp8:kv_cache_dtype=fp8
 for geometry in qwen3-4b qwen3-0.6b; do
@@ -50,15 +50,14 @@ for geometry in qwen3-4b qwen3-0.6b; do
 done
 step bits bits_both 120 python3 tools/measure_step.py --geometry qwen3-4b \
     --compare m6,m6:quantization=fp8:quantize_activations=true --kinds plain --num-seqs 1 256 --rounds 1 --prompts
-guesses=(python3 -m tools.measure_speculation --batches 1 16)
+drafts=(python3 -m tools.measure_speculation --batches 1 16)
 for small in stories-5m smollm2; do
-    step guesses "guesses_$small" 200 "${guesses[@]}" --model $small --methods ngram+suffix ngram --tokens 15 --rounds 3 --exact
+    step drafts "drafts_$small" 200 "${drafts[@]}" --model $small --methods ngram+suffix ngram --tokens 15 --rounds 3 --exact
 done
-step guesses guesses_fresh 300 "${guesses[@]}" 256 --methods ngram+suffix --tokens 15 --rounds 40 60 30 --sets plain --temperature 0.8 --fresh --again
-step guesses guesses_draft 120 "${guesses[@]}" --methods draft_model --tokens 12 --rounds 3
-step guesses guesses_draft_fixed 120 "${guesses[@]}" --methods draft_model --tokens 12 --rounds 3 --fixed
-step guesses guesses_predicted 120 python3 -m tools.predict_speculation --tokens 4 2
-step guesses guesses_checks 200 python3 tools/bench_attention.py --verify
+step drafts drafts_fresh 300 "${drafts[@]}" 256 --methods ngram+suffix --tokens 15 --rounds 40 60 30 --sets plain --temperature 0.8 --fresh --again
+step drafts drafts_draft 120 "${drafts[@]}" --methods draft_model --tokens 12 --rounds 3
+step drafts drafts_draft_fixed 120 "${drafts[@]}" --methods draft_model --tokens 12 --rounds 3 --fixed
+step drafts drafts_checks 200 python3 tools/bench_attention.py --verify
 for start in cold warm warm_again; do
     step few few_start_$start 60 env TRITON_CACHE_DIR="$out/triton" python3 tools/measure_start.py
 done
