@@ -1,4 +1,4 @@
-"""Fields and words by row, in torch: what the runner hands over, what a draw makes of it, and the log-probabilities."""
+"""Fields and lines by row, in torch: what the runner hands over, what sampling makes of it, and the log-probabilities."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def specs_by_row(seqs: list[Sequence], rows: list[int]) -> dict[int, SamplingSpe
     return dict(zip(rows, map(sampling_spec, seqs), strict=True))
 
 
-class TestDrawState:
+class TestSamplerState:
     ROWS = (5, 0, 7, 2, 1, 3, 4, 6, 9, 8, 10)
 
-    def test_draws_as_from_the_sequences(self) -> None:
+    def test_samples_as_from_the_sequences(self) -> None:
         """The words as the answer grows are those of a row that is filled from all tokens anew, as after preemption, at each step."""
         seqs = sequences(EVERY_RULE, [])
         state, rows = state_for(seqs, list(self.ROWS)), int32(*self.ROWS)
@@ -97,8 +97,8 @@ class TestDrawState:
             adjusted, expected = (one.adjust(logits, rows, positions) for one in (state, fresh))
             assert torch.equal(adjusted, expected)
             tokens = state.sample(logits, rows, positions)
-            drawn = anew.sample(logits, range(len(seqs)), positions.tolist())
-            assert tokens.tolist() == drawn.token_ids
+            sampled = anew.sample(logits, range(len(seqs)), positions.tolist())
+            assert tokens.tolist() == sampled.token_ids
             state.record(tokens, rows, positions)
             for seq, token in zip(seqs, tokens.tolist(), strict=True):
                 seq.append_token(token)
@@ -130,7 +130,7 @@ class TestDrawState:
         set_rows(state, specs_by_row(sequences([{}], []), [0]))  # plain: its words are not read, and need no clearing
         assert state.fields[0, RowField.FLAGS] == 0
 
-    def test_the_draw_goes_where_it_is_wanted(self) -> None:
+    def test_tokens_go_where_they_are_wanted(self) -> None:
         state = state_for(sequences([{"temperature": 0.0}] * 2, []), [3, 1])
         out, keep = torch.full((5,), -1), torch.full((9,), -1)
         logits = torch.eye(V)[[17, 40, 0]].half()
@@ -139,7 +139,7 @@ class TestDrawState:
         assert keep.tolist() == [-1, 40, -1, 17, -1, -1, -1, -1, 0]
         assert logits.equal(torch.eye(V)[[17, 40, 0]].half())
 
-    def test_only_what_draws_is_counted_and_a_count_ends(self) -> None:
+    def test_only_tokens_of_the_answer_are_counted_and_a_count_ends(self) -> None:
         state = state_for(sequences([EVERY_RULE[1], EVERY_RULE[1], {}], []), [0, 1, 2])
         words = state.lines[:, WORDS_AT:]
         words[0, 50] = IN_PROMPT | COUNT
@@ -171,7 +171,7 @@ class TestBadWords:
                 state.record(torch.tensor(answer[n : n + 1]), int32(0), int32(4 + n))
 
     def test_only_tokens_of_the_answer_count(self) -> None:
-        """A step that draws nothing leaves the row as it is; and so does a prompt that ends as a bad word begins."""
+        """A step that samples nothing leaves the row as it is; and so does a prompt that ends as a bad word begins."""
         state = state_of(spec_of(SamplingParams(), 0, [1], bad_words=[[1, 2], [1, 3, 4]]), vocab_size=V)
         assert self.forbidden(state, 0) == set()
         state.record(torch.tensor([1]), int32(0), int32(1), int32(0))
@@ -222,7 +222,7 @@ class TestRowUpdate:
             ({"logit_bias": {3: 1.0, 9: -2.0}}, WORDS, 2),
         ],
     )
-    def test_flags_say_what_a_draw_takes(self, rule: dict, flags: int, num_words: int) -> None:
+    def test_flags_say_what_sampling_reads(self, rule: dict, flags: int, num_words: int) -> None:
         spec = spec_of(SamplingParams(**rule), 0, [1], [5], [2])
         assert flags_of(spec) == flags
         assert row_line(spec).shape[1] == num_words
@@ -241,7 +241,7 @@ class TestRowUpdate:
 
 class TestLogprobs:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_the_drawn_token_then_the_most_likely(self, dtype: torch.dtype) -> None:
+    def test_the_sampled_token_then_the_most_likely(self, dtype: torch.dtype) -> None:
         logits = torch.randn(2, V, generator=torch.manual_seed(0)).to(dtype)
         found = gather_logprobs(logits, torch.tensor([19, 7]), 4).to_host()
         for i, token in enumerate([19, 7]):
