@@ -52,7 +52,7 @@ def state_for(
     """
     state = SamplerState(len(params), vocab_size, torch.device(DEVICE))
     last, bad_words = len(params) - 1, bad_words or [()] * len(params)
-    specs = [spec_of(p, 100 + i, prompt, answer, ends, bad_words[i]) for i, p in enumerate(params)]
+    specs = [spec_of(p, prompt, answer, 100 + i, ends, bad_words[i]) for i, p in enumerate(params)]
     specs = [replace(spec, bias=tuple((dict(spec.bias) | (bias or {})).items())) for spec in specs]
     return set_rows(state, {last - i: spec for i, spec in enumerate(specs)})
 
@@ -233,7 +233,7 @@ class TestBadWords:
     def test_forbids_as_torch_does(self) -> None:
         """Token by token, from a row that has a part of its answer already; the padding has no bad words."""
         kernel, plain = (SamplerState(3, 100, torch.device(where)) for where in (DEVICE, "cpu"))
-        specs = [spec_of(SamplingParams(), i, [1, 2], [31, 3], bad_words=words) for i, words in enumerate(self.WORDS)]
+        specs = [spec_of(SamplingParams(), [1, 2], [31, 3], i, bad_words=words) for i, words in enumerate(self.WORDS)]
         for state in (kernel, plain):
             set_rows(state, dict(enumerate(specs)))
         rows, generator = torch.tensor([2, 3, 0, 1], dtype=torch.int32), torch.Generator().manual_seed(0)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -39,8 +35,7 @@ from folovllm.sampling_row import (
     row_line,
 )
 from folovllm.step.sampling_spec import SamplingSpec, about_to_end
-from tests.sampling import CPU, int32, set_rows, spec_of, state_of
-from tests.sequences import make_seq
+from tests.sampling import CPU, int32, sequence, set_rows, spec_of, state_of
 
 V = 120
 EVERY_RULE = [
@@ -58,19 +53,11 @@ EVERY_RULE = [
 ]
 
 
-def make_ruled(bad_words: Iterable[list[int]] = (), **rule: Any) -> Sequence:
-    """With `bad_words` as tokens, which the engine makes of texts."""
-    seq = make_seq(max_tokens=12, **rule)
-    seq.request = replace(seq.request, bad_words=tuple(map(tuple, bad_words)))
-    return seq
-
-
 def sequences(rules: list[dict], answer: list[int]) -> list[Sequence]:
-    seqs = [make_ruled(**rule) for rule in rules]
-    for seq in seqs:
-        for token in answer:
-            seq.append_token(token)
-    return seqs
+    """Their `bad_words` are tokens, which the engine makes of texts."""
+    params = [SamplingParams(**{name: x for name, x in rule.items() if name != "bad_words"}) for rule in rules]
+    words = [rule.get("bad_words", ()) for rule in rules]
+    return [sequence(p, [10, 11, 12], answer, ends=[99], bad_words=w) for p, w in zip(params, words, strict=True)]
 
 
 def state_for(seqs: list[Sequence], rows: list[int], num_rows: int = 11) -> SamplerState:
@@ -160,7 +147,7 @@ class TestBadWords:
     def test_what_would_end_one_is_forbidden(self, words: list[list[int]], answer: list[int], known: int) -> None:
         """Whether the host knew the tokens when the row got its owner, or the device drew them: the same are forbidden."""
         known = min(known, len(answer))
-        spec = spec_of(SamplingParams(), 0, [30, 31, 32, 33], answer[:known], bad_words=words)
+        spec = spec_of(SamplingParams(), [30, 31, 32, 33], answer[:known], bad_words=words)
         state = SamplerState(1, V, CPU)
         state.lines.fill_(-1)  # what the row held before
         set_rows(state, {0: spec})
@@ -172,7 +159,7 @@ class TestBadWords:
 
     def test_only_tokens_of_the_answer_count(self) -> None:
         """A step that samples nothing leaves the row as it is; and so does a prompt that ends as a bad word begins."""
-        state = state_of(spec_of(SamplingParams(), 0, [1], bad_words=[[1, 2], [1, 3, 4]]), vocab_size=V)
+        state = state_of(spec_of(SamplingParams(), [1], bad_words=[[1, 2], [1, 3, 4]]), vocab_size=V)
         assert self.forbidden(state, 0) == set()
         state.record(torch.tensor([1]), int32(0), int32(1), int32(0))
         assert self.forbidden(state, 0) == set()
@@ -187,7 +174,7 @@ class TestBadWords:
             ([longest], {longest[-1]}),
             ([[longest[-2], i % V, 3] for i in range(MAX_BAD_WORDS - 1)] + [[9]], {9}),
         ):
-            set_rows(state, {0: spec_of(SamplingParams(), 0, [8], answer, bad_words=words)})
+            set_rows(state, {0: spec_of(SamplingParams(), [8], answer, bad_words=words)})
             assert self.forbidden(state, 0) == set() | ({9} & expected)
             state.record(torch.tensor([longest[-2]]), int32(0), int32(1 + len(answer)))
             assert self.forbidden(state, 0) == expected
@@ -200,7 +187,7 @@ def ends_with(answer: list[int], run: list[int]) -> bool:
 class TestRowUpdate:
     def test_fields_and_words(self) -> None:
         params = SamplingParams(temperature=0.5, top_k=7, min_tokens=2, presence_penalty=0.5)
-        spec = spec_of(params, -2, [1, 2, 2], [2, 9, 9], [9, 50])
+        spec = spec_of(params, [1, 2, 2], [2, 9, 9], -2, [9, 50])
         fields = row_fields(spec)
         assert fields[RowField.FLAGS] == FILTERS | WORDS | COUNTED
         whole = RowField.SEED_LOW, RowField.SEED_HIGH, RowField.TOP_K, RowField.FREE_FROM
@@ -223,14 +210,14 @@ class TestRowUpdate:
         ],
     )
     def test_flags_say_what_sampling_reads(self, rule: dict, flags: int, num_words: int) -> None:
-        spec = spec_of(SamplingParams(**rule), 0, [1], [5], [2])
+        spec = spec_of(SamplingParams(**rule), [1], [5], ends=[2])
         assert flags_of(spec) == flags
         assert row_line(spec).shape[1] == num_words
 
     @given(st.lists(st.booleans(), max_size=6))
     def test_buffers_hold_every_row(self, penalised: list[bool]) -> None:
         params = [SamplingParams(repetition_penalty=1.5 if p else 1.0) for p in penalised]
-        specs = {i: spec_of(p, i, [i, 50]) for i, p in enumerate(params)}
+        specs = {i: spec_of(p, [i, 50], seed=i) for i, p in enumerate(params)}
         update = pack_rows(specs)
         assert (update.num_rows, update.num_lines) == (len(penalised), sum(penalised))
         state = set_rows(SamplerState(6, V, CPU), specs)
