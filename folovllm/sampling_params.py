@@ -71,7 +71,7 @@ class SamplingParams:
             cached of it.
         repetition_penalty: > 1 makes every token seen in prompt or answer less likely (multiplicative); 0.01 to 100.
         presence_penalty: subtracted once from each token that the answer already holds; -2 to 2, as elsewhere.
-        frequency_penalty: subtracted once per occurrence in the answer; -2 to 2.
+        frequency_penalty: subtracted once per occurrence in the answer (at most 4,095 of a token count); -2 to 2.
         logit_bias: what is added to the logits of some tokens, by token id; -100 to 100, rounded to float16.
         allowed_token_ids: sample only these tokens; if left out, all.
         bad_words: texts that the answer must not hold: the tokens that write one, as it stands or after a space, are
