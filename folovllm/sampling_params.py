@@ -20,6 +20,16 @@ RANGES: dict[str, tuple[float, float, str]] = {  # no sample from finite logits 
     "presence_penalty": (-2, 2, "0 is off"),
     "frequency_penalty": (-2, 2, "0 is off"),
 }
+WHOLE: dict[str, tuple[int, str]] = {  # the least value, and how an error says what works
+    "n": (1, "at least 1"),
+    "top_k": (-1, "-1 or 0 (keep all) or at least 1"),
+    "seed": (0, "between 0 and 2**63 - 1"),
+    "max_tokens": (1, "at least 1"),
+    "min_tokens": (0, "0 or more"),
+    "logprobs": (0, "0 or more"),
+    "prompt_logprobs": (0, "0 or more"),
+    "truncate_prompt_tokens": (-1, "at least 1, or -1 (what fits)"),
+}
 MAY_BE_OPEN = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")  # None says something
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -61,7 +71,7 @@ class SamplingParams:
             cached of it.
         repetition_penalty: > 1 makes every token seen in prompt or answer less likely (multiplicative); 0.01 to 100.
         presence_penalty: subtracted once from each token that the answer already holds; -2 to 2, as elsewhere.
-        frequency_penalty: subtracted once per occurrence in the answer; -2 to 2.
+        frequency_penalty: subtracted once per occurrence in the answer (at most 4,095 of a token count); -2 to 2.
         logit_bias: what is added to the logits of some tokens, by token id; -100 to 100, rounded to float16.
         allowed_token_ids: sample only these tokens; if left out, all.
         bad_words: texts that the answer must not hold: the tokens that write one, as it stands or after a space, are
@@ -144,23 +154,14 @@ class SamplingParams:
                 setattr(self, name, 1 if value else None)
 
     def _validate_sampling(self) -> None:
-        for name in (
-            "n",
-            "top_k",
-            "seed",
-            "max_tokens",
-            "min_tokens",
-            "logprobs",
-            "prompt_logprobs",
-            "truncate_prompt_tokens",
-        ):
+        for name, (least, works) in WHOLE.items():
             value = getattr(self, name)
-            left_open = value is None and name in MAY_BE_OPEN
+            if value is None and name in MAY_BE_OPEN:
+                continue
             whole = is_whole(value) and abs(int(value)) < 2**63
-            require(left_open or whole, f"{name} must be a whole number (below 2**63), not {value}")
-        require(self.n >= 1, f"n must be at least 1, not {self.n}")
-        require(self.top_k >= -1, f"top_k must be -1 or 0 (keep all) or at least 1, not {self.top_k}")
-        require(self.seed is None or self.seed >= 0, f"seed must be between 0 and 2**63 - 1, not {self.seed}")
+            require(whole, f"{name} must be a whole number (below 2**63), not {value}")
+            require(value >= least, f"{name} must be {works}, not {value}")
+        require(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens must be at least 1, or -1 (what fits), not 0")
         in_range = _is_number(self.top_p) and 0 < self.top_p <= 1
         require(in_range, f"top_p must be above 0 and at most 1 (keep all), not {self.top_p!r}")
         for name, (low, high, neutral) in RANGES.items():
@@ -170,11 +171,8 @@ class SamplingParams:
             setattr(self, name, float(value))  # what else is a number, tensors may not take
 
     def _validate_stop(self) -> None:
-        unlimited = self.max_tokens is None
-        require(unlimited or self.max_tokens >= 1, f"max_tokens must be at least 1, not {self.max_tokens}")  # type: ignore[operator]
-        require(self.min_tokens >= 0, f"min_tokens must be 0 or more, not {self.min_tokens}")
         require(not self.prompt_only or self.max_tokens == 1, "prompt_only needs max_tokens=1")
-        fits = unlimited or self.min_tokens <= self.max_tokens  # type: ignore[operator]
+        fits = self.max_tokens is None or self.min_tokens <= self.max_tokens
         require(fits, f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
         strings = isinstance(self.stop, list | tuple) and all(isinstance(s, str) for s in self.stop)
         require(strings, f"stop strings must be given as a list of texts, not {self.stop}")
@@ -188,11 +186,6 @@ class SamplingParams:
             isinstance(i, Integral) for i in self.stop_token_ids
         )
         require(ids, f"stop_token_ids must be a list of token ids (whole numbers), not {self.stop_token_ids}")
-        for name, asked in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
-            require(asked is None or asked >= 0, f"{name} must be 0 or more, not {asked}")
-        kept = self.truncate_prompt_tokens
-        fits = kept is None or kept == -1 or kept >= 1
-        require(fits, f"truncate_prompt_tokens must be at least 1, or -1 (what fits), not {kept}")
         require(
             isinstance(self.structured_outputs, StructuredOutputsParams | None),
             f"structured_outputs is a StructuredOutputsParams, not {self.structured_outputs!r}",

@@ -137,22 +137,26 @@ def row_fields(spec: SamplingSpec) -> Int32:
 
 def row_line(spec: SamplingSpec) -> Int32:
     """Return the columns of a row's line that are not 0, each once, and their values, [2, E]."""
+    seen = spec.history if spec.has_penalties else spec.history[:0]
     marked: dict[int, npt.ArrayLike] = {
-        IN_PROMPT: spec.history[: spec.num_prompt_tokens],
+        IN_PROMPT: seen[: spec.num_prompt_tokens],
         ENDS: spec.forbidden,
         ALLOWED: spec.allowed or (),
         COMPLETES: about_to_end(spec.bad_words, spec.answer),
     }
     tokens_of = {bit: np.asarray(tokens, np.int64) for bit, tokens in marked.items()}
-    sampled, counts = np.unique(spec.answer, return_counts=True)
-    biased, bias = np.array(spec.bias, np.float64).reshape(-1, 2).T
-    ids = np.unique(np.concatenate([sampled, biased, *tokens_of.values()]).astype(np.int64))
-    words = np.zeros(len(ids), np.int32)
-    words[np.searchsorted(ids, sampled)] = np.minimum(counts, COUNT)
+    sampled, counts = np.unique(seen[spec.num_prompt_tokens :].astype(np.int64), return_counts=True)
+    biased, bias = (
+        np.array([token for token, _ in spec.bias], np.int64),
+        np.array([b for _, b in spec.bias], np.float16),
+    )
+    words = np.zeros(1 + max(int(ids.max(initial=-1)) for ids in (sampled, biased, *tokens_of.values())), np.int32)
+    words[sampled] = np.minimum(counts, COUNT)
     for bit, tokens in tokens_of.items():
-        words[np.searchsorted(ids, tokens)] |= bit
-    words[np.searchsorted(ids, biased)] |= bias.astype(np.float16).view(np.int16).astype(np.int32) << BIAS_SHIFT
-    line = np.stack([WORDS_AT + ids, words])
+        words[tokens] |= bit
+    words[biased] |= bias.view(np.int16).astype(np.int32) << BIAS_SHIFT
+    (ids,) = words.nonzero()
+    line = np.stack([WORDS_AT + ids, words[ids]])
     return np.concatenate([line, *_bad_words(spec)], axis=1) if spec.bad_words else line
 
 

@@ -2,50 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as SequenceOf
+from typing import Any
 
-import numpy as np
 import torch
 
+from folovllm.engine.detokenizer import IncrementalDetokenizer
+from folovllm.engine.step_builder import sampling_spec
+from folovllm.request import Request, Sequence
 from folovllm.sample.sampler_state import SamplerState
 from folovllm.sampling_params import SamplingParams
 from folovllm.sampling_row import pack_rows
 from folovllm.step.sampling_spec import SamplingSpec
 
 CPU = torch.device("cpu")
-COPIED = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "logprobs",
-)
 
 
-def spec_of(
+def sequence(
     params: SamplingParams,
-    seed: int,
-    prompt: Iterable[int] = (),
+    prompt: Iterable[int],
     answer: Iterable[int] = (),
-    ends: Iterable[int] = (),
-    bad_words: Sequence[Sequence[int]] = (),
-) -> SamplingSpec:
-    """The spec that the scheduler makes; `ends` are the tokens that would end the answer."""
-    prompt = list(prompt)
-    return SamplingSpec(
-        seed=seed,
-        **{name: getattr(params, name) for name in COPIED},
-        first_end=len(prompt) + params.min_tokens,
-        forbidden=tuple(ends) if params.min_tokens else (),
-        allowed=None if params.allowed_token_ids is None else tuple(params.allowed_token_ids),
-        num_prompt_tokens=len(prompt),
-        bias=tuple((params.logit_bias or {}).items()),
-        bad_words=tuple(map(tuple, bad_words)),
-        history=np.array([*prompt, *answer] if params.has_penalties or bad_words else [], np.int32),
-    )
+    seed: int = 0,
+    ends: Iterable[int] = (1,),
+    bad_words: Iterable[SequenceOf[int]] = (),
+) -> Sequence:
+    """A request's sequence; `ends` are the tokens that would end its answer, `bad_words` are given as tokens."""
+    answer, words = list(answer), tuple(map(tuple, bad_words))
+    request = Request("r", list(prompt), params, len(answer) + 16, seed, frozenset(ends), bad_words=words)
+    seq = Sequence(request, IncrementalDetokenizer(lambda ids: "".join(map(chr, ids))))
+    for token in answer:
+        seq.append_token(token)
+    return seq
+
+
+def spec_of(*args: Any, **kwargs: Any) -> SamplingSpec:
+    """The spec of such a sequence, as the scheduler makes it."""
+    return sampling_spec(sequence(*args, **kwargs))
 
 
 def set_rows(state: SamplerState, specs: Mapping[int, SamplingSpec]) -> SamplerState:

@@ -73,8 +73,11 @@ class SamplerState:
         self.lines = torch.zeros(num_rows + 1, line_width(vocab_size), dtype=torch.int32, device=device)
         num_samples = max(num_rows + 1, max_samples)
         self.masks = torch.zeros(num_samples, mask_width(vocab_size), dtype=torch.int32, device=device)
-        use_kernels = use_kernels and device.type == "cuda"
-        self._work = _workspace(num_samples, vocab_size, device) if use_kernels else None
+        self._work: FilterWorkspace | None = None  # there before steps are captured
+        if use_kernels and device.type == "cuda":
+            from folovllm.kernels.filter_logits import FilterWorkspace
+
+            self._work = FilterWorkspace.allocate(num_samples, vocab_size, device)
         self._sampler = sampler or Sampler()
 
     def set_rows(self, buffer: torch.Tensor, num_rows: int, num_lines: int) -> None:
@@ -153,7 +156,7 @@ class SamplerState:
         some, temperature = _some(filtered), floats[:, RowField.TEMPERATURE]
         return SamplingBatch(
             temperature=temperature,
-            seeds=fields[:, RowField.SEED_HIGH].long() << 32 | fields[:, RowField.SEED_LOW].long() & 0xFFFFFFFF,
+            seeds=seeds_of(fields[:, RowField.SEED_LOW], fields[:, RowField.SEED_HIGH]),
             positions=positions.long(),
             all_greedy=not _some(temperature > 0),
             min_p=torch.where(filtered, floats[:, RowField.MIN_P], 0.0) if some else None,
@@ -191,6 +194,11 @@ class SamplerState:
         return adjusted.masked_fill(forbidden | ((flags & ONLY_ALLOWED != 0) & (word & ALLOWED == 0)), -torch.inf)
 
 
+def seeds_of(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Return the seeds [S] int64 whose words are `low` and `high` [S] int32."""
+    return high.long() << 32 | low.long() & 0xFFFFFFFF
+
+
 def bits_of(masks: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """Expand token bitmasks [n, ceil(V / 32)] int32 to [n, V] bool."""
     bits = masks[:, :, None] >> torch.arange(BITS, device=masks.device, dtype=torch.int32) & 1
@@ -211,13 +219,6 @@ def mark_bad_words(line: torch.Tensor, token: torch.Tensor, position: int) -> No
     last = WORDS_AT + line[BAD_TOKENS_AT + ends - 1].long()
     line[last] &= ~COMPLETES
     line[last[completes]] |= COMPLETES
-
-
-def _workspace(num_seqs: int, vocab_size: int, device: torch.device) -> FilterWorkspace:
-    """Allocate the kernels' workspace. It must exist before steps are captured."""
-    from folovllm.kernels.filter_logits import FilterWorkspace
-
-    return FilterWorkspace.allocate(num_seqs, vocab_size, device)
 
 
 def _some(mask: torch.Tensor) -> bool:

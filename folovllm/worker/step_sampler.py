@@ -10,6 +10,7 @@ from folovllm.distributed.group import Group
 from folovllm.distributed.sharding import vocab_shard_size
 from folovllm.sample.noise import gumbel
 from folovllm.sample.sampler import Sampler, SamplingBatch
+from folovllm.sample.sampler_state import seeds_of
 from folovllm.step.packed import Field
 
 NOWHERE = 2**31 - 1
@@ -47,7 +48,7 @@ class LocalSampler:
             gumbel_max(logits, temperature, low, high, positions, out=tokens, keep=(last, fields[Field.ROW]))
             return
         greedy = not logits.is_cuda and not bool(temperature.any())  # on a GPU the host would wait for this value
-        batch = SamplingBatch(temperature, seeds_of(fields), positions.long(), greedy)
+        batch = SamplingBatch(temperature, seeds_of(low, high), positions.long(), greedy)
         keep(self._sampler.sample(logits, batch), fields, tokens, last)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
@@ -88,16 +89,11 @@ class TensorParallelSampler:
 
             values, ids = tile_bests(logits, temperature, low, high, positions, self._first_id)  # [S, tiles]
             return best_of_ranks(values.T, ids.T)
-        noise = gumbel(seeds_of(fields), positions.long(), logits.shape[1], self._first_id)
+        noise = gumbel(seeds_of(low, high), positions.long(), logits.shape[1], self._first_id)
         hot = (temperature > 0)[:, None]
         scores = logits.float() / torch.where(hot, temperature[:, None], 1.0) + noise * hot
         scores = scores.masked_fill(scores.isnan(), -torch.inf)  # NaN is no rank's best, as in the kernel
         return scores.amax(-1), (self._first_id + scores.argmax(-1)).int()
-
-
-def seeds_of(fields: torch.Tensor) -> torch.Tensor:
-    """Return the seeds [S] int64 in `fields` [len(Field), S]."""
-    return fields[Field.SEED_HIGH].long() << 32 | fields[Field.SEED_LOW].long() & 0xFFFFFFFF
 
 
 def keep(sampled: torch.Tensor, fields: torch.Tensor, tokens: torch.Tensor, last: torch.Tensor) -> None:

@@ -15,26 +15,17 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.step_builder import sampling_spec
-from folovllm.request import Request, Sequence
+from folovllm.request import Sequence
 from folovllm.sample.filters import apply_min_p_filtering, apply_top_k_filtering, apply_top_p_filtering
 from folovllm.sample.noise import gumbel, philox_4x32_10, uniform
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.sampling_params import SamplingParams
-from tests.sampling import adjusted, state_of
+from tests.sampling import adjusted, sequence, state_of
 from tests.tiny import worked_case
 
 INF = float("inf")
 CPU = torch.device("cpu")
-
-
-def sequence(params: SamplingParams, prompt: list[int], answer: tuple[int, ...] | list[int] = ()) -> Sequence:
-    detokenizer = IncrementalDetokenizer(lambda ids: "".join(map(chr, ids)))
-    seq = Sequence(Request("r", prompt, params, len(answer) + 8, 0, frozenset({1})), detokenizer)
-    for token in answer:
-        seq.append_token(token)
-    return seq
 
 
 def rows(n: int, temperature: float = 1.0, position: int = 5) -> SamplingBatch:

@@ -15,6 +15,7 @@ from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.step_builder import BatchRows
 from folovllm.forward_batch import ForwardBatch
 from folovllm.request import Request, Sequence
+from folovllm.sample.sampler_state import seeds_of
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.packed import (
     IN_FLIGHT,
@@ -32,7 +33,6 @@ from folovllm.step.sampling_spec import SamplingSpec
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
 from folovllm.worker.device_tables import DeviceTables
 from folovllm.worker.input_batch import InputBatch
-from folovllm.worker.step_sampler import seeds_of
 from tests.tiny import worked_case
 
 CPU = torch.device("cpu")
@@ -176,7 +176,8 @@ def test_without_drafts_each_sequence_has_a_sample() -> None:
 def test_a_seed_arrives_whole(seed: int) -> None:
     first = ScheduledSequence(1, 0, 0, 1, np.array([5], np.int32), (3,), 0, 1, SamplingSpec(seed=seed))
     step = StepPacker(ROWS, []).pack(SchedulerOutput((first,)))
-    assert seeds_of(torch.from_numpy(step.fields)).tolist() == [seed], "its lower half has no sign"
+    low, high = torch.from_numpy(step.fields[[Field.SEED_LOW, Field.SEED_HIGH]])
+    assert seeds_of(low, high).tolist() == [seed], "its lower half has no sign"
 
 
 def test_the_next_owner_of_a_row_asks_for_itself() -> None:

@@ -52,13 +52,13 @@ def state_for(
     """
     state = SamplerState(len(params), vocab_size, torch.device(DEVICE))
     last, bad_words = len(params) - 1, bad_words or [()] * len(params)
-    specs = [spec_of(p, 100 + i, prompt, answer, ends, bad_words[i]) for i, p in enumerate(params)]
+    specs = [spec_of(p, prompt, answer, 100 + i, ends, bad_words[i]) for i, p in enumerate(params)]
     specs = [replace(spec, bias=tuple((dict(spec.bias) | (bias or {})).items())) for spec in specs]
     return set_rows(state, {last - i: spec for i, spec in enumerate(specs)})
 
 
-class Draw:
-    """A step that the kernels and the sampler draw."""
+class Step:
+    """A step that the kernels and the sampler sample."""
 
     def __init__(self, logits: torch.Tensor, state: SamplerState, position: int = 40) -> None:
         count = len(logits)
@@ -82,11 +82,11 @@ class Draw:
         return sampler.filter(adjusted, batch), sampler.sample(adjusted, batch).tolist()
 
     def filter(self) -> None:
-        """The first half of a draw."""
+        """The first half of sampling."""
         filters.filter_logits(self.logits, self._step, self.work)
 
     def survivors(self) -> torch.Tensor:
-        """What the kernels have kept, [S, V], of what they filtered or drew last; all of it where a row has no filters."""
+        """What the kernels have kept, [S, V], of what they filtered or sampled last; all of it where a row has no filters."""
         fields = self.state.fields[self.rows.long()]
         adjusted = self.state.adjust(self.logits, self.rows, self.positions)
         z, ids = (
@@ -109,10 +109,10 @@ class TestFilters:
     def check(self, logits: torch.Tensor, filters: list[dict], **known: Any) -> None:
         """The kernels keep and sample what the sampler does."""
         params = [SamplingParams(**chosen) for chosen in filters]
-        draw = Draw(logits, state_for(params, logits.shape[1], **known))
-        kept, tokens = draw.expected()
-        assert draw.tokens() == tokens
-        assert torch.equal(draw.survivors(), kept > -torch.inf)
+        step = Step(logits, state_for(params, logits.shape[1], **known))
+        kept, tokens = step.expected()
+        assert step.tokens() == tokens
+        assert torch.equal(step.survivors(), kept > -torch.inf)
 
     @pytest.mark.parametrize(
         ("vocab_size", "dtype"),
@@ -129,11 +129,11 @@ class TestFilters:
         """
         vocab_size = filters.TILE + 200
         logits = torch.randint(0, levels, (len(FEW_FILTERS), vocab_size), generator=torch.manual_seed(1)).float()
-        draw = Draw(logits, state_for([SamplingParams(**chosen) for chosen in FEW_FILTERS], vocab_size))
-        batch = draw.state.batch(draw.rows, draw.positions)
-        kept = Sampler().filter(draw.logits.double(), batch)
-        draw.filter()
-        assert torch.equal(draw.survivors(), kept > -torch.inf)
+        step = Step(logits, state_for([SamplingParams(**chosen) for chosen in FEW_FILTERS], vocab_size))
+        batch = step.state.batch(step.rows, step.positions)
+        kept = Sampler().filter(step.logits.double(), batch)
+        step.filter()
+        assert torch.equal(step.survivors(), kept > -torch.inf)
 
     def test_more_candidates_than_can_be_written_down(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(filters, "CAPACITY", 16)
@@ -144,41 +144,41 @@ class TestFilters:
     def test_logits_of_any_size(self, scale: float, shift: float) -> None:
         self.check(spread(len(FEW_FILTERS), 300, 3) * scale + shift, FEW_FILTERS)
 
-    def test_what_is_minus_infinity_or_no_number_is_never_drawn(self) -> None:
+    def test_what_is_minus_infinity_or_no_number_is_never_sampled(self) -> None:
         params = [SamplingParams(**chosen) for chosen in EVERY_FILTER]
         logits = spread(len(params), 300, 4)
         logits[:, ::2], logits[:, 1::4] = -torch.inf, torch.nan
-        draw = Draw(logits, state_for(params, 300))
-        assert all(token % 4 == 3 for token in draw.tokens())
-        draw.logits[:] = -torch.inf
-        assert all(0 <= token < 300 for token in draw.tokens())
+        step = Step(logits, state_for(params, 300))
+        assert all(token % 4 == 3 for token in step.tokens())
+        step.logits[:] = -torch.inf
+        assert all(0 <= token < 300 for token in step.tokens())
 
     def test_a_step_leaves_nothing_behind(self) -> None:
         """The next step, with other logits, finds what it would have found alone."""
         params = [SamplingParams(**chosen) for chosen in FEW_FILTERS]
         state = state_for(params, 300)
-        draw = Draw(spread(len(params), 300, 5), state)
-        draw.tokens()
-        second = Draw(spread(len(params), 300, 6), state)
-        second.work = draw.work
+        step = Step(spread(len(params), 300, 5), state)
+        step.tokens()
+        second = Step(spread(len(params), 300, 6), state)
+        second.work = step.work
         assert second.tokens() == second.expected()[1]
 
     def test_plain_rows_leave_the_workspace_alone(self) -> None:
         """They write nothing, not even their thresholds."""
-        draw = Draw(spread(3, 300, 7), state_for([SamplingParams(), SamplingParams(temperature=0.0)] * 2, 300))
-        draw.work.threshold.fill_(7.0)
-        assert draw.tokens() == draw.expected()[1]
-        assert (draw.work.threshold == 7).all()
+        step = Step(spread(3, 300, 7), state_for([SamplingParams(), SamplingParams(temperature=0.0)] * 2, 300))
+        step.work.threshold.fill_(7.0)
+        assert step.tokens() == step.expected()[1]
+        assert (step.work.threshold == 7).all()
 
     @pytest.mark.gpu
     @pytest.mark.parametrize("wide", [False, True])
     def test_bfloat16_and_a_real_vocabulary(self, wide: bool) -> None:
         params = [SamplingParams(**chosen) for chosen in EVERY_FILTER] * 6
         logits = spread(len(params), 151_936, 8) * (0.2 if wide else 1)
-        draw = Draw(logits.bfloat16(), state_for(params, 151_936))
-        kept, _ = draw.expected()
-        draw.filter()
-        different = (draw.survivors() != (kept > -torch.inf)).sum(1)
+        step = Step(logits.bfloat16(), state_for(params, 151_936))
+        kept, _ = step.expected()
+        step.filter()
+        different = (step.survivors() != (kept > -torch.inf)).sum(1)
         assert (different <= (kept > -torch.inf).sum(1) * 1e-3).all()  # float32 sums at the threshold of top_p
 
 
@@ -206,18 +206,18 @@ class TestPenalties:
         )  # fmt: skip
 
     @pytest.mark.parametrize("position", [0, 40])
-    def test_draws_as_the_sampler_does(self, state: SamplerState, position: int) -> None:
+    def test_samples_as_the_sampler_does(self, state: SamplerState, position: int) -> None:
         for seed in range(2):
-            draw = Draw(spread(len(self.PARAMS), 60, seed), state, position)
-            assert draw.tokens() == draw.expected()[1]
+            step = Step(spread(len(self.PARAMS), 60, seed), state, position)
+            assert step.tokens() == step.expected()[1]
 
-    def test_counts_what_was_drawn(self, state: SamplerState) -> None:
+    def test_counts_what_was_sampled(self, state: SamplerState) -> None:
         rows = torch.tensor([0, 4, 9, 9, 7], dtype=torch.int32, device=DEVICE)  # 4 has no penalty, 9 is padding
         tokens = torch.tensor([11, 0, 3, 3, 9], device=DEVICE)
-        draws = torch.tensor([True, True, True, True, False], device=DEVICE)
+        counted = torch.tensor([True, True, True, True, False], device=DEVICE)
         expected = state.lines.clone()
         expected[0, WORDS_AT + 11] += 1
-        record_sampled(tokens, rows, rows, draws, state.fields, state.lines)
+        record_sampled(tokens, rows, rows, counted, state.fields, state.lines)
         assert torch.equal(state.lines, expected)
         record_sampled(tokens, rows, rows, None, state.fields, state.lines)
         assert (state.lines - expected).nonzero().tolist() == [[0, WORDS_AT + 11], [7, WORDS_AT + 9]]
@@ -231,17 +231,20 @@ class TestBadWords:
     )
 
     def test_forbids_as_torch_does(self) -> None:
-        """Draw by draw, from a row that has a part of its answer already; the padding has no bad words."""
+        """Token by token, from a row that has a part of its answer already; the padding has no bad words."""
         kernel, plain = (SamplerState(3, 100, torch.device(where)) for where in (DEVICE, "cpu"))
-        specs = [spec_of(SamplingParams(), i, [1, 2], [31, 3], bad_words=words) for i, words in enumerate(self.WORDS)]
+        specs = [spec_of(SamplingParams(), [1, 2], [31, 3], i, bad_words=words) for i, words in enumerate(self.WORDS)]
         for state in (kernel, plain):
             set_rows(state, dict(enumerate(specs)))
-        rows, drawn = torch.tensor([2, 3, 0, 1], dtype=torch.int32), torch.Generator().manual_seed(0)
+        rows, generator = torch.tensor([2, 3, 0, 1], dtype=torch.int32), torch.Generator().manual_seed(0)
         few = torch.tensor([3, 4, 31, 63, 95])
         for position in range(4, 12):
-            tokens, draws = few[torch.randint(5, (4,), generator=drawn)], torch.randint(4, (4,), generator=drawn)
+            tokens, counted = (
+                few[torch.randint(5, (4,), generator=generator)],
+                torch.randint(4, (4,), generator=generator),
+            )
             positions = torch.full((4,), position, dtype=torch.int32)
-            plain.record(tokens, rows, positions, draws)
-            step = [tensor.to(DEVICE) for tensor in (tokens, rows, positions, draws)]
+            plain.record(tokens, rows, positions, counted)
+            step = [tensor.to(DEVICE) for tensor in (tokens, rows, positions, counted)]
             record_sampled(*step, kernel.fields, kernel.lines)
             assert torch.equal(kernel.lines.cpu(), plain.lines)

@@ -1,10 +1,6 @@
-"""Fields and words by row, in torch: what the runner hands over, what a draw makes of it, and the log-probabilities."""
+"""Fields and lines by row, in torch: what the runner hands over, what sampling makes of it, and the log-probabilities."""
 
 from __future__ import annotations
-
-from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -39,8 +35,7 @@ from folovllm.sampling_row import (
     row_line,
 )
 from folovllm.step.sampling_spec import SamplingSpec, about_to_end
-from tests.sampling import CPU, int32, set_rows, spec_of, state_of
-from tests.sequences import make_seq
+from tests.sampling import CPU, int32, sequence, set_rows, spec_of, state_of
 
 V = 120
 EVERY_RULE = [
@@ -58,19 +53,11 @@ EVERY_RULE = [
 ]
 
 
-def make_ruled(bad_words: Iterable[list[int]] = (), **rule: Any) -> Sequence:
-    """With `bad_words` as tokens, which the engine makes of texts."""
-    seq = make_seq(max_tokens=12, **rule)
-    seq.request = replace(seq.request, bad_words=tuple(map(tuple, bad_words)))
-    return seq
-
-
 def sequences(rules: list[dict], answer: list[int]) -> list[Sequence]:
-    seqs = [make_ruled(**rule) for rule in rules]
-    for seq in seqs:
-        for token in answer:
-            seq.append_token(token)
-    return seqs
+    """Their `bad_words` are tokens, which the engine makes of texts."""
+    params = [SamplingParams(**{name: x for name, x in rule.items() if name != "bad_words"}) for rule in rules]
+    words = [rule.get("bad_words", ()) for rule in rules]
+    return [sequence(p, [10, 11, 12], answer, ends=[99], bad_words=w) for p, w in zip(params, words, strict=True)]
 
 
 def state_for(seqs: list[Sequence], rows: list[int], num_rows: int = 11) -> SamplerState:
@@ -81,10 +68,10 @@ def specs_by_row(seqs: list[Sequence], rows: list[int]) -> dict[int, SamplingSpe
     return dict(zip(rows, map(sampling_spec, seqs), strict=True))
 
 
-class TestDrawState:
+class TestSamplerState:
     ROWS = (5, 0, 7, 2, 1, 3, 4, 6, 9, 8, 10)
 
-    def test_draws_as_from_the_sequences(self) -> None:
+    def test_samples_as_from_the_sequences(self) -> None:
         """The words as the answer grows are those of a row that is filled from all tokens anew, as after preemption, at each step."""
         seqs = sequences(EVERY_RULE, [])
         state, rows = state_for(seqs, list(self.ROWS)), int32(*self.ROWS)
@@ -97,8 +84,8 @@ class TestDrawState:
             adjusted, expected = (one.adjust(logits, rows, positions) for one in (state, fresh))
             assert torch.equal(adjusted, expected)
             tokens = state.sample(logits, rows, positions)
-            drawn = anew.sample(logits, range(len(seqs)), positions.tolist())
-            assert tokens.tolist() == drawn.token_ids
+            sampled = anew.sample(logits, range(len(seqs)), positions.tolist())
+            assert tokens.tolist() == sampled.token_ids
             state.record(tokens, rows, positions)
             for seq, token in zip(seqs, tokens.tolist(), strict=True):
                 seq.append_token(token)
@@ -130,7 +117,7 @@ class TestDrawState:
         set_rows(state, specs_by_row(sequences([{}], []), [0]))  # plain: its words are not read, and need no clearing
         assert state.fields[0, RowField.FLAGS] == 0
 
-    def test_the_draw_goes_where_it_is_wanted(self) -> None:
+    def test_tokens_go_where_they_are_wanted(self) -> None:
         state = state_for(sequences([{"temperature": 0.0}] * 2, []), [3, 1])
         out, keep = torch.full((5,), -1), torch.full((9,), -1)
         logits = torch.eye(V)[[17, 40, 0]].half()
@@ -139,7 +126,7 @@ class TestDrawState:
         assert keep.tolist() == [-1, 40, -1, 17, -1, -1, -1, -1, 0]
         assert logits.equal(torch.eye(V)[[17, 40, 0]].half())
 
-    def test_only_what_draws_is_counted_and_a_count_ends(self) -> None:
+    def test_only_tokens_of_the_answer_are_counted_and_a_count_ends(self) -> None:
         state = state_for(sequences([EVERY_RULE[1], EVERY_RULE[1], {}], []), [0, 1, 2])
         words = state.lines[:, WORDS_AT:]
         words[0, 50] = IN_PROMPT | COUNT
@@ -160,7 +147,7 @@ class TestBadWords:
     def test_what_would_end_one_is_forbidden(self, words: list[list[int]], answer: list[int], known: int) -> None:
         """Whether the host knew the tokens when the row got its owner, or the device drew them: the same are forbidden."""
         known = min(known, len(answer))
-        spec = spec_of(SamplingParams(), 0, [30, 31, 32, 33], answer[:known], bad_words=words)
+        spec = spec_of(SamplingParams(), [30, 31, 32, 33], answer[:known], bad_words=words)
         state = SamplerState(1, V, CPU)
         state.lines.fill_(-1)  # what the row held before
         set_rows(state, {0: spec})
@@ -171,8 +158,8 @@ class TestBadWords:
                 state.record(torch.tensor(answer[n : n + 1]), int32(0), int32(4 + n))
 
     def test_only_tokens_of_the_answer_count(self) -> None:
-        """A step that draws nothing leaves the row as it is; and so does a prompt that ends as a bad word begins."""
-        state = state_of(spec_of(SamplingParams(), 0, [1], bad_words=[[1, 2], [1, 3, 4]]), vocab_size=V)
+        """A step that samples nothing leaves the row as it is; and so does a prompt that ends as a bad word begins."""
+        state = state_of(spec_of(SamplingParams(), [1], bad_words=[[1, 2], [1, 3, 4]]), vocab_size=V)
         assert self.forbidden(state, 0) == set()
         state.record(torch.tensor([1]), int32(0), int32(1), int32(0))
         assert self.forbidden(state, 0) == set()
@@ -187,7 +174,7 @@ class TestBadWords:
             ([longest], {longest[-1]}),
             ([[longest[-2], i % V, 3] for i in range(MAX_BAD_WORDS - 1)] + [[9]], {9}),
         ):
-            set_rows(state, {0: spec_of(SamplingParams(), 0, [8], answer, bad_words=words)})
+            set_rows(state, {0: spec_of(SamplingParams(), [8], answer, bad_words=words)})
             assert self.forbidden(state, 0) == set() | ({9} & expected)
             state.record(torch.tensor([longest[-2]]), int32(0), int32(1 + len(answer)))
             assert self.forbidden(state, 0) == expected
@@ -200,7 +187,7 @@ def ends_with(answer: list[int], run: list[int]) -> bool:
 class TestRowUpdate:
     def test_fields_and_words(self) -> None:
         params = SamplingParams(temperature=0.5, top_k=7, min_tokens=2, presence_penalty=0.5)
-        spec = spec_of(params, -2, [1, 2, 2], [2, 9, 9], [9, 50])
+        spec = spec_of(params, [1, 2, 2], [2, 9, 9], -2, [9, 50])
         fields = row_fields(spec)
         assert fields[RowField.FLAGS] == FILTERS | WORDS | COUNTED
         whole = RowField.SEED_LOW, RowField.SEED_HIGH, RowField.TOP_K, RowField.FREE_FROM
@@ -222,15 +209,15 @@ class TestRowUpdate:
             ({"logit_bias": {3: 1.0, 9: -2.0}}, WORDS, 2),
         ],
     )
-    def test_flags_say_what_a_draw_takes(self, rule: dict, flags: int, num_words: int) -> None:
-        spec = spec_of(SamplingParams(**rule), 0, [1], [5], [2])
+    def test_flags_say_what_sampling_reads(self, rule: dict, flags: int, num_words: int) -> None:
+        spec = spec_of(SamplingParams(**rule), [1], [5], ends=[2])
         assert flags_of(spec) == flags
         assert row_line(spec).shape[1] == num_words
 
     @given(st.lists(st.booleans(), max_size=6))
     def test_buffers_hold_every_row(self, penalised: list[bool]) -> None:
         params = [SamplingParams(repetition_penalty=1.5 if p else 1.0) for p in penalised]
-        specs = {i: spec_of(p, i, [i, 50]) for i, p in enumerate(params)}
+        specs = {i: spec_of(p, [i, 50], seed=i) for i, p in enumerate(params)}
         update = pack_rows(specs)
         assert (update.num_rows, update.num_lines) == (len(penalised), sum(penalised))
         state = set_rows(SamplerState(6, V, CPU), specs)
@@ -241,7 +228,7 @@ class TestRowUpdate:
 
 class TestLogprobs:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_the_drawn_token_then_the_most_likely(self, dtype: torch.dtype) -> None:
+    def test_the_sampled_token_then_the_most_likely(self, dtype: torch.dtype) -> None:
         logits = torch.randn(2, V, generator=torch.manual_seed(0)).to(dtype)
         found = gather_logprobs(logits, torch.tensor([19, 7]), 4).to_host()
         for i, token in enumerate([19, 7]):
