@@ -179,7 +179,8 @@ def listening(llm: LLM, record: Path | None, trace: Path | None, show_steps: boo
         if show_steps:
             from folovllm.cli.show import StepPrinter
 
-            llm.engine.subscribe(printer := StepPrinter(), experts=True)
+            counts = llm.engine.setup.config.count_experts
+            llm.engine.subscribe(printer := StepPrinter(llm.engine.expert_load if counts else None))
             files.callback(llm.engine.unsubscribe, printer)
         if record is not None:
             from folovllm.inspector.recorder import recording

@@ -19,8 +19,11 @@ from folovllm.engine.cpu_threads import use_threads
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.metrics import EngineStats, StepLog, StepStats, engine_stats
 from folovllm.engine.output_processor import RequestState
+from folovllm.engine.scheduler import SchedulerLike
 from folovllm.engine.setup import set_up
-from folovllm.events import ExpertsAsked, Listener, RequestAdded, SequenceState, Snapshot
+from folovllm.event_stream import Events
+from folovllm.events import Listener, RequestAdded, SequenceState, Snapshot
+from folovllm.executor.abstract import Executor
 from folovllm.faults import log_fault
 from folovllm.inputs import Prompt, as_requests, is_one_prompt
 from folovllm.models.files import load_tokenizer
@@ -60,12 +63,26 @@ class LLMEngine:
             self.setup, self.tokenizer
         )  # reads files, which may be damaged: so before the weights
         self._extension = build.make_extension(self.setup)
-        self.executor = build.make_executor(self.setup, self._extension)
-        self.core = build.make_core(self.setup, self._extension, self.executor, self.tokenizer)
-        self.scheduler, self.events = self.core.scheduler, self.core.events
+        executor = build.make_executor(self.setup, self._extension)
+        self.core = build.make_core(self.setup, self._extension, executor, self.tokenizer)
         self._log: StepLog | None = None
         self._is_closed = False
         self._process = os.getpid()
+
+    @property
+    def scheduler(self) -> SchedulerLike:
+        """Who waits, and who runs."""
+        return self.core.scheduler
+
+    @property
+    def executor(self) -> Executor:
+        """What computes the steps."""
+        return self.core.executor
+
+    @property
+    def events(self) -> Events:
+        """What happens, and who listens."""
+        return self.core.events
 
     @staticmethod
     def from_engine_args(engine_args: EngineConfig) -> LLMEngine:
@@ -220,17 +237,10 @@ class LLMEngine:
         if self.has_unfinished_requests():
             raise ValueError("the engine has requests of its own: step it until they end, or abort them, first")
 
-    def subscribe(self, listener: Listener, experts: bool = False) -> None:
-        """Call `listener(events)` after each step with what happened (`folovllm.events`), and now with the present state.
-
-        With `experts`, what happened includes how often experts were asked (`ExpertsAsked`), where `count_experts` is set.
-        """
+    def subscribe(self, listener: Listener) -> None:
+        """Call `listener(events)` after each step with what happened (`folovllm.events`), and now with the present state."""
         state = snapshot(self.setup, self.scheduler.kv, self.core.num_steps, self.core.output.requests.values())
-        experts = experts and self.setup.config.count_experts
-        self.events.subscribe(listener, state, experts)
-        if experts:
-            self.events.emit(ExpertsAsked(self.expert_load()))
-            self.events.drain()
+        self.events.subscribe(listener, state)
 
     def unsubscribe(self, listener: Listener) -> None:
         """Tell `listener` nothing more. ValueError if it does not listen."""
@@ -247,8 +257,8 @@ class LLMEngine:
             self.unsubscribe(self._log)
         self._log = None
         if steps is not None:
-            self._log = StepLog(steps)
-            self.subscribe(self._log, experts=True)
+            self._log = StepLog(steps, self.expert_load if self.setup.config.count_experts else None)
+            self.subscribe(self._log)
 
     def stats(self) -> EngineStats:
         """Requests and KV cache as they are now."""

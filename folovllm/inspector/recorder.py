@@ -29,8 +29,11 @@ class Engine(Protocol):
     """What a recorder asks of an engine: `LLMEngine` has it."""
 
     setup: EngineSetup
-    executor: Executor
     tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def executor(self) -> Executor:
+        """What computes its steps."""
 
     def subscribe(self, listener: Listener) -> None:
         """Tell `listener` how things stand, and what happens from here on."""

@@ -26,7 +26,7 @@ from tests.helpers import tiny_checkpoint
 
 RECORDS = [kind for _, kind in inspect.getmembers(ev, inspect.isclass) if hasattr(kind, "_fields")]
 # No events, or of guesses, windows and experts.
-OTHERS = (ev.BlockState, ev.SequenceState, ev.TableCut, ev.DraftsVerified, ev.BlockPassed, ev.ExpertsAsked, ev.GivenUp)
+OTHERS = (ev.BlockState, ev.SequenceState, ev.TableCut, ev.DraftsVerified, ev.BlockPassed, ev.GivenUp)
 TIGHT = {"block_size": 4, "num_kv_blocks": 12, "max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 32}
 
 EVERY = ["m1", "m2", "m3", "m5", pytest.param("m6", marks=pytest.mark.m6)]
@@ -68,7 +68,7 @@ class World:
 
     def __init__(self, served: LLMEngine, seed: int) -> None:
         self.engine, self.die = served, random.Random(seed)
-        self.engine.executor = NoDevice(served.executor.num_kv_blocks, self.die)  # type: ignore[assignment]
+        self.engine.core.executor = NoDevice(served.executor.num_kv_blocks, self.die)  # type: ignore[assignment]
         self.watcher, self.seen, self.names = Watcher(), list[ev.Event](), 0
         served.subscribe(self.watcher)
         served.subscribe(self.seen.extend)
