@@ -59,9 +59,8 @@ class LLMEngine:
         self.setup = set_up(config)
         self.num_threads = use_threads(self.setup)
         self.tokenizer = load_tokenizer(self.setup.path, config)
-        self._processor = InputProcessor(
-            self.setup, self.tokenizer
-        )  # reads files, which may be damaged: so before the weights
+        # It reads files, which may be damaged: so before the weights.
+        self._processor = InputProcessor(self.setup, self.tokenizer)
         self._extension = build.make_extension(self.setup)
         executor = build.make_executor(self.setup, self._extension)
         self.core = build.make_core(self.setup, self._extension, executor, self.tokenizer)
