@@ -22,26 +22,31 @@ class Events:
     its traceback, and it is told nothing more.
     """
 
-    __slots__ = ("_failed", "_listeners", "_pending", "on")
+    __slots__ = ("_failed", "_listeners", "_pending", "_wanting_experts", "on", "wants_experts")
 
     def __init__(self) -> None:
         self.on = False  # whether anybody listens
+        self.wants_experts = False  # whether anybody wants `ExpertsAsked`
         self._listeners: list[Listener] = []
+        self._wanting_experts: list[Listener] = []
         self._failed: list[Listener] = []  # until they unsubscribe
         self._pending: list[Event] = []
 
-    def subscribe(self, listener: Listener, snapshot: Snapshot) -> None:
-        """Let `listener` hear of all that happens from here on; first, how things stand."""
+    def subscribe(self, listener: Listener, snapshot: Snapshot, experts: bool = False) -> None:
+        """Let `listener` hear of all that happens from here on; first, how things stand. With `experts` there is `ExpertsAsked`."""
         self.drain()
         listener([snapshot])
         self._listeners.append(listener)
-        self.on = True
+        if experts:
+            self._wanting_experts.append(listener)
+        self._note_listeners()
 
     def unsubscribe(self, listener: Listener) -> None:
         """Hand over what has happened, and tell `listener` nothing more. ValueError if it does not listen."""
         self.drain()
         (self._failed if listener in self._failed else self._listeners).remove(listener)
-        self.on = bool(self._listeners)
+        self._wanting_experts = [other for other in self._wanting_experts if other != listener]
+        self._note_listeners()
 
     def emit(self, event: Event) -> None:
         """Note what happened. Callers check first that there is a listener (`on`): else they make no event at all."""
@@ -58,4 +63,8 @@ class Events:
                     logger.exception("a listener to the engine's events failed; it is told nothing more")
                     self._listeners.remove(listener)
                     self._failed.append(listener)
-            self.on = bool(self._listeners)
+            self._note_listeners()
+
+    def _note_listeners(self) -> None:
+        self.on = bool(self._listeners)
+        self.wants_experts = any(listener in self._listeners for listener in self._wanting_experts)

@@ -101,6 +101,15 @@ class StepEnded(NamedTuple):
     kv_blocks_used: int
 
 
+class ExpertsAsked(NamedTuple):
+    """How often each expert was asked by all steps so far. Said at first and before the end of each step, on request only.
+
+    The engine waits for the device to know it. With overlap, that is for the step after this one, which counts here too.
+    """
+
+    counts: SequenceOf[SequenceOf[int]]  # [L][E]
+
+
 class BlockClaimed(NamedTuple):
     """A block left the free list, for new contents or because its old ones were found."""
 
@@ -212,7 +221,7 @@ class Snapshot(NamedTuple):
 
 
 Event = (
-    RequestAdded | Refused | Admitted | PrefixHit | Preempted | Finished | Aborted | StepBegan | StepEnded
+    RequestAdded | Refused | Admitted | PrefixHit | Preempted | Finished | Aborted | StepBegan | StepEnded | ExpertsAsked
     | BlockClaimed | BlockFreed | BlockTaken | BlockAdopted | BlockCached | BlockEvicted | BlockPassed | TableFreed
     | TableCut | DraftsVerified | GivenUp | Snapshot
 )  # fmt: skip

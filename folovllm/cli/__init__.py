@@ -179,8 +179,7 @@ def listening(llm: LLM, record: Path | None, trace: Path | None, show_steps: boo
         if show_steps:
             from folovllm.cli.show import StepPrinter
 
-            counts = llm.engine.setup.config.count_experts
-            llm.engine.subscribe(printer := StepPrinter(llm.engine.expert_load if counts else None))
+            llm.engine.subscribe(printer := StepPrinter(), experts=True)
             files.callback(llm.engine.unsubscribe, printer)
         if record is not None:
             from folovllm.inspector.recorder import recording

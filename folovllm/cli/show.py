@@ -7,7 +7,7 @@ from collections.abc import Sequence as SequenceOf
 from rich.text import Text
 
 from folovllm.cli.terminal import stderr
-from folovllm.engine.metrics import ExpertLoad, StepLog, StepStats, imbalance
+from folovllm.engine.metrics import StepLog, StepStats, imbalance
 from folovllm.events import Event
 from folovllm.watcher import Watched, Watcher
 
@@ -20,8 +20,8 @@ FREE, SHARED = "·", "#"
 class StepPrinter:
     """A listener that prints on stderr: a line for each step that ended, with overlap none, one or two, and under them the pool."""
 
-    def __init__(self, expert_load: ExpertLoad | None = None) -> None:
-        self._log, self._watcher = StepLog(expert_load=expert_load), Watcher()
+    def __init__(self) -> None:
+        self._log, self._watcher = StepLog(), Watcher()
 
     def __call__(self, events: SequenceOf[Event]) -> None:
         """Print what happened."""

@@ -11,7 +11,7 @@ from folovllm.engine.logits_mask import LogitsMask
 from folovllm.engine.output_processor import OutputProcessor, RequestState
 from folovllm.engine.scheduler import SchedulerLike
 from folovllm.event_stream import Events
-from folovllm.events import Finished, GivenUp, StepEnded
+from folovllm.events import ExpertsAsked, Finished, GivenUp, StepEnded
 from folovllm.executor.abstract import Executor
 from folovllm.faults import Faults
 from folovllm.outputs import RequestOutput
@@ -102,6 +102,8 @@ class EngineCore:
         if self.events.on:
             kv, waiting = self.scheduler.kv, len(self.scheduler.waiting)
             used = 0 if kv is None else kv.num_used
+            if self.events.wants_experts:
+                self.events.emit(ExpertsAsked(self.executor.expert_load()))
             self.events.emit(StepEnded(self.num_steps, start, arrived, now, output, result, waiting, used))
             for seq in (seqs[i] for i in alive if seqs[i].status.is_finished):
                 self.events.emit(Finished(seq.seq_id, seq.status.value))

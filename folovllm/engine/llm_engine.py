@@ -22,7 +22,7 @@ from folovllm.engine.output_processor import RequestState
 from folovllm.engine.scheduler import SchedulerLike
 from folovllm.engine.setup import set_up
 from folovllm.event_stream import Events
-from folovllm.events import Listener, RequestAdded, SequenceState, Snapshot
+from folovllm.events import ExpertsAsked, Listener, RequestAdded, SequenceState, Snapshot
 from folovllm.executor.abstract import Executor
 from folovllm.faults import log_fault
 from folovllm.inputs import Prompt, as_requests, is_one_prompt
@@ -236,10 +236,17 @@ class LLMEngine:
         if self.has_unfinished_requests():
             raise ValueError("the engine has requests of its own: step it until they end, or abort them, first")
 
-    def subscribe(self, listener: Listener) -> None:
-        """Call `listener(events)` after each step with what happened (`folovllm.events`), and now with the present state."""
+    def subscribe(self, listener: Listener, experts: bool = False) -> None:
+        """Call `listener(events)` after each step with what happened (`folovllm.events`), and now with the present state.
+
+        With `experts`, what happened includes how often experts were asked (`ExpertsAsked`), where `count_experts` is set.
+        """
         state = snapshot(self.setup, self.scheduler.kv, self.core.num_steps, self.core.output.requests.values())
-        self.events.subscribe(listener, state)
+        experts = experts and self.setup.config.count_experts
+        self.events.subscribe(listener, state, experts)
+        if experts:
+            self.events.emit(ExpertsAsked(self.expert_load()))
+            self.events.drain()
 
     def unsubscribe(self, listener: Listener) -> None:
         """Tell `listener` nothing more. ValueError if it does not listen."""
@@ -256,8 +263,8 @@ class LLMEngine:
             self.unsubscribe(self._log)
         self._log = None
         if steps is not None:
-            self._log = StepLog(steps, self.expert_load if self.setup.config.count_experts else None)
-            self.subscribe(self._log)
+            self._log = StepLog(steps)
+            self.subscribe(self._log, experts=True)
 
     def stats(self) -> EngineStats:
         """Requests and KV cache as they are now."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ from folovllm.events import (
     Aborted,
     DraftsVerified,
     Event,
+    ExpertsAsked,
     Finished,
     RequestAdded,
     Snapshot,
@@ -19,8 +19,6 @@ from folovllm.events import (
 )
 from folovllm.setup import EngineSetup
 from folovllm.step.schedule import SchedulerOutput
-
-ExpertLoad = Callable[[], list[list[int]]]  # how often each expert of each layer was asked so far, [L][E]
 
 
 @dataclass(slots=True, frozen=True)
@@ -55,14 +53,13 @@ def imbalance(counts: SequenceOf[int]) -> float:
 class StepLog:
     """A listener that keeps each step's figures."""
 
-    def __init__(self, steps: list[StepStats] | None = None, expert_load: ExpertLoad | None = None) -> None:
-        """`expert_load` is the engine's: with it the log has the tokens of each expert, too, and waits for the device at each step."""
+    def __init__(self, steps: list[StepStats] | None = None) -> None:
         self.steps = [] if steps is None else steps
-        self._expert_load = expert_load or (lambda: [])
-        self._asked = self._expert_load()  # how often each expert was asked by now
         self._added: dict[int, RequestAdded] = {}  # by seq_id: the sequences that are served
         self._begun: dict[int, list[RequestAdded | None]] = {}  # by step in flight: whose its scheduled sequences are
         self._num_draft_tokens = self._num_accepted = 0  # in the step that is being taken in
+        self._asked: SequenceOf[SequenceOf[int]] = ()  # how often each expert was asked by then
+        self._experts: tuple[tuple[int, ...], ...] = ()  # and of that in the step that is being taken in
 
     def __call__(self, events: SequenceOf[Event]) -> None:
         """Take in what happened."""
@@ -75,6 +72,10 @@ class StepLog:
             elif isinstance(event, DraftsVerified):
                 self._num_draft_tokens += event.num_draft_tokens
                 self._num_accepted += event.num_accepted
+            elif isinstance(event, ExpertsAsked):
+                pairs = zip(self._asked, event.counts, strict=bool(self._asked))
+                self._experts = tuple(tuple(b - a for a, b in zip(*layer, strict=True)) for layer in pairs)
+                self._asked = event.counts
             elif isinstance(event, RequestAdded):
                 self._added[event.seq_id] = event
             elif isinstance(event, Finished | Aborted):
@@ -86,12 +87,6 @@ class StepLog:
         """The steps since the last time: with overlap, a turn of the loop takes in none, one or two."""
         steps, self.steps = self.steps, []
         return steps
-
-    def _experts(self) -> tuple[tuple[int, ...], ...]:
-        """How often each expert was asked since the last step, [L][E]. With overlap, the step in flight counts here, too."""
-        before, self._asked = self._asked, self._expert_load()
-        pairs = zip(before, self._asked, strict=True)
-        return tuple(tuple(b - a for a, b in zip(*layer, strict=True)) for layer in pairs)
 
     def _owners(self, output: SchedulerOutput) -> list[RequestAdded | None]:
         """Whose each scheduled sequence is; None for one that ended before anybody listened."""
@@ -121,7 +116,7 @@ class StepLog:
             scheduled_seqs=tuple(scheduled_seqs),
             num_draft_tokens=self._num_draft_tokens,
             num_accepted=self._num_accepted,
-            experts=self._experts(),
+            experts=self._experts,
         )
 
 

@@ -31,15 +31,15 @@ class Engine(Protocol):
     setup: EngineSetup
     tokenizer: PreTrainedTokenizerBase
 
-    @property
-    def executor(self) -> Executor:
-        """What computes its steps."""
-
     def subscribe(self, listener: Listener) -> None:
         """Tell `listener` how things stand, and what happens from here on."""
 
     def unsubscribe(self, listener: Listener) -> None:
         """Tell it nothing more."""
+
+    @property
+    def executor(self) -> Executor:
+        """What computes its steps."""
 
 
 class Recorder:

@@ -17,6 +17,7 @@ from folovllm.cli.show import step_line
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import make_engine
 from folovllm.engine.metrics import imbalance
+from folovllm.events import Event, ExpertsAsked
 from folovllm.moe.expert_load import CountedLoad
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.metrics import Metrics
@@ -80,11 +81,15 @@ def test_counts_are_those_of_transformers(family: str, fields: dict) -> None:
         expected = by_transformers(family, computed(outputs))
         assert engine.expert_load() == expected
         assert sum(expected[0]) == sum(map(len, computed(outputs))) * engine.setup.hf_config.num_experts_per_tok
-        engine.history = steps = []
+        seen: list[Event] = []
+        engine.subscribe(seen.extend, experts=True)
         again = engine.generate([ids[::-1] for ids in PROMPTS], PARAMS)
-        assert torch.tensor([step.experts for step in steps]).sum(0).tolist() == by_transformers(
-            family, computed(again)
-        )
+        told = [event.counts for event in seen if isinstance(event, ExpertsAsked)]
+        assert told[0] == expected and len(told) == 1 + sum(type(event).__name__ == "StepEnded" for event in seen)
+        more = by_transformers(family, computed(again))
+        assert told[-1] == [
+            [a + b for a, b in zip(*layers, strict=True)] for layers in zip(expected, more, strict=True)
+        ]
     finally:
         engine.close()
 
@@ -125,11 +130,12 @@ def test_prometheus_gets_counts() -> None:
 
 class TestOff:
     def test_nothing_is_counted_unless_asked_for(self) -> None:
-        """No work on the device, whoever listens."""
+        """No work on the device and no event, whoever listens."""
         llm = LLM(str(moe_checkpoint()), milestone="m5", **SMALL)
-        llm.engine.history = []
+        seen: list[Event] = []
+        llm.engine.subscribe(seen.extend, experts=True)
         llm.generate(PROMPTS[:1], PARAMS)
-        assert not any(step.experts for step in llm.engine.history)
+        assert not any(isinstance(event, ExpertsAsked) for event in seen)
         assert not any(isinstance(part, CountedLoad) for part in llm.engine.executor._worker.runner.model.modules())
         with pytest.raises(ValueError, match="experts are not counted: set count_experts=True"):
             llm.engine.expert_load()
