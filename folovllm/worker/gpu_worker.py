@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -38,7 +38,7 @@ class GPUWorker(Generic[Step, Result]):
     ) -> None:
         """`counters`: the tensors in which the model counts, if it does (`LayerSet.counters`)."""
         self._on_gpu = device.type == "cuda"
-        self._current: AbstractContextManager[None] = torch.cuda.device(device) if self._on_gpu else nullcontext()
+        self.current = torch.cuda.device(device) if self._on_gpu else nullcontext()  # within it the device is current
         self.runner = runner
         self._counters = counters
         self.num_kv_blocks = 0
@@ -53,7 +53,7 @@ class GPUWorker(Generic[Step, Result]):
             torch.cuda.empty_cache()
             # On Hopper PyTorch prefers cuDNN, which plans 35 ms for every new number of keys, so for every token.
             torch.backends.cuda.enable_cudnn_sdp(False)
-        with self.current():
+        with self.current:
             self.runner.load_model()
             self.num_kv_blocks = self.runner.initialize_kv_cache()
             for counts in (self._counters or {}).values():
@@ -61,7 +61,7 @@ class GPUWorker(Generic[Step, Result]):
 
     def execute_model(self, step: Step) -> Result:
         """Run one step, or start it, without autograd."""
-        with self.current(), torch.inference_mode():
+        with self.current, torch.inference_mode():
             return self.runner.execute_model(step)
 
     def expert_load(self) -> list[list[int]]:
@@ -69,7 +69,3 @@ class GPUWorker(Generic[Step, Result]):
         assert self._counters is not None, "experts are not counted"
         counts: list[list[int]] = self._counters["experts"].tolist()
         return counts
-
-    def current(self) -> AbstractContextManager[None]:
-        """Return the context within which the worker's device is the current one. It may be entered again, but not within itself."""
-        return self._current
