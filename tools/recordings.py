@@ -208,7 +208,7 @@ def cost(output: SchedulerOutput) -> float:
 def virtual_clock(engine: LLMEngine) -> Iterator[Clock]:
     """Let the engine read a clock that is made up."""
     clock = Clock()
-    engine.executor = TimedExecutor(engine.executor, clock)
+    engine.core.executor = TimedExecutor(engine.executor, clock)
     with patch("time.monotonic", clock):
         yield clock
 

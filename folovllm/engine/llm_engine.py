@@ -19,8 +19,11 @@ from folovllm.engine.cpu_threads import use_threads
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.metrics import EngineStats, StepLog, StepStats, engine_stats
 from folovllm.engine.output_processor import RequestState
+from folovllm.engine.scheduler import SchedulerLike
 from folovllm.engine.setup import set_up
+from folovllm.event_stream import Events
 from folovllm.events import ExpertsAsked, Listener, RequestAdded, SequenceState, Snapshot
+from folovllm.executor.abstract import Executor
 from folovllm.faults import log_fault
 from folovllm.inputs import Prompt, as_requests, is_one_prompt
 from folovllm.models.files import load_tokenizer
@@ -56,17 +59,30 @@ class LLMEngine:
         self.setup = set_up(config)
         self.num_threads = use_threads(self.setup)
         self.tokenizer = load_tokenizer(self.setup.path, config)
-        self._processor = InputProcessor(
-            self.setup, self.tokenizer
-        )  # reads files, which may be damaged: so before the weights
+        # It reads files, which may be damaged: so before the weights.
+        self._processor = InputProcessor(self.setup, self.tokenizer)
         self._extension = build.make_extension(self.setup)
-        self.executor = build.make_executor(self.setup, self._extension)
-        self.core = build.make_core(self.setup, self._extension, self.executor, self.tokenizer)
-        self.scheduler, self.events = self.core.scheduler, self.core.events
+        executor = build.make_executor(self.setup, self._extension)
+        self.core = build.make_core(self.setup, self._extension, executor, self.tokenizer)
         self._log: StepLog | None = None
         self._is_closed = False
         self.is_sleeping = False  # whether the model's memory was given back for a while: then nothing can be served
         self._process = os.getpid()
+
+    @property
+    def scheduler(self) -> SchedulerLike:
+        """Who waits, and who runs."""
+        return self.core.scheduler
+
+    @property
+    def executor(self) -> Executor:
+        """What computes the steps."""
+        return self.core.executor
+
+    @property
+    def events(self) -> Events:
+        """What happens, and who listens."""
+        return self.core.events
 
     @staticmethod
     def from_engine_args(engine_args: EngineConfig) -> LLMEngine:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from functools import partial
 from operator import attrgetter, getitem
 from typing import Any, NamedTuple
@@ -117,7 +116,7 @@ class RequestState:
                 if not deltas_alone or answer.has_news
             ],
             finished=finished,
-            metrics=replace(self.metrics),  # a snapshot, as all the rest
+            metrics=self.metrics.snapshot(),
             num_cached_tokens=self.seqs[0].num_cached_tokens or 0,
             prompt_logprobs=self._report_prompt(once=deltas_alone),
         )

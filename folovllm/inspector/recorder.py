@@ -29,7 +29,6 @@ class Engine(Protocol):
     """What a recorder asks of an engine: `LLMEngine` has it."""
 
     setup: EngineSetup
-    executor: Executor
     tokenizer: PreTrainedTokenizerBase
 
     def subscribe(self, listener: Listener, experts: bool = False) -> None:
@@ -37,6 +36,10 @@ class Engine(Protocol):
 
     def unsubscribe(self, listener: Listener) -> None:
         """Tell it nothing more."""
+
+    @property
+    def executor(self) -> Executor:
+        """What computes its steps."""
 
 
 class Recorder:

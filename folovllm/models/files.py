@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from folovllm.config import DEFAULT_MODEL, EngineConfig
 from folovllm.electives import DOWNLOADS, FILE_FORMATS, require
 from folovllm.files import in_one_line, reading
+from folovllm.model_config import FULL
 from folovllm.models.json_files import check_content, read_json
-from folovllm.models.plain_config import plain_config
 from folovllm.quick_tokenizer import quick_tokenizer
 from folovllm.sampling_params import SamplingParams
 
@@ -32,6 +33,16 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "config.json",
 )
+
+PLAIN_KINDS = ("llama", "qwen3")
+PLAIN_NEEDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
+)  # fmt: skip
+WITH_RULES = (
+    "rope_scaling", "partial_rotary_factor", "sliding_window", "use_sliding_window", "quantization_config",
+    "attention_dropout", "auto_map",
+)  # fmt: skip
 
 
 def resolve_model(name: str) -> Path:
@@ -94,6 +105,37 @@ def load_hf_config(path: Path, config: EngineConfig) -> Any:
             raise ValueError(f"config.json lacks {', '.join(absent)}: it is not the configuration of a decoder of text")
         check_content("config.json", hf_config.to_dict())  # a null may have taken the place of a default
     return hf_config
+
+
+class PlainConfig(SimpleNamespace):
+    """The fields that the engine reads of a `PretrainedConfig`, under the same names."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields."""
+        return dict(vars(self))
+
+
+def plain_config(fields: dict[str, Any]) -> PlainConfig | None:
+    """What the fields of a `config.json` say; None if it takes transformers to know that.
+
+    transformers needs up to 6 s to be imported and to read such a file. It is asked wherever the file leaves something out, or
+    something in it follows a rule that only transformers knows.
+    """
+    said = fields.get("rope_parameters") or {"rope_theta": fields.get("rope_theta")}
+    rope = {"rope_type": "default", **said}
+    all_full = [FULL] * (fields.get("num_hidden_layers") or 0)
+    is_plain = (
+        fields.get("model_type") in PLAIN_KINDS
+        and all(fields.get(name) is not None for name in PLAIN_NEEDS)
+        and not any(fields.get(name) for name in WITH_RULES)
+        and (fields.get("layer_types") or all_full) == all_full
+        and rope.keys() == {"rope_type", "rope_theta"}
+        and rope["rope_type"] == "default"
+        and rope["rope_theta"] is not None
+        and fields["hidden_size"] % fields["num_attention_heads"] == 0
+        and ("eos_token_id" in fields or fields["model_type"] != "llama")  # a Llama's would be 2
+    )
+    return PlainConfig(**fields | {"rope_parameters": rope}) if is_plain else None
 
 
 def check_heads(fields: dict[str, Any]) -> None:

@@ -450,7 +450,7 @@ def pretend(requests, answers, milliseconds, **options):
     """Serve with the pretend GPU: seconds a step, and the GPU with its logs."""
     engine = load(enable_prefix_caching=False, **options).engine
     gpu = PretendGPU(engine, requests, answers, milliseconds / 1e3)
-    engine.executor = gpu
+    engine.core.executor = gpu
     engine.scheduler.schedule = timed(engine.scheduler.schedule, gpu.host, "schedule")
     engine.scheduler.postprocess = timed(engine.scheduler.postprocess, gpu.host, "take in")
     assert serve(engine, requests) == answers

@@ -141,7 +141,7 @@ def test_every_cell_is_the_engines_own(here: Shown, milestone: str) -> None:
 def test_wrong_guesses_leave_no_trace(here: Shown, milestone: str) -> None:
     """Blocks that were cut off, and tokens that are computed no more."""
     world = Watched(engine(milestone, **speculative(Anything(), k=5)), 2)
-    world.engine.executor = NoJudge(world.engine.executor.num_kv_blocks, world.die)  # type: ignore[assignment]
+    world.engine.core.executor = NoJudge(world.engine.executor.num_kv_blocks, world.die)  # type: ignore[assignment]
     for _ in range(120):
         world.turn()
         world.note()

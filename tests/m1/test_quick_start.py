@@ -12,8 +12,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, Qwen3Config
 
-from folovllm.models.files import ASSETS, TOKENIZER_FILES
-from folovllm.models.plain_config import PlainConfig, plain_config
+from folovllm.models.files import ASSETS, TOKENIZER_FILES, PlainConfig, plain_config
 from folovllm.quick_tokenizer import QWENS_WORDS, QuickTokenizer, quick_tokenizer
 
 EMBEDDED = ASSETS / "stories-5m"

@@ -68,7 +68,7 @@ class World:
 
     def __init__(self, served: LLMEngine, seed: int) -> None:
         self.engine, self.die = served, random.Random(seed)
-        self.engine.executor = NoDevice(served.executor.num_kv_blocks, self.die)  # type: ignore[assignment]
+        self.engine.core.executor = NoDevice(served.executor.num_kv_blocks, self.die)  # type: ignore[assignment]
         self.watcher, self.seen, self.names = Watcher(), list[ev.Event](), 0
         served.subscribe(self.watcher)
         served.subscribe(self.seen.extend)
