@@ -309,7 +309,7 @@ assert answers["every 32"] == answers["none"], "a snapshot changes no text"
 # |---|---|---|
 # | where states are | a table by row | pages of the pool, made as large as a state |
 # | chunked form | one kernel, chunks of 32 | several kernels, chunks of 64 |
-# | prefix caching | snapshots at an interval, a pool of their own | states at block borders, in the pool |
+# | prefix caching | snapshots at an interval, a pool of their own | states at the ends of steps on block borders, in the pool |
 # | speculation | refused | states of all drafted tokens are kept until the verification |
 #
 # ## Break it
