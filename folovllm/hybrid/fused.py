@@ -6,7 +6,7 @@ import torch
 
 from folovllm.forward_batch import ForwardBatch
 from folovllm.hybrid.gated_delta_net import GatedDeltaNet, Qwen3NextGatedDeltaNet
-from folovllm.hybrid.kernels.delta_rule import Heads, delta_rule
+from folovllm.hybrid.kernels.delta_rule import DeltaHeads, delta_rule
 from folovllm.hybrid.kernels.short_conv import short_conv
 
 
@@ -19,7 +19,7 @@ class FusedGatedDeltaNet(GatedDeltaNet):
         conv, state = self.states
         shape = batch.query_start_loc, batch.seq_lens, batch.rows, batch.num_decodes
         mixed = short_conv(qkv, conv, self.conv1d.weight, *shape, batch.max_query_len)
-        heads = Heads(self.num_k_heads, self.num_v_heads, self.k_dim, self.v_dim)
+        heads = DeltaHeads(self.num_k_heads, self.num_v_heads, self.k_dim, self.v_dim)
         return delta_rule(mixed, (a, b, self.A_log, self.dt_bias), state, heads, *shape)
 
 

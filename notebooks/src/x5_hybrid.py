@@ -352,7 +352,7 @@ print(
 assert stale[1] != answers["none"][0] or "random_weights" in MODEL
 
 # %% [markdown]
-# **The wrong one goes.** A system prompt that every third request uses, among long prompts that nobody asks for again, and a pool of 12 snapshots. Least recently used against first in, first out.
+# **The wrong one goes.** A system prompt that every third request uses, among long prompts that nobody asks for again, and a pool of 12 snapshots. Least recently used against two other rules.
 
 
 # %%

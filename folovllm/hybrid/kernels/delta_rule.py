@@ -141,7 +141,7 @@ def delta_prefill_kernel(
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class DeltaHeads:
     """The geometry of a layer."""
 
     num_k_heads: int
@@ -154,7 +154,7 @@ def delta_rule(
     mixed: torch.Tensor,
     gates: tuple[torch.Tensor, ...],
     state: torch.Tensor,
-    heads: Heads,
+    heads: DeltaHeads,
     starts: torch.Tensor,
     seq_lens: torch.Tensor,
     rows: torch.Tensor,
@@ -178,6 +178,6 @@ def delta_rule(
     if others:
         precision = "ieee" if mixed.dtype == torch.float32 else "tf32"
         delta_prefill_kernel[(tiles, hv, others)](
-            *shared, num_decodes, WIDTH=max(16, width), **sizes, CHUNK=CHUNK, PRECISION=precision
+            *shared, num_decodes, WIDTH=max(16, width), **sizes, CHUNK=CHUNK, PRECISION=precision, num_warps=8, num_stages=1,
         )
     return out
