@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from folovllm import LLM, SamplingParams
 from folovllm.config import EngineConfig
@@ -167,6 +169,26 @@ def test_a_cache_of_8_bits() -> None:
     with LLM(str(path), kv_cache_dtype="fp8", **fields) as llm:
         (output,) = llm.generate([ids], params, use_tqdm=False)
     assert output.outputs[0].token_ids[0] in hf_logits(path, ids)[-1].topk(3).indices.tolist()
+
+
+def test_the_text_part_of_a_model_that_reads_images(tmp_path: Path) -> None:
+    """As Qwen3.5 is published: the text model's configuration in another one, its tensors beside those for images and drafts."""
+    path, (ids,) = hybrid_checkpoint("qwen3_5_text"), prompts([20])
+    for file in path.iterdir():
+        shutil.copy(file, tmp_path)
+    text = json.loads((path / "config.json").read_text())
+    whole = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    tensors = load_file(path / "model.safetensors")
+    tensors = {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()}
+    tensors |= {"model.visual.patch_embed.weight": torch.ones(2, 2), "mtp.layers.0.weight": torch.ones(2, 2)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    said = []
+    for folder in (path, tmp_path):
+        with LLM(str(folder), device="cpu", use_tqdm=False, max_model_len=64) as llm:
+            said.append(llm.generate([ids], greedy, use_tqdm=False)[0].outputs[0].token_ids)
+    assert said[0] == said[1]
 
 
 class TestRefusals:
