@@ -219,6 +219,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("hybrid/snapshots.py", "", "v1/core/single_type_kv_cache_manager.py"),
         ("hybrid/fused.py", "", ""),
         ("hybrid/kernels/short_conv.py", "", "model_executor/layers/mamba/ops/causal_conv1d.py"),
+        ("hybrid/kernels/gated_norm.py", "", "model_executor/layers/fla/ops/layernorm_guard.py"),
         ("hybrid/kernels/delta_rule.py", "", "model_executor/layers/fla/ops/fused_recurrent.py"),
     ],
 }

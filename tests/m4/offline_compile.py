@@ -33,6 +33,7 @@ from folovllm.hopper.grouped import grouped_hopper
 from folovllm.hopper.int4 import int4_hopper
 from folovllm.hopper.prefill import prefill_hopper
 from folovllm.hybrid.kernels.delta_rule import DeltaHeads, delta_rule
+from folovllm.hybrid.kernels.gated_norm import gated_norm
 from folovllm.hybrid.kernels.short_conv import short_conv
 from folovllm.kernels import multiprocessors, pdl, variants
 from folovllm.kernels.activation import gelu_and_mul, silu_and_mul
@@ -404,7 +405,8 @@ def launch_x5(d: int, b: int) -> None:
         shape = starts, lens, rows, num_decodes
         mixed = short_conv(new(64, channels), new(slots, 3, channels), new(channels, 1, 4), *shape, 64)
         gates = new(64, 32), new(64, 32), new(32, dtype=torch.float32), new(32, dtype=torch.float32)
-        delta_rule(mixed, gates, new(slots, 32, 128, 128, dtype=torch.float32), heads, *shape)
+        out = delta_rule(mixed, gates, new(slots, 32, 128, 128, dtype=torch.float32), heads, *shape)
+        gated_norm(out, torch.empty_like(out), new(128), 1e-6)
 
 
 LAUNCH = {"m4": launch_m4, "m6": launch_m6, "x2": launch_x2, "x3": launch_x3, "x4": launch_x4, "x5": launch_x5}

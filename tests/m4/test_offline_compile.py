@@ -37,7 +37,9 @@ MOST = {
         "grouped_linear_kernel": (255, 0), "grouped_quant_kernel": (255, 0), "choose_kernel": (128, 0), "late_combine_kernel": (40, 0),
         "moe_gemv_kernel": (96, 0), "grouped_hopper_kernel": (255, 0), "order_kernel": (168, 0),
     },
-    "x5": {"short_conv_kernel": (80, 0), "delta_decode_kernel": (88, 0), "delta_prefill_kernel": (255, 80)},
+    "x5": {
+        "short_conv_kernel": (80, 0), "delta_decode_kernel": (88, 0), "delta_prefill_kernel": (255, 80), "gated_norm_kernel": (40, 0),
+    },
 }  # fmt: skip
 WITHIN_ANOTHER = {"combine_kernel"}  # never launched
 STACK_OF_WIDE_HEADS = 64  # of the attention kernels where D is 256

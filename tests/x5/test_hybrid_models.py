@@ -196,6 +196,12 @@ class TestRefusals:
         with pytest.raises(ValueError, match="a rejected draft token cannot be taken out of a state again"):
             set_up(EngineConfig(model=str(hybrid_checkpoint()), speculative_method="ngram", device="cpu"))
 
+    def test_a_draft_model(self) -> None:
+        """The large model may be any; a draft must be able to forget what was rejected."""
+        draft = {"method": "draft_model", "model": str(hybrid_checkpoint()), "num_speculative_tokens": 2}
+        with pytest.raises(ValueError, match="cannot draft: it has layers of linear attention"):
+            LLM(str(tiny_checkpoint()), speculative_config=draft, device="cpu", use_tqdm=False, max_model_len=64)
+
     def test_a_prefix_cache_of_ones_own(self) -> None:
         with pytest.raises(ValueError, match="whose states prefix_cache of your own does not keep"):
             set_up(EngineConfig(model=str(hybrid_checkpoint()), builders="prefix_cache", device="cpu"))

@@ -215,6 +215,6 @@ def test_without_states_there_are_no_snapshots() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("snapshot_interval", 0), ("num_snapshots", 0), ("num_snapshots", 1.5)])
-def test_numbers_out_of_range(name: str, value: float) -> None:
+def test_numbers_out_of_range(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"{name} must be at least 1"):
         EngineConfig(**{name: value})
