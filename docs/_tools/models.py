@@ -21,6 +21,10 @@ LONG = {
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
+HYBRID = {
+    "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
 
 # what people call it, what its config.json says: model_type, architecture, and what is special about it
 MODELS = (
@@ -41,6 +45,9 @@ MODELS = (
     ("Mixtral", "mixtral", "MixtralForCausalLM", {}),
     ("Qwen2-MoE", "qwen2_moe", "Qwen2MoeForCausalLM", {}),
     ("Qwen3-MoE", "qwen3_moe", "Qwen3MoeForCausalLM", {}),
+    ("Qwen3-Next", "qwen3_next", "Qwen3NextForCausalLM", HYBRID | {"num_experts": 2}),
+    ("Qwen3.5 (text)", "qwen3_5_text", "Qwen3_5ForCausalLM", HYBRID),
+    ("Qwen3.5-MoE (text)", "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", HYBRID | {"num_experts": 2}),
     ("Llama 4", "llama4_text", "Llama4ForCausalLM", {}),
     ("Gemma 3 (text)", "gemma3_text", "Gemma3ForCausalLM", {}),
     ("Phi-3, Phi-4", "phi3", "Phi3ForCausalLM", {}),

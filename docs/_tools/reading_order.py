@@ -209,6 +209,19 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("moe/quantized.py", "", ""),
         ("moe/expert_load.py", "", ""),
     ],
+    "x5": [
+        ("hybrid/models.py", "", "model_executor/models/qwen3_next.py"),
+        ("layers/state_layer.py", "", "model_executor/layers/mamba/abstract.py"),
+        ("hybrid/gated_delta_net.py", "", "model_executor/models/qwen3_next.py"),
+        ("hybrid/delta_rule.py", "", ""),
+        ("hybrid/short_conv.py", "", ""),
+        ("worker/states.py", "", ""),
+        ("hybrid/snapshots.py", "", "v1/core/single_type_kv_cache_manager.py"),
+        ("hybrid/fused.py", "", ""),
+        ("hybrid/kernels/short_conv.py", "", "model_executor/layers/mamba/ops/causal_conv1d.py"),
+        ("hybrid/kernels/gated_norm.py", "", "model_executor/layers/fla/ops/layernorm_guard.py"),
+        ("hybrid/kernels/delta_rule.py", "", "model_executor/layers/fla/ops/fused_recurrent.py"),
+    ],
 }
 
 INTRO = """# Reading order

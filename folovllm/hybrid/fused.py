@@ -1,12 +1,14 @@
-"""Gated DeltaNet by kernels: a decode launches two, and no step waits for a number that the device knows."""
+"""Gated DeltaNet by kernels: a decode launches three between its projections, and no step waits for a number that the device knows."""
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from folovllm.forward_batch import ForwardBatch
-from folovllm.hybrid.gated_delta_net import GatedDeltaNet, Qwen3NextGatedDeltaNet
-from folovllm.hybrid.kernels.delta_rule import Heads, delta_rule
+from folovllm.hybrid.gated_delta_net import GatedDeltaNet, GatedRMSNorm, Qwen3NextGatedDeltaNet
+from folovllm.hybrid.kernels.delta_rule import DeltaHeads, delta_rule
+from folovllm.hybrid.kernels.gated_norm import gated_norm
 from folovllm.hybrid.kernels.short_conv import short_conv
 
 
@@ -19,7 +21,7 @@ class FusedGatedDeltaNet(GatedDeltaNet):
         conv, state = self.states
         shape = batch.query_start_loc, batch.seq_lens, batch.rows, batch.num_decodes
         mixed = short_conv(qkv, conv, self.conv1d.weight, *shape, batch.max_query_len)
-        heads = Heads(self.num_k_heads, self.num_v_heads, self.k_dim, self.v_dim)
+        heads = DeltaHeads(self.num_k_heads, self.num_v_heads, self.k_dim, self.v_dim)
         return delta_rule(mixed, (a, b, self.A_log, self.dt_bias), state, heads, *shape)
 
 
@@ -27,7 +29,15 @@ class FusedQwen3NextGatedDeltaNet(FusedGatedDeltaNet, Qwen3NextGatedDeltaNet):
     """The same, with Qwen3-Next's projections."""
 
 
-DELTA_KERNELS: dict[type[GatedDeltaNet], type[FusedGatedDeltaNet]] = {
+class FusedGatedRMSNorm(GatedRMSNorm):
+    """Norms and gates in one pass."""
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return gated_norm(x, gate, self.weight, self.eps)
+
+
+DELTA_KERNELS: dict[type[nn.Module], type[nn.Module]] = {
+    GatedRMSNorm: FusedGatedRMSNorm,
     GatedDeltaNet: FusedGatedDeltaNet,
     Qwen3NextGatedDeltaNet: FusedQwen3NextGatedDeltaNet,
 }

@@ -61,7 +61,7 @@ class GatedDeltaNet(StateLayer):
         self.conv1d = ShortConvWeight(sum(self.sizes), config.linear_conv_kernel_dim)
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads, dtype=torch.float32))
-        self.norm = GatedRMSNorm(self.v_dim, config.rms_norm_eps)
+        self.norm = layers.make(GatedRMSNorm, self.v_dim, config.rms_norm_eps)
         self.out_proj = layers.make(
             RowParallelLinear, values, config.hidden_size, False, layers.linear_method_of("self_attn.out_proj")
         )

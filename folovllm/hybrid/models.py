@@ -152,3 +152,7 @@ class Qwen3_5ForCausalLM(HybridForCausalLM):
         "in_proj_qkvz": ["in_proj_qkv", "in_proj_z"],
         "in_proj_ba": ["in_proj_b", "in_proj_a"],
     }
+
+
+class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
+    """Qwen3.5 with experts, which the registry puts in."""

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from folovllm.config import DEFAULT_MODEL, EngineConfig
-from folovllm.electives import DOWNLOADS, FILE_FORMATS, require
+from folovllm.electives import DOWNLOADS, FILE_FORMATS, MODELS, require
 from folovllm.files import in_one_line, reading
 from folovllm.model_config import FULL
 from folovllm.models.json_files import check_content, read_json
@@ -100,7 +100,7 @@ def load_hf_config(path: Path, config: EngineConfig) -> Any:
             return plain
         from transformers import AutoConfig  # here, for that takes seconds
 
-        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        hf_config = text_part(AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code))
         if absent := [name for name in NEEDED if getattr(hf_config, name, None) is None]:
             raise ValueError(f"config.json lacks {', '.join(absent)}: it is not the configuration of a decoder of text")
         check_content("config.json", hf_config.to_dict())  # a null may have taken the place of a default
@@ -136,6 +136,24 @@ def plain_config(fields: dict[str, Any]) -> PlainConfig | None:
         and ("eos_token_id" in fields or fields["model_type"] != "llama")  # a Llama's would be 2
     )
     return PlainConfig(**fields | {"rope_parameters": rope}) if is_plain else None
+
+
+def text_part(hf_config: Any) -> Any:
+    """The configuration of the part that writes text, of a model that reads images as well; else `hf_config`.
+
+    Only for an elective's models: their classes say which tensors of such a checkpoint they leave out.
+    """
+    named_otherwise = [
+        name.replace("ForConditionalGeneration", "ForCausalLM")
+        for name in getattr(hf_config, "architectures", None) or []
+    ]
+    text = getattr(hf_config, "text_config", None)
+    if text is None or MODELS.keys().isdisjoint(named_otherwise):
+        return hf_config
+    text.architectures = named_otherwise
+    if (quantization := getattr(hf_config, "quantization_config", None)) is not None:
+        text.quantization_config = quantization
+    return text
 
 
 def check_heads(fields: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
-from folovllm.model_config import num_positions
+from folovllm.model_config import num_linear_of, num_positions
 from folovllm.models.files import load_hf_config, resolve_model
 from folovllm.setup import EngineSetup
 from folovllm.spec_decode.proposer import Proposer, RowState
@@ -235,6 +235,8 @@ def draft_setup(setup: EngineSetup, model: str) -> EngineSetup:
             f"a draft must have the vocabulary of its model: {model} has {draft.vocab_size} tokens, {large.model} "
             f"{setup.vocab_size}"
         )
+    if num_linear_of(draft.hf_config):
+        raise ValueError(f"{model} cannot draft: it has layers of linear attention, whose states cannot be cut back")
     memory = large.kv_cache_memory
     if setup.device.type == "cuda":
         memory = torch.cuda.get_device_properties(setup.device).total_memory

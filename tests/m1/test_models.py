@@ -33,6 +33,8 @@ from tests.helpers import (
 )
 from tests.x4.checkpoints import FAMILIES as WITH_EXPERTS
 from tests.x4.checkpoints import moe_checkpoint
+from tests.x5.checkpoints import FAMILIES as HYBRID
+from tests.x5.checkpoints import hybrid_checkpoint
 
 CASES = {  # name: family, Hq, Hkv, D, tied
     "qwen3": ("qwen3", 4, 2, 32, True),
@@ -152,6 +154,12 @@ def test_on_a_gpu(family: str) -> None:
         assert_logits_equal(logits[seq], hf_logits(path, text))
 
 
+FAMILY_NAMES = {  # by an architecture's name, where the family is not called so
+    "qwen3_5": "qwen3_5_text", "qwen3_5moe": "qwen3_5_moe_text", "qwen3next": "qwen3_next", "gemma3": "gemma3_text",
+    "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe",
+}  # fmt: skip
+
+
 class TestRegistry:
     def test_no_architecture_at_all(self) -> None:
         with pytest.raises(ValueError, match="none named"):
@@ -178,8 +186,9 @@ class TestRegistry:
     @pytest.mark.parametrize("architecture", [*ARCHITECTURES, *MODELS])
     def test_every_known_architecture_builds(self, architecture: str) -> None:
         family = architecture.removesuffix("ForCausalLM").lower()
-        family = family.replace("moe", "_moe").replace("gemma3", "gemma3_text")
-        path = moe_checkpoint(family) if family in WITH_EXPERTS else tiny_checkpoint(family)
+        family = FAMILY_NAMES.get(family, family)
+        make = moe_checkpoint if family in WITH_EXPERTS else hybrid_checkpoint if family in HYBRID else tiny_checkpoint
+        path = make(family)
         model = build_model(AutoConfig.from_pretrained(path), torch.float32, "meta")
         assert type(model).__name__ == architecture
 

@@ -32,6 +32,9 @@ from folovllm.distributed.one_shot_buffers import OneShotBuffers
 from folovllm.hopper.grouped import grouped_hopper
 from folovllm.hopper.int4 import int4_hopper
 from folovllm.hopper.prefill import prefill_hopper
+from folovllm.hybrid.kernels.delta_rule import DeltaHeads, delta_rule
+from folovllm.hybrid.kernels.gated_norm import gated_norm
+from folovllm.hybrid.kernels.short_conv import short_conv
 from folovllm.kernels import multiprocessors, pdl, variants
 from folovllm.kernels.activation import gelu_and_mul, silu_and_mul
 from folovllm.kernels.decode import DecodeConfig, SplitKVDecode
@@ -392,7 +395,22 @@ def launch_x4(d: int, b: int) -> None:
         combine(new(tokens, asked, hidden), new(tokens, asked))
 
 
-LAUNCH = {"m4": launch_m4, "m6": launch_m6, "x2": launch_x2, "x3": launch_x3, "x4": launch_x4}
+def launch_x5(d: int, b: int) -> None:
+    """Those of a hybrid model, in the shapes of Qwen3-Next's linear layers: decodes alone, and beside prompts."""
+    if (d, b) != (128, 16):
+        return
+    heads = DeltaHeads(16, 32, 128, 128)
+    channels, slots = 2 * 16 * 128 + 32 * 128, 8
+    starts, lens, rows = int32(5), int32(4), int32(4)
+    for num_decodes in (4, 0):
+        shape = starts, lens, rows, num_decodes
+        mixed = short_conv(new(64, channels), new(slots, 3, channels), new(channels, 1, 4), *shape, 64)
+        gates = new(64, 32), new(64, 32), new(32, dtype=torch.float32), new(32, dtype=torch.float32)
+        out = delta_rule(mixed, gates, new(slots, 32, 128, 128, dtype=torch.float32), heads, *shape)
+        gated_norm(out, torch.empty_like(out), new(128), 1e-6)
+
+
+LAUNCH = {"m4": launch_m4, "m6": launch_m6, "x2": launch_x2, "x3": launch_x3, "x4": launch_x4, "x5": launch_x5}
 
 if __name__ == "__main__":
     JITFunction.run = compile_instead

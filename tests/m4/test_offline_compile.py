@@ -36,6 +36,9 @@ MOST = {
         "grouped_linear_kernel": (255, 0), "grouped_quant_kernel": (255, 0), "choose_kernel": (128, 0), "late_combine_kernel": (40, 0),
         "moe_gemv_kernel": (96, 0), "grouped_hopper_kernel": (255, 0), "order_kernel": (168, 0),
     },
+    "x5": {
+        "short_conv_kernel": (80, 0), "delta_decode_kernel": (88, 0), "delta_prefill_kernel": (255, 80), "gated_norm_kernel": (40, 0),
+    },
 }  # fmt: skip
 WITHIN_ANOTHER = {"combine_kernel"}  # never launched
 STACK_OF_WIDE_HEADS = 64  # of the attention kernels where D is 256
@@ -60,7 +63,7 @@ BEFORE_A_RELEASE = pytest.mark.skipif("FOLOVLLM_RELEASE" not in os.environ, reas
     [
         "m4",
         pytest.param("m6", marks=pytest.mark.m6),
-        *(pytest.param(x, marks=[getattr(pytest.mark, x), BEFORE_A_RELEASE]) for x in ("x2", "x3", "x4")),
+        *(pytest.param(x, marks=[getattr(pytest.mark, x), BEFORE_A_RELEASE]) for x in ("x2", "x3", "x4", "x5")),
     ],
 )
 def test_compiles_and_fits(milestone):

@@ -19,6 +19,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {"num_experts": 0},
     "qwen3_5_text": {},
     "qwen3_next with experts": EXPERTS,
+    "qwen3_5_moe_text": EXPERTS,
 }
 
 

@@ -15,7 +15,7 @@ from folovllm.hybrid.fused import FusedGatedDeltaNet
 from folovllm.hybrid.gated_delta_net import GatedDeltaNet
 from folovllm.layers.layer_set import LayerSet
 from tests import contract
-from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts
+from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, hf_logits, prompts
 from tests.workloads import Request, answered, make_engine, serve
 from tests.x5.checkpoints import hybrid_checkpoint
 
@@ -110,6 +110,16 @@ def test_a_model_over_kernels(family: str) -> None:
     driver = Driver(path, "torch_naive", max_seqs=1, device=ON, layers=LayerSet(kernels=True))
     logits = [driver.step({0: ids[start:end]})[0] for start, end in ((0, 35), (35, 36), (36, 40))]
     assert_logits_equal(torch.cat(logits), hf_logits(path, ids))
+
+
+@pytest.mark.parametrize("where", ["torch", pytest.param("kernels", marks=pytest.mark.gpu)])
+def test_bfloat16_is_as_accurate_as_hugging_face(where: str) -> None:
+    """Keys and states are rounded for the products of a chunk, the state itself stays in float32."""
+    path, (ids,) = hybrid_checkpoint(linear_key_head_dim=32, linear_value_head_dim=32), prompts([80])
+    device, layers = ("cuda", LayerSet(kernels=True)) if where == "kernels" else ("cpu", LayerSet())
+    driver = Driver(path, "torch_naive", max_seqs=1, dtype=torch.bfloat16, device=device, layers=layers)
+    truth = hf_logits(path, ids)
+    assert_as_accurate(driver.step({0: ids})[0], hf_logits(path, ids, torch.bfloat16), truth)
 
 
 def test_the_engine_over_kernels() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from folovllm import LLM, SamplingParams
 from folovllm.config import EngineConfig
@@ -169,10 +171,36 @@ def test_a_cache_of_8_bits() -> None:
     assert output.outputs[0].token_ids[0] in hf_logits(path, ids)[-1].topk(3).indices.tolist()
 
 
+def test_the_text_part_of_a_model_that_reads_images(tmp_path: Path) -> None:
+    """As Qwen3.5 is published: the text model's configuration in another one, its tensors beside those for images and drafts."""
+    path, (ids,) = hybrid_checkpoint("qwen3_5_text"), prompts([20])
+    for file in path.iterdir():
+        shutil.copy(file, tmp_path)
+    text = json.loads((path / "config.json").read_text())
+    whole = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    tensors = load_file(path / "model.safetensors")
+    tensors = {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()}
+    tensors |= {"model.visual.patch_embed.weight": torch.ones(2, 2), "mtp.layers.0.weight": torch.ones(2, 2)}
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    greedy = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    said = []
+    for folder in (path, tmp_path):
+        with LLM(str(folder), device="cpu", use_tqdm=False, max_model_len=64) as llm:
+            said.append(llm.generate([ids], greedy, use_tqdm=False)[0].outputs[0].token_ids)
+    assert said[0] == said[1]
+
+
 class TestRefusals:
     def test_speculation(self) -> None:
         with pytest.raises(ValueError, match="a rejected draft token cannot be taken out of a state again"):
             set_up(EngineConfig(model=str(hybrid_checkpoint()), speculative_method="ngram", device="cpu"))
+
+    def test_a_draft_model(self) -> None:
+        """The large model may be any; a draft must be able to forget what was rejected."""
+        draft = {"method": "draft_model", "model": str(hybrid_checkpoint()), "num_speculative_tokens": 2}
+        with pytest.raises(ValueError, match="cannot draft: it has layers of linear attention"):
+            LLM(str(tiny_checkpoint()), speculative_config=draft, device="cpu", use_tqdm=False, max_model_len=64)
 
     def test_a_prefix_cache_of_ones_own(self) -> None:
         with pytest.raises(ValueError, match="whose states prefix_cache of your own does not keep"):

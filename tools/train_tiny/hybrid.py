@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 from .data import make_batch
 from .distil import answer, distance, distil, load_teacher, load_tokenizer, run_of, tensors_of
@@ -51,7 +51,7 @@ def interleaved(query: Tensor, heads: int) -> Tensor:
     return torch.cat((parts, torch.zeros_like(parts)), 1).flatten(0, 1)
 
 
-def fill_full(student: nn.Module, teacher: nn.Module, heads: int) -> None:
+def fill_full(student: Any, teacher: Any, heads: int) -> None:
     """Gated attention that does what the teacher's does: a gate of 0 lets a half through, so the output counts twice."""
     student.q_proj.weight.copy_(interleaved(teacher.q_proj.weight, heads))
     student.k_proj.weight.copy_(teacher.k_proj.weight)
@@ -61,7 +61,7 @@ def fill_full(student: nn.Module, teacher: nn.Module, heads: int) -> None:
         getattr(student, name).weight.copy_(getattr(teacher, name).weight - 1)
 
 
-def fill_linear(student: nn.Module, teacher: nn.Module) -> None:
+def fill_linear(student: Any, teacher: Any) -> None:
     """Linear attention that begins with the teacher's projections, as far as its heads have room, and forgets slowly.
 
     Key head h gets query head 2h and KV head h. Value heads 2h and 2h + 1 get half of KV head h's values each.
@@ -79,9 +79,9 @@ def fill_linear(student: nn.Module, teacher: nn.Module) -> None:
 
 
 @torch.no_grad()
-def student_of(teacher: Qwen3ForCausalLM) -> Qwen3_5ForCausalLM:
+def student_of(teacher: Any) -> Qwen3_5ForCausalLM:
     """The teacher with other attention: embedding, MLPs and norms are copied."""
-    student = Qwen3_5ForCausalLM(hybrid_config())
+    student: Any = Qwen3_5ForCausalLM(hybrid_config())
     student.model.embed_tokens.weight.copy_(teacher.model.embed_tokens.weight)
     student.model.norm.weight.copy_(teacher.model.norm.weight - 1)
     for ours, theirs in zip(student.model.layers, teacher.model.layers, strict=True):

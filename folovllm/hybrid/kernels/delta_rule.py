@@ -91,7 +91,13 @@ def solve_unit_lower(system, x, SIZE: tl.constexpr):
 
 
 @triton.jit
-def delta_chunk(state, query, key, value, g, beta, CHUNK: tl.constexpr, PRECISION: tl.constexpr):
+def multiply(a, b, DTYPE: tl.constexpr):
+    """The product of two matrices in float32, of factors that are rounded to the dtype of the model."""
+    return tl.dot(a.to(DTYPE), b.to(DTYPE), input_precision="ieee")
+
+
+@triton.jit
+def delta_chunk(state, query, key, value, g, beta, CHUNK: tl.constexpr, DTYPE: tl.constexpr):
     """Fold a chunk into the columns `state` [Dk, COLUMNS]: `delta_rule_chunk` for one head. Returns outputs and state."""
     i = tl.arange(0, CHUNK)
     c = tl.cumsum(g, 0)
@@ -99,15 +105,13 @@ def delta_chunk(state, query, key, value, g, beta, CHUNK: tl.constexpr, PRECISIO
     lower = i[:, None] >= i[None, :]
     fades = tl.where(lower, tl.exp(tl.where(lower, c[:, None] - c[None, :], 0.0)), 0.0)
     since_start = tl.exp(c)[:, None]
-    system = beta[:, None] * tl.dot(key, tl.trans(key), input_precision=PRECISION) * fades
-    wanted = beta[:, None] * (value - since_start * tl.dot(key, state, input_precision=PRECISION))
+    system = beta[:, None] * multiply(key, tl.trans(key), DTYPE) * fades
+    wanted = beta[:, None] * (value - since_start * multiply(key, state, DTYPE))
     delta = solve_unit_lower(system, wanted, CHUNK)
-    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * fades
-    out = since_start * tl.dot(query, state, input_precision=PRECISION) + tl.dot(
-        scores, delta, input_precision=PRECISION
-    )
-    kept = tl.exp(last - c)[:, None] * key
-    return out, tl.exp(last) * state + tl.dot(tl.trans(kept), delta, input_precision=PRECISION)
+    scores = multiply(query, tl.trans(key), DTYPE) * fades
+    out = since_start * multiply(query, state, DTYPE) + multiply(scores, delta, DTYPE)
+    kept = tl.exp(last - c)[:, None] * delta
+    return out, tl.exp(last) * state + multiply(tl.trans(key), kept, DTYPE)
 
 
 @triton.jit(
@@ -117,7 +121,7 @@ def delta_chunk(state, query, key, value, g, beta, CHUNK: tl.constexpr, PRECISIO
 def delta_prefill_kernel(
     mixed_ptr, a_ptr, b_ptr, decay_ptr, bias_ptr, state_ptr, out_ptr, start_ptr, len_ptr, row_ptr, stride_a, stride_b,
     first_seq, Hk: tl.constexpr, Hv: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr, EPS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    COLUMNS: tl.constexpr, EPS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Program (columns, value head, sequence): all new tokens, chunk by chunk; the state stays in registers."""
     head, seq = tl.program_id(1), first_seq + tl.program_id(2)
@@ -134,14 +138,16 @@ def delta_prefill_kernel(
             token, inside = (start + first + n).to(tl.int64), first + n < query_len
             query, key, value = load_heads(mixed_ptr, token, inside, head, column, Hk, Hv, Dk, Dv, WIDTH, EPS)
             g, beta = load_gates(a_ptr, b_ptr, decay_ptr, bias_ptr, token, inside, head, stride_a, stride_b)
-            out, state = delta_chunk(state, query, key, value, g, beta, CHUNK, PRECISION)
+            # Rounded at once, they take half as many registers while the system is solved.
+            query, key = query.to(mixed_ptr.dtype.element_ty), key.to(mixed_ptr.dtype.element_ty)
+            out, state = delta_chunk(state, query, key, value, g, beta, CHUNK, mixed_ptr.dtype.element_ty)
             out_at = out_ptr + (token[:, None] * Hv + head) * Dv + column[None, :]
             tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=inside[:, None] & (column < Dv)[None, :])
         tl.store(state_ptr + at, state, mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
-class Heads:
+class DeltaHeads:
     """The geometry of a layer."""
 
     num_k_heads: int
@@ -154,7 +160,7 @@ def delta_rule(
     mixed: torch.Tensor,
     gates: tuple[torch.Tensor, ...],
     state: torch.Tensor,
-    heads: Heads,
+    heads: DeltaHeads,
     starts: torch.Tensor,
     seq_lens: torch.Tensor,
     rows: torch.Tensor,
@@ -176,8 +182,13 @@ def delta_rule(
     if num_decodes:
         delta_decode_kernel[(tiles, hv, num_decodes)](*shared, WIDTH=width, **sizes)
     if others:
-        precision = "ieee" if mixed.dtype == torch.float32 else "tf32"
         delta_prefill_kernel[(tiles, hv, others)](
-            *shared, num_decodes, WIDTH=max(16, width), **sizes, CHUNK=CHUNK, PRECISION=precision
+            *shared,
+            num_decodes,
+            WIDTH=max(16, width),
+            **sizes,
+            CHUNK=CHUNK,
+            num_stages=1,
+            num_warps=8,
         )
     return out

@@ -1,0 +1,42 @@
+"""RMSNorm of each head times silu of a gate, in one pass; in torch it is `hybrid.gated_delta_net.GatedRMSNorm`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize_on_alignment=["gate_ptr"])
+def gated_norm_kernel(
+    x_ptr, gate_ptr, weight_ptr, out_ptr, stride_gate, eps, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Program: one head of one token. Rounded where transformers rounds: the quotient before the weight, and the result."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, WIDTH)
+    x = tl.load(x_ptr + row * D + i, mask=i < D, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row // HEADS * stride_gate + row % HEADS * D + i, mask=i < D, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + i, mask=i < D, other=0.0)
+    normed = (x * tl.rsqrt(tl.sum(x * x, 0) / D + eps)).to(weight.dtype) * weight
+    out = normed.to(tl.float32) * gate / (1 + tl.exp(-gate))
+    tl.store(out_ptr + row * D + i, out.to(out_ptr.dtype.element_ty), mask=i < D)
+
+
+def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Two [T, H, D] -> [T, H, D] in the dtype of `gate`. `x` is contiguous; of `gate` the heads of a token are."""
+    tokens, heads, dim = x.shape
+    out = torch.empty(x.shape, dtype=gate.dtype, device=x.device)
+    if tokens:
+        gated_norm_kernel[(tokens * heads,)](
+            x,
+            gate,
+            weight,
+            out,
+            gate.stride(0),
+            eps,
+            HEADS=heads,
+            D=dim,
+            WIDTH=triton.next_power_of_2(dim),
+            num_warps=1,
+        )
+    return out

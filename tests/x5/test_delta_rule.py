@@ -1,0 +1,134 @@
+"""x5.1 and x5.2: the delta rule, a token at a time and a chunk at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from folovllm.hybrid.delta_rule import CHUNK, delta_rule, delta_rule_chunk, delta_rule_step, unit
+from tests.tiny import worked_case
+
+HALF = -0.6931472  # log(1/2)
+
+
+def some(n: int, heads: int = 3, dk: int = 8, dv: int = 5, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """A state [H, Dk, Dv], and queries, keys, values, `g` and `beta` of n tokens."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    gates = (-0.3 * torch.rand(n, heads, generator=generator), torch.rand(n, heads, generator=generator))
+    queries, keys = unit(normal(n, heads, dk)), unit(normal(n, heads, dk))
+    return normal(heads, dk, dv), queries, keys, normal(n, heads, dv), *gates
+
+
+def by_steps(state: torch.Tensor, *tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rule by its formula, written out with loops over tokens and heads, in float64."""
+    state, outputs = state.double(), []
+    for query, key, value, g, beta in zip(*(x.double() for x in tokens), strict=True):
+        heads = []
+        for h in range(len(state)):
+            faded = state[h] * g[h].exp()
+            state[h] = faded + beta[h] * torch.outer(key[h], value[h] - key[h] @ faded)
+            heads.append(query[h] @ state[h])
+        outputs.append(torch.stack(heads))
+    return torch.stack(outputs).float(), state.float()
+
+
+class TestStep:
+    def test_a_worked_case(self) -> None:
+        """One head, two dimensions of keys, one of values."""
+        state = torch.tensor([[[[4.0], [2.0]]]])  # for the key (1, 0) it holds 4, for (0, 1) it holds 2
+        key, query = torch.tensor([[[1.0, 0.0]]]), torch.tensor([[[1.0, 1.0]]])
+        value, g, beta = torch.tensor([[[6.0]]]), torch.tensor([[HALF]]), torch.tensor([[0.5]])
+        out, after = delta_rule_step(state, query, key, value, g, beta)
+        says = "all fades to 2 and 1; the answer for (1, 0) moves from 2 halfway to 6, to 4; the query adds both: 4 + 1"
+        got = {
+            "state": [round(x, 4) for x in after.flatten().tolist()],
+            "out": [round(x, 4) for x in out.flatten().tolist()],
+        }
+        worked_case("x5.1", got, {"state": [4.0, 1.0], "out": [5.0]}, says)
+
+    def test_many_heads_and_sequences(self) -> None:
+        """Each sequence and each head has a state of its own."""
+        states = torch.stack([some(1, seed=s)[0] for s in range(4)])
+        tokens = [torch.cat(parts) for parts in zip(*(some(1, seed=s)[1:] for s in range(4)), strict=True)]
+        out, after = delta_rule_step(states, *tokens)
+        for s in range(4):
+            expected, state = by_steps(*some(1, seed=s))
+            torch.testing.assert_close(out[s : s + 1], expected, msg=f"what sequence {s} reads")
+            torch.testing.assert_close(after[s], state, msg=f"the state of sequence {s}")
+
+    def test_the_state_that_was_given_stays(self) -> None:
+        state, *tokens = some(1)
+        before = state.clone()
+        delta_rule_step(state[None], *tokens)
+        assert torch.equal(state, before), (
+            "the state that came in was written over: a snapshot may be in the same memory"
+        )
+
+    def test_a_key_finds_its_value(self) -> None:
+        """With beta 1 and no decay a key's answer is its value, whatever was there, and a key at right angles keeps its own."""
+        state, _, _, value, _, _ = some(1)
+        key = torch.zeros(1, 3, 8)
+        key[..., 2] = 1.0
+        out, after = delta_rule_step(state[None], key, key, value, torch.zeros(1, 3), torch.ones(1, 3))
+        torch.testing.assert_close(out, value, msg="the query is the key, so it reads the new value")
+        torch.testing.assert_close(after[0, :, 3], state[:, 3], msg="another key's answer changed")
+
+    def test_a_closed_gate_writes_nothing(self) -> None:
+        state, query, key, value, g, _ = some(1)
+        _, after = delta_rule_step(state[None], query, key, value, g, torch.zeros(1, 3))
+        torch.testing.assert_close(after[0], state * g[0].exp()[:, None, None], msg="beta is 0: the state only fades")
+
+
+class TestChunk:
+    def test_a_worked_case(self) -> None:
+        """Two tokens with one key: the second one finds what the first has written, faded."""
+        state = torch.tensor([[[8.0]]])
+        ones = torch.ones(2, 1, 1)
+        value, g, beta = torch.tensor([[[6.0]], [[10.0]]]), torch.full((2, 1), HALF), torch.full((2, 1), 0.5)
+        out, after = delta_rule_chunk(state, ones, ones, value, g, beta)
+        says = "8 fades to 4 and moves halfway to 6: 5; that fades to 2.5 and moves halfway to 10: 6.25"
+        got = {"out": [round(x, 4) for x in out.flatten().tolist()], "state": round(after.item(), 4)}
+        worked_case("x5.2", got, {"out": [5.0, 6.25], "state": 6.25}, says)
+
+    @pytest.mark.parametrize("n", [1, 2, 7, CHUNK])
+    def test_it_equals_n_steps(self, n: int) -> None:
+        out, state = delta_rule_chunk(*some(n))
+        expected, after = by_steps(*some(n))
+        assert out.shape == expected.shape, f"outputs are [n, H, Dv], not {list(out.shape)}"
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4, msg=f"outputs of {n} tokens")
+        torch.testing.assert_close(state, after, rtol=1e-4, atol=1e-4, msg=f"the state after {n} tokens")
+
+    def test_strong_decay_gives_no_nan(self) -> None:
+        """exp(-c) of a whole chunk would be infinite; no exponent that is needed is positive."""
+        state, query, key, value, _, beta = some(CHUNK)
+        strong = torch.full((CHUNK, 3), -20.0)
+        out, after = delta_rule_chunk(state, query, key, value, strong, beta)
+        assert out.isfinite().all() and after.isfinite().all(), "a decay to almost nothing gives NaN or infinity"
+        torch.testing.assert_close(
+            out, by_steps(state, query, key, value, strong, beta)[0], rtol=1e-4, atol=1e-4, msg="outputs"
+        )
+
+    def test_no_step_by_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The chunk is products of matrices and one triangular system; a loop over tokens is what it is there to avoid."""
+        calls: list[int] = []
+        solve = torch.linalg.solve_triangular
+
+        def counted(*args: torch.Tensor, **named: bool) -> torch.Tensor:
+            calls.append(1)
+            return solve(*args, **named)
+
+        monkeypatch.setattr(torch.linalg, "solve_triangular", counted)
+        delta_rule_chunk(*some(CHUNK))
+        assert 1 <= len(calls) <= 2, f"the triangular system was solved {len(calls)} times, once is enough"
+
+
+def test_a_long_prompt_in_chunks() -> None:
+    n = 2 * CHUNK + 13
+    out, state = delta_rule(*some(n))
+    expected, after = by_steps(*some(n))
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(state, after, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,63 @@
+"""Hybrid models on two ranks: each has whole key heads of linear attention, the value heads that they serve, and their states."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from folovllm.config import EngineConfig
+from folovllm.engine.setup import set_up
+from folovllm.forward_batch import ForwardBatch
+from folovllm.worker.native_model import load_native_model, load_sharded_model
+from tests.m6.ranks import ThreadGroup, on_ranks
+from tests.workloads import answered, make_engine, mixed_requests, serve
+from tests.x5.checkpoints import FAMILIES, hybrid_checkpoint
+from tests.x5.test_delta_kernels import batch_of
+
+SNAPSHOTS = {"block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 20, "snapshot_interval": 8}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_linear_layers_of_two_ranks_add_up(family: str) -> None:
+    """Two ranks, which are threads: after a step of a decode and a prompt, the sum is what one rank has, and so are the states."""
+    one = EngineConfig(model=str(hybrid_checkpoint(family)), device="cpu", use_tqdm=False)
+    setup = set_up(replace(one, tensor_parallel_size=2))
+    whole: Any = load_native_model(set_up(one)).model.layers[1]
+    x = torch.randn(9, setup.hf_config.hidden_size, generator=torch.Generator().manual_seed(0))
+
+    def run(layer: Any) -> torch.Tensor:
+        layer.states = tuple(torch.zeros(2, *shape) for shape, _ in layer.state_shapes())
+        answer: torch.Tensor = layer(x, a_step())
+        return answer
+
+    def work(group: ThreadGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        part: Any = load_sharded_model(setup, group).model.layers[1]
+        return run(part.self_attn), part.self_attn.states[1]
+
+    with torch.inference_mode():
+        expected = run(whole.self_attn)
+        parts = on_ranks(2, work)
+    for summed, _ in parts:
+        torch.testing.assert_close(summed, expected, rtol=1e-4, atol=1e-4)
+    together = torch.cat([state for _, state in parts], dim=1)
+    torch.testing.assert_close(together, whole.self_attn.states[1], rtol=1e-4, atol=1e-4)
+
+
+def a_step() -> ForwardBatch:
+    return batch_of([1, 8], [0, 0], [1, 0])
+
+
+def test_two_processes_answer_as_transformers() -> None:
+    """Copies of states travel in the packed step: prefixes are found, sequences give way, and the text is that of M1."""
+    load = answered(hybrid_checkpoint(), mixed_requests("seeded", 8))
+    engine = make_engine(load.model, milestone="m6", tensor_parallel_size=2, **SNAPSHOTS)
+    try:
+        for arrival in ("random_steps", "one_by_one"):
+            load.check(serve(engine, load.requests, arrival))
+        kv = engine.scheduler.kv
+        assert kv is not None and kv.stats.tokens_hit > 0
+    finally:
+        engine.close()

@@ -1,0 +1,70 @@
+"""x5.3: the short convolution and its state."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from folovllm.hybrid.short_conv import convolve
+from tests.tiny import worked_case
+
+
+def test_a_worked_case() -> None:
+    """One channel, K = 3. silu(0) is 0, so numbers are chosen whose sums are 0 or large, where silu(x) is x."""
+    x, state, weight = torch.tensor([[100.0], [-40.0]]), torch.tensor([[20.0], [60.0]]), torch.tensor([[1.0, 2.0, 3.0]])
+    out, after = convolve(x, state, weight)
+    got = {"out": [round(y, 3) for y in out.flatten().tolist()], "state": after.flatten().tolist()}
+    says = "20 * 1 + 60 * 2 + 100 * 3 is 440; 60 * 1 + 100 * 2 - 40 * 3 is 140; the state keeps the last two inputs"
+    worked_case("x5.3", got, {"out": [440.0, 140.0], "state": [100.0, -40.0]}, says)
+
+
+def test_a_single_token_moves_the_state() -> None:
+    """A decode: the oldest input leaves, the others move up."""
+    x, state, weight = torch.tensor([[100.0]]), torch.tensor([[20.0], [60.0]]), torch.tensor([[1.0, 2.0, 3.0]])
+    _, after = convolve(x, state, weight)
+    worked_case(
+        "x5.3 decode",
+        after.flatten().tolist(),
+        [60.0, 100.0],
+        "20 is no longer needed: 60 and 100 are the last two inputs",
+    )
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("pieces", [[11], [1] * 11, [2, 1, 5, 3], [4, 7]], ids=str)
+def test_pieces_give_what_the_whole_gives(width: int, pieces: list[int]) -> None:
+    """Against torch's own convolution, over a prompt that is split anywhere."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(11, 6, generator=generator), torch.randn(6, width, generator=generator)
+    expected = F.silu(F.conv1d(x.T[None], weight[:, None], padding=width - 1, groups=6)[0, :, :11].T)
+    state, outputs = torch.zeros(width - 1, 6), []
+    for piece in x.split(pieces):
+        out, state = convolve(piece, state, weight)
+        outputs.append(out)
+    torch.testing.assert_close(torch.cat(outputs), expected, msg=f"a prompt in pieces of {pieces}")
+    assert torch.equal(state, x[12 - width :]), "the state is the last K - 1 inputs"
+
+
+def test_sequences_are_independent() -> None:
+    """Decodes of a batch come as [S, 1, C], each with a state of its own."""
+    generator = torch.Generator().manual_seed(0)
+    x, state = torch.randn(5, 1, 4, generator=generator), torch.randn(5, 3, 4, generator=generator)
+    weight = torch.randn(4, 4, generator=generator)
+    out, after = convolve(x, state, weight)
+    for s in range(5):
+        alone, own = convolve(x[s], state[s], weight)
+        torch.testing.assert_close(out[s], alone, msg=f"sequence {s} of a batch")
+        torch.testing.assert_close(after[s], own, msg=f"the state of sequence {s}")
+
+
+def test_half_precision() -> None:
+    """Sums are in float32; the state keeps its dtype, for it is a slot's."""
+    x, state = torch.full((1, 2), 0.1).bfloat16(), torch.full((3, 2), 0.1).bfloat16()
+    out, after = convolve(x, state, torch.full((2, 4), 0.3).bfloat16())
+    assert out.dtype == torch.float32, f"outputs are float32, not {out.dtype}"
+    assert after.dtype == torch.bfloat16, f"the state has the dtype of the slot, not {after.dtype}"
+    exact = 4 * float(x[0, 0]) * float(torch.tensor(0.3).bfloat16())
+    torch.testing.assert_close(
+        out[0, 0].item(), F.silu(torch.tensor(exact)).item(), rtol=1e-5, atol=0, msg="the sum was rounded"
+    )

@@ -1,0 +1,220 @@
+"""x5.4 and x5.5: snapshots of states, by whom they are found, and which of them goes; then all of it in an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from folovllm.cache.free_list import Block
+from folovllm.config import EngineConfig
+from folovllm.hybrid.snapshots import Snapshot, SnapshotBlockManager, SnapshotCache, snapshot_to_evict
+from folovllm.request import SequenceStatus
+from folovllm.sampling_params import SamplingParams
+from tests.helpers import prompts
+from tests.sequences import make_seq
+from tests.tiny import worked_case
+from tests.workloads import Request, answered, make_engine, serve
+from tests.x5.checkpoints import hybrid_checkpoint
+
+
+def blocks(*serials: int) -> list[Block]:
+    """Cached blocks with these names."""
+    return [Block(i, serial=serial) for i, serial in enumerate(serials)]
+
+
+class TestFinding:
+    def test_a_worked_case(self) -> None:
+        """Four blocks are cached; the second and the third have a snapshot."""
+        cache = SnapshotCache(3)
+        for serial in (12, 13):
+            cache.publish(_taken(cache), 4 * (serial - 10), serial)
+        cache.clock = 7
+        found, snapshot = cache.longest_prefix(blocks(11, 12, 13, 14))
+        got = {
+            "blocks": [block.serial for block in found],
+            "tokens": None if snapshot is None else snapshot.num_tokens,
+            "last used": sorted(s.last_used for s in cache._by_serial.values()),
+        }
+        says = "K/V would reach to the fourth block, the state reaches to the third: the last one with a snapshot, which is used now"
+        worked_case("x5.4", got, {"blocks": [11, 12, 13], "tokens": 12, "last used": [0, 7]}, says)
+
+    def test_without_a_snapshot_nothing_is_found(self) -> None:
+        cache = SnapshotCache(2)
+        cache.publish(_taken(cache), 4, 99)
+        assert cache.longest_prefix(blocks(11, 12)) == ([], None), (
+            "no block of this prefix has a snapshot: it begins anew"
+        )
+        assert cache.longest_prefix([]) == ([], None), "nothing is cached"
+
+    def test_the_first_block_alone(self) -> None:
+        cache = SnapshotCache(2)
+        cache.publish(_taken(cache), 4, 11)
+        found, snapshot = cache.longest_prefix(blocks(11, 12))
+        assert [b.serial for b in found] == [11] and snapshot is not None, (
+            "the first block has a snapshot, and counts too"
+        )
+
+    def test_a_second_snapshot_of_a_block_gives_its_slot_back(self) -> None:
+        """Two sequences with one prompt ran side by side; both saved their state at the same block."""
+        cache = SnapshotCache(2)
+        first, second = _taken(cache), _taken(cache)
+        cache.publish(first, 4, 11)
+        cache.publish(second, 4, 11)
+        _, snapshot = cache.longest_prefix(blocks(11))
+        assert snapshot is not None and snapshot.slot == first, (
+            "the first one stays: it may be loaded in this very step"
+        )
+        assert len(cache) == 1, f"one block has one snapshot, not {len(cache)}"
+        assert cache.take() == second, "the second slot is free again"
+
+    def test_a_new_snapshot_is_recent(self) -> None:
+        cache = SnapshotCache(2)
+        cache.clock = 5
+        cache.publish(_taken(cache), 8, 11)
+        _, snapshot = cache.longest_prefix(blocks(11))
+        assert snapshot is not None, "the block has a snapshot"
+        assert (snapshot.num_tokens, snapshot.last_used) == (8, 5), "it was taken at 8 tokens, and counts as used now"
+
+
+class TestEvicting:
+    def test_a_worked_case(self) -> None:
+        """Of the two that nobody has used since 3, the one with fewer tokens goes."""
+        kept = [Snapshot(0, 512, 9), Snapshot(1, 1024, 3), Snapshot(2, 768, 3), Snapshot(3, 256, 4)]
+        says = "768 and 1024 tokens were used last at 3, all others later; 768 saves less than 1024"
+        worked_case("x5.5", snapshot_to_evict(kept).slot, 2, says)
+
+    def test_recency_counts_before_length(self) -> None:
+        old, short = Snapshot(0, 4096, 1), Snapshot(1, 16, 2)
+        assert snapshot_to_evict([short, old]) is old, "the longer one is the least recently used"
+
+    def test_it_takes_anything_that_can_be_walked(self) -> None:
+        only = Snapshot(0, 16, 0)
+        assert snapshot_to_evict({1: only}.values()) is only, "there is but one"
+        assert snapshot_to_evict(iter([only])) is only, "an iterator can be walked once"
+
+
+def _taken(cache: SnapshotCache) -> int:
+    slot = cache.take()
+    assert slot is not None
+    return slot
+
+
+def test_use_saves_from_eviction() -> None:
+    """A system prompt that is used again and again outlives the snapshots of one long prompt."""
+    cache = SnapshotCache(2)
+    cache.publish(_taken(cache), 4, 11)
+    cache.clock = 1
+    cache.publish(_taken(cache), 4, 21)
+    cache.clock = 2
+    cache.longest_prefix(blocks(11))
+    cache.take()
+    assert cache.longest_prefix(blocks(11))[1] is not None, "it was used at 2"
+    assert cache.longest_prefix(blocks(21))[1] is None, "this one was the least recently used"
+
+
+def manager(num_blocks: int = 20, num_snapshots: int = 3, interval: int = 4) -> SnapshotBlockManager:
+    """Blocks of 4 tokens."""
+    return SnapshotBlockManager(num_blocks, 4, num_snapshots=num_snapshots, interval=interval)
+
+
+def admitted(kv: SnapshotBlockManager, tokens: list[int], computed: int) -> Any:
+    """A sequence that was let in and has computed so many tokens, a block at a time."""
+    seq = make_seq(tokens)
+    kv.get_computed_blocks(seq)
+    while seq.num_computed_tokens < computed:
+        n = min(4, computed - seq.num_computed_tokens)
+        assert kv.allocate_slots(seq, n)
+        if seq.status is SequenceStatus.WAITING:
+            seq.start()
+        seq.num_computed_tokens += n
+        kv.cache_blocks(seq)
+    return seq
+
+
+class TestManager:
+    def test_a_hit_goes_as_far_as_the_last_snapshot(self) -> None:
+        kv = manager(interval=8)
+        admitted(kv, list(range(30)), 28)
+        seq = make_seq(list(range(30)))
+        kv.get_computed_blocks(seq)
+        assert (seq.num_computed_tokens, len(seq.block_table)) == (24, 6)
+        assert seq.load_state >= 0
+
+    def test_a_snapshot_cannot_be_found_before_its_step_has_ended(self) -> None:
+        """K/V can: a layer stores them before it attends. A state is whole only at the end of the step."""
+        kv, seq, other = manager(), make_seq(list(range(9))), make_seq(list(range(9)))
+        assert kv.allocate_slots(seq, 8)
+        seq.start()
+        seq.num_computed_tokens = 8
+        kv.cache_scheduled_blocks([seq])
+        kv.get_computed_blocks(other)
+        assert (other.num_computed_tokens, other.load_state) == (0, -1)
+        kv.cache_blocks(seq)
+        kv.get_computed_blocks(other)
+        assert (other.num_computed_tokens, other.load_state) == (8, seq.save_state)
+
+    def test_a_hit_after_eviction(self) -> None:
+        """A block that is taken for something else takes its snapshot with it."""
+        kv = manager(num_blocks=5, num_snapshots=5)
+        kv.free(admitted(kv, list(range(16)), 16))
+        assert len(kv.snapshots) == 4
+        kv.free(admitted(kv, list(range(100, 112)), 12))  # the free block, then the last two of the first sequence
+        seq = make_seq(list(range(16)))
+        kv.get_computed_blocks(seq)
+        assert seq.num_computed_tokens == 8
+        kv.reset()
+        assert len(kv.snapshots) == 0
+
+    def test_preemption_gives_up_what_nobody_could_find(self) -> None:
+        kv, seq = manager(num_snapshots=1), make_seq(list(range(9)))
+        assert kv.allocate_slots(seq, 4)
+        assert seq.save_state == 0
+        kv.free(seq)
+        assert (seq.save_state, seq.load_state, len(kv.snapshots)) == (-1, -1, 0)
+        assert kv.snapshots.take() == 0
+
+    def test_no_slot_is_left(self) -> None:
+        """All slots belong to steps under way: the state is not saved, and nobody waits for it."""
+        kv, first, second = manager(num_snapshots=1), make_seq(list(range(9))), make_seq(list(range(20, 29)))
+        assert kv.allocate_slots(first, 4) and kv.allocate_slots(second, 4)
+        assert (first.save_state, second.save_state) == (0, -1)
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+SMALL: dict[str, Any] = {"block_size": 4, "snapshot_interval": 8, "num_snapshots": 16}
+
+
+@pytest.mark.parametrize("milestone", ["m5", "m6"])
+def test_a_conversation_goes_on(milestone: str) -> None:
+    """Each turn's prompt is the whole conversation so far: it is found up to its last snapshot, and the text is that of M1."""
+    path, (text,) = hybrid_checkpoint(), prompts([100])
+    load = answered(path, [Request(text[:end], GREEDY) for end in (21, 40, 70, 100)])
+    engine = make_engine(path, milestone=milestone, **SMALL)
+    load.check(serve(engine, load.requests, "one_by_one"))
+    kv = engine.scheduler.kv
+    assert kv is not None
+    assert kv.stats.tokens_hit == 16 + 40 + 64
+
+
+@pytest.mark.parametrize("fields", [{"num_snapshots": 2}, {"num_kv_blocks": 32}, {"max_num_seqs": 1}], ids=str)
+def test_evictions_change_no_text(fields: dict[str, int]) -> None:
+    """Prompts that share beginnings, over few snapshots, few blocks, or one row that all use in turn."""
+    path, (text, other) = hybrid_checkpoint(), prompts([60, 60])
+    load = answered(path, [Request(start[:end], GREEDY) for end in (33, 49, 60) for start in (text, other)])
+    engine = make_engine(path, milestone="m6", **(SMALL | fields))
+    for arrival in ("one_by_one", "at_once", "random_steps"):
+        load.check(serve(engine, load.requests, arrival))
+
+
+def test_without_states_there_are_no_snapshots() -> None:
+    from tests.helpers import tiny_checkpoint
+
+    engine = make_engine(tiny_checkpoint(), milestone="m5")
+    assert engine.setup.num_snapshots == 0 and not isinstance(engine.scheduler.kv, SnapshotBlockManager)
+
+
+@pytest.mark.parametrize(("name", "value"), [("snapshot_interval", 0), ("num_snapshots", 0), ("num_snapshots", 1.5)])
+def test_numbers_out_of_range(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least 1"):
+        EngineConfig(**{name: value})
