@@ -49,6 +49,7 @@ COMMANDS = (
     "folovllm.server.cli",
     "folovllm.inspector.cli",
     "folovllm.quantization.quantizer.cli",
+    "folovllm.rollouts.cli",
     "folovllm.bench.cli",
 )
 

@@ -21,6 +21,7 @@ from folovllm.files import write_whole
 from folovllm.llm import LLM
 from folovllm.models.registry import PLAIN_LAYERS
 from folovllm.outputs import CompletionOutput
+from folovllm.rollouts.demo_options import Options
 from folovllm.rollouts.grpo import group_advantages, policy_loss
 from folovllm.rollouts.trainer import Policy
 from folovllm.sampling_params import SamplingParams
@@ -28,29 +29,6 @@ from folovllm.sampling_params import SamplingParams
 COLOURS = ("red", "blue", "green", "yellow", "pink", "silver", "orange", "purple")
 BEST_COUNT, BEST_WORDS = 3, 40
 BARS = "▁▂▃▄▅▆▇█"
-
-
-@dataclass(slots=True)
-class Options:
-    """What the demo does.
-
-    Attributes:
-        iterations: how often it rolls out and learns.
-        groups: prompts of an iteration, each with a colour of its own.
-        answers: rollouts of a prompt; their mean reward is what each is compared with.
-        max_tokens: longest rollout.
-        learning_rate: of AdamW.
-        seed: of colours and rollouts.
-        batch_invariant: let engine and trainer compute the same bits; without it the ratio shows how far they are apart.
-    """
-
-    iterations: int = 30
-    groups: int = 4
-    answers: int = 12
-    max_tokens: int = 80
-    learning_rate: float = 1e-4
-    seed: int = 0
-    batch_invariant: bool = True
 
 
 @dataclass(slots=True)
