@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from folovllm.build import make_engine
 from folovllm.config import EngineConfig
+from folovllm.electives import named
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.inspector.live import LiveLines
 from folovllm.server import messages as msg
@@ -38,6 +39,13 @@ class PacedEngine:
         """Go at another pace from here on."""
         self._steps_left = self._steps_left + pace.step if pace.is_held else 0
         self._pace = pace
+
+    def call(self, call: msg.Call) -> msg.Called:
+        """Call a function of an elective with the engine itself."""
+        try:
+            return msg.Called(named(call.place)(self._engine, call.query))
+        except ValueError as error:
+            return msg.Called(error=str(error))
 
     @property
     def is_slow(self) -> bool:
@@ -111,7 +119,7 @@ class SocketLink:
             self._tell(self._engine.live.end("closed"))
         return work
 
-    def _carry_out(self, command: msg.Watch | msg.Pace | msg.AskExperts) -> None:
+    def _carry_out(self, command: msg.Watch | msg.Pace | msg.AskExperts | msg.Call) -> None:
         """Do what those who watch ask for. Nobody knows of an engine that is not made yet."""
         if self._engine is None:
             return
@@ -119,6 +127,8 @@ class SocketLink:
             self._engine.set(command)
         elif isinstance(command, msg.AskExperts):
             self.send(msg.ExpertLoad(self._engine.expert_load()))
+        elif isinstance(command, msg.Call):
+            self.send(self._engine.call(command))
         elif command.is_on:
             self._engine.live.begin()
         else:
