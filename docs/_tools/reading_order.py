@@ -209,6 +209,20 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("moe/quantized.py", "", ""),
         ("moe/expert_load.py", "", ""),
     ],
+    "x6": [
+        ("rollouts/tiles.py", "", "model_executor/layers/batch_invariant.py"),
+        ("rollouts/layers.py", "", ""),
+        ("rollouts/attention.py", "", ""),
+        ("rollouts/extension.py", "", ""),
+        ("rollouts/trainer.py", "", ""),
+        ("rollouts/generation.py", "", ""),
+        ("rollouts/weights.py", "", "model_executor/model_loader/reload/layerwise.py"),
+        ("rollouts/transfer.py", "", "distributed/weight_transfer/base.py"),
+        ("rollouts/sleep.py", "", "device_allocator/cumem.py"),
+        ("rollouts/routes.py", "", "entrypoints/serve/sleep/api_router.py"),
+        ("rollouts/grpo.py", "", ""),
+        ("rollouts/demo.py", "", ""),
+    ],
 }
 
 INTRO = """# Reading order

@@ -28,6 +28,7 @@ from folovllm.sampling_params import SamplingParams
 
 COLOURS = ("red", "blue", "green", "yellow", "pink", "silver", "orange", "purple")
 BEST_COUNT, BEST_WORDS = 3, 40
+EPS = 0.1  # a group of nearly equal answers says little: its small differences must not count as large ones
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -91,7 +92,7 @@ def train(llm: LLM, options: Options) -> Iterator[Iteration]:
         rolled_out = time.monotonic()
 
         rewards = [[reward_of(colour, a.text) for a in group] for colour, group in zip(colours, groups, strict=True)]
-        advantages = group_advantages(torch.tensor(rewards)).flatten()
+        advantages = group_advantages(torch.tensor(rewards), EPS).flatten()
         answers = [(prompt, a) for prompt, group in zip(prompts, groups, strict=True) for a in group]
         off_policy = learn(policy, optimizer, answers, advantages)
         learned = time.monotonic()

@@ -19,10 +19,10 @@ class Options:
         batch_invariant: let engine and trainer compute the same bits; without it the ratio shows how far they are apart.
     """
 
-    iterations: int = 20
+    iterations: int = 30
     groups: int = 4
     answers: int = 8
     max_tokens: int = 80
-    learning_rate: float = 3e-4
+    learning_rate: float = 2e-4
     seed: int = 0
     batch_invariant: bool = True

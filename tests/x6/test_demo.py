@@ -13,7 +13,6 @@ from folovllm import LLM, SamplingParams
 from folovllm.rollouts import demo
 from folovllm.rollouts.demo_options import Options
 
-pytestmark = pytest.mark.x6
 SMALL = Options(groups=2, answers=3, max_tokens=12, iterations=2)
 
 

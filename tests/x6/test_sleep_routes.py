@@ -13,8 +13,6 @@ pytest.importorskip("folovllm.server.app")
 from folovllm.server.config import ServerConfig
 from tests.x1.background import PATIENCE, Background
 
-pytestmark = pytest.mark.x6
-
 
 def ask(server: Background, method: str, path: str, body: Any = None) -> tuple[int, Any]:
     """Status and body of a response."""
