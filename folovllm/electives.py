@@ -27,6 +27,7 @@ FILE_FORMATS = {".gguf": "folovllm.quantization.gguf_file:gguf_dir"}
 
 # Rollouts (X6): functions of an engine, which change its weights or let it sleep (`LLM.update_weights`).
 ROLLOUTS = "folovllm.rollouts.calls"
+SLEEP_ROUTES = "folovllm.rollouts.routes:ROUTES"  # of a server with `--enable-sleep-mode`
 
 # Models by the architecture that `config.json` names: the module that has a class of this name.
 MODELS = {

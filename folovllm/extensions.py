@@ -7,6 +7,7 @@ Here the core names an elective by a string; its module is imported when it is a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from folovllm.electives import is_installed, named, require
@@ -49,8 +50,22 @@ COMMANDS = (
     "folovllm.server.cli",
     "folovllm.inspector.cli",
     "folovllm.quantization.quantizer.cli",
+    "folovllm.rollouts.cli",
     "folovllm.bench.cli",
 )
+
+
+@dataclass(slots=True, frozen=True)
+class EngineRoute:
+    """An address of a server that calls a function of an elective beside the engine, which need not be in the server's process.
+
+    The function at `place` gets the engine and the query of the address, and returns what JSON can say, or None for an empty
+    response. Its ValueError is the client's mistake.
+    """
+
+    path: str
+    method: str  # "GET" or "POST"
+    place: str  # "module:function"
 
 
 class Extension:

@@ -222,6 +222,20 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("hybrid/kernels/gated_norm.py", "", "model_executor/layers/fla/ops/layernorm_guard.py"),
         ("hybrid/kernels/delta_rule.py", "", "model_executor/layers/fla/ops/fused_recurrent.py"),
     ],
+    "x6": [
+        ("rollouts/tiles.py", "", "model_executor/layers/batch_invariant.py"),
+        ("rollouts/layers.py", "", ""),
+        ("rollouts/attention.py", "", ""),
+        ("rollouts/extension.py", "", ""),
+        ("rollouts/trainer.py", "", ""),
+        ("rollouts/generation.py", "", ""),
+        ("rollouts/weights.py", "", "model_executor/model_loader/reload/layerwise.py"),
+        ("rollouts/transfer.py", "", "distributed/weight_transfer/base.py"),
+        ("rollouts/sleep.py", "", "device_allocator/cumem.py"),
+        ("rollouts/routes.py", "", "entrypoints/serve/sleep/api_router.py"),
+        ("rollouts/grpo.py", "", ""),
+        ("rollouts/demo.py", "", ""),
+    ],
 }
 
 INTRO = """# Reading order

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from folovllm.electives import named
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.inspector.lines import TokenTexts
 from folovllm.inspector.live import is_beginning
@@ -92,6 +93,13 @@ class PacedEngine:
         """Go at another pace from here on."""
         self._steps_left = self._steps_left + pace.step if pace.is_held else 0
         self._pace = pace
+
+    def call(self, call: msg.Call) -> msg.Called:
+        """Call a function of an elective with the engine itself."""
+        try:
+            return msg.Called(named(call.place)(self._engine, call.query))
+        except ValueError as error:
+            return msg.Called(error=str(error))
 
     @property
     def is_slow(self) -> bool:

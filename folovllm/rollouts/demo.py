@@ -21,36 +21,15 @@ from folovllm.files import write_whole
 from folovllm.llm import LLM
 from folovllm.models.registry import PLAIN_LAYERS
 from folovllm.outputs import CompletionOutput
+from folovllm.rollouts.demo_options import Options
 from folovllm.rollouts.grpo import group_advantages, policy_loss
 from folovllm.rollouts.trainer import Policy
 from folovllm.sampling_params import SamplingParams
 
 COLOURS = ("red", "blue", "green", "yellow", "pink", "silver", "orange", "purple")
 BEST_COUNT, BEST_WORDS = 3, 40
+EPS = 0.1  # a group of nearly equal answers says little: its small differences must not count as large ones
 BARS = "▁▂▃▄▅▆▇█"
-
-
-@dataclass(slots=True)
-class Options:
-    """What the demo does.
-
-    Attributes:
-        iterations: how often it rolls out and learns.
-        groups: prompts of an iteration, each with a colour of its own.
-        answers: rollouts of a prompt; their mean reward is what each is compared with.
-        max_tokens: longest rollout.
-        learning_rate: of AdamW.
-        seed: of colours and rollouts.
-        batch_invariant: let engine and trainer compute the same bits; without it the ratio shows how far they are apart.
-    """
-
-    iterations: int = 30
-    groups: int = 4
-    answers: int = 12
-    max_tokens: int = 80
-    learning_rate: float = 1e-4
-    seed: int = 0
-    batch_invariant: bool = True
 
 
 @dataclass(slots=True)
@@ -113,7 +92,7 @@ def train(llm: LLM, options: Options) -> Iterator[Iteration]:
         rolled_out = time.monotonic()
 
         rewards = [[reward_of(colour, a.text) for a in group] for colour, group in zip(colours, groups, strict=True)]
-        advantages = group_advantages(torch.tensor(rewards)).flatten()
+        advantages = group_advantages(torch.tensor(rewards), EPS).flatten()
         answers = [(prompt, a) for prompt, group in zip(prompts, groups, strict=True) for a in group]
         off_policy = learn(policy, optimizer, answers, advantages)
         learned = time.monotonic()

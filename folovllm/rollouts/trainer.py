@@ -18,19 +18,19 @@ from folovllm.worker.native_model import attention_layers
 
 
 class Policy:
-    """A model to train: of an engine's checkpoint, built from the layers of `batch_invariant=True`, in the engine's dtype.
+    """A model to train: a copy of an engine's, built from the layers of `batch_invariant=True`, in the engine's dtype.
 
     Attributes:
         model: its parameters are those of an optimizer.
     """
 
     def __init__(self, llm: LLM, layers: LayerSet | None = None) -> None:
-        """`layers`: others than the engine's, to compare with. Raises ValueError as `load_model` does."""
+        """`layers`: others than the engine's, to compare with. Raises ValueError as `LLM.get_weights` does."""
         setup = llm.engine.setup
         layers = invariant_layers() if layers is None else layers
         self.device = setup.device
         self.model = build_model(setup.hf_config, setup.dtype, setup.device, setup.max_model_len, layers)
-        load_model(self.model, setup.path, use_tqdm=False)
+        load_model(self.model, llm.get_weights().items(), use_tqdm=False)
         self.model.requires_grad_(True)
         self._backend = TrainingBackend(replace(setup.attention, block_size=1))
         for attention in attention_layers(self.model):

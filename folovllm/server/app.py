@@ -18,6 +18,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import folovllm
+from folovllm.electives import SLEEP_ROUTES, require
 from folovllm.engine.input_processor import encode_within
 from folovllm.faults import require_fault
 from folovllm.inputs import Prompt
@@ -82,6 +83,11 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
             Route(PAGE, api.guarded(inspector.page)),
             Route(FILES, api.guarded(inspector.file)),
             Route(f"{PAGE}/events", api.guarded(inspector.events, needs_key=True)),
+        ]
+    if config.enable_sleep_mode:
+        routes += [
+            Route(each.path, api.guarded(api.calling(each.place), needs_key=True), methods=[each.method])
+            for each in require(SLEEP_ROUTES, "enable_sleep_mode")
         ]
     cors = Middleware(
         CORSMiddleware, allow_origins=config.cors_origin, allow_methods=["GET", "POST"], allow_headers=["*"]
@@ -261,6 +267,15 @@ class Api:
 
     async def tokenizer_info(self, request: Request) -> Response:
         return json_response(tokenizer_info(whole(self._engine.tokenizer)))
+
+    def calling(self, place: str) -> Handler:
+        """Return the handler of an `EngineRoute`."""
+
+        async def call(request: Request) -> Response:
+            value = await self._engine.call(place, dict(request.query_params))
+            return Response(status_code=200) if value is None else json_response(value)
+
+        return call
 
     async def _read(self, request: Request, kind: type[R]) -> R:
         """Parse the request in the body. It must be JSON: a web page may send other types to any server, unasked."""

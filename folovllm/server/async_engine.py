@@ -7,6 +7,7 @@ import itertools
 import logging
 import pickle
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,6 +24,8 @@ from folovllm.server.errors import EngineDead, Unavailable
 from folovllm.server.messages import (
     Abort,
     AskExperts,
+    Call,
+    Called,
     EngineMessage,
     ExpertLoad,
     Failure,
@@ -90,6 +93,7 @@ class AsyncEngine:
         self.stats = SchedulerStats()
         self.expert_load: list[list[int]] = []  # [L][E], when `ask_experts` last returned
         self._asking: asyncio.Future[None] | None = None
+        self._calls: deque[asyncio.Future[Called]] = deque()  # sent and not answered, in order
         self.counters = self._open.counters
         self.on_seen: Callable[[list[bytes]], object] = lambda pieces: None  # gets what `watch` asks for
 
@@ -216,6 +220,7 @@ class AsyncEngine:
         await self._transport.stop()
         self.is_over.set()
         self._experts_told()
+        self._end_calls(Unavailable("the engine was closed"))
         self._grammars.close()
         self._readers.shutdown(wait=False)
 
@@ -242,6 +247,28 @@ class AsyncEngine:
             self._asking = asyncio.get_running_loop().create_future()
             self._transport.send(AskExperts())
         await asyncio.shield(self._asking)  # of several that wait, one may leave
+
+    async def call(self, place: str, query: dict[str, str]) -> Any:
+        """Call a function of an elective beside the engine, between two steps (`EngineRoute`).
+
+        Raises:
+            ValueError: the function did, with this sentence.
+            EngineDead, Unavailable: the engine has ended.
+        """
+        self.require_open()
+        called: asyncio.Future[Called] = asyncio.get_running_loop().create_future()
+        self._calls.append(called)
+        self._transport.send(Call(place, query))
+        answer = await called
+        if answer.error is not None:
+            raise ValueError(answer.error)
+        return answer.value
+
+    def _end_calls(self, error: Exception) -> None:
+        """Tell those that wait for a call that nothing will come."""
+        while self._calls:
+            if not (call := self._calls.popleft()).done():
+                call.set_exception(error)
 
     def _experts_told(self) -> None:
         """Wake those that wait for `expert_load`: it has come, or never will."""
@@ -304,6 +331,9 @@ class AsyncEngine:
             case ExpertLoad():
                 self.expert_load = message.counts
                 self._experts_told()
+            case Called():
+                if not (call := self._calls.popleft()).done():  # its client may have left
+                    call.set_result(message)
             case Failure():
                 self._die(message)
             case Ready() if not self._ready.done():
@@ -316,6 +346,7 @@ class AsyncEngine:
         self.death = EngineDead(failure.message)
         self.is_over.set()
         self._experts_told()
+        self._end_calls(self.death)
         if not self._ready.done():
             self._ready.set_exception(ValueError(failure.message) if failure.is_user_error else self.death)
         for stream in list(self._open.by_number.values()):

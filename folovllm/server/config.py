@@ -33,6 +33,7 @@ class ServerConfig:
         reasoning_parser: take what the model thinks out of its answers, into `reasoning_content`: qwen3, or deepseek_r1 for
             models whose answers begin in thought without a tag.
         inspector: show what the engine does, prompts and answers too, at /inspector.
+        enable_sleep_mode: answer POST /sleep, POST /wake_up and GET /is_sleeping, as vLLM does (X6).
         inspector_host: the same as `allowed_host`.
         ignore_unknown_fields: pass over fields of requests that nobody knows, instead of refusing them.
 
@@ -55,6 +56,7 @@ class ServerConfig:
     drain_seconds: float = 30.0
     reasoning_parser: str | None = None
     inspector: bool = False
+    enable_sleep_mode: bool = False
     inspector_host: list[str] = field(default_factory=list)
     ignore_unknown_fields: bool = False
 

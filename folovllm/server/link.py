@@ -69,7 +69,7 @@ class SocketLink:
             self._tell(self._engine.live.end("closed"))
         return work
 
-    def _carry_out(self, command: msg.Watch | msg.Pace | msg.AskExperts) -> None:
+    def _carry_out(self, command: msg.Watch | msg.Pace | msg.AskExperts | msg.Call) -> None:
         """Do what those who watch ask for. Nobody knows of an engine that is not made yet."""
         if self._engine is None:
             return
@@ -77,6 +77,8 @@ class SocketLink:
             self._engine.set(command)
         elif isinstance(command, msg.AskExperts):
             self.send(msg.ExpertLoad(self._engine.expert_load()))
+        elif isinstance(command, msg.Call):
+            self.send(self._engine.call(command))
         elif command.is_on:
             self._engine.live.begin()
         else:

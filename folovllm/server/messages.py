@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 
@@ -42,6 +43,13 @@ class Pace(msgspec.Struct, array_like=True, tag=True, frozen=True):
     delay: float = 0.0
     is_held: bool = False
     step: int = 0
+
+
+class Call(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Call the function at `place` ("module:function") with the engine and a query. The answer is a `Called`, in order."""
+
+    place: str
+    query: dict[str, str]
 
 
 class AskExperts(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -111,6 +119,13 @@ class ExpertLoad(msgspec.Struct, array_like=True, tag=True, frozen=True):
     counts: list[list[int]]
 
 
+class Called(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """What a `Call` returned, or the sentence of its ValueError."""
+
+    value: Any = None
+    error: str | None = None
+
+
 class Failure(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """The engine has ended. It says nothing more."""
 
@@ -120,8 +135,8 @@ class Failure(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 NOT_SENT = 'the configuration, or a proposer in it, does not exist in the engine\'s process: take transport="thread"'
 Work = Add | Abort | Stop | Refused  # the last: an `Add` that could not be read
-Command = Add | Abort | Stop | Watch | Pace | AskExperts
-EngineMessage = Ready | Step | Seen | ExpertLoad | Failure
+Command = Add | Abort | Stop | Watch | Pace | AskExperts | Call
+EngineMessage = Ready | Step | Seen | ExpertLoad | Called | Failure
 
 encode = msgspec.msgpack.Encoder(enc_hook=lambda number: number.item()).encode  # NumPy's numbers are numbers too
 _decode_command = msgspec.msgpack.Decoder(Command).decode

@@ -63,6 +63,7 @@ COMPUTED = {  # pages whose numbers come from engines of later milestones that r
     "4_kernels.md": "m6",
     "6_speed_and_scale.md": "m6",
     "x4_experts.md": "x4",
+    "x6_rollouts.md": "x6",
 }
 
 

@@ -14,7 +14,6 @@ from folovllm import LLM, SamplingParams
 from folovllm.rollouts.trainer import Policy
 from tests.helpers import tiny_checkpoint
 
-pytestmark = pytest.mark.x6
 MAX_MODEL_LEN = 96
 Answer = tuple[list[int], list[float]]  # tokens and their log-probabilities
 
@@ -75,6 +74,16 @@ def test_a_prefix_hit_changes_no_bit(alone: LLM) -> None:
         answers(llm, [common])
         assert answers(llm, prompts) == expected
         assert llm.engine.prefix_cache_stats().tokens_hit >= 5 * 48
+
+
+def test_in_16_bits_too() -> None:
+    with engine(dtype="bfloat16") as llm:
+        prompts = [prompt(i, 10 * i + 5) for i in range(4)]
+        found = answers(llm, prompts)
+        assert [answers(llm, [one])[0] for one in prompts] == found
+        sequences = [p + tokens for p, (tokens, _) in zip(prompts, found, strict=True)]
+        trainers = Policy(llm).logprobs(sequences, [len(p) for p in prompts])
+        assert [row.tolist() for row in trainers] == [logprobs for _, logprobs in found]
 
 
 @settings(max_examples=10)

@@ -14,7 +14,6 @@ from folovllm.rollouts.sleep import tensors_of
 from tests.helpers import tiny_checkpoint
 from tests.x6.test_weights import PROMPT, engine, shuffled, tokens
 
-pytestmark = pytest.mark.x6
 MIB = 1 << 20
 
 

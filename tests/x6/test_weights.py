@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from folovllm import LLM, SamplingParams
 from tests.helpers import tiny_checkpoint
 
-pytestmark = pytest.mark.x6
 PROMPT = list(range(1, 60))
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 

@@ -1,0 +1,36 @@
+"""A server's routes for sleep, by vLLM's names. The server calls these functions beside its engine, between two steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from folovllm.extensions import EngineRoute
+from folovllm.rollouts.sleep import sleep, wake_up
+
+if TYPE_CHECKING:
+    from folovllm.engine.llm_engine import LLMEngine
+
+HERE = "folovllm.rollouts.routes"
+ROUTES = (
+    EngineRoute("/sleep", "POST", f"{HERE}:fall_asleep"),
+    EngineRoute("/wake_up", "POST", f"{HERE}:wake"),
+    EngineRoute("/is_sleeping", "GET", f"{HERE}:is_sleeping"),
+)
+
+
+def fall_asleep(engine: LLMEngine, query: dict[str, str]) -> None:
+    """`/sleep?level=1`: free the cache and the weights (`sleep`). Raises ValueError as `sleep`."""
+    level = query.get("level", "1")
+    if level not in ("1", "2"):
+        raise ValueError(f"level must be 1 or 2, not {level!r}")
+    sleep(engine, int(level))
+
+
+def wake(engine: LLMEngine, query: dict[str, str]) -> None:
+    """`/wake_up`: allocate all again. Raises ValueError as `wake_up`."""
+    wake_up(engine)
+
+
+def is_sleeping(engine: LLMEngine, query: dict[str, str]) -> dict[str, bool]:
+    """`/is_sleeping`: whether it does."""
+    return {"is_sleeping": engine.is_sleeping}

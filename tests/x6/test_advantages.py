@@ -1,0 +1,27 @@
+"""x6.1: how much better each answer is than its group."""
+
+from __future__ import annotations
+
+import torch
+
+from folovllm.rollouts.grpo import group_advantages
+from tests.tiny import worked_case
+
+
+def test_a_worked_case() -> None:
+    got = group_advantages(torch.tensor([[1.0, 3.0], [10.0, 30.0], [2.0, 2.0]]), eps=0.5)
+    expected = [[-2 / 3, 2 / 3], [-10 / 10.5, 10 / 10.5], [0.0, 0.0]]
+    says = "means are 2, 20 and 2, deviations 1, 10 and 0; so -1 / (1 + 0.5) and 1 / (1 + 0.5), then -10 / 10.5, and 0 / 0.5"
+    worked_case("x6.1", got, expected, says)
+
+
+def test_whole_numbers_are_rewards_too() -> None:
+    got = group_advantages(torch.tensor([[0, 1, 1, 0]]))
+    assert got.dtype == torch.float32, "advantages are float32, whatever the rewards are"
+    torch.testing.assert_close(got, torch.tensor([[-1.0, 1.0, 1.0, -1.0]]), rtol=1e-4, atol=1e-4)
+
+
+def test_what_says_nothing_changes_nothing() -> None:
+    got = group_advantages(torch.tensor([[2.0] * 4, [0.0] * 4]))
+    assert not got.any(), "answers that are all equally good have no advantage over each other, and must not give NaN"
+    assert not group_advantages(torch.tensor([[5.0]])).any(), "a group of one is its own mean"

@@ -1,0 +1,72 @@
+"""The demo: its rewards, its loop, and what it leaves."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+
+from folovllm import LLM, SamplingParams
+from folovllm.rollouts import demo
+from folovllm.rollouts.demo_options import Options
+
+SMALL = Options(groups=2, answers=3, max_tokens=12, iterations=2)
+
+
+def test_rewards_count_whole_words_and_look_at_the_length() -> None:
+    forty = " ".join(["word"] * 37 + ["Red", "red,", "bored"])
+    assert demo.count_of("red", forty) == 2, '"bored" is no colour'
+    assert demo.reward_of("red", forty) == pytest.approx(2 / 3 + 1)
+    assert demo.reward_of("red", "red " * 20) == pytest.approx(1 + 0.5), "more than three count as three"
+    assert demo.reward_of("red", "word " * 100) == 0
+
+
+def test_rollouts_are_exactly_on_policy_and_the_weights_go_back() -> None:
+    with LLM(device="cpu", use_tqdm=False, batch_invariant=True, max_num_seqs=8, num_kv_blocks=300) as llm:
+        before = {name: w.clone() for name, w in llm.get_weights().items()}
+        first, second = islice(demo.train(llm, SMALL), 2)
+        assert first.off_policy == second.off_policy == 0, (
+            "engine and trainer differ in a bit, before or after an update"
+        )
+        assert first.rollout_tokens == 2 * 3 * 12
+        assert any(not torch.equal(w, before[name]) for name, w in llm.get_weights().items())
+
+
+def test_without_batch_invariance_they_are_close_and_not_equal() -> None:
+    with LLM(device="cpu", use_tqdm=False, max_num_seqs=8, num_kv_blocks=300) as llm:
+        options = Options(groups=2, answers=3, max_tokens=12, batch_invariant=False)
+        first = next(demo.train(llm, options))
+        assert 0 < first.off_policy < 1e-3
+
+
+def test_an_interrupted_demo_keeps_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = demo.train
+
+    def interrupted(llm: LLM, options: Options):  # type: ignore[no-untyped-def]
+        yield next(train(llm, options))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "train", interrupted)
+    run = demo.run_demo(SMALL, tmp_path / "run.json")
+    saved = json.loads((tmp_path / "run.json").read_text())
+    assert len(run.curve) == len(saved["curve"]) == 1
+    assert saved["before"]
+    assert saved["after"]
+    assert "ended early" in capsys.readouterr().out
+
+
+def test_a_group_is_aborted_as_one() -> None:
+    """`n` rollouts of a prompt are one request: when nobody needs them any more, one call ends all of them."""
+    with LLM(device="cpu", use_tqdm=False, max_num_seqs=8, num_kv_blocks=300) as llm:
+        for group in ("short", "long"):
+            llm.engine.add_request(group, [5, 6, 7], SamplingParams(n=4, max_tokens=50, ignore_eos=True), stream=False)
+        for _ in range(5):
+            llm.engine.step()
+        ended = llm.engine.abort_request("long")
+        assert [answer.finish_reason for answer in ended.outputs] == ["abort"] * 4
+        assert llm.engine.request_ids == ["short"]

@@ -1,0 +1,125 @@
+"""What rollouts cost, over random weights of Qwen3-0.6B's geometry: `python tools/measure_rollouts.py` (on a GPU; `--device cpu`).
+
+Prints: seconds to update the weights from tensors on the device and from a file; bytes in use before the engine, while it serves
+and asleep, at both levels, and seconds to wake; output tokens a second without and with `batch_invariant`, and their ratio; and how
+far the trainer's log-probabilities are from the engine's, in the engine's dtype, without and with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from folovllm import LLM, SamplingParams
+from folovllm.bench.contenders import random_model
+from folovllm.models.registry import PLAIN_LAYERS
+from folovllm.rollouts.trainer import Policy
+
+ROUNDS = 5
+PROMPT = list(range(100, 228))
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """How long `work` takes, and the device with it."""
+    start = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def in_use() -> int:
+    """Bytes of the card that are taken, by whomever."""
+    free, total = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+    return total - free
+
+
+def updates(fields: dict[str, Any], folder: Path) -> None:
+    """Weights in place, from the device and from a file."""
+    with LLM(**fields) as llm:
+        weights = {name: w.clone() for name, w in llm.get_weights().items()}
+        save_file({name: w.cpu().contiguous() for name, w in weights.items()}, folder / "model.safetensors")
+        for source, given in (("tensors on the device", weights), ("a file", folder)):
+            taken = [seconds_of(lambda given=given: llm.update_weights(given)) for _ in range(ROUNDS)]  # type: ignore[misc]
+            print(f"update from {source}: {statistics.median(taken):.3f} s, of {[round(each, 3) for each in taken]}")
+
+
+def sleeps(fields: dict[str, Any]) -> None:
+    """Memory, asleep and awake."""
+    for level in (1, 2):
+        if torch.cuda.is_available():
+            torch.cuda.init()
+            torch.empty(1, device="cuda")
+            torch.cuda.empty_cache()
+        before = in_use()
+        with LLM(**fields) as llm:
+            serving = in_use() - before
+            asleep = seconds_of(lambda llm=llm, level=level: llm.sleep(level))  # type: ignore[misc]
+            left = in_use() - before
+            awake = seconds_of(llm.wake_up)
+        share = f", {left / serving:.1%} of it" if serving else ""
+        print(
+            f"sleep {level}: {serving / 2**30:.2f} GiB in use, asleep {left / 2**30:.2f} GiB{share}; {asleep:.2f} s, awake after {awake:.2f} s"
+        )
+
+
+def costs(fields: dict[str, Any], tokens: int) -> None:
+    """Batch invariance as a ratio of speeds, and what it buys."""
+    for n in (1, 64):
+        speeds = []
+        for invariant in (False, True):
+            with LLM(**fields, batch_invariant=invariant) as llm:
+                params = SamplingParams(n=n, temperature=1.0, max_tokens=tokens, ignore_eos=True, logprobs=0, seed=0)
+                llm.generate([PROMPT], params, use_tqdm=False)
+                output: list[Any] = []
+                taken = seconds_of(
+                    lambda llm=llm, params=params, output=output: output.extend(
+                        llm.generate([PROMPT], params, use_tqdm=False)
+                    )
+                )  # type: ignore[misc]
+                speeds.append(n * tokens / taken)
+                print(
+                    f"n={n}, batch_invariant={invariant}: {speeds[-1]:.0f} tokens/s, {gap(llm, output[0].outputs[:4], invariant)}"
+                )
+        print(f"n={n}: {speeds[0] / speeds[1]:.2f} times slower")
+
+
+def gap(llm: LLM, answers: list[Any], invariant: bool) -> str:
+    """How far the trainer's log-probabilities are from the engine's."""
+    policy = Policy(llm, None if invariant else PLAIN_LAYERS)
+    with torch.no_grad():
+        found = policy.logprobs([PROMPT + list(a.token_ids) for a in answers], [len(PROMPT)] * len(answers))
+    engine = torch.tensor([[d[t].logprob for d, t in zip(a.logprobs, a.token_ids, strict=True)] for a in answers])
+    distance = (torch.stack(found).cpu() - engine).abs()
+    return f"trainer's logprobs: {(distance == 0).float().mean():.1%} equal, mean distance {distance.mean():.2e}, largest {distance.max():.2e}"
+
+
+def main() -> None:
+    """Measure all of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--geometry", default="qwen3-0.6b")
+    parser.add_argument("--device")
+    parser.add_argument("--tokens", type=int, default=128, help="of each answer")
+    asked = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        common = {"device": asked.device, "use_tqdm": False, "max_num_seqs": 64, "max_model_len": 1024}
+        fields = random_model(asked.geometry, Path(name), common)
+        (folder := Path(name) / "weights").mkdir()
+        print(
+            f"{asked.geometry}, {torch.cuda.get_device_name() if torch.cuda.is_available() else 'CPU'}, torch {torch.__version__}"
+        )
+        updates(fields, folder)
+        sleeps(fields)
+        costs(fields, asked.tokens)
+
+
+if __name__ == "__main__":
+    main()
