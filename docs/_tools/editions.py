@@ -39,7 +39,10 @@ from milestones.manifest import Course  # noqa: E402
 COURSE = Course(ROOT)
 MARK = re.compile(r"^<!-- source: (\S+)(?: ([0-9a-f]{12}))? -->\n", re.MULTILINE)
 LINK = re.compile(r"(\]\()([^)#:\s]+?)(?<!\.zh)\.md(?=[)#])")
-BOOK = ("index", "reading_order", "troubleshooting", "reference/glossary", "reference/models")
+BOOK = (
+    *("index", "map", "architecture", "performance", "reading_order", "troubleshooting"),
+    *(f"reference/{name}" for name in ("builders", "glossary", "life_cycles", "models", "shapes")),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +187,28 @@ def chinese_cells() -> dict[str, str]:
         for m in COURSE.milestones
         for page in [Path(m.chapter).name]
     }
+    return words() | said | linked | _stated()
+
+
+@cache
+def words() -> dict[str, str]:
+    """The words of tables and of the overview, translated."""
     found: dict[str, str] = tomllib.loads(Path(__file__).with_name("tables.zh.toml").read_text("utf-8"))
-    return found | said | linked
+    return found
+
+
+def _stated() -> dict[str, str]:
+    """{first sentence of an exercise's docstring: that of its translation, without the full stop}."""
+    from excerpts import first_sentence
+
+    found = {}
+    for pair in (pair for pair in pairs() if pair.source.suffix == ".toml"):
+        translated = pair.translated()
+        for symbol in COURSE.exercise(pair.target.name.removesuffix(".zh.md")).symbols:
+            if section := translated.get(symbol.name):
+                sentence = re.split(r"。|：?\n\n", section.text.strip())[0]
+                found[first_sentence(str(symbol))] = sentence.replace("|", "\\|")
+    return found
 
 
 def slug(title: str) -> str:

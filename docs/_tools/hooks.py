@@ -22,7 +22,7 @@ from typing import Any
 from mkdocs.utils import get_relative_url
 
 sys.path[:0] = [str(Path(__file__).parent)]
-from editions import COURSE, MARK, Pair, chinese_cells  # noqa: E402
+from editions import COURSE, MARK, Pair, words  # noqa: E402
 
 from folovllm.inspector.page import one_file  # noqa: E402
 from milestones.language import messages  # noqa: E402
@@ -127,7 +127,7 @@ def _overview(page: Any) -> str:
 
 def _in_chinese(text: re.Match[str]) -> str:
     english = html.unescape(text[0])
-    return html.escape(chinese_cells().get(english, english), quote=False)
+    return html.escape(words().get(english, english), quote=False)
 
 
 def _formula(match: re.Match[str]) -> str:
