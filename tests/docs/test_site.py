@@ -9,12 +9,15 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from milestones.manifest import Course
 from tests.docs import browser
 from tests.docs.blocks import ROOT
 
@@ -99,6 +102,18 @@ def test_the_chinese_edition(site: Path) -> None:
     places = [entry["location"] for entry in found["docs"] if "\u200b" in entry["text"]]
     assert found["config"]["lang"] == ["en", "zh"] and any(place.startswith("zh/troubleshooting/") for place in places)
     assert not [entry for entry in found["docs"] if entry["location"].startswith("zh/reference/api/")]
+
+
+def test_the_overview_leads_to_chapters_and_has_chinese_words() -> None:
+    drawing = (ROOT / "docs/assets/overview.svg").read_text("utf-8")
+    words = tomllib.loads((ROOT / "docs/_tools/tables.zh.toml").read_text("utf-8"))
+    said = {unescape(text) for text in re.findall(r"<(?:text|title)[^>]*>([^<]+)</", drawing)}
+    assert {text for text in said - words.keys() if not re.fullmatch(r"[MX]?\d|LLM\.generate", text)} == set()
+    badges = re.findall(r'<a class="badge" href="([^"]+)">.*?>([MX]\d)</text></a>', drawing)
+    assert len(badges) == drawing.count("<a ") and {name for _, name in badges} <= {
+        m.id.upper() for m in Course(ROOT).milestones
+    }
+    assert [page for page, _ in badges if not (ROOT / "docs" / page).is_file()] == []
 
 
 def test_a_stale_section_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
