@@ -120,7 +120,9 @@ def test_the_words_of_pictures_are_translated(monkeypatch: pytest.MonkeyPatch) -
     assert len(drawn) > 10
     for file in (*drawn, ROOT / "docs/assets/overview.svg"):
         left = re.findall(r"<(?:text|title)[^>]*>([^<]*[a-z]{2}[^<]*)</", chinese(file.read_text("utf-8")))
-        english = [text for text in left if text.isascii() and not re.fullmatch(r"[ABC]\d+ .*|LLM\.generate|token id", text)]
+        english = [
+            text for text in left if text.isascii() and not re.fullmatch(r"[ABC]\d+ .*|LLM\.generate|token id", text)
+        ]
         assert english == [], file.name
 
 
