@@ -170,7 +170,7 @@ def _story(run: Run, turn: Turn) -> list[str]:
             f"{name} \N{LEFT DOUBLE QUOTATION MARK}{run.texts[token].strip()}\N{RIGHT DOUBLE QUOTATION MARK}"
             for name, token in turn.drawn.items()
         )
-        said.append(f"Drawn: {', '.join(drawn)}.")
+        said.append(f"Sampled: {', '.join(drawn)}.")
     return said + [f"{name} is done." for name in turn.finished]
 
 

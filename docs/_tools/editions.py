@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import html
 import json
 import re
 import sys
@@ -39,7 +40,10 @@ from milestones.manifest import Course  # noqa: E402
 COURSE = Course(ROOT)
 MARK = re.compile(r"^<!-- source: (\S+)(?: ([0-9a-f]{12}))? -->\n", re.MULTILINE)
 LINK = re.compile(r"(\]\()([^)#:\s]+?)(?<!\.zh)\.md(?=[)#])")
-BOOK = ("index", "mini", "reading_order", "troubleshooting", "reference/glossary", "reference/models")
+BOOK = (
+    *("index", "mini", "map", "architecture", "performance", "reading_order", "troubleshooting"),
+    *(f"reference/{name}" for name in ("builders", "glossary", "life_cycles", "models", "shapes")),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,14 +171,27 @@ def chinese_links(text: str, folder: Path, but: Path | None = None) -> str:
 
 @cache
 def _chinese_cell(cell: str) -> str:
-    """The translation of a cell; a key with `{}` stands for all cells that have something there."""
-    said = chinese_cells()
-    if cell in said:
-        return said[cell]
+    return translation(cell, chinese_cells())
+
+
+def chinese_picture(svg: str) -> str:
+    """An SVG with its words translated, where `pictures.zh.toml` has them."""
+    said = _words("pictures")
+
+    def say(match: re.Match[str]) -> str:
+        return html.escape(translation(html.unescape(match[0]), said), quote=False)
+
+    return re.sub(r"(?<=>)[^<>]+(?=</(?:text|title)>)", say, svg)
+
+
+def translation(text: str, said: dict[str, str]) -> str:
+    """What is said for a text, or the text; a key with `{}` stands for all texts that have something there."""
+    if text in said:
+        return said[text]
     for key in (key for key in said if "{}" in key):
-        if found := re.fullmatch(re.escape(key).replace(r"\{\}", "(.+)"), cell):
+        if found := re.fullmatch(re.escape(key).replace(r"\{\}", "(.+)"), text):
             return said[key].format(*found.groups())
-    return cell
+    return text
 
 
 @cache
@@ -185,8 +202,27 @@ def chinese_cells() -> dict[str, str]:
         for m in COURSE.milestones
         for page in [Path(m.chapter).name]
     }
-    found: dict[str, str] = tomllib.loads(Path(__file__).with_name("tables.zh.toml").read_text("utf-8"))
-    return found | said | linked
+    return _words("tables") | said | linked | _stated()
+
+
+@cache
+def _words(what: str) -> dict[str, str]:
+    found: dict[str, str] = tomllib.loads(Path(__file__).with_name(f"{what}.zh.toml").read_text("utf-8"))
+    return found
+
+
+def _stated() -> dict[str, str]:
+    """{first sentence of an exercise's docstring: that of its translation, without the full stop}."""
+    from excerpts import first_sentence
+
+    found = {}
+    for pair in (pair for pair in pairs() if pair.source.suffix == ".toml"):
+        translated = pair.translated()
+        for symbol in COURSE.exercise(pair.target.name.removesuffix(".zh.md")).symbols:
+            if section := translated.get(symbol.name):
+                sentence = re.split(r"。|：?\n\n", section.text.strip())[0]
+                found[first_sentence(str(symbol))] = sentence.replace("|", "\\|")
+    return found
 
 
 def slug(title: str) -> str:

@@ -190,11 +190,11 @@ def symbol_table(targets: list[str]) -> str:
         if not (id := exercise.partition(".")[0] or milestones.get(file, "")):
             raise ValueError(f"{file} of {target} is not in the reading order (docs/_tools/reading_order.py)")
         built = f"[{id.upper()}]({Path(COURSE.milestone(id).chapter).name})"
-        rows.append(f"| `{name}` | {_first_sentence(target)} | `{file}` | {built} | {exercise} |")
+        rows.append(f"| `{name}` | {first_sentence(target)} | `{file}` | {built} | {exercise} |")
     return "\n".join(rows)
 
 
-def _first_sentence(target: str) -> str:
+def first_sentence(target: str) -> str:
     """Of a docstring, fit for a table."""
     paragraph = (ast.get_docstring(definition(target)) or "").split("\n\n")[0].replace("\n", " ")  # type: ignore[arg-type]
     return re.split(r"(?<=\.) (?=[A-Z`])", paragraph)[0].replace("|", "\\|")

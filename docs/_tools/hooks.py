@@ -22,7 +22,7 @@ from typing import Any
 from mkdocs.utils import get_relative_url
 
 sys.path[:0] = [str(Path(__file__).parent)]
-from editions import COURSE, MARK, Pair, chinese_cells  # noqa: E402
+from editions import COURSE, MARK, Pair, chinese_picture  # noqa: E402
 
 from folovllm.inspector.page import one_file  # noqa: E402
 from milestones.language import messages  # noqa: E402
@@ -32,6 +32,7 @@ MERMAID = "assets/mermaid/mermaid.tiny.js"
 RECORDINGS = "assets/recordings"
 OVERVIEW = re.compile(r'<p><img[^>]*src="[^"]*assets/overview\.svg"[^>]*></p>')
 RECORDING = re.compile(r"<!-- recording (\w+)(?: (\w+))? -->\s*(<p><img[^>]*></p>)")
+PICTURE = re.compile(r'(src="[^"]*img/(?:abc|x4)_\w+)\.svg(?=")')  # drawn by `pictures.py`, with words
 OVERVIEW_FILE = Path(__file__).parents[1] / "assets/overview.svg"
 shown: set[tuple[str, ...]] = set()  # in this build
 
@@ -93,14 +94,20 @@ def on_page_content(content: str, page: Any, **_: Any) -> str:
         content += f'\n<script src="{get_relative_url(MERMAID, page.url)}"></script>'
     content = RECORDING.sub(lambda match: _recording(match, page.url), content)
     content = OVERVIEW.sub(lambda _: _overview(page), content)
+    if page.file.locale_alternate_of == ZH:
+        content = PICTURE.sub(r"\1.zh.svg", content)
     return re.sub(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', _formula, content, flags=re.DOTALL)
 
 
 def on_post_build(config: Any) -> None:
-    """Write the pages with recordings: each is one file, and works from disk, too."""
+    """Write the pages with recordings, each one file that works from disk, too; and the pictures in Chinese."""
     folder = Path(config.site_dir, RECORDINGS)
     for names in shown:
         one_file([folder / f"{name}.jsonl" for name in names], folder / f"{'+'.join(names)}.html")
+    for picture in (OVERVIEW_FILE.parents[1] / "img").glob("*.svg"):
+        if PICTURE.match(f'src="img/{picture.name}"'):
+            chinese = chinese_picture(picture.read_text("utf-8"))
+            Path(config.site_dir, "img", f"{picture.stem}.zh.svg").write_text(chinese, "utf-8")
 
 
 def _recording(match: re.Match[str], url: str) -> str:
@@ -116,18 +123,13 @@ def _overview(page: Any) -> str:
     """The drawing in the page's language; its links lead to the pages of that language."""
     drawing, home = re.sub(r"<!--.*?-->", "", OVERVIEW_FILE.read_text("utf-8")), ""
     if page.file.locale_alternate_of == ZH:
-        drawing, home = re.sub(r"(?<=>)[^<>]+(?=</(?:text|title)>)", _in_chinese, drawing), f"{ZH}/"
+        drawing, home = chinese_picture(drawing), f"{ZH}/"
 
     def link(match: re.Match[str]) -> str:
         return f'href="{get_relative_url(f"{home}{match[1]}/", page.url)}"'
 
     linked = re.sub(r'href="(\w+)\.md"', link, drawing)
     return f'<div class="drawing" tabindex="0">{linked}</div>'
-
-
-def _in_chinese(text: re.Match[str]) -> str:
-    english = html.unescape(text[0])
-    return html.escape(chinese_cells().get(english, english), quote=False)
 
 
 def _formula(match: re.Match[str]) -> str:

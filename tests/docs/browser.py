@@ -93,7 +93,7 @@ def visit(site: Path, files: list[Path]) -> Visit:
             with contextlib.suppress(timeout):
                 page.wait_for_function(f"{DRAWN} >= {num_diagrams(file)}", timeout=5000)
             found = {"diagrams": page.evaluate(DRAWN), "cut": page.evaluate(CUT), "no alt": page.evaluate(NO_ALT)}
-            said.seen.append({"path": page.url.removeprefix(HOST), **found})
+            said.seen.append({"path": f"/{file.relative_to(site).as_posix()}", **found})
     return said
 
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from milestones.manifest import Course
 from tests.docs import browser
 from tests.docs.blocks import ROOT
 
@@ -94,11 +95,35 @@ def test_the_chinese_edition(site: Path) -> None:
     page = (site / "zh/troubleshooting/index.html").read_text("utf-8")
     assert '<html lang="zh"' in page and '<h1 id="troubleshooting">常见问题' in page and "<!-- source" not in page
     assert 'href="../../troubleshooting/" hreflang="en"' in page and NOT_TRANSLATED not in page
+    lanes = re.findall(r'src="([^"]*abc_m3\.zh\.svg)"', (site / "zh/3_paged_kv/index.html").read_text("utf-8"))
+    assert [">排队<" in (site / "zh/3_paged_kv" / picture).read_text("utf-8") for picture in lanes] == [True]
     assert NOT_TRANSLATED in (site / "zh/reference/api/index.html").read_text("utf-8")
     found = json.loads((site / "search/search_index.json").read_text("utf-8"))
     places = [entry["location"] for entry in found["docs"] if "\u200b" in entry["text"]]
     assert found["config"]["lang"] == ["en", "zh"] and any(place.startswith("zh/troubleshooting/") for place in places)
     assert not [entry for entry in found["docs"] if entry["location"].startswith("zh/reference/api/")]
+
+
+def test_the_overview_leads_to_chapters() -> None:
+    drawing = (ROOT / "docs/assets/overview.svg").read_text("utf-8")
+    badges = re.findall(r'<a class="badge" href="([^"]+)">.*?>([MX]\d)</text></a>', drawing)
+    assert len(badges) == drawing.count("<a ")
+    assert {name for _, name in badges} <= {m.id.upper() for m in Course(ROOT).milestones}
+    assert [page for page, _ in badges if not (ROOT / "docs" / page).is_file()] == []
+
+
+def test_the_words_of_pictures_are_translated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but the example's tokens."""
+    monkeypatch.syspath_prepend(str(ROOT / "docs/_tools"))
+    chinese = importlib.import_module("editions").chinese_picture
+    drawn = [file for stem in ("abc", "x4_batch", "x4_load") for file in (ROOT / "docs/img").glob(f"{stem}*.svg")]
+    assert len(drawn) > 10
+    for file in (*drawn, ROOT / "docs/assets/overview.svg"):
+        left = re.findall(r"<(?:text|title)[^>]*>([^<]*[a-z]{2}[^<]*)</", chinese(file.read_text("utf-8")))
+        english = [
+            text for text in left if text.isascii() and not re.fullmatch(r"[ABC]\d+ .*|LLM\.generate|token id", text)
+        ]
+        assert english == [], file.name
 
 
 def test_a_stale_section_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
