@@ -39,7 +39,7 @@ from milestones.manifest import Course  # noqa: E402
 COURSE = Course(ROOT)
 MARK = re.compile(r"^<!-- source: (\S+)(?: ([0-9a-f]{12}))? -->\n", re.MULTILINE)
 LINK = re.compile(r"(\]\()([^)#:\s]+?)(?<!\.zh)\.md(?=[)#])")
-BOOK = ("index", "reading_order", "troubleshooting", "reference/glossary", "reference/models")
+BOOK = ("index", "inspector", "reading_order", "troubleshooting", "reference/glossary", "reference/models")
 
 
 @dataclass(frozen=True, slots=True)
