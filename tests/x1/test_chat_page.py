@@ -33,6 +33,11 @@ def server() -> Iterator[Background]:
 
 
 @pytest.fixture(scope="module")
+def watched() -> Iterator[Background]:
+    yield from served(ServerConfig(served_model_name=["little"], inspector=True), max_model_len=1024)
+
+
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
@@ -198,10 +203,6 @@ class TestAnswers:
 
 
 class TestWatching:
-    @pytest.fixture(scope="class")
-    def watched(self) -> Iterator[Background]:
-        yield from served(ServerConfig(served_model_name=["little"], inspector=True), max_model_len=1024)
-
     def test_an_answer_in_the_inspector(self, watched: Background, browser: Browser) -> None:
         """It is asked for again while the inspector looks on, which shows this request and no other."""
         visit = Visit(browser, watched.url, bypass_csp=True)  # else waiting for the inspector is refused as "eval"
@@ -213,7 +214,7 @@ class TestWatching:
         with visit.page.expect_popup() as opening:
             visit.page.get_by_role("button", name="Watch").click()
         page = opening.value
-        page.wait_for_function("inspector.lanes[0]?.recording.ended.length === 1")
+        page.wait_for_function("window.inspector?.lanes[0]?.recording.ended.length === 1")
         assert page.locator("body").inner_text().count(question) == 1
         page.wait_for_function("inspector.lanes[0].selected !== null")
         said = page.evaluate(
