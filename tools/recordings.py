@@ -5,6 +5,7 @@ a step takes 4 ms and 50 microseconds a token. `--check` compares the events, wi
 
 The times of the scene *milestones* are measured, one recording after the other, so it is only made where it is asked for:
 `--measured`, on a GPU with `--device cuda`, and `--check` leaves it out. On a CPU the clock is the time that this process computed, whatever else runs there.
+Of five recordings the fastest is kept.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from milestones.running_example import example
 ROOT = Path(__file__).resolve().parents[1]
 BOOK, SAMPLES = ROOT / "docs" / "assets" / "recordings", ROOT / "tests" / "inspector" / "data"
 MOST_BYTES = 50 * 1024
-MEASURED = "milestones"  # the scene whose times are measured
+MEASURED, REPEATS = "milestones", 5  # the scene whose times are measured, and how often
 LONG = (
     "Once upon a time, in a small house near the sea, there lived a girl named Lily. She had a red kite and a little dog. "
     "Every day she went to the beach with her dog to fly the kite. "
@@ -243,6 +244,21 @@ def play(take: Take, file: Path, device: str) -> None:
     engine.close()
 
 
+def record(take: Take, file: Path, device: str) -> None:
+    """Record a take; one whose times are measured so many times, and the fastest of them is kept."""
+    play(take, file, device)
+    for _ in range(REPEATS - 1 if take.is_measured else 0):
+        play(take, other := file.with_name("other.jsonl"), device)
+        if end_of(other) < end_of(file):
+            other.replace(file)
+
+
+def end_of(file: Path) -> int:
+    """Microseconds until a recording's end."""
+    time: int = json.loads(file.read_text(encoding="utf-8").splitlines()[-1])[2]
+    return time
+
+
 def without_times(file: Path) -> list[Any]:
     """What happened: the lines of a recording with every time at 0, and the sequences counted from 0."""
     lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
@@ -271,7 +287,7 @@ def main() -> None:
             if take.is_measured != wanted.measured:
                 continue
             made = Path(folder, "made.jsonl")
-            play(take, made, wanted.device)
+            record(take, made, wanted.device)
             size, name = made.stat().st_size, take.file.relative_to(ROOT)
             if size > MOST_BYTES:
                 sys.exit(f"{name} would have {size} bytes, more than {MOST_BYTES}")

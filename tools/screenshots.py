@@ -16,6 +16,7 @@ from typing import Any
 from PIL import Image
 
 from folovllm.inspector.page import one_file
+from folovllm.inspector.scenes import scenes
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES, BOOK, SAMPLES = (
@@ -56,6 +57,10 @@ WANTED = [
     Picture("x3_recording", (BOOK / "x3_guesses.jsonl",), 4, 760, 420, embedded=True),
     Picture("6_recording", (BOOK / "6_abc.jsonl",), 7, 1280, 900),
     Picture("mini", (ROOT / "milestones" / "mini" / "recording.jsonl",), 16, 1280, 900),
+    *(
+        Picture(f"scene_{scene.name}", tuple(scene.files), scene.stop, 760, 420, embedded=True)
+        for scene in scenes().values()
+    ),
 ]
 
 
@@ -69,8 +74,11 @@ def take(browser: Any, picture: Picture, folder: Path) -> Path:
         color_scheme="light",
     ) as context:
         page = context.new_page()
-        page.goto(f"{page_file.as_uri()}?{'embed' if picture.embedded else ''}#t={picture.moment}")
+        page.goto(f"{page_file.as_uri()}?{'embed' if picture.embedded else ''}#t=0")
         page.wait_for_function(READY)
+        page.evaluate(
+            f"inspector.player.go(inspector.player.clock.tickOf(inspector.lanes[0].recording, {picture.moment}))"
+        )
         for key in picture.keys:
             page.keyboard.press(key)
         page.evaluate(DRAWN)

@@ -4,8 +4,8 @@ The chapters stand in the navigation in the order of the manifests that name the
 part of their own. Formulas, `$x$` and `$$x$$`, become MathML: a browser draws them without a script. Diagrams have one, which comes with
 the book: no page makes a request to anywhere else. The overview, `assets/overview.svg`, becomes a part of its page, so that it takes the
 page's colours and language, and its badges lead to the chapters.
-`<!-- recording NAME -->`, or two names for a race, becomes the inspector's page with these recordings of `assets/recordings/`; the picture
-behind it (`make screenshots`) is for paper, and for readers of the text.
+`<!-- recording NAME -->`, or two names for a race, becomes the inspector's page with these recordings of `assets/recordings/`, or with those of
+the scene of that name; the picture behind it (`make screenshots`) is for paper, and for browsers without JavaScript.
 The Chinese edition: a heading gets the anchor of the English one, which the mark above it names, and a section whose source has changed since,
 or a page that has no translation, says so in a banner.
 What the pages take from the code is in them already (`excerpts.py`).
@@ -25,6 +25,7 @@ sys.path[:0] = [str(Path(__file__).parent)]
 from editions import COURSE, MARK, Pair, chinese_picture  # noqa: E402
 
 from folovllm.inspector.page import one_file  # noqa: E402
+from folovllm.inspector.scenes import scenes  # noqa: E402
 from milestones.language import messages  # noqa: E402
 
 ZH = "zh"
@@ -35,6 +36,8 @@ RECORDING = re.compile(r"<!-- recording (\w+)(?: (\w+))? -->\s*(<p><img[^>]*></p
 PICTURE = re.compile(r'(src="[^"]*img/(?:abc|x4)_\w+)\.svg(?=")')  # drawn by `pictures.py`, with words
 OVERVIEW_FILE = Path(__file__).parents[1] / "assets/overview.svg"
 shown: set[tuple[str, ...]] = set()  # in this build
+SCENES_PAGE = "inspector/"
+MORE = {"en": ("On a page of its own", "More scenes"), ZH: ("单独打开", "更多场景")}
 
 
 def on_config(config: Any) -> Any:
@@ -92,7 +95,7 @@ def on_page_content(content: str, page: Any, **_: Any) -> str:
     """
     if '<pre class="mermaid">' in content:
         content += f'\n<script src="{get_relative_url(MERMAID, page.url)}"></script>'
-    content = RECORDING.sub(lambda match: _recording(match, page.url), content)
+    content = RECORDING.sub(lambda match: _recording(match, page), content)
     content = OVERVIEW.sub(lambda _: _overview(page), content)
     if page.file.locale_alternate_of == ZH:
         content = PICTURE.sub(r"\1.zh.svg", content)
@@ -103,20 +106,30 @@ def on_post_build(config: Any) -> None:
     """Write the pages with recordings, each one file that works from disk, too; and the pictures in Chinese."""
     folder = Path(config.site_dir, RECORDINGS)
     for names in shown:
-        one_file([folder / f"{name}.jsonl" for name in names], folder / f"{'+'.join(names)}.html")
+        scene = scenes().get(names[0])
+        files = [folder / f"{name}.jsonl" for name in names] if scene is None else scene.files
+        one_file(files, folder / f"{'+'.join(names)}.html", book="../../{}/")
     for picture in (OVERVIEW_FILE.parents[1] / "img").glob("*.svg"):
         if PICTURE.match(f'src="img/{picture.name}"'):
             chinese = chinese_picture(picture.read_text("utf-8"))
             Path(config.site_dir, "img", f"{picture.stem}.zh.svg").write_text(chinese, "utf-8")
 
 
-def _recording(match: re.Match[str], url: str) -> str:
+def _recording(match: re.Match[str], page: Any) -> str:
+    """The frame, its picture, and below them the way to the whole page, and from a chapter to the other scenes."""
     names = tuple(filter(None, match.groups()[:2]))
     shown.add(names)
-    address = get_relative_url(f"{RECORDINGS}/{'+'.join(names)}.html", url)
+    address = get_relative_url(f"{RECORDINGS}/{'+'.join(names)}.html", page.url)
+    language = ZH if page.url.startswith(f"{ZH}/") else "en"
     title = "what the engine did, step by step; the text describes it"
-    frame = f'<iframe src="{address}#embed" loading="lazy" title="{title}"></iframe>'
-    return f'<div class="recording">{frame}{match[3]}</div>'
+    frame = f'<iframe src="{address}#embed&amp;lang={language}" loading="lazy" title="{title}"></iframe>'
+    prefix = f"{ZH}/" if language == ZH else ""
+    scenes_page = get_relative_url(prefix + SCENES_PAGE, page.url)
+    alone, more = MORE[language]
+    links = [f'<a href="{address}#lang={language}">{alone}</a>']
+    if page.url != prefix + SCENES_PAGE:
+        links.append(f'<a href="{scenes_page}">{more}</a>')
+    return f'<div class="recording">{frame}{match[3]}</div>\n<div class="under-recording">{" · ".join(links)}</div>'
 
 
 def _overview(page: Any) -> str:

@@ -14,7 +14,7 @@ def inspect(
     files: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="A recording to replay, or two to race. Without one: a playground, where an engine runs.",
+            help="A recording to replay, or up to six to race. Without one: scenes, and an engine to play with.",
             show_default=False,
         ),
     ] = None,
@@ -29,14 +29,14 @@ def inspect(
     browser: Annotated[bool, typer.Option("--browser/--no-browser", help="Open the page.")] = True,
     **given: Any,
 ) -> None:
-    """Look into an engine: replay a recording, race two, or play with an engine of your own.
+    """Look into an engine: watch a scene, replay a recording, race several, or play with an engine of your own.
 
-    The flags of the engine are for the playground; with --mine your own code runs there.
+    With flags of the engine the page shows that engine at once; with --mine your own code runs there.
     """
     recordings = list(files or ())
     if html is not None and not recordings:
         raise ValueError(
-            "--html writes recordings into one page: name one or two, as in folovllm inspect run.jsonl --html run.html"
+            "--html writes recordings into one page: name them, as in folovllm inspect run.jsonl --html run.html"
         )
     if recordings:
         from folovllm.inspector.page import one_file, require_recordings

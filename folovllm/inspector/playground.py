@@ -176,7 +176,7 @@ class Playground:
             self.subscribers.begin_anew()
 
     async def _started(self, config: EngineConfig) -> tuple[Transport, AsyncEngine]:
-        """An engine that runs. `loading` says what it waits for meanwhile, and is None afterwards, come what may."""
+        """An engine that runs. `loading` says what it waits for meanwhile, and is None afterwards, also where there can be none."""
         try:
             self.loading = "PyTorch is imported (1 of 2)"
             modules = ("folovllm.server.transport", "folovllm.server.async_engine")

@@ -154,7 +154,7 @@ class Api:
         return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
 
     async def page(self, request: Request) -> Response:
-        return chat_page()
+        return chat_page(self._config.inspector)
 
     async def health(self, request: Request) -> Response:
         self._engine.require_open()

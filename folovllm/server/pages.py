@@ -21,9 +21,14 @@ PAGE = Path(__file__).parent / "static" / "chat.html"
 
 
 @cache
-def chat_page() -> Response:
-    """The chat page, one file, with a policy that holds the browser to it: its own script and style, and requests to its own server."""
+def chat_page(has_inspector: bool) -> Response:
+    """The chat page, one file, with a policy that holds the browser to it: its own script and style, and requests to its own server.
+
+    With an inspector each answer can be watched.
+    """
     text = PAGE.read_text("utf-8")
+    if has_inspector:
+        text = text.replace("<body>", '<body data-inspector="inspector">')
     style, script = (_hash_of(text, tag) for tag in ("style", "script"))
     policy = (
         f"default-src 'none'; style-src {style}; script-src {script}; connect-src 'self'; img-src data:; "

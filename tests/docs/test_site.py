@@ -85,7 +85,14 @@ def test_a_recording_is_one_file_and_has_a_picture_for_paper(site: Path) -> None
             shown[str(file.parent.relative_to(site))] = page.read_text("utf-8").count(
                 '"format\\":\\"folovllm recording'
             )
-    english = {".": 1, "2_continuous_batching": 2, "3_paged_kv": 2, "6_speed_and_scale": 1, "x3_speculation": 1}
+    english = {
+        ".": 1,
+        "2_continuous_batching": 2,
+        "3_paged_kv": 2,
+        "6_speed_and_scale": 1,
+        "x3_speculation": 1,
+        "inspector": 6,
+    }
     assert shown == {**english, **{str(Path("zh", page)): count for page, count in english.items()}}
 
 

@@ -61,5 +61,8 @@ def test_the_book_shows_recordings_that_there_are() -> None:
         for page in (ROOT / "docs").rglob("*.md")
     }
     names = {page: [name for pair in pairs for name in pair if name] for page, pairs in shown.items() if pairs}
+    assert [names.pop(page) for page in ("inspector.md", "inspector.zh.md")] == 2 * [list(scenes())], (
+        "each scene, in order"
+    )
     assert names and all(len(found) <= 2 for found in names.values()), "at most two a chapter"
     assert {name for found in names.values() for name in found} == {file.stem for file in BOOK.glob("*.jsonl")}

@@ -33,6 +33,11 @@ def server() -> Iterator[Background]:
 
 
 @pytest.fixture(scope="module")
+def watched() -> Iterator[Background]:
+    yield from served(ServerConfig(served_model_name=["little"], inspector=True), max_model_len=1024)
+
+
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
@@ -195,6 +200,33 @@ class TestAnswers:
     def test_thoughts_stand_apart(self, visit: Visit) -> None:
         assert visit.ask("Well?", {"choices": [{"delta": {"reasoning_content": "Let me see."}}]}, "Yes.") == "Yes."
         assert visit.page.locator(".thought").text_content() == "ThoughtsLet me see."
+
+
+class TestWatching:
+    def test_an_answer_in_the_inspector(self, watched: Background, browser: Browser) -> None:
+        """It is asked for again while the inspector looks on, which shows this request and no other."""
+        visit = Visit(browser, watched.url, bypass_csp=True)  # else waiting for the inspector is refused as "eval"
+        visit.settings(temperature="0", max_tokens="20")
+        idea = visit.page.locator(".ideas button").first
+        question = idea.inner_text()
+        idea.click()
+        answer = visit.answer()
+        with visit.page.expect_popup() as opening:
+            visit.page.get_by_role("button", name="Watch").click()
+        page = opening.value
+        page.wait_for_function("window.inspector?.lanes[0]?.recording.ended.length === 1")
+        assert page.locator("body").inner_text().count(question) == 1
+        page.wait_for_function("inspector.lanes[0].selected !== null")
+        said = page.evaluate(
+            "(({recording, selected}) => { const it = recording.infos.get(selected);"
+            " return recording.text(it, it.prompt.length, it.prompt.length + it.drawn.length); })(inspector.lanes[0])"
+        )
+        assert visit.answer() == answer and said.strip().startswith(answer[:40])
+        visit.page.context.close()
+
+    def test_without_an_inspector_nothing_can_be_watched(self, visit: Visit) -> None:
+        visit.ask("Hello", "Hi.")
+        assert not visit.page.get_by_role("button", name="Watch").is_visible()
 
 
 class TestErrors:

@@ -17,7 +17,7 @@ const source = JSON.parse(document.getElementById("source").textContent) ?? sour
 const root = document.documentElement;
 const page = document.getElementById("page");
 const keyTable = document.getElementById("keys");
-const app = { lanes: [], player: null, playground: null, scenes: null, stream: null, drawing: false, embed: options.has("embed") || (window.self !== window.top && innerHeight < 700) };
+const app = { find: options.get("find"), lanes: [], player: null, playground: null, scenes: null, stream: null, drawing: false, embed: options.has("embed") || (window.self !== window.top && innerHeight < 700) };
 
 /** Draws everything at the next frame, however often it is asked for. */
 function draw() {
@@ -32,6 +32,7 @@ function draw() {
 function drawNow() {
   if (!app.player || !app.lanes.length) return;
   const { clock, playing } = app.player;
+  if (app.find && (app.lanes[0].selected = app.lanes[0].recording.findPrompt(app.find)) !== null) app.find = null;
   const moments = clock.moments();
   app.lanes.forEach((lane, i) => lane.draw(moments[i], app.theme, playing, clock.time, clock.duration));
   app.player.draw(app.lanes[0].frame);

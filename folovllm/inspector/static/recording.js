@@ -100,6 +100,12 @@ export class Recording {
     return null;
   }
 
+  /** The last sequence whose prompt has a text in it, by number, or null. */
+  findPrompt(text) {
+    const found = [...this.infos.values()].findLast((info) => this.text(info, 0, info.prompt.length).includes(text));
+    return found?.seqId ?? null;
+  }
+
   /** The last moment whose time is not after `seconds` from the beginning. */
   atTime(seconds) {
     const times = this.columns.time;
