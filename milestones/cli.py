@@ -159,6 +159,8 @@ def hint(id: Id, all: Annotated[bool, typer.Option("--all", help="All three.")] 
     for heading, text in rungs[:shown]:
         console.print(Markdown(f"### {heading}\n\n{text}"))
         console.print()
+    for name, names in ({} if builder else mine.course.in_reach(mine.course.exercise(id))).items():
+        say("{name} has in reach: {names}", name=name, names=", ".join(names) or "-")
     state.hints[id] = max(shown, state.hints.get(id, 0))
     mine.save(state)
     answer = (

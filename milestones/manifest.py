@@ -114,6 +114,11 @@ class Course:
             return self._sections(task, "builder/hints.md")
         return self._sections(task, f"hints/{task.id}.md")
 
+    def in_reach(self, exercise: Exercise) -> dict[str, list[str]]:
+        """What the reference's body of each symbol uses of its class and module: for who is stuck."""
+        sources = {symbol.name: self.source(symbol.path) for symbol in exercise.symbols}
+        return {name: splice.in_reach(source, splice.find(source, name).node) for name, source in sources.items()}
+
     def statements(self, exercise: Exercise) -> list[str]:
         """What each symbol of an exercise does, in the reader's language: its docstring, or that translated."""
         file = self.milestone(exercise.id.partition(".")[0]).folder / f"statements/{exercise.id}.{language()}.md"

@@ -91,7 +91,12 @@ class TestLongestCachedPrefix:
             "13 tokens, block 11 has followed another block": stranger.found(more),
         }
         says = "whole blocks from the start until the first miss; one token at least is left to compute"
-        worked_case("m5.1 longest_cached_prefix", got, dict(zip(got, [[10, 11, 12], [10, 11], [10], [10], [10]], strict=True)), says)
+        worked_case(
+            "m5.1 longest_cached_prefix",
+            got,
+            dict(zip(got, [[10, 11, 12], [10, 11], [10], [10], [10]], strict=True)),
+            says,
+        )
 
     def test_finds_whole_blocks_from_the_start_and_leaves_one_token(self) -> None:
         chain = Chain(self.tokens)
