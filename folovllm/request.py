@@ -155,7 +155,7 @@ class Sequence:
         self.num_tokens += 1
 
     def start(self) -> None:
-        """WAITING -> RUNNING: the sequence was admitted. From any other status ValueError, and nothing changes."""
+        """WAITING -> RUNNING: the sequence was admitted. From any other status ValueError (`_expect`), and nothing changes."""
         self._expect(SequenceStatus.WAITING)
         self.status = SequenceStatus.RUNNING
 

@@ -15,14 +15,23 @@ from milestones.mine import Mine
 from milestones.plugin import covers
 from milestones.say import console, say
 from milestones.tasks import Builder, Exercise
+from milestones.warm import OUT_OF_TIME
 
 Outcomes = Mapping[str, tuple[str, str | None]]  # test: (passed, failed or skipped; the unwritten exercise it met)
 
 FIRST_FAILURE = ("-x", "--timeout=60")  # of an exercise's own tests: a loop without end says so within a minute
 
 
-def run_tests(mine: Mine, arguments: Iterable[str], quiet: bool = False) -> tuple[int, Outcomes]:
+def run_tests(
+    mine: Mine,
+    arguments: Iterable[str],
+    quiet: bool = False,
+    limit: float | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> tuple[int, Outcomes]:
     """pytest's exit status and each test's outcome; `quiet` keeps pytest's own words back unless it could not run at all.
+
+    After `limit` seconds it is ended, with the status `OUT_OF_TIME`. `environment` is set beside our own.
 
     pytest is a fork of a process that has the large libraries (`milestones.warm`), where that can be had.
 
@@ -36,13 +45,22 @@ def run_tests(mine: Mine, arguments: Iterable[str], quiet: bool = False) -> tupl
         report = Path(folder) / "report.json"
         words = ["--mine", f"--course-report={report}", *arguments]
         # No bytecode: two saves within a second would look like one to its time stamp.
-        environment = {**os.environ, "FOLOVLLM_MINE": str(mine.folder), "PYTHONDONTWRITEBYTECODE": "1"}
-        status = warm.run(words, mine.course.root, environment, said if quiet else None)
+        environment = {
+            **os.environ,
+            **(environment or {}),
+            "FOLOVLLM_MINE": str(mine.folder),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+        status = warm.run(words, mine.course.root, environment, said if quiet else None, limit)
         if status is None:
             command, out = [sys.executable, "-m", "pytest", *words], said if quiet else None
-            done = subprocess.run(command, cwd=mine.course.root, env=environment, stdout=out, stderr=out)
-            status = done.returncode
-        if quiet and status not in (0, 1):
+            try:
+                status = subprocess.run(
+                    command, cwd=mine.course.root, env=environment, stdout=out, stderr=out, timeout=limit
+                ).returncode
+            except subprocess.TimeoutExpired:
+                status = OUT_OF_TIME
+        if quiet and status not in (0, 1, OUT_OF_TIME):
             said.seek(0)
             sys.stderr.write(said.read())
         return status, outcomes_in(report)

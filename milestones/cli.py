@@ -11,7 +11,7 @@ from rich.markdown import Markdown
 from rich.syntax import Syntax
 from rich.text import Text
 
-from milestones import builders_cli, progress, splice, trace
+from milestones import builders_cli, progress, splice, teaching, trace
 from milestones.check import FIRST_FAILURE, note_outcome, note_passed, run_builder, run_milestone, run_tests, state_of
 from milestones.explain import commented, print_commented
 from milestones.language import in_language, t, translated
@@ -28,6 +28,7 @@ POLL = 0.5  # seconds between two looks at mine/ by `watch`
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 app.add_typer(builders_cli.app)
 app.add_typer(mini.app)
+app.add_typer(teaching.app)
 
 Id = Annotated[str, typer.Argument(metavar="ID", help="An exercise, say m3.1.")]
 MilestoneId = Annotated[str, typer.Argument(metavar="ID", help="A milestone, say m3, or an elective, say x1.")]
@@ -160,6 +161,8 @@ def hint(id: Id, all: Annotated[bool, typer.Option("--all", help="All three.")] 
     for heading, text in rungs[:shown]:
         console.print(Markdown(f"### {heading}\n\n{text}"))
         console.print()
+    for name, names in ({} if builder else mine.course.in_reach(mine.course.exercise(id))).items():
+        say("{name} has in reach: {names}", name=name, names=", ".join(names) or "-")
     state.hints[id] = max(shown, state.hints.get(id, 0))
     mine.save(state)
     answer = (
@@ -187,16 +190,17 @@ def task(id: Id) -> None:
 
 @app.command()
 def show(
-    id: Id,
+    id: Annotated[str, typer.Argument(metavar="ID", help="An exercise, say m3.1, or a whole milestone.")],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     paste: Annotated[bool, typer.Option("--paste", help="Put it into mine/ too; yours goes to mine/.backup.")] = False,
 ) -> None:
     """The reference's answer, after asking."""
     mine = _mine()
-    exercise = mine.course.exercise(id)
+    exercises = (mine.course.exercise(id),) if "." in id else mine.course.milestone(id).exercises
     if not yes:
-        typer.confirm(t("Show the reference's answer to {exercise}?", exercise=exercise), abort=True)
-    for symbol in exercise.symbols:
+        asked = ", ".join(map(str, exercises))
+        typer.confirm(t("Show the reference's answer to {exercise}?", exercise=asked), abort=True)
+    for symbol in (symbol for exercise in exercises for symbol in exercise.symbols):
         source = mine.course.source(symbol.path)
         function = splice.find(source, symbol.name)
         say(f"{symbol.path}:{function.line}")
@@ -204,7 +208,7 @@ def show(
         console.print(
             Syntax(text, "python", background_color="default") if console.is_terminal else Text(text), soft_wrap=True
         )
-    if paste:
+    for exercise in exercises if paste else ():
         say("pasted; what was there is in {folder}", folder=mine.paste(exercise))
 
 

@@ -79,7 +79,7 @@ class Course:
 
     def exercise(self, id: str) -> Exercise:
         for exercise in self.exercises:
-            if exercise.id == id:
+            if id in exercise.ids:
                 return exercise
         raise ValueError(t("no exercise '{id}': `python -m milestones status` lists them", id=id))
 
@@ -113,6 +113,11 @@ class Course:
         if isinstance(task, Builder):
             return self._sections(task, "builder/hints.md")
         return self._sections(task, f"hints/{task.id}.md")
+
+    def in_reach(self, exercise: Exercise) -> dict[str, list[str]]:
+        """What the reference's body of each symbol uses of its class and module: for who is stuck."""
+        sources = {symbol.name: self.source(symbol.path) for symbol in exercise.symbols}
+        return {name: splice.in_reach(source, splice.find(source, name).node) for name, source in sources.items()}
 
     def statements(self, exercise: Exercise) -> list[str]:
         """What each symbol of an exercise does, in the reader's language: its docstring, or that translated."""
@@ -170,8 +175,8 @@ def _milestone(file: Path) -> Milestone:
 
 def _exercise(entry: dict[str, Any]) -> Exercise:
     symbols = tuple(Symbol(*text.split(":")) for text in entry.pop("symbols"))
-    needs, tests = tuple(entry.pop("needs")), tuple(entry.pop("tests"))
-    return Exercise(symbols=symbols, needs=needs, tests=tests, **entry)
+    needs, tests, was = (tuple(entry.pop(key, ())) for key in ("needs", "tests", "was"))
+    return Exercise(symbols=symbols, needs=needs, tests=tests, was=was, **entry)
 
 
 def _builder(milestone: str, folder: Path, tests: list[str], medals: list[float], **entry: Any) -> Builder:
@@ -186,8 +191,9 @@ def _check(milestone: Milestone) -> None:
         raise ValueError(f"the folder of {milestone.id} is called {milestone.folder.name}")
     if milestone.is_elective != bool(milestone.flags):
         raise ValueError("an elective says which flags switch it on, and a milestone has none: its preset does")
-    if ids != [f"{milestone.id}.{n + 1}" for n in range(len(ids))]:
-        raise ValueError(f"exercises are numbered {milestone.id}.1 onwards, not {ids}")
+    known = [id for e in milestone.exercises for id in e.ids]
+    if known != [f"{milestone.id}.{n + 1}" for n in range(len(known))]:
+        raise ValueError(f"exercises are numbered {milestone.id}.1 onwards, with those in `was`, not {known}")
     for exercise in milestone.exercises:
         if stranger := set(exercise.needs) - set(ids):
             raise ValueError(f"{exercise.id} needs {stranger}, which {milestone.id} does not have")

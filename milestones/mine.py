@@ -123,7 +123,7 @@ class Mine:
     def is_blank(self, symbol: Symbol, exercise: Exercise) -> bool:
         """A file that does not parse is looked at as text: a learner in the middle of a line has not written it yet."""
         text = self.read(symbol.path)
-        return text is not None and splice.stub_text(exercise.id, symbol.name) in text
+        return text is not None and any(splice.stub_text(id, symbol.name) in text for id in exercise.ids)
 
     def where(self, exercise: Exercise) -> str:
         """`path:line` of the exercise's first symbol that is a stub here, else of its first."""

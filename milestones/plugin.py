@@ -112,7 +112,7 @@ class Report:
         self.course, self.config = course, config
         folder = os.environ.get("FOLOVLLM_MINE")
         self.mine = Mine(course, Path(folder)) if folder else None
-        self.known = {e.id for e in course.exercises} if self.mine else set()
+        self.known = {id for e in course.exercises for id in e.ids} if self.mine else set()
         self.missing = [e for e in course.exercises if self.mine and self.mine.missing(e)]
         self.header = self._header()
         self.outcomes: dict[str, tuple[str, str | None]] = {}
@@ -154,11 +154,11 @@ class Report:
         report = yield
         id = exercise_in(call.excinfo.value, self.known) if call.excinfo else None
         if id and self.mine:
-            report.user_properties.append((EXERCISE, id))
             exercise = self.course.exercise(id)
+            report.user_properties.append((EXERCISE, exercise.id))
             names = self.mine.blanks(exercise) or [symbol.name for symbol in exercise.symbols]
             gone = self.mine.missing(exercise)
-            report.longrepr = gone or f"{id} {', '.join(names)} is not written yet: {self._where(exercise)}"
+            report.longrepr = gone or f"{exercise.id} {', '.join(names)} is not written yet: {self._where(exercise)}"
         elif call.excinfo and self.mine and report.failed and self.config.option.tbstyle == "auto":
             tests = self.config.rootpath / "tests"
             report.longrepr = told(call.excinfo.value, self.mine.folder, tests) or report.longrepr

@@ -115,9 +115,7 @@ def blank(source: str, stubs: Mapping[str, str]) -> str:
         function = find(source, name)
         indent = function.indent + "    "
         stub = f"{_language(source)}.static_assert(False, " if function.jit else "raise NotImplementedError("
-        names = in_reach(source, function.node)
-        comment = f"{indent}# In reach: {', '.join(names)}\n" if names else ""
-        blanked = replace(blanked, name, function.head, f"{comment}{indent}{stub}{stub_text(exercise, name)})")
+        blanked = replace(blanked, name, function.head, f"{indent}{stub}{stub_text(exercise, name)})")
     return blanked
 
 

@@ -34,6 +34,12 @@ class Exercise:
     lines: int
     needs: tuple[str, ...]
     tests: tuple[str, ...]
+    was: tuple[str, ...] = ()  # ids of exercises that are now part of it: a learner's stubs and commands may say them
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """All that it is called by."""
+        return (self.id, *self.was)
 
     def __str__(self) -> str:
         return f"{self.id} {', '.join(symbol.name for symbol in self.symbols)}"

@@ -38,13 +38,20 @@ READ_EARLY = (
     "LANG",
     "VIRTUAL_ENV",
 )
+OUT_OF_TIME = 124  # as `timeout` of coreutils says it
 IDLE, START = 600, 120  # seconds without a run after which it ends; within which it has to be there
 
 
-def run(words: list[str], folder: Path, environment: Mapping[str, str], out: IO[str] | None = None) -> int | None:
+def run(
+    words: list[str],
+    folder: Path,
+    environment: Mapping[str, str],
+    out: IO[str] | None = None,
+    limit: float | None = None,
+) -> int | None:
     """pytest's exit status with these arguments, its words to `out` or to our own output; None where nothing can fork.
 
-    `FOLOVLLM_WARM=0` switches it off.
+    After `limit` seconds it is ended: `OUT_OF_TIME`. `FOLOVLLM_WARM=0` switches all of it off.
     """
     if sys.platform != "linux" or os.environ.get("FOLOVLLM_WARM") == "0":
         return None
@@ -57,7 +64,11 @@ def run(words: list[str], folder: Path, environment: Mapping[str, str], out: IO[
     with server:  # where we are interrupted, the server hears the end of it, and ends the run
         socket.send_fds(server, [len(request).to_bytes(8)], [0, file, file if out else 2])
         server.sendall(request)
-        return int.from_bytes(server.recv(1, socket.MSG_WAITALL) or b"\1")
+        server.settimeout(limit)
+        try:
+            return int.from_bytes(server.recv(1) or b"\1")
+        except TimeoutError:
+            return OUT_OF_TIME
 
 
 def address(environment: Mapping[str, str]) -> Path:
@@ -133,7 +144,8 @@ def _attend(connection: socket.socket) -> None:
             os.dup2(file, number)
         _become(*marshal.loads(request))
     ended = os.pidfd_open(child)
-    ready, _, _ = select.select([ended, connection], [], [])
+    watched: list[int | socket.socket] = [ended, connection]
+    ready, _, _ = select.select(watched, [], [])
     if ended not in ready:
         os.killpg(child, signal.SIGKILL)
         return

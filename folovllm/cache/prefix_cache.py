@@ -57,12 +57,9 @@ class PrefixCache:
     def longest_cached_prefix(self, seq: Sequence) -> list[Block]:
         """The cached blocks with which `seq` may begin, in order.
 
-        Block by block from the start (`self._hash(seq, i)`, `self._tokens(seq, i)`): a block of that hash must be there
-        (`self._by_hash`), with the same tokens, and its `parent` must be the `serial` of the block before it, `ROOT` for
-        the first. The first miss ends the search: what comes after it depends on tokens that are not cached.
-
-        At least one token is left to compute, even if all are cached: its logits give the next token. So only the first
-        (num_tokens - 1) // B blocks count.
+        A full block of `seq` is cached if `self._by_hash` has a block of its hash, with the same tokens, whose `parent` is the
+        `serial` of the block before it (`ROOT` for the first). What comes after a block that is not cached depends on tokens
+        that are not there, and does not count. At least one token is left to compute: its logits give the next token.
         """
         found: list[Block] = []
         parent = ROOT
@@ -80,14 +77,12 @@ class PrefixCache:
         Args:
             blocks: the blocks of `seq` in order, of which those from `len(self.serials(seq))` on are new; all full.
 
-        For block i with hash h, its parent being block i - 1's serial (`serials[-1]`, or `ROOT`):
+        A name is a hash. Its owner has as `parent` the serial of the block before it, or `ROOT`. A block whose name belongs
+        to one with another parent takes it over (`self._name`). A twin has the same parent and tokens and was computed at the same
+        time: it keeps the name, and this block stays nameless, for a running sequence is never moved to other blocks. The
+        same parent and other tokens are a collision: this block and all after it stay unpublished.
 
-        - no block has the name h, or one with another parent: name this block (`self._name`; the other is forgotten);
-        - a block with the same parent and tokens is named h: a twin, computed at the same time. Its serial counts for
-          what follows; this block stays nameless, for a running sequence is never moved to other blocks;
-        - same parent, other tokens: a collision. This block and all after it stay unpublished.
-
-        Every block that gets or shares a name adds its serial to `self.serials(seq)`, a list.
+        `self.serials(seq)` gets the serial of the owner of the name, for each block that has or shares one.
         """
         serials = self.serials(seq)
         for i in range(len(serials), len(blocks)):
@@ -213,7 +208,7 @@ class PrefixCachingBlockManager(BlockManager):
         return found
 
     def adopt(self, block: Block) -> None:
-        """Hold a cached block: one more reference, and `self._free.remove(block)` if no sequence held it so far."""
+        """Hold a cached block for one more sequence. A block that a sequence holds is not in the free list (`self._free`)."""
         if block.ref_count == 0:
             self._free.remove(block)
         block.ref_count += 1

@@ -62,13 +62,12 @@ class OverlappedEngine(EngineCore):
         return outputs
 
     def step_overlapped(self) -> list[RequestOutput]:
-        """One turn of the loop.
+        """One turn of the loop: a step runs on the device while the host takes in the tokens of the step before.
 
-        1. If the scheduler must wait, take in what is in flight first (`_collect`).
-        2. Schedule. If there is anything to do, start it with `_start`, which returns what is now in flight; it is not
-           waited for.
-        3. Take in the step that was in flight before (`_collect`), and remember the new one in `self._in_flight`.
-        4. When no request is left, take in the new one too: its tokens belong to no request.
+        So the new step is started (`_start`) before the old one is taken in (`_collect`). Only where the scheduler must wait
+        for tokens (`must_wait`) comes the old one first. An empty schedule starts nothing. Afterwards `self._in_flight` is
+        the step that this turn started, or None. Without unfinished requests nothing stays in flight: the new step's tokens
+        belong to no request, and are taken in too.
 
         Returns:
             What has arrived, in the order of the steps.

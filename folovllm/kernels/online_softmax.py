@@ -20,7 +20,7 @@ def online_softmax_tile(q, k, v, visible, row_max, row_sum, acc, scale):
     """Fold the keys `k` and values `v` [N, D] of one tile into the running state of the queries `q` [M, D].
 
     Args:
-        visible: which key each query may see, a tensor of bool that broadcasts to [M, N].
+        visible: which key each query may see, broadcastable to [M, N]; or Python's `True`, for all.
         row_max: [M] float32, the largest scaled score so far; starts at LOWEST.
         row_sum: [M] float32, the sum of exp2(score - row_max); starts at 0.
         acc: [M, D] float32, the sum of exp2(score - row_max) * value; starts at 0.

@@ -281,7 +281,7 @@ print(f"{lines} lines; {in_all} tokens to compute, {computed} computed; all {sum
 #
 # ## Your turn
 #
-# Six functions, five exercises. In a terminal:
+# Six functions, four exercises. In a terminal:
 #
 # ```
 # python -m milestones start m5        # their bodies are cut out of your copy, mine/
@@ -297,8 +297,7 @@ from folovllm.cache.prefix_cache import PrefixCache, PrefixCachingBlockManager
 from folovllm.engine import scheduler
 
 EXERCISES = {
-    "m5.1": [prefix_cache.compute_hash],
-    "m5.2": [PrefixCache.longest_cached_prefix],
+    "m5.1": [prefix_cache.compute_hash, PrefixCache.longest_cached_prefix],
     "m5.3": [PrefixCache.cache_blocks],
     "m5.4": [PrefixCache.evict, PrefixCachingBlockManager.adopt],
     "m5.5": [scheduler.chunk],

@@ -144,7 +144,7 @@ print(f"28 layers instead of 6: about {ops * 28 // 6} operations, {1e3 * ops * 2
 #
 # ## The first mini: capture once, replay often
 #
-# (It uses m6.2, and has the idea of m6.1 in it.) The captured graph that any small engine can have: a layer of attention with a cache, four widths, a padded batch.
+# (It uses `CpuGraph`, and has the idea of `choose_bucket` in it: both are m6.1.) The captured graph that any small engine can have: a layer of attention with a cache, four widths, a padded batch.
 # On a GPU it is a `torch.cuda.graph`, on a CPU our `CpuGraph`, which obeys the same rules.
 
 # %%
@@ -360,13 +360,11 @@ from folovllm.step.packed import Field, StepPacker
 from folovllm.worker.step_graph import CpuGraph
 
 EXERCISES = {
-    "m6.1": [packed_step.choose_bucket],
-    "m6.2": [CpuGraph.capture, CpuGraph.replay],
+    "m6.1": [packed_step.choose_bucket, CpuGraph.capture, CpuGraph.replay],
     "m6.3": [StepPacker.pack_decode],
     "m6.4": [OverlappedEngine.step_overlapped],
     "m6.5": [gumbel_max.gumbel_max_tile.fn],
-    "m6.6": [sharding.shard_column, sharding.shard_row],
-    "m6.7": [sharding.shard_qkv],
+    "m6.6": [sharding.shard_column, sharding.shard_row, sharding.shard_qkv],
     "m6.8": [ShardedEmbedding.forward],
     "m6.9": [best_of_ranks],
     "m6.10": [Ring.write, Ring.read],

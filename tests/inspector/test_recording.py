@@ -175,7 +175,7 @@ def plain(scheduled: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "name", ["m2.2", "m2.3", "m2.4", "m3.2", "m3.3", "m3.4", "m3.6", "m5.2", "m5.3", "m5.4", "m5.5"]
+    "name", ["m2.2", "m2.3", "m2.4", "m3.2", "m3.3", "m3.4", "m3.6", "m5.1", "m5.3", "m5.4", "m5.5"]
 )
 def test_wrong_answers_are_recorded_as_what_they_do(name: str) -> None:
     """A learner's mistake behind it: who replays the recording sees the manager's own blocks, as the live watcher does.

@@ -62,7 +62,8 @@ class TestRMSNorm:
     @pytest.mark.parametrize("eps", [1e-6, 0.1])
     def test_equals_pytorch(self, shape: tuple[int, ...], eps: float) -> None:
         norm, x = rms_norm(16, eps), torch.randn(shape)
-        torch.testing.assert_close(norm(x), F.rms_norm(x, (16,), norm.weight, eps))
+        says = "x / sqrt(mean(x^2) + eps), the mean of each row by itself, and eps under the root"
+        torch.testing.assert_close(norm(x), F.rms_norm(x, (16,), norm.weight, eps), msg=lambda said: f"{says}\n{said}")
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_half_precision_equals_transformers_bit_for_bit(self, dtype: torch.dtype) -> None:
@@ -70,6 +71,7 @@ class TestRMSNorm:
         theirs.weight.data = norm.weight.data
         out = norm(x)
         assert out.dtype == dtype, "the result has the dtype of x"
+        assert norm(x, x)[1].dtype == dtype, "the sum has the dtype of x, too: it is the residual of the next addition"
         assert torch.equal(out, theirs(x)), "back to the dtype of x first, then times the weight"
 
 
@@ -107,8 +109,10 @@ class TestRotary:
         rotary = RotaryEmbedding(rope_frequencies(config, head_dim), 512, rope_amplitude(config))
         # An angle of 500 has an ulp of 3e-5. Yarn's frequencies are blended, with a rounding more, and its results longer.
         tol = 3e-4 if rope in YARNS.values() else 1e-4
-        for ours, theirs in zip(rotary(positions, query, key), hf_rotated(config, positions, query, key), strict=True):
+        expected, given = hf_rotated(config, positions, query, key), query.clone()
+        for ours, theirs in zip(rotary(positions, query, key), expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=tol)
+        assert torch.equal(query, given), "what was given is left as it was"
 
     def test_bfloat16_is_rotated_in_float32(self) -> None:
         query = torch.randn(20, 4, 32).bfloat16()

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from folovllm.layers.linear import PLAIN
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import Place, checkpoint_places, init_random_weights, load_model
 from folovllm.models.registry import build_model
@@ -84,6 +85,17 @@ class TestPlaces:
         ]  # fmt: skip
         worked_case(
             "m1.8 others", names, sorted(expected), "embedding, norms; the tied head is the embedding once more"
+        )
+
+    def test_a_place_knows_how_its_layer_stores_weights(self) -> None:
+        model, _ = self.places("qwen3")
+        method = model.model.layers[0].self_attn.qkv_proj.linear_method = type(PLAIN)()
+        places = checkpoint_places(model)
+        found = [
+            places[f"model.layers.0.self_attn.{part}.weight"].linear_method for part in ("q_proj", "k_proj", "v_proj")
+        ]
+        assert all(each is method for each in found), (
+            "`Place(view, module.linear_method)`: a quantized layer's is not the plain one"
         )
 
     def test_a_head_of_its_own_has_a_place_and_a_tied_one_has_none(self) -> None:

@@ -147,6 +147,7 @@ class TestDeallocate:
         holding(kv, 1, computed=4)
         kv.deallocate(seq)
         got = {"its table": seq.block_table, "holders of each block": [block.ref_count for block in kv.blocks]}
+        assert seq.num_computed_tokens == 12, "whose tokens are computed is not for the blocks to say"
         got |= {"free, next one first": free_ids(kv)}
         says = "the last block goes first, to the end of the free list (0, 2, 3); block 1 has another holder and stays"
         worked_case("m3.4", got, dict(zip(got, [[], [0, 1, 0, 0, 0, 0], [0, 2, 3, 5, 4]], strict=True)), says)

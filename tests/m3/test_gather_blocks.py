@@ -57,6 +57,15 @@ class TestGatherBlocks:
         says = "three tokens in blocks of two: both places of block 2, then the first of block 0; all heads of each"
         worked_case("m3.5", got, dict(zip(got, [expected, [[-x for x in row] for row in expected]], strict=True)), says)
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_the_dtype_is_the_caches(self, dtype: torch.dtype) -> None:
+        kv_cache, key, value = stored([2, 1], 4, 6, 3)
+        got = gather_blocks(kv_cache.to(dtype), torch.tensor([2, 1], dtype=torch.int32), 6)
+        assert [x.dtype for x in got] == [dtype] * 2, (
+            "K and V as they are in the cache: wider ones take twice the memory"
+        )
+        assert torch.equal(got[0], key.to(dtype)) and torch.equal(got[1], value.to(dtype)), "and with the same numbers"
+
     @pytest.mark.parametrize("seq_len", [6, 8])
     def test_the_rest_of_the_table_means_nothing(self, seq_len: int) -> None:
         """Two blocks of 4, the second full or not, and then numbers of blocks that do not exist."""

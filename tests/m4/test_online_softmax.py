@@ -15,13 +15,27 @@ LOWEST = -1.0e30
 
 @triton.jit
 def tile_kernel(
-    q_ptr, k_ptr, v_ptr, seen_ptr, max_ptr, sum_ptr, acc_ptr, scale, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    seen_ptr,
+    max_ptr,
+    sum_ptr,
+    acc_ptr,
+    scale,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    ALL: tl.constexpr = False,
 ):
     """Load a tile and the state [M], [M], [M, D]; store the state that comes back."""
     m, n, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, D)
     q, k = tl.load(q_ptr + m[:, None] * D + d[None, :]), tl.load(k_ptr + n[:, None] * D + d[None, :])
     v = tl.load(v_ptr + n[:, None] * D + d[None, :])
-    seen = tl.load(seen_ptr + m[:, None] * N + n[None, :]) != 0
+    if ALL:  # as a prefill does before the diagonal
+        seen = True
+    else:
+        seen = tl.load(seen_ptr + m[:, None] * N + n[None, :]) != 0
     accs = acc_ptr + m[:, None] * D + d[None, :]
     row_max, row_sum, acc = online_softmax_tile(
         q, k, v, seen, tl.load(max_ptr + m), tl.load(sum_ptr + m), tl.load(accs), scale
@@ -31,12 +45,12 @@ def tile_kernel(
     tl.store(accs, acc)
 
 
-def run(q, keys, values, seen, scale=D**-0.5 * LOG2_E):
+def run(q, keys, values, seen, scale=D**-0.5 * LOG2_E, see_all=False):
     """Fold `keys` and `values` [tiles, N, D] in, masked by `seen` [tiles, M, N]; returns the final state."""
     state = [torch.full((M,), LOWEST), torch.zeros(M), torch.zeros(M, D)]
     state = [x.to(DEVICE) for x in state]
     for k, v, s in zip(keys, values, seen, strict=True):
-        tile_kernel[(1,)](q, k.contiguous(), v.contiguous(), s.int().contiguous(), *state, scale, M, N, D)
+        tile_kernel[(1,)](q, k.contiguous(), v.contiguous(), s.int().contiguous(), *state, scale, M, N, D, see_all)
     return state
 
 
@@ -88,6 +102,15 @@ def test_rows_that_see_nothing_keep_no_weight():
     )
     expected, _ = reference(q[: M // 2], keys[1:2], values[1:2], seen[1:2, : M // 2])
     assert_close((acc / row_sum[:, None])[: M // 2], expected)
+
+
+def test_visible_may_be_true():
+    """Python's `True`, and no tensor: every query sees every key of the tile."""
+    torch.manual_seed(0)
+    q, keys, values = (torch.randn(*s, D, device=DEVICE) for s in ((M,), (2, N), (2, N)))
+    seen = torch.ones(2, M, N, dtype=torch.bool, device=DEVICE)
+    _, row_sum, acc = run(q, keys, values, seen, see_all=True)
+    assert_close(acc / row_sum[:, None], reference(q, keys, values, seen)[0])
 
 
 def test_float32_is_not_rounded_to_tf32(like_a_gpu):

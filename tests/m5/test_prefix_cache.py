@@ -43,7 +43,7 @@ class TestComputeHash:
         data = bytes([5, 0, 0, 0, 1, 0, 0, 0, 2, 0, 0, 0, 1, 0, 0, 0])
         got = compute_hash(np.array([2, 1], np.int32), 2**32 + 5)
         says = f"xxh64 of 16 bytes, those of the prefix and then those of the tokens: {list(data)}"
-        worked_case("m5.1", got, xxhash.xxh64_intdigest(data), says)
+        worked_case("m5.1 compute_hash", got, xxhash.xxh64_intdigest(data), says)
 
     def test_takes_prefixes_of_all_64_bits(self) -> None:
         assert 0 <= compute_hash(self.tokens, 2**64 - 1) < 2**64, "64 bits, unsigned, also for the largest prefix"
@@ -91,7 +91,12 @@ class TestLongestCachedPrefix:
             "13 tokens, block 11 has followed another block": stranger.found(more),
         }
         says = "whole blocks from the start until the first miss; one token at least is left to compute"
-        worked_case("m5.2", got, dict(zip(got, [[10, 11, 12], [10, 11], [10], [10], [10]], strict=True)), says)
+        worked_case(
+            "m5.1 longest_cached_prefix",
+            got,
+            dict(zip(got, [[10, 11, 12], [10, 11], [10], [10], [10]], strict=True)),
+            says,
+        )
 
     def test_finds_whole_blocks_from_the_start_and_leaves_one_token(self) -> None:
         chain = Chain(self.tokens)

@@ -71,7 +71,7 @@ class TestChooseBucket:
     def test_a_worked_case(self) -> None:
         got = {f"{count} sequences": choose_bucket(count, [1, 2, 4, 8]) for count in (2, 3, 5, 9)}
         says = "the smallest of the widths 1, 2, 4, 8 that holds them all; 0 if none does"
-        worked_case("m6.1", got, dict(zip(got, [2, 4, 8, 0], strict=True)), says)
+        worked_case("m6.1 choose_bucket", got, dict(zip(got, [2, 4, 8, 0], strict=True)), says)
 
     @pytest.mark.parametrize(("count", "width"), [(0, 1), (1, 1), (2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (9, 0)])
     def test_is_the_smallest_that_holds_them(self, count: int, width: int) -> None:

@@ -90,7 +90,7 @@ class TestQkv:
         }
         answers = [[[0, 1, 10, 11], [20, 21, 30, 31]], [[0, 1], [0, 1], [10, 11], [10, 11]]]
         says = "two whole heads each; where ranks are more than heads, neighbouring ranks share one"
-        worked_case("m6.7", got, dict(zip(got, answers, strict=True)), says)
+        worked_case("m6.6 shard_qkv", got, dict(zip(got, answers, strict=True)), says)
 
     @given(size=SIZES, share=st.integers(1, 4), dim=st.integers(1, 4))
     def test_an_equal_share_of_the_heads(self, size: int, share: int, dim: int) -> None:
