@@ -149,8 +149,6 @@ class Ledger:
                 f"computes tokens {start} to {start + n} of {id}, of which tokens 0 to {one.computed} are in the cache"
             )
         one.computed = end = start + n
-        if self.stage >= 2:
-            self._writes_alone(one, start, end)
         if end == one.length:
             one.launched += 1
             self.due[1].add(id)
@@ -220,23 +218,21 @@ class Ledger:
 
     def _stores(self, step: Step) -> None:
         """Note what the step's blocks hold: all K/V of a step are stored before any are read."""
-        size = self.limits.block_size
+        size, written = self.limits.block_size, dict[int, str]()
         for id, start, n in step.work:
             table = step.tables.get(id, [])
             for place in range(start // size, min(-(-(start + n) // size), len(table))):
-                self.contents.pop(table[place], None)
-                if (place + 1) * size <= start + n:
-                    self.contents[table[place]] = self.served[id].tokens, (place + 1) * size
-
-    def _writes_alone(self, one: Served, start: int, end: int) -> None:
-        """Nobody else may hold a block into which this step stores."""
-        size = self.limits.block_size
-        for place in range(start // size, -(-end // size)):
-            block = one.table[place]
-            for id, other in self.served.items():
-                if other is not one and block in other.table:
-                    token = max(start, place * size)
-                    self.wrong(f"stores token {token} of {one.ask.id} into block {block}, which {id} reads, too")
+                block, last = table[place], (place + 1) * size
+                readers = [
+                    i for i, held in step.tables.items() if i != id and block in held and block in self.served[i].table
+                ]
+                if self.stage >= 5 and (readers := readers or [written.get(block, "")]) != [""]:
+                    said = f"stores token {max(start, place * size)} of {id} into block {block}"
+                    self.wrong(f"{said}, which {readers[0]} has, too")
+                written[block] = id
+                self.contents.pop(block, None)
+                if last <= start + n:
+                    self.contents[block] = self.served[id].tokens, last
 
     def worthless_blocks(self) -> list[int]:
         """Blocks that nobody may read: held by no sequence that goes on, and from stage 5 on not full, either."""

@@ -14,6 +14,12 @@ def test_each_request_has_a_cache_of_its_own(mini: Mini) -> None:
     mini.play(random_asks([(7, 9), (1, 8), (12, 8)]))
 
 
+def test_first_come_first_served(mini: Mini) -> None:
+    trace = mini.play(random_asks([(4, 3), (5, 2), (6, 2)], arrives=[0, 0, 1]))
+    began = list(dict.fromkeys(id for step in trace.steps for id, _, _ in step.work))
+    assert began == ["a", "b", "c"], f"they were served in the order {', '.join(began)}, and came in the order a, b, c"
+
+
 def test_one_token(mini: Mini) -> None:
     """An answer of one token takes one step: the prompt's."""
     trace = mini.play(random_asks([(5, 1)]))

@@ -42,6 +42,13 @@ def test_the_budget_of_a_step(mini: Mini) -> None:
     assert len(trace.steps[0].work) >= 2, f"step 0 computes {trace.steps[0].work}: two prompts of 9 tokens fit into 20"
 
 
+def test_nobody_overtakes(mini: Mini) -> None:
+    """Prompts of 9, 15 and 5 tokens, 20 a step. The second does not fit into step 0: the third waits behind it."""
+    trace = mini.play(random_asks([(9, 6), (15, 6), (5, 6)]), Limits(4, 64, 4, 20))
+    began = list(dict.fromkeys(id for step in trace.steps for id, _, _ in step.work))
+    assert began == ["a", "b", "c"], f"they began in the order {', '.join(began)}, and came in the order a, b, c"
+
+
 def test_each_running_sequence_is_in_every_step(mini: Mini) -> None:
     trace = mini.play(random_asks([(4, 9), (5, 9), (6, 9)], arrives=[0, 2, 4]), slots(3))
     for number, step in enumerate(trace.steps):

@@ -33,6 +33,14 @@ def test_they_give_way_and_come_back(mini: Mini) -> None:
     assert when is None, f"step {when} preempts a, which came first: who came last gives way"
 
 
+def test_it_comes_back_before_those_that_never_ran(mini: Mini) -> None:
+    """c has waited since step 0, and b gives way: b comes back first."""
+    trace = mini.play(random_asks([(8, 16), (8, 16), (8, 8)]), Limits(8, 4, 2, 64))
+    gone = next(i for i, step in enumerate(trace.steps) if step.preempted)
+    late = [id for step in trace.steps[gone:] for id, _, n in step.work if n > 1]
+    assert late[0] == "b", f"b gave way in step {gone}, and {late[0]} was let in before it"
+
+
 def test_alone_it_fills_the_memory(mini: Mini) -> None:
     """One request of 16 tokens, 15 of which are ever stored, and four blocks of four."""
     mini.play(random_asks([(5, 11), (5, 11)]), Limits(4, 4, 2, 64))

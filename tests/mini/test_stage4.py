@@ -63,7 +63,8 @@ def test_what_is_behind_the_last_token_is_anything(mini: Mini) -> None:
     query = torch.randn(2, 4, 8)
     out, num_read = attended(mini, query, kv, [1, 3, 0], 4)
     error = float((out - plain(query, kv, [1, 3], 4)).abs().max())
-    assert error < 1e-4, f"the result is off by {error:.3g}: slots behind token 5 hold NaN, and 0 times NaN is NaN"
+    assert error == error, "the result has NaN: slots behind token 5 hold it, and 0 times NaN is NaN"
+    assert error < 1e-4, f"the result is off by {error:.3g} from the softmax of all scores, written out"
     assert num_read == 4, f"{num_read} blocks were read: two of K and two of V hold all tokens"
 
 

@@ -26,6 +26,16 @@ def test_a_token_is_left_to_compute(mini: Mini) -> None:
     assert start == 4, f"b begins with token {start}: whole blocks are found, and one token has to be left"
 
 
+def test_an_answer_is_found_too(mini: Mini) -> None:
+    """The second turn of a conversation: 10 tokens of a prompt, the 10 of its answer, of which 9 were computed, and two more."""
+    prompt = prompts([10])[0]
+    first = asks_for([prompt], [10])[0]
+    asks = asks_for([prompt, [*prompt, *first.answer, 1, 2]], [10, 3], [0, 14])
+    trace = mini.play(asks, Limits(16, 4, 2, 64))
+    start = next(start for step in trace.steps for id, start, _ in step.work if id == "b")
+    assert start == 16, f"b begins with token {start}: of the 19 tokens that a has computed, 16 are in full blocks"
+
+
 def test_running_sequences_share(mini: Mini) -> None:
     """a still runs when b comes: the full blocks of the prompt are in both tables."""
     trace = mini.play(asks_for([BEGINNING + TAILS[0], BEGINNING + TAILS[1]], [12, 5], [0, 3]), Limits(16, 4, 2, 64))
