@@ -32,7 +32,7 @@ def tile_kernel(
     m, n, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, D)
     q, k = tl.load(q_ptr + m[:, None] * D + d[None, :]), tl.load(k_ptr + n[:, None] * D + d[None, :])
     v = tl.load(v_ptr + n[:, None] * D + d[None, :])
-    if ALL:  # as a prefill does before the diagonal
+    if ALL:  # noqa: SIM108 -- as a prefill does before the diagonal
         seen = True
     else:
         seen = tl.load(seen_ptr + m[:, None] * N + n[None, :]) != 0
