@@ -96,9 +96,6 @@ class SamplingUpdate:
         return self.buffer[: self.num_rows * (1 + len(RowField))].reshape(self.num_rows, -1)
 
 
-NO_UPDATES = SamplingUpdate(np.empty(0, np.int32), 0, 0)
-
-
 def pack_rows(specs: Mapping[int, SamplingSpec]) -> SamplingUpdate:
     """Return the sampling state of rows [row: spec] that have a new sequence."""
     ordered = sorted(specs, key=lambda row: not specs[row].has_words)
