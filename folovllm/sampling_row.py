@@ -81,22 +81,19 @@ def mask_of(allowed: Iterable[int], vocab_size: int) -> Int32:
 
 @dataclass(slots=True, frozen=True)
 class SamplingUpdate:
-    """The whole sampling state of some rows as one buffer: `SamplerState.set_rows(buffer on the device, num_rows, num_lines)`.
+    """The whole sampling state of some rows as one buffer: `SamplerState.set_rows(buffer on the device, num_rows, num_with_line)`.
 
     A row is updated when a sequence gets it, also after a preemption.
     """
 
     buffer: Int32  # [num_rows, 1 + len(RowField)]: rows and their fields; then [3, E]: entries of row, column, value
     num_rows: int
-    num_lines: int  # rows whose line is replaced come first: by the entries, and by 0 in all other columns
+    num_with_line: int  # rows whose line is replaced come first: by the entries, and by 0 in all other columns
 
     @property
     def fields(self) -> Int32:
         """Each row and its fields, [num_rows, 1 + len(RowField)]."""
         return self.buffer[: self.num_rows * (1 + len(RowField))].reshape(self.num_rows, -1)
-
-
-NO_UPDATES = SamplingUpdate(np.empty(0, np.int32), 0, 0)
 
 
 def pack_rows(specs: Mapping[int, SamplingSpec]) -> SamplingUpdate:

@@ -44,7 +44,7 @@ def spec_of(*args: Any, **kwargs: Any) -> SamplingSpec:
 def set_rows(state: SamplerState, specs: Mapping[int, SamplingSpec]) -> SamplerState:
     """Gives each of these rows its spec; returns the state."""
     update = pack_rows(specs)
-    state.set_rows(torch.from_numpy(update.buffer).to(state.lines.device), update.num_rows, update.num_lines)
+    state.set_rows(torch.from_numpy(update.buffer).to(state.lines.device), update.num_rows, update.num_with_line)
     return state
 
 

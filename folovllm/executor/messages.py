@@ -29,7 +29,7 @@ def encode_step(step: PackedStep) -> Int32:
         step.num_seqs,
         step.num_decodes,
         sampling_updates.num_rows,
-        sampling_updates.num_lines,
+        sampling_updates.num_with_line,
         *flags,
         *step.columns,
     ]
@@ -46,9 +46,9 @@ def decode_step(message: Int32) -> PackedStep | TokenBitmasks:
     if message[0] == MASKS:
         rows, bits = np.split(message[2:], [int(message[1])])
         return TokenBitmasks(rows, bits.reshape(len(rows), -1))
-    num_seqs, num_decodes, num_rows, num_lines, *rest = message[:HEADER].tolist()
+    num_seqs, num_decodes, num_rows, num_with_line, *rest = message[:HEADER].tolist()
     parts = split(message[HEADER:], Parts(*rest[3:]))
-    sampling_updates = SamplingUpdate(parts.sampling_updates, num_rows, num_lines)
+    sampling_updates = SamplingUpdate(parts.sampling_updates, num_rows, num_with_line)
     return PackedStep(
         parts.fields, num_seqs, num_decodes, parts.tokens, parts.updates, parts.samples, sampling_updates, parts.scores,
         parts.logprobs, parts.states, *map(bool, rest[:3]),

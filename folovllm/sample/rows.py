@@ -29,7 +29,7 @@ class SamplingRows:
         if self._state is not None and new:
             update = pack_rows(new)
             buffer = torch.from_numpy(update.buffer).to(self._device)
-            self._state.set_rows(buffer, update.num_rows, update.num_lines)
+            self._state.set_rows(buffer, update.num_rows, update.num_with_line)
 
     def sample(
         self,

@@ -5,7 +5,7 @@ positions:
 
     state = SamplerState(max_num_seqs, vocab_size, device)
     update = pack_rows({row: spec, ...})               # the host
-    state.set_rows(torch.from_numpy(update.buffer).to(device), update.num_rows, update.num_lines)
+    state.set_rows(torch.from_numpy(update.buffer).to(device), update.num_rows, update.num_with_line)
     tokens = state.sample(logits, rows, positions)     # [S]; may be captured in a CUDA graph
     state.record(tokens, rows, positions, num_samples) # may be captured too
 
@@ -80,14 +80,14 @@ class SamplerState:
             self._work = FilterWorkspace.allocate(num_samples, vocab_size, device)
         self._sampler = sampler or Sampler()
 
-    def set_rows(self, buffer: torch.Tensor, num_rows: int, num_lines: int) -> None:
+    def set_rows(self, buffer: torch.Tensor, num_rows: int, num_with_line: int) -> None:
         """Replace the state of the rows in a `SamplingUpdate`, whose `buffer` is on the device."""
         width = 1 + len(RowField)
         fields, entries = buffer[: num_rows * width].view(num_rows, width), buffer[num_rows * width :].view(3, -1)
         rows = fields[:, 0].long()
         self.fields[rows] = fields[:, 1:]
-        if num_lines:
-            self.lines.index_fill_(0, rows[:num_lines], 0)
+        if num_with_line:
+            self.lines.index_fill_(0, rows[:num_with_line], 0)
             row, column, value = entries
             self.lines[row.long(), column.long()] = value
 

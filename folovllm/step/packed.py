@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from folovllm.sampling_row import MEMORY, NO_UPDATES, RowField, SamplingUpdate, pack_rows
+from folovllm.sampling_row import MEMORY, RowField, SamplingUpdate, pack_rows
 from folovllm.step.sampling_spec import SamplingSpec
 from folovllm.step.schedule import NO_SNAPSHOT, ScheduledSequence, SchedulerOutput, tokens_to_score
 
@@ -98,6 +98,7 @@ def num_numbers(columns: Parts[int]) -> int:
     return sum(lines * width for lines, width in zip(LINES, columns, strict=True))
 
 
+NO_UPDATES = SamplingUpdate(np.empty(0, np.int32), 0, 0)
 NO_SAMPLES, NO_SCORES, NOBODY, NO_COPIES = (np.empty((lines, 0), np.int32) for lines in (len(Sample), 4, 2, 3))
 
 

@@ -327,7 +327,7 @@ class GraphRunner:
         parts = split(buffer, step.columns)
         if step.sampling_updates.num_rows:
             self._row_sampler.set_rows(
-                parts.sampling_updates, step.sampling_updates.num_rows, step.sampling_updates.num_lines
+                parts.sampling_updates, step.sampling_updates.num_rows, step.sampling_updates.num_with_line
             )
         if step.updates.size:
             self._tables.enter_blocks(parts.updates)

@@ -219,7 +219,7 @@ class TestRowUpdate:
         params = [SamplingParams(repetition_penalty=1.5 if p else 1.0) for p in penalised]
         specs = {i: spec_of(p, [i, 50], seed=i) for i, p in enumerate(params)}
         update = pack_rows(specs)
-        assert (update.num_rows, update.num_lines) == (len(penalised), sum(penalised))
+        assert (update.num_rows, update.num_with_line) == (len(penalised), sum(penalised))
         state = set_rows(SamplerState(6, V, CPU), specs)
         assert state.fields[: len(penalised), RowField.SEED_LOW].tolist() == list(range(len(penalised)))
         words = state.lines[:, WORDS_AT:]

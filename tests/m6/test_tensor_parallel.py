@@ -124,9 +124,9 @@ def test_a_step_crosses(rows: list[list[int]], logprobs: list[int]) -> None:
     assert isinstance(back, PackedStep)
     assert (back.num_seqs, back.num_decodes, back.is_special) == (3, 1, bool(rows))
     assert (back.has_memory, back.defers_sampling) == (False, True)
-    assert (back.sampling_updates.num_rows, back.sampling_updates.num_lines) == (
+    assert (back.sampling_updates.num_rows, back.sampling_updates.num_with_line) == (
         step.sampling_updates.num_rows,
-        step.sampling_updates.num_lines,
+        step.sampling_updates.num_with_line,
     )
     for mine, other in zip(step.parts, back.parts, strict=True):
         assert np.array_equal(mine, other) and mine.shape == other.shape
