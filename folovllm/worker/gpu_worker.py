@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -70,6 +70,6 @@ class GPUWorker(Generic[Step, Result]):
         return counts
 
     @property
-    def current(self) -> AbstractContextManager[None]:
+    def current(self) -> torch.cuda.device | nullcontext[None]:
         """A context in which the worker's device is the current one. It is new each time: torch's may leave with another device."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
