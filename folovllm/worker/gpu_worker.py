@@ -37,8 +37,7 @@ class GPUWorker(Generic[Step, Result]):
         self, device: torch.device, runner: Runner[Step, Result], counters: dict[str, torch.Tensor] | None = None
     ) -> None:
         """`counters`: the tensors in which the model counts, if it does (`LayerSet.counters`)."""
-        self._on_gpu = device.type == "cuda"
-        self.current = torch.cuda.device(device) if self._on_gpu else nullcontext()  # within it the device is current
+        self._device = device
         self.runner = runner
         self._counters = counters
         self.num_kv_blocks = 0
@@ -50,7 +49,7 @@ class GPUWorker(Generic[Step, Result]):
         First torch's free memory goes back to the card. Otherwise weights could land in the freed cache of a closed engine,
         which is one piece: then torch could not release the rest of it, and the memory profile would not see it.
         """
-        if self._on_gpu:
+        if self._device.type == "cuda":
             torch.cuda.empty_cache()
             # On Hopper PyTorch prefers cuDNN, which plans 35 ms for every new number of keys, so for every token.
             torch.backends.cuda.enable_cudnn_sdp(False)
@@ -70,3 +69,8 @@ class GPUWorker(Generic[Step, Result]):
         assert self._counters is not None, "experts are not counted"
         counts: list[list[int]] = self._counters["experts"].tolist()
         return counts
+
+    @property
+    def current(self) -> torch.cuda.device | nullcontext[None]:
+        """A context in which the worker's device is the current one. It is new each time: torch's may leave with another device."""
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
