@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
+from folovllm.executor.messages import decode_step, encode_step
 from folovllm.forward_batch import ForwardBatch
+from folovllm.step.packed import PackedStep, StepPacker
+from folovllm.step.sampling_spec import SamplingSpec
+from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
 from folovllm.worker.native_model import load_native_model, load_sharded_model
 from tests.m6.ranks import ThreadGroup, on_ranks
 from tests.workloads import answered, make_engine, mixed_requests, serve
@@ -48,6 +53,19 @@ def test_linear_layers_of_two_ranks_add_up(family: str) -> None:
 
 def a_step() -> ForwardBatch:
     return batch_of([1, 8], [0, 0], [1, 0])
+
+
+@pytest.mark.parametrize("width", [[], [1]], ids=["any step", "decodes"])
+def test_copies_of_states_reach_another_process(width: list[int]) -> None:
+    """In a step of a prompt, and in one of decodes alone, which has another layout."""
+    tokens = np.arange(1, dtype=np.int32)
+    sampling = None if width else SamplingSpec()
+    scheduled = ScheduledSequence(0, 0, 7, 1, tokens, (), 0, 1, sampling, None, -1 if width else 5, 3)
+    step = StepPacker(1, width).pack(SchedulerOutput((scheduled,)))
+    assert step.is_decode == bool(width)
+    sent = decode_step(encode_step(step))
+    assert isinstance(sent, PackedStep)
+    assert sent.states.tolist() == [[0], [-1 if width else 5], [3]]
 
 
 def test_two_processes_answer_as_transformers() -> None:
