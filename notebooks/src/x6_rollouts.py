@@ -250,9 +250,10 @@ print("without the mean:", [round(a, 2) for a in (rewards / rewards.std(correcti
 # %%
 with LLM(batch_invariant=True, **MODEL) as llm:
     before = first_logprobs(llm)
-    held = sum(w.untyped_storage().nbytes() for w in llm.get_weights().values())
+    tensors = llm.get_weights().values()
+    held = sum(w.nbytes for w in tensors)
     llm.sleep(2)
-    asleep = sum(w.untyped_storage().nbytes() for w in llm.get_weights().values())
+    asleep = sum(w.untyped_storage().nbytes() for w in tensors)
     llm.wake_up()
     print(f"weights: {held:,} bytes, asleep {asleep:,}; the same afterwards: {torch.equal(first_logprobs(llm), before)}")
 assert asleep == 0
