@@ -9,6 +9,7 @@ point for each load. Three pictures of the book are made so, from docs/data/; th
     OMP_NUM_THREADS=1 folovllm bench serve --compare m2,m3,m4,m5,m6 --clients 1,4,8,16 --save docs/data/x1_presets_cpu.json
     python tools/chart.py docs/data/x1_presets_cpu.json docs/img/x1_presets.png
     python tools/chart.py docs/data/ladder_h200.json docs/img/ladder_h200.png
+    python tools/chart.py rollouts docs/img/x6_rollouts.png  # of docs/data/x6_rollouts.json
     python tools/chart.py first docs/img/first_h200.png      # all that were measured, on one logarithmic axis
 """
 
@@ -162,15 +163,28 @@ def draw_first() -> Any:
     return figure
 
 
+def draw_rollouts() -> Any:
+    """The mean reward of each iteration of the demo, a line for each seed."""
+    figure, axis = plotting().subplots(figsize=(7, 3))
+    for run in json.loads((DATA / "x6_rollouts.json").read_text()):
+        rewards = [each["reward"] for each in run["curve"]]
+        axis.plot(range(1, len(rewards) + 1), rewards, "o-", markersize=3, label=f"seed {run['options']['seed']}")
+    axis.set_xlabel("iteration", fontsize=9)
+    axis.set_ylabel("mean reward of 32 rollouts", fontsize=9)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(frameon=False)
+    return figure
+
+
 def main() -> None:
     """Draw what the command line names, and print the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("result", help='what `folovllm bench ... --save` wrote, or "first"')
+    parser.add_argument("result", help='what `folovllm bench ... --save` wrote, "first" or "rollouts"')
     parser.add_argument("picture", type=Path, help="x.png writes x.png and x.svg")
     given = parser.parse_args()
     try:
-        first = given.result == "first"
-        files = save(draw_first(), given.picture) if first else draw(load(Path(given.result)), given.picture)
+        own = {"first": draw_first, "rollouts": draw_rollouts}.get(given.result)
+        files = save(own(), given.picture) if own else draw(load(Path(given.result)), given.picture)
     except ValueError as error:
         parser.exit(2, f"{error}\n")
     print(*files, sep="\n")

@@ -47,12 +47,19 @@ def update_weights(engine: LLMEngine, weights: Weights, in_flight: InFlight = "w
     """
     if in_flight not in ("wait", "abort", "keep"):
         raise ValueError(f'in_flight must be "wait", "abort" or "keep", not {in_flight!r}')
-    engine.require_open()
+    require_awake(engine)
     outputs = end_requests(engine, in_flight)
     with tempfile.TemporaryDirectory() as folder:
         engine.executor.collective_rpc(load_weights, as_source(engine, weights, Path(folder)))
     next_generation(engine)
     return outputs
+
+
+def require_awake(engine: LLMEngine) -> None:
+    """Raise RuntimeError if the engine was closed, ValueError if it sleeps: then its weights are nowhere."""
+    engine.require_open()
+    if engine.is_sleeping:
+        raise ValueError("the engine sleeps: wake it up first, with other weights if you like (wake_up(weights))")
 
 
 def end_requests(engine: LLMEngine, in_flight: InFlight) -> list[RequestOutput]:
@@ -111,7 +118,7 @@ def get_weights(engine: LLMEngine) -> dict[str, torch.Tensor]:
     Raises:
         ValueError: the model is in several parts, quantized or not ours.
     """
-    engine.require_open()
+    require_awake(engine)
     if engine.setup.config.tensor_parallel_size > 1:
         raise ValueError("get_weights needs the whole model: leave tensor_parallel_size at 1, or read the checkpoint")
     (weights,) = engine.executor.collective_rpc(own_weights)

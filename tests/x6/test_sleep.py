@@ -81,6 +81,8 @@ def test_it_does_not_sleep_twice_nor_over_requests() -> None:
         llm.sleep()
         with pytest.raises(ValueError, match="sleeps already"):
             llm.sleep()
+        with pytest.raises(ValueError, match="wake it up first"):
+            llm.get_weights()
 
 
 @pytest.mark.gpu
