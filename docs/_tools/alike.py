@@ -55,9 +55,10 @@ def facts(text: str) -> dict[str, list[str]]:
     prose = "\n".join(_prose(token.content, token.type) for token in tokens if token.type in ("inline", "html_block"))
     inline = [child for token in tokens for child in token.children or ()]
     links = [str(child.attrs.get("href") or child.attrs.get("src") or "") for child in inline]
+    uncoded = CODE.sub(" ", prose)
     plain = MONTH.sub(
         lambda m: f"{m[1] or ''} {MONTHS.index(m[2]) + 1} {m[3]}",
-        CODE.sub(" ", FORMULA.sub(" ", prose)).replace(" percent", "%"),
+        FORMULA.sub(" ", uncoded).replace(" percent", "%"),
     )
     plain = re.sub(r"(?<=\d)(?:st|nd|rd|th)\b", "", plain)
     plain = COUNTED.sub(lambda m: f"{float(m[1].replace(',', '')) * LARGE[m[2]]:.0f}", plain)
@@ -67,7 +68,7 @@ def facts(text: str) -> dict[str, list[str]]:
         "links": [link.replace(".zh.md", ".md") for link in links if link],
         "exercises": list({*EXERCISE.findall(prose)}),
         "names in code": list({*(child.content for child in inline if child.type == "code_inline")}),
-        "formulas": [re.sub(r"\\text\{[^}]*\}|\s|[.,;。，；]?\$", "", found) for found in FORMULA.findall(prose)],
+        "formulas": [re.sub(r"\\text\{[^}]*\}|\s|[.,;。，；]?\$", "", found) for found in FORMULA.findall(uncoded)],
         "quantities": [f"{n.replace(',', '')} {unit}".strip() for n, unit in QUANTITY.findall(plain)],
     }
 

@@ -42,7 +42,10 @@ MARK = re.compile(r"^<!-- source: (\S+)(?: ([0-9a-f]{12}))? -->\n", re.MULTILINE
 LINK = re.compile(r"(\]\()([^)#:\s]+?)(?<!\.zh)\.md(?=[)#])")
 BOOK = (
     *("index", "mini", "inspector", "map", "architecture", "performance", "reading_order", "troubleshooting"),
-    *(f"reference/{name}" for name in ("builders", "glossary", "life_cycles", "models", "shapes")),
+    *(
+        f"reference/{name}"
+        for name in ("builders", "cli", "configuration", "glossary", "life_cycles", "models", "shapes")
+    ),
 )
 
 

@@ -79,7 +79,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         link = f'<a href="{to_english}#{match[1]}">英文版</a>'
         return f'{title}\n<div class="banner">本节的英文原文已有改动，译文可能过时，请对照{link}。</div>\n\n'
 
-    return re.sub(MARK.pattern + r"(?:(#+ .*)\n)?", heading, markdown, flags=re.M)
+    return _without_symbols(re.sub(MARK.pattern + r"(?:(#+ .*)\n)?", heading, markdown, flags=re.M), to_english)
 
 
 def _without_symbols(markdown: str, to_english: str) -> str:
