@@ -140,8 +140,12 @@ class Playground:
 
     @property
     def error(self) -> str | None:
-        """How the engine ended, if it did by itself."""
-        return None if self._engine is None or self._engine.death is None else str(self._engine.death)
+        """How the engine ended, if it did by itself; else why a scene's request could not be served."""
+        if self._engine is not None and self._engine.death is not None:
+            return str(self._engine.death)
+        task = self._arriving
+        refused = task.exception() if task is not None and task.done() and not task.cancelled() else None
+        return None if refused is None else str(refused)
 
     def described(self) -> dict[str, Any]:
         """What the page shows beside the recording. `loading` is what the engine waits for, until it is there."""

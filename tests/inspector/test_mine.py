@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -74,10 +75,19 @@ def inspecting(*arguments: str, **environment: str) -> Iterator[str]:
         process.wait()
 
 
+def loading(address: str) -> str | None:
+    """What the engine waits for."""
+    with urllib.request.urlopen(f"{address}/playground", timeout=60) as response:
+        told: str | None = json.loads(response.read())["loading"]
+        return told
+
+
 @contextmanager
 def playing(mine: Path) -> Iterator[str]:
-    """The playground on a learner's code; its address."""
+    """The playground on a learner's code, once its engine is there; its address."""
     with inspecting(*SMALL, "--no-use-tqdm", FOLOVLLM_MINE=str(mine), OMP_NUM_THREADS="1") as address:
+        while loading(address):
+            time.sleep(0.1)
         post(f"{address}/playground/pace", {"delay": 0})
         yield address
 

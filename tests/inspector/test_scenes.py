@@ -99,6 +99,9 @@ class TestExperts:
                 and facts == f"this step reads the weights of {sum(map(bool, read))} of {len(read)} experts"
             )
         with shown(browser) as here:
+            page = opened(here, scenes()["experts"].files, tmp_path, "embed&t=46")
+            assert page.locator(".experts").is_visible() and not page.locator(".requests").is_visible()
+        with shown(browser) as here:
             page = opened(here, scenes()["memory"].files, tmp_path)
             assert not page.locator(".experts").is_visible()
 

@@ -58,7 +58,7 @@ function show(recordings, { live = false } = {}) {
   app.lanes = recordings.map((recording) => new Lane(recording, goTo, draw, { embed: app.embed, others }));
   const title = race && scene?.words.title ? wordsOf(scene).title : race ? recordings.map(titleOf).join(t(" beside ")) : titleOf(recordings[0]);
   document.title = t("{title} – FoloVLLM inspector", { title });
-  page.className = `${others > 1 ? "strips" : race ? "race" : "single"}${app.embed ? " embed" : ""} tab-memory`;
+  page.className = `${others > 1 ? "strips" : race ? "race" : "single"}${app.embed ? " embed" : ""}${recordings[0].hasExperts ? " has-experts" : ""} tab-memory`;
   const note = scene?.words.watch && !app.embed && !app.scenes ? noteOf(scene, source?.book) : null;
   const above = [app.scenes?.element ?? note, app.playground?.element].filter(Boolean);
   const lanes = el("main", { class: "lanes" }, app.lanes.map((lane) => lane.element));
