@@ -20,7 +20,18 @@ from milestones.mine import Mine
 ROOT = Path(__file__).resolve().parents[2]
 COURSE = Course(ROOT)
 CHINESE = language.messages("zh")
-SPEAKING = ("cli", "builders_cli", "progress", "mine", "check", "manifest", "update")  # to a learner, of milestones/
+SPEAKING = (
+    "cli",
+    "builders",
+    "builders_cli",
+    "failures",
+    "progress",
+    "mine",
+    "check",
+    "manifest",
+    "teaching",
+    "update",
+)  # to a learner, of milestones/
 
 
 def said() -> set[str]:
