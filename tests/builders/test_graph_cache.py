@@ -83,8 +83,9 @@ def test_what_is_used_all_the_time_is_kept(component: Any) -> None:
     counter = CaptureCounter(cache)
     often = cache.widths[len(cache.widths) // 2]
     for width in cache.widths:
-        counter.get(width, "plain")
-        counter.get(often, "plain")
+        for kind in ("plain", "special", "forward", "draw"):
+            counter.get(width, kind)
+            counter.get(often, "plain")
     assert counter.captured.count((often, "plain")) == 1, "the graph of every other step was thrown away"
 
 

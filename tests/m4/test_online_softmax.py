@@ -32,10 +32,9 @@ def tile_kernel(
     m, n, d = tl.arange(0, M), tl.arange(0, N), tl.arange(0, D)
     q, k = tl.load(q_ptr + m[:, None] * D + d[None, :]), tl.load(k_ptr + n[:, None] * D + d[None, :])
     v = tl.load(v_ptr + n[:, None] * D + d[None, :])
-    if ALL:  # noqa: SIM108 -- as a prefill does before the diagonal
-        seen = True
-    else:
-        seen = tl.load(seen_ptr + m[:, None] * N + n[None, :]) != 0
+    seen = (
+        True if ALL else tl.load(seen_ptr + m[:, None] * N + n[None, :]) != 0
+    )  # True: a prefill's, before the diagonal
     accs = acc_ptr + m[:, None] * D + d[None, :]
     row_max, row_sum, acc = online_softmax_tile(
         q, k, v, seen, tl.load(max_ptr + m), tl.load(sum_ptr + m), tl.load(accs), scale

@@ -301,6 +301,12 @@ class TestEvict:
         cache.evict(block)
         assert len(cache) == 0 and block.hash is None, "only None means that a block has no name"
 
+    def test_each_is_counted(self) -> None:
+        chain = Chain(list(range(8)))
+        for block in chain.blocks:
+            chain.cache.evict(block)
+        assert chain.cache.stats.evictions == len(chain.blocks), "one more for each block that had a name"
+
     def test_whoever_holds_the_block_goes_on_holding_it(self) -> None:
         """`_take` has counted its new holder before the old name goes."""
         chain = Chain(list(range(8)))

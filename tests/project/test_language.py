@@ -22,11 +22,14 @@ COURSE = Course(ROOT)
 CHINESE = language.messages("zh")
 SPEAKING = (
     "cli",
+    "builders",
     "builders_cli",
+    "failures",
     "progress",
     "mine",
     "check",
     "manifest",
+    "teaching",
     "update",
     "mini/cli",
     "mini/course",
