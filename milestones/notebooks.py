@@ -17,6 +17,7 @@ from typing import Any
 
 from milestones.manifest import Course
 from milestones.mine import Mine, write_variant
+from milestones.mini.course import Own
 from milestones.tasks import EXERCISE_ID
 
 SECONDS, BYTES = 60, 500_000  # what one notebook may take
@@ -36,6 +37,8 @@ def running(id: str) -> None:
     """
     course = Course.here()
     mine = Mine.of(course)
+    if (own := Own.here()).notes.path == "mini":
+        print(f"your path: mini, stage {own.stage(None).number} is next (python -m milestones)")
     if Path.cwd().is_relative_to(mine.folder):
         os.environ.setdefault("FOLOVLLM_MINE", str(mine.folder))
     if not os.environ.get("FOLOVLLM_MINE"):

@@ -62,6 +62,7 @@ class _Film:
         self.waiting = list(self.seqs)  # who has not come yet, in the order of arrival
         self.tables = dict[str, list[int]]()
         self.running, self.done = set[str](), set[str]()
+        self.computed = dict[str, int]()
         self.known = {ask.id: len(ask.prompt) for ask in trace.asks}
         self.refs = [0] * (trace.limits.num_blocks if stage >= 2 else 0)
         self.open: list[tuple[int, Step]] = []  # steps that have begun and not ended
@@ -103,7 +104,7 @@ class _Film:
         for id in step.preempted:
             self.running.discard(id)
             by = next((i for i, _, _ in step.work if i in self.running), id)
-            yield ["preempt", self.seqs[id], self.seqs[by], self.known[id]]
+            yield ["preempt", self.seqs[id], self.seqs[by], self.computed.pop(id, 0)]
         for id in [id for id in self.tables if id not in step.tables]:
             yield from self._release(id)
 
@@ -147,6 +148,7 @@ class _Film:
             draws = int(start + n == self.known[id] + (id in flying))
             first, table = len(self.tables.get(id, [])), step.tables.get(id, [])
             yield [self.seqs[id], start, n, draws, first, table[first:]]
+            self.computed[id] = start + n
         for id, table in step.tables.items():
             self.tables[id] = list(table)
 

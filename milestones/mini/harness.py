@@ -189,6 +189,20 @@ def play(
     return trace
 
 
+def serve(engine: Any, requests: Sequence[tuple[Sequence[int], int]]) -> tuple[list[list[int]], list[Step]]:
+    """Serve (prompt, tokens wanted) pairs that come at once. Returns the answers and all steps; checks nothing."""
+    answers: dict[str, list[int]] = {str(i): [] for i in range(len(requests))}
+    steps = list[Step]()
+    with _on_path():
+        for id, (prompt, max_tokens) in zip(answers, requests, strict=True):
+            engine.add(id, list(prompt), max_tokens)
+        while any(len(answers[id]) < n for id, (_, n) in zip(answers, requests, strict=True)):
+            steps.append(engine.step())
+            for id, token in steps[-1].tokens.items():
+                answers[id].append(token)
+    return list(answers.values()), steps
+
+
 def _step(engine: Any, ledger: Ledger) -> Step:
     """Call `step`. An error of the engine's own says in a note what it was about to do."""
     try:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -104,14 +105,15 @@ class Ledger:
             self.wrong(f"did nothing, and these wait for tokens: {', '.join(waiting)}")
         self.number += 1
 
-    def wrong(self, what: str) -> None:
+    def wrong(self, what: str) -> NoReturn:
         """Raise Rejected: the step did this."""
         raise Rejected(f"step {self.number} {what}")
 
     # -- what a step says --------------------------------------------------------------------------------------------
 
     def _form(self, step: Any) -> None:
-        if not (isinstance(step, tuple) and len(step) == 4 and isinstance(step[0], list) and isinstance(step[2], dict)):
+        is_step = isinstance(step, tuple) and [*map(type, step)] == [list, dict, dict, list]
+        if not is_step:
             self.wrong(f"returned {step!r}, and not Step(work, tables, tokens, preempted)")
         ids = [id for id, _, _ in step.work]
         for id in {*ids, *step.tables, *step.tokens, *step.preempted} - self.served.keys():
@@ -157,12 +159,7 @@ class Ledger:
 
     def _tables(self, step: Step) -> None:
         for id, one in self.served.items():
-            if (
-                id not in step.tables
-                and one.table
-                and one.num_answered < one.ask.max_tokens
-                and one.launched < one.ask.max_tokens
-            ):
+            if one.table and id not in step.tables and one.launched < one.ask.max_tokens:
                 self.wrong(f"has no table of {id}, which held blocks {one.table} and was not preempted")
         holders: dict[int, tuple[str, int]] = {}
         starts = {id: start for id, start, _ in step.work}
@@ -218,18 +215,19 @@ class Ledger:
 
     def _stores(self, step: Step) -> None:
         """Note what the step's blocks hold: all K/V of a step are stored before any are read."""
-        size, written = self.limits.block_size, dict[int, str]()
+        size = self.limits.block_size
+        users = defaultdict[int, set[str]](set)  # who had each block before the step, and who stores into it
+        for id in step.tables:
+            for block in self.served[id].table:
+                users[block].add(id)
         for id, start, n in step.work:
             table = step.tables.get(id, [])
             for place in range(start // size, min(-(-(start + n) // size), len(table))):
                 block, last = table[place], (place + 1) * size
-                readers = [
-                    i for i, held in step.tables.items() if i != id and block in held and block in self.served[i].table
-                ]
-                if self.stage >= 5 and (readers := readers or [written.get(block, "")]) != [""]:
-                    said = f"stores token {max(start, place * size)} of {id} into block {block}"
-                    self.wrong(f"{said}, which {readers[0]} has, too")
-                written[block] = id
+                if self.stage >= 5 and (others := users[block] - {id}):
+                    token = max(start, place * size)
+                    self.wrong(f"stores token {token} of {id} into block {block}, which {min(others)} has, too")
+                users[block].add(id)
                 self.contents.pop(block, None)
                 if last <= start + n:
                     self.contents[block] = self.served[id].tokens, last
@@ -272,9 +270,11 @@ class Ledger:
         if i >= one.ask.certain and token != answer[i]:
             one.strays = True
         if token != answer[i] and not one.strays:
-            written = one.table[(position - 1) // self.limits.block_size : (position - 1) // self.limits.block_size + 1]
-            where = f"; the token before it is in block {written[0]} of its blocks {one.table}" if written else ""
-            self.wrong(
-                f"gives {id} token {token} at position {position} (token {i} of its answer), and {answer[i]} is right{where}"
+            said = (
+                f"gives {id} token {token} at position {position} (token {i} of its answer), and {answer[i]} is right"
             )
+            if one.table:
+                block = one.table[(position - 1) // self.limits.block_size]
+                said += f"; the token before it is in block {block} of its blocks {one.table}"
+            self.wrong(said)
         one.tokens.append(int(token))

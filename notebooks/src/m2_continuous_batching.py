@@ -173,95 +173,183 @@ assert cost[4] < 14 * cost[0]
 # %% [markdown]
 # ## The mini: static and continuous batching in one cell
 #
-# A model over a flat batch, a block of cache per sequence, and a loop. One `if` separates static batching from continuous batching. It
-# imports nothing of the engine.
+# A scheduler, a slot of the cache for each sequence, and M1's model over a flat batch. One method separates static batching from continuous
+# batching. It imports nothing of the engine. (To write it yourself: `python -m milestones build mini`, stage 2.)
 
 # %%
-from safetensors.torch import load_file
+from milestones.mini import harness
+
+harness.load(harness.REFERENCE)  # M1's model, to import from
+
+# %%
+# milestones/mini/reference/engine.py
+"""Stage 2: continuous batching. Each step decides anew who takes part, and one pass over the weights serves all of them."""
+
+from collections import deque
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from contract import Limits, Step
+from model import Model, causal_attention
+from serial import Request
+from torch import Tensor
 
 
-class MiniModel:
-    """A Qwen3 over a flat batch; each sequence has a block of the cache."""
+class Slots:
+    """Which slot of the cache a sequence has. A slot is a block as long as the longest text."""
 
-    def __init__(self, folder, blocks, context):
-        self.c = c = json.loads((folder / "config.json").read_text())
-        self.w = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
-        self.heads, self.kv_heads, dim = c["num_attention_heads"], c["num_key_value_heads"], c["head_dim"]
-        self.cache = torch.zeros(c["num_hidden_layers"], 2, blocks, self.kv_heads, context, dim)
-        theta = c.get("rope_theta") or c["rope_parameters"]["rope_theta"]
-        self.angles = torch.outer(torch.arange(context), theta ** (-torch.arange(0, dim, 2) / dim))  # [context, D/2]
+    def __init__(self, limits: Limits) -> None:
+        self.limits, self.free, self.tables = limits, list(range(limits.num_blocks)), dict[str, list[int]]()
 
-    def norm(self, x, name):
-        return F.rms_norm(x, x.shape[-1:], self.w[f"{name}.weight"], self.c["rms_norm_eps"])
+    def allocate(self, request: Request, end: int) -> bool:
+        """Make the table of `request` cover its first `end` tokens. False, and nothing changed, where there is no room."""
+        if request.id not in self.tables:
+            if not self.free:
+                return False
+            self.tables[request.id] = [self.free.pop(0)]
+        return True
 
-    def linear(self, x, name):
-        return x @ self.w[f"{name}.weight"].T
+    def release(self, request: Request) -> None:
+        """Take all blocks back."""
+        self.free += self.tables.pop(request.id, [])
 
-    def rotate(self, x, angles):  # [T, heads, D]
-        a, b = x.chunk(2, -1)
-        return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
 
-    def attend(self, x, layer, batch, angles):
-        name, outputs, at = f"model.layers.{layer}.self_attn", [], 0
-        q, k, v = (self.linear(x, f"{name}.{p}_proj").unflatten(-1, (h, -1)) for p, h in (("q", self.heads), ("k", self.kv_heads), ("v", self.kv_heads)))
-        q, k = self.rotate(self.norm(q, f"{name}.q_norm"), angles), self.rotate(self.norm(k, f"{name}.k_norm"), angles)
-        for block, start, new in batch:  # each sequence sees its own block, and no other
-            own, end = slice(at, at + len(new)), start + len(new)
-            self.cache[layer, 0, block, :, start:end], self.cache[layer, 1, block, :, start:end] = k[own].transpose(0, 1), v[own].transpose(0, 1)
-            mask = torch.ones(len(new), end, dtype=torch.bool).tril(start)
-            key, value = self.cache[layer, :, block, :, :end]
-            outputs.append(F.scaled_dot_product_attention(q[own].transpose(0, 1), key, value, attn_mask=mask, enable_gqa=True).transpose(0, 1))
-            at += len(new)
-        return self.linear(torch.cat(outputs).flatten(1), f"{name}.o_proj")
+class Piece(NamedTuple):
+    """One sequence's part of a step: values, so that a device may look at them later."""
+
+    id: str
+    start: int
+    ids: list[int]  # the tokens to compute
+    table: list[int]
+    is_last: bool  # whether its newest token is among them, so that the step samples the next
+
+
+class Engine:
+    """The scheduler, and the model over a flat batch. Who came first is served first."""
+
+    memory_type: type[Slots] = Slots
+
+    def __init__(self, folder: Path, limits: Limits) -> None:
+        self.model, self.limits, self.memory = Model(folder), limits, self.memory_type(limits)
+        self.waiting, self.running, self.preempted = deque[Request](), list[Request](), list[str]()
+        config = self.model.config
+        shape = limits.num_blocks, limits.block_size, config["num_key_value_heads"], config["head_dim"]
+        self.cache = torch.zeros(config["num_hidden_layers"], 2, *shape)  # [L, 2, N, B, Hkv, D]
+
+    def add(self, id: str, prompt: list[int], max_tokens: int) -> None:
+        self.waiting.append(Request(id, list(prompt), len(prompt) + max_tokens))
+
+    def step(self) -> Step:
+        batch, tables = self.schedule()
+        tokens = self.run(batch)
+        for piece in batch:
+            self.advance(piece, tokens.get(piece.id))
+        return Step([(piece.id, piece.start, len(piece.ids)) for piece in batch], tables, tokens, self.preempted)
+
+    # -- who takes part ----------------------------------------------------------------------------------------------
+
+    def schedule(self) -> tuple[list[Piece], dict[str, list[int]]]:
+        """Return the pieces of the next step, and who holds which blocks: those that run first, then newcomers."""
+        batch, self.preempted, budget = list[Piece](), [], self.limits.max_tokens
+        for request in list(self.running):
+            n = self.num_tokens(request, budget)
+            if n and request in self.running and self.make_room(request, request.computed + n):
+                batch.append(self.piece(request, n))
+                budget -= n
+        while self.waiting and len(self.running) < self.limits.max_seqs and not self.preempted:
+            n = self.admit(self.waiting[0], budget)
+            if not n:
+                break
+            self.running.append(self.waiting.popleft())
+            batch.append(self.piece(self.running[-1], n))
+            budget -= n
+        return batch, {id: list(table) for id, table in self.memory.tables.items()}
+
+    def num_tokens(self, request: Request, budget: int) -> int:
+        """How many tokens of it this step computes: all that are left, or none."""
+        n = len(request.tokens) - request.computed
+        return n if n <= budget else 0
+
+    def make_room(self, request: Request, end: int) -> bool:
+        """Whether a running sequence has room for `end` tokens. It always has: its slot is as long as any text."""
+        return self.memory.allocate(request, end)
+
+    def admit(self, request: Request, budget: int) -> int:
+        """Give a newcomer its room. Return how many tokens of it this step computes, 0 where it has to wait."""
+        n = self.num_tokens(request, budget)
+        return n if n and self.memory.allocate(request, request.computed + n) else 0
+
+    def piece(self, request: Request, n: int) -> Piece:
+        end, table = request.computed + n, list(self.memory.tables[request.id])
+        return Piece(request.id, request.computed, request.tokens[end - n : end], table, end == len(request.tokens))
+
+    def advance(self, piece: Piece, token: int | None) -> None:
+        """Note what a step has computed. A sequence that is done gives its blocks back at once."""
+        request = next(request for request in self.running if request.id == piece.id)
+        request.computed += len(piece.ids)
+        if token is not None:
+            request.tokens.append(token)
+        if request.is_done:
+            self.running.remove(request)
+            self.memory.release(request)
+
+    # -- what it computes --------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def __call__(self, batch):
-        """[(block, position of the first new token, new tokens)] -> the most likely next token of each."""
-        x = self.w["model.embed_tokens.weight"][[token for _, _, new in batch for token in new]]
-        angles = torch.cat([self.angles[start : start + len(new)] for _, start, new in batch])[:, None]
-        for i in range(self.c["num_hidden_layers"]):
-            name = f"model.layers.{i}"
-            x = x + self.attend(self.norm(x, f"{name}.input_layernorm"), i, batch, angles)
-            y = self.norm(x, f"{name}.post_attention_layernorm")
-            x = x + self.linear(F.silu(self.linear(y, f"{name}.mlp.gate_proj")) * self.linear(y, f"{name}.mlp.up_proj"), f"{name}.mlp.down_proj")
-        last = torch.tensor([len(new) for _, _, new in batch]).cumsum(0) - 1
-        head = self.w.get("lm_head.weight", self.w["model.embed_tokens.weight"])
-        return (self.norm(x[last], "model.norm") @ head.T).argmax(-1).tolist()
+    def run(self, batch: list[Piece]) -> dict[str, int]:
+        """Compute all pieces as one flat batch. Return the next token of each sequence whose newest token was in it."""
+        if not batch:
+            return {}
+        ids = torch.tensor([id for piece in batch for id in piece.ids])  # [T]
+        positions = torch.cat([torch.arange(p.start, p.start + len(p.ids)) for p in batch])
+        hidden = self.model(ids, positions, partial(self.attention, batch))
+        last = torch.tensor([len(piece.ids) for piece in batch]).cumsum(0) - 1  # [S]
+        tokens = self.model.logits(hidden[last]).argmax(-1).tolist()
+        return {piece.id: token for piece, token in zip(batch, tokens, strict=True) if piece.is_last}
 
+    def attention(self, batch: list[Piece], layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """An `Attention`: store the K/V of all pieces, then let each sequence look at its own cache and no other."""
+        sizes = [len(piece.ids) for piece in batch]
+        for piece, k, v in zip(batch, key.split(sizes), value.split(sizes), strict=True):
+            self.store(layer, piece, torch.stack((k, v)))
+        keys, values = self.cache[layer]
+        pieces = zip(batch, query.split(sizes), strict=True)
+        return torch.cat([self.attend(q, keys, values, piece.table, piece.start) for piece, q in pieces])
 
-def mini_serve(model, requests, blocks, continuous):
-    """[(prompt, tokens wanted)] -> the answers, and who held which block at each step."""
-    waiting, running, free = deque(range(len(requests))), {}, list(range(blocks))
-    answers, log = [[] for _ in requests], []
-    while waiting or running:
-        if continuous or not running:  # the whole difference
-            while waiting and free:
-                i = waiting.popleft()
-                running[i] = (free.pop(), 0, requests[i][0])
-        log.append({block: i for i, (block, _, _) in running.items()})
-        for i, token in zip(list(running), model(list(running.values())), strict=True):
-            block, start, new = running[i]
-            answers[i].append(token)
-            running[i] = (block, start + len(new), [token])
-            if len(answers[i]) == requests[i][1]:
-                free.append(running.pop(i)[0])  # at once, so that the next step can use it
-    return answers, log
+    def store(self, layer: int, piece: Piece, kv: Tensor) -> None:
+        """Put new K/V [2, n, Hkv, D] into the sequence's slot."""
+        self.cache[layer, :, piece.table[0], piece.start : piece.start + kv.shape[1]] = kv
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, table: list[int], start: int) -> Tensor:
+        """Attention of queries [n, Hq, D] over the sequence's K/V in `keys` and `values` [N, B, Hkv, D]."""
+        end = start + len(query)
+        return causal_attention(query, keys[table[0], :end], values[table[0], :end], start)
+
+# %%
+class StaticEngine(Engine):
+    """Lets nobody in before all of a batch have ended: this method is the whole difference."""
+
+    def admit(self, request, budget):
+        is_under_way = any(running.computed for running in self.running)
+        return 0 if is_under_way else super().admit(request, budget)
 
 
 # %%
 llm = load(max_num_seqs=4)
 requests = [(llm.tokenizer.encode(prompt), length) for prompt, length in zip(PROMPTS, LENGTHS, strict=True)]
-mini = MiniModel(FOLDER, blocks=4, context=max(len(p) + n for p, n in requests))
-for continuous in (False, True):
-    answers, log = mini_serve(mini, requests, 4, continuous)
-    idle = 1 - sum(map(len, log)) / (4 * len(log))
-    print(f"{'continuous' if continuous else 'static':10} {len(log):4} steps, {idle:4.0%} of the rows idle")
+longest = max(len(p) + n for p, n in requests)
+for name, kind in (("static", StaticEngine), ("continuous", Engine)):
+    answers, steps = harness.serve(kind(FOLDER, Limits(4, longest, 4, 4 * longest)), requests)
+    idle = 1 - sum(len(step.tables) for step in steps) / (4 * len(steps))
+    print(f"{name:10} {len(steps):4} steps, {idle:4.0%} of the rows idle")
     assert answers == EXPECTED, "the tokens are the same, whatever else is in the batch"
 
 outputs, *_ = serve(llm)
 assert tokens(outputs) == EXPECTED
 three = [(request.prompt_token_ids, request.max_tokens) for request in example().requests]
-answers, _ = mini_serve(mini, three, 2, continuous=True)
+answers, _ = harness.serve(Engine(FOLDER, Limits(2, 20, 2, 40)), three)
 assert answers == [list(request.answer_token_ids) for request in example().requests], "A, B and C, too"
 print("mini, M1 and M2 say the same:", repr(outputs[1].outputs[0].text[:60]))
 

@@ -175,98 +175,85 @@ assert m2_stats.running == WHOLE and m2_stats.kv_waste > 0.5
 #
 # (It has the ideas of m3.1 to m3.3 in it. To find them yourself, read on from "Your turn" and come back.)
 #
-# The remedy is as old as virtual memory, whose blocks are called *pages*: look the place up. Below is a decoder (the one of M1's mini, shortened)
-# over a pool of blocks. A
+# The remedy is as old as virtual memory, whose blocks are called *pages*: look the place up. Below is what changes in M2's mini:
+# a pool of blocks in the place of its slots. A
 # table per sequence says where its blocks lie; a sequence takes a block when it needs one; if there is none, the last to arrive gives
-# back all of its blocks and starts over with the text it has. No import of the engine, and the same tokens as the preset.
+# back all of its blocks and starts over with the text it has. No import of the engine, and the same tokens as the preset. (To write it
+# yourself: `python -m milestones build mini`, stage 3.)
 
 # %%
-from safetensors.torch import load_file
+from milestones.mini import harness
 
-
-class Blocks:
-    """K/V of many sequences in blocks of `size` tokens."""
-
-    def __init__(self, config, count, size):
-        shape = config["num_hidden_layers"], 2, count, size, config["num_key_value_heads"], config["head_dim"]
-        self.kv, self.size = torch.full(shape, torch.nan), size
-        self.free, self.tables = list(range(count)), {}
-
-    def allocate_slots(self, seq, tokens):
-        """Blocks for so many tokens; False if there is none left."""
-        table = self.tables.setdefault(seq, [])
-        while len(table) * self.size < tokens and self.free:
-            table.append(self.free.pop(0))
-        return len(table) * self.size >= tokens
-
-    def release(self, seq):
-        self.free += self.tables.pop(seq)
-
-    def write_and_read(self, layer, seq, start, kv):
-        """Store the K/V [2, T, Hkv, D] of tokens from `start` on; all of the sequence's so far, in order."""
-        table, p = torch.tensor(self.tables[seq]), torch.arange(start, start + kv.shape[1])
-        self.kv[layer][:, table[p // self.size], p % self.size] = kv  # the one line that translates
-        return self.kv[layer][:, table].flatten(1, 2)[:, : start + kv.shape[1]]
-
-
-class Mini:
-    def __init__(self, folder):
-        self.c = json.loads((folder / "config.json").read_text())
-        self.w = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
-
-    def norm(self, x, name):
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.c["rms_norm_eps"]) * self.w[f"{name}.weight"]
-
-    def rotate(self, x, positions):
-        theta, dim = self.c.get("rope_theta") or self.c["rope_parameters"]["rope_theta"], self.c["head_dim"]
-        angles = positions[:, None, None] * theta ** (-torch.arange(0, dim, 2) / dim)
-        a, b = x.chunk(2, -1)
-        return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
-
-    def next_token(self, ids, start, blocks, seq):
-        """The greedy token after `ids`, of which those from `start` on are new."""
-        positions, dim = torch.arange(start, len(ids)), self.c["head_dim"]
-        x = self.w["model.embed_tokens.weight"][ids[start:]]  # [T, H]
-        for i in range(self.c["num_hidden_layers"]):
-            name, h = f"model.layers.{i}.self_attn", self.norm(x, f"model.layers.{i}.input_layernorm")
-            q, k, v = ((h @ self.w[f"{name}.{p}_proj.weight"].T).view(len(h), -1, dim) for p in "qkv")
-            q, k = (self.rotate(self.norm(t, f"{name}.{p}_norm"), positions) for p, t in (("q", q), ("k", k)))
-            k, v = blocks.write_and_read(i, seq, start, torch.stack((k, v))).repeat_interleave(q.shape[1] // k.shape[1], 2)
-            scores = torch.einsum("qhd,khd->hqk", q, k) / dim**0.5
-            scores = scores.masked_fill(torch.arange(len(k)) > positions[:, None], -torch.inf)
-            x = x + torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1) @ self.w[f"{name}.o_proj.weight"].T
-            name, h = f"model.layers.{i}.mlp", self.norm(x, f"model.layers.{i}.post_attention_layernorm")
-            gate, up = (h @ self.w[f"{name}.{p}_proj.weight"].T for p in ("gate", "up"))
-            x = x + (torch.nn.functional.silu(gate) * up) @ self.w[f"{name}.down_proj.weight"].T
-        return int((self.w["model.embed_tokens.weight"] @ self.norm(x[-1], "model.norm")).argmax())
-
-
-@torch.inference_mode()
-def mini_serve(folder, requests, count, size):
-    mini, texts, preemptions = Mini(folder), [list(ids) for ids, _ in requests], 0
-    blocks, computed, todo = Blocks(mini.c, count, size), [0] * len(texts), list(range(len(texts)))
-    while todo:
-        for seq in list(todo):  # in order of arrival
-            while seq in todo and not blocks.allocate_slots(seq, len(texts[seq])):
-                victim = max(blocks.tables)  # the last to arrive gives way
-                blocks.release(victim)
-                computed[victim], preemptions = 0, preemptions + 1
-                if victim == seq:
-                    break  # it was itself: another time
-            else:
-                start, computed[seq] = computed[seq], len(texts[seq])
-                texts[seq].append(mini.next_token(texts[seq], start, blocks, seq))
-                if len(texts[seq]) == len(requests[seq][0]) + requests[seq][1]:
-                    todo.remove(seq)
-                    blocks.release(seq)
-    return [text[len(ids) :] for text, (ids, _) in zip(texts, requests, strict=True)], preemptions
-
+harness.load(harness.REFERENCE)  # M1's model, and M2's engine over slots, to import from
 
 # %%
+# milestones/mini/reference/blocks.py
+"""Stage 3: short blocks. A table says where a sequence's tokens lie, and who came last gives way when memory is full."""
+
+import torch
+from engine import Engine, Piece, Slots
+from model import causal_attention
+from serial import Request
+from torch import Tensor
+
+
+class Blocks(Slots):
+    """Which blocks a sequence has: as many as its tokens need, taken when it needs them."""
+
+    def allocate(self, request: Request, end: int) -> bool:
+        table = self.tables.get(request.id, [])
+        missing = -(-end // self.limits.block_size) - len(table)
+        if missing > len(self.free):
+            return False
+        self.tables[request.id] = table + [self.take() for _ in range(missing)]
+        return True
+
+    def take(self) -> int:
+        """A block for new contents."""
+        return self.free.pop(0)
+
+
+class PagedEngine(Engine):
+    """Knows its K/V by block tables, and preempts."""
+
+    memory_type = Blocks
+
+    def make_room(self, request: Request, end: int) -> bool:
+        """Whether it has room now. Until it has, the last to arrive gives way, in the end the sequence itself."""
+        while not self.memory.allocate(request, end):
+            victim = self.running[-1]
+            self.preempt(victim)
+            if victim is request:
+                return False
+        return True
+
+    def preempt(self, victim: Request) -> None:
+        """Take its blocks. It waits in front, with its tokens, and computes them all again."""
+        self.running.remove(victim)
+        self.waiting.appendleft(victim)
+        self.memory.release(victim)
+        self.preempted.append(victim.id)
+        victim.computed = 0
+
+    def store(self, layer: int, piece: Piece, kv: Tensor) -> None:
+        positions, size = torch.arange(piece.start, piece.start + kv.shape[1]), self.limits.block_size
+        block = torch.tensor(piece.table)[positions // size]
+        self.cache[layer, :, block, positions % size] = kv  # the one line that translates positions
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, table: list[int], start: int) -> Tensor:
+        end = start + len(query)
+        key, value = (cache[table].flatten(0, 1)[:end] for cache in (keys, values))  # a copy, in order
+        return causal_attention(query, key, value, start)
+
+# %%
+from contract import Limits
+
 STORIES = ["Once upon a time, there was a", "One day, a little", "The dog", "In the morning the sun came up and"]
 llm = load(block_size=8, num_kv_blocks=32)
 stories = [(llm.tokenizer.encode(text), 40) for text in STORIES]
-mini_tokens, preemptions = mini_serve(llm.engine.setup.path, stories, count=16, size=8)
+limits = Limits(num_blocks=16, block_size=8, max_seqs=4, max_tokens=512)
+mini_tokens, steps = harness.serve(PagedEngine(llm.engine.setup.path, limits), stories)
+preemptions = sum(len(step.preempted) for step in steps)
 preset_tokens = serve(llm.engine, stories)
 assert mini_tokens == preset_tokens and preemptions > 0
 lines = sum(1 for line in In[-2].splitlines() if line.strip())  # the cell above

@@ -171,12 +171,10 @@ for n in (1024, 8192, 32768):
 #
 # Keep for each query the largest score so far $m$, the sum of the weights $l$ and the weighted sum of the values $a$. A new tile may
 # raise $m$; then what was summed is scaled down once, by $e^{m - m'}$. Below: this fold, a merge of two such states (so that two
-# programs can share one sequence), and a decoder in numpy around it. No score outlives its tile.
+# programs can share one sequence), in numpy; then the same fold as the attention of M3's mini engine. No score outlives its tile. (To write it
+# yourself: `python -m milestones build mini`, stage 4.)
 
 # %%
-from safetensors.torch import load_file
-
-
 def fold(state, q, k, v, visible):
     """One tile of keys [N, D] into the state (m [M], l [M], a [M, D]) of queries [M, D]."""
     m, total, acc = state
@@ -207,44 +205,54 @@ def attention(q, k, v, positions, tile=16):
     return acc / total[:, None]
 
 
-class Mini:
-    def __init__(self, folder):
-        self.c = json.loads((folder / "config.json").read_text())
-        self.w = {name: t.float().numpy() for name, t in load_file(folder / "model.safetensors").items()}
+# %%
+from milestones.mini import harness
 
-    def norm(self, x, name):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.c["rms_norm_eps"]) * self.w[f"{name}.weight"]
+harness.load(harness.REFERENCE)  # M3's engine, to import from
 
-    def rotate(self, x, positions):
-        theta, dim = self.c.get("rope_theta") or self.c["rope_parameters"]["rope_theta"], self.c["head_dim"]
-        angles = positions[:, None, None] * theta ** (-np.arange(0, dim, 2) / dim)
-        a, b = np.split(x, 2, -1)
-        return np.concatenate((a * np.cos(angles) - b * np.sin(angles), b * np.cos(angles) + a * np.sin(angles)), -1)
+# %%
+# milestones/mini/reference/attention.py
+"""Stage 4: attention that visits each block once, and keeps no score and no copy of the keys."""
 
-    def next_token(self, ids, start, cache):
-        """The greedy token after `ids`, of which those from `start` on are new."""
-        positions, dim = np.arange(start, len(ids)), self.c["head_dim"]
-        x = self.w["model.embed_tokens.weight"][ids[start:]]
-        for i in range(self.c["num_hidden_layers"]):
-            name, h = f"model.layers.{i}.self_attn", self.norm(x, f"model.layers.{i}.input_layernorm")
-            q, k, v = ((h @ self.w[f"{name}.{p}_proj.weight"].T).reshape(len(h), -1, dim) for p in "qkv")
-            q, k = (self.rotate(self.norm(t, f"{name}.{p}_norm"), positions) for p, t in (("q", q), ("k", k)))
-            k, v = cache[i] = [np.concatenate((old, new)) for old, new in zip(cache.get(i, (k[:0], v[:0])), (k, v))]
-            group = q.shape[1] // k.shape[1]
-            heads = [attention(q[:, j], k[:, j // group], v[:, j // group], positions) for j in range(q.shape[1])]
-            x = x + np.concatenate(heads, -1) @ self.w[f"{name}.o_proj.weight"].T
-            name, h = f"model.layers.{i}.mlp", self.norm(x, f"model.layers.{i}.post_attention_layernorm")
-            gate, up = (h @ self.w[f"{name}.{p}_proj.weight"].T for p in ("gate", "up"))
-            x = x + (gate / (1 + np.exp(-gate)) * up) @ self.w[f"{name}.down_proj.weight"].T
-        return int((self.w["model.embed_tokens.weight"] @ self.norm(x[-1], "model.norm")).argmax())
+import torch
+from blocks import PagedEngine
+from torch import Tensor
 
-    def generate(self, prompt, count):
-        ids, start, cache = list(prompt), 0, {}
-        for _ in range(count):
-            start, token = len(ids), self.next_token(ids, start, cache)
-            ids.append(token)
-        return ids[len(prompt) :]
 
+def attend(query: Tensor, keys: Tensor, values: Tensor, table: list[int], start: int) -> Tensor:
+    """Causal attention of one sequence by an online softmax (Milakov and Gimelshein 2018; FlashAttention).
+
+    `query` [n, Hq, D] are at positions `start` and on. `keys[b]` and `values[b]` read block b [B, Hkv, D]; token p of the
+    sequence is in block table[p // B]. Slots behind the last token hold anything. Returns [n, Hq, D].
+
+    For each query it keeps the largest score so far, the sum of the weights and the weighted sum of the values. A block with
+    a larger score makes what was summed smaller, once.
+    """
+    n, num_heads, dim = query.shape
+    positions, end, first = torch.arange(start, start + n), start + n, 0
+    for block in table:
+        if first >= end:
+            break
+        key, value = keys[block][: end - first], values[block][: end - first]  # [b, Hkv, D]
+        if first == 0:
+            grouped = query.view(n, key.shape[1], -1, dim) / dim**0.5  # [n, Hkv, G, D]
+            largest = query.new_full(grouped.shape[:-1], -torch.inf)
+            total, summed = torch.zeros_like(largest), torch.zeros_like(grouped)
+        scores = torch.einsum("nhgd,bhd->nhgb", grouped, key)
+        future = torch.arange(first, first + len(key)) > positions[:, None]  # [n, b]
+        scores = scores.masked_fill(future[:, None, None], -torch.inf)
+        new = torch.maximum(largest, scores.amax(-1))  # finite: every query sees the first token
+        weights, shrink = (scores - new[..., None]).exp(), (largest - new).exp()
+        total = total * shrink + weights.sum(-1)
+        summed = summed * shrink[..., None] + torch.einsum("nhgb,bhd->nhgd", weights, value)
+        largest, first = new, first + len(key)
+    return (summed / total[..., None]).reshape(n, num_heads, dim)
+
+
+class TiledEngine(PagedEngine):
+    """A paged engine with this attention."""
+
+    attend = staticmethod(attend)
 
 # %%
 q, k, v, where = *(np.random.default_rng(0).normal(size=(50, 16)) for _ in "qkv"), np.arange(50)
@@ -256,11 +264,14 @@ llm = load()
 prompt = llm.tokenizer.encode("Once upon a time, there was a little")
 greedy = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 preset_tokens = llm.generate([prompt], greedy, use_tqdm=False)[0].outputs[0].token_ids
-mini_tokens = Mini(llm.engine.setup.path).generate(prompt, 40)
-assert list(mini_tokens) == list(preset_tokens)
+from contract import Limits
+
+[mini_tokens], _ = harness.serve(TiledEngine(llm.engine.setup.path, Limits(8, 16, 1, 64)), [(prompt, 40)])
+assert mini_tokens == list(preset_tokens)
 lines = sum(1 for line in In[-2].splitlines() if line.strip())  # the cell above
 assert lines <= 80
 print(f"{lines} lines; equal to softmax written out; {len(mini_tokens)} tokens equal to those of m4 on {llm.engine.setup.backend}")
+from folovllm.attention.backends.torch_paged import attend  # again: the cell above has one of this name
 
 # %% [markdown]
 # ## Your turn

@@ -145,134 +145,124 @@ assert max(gaps) > 10 * usual
 #
 # (It has the ideas of m5.1 to m5.4 in it. To find them yourself, read on from "Your turn" and come back.)
 #
-# Below is M3's decoder over a pool of blocks, with one thing more. A full block gets a name: the hash of *the name of the block before it* and
+# Below is M3's pool of blocks, with one thing more. A full block gets a name: the hash of *the name of the block before it* and
 # of its own tokens. So equal names mean equal prefixes, not just equal blocks. A freed block keeps its name until it is taken for something
-# else, and a newcomer begins with the blocks whose names it can compute. No import of the engine, and the same tokens as the preset.
+# else, and a newcomer begins with the blocks whose names it can compute. No import of the engine, and the same tokens as the preset. (To write it yourself:
+# `python -m milestones build mini`, stage 5.)
 
 # %%
-from safetensors.torch import load_file
+from milestones.mini import harness
+
+harness.load(harness.REFERENCE)  # M3's engine over blocks, with M4's attention, to import from
+
+# %%
+# milestones/mini/reference/prefix.py
+"""Stage 5: what was computed once is found again, and a long prompt comes in chunks beside the others' next tokens."""
+
+from collections.abc import Iterator
+
+from attention import TiledEngine
+from blocks import Blocks
+from contract import Limits
+from engine import Piece
+from serial import Request
+
+PENDING = -1  # stage 6: in the place of a token that is not read yet
 
 
-class Blocks:
-    """K/V of many sequences in blocks of `size` tokens; full blocks have names, and keep them when they are free."""
+class PrefixBlocks(Blocks):
+    """Full blocks have names. A name stays when the block is freed, until the block is taken for something else.
 
-    def __init__(self, config, count, size):
-        shape = config["num_hidden_layers"], 2, count, size, config["num_key_value_heads"], config["head_dim"]
-        self.kv, self.size, self.tables = torch.full(shape, torch.nan), size, {}
-        self.free = dict.fromkeys(range(count))  # longest free first; a dict, so that any block can leave at once
-        self.holders, self.block_of, self.name_of = [0] * count, {}, {}
+    A name is the name of the block before and the block's own tokens. So equal names mean equal prefixes.
+    """
 
-    def names(self, ids):
-        name = 0
-        for i in range(0, len(ids) - self.size + 1, self.size):
-            name = hash((name, *ids[i : i + self.size]))  # the chain
+    def __init__(self, limits: Limits) -> None:
+        super().__init__(limits)
+        self.holders = [0] * limits.num_blocks
+        self.block_of, self.name_of = dict[int, int](), dict[int, int]()
+
+    def names(self, tokens: list[int]) -> Iterator[int]:
+        """The names of the full blocks of `tokens`."""
+        name, size = 0, self.limits.block_size
+        for end in range(size, len(tokens) + 1, size):
+            name = hash((name, *tokens[end - size : end]))
             yield name
 
-    def get_computed_blocks(self, seq, ids):
-        """Begin with what is there, but leave a token to compute; how many tokens were found."""
-        table = self.tables[seq] = []
-        for name in self.names(ids[:-1]):
+    def match(self, request: Request) -> int:
+        """Begin its table with the blocks that are there. Return how many tokens these hold; one is left to compute."""
+        table = self.tables[request.id] = []
+        for name in self.names(request.tokens[:-1]):
             if (block := self.block_of.get(name)) is None:
                 break
-            self.free.pop(block, None)  # found, hence no longer free
+            if not self.holders[block]:
+                self.free.remove(block)
             self.holders[block] += 1
             table.append(block)
-        return len(table) * self.size
+        return len(table) * self.limits.block_size
 
-    def allocate_slots(self, seq, tokens):
-        table = self.tables[seq]
-        while len(table) * self.size < tokens:
-            block = next(iter(self.free))
-            del self.free[block]
-            self.block_of.pop(self.name_of.pop(block, None), None)  # taken, hence forgotten
-            self.holders[block] = 1
-            table.append(block)
-
-    def cache_blocks(self, seq, ids):
-        for block, name in zip(self.tables[seq], self.names(ids), strict=False):
-            if name not in self.block_of:
+    def publish(self, request: Request, end: int) -> None:
+        """Name the full blocks of its first `end` tokens, all of which are computed. A name belongs to one block."""
+        tokens = request.tokens[:end]
+        known = tokens[: tokens.index(PENDING)] if PENDING in tokens else tokens
+        for block, name in zip(self.tables[request.id], self.names(known), strict=False):
+            if name not in self.block_of and block not in self.name_of:
                 self.block_of[name], self.name_of[block] = block, name
 
-    def release(self, seq):
-        for block in reversed(self.tables.pop(seq)):
+    def take(self) -> int:
+        block = self.free.pop(0)  # the one that was free for the longest time
+        if block in self.name_of:
+            del self.block_of[self.name_of.pop(block)]
+        self.holders[block] = 1
+        return block
+
+    def release(self, request: Request) -> None:
+        for block in reversed(
+            self.tables.pop(request.id, [])
+        ):  # so that the end of a prefix is taken before its beginning
             self.holders[block] -= 1
-            if self.holders[block] == 0:
-                self.free[block] = None
-
-    def write_and_read(self, layer, seq, start, kv):
-        table, p = torch.tensor(self.tables[seq]), torch.arange(start, start + kv.shape[1])
-        self.kv[layer][:, table[p // self.size], p % self.size] = kv
-        return self.kv[layer][:, table].flatten(1, 2)[:, : start + kv.shape[1]]
+            if not self.holders[block]:
+                self.free.append(block)
 
 
-@torch.inference_mode()
-def mini_serve(mini, requests, count, size, chunk):
-    """Requests take turns, each with at most `chunk` tokens; the answers, and how many tokens were computed."""
-    texts, done, computed = [list(ids) for ids, _ in requests], {}, 0
-    blocks, todo = Blocks(mini.c, count, size), list(range(len(requests)))
-    while todo:
-        for seq in list(todo):
-            text = texts[seq]
-            start = done[seq] if seq in done else blocks.get_computed_blocks(seq, text)
-            done[seq] = end = min(len(text), start + chunk)
-            blocks.allocate_slots(seq, end)
-            token, computed = mini.next_token(text[:end], start, blocks, seq), computed + end - start
-            blocks.cache_blocks(seq, text[:end])
-            if end == len(text):  # a chunk that ends earlier draws nothing
-                text.append(token)
-                if len(text) == len(requests[seq][0]) + requests[seq][1]:
-                    todo.remove(seq)
-                    blocks.release(seq)
-    return [text[len(ids) :] for text, (ids, _) in zip(texts, requests, strict=True)], computed
+class ChunkedEngine(TiledEngine):
+    """Begins with the blocks that it finds, and gives a step no more tokens than its budget."""
 
+    memory_type = PrefixBlocks
+    memory: PrefixBlocks
 
-# %% [markdown]
-# The decoder itself is M3's, word for word.
+    def num_tokens(self, request: Request, budget: int) -> int:
+        return min(len(request.tokens) - request.computed, budget)
+
+    def admit(self, request: Request, budget: int) -> int:
+        if not budget:
+            return 0
+        request.computed = self.memory.match(request)
+        if n := super().admit(request, budget):
+            return n
+        self.memory.release(request)
+        request.computed = 0
+        return 0
+
+    def advance(self, piece: Piece, token: int | None) -> None:
+        request = next(request for request in self.running if request.id == piece.id)
+        self.memory.publish(request, piece.start + len(piece.ids))
+        super().advance(piece, token)
 
 # %%
-class Mini:
-    def __init__(self, folder):
-        self.c = json.loads((folder / "config.json").read_text())
-        self.w = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+from contract import Limits
 
-    def norm(self, x, name):
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.c["rms_norm_eps"]) * self.w[f"{name}.weight"]
-
-    def rotate(self, x, positions):
-        theta, dim = self.c.get("rope_theta") or self.c["rope_parameters"]["rope_theta"], self.c["head_dim"]
-        angles = positions[:, None, None] * theta ** (-torch.arange(0, dim, 2) / dim)
-        a, b = x.chunk(2, -1)
-        return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
-
-    def next_token(self, ids, start, blocks, seq):
-        """The greedy token after `ids`, of which those from `start` on are new."""
-        positions, dim = torch.arange(start, len(ids)), self.c["head_dim"]
-        x = self.w["model.embed_tokens.weight"][ids[start:]]  # [T, H]
-        for i in range(self.c["num_hidden_layers"]):
-            name, h = f"model.layers.{i}.self_attn", self.norm(x, f"model.layers.{i}.input_layernorm")
-            q, k, v = ((h @ self.w[f"{name}.{p}_proj.weight"].T).view(len(h), -1, dim) for p in "qkv")
-            q, k = (self.rotate(self.norm(t, f"{name}.{p}_norm"), positions) for p, t in (("q", q), ("k", k)))
-            k, v = blocks.write_and_read(i, seq, start, torch.stack((k, v))).repeat_interleave(q.shape[1] // k.shape[1], 2)
-            scores = torch.einsum("qhd,khd->hqk", q, k) / dim**0.5
-            scores = scores.masked_fill(torch.arange(len(k)) > positions[:, None], -torch.inf)
-            x = x + torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1) @ self.w[f"{name}.o_proj.weight"].T
-            name, h = f"model.layers.{i}.mlp", self.norm(x, f"model.layers.{i}.post_attention_layernorm")
-            gate, up = (h @ self.w[f"{name}.{p}_proj.weight"].T for p in ("gate", "up"))
-            x = x + (torch.nn.functional.silu(gate) * up) @ self.w[f"{name}.down_proj.weight"].T
-        return int((self.w["model.embed_tokens.weight"] @ self.norm(x[-1], "model.norm")).argmax())
-
-
-# %%
 llm = load(block_size=4, num_kv_blocks=64)
 BEGINNING = "Once upon a time, there was a girl named Lily. She had a red ball and a small dog. One day,"
 ENDINGS = ["", " Lily saw a bird.", " Lily saw a bird. The dog", " the dog ran away. Lily was sad."]
 stories = [(llm.tokenizer.encode(BEGINNING + ending), 24) for ending in ENDINGS]
-mini_tokens, computed = mini_serve(Mini(llm.engine.setup.path), stories, count=64, size=4, chunk=10)
+limits = Limits(num_blocks=64, block_size=4, max_seqs=4, max_tokens=10)
+mini_tokens, steps = harness.serve(ChunkedEngine(llm.engine.setup.path, limits), stories)
+computed = sum(n for step in steps for _, _, n in step.work)
 preset_tokens = serve(llm.engine, stories)
 assert mini_tokens == preset_tokens
 in_all = sum(len(ids) + count - 1 for ids, count in stories)
 assert computed < in_all
-lines = sum(1 for line in In[-3].splitlines() if line.strip())  # the cell of Blocks and mini_serve
+lines = sum(1 for line in In[-2].splitlines() if line.strip())  # the cell above
 assert lines <= 80, lines
 print(f"{lines} lines; {in_all} tokens to compute, {computed} computed; all {sum(map(len, mini_tokens))} generated tokens equal")
 

@@ -214,98 +214,119 @@ except (IndexError, RuntimeError) as error:
 #
 # A GPU's stream is a queue: work is put in, done in order, and the host goes on at once. `ThreadPoolExecutor(1)` is exactly that, and `Future.result()` is
 # the event that one waits for. So here is a pretend GPU on the second core of your CPU. Its weights, K/V and newest tokens stay over there. Planning is
-# a nap of some milliseconds, in the place of a busy scheduler.
+# a nap of some milliseconds, in the place of a busy scheduler. Around it is M5's mini engine, which now launches a step before it reads the one before. (To
+# write it yourself: `python -m milestones build mini`, stage 6.)
 #
-# The same decoder also runs on two *ranks*: each has half of the heads, half of the MLP and half of the vocabulary, and twice per layer their
+# The same decoder also runs on two *ranks*: each has half of the heads and half of the MLP, and twice per layer their
 # results are added. No import of the engine, and the same tokens as the preset.
 
 # %%
-from safetensors.torch import load_file
+from milestones.mini import harness
+
+harness.load(harness.REFERENCE)  # M5's engine, to import from
+
+# %%
+# milestones/mini/reference/overlap.py
+"""Stage 6: plan step n + 1 while the device computes step n."""
+
+from functools import partial
+from pathlib import Path
+
+from contract import Device, Limits, Step
+from engine import Piece
+from prefix import PENDING, ChunkedEngine
+from serial import Request
 
 
-class Mini:
-    """A decoder on `ranks` devices; every `sum` over ranks would be an all-reduce."""
+class OverlapEngine(ChunkedEngine):
+    """Launches a step before it reads the one before. A token in flight has a placeholder in its sequence.
 
-    def __init__(self, folder, ranks=1):
-        self.c = json.loads((folder / "config.json").read_text())
-        self.w = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
-        self.ranks, self.reduced = ranks, 0
+    Planning needs to know how many tokens there are, never which. So the scheduler is content with placeholders, and
+    the device puts in the tokens, which it has sampled itself.
+    """
 
-    def share(self, name, rank, dim):
-        return self.w[f"{name}.weight"].chunk(self.ranks, dim)[rank]
+    def __init__(self, folder: Path, limits: Limits, device: Device) -> None:
+        super().__init__(folder, limits)
+        self.device, self.newest = device, dict[str, int]()  # `newest` is the device's: what its last step has sampled
+        self.in_flight: tuple[int, list[tuple[Request, int]]] | None = None  # a ticket, and the places of its tokens
 
-    def norm(self, x, weight):
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.c["rms_norm_eps"]) * weight
+    def step(self) -> Step:
+        batch, tables = self.schedule()
+        sampling = {piece.id for piece in batch if piece.is_last}
+        places = [(request, len(request.tokens)) for request in self.running if request.id in sampling]
+        launched = (self.device.launch(partial(self.run, batch)), places) if batch else None
+        for piece in batch:
+            self.advance(piece, PENDING if piece.is_last else None)
+        tokens = self.receive()
+        self.in_flight = launched
+        return Step([(piece.id, piece.start, len(piece.ids)) for piece in batch], tables, tokens, self.preempted)
 
-    def rotate(self, x, positions):
-        angles = positions[:, None, None] * self.c["rope_parameters"]["rope_theta"] ** (-torch.arange(0, x.shape[-1], 2) / x.shape[-1])
-        a, b = x.chunk(2, -1)
-        return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
+    def receive(self) -> dict[str, int]:
+        """Read the step before, and put its tokens in their places."""
+        if self.in_flight is None:
+            return {}
+        ticket, places = self.in_flight
+        tokens: dict[str, int] = self.device.read(ticket)
+        for request, place in places:
+            request.tokens[place] = tokens[request.id]
+        return tokens
 
-    def attend(self, x, i, rank, positions, cache):
-        name, dim = f"model.layers.{i}.self_attn", self.c["head_dim"]
-        q, k, v = ((x @ self.share(f"{name}.{p}_proj", rank, 0).T).view(len(x), -1, dim) for p in "qkv")  # by columns: this rank's heads
-        q, k = (self.rotate(self.norm(t, self.w[f"{name}.{p}_norm.weight"]), positions) for p, t in (("q", q), ("k", k)))
-        k, v = cache[i, rank] = [torch.cat((old, new)) for old, new in zip(cache.get((i, rank), (k[:0], v[:0])), (k, v), strict=True)]
-        k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) / dim**0.5
-        scores = scores.masked_fill(torch.arange(len(k)) > positions[:, None], -torch.inf)
-        return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1) @ self.share(f"{name}.o_proj", rank, 1).T  # by rows
+    def run(self, batch: list[Piece]) -> dict[str, int]:
+        """On the device: replace each placeholder, which is the newest token of its sequence, by the token."""
+        known = [p._replace(ids=[self.newest[p.id] if id == PENDING else id for id in p.ids]) for p in batch]
+        self.newest = super().run(known)
+        return self.newest
 
-    def mlp(self, x, i, rank):
-        gate, up = (x @ self.share(f"model.layers.{i}.mlp.{p}_proj", rank, 0).T for p in ("gate", "up"))
-        return (torch.nn.functional.silu(gate) * up) @ self.share(f"model.layers.{i}.mlp.down_proj", rank, 1).T
-
-    def all_reduce(self, parts):
-        self.reduced += self.ranks > 1
-        return sum(parts)
-
-    def next_token(self, ids, start, cache):
-        """The greedy token after `ids`, which begin at position `start`; K/V before them is in the cache."""
-        positions, ranks = torch.arange(start, start + len(ids)), range(self.ranks)
-        x = self.w["model.embed_tokens.weight"][ids]
-        for i in range(self.c["num_hidden_layers"]):
-            h = self.norm(x, self.w[f"model.layers.{i}.input_layernorm.weight"])
-            x = x + self.all_reduce(self.attend(h, i, rank, positions, cache) for rank in ranks)
-            h = self.norm(x, self.w[f"model.layers.{i}.post_attention_layernorm.weight"])
-            x = x + self.all_reduce(self.mlp(h, i, rank) for rank in ranks)
-        last = self.norm(x[-1], self.w["model.norm.weight"])
-        bests = [(self.share("model.embed_tokens", rank, 0) @ last).max(0) for rank in ranks]  # of each rank: a value and a column
-        best = max(ranks, key=lambda rank: bests[rank].values)
-        return best * self.c["vocab_size"] // self.ranks + int(bests[best].indices)
+# %%
+from model import Model
 
 
-class Device:
-    """A stream of steps. What was drawn stays here, so that the next step need not be told."""
+class ThreadDevice:
+    """A stream of steps on another core: `launch` returns at once, and `read` waits."""
 
-    def __init__(self, mini, rows):
-        self.mini, self.stream, self.caches, self.last = mini, ThreadPoolExecutor(1), [{} for _ in range(rows)], [0] * rows
+    def __init__(self):
+        self.stream = ThreadPoolExecutor(1)
 
-    def launch(self, batch):
-        return self.stream.submit(self.run, batch)
+    def launch(self, work):
+        return self.stream.submit(work)
 
-    @torch.inference_mode()
-    def run(self, batch):
-        for row, start, ids in batch:  # no ids: the token in flight
-            self.last[row] = self.mini.next_token(ids or [self.last[row]], start, self.caches[row])
-        return [(row, self.last[row]) for row, _, _ in batch]
+    def read(self, ticket):
+        return ticket.result()
 
 
-def mini_serve(device, requests, planning, overlap):
-    answers, started, flying = [[] for _ in requests], [0] * len(requests), None
-    while flying or any(n < count for n, (_, count) in zip(started, requests, strict=True)):
-        if not overlap and flying:
-            flying = [answers[row].append(token) for row, token in flying.result()] and None
-        rows = [i for i, (_, count) in enumerate(requests) if started[i] < count]  # by what was started, not by what has arrived
-        time.sleep(planning)
-        batch = [(i, len(requests[i][0]) + started[i] - 1 if started[i] else 0, [] if started[i] else requests[i][0]) for i in rows]
-        started = [n + (i in rows) for i, n in enumerate(started)]
-        begun = device.launch(batch) if rows else None
-        if overlap and flying:
-            for row, token in flying.result():
-                answers[row].append(token)
-        flying = begun
-    return answers
+def busy(kind, planning):
+    """An engine whose scheduler takes so many seconds longer."""
+
+    class Busy(kind):
+        def schedule(self):
+            time.sleep(planning)
+            return super().schedule()
+
+    return Busy
+
+
+class RankedModel(Model):
+    """The decoder on two ranks. Each has half of the heads and half of the MLP; every sum over ranks would be an all-reduce."""
+
+    ranks, reduced = 2, 0
+
+    def column(self, x, name):
+        return [x @ weight.T for weight in self.weights[f"{name}.weight"].chunk(self.ranks)]
+
+    def row(self, parts, name):
+        weights = self.weights[f"{name}.weight"].chunk(self.ranks, 1)
+        self.reduced += 1
+        return sum(part @ weight.T for part, weight in zip(parts, weights, strict=True))
+
+    def attend(self, layer, x, positions, attention):
+        name, size = f"model.layers.{layer}.self_attn", self.config["head_dim"]
+        q, k, v = (torch.cat(self.column(x, f"{name}.{p}_proj"), -1).unflatten(-1, (-1, size)) for p in "qkv")
+        q, k = (self.rotate(self.norm(t, f"{name}.{p}_norm"), positions) for p, t in (("q", q), ("k", k)))
+        return self.row(attention(layer, q, k, v).flatten(1).chunk(self.ranks, 1), f"{name}.o_proj")
+
+    def mlp(self, name, x):
+        gates, ups = self.column(x, f"{name}.gate_proj"), self.column(x, f"{name}.up_proj")
+        return self.row([torch.nn.functional.silu(gate) * up for gate, up in zip(gates, ups, strict=True)], f"{name}.down_proj")
 
 
 # %%
@@ -313,24 +334,27 @@ m6 = load().engine
 FOLDER = m6.setup.path
 stories = [(m6.tokenizer.encode(text), 30) for text in ("Once upon a time", "The dog", "One day, a little girl")]
 expected = serve(m6, stories)
-assert mini_serve(Device(Mini(FOLDER), rows=3), stories, 0.0, False) == expected
+limits = Limits(num_blocks=16, block_size=16, max_seqs=3, max_tokens=64)
+assert harness.serve(OverlapEngine(FOLDER, limits, ThreadDevice()), stories)[0] == expected
 seconds, short = {}, [(ids, 12) for ids, _ in stories]
 for round in range(8):  # the best of eight
     for planning, overlap in ((0.0, False), (0.006, False), (0.006, True)):
-        device = Device(Mini(FOLDER), rows=3)
+        kind = busy(OverlapEngine if overlap else ChunkedEngine, planning)
+        engine = kind(FOLDER, limits, *([ThreadDevice()] if overlap else []))
         began = time.perf_counter()
-        assert mini_serve(device, short, planning, overlap) == [tokens[:12] for tokens in expected]
+        assert harness.serve(engine, short)[0] == [tokens[:12] for tokens in expected]
         seconds[planning, overlap] = min(seconds.get((planning, overlap), 1e9), time.perf_counter() - began)
 work = seconds[0.0, False] / 12
 print(f"the device alone: {1e3 * work:.1f} ms a step; planning: 6 ms")
 print(f"one after the other {1e3 * seconds[0.006, False] / 12:.1f} ms a step, overlapped {1e3 * seconds[0.006, True] / 12:.1f} ms")
 assert seconds[0.006, True] < seconds[0.006, False]
 
-two = Mini(FOLDER, ranks=2)
-assert mini_serve(Device(two, rows=3), stories, 0.0, True) == expected
-lines = sum(1 for line in In[-2].splitlines() if line.strip())  # the cell above
-assert lines <= 80, lines
-print(f"{lines} lines; {sum(map(len, expected))} tokens equal to the preset's, each time, and on two ranks: {two.reduced} all-reduces in {3 * 30} passes, {two.reduced // 90} each")
+two, engine = RankedModel(FOLDER), OverlapEngine(FOLDER, limits, ThreadDevice())
+engine.model = two
+answers, steps = harness.serve(engine, stories)
+assert answers == expected
+passes = sum(bool(step.work) for step in steps)
+print(f"{sum(map(len, expected))} tokens equal to the preset's, each time, and on two ranks: {two.reduced} all-reduces in {passes} passes, {two.reduced // passes} each")
 
 # %% [markdown]
 # 12 all-reduces for 6 layers: two a layer. For a single token each of them moves 256 numbers.
@@ -382,7 +406,7 @@ print(f"def {f.__name__}{inspect.signature(f)}:\n")
 print(inspect.getdoc(f))
 
 # %% [markdown]
-# **A stretch.** `mini_serve` knows when an answer ends by its length. Let it end at a stop token as well. When is the host told, what has it
+# **A stretch.** The mini knows when an answer ends by its length. Let it end at a stop token as well. When is the host told, what has it
 # started by then, and what must it do with what arrives? Write it and count the passes that were for nothing: there should be one per answer that
 # a stop token ended, and none for those that ended by length.
 #
@@ -665,7 +689,7 @@ with tempfile.TemporaryDirectory() as folder:
         assert rank.returncode == 0
     (part0, sum0), (part1, sum1) = (torch.load(f"{meeting}.{r}") for r in range(2))
 
-w = {name: two.w[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up", "down")}
+w = {name: two.weights[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up", "down")}
 x = torch.randn(3, 256, generator=torch.Generator().manual_seed(0))
 whole = (torch.nn.functional.silu(x @ w["gate"].T) * (x @ w["up"].T)) @ w["down"].T
 assert torch.equal(sum0, sum1), "all ranks have the same bits"
@@ -904,7 +928,7 @@ assert (out - whole).norm() > 0.5 * whole.norm()
 # %% [markdown]
 # To try on your own:
 #
-# - Take the second `all_reduce` out of the mini, the one after the MLP. Which tokens are the first to differ?
+# - Take the second sum over ranks out of the mini, the one after the MLP. Which tokens are the first to differ?
 # - Give `pretend` a device that takes 3 ms for odd steps and 1 ms for even ones. Does planning two steps ahead help?
 # - Capture a graph for every width from 1 to 256. What does it cost, and what does it bring?
 #
