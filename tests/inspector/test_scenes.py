@@ -110,7 +110,7 @@ class TestPlayground:
     def test_a_scene_plays_while_the_engine_loads(self, browser: Any) -> None:
         """It plays from its recording; the engine takes it over once it is there and somebody asks for it."""
         asked: list[tuple[str, Any]] = []
-        answers = iter(["PyTorch is imported (1 of 2)", None])
+        answers = iter(["PyTorch is imported (1 of 2)", None, None])
         fields = [slider.described(name, slider.default) for name, slider in SLIDERS.items()]
         told: dict[str, Any] = {"fields": fields, "mine": 0, "error": None, "delay": 0.2, "paused": 0}
 
@@ -144,7 +144,7 @@ class TestPlayground:
             here.page.route(f"{HOST}control*", control)
             here.page.route(f"{HOST}control/*", control)
             here.page.route(f"{HOST}events", stream)
-            here.page.route(f"{HOST}live.html", lambda route: route.fulfill(body=page_text, content_type="text/html"))
+            here.page.route(f"{HOST}live.html*", lambda route: route.fulfill(body=page_text, content_type="text/html"))
             here.page.goto(f"{HOST}live.html")
             here.page.wait_for_function(SHOWN)
             run = here.page.locator("button.run")
@@ -156,6 +156,12 @@ class TestPlayground:
             here.page.get_by_role("button", name="Blocks of sixteen and of one").click()
             here.page.wait_for_function("inspector.lanes.length === 2")
             assert "192 tokens" in here.page.locator(".watch").inner_text()
+            here.page.wait_for_function("location.hash.includes('scene=blocks') && inspector.player.playing")
+            here.page.goto(f"{HOST}live.html?again#scene=drafts&t=7")
+            here.page.wait_for_function(SHOWN)
+            assert here.page.evaluate(TICK) == 7 and "four tokens" in here.page.locator(".watch").inner_text()
+            here.page.get_by_role("button", name="Blocks of sixteen and of one").click()
+            here.page.wait_for_function("inspector.lanes.length === 2 && inspector.player.playing")
             run.click()
             here.page.wait_for_function("inspector.lanes.length === 1 && inspector.player.live")
             assert ("/scene", {"scene": "blocks"}) in asked

@@ -17,7 +17,7 @@ const source = JSON.parse(document.getElementById("source").textContent) ?? sour
 const root = document.documentElement;
 const page = document.getElementById("page");
 const keyTable = document.getElementById("keys");
-const app = { find: options.get("find"), lanes: [], player: null, playground: null, scenes: null, stream: null, drawing: false, embed: options.has("embed") || (window.self !== window.top && innerHeight < 700) };
+const app = { find: options.get("find"), moment: options.get("t"), lanes: [], player: null, playground: null, scenes: null, stream: null, drawing: false, embed: options.has("embed") || (window.self !== window.top && innerHeight < 700) };
 
 /** Draws everything at the next frame, however often it is asked for. */
 function draw() {
@@ -44,6 +44,7 @@ function drawNow() {
 function hash() {
   const now = new URLSearchParams(location.hash.slice(1));
   now.set("t", app.player.clock.tick);
+  if (app.scenes) now.set("scene", app.scenes.scene.name);
   return now.toString();
 }
 
@@ -63,8 +64,9 @@ function show(recordings, { live = false } = {}) {
   const above = [app.scenes?.element ?? note, app.playground?.element].filter(Boolean);
   const lanes = el("main", { class: "lanes" }, app.lanes.map((lane) => lane.element));
   page.replaceChildren(header(title, race ? timesOf(recordings[0].header) : describe(recordings[0])), el("div", { class: "scroll" }, above, lanes), app.player.element);
-  clock.go(live ? clock.length - 1 : Number(options.get("t") ?? 0));
-  if (scene && options.get("t") === null) app.player.playScene(scene);
+  clock.go(live ? clock.length - 1 : Number(app.moment ?? 0));
+  if (scene && app.moment === null) app.player.playScene(scene);
+  app.moment = null; // of what the page opened with, and nothing else
   draw();
 }
 
@@ -196,7 +198,7 @@ async function play() {
   const run = async (scene) => (await app.playground.play(scene)) && goLive();
   if (source.scenes?.length) app.scenes = new ScenesBar(source, showScene, run);
   app.playground.start();
-  if (app.scenes && !source.live) return showScene(source.scenes[0]);
+  if (app.scenes && !source.live) return showScene(source.scenes.find(({ name }) => name === options.get("scene")) ?? source.scenes[0]);
   app.playground.element.querySelector("details").open = true;
   goLive();
 }
