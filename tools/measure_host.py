@@ -54,7 +54,7 @@ class NoDevice(PackedExecutor):
 
     def shutdown(self) -> None: ...
 
-    def expert_load(self) -> list[list[int]]:
+    def collective_rpc(self, function: Any, *arguments: Any) -> list[Any]:
         return []
 
     def _send(self, step: PackedStep | TokenBitmasks) -> Sampled:

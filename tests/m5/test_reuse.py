@@ -39,7 +39,7 @@ def reusing() -> LLMEngine:
 @pytest.fixture
 def served(reusing: LLMEngine) -> LLMEngine:
     """An engine whose cache is empty, and whose counts begin anew."""
-    reusing.abort_request(list(reusing._output.requests))
+    reusing.abort_request(reusing.request_ids)
     reusing.reset_prefix_cache()
     return reusing
 
