@@ -275,7 +275,7 @@ with LLM(milestone="m6", max_model_len=512, **MODEL) as llm:
         f"K/V of a token: {setup.kv_bytes_per_token / 1e3:.1f} kB; the state of a sequence: {a_state / 1e3:.0f} kB, as much as {a_state / setup.kv_bytes_per_token:.0f} tokens"
     )
     print(f"{slots} slots: {setup.max_num_seqs} rows, one for padding, {setup.num_snapshots} snapshots")
-    for count in (8, 128, 256):
+    for count in (8, 64, 128):
         llm.generate([TEXT], greedy(count), use_tqdm=False)
         print(f"an answer of {count:3} tokens: the states take {states.num_bytes / 1e6:.1f} MB before and after")
 
