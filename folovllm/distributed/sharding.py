@@ -208,7 +208,7 @@ def check_size(hf_config: PretrainedConfig, size: int, expert_parallel: bool = F
         sizes = ", ".join(str(n) for n in range(1, heads + 1) if works(n))
         parts = [f"{heads} query heads", f"{kv_heads} KV heads"] + [f"{experts} experts"] * expert_parallel
         linear = linear_heads_of(hf_config)
-        parts += [f"{max(linear.values())} heads of linear attention"] * bool(linear)
+        parts += [f"{max(linear.values())} heads of linear attention"] if linear else []
         mlps = " and ".join([f"an MLP of {inner}" for inner in widths[: len(widths) - len(linear)]])
         raise ValueError(
             f"tensor_parallel_size {size} cannot split this model, which has {', '.join(parts)}"

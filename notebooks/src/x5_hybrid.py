@@ -275,7 +275,7 @@ with LLM(milestone="m6", max_model_len=512, **MODEL) as llm:
         f"K/V of a token: {setup.kv_bytes_per_token / 1e3:.1f} kB; the state of a sequence: {a_state / 1e3:.0f} kB, as much as {a_state / setup.kv_bytes_per_token:.0f} tokens"
     )
     print(f"{slots} slots: {setup.max_num_seqs} rows, one for padding, {setup.num_snapshots} snapshots")
-    for count in (8, 128, 256):
+    for count in (8, 64, 128):
         llm.generate([TEXT], greedy(count), use_tqdm=False)
         print(f"an answer of {count:3} tokens: the states take {states.num_bytes / 1e6:.1f} MB before and after")
 
@@ -323,13 +323,34 @@ def keeps_all(self, blocks):
     return (blocks, found[1]) if found[1] is not None else found
 
 
+def scored(llm, texts):
+    """The answer to the last of the texts, and the log-probability of each of its tokens."""
+    for text in texts:
+        (output,) = llm.generate(
+            [text], SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1), use_tqdm=False
+        )
+    answer = output.outputs[0]
+    return list(answer.token_ids), torch.tensor(
+        [entry[token].logprob for token, entry in zip(answer.token_ids, answer.logprobs, strict=True)]
+    )
+
+
+def compare(name, broken, right):
+    """Say whether the text is another, and how far the first token's log-probability is off."""
+    off = float((broken[1] - right[1])[0].abs())
+    print(
+        f"{name}: {'the same' if broken[0] == right[0] else 'another'} text, and the first token's log-probability is off by {off:.4f}; no error says so"
+    )
+    return off
+
+
+SNAPSHOTS = {"snapshot_interval": 48, "block_size": 16, "num_snapshots": 32, "max_model_len": 512, "milestone": "m6"}
 longest = SnapshotCache.longest_prefix
-with (
-    patch.object(SnapshotCache, "longest_prefix", keeps_all),
-    LLM(milestone="m6", max_model_len=512, snapshot_interval=48, block_size=16, num_snapshots=32, **MODEL) as llm,
-):
-    broken = [list(llm.generate([turn], greedy(12), use_tqdm=False)[0].outputs[0].token_ids) for turn in turns]
-print("the same text" if broken == answers["none"] else "another text, and no error says so")
+with LLM(**SNAPSHOTS, **MODEL) as llm:
+    right = scored(llm, turns[1:])
+with patch.object(SnapshotCache, "longest_prefix", keeps_all), LLM(**SNAPSHOTS, **MODEL) as llm:
+    broken = scored(llm, turns[1:])
+assert compare("a hit that is not cut", broken, right) > 1e-5
 
 # %% [markdown]
 # **A slot that is not begun anew.** The state of the sequence before is left in the slot, as if nobody looked whether a sequence begins.
@@ -337,19 +358,15 @@ print("the same text" if broken == answers["none"] else "another text, and no er
 # %%
 from folovllm.hybrid import gated_delta_net
 
+OTHER = "Tom and his dog ran to the park. It was a hot day, so they sat under a big tree. "
+with LLM(milestone="m3", max_model_len=512, **MODEL) as llm:
+    right = scored(llm, [OTHER, TEXT])
 with (
     patch.object(gated_delta_net, "begins", lambda batch: torch.zeros(batch.num_seqs, dtype=torch.bool)),
     LLM(milestone="m3", max_model_len=512, **MODEL) as llm,
 ):
-    stale = [
-        list(llm.generate([turn], greedy(12), use_tqdm=False)[0].outputs[0].token_ids) for turn in (TEXT * 2, TEXT)
-    ]
-print(
-    "the same text"
-    if stale[1] == answers["none"][0]
-    else "the second request answers with the first one's story in mind"
-)
-assert stale[1] != answers["none"][0] or "random_weights" in MODEL
+    stale = scored(llm, [OTHER, TEXT])
+assert compare("a state of another story", stale, right) > 1e-5
 
 # %% [markdown]
 # **The wrong one goes.** A system prompt that every third request uses, among long prompts that nobody asks for again, and a pool of 12 snapshots. Least recently used against two other rules.
