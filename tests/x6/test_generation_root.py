@@ -24,7 +24,7 @@ def test_a_worked_case() -> None:
 def test_no_two_share_a_name() -> None:
     roots = [generation_root(salt, generation) for salt in (0, 1, 2, SALT, SALT + 1) for generation in range(5)]
     assert len({*roots}) == len(roots), "two tenants or two generations would find each other's blocks"
-    assert all(0 <= root < 2**64 for root in roots)
+    assert all(0 <= root < 2**64 for root in roots), "a hash has 64 bits, unsigned"
 
 
 def test_it_stands_before_the_first_block() -> None:

@@ -27,14 +27,14 @@ def test_equal_bits_are_exactly_1_and_still_teach() -> None:
     assert ratio.tolist() == [1.0, 1.0, 1.0], "the difference of equal bits is 0, and exp(0) is 1"
     assert ratio.requires_grad, "the trainer's part must keep its gradient"
     ratio.sum().backward()
-    assert policy.grad is not None
+    assert policy.grad is not None, "the trainer's part must keep its gradient"
     assert policy.grad.tolist() == [1.0, 1.0, 1.0], "the engine's part is data: with its gradient the two would cancel"
 
 
 def test_half_precision_is_compared_in_float32() -> None:
     policy, engine = torch.tensor([-1.0], dtype=torch.bfloat16), torch.tensor([-1.001])
     ratio = importance_ratio(policy, engine)
-    assert ratio.dtype == torch.float32
+    assert ratio.dtype == torch.float32, "the ratio is float32, whatever the trainer computes in"
     assert ratio.item() == pytest.approx(1.0010005, abs=1e-6), "a bfloat16 would have rounded the engine's -1.001 to -1"
 
 
@@ -44,5 +44,5 @@ def test_the_loss_is_clipped_where_it_has_moved_far() -> None:
     loss = policy_loss(policy, engine, torch.tensor([1.0]), clip=0.2)
     assert loss.item() == pytest.approx(-(1.2 + 1.0) / 2), "the first token's ratio is 1.8, and counts as 1.2"
     loss.backward()
-    assert policy[0].grad is not None
+    assert policy[0].grad is not None, "the trainer's part must keep its gradient"
     assert policy[0].grad.tolist() == pytest.approx([0.0, -0.5]), "a clipped token has no gradient"
