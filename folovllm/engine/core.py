@@ -26,7 +26,7 @@ class EngineCore:
 
     Attributes:
         output: the requests that are being served, and what each has to report.
-        num_steps: how many steps were taken in, and `num_preemptions` how many sequences gave way in them.
+        num_steps: steps whose tokens have arrived. num_preemptions: sequences that these steps preempted.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class EngineCore:
         self.has_grammars = False  # whether a request ever had one; until then no step asks the mask
 
     def add_grammar(self, seqs: list[Sequence]) -> None:
-        """Begin with the sequences of a request for structured output. Raises ValueError if what it asks for cannot be had."""
+        """Register the grammar of a new request. Raises ValueError if the grammar is not supported."""
         self.logits_mask.add(seqs)
         self.has_grammars = True
 

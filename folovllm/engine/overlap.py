@@ -46,7 +46,7 @@ class OverlappedEngine(EngineCore):
         """Start the next step, then hand out what the step before it sampled.
 
         Raises:
-            NothingScheduled: neither is there.
+            NothingScheduled: requests are unfinished, but no step was started and none was in flight.
             RequestFailed: as `EngineCore.step`.
         """
         before = self.num_steps

@@ -99,7 +99,8 @@ def num_numbers(columns: Parts[int]) -> int:
 
 
 NO_UPDATES = SamplingUpdate(np.empty(0, np.int32), 0, 0)
-NO_SAMPLES, NO_SCORES, NOBODY, NO_COPIES = (np.empty((lines, 0), np.int32) for lines in (len(Sample), 4, 2, 3))
+NO_SAMPLES, NO_SCORES = np.empty((len(Sample), 0), np.int32), np.empty((4, 0), np.int32)
+NOBODY, NO_COPIES = np.empty((2, 0), np.int32), np.empty((3, 0), np.int32)
 
 
 @dataclass(slots=True)

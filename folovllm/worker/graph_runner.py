@@ -232,13 +232,15 @@ class GraphRunner:
             computed, self._late = self._late, None
             self._sample(computed, step)
             return self._sent(computed)
-        self._runner.states.load(step.states)
+        if step.states.size:
+            self._runner.states.load(step.states)
         pending = None
         if step.defers_sampling:
             self._late = self._compute(step, self._bucket_of(step))
         else:
             pending = self._start(step)
-        self._runner.states.save(step.states)
+        if step.states.size:
+            self._runner.states.save(step.states)
         return pending
 
     def _start(self, step: PackedStep) -> PendingStep:

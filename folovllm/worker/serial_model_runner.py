@@ -10,6 +10,7 @@ import torch
 from folovllm.attention.backends.registry import get_backend
 from folovllm.attention.growing_cache import GrowingKVCache
 from folovllm.forward_batch import ForwardBatch
+from folovllm.model_config import num_linear_of
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.sample.logprobs import by_sequence, score
 from folovllm.sample.rows import SamplingRows
@@ -36,7 +37,8 @@ class SerialModelRunner:
 
     def initialize_kv_cache(self) -> int:
         """Give each attention layer an empty cache, and layers that keep a state one slot."""
-        StatePool(self._setup, self.model)
+        if num_linear_of(self._setup.hf_config):
+            StatePool(self._setup, self.model)
         backend = get_backend("torch_cat")(self._setup.attention)
         for attention in attention_layers(self.model):
             cache = GrowingKVCache()
