@@ -32,7 +32,7 @@ def _header(trace: Trace, title: str, model: str, stage: int) -> dict[str, Any]:
         "num_kv_blocks": limits.num_blocks if stage >= 2 else 0,
         "max_num_seqs": limits.max_seqs if stage >= 2 else 1,
         "max_num_batched_tokens": limits.max_tokens,
-        "max_model_len": limits.num_blocks * limits.block_size,
+        "max_model_len": limits.block_size * (1 if stage == 2 else limits.num_blocks),
         "scheduling": "fcfs",
         "enable_prefix_caching": stage >= 5,
         "enable_chunked_prefill": stage >= 5,
@@ -81,12 +81,13 @@ class _Film:
     def turn(self, number: int) -> list[Line]:
         """What happened in a call of `step`."""
         step = self.trace.steps[number]
+        step = step if self.refs else step._replace(tables={})  # there are no blocks before stage 2
         events = [*self._arrivals(number), *self._given_back(step), *self._admitted(step)]
-        shares = list(self._shares(step))
+        scheduled = list(self._scheduled(step))
         if step.work:
             began, _ = self.at(number)
             left = self.trace.limits.max_tokens - sum(n for _, _, n in step.work)
-            events.append(["begin", number, began, began, shares, max(0, left)])
+            events.append(["begin", number, began, began, scheduled, max(0, left)])
             self.open.append((number, step))
         if self.open and (self.stage < 6 or self.open[0][0] < number or step.tokens):
             events += self._ended(number, step)
@@ -142,12 +143,12 @@ class _Film:
         start = next((start for i, start, _ in step.work if i == id), 0)
         return len(self.tables.get(id, [])) or start // self.trace.limits.block_size
 
-    def _shares(self, step: Step) -> Iterator[Line]:
-        flying = {id for _, other in self.open for id, start, n in other.work if start + n == self.known[id]}
+    def _scheduled(self, step: Step) -> Iterator[Line]:
+        in_flight = {id for _, other in self.open for id, start, n in other.work if start + n == self.known[id]}
         for id, start, n in step.work:
-            draws = int(start + n == self.known[id] + (id in flying))
+            num_samples = int(start + n == self.known[id] + (id in in_flight))
             first, table = len(self.tables.get(id, [])), step.tables.get(id, [])
-            yield [self.seqs[id], start, n, draws, first, table[first:]]
+            yield [self.seqs[id], start, n, num_samples, first, table[first:]]
             self.computed[id] = start + n
         for id, table in step.tables.items():
             self.tables[id] = list(table)

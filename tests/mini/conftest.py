@@ -43,8 +43,8 @@ def asks_for(
     """Requests a, b, c, ... with the answers that they should get."""
     found = []
     for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-        tokens, certain = answer(folder or tiny_checkpoint(), tuple(prompt), length)
-        found.append(Ask(chr(ord("a") + i), tuple(prompt), tuple(tokens), arrives[i] if arrives else 0, certain))
+        tokens, num_certain = answer(folder or tiny_checkpoint(), tuple(prompt), length)
+        found.append(Ask(chr(ord("a") + i), tuple(prompt), tuple(tokens), arrives[i] if arrives else 0, num_certain))
     return found
 
 
