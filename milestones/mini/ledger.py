@@ -293,5 +293,5 @@ def _fits(value: object, kind: Any) -> bool:
     if outer is tuple:
         return len(value) == len(inner) and all(map(_fits, value, inner))
     if outer is dict:
-        return all(_fits(pair, tuple[inner]) for pair in value.items())
+        return all(_fits(one, inner[0]) and _fits(value[one], inner[1]) for one in value)
     return outer is not list or all(_fits(one, inner[0]) for one in value)
