@@ -176,7 +176,7 @@ def record(
     chosen = _played(own, stage).number
     trace = harness.Trace(score.limits(chosen), score.workload())
     try:
-        harness.play(harness.load(own.folder), score.STORIES, trace.asks, trace.limits, chosen, trace=trace)
+        harness.play(harness.load(own.folder), score.STORIES, trace, chosen)
     except (Rejected, NotImplementedError) as error:
         left = "{error}: the recording ends there" if trace.steps else "{error}: there is no step to record"
         _print_red(t(left, error=_sentence(error)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from milestones.mini.given.contract import Step
@@ -133,15 +133,11 @@ class _Film:
                 yield ["hit", self.seqs[id], start]
             yield ["admit", self.seqs[id], start]
             self.tables[id] = []
-        if new := [b for id, table in step.tables.items() for b in table[self._known_blocks(id, step) :]]:
+        tables = (block for table in step.tables.values() for block in table)
+        if new := [block for block in dict.fromkeys(tables) if not self.refs[block]]:
             yield ["new", *new]
             for block in new:
                 self.refs[block] = 1
-
-    def _known_blocks(self, id: str, step: Step) -> int:
-        """How many blocks of its table it had, or has found."""
-        start = next((start for i, start, _ in step.work if i == id), 0)
-        return len(self.tables.get(id, [])) or start // self.trace.limits.block_size
 
     def _scheduled(self, step: Step) -> Iterator[Line]:
         in_flight = {id for _, other in self.open for id, start, n in other.work if start + n == self.known[id]}
@@ -158,7 +154,7 @@ class _Film:
         ids = list(step.tokens)
         for id in ids:
             self.known[id] += 1
-        waits = sum(id not in self.running and id not in self.done for id in self._come())
+        waits = len(self.seqs.keys() - self.running - self.done - {*self.waiting})
         used, tokens = sum(map(bool, self.refs)), [step.tokens[id] for id in ids]
         yield ["end", begun, began, ended, ended, [self.seqs[id] for id in ids], tokens, waits, used]
         for id in ids:
@@ -167,6 +163,3 @@ class _Film:
                 self.running.discard(id)
                 self.done.add(id)
                 yield ["finish", self.seqs[id], "length"]
-
-    def _come(self) -> Iterable[str]:
-        return (id for id in self.seqs if id not in self.waiting)

@@ -1,7 +1,7 @@
 """Loads an engine of mini, plays requests through it, and checks every step.
 
     adapters = load(Path("mine/mini"))
-    trace = play(adapters, folder, asks, limits, stage=2)
+    trace = play(adapters, folder, Trace(limits, asks), stage=2)
 
 A check that fails raises `Rejected`, whose message names the step, the request, the token or the block.
 """
@@ -101,7 +101,7 @@ def make(adapters: ModuleType, folder: Path, limits: Limits, device: Device, sta
 
 @dataclass
 class Trace:
-    """What an engine did."""
+    """Requests, what an engine may use, and what it did."""
 
     limits: Limits
     asks: Sequence[Ask]
@@ -119,17 +119,13 @@ class Trace:
         return sum(n for step in self.steps for _, _, n in step.work)
 
     @property
-    def most_blocks(self) -> int:
-        """The largest number of blocks that were held at once."""
-        return max((len({b for table in step.tables.values() for b in table}) for step in self.steps), default=0)
-
-    @property
     def counts(self) -> dict[str, int]:
         """What the score is made of."""
+        held = (len({block for table in step.tables.values() for block in table}) for step in self.steps)
         return {
             "steps": sum(bool(step.work) for step in self.steps),
             "tokens computed": self.computed,
-            "most blocks": self.most_blocks,
+            "most blocks": max(held, default=0),
             "preemptions": sum(len(step.preempted) for step in self.steps),
             "bytes read": self.bytes_read,
             "idle": self.idle,
@@ -149,27 +145,17 @@ class Stream(Device):
 
 
 @torch.inference_mode()
-def play(
-    adapters: ModuleType,
-    folder: Path,
-    asks: Sequence[Ask],
-    limits: Limits,
-    stage: int,
-    *,
-    is_checked: bool = True,
-    trace: Trace | None = None,
-) -> Trace:
-    """Serve all requests and return what happened. `is_checked` off: no poison and no checks, to measure time.
+def play(adapters: ModuleType, folder: Path, trace: Trace, stage: int, *, is_checked: bool = True) -> Trace:
+    """Serve a trace's requests, and add to it what happens: after an error it has the steps before. Returns it.
 
-    What happens goes into `trace`, where one is given: it keeps the steps before an error.
+    `is_checked` off: no poison and no checks, to measure time.
 
     Raises:
         Rejected: the engine did something wrong. An error of the engine's own comes with a note.
     """
-    trace = trace or Trace(limits, asks)
-    device, ledger = Stream(), Ledger(asks, limits, stage)
-    engine = make(adapters, folder, limits, device, stage)
-    cache = _cache_of(engine, limits) if is_checked and stage >= 2 else None
+    device, ledger = Stream(), Ledger(trace.asks, trace.limits, stage)
+    engine = make(adapters, folder, trace.limits, device, stage)
+    cache = _cache_of(engine, trace.limits) if is_checked and stage >= 2 else None
     if cache is not None:
         cache.fill_(torch.nan)
     if is_checked and stage >= 4:

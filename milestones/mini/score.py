@@ -44,7 +44,7 @@ def workload(arrives: int = 2) -> tuple[Ask, ...]:
     encode = tokenizer().encode
     prompts = [encode(BEGINNING * (i % 3 != 2) + prompt or BEGINNING).ids for i, prompt in enumerate(PROMPTS)]
     asks = [Ask(chr(ord("a") + i), tuple(ids), (0,) * LENGTHS[i], arrives * i) for i, ids in enumerate(prompts)]
-    trace = play(harness.load(REFERENCE), STORIES, asks, limits(6), 6, is_checked=False)
+    trace = play(harness.load(REFERENCE), STORIES, Trace(limits(6), asks), 6, is_checked=False)
     answers = {ask.id: tuple(s.tokens[ask.id] for s in trace.steps if ask.id in s.tokens) for ask in asks}
     return tuple(Ask(ask.id, ask.prompt, answers[ask.id], ask.arrives) for ask in asks)
 
@@ -67,9 +67,8 @@ def recording_of(trace: Trace, stage: int) -> str:
 
 def traces(path: Path, stage: int) -> dict[str, Trace]:
     """What the engine in `path` and the reference do with the workload in this stage. Raises `Rejected` as `play` does."""
-    asks = workload()
-    reference = play(harness.load(REFERENCE), STORIES, asks, limits(stage), stage)
-    return {"yours": play(harness.load(path), STORIES, asks, limits(stage), stage), "the reference": reference}
+    asks, folders = workload(), {"yours": path, "the reference": REFERENCE}
+    return {who: play(harness.load(f), STORIES, Trace(limits(stage), asks), stage) for who, f in folders.items()}
 
 
 def speeds(path: Path, stage: int) -> dict[str, float]:
@@ -78,7 +77,7 @@ def speeds(path: Path, stage: int) -> dict[str, float]:
 
     def best(folder: Path, stage: int) -> float:
         adapters = harness.load(folder)
-        traces = [play(adapters, STORIES, asks, limits(stage), stage, is_checked=False) for _ in range(3)]
+        traces = [play(adapters, STORIES, Trace(limits(stage), asks), stage, is_checked=False) for _ in range(3)]
         return min(trace.times[-1][1] - trace.times[0][0] for trace in traces)
 
     seconds = {"yours": best(path, stage), "the reference": best(REFERENCE, stage)}

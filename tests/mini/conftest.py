@@ -82,7 +82,7 @@ class Mini:
     def play(self, asks: Sequence[Ask], limits: Limits = slots(4), folder: Path | None = None) -> Trace:  # noqa: B008 -- a value
         """Serve requests on the tiny model. A step that cannot be right fails the test by a sentence, and nothing else."""
         try:
-            return play(self.adapters, folder or tiny_checkpoint(), asks, limits, self.stage)
+            return play(self.adapters, folder or tiny_checkpoint(), Trace(limits, asks), self.stage)
         except Rejected as error:
             said = str(error)
         except NotImplementedError as error:

@@ -199,9 +199,9 @@ def test_all_are_timed_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
     played = Counter[int]()
     score.workload(0)
 
-    def counted(adapters: Any, folder: Path, asks: Any, limits: Limits, stage: int, **of: Any) -> Trace:
+    def counted(adapters: Any, folder: Path, trace: Trace, stage: int, **of: Any) -> Trace:
         played[stage] += 1
-        return harness.play(adapters, tiny_checkpoint(), random_asks([(3, 2)]), slots(1), 0, **of)
+        return harness.play(adapters, tiny_checkpoint(), Trace(slots(1), random_asks([(3, 2)])), 0, **of)
 
     monkeypatch.setattr(score, "play", counted)
     with (
