@@ -91,8 +91,8 @@ class Ledger:
             Rejected: the step cannot be right.
         """
         self._preempted(step)
-        self._budgets(step)
         if self.stage >= 2:
+            self._budgets(step)
             self._stores(step)
             self._tables(step)
         for id, start, n in step.work:
@@ -137,26 +137,24 @@ class Ledger:
             one.computed, one.table = 0, []
 
     def _budgets(self, step: Step) -> None:
-        num_tokens = sum(n for _, _, n in step.work)
-        if self.stage >= 2 and num_tokens > self.limits.max_tokens:
+        num_tokens, num_seqs = sum(n for _, _, n in step.work), len(step.tables)
+        if num_tokens > self.limits.max_tokens:
             parts = ", ".join(f"{id} {n}" for id, _, n in step.work)
             self.wrong(f"computes {num_tokens} tokens ({parts}), and the budget is {self.limits.max_tokens}")
-        if self.stage >= 2 and len(step.tables) > self.limits.max_seqs:
-            self.wrong(
-                f"has {len(step.tables)} sequences with blocks ({', '.join(step.tables)}), and {self.limits.max_seqs} may run"
-            )
+        if num_seqs > self.limits.max_seqs:
+            ids = ", ".join(step.tables)
+            self.wrong(f"has {num_seqs} sequences with blocks ({ids}), and {self.limits.max_seqs} may run")
 
     def _work(self, id: str, start: int, n: int) -> None:
-        one = self.served[id]
+        one, end = self.served[id], start + n
+        done = f"computes tokens {start} to {end} of {id}"
         if one.launched == one.ask.max_tokens:
-            self.wrong(f"computes tokens {start} to {start + n} of {id}, which has all of its {one.launched} tokens")
-        if n < 1 or start + n > one.length:
-            self.wrong(f"computes tokens {start} to {start + n} of {id}, which has {one.length}")
+            self.wrong(f"{done}, which has all of its {one.launched} tokens")
+        if n < 1 or end > one.length:
+            self.wrong(f"{done}, which has {one.length}")
         if start != one.computed:
-            self.wrong(
-                f"computes tokens {start} to {start + n} of {id}, of which tokens 0 to {one.computed} are in the cache"
-            )
-        one.computed = end = start + n
+            self.wrong(f"{done}, of which tokens 0 to {one.computed} are in the cache")
+        one.computed = end
         if end == one.length:
             one.launched += 1
             self.due[1].add(id)
@@ -176,11 +174,9 @@ class Ledger:
                     self._shared(block, (id, place), holders[block])
                 holders[block] = id, place
         for id, start, n in step.work:
-            held = len(step.tables.get(id, [])) * self.limits.block_size
-            if held < start + n:
-                self.wrong(
-                    f"computes tokens {start} to {start + n} of {id}, whose blocks {step.tables.get(id, [])} have room for {held}"
-                )
+            table = step.tables.get(id, [])
+            if (room := len(table) * self.limits.block_size) < start + n:
+                self.wrong(f"computes tokens {start} to {start + n} of {id}, whose blocks {table} have room for {room}")
         for id, one in self.served.items():
             one.table = list(step.tables.get(id, []))
 
@@ -249,12 +245,9 @@ class Ledger:
         for id, start, n in step.work:
             table, positions = torch.tensor(self.served[id].table), torch.arange(start + n)
             values = cache[:, :, table[positions // size], positions % size]  # [L, 2, n, Hkv, D]
-            bad = values.isnan().any(-1).any(-1).any(0).any(0).nonzero().flatten().tolist()
-            if bad:
-                block = self.served[id].table[bad[0] // size]
-                self.wrong(
-                    f"read the K/V of token {bad[0]} of {id} in block {block}, slot {bad[0] % size}, where nothing was stored"
-                )
+            if bad := values.isnan().any(-1).any(-1).any(0).any(0).nonzero().flatten().tolist():
+                place = f"block {int(table[bad[0] // size])}, slot {bad[0] % size}"
+                self.wrong(f"read the K/V of token {bad[0]} of {id} in {place}, where nothing was stored")
 
     # -- tokens ------------------------------------------------------------------------------------------------------
 
@@ -275,9 +268,8 @@ class Ledger:
         if i >= one.ask.num_certain and token != answer[i]:
             one.diverged = True
         if token != answer[i] and not one.diverged:
-            said = (
-                f"gives {id} token {token} at position {position} (token {i} of its answer), and {answer[i]} is right"
-            )
+            where = f"at position {position} (token {i} of its answer)"
+            said = f"gives {id} token {token} {where}, and {answer[i]} is right"
             if one.table:
                 block = one.table[(position - 1) // self.limits.block_size]
                 said += f"; the token before it is in block {block} of its blocks {one.table}"

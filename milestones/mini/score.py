@@ -110,22 +110,22 @@ def remember(file: Path, stage: int, counts: dict[str, int], speed: float | None
 
 def picture(history: list[dict[str, Any]], title: str) -> str:
     """An SVG: the steps of each score as a bar, and the tokens that they computed as a second one."""
-    width, height, left = 640, 240, 40
-    slot = (width - left) / max(len(history), 1)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">'
-    ]
-    parts.append(f'<rect width="{width}" height="{height}" fill="white"/><text x="{left}" y="16">{title}</text>')
+    width, left, colours = 640, 40, {"steps": "#3f51b5", "tokens computed": "#ff9800"}
+    slot = (width - left) / len(history)
+
+    def text(x: float, y: float, said: object, colour: str = "black") -> str:
+        return f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}">{said}</text>'
+
+    view = f'viewBox="0 0 {width} 240" font-family="sans-serif" font-size="11"'
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {view}><rect width="{width}" height="240" fill="white"/>']
+    parts.append(text(left, 16, title))
+    for j, (name, colour) in enumerate(colours.items()):
+        numbers = [entry["counts"][name] for entry in history]
+        parts.append(text(left + 60 * j, 234, name, colour))
+        for i, n in enumerate(numbers):
+            tall, x = 160 * n / max(*numbers, 1), left + (i + 0.35 * j) * slot
+            bar = f'x="{x:.1f}" y="{200 - tall:.1f}" width="{slot * 0.32:.1f}" height="{tall:.1f}"'
+            parts += [f'<rect {bar} fill="{colour}"/>', text(x, 196 - tall, n)]
     for i, entry in enumerate(history):
-        for j, (name, colour) in enumerate((("steps", "#3f51b5"), ("tokens computed", "#ff9800"))):
-            most = max(one["counts"][name] for one in history) or 1
-            tall, x = 160 * entry["counts"][name] / most, left + i * slot + j * slot * 0.35
-            parts.append(
-                f'<rect x="{x:.1f}" y="{200 - tall:.1f}" width="{slot * 0.32:.1f}" height="{tall:.1f}" fill="{colour}"/>'
-            )
-            parts.append(f'<text x="{x:.1f}" y="{196 - tall:.1f}">{entry["counts"][name]}</text>')
-        parts.append(f'<text x="{left + i * slot:.1f}" y="216">stage {entry["stage"]}, {entry["day"][5:]}</text>')
-    parts.append(
-        f'<text x="{left}" y="234" fill="#3f51b5">steps</text><text x="{left + 60}" y="234" fill="#ff9800">tokens computed</text></svg>'
-    )
-    return "\n".join(parts) + "\n"
+        parts.append(text(left + i * slot, 216, f"stage {entry['stage']}, {entry['day'][5:]}"))
+    return "\n".join([*parts, "</svg>"]) + "\n"
