@@ -112,7 +112,11 @@ class Ledger:
     # -- what a step says --------------------------------------------------------------------------------------------
 
     def form(self, step: Any) -> None:
-        """Check that this is a `Step`, and that the requests and blocks which it names exist. Raises Rejected if not."""
+        """Check that this is a `Step`, and that the requests, tokens and blocks which it names may exist.
+
+        Raises:
+            Rejected: it is none, or they cannot. Such a step is no part of a trace.
+        """
         if getattr(step, "_fields", ()) != Step._fields:
             self.wrong(f"returned {step!r}, and not Step(work, tables, tokens, preempted)")
         for name, kind in get_type_hints(Step).items():
@@ -123,9 +127,13 @@ class Ledger:
             self.wrong(f"names {id!r}, and nobody of that name came")
         if twice := [id for id in ids if ids.count(id) > 1]:
             self.wrong(f"has {twice[0]} twice in its work")
+        if bad := [work for work in step.work if work[1] < 0 or work[2] < 1]:
+            self.wrong(
+                f"has {bad[0]} in its work: tokens are counted from 0, and whoever is in it computes one at least"
+            )
         for id, table in step.tables.items() if self.stage >= 2 else ():
-            if bad := [block for block in table if not 0 <= block < self.limits.num_blocks]:
-                self.wrong(f"gives {id} block {bad[0]}, and there are blocks 0 to {self.limits.num_blocks - 1}")
+            if missing := [block for block in table if not 0 <= block < self.limits.num_blocks]:
+                self.wrong(f"gives {id} block {missing[0]}, and there are blocks 0 to {self.limits.num_blocks - 1}")
 
     def _preempted(self, step: Step) -> None:
         for id in step.preempted:
@@ -150,7 +158,7 @@ class Ledger:
         done = f"computes tokens {start} to {end} of {id}"
         if one.launched == one.ask.max_tokens:
             self.wrong(f"{done}, which has all of its {one.launched} tokens")
-        if n < 1 or end > one.length:
+        if end > one.length:
             self.wrong(f"{done}, which has {one.length}")
         if start != one.computed:
             self.wrong(f"{done}, of which tokens 0 to {one.computed} are in the cache")
