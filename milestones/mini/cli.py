@@ -178,7 +178,7 @@ def record(
     try:
         harness.play(harness.load(own.folder), score.STORIES, trace, chosen)
     except (Rejected, NotImplementedError) as error:
-        left = "{error}: the recording ends there" if trace.steps else "{error}: there is no step to record"
+        left = "{error}: the recording ends there" if trace.steps else "no step to record: {error}"
         _print_red(t(left, error=_sentence(error)))
     finally:  # an error of the engine's own goes on, and the steps before it are recorded, too
         if trace.steps:

@@ -94,7 +94,7 @@ def test_no_recording_where_there_is_no_step(fault: str, own: Own, tmp_path: Pat
     module, base = ("blocks", "PagedEngine") if stage == 3 else ("attention", "TiledEngine")
     file = tmp_path / "run.jsonl"
     result = run(own, ["record", str(file), "--stage", str(stage)], module, base, made=made)
-    assert expected in result.output and "there is no step to record" in result.output
+    assert expected in result.output and "no step to record" in result.output
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit) and not file.exists()
 
 
