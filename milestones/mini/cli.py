@@ -126,16 +126,16 @@ def hint(number: Number = None, all: Annotated[bool, typer.Option("--all", help=
     """One more hint each time: a nudge, the approach, nearly the code."""
     own = Own.here()
     stage, notes = own.stage(number), own.notes
-    key, rungs = str(stage.number), stage.hints
-    shown = len(rungs) if all else min(notes.hints.get(key, 0) + 1, len(rungs))
-    for heading, text in rungs[:shown]:
+    key, hints = str(stage.number), stage.hints
+    shown = len(hints) if all else min(notes.hints.get(key, 0) + 1, len(hints))
+    for heading, text in hints[:shown]:
         console.print(Markdown(f"### {heading}\n\n{text}"))
         console.print()
     notes.hints[key] = max(shown, notes.hints.get(key, 0))
     own.save(notes)
     answer = t("one way is in {file}", file=f"milestones/mini/reference/{_reference(stage)[0]}")
-    more = t("the same command gives the next") if shown < len(rungs) else answer
-    say("{shown} of {all} hints; {more}", shown=shown, all=len(rungs), more=more)
+    more = t("the same command gives the next") if shown < len(hints) else answer
+    say("{shown} of {all} hints; {more}", shown=shown, all=len(hints), more=more)
 
 
 @mini.command()
