@@ -53,7 +53,7 @@ def windows_of(config: PretrainedConfig) -> list[int | None]:
 def num_linear_of(config: PretrainedConfig) -> int:
     """Layers of linear attention. They keep a state for each sequence, and no K/V."""
     kinds: list[str] = getattr(config, "layer_types", None) or []
-    return kinds[: config.num_hidden_layers].count(LINEAR)
+    return kinds[: config.num_hidden_layers].count(LINEAR) if kinds else 0
 
 
 def window_of(config: PretrainedConfig) -> int | None:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import typer
 from rich.markdown import Markdown
 from rich.table import Table
+from rich.text import Text
 
 from milestones.language import t, translated
 from milestones.mini.course import HISTORY, PICTURE, ROOT, Own, Stage, stages
@@ -16,6 +17,7 @@ mini = typer.Typer(help="An engine of your own, from an empty folder: seven stag
 app.add_typer(mini, name="mini")
 
 Number = Annotated[int | None, typer.Argument(metavar="[STAGE]", help="A stage, 0 to 6; the next if left out.")]
+Seconds = Annotated[bool, typer.Option("--time", help="Also tokens a second, beside FoloVLLM and transformers.")]
 
 
 @app.command()
@@ -38,11 +40,8 @@ def build() -> None:
     """Make mine/mini/, and say what to do in it."""
     own = Own.here()
     is_new = own.begin()
-    say(
-        "{folder}: {said}",
-        folder=own.folder,
-        said=t("new, yours to write" if is_new else "there already, left as it is"),
-    )
+    said = "new, yours to write" if is_new else "there already, left as it is"
+    say("{folder}: {said}", folder=own.folder, said=t(said))
     print_place()
 
 
@@ -57,16 +56,9 @@ def print_place() -> None:
     """Print how far the engine is, and the one next step."""
     passed = Own.here().notes.passed
     for stage in stages():
-        mark = "■" if stage.number <= passed else "□"
-        hours = t("{n} hours", n=stage.hours)
-        say(
-            "{mark} [bold]{number}[/] {title}  ({files}, {hours})",
-            mark=mark,
-            number=stage.number,
-            title=t(stage.title),
-            files=stage.writes,
-            hours=hours,
-        )
+        of = {"mark": "■" if stage.number <= passed else "□", "number": stage.number, "title": t(stage.title)}
+        of |= {"files": stage.writes, "hours": t("{n} hours", n=stage.hours)}
+        say("{mark} [bold]{number}[/] {title}  ({files}, {hours})", **of)
     console.print()
     if passed == len(stages()) - 1:
         say("All stages pass: the engine is yours. What is it worth?  python -m milestones mini score --time")
@@ -77,12 +69,8 @@ def print_place() -> None:
 
 def _print_task(stage: Stage) -> None:
     chapter = translated(ROOT / stage.read).relative_to(ROOT)
-    say(
-        "Next: stage [bold]{number}[/], {title}, about {lines} lines",
-        number=stage.number,
-        title=t(stage.title),
-        lines=stage.lines,
-    )
+    of = {"number": stage.number, "title": t(stage.title), "lines": stage.lines}
+    say("Next: stage [bold]{number}[/], {title}, about {lines} lines", **of)
     say("  read    {chapter}; the task: python -m milestones mini task", chapter=chapter)
     say("  write   {files}  {folder}", files=stage.writes, folder=Own.here().folder)
     say("  test    python -m milestones mini test")
@@ -91,9 +79,8 @@ def _print_task(stage: Stage) -> None:
 
 def _print_surgery(stage: Stage) -> None:
     if stage.surgery:
-        say(
-            "Worth doing in the real engine now (python -m milestones path engine): {ids}", ids=", ".join(stage.surgery)
-        )
+        ids = ", ".join(stage.surgery)
+        say("Worth doing in the real engine now (python -m milestones path engine): {ids}", ids=ids)
 
 
 @mini.callback(invoke_without_command=True)
@@ -139,38 +126,39 @@ def hint(number: Number = None, all: Annotated[bool, typer.Option("--all", help=
     """One more hint each time: a nudge, the approach, nearly the code."""
     own = Own.here()
     stage, notes = own.stage(number), own.notes
-    key, rungs = str(stage.number), stage.hints
-    shown = len(rungs) if all else min(notes.hints.get(key, 0) + 1, len(rungs))
-    for heading, text in rungs[:shown]:
+    key, hints = str(stage.number), stage.hints
+    shown = len(hints) if all else min(notes.hints.get(key, 0) + 1, len(hints))
+    for heading, text in hints[:shown]:
         console.print(Markdown(f"### {heading}\n\n{text}"))
         console.print()
     notes.hints[key] = max(shown, notes.hints.get(key, 0))
     own.save(notes)
     answer = t("one way is in {file}", file=f"milestones/mini/reference/{_reference(stage)[0]}")
-    more = t("the same command gives the next") if shown < len(rungs) else answer
-    say("{shown} of {all} hints; {more}", shown=shown, all=len(rungs), more=more)
+    more = t("the same command gives the next") if shown < len(hints) else answer
+    say("{shown} of {all} hints; {more}", shown=shown, all=len(hints), more=more)
 
 
 @mini.command()
-def score(
-    number: Number = None,
-    seconds: Annotated[
-        bool, typer.Option("--time", help="Also tokens a second, beside FoloVLLM and transformers.")
-    ] = False,
-) -> None:
+def score(number: Number = None, seconds: Seconds = False) -> None:
     """Serve six requests, count what your engine does, and compare with the reference. Kept in a history, with a picture."""
     from milestones.mini import score as scoring
+    from milestones.mini.ledger import Rejected
 
     own = Own.here()
     stage = _played(own, number)
-    traces = scoring.traces(own.folder, stage.number)
-    speeds = scoring.speeds(own.folder, stage.number) if seconds else {}
-    table = Table("", *map(t, traces["yours"].counts), *([t("tokens a second")] if speeds else []), box=None)
+    try:
+        traces = scoring.traces(own.folder, stage.number)
+        speeds = scoring.speeds(own.folder, stage.number) if seconds else {}
+    except (Rejected, NotImplementedError) as error:
+        _print_red(_sentence(error))
+        raise typer.Exit(1) from None
+    counts = traces["yours"].counts
+    table = Table("", *map(t, counts), *([t("tokens a second")] if speeds else []), box=None)
     for whose in dict.fromkeys([*traces, *speeds]):
-        counts = [f"{n:,}" for n in traces[whose].counts.values()] if whose in traces else ["-"] * 6
-        table.add_row(t(whose), *counts, *([f"{speeds[whose]:,.0f}"] if speeds else []))
+        cells = [f"{n:,}" for n in traces[whose].counts.values()] if whose in traces else ["-"] * len(counts)
+        table.add_row(t(whose), *cells, *([f"{speeds[whose]:,.0f}"] if speeds else []))
     console.print(table)
-    history = scoring.remember(own.folder / HISTORY, stage.number, traces["yours"].counts, speeds.get("yours"))
+    history = scoring.remember(own.folder / HISTORY, stage.number, counts, speeds.get("yours"))
     (own.folder / PICTURE).write_text(scoring.picture(history, "mini"), encoding="utf-8")
     say("The history of {n} scores: {file}", n=len(history), file=own.folder / PICTURE)
 
@@ -182,20 +170,31 @@ def record(
 ) -> None:
     """Record your engine while it serves six requests, up to the step that is wrong if one is. The inspector plays it."""
     from milestones.mini import harness, score
-    from milestones.mini.film import recording
     from milestones.mini.ledger import Rejected
 
     own = Own.here()
-    chosen, asks = _played(own, stage).number, score.workload()
+    chosen = _played(own, stage).number
+    trace = harness.Trace(score.limits(chosen), score.workload())
     try:
-        trace = harness.play(harness.load(own.folder), score.STORIES, asks, score.limits(chosen), chosen)
-    except Rejected as error:
-        trace = error.trace
-        say("[red]{error}[/]: the recording ends there", error=error)
-    ids = {id for ask in asks for id in (*ask.prompt, *ask.answer)}
-    texts = {id: score.tokenizer().decode([id], skip_special_tokens=False) for id in ids}
-    file.write_text(recording(trace, "mini", "stories-5m", texts, chosen), encoding="utf-8")
-    say("{file}: {n} steps. Look at it: folovllm inspect {file}", file=file, n=len(trace.steps))
+        harness.play(harness.load(own.folder), score.STORIES, trace, chosen)
+    except (Rejected, NotImplementedError) as error:
+        left = "{error}: the recording ends there" if trace.steps else "no step to record: {error}"
+        _print_red(t(left, error=_sentence(error)))
+    finally:  # an error of the engine's own goes on, and the steps before it are recorded, too
+        if trace.steps:
+            file.write_text(score.recording_of(trace, chosen), encoding="utf-8")
+            say("{file}: {n} steps. Look at it: folovllm inspect {file}", file=file, n=len(trace.steps))
+    if not trace.steps:
+        raise typer.Exit(1)
+
+
+def _sentence(error: Exception) -> str:
+    return t("not written yet: {error}", error=error) if isinstance(error, NotImplementedError) else str(error)
+
+
+def _print_red(said: str) -> None:
+    """Print a sentence as it is: what it has in brackets is no markup."""
+    console.print(Text(said, style="red"), soft_wrap=True)
 
 
 def _played(own: Own, number: int | None) -> Stage:

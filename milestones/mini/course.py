@@ -116,18 +116,8 @@ class Own:
         files = [f"tests/mini/test_stage{number}.py" for number in range(stage.number + 1)]
         environment = {**os.environ, "FOLOVLLM_MINI": str(self.folder), "FOLOVLLM_MINI_STAGE": str(stage.number)}
         environment.pop("FOLOVLLM_MINE", None)
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "--no-header",
-            "--tb=short",
-            "--timeout=120",
-            *files,
-            *arguments,
-        ]
+        options = ["-q", "-x", "--no-header", "--tb=short", "--timeout=120"]
+        command = [sys.executable, "-m", "pytest", *options, *files, *arguments]
         status = subprocess.run(command, cwd=ROOT, env=environment | {"PYTHONDONTWRITEBYTECODE": "1"}).returncode
         notes = self.notes
         if status == 0 and not arguments and stage.number > notes.passed:

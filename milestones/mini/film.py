@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from milestones.mini.given.contract import Step
@@ -32,7 +32,7 @@ def _header(trace: Trace, title: str, model: str, stage: int) -> dict[str, Any]:
         "num_kv_blocks": limits.num_blocks if stage >= 2 else 0,
         "max_num_seqs": limits.max_seqs if stage >= 2 else 1,
         "max_num_batched_tokens": limits.max_tokens,
-        "max_model_len": limits.num_blocks * limits.block_size,
+        "max_model_len": limits.block_size * (1 if stage == 2 else limits.num_blocks),
         "scheduling": "fcfs",
         "enable_prefix_caching": stage >= 5,
         "enable_chunked_prefill": stage >= 5,
@@ -81,12 +81,13 @@ class _Film:
     def turn(self, number: int) -> list[Line]:
         """What happened in a call of `step`."""
         step = self.trace.steps[number]
+        step = step if self.refs else step._replace(tables={})  # there are no blocks before stage 2
         events = [*self._arrivals(number), *self._given_back(step), *self._admitted(step)]
-        shares = list(self._shares(step))
+        scheduled = list(self._scheduled(step))
         if step.work:
             began, _ = self.at(number)
             left = self.trace.limits.max_tokens - sum(n for _, _, n in step.work)
-            events.append(["begin", number, began, began, shares, max(0, left)])
+            events.append(["begin", number, began, began, scheduled, max(0, left)])
             self.open.append((number, step))
         if self.open and (self.stage < 6 or self.open[0][0] < number or step.tokens):
             events += self._ended(number, step)
@@ -132,22 +133,18 @@ class _Film:
                 yield ["hit", self.seqs[id], start]
             yield ["admit", self.seqs[id], start]
             self.tables[id] = []
-        if new := [b for id, table in step.tables.items() for b in table[self._known_blocks(id, step) :]]:
+        tables = (block for table in step.tables.values() for block in table)
+        if new := [block for block in dict.fromkeys(tables) if not self.refs[block]]:
             yield ["new", *new]
             for block in new:
                 self.refs[block] = 1
 
-    def _known_blocks(self, id: str, step: Step) -> int:
-        """How many blocks of its table it had, or has found."""
-        start = next((start for i, start, _ in step.work if i == id), 0)
-        return len(self.tables.get(id, [])) or start // self.trace.limits.block_size
-
-    def _shares(self, step: Step) -> Iterator[Line]:
-        flying = {id for _, other in self.open for id, start, n in other.work if start + n == self.known[id]}
+    def _scheduled(self, step: Step) -> Iterator[Line]:
+        in_flight = {id for _, other in self.open for id, start, n in other.work if start + n == self.known[id]}
         for id, start, n in step.work:
-            draws = int(start + n == self.known[id] + (id in flying))
+            num_samples = int(start + n == self.known[id] + (id in in_flight))
             first, table = len(self.tables.get(id, [])), step.tables.get(id, [])
-            yield [self.seqs[id], start, n, draws, first, table[first:]]
+            yield [self.seqs[id], start, n, num_samples, first, table[first:]]
             self.computed[id] = start + n
         for id, table in step.tables.items():
             self.tables[id] = list(table)
@@ -157,7 +154,7 @@ class _Film:
         ids = list(step.tokens)
         for id in ids:
             self.known[id] += 1
-        waits = sum(id not in self.running and id not in self.done for id in self._come())
+        waits = len(self.seqs.keys() - self.running - self.done - {*self.waiting})
         used, tokens = sum(map(bool, self.refs)), [step.tokens[id] for id in ids]
         yield ["end", begun, began, ended, ended, [self.seqs[id] for id in ids], tokens, waits, used]
         for id in ids:
@@ -166,6 +163,3 @@ class _Film:
                 self.running.discard(id)
                 self.done.add(id)
                 yield ["finish", self.seqs[id], "length"]
-
-    def _come(self) -> Iterable[str]:
-        return (id for id in self.seqs if id not in self.waiting)

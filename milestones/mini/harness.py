@@ -1,7 +1,7 @@
 """Loads an engine of mini, plays requests through it, and checks every step.
 
     adapters = load(Path("mine/mini"))
-    trace = play(adapters, folder, asks, limits, stage=2)
+    trace = play(adapters, folder, Trace(limits, asks), stage=2)
 
 A check that fails raises `Rejected`, whose message names the step, the request, the token or the block.
 """
@@ -32,6 +32,13 @@ FORBIDDEN = ("folovllm", "milestones", "vllm", "sglang")
 
 # -- to load an engine -----------------------------------------------------------------------------------------------
 
+_loaded: Path | None = None  # what `load` was called with last
+
+
+def loaded_path() -> Path | None:
+    """What `load` was called with last."""
+    return _loaded
+
 
 def load(path: Path) -> ModuleType:
     """Load `adapters.py` of a folder, or one file that builds on the reference's modules. The modules of an engine loaded before go.
@@ -39,15 +46,15 @@ def load(path: Path) -> ModuleType:
     Raises:
         ValueError: there is no such file, or something in it imports an engine.
     """
+    global _loaded
     file = path / "adapters.py" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"there is no {file}: `python -m milestones build mini` makes it")
-    folders = [GIVEN, path] if path.is_dir() else [GIVEN, REFERENCE]
     for source in sorted(path.glob("*.py")) if path.is_dir() else [file]:
         _refuse_engines(source)
-    for name in {source.stem for folder in [*_PATHS, *map(str, folders)] for source in Path(folder).glob("*.py")}:
+    for name in {source.stem for folder in _folders(_loaded) + _folders(path) for source in folder.glob("*.py")}:
         sys.modules.pop(name, None)
-    _PATHS[:], _LOADED[:] = [*map(str, folders)], [path]
+    _loaded = path
     spec = importlib.util.spec_from_file_location("adapters", file)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -57,25 +64,20 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-_PATHS: list[str] = []  # where the modules of the engine are that was loaded last
-
-
-def loaded_path() -> Path | None:
-    """What `load` was called with last."""
-    return _LOADED[0] if _LOADED else None
-
-
-_LOADED: list[Path] = []
+def _folders(path: Path | None) -> list[Path]:
+    """Where the modules are of the engine that `load` finds at this path."""
+    return [GIVEN, path if path.is_dir() else REFERENCE] if path else []
 
 
 @contextmanager
 def _on_path() -> Iterator[None]:
     """Let the engine's files find each other, and forget nothing else that was imported."""
-    sys.path[:0] = _PATHS
+    folders = [*map(str, _folders(_loaded))]
+    sys.path[:0] = folders
     try:
         yield
     finally:
-        del sys.path[: len(_PATHS)]
+        del sys.path[: len(folders)]
 
 
 def _refuse_engines(file: Path) -> None:
@@ -99,7 +101,7 @@ def make(adapters: ModuleType, folder: Path, limits: Limits, device: Device, sta
 
 @dataclass
 class Trace:
-    """What an engine did."""
+    """Requests, what an engine may use, and what it did."""
 
     limits: Limits
     asks: Sequence[Ask]
@@ -117,17 +119,13 @@ class Trace:
         return sum(n for step in self.steps for _, _, n in step.work)
 
     @property
-    def most_blocks(self) -> int:
-        """The largest number of blocks that were held at once."""
-        return max((len({b for table in step.tables.values() for b in table}) for step in self.steps), default=0)
-
-    @property
     def counts(self) -> dict[str, int]:
         """What the score is made of."""
+        held = (len({block for table in step.tables.values() for block in table}) for step in self.steps)
         return {
             "steps": sum(bool(step.work) for step in self.steps),
             "tokens computed": self.computed,
-            "most blocks": self.most_blocks,
+            "most blocks": max(held, default=0),
             "preemptions": sum(len(step.preempted) for step in self.steps),
             "bytes read": self.bytes_read,
             "idle": self.idle,
@@ -147,68 +145,76 @@ class Stream(Device):
 
 
 @torch.inference_mode()
-def play(
-    adapters: ModuleType, folder: Path, asks: Sequence[Ask], limits: Limits, stage: int, *, is_checked: bool = True
-) -> Trace:
-    """Serve all requests and return what happened. `is_checked` off: no poison and no checks, to measure time.
+def play(adapters: ModuleType, folder: Path, trace: Trace, stage: int, *, is_checked: bool = True) -> Trace:
+    """Serve a trace's requests, and add to it what happens: after an error it has the steps before. Returns it.
+
+    `is_checked` off: no poison and no checks, to measure time.
 
     Raises:
-        Rejected: the engine did something wrong. `trace` of the error is what happened until then.
+        Rejected: the engine did something wrong. An error of the engine's own comes with a note.
     """
-    device, trace = Stream(), Trace(limits, asks)
-    engine = make(adapters, folder, limits, device, stage)
-    ledger = Ledger(asks, limits, stage)
-    cache = _cache_of(engine, limits) if is_checked and stage >= 2 else None
+    device, ledger = Stream(), Ledger(trace.asks, trace.limits, stage)
+    engine = make(adapters, folder, trace.limits, device, stage)
+    cache = _cache_of(engine, trace.limits) if is_checked and stage >= 2 else None
     if cache is not None:
         cache.fill_(torch.nan)
     if is_checked and stage >= 4:
         _count_reads(engine, trace)
-    waiting, now = sorted(asks, key=lambda ask: ask.arrives), 0
-    most = 100 + 10 * sum(ask.arrives + len(ask.prompt) + ask.max_tokens for ask in asks)
-    try:
-        while waiting or not ledger.is_done:
-            while waiting and waiting[0].arrives <= now:
-                ask = waiting.pop(0)
-                trace.arrived[ask.id] = time.perf_counter()
-                engine.add(ask.id, list(ask.prompt), ask.max_tokens)
-                ledger.add(ask)
-            if not ledger.is_done:
-                began = time.perf_counter()
-                step = _step(engine, ledger)
-                trace.times.append((began, time.perf_counter()))
-                trace.steps.append(step)
-                ledger.check(step, cache if stage < 6 else None) if is_checked else ledger.note(step)
-                if cache is not None:
-                    device.behind(_poison(cache, ledger.worthless_blocks()))
-            if (now := now + 1) > most:
-                raise Rejected(f"after {now} steps these still wait for tokens: {', '.join(ledger.unfinished)}")
-    except Rejected as error:
-        error.trace = trace
-        raise
+    for step in _steps(engine, ledger, trace):
+        ledger.check(step, cache if stage < 6 else None) if is_checked else ledger.update(step)
+        if cache is not None:
+            device.behind(_poison(cache, ledger.worthless_blocks()))
     trace.idle = device.idle
     return trace
 
 
 def serve(engine: Any, requests: Sequence[tuple[Sequence[int], int]]) -> tuple[list[list[int]], list[Step]]:
-    """Serve (prompt, tokens wanted) pairs that come at once. Returns the answers and all steps; checks nothing."""
-    answers: dict[str, list[int]] = {str(i): [] for i in range(len(requests))}
-    steps = list[Step]()
-    with _on_path():
-        for id, (prompt, max_tokens) in zip(answers, requests, strict=True):
-            engine.add(id, list(prompt), max_tokens)
-        while any(len(answers[id]) < n for id, (_, n) in zip(answers, requests, strict=True)):
-            steps.append(engine.step())
-            for id, token in steps[-1].tokens.items():
-                answers[id].append(token)
-    return list(answers.values()), steps
+    """Serve (prompt, tokens wanted) pairs that come at once. Returns the answers and all steps; checks no token and no block.
+
+    Raises:
+        Rejected: the engine returned no `Step`, or too many of them.
+    """
+    asks = [Ask(str(i), prompt, (0,) * max_tokens) for i, (prompt, max_tokens) in enumerate(requests)]
+    limits = Limits(0, 0, 0, 0)  # not looked at in stage 0
+    ledger, trace = Ledger(asks, limits, 0), Trace(limits, asks)
+    for step in _steps(engine, ledger, trace):
+        ledger.update(step)
+    return [one.tokens[len(one.ask.prompt) :] for one in ledger.served.values()], trace.steps
 
 
-def _step(engine: Any, ledger: Ledger) -> Step:
-    """Call `step`. An error of the engine's own says in a note what it was about to do."""
+def _steps(engine: Any, ledger: Ledger, trace: Trace) -> Iterator[Step]:
+    """Hand in each request when it is due, and call `step` until all have their tokens.
+
+    Yields each step, which is in the trace then; the ledger has to have it before the next.
+    """
+    waiting, now = sorted(trace.asks, key=lambda ask: ask.arrives), 0
+    most = 100 + 10 * sum(ask.arrives + len(ask.prompt) + ask.max_tokens for ask in trace.asks)
+    while waiting or not ledger.is_done:
+        while waiting and waiting[0].arrives <= now:
+            ask = waiting.pop(0)
+            trace.arrived[ask.id] = time.perf_counter()
+            with _in_engine(ledger):
+                engine.add(ask.id, list(ask.prompt), ask.max_tokens)
+            ledger.add(ask)
+        if not ledger.is_done:
+            with _in_engine(ledger):
+                began = time.perf_counter()
+                step = engine.step()
+                ended = time.perf_counter()
+            ledger.form(step)
+            trace.times.append((began, ended))
+            trace.steps.append(step)
+            yield step
+        if (now := now + 1) > most:
+            raise Rejected(f"after {now} steps these still wait for tokens: {', '.join(ledger.unfinished)}")
+
+
+@contextmanager
+def _in_engine(ledger: Ledger) -> Iterator[None]:
+    """While the engine's code runs: its files find each other, and an error of its own says in a note when it came."""
     try:
         with _on_path():
-            step: Step = engine.step()
-        return step
+            yield
     except Rejected:
         raise
     except Exception as error:

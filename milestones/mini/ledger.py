@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -14,8 +14,6 @@ from milestones.mini.given.contract import Limits, Step
 
 class Rejected(AssertionError):
     """What an engine did wrong, in a sentence."""
-
-    trace: Any = None  # a `Trace`, where an engine was played
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class Ask:
     prompt: Sequence[int]
     answer: Sequence[int]
     arrives: int = 0  # before which step
-    certain: int = 1 << 30  # so many of the answer's first tokens are no close call; those after may differ
+    num_certain: int = 1 << 30  # so many of the answer's first tokens are no close call; those after may differ
 
     @property
     def max_tokens(self) -> int:
@@ -42,7 +40,7 @@ class Served:
     launched: int = 0  # tokens of the answer that steps have sampled, in flight or known
     computed: int = 0
     table: list[int] = field(default_factory=list)
-    strays: bool = False  # it took another way at a close call
+    diverged: bool = False  # it took another way at a close call
 
     @property
     def num_answered(self) -> int:
@@ -78,21 +76,23 @@ class Ledger:
     def add(self, ask: Ask) -> None:
         self.served[ask.id] = Served(ask, list(ask.prompt))
 
-    def note(self, step: Step) -> None:
-        """Take a step in unchecked."""
+    def update(self, step: Step) -> None:
+        """Add the tokens of a step that has passed `form`, unchecked."""
         for id, token in step.tokens.items():
             self.served[id].tokens.append(token)
+        self.number += 1
 
     def check(self, step: Step, cache: torch.Tensor | None = None) -> None:
-        """Take a step in. `cache`: that of an engine whose steps are over when they return; it is searched for poison.
+        """Check a step that has passed `form`, and update what is known of the requests and blocks.
+
+        `cache` is that of an engine whose steps are over when they return; it is searched for poison.
 
         Raises:
-            Rejected: it cannot be right.
+            Rejected: the step cannot be right.
         """
-        self._form(step)
         self._preempted(step)
-        self._budgets(step)
         if self.stage >= 2:
+            self._budgets(step)
             self._stores(step)
             self._tables(step)
         for id, start, n in step.work:
@@ -111,15 +111,29 @@ class Ledger:
 
     # -- what a step says --------------------------------------------------------------------------------------------
 
-    def _form(self, step: Any) -> None:
-        is_step = isinstance(step, tuple) and [*map(type, step)] == [list, dict, dict, list]
-        if not is_step:
+    def form(self, step: Any) -> None:
+        """Check that this is a `Step`, and that the requests, tokens and blocks which it names may exist.
+
+        Raises:
+            Rejected: it is none, or they cannot. Such a step is no part of a trace.
+        """
+        if getattr(step, "_fields", ()) != Step._fields:
             self.wrong(f"returned {step!r}, and not Step(work, tables, tokens, preempted)")
+        for name, kind in get_type_hints(Step).items():
+            if not _fits(value := getattr(step, name), kind):
+                self.wrong(f"returned a Step whose {name} are {value!r}, and not {kind}")
         ids = [id for id, _, _ in step.work]
-        for id in {*ids, *step.tables, *step.tokens, *step.preempted} - self.served.keys():
+        for id in sorted({*ids, *step.tables, *step.tokens, *step.preempted} - self.served.keys()):
             self.wrong(f"names {id!r}, and nobody of that name came")
         if twice := [id for id in ids if ids.count(id) > 1]:
             self.wrong(f"has {twice[0]} twice in its work")
+        if bad := [work for work in step.work if work[1] < 0 or work[2] < 1]:
+            self.wrong(
+                f"has {bad[0]} in its work: tokens are counted from 0, and whoever is in it computes one at least"
+            )
+        for id, table in step.tables.items() if self.stage >= 2 else ():
+            if missing := [block for block in table if not 0 <= block < self.limits.num_blocks]:
+                self.wrong(f"gives {id} block {missing[0]}, and there are blocks 0 to {self.limits.num_blocks - 1}")
 
     def _preempted(self, step: Step) -> None:
         for id in step.preempted:
@@ -131,26 +145,24 @@ class Ledger:
             one.computed, one.table = 0, []
 
     def _budgets(self, step: Step) -> None:
-        num_tokens = sum(n for _, _, n in step.work)
-        if self.stage >= 2 and num_tokens > self.limits.max_tokens:
+        num_tokens, num_seqs = sum(n for _, _, n in step.work), len(step.tables)
+        if num_tokens > self.limits.max_tokens:
             parts = ", ".join(f"{id} {n}" for id, _, n in step.work)
             self.wrong(f"computes {num_tokens} tokens ({parts}), and the budget is {self.limits.max_tokens}")
-        if self.stage >= 2 and len(step.tables) > self.limits.max_seqs:
-            self.wrong(
-                f"has {len(step.tables)} sequences with blocks ({', '.join(step.tables)}), and {self.limits.max_seqs} may run"
-            )
+        if num_seqs > self.limits.max_seqs:
+            ids = ", ".join(step.tables)
+            self.wrong(f"has {num_seqs} sequences with blocks ({ids}), and {self.limits.max_seqs} may run")
 
     def _work(self, id: str, start: int, n: int) -> None:
-        one = self.served[id]
+        one, end = self.served[id], start + n
+        done = f"computes tokens {start} to {end} of {id}"
         if one.launched == one.ask.max_tokens:
-            self.wrong(f"computes tokens {start} to {start + n} of {id}, which has all of its {one.launched} tokens")
-        if n < 1 or start + n > one.length:
-            self.wrong(f"computes tokens {start} to {start + n} of {id}, which has {one.length}")
+            self.wrong(f"{done}, which has all of its {one.launched} tokens")
+        if end > one.length:
+            self.wrong(f"{done}, which has {one.length}")
         if start != one.computed:
-            self.wrong(
-                f"computes tokens {start} to {start + n} of {id}, of which tokens 0 to {one.computed} are in the cache"
-            )
-        one.computed = end = start + n
+            self.wrong(f"{done}, of which tokens 0 to {one.computed} are in the cache")
+        one.computed = end
         if end == one.length:
             one.launched += 1
             self.due[1].add(id)
@@ -170,11 +182,9 @@ class Ledger:
                     self._shared(block, (id, place), holders[block])
                 holders[block] = id, place
         for id, start, n in step.work:
-            held = len(step.tables.get(id, [])) * self.limits.block_size
-            if held < start + n:
-                self.wrong(
-                    f"computes tokens {start} to {start + n} of {id}, whose blocks {step.tables.get(id, [])} have room for {held}"
-                )
+            table = step.tables.get(id, [])
+            if (room := len(table) * self.limits.block_size) < start + n:
+                self.wrong(f"computes tokens {start} to {start + n} of {id}, whose blocks {table} have room for {room}")
         for id, one in self.served.items():
             one.table = list(step.tables.get(id, []))
 
@@ -182,8 +192,6 @@ class Ledger:
         one, size = self.served[id], self.limits.block_size
         if one.num_answered == one.ask.max_tokens:
             self.wrong(f"still has blocks {table} for {id}, which is done: they go back at once")
-        if bad := [block for block in table if not 0 <= block < self.limits.num_blocks]:
-            self.wrong(f"gives {id} block {bad[0]}, and there are blocks 0 to {self.limits.num_blocks - 1}")
         if twice := [block for block in table if table.count(block) > 1]:
             self.wrong(f"has block {twice[0]} twice in the table {table} of {id}: its tokens overwrite each other")
         if one.table and table[: len(one.table)] != one.table:
@@ -199,11 +207,12 @@ class Ledger:
     def _found(self, one: Served, place: int, block: int) -> None:
         """A newcomer begins with this block: it has to hold the newcomer's tokens, and all before them."""
         tokens, end = self.contents.get(block, ([], 0))
-        wanted = one.tokens[: (place + 1) * self.limits.block_size]
-        if tokens[:end] != wanted:
-            first = next((i for i, (a, b) in enumerate(zip(tokens[:end], wanted, strict=False)) if a != b), 0)
-            held = f"the K/V of other tokens, from token {first} on" if end else "nothing that is whole"
-            self.wrong(f"begins {one.ask.id} with block {block} as its block {place}, and that holds {held}")
+        held, wanted = tokens[:end], one.tokens[: (place + 1) * self.limits.block_size]
+        if held != wanted:
+            pairs = enumerate(zip(held, wanted, strict=False))
+            first = next((i for i, (a, b) in pairs if a != b), min(len(held), len(wanted)))
+            said = f"the K/V of other tokens, from token {first} on" if held else "nothing that is whole"
+            self.wrong(f"begins {one.ask.id} with block {block} as its block {place}, and that holds {said}")
 
     def _shared(self, block: int, one: tuple[str, int], other: tuple[str, int]) -> None:
         both = f"block {block} in the tables of {other[0]} and {one[0]}"
@@ -244,12 +253,9 @@ class Ledger:
         for id, start, n in step.work:
             table, positions = torch.tensor(self.served[id].table), torch.arange(start + n)
             values = cache[:, :, table[positions // size], positions % size]  # [L, 2, n, Hkv, D]
-            bad = values.isnan().any(-1).any(-1).any(0).any(0).nonzero().flatten().tolist()
-            if bad:
-                block = self.served[id].table[bad[0] // size]
-                self.wrong(
-                    f"read the K/V of token {bad[0]} of {id} in block {block}, slot {bad[0] % size}, where nothing was stored"
-                )
+            if bad := values.isnan().any(-1).any(-1).any(0).any(0).nonzero().flatten().tolist():
+                place = f"block {int(table[bad[0] // size])}, slot {bad[0] % size}"
+                self.wrong(f"read the K/V of token {bad[0]} of {id} in {place}, where nothing was stored")
 
     # -- tokens ------------------------------------------------------------------------------------------------------
 
@@ -267,14 +273,25 @@ class Ledger:
     def _token(self, id: str, token: int) -> None:
         one = self.served[id]
         i, position, answer = one.num_answered, len(one.tokens), one.ask.answer
-        if i >= one.ask.certain and token != answer[i]:
-            one.strays = True
-        if token != answer[i] and not one.strays:
-            said = (
-                f"gives {id} token {token} at position {position} (token {i} of its answer), and {answer[i]} is right"
-            )
+        if i >= one.ask.num_certain and token != answer[i]:
+            one.diverged = True
+        if token != answer[i] and not one.diverged:
+            where = f"at position {position} (token {i} of its answer)"
+            said = f"gives {id} token {token} {where}, and {answer[i]} is right"
             if one.table:
                 block = one.table[(position - 1) // self.limits.block_size]
                 said += f"; the token before it is in block {block} of its blocks {one.table}"
             self.wrong(said)
-        one.tokens.append(int(token))
+        one.tokens.append(token)
+
+
+def _fits(value: object, kind: Any) -> bool:
+    """Whether a value has the type that this annotation of `Step` says, down to the numbers."""
+    outer, inner = get_origin(kind) or kind, get_args(kind)
+    if not isinstance(value, outer):
+        return False
+    if outer is tuple:
+        return len(value) == len(inner) and all(map(_fits, value, inner))
+    if outer is dict:
+        return all(_fits(one, inner[0]) and _fits(value[one], inner[1]) for one in value)
+    return outer is not list or all(_fits(one, inner[0]) for one in value)

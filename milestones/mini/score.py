@@ -8,10 +8,10 @@ import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from milestones.mini import harness
+from milestones.mini.film import recording
 from milestones.mini.given.contract import Limits
 from milestones.mini.harness import REFERENCE, Trace, play
 from milestones.mini.ledger import Ask
@@ -44,7 +44,7 @@ def workload(arrives: int = 2) -> tuple[Ask, ...]:
     encode = tokenizer().encode
     prompts = [encode(BEGINNING * (i % 3 != 2) + prompt or BEGINNING).ids for i, prompt in enumerate(PROMPTS)]
     asks = [Ask(chr(ord("a") + i), tuple(ids), (0,) * LENGTHS[i], arrives * i) for i, ids in enumerate(prompts)]
-    trace = play(harness.load(REFERENCE), STORIES, asks, limits(6), 6, is_checked=False)
+    trace = play(harness.load(REFERENCE), STORIES, Trace(limits(6), asks), 6, is_checked=False)
     answers = {ask.id: tuple(s.tokens[ask.id] for s in trace.steps if ask.id in s.tokens) for ask in asks}
     return tuple(Ask(ask.id, ask.prompt, answers[ask.id], ask.arrives) for ask in asks)
 
@@ -57,40 +57,45 @@ def tokenizer() -> Any:
     return Tokenizer.from_file(str(STORIES / "tokenizer.json"))
 
 
+def recording_of(trace: Trace, stage: int) -> str:
+    """The recording of an engine that served the workload, as a file's text."""
+    said = {id for step in trace.steps for id in step.tokens.values()}
+    ids = said.union(*(ask.prompt for ask in trace.asks)) & {*range(tokenizer().get_vocab_size())}
+    texts = {id: tokenizer().decode([id], skip_special_tokens=False) for id in sorted(ids)}
+    return recording(trace, "mini", "stories-5m", texts, stage)
+
+
 def traces(path: Path, stage: int) -> dict[str, Trace]:
     """What the engine in `path` and the reference do with the workload in this stage. Raises `Rejected` as `play` does."""
-    asks = workload()
-    reference = play(harness.load(REFERENCE), STORIES, asks, limits(stage), stage)
-    return {"yours": play(harness.load(path), STORIES, asks, limits(stage), stage), "the reference": reference}
+    asks, folders = workload(), {"yours": path, "the reference": REFERENCE}
+    return {who: play(harness.load(f), STORIES, Trace(limits(stage), asks), stage) for who, f in folders.items()}
 
 
 def speeds(path: Path, stage: int) -> dict[str, float]:
-    """Generated tokens a second on this machine: yours, the reference's, the real engine's, and those of transformers."""
+    """Generated tokens a second on this machine, each the best of three: yours, the reference's, the real engine's, and those of transformers."""
     asks = workload(0)
-    num_tokens = sum(ask.max_tokens for ask in asks)
 
-    def timed(adapters: ModuleType) -> float:
-        trace = play(adapters, STORIES, asks, limits(stage), stage, is_checked=False)
-        return num_tokens / (trace.times[-1][1] - trace.times[0][0])
+    def best(folder: Path, stage: int) -> float:
+        adapters = harness.load(folder)
+        traces = [play(adapters, STORIES, Trace(limits(stage), asks), stage, is_checked=False) for _ in range(3)]
+        return min(trace.times[-1][1] - trace.times[0][0] for trace in traces)
 
-    found = {"yours": max(timed(harness.load(path)) for _ in range(3))}
-    found["the reference"] = max(timed(harness.load(REFERENCE)) for _ in range(3))
-    found["FoloVLLM"] = num_tokens / _seconds_of_the_engine(asks)
-    serial = play(harness.load(REFERENCE), STORIES, asks, limits(0), 0, is_checked=False)
-    return found | {"transformers": num_tokens / (serial.times[-1][1] - serial.times[0][0])}
+    seconds = {"yours": best(path, stage), "the reference": best(REFERENCE, stage)}
+    seconds |= {"FoloVLLM": _seconds_of_the_engine(asks), "transformers": best(REFERENCE, 0)}
+    return {whose: sum(ask.max_tokens for ask in asks) / taken for whose, taken in seconds.items()}
 
 
 def _seconds_of_the_engine(asks: Sequence[Ask]) -> float:
     from folovllm import LLM, SamplingParams
 
-    llm = LLM(str(STORIES), dtype="float32", max_model_len=128)
     prompts = [list(ask.prompt) for ask in asks]
     params = [SamplingParams(temperature=0, max_tokens=ask.max_tokens, ignore_eos=True) for ask in asks]
     seconds = []
-    for _ in range(3):
-        began = time.perf_counter()
-        llm.generate(prompts, params, use_tqdm=False)
-        seconds.append(time.perf_counter() - began)
+    with LLM(str(STORIES), dtype="float32", max_model_len=128) as llm:
+        for _ in range(3):
+            began = time.perf_counter()
+            llm.generate(prompts, params, use_tqdm=False)
+            seconds.append(time.perf_counter() - began)
     return min(seconds)
 
 
@@ -105,22 +110,22 @@ def remember(file: Path, stage: int, counts: dict[str, int], speed: float | None
 
 def picture(history: list[dict[str, Any]], title: str) -> str:
     """An SVG: the steps of each score as a bar, and the tokens that they computed as a second one."""
-    width, height, left = 640, 240, 40
-    slot = (width - left) / max(len(history), 1)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">'
-    ]
-    parts.append(f'<rect width="{width}" height="{height}" fill="white"/><text x="{left}" y="16">{title}</text>')
+    width, left, colours = 640, 40, {"steps": "#3f51b5", "tokens computed": "#ff9800"}
+    slot = (width - left) / len(history)
+
+    def text(x: float, y: float, said: object, colour: str = "black") -> str:
+        return f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}">{said}</text>'
+
+    view = f'viewBox="0 0 {width} 240" font-family="sans-serif" font-size="11"'
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {view}><rect width="{width}" height="240" fill="white"/>']
+    parts.append(text(left, 16, title))
+    for j, (name, colour) in enumerate(colours.items()):
+        numbers = [entry["counts"][name] for entry in history]
+        parts.append(text(left + 60 * j, 234, name, colour))
+        for i, n in enumerate(numbers):
+            tall, x = 160 * n / max(*numbers, 1), left + (i + 0.35 * j) * slot
+            bar = f'x="{x:.1f}" y="{200 - tall:.1f}" width="{slot * 0.32:.1f}" height="{tall:.1f}"'
+            parts += [f'<rect {bar} fill="{colour}"/>', text(x, 196 - tall, n)]
     for i, entry in enumerate(history):
-        for j, (name, colour) in enumerate((("steps", "#3f51b5"), ("tokens computed", "#ff9800"))):
-            most = max(one["counts"][name] for one in history) or 1
-            tall, x = 160 * entry["counts"][name] / most, left + i * slot + j * slot * 0.35
-            parts.append(
-                f'<rect x="{x:.1f}" y="{200 - tall:.1f}" width="{slot * 0.32:.1f}" height="{tall:.1f}" fill="{colour}"/>'
-            )
-            parts.append(f'<text x="{x:.1f}" y="{196 - tall:.1f}">{entry["counts"][name]}</text>')
-        parts.append(f'<text x="{left + i * slot:.1f}" y="216">stage {entry["stage"]}, {entry["day"][5:]}</text>')
-    parts.append(
-        f'<text x="{left}" y="234" fill="#3f51b5">steps</text><text x="{left + 60}" y="234" fill="#ff9800">tokens computed</text></svg>'
-    )
-    return "\n".join(parts) + "\n"
+        parts.append(text(left + i * slot, 216, f"stage {entry['stage']}, {entry['day'][5:]}"))
+    return "\n".join([*parts, "</svg>"]) + "\n"

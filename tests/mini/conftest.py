@@ -43,8 +43,8 @@ def asks_for(
     """Requests a, b, c, ... with the answers that they should get."""
     found = []
     for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-        tokens, certain = answer(folder or tiny_checkpoint(), tuple(prompt), length)
-        found.append(Ask(chr(ord("a") + i), tuple(prompt), tuple(tokens), arrives[i] if arrives else 0, certain))
+        tokens, num_certain = answer(folder or tiny_checkpoint(), tuple(prompt), length)
+        found.append(Ask(chr(ord("a") + i), tuple(prompt), tuple(tokens), arrives[i] if arrives else 0, num_certain))
     return found
 
 
@@ -82,7 +82,7 @@ class Mini:
     def play(self, asks: Sequence[Ask], limits: Limits = slots(4), folder: Path | None = None) -> Trace:  # noqa: B008 -- a value
         """Serve requests on the tiny model. A step that cannot be right fails the test by a sentence, and nothing else."""
         try:
-            return play(self.adapters, folder or tiny_checkpoint(), asks, limits, self.stage)
+            return play(self.adapters, folder or tiny_checkpoint(), Trace(limits, asks), self.stage)
         except Rejected as error:
             said = str(error)
         except NotImplementedError as error:

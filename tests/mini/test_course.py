@@ -15,7 +15,7 @@ from milestones.manifest import Course
 from milestones.mine import Mine
 from milestones.mini import score
 from milestones.mini.course import HERE, Notes, Own, stages
-from milestones.mini.harness import REFERENCE, load, play
+from milestones.mini.harness import REFERENCE, Trace, load, play
 from milestones.mini.ledger import Ask
 from tests.helpers import tiny_checkpoint
 from tests.mini.conftest import slots
@@ -119,7 +119,7 @@ def test_an_error_of_the_engine_says_when(tmp_path: Path) -> None:
     )
     (tmp_path / "adapters.py").write_text(text)
     with pytest.raises(IndexError) as caught:
-        play(load(tmp_path), tiny_checkpoint(), [Ask("a", (1, 2), (3, 4))], slots(1), 0)
+        play(load(tmp_path), tiny_checkpoint(), Trace(slots(1), [Ask("a", (1, 2), (3, 4))]), 0)
     assert "step 0 raised this; these wait for tokens: a (0 of 2)" in caught.value.__notes__[0]
 
 
