@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def generation_root(salt: int, generation: int) -> int:
-    """The hash that stands before a first block: every block's name follows from it (`compute_hash`).
+    """Return the hash that stands before a first block: every block's hash follows from it (`compute_hash`).
 
-    Of generation 0 it is the hash of the tenant's salt alone, as without generations. Each later generation has names of its
+    Of generation 0 it is the hash of the tenant's salt alone, as without generations. Each later generation has roots of its
     own, which differ between salts as well: `xxhash.xxh64` over the 8 bytes of `generation`, then the 8 bytes of `salt`, both
     little endian.
 
