@@ -58,6 +58,7 @@ class Request:
 class CachedPrefix:
     """The prefix cache's notes on a sequence. The sequence carries them; only the prefix cache uses them."""
 
+    root: int | None = None  # what stands before the first block, None: the cache's root when a hash is first needed
     hashes: list[int] = field(default_factory=list)  # of the full blocks, as far as they were needed
     tokens: list[bytes] = field(default_factory=list)  # of the same blocks
     serials: list[int] = field(default_factory=list)  # of the blocks that are published, while they are held

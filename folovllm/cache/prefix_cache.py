@@ -142,11 +142,18 @@ class PrefixCache:
         """The tokens of block i, a full one: int32, as bytes."""
         return self._named(seq, i).tokens[i]
 
+    def root_of(self, seq: Sequence) -> int:
+        """Return the hash before the first block of `seq`, which it keeps from the first time it is needed."""
+        notes = notes_of(seq)
+        if notes.root is None:
+            notes.root = self.root(seq.request.cache_salt)
+        return notes.root
+
     def _named(self, seq: Sequence, i: int) -> CachedPrefix:
         """The notes of `seq`, with the hash of block i. A hash is made once, since the tokens of a full block never change."""
         notes, size = notes_of(seq), self._block_size
         if i >= len(notes.hashes):
-            prefix = notes.hashes[-1] if notes.hashes else self.root(seq.request.cache_salt)
+            prefix = notes.hashes[-1] if notes.hashes else self.root_of(seq)
             new = seq.token_ids[len(notes.hashes) * size : seq.num_tokens // size * size]
             for block in new.reshape(-1, size):  # [B]
                 prefix = compute_hash(block, prefix)

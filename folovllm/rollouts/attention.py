@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig
 from folovllm.attention.ops import reshape_and_cache_kv
 from folovllm.forward_batch import ForwardBatch
-from folovllm.rollouts.tiles import exactly
+from folovllm.rollouts.tiles import with_plain_backward
 
 QUERIES = 8  # neighbouring tokens of a sequence
 CONTEXT = 64  # positions that are added up at once
@@ -152,7 +152,7 @@ class TrainingBackend(InvariantBackend):
         def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             return attend_in_one_piece(query, key, value, batch.query_lens_host, self.config.scale)
 
-        return exactly(tiled, plain, query, self._key, self._value)
+        return with_plain_backward(tiled, plain, query, self._key, self._value)
 
 
 def attend_in_one_piece(

@@ -17,7 +17,7 @@ def demo(
     ] = None,
     **given: Any,
 ) -> None:
-    """Teach the embedded model to name its kite's colour, in stories of about 40 words.
+    """Teach the embedded model to name its kite's colour.
 
     It rolls out, learns from what came (GRPO), and gives the new weights back to the engine, on a CPU. Ctrl-C ends it early.
     """

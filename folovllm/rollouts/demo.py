@@ -1,4 +1,4 @@
-"""Reinforcement learning on a laptop: GRPO teaches the embedded model to name its kite's colour, in about 40 words.
+"""Reinforcement learning on a laptop: GRPO teaches the embedded model to name its kite's colour.
 
 The loop in `train` is all there is to it. To carry it to a trainer of yours, replace `Policy` by your model, and keep the two
 calls of the engine: `generate` with `logprobs=0`, and `update_weights`.
@@ -11,8 +11,10 @@ import random
 import re
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import fmean
 
 import torch
 
@@ -21,12 +23,11 @@ from folovllm.files import write_whole
 from folovllm.llm import LLM
 from folovllm.models.registry import PLAIN_LAYERS
 from folovllm.outputs import CompletionOutput
-from folovllm.rollouts.demo_options import Options
-from folovllm.rollouts.grpo import group_advantages, policy_loss
+from folovllm.rollouts.demo_options import COLOURS, Options
+from folovllm.rollouts.grpo import group_advantages, importance_ratio, policy_loss
 from folovllm.rollouts.trainer import Policy
 from folovllm.sampling_params import SamplingParams
 
-COLOURS = ("red", "blue", "green", "yellow", "pink", "silver", "orange", "purple")
 BEST_COUNT, BEST_WORDS = 3, 40
 EPS = 0.1  # a group of nearly equal answers says little: its small differences must not count as large ones
 BARS = "▁▂▃▄▅▆▇█"
@@ -99,9 +100,9 @@ def train(llm: LLM, options: Options) -> Iterator[Iteration]:
 
         llm.update_weights(policy.weights())
         yield Iteration(
-            reward=mean(reward for group in rewards for reward in group),
-            count=mean(count_of(colour, a.text) for colour, group in zip(colours, groups, strict=True) for a in group),
-            words=mean(len(a.text.split()) for _, a in answers),
+            reward=fmean(reward for group in rewards for reward in group),
+            count=fmean(count_of(colour, a.text) for colour, group in zip(colours, groups, strict=True) for a in group),
+            words=fmean(len(a.text.split()) for _, a in answers),
             off_policy=off_policy,
             rollout_tokens=sum(len(a.token_ids) for _, a in answers),
             rollout_seconds=rolled_out - start,
@@ -122,13 +123,23 @@ def learn(
     found = policy.logprobs(sequences, [len(prompt) for prompt, _ in answers])
     loss = policy_loss(found, sampled, advantages)
     optimizer.zero_grad()
+    with all_cores():  # backwards no bit must be the engine's
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
+        optimizer.step()
+    ratio = importance_ratio(torch.cat(found).detach(), torch.cat(sampled))
+    return float((ratio - 1).abs().max())
+
+
+@contextmanager
+def all_cores() -> Iterator[None]:
+    """Let torch use a thread for each core, and as many as before afterwards, also after an error or Ctrl-C."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(num_cores())  # backwards no bit must be the engine's
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(policy.model.parameters(), 1.0)
-    optimizer.step()
-    torch.set_num_threads(threads)
-    return float((torch.cat(found).detach() - torch.cat(sampled)).exp().sub(1).abs().max())
+    torch.set_num_threads(num_cores())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def engine_logprobs(answer: CompletionOutput) -> torch.Tensor:
@@ -175,9 +186,3 @@ def sparkline(values: Sequence[float]) -> str:
     """Values as bars of eight heights, between their extremes."""
     low, high = min(values, default=0.0), max(values, default=0.0)
     return "".join(BARS[round((value - low) / ((high - low) or 1) * (len(BARS) - 1))] for value in values)
-
-
-def mean(values: Iterator[float]) -> float:
-    """The mean."""
-    listed = list(values)
-    return sum(listed) / len(listed)

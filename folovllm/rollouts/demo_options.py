@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+COLOURS = ("red", "blue", "green", "yellow", "pink", "silver", "orange", "purple")
+
 
 @dataclass(slots=True)
 class Options:
@@ -26,3 +28,11 @@ class Options:
     learning_rate: float = 2e-4
     seed: int = 0
     batch_invariant: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for numbers with which the demo cannot run."""
+        if not 1 <= self.groups <= len(COLOURS):
+            raise ValueError(f"groups must be 1 to {len(COLOURS)}, the number of colours, not {self.groups}")
+        for name in ("iterations", "answers", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")

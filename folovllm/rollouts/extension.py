@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from folovllm.extensions import Extension
-from folovllm.model_config import num_experts_of, windows_of
+from folovllm.model_config import num_experts_of, num_linear_of, windows_of
 from folovllm.rollouts.attention import InvariantBackend
 from folovllm.rollouts.layers import invariant_layers
 
@@ -26,7 +26,7 @@ class BatchInvariance(Extension):
     """
 
     def __init__(self, setup: EngineSetup) -> None:
-        """Raises ValueError for a configuration of which this is not known to be true."""
+        """Raises ValueError for a configuration that cannot keep this promise."""
         super().__init__(setup)
         config, model = setup.config, setup.hf_config
         refused = {
@@ -38,6 +38,7 @@ class BatchInvariance(Extension):
             "builders are not supported: leave them out": bool(config.builder_names),
             "quantized weights are not supported: take another checkpoint": getattr(model, "quantization_config", None),
             "a mixture of experts is not supported: take a dense model": num_experts_of(model),
+            "layers of linear attention are not supported: take another model": num_linear_of(model),
             "sliding windows are not supported: take another model": any(windows_of(model)),
             "threads must divide a tile: take num_threads 1, 2, 4, ...": not divides_tiles(setup.device),
         }

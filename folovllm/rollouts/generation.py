@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def generation_root(salt: int, generation: int) -> int:
-    """The hash that stands before a first block: every block's name follows from it (`compute_hash`).
+    """Return the hash that stands before a first block: every block's hash follows from it (`compute_hash`).
 
-    Of generation 0 it is the hash of the tenant's salt alone, as without generations. Each later generation has names of its
+    Of generation 0 it is the hash of the tenant's salt alone, as without generations. Each later generation has roots of its
     own, which differ between salts as well: `xxhash.xxh64` over the 8 bytes of `generation`, then the 8 bytes of `salt`, both
     little endian.
 
@@ -32,7 +32,7 @@ def generation_root(salt: int, generation: int) -> int:
 
 
 class Generation:
-    """Stands in the place of `PrefixCache.root`: the number of the weights, and the root for each salt."""
+    """Replaces `PrefixCache.root`: returns the root hash for a salt in the current generation."""
 
     def __init__(self, salted: Callable[[str | None], int]) -> None:
         self._salted = salted
@@ -43,18 +43,21 @@ class Generation:
 
 
 def next_generation(engine: LLMEngine) -> None:
-    """Make what is cached unfindable for later requests. Blocks lose their names when they are used for something else.
+    """Make what is cached unfindable for later requests. Blocks lose their hashes when they are used for something else.
 
-    Waiting sequences begin anew, so they get names of the new generation. A running one keeps the old names: its K/V are of both
-    generations, and no later request must find them.
+    Waiting sequences begin anew, with the new root. A running one keeps the root that it began with, even if it has no full
+    block yet: its K/V are of both generations, and no later request must find them.
     """
     cache = cast(PrefixCache | None, getattr(engine.scheduler.kv, "prefix_cache", None))
     if cache is None:
         return
     if not isinstance(cache.root, Generation):
         cache.root = Generation(cache.root)
+    for seq in engine.scheduler.running:
+        cache.root_of(seq)
     cache.root.number += 1
     for seq in engine.scheduler.waiting:
         if seq.prefix is not None:
+            seq.prefix.root = None
             seq.prefix.hashes.clear()
             seq.prefix.tokens.clear()

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 HERE = "folovllm.rollouts.routes"
 ROUTES = (
-    EngineRoute("/sleep", "POST", f"{HERE}:fall_asleep"),
-    EngineRoute("/wake_up", "POST", f"{HERE}:wake"),
+    EngineRoute("/sleep", "POST", f"{HERE}:post_sleep"),
+    EngineRoute("/wake_up", "POST", f"{HERE}:post_wake_up"),
     EngineRoute("/is_sleeping", "GET", f"{HERE}:is_sleeping"),
 )
 
 
-def fall_asleep(engine: LLMEngine, query: dict[str, str]) -> None:
+def post_sleep(engine: LLMEngine, query: dict[str, str]) -> None:
     """`/sleep?level=1`: free the cache and the weights (`sleep`). Raises ValueError as `sleep`."""
     level = query.get("level", "1")
     if level not in ("1", "2"):
@@ -26,7 +26,7 @@ def fall_asleep(engine: LLMEngine, query: dict[str, str]) -> None:
     sleep(engine, int(level))
 
 
-def wake(engine: LLMEngine, query: dict[str, str]) -> None:
+def post_wake_up(engine: LLMEngine, query: dict[str, str]) -> None:
     """`/wake_up`: allocate all again. Raises ValueError as `wake_up`."""
     wake_up(engine)
 

@@ -1,6 +1,6 @@
 """Sleep: an engine that is not needed gives its memory back, and wakes without a new start.
 
-A tensor keeps its place in the model, and its storage is emptied. So all views of it, in layers and in the loader's mapping, stay
+A tensor keeps its place in the model, and its storage is freed. So all views of it, in layers and in the loader's mapping, stay
 what they are. Captured steps have the addresses themselves: they are captured again.
 """
 
@@ -9,14 +9,13 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from folovllm.layers.attention import Attention
 from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM
-from folovllm.rollouts.weights import Weights, Worker, as_source, inner_runner, load_weights
+from folovllm.rollouts.weights import Weights, Worker, inner_runner, load_weights, readable
 from folovllm.worker.graph_runner import GraphRunner
 
 if TYPE_CHECKING:
@@ -24,18 +23,18 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Emptied:
-    """A storage that was emptied: how large it was, and a copy on the host, if there is one."""
+class FreedStorage:
+    """A storage that was freed: how large it was, and a copy on the host, if there is one."""
 
     storage: torch.UntypedStorage
     num_bytes: int
-    copy: torch.UntypedStorage | None
+    backup: torch.UntypedStorage | None
 
-    def fill(self) -> None:
+    def restore(self) -> None:
         """Allocate the storage again, and copy back what there is."""
         self.storage.resize_(self.num_bytes)
-        if self.copy is not None:
-            self.storage.copy_(self.copy)
+        if self.backup is not None:
+            self.storage.copy_(self.backup)
 
 
 def sleep(engine: LLMEngine, level: int = 1) -> None:
@@ -54,7 +53,7 @@ def sleep(engine: LLMEngine, level: int = 1) -> None:
     engine.step()  # takes in a step whose requests were aborted
     if engine.setup.config.enable_prefix_caching:
         engine.reset_prefix_cache()
-    engine.executor.collective_rpc(empty, level)
+    engine.executor.collective_rpc(free_storages, level)
     engine.is_sleeping = True
 
 
@@ -62,47 +61,49 @@ def wake_up(engine: LLMEngine, weights: Weights | None = None) -> None:
     """Allocate all again. After level 2 the weights are loaded from where they came at the start, or are those given here.
 
     Raises:
-        ValueError: the engine does not sleep; or the weights do not fit, and it sleeps on.
+        ValueError: the engine does not sleep; or the weights do not fit, and it sleeps on. Some may have been copied by then, so
+            the next call loads all weights, as after level 2.
     """
-    engine.require_open()
-    if not engine.is_sleeping:
-        raise ValueError("the engine does not sleep")
-    source = None if weights is None else as_source(engine, weights, Path())
-    engine.executor.collective_rpc(fill, source)
-    engine.is_sleeping = False
+    with readable(engine, weights) as source:
+        engine.require_open()
+        if not engine.is_sleeping:
+            raise ValueError("the engine does not sleep")
+        engine.executor.collective_rpc(restore_storages, source)
+        engine.is_sleeping = False
 
 
-def empty(worker: Worker, level: int) -> None:
-    """Empty the storages of a rank's model and cache."""
+def free_storages(worker: Worker, level: int) -> None:
+    """Free the storages of a rank's model, its cache and its states."""
     runner = inner_runner(worker)
-    on_device = worker_is_on_gpu(worker)
+    on_device = runner.kv_cache.is_cuda
     with worker.current:
         if isinstance(worker.runner, GraphRunner):
             worker.runner.forget_graphs()
-        kept = set() if level == 2 else {*map(key_of, runner.model.parameters())}
-        emptied = []
+        freed = []
         for tensor in tensors_of(runner.model):
             storage = tensor.untyped_storage()
-            discarded = isinstance(tensor, torch.nn.Parameter) and key_of(tensor) not in kept
+            discarded = level == 2 and isinstance(tensor, torch.nn.Parameter)
             if on_device or discarded:
-                emptied.append(Emptied(storage, storage.nbytes(), None if discarded else storage.cpu()))
-        cache = runner.kv_cache.untyped_storage()
-        emptied.append(Emptied(cache, cache.nbytes(), None))
-        for each in emptied:
+                freed.append(FreedStorage(storage, storage.nbytes(), None if discarded else storage.cpu()))
+        for tensor in (runner.kv_cache, *runner.states.tensors):
+            storage = tensor.untyped_storage()
+            freed.append(FreedStorage(storage, storage.nbytes(), None))
+        for each in freed:
             each.storage.resize_(0)
-        worker.state["emptied"], worker.state["level"] = emptied, level
+        worker.state["freed"], worker.state["must_load"] = freed, level == 2
         gc.collect()
         if on_device:
             torch.cuda.empty_cache()
 
 
-def fill(worker: Worker, weights: Any) -> None:
-    """Allocate the storages of a rank again, fill them, and capture steps anew."""
+def restore_storages(worker: Worker, weights: Any) -> None:
+    """Allocate the storages of a rank again, fill them, and capture steps anew. The copies on the host are freed at the end."""
     runner = inner_runner(worker)
     with worker.current:
-        for each in worker.state["emptied"]:
-            each.fill()
-        if worker.state["level"] == 2 or weights is not None:
+        for each in worker.state["freed"]:
+            each.restore()
+        if worker.state["must_load"] or weights is not None:
+            worker.state["must_load"] = True  # if this or another rank fails, the next call finds mixed weights
             load_weights(worker, weights)
         else:
             for layer in runner.model.model.layers:
@@ -110,11 +111,7 @@ def fill(worker: Worker, weights: Any) -> None:
         if isinstance(worker.runner, GraphRunner):
             worker.runner.forget_graphs()
             worker.runner.capture_again()
-
-
-def worker_is_on_gpu(worker: Worker) -> bool:
-    """Whether the rank's device has memory of its own."""
-    return inner_runner(worker).kv_cache.is_cuda
+    worker.state["freed"] = []
 
 
 def key_of(tensor: torch.Tensor) -> int:

@@ -21,7 +21,7 @@ Compute = Callable[..., torch.Tensor]
 def in_tiles(function: Compute, rows: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
     """Return `function(rows, *others)`, computed over `ROWS` of `rows` [T, ...] at a time; the last tile is padded with zeros.
 
-    `function` must treat rows independently. Under autograd the result has gradients (`Exactly`).
+    `function` must treat rows independently. Under autograd the result has gradients (`PlainBackward`).
     """
 
     def tiled(rows: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
@@ -29,18 +29,18 @@ def in_tiles(function: Compute, rows: torch.Tensor, *others: torch.Tensor) -> to
         padded = F.pad(rows, [0, 0] * (rows.dim() - 1) + [0, -count % ROWS])
         return torch.cat([function(tile, *others) for tile in padded.split(ROWS)])[:count]
 
-    return exactly(tiled, function, rows, *others)
+    return with_plain_backward(tiled, function, rows, *others)
 
 
-def exactly(forward: Compute, plain: Compute, *tensors: torch.Tensor) -> torch.Tensor:
+def with_plain_backward(forward: Compute, plain: Compute, *tensors: torch.Tensor) -> torch.Tensor:
     """Return `forward(*tensors)`; its gradients, if somebody wants them, are those of `plain`, the same function in one piece."""
     if not torch.is_grad_enabled():
         return forward(*tensors)
-    result: torch.Tensor = Exactly.apply(forward, plain, *tensors)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = PlainBackward.apply(forward, plain, *tensors)  # type: ignore[no-untyped-call]
     return result
 
 
-class Exactly(torch.autograd.Function):
+class PlainBackward(torch.autograd.Function):
     """Goes forward in tiles and back in one piece: gradients need not be the engine's bits, and large products are fast.
 
     The way back computes `plain` once more, so that nothing but the inputs is kept.

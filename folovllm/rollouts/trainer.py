@@ -10,10 +10,11 @@ import torch
 from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.layer_set import LayerSet
 from folovllm.llm import LLM
-from folovllm.models.loader import checkpoint_places, load_model
+from folovllm.models.loader import load_model
 from folovllm.models.registry import build_model
 from folovllm.rollouts.attention import TrainingBackend
 from folovllm.rollouts.layers import invariant_layers
+from folovllm.rollouts.weights import weights_of
 from folovllm.worker.native_model import attention_layers
 
 
@@ -62,7 +63,7 @@ class Policy:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the weights by the checkpoint's names, as `LLM.update_weights` takes them. They are views, not copies."""
-        return {name: place.view for name, place in checkpoint_places(self.model).items()}
+        return weights_of(self.model)
 
 
 def batch_of(sequences: Sequence[Sequence[int]], device: torch.device) -> ForwardBatch:

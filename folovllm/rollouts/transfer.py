@@ -28,7 +28,7 @@ def receive_weights(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield names and tensors that rank `src` broadcasts, one at a time, so that no second copy of the model is held.
 
-    All of them must be taken, or the sender waits.
+    All of them must be taken, or the sender waits. `update_weights` takes the rest even if it fails.
     """
     received: list[Header] = [[]]
     dist.broadcast_object_list(received, src, group)

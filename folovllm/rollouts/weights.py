@@ -6,7 +6,8 @@ The names are those of the checkpoint. Packed layers and ranks take their parts 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,8 +15,9 @@ import torch
 from safetensors.torch import save_file
 
 from folovllm.layers.linear import LinearBase, Plain
+from folovllm.models.gemma3 import Gemma3RMSNorm
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.models.loader import SINGLE, Tensors, checkpoint_places
+from folovllm.models.loader import SINGLE, Tensors, checkpoint_places, take_place
 from folovllm.outputs import RequestOutput
 from folovllm.rollouts.generation import next_generation
 from folovllm.worker.gpu_worker import GPUWorker
@@ -33,6 +35,8 @@ InFlight = Literal["wait", "abort", "keep"]  # vLLM's words
 def update_weights(engine: LLMEngine, weights: Weights, in_flight: InFlight = "wait") -> list[RequestOutput]:
     """Give the model other weights, all of them, and begin a new generation of cached prefixes.
 
+    Whatever happens, later requests find no K/V of before: a failure may leave some of the weights changed.
+
     Args:
         weights: a folder with a checkpoint, or tensors by the checkpoint's names, on any device and in any float dtype. What is
             iterated over may come from elsewhere, one tensor at a time (`folovllm.rollouts.transfer`).
@@ -43,16 +47,34 @@ def update_weights(engine: LLMEngine, weights: Weights, in_flight: InFlight = "w
         The outputs that "wait" and "abort" produced meanwhile.
 
     Raises:
-        ValueError: weights are missing, left over, or of another shape. Some may have been copied by then: update again.
+        ValueError: weights are missing, left over, or of another shape. Some may have been copied by then: update again. Of a
+            mapping, what is missing or of another shape is found before anything is changed or ended.
     """
-    if in_flight not in ("wait", "abort", "keep"):
-        raise ValueError(f'in_flight must be "wait", "abort" or "keep", not {in_flight!r}')
-    require_awake(engine)
-    outputs = end_requests(engine, in_flight)
-    with tempfile.TemporaryDirectory() as folder:
-        engine.executor.collective_rpc(load_weights, as_source(engine, weights, Path(folder)))
-    next_generation(engine)
+    with readable(engine, weights) as source:
+        if in_flight not in ("wait", "abort", "keep"):
+            raise ValueError(f'in_flight must be "wait", "abort" or "keep", not {in_flight!r}')
+        require_awake(engine)
+        if isinstance(weights, Mapping) and engine.setup.config.tensor_parallel_size == 1:
+            engine.executor.collective_rpc(require_fitting, {name: tensor.shape for name, tensor in weights.items()})
+        outputs = end_requests(engine, in_flight)
+        try:
+            engine.executor.collective_rpc(load_weights, source)
+        finally:
+            next_generation(engine)
     return outputs
+
+
+def require_fitting(worker: Worker, shapes: dict[str, torch.Size]) -> None:
+    """Raise ValueError if weights of these shapes leave one of a rank's unfilled, or one does not fit. Quantized ones may differ."""
+    model = inner_runner(worker).model
+    if is_quantized(model):
+        return
+    places = checkpoint_places(model)
+    for given_name, shape in shapes.items():
+        if (name := model.own_name(given_name)) in places:
+            take_place(name, shape, places)
+    if places:
+        raise ValueError(f"the given weights lacks {', '.join(sorted(places)[:5])}")
 
 
 def require_awake(engine: LLMEngine) -> None:
@@ -72,15 +94,27 @@ def end_requests(engine: LLMEngine, in_flight: InFlight) -> list[RequestOutput]:
     return outputs
 
 
-def as_source(engine: LLMEngine, weights: Weights, folder: Path) -> Path | list[tuple[str, torch.Tensor]] | Tensors:
-    """Return the weights as every rank can read them: several ranks in processes of their own read a file in `folder`."""
-    if isinstance(weights, str | Path):
-        return Path(weights)
-    named = weights.items() if isinstance(weights, Mapping) else weights
-    if engine.setup.config.tensor_parallel_size == 1:
-        return named
-    save_file({name: tensor.detach().contiguous().cpu() for name, tensor in named}, folder / SINGLE)
-    return folder
+@contextmanager
+def readable(engine: LLMEngine, weights: Weights | None) -> Iterator[Path | Tensors | None]:
+    """Yield the weights as every rank can read them: several ranks in processes of their own read a file.
+
+    After a failure the rest of an iterator is taken, for who sends it waits until all is received (`folovllm.rollouts.transfer`).
+    """
+    if weights is None or isinstance(weights, str | Path):
+        yield None if weights is None else Path(weights)
+        return
+    named = iter(weights.items() if isinstance(weights, Mapping) else weights)
+    try:
+        if engine.setup.config.tensor_parallel_size == 1:
+            yield named
+            return
+        with tempfile.TemporaryDirectory() as folder:
+            save_file({name: tensor.detach().contiguous().cpu() for name, tensor in named}, Path(folder) / SINGLE)
+            yield Path(folder)
+    except Exception:
+        for _ in named:
+            pass
+        raise
 
 
 def load_weights(worker: Worker, weights: Path | Tensors | None) -> None:
@@ -116,7 +150,7 @@ def get_weights(engine: LLMEngine) -> dict[str, torch.Tensor]:
     Where a norm was folded into the product behind it, so it is here: the norm's weights are ones.
 
     Raises:
-        ValueError: the model is in several parts, quantized or not ours.
+        ValueError: the model is in several parts, quantized or not ours, or its norms are not as the checkpoint has them.
     """
     require_awake(engine)
     if engine.setup.config.tensor_parallel_size > 1:
@@ -126,11 +160,23 @@ def get_weights(engine: LLMEngine) -> dict[str, torch.Tensor]:
 
 
 def own_weights(worker: Worker) -> dict[str, torch.Tensor]:
-    """Return the weights of a rank's model. Raises ValueError if they are quantized, or not ours."""
+    """Return the weights of a rank's model. Raises ValueError if they are not those of a checkpoint, or not ours."""
     model = inner_runner(worker).model
-    if any(not isinstance(m.linear_method, Plain) for m in linear_layers(model)):
+    if is_quantized(model):
         raise ValueError("get_weights: quantized weights are kept in another form than the checkpoint's: read that")
+    if any(isinstance(module, Gemma3RMSNorm) for module in model.modules()):
+        raise ValueError("get_weights: this model adds 1 to the norms of its checkpoint: read that")
+    return weights_of(model)
+
+
+def weights_of(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
+    """Return a model's parameters, as they are, by the checkpoint's names. They are views, not copies."""
     return {name: place.view for name, place in checkpoint_places(model).items()}
+
+
+def is_quantized(model: LlamaForCausalLM) -> bool:
+    """Return whether a linear layer keeps its weights in another form than plain floats."""
+    return any(not isinstance(layer.linear_method, Plain) for layer in linear_layers(model))
 
 
 def linear_layers(model: LlamaForCausalLM) -> Iterable[LinearBase]:

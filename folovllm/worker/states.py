@@ -25,7 +25,7 @@ class StatePool:
         slots = self._first_snapshot + setup.num_snapshots
         shapes = layers[0].state_shapes() if layers else ()
         try:
-            self._tensors = [
+            self.tensors = [
                 torch.zeros(len(layers), slots, *shape, dtype=dtype, device=setup.device) for shape, dtype in shapes
             ]  # [L, slots, ...]
         except RuntimeError as error:
@@ -33,12 +33,12 @@ class StatePool:
                 f"there is no memory for the states of {slots - 1} sequences and snapshots: lower max_num_seqs or num_snapshots"
             ) from error
         for i, layer in enumerate(layers):
-            layer.states = tuple(tensor[i] for tensor in self._tensors)
+            layer.states = tuple(tensor[i] for tensor in self.tensors)
 
     @property
     def num_bytes(self) -> int:
         """The memory of all slots."""
-        return sum(tensor.nbytes for tensor in self._tensors)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
     def load(self, copies: Int32) -> None:
         """Copy snapshots to rows, before a step. `copies`: `PackedStep.states`."""
@@ -53,8 +53,8 @@ class StatePool:
     def _copy(self, source: Int32, target: Int32) -> None:
         if not len(source):
             return
-        device = self._tensors[0].device
+        device = self.tensors[0].device
         at = torch.from_numpy(np.stack([source, target]).astype(np.int64))
         at = at.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else at
-        for tensor in self._tensors:
+        for tensor in self.tensors:
             tensor[:, at[1]] = tensor[:, at[0]]

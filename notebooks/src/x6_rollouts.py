@@ -265,7 +265,7 @@ assert asleep == 0
 # |---|---|---|
 # | batch invariance | tiles of one size, in torch | kernels of its own |
 # | stale prefixes | a generation in the hash | the cache is emptied at a pause |
-# | sleep | storages are emptied, graphs captured again | memory is unmapped, graphs survive |
+# | sleep | storages are freed, graphs captured again | memory is unmapped, graphs survive |
 #
 # ## Where you are
 #

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from folovllm import LLM, SamplingParams
 from folovllm.rollouts.trainer import Policy
 from tests.helpers import tiny_checkpoint
+from tests.x5.checkpoints import hybrid_checkpoint
 
 MAX_MODEL_LEN = 96
 Answer = tuple[list[int], list[float]]  # tokens and their log-probabilities
@@ -125,3 +126,8 @@ def test_the_trainers_gradients_are_those_of_plain_layers(alone: LLM) -> None:
 def test_what_breaks_the_promise_is_refused(overrides: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         engine(**overrides)
+
+
+def test_layers_of_linear_attention_are_refused() -> None:
+    with pytest.raises(ValueError, match="layers of linear attention are not supported: take another model"):
+        LLM(str(hybrid_checkpoint()), batch_invariant=True, device="cpu", use_tqdm=False)

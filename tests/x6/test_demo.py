@@ -60,6 +60,20 @@ def test_an_interrupted_demo_keeps_what_it_has(
     assert "ended early" in capsys.readouterr().out
 
 
+def test_threads_are_as_before_after_an_interruption() -> None:
+    before = torch.get_num_threads()
+    with pytest.raises(KeyboardInterrupt), demo.all_cores():
+        torch.set_num_threads(before + 1)
+        raise KeyboardInterrupt
+    assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(("field", "value"), [("groups", 9), ("groups", 0), ("answers", 0), ("iterations", 0)])
+def test_numbers_with_which_it_cannot_run_are_refused(field: str, value: int) -> None:
+    with pytest.raises(ValueError, match=rf"{field} must be .*not {value}"):
+        Options(**{field: value})
+
+
 def test_a_group_is_aborted_as_one() -> None:
     """`n` rollouts of a prompt are one request: when nobody needs them any more, one call ends all of them."""
     with LLM(device="cpu", use_tqdm=False, max_num_seqs=8, num_kv_blocks=300) as llm:

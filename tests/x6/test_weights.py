@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from folovllm import LLM, SamplingParams
 from tests.helpers import tiny_checkpoint
+from tests.x5.checkpoints import hybrid_checkpoint
 
 PROMPT = list(range(1, 60))
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -129,6 +131,87 @@ def test_what_is_missing_or_of_another_shape_is_named(checkpoints: tuple[Path, P
             llm.update_weights(weights | {"model.norm.weight": norm[1:]})
         llm.update_weights(weights | {"model.norm.weight": norm})
         tokens(llm)
+
+
+@pytest.mark.parametrize("num_prompt_tokens", [3, 14])
+def test_blocks_that_a_running_request_fills_later_keep_its_generation(
+    checkpoints: tuple[Path, Path], num_prompt_tokens: int
+) -> None:
+    """It has no full block yet when the weights change, so no hash: K/V of both weights get a name afterwards."""
+    first, other = checkpoints
+    with engine(first) as llm:
+        llm.engine.add_request("a", PROMPT[:num_prompt_tokens], GREEDY, stream=False)
+        llm.engine.step()
+        llm.engine.step()
+        outputs = llm.update_weights(other, in_flight="keep")
+        while llm.engine.has_unfinished_requests():
+            outputs += llm.engine.step()
+        (output,) = [o.outputs[0] for o in outputs if o.finished]
+        continued = [*PROMPT[:num_prompt_tokens], *output.token_ids]
+        before = llm.engine.prefix_cache_stats().tokens_hit
+        found = tokens(llm, continued)
+        assert llm.engine.prefix_cache_stats().tokens_hit == before
+        with engine(other) as fresh:
+            assert found == tokens(fresh, continued)
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "abort"])
+def test_weights_that_do_not_fit_end_no_request(checkpoints: tuple[Path, Path], in_flight: str) -> None:
+    weights = load_file(checkpoints[0] / "model.safetensors")
+    with engine(checkpoints[0]) as llm:
+        expected = tokens(llm)
+        llm.engine.add_request("a", PROMPT, GREEDY, stream=False)
+        llm.engine.step()
+        for wrong in ({}, {**weights, "model.norm.weight": torch.ones(3)}):
+            with pytest.raises(ValueError, match=r"lacks|has shape"):
+                llm.update_weights(wrong, in_flight=in_flight)
+        outputs: list[Any] = []
+        while llm.engine.has_unfinished_requests():
+            outputs += llm.engine.step()
+        assert [list(o.outputs[0].token_ids) for o in outputs if o.finished] == [expected]
+
+
+def test_after_a_failed_update_no_older_prefix_is_found(checkpoints: tuple[Path, Path]) -> None:
+    """What was copied before the failure stays."""
+    first, other = checkpoints
+    weights = load_file(other / "model.safetensors")
+    del weights["model.norm.weight"]
+    with engine(first) as llm:
+        before = tokens(llm)
+        with pytest.raises(ValueError, match=r"lacks model\.norm\.weight"):
+            llm.update_weights(iter(weights.items()))
+        assert tokens(llm) != before
+        assert llm.engine.prefix_cache_stats().tokens_hit == 0
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_5_text"])
+def test_norms_that_are_kept_in_another_form_are_not_handed_out(family: str) -> None:
+    path = tiny_checkpoint(family) if family == "gemma3_text" else hybrid_checkpoint(family)
+    with engine(path) as llm:
+        before = tokens(llm)
+        with pytest.raises(ValueError, match="adds 1 to the norms"):
+            llm.get_weights()
+        llm.update_weights(path)
+        assert tokens(llm) == before
+
+
+@pytest.mark.parametrize("fails", ["it holds what has no place", "the mode is unknown", "the engine sleeps"])
+def test_the_rest_is_received_after_a_failure(checkpoints: tuple[Path, Path], fails: str) -> None:
+    """Who broadcasts waits until everything is taken."""
+    weights = load_file(checkpoints[0] / "model.safetensors")
+    taken = []
+
+    def received() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in ({"nobody": torch.ones(1)} | weights if fails.startswith("it") else weights).items():
+            yield name, tensor
+            taken.append(name)
+
+    with engine(checkpoints[0]) as llm:
+        if fails == "the engine sleeps":
+            llm.sleep()
+        with pytest.raises(ValueError, match=r"no place|in_flight|sleeps"):
+            llm.update_weights(received(), in_flight="later" if "mode" in fails else "wait")
+    assert taken[-len(weights) :] == list(weights)
 
 
 TRAINER = """
