@@ -13,7 +13,7 @@ import argparse
 import torch
 
 from folovllm.hybrid.delta_rule import delta_rule as in_torch
-from folovllm.hybrid.delta_rule import unit
+from folovllm.hybrid.delta_rule import l2norm
 from folovllm.hybrid.kernels.delta_rule import DeltaHeads, delta_rule
 from folovllm.hybrid.kernels.gated_norm import gated_norm
 from folovllm.hybrid.kernels.short_conv import short_conv
@@ -83,7 +83,7 @@ def check(tokens: int = 300) -> None:
     layers = Layers(1, tokens)
     a, b, decay, bias = layers.gates
     query, key, value = layers.mixed.float().split([2048, 2048, 4096], 1)
-    query, key = (unit(x.view(-1, 16, 128)).repeat_interleave(2, 1) for x in (query, key))
+    query, key = (l2norm(x.view(-1, 16, 128)).repeat_interleave(2, 1) for x in (query, key))
     g = -decay.exp() * torch.nn.functional.softplus(a.float() + bias)
     beta, value = b.float().sigmoid(), value.reshape(-1, 32, 128)
     expected, state = in_torch(torch.zeros_like(layers.state[0, 0]), query * 128**-0.5, key, value, g, beta)
