@@ -74,8 +74,8 @@ def linear_layer(kind: type[GatedDeltaNet]) -> Callable[..., GatedDeltaNet]:
 class HybridForCausalLM(LlamaForCausalLM):
     """A causal LM whose `layer_types` chooses linear or full attention for each layer. Subclasses set `linear_class`.
 
-    Checkpoints call linear attention `linear_attn`; here it stands where attention does. Heads for multi-token prediction
-    (`mtp`) and what reads images (`visual`) are left in the file.
+    Checkpoints call linear attention `linear_attn`; here it stands where attention does. The weights of
+    multi-token prediction (`mtp`) and of the vision encoder (`visual`) are not loaded.
     """
 
     attention_class = GatedAttention

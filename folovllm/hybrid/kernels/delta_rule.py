@@ -1,7 +1,7 @@
 """The gated delta rule over a ragged batch: a kernel for decodes, and one for several tokens, chunk by chunk.
 
-In torch they are `hybrid.delta_rule.delta_rule_step` and `delta_rule_chunk`, which explain what is computed. A program has some
-columns of one head's state, for the columns of a state never meet: the answer for a key is computed column by column.
+In torch they are `hybrid.delta_rule.delta_rule_step` and `delta_rule_chunk`, which explain what is computed. A program
+computes some columns of one head's state and needs no others: the answer for a key is computed column by column.
 """
 
 from __future__ import annotations
