@@ -13,7 +13,7 @@ import argparse
 import torch
 
 from folovllm.hybrid.delta_rule import delta_rule as in_torch
-from folovllm.hybrid.delta_rule import unit
+from folovllm.hybrid.delta_rule import l2norm
 from folovllm.hybrid.kernels.delta_rule import DeltaHeads, delta_rule
 from folovllm.hybrid.kernels.gated_norm import gated_norm
 from folovllm.hybrid.kernels.short_conv import short_conv
@@ -81,10 +81,10 @@ def prompts(count: int, tokens: int) -> None:
 def check(tokens: int = 300) -> None:
     """Print how far the kernel for prompts is from the torch form in float32, as a share of the largest output."""
     layers = Layers(1, tokens)
-    a, b, decay, bias = layers.gates
+    a, b, A_log, dt_bias = layers.gates
     query, key, value = layers.mixed.float().split([2048, 2048, 4096], 1)
-    query, key = (unit(x.view(-1, 16, 128)).repeat_interleave(2, 1) for x in (query, key))
-    g = -decay.exp() * torch.nn.functional.softplus(a.float() + bias)
+    query, key = (l2norm(x.view(-1, 16, 128)).repeat_interleave(2, 1) for x in (query, key))
+    g = -A_log.exp() * torch.nn.functional.softplus(a.float() + dt_bias)
     beta, value = b.float().sigmoid(), value.reshape(-1, 32, 128)
     expected, state = in_torch(torch.zeros_like(layers.state[0, 0]), query * 128**-0.5, key, value, g, beta)
     actual = layers.delta(0).float()

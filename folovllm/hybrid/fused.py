@@ -1,6 +1,8 @@
-"""Gated DeltaNet by kernels: a decode launches three between its projections, and no step waits for a number that the device knows."""
+"""Gated DeltaNet with Triton kernels: three launches per decode between the projections, and no host-device synchronization."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -10,19 +12,26 @@ from folovllm.hybrid.gated_delta_net import GatedDeltaNet, GatedRMSNorm, Qwen3Ne
 from folovllm.hybrid.kernels.delta_rule import DeltaHeads, delta_rule
 from folovllm.hybrid.kernels.gated_norm import gated_norm
 from folovllm.hybrid.kernels.short_conv import short_conv
+from folovllm.layers.layer_set import LayerSet
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class FusedGatedDeltaNet(GatedDeltaNet):
     """Convolves and applies the delta rule to the whole batch at once."""
 
-    def mix(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """As `GatedDeltaNet`, but in the dtype of the model."""
+    def __init__(self, config: PretrainedConfig, layers: LayerSet) -> None:
+        super().__init__(config, layers)
+        self.heads = DeltaHeads(self.num_k_heads, self.num_v_heads, self.k_dim, self.v_dim)
+
+    def forward_core(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Convolve and apply the delta rule to all sequences at once: [T, C] -> [T, Hv, Dv] in the dtype of the model."""
         assert batch.rows is not None
         conv, state = self.states
         shape = batch.query_start_loc, batch.seq_lens, batch.rows, batch.num_decodes
         mixed = short_conv(qkv, conv, self.conv1d.weight, *shape, batch.max_query_len)
-        heads = DeltaHeads(self.num_k_heads, self.num_v_heads, self.k_dim, self.v_dim)
-        return delta_rule(mixed, (a, b, self.A_log, self.dt_bias), state, heads, *shape)
+        return delta_rule(mixed, (a, b, self.A_log, self.dt_bias), state, self.heads, *shape)
 
 
 class FusedQwen3NextGatedDeltaNet(FusedGatedDeltaNet, Qwen3NextGatedDeltaNet):

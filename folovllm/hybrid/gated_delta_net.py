@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from folovllm.forward_batch import ForwardBatch
-from folovllm.hybrid.delta_rule import delta_rule, delta_rule_step, unit
+from folovllm.hybrid.delta_rule import delta_rule, delta_rule_step, l2norm
 from folovllm.hybrid.short_conv import convolve
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
-from folovllm.layers.state_layer import Shape, StateLayer, begins
+from folovllm.layers.state_layer import Shape, StateLayer, lacks_initial_state
 from folovllm.layers.unsupported import UnsupportedModel
 
 if TYPE_CHECKING:
@@ -88,18 +88,18 @@ class GatedDeltaNet(StateLayer):
         )
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """[T, H] -> [T, H]. The states of the batch's sequences are those after their last new tokens afterwards."""
+        """[T, H] -> [T, H]. Updates the states of the batch's sequences in place."""
         qkv, z, b, a = self.project(x)
-        out = self.norm(self.mix(qkv, b, a, batch), z)
+        out = self.norm(self.forward_core(qkv, b, a, batch), z)
         return self.out_proj(out.flatten(1))
 
-    def mix(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def forward_core(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Convolve and apply the delta rule, sequence by sequence, decodes all at once: [T, C] -> [T, Hv, Dv] float32.
 
         The one step here that kernels replace.
         """
         assert batch.rows is not None
-        rows, fresh = batch.rows.long(), begins(batch)
+        rows, fresh = batch.rows.long(), lacks_initial_state(batch)
         n, outputs = batch.num_decodes, []
         if n:
             outputs.append(self.decode(qkv[:n], b[:n], a[:n], rows[:n], fresh[:n]))
@@ -139,7 +139,7 @@ class GatedDeltaNet(StateLayer):
         query, key, value = mixed.split(self.sizes, dim=1)
         groups = self.num_v_heads // self.num_k_heads
         query, key = (
-            unit(x.unflatten(1, (self.num_k_heads, self.k_dim))).repeat_interleave(groups, 1) for x in (query, key)
+            l2norm(x.unflatten(1, (self.num_k_heads, self.k_dim))).repeat_interleave(groups, 1) for x in (query, key)
         )
         return query * self.k_dim**-0.5, key, value.unflatten(1, (self.num_v_heads, self.v_dim))
 

@@ -72,10 +72,10 @@ def linear_layer(kind: type[GatedDeltaNet]) -> Callable[..., GatedDeltaNet]:
 
 
 class HybridForCausalLM(LlamaForCausalLM):
-    """The frame with two kinds of layers, after `layer_types`. A family names its kind of linear attention.
+    """A causal LM whose `layer_types` chooses linear or full attention for each layer. Subclasses set `linear_class`.
 
-    Checkpoints call linear attention `linear_attn`; here it stands where attention does. Heads for multi-token prediction
-    (`mtp`) and what reads images (`visual`) are left in the file.
+    Checkpoints call linear attention `linear_attn`; here it stands where attention does. The weights of
+    multi-token prediction (`mtp`) and of the vision encoder (`visual`) are not loaded.
     """
 
     attention_class = GatedAttention
@@ -90,7 +90,8 @@ class HybridForCausalLM(LlamaForCausalLM):
 
             layers = layers.having(DELTA_KERNELS)
         norms = {RMSNorm: lambda size, eps: layers.make(Gemma3RMSNorm, size, eps)}
-        # A norm's weights cannot move into the projections of a linear layer, whose gates must not be scaled late.
+        # Keep the plain decoder layer. The fused one folds the norm into the projections and scales their outputs later;
+        # the gates b and a cannot be scaled later.
         places: dict[Any, Any] = {LlamaModel: HybridModel, LlamaDecoderLayer: LlamaDecoderLayer}
         super().__init__(config, layers.having({**places, **norms}), max_model_len)
 

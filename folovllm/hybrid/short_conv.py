@@ -1,6 +1,7 @@
 """The short convolution: before linear attention each channel mixes the last K tokens, K being 4 or so.
 
-A state has no positions. The convolution gives it some sense of order, and its own state is small: the last K - 1 inputs.
+A state stores no positions, and a key does not say which token stood next to it. The convolution mixes neighbours into each token.
+Its own state is small: the last K - 1 inputs.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Of K/V any full block can be shared, for it holds each token by itself. A state holds all tokens so far in one, and the next
 token changes it. So a sequence can only go on from a state that somebody copied when it was there: a *snapshot*, taken every
-`interval` tokens at the end of a block. It belongs to that block, is found by its name, and goes when the block goes.
+`interval` tokens at the end of a block. It belongs to that block, is found by its serial, and is evicted with it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Snapshot:
     slot: int  # where it is on the device
     num_tokens: int
     last_used: int  # when it was taken or a sequence last began with it, on a clock that counts admissions
+    serial: int  # of the block at whose end it was taken
 
 
 def snapshot_to_evict(snapshots: Iterable[Snapshot]) -> Snapshot:
@@ -39,10 +40,9 @@ def snapshot_to_evict(snapshots: Iterable[Snapshot]) -> Snapshot:
 class SnapshotCache:
     """Snapshots by the block at whose end they were taken.
 
-    A block's `serial` names its contents and all before it, and no publication has that of another one. So a snapshot that
-    is found by the serial of a block belongs to the very prefix that this block ends.
+    Serials are never reused, so a snapshot found by a block's serial belongs to exactly the prefix that ends with this block.
 
-    Invariant: each slot is free, or was taken (`take`) for a step that is being scheduled or is under way, or has a snapshot.
+    Invariant: each slot is free, or is allocated for a step that is being scheduled or in flight, or holds a snapshot.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -66,35 +66,34 @@ class SnapshotCache:
                 return blocks[:count], snapshot
         return [], None
 
-    def take(self) -> int | None:
+    def allocate(self) -> int | None:
         """A slot for a new snapshot: a free one, else that of a snapshot that is evicted. None if all are taken for steps under way."""
         if not self._free:
             if not self._by_serial:
                 return None
-            chosen = snapshot_to_evict(self._by_serial.values())
-            self.forget(next(serial for serial, snapshot in self._by_serial.items() if snapshot is chosen))
+            self.evict(snapshot_to_evict(self._by_serial.values()).serial)
         return self._free.pop()
 
-    def give_back(self, slot: int) -> None:
-        """Take back a slot that gets no snapshot after all."""
+    def free(self, slot: int) -> None:
+        """Free a slot that holds no snapshot, or none any more."""
         self._free.append(slot)
 
-    def publish(self, slot: int, num_tokens: int, serial: int) -> None:
+    def cache_snapshot(self, slot: int, num_tokens: int, serial: int) -> None:
         """Let others begin with the snapshot in `slot`, which was taken at the end of the block with this `serial`.
 
         If the block has a snapshot already, as when two sequences with one prompt run side by side, that stays and the slot is
-        given back.
+        freed.
         """
         if serial in self._by_serial:
-            self.give_back(slot)
+            self.free(slot)
         else:
-            self._by_serial[serial] = Snapshot(slot, num_tokens, self.clock)
+            self._by_serial[serial] = Snapshot(slot, num_tokens, self.clock, serial)
 
-    def forget(self, serial: int) -> None:
+    def evict(self, serial: int) -> None:
         """Evict the snapshot of a block, if it has one."""
         snapshot = self._by_serial.pop(serial, None)
         if snapshot is not None:
-            self.give_back(snapshot.slot)
+            self.free(snapshot.slot)
 
 
 class SnapshotPrefixCache(PrefixCache):
@@ -106,7 +105,7 @@ class SnapshotPrefixCache(PrefixCache):
 
     def forget(self, block: Block) -> None:
         """Evict what a block holds, and its snapshot."""
-        self._snapshots.forget(block.serial)
+        self._snapshots.evict(block.serial)
         super().forget(block)
 
 
@@ -136,12 +135,12 @@ class SnapshotBlockManager(PrefixCachingBlockManager):
         return blocks
 
     def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> bool:
-        """As `PrefixCachingBlockManager`. Where the step ends at a border, also find a slot for its snapshot."""
+        """Allocate blocks, and a slot for a snapshot where the step ends at a border. False if there are too few blocks."""
         if not super().allocate_slots(seq, num_new_tokens):
             return False
         seq.save_state = NO_SNAPSHOT
         end = seq.num_computed_tokens + num_new_tokens
-        if end % self.interval == 0 and (slot := self.snapshots.take()) is not None:
+        if end % self.interval == 0 and (slot := self.snapshots.allocate()) is not None:
             seq.save_state = slot
             self._pending.setdefault(seq.seq_id, []).append((end, slot))
         return True
@@ -157,11 +156,11 @@ class SnapshotBlockManager(PrefixCachingBlockManager):
         pending, serials = self._pending.get(seq.seq_id, []), self.prefix_cache.serials(seq)
         while pending and pending[0][0] <= len(serials) * self.block_size:
             num_tokens, slot = pending.pop(0)
-            self.snapshots.publish(slot, num_tokens, serials[num_tokens // self.block_size - 1])
+            self.snapshots.cache_snapshot(slot, num_tokens, serials[num_tokens // self.block_size - 1])
 
     def free(self, seq: Sequence) -> None:
         """Take back what `seq` holds; snapshots that nobody could find yet are given up."""
         for _, slot in self._pending.pop(seq.seq_id, ()):
-            self.snapshots.give_back(slot)
+            self.snapshots.free(slot)
         seq.load_state = seq.save_state = NO_SNAPSHOT
         super().free(seq)

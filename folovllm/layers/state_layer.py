@@ -13,11 +13,11 @@ Shape = tuple[tuple[int, ...], torch.dtype]  # of one sequence's state
 
 
 class StateLayer(nn.Module, ABC):
-    """Reads the states of the sequences of a batch, and leaves the states after their last new tokens.
+    """Reads the states of a batch's sequences and updates them in place.
 
     A sequence's state is in the slot of its row, `batch.rows`, from its first step until it no longer runs. So no slot is
     handed out, and a preempted sequence gives its slot up with its row. What a slot holds belongs to the sequence only if it
-    has computed tokens (`begins`): else it is what another sequence left there, or it was never written.
+    has computed tokens (`lacks_initial_state`): else it is what another sequence left there, or it was never written.
     """
 
     states: tuple[
@@ -29,6 +29,9 @@ class StateLayer(nn.Module, ABC):
         """The tensors of one sequence's state."""
 
 
-def begins(batch: ForwardBatch) -> torch.Tensor:
-    """Whether each sequence of the batch starts with this step, [S] bool: its state is zero, whatever its slot holds. Padding starts, too."""
+def lacks_initial_state(batch: ForwardBatch) -> torch.Tensor:
+    """[S] bool: True where a sequence has computed nothing before this step, so its initial state is zero.
+
+    Padding counts as such.
+    """
     return batch.seq_lens - batch.query_start_loc.diff() <= 0

@@ -18,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from folovllm.sampling_row import MEMORY, RowField, SamplingUpdate, pack_rows
+from folovllm.sampling_row import Int32 as Int32  # for those who import it from here
 from folovllm.step.sampling_spec import SamplingSpec
 from folovllm.step.schedule import NO_SNAPSHOT, ScheduledSequence, SchedulerOutput, tokens_to_score
 
 if TYPE_CHECKING:
     import torch
 
-Int32 = npt.NDArray[np.int32]
 IN_FLIGHT = -1  # stands for a token that is on the device and not yet on the host
 NOTHING = -1
 IN_FLIGHT_TOKENS = np.array([IN_FLIGHT], np.int32)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-Int32 = npt.NDArray[np.int32]
+from folovllm.sampling_row import Int32
 
 
 @dataclass(slots=True, frozen=True, eq=False)

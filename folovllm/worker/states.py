@@ -14,8 +14,8 @@ from folovllm.step.packed import Int32
 class StatePool:
     """Slots for the states of all layers: one for each row, one for padding, then the snapshots.
 
-    A snapshot is a copy of a row's state after a step, from which another sequence may start. It counts from 0. Of a model
-    without such layers the pool is empty, and copies nothing.
+    A snapshot is a copy of a row's state after a step, from which another sequence may start. Snapshot indices
+    start at 0; snapshot i is in slot max_num_seqs + 1 + i. For a model without such layers the pool is empty and copies nothing.
     """
 
     def __init__(self, setup: EngineSetup, model: LlamaForCausalLM) -> None:

@@ -28,7 +28,7 @@ import torch
 
 from folovllm import LLM, SamplingParams
 from folovllm.hybrid import snapshots
-from folovllm.hybrid.delta_rule import delta_rule, delta_rule_chunk, delta_rule_step, unit
+from folovllm.hybrid.delta_rule import delta_rule, delta_rule_chunk, delta_rule_step, l2norm
 from folovllm.hybrid.short_conv import convolve
 from folovllm.hybrid.snapshots import SnapshotCache, snapshot_to_evict
 from folovllm.models.files import ASSETS
@@ -114,8 +114,8 @@ def attend(query, keys, values):
 
 state = torch.randn(1, HEADS, DIM, DIM)
 one = [
-    unit(torch.randn(1, HEADS, DIM)),
-    unit(torch.randn(1, HEADS, DIM)),
+    l2norm(torch.randn(1, HEADS, DIM)),
+    l2norm(torch.randn(1, HEADS, DIM)),
     torch.randn(1, HEADS, DIM),
     -torch.rand(1, HEADS),
     torch.rand(1, HEADS),
@@ -147,7 +147,7 @@ def remember(keys, values, delta):
 
 counts, wrong = [1, 8, 16, 32, 48, 64, 96, 128], {True: [], False: []}
 for n in counts:
-    keys, values = unit(torch.randn(n, DIM)), torch.randn(n, DIM)
+    keys, values = l2norm(torch.randn(n, DIM)), torch.randn(n, DIM)
     for delta in wrong:
         error = (remember(keys, values, delta) - values).square().mean() / values.square().mean()
         wrong[delta].append(error.item())
@@ -161,7 +161,7 @@ axis.axvline(DIM, color="gray", linestyle=":", label="dimensions of a key")
 axis.set(xlabel="pairs that were written", ylabel="share of the answers that is wrong")
 axis.legend(frameon=False)
 plt.show()
-again = unit(torch.randn(1, DIM)).repeat(2, 1)
+again = l2norm(torch.randn(1, DIM)).repeat(2, 1)
 old_and_new = torch.stack([torch.ones(DIM), -torch.ones(DIM)])
 print(
     f"one key, first with 1 and then with -1: the delta rule says {remember(again, old_and_new, True)[0, 0]:+.1f}, adding up says {remember(again, old_and_new, False)[0, 0]:+.1f}"
@@ -187,7 +187,7 @@ EXERCISES = {
     "x5.1": [delta_rule_step],
     "x5.2": [delta_rule_chunk],
     "x5.3": [convolve],
-    "x5.4": [SnapshotCache.longest_prefix, SnapshotCache.publish],
+    "x5.4": [SnapshotCache.longest_prefix, SnapshotCache.cache_snapshot],
     "x5.5": [snapshot_to_evict],
 }
 for id, functions in EXERCISES.items():
@@ -210,8 +210,8 @@ print(inspect.getdoc(delta_rule_step))
 # %%
 def tokens(n):
     return [
-        unit(torch.randn(n, HEADS, DIM)),
-        unit(torch.randn(n, HEADS, DIM)),
+        l2norm(torch.randn(n, HEADS, DIM)),
+        l2norm(torch.randn(n, HEADS, DIM)),
         torch.randn(n, HEADS, DIM),
         -0.1 * torch.rand(n, HEADS),
         torch.rand(n, HEADS),
@@ -244,13 +244,13 @@ assert fast < slow
 # %%
 fig, axis = plt.subplots(figsize=(7, 3), layout="constrained")
 for decay in (1.0, 0.99, 0.95, 0.8):
-    first = unit(torch.randn(1, 1, DIM))
+    first = l2norm(torch.randn(1, 1, DIM))
     S, value = torch.zeros(1, 1, DIM, DIM), torch.randn(1, 1, DIM)
     _, S = delta_rule_step(S, first, first, value, torch.zeros(1, 1), torch.ones(1, 1))
     left = []
     for _ in range(100):
         left.append(float((first[0, 0] @ S[0, 0]) @ value[0, 0] / value.square().sum()))
-        key = unit(torch.randn(1, 1, DIM))
+        key = l2norm(torch.randn(1, 1, DIM))
         _, S = delta_rule_step(
             S, key, key, torch.randn(1, 1, DIM), torch.tensor([[decay]]).log(), torch.full((1, 1), 0.2)
         )
@@ -362,7 +362,7 @@ OTHER = "Tom and his dog ran to the park. It was a hot day, so they sat under a 
 with LLM(milestone="m3", max_model_len=512, **MODEL) as llm:
     right = scored(llm, [OTHER, TEXT])
 with (
-    patch.object(gated_delta_net, "begins", lambda batch: torch.zeros(batch.num_seqs, dtype=torch.bool)),
+    patch.object(gated_delta_net, "lacks_initial_state", lambda batch: torch.zeros(batch.num_seqs, dtype=torch.bool)),
     LLM(milestone="m3", max_model_len=512, **MODEL) as llm,
 ):
     stale = scored(llm, [OTHER, TEXT])
@@ -382,10 +382,10 @@ def requests_found(rule):
                 block = snapshots.Block(0, serial=1)
                 found += cache.longest_prefix([block])[1] is not None
                 if 1 not in cache._by_serial:
-                    cache.publish(cache.take(), 512, 1)
+                    cache.cache_snapshot(cache.allocate(), 512, 1)
             else:
                 for i in range(5):
-                    cache.publish(cache.take(), 512 * (i + 1), 1000 * (request + 1) + i)
+                    cache.cache_snapshot(cache.allocate(), 512 * (i + 1), 1000 * (request + 1) + i)
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from folovllm.hybrid.delta_rule import CHUNK, delta_rule, delta_rule_chunk, delta_rule_step, unit
+from folovllm.hybrid.delta_rule import CHUNK, delta_rule, delta_rule_chunk, delta_rule_step, l2norm
 from tests.tiny import worked_case
 
 HALF = -0.6931472  # log(1/2)
@@ -19,7 +19,7 @@ def some(n: int, heads: int = 3, dk: int = 8, dv: int = 5, seed: int = 0) -> tup
         return torch.randn(*shape, generator=generator)
 
     gates = (-0.3 * torch.rand(n, heads, generator=generator), torch.rand(n, heads, generator=generator))
-    queries, keys = unit(normal(n, heads, dk)), unit(normal(n, heads, dk))
+    queries, keys = l2norm(normal(n, heads, dk)), l2norm(normal(n, heads, dk))
     return normal(heads, dk, dv), queries, keys, normal(n, heads, dv), *gates
 
 

@@ -28,7 +28,7 @@ class TestFinding:
         """Four blocks are cached; the second and the third have a snapshot."""
         cache = SnapshotCache(3)
         for serial in (12, 13):
-            cache.publish(_taken(cache), 4 * (serial - 10), serial)
+            cache.cache_snapshot(_taken(cache), 4 * (serial - 10), serial)
         cache.clock = 7
         found, snapshot = cache.longest_prefix(blocks(11, 12, 13, 14))
         got = {
@@ -41,7 +41,7 @@ class TestFinding:
 
     def test_without_a_snapshot_nothing_is_found(self) -> None:
         cache = SnapshotCache(2)
-        cache.publish(_taken(cache), 4, 99)
+        cache.cache_snapshot(_taken(cache), 4, 99)
         assert cache.longest_prefix(blocks(11, 12)) == ([], None), (
             "no block of this prefix has a snapshot: it begins anew"
         )
@@ -49,7 +49,7 @@ class TestFinding:
 
     def test_the_first_block_alone(self) -> None:
         cache = SnapshotCache(2)
-        cache.publish(_taken(cache), 4, 11)
+        cache.cache_snapshot(_taken(cache), 4, 11)
         found, snapshot = cache.longest_prefix(blocks(11, 12))
         assert [b.serial for b in found] == [11] and snapshot is not None, (
             "the first block has a snapshot, and counts too"
@@ -59,19 +59,19 @@ class TestFinding:
         """Two sequences with one prompt ran side by side; both saved their state at the same block."""
         cache = SnapshotCache(2)
         first, second = _taken(cache), _taken(cache)
-        cache.publish(first, 4, 11)
-        cache.publish(second, 4, 11)
+        cache.cache_snapshot(first, 4, 11)
+        cache.cache_snapshot(second, 4, 11)
         _, snapshot = cache.longest_prefix(blocks(11))
         assert snapshot is not None and snapshot.slot == first, (
             "the first one stays: it may be loaded in this very step"
         )
         assert len(cache) == 1, f"one block has one snapshot, not {len(cache)}"
-        assert cache.take() == second, "the second slot is free again"
+        assert cache.allocate() == second, "the second slot is free again"
 
     def test_a_new_snapshot_is_recent(self) -> None:
         cache = SnapshotCache(2)
         cache.clock = 5
-        cache.publish(_taken(cache), 8, 11)
+        cache.cache_snapshot(_taken(cache), 8, 11)
         _, snapshot = cache.longest_prefix(blocks(11))
         assert snapshot is not None, "the block has a snapshot"
         assert (snapshot.num_tokens, snapshot.last_used) == (8, 5), "it was taken at 8 tokens, and counts as used now"
@@ -80,22 +80,22 @@ class TestFinding:
 class TestEvicting:
     def test_a_worked_case(self) -> None:
         """Of the two that nobody has used since 3, the one with fewer tokens goes."""
-        kept = [Snapshot(0, 512, 9), Snapshot(1, 1024, 3), Snapshot(2, 768, 3), Snapshot(3, 256, 4)]
+        kept = [Snapshot(0, 512, 9, 11), Snapshot(1, 1024, 3, 12), Snapshot(2, 768, 3, 13), Snapshot(3, 256, 4, 14)]
         says = "768 and 1024 tokens were used last at 3, all others later; 768 saves less than 1024"
         worked_case("x5.5", snapshot_to_evict(kept).slot, 2, says)
 
     def test_recency_counts_before_length(self) -> None:
-        old, short = Snapshot(0, 4096, 1), Snapshot(1, 16, 2)
+        old, short = Snapshot(0, 4096, 1, 11), Snapshot(1, 16, 2, 12)
         assert snapshot_to_evict([short, old]) is old, "the longer one is the least recently used"
 
     def test_it_takes_anything_that_can_be_walked(self) -> None:
-        only = Snapshot(0, 16, 0)
+        only = Snapshot(0, 16, 0, 11)
         assert snapshot_to_evict({1: only}.values()) is only, "there is but one"
         assert snapshot_to_evict(iter([only])) is only, "an iterator can be walked once"
 
 
 def _taken(cache: SnapshotCache) -> int:
-    slot = cache.take()
+    slot = cache.allocate()
     assert slot is not None
     return slot
 
@@ -103,12 +103,12 @@ def _taken(cache: SnapshotCache) -> int:
 def test_use_saves_from_eviction() -> None:
     """A system prompt that is used again and again outlives the snapshots of one long prompt."""
     cache = SnapshotCache(2)
-    cache.publish(_taken(cache), 4, 11)
+    cache.cache_snapshot(_taken(cache), 4, 11)
     cache.clock = 1
-    cache.publish(_taken(cache), 4, 21)
+    cache.cache_snapshot(_taken(cache), 4, 21)
     cache.clock = 2
     cache.longest_prefix(blocks(11))
-    cache.take()
+    cache.allocate()
     assert cache.longest_prefix(blocks(11))[1] is not None, "it was used at 2"
     assert cache.longest_prefix(blocks(21))[1] is None, "this one was the least recently used"
 
@@ -172,7 +172,7 @@ class TestManager:
         assert seq.save_state == 0
         kv.free(seq)
         assert (seq.save_state, seq.load_state, len(kv.snapshots)) == (-1, -1, 0)
-        assert kv.snapshots.take() == 0
+        assert kv.snapshots.allocate() == 0
 
     def test_no_slot_is_left(self) -> None:
         """All slots belong to steps under way: the state is not saved, and nobody waits for it."""

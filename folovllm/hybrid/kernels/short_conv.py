@@ -43,12 +43,12 @@ def store_state(x_ptr, state_ptr, query_len, fresh, c, stride_x, C: tl.constexpr
 def short_conv_kernel(
     x_ptr, out_ptr, state_ptr, weight_ptr, start_ptr, len_ptr, row_ptr, stride_x, first_seq,
     C: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
-    CONVOLVES: tl.constexpr, KEEPS: tl.constexpr,
+    COMPUTE_OUTPUT: tl.constexpr, UPDATE_STATE: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of channels, tile of tokens, sequence): the convolution of these tokens, and the state after the last of them.
 
-    Another program may need the old state. So only where a sequence has one tile, both are done at once. Else one launch
-    CONVOLVES and a second one KEEPS the inputs.
+    Another program may need the old state. So only where a sequence has one tile, both are done at once. Else one launch has
+    COMPUTE_OUTPUT and a second one UPDATE_STATE.
     """
     seq = first_seq + tl.program_id(2)
     start = tl.load(start_ptr + seq)
@@ -59,7 +59,7 @@ def short_conv_kernel(
         c = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
         x_ptr += start.to(tl.int64) * stride_x
         state_ptr += tl.load(row_ptr + seq).to(tl.int64) * (K - 1) * C
-        if CONVOLVES:
+        if COMPUTE_OUTPUT:
             token = first + tl.arange(0, TOKENS)
             total = tl.zeros([TOKENS, CHANNELS], tl.float32)
             for j in tl.static_range(K):
@@ -70,7 +70,7 @@ def short_conv_kernel(
             out = (total / (1 + tl.exp(-total))).to(out_ptr.dtype.element_ty)
             mask = (token < query_len)[:, None] & (c < C)[None, :]
             tl.store(out_ptr + (start + token).to(tl.int64)[:, None] * C + c[None, :], out, mask=mask)
-        if KEEPS:
+        if UPDATE_STATE:
             store_state(x_ptr, state_ptr, query_len, fresh, c, stride_x, C, K, WIDTH)
 
 
@@ -84,24 +84,24 @@ def short_conv(
     num_decodes: int,
     max_query_len: int,
 ) -> torch.Tensor:
-    """Convolve all sequences of a batch: x [T, C] -> [T, C] in its dtype. Their states are those after it.
+    """Convolve all sequences of a batch: x [T, C] -> [T, C] in its dtype. Updates their states in place.
 
     Args:
         state: [slots, K - 1, C]. weight: [C, 1, K].
         starts: [S + 1], where each sequence's new tokens begin; seq_lens: [S], tokens after this step; rows: [S], slots.
-        num_decodes: sequences at the front that have at most one new token; the others have at most `max_query_len`.
+        num_decodes: sequences at the front with one new token, or none for padding; the others have at most `max_query_len`.
     """
     channels, _, width = weight.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tiles, others = triton.cdiv(channels, CHANNELS), len(rows) - num_decodes
 
-    def launch(first: int, count: int, num_tokens: int, convolves: bool, keeps: bool) -> None:
+    def launch(first: int, count: int, num_tokens: int, compute_output: bool, update_state: bool) -> None:
         tokens = TOKENS if num_tokens > 1 else 1
-        num_tiles = triton.cdiv(num_tokens, tokens) if convolves else 1
+        num_tiles = triton.cdiv(num_tokens, tokens) if compute_output else 1
         short_conv_kernel[(tiles, num_tiles, count)](
             x, out, state, weight, starts, seq_lens, rows, x.stride(0), first, C=channels, K=width,
-            WIDTH=triton.next_power_of_2(max(width - 1, 1)), CHANNELS=CHANNELS, TOKENS=tokens, CONVOLVES=convolves,
-            KEEPS=keeps,
+            WIDTH=triton.next_power_of_2(max(width - 1, 1)), CHANNELS=CHANNELS, TOKENS=tokens, COMPUTE_OUTPUT=compute_output,
+            UPDATE_STATE=update_state,
         )  # fmt: skip
 
     if num_decodes:

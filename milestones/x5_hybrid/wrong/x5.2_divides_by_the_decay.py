@@ -9,8 +9,8 @@ def delta_rule_chunk(state, query, key, value, g, beta):
     grown = (-c).exp()[..., None] * key
     since_start = c.exp()[..., None]
     system = beta * ((since_start * key) @ grown.mT)
-    wanted = beta * (value - since_start * (key @ state))
-    delta = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    rhs = beta * (value - since_start * (key @ state))
+    delta = torch.linalg.solve_triangular(system, rhs, upper=False, unitriangular=True)
     scores = ((since_start * query) @ grown.mT).tril()
     out = since_start * (query @ state) + scores @ delta
     return out.transpose(0, 1), since_start[:, -1:] * (state + grown.mT @ delta)

@@ -4,5 +4,5 @@ from folovllm.hybrid.snapshots import Snapshot
 
 
 class SnapshotCache:
-    def publish(self, slot, num_tokens, serial):
-        self._by_serial[serial] = Snapshot(slot, num_tokens, self.clock)
+    def cache_snapshot(self, slot, num_tokens, serial):
+        self._by_serial[serial] = Snapshot(slot, num_tokens, self.clock, serial)
