@@ -57,7 +57,9 @@ def test_a_scene_stops_before_its_answer(scene: Scene) -> None:
 
 def test_the_book_shows_recordings_that_there_are() -> None:
     shown = {
-        page.name: re.findall(r"<!-- recording (\w+)(?: (\w+))? -->", page.read_text(encoding="utf-8"))
+        page.relative_to(ROOT / "docs").as_posix(): re.findall(
+            r"<!-- recording (\w+)(?: (\w+))? -->", page.read_text(encoding="utf-8")
+        )
         for page in (ROOT / "docs").rglob("*.md")
     }
     names = {page: [name for pair in pairs for name in pair if name] for page, pairs in shown.items() if pairs}
