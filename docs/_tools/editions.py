@@ -157,7 +157,7 @@ def filled_from(source: str, translation: str) -> str:
 
 def chinese_tables(text: str) -> str:
     """Cells of tables that `tables.zh.toml` or the course's messages translate, translated; all else as it is."""
-    cells = re.compile(r"(?<=\| )([^|\n]+?)(?= +\|)")
+    cells = re.compile(r"(?<=\| )((?:\\\||[^|\n])+?)(?= +\|)")
     rows = (cells.sub(lambda m: _chinese_cell(m[1]), row) if row[:1] == "|" else row for row in text.split("\n"))
     return chinese_links("\n".join(rows), ROOT / "docs")
 
