@@ -127,7 +127,7 @@ class Ledger:
             if not one.table:
                 self.wrong(f"preempts {id}, which holds no block")
             if id in step.tables:
-                self.wrong(f"preempts {id}, which still holds blocks {step.tables[id]}")
+                self.wrong(f"preempts {id}, which has blocks {step.tables[id]}: who gives way has none in that step")
             one.computed, one.table = 0, []
 
     def _budgets(self, step: Step) -> None:
@@ -187,7 +187,8 @@ class Ledger:
         if twice := [block for block in table if table.count(block) > 1]:
             self.wrong(f"has block {twice[0]} twice in the table {table} of {id}: its tokens overwrite each other")
         if one.table and table[: len(one.table)] != one.table:
-            self.wrong(f"changed the table of {id} from {one.table} to {table}: what was stored is not there any more")
+            why = "what was stored is lost, unless the engine changed its own list later: copy it"
+            self.wrong(f"changed the table of {id} from {one.table} to {table}: {why}")
         if one.table or not start:
             return
         if self.stage < 5:
@@ -246,10 +247,9 @@ class Ledger:
             values = cache[:, :, table[positions // size], positions % size]  # [L, 2, n, Hkv, D]
             bad = values.isnan().any(-1).any(-1).any(0).any(0).nonzero().flatten().tolist()
             if bad:
-                block = self.served[id].table[bad[0] // size]
-                self.wrong(
-                    f"read the K/V of token {bad[0]} of {id} in block {block}, slot {bad[0] % size}, where nothing was stored"
-                )
+                where = f"block {self.served[id].table[bad[0] // size]}, place {bad[0] % size}"
+                why = "the tensor that engine.cache was at first has NaN there, so nothing was stored, or NaN was"
+                self.wrong(f"read the K/V of token {bad[0]} of {id} in {where}: {why}")
 
     # -- tokens ------------------------------------------------------------------------------------------------------
 
