@@ -141,7 +141,7 @@ class Ledger:
             if not one.table:
                 self.wrong(f"preempts {id}, which holds no block")
             if id in step.tables:
-                self.wrong(f"preempts {id}, which still holds blocks {step.tables[id]}")
+                self.wrong(f"preempts {id}, which has blocks {step.tables[id]}: who gives way has none in that step")
             one.computed, one.table = 0, []
 
     def _budgets(self, step: Step) -> None:
@@ -195,7 +195,8 @@ class Ledger:
         if twice := [block for block in table if table.count(block) > 1]:
             self.wrong(f"has block {twice[0]} twice in the table {table} of {id}: its tokens overwrite each other")
         if one.table and table[: len(one.table)] != one.table:
-            self.wrong(f"changed the table of {id} from {one.table} to {table}: what was stored is not there any more")
+            why = "what was stored is lost, unless the engine changed its own list later: copy it"
+            self.wrong(f"changed the table of {id} from {one.table} to {table}: {why}")
         if one.table or not start:
             return
         if self.stage < 5:
@@ -253,9 +254,11 @@ class Ledger:
         for id, start, n in step.work:
             table, positions = torch.tensor(self.served[id].table), torch.arange(start + n)
             values = cache[:, :, table[positions // size], positions % size]  # [L, 2, n, Hkv, D]
-            if bad := values.isnan().any(-1).any(-1).any(0).any(0).nonzero().flatten().tolist():
-                place = f"block {int(table[bad[0] // size])}, slot {bad[0] % size}"
-                self.wrong(f"read the K/V of token {bad[0]} of {id} in {place}, where nothing was stored")
+            bad = values.isnan().any(-1).any(-1).any(0).any(0).nonzero().flatten().tolist()
+            if bad:
+                where = f"block {self.served[id].table[bad[0] // size]}, place {bad[0] % size}"
+                why = "the tensor that engine.cache was at first has NaN there, so nothing was stored, or NaN was"
+                self.wrong(f"read the K/V of token {bad[0]} of {id} in {where}: {why}")
 
     # -- tokens ------------------------------------------------------------------------------------------------------
 
