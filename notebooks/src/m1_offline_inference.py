@@ -150,7 +150,7 @@ assert first == {"A": 0, "B": 10, "C": 16}
 # %%
 from milestones.mini import harness
 
-harness.load(harness.REFERENCE)  # the request and the loop around the model, to import from
+adapters = harness.load(harness.REFERENCE)  # the request and the loop around the model, to import from
 
 # %%
 # milestones/mini/reference/model.py

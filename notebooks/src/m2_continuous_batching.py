@@ -179,7 +179,7 @@ assert cost[4] < 14 * cost[0]
 # %%
 from milestones.mini import harness
 
-harness.load(harness.REFERENCE)  # M1's model, to import from
+adapters = harness.load(harness.REFERENCE)  # M1's model, to import from
 
 # %%
 # milestones/mini/reference/engine.py

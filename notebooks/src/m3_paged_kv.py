@@ -184,7 +184,7 @@ assert m2_stats.running == WHOLE and m2_stats.kv_waste > 0.5
 # %%
 from milestones.mini import harness
 
-harness.load(harness.REFERENCE)  # M1's model, and M2's engine over slots, to import from
+adapters = harness.load(harness.REFERENCE)  # M1's model, and M2's engine over slots, to import from
 
 # %%
 # milestones/mini/reference/blocks.py

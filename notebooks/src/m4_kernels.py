@@ -208,7 +208,7 @@ def attention(q, k, v, positions, tile=16):
 # %%
 from milestones.mini import harness
 
-harness.load(harness.REFERENCE)  # M3's engine, to import from
+adapters = harness.load(harness.REFERENCE)  # M3's engine, to import from
 
 # %%
 # milestones/mini/reference/attention.py

@@ -153,7 +153,7 @@ assert max(gaps) > 10 * usual
 # %%
 from milestones.mini import harness
 
-harness.load(harness.REFERENCE)  # M3's engine over blocks, with M4's attention, to import from
+adapters = harness.load(harness.REFERENCE)  # M3's engine over blocks, with M4's attention, to import from
 
 # %%
 # milestones/mini/reference/prefix.py

@@ -223,7 +223,7 @@ except (IndexError, RuntimeError) as error:
 # %%
 from milestones.mini import harness
 
-harness.load(harness.REFERENCE)  # M5's engine, to import from
+adapters = harness.load(harness.REFERENCE)  # M5's engine, to import from
 
 # %%
 # milestones/mini/reference/overlap.py

@@ -13,11 +13,8 @@ running("x5")
 
 # %%
 import inspect
-import json
-import tempfile
 import time
 import warnings
-from pathlib import Path
 from statistics import median
 from unittest.mock import patch
 
@@ -31,46 +28,12 @@ from folovllm.hybrid import snapshots
 from folovllm.hybrid.delta_rule import delta_rule, delta_rule_chunk, delta_rule_step, l2norm
 from folovllm.hybrid.short_conv import convolve
 from folovllm.hybrid.snapshots import SnapshotCache, snapshot_to_evict
-from folovllm.models.files import ASSETS
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
 plt.rcParams.update({"figure.dpi": 72, "axes.spines.top": False, "axes.spines.right": False, "font.size": 10})
 
-
-def hybrid_model():
-    """The embedded hybrid model, or where it is not there one of its shape with random weights."""
-    if (ASSETS / "stories-hybrid" / "config.json").is_file():
-        return {"model": "stories-hybrid"}
-    fields = json.loads((ASSETS / "stories-5m" / "config.json").read_text())
-    for name in (
-        "layer_types",
-        "max_window_layers",
-        "sliding_window",
-        "use_sliding_window",
-        "rope_scaling",
-        "rope_theta",
-    ):
-        fields.pop(name, None)
-    fields |= {
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "model_type": "qwen3_5_text",
-        "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 64,
-        "linear_value_head_dim": 32,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0},
-    }
-    folder = Path(tempfile.mkdtemp())
-    (folder / "config.json").write_text(json.dumps(fields))
-    return {"model": str(folder), "tokenizer": "stories-5m", "random_weights": True}
-
-
-MODEL = {**hybrid_model(), "device": "cpu", "max_num_seqs": 4, "use_tqdm": False}
-print(
-    f"the model: {MODEL['model'] if 'random_weights' not in MODEL else 'random weights, for the embedded hybrid model is not installed'}"
-)
+MODEL = {"model": "stories-hybrid", "device": "cpu", "max_num_seqs": 4, "use_tqdm": False}
 
 
 def greedy(count):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,3 +61,10 @@ def test_the_first_cell_installs_on_colab_and_does_nothing_elsewhere(sample: Cou
     exec(code, {})  # not on Colab: neither get_ipython nor input is called
     assert "get_ipython().system('git clone -q {repository} /content/folovllm && pip install" in code
     assert "get_ipython().run_line_magic('cd', '-q /content/folovllm')" in code
+
+
+def test_committed_outputs_name_no_folder_of_a_machine() -> None:
+    for file in sorted((ROOT / "notebooks").rglob("*.ipynb")):
+        outputs = [cell.get("outputs") for cell in json.loads(file.read_text("utf-8"))["cells"]]
+        found = re.search(r"(?<![\w.])/[\w/.-]+/(milestones|folovllm)/[\w/.-]+", json.dumps(outputs))
+        assert found is None, f"{file.name} shows {found[0]}: end the cell with a statement"

@@ -33,14 +33,17 @@ def hybrid_checkpoint(family: str = "qwen3_next", layers: str = "LLF", **overrid
     return tiny_checkpoint(family.split()[0], **fields)
 
 
-def random_geometry(seed: int) -> Path:
-    """A model of any family with sizes that fit together, and nothing else in common with the next one."""
+def random_geometry(seed: int, may_tie: bool = True) -> Path:
+    """A model of any family with sizes that fit together, and nothing else in common with the next one.
+
+    `may_tie`: whether it may share its embedding with its head, as every second does. Such a model may repeat one token.
+    """
     rng = random.Random(seed)
     heads, kv_heads = rng.choice([(4, 2), (2, 1), (3, 3), (6, 2)])
     key_heads = rng.choice([1, 2, 3])
     return hybrid_checkpoint(
         rng.choice(sorted(FAMILIES)), rng.choice(["LLF", "LF", "FL", "LLFL", "LFLF", "LL" + "F" * 2]),
-        num_heads=heads, num_kv_heads=kv_heads, head_dim=rng.choice([16, 32]), tied=rng.random() < 0.5,
+        num_heads=heads, num_kv_heads=kv_heads, head_dim=rng.choice([16, 32]), tied=rng.random() < 0.5 and may_tie,
         linear_num_key_heads=key_heads, linear_num_value_heads=key_heads * rng.choice([1, 2, 3]),
         linear_key_head_dim=rng.choice([8, 16, 24]), linear_value_head_dim=rng.choice([8, 16, 40]),
         linear_conv_kernel_dim=rng.choice([2, 3, 4]), partial_rotary_factor=rng.choice([0.25, 0.5, 1.0]),

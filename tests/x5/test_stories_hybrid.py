@@ -1,4 +1,4 @@
-"""The embedded hybrid model: its files, its logits against transformers', its stories. Skipped until the model is there."""
+"""The embedded hybrid model: its files, its logits against transformers', its stories."""
 
 from __future__ import annotations
 
@@ -11,10 +11,6 @@ from folovllm import LLM, SamplingParams
 from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts
 
 MODEL = Path(__file__).parents[2] / "folovllm" / "assets" / "stories-hybrid"
-pytestmark = pytest.mark.skipif(
-    not (MODEL / "model.safetensors").is_file(),
-    reason="stories-hybrid is not there: tools/train_tiny/hybrid.py trains it on a GPU",
-)
 
 
 def test_files_are_the_documented_ones() -> None:
