@@ -72,8 +72,9 @@ def show(*recordings: Film | LLM | LLMEngine | str | Path, height: int = HEIGHT)
     if not 1 <= len(recordings) <= 2:
         raise ValueError(f"show one recording, or two in a race, not {len(recordings)}")
     texts = [_text(each) for each in recordings]
-    page = html.escape(whole_page(inline_source(texts)), quote=True)
-    frame = f'<div><iframe srcdoc="{page}" title="what the engine did" width="100%" height="{int(height)}"'
+    # Between single quotes: JSON is full of double ones, and each would become six characters.
+    page = html.escape(whole_page(inline_source(texts), in_english=True), quote=False).replace("'", "&#x27;")
+    frame = f"<div><iframe srcdoc='{page}'" + f' title="what the engine did" width="100%" height="{int(height)}"'
     return HTML(f'{frame} style="border: 1px solid #8888" sandbox="allow-scripts"></iframe></div>')
 
 

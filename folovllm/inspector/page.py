@@ -29,8 +29,11 @@ def served_page(source: dict[str, Any], prefix: str) -> str:
     )
 
 
-def whole_page(source: dict[str, Any]) -> str:
-    """The page with everything in it. Modules become `data:` addresses, under names that an import map knows."""
+def whole_page(source: dict[str, Any], in_english: bool = False) -> str:
+    """The page with everything in it. Modules become `data:` addresses, under names that an import map knows.
+
+    `in_english`: without its words in other languages, which take 18 kB.
+    """
     modules = {file.name: _bare(file.read_text(encoding="utf-8")) for file in sorted(STATIC.glob("*.js"))}
     addresses = {
         f"inspector/{name}": "data:text/javascript;base64," + base64.b64encode(code.encode()).decode()
@@ -42,6 +45,7 @@ def whole_page(source: dict[str, Any]) -> str:
         style=f"<style>\n{style}</style>",
         script=f'<script type="importmap">{_json({"imports": addresses})}</script>\n'
         '<script type="module">import "inspector/main.js";</script>',
+        in_english=in_english,
     )
 
 
@@ -65,7 +69,8 @@ def require_recordings(paths: list[Path]) -> list[Recording]:
 
 
 def _bare(code: str) -> str:
-    """A module whose imports name the import map's entries: a `data:` address has no neighbours."""
+    """A module whose imports name the import map's entries: a `data:` address has no neighbours. Lines of comments are left out."""
+    code = re.sub(r"^ *(//.*|/\*\*.*\*/)\n", "", code, flags=re.MULTILINE)
     return re.sub(r'\bfrom "\./([\w.-]+)"', r'from "inspector/\1"', code)
 
 
@@ -74,10 +79,11 @@ def _json(value: Any) -> str:
     return msgspec.json.encode(value).decode().replace("<", "\\u003c")
 
 
-def _fill(source: dict[str, Any], style: str, script: str) -> str:
+def _fill(source: dict[str, Any], style: str, script: str, in_english: bool = False) -> str:
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     filled = SOURCE.replace("null", _json(source))
-    strings = STRINGS.replace("null", _json(msgspec.json.decode((STATIC / "strings.zh.json").read_bytes())))
+    words = None if in_english else msgspec.json.decode((STATIC / "strings.zh.json").read_bytes())
+    strings = STRINGS.replace("null", _json(words))
     for place, content in ((STYLE, style), (SCRIPT, script), (STRINGS, strings), (SOURCE, filled)):
         if page.count(place) != 1:
             raise RuntimeError(f"index.html must have this line once: {place}")

@@ -80,14 +80,14 @@ class TestNotebook:
         assert read(tmp_path / "run.jsonl").how == "closed" and not served.events.on
         for shown in (show(taken), show(taken, tmp_path / "run.jsonl"), taken):
             frame = shown._repr_html_() if shown is taken else shown.data
-            (page,) = re.findall(r'<iframe srcdoc="(.*?)"', frame, re.S)
+            (page,) = re.findall(r"<iframe srcdoc='(.*?)'", frame, re.S)
             assert "importmap" in unescape(page) and "folovllm recording" in unescape(page)
             assert 'sandbox="allow-scripts"' in frame, "what a model wrote cannot reach the notebook"
 
     def test_an_engine_as_it_stands(self) -> None:
         served = engine("m5")
         served.generate([[1] * 9], GREEDY)
-        (page,) = re.findall(r'srcdoc="(.*?)"', show(served).data, re.S)
+        (page,) = re.findall(r"srcdoc='(.*?)'", show(served).data, re.S)
         (said,) = re.findall(r'id="source">(.*?)</script>', unescape(page))
         found = parse(json.loads(said)["recordings"][0]["text"], "now")
         assert found.lines[1][0] == "key" and found.lines[1][3]["named"]
