@@ -1,33 +1,42 @@
 """A layer of Gated DeltaNet by itself: `python -m tools.bench_hybrid` on a machine with a CUDA GPU.
 
-Qwen3-Next's geometry: 16 key heads and 32 value heads of 128, a convolution of 4 tokens. For decodes of several batch sizes the
-microseconds of the convolution, of the delta rule and of the gated norm in a captured graph, layers in turn so that no state is
-found in the L2 cache; beside them the time in which a plain copy moves the states, read and written, and the share of it that
-all three reach. For prompts the microseconds of a layer, and tokens a second. `--check` compares each with the torch form.
+Qwen3.5's layer: hidden size 2048, 16 key heads and 32 value heads of 128, a convolution of 4 tokens. Captured graphs
+go through several layers in turn, so that no weight and no state is found in the L2 cache.
+
+Decodes, for several batch sizes: microseconds of the convolution, the delta rule, the gated norm, and the whole layer with its
+projections; beside them the time in which a plain copy moves the states (read and written) and the weights (read), and the
+share of this floor that the delta rule and the layer reach. Prompts: microseconds of the parts, and tokens a second.
+`--check` compares with the torch form. `--fla` times the kernels of flash-linear-attention beside ours, if vLLM, which has a
+copy of them, is there to import.
 """
 
 from __future__ import annotations
 
 import argparse
+from types import SimpleNamespace
 
 import torch
 
+from folovllm.forward_batch import ForwardBatch
 from folovllm.hybrid.delta_rule import delta_rule as in_torch
 from folovllm.hybrid.delta_rule import l2norm
+from folovllm.hybrid.fused import hybrid_kernels
+from folovllm.hybrid.gated_delta_net import GatedDeltaNet
 from folovllm.hybrid.kernels.delta_rule import DeltaHeads, delta_rule
 from folovllm.hybrid.kernels.gated_norm import gated_norm
 from folovllm.hybrid.kernels.short_conv import short_conv
+from folovllm.models.fused_layer import skinny_layers
 from tools.bench_attention import copy_bandwidth
 from tools.bench_experts import LAYERS, microseconds
 
-HEADS = DeltaHeads(16, 32, 128, 128)
+HEADS, HIDDEN = DeltaHeads(16, 32, 128, 128), 2048
 CHANNELS, WIDTH = 2 * 16 * 128 + 32 * 128, 4
 BATCHES = (1, 4, 16, 64, 256)
 PROMPTS = ((1, 512), (1, 4096), (8, 1024), (1, 16384))  # sequences, tokens of each
 
 
 class Layers:
-    """Inputs of `count` sequences with `tokens` new tokens each, and the states of some layers."""
+    """Inputs of `count` sequences with `tokens` new tokens each, and some layers with their states."""
 
     def __init__(self, count: int, tokens: int) -> None:
         with torch.device("cuda"):
@@ -43,11 +52,33 @@ class Layers:
             self.state = torch.zeros(LAYERS, count, 32, 128, 128)
             starts = torch.arange(count + 1, dtype=torch.int32) * tokens
             lens, rows = torch.full((count,), tokens + 100, dtype=torch.int32), torch.arange(count, dtype=torch.int32)
-        self.shape, self.tokens = (starts, lens, rows, count if tokens == 1 else 0), tokens
+            self.shape = starts, lens, rows, count if tokens == 1 else 0, tokens
+            self.hidden = torch.randn(total, HIDDEN, dtype=torch.bfloat16)
+            self.modules = [self.module(layer) for layer in range(LAYERS)]
         self.mixed, self.out = self.convolve(0), torch.empty_like(self.z)
+        nothing = torch.empty(0)
+        self.batch = ForwardBatch(
+            nothing, nothing, nothing, starts, lens, nothing, nothing, num_seqs=count, num_decodes=self.shape[3],
+            max_query_len=tokens, max_seq_len=tokens + 100, query_lens_host=[tokens] * count,
+            seq_lens_host=[tokens + 100] * count, rows=rows,
+        )  # fmt: skip
+
+    def module(self, layer: int) -> GatedDeltaNet:
+        """A layer with random weights."""
+        config = SimpleNamespace(
+            hidden_size=HIDDEN, hidden_act="silu", rms_norm_eps=1e-6, linear_num_key_heads=16, linear_num_value_heads=32,
+            linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=WIDTH,
+        )  # fmt: skip
+        layers = skinny_layers(256).having(hybrid_kernels(256))
+        module = layers.make(GatedDeltaNet, config, layers).bfloat16()
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter, std=0.02)
+        module.A_log.data, module.dt_bias.data = self.gates[2:]
+        module.states = self.conv[layer], self.state[layer]
+        return module
 
     def convolve(self, layer: int) -> torch.Tensor:
-        return short_conv(self.x, self.conv[layer], self.weight, *self.shape, self.tokens)
+        return short_conv(self.x, self.conv[layer], self.weight, *self.shape)
 
     def delta(self, layer: int) -> torch.Tensor:
         return delta_rule(self.mixed, self.gates, self.state[layer], HEADS, *self.shape)
@@ -55,27 +86,69 @@ class Layers:
     def normed(self, layer: int) -> torch.Tensor:
         return gated_norm(self.out, self.z, self.norm, 1e-6)
 
-    def all(self, layer: int) -> None:
-        mixed = self.convolve(layer)
-        out = delta_rule(mixed, self.gates, self.state[layer], HEADS, *self.shape)
-        gated_norm(out, self.z, self.norm, 1e-6)
+    def whole(self, layer: int) -> torch.Tensor:
+        return self.modules[layer](self.hidden, self.batch)
+
+    def parts(self, replays: int) -> list[float]:
+        """Microseconds of each."""
+        return [microseconds(work, replays) for work in (self.convolve, self.delta, self.normed, self.whole)]
 
 
 def decodes(batch: int, bandwidth: float) -> None:
-    """A line for a batch of decodes; `bandwidth` in bytes a second."""
+    """A line for a batch of decodes; `bandwidth` in bytes a second, read and written."""
     layers = Layers(batch, 1)
-    floor = 2 * layers.state[0].nbytes / bandwidth * 1e6
-    parts = [microseconds(work) for work in (layers.convolve, layers.delta, layers.normed, layers.all)]
-    times = "  ".join(f"{part:8.1f}" for part in parts)
-    print(f"{batch:6}  {times}  {floor:8.1f}  {floor / parts[1]:6.0%}  {floor / parts[3]:6.0%}", flush=True)
+    states = 2 * layers.state[0].nbytes
+    weights = sum(parameter.nbytes for parameter in layers.modules[0].parameters())
+    floors = [1e6 * moved / bandwidth for moved in (states, states + weights)]
+    parts = layers.parts(20)
+    times = "  ".join(f"{part:8.1f}" for part in (*parts, *floors))
+    print(f"{batch:6}  {times}  {floors[0] / parts[1]:6.0%}  {floors[1] / parts[3]:6.0%}", flush=True)
 
 
 def prompts(count: int, tokens: int) -> None:
     """A line for a step of prompts."""
-    layers = Layers(count, tokens)
-    parts = [microseconds(work, 5) for work in (layers.convolve, layers.delta, layers.normed, layers.all)]
+    parts = Layers(count, tokens).parts(5)
     times = "  ".join(f"{part:8.1f}" for part in parts)
-    print(f"{count:3} x {tokens:6}  {times}  {count * tokens / parts[3]:6.1f} million tokens/s and layer", flush=True)
+    speeds = "  ".join(f"{count * tokens / part:6.1f}" for part in (parts[1], parts[3]))
+    print(f"{count:3} x {tokens:6}  {times}  {speeds}", flush=True)
+
+
+def fla(count: int, tokens: int) -> None:
+    """The delta rule as vLLM runs it: the gates and the norm of queries and keys are part of ours, and come before its chunks."""
+    from vllm.third_party.flash_linear_attention.ops import (  # type: ignore[import-not-found]
+        chunk_gated_delta_rule,
+        fused_sigmoid_gating_delta_rule_update,
+    )
+
+    layers = Layers(count, tokens)
+    a, b, A_log, dt_bias = layers.gates
+    query, key, value = (
+        x.unflatten(1, (-1, 128))[None].contiguous() for x in layers.mixed.split([2048, 2048, 4096], 1)
+    )
+    starts, _, rows, *_ = layers.shape
+    g = (-A_log.exp() * torch.nn.functional.softplus(a.float() + dt_bias))[None]
+    beta = b.float().sigmoid()[None]
+
+    def work(layer: int) -> None:
+        if tokens == 1:
+            fused_sigmoid_gating_delta_rule_update(
+                A_log, a, b, dt_bias, query, key, value, initial_state=layers.state[layer], cu_seqlens=starts,
+                ssm_state_indices=rows, use_qk_l2norm_in_kernel=True,
+            )  # fmt: skip
+        else:
+            chunk_gated_delta_rule(
+                query, key, value, g, beta, initial_state=layers.state[layer], output_final_state=True, cu_seqlens=starts,
+                chunk_indices=chunks, chunk_offsets=offsets, use_qk_l2norm_in_kernel=True,
+            )  # fmt: skip
+
+    number = -(-tokens // 64)
+    chunks = torch.tensor([[i, j] for i in range(count) for j in range(number)], dtype=torch.int32, device="cuda")
+    offsets = number * torch.arange(count + 1, dtype=torch.int32, device="cuda")
+    theirs, ours = microseconds(work, 5), microseconds(layers.delta, 5)
+    print(
+        f"{count:3} x {tokens:6}  flash-linear-attention {theirs:8.1f}  ours {ours:8.1f}  {theirs / ours:5.2f}",
+        flush=True,
+    )
 
 
 def check(tokens: int = 300) -> None:
@@ -94,8 +167,11 @@ def check(tokens: int = 300) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with the torch form first")
+    parser.add_argument(
+        "--fla", action="store_true", help="the kernels of flash-linear-attention beside ours, and no more"
+    )
     arguments = parser.parse_args()
     torch.manual_seed(0)
     with torch.inference_mode():
@@ -103,10 +179,14 @@ def main() -> None:
             check()
         bandwidth = 1e12 * copy_bandwidth()
         print(f"{torch.cuda.get_device_name()}, a copy moves {bandwidth / 1e9:,.0f} GB/s; microseconds a layer")
-        print(" batch  conv      delta     norm      all       floor     delta   all")
+        if arguments.fla:
+            for count, tokens in (*((batch, 1) for batch in BATCHES), *PROMPTS):
+                fla(count, tokens)
+            return
+        print(" batch      conv     delta      norm     layer     floors: states, all         delta   layer")
         for batch in BATCHES:
             decodes(batch, bandwidth)
-        print("     prompts  conv      delta     norm      all")
+        print("     prompts      conv     delta      norm     layer  million tokens/s: delta, layer")
         for count, tokens in PROMPTS:
             prompts(count, tokens)
 

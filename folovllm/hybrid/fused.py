@@ -1,4 +1,4 @@
-"""Gated DeltaNet with Triton kernels: three launches per decode between the projections, and no host-device synchronization."""
+"""The layers of hybrid models with Triton kernels: Gated DeltaNet decodes in three launches between its projections."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import torch
 from torch import nn
 
 from folovllm.forward_batch import ForwardBatch
+from folovllm.hybrid.gated_attention import GatedAttention
 from folovllm.hybrid.gated_delta_net import GatedDeltaNet, GatedRMSNorm, Qwen3NextGatedDeltaNet
 from folovllm.hybrid.kernels.delta_rule import DeltaHeads, delta_rule
 from folovllm.hybrid.kernels.gated_norm import gated_norm
 from folovllm.hybrid.kernels.short_conv import short_conv
 from folovllm.layers.layer_set import LayerSet
+from folovllm.models.fused import FusedQwen3Attention
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,8 +31,8 @@ class FusedGatedDeltaNet(GatedDeltaNet):
         """Convolve and apply the delta rule to all sequences at once: [T, C] -> [T, Hv, Dv] in the dtype of the model."""
         assert batch.rows is not None
         conv, state = self.states
-        shape = batch.query_start_loc, batch.seq_lens, batch.rows, batch.num_decodes
-        mixed = short_conv(qkv, conv, self.conv1d.weight, *shape, batch.max_query_len)
+        shape = batch.query_start_loc, batch.seq_lens, batch.rows, batch.num_decodes, batch.max_query_len
+        mixed = short_conv(qkv, conv, self.conv1d.weight, *shape)
         return delta_rule(mixed, (a, b, self.A_log, self.dt_bias), state, self.heads, *shape)
 
 
@@ -45,8 +47,15 @@ class FusedGatedRMSNorm(GatedRMSNorm):
         return gated_norm(x, gate, self.weight, self.eps)
 
 
-DELTA_KERNELS: dict[type[nn.Module], type[nn.Module]] = {
-    GatedRMSNorm: FusedGatedRMSNorm,
-    GatedDeltaNet: FusedGatedDeltaNet,
-    Qwen3NextGatedDeltaNet: FusedQwen3NextGatedDeltaNet,
-}
+class FusedGatedAttention(FusedQwen3Attention, GatedAttention):
+    """Norms, rotates and stores in one pass."""
+
+
+def hybrid_kernels(head_dim: int) -> dict[type[nn.Module], type[nn.Module]]:
+    """Return the fused form of each layer. A kernel's tile needs a `head_dim` of attention that is a power of two."""
+    attention = {GatedAttention: FusedGatedAttention} if head_dim & (head_dim - 1) == 0 else {}
+    return attention | {
+        GatedRMSNorm: FusedGatedRMSNorm,
+        GatedDeltaNet: FusedGatedDeltaNet,
+        Qwen3NextGatedDeltaNet: FusedQwen3NextGatedDeltaNet,
+    }

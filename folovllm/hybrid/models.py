@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from folovllm.distributed.sharding import Rows, shard_column, shard_row
-from folovllm.forward_batch import ForwardBatch
+from folovllm.hybrid.gated_attention import GatedAttention, PartialRotaryEmbedding
 from folovllm.hybrid.gated_delta_net import GatedDeltaNet, Qwen3NextGatedDeltaNet
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
@@ -17,7 +17,6 @@ from folovllm.layers.rotary_embedding import RotaryEmbedding, rope_frequencies
 from folovllm.model_config import LINEAR, head_dim_of, rope_parameters
 from folovllm.models.gemma3 import Gemma3RMSNorm
 from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaModel
-from folovllm.models.qwen3 import Qwen3Attention
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -25,32 +24,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from folovllm.distributed.sharding import Weight
-
-
-class PartialRotaryEmbedding(RotaryEmbedding):
-    """Rotates the first dimensions of each head, as many as its table has, and leaves the others as they are."""
-
-    def forward(
-        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        part = self.cos_sin_cache.shape[1]
-        rotated = super().forward(positions, query[..., :part], key[..., :part])
-        return torch.cat((rotated[0], query[..., part:]), -1), torch.cat((rotated[1], key[..., part:]), -1)
-
-
-class GatedAttention(Qwen3Attention):
-    """Multiplies what each head found by the sigmoid of a gate. Beside a query, `q_proj` gives a head its gate [D]."""
-
-    query_parts = 2
-
-    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """[T, H] -> [T, H]."""
-        qkv = self.qkv_proj(x)
-        size = 2 * self.num_heads * self.head_dim
-        query, gate = qkv[:, :size].unflatten(1, (self.num_heads, 2, self.head_dim)).unbind(2)  # [T, Hq, D] each
-        qkv = torch.cat((query.flatten(1), qkv[:, size:]), dim=1)
-        attended = self.attn(self.prepare(qkv, batch), batch)
-        return self.o_proj((attended * gate.sigmoid()).flatten(1))
 
 
 class HybridModel(LlamaModel):
@@ -86,9 +59,9 @@ class HybridForCausalLM(LlamaForCausalLM):
 
     def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
         if layers.kernels:
-            from folovllm.hybrid.fused import DELTA_KERNELS  # here, for not every machine has Triton
+            from folovllm.hybrid.fused import hybrid_kernels  # here, for not every machine has Triton
 
-            layers = layers.having(DELTA_KERNELS)
+            layers = layers.having(hybrid_kernels(head_dim_of(config)))
         norms = {RMSNorm: lambda size, eps: layers.make(Gemma3RMSNorm, size, eps)}
         # Keep the plain decoder layer. The fused one folds the norm into the projections and scales their outputs later;
         # the gates b and a cannot be scaled later.

@@ -23,17 +23,29 @@ def _weighted(normed, weight, dtype):
 
 
 @triton.jit
+def pairs(D: tl.constexpr, R: tl.constexpr):
+    """Return the two dimensions of each pair, [1, D/2] each. RoPE rotates those of the first R dimensions; the others fill up."""
+    i = tl.arange(0, D // 2)[None, :]
+    if R == D:
+        return i, i + D // 2
+    else:
+        is_rotated = i < R // 2
+        first = tl.where(is_rotated, i, i + R // 2)
+        return first, first + tl.where(is_rotated, R // 2, (D - R) // 2)
+
+
+@triton.jit
 def _norm_rope(
-    x_ptr, weight_ptr, cos, sin, offsets, mask, scale, eps, NORM: tl.constexpr, HALF: tl.constexpr
-):  # the two halves of each head: [heads, D/2]
+    x_ptr, weight_ptr, cos, sin, head, first_at, second_at, mask, scale, eps, NORM: tl.constexpr, D: tl.constexpr
+):
+    """Normalise and rotate heads, which start at `head` [heads, 1]. Returns the dimensions `first_at` and `second_at`, [heads, D/2]."""
     dtype = x_ptr.dtype.element_ty
-    first = (tl.load(x_ptr + offsets, mask=mask, other=0.0) * scale).to(dtype).to(tl.float32)
-    second = (tl.load(x_ptr + offsets + HALF, mask=mask, other=0.0) * scale).to(dtype).to(tl.float32)
+    first = (tl.load(x_ptr + head + first_at, mask=mask, other=0.0) * scale).to(dtype).to(tl.float32)
+    second = (tl.load(x_ptr + head + second_at, mask=mask, other=0.0) * scale).to(dtype).to(tl.float32)
     if NORM:
-        inverse = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)[:, None]
-        i = tl.arange(0, HALF)[None, :]
-        first = _weighted(first * inverse, tl.load(weight_ptr + i), dtype)
-        second = _weighted(second * inverse, tl.load(weight_ptr + HALF + i), dtype)
+        inverse = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / D + eps)[:, None]
+        first = _weighted(first * inverse, tl.load(weight_ptr + first_at), dtype)
+        second = _weighted(second * inverse, tl.load(weight_ptr + second_at), dtype)
     return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
 
 
@@ -97,12 +109,12 @@ def qk_norm_rope_store_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, q_weight_ptr, k_weight_ptr, cos_sin_ptr, position_ptr, slot_ptr,
     k_cache_ptr, v_cache_ptr, stream_ptr, stride_q, stride_k, stride_v, eps, stream_eps,
     k_factor, v_factor, offset_ptr, STRIDE_BLOCK: tl.constexpr, STRIDE_TOKEN: tl.constexpr, STRIDE_HEAD: tl.constexpr, B: tl.constexpr,
-    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, QS: tl.constexpr, KVS: tl.constexpr, NORM: tl.constexpr,
-    H: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr,
+    HQ: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, R: tl.constexpr, STRIDE_Q_HEAD: tl.constexpr, QS: tl.constexpr,
+    KVS: tl.constexpr, NORM: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (token): writes its query heads to `out`, and its key and value heads to its slot unless that is -1.
 
-    QS and KVS are the powers of two from HQ and HKV up. SCALE: first divide all heads by the root mean square of the token's row
+    RoPE rotates the first R dimensions of a head. Query heads are STRIDE_Q_HEAD apart. QS and KVS are the powers of two from HQ and HKV up. SCALE: first divide all heads by the root mean square of the token's row
     of the stream [T, H]. WIDTH is the power of two from H up.
     """
     let_next_start(PDL)
@@ -111,27 +123,28 @@ def qk_norm_rope_store_kernel(
     scale = 1.0
     if SCALE:
         scale = inverse_rms(stream_ptr + token * H, stream_eps, H, WIDTH)
-    HALF: tl.constexpr = D // 2
-    i = tl.arange(0, HALF)[None, :]
-    angles = cos_sin_ptr + tl.load(position_ptr + token).to(tl.int64) * D
-    cos, sin = tl.load(angles + i), tl.load(angles + HALF + i)  # [1, D/2] float32
+    first_at, second_at = pairs(D, R)
+    pair = tl.arange(0, D // 2)[None, :]
+    angles = cos_sin_ptr + tl.load(position_ptr + token).to(tl.int64) * R
+    cos = tl.load(angles + pair, mask=pair < R // 2, other=1.0)  # [1, D/2] float32
+    sin = tl.load(angles + R // 2 + pair, mask=pair < R // 2, other=0.0)
     head = tl.arange(0, QS)[:, None]
     first, second = _norm_rope(
-        q_ptr + token * stride_q, q_weight_ptr, cos, sin, head * D + i, head < HQ, scale, eps, NORM, HALF)  # fmt: skip
-    out = out_ptr + token * HQ * D + head * D + i
-    tl.store(out, first, mask=head < HQ)
-    tl.store(out + HALF, second, mask=head < HQ)
+        q_ptr + token * stride_q, q_weight_ptr, cos, sin, head * STRIDE_Q_HEAD, first_at, second_at, head < HQ, scale, eps, NORM, D)  # fmt: skip
+    out = out_ptr + token * HQ * D + head * D
+    tl.store(out + first_at, first, mask=head < HQ)
+    tl.store(out + second_at, second, mask=head < HQ)
 
     slot = tl.load(slot_ptr + token).to(tl.int64)
     head = tl.arange(0, KVS)[:, None]
     keep = (head < HKV) & (slot >= 0)
     target = slot // B * STRIDE_BLOCK + slot % B * STRIDE_TOKEN + head * STRIDE_HEAD
     first, second = _norm_rope(
-        k_ptr + token * stride_k, k_weight_ptr, cos, sin, head * D + i, head < HKV, scale, eps, NORM, HALF)  # fmt: skip
-    first = less_offset(first, offset_ptr, head * D + i, head < HKV)
-    second = less_offset(second, offset_ptr, head * D + HALF + i, head < HKV)
-    tl.store(k_cache_ptr + target + i, to_cache(first, k_factor, k_cache_ptr), mask=keep)
-    tl.store(k_cache_ptr + target + HALF + i, to_cache(second, k_factor, k_cache_ptr), mask=keep)
+        k_ptr + token * stride_k, k_weight_ptr, cos, sin, head * D, first_at, second_at, head < HKV, scale, eps, NORM, D)  # fmt: skip
+    first = less_offset(first, offset_ptr, head * D + first_at, head < HKV)
+    second = less_offset(second, offset_ptr, head * D + second_at, head < HKV)
+    tl.store(k_cache_ptr + target + first_at, to_cache(first, k_factor, k_cache_ptr), mask=keep)
+    tl.store(k_cache_ptr + target + second_at, to_cache(second, k_factor, k_cache_ptr), mask=keep)
     whole = tl.arange(0, D)[None, :]
     value = tl.load(v_ptr + token * stride_v + head * D + whole, mask=keep, other=0.0)
     value = (value * scale).to(value.dtype)
@@ -152,7 +165,8 @@ def qk_norm_rope_store(
     """Normalise (if there are weights) and rotate Q and K, and store K and V. Returns the rotated Q [T, Hq, D].
 
     Args:
-        query: [T, Hq, D], `key` and `value` [T, Hkv, D]. They may be slices of one projection; a token's heads are contiguous.
+        query: [T, Hq, D], `key` and `value` [T, Hkv, D]. They may be slices of one projection; a token's key heads
+            are contiguous, and so are its value heads.
         positions: [T], each below max_position. The kernel does not check that.
         kv_cache: [2, N, B, Hkv, D], any strides but D contiguous.
         slot_mapping: [T]; -1 stores nothing.
@@ -174,7 +188,8 @@ def qk_norm_rope_store(
         query.stride(0), key.stride(0), value.stride(0), preparation.eps, stream_eps,
         preparation.scales.key_factor, preparation.scales.value_factor, preparation.scales.offset,
         STRIDE_BLOCK=stride_block, STRIDE_TOKEN=stride_token, STRIDE_HEAD=stride_head, B=kv_cache.shape[2],
-        HQ=num_heads, HKV=num_kv_heads, D=head_dim, QS=triton.next_power_of_2(num_heads),
+        HQ=num_heads, HKV=num_kv_heads, D=head_dim, R=preparation.cos_sin_cache.shape[1],
+        STRIDE_Q_HEAD=query.stride(1), QS=triton.next_power_of_2(num_heads),
         KVS=triton.next_power_of_2(num_kv_heads), NORM=q_weight is not None and k_weight is not None,
         H=hidden, WIDTH=triton.next_power_of_2(hidden), SCALE=stream is not None,
         **launch_options(query.device, num_tokens),

@@ -403,8 +403,8 @@ def launch_x5(d: int, b: int) -> None:
     channels, slots = 2 * 16 * 128 + 32 * 128, 8
     starts, lens, rows = int32(5), int32(4), int32(4)
     for num_decodes in (4, 0):
-        shape = starts, lens, rows, num_decodes
-        mixed = short_conv(new(64, channels), new(slots, 3, channels), new(channels, 1, 4), *shape, 64)
+        shape = starts, lens, rows, num_decodes, 64
+        mixed = short_conv(new(64, channels), new(slots, 3, channels), new(channels, 1, 4), *shape)
         gates = new(64, 32), new(64, 32), new(32, dtype=torch.float32), new(32, dtype=torch.float32)
         out = delta_rule(mixed, gates, new(slots, 32, 128, 128, dtype=torch.float32), heads, *shape)
         gated_norm(out, torch.empty_like(out), new(128), 1e-6)

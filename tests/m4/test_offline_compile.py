@@ -37,7 +37,7 @@ MOST = {
         "moe_gemv_kernel": (96, 0), "grouped_hopper_kernel": (255, 0), "order_kernel": (168, 0),
     },
     "x5": {
-        "short_conv_kernel": (80, 0), "delta_decode_kernel": (88, 0), "delta_prefill_kernel": (255, 80), "gated_norm_kernel": (40, 0),
+        "short_conv_kernel": (80, 0), "delta_decode_kernel": (88, 0), "prepare_kernel": (255, 0), "scan_kernel": (255, 0), "gated_norm_kernel": (40, 0),
     },
 }  # fmt: skip
 WITHIN_ANOTHER = {"combine_kernel"}  # never launched

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from folovllm.forward_batch import ForwardBatch
 from folovllm.hybrid.fused import FusedGatedDeltaNet
 from folovllm.hybrid.gated_delta_net import GatedDeltaNet
+from folovllm.hybrid.kernels.delta_chunks import CHUNK
 from folovllm.layers.layer_set import LayerSet
 from tests import contract
 from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, hf_logits, prompts
@@ -63,15 +64,27 @@ def to_device(batch: ForwardBatch) -> ForwardBatch:
 @pytest.mark.parametrize("geometry", GEOMETRIES)
 @torch.inference_mode()
 def test_a_ragged_batch(geometry: str) -> None:
-    """Decodes, one of them a first token; a prompt of two chunks, a later piece shorter than the convolution, a whole chunk."""
+    """Decodes, one of them a first token; a prompt of three chunks, a later piece shorter than the convolution, a whole chunk."""
     plain, fused = two_layers(geometry)
-    lengths, computed, rows = [1, 1, 40, 2, 32], [9, 0, 0, 17, 5], [3, 0, 5, 1, 2]
+    lengths, computed, rows = [1, 1, 2 * CHUNK + 2, 2, CHUNK], [9, 0, 0, 17, 5], [3, 0, 5, 1, 2]
     x = torch.randn(sum(lengths), 32, generator=torch.Generator().manual_seed(1))
     expected = plain(x, batch_of(lengths, computed, rows))
     actual = fused.to(ON)(x.to(ON), to_device(batch_of(lengths, computed, rows)))
     torch.testing.assert_close(actual.cpu(), expected, rtol=1e-4, atol=1e-4)
     for ours, theirs in zip(fused.states, plain.states, strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_prompt_of_equal_tokens() -> None:
+    """Then the triangular system is full of large entries, and its powers grow beyond what float32 holds exactly."""
+    plain, fused = two_layers("grouped")
+    for layer in (plain, fused):
+        layer.A_log.data.fill_(-8.0)  # nothing fades
+    x, batch = torch.ones(CHUNK, 32), ([CHUNK], [0], [0])
+    torch.testing.assert_close(
+        fused.to(ON)(x.to(ON), to_device(batch_of(*batch))).cpu(), plain(x, batch_of(*batch)), rtol=1e-4, atol=1e-4
+    )
 
 
 @torch.inference_mode()

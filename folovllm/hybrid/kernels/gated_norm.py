@@ -6,12 +6,17 @@ import torch
 import triton
 import triton.language as tl
 
+from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
+
 
 @triton.jit(do_not_specialize_on_alignment=["gate_ptr"])
 def gated_norm_kernel(
-    x_ptr, gate_ptr, weight_ptr, out_ptr, stride_gate, eps, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr
+    x_ptr, gate_ptr, weight_ptr, out_ptr, stride_gate, eps, HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Program: one head of one token. Rounded where transformers rounds: the quotient before the weight, and the result."""
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, WIDTH)
     x = tl.load(x_ptr + row * D + i, mask=i < D, other=0.0).to(tl.float32)
@@ -38,5 +43,6 @@ def gated_norm(x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: f
             D=dim,
             WIDTH=triton.next_power_of_2(dim),
             num_warps=1,
+            **launch_options(x.device, tokens),
         )
     return out

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
+
 CHANNELS = 128  # of a program
 TOKENS = 32  # of a program, where a sequence has several
 
@@ -43,13 +45,15 @@ def store_state(x_ptr, state_ptr, query_len, fresh, c, stride_x, C: tl.constexpr
 def short_conv_kernel(
     x_ptr, out_ptr, state_ptr, weight_ptr, start_ptr, len_ptr, row_ptr, stride_x, first_seq,
     C: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
-    COMPUTE_OUTPUT: tl.constexpr, UPDATE_STATE: tl.constexpr,
+    COMPUTE_OUTPUT: tl.constexpr, UPDATE_STATE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of channels, tile of tokens, sequence): the convolution of these tokens, and the state after the last of them.
 
     Another program may need the old state. So only where a sequence has one tile, both are done at once. Else one launch has
     COMPUTE_OUTPUT and a second one UPDATE_STATE.
     """
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     seq = first_seq + tl.program_id(2)
     start = tl.load(start_ptr + seq)
     query_len = tl.load(start_ptr + seq + 1) - start
@@ -101,7 +105,7 @@ def short_conv(
         short_conv_kernel[(tiles, num_tiles, count)](
             x, out, state, weight, starts, seq_lens, rows, x.stride(0), first, C=channels, K=width,
             WIDTH=triton.next_power_of_2(max(width - 1, 1)), CHANNELS=CHANNELS, TOKENS=tokens, COMPUTE_OUTPUT=compute_output,
-            UPDATE_STATE=update_state,
+            UPDATE_STATE=update_state, **launch_options(x.device, len(x)),
         )  # fmt: skip
 
     if num_decodes:
