@@ -40,7 +40,7 @@ def two_layers(geometry: str) -> tuple[GatedDeltaNet, GatedDeltaNet]:
     plain.states = tuple(torch.randn(6, *shape, generator=generator) for shape, _ in plain.state_shapes())
     fused = FusedGatedDeltaNet(config(*GEOMETRIES[geometry]), LayerSet())
     fused.load_state_dict(plain.state_dict())
-    fused.states = tuple(state.clone() for state in plain.states)
+    fused.states = tuple(state.clone().to(ON) for state in plain.states)
     return plain, fused
 
 

@@ -34,16 +34,20 @@ def invert_unit_lower(system, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     With D, the inverse of the blocks on the diagonal (row by row, all blocks at once), and N = D times what is left of them,
     it is (I + N)^-1 D = (I + N^2) (I - N) D, since N^4 = 0 for four blocks.
     """
-    i = tl.arange(0, SIZE)
-    same_block = (i // BLOCK)[:, None] == (i // BLOCK)[None, :]
-    on_diagonal = tl.where(same_block, system, 0.0)
-    inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    BLOCKS: tl.constexpr = SIZE // BLOCK
+    same_block = (tl.arange(0, BLOCKS)[:, None] == tl.arange(0, BLOCKS)[None, :])[:, None, :, None]
+    parts = tl.reshape(system, [BLOCKS, BLOCK, BLOCKS, BLOCK])
+    block = tl.sum(tl.where(same_block, parts, 0.0), 2)  # [BLOCKS, BLOCK, BLOCK], those on the diagonal
+    i = tl.arange(0, BLOCK)
+    solved = tl.where(i[:, None] == i[None, :], 1.0, 0.0)[None, :, :] + tl.zeros_like(block)
     for row in range(1, BLOCK):
-        rows = (i % BLOCK == row)[:, None]
-        factors = tl.sum(tl.where(rows, on_diagonal, 0.0), 0)  # one row of each block
-        known = tl.sum(factors[:, None] * inverse, 0)
-        inverse = tl.where(rows & same_block, inverse - known[None, :], inverse)
-    rest = tl.dot(inverse, system - on_diagonal, input_precision=PRECISION)
+        here = (i == row)[None, :, None]
+        factors = tl.sum(tl.where(here, block, 0.0), 1)
+        known = tl.sum(factors[:, :, None] * solved, 1)
+        solved = tl.where(here, solved - known[:, None, :], solved)
+    inverse = tl.reshape(tl.where(same_block, solved[:, :, None, :], 0.0), [SIZE, SIZE])
+    system = tl.reshape(tl.where(same_block, 0.0, parts), [SIZE, SIZE])
+    rest = tl.dot(inverse, system, input_precision=PRECISION)
     inverse -= tl.dot(rest, inverse, input_precision=PRECISION)
     return inverse + tl.dot(tl.dot(rest, rest, input_precision=PRECISION), inverse, input_precision=PRECISION)
 
@@ -68,23 +72,22 @@ def prepare_kernel(
         c, last = tl.cumsum(g, 0), tl.sum(g, 0)
         since_start = tl.exp(c)
         decay = tl.exp(tl.minimum(c[:, None] - c[None, :], 0.0))
-        earlier = n[:, None] > n[None, :]
-        system = tl.where(earlier, beta[:, None] * multiply(key, tl.trans(key), DTYPE) * decay, 0.0)
-        inverse = invert_unit_lower(system, CHUNK, PRECISION)
-
         row = factors_ptr + (token[:, None] * Hv + head) * (3 * Dk + CHUNK + Dv)
         mask = inside[:, None] & (i < Dk)[None, :]
+        query = l2norm_rows(load_rows(mixed_ptr, token, inside, k_head * Dk, i, Dk, C), EPS) * (Dk**-0.5)
+        tl.store(row + Dk + i[None, :], (since_start[:, None] * query).to(DTYPE), mask=mask)
+        tl.store(row + 2 * Dk + i[None, :], (tl.exp(last - c)[:, None] * key).to(DTYPE), mask=mask)
+        scores = tl.where(n[:, None] >= n[None, :], multiply(query, tl.trans(key), DTYPE) * decay, 0.0)
+        tl.store(row + 3 * Dk + n[None, :], scores.to(DTYPE), mask=inside[:, None])
+
+        system = beta[:, None] * multiply(key, tl.trans(key), DTYPE) * decay
+        inverse = invert_unit_lower(tl.where(n[:, None] > n[None, :], system, 0.0), CHUNK, PRECISION)
         w = multiply(inverse * (beta * since_start)[None, :], key, DTYPE)
         tl.store(row + i[None, :], w.to(DTYPE), mask=mask)
-        tl.store(row + 2 * Dk + i[None, :], (tl.exp(last - c)[:, None] * key).to(DTYPE), mask=mask)
         value = load_rows(mixed_ptr, token, inside, 2 * Hk * Dk + head * Dv, column, Dv, C)
         u = multiply(inverse * beta[None, :], value, DTYPE)
         u_mask = inside[:, None] & (column < Dv)[None, :]
         tl.store(row + 3 * Dk + CHUNK + column[None, :], u.to(DTYPE), mask=u_mask)
-        query = l2norm_rows(load_rows(mixed_ptr, token, inside, k_head * Dk, i, Dk, C), EPS) * (Dk**-0.5)
-        tl.store(row + Dk + i[None, :], (since_start[:, None] * query).to(DTYPE), mask=mask)
-        scores = tl.where(n[:, None] >= n[None, :], multiply(query, tl.trans(key), DTYPE) * decay, 0.0)
-        tl.store(row + 3 * Dk + n[None, :], scores.to(DTYPE), mask=inside[:, None])
 
 
 @triton.jit(

@@ -18,7 +18,7 @@ from folovllm.hybrid.kernels.inputs import l2norm_rows, load_gates, load_rows
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 
 BLOCK_DV = 32  # columns of a state that a program has
-PREPARE_WARPS, SCAN_WARPS, SCAN_STAGES, SCAN_DV = 8, 4, 3, 32
+PREPARE_WARPS, SCAN_WARPS, SCAN_STAGES, SCAN_DV = 4, 4, 3, 32
 
 
 @triton.jit(do_not_specialize_on_alignment=["start_ptr", "len_ptr", "row_ptr", "a_ptr", "b_ptr"])
@@ -40,7 +40,6 @@ def delta_decode_kernel(
         at = i[:, None] * Dv + column[None, :]
         mask = (i < Dk)[:, None] & (column < Dv)[None, :]
         known = tl.load(len_ptr + seq) > 1  # else the slot holds another sequence's state
-        state = tl.load(state_ptr + at, mask=mask & known, other=0.0)
         wait_for_inputs(PDL)
         token, one = start.to(tl.int64) + tl.zeros([1], tl.int64), tl.full([1], 1, tl.int1)
         k_head, C = head // (Hv // Hk), 2 * Hk * Dk + Hv * Dv
@@ -48,7 +47,7 @@ def delta_decode_kernel(
         key = l2norm_rows(load_rows(mixed_ptr, token, one, (Hk + k_head) * Dk, i, Dk, C), EPS)
         value = load_rows(mixed_ptr, token, one, 2 * Hk * Dk + head * Dv, column, Dv, C)
         g, beta = load_gates(a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, token, one, head, stride_a, stride_b)
-        state *= tl.exp(tl.sum(g, 0))
+        state = tl.load(state_ptr + at, mask=mask & known, other=0.0) * tl.exp(tl.sum(g, 0))
         key, query = tl.reshape(key, [BLOCK_DK, 1]), tl.reshape(query, [BLOCK_DK, 1])
         delta = tl.sum(beta, 0) * (tl.reshape(value, [BLOCK_DV]) - tl.sum(key * state, 0))
         state += key * delta[None, :]
