@@ -36,6 +36,7 @@ def store_state(x_ptr, state_ptr, query_len, fresh, c, stride_x, C: tl.constexpr
     i = tl.arange(0, WIDTH)
     kept = load_inputs(x_ptr, state_ptr, query_len - (K - 1) + i, query_len, fresh, c, stride_x, C, K)
     mask = (i < K - 1)[:, None] & (c < C)[None, :]
+    tl.debug_barrier()  # each row is another thread's input
     tl.store(state_ptr + i[:, None] * C + c[None, :], kept.to(state_ptr.dtype.element_ty), mask=mask)
 
 
