@@ -1,66 +1,85 @@
-"""From the start of a process to its first token: what takes how long, and which kernels are compiled.
+"""From the start of a process to its first token: seconds imported, read, compiled, captured; with nothing kept, and with what the starts before left.
 
-    TRITON_CACHE_DIR=$(mktemp -d) python tools/measure_start.py     cold: no kernel is compiled yet
-    python tools/measure_start.py                                   warm, from the second time on
-    python tools/measure_start.py --geometry qwen3-4b --kernels     another geometry; each kernel that was compiled
+    python tools/measure_start.py                                   Qwen3-0.6B's geometry: a checkpoint of random weights is written and read
+    python tools/measure_start.py --geometry qwen3-4b --kernels     another one; and each kernel that was compiled
+    python tools/measure_start.py --model stories-5m                a model that is there
 
-The weights are random. One process is one start: for cold and warm, run it twice with the same TRITON_CACHE_DIR.
+Four processes, one after the other, each with a column of the table. The first one finds no compiled kernel, no byte code of Python's sources, and the weights on the
+disk. Then kernels are kept and weights are in memory, which are warm starts on a machine that keeps no byte code; and the last two may write and read it.
+A phase within another one counts as its own: what is imported while the model is built is imported. A thread's work counts where it is waited for.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.machinery
+import json
 import os
+import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 PHASES = {  # of a `GraphRunner`, in order
-    "load_model": "weights",
-    "compile_at_once": "kernels, many at once",
-    "fit_kv_cache": "memory profile",
-    "compile_kernels": "small steps",
-    "capture_cudagraph": "capture",
+    "load_model": "read the weights",
+    "compile_at_once": "compile kernels",
+    "fit_kv_cache": "profile the memory",
+    "compile_kernels": "run small steps",
+    "capture_cudagraph": "capture graphs",
 }
-HEAVY = ("transformers", "torch._dynamo", "sympy", "sklearn", "pandas")  # seconds to import
+PACKAGES = "torch", "triton", "folovllm", "transformers"
+STARTS = "nothing kept", "kernels kept", "byte code written", "all kept"
+FIRST = [f"import {name}" for name in (*PACKAGES, "all else")]
+ORDER = ["Python", *FIRST, "CUDA", "configuration", "tokenizer", *PHASES.values(), "first token", "the rest"]
 
 
 class Clock:
-    """Seconds since the process started, by phase; a phase within another is the other's."""
+    """Seconds of the main thread since the process started, by phase."""
 
     def __init__(self) -> None:
         ticks = int(Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()[19])
         self._born = ticks / os.sysconf("SC_CLK_TCK")
-        self._last, self._within = 0.0, False
-        self.phases: dict[str, float] = {}
+        self._last = 0.0
+        self._open = ["Python"]  # phases, each within the one before
+        self.phases: Counter[str] = Counter()
 
     def now(self) -> float:
         """Seconds since the process started."""
         return time.clock_gettime(time.CLOCK_BOOTTIME) - self._born
 
-    def add(self, phase: str) -> None:
-        """All since the last call was this phase."""
+    def lap(self) -> None:
+        """All since the last call was the innermost open phase."""
         now = self.now()
-        self.phases[phase] = self.phases.get(phase, 0.0) + now - self._last
+        self.phases[self._open[-1]] += now - self._last
         self._last = now
 
-    def watch(self, owner: Any, name: str, phase: str) -> None:
-        """Let the calls of a method be a phase."""
+    def enter(self, phase: str) -> None:
+        """Begin a phase within the present one."""
+        self.lap()
+        self._open.append(phase)
+
+    def leave(self) -> None:
+        """End it."""
+        self.lap()
+        self._open.pop()
+
+    def watch(self, owner: Any, name: str, phase: str | Callable[[Any], str]) -> None:
+        """Let the calls of a method be a phase; a function tells it from the last argument."""
         method: Callable[..., Any] = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            if self._within:
+            if threading.current_thread() is not threading.main_thread():
                 return method(*args, **kwargs)
-            self.add("the rest")
-            self._within = True
+            self.enter(phase if isinstance(phase, str) else phase(args[-1]))
             try:
                 return method(*args, **kwargs)
             finally:
-                self._within = False
-                self.add(phase)
+                self.leave()
 
         setattr(owner, name, timed)
 
@@ -69,14 +88,14 @@ class Compiled:
     """Which kernels Triton looked for, and how long those took that were not there: it calls this after each."""
 
     def __init__(self) -> None:
-        self._num_found = 0
-        self._new: list[tuple[float, str]] = []
+        self.num_found = 0
+        self.new: list[tuple[float, str]] = []
 
     def __call__(self, *, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
         """Note a kernel."""
-        self._num_found += 1
+        self.num_found += 1
         if not cache_hit:
-            self._new.append((times.total / 1e6, src.name))
+            self.new.append((times.total / 1e6, src.name))
 
     def watch(self, workers: Any) -> None:
         """Note those that other processes compile, too. Triton finds them here afterwards."""
@@ -85,63 +104,31 @@ class Compiled:
         def timed(self_: Any, task: Any) -> None:
             start = time.monotonic()
             compile_task(self_, task)
-            self._new.append((time.monotonic() - start, task.name))
+            self.new.append((time.monotonic() - start, task.name))
 
         workers.compile = timed
 
-    def print(self, each: bool) -> None:
-        """Say how many there were; with `each` name those that were compiled, the slowest first."""
-        total = sum(seconds for seconds, _ in self._new)
-        print(f"{self._num_found} kernels, {len(self._new)} of them compiled; for these, threads waited {total:.1f} s")
-        for seconds, name in sorted(self._new, reverse=True) if each else ():
-            print(f"  {seconds:6.2f} s  {name}")
+
+def package(module: Any) -> str:
+    """The phase in which a module is imported."""
+    name = module.__name__.partition(".")[0]
+    return f"import {name if name in PACKAGES else 'all else'}"
 
 
-def main() -> None:
-    """Start, and print the phases."""
+def start(model: str) -> None:
+    """Start an engine, write a token, and print a line of JSON."""
     clock, compiled = Clock(), Compiled()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--geometry", default="qwen3-0.6b")
-    parser.add_argument("--kernels", action="store_true")
-    given = parser.parse_args()
-    clock.add("Python")
+    clock.enter("the rest")
+    clock.watch(importlib.machinery.SourceFileLoader, "exec_module", package)
     import torch
 
-    clock.add("import torch")
-    from folovllm import LLM, SamplingParams
-    from folovllm.bench.contenders import random_model
-
-    watch_phases(clock)
-    clock.add("import folovllm")
+    clock.watch(torch.cuda, "_lazy_init", "CUDA")
     from triton import knobs
 
-    from folovllm.kernels.compile_pool import CompilePool
-
-    knobs.compilation.listener = compiled
-    compiled.watch(CompilePool)
-    clock.add("import triton")
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        LLM(**random_model(given.geometry, Path(folder), {"use_tqdm": False})) as llm,
-    ):
-        clock.add("the rest")
-        llm.generate([list(range(100))], SamplingParams(max_tokens=1), use_tqdm=False)
-        clock.add("first token")
-        total = clock.now()
-    for phase, seconds in clock.phases.items():
-        print(f"{phase:24}{seconds:8.2f} s")
-    print(f"{'to the first token':24}{total:8.2f} s")
-    print(
-        "torch's byte code:",
-        "kept" if Path(torch.__spec__.cached).exists() else "none, so its sources were compiled once more",
-    )
-    print("imported on the way:", ", ".join(name for name in HEAVY if name in sys.modules) or "nothing heavy")
-    compiled.print(given.kernels)
-
-
-def watch_phases(clock: Clock) -> None:
-    """Let the engine's calls be phases."""
+    from folovllm import LLM, SamplingParams
+    from folovllm.config import DEFAULT_MODEL
     from folovllm.engine import llm_engine
+    from folovllm.kernels.compile_pool import CompilePool
     from folovllm.worker.graph_runner import GraphRunner
     from folovllm.worker.model_runner import ModelRunner
 
@@ -149,6 +136,75 @@ def watch_phases(clock: Clock) -> None:
     clock.watch(llm_engine, "load_tokenizer", "tokenizer")
     for name, phase in PHASES.items():
         clock.watch(ModelRunner if name == "fit_kv_cache" else GraphRunner, name, phase)
+    knobs.compilation.listener = compiled
+    compiled.watch(CompilePool)
+    with LLM(model, tokenizer=DEFAULT_MODEL, model_impl="native", use_tqdm=False) as llm:
+        clock.enter("first token")
+        llm.generate([list(range(100))], SamplingParams(max_tokens=1), use_tqdm=False)
+        clock.leave()
+        total = clock.now()
+    counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines())
+    found = {
+        "phases": clock.phases, "total": total, "read": int(counters["read_bytes"]) / 1e9, "modules": len(sys.modules),
+        "kernels": compiled.num_found, "compiled": sorted(compiled.new, reverse=True),
+    }  # fmt: skip
+    print(json.dumps(found))
+
+
+def write(geometry: str, folder: Path) -> str:
+    """Write a checkpoint of random weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from folovllm.bench.contenders import GEOMETRIES
+
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**GEOMETRIES[geometry]), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def forget(folder: Path) -> None:
+    """Let the system drop the weights from memory."""
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def main() -> None:
+    """Start four times, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--geometry", default="qwen3-0.6b")
+    parser.add_argument("--model", help="in place of random weights")
+    parser.add_argument("--kernels", action="store_true", help="name those that were compiled")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.child:
+        start(given.model)
+        return
+    results = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = given.model or write(given.geometry, Path(folder, given.geometry))
+        forget(Path(model))
+        kept = {"TRITON_CACHE_DIR": f"{folder}/kernels", "PYTHONPYCACHEPREFIX": f"{folder}/byte code"}
+        for name in STARTS:
+            env = os.environ | kept | {"PYTHONDONTWRITEBYTECODE": "1" if "kept" in name else ""}
+            child = [sys.executable, __file__, "--child", "--model", model]
+            said = subprocess.run(child, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
+            results.append(json.loads(said.splitlines()[-1]))
+    print(f"{'seconds':24}" + "".join(f"{name:>20}" for name in STARTS))
+    for phase in ORDER:
+        print(f"{phase:24}" + "".join(f"{result['phases'].get(phase, 0.0):20.2f}" for result in results))
+    print(f"{'to the first token':24}" + "".join(f"{result['total']:20.2f}" for result in results))
+    print(f"{'GB from the disk':24}" + "".join(f"{result['read']:20.2f}" for result in results))
+    for counted in ("modules", "kernels"):
+        print(f"{counted:24}" + "".join(f"{result[counted]:20}" for result in results))
+    print(f"{'kernels compiled':24}" + "".join(f"{len(result['compiled']):20}" for result in results))
+    waited = [sum(seconds for seconds, _ in result["compiled"]) for result in results]
+    print(f"{'threads waited for them':24}" + "".join(f"{seconds:20.1f}" for seconds in waited))
+    for seconds, name in results[0]["compiled"] if given.kernels else ():
+        print(f"  {seconds:6.2f} s  {name}")
 
 
 if __name__ == "__main__":

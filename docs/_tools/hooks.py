@@ -33,7 +33,7 @@ MERMAID = "assets/mermaid/mermaid.tiny.js"
 RECORDINGS = "assets/recordings"
 OVERVIEW = re.compile(r'<p><img[^>]*src="[^"]*assets/overview\.svg"[^>]*></p>')
 RECORDING = re.compile(r"<!-- recording (\w+)(?: (\w+))? -->\s*(<p><img[^>]*></p>)")
-PICTURE = re.compile(r'(src="[^"]*img/(?:abc|x4)_\w+)\.svg(?=")')  # drawn by `pictures.py`, with words
+PICTURE = re.compile(r'(src="[^"]*img/(?:abc|x4|m6)_\w+)\.svg(?=")')  # with words
 OVERVIEW_FILE = Path(__file__).parents[1] / "assets/overview.svg"
 shown: set[tuple[str, ...]] = set()  # in this build
 SCENES_PAGE = "inspector/"

@@ -123,7 +123,7 @@ def test_the_words_of_pictures_are_translated(monkeypatch: pytest.MonkeyPatch) -
     """All but the example's tokens."""
     monkeypatch.syspath_prepend(str(ROOT / "docs/_tools"))
     chinese = importlib.import_module("editions").chinese_picture
-    drawn = [file for stem in ("abc", "x4_batch", "x4_load") for file in (ROOT / "docs/img").glob(f"{stem}*.svg")]
+    drawn = [file for stem in ("abc", "x4_batch", "x4_load", "m6") for file in (ROOT / "docs/img").glob(f"{stem}*.svg")]
     assert len(drawn) > 10
     for file in (*drawn, ROOT / "docs/assets/overview.svg"):
         left = re.findall(r"<(?:text|title)[^>]*>([^<]*[a-z]{2}[^<]*)</", chinese(file.read_text("utf-8")))
