@@ -39,6 +39,7 @@ MOST = {
     "x5": {
         "short_conv_kernel": (80, 0), "delta_decode_kernel": (88, 0), "delta_prefill_kernel": (255, 80), "gated_norm_kernel": (40, 0),
     },
+    "x6": {"invariant_linear_kernel": (144, 16), "invariant_attention_kernel": (255, 16)},
 }  # fmt: skip
 WITHIN_ANOTHER = {"combine_kernel"}  # never launched
 STACK_OF_WIDE_HEADS = 64  # of the attention kernels where D is 256
