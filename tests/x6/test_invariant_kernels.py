@@ -82,12 +82,13 @@ def test_a_row_of_a_product_is_the_same_alone_and_anywhere(size: tuple[int, int]
 @pytest.mark.parametrize("tokens", [8, 9, 70])
 def test_the_fused_kernels_compute_each_row_alone(tokens: int) -> None:
     """The engine's own, for few tokens and for many: norm and sum, activation, and QK-norm with rotation."""
-    x, residual, weight, heads = random(tokens, 64), random(tokens, 64), random(64), random(tokens, 5, 16)
-    preparation = Preparation(torch.rand(tokens, 16, device=DEVICE), random(16), random(16), 1e-6)
+    width, dim = (1024, 128) if DEVICE.type == "cuda" else (64, 16)
+    x, residual, weight, heads = random(tokens, width), random(tokens, width), random(width), random(tokens, 5, dim)
+    preparation = Preparation(torch.rand(tokens, dim, device=DEVICE), random(dim), random(dim), 1e-6)
 
     def computed(rows: slice) -> list[torch.Tensor]:
         slots = torch.arange(tokens, device=DEVICE)[rows]
-        cache = torch.zeros(2, tokens, 1, 1, 16, device=DEVICE, dtype=DTYPE)
+        cache = torch.zeros(2, tokens, 1, 1, dim, device=DEVICE, dtype=DTYPE)
         query, key, value = heads[rows].split([3, 1, 1], dim=1)
         query = qk_norm_rope_store(query, key, value, slots, cache, slots, preparation)
         return [*add_rms_norm(x[rows], residual[rows], weight, 1e-6), silu_and_mul(x[rows]), query, *cache[:, rows]]

@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-PROGRAMS = 64  # at least so many tiles of outputs, if the weight has them: one row should keep a GPU's memory busy
+PROGRAMS = 96  # at least so many tiles of outputs, if the weight has them: one row should keep a GPU's memory busy
+STAGES = {64: 3, 32: 4, 16: 5}  # of a pipeline, by the outputs of a tile: narrow tiles need more reads in flight
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -62,7 +63,7 @@ def linear_tile(outputs: int, itemsize: int) -> LinearTile:
     float32 has no matrix instruction; its operands are held in registers, so that there are fewer at a time.
     """
     width = next((n for n in (64, 32) if triton.cdiv(outputs, n) >= PROGRAMS), 16)
-    return LinearTile(64, width, 128 if itemsize == 2 else 32, 3 if width == 64 else 4)
+    return LinearTile(64, width, 128 if itemsize == 2 else 32, STAGES[width])
 
 
 def invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
