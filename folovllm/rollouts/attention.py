@@ -17,7 +17,6 @@ from torch.nn.utils.rnn import pad_sequence
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig
 from folovllm.attention.ops import reshape_and_cache_kv
 from folovllm.forward_batch import ForwardBatch
-from folovllm.rollouts.tiles import with_plain_backward
 
 QUERIES = 8  # neighbouring tokens of a sequence
 CONTEXT = 64  # positions that are added up at once
@@ -133,26 +132,6 @@ def make_group(tiles: list[Tile], block_tables: torch.Tensor, config: AttentionC
         offsets=at % size,
         is_held=is_held[:, None, :, None],
     )
-
-
-class TrainingBackend(InvariantBackend):
-    """The same attention under autograd, over whole sequences that are computed at once. It has no cache.
-
-    Each layer's K/V of the step stand for the cache: a block of one token is a token of the step.
-    """
-
-    def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-        self._key, self._value = key, value
-
-    def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        def tiled(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            cache = torch.stack((key, value))[:, :, None]  # [2, T, 1, Hkv, D]
-            return super(TrainingBackend, self).forward(query, cache, batch)
-
-        def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            return attend_in_one_piece(query, key, value, batch.query_lens_host, self.config.scale)
-
-        return with_plain_backward(tiled, plain, query, self._key, self._value)
 
 
 def attend_in_one_piece(

@@ -10,8 +10,7 @@ import torch
 
 from folovllm.extensions import Extension
 from folovllm.model_config import num_experts_of, num_linear_of, windows_of
-from folovllm.rollouts.attention import InvariantBackend
-from folovllm.rollouts.layers import invariant_layers
+from folovllm.rollouts.layers import invariant_backend, invariant_layers
 
 if TYPE_CHECKING:
     from folovllm.attention.backends.abstract import AttentionBackend
@@ -46,11 +45,11 @@ class BatchInvariance(Extension):
             raise ValueError(f"batch_invariant: {why}")
 
     def layer_set(self, usual: Callable[[], LayerSet]) -> LayerSet:
-        """Return the tiled layers, which count what the usual ones count."""
-        return replace(invariant_layers(), counters=usual().counters)
+        """Return the invariant layers, which count what the usual ones count."""
+        return replace(invariant_layers(self.setup), counters=usual().counters)
 
     def attention_backend(self, usual: Callable[[], AttentionBackend]) -> AttentionBackend:
-        return InvariantBackend(self.setup.attention)
+        return invariant_backend(self.setup)
 
 
 def divides_tiles(device: torch.device) -> bool:

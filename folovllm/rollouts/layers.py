@@ -1,10 +1,14 @@
-"""The layers of a batch-invariant model: each product, norm and activation is computed in tiles of one size.
+"""The layers of a batch-invariant model: no product, norm or activation computes a row in another way for another batch.
 
-What is left is exact for any shape: an addition or a multiplication of two numbers, as in the rotation of heads and in the
-residual stream, is rounded the same way wherever it stands.
+Here they are computed by torch, in tiles of one size; `kernel_layers` has those of a GPU. What is left is exact for any shape: an
+addition or a multiplication of two numbers, as in the rotation of heads and in the residual stream, is rounded the same way
+wherever it stands.
 """
 
 from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -14,16 +18,36 @@ from folovllm.layers.embed_head import ParallelLMHead
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.linear import LinearBase, Plain
-from folovllm.rollouts.tiles import in_tiles
+from folovllm.rollouts.attention import InvariantBackend
+from folovllm.rollouts.tiles import Compute, in_tiles
+
+if TYPE_CHECKING:
+    from folovllm.attention.backends.abstract import AttentionBackend
+    from folovllm.setup import EngineSetup
 
 
-class TiledPlain(Plain):
-    """Plain weights; the product takes `ROWS` rows at a time."""
+class InvariantPlain(Plain):
+    """Plain weights; `linear(x, weight, bias)` is a product whose rows do not depend on the batch."""
+
+    def __init__(self, linear: Compute) -> None:
+        self._linear = linear
 
     def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         bias = () if layer.bias is None else (layer.bias,)
-        y = in_tiles(F.linear, x, layer.weight, *bias)
+        y: torch.Tensor = self._linear(x, layer.weight, *bias)
         return y if residual is None else residual + y
+
+
+class InvariantLMHead(ParallelLMHead):
+    """The product with the vocabulary, by the same function."""
+
+    def __init__(self, linear: Compute, vocab_size: int, hidden_size: int) -> None:
+        super().__init__(vocab_size, hidden_size)
+        self._linear = linear
+
+    def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        logits: torch.Tensor = self._linear(hidden, self.weight)
+        return logits if out is None else out.copy_(logits)
 
 
 class TiledRMSNorm(RMSNorm):
@@ -48,15 +72,26 @@ class TiledSiluAndMul(SiluAndMul):
         return in_tiles(super().forward, gate_up)
 
 
-class TiledLMHead(ParallelLMHead):
-    """The product with the vocabulary."""
+def invariant_layers(setup: EngineSetup) -> LayerSet:
+    """Return the layers of a batch-invariant model: kernels where the engine has Triton's attention, else torch in tiles."""
+    if uses_kernels(setup):
+        from folovllm.rollouts.kernel_layers import kernel_layers
 
-    def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        logits = in_tiles(F.linear, hidden, self.weight)
-        return logits if out is None else out.copy_(logits)
+        return kernel_layers()
+    linear = partial(in_tiles, F.linear)
+    head = partial(InvariantLMHead, linear)
+    return LayerSet({RMSNorm: TiledRMSNorm, SiluAndMul: TiledSiluAndMul, ParallelLMHead: head}, InvariantPlain(linear))
 
 
-def invariant_layers() -> LayerSet:
-    """Return the set in which every layer whose kernel depends on the batch is tiled."""
-    places = {RMSNorm: TiledRMSNorm, SiluAndMul: TiledSiluAndMul, ParallelLMHead: TiledLMHead}
-    return LayerSet(places, TiledPlain())
+def invariant_backend(setup: EngineSetup) -> AttentionBackend:
+    """Return their attention."""
+    if uses_kernels(setup):
+        from folovllm.rollouts.kernel_layers import InvariantTritonBackend
+
+        return InvariantTritonBackend(setup.attention)
+    return InvariantBackend(setup.attention)
+
+
+def uses_kernels(setup: EngineSetup) -> bool:
+    """Whether the engine's attention backend is Triton's: then its kernels can run."""
+    return setup.backend == "triton"

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 ROWS = 32  # tokens of a product or a norm: with fewer a CPU's product is slower, with more a single decode is
 
-Compute = Callable[..., torch.Tensor]
+Compute = Callable[..., Any]
 
 
 def in_tiles(function: Compute, rows: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
@@ -29,25 +29,28 @@ def in_tiles(function: Compute, rows: torch.Tensor, *others: torch.Tensor) -> to
         padded = F.pad(rows, [0, 0] * (rows.dim() - 1) + [0, -count % ROWS])
         return torch.cat([function(tile, *others) for tile in padded.split(ROWS)])[:count]
 
-    return with_plain_backward(tiled, function, rows, *others)
-
-
-def with_plain_backward(forward: Compute, plain: Compute, *tensors: torch.Tensor) -> torch.Tensor:
-    """Return `forward(*tensors)`; its gradients, if somebody wants them, are those of `plain`, the same function in one piece."""
-    if not torch.is_grad_enabled():
-        return forward(*tensors)
-    result: torch.Tensor = PlainBackward.apply(forward, plain, *tensors)  # type: ignore[no-untyped-call]
+    result: torch.Tensor = with_plain_backward(tiled, function, rows, *others)
     return result
 
 
+def with_plain_backward(forward: Compute, plain: Compute, *tensors: torch.Tensor) -> Any:
+    """Return `forward(*tensors)`, one tensor or several; its gradients, if somebody wants them, are those of `plain`.
+
+    `plain` is the same function as torch computes it, in one piece.
+    """
+    if not torch.is_grad_enabled():
+        return forward(*tensors)
+    return PlainBackward.apply(forward, plain, *tensors)  # type: ignore[no-untyped-call]
+
+
 class PlainBackward(torch.autograd.Function):
-    """Goes forward in tiles and back in one piece: gradients need not be the engine's bits, and large products are fast.
+    """Goes forward as the engine does and back as torch does: gradients need not be the engine's bits, and large products are fast.
 
     The way back computes `plain` once more, so that nothing but the inputs is kept.
     """
 
     @staticmethod
-    def forward(ctx: Any, forward: Compute, plain: Compute, *tensors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, forward: Compute, plain: Compute, *tensors: torch.Tensor) -> Any:
         ctx.plain = plain
         ctx.save_for_backward(*tensors)
         return forward(*tensors)

@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch.func import functional_call
 
 from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.layer_set import LayerSet
 from folovllm.llm import LLM
+from folovllm.models.llama import LlamaAttention
 from folovllm.models.loader import load_model
-from folovllm.models.registry import build_model
-from folovllm.rollouts.attention import TrainingBackend
-from folovllm.rollouts.layers import invariant_layers
+from folovllm.models.registry import build_model, get_model_class
+from folovllm.rollouts.attention import attend_in_one_piece
+from folovllm.rollouts.layers import invariant_backend, invariant_layers
+from folovllm.rollouts.tiles import with_plain_backward
 from folovllm.rollouts.weights import weights_of
 from folovllm.worker.native_model import attention_layers
 
@@ -28,15 +31,18 @@ class Policy:
     def __init__(self, llm: LLM, layers: LayerSet | None = None) -> None:
         """`layers`: others than the engine's, to compare with. Raises ValueError as `LLM.get_weights` does."""
         setup = llm.engine.setup
-        layers = invariant_layers() if layers is None else layers
+        layers = invariant_layers(setup) if layers is None else layers
+        kind = get_model_class(setup.hf_config).attention_class
+        attention = type("Trained", (TrainedAttention, layers.places.get(kind, kind)), {})
+        layers = layers.having({kind: attention}, layers.linear_method)
         self.device = setup.device
         self.model = build_model(setup.hf_config, setup.dtype, setup.device, setup.max_model_len, layers)
         load_model(self.model, llm.get_weights().items(), use_tqdm=False)
         self.model.requires_grad_(True)
-        self._backend = TrainingBackend(replace(setup.attention, block_size=1))
-        for attention in attention_layers(self.model):
-            attention.bind(self._backend)
-            attention.kv_cache = torch.empty(0)  # the backend takes K/V of the step
+        self._setup = setup
+        self._backend = invariant_backend(setup)
+        for layer in attention_layers(self.model):
+            layer.bind(self._backend)
 
     def logprobs(self, sequences: Sequence[Sequence[int]], num_prompt_tokens: Sequence[int]) -> list[torch.Tensor]:
         """Return the log-probabilities of each sequence's tokens behind its prompt, under the model's own distribution.
@@ -49,7 +55,7 @@ class Policy:
         Returns:
             For each sequence a tensor [number of answer tokens], float32.
         """
-        batch = batch_of(sequences, self.device)
+        batch = batch_of(sequences, self._setup.block_size, self.device)
         starts = batch.query_start_loc.tolist()
         answers = [
             range(start + p, start + len(seq))
@@ -57,28 +63,63 @@ class Policy:
         ]
         at = torch.tensor([i for answer in answers for i in answer], device=self.device)
         self._backend.plan(batch)
+        self._allocate_kv_cache(int(batch.block_tables.max()) + 1)
         logits = self.model.compute_logits(self.model(batch), replace(batch, logits_indices=at - 1))
         found = logits.float().log_softmax(-1).gather(1, batch.input_ids[at][:, None])[:, 0]
         return list(found.split([len(answer) for answer in answers]))
+
+    def _allocate_kv_cache(self, num_blocks: int) -> None:
+        """Give the layers a cache laid out as the engine's. One is enough: each layer reads only what it has just written."""
+        a = self._setup.attention
+        shape = 2, num_blocks, a.num_kv_heads, self._setup.block_size, a.head_dim
+        cache = torch.empty(shape, dtype=a.dtype, device=a.device).transpose(2, 3)
+        for layer in attention_layers(self.model):
+            layer.kv_cache = cache
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return the weights by the checkpoint's names, as `LLM.update_weights` takes them. They are views, not copies."""
         return weights_of(self.model)
 
 
-def batch_of(sequences: Sequence[Sequence[int]], device: torch.device) -> ForwardBatch:
-    """Return a step that computes whole sequences, of which token t is in slot t of blocks of one token."""
+class TrainedAttention(LlamaAttention):
+    """Attends as the engine does, from the projection to the result, and goes back as torch does."""
+
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[T, H] -> [T, H], of whole sequences."""
+        norms = [norm for norm in (getattr(self, "q_norm", None), getattr(self, "k_norm", None)) if norm is not None]
+
+        def engines(qkv: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+            return self.attn(self.prepare(qkv, batch), batch)
+
+        def plain(qkv: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+            query, key, value = self.split_heads(qkv)
+            if norms:
+                query, key = (
+                    functional_call(norm, {"weight": weight}, heads)
+                    for norm, weight, heads in zip(norms, weights, (query, key), strict=True)
+                )
+            query, key = self.rope(batch.positions, query, key)
+            return attend_in_one_piece(query, key, value, batch.query_lens_host, self.head_dim**-0.5)
+
+        attended = with_plain_backward(engines, plain, self.qkv_proj(x), *(norm.weight for norm in norms))
+        return self.o_proj(attended.flatten(1))
+
+
+def batch_of(sequences: Sequence[Sequence[int]], block_size: int, device: torch.device) -> ForwardBatch:
+    """Return a step that computes whole sequences, each in blocks of its own, which follow one another in the cache."""
     lengths = [len(seq) for seq in sequences]
     counts = torch.tensor(lengths, device=device)
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
+    blocks = -(-counts // block_size)
+    first_block = blocks.cumsum(0) - blocks
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    total = torch.arange(sum(lengths), device=device)
     return ForwardBatch(
         input_ids=torch.tensor([token for seq in sequences for token in seq], device=device),
-        positions=torch.cat([torch.arange(length, device=device) for length in lengths]),
-        slot_mapping=total,
+        positions=positions,
+        slot_mapping=first_block.repeat_interleave(counts) * block_size + positions,
         query_start_loc=starts.int(),
         seq_lens=counts.int(),
-        block_tables=(starts[:-1, None] + torch.arange(max(lengths), device=device)).int(),
+        block_tables=(first_block[:, None] + torch.arange(int(blocks.max()), device=device)).int(),
         logits_indices=starts[1:] - 1,
         num_seqs=len(lengths),
         num_decodes=0,

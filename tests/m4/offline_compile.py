@@ -64,6 +64,8 @@ from folovllm.quantization.kernels.quant_gemv import quant_gemv
 from folovllm.quantization.kernels.quant_matmul import quant_matmul, unpacked
 from folovllm.quantization.kernels.quantize_rows import quantize_rows
 from folovllm.quantization.weight import QuantizedWeight
+from folovllm.rollouts.kernels.attention import attention_tile, invariant_attention
+from folovllm.rollouts.kernels.linear import invariant_linear
 from folovllm.sampling_row import line_width, mask_width
 from folovllm.spec_decode.kernels.verify_attention import SplitKVVerify
 
@@ -410,7 +412,19 @@ def launch_x5(d: int, b: int) -> None:
         gated_norm(out, torch.empty_like(out), new(128), 1e-6)
 
 
-LAUNCH = {"m4": launch_m4, "m6": launch_m6, "x2": launch_x2, "x3": launch_x3, "x4": launch_x4, "x5": launch_x5}
+def launch_x6(d: int, b: int) -> None:
+    """Products with narrow and with wide weights, and attention in all shapes, at the most heads that share a KV head, too."""
+    for num_heads in (16, 32):
+        heads = Heads(4, d, b, num_heads)
+        tile = attention_tile(CUDA, d, card.dtype.itemsize)
+        invariant_attention(heads.query, heads.cache, heads.starts, heads.lens, heads.table, int32(9, 2), 0.1, tile)
+    for outputs in (1024, 2560, 6144) if (d, b) == (128, 16) else ():
+        invariant_linear(new(64, 1024), new(outputs, 1024), new(outputs))
+    if card.capability == 90:
+        invariant_linear(float32(64, 1024), float32(6144, 1024))
+
+
+LAUNCH = {"m4": launch_m4, "m6": launch_m6, "x2": launch_x2, "x3": launch_x3, "x4": launch_x4, "x5": launch_x5, "x6": launch_x6}
 
 if __name__ == "__main__":
     JITFunction.run = compile_instead
