@@ -73,9 +73,9 @@ class LLM:
         """Forget all cached prefixes. Raises ValueError where there is no cache."""
         return self.engine.reset_prefix_cache()
 
-    def update_weights(self, weights: Any, in_flight: str = "wait") -> list[RequestOutput]:
+    def update_weights(self, weights: Any, in_flight: str = "wait") -> None:
         """Give the model other weights: a checkpoint's folder, or tensors by its names (`folovllm.rollouts.weights`)."""
-        return _rollouts().update_weights(self.engine, weights, in_flight)
+        _rollouts().update_weights(self.engine, weights, in_flight)
 
     def get_weights(self) -> dict[str, Any]:
         """The weights by the checkpoint's names. They are the engine's own memory: an update changes them."""

@@ -1,6 +1,6 @@
 """What rollouts cost, over random weights of Qwen3-0.6B's geometry: `python tools/measure_rollouts.py` (on a GPU; `--device cpu`).
 
-Prints: seconds to update the weights from tensors on the device and from a file; bytes in use before the engine, while it serves
+Prints: seconds to update the weights from tensors on the device and from a file, and the file's parts; bytes in use before the engine, while it serves
 and asleep, at both levels, and seconds to wake; output tokens a second without and with `batch_invariant`, and their ratio; and how
 far the trainer's log-probabilities are from the engine's, in the engine's dtype, without and with it.
 """
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from folovllm import LLM, SamplingParams
@@ -48,8 +49,28 @@ def updates(fields: dict[str, Any], folder: Path) -> None:
         weights = {name: w.clone() for name, w in llm.get_weights().items()}
         save_file({name: w.cpu().contiguous() for name, w in weights.items()}, folder / "model.safetensors")
         for source, given in (("tensors on the device", weights), ("a file", folder)):
-            taken = [seconds_of(lambda given=given: llm.update_weights(given)) for _ in range(ROUNDS)]  # type: ignore[misc]
-            print(f"update from {source}: {statistics.median(taken):.3f} s, of {[round(each, 3) for each in taken]}")
+            print_seconds(f"update from {source}", lambda given=given: llm.update_weights(given))  # type: ignore[misc]
+    if torch.cuda.is_available():
+        file_parts(folder / "model.safetensors")
+
+
+def file_parts(file: Path) -> None:
+    """What an update from a file does before it assigns; beside it, how it would be with one thread of the driver."""
+
+    def read(to: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        with safe_open(file, framework="pt") as stored:  # mapped anew, as an update does
+            return [to(stored.get_tensor(name)) for name in stored.keys()]  # noqa: SIM118  # no dict
+
+    pinned = read(torch.Tensor.pin_memory)
+    print_seconds("  read into pinned memory", lambda: read(torch.Tensor.pin_memory))
+    print_seconds("  copy to the device", lambda: [tensor.to("cuda", non_blocking=True) for tensor in pinned])
+    print_seconds("  both by the driver, without pinned memory", lambda: read(torch.Tensor.cuda))
+
+
+def print_seconds(what: str, work: Callable[[], object]) -> None:
+    """Print the median of some rounds."""
+    taken = [seconds_of(work) for _ in range(ROUNDS)]
+    print(f"{what}: {statistics.median(taken):.3f} s, of {[round(each, 3) for each in taken]}")
 
 
 def sleeps(fields: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ import gc
 import os
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any, overload
@@ -66,6 +67,7 @@ class LLMEngine:
         self.core = build.make_core(self.setup, self._extension, executor, self.tokenizer)
         self._log: StepLog | None = None
         self._is_closed = False
+        self.undelivered: deque[list[RequestOutput]] = deque()  # of steps that others took: `step` returns them first
         self.is_sleeping = False  # whether the model's memory was given back for a while: then nothing can be served
         self._process = os.getpid()
 
@@ -195,8 +197,8 @@ class LLMEngine:
         return outputs
 
     def has_unfinished_requests(self) -> bool:
-        """Whether `step` has work."""
-        return bool(self.core.output.requests)
+        """Whether `step` has work, or outputs to hand out."""
+        return bool(self.undelivered or self.core.output.requests)
 
     @property
     def request_ids(self) -> list[str]:
@@ -219,7 +221,7 @@ class LLMEngine:
                 complete: the engine goes on.
         """
         self.require_open()
-        return self.core.step()
+        return self.undelivered.popleft() if self.undelivered else self.core.step()
 
     def prepare_structured_outputs(self) -> None:
         """Prepare for structured output. It takes about a second, for which the first such request would hold up all others."""

@@ -21,6 +21,7 @@ from folovllm.models.llama import LlamaForCausalLM
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 IN_FLOATS = (".weight", "proj.bias", "weight_scale", "weight_scale_inv")  # unless the linear method says otherwise
+PIECE = 32 << 20  # bytes that are pinned at a time
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a constant that old Llama checkpoints carry
 
 LinearMethods = dict[str, LinearMethod]  # by the name of a module
@@ -138,8 +139,21 @@ def part_of(places: dict[str, Place], shard: Shard, name: str, tensor: Any) -> t
 def copy_weight(name: str, tensor: torch.Tensor, places: dict[str, Place]) -> None:
     """Copy one tensor of the checkpoint to its place and cross that off."""
     place = take_place(name, tensor.shape, places)
-    place.view.copy_(tensor)
+    copy_in_pieces(place.view, tensor)
     require_finite(name, place.view)
+
+
+def copy_in_pieces(view: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy a tensor; from the host to a GPU piece by piece through pinned memory.
+
+    All threads read a piece from its file while the card fetches the one before. Otherwise one thread of the driver would do both.
+    """
+    if not view.is_cuda or tensor.is_cuda or not tensor.dim():
+        view.copy_(tensor)
+        return
+    rows = max(1, PIECE * len(tensor) // max(1, tensor.nbytes))
+    for part, piece in zip(view.split(rows), tensor.split(rows), strict=True):
+        part.copy_(piece.to(part.dtype).pin_memory(), non_blocking=True)
 
 
 def take_place(name: str, shape: torch.Size, places: dict[str, Place]) -> Place:

@@ -28,7 +28,7 @@ from folovllm.rollouts.grpo import group_advantages, importance_ratio, policy_lo
 from folovllm.rollouts.trainer import Policy
 from folovllm.sampling_params import SamplingParams
 
-BEST_COUNT, BEST_WORDS = 3, 40
+BEST_COUNT, BEST_WORDS, TOO_LONG = 3, 40, 120  # the embedded model's own stories have about 100 words
 EPS = 0.1  # a group of nearly equal answers says little: its small differences must not count as large ones
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -37,8 +37,9 @@ BARS = "▁▂▃▄▅▆▇█"
 class Iteration:
     """What one iteration gave, and what it took."""
 
-    reward: float  # mean, of 2 at most
-    count: float  # mean number of times that the colour is named
+    reward: float  # mean, of 2 at most: the sum of the next two
+    colour: float  # of 1 at most
+    length: float  # of 1 at most
     words: float  # mean length
     off_policy: float  # largest distance of a token's importance ratio from 1
     rollout_tokens: int
@@ -71,10 +72,13 @@ def count_of(colour: str, story: str) -> int:
     return len(re.findall(rf"\b{colour}\b", story.lower()))
 
 
-def reward_of(colour: str, story: str) -> float:
-    """Up to 1 for naming the colour `BEST_COUNT` times, and up to 1 for a length of `BEST_WORDS` words: in [0, 2]."""
-    length = max(0.0, 1 - abs(len(story.split()) - BEST_WORDS) / BEST_WORDS)
-    return min(count_of(colour, story), BEST_COUNT) / BEST_COUNT + length
+def reward_of(colour: str, story: str) -> tuple[float, float]:
+    """Up to 1 for naming the colour `BEST_COUNT` times, and up to 1 for a length of `BEST_WORDS` words: 0 from `TOO_LONG` words on.
+
+    The model's own stories must earn some of each: where all answers of a group earn nothing, none of them is better.
+    """
+    too_many = abs(len(story.split()) - BEST_WORDS) / (TOO_LONG - BEST_WORDS)
+    return min(count_of(colour, story), BEST_COUNT) / BEST_COUNT, max(0.0, 1 - too_many)
 
 
 def train(llm: LLM, options: Options) -> Iterator[Iteration]:
@@ -86,22 +90,27 @@ def train(llm: LLM, options: Options) -> Iterator[Iteration]:
         start = time.monotonic()
         colours = dice.sample(COLOURS, options.groups)
         prompts = [prompt_of(llm, colour) for colour in colours]
-        params = SamplingParams(
-            n=options.answers, temperature=1.0, max_tokens=options.max_tokens, logprobs=0, seed=dice.getrandbits(31)
-        )
+        params = [  # with one seed for all, each group would have the same stories in another colour
+            SamplingParams(n=options.answers, max_tokens=options.max_tokens, logprobs=0, seed=dice.getrandbits(31))
+            for _ in prompts
+        ]
         groups = [output.outputs for output in llm.generate(prompts, params, use_tqdm=False)]
         rolled_out = time.monotonic()
 
-        rewards = [[reward_of(colour, a.text) for a in group] for colour, group in zip(colours, groups, strict=True)]
-        advantages = group_advantages(torch.tensor(rewards), EPS).flatten()
+        rewards = torch.tensor(  # [groups, answers, 2]
+            [[reward_of(colour, a.text) for a in group] for colour, group in zip(colours, groups, strict=True)]
+        )
+        advantages = group_advantages(rewards.sum(-1), EPS).flatten()
         answers = [(prompt, a) for prompt, group in zip(prompts, groups, strict=True) for a in group]
         off_policy = learn(policy, optimizer, answers, advantages)
         learned = time.monotonic()
 
         llm.update_weights(policy.weights())
+        colour, length = rewards.mean((0, 1)).tolist()
         yield Iteration(
-            reward=fmean(reward for group in rewards for reward in group),
-            count=fmean(count_of(colour, a.text) for colour, group in zip(colours, groups, strict=True) for a in group),
+            reward=colour + length,
+            colour=colour,
+            length=length,
             words=fmean(len(a.text.split()) for _, a in answers),
             off_policy=off_policy,
             rollout_tokens=sum(len(a.token_ids) for _, a in answers),
@@ -154,7 +163,7 @@ def run_demo(options: Options, save: Path | None) -> Run:
     run = Run(options)
     with LLM(device="cpu", use_tqdm=False, batch_invariant=options.batch_invariant, max_num_seqs=64) as llm:
         run.before = story(llm)
-        print(f"before: {run.before}\n\n  #  reward  colour  words  off-policy  tokens/s  seconds")
+        print(f"before: {run.before}\n\n  #  reward  colour  length  words  off-policy  tokens/s  seconds")
         iterations = train(llm, options)
         try:
             for number in range(1, options.iterations + 1):
@@ -179,7 +188,7 @@ def line(number: int, of: Iteration) -> str:
     """An iteration as a line of the table."""
     speed = of.rollout_tokens / of.rollout_seconds
     seconds = of.rollout_seconds + of.train_seconds + of.update_seconds
-    return f"{number:3}  {of.reward:6.2f}  {of.count:6.2f}  {of.words:5.0f}  {of.off_policy:10.1e}  {speed:8.0f}  {seconds:7.1f}"
+    return f"{number:3}  {of.reward:6.2f}  {of.colour:6.2f}  {of.length:6.2f}  {of.words:5.0f}  {of.off_policy:10.1e}  {speed:8.0f}  {seconds:7.1f}"
 
 
 def sparkline(values: Sequence[float]) -> str:

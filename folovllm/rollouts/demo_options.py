@@ -24,8 +24,8 @@ class Options:
     iterations: int = 30
     groups: int = 4
     answers: int = 8
-    max_tokens: int = 80
-    learning_rate: float = 2e-4
+    max_tokens: int = 160
+    learning_rate: float = 5e-4
     seed: int = 0
     batch_invariant: bool = True
 

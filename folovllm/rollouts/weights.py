@@ -14,10 +14,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from safetensors.torch import save_file
 
+from folovllm.faults import RequestFailed
 from folovllm.layers.linear import LinearBase, Plain
+from folovllm.models.files import load_hf_config, resolve_model
 from folovllm.models.gemma3 import Gemma3RMSNorm
+from folovllm.models.json_files import read_json
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import SINGLE, Tensors, checkpoint_places, take_place
+from folovllm.models.quantized import quantization_of
+from folovllm.models.registry import build_model
 from folovllm.outputs import RequestOutput
 from folovllm.rollouts.generation import next_generation
 from folovllm.worker.gpu_worker import GPUWorker
@@ -26,53 +31,57 @@ from folovllm.worker.model_runner import ModelRunner
 
 if TYPE_CHECKING:
     from folovllm.engine.llm_engine import LLMEngine
+    from folovllm.setup import EngineSetup
 
+QUANTIZED = "quantization_config"
 Worker = GPUWorker[Any, Any]
 Weights = str | Path | Mapping[str, torch.Tensor] | Tensors
 InFlight = Literal["wait", "abort", "keep"]  # vLLM's words
 
 
-def update_weights(engine: LLMEngine, weights: Weights, in_flight: InFlight = "wait") -> list[RequestOutput]:
+def update_weights(engine: LLMEngine, weights: Weights, in_flight: InFlight = "wait") -> None:
     """Give the model other weights, all of them, and begin a new generation of cached prefixes.
 
     Whatever happens, later requests find no K/V of before: a failure may leave some of the weights changed.
 
     Args:
-        weights: a folder with a checkpoint, or tensors by the checkpoint's names, on any device and in any float dtype. What is
-            iterated over may come from elsewhere, one tensor at a time (`folovllm.rollouts.transfer`).
+        weights: a checkpoint, named as a model is (`EngineConfig.model`), or a folder with its tensors alone; or tensors by the
+            checkpoint's names, on any device and in any float dtype (codes in their own). What is iterated over may come from
+            elsewhere, one tensor at a time (`folovllm.rollouts.transfer`).
         in_flight: what becomes of running requests. "wait" finishes them with the old weights, "abort" ends them, and "keep"
-            lets them go on: their later tokens come from the new weights, over K/V of the old ones.
-
-    Returns:
-        The outputs that "wait" and "abort" produced meanwhile.
+            lets them go on: their later tokens come from the new weights, over K/V of the old ones. What they report meanwhile
+            comes from the engine's next steps, also after a failure.
 
     Raises:
-        ValueError: weights are missing, left over, or of another shape. Some may have been copied by then: update again. Of a
-            mapping, what is missing or of another shape is found before anything is changed or ended.
+        RequestFailed: a request failed while it was waited for. The weights are the old ones; update again.
+        ValueError: a checkpoint is quantized otherwise than the model, and nothing has changed; or weights are missing, left
+            over, or of another shape. Some may have been copied by then: update again. Of a mapping, what is missing or of another
+            shape is found before anything is changed or ended.
     """
     with readable(engine, weights) as source:
         if in_flight not in ("wait", "abort", "keep"):
             raise ValueError(f'in_flight must be "wait", "abort" or "keep", not {in_flight!r}')
         require_awake(engine)
         if isinstance(weights, Mapping) and engine.setup.config.tensor_parallel_size == 1:
-            engine.executor.collective_rpc(require_fitting, {name: tensor.shape for name, tensor in weights.items()})
-        outputs = end_requests(engine, in_flight)
+            shapes = {name: tensor.shape for name, tensor in weights.items()}
+            engine.executor.collective_rpc(require_fitting, engine.setup, shapes)
+        end_requests(engine, in_flight)
         try:
             engine.executor.collective_rpc(load_weights, source)
         finally:
             next_generation(engine)
-    return outputs
 
 
-def require_fitting(worker: Worker, shapes: dict[str, torch.Size]) -> None:
-    """Raise ValueError if weights of these shapes leave one of a rank's unfilled, or one does not fit. Quantized ones may differ."""
+def require_fitting(worker: Worker, setup: EngineSetup, shapes: dict[str, torch.Size]) -> None:
+    """Raise ValueError if weights of these shapes leave one of a rank's unfilled, or one does not fit. Codes may have other shapes."""
     model = inner_runner(worker).model
-    if is_quantized(model):
-        return
+    if is_quantized(model):  # repacked, so that no place is a checkpoint's
+        model = build_model(setup.hf_config, setup.dtype, "meta")
     places = checkpoint_places(model)
     for given_name, shape in shapes.items():
         if (name := model.own_name(given_name)) in places:
-            take_place(name, shape, places)
+            is_plain = isinstance(places[name].linear_method, Plain)
+            take_place(name, shape if is_plain else places[name].view.shape, places)
     if places:
         raise ValueError(f"the given weights lacks {', '.join(sorted(places)[:5])}")
 
@@ -84,14 +93,18 @@ def require_awake(engine: LLMEngine) -> None:
         raise ValueError("the engine sleeps: wake it up first, with other weights if you like (wake_up(weights))")
 
 
-def end_requests(engine: LLMEngine, in_flight: InFlight) -> list[RequestOutput]:
-    """Do what `in_flight` says; returns the outputs."""
-    if in_flight == "abort":
-        return engine.abort_request(engine.request_ids)
-    outputs: list[RequestOutput] = []
-    while in_flight == "wait" and engine.has_unfinished_requests():
-        outputs += engine.step()
-    return outputs
+def end_requests(engine: LLMEngine, in_flight: InFlight) -> None:
+    """Do what `in_flight` says. The engine keeps the outputs, step by step, for those who step it."""
+    while in_flight != "keep" and engine.request_ids:
+        outputs: list[RequestOutput] = []
+        try:
+            outputs = engine.core.step() if in_flight == "wait" else engine.abort_request(engine.request_ids)
+        except RequestFailed as failed:
+            outputs, failed.outputs = failed.outputs, []
+            raise
+        finally:
+            if outputs:
+                engine.undelivered.append(outputs)
 
 
 @contextmanager
@@ -100,8 +113,13 @@ def readable(engine: LLMEngine, weights: Weights | None) -> Iterator[Path | Tens
 
     After a failure the rest of an iterator is taken, for who sends it waits until all is received (`folovllm.rollouts.transfer`).
     """
-    if weights is None or isinstance(weights, str | Path):
-        yield None if weights is None else Path(weights)
+    if weights is None:
+        yield None
+        return
+    if isinstance(weights, str | Path):
+        path = Path(weights) if Path(weights).is_dir() else resolve_model(str(weights))
+        require_same_codes(engine, path)
+        yield path
         return
     named = iter(weights.items() if isinstance(weights, Mapping) else weights)
     try:
@@ -115,6 +133,22 @@ def readable(engine: LLMEngine, weights: Weights | None) -> Iterator[Path | Tens
         for _ in named:
             pass
         raise
+
+
+def require_same_codes(engine: LLMEngine, folder: Path) -> None:
+    """Raise ValueError if a checkpoint is quantized otherwise than the model: its tensors may have the same names and shapes."""
+    config, own, file = engine.setup.config, engine.setup.hf_config, folder / "config.json"
+    if not file.is_file() or not (getattr(own, QUANTIZED, None) or read_json(file).get(QUANTIZED)):
+        return
+    given = load_hf_config(folder, config)
+    given = quantization_of(given, config).configured(given, config)
+    built = [build_model(each, engine.setup.dtype, "meta") for each in (own, given)]
+    before, after = ([layer.linear_method for layer in linear_layers(model)] for model in built)
+    if before != after:
+        raise ValueError(
+            f"the checkpoint in {folder} is not quantized as the engine's model is, whose layers stay as they are: "
+            "make a new engine for it"
+        )
 
 
 def load_weights(worker: Worker, weights: Path | Tensors | None) -> None:

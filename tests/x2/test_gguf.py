@@ -52,7 +52,9 @@ def test_blocks_are_what_their_library_says(kind: str) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
 
 
-def write_gguf(path: Path, types: dict[str, str], change: Callable[[GGUFWriter], object] = lambda writer: None) -> None:
+def write_gguf(
+    path: Path, types: dict[str, str], change: Callable[[GGUFWriter], object] = lambda writer: None, seed: int = 0
+) -> None:
     """A random Llama whose projections are quantized: by the last part of their names. `change` adds or removes something."""
     writer = GGUFWriter(path, "llama")
     writer.add_block_count(2)
@@ -64,7 +66,7 @@ def write_gguf(path: Path, types: dict[str, str], change: Callable[[GGUFWriter],
     writer.add_rope_freq_base(500.0)
     writer.add_layer_norm_rms_eps(1e-6)
     _add_tokenizer(writer)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     kv = HIDDEN // HEADS * KV_HEADS
     shapes = {"attn_q": (HIDDEN, HIDDEN), "attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN), "attn_output": (HIDDEN, HIDDEN),
               "ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN), "ffn_down": (HIDDEN, INNER)}  # fmt: skip

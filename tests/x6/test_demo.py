@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,10 @@ SMALL = Options(groups=2, answers=3, max_tokens=12, iterations=2)
 def test_rewards_count_whole_words_and_look_at_the_length() -> None:
     forty = " ".join(["word"] * 37 + ["Red", "red,", "bored"])
     assert demo.count_of("red", forty) == 2, '"bored" is no colour'
-    assert demo.reward_of("red", forty) == pytest.approx(2 / 3 + 1)
-    assert demo.reward_of("red", "red " * 20) == pytest.approx(1 + 0.5), "more than three count as three"
-    assert demo.reward_of("red", "word " * 100) == 0
+    assert demo.reward_of("red", forty) == pytest.approx((2 / 3, 1))
+    assert demo.reward_of("red", "red " * 20) == pytest.approx((1, 0.75)), "more than three count as three"
+    assert demo.reward_of("red", "word " * 100) == pytest.approx((0, 0.25)), "as long as the model's own stories"
+    assert demo.reward_of("red", "word " * 130) == (0, 0)
 
 
 def test_rollouts_are_exactly_on_policy_and_the_weights_go_back() -> None:
@@ -33,6 +35,22 @@ def test_rollouts_are_exactly_on_policy_and_the_weights_go_back() -> None:
         )
         assert first.rollout_tokens == 2 * 3 * 12
         assert any(not torch.equal(w, before[name]) for name, w in llm.get_weights().items())
+
+
+def test_each_group_has_noise_of_its_own() -> None:
+    """One seed for all would give each colour the same stories: a quarter of what can be learned from."""
+    with LLM(device="cpu", use_tqdm=False, max_num_seqs=8, num_kv_blocks=300) as llm:
+        asked = []
+        generate = llm.generate
+
+        def noted(prompts: Any, params: Any, **options: Any) -> Any:
+            asked.append([(each.seed, each.temperature) for each in params])
+            return generate(prompts, params, **options)
+
+        llm.generate = noted  # type: ignore[method-assign]
+        list(islice(demo.train(llm, SMALL), 2))
+    assert len({seed for seeds in asked for seed, _ in seeds}) == 4
+    assert {temperature for seeds in asked for _, temperature in seeds} == {1.0}, "or they are not the policy's own"
 
 
 def test_without_batch_invariance_they_are_close_and_not_equal() -> None:

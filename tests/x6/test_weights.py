@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from folovllm import LLM, SamplingParams
+from folovllm.engine.detokenizer import IncrementalDetokenizer
+from folovllm.faults import RequestFailed
+from folovllm.sampling_params import RequestOutputKind
 from tests.helpers import tiny_checkpoint
 from tests.x5.checkpoints import hybrid_checkpoint
 
@@ -27,6 +32,14 @@ def engine(path: Path, **overrides: Any) -> LLM:
 
 def tokens(llm: LLM, prompt: list[int] = PROMPT) -> list[int]:
     return list(llm.generate([prompt], GREEDY, use_tqdm=False)[0].outputs[0].token_ids)
+
+
+def rest(llm: LLM) -> list[Any]:
+    """All that the engine has still to report."""
+    outputs: list[Any] = []
+    while llm.engine.has_unfinished_requests():
+        outputs += llm.engine.step()
+    return outputs
 
 
 @pytest.fixture(scope="module", params=["qwen3", "phi3"])
@@ -73,6 +86,21 @@ def test_weights_come_out_as_they_went_in(checkpoints: tuple[Path, Path]) -> Non
         assert {name: w.data_ptr() for name, w in found.items()} == addresses, "captured steps read the old memory"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_file_reaches_a_gpu_in_pieces(
+    checkpoints: tuple[Path, Path], dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of a few rows, through pinned memory that is used again and again."""
+    monkeypatch.setattr("folovllm.models.loader.PIECE", 1000)
+    first, other = checkpoints
+    with engine(first, milestone="m3", device="cuda", dtype=dtype) as llm:
+        for path in (other, first, other):
+            llm.update_weights(path)
+        found, stored = llm.get_weights(), load_file(other / "model.safetensors")
+        assert all(torch.equal(found[name].cpu(), stored[name].to(found[name].dtype)) for name in stored)
+
+
 def test_a_prefix_of_older_weights_is_not_found(
     checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,10 +130,8 @@ def test_running_requests_finish_end_or_go_on(checkpoints: tuple[Path, Path], in
         llm.engine.add_request("a", PROMPT, GREEDY, stream=False)
         for _ in range(5):
             llm.engine.step()
-        outputs = llm.update_weights(other, in_flight=in_flight)
-        while llm.engine.has_unfinished_requests():
-            outputs += llm.engine.step()
-        (output,) = [o.outputs[0] for o in outputs if o.finished]
+        llm.update_weights(other, in_flight=in_flight)
+        (output,) = [o.outputs[0] for o in rest(llm) if o.finished]
         found = list(output.token_ids)
         if in_flight == "wait":
             assert found == old
@@ -119,6 +145,88 @@ def test_running_requests_finish_end_or_go_on(checkpoints: tuple[Path, Path], in
             assert found != old
         with engine(other) as fresh:
             assert tokens(llm) == tokens(fresh), "what went on must not be found by later requests"
+
+
+def breaks_off(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from list(load_file(path / "model.safetensors").items())[:3]
+    raise ConnectionError("the trainer is gone")
+
+
+@pytest.mark.parametrize("milestone", ["m3", "m6"])
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("in_flight", ["wait", "abort"])
+def test_no_output_is_lost_and_steps_hand_them_out_in_order(
+    checkpoints: tuple[Path, Path], in_flight: str, breaks: bool, milestone: str
+) -> None:
+    """One step's at a time: who reads deltas may expect one output of a request in a step."""
+    first, other = checkpoints
+    params = [replace(GREEDY, max_tokens=count, output_kind=RequestOutputKind.DELTA) for count in (6, 12)]
+    with engine(first, milestone=milestone) as llm:
+        expected = tokens(llm)
+        for id_, each in zip("ab", params, strict=True):
+            llm.engine.add_request(id_, PROMPT, each)
+        seen = [llm.engine.step() for _ in range(4)]
+        if breaks:
+            with pytest.raises(ConnectionError, match="gone"):
+                llm.update_weights(breaks_off(other), in_flight=in_flight)
+        else:
+            llm.update_weights(other, in_flight=in_flight)
+        with pytest.raises(ValueError, match="step it until they end"):
+            llm.generate([PROMPT], use_tqdm=False)
+        while llm.engine.has_unfinished_requests():
+            seen.append(llm.engine.step())
+        assert all(len({o.request_id for o in step}) == len(step) for step in seen)
+        for id_, each in zip("ab", params, strict=True):
+            own = [o for step in seen for o in step if o.request_id == id_]
+            found = [token for o in own for token in o.outputs[0].delta_token_ids]
+            assert [o.finished for o in own] == [False] * (len(own) - 1) + [True]
+            assert found == expected[: len(found)]
+            assert len(found) == each.max_tokens or in_flight == "abort"
+
+
+@pytest.mark.parametrize("in_flight", ["wait", "abort"])
+def test_weights_may_change_while_another_call_waits_for_its_answers(
+    checkpoints: tuple[Path, Path], in_flight: str
+) -> None:
+    """`generate` gets the outputs of its requests, whoever has stepped the engine for them."""
+    first, other = checkpoints
+    params = [replace(GREEDY, max_tokens=count) for count in (3, 16)]
+    with engine(first) as llm:
+        expected = tokens(llm)
+        updates = [partial(llm.update_weights, other, in_flight=in_flight)]
+        outputs = llm.generate(
+            [PROMPT] * 2, params, use_tqdm=False, on_answer=lambda output: updates.pop()() if updates else None
+        )
+        found = [list(output.outputs[0].token_ids) for output in outputs]
+        assert found == [expected[: len(each)] for each in found]
+        assert len(found[0]) == 3
+        assert len(found[1]) == 16 or in_flight == "abort"
+        assert tokens(llm) != expected
+
+
+def test_a_request_that_fails_while_it_is_waited_for_takes_no_output_with_it(
+    checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = IncrementalDetokenizer.find_stop
+
+    def find_stop(self: IncrementalDetokenizer, stop: list[str], include: bool = False) -> str | None:
+        if stop == ["@@"] and len(self.token_ids) == 4:  # in the step in which the other one ends
+            raise KeyError("injected")
+        return find(self, stop, include)
+
+    monkeypatch.setattr(IncrementalDetokenizer, "find_stop", find_stop)
+    first, other = checkpoints
+    with engine(first) as llm:
+        expected = tokens(llm)
+        llm.engine.add_request("bad", PROMPT, replace(GREEDY, stop=["@@"]), stream=False)
+        llm.engine.add_request("good", PROMPT, replace(GREEDY, max_tokens=4), stream=False)
+        with pytest.raises(RequestFailed, match="bad") as failed:
+            llm.update_weights(other)
+        assert not failed.value.outputs
+        assert [list(o.outputs[0].token_ids) for o in rest(llm)] == [expected[:4]]
+        assert tokens(llm) == expected
+        llm.update_weights(other)
+        assert tokens(llm) != expected
 
 
 def test_what_is_missing_or_of_another_shape_is_named(checkpoints: tuple[Path, Path]) -> None:
@@ -143,10 +251,8 @@ def test_blocks_that_a_running_request_fills_later_keep_its_generation(
         llm.engine.add_request("a", PROMPT[:num_prompt_tokens], GREEDY, stream=False)
         llm.engine.step()
         llm.engine.step()
-        outputs = llm.update_weights(other, in_flight="keep")
-        while llm.engine.has_unfinished_requests():
-            outputs += llm.engine.step()
-        (output,) = [o.outputs[0] for o in outputs if o.finished]
+        llm.update_weights(other, in_flight="keep")
+        (output,) = [o.outputs[0] for o in rest(llm) if o.finished]
         continued = [*PROMPT[:num_prompt_tokens], *output.token_ids]
         before = llm.engine.prefix_cache_stats().tokens_hit
         found = tokens(llm, continued)
@@ -165,10 +271,7 @@ def test_weights_that_do_not_fit_end_no_request(checkpoints: tuple[Path, Path], 
         for wrong in ({}, {**weights, "model.norm.weight": torch.ones(3)}):
             with pytest.raises(ValueError, match=r"lacks|has shape"):
                 llm.update_weights(wrong, in_flight=in_flight)
-        outputs: list[Any] = []
-        while llm.engine.has_unfinished_requests():
-            outputs += llm.engine.step()
-        assert [list(o.outputs[0].token_ids) for o in outputs if o.finished] == [expected]
+        assert [list(o.outputs[0].token_ids) for o in rest(llm) if o.finished] == [expected]
 
 
 def test_after_a_failed_update_no_older_prefix_is_found(checkpoints: tuple[Path, Path]) -> None:

@@ -1,0 +1,109 @@
+"""Quantized weights in place: after an update the engine is one that began with the new codes, bit by bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from folovllm import LLM, SamplingParams
+from tests.helpers import tiny_checkpoint
+from tests.x2.quantized import BYTE_KINDS, FP8_WIDE, INT4_KINDS, Quantize, tiny, write_quantized
+from tests.x2.test_gguf import write_gguf
+from tests.x6.test_weights import PROMPT, engine, shuffled
+
+KINDS = BYTE_KINDS | INT4_KINDS
+Kind = tuple[Quantize, dict[str, Any]]
+
+
+def scores(llm: LLM) -> list[float]:
+    """Log-probabilities of a prompt's tokens, and of those that follow."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=0, prompt_logprobs=0)
+    (output,) = llm.generate([PROMPT[:20]], params, use_tqdm=False)
+    answer = output.outputs[0]
+    rows = [*output.prompt_logprobs[1:], *answer.logprobs]
+    return [row[token].logprob for row, token in zip(rows, [*PROMPT[1:20], *answer.token_ids], strict=True)]
+
+
+def two_checkpoints(kind: Kind, source: Path, folder: Path) -> tuple[Path, Path]:
+    """Two of one geometry, quantized in one way."""
+    (folder / "rows").mkdir()
+    first, _ = write_quantized(source, folder / "first", *kind)
+    other, _ = write_quantized(shuffled(source, folder / "rows"), folder / "other", *kind)
+    return first, other
+
+
+def assert_updated(first: Path, other: Path, **overrides: Any) -> None:
+    """From a folder, and back from tensors."""
+    with engine(other, **overrides) as llm:
+        expected = scores(llm)
+    with engine(first, **overrides) as llm:
+        before = scores(llm)
+        llm.update_weights(other)
+        assert scores(llm) == expected != before
+        llm.update_weights(load_file(first / "model.safetensors"))
+        assert scores(llm) == before, "what was repacked for the other weights is left"
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("fp8 blocks", "float32"), ("fp8 tensor", "float32"), ("int8 packed", "float32"), ("gptq", "float32"), ("gptq sorted", "float32"),
+        ("awq", "float32"), ("awq", "bfloat16"), ("packed symmetric", "float32"),
+    ],
+)  # fmt: skip
+def test_packed_layers(kind: str, dtype: str, tmp_path: Path) -> None:
+    """Queries, keys and values are one layer, gate and up another. In bfloat16 torch's own kernel has a layout of its own."""
+    assert_updated(*two_checkpoints(KINDS[kind], tiny(), tmp_path), dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", [FP8_WIDE, KINDS["awq"]], ids=["fp8", "int4"])
+def test_two_ranks_get_their_parts(kind: Kind, tmp_path: Path) -> None:
+    """Over gloo, each in a process of its own. The file is read on both ranks."""
+    source = tiny_checkpoint("qwen3", hidden_size=64, intermediate_size=128)
+    assert_updated(*two_checkpoints(kind, source, tmp_path), tensor_parallel_size=2)
+
+
+def test_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Named as a model is; its blocks stay codes."""
+    monkeypatch.setenv("FOLOVLLM_CACHE", str(tmp_path / "cache"))
+    types = dict.fromkeys(("attn_q", "attn_k", "attn_v"), "Q4_1") | {"attn_output": "Q8_0", "ffn_down": "Q4_0"}
+    for seed, name in enumerate(("first", "other")):
+        write_gguf(tmp_path / f"{name}.gguf", types, seed=seed)
+    first, other = (str(tmp_path / f"{name}.gguf") for name in ("first", "other"))
+    with engine(Path(other), max_model_len=64) as llm:
+        expected = scores(llm)
+    with engine(Path(first), max_model_len=64) as llm:
+        assert scores(llm) != expected
+        llm.update_weights(other)
+        assert scores(llm) == expected
+
+
+@pytest.mark.parametrize(("own", "given"), [("fp8 blocks", None), (None, "awq"), ("gptq", "gptq v2"), ("awq", "gptq")])
+def test_other_codes_are_refused_before_anything_changes(own: str | None, given: str | None, tmp_path: Path) -> None:
+    """GPTQ's two formats have tensors of the same names and shapes, and zeros that differ by one."""
+    folders = []
+    for kind, folder in ((own, tmp_path / "own"), (given, tmp_path / "given")):
+        coded, floats = write_quantized(tiny(), folder, *KINDS[kind or "awq"])
+        folders.append(floats if kind is None else coded)
+    with engine(folders[0]) as llm:
+        before = scores(llm)
+        with pytest.raises(ValueError, match=r"not quantized as the engine's model is.*make a new engine for it"):
+            llm.update_weights(folders[1])
+        assert scores(llm) == before
+        llm.sleep(2)
+        with pytest.raises(ValueError, match="not quantized as the engine's model is"):
+            llm.wake_up(folders[1])
+        llm.wake_up()
+        assert scores(llm) == before
+
+
+def test_floats_for_codes_are_refused(tmp_path: Path) -> None:
+    coded, floats = write_quantized(tiny(), tmp_path, *KINDS["fp8 blocks"])
+    with engine(coded) as llm:
+        before = scores(llm)
+        with pytest.raises(ValueError, match=r"the given weights lacks .*weight_scale_inv"):
+            llm.update_weights(load_file(floats / "model.safetensors"))
+        assert scores(llm) == before
