@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from folovllm.layers.layer_set import LayerSet
     from folovllm.setup import EngineSetup
 
+# On a GPU torch's log_softmax sums up to so many numbers by lanes of a warp, and more of them in fours, which begin at 16 bytes.
+WARP_SOFTMAX = 1024
+
 
 class BatchInvariance(Extension):
     """A request's logits are the same, bit by bit, alone and in any batch, in chunks, after preemption, with a prefix hit.
@@ -39,6 +42,9 @@ class BatchInvariance(Extension):
             "a mixture of experts is not supported: take a dense model": num_experts_of(model),
             "layers of linear attention are not supported: take another model": num_linear_of(model),
             "sliding windows are not supported: take another model": any(windows_of(model)),
+            "log-probabilities begin at 16 bytes in each row: take a model with a vocabulary of a multiple of 4 tokens": (
+                setup.device.type == "cuda" and setup.vocab_size % 4 and setup.vocab_size > WARP_SOFTMAX
+            ),
             "threads must divide a tile: take num_threads 1, 2, 4, ...": not divides_tiles(setup.device),
         }
         if why := next((sentence for sentence, holds in refused.items() if holds), None):
