@@ -11,9 +11,12 @@ import torch
 pytest.importorskip("triton")
 
 from folovllm.forward_batch import ForwardBatch
+from folovllm.hybrid.delta_rule import delta_rule as in_torch
+from folovllm.hybrid.delta_rule import l2norm
 from folovllm.hybrid.fused import FusedGatedDeltaNet
 from folovllm.hybrid.gated_delta_net import GatedDeltaNet
 from folovllm.hybrid.kernels.delta_chunks import CHUNK
+from folovllm.hybrid.kernels.delta_rule import DeltaHeads, delta_rule
 from folovllm.layers.layer_set import LayerSet
 from tests import contract
 from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, hf_logits, prompts
@@ -85,6 +88,29 @@ def test_a_prompt_of_equal_tokens() -> None:
     torch.testing.assert_close(
         fused.to(ON)(x.to(ON), to_device(batch_of(*batch))).cpu(), plain(x, batch_of(*batch)), rtol=1e-4, atol=1e-4
     )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dk", "dv"), [(16, 8), (24, 40), (32, 32), (64, 64), (128, 128)])
+@torch.inference_mode()
+def test_heads_of_any_size_in_half_precision(dk: int, dv: int, dtype: torch.dtype) -> None:
+    """Each size has products of its own on tensor cores, and an interpreter has none. A last chunk that is full, and one that is not."""
+    for tokens in (CHUNK, CHUNK + 16, 3 * CHUNK + 1):
+        mixed = torch.randn(tokens, 4 * dk + 4 * dv, dtype=dtype, device=ON)
+        a, b = torch.randn(2, tokens, 4, dtype=dtype, device=ON)
+        A_log, dt_bias = torch.full((4,), -3.0, device=ON), torch.zeros(4, device=ON)
+        state = torch.full((2, 4, dk, dv), torch.nan, device=ON)
+        starts, lens, rows = (torch.tensor(x, dtype=torch.int32, device=ON) for x in ([0, tokens], [tokens], [1]))
+        heads = DeltaHeads(2, 4, dk, dv)
+        actual = delta_rule(mixed, (a, b, A_log, dt_bias), state, heads, starts, lens, rows, 0, tokens)
+        query, key, value = mixed.float().split([2 * dk, 2 * dk, 4 * dv], 1)
+        query, key = (l2norm(x.view(tokens, 2, dk)).repeat_interleave(2, 1) for x in (query, key))
+        g = -A_log.exp() * torch.nn.functional.softplus(a.float() + dt_bias)
+        start = torch.zeros(4, dk, dv, device=ON)
+        expected, end = in_torch(start, query * dk**-0.5, key, value.view(tokens, 4, dv), g, b.float().sigmoid())
+        for ours, theirs in ((actual.float(), expected), (state[1], end)):
+            assert (ours - theirs).abs().max() < 0.02 * theirs.abs().max()
 
 
 @torch.inference_mode()

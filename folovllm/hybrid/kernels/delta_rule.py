@@ -18,7 +18,6 @@ from folovllm.hybrid.kernels.inputs import l2norm_rows, load_gates, load_rows
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 
 BLOCK_DV = 32  # columns of a state that a program has
-PREPARE_WARPS, SCAN_WARPS, SCAN_STAGES, SCAN_DV = 4, 4, 3, 32
 
 
 @triton.jit(do_not_specialize_on_alignment=["start_ptr", "len_ptr", "row_ptr", "a_ptr", "b_ptr"])
@@ -100,10 +99,10 @@ def delta_rule(
         prepare_kernel[(triton.cdiv(max_query_len, CHUNK), hv, others)](
             mixed, *gates, factors, starts, *strides, num_decodes, Hk=hk, Hv=hv, Dk=dk, Dv=dv, BLOCK_DK=width,
             WIDTH_DV=max(16, triton.next_power_of_2(dv)), EPS=EPS, CHUNK=CHUNK, PRECISION="ieee" if is_wide else "tf32",
-            num_warps=PREPARE_WARPS,
+            num_warps=2,  # with 4, Triton 3.6 and tf32 gave NaN for heads of 32 numbers and fewer
         )  # fmt: skip
-        scan_kernel[(triton.cdiv(dv, SCAN_DV), hv, others)](
-            factors, *gates, *sequences, *strides, num_decodes, Hv=hv, Dk=dk, Dv=dv, BLOCK_DK=width, BLOCK_DV=SCAN_DV,
-            CHUNK=CHUNK, num_warps=SCAN_WARPS, num_stages=1 if is_wide else SCAN_STAGES,
+        scan_kernel[(tiles, hv, others)](
+            factors, *gates, *sequences, *strides, num_decodes, Hv=hv, Dk=dk, Dv=dv, BLOCK_DK=width, BLOCK_DV=BLOCK_DV,
+            CHUNK=CHUNK, num_stages=1 if is_wide else 3,
         )  # fmt: skip
     return out
