@@ -8,7 +8,8 @@ Llama-3.2-1B, one request, and says whose logits count as right. Its rules, all 
 - *Clock*: events around a replay, 5 replays to warm up, 10 timed, their mean. No cache is flushed (the 127 steps read 300 GB); clocks are noted, not fixed.
 - *Check*: Hugging Face's eager model in float32 (of the bfloat16 weights, no TF32) writes a text, and all others get its tokens, step by step. Two errors
   against it, in float64: KL(float32 || other), and how far the next token's log-probability is off. Both, less those of Hugging Face's own bfloat16, are
-  averaged by prompt. It passes if the upper end of both 95% intervals (10,000 bootstraps over prompts) is at most 0. There is no tolerance beside that.
+  averaged by prompt. It passes if the upper end of both 95% intervals (10,000 bootstraps over prompts) is at most 0. There is no tolerance beside that,
+  so who errs as much as Hugging Face misses it: a miss says "not better for certain".
 
 What differs: weights and prompts are random, for the checkpoint is gated. So the text is drawn, not greedy (a random model repeats itself), and sizes of
 errors do not compare with theirs. Our prefix is our own prefill's; theirs is Hugging Face's for all. All prompts run in one process, theirs in three each.
@@ -170,7 +171,7 @@ def judge(engine: LLMEngine, prompts: list[list[int]], texts: list[Text]) -> Ite
     graph, ours, theirs = (np.stack(each) for each in zip(*found, strict=True))
     (kl, log), ends = (ours - theirs).mean(0), [upper_end(gaps) for gaps in (ours - theirs).T]
     verdict = "passes" if max(ends) <= 0 else "fails"
-    yield f"FoloVLLM, one graph of {len(steps)} steps {1e6 * graph.mean():12.2f} {kl:+25.4e} {log:+18.4e}   {verdict}"
+    yield f"FoloVLLM, one graph of {len(steps)} steps {1e6 * graph.mean():11.2f} {kl:+25.4e} {log:+18.4e}   {verdict}"
     yield f"FoloVLLM, the engine's steps {1e6 * mean(own):15.2f}"
     yield "upper ends of the 95% intervals: {:+.4e}, {:+.4e}".format(*ends)
     yield "errors of FoloVLLM: {:.4e}, {:.4e}; of Hugging Face's bfloat16: {:.4e}, {:.4e}".format(
