@@ -59,6 +59,7 @@ step drafts drafts_draft 120 "${drafts[@]}" --methods draft_model --tokens 12 --
 step drafts drafts_draft_fixed 120 "${drafts[@]}" --methods draft_model --tokens 12 --rounds 3 --fixed
 step drafts drafts_checks 200 python3 tools/bench_attention.py --verify
 step few few_start 200 python3 tools/measure_start.py
+step few few_referee 240 python3 tools/referee.py
 step few few_steps 60 python3 tools/measure_step.py --num-seqs 1 2 4 16 --kinds plain
 step experts experts_layer 120 python3 -m tools.bench_experts
 bench experts experts_latency 200 latency --random-weights qwen3-30b-a3b --repeats 3 --milestone m6

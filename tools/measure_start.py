@@ -161,6 +161,8 @@ def write(geometry: str, folder: Path) -> str:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**GEOMETRIES[geometry]), dtype=torch.bfloat16)
     model.save_pretrained(folder)
+    del model
+    torch.cuda.empty_cache()  # for the starts
     return str(folder)
 
 
