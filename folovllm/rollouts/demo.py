@@ -28,7 +28,7 @@ from folovllm.rollouts.grpo import group_advantages, importance_ratio, policy_lo
 from folovllm.rollouts.trainer import Policy
 from folovllm.sampling_params import SamplingParams
 
-BEST_COUNT, BEST_WORDS, TOO_LONG = 3, 40, 120  # the embedded model's own stories have about 100 words
+BEST_COUNT, BEST_WORDS, WORTH_NOTHING = 3, 70, 40  # the last: so many words too many or too few
 EPS = 0.1  # a group of nearly equal answers says little: its small differences must not count as large ones
 BARS = "▁▂▃▄▅▆▇█"
 
@@ -73,12 +73,12 @@ def count_of(colour: str, story: str) -> int:
 
 
 def reward_of(colour: str, story: str) -> tuple[float, float]:
-    """Up to 1 for naming the colour `BEST_COUNT` times, and up to 1 for a length of `BEST_WORDS` words: 0 from `TOO_LONG` words on.
+    """Up to 1 for naming the colour `BEST_COUNT` times, and up to 1 for a length of `BEST_WORDS` words.
 
-    The model's own stories must earn some of each: where all answers of a group earn nothing, none of them is better.
+    The model's own stories, of about 100 words, must earn some of each: what earns all of them nothing teaches nothing.
     """
-    too_many = abs(len(story.split()) - BEST_WORDS) / (TOO_LONG - BEST_WORDS)
-    return min(count_of(colour, story), BEST_COUNT) / BEST_COUNT, max(0.0, 1 - too_many)
+    length = 1 - abs(len(story.split()) - BEST_WORDS) / WORTH_NOTHING
+    return min(count_of(colour, story), BEST_COUNT) / BEST_COUNT, max(0.0, length)
 
 
 def train(llm: LLM, options: Options) -> Iterator[Iteration]:

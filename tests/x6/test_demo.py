@@ -18,12 +18,12 @@ SMALL = Options(groups=2, answers=3, max_tokens=12, iterations=2)
 
 
 def test_rewards_count_whole_words_and_look_at_the_length() -> None:
-    forty = " ".join(["word"] * 37 + ["Red", "red,", "bored"])
-    assert demo.count_of("red", forty) == 2, '"bored" is no colour'
-    assert demo.reward_of("red", forty) == pytest.approx((2 / 3, 1))
-    assert demo.reward_of("red", "red " * 20) == pytest.approx((1, 0.75)), "more than three count as three"
+    seventy = " ".join(["word"] * 67 + ["Red", "red,", "bored"])
+    assert demo.count_of("red", seventy) == 2, '"bored" is no colour'
+    assert demo.reward_of("red", seventy) == pytest.approx((2 / 3, 1))
+    assert demo.reward_of("red", "red " * 60) == pytest.approx((1, 0.75)), "more than three count as three"
     assert demo.reward_of("red", "word " * 100) == pytest.approx((0, 0.25)), "as long as the model's own stories"
-    assert demo.reward_of("red", "word " * 130) == (0, 0)
+    assert demo.reward_of("red", "word " * 110) == (0, 0)
 
 
 def test_rollouts_are_exactly_on_policy_and_the_weights_go_back() -> None:
