@@ -215,7 +215,7 @@ def test_prompts_end_anywhere_behind_a_border(milestone: str) -> None:
     """Each of one to eight tokens behind the last border, alone in a row that others have used; then one that goes on from there.
 
     The last piece of a prompt is as short as a decode, or as a verified draft: where steps of a kind are told apart by their
-    shape alone, a state is written to the slot of whoever was there before (vLLM #55766), or read from it (vLLM #51562).
+    shape alone, as in vLLM for a while, a state is written to the slot of whoever was there before, or read from it.
     """
     path, (text, other) = hybrid_checkpoint(), prompts([40, 30])
     starts = [Request(text[:end], GREEDY) for end in range(17, 25)]
