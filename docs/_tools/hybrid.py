@@ -59,7 +59,10 @@ def growth_table() -> str:
 
 def batch_table() -> str:
     """32 sequences: K/V, states, snapshots and all together."""
-    rows = ["| 32 sequences | tokens of each | K/V | state slots | snapshots | together |", "|---|---:|---:|---:|---:|---:|"]
+    rows = [
+        "| 32 sequences | tokens of each | K/V | state slots | snapshots | together |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
     for name, tokens in ((HYBRID, 32_000), (FULL, 32_000), ("stories-hybrid", 4_000), ("stories-5m", 4_000)):
         setup = setup_of(name, 32)
         kv, pool = 32 * tokens * setup.kv_bytes_per_token, state_bytes(setup)

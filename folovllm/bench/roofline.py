@@ -126,7 +126,9 @@ class MatrixSizes:
             shapes = {name: shape for name, shape in shapes.items() if not name.startswith("self_attn.")}
         linears = [module for mixer in mixers for module in mixer.modules() if isinstance(module, LinearBase)]
         own = [(linear.linear_method, sum(linear.output_sizes), linear.input_size) for linear in linears]
-        always = setup.num_layers * sum(map(prod, shapes.values())) + sum(outputs * inputs for _, outputs, inputs in own)
+        always = setup.num_layers * sum(map(prod, shapes.values())) + sum(
+            outputs * inputs for _, outputs, inputs in own
+        )
         num_bytes = weight_bytes(setup, shapes) + sum(
             method.num_bytes(outputs, inputs, setup.dtype) for method, outputs, inputs in own
         )

@@ -125,7 +125,15 @@ class LineWriter:
                 return ["publish", block_id, seq_id, place, *named[1:]]
             case ev.StepBegan(step, start, scheduled, output, budget_left):
                 entries, states = self._scheduled(output.scheduled_seqs), self._states(output.scheduled_seqs)
-                return ["begin", step, self._at(start), self._at(scheduled), entries, budget_left, *([states] if states else [])]
+                return [
+                    "begin",
+                    step,
+                    self._at(start),
+                    self._at(scheduled),
+                    entries,
+                    budget_left,
+                    *([states] if states else []),
+                ]
             case ev.StepEnded(step, start, arrived, end, output, result, waiting, used):
                 pairs = zip(output.scheduled_seqs, result.token_ids, strict=True)
                 sampled = [(scheduled.seq_id, ids) for scheduled, ids in pairs if ids]

@@ -153,7 +153,9 @@ class Playground:
     def described(self) -> dict[str, Any]:
         """What the page shows beside the recording. `loading` is what the engine waits for, until it is there."""
         model = self._overrides.get("model")
-        sliders = {name: slider for name, slider in SLIDERS.items() if model is None or name not in ("experts", "states")}
+        sliders = {
+            name: slider for name, slider in SLIDERS.items() if model is None or name not in ("experts", "states")
+        }
         return {
             "fields": [slider.described(name, self.settings[name]) for name, slider in sliders.items()],
             "mine": int(self.runs_mine),

@@ -334,7 +334,9 @@ class TestAddresses:
     def test_the_playground(self, client: TestClient) -> None:
         assert client.post("/inspector/playground", json={}).status_code == 200
         said = client.get("/inspector/playground").json()
-        assert [field["name"] for field in said["fields"]] == [name for name in SLIDERS if name not in ("experts", "states")]
+        assert [field["name"] for field in said["fields"]] == [
+            name for name in SLIDERS if name not in ("experts", "states")
+        ]
         assert (said["mine"], said["error"], said["paused"]) == (0, None, 0)
         assert client.post("/inspector/playground", json={"block_size": 16}).json()["fields"][2]["value"] == 16
         assert client.post("/inspector/playground/pace", json={"delay": 0}).json() == {"delay": 0.0, "paused": 0}
