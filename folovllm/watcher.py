@@ -31,10 +31,10 @@ class Watched:
     is_running: bool = False
     num_tokens: int = 0
     num_computed_tokens: int = 0  # computed or scheduled to be
-    row: int = -1  # its place in the batch while it runs; -1: nobody has said it
     block_table: list[int] = field(default_factory=list)
     refused: ev.Budget | None = None  # the last budget that refused it, while it waits
     drafts: TokenIds = field(default_factory=no_tokens)  # draft tokens of the newest step that had any
+    row: int = -1  # its place in the batch while it runs; -1: nobody has said it
 
     @property
     def request_id(self) -> str:

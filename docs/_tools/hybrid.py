@@ -7,6 +7,7 @@ import tempfile
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,7 +31,7 @@ def setup_of(name: str, max_num_seqs: int) -> EngineSetup:
         config = config | {"layer_types": ["full_attention"] * config["num_hidden_layers"]}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config), "utf-8")
-        fields = {"tokenizer": "stories-5m", "dtype": "bfloat16", "device": "cpu", "random_weights": True}
+        fields: dict[str, Any] = {"tokenizer": "stories-5m", "dtype": "bfloat16", "device": "cpu", "random_weights": True}
         return set_up(EngineConfig(model=folder, milestone="m6", max_num_seqs=max_num_seqs, **fields))
 
 

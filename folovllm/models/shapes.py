@@ -67,7 +67,7 @@ def token_mixers(config: PretrainedConfig, dtype: torch.dtype) -> list[nn.Module
     if not num_linear_of(config):
         return []
     model = build_model(config, dtype, "meta", max_model_len=1)
-    return [layer.self_attn for layer in model.model.layers]
+    return [layer.get_submodule("self_attn") for layer in model.model.layers]
 
 
 def state_layers(config: PretrainedConfig, dtype: torch.dtype) -> list[StateLayer]:
