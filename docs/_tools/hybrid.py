@@ -31,8 +31,8 @@ def setup_of(name: str, max_num_seqs: int) -> EngineSetup:
         config = config | {"layer_types": ["full_attention"] * config["num_hidden_layers"]}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config), "utf-8")
-        fields: dict[str, Any] = {"tokenizer": "stories-5m", "dtype": "bfloat16", "device": "cpu", "random_weights": True}
-        return set_up(EngineConfig(model=folder, milestone="m6", max_num_seqs=max_num_seqs, **fields))
+        fields: dict[str, Any] = {"tokenizer": "stories-5m", "device": "cpu", "random_weights": True}
+        return set_up(EngineConfig(model=folder, dtype="bfloat16", milestone="m6", max_num_seqs=max_num_seqs, **fields))
 
 
 def state_bytes(setup: EngineSetup) -> int:
