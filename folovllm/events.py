@@ -154,6 +154,21 @@ class BlockEvicted(NamedTuple):
     hash: int
 
 
+class SnapshotCached(NamedTuple):
+    """A snapshot of a sequence's state got its block, so that others find it."""
+
+    snapshot: int  # as `ScheduledSequence.save_state` has it
+    num_tokens: int  # that are in the state
+    serial: int  # of the block at whose end it was taken
+
+
+class SnapshotEvicted(NamedTuple):
+    """A block lost its snapshot."""
+
+    snapshot: int
+    num_tokens: int
+
+
 class BlockPassed(NamedTuple):
     """A sequence gave back a block that lies behind its window."""
 
@@ -223,6 +238,6 @@ class Snapshot(NamedTuple):
 Event = (
     RequestAdded | Refused | Admitted | PrefixHit | Preempted | Finished | Aborted | StepBegan | StepEnded | ExpertsAsked
     | BlockClaimed | BlockFreed | BlockTaken | BlockAdopted | BlockCached | BlockEvicted | BlockPassed | TableFreed
-    | TableCut | DraftsVerified | GivenUp | Snapshot
+    | TableCut | SnapshotCached | SnapshotEvicted | DraftsVerified | GivenUp | Snapshot
 )  # fmt: skip
 Listener = Callable[[SequenceOf[Event]], None]

@@ -34,6 +34,7 @@ class Watched:
     block_table: list[int] = field(default_factory=list)
     refused: ev.Budget | None = None  # the last budget that refused it, while it waits
     drafts: TokenIds = field(default_factory=no_tokens)  # draft tokens of the newest step that had any
+    row: int = -1  # its place in the batch while it runs; -1: nobody has said it
 
     @property
     def request_id(self) -> str:
@@ -84,10 +85,10 @@ class Watcher:
         cells = self.cells
         match event:
             case ev.StepBegan():
-                for seq_id, _, start, n, token_ids, blocks, first, num_samples, *_ in event.output.scheduled_seqs:
+                for seq_id, row, start, n, token_ids, blocks, first, num_samples, *_ in event.output.scheduled_seqs:
                     if (seq := self.sequences.get(seq_id)) is None:  # it ended while the step before was in flight
                         continue
-                    seq.num_computed_tokens = start + n
+                    seq.num_computed_tokens, seq.row = start + n, row
                     if blocks or first < len(seq.block_table):
                         seq.block_table[first:] = blocks
                     if num_samples > 1:
@@ -134,7 +135,7 @@ class Watcher:
                 seq.is_running, seq.num_computed_tokens, seq.refused = True, num_cached_tokens, None
             case ev.Preempted(seq_id):
                 seq = self.served(seq_id)
-                seq.is_running, seq.num_computed_tokens = False, 0
+                seq.is_running, seq.num_computed_tokens, seq.row = False, 0, -1
             case ev.Finished(seq_id) | ev.Aborted(seq_id):
                 self.sequences.pop(seq_id, None)
             case ev.Snapshot():

@@ -25,7 +25,9 @@ Compare = Annotated[
 Geometry = Annotated[
     str | None,
     typer.Option(
-        "--random-weights", help="A geometry with made-up weights: qwen3-0.6b, -4b, -8b or -30b-a3b.", metavar="NAME"
+        "--random-weights",
+        help="A geometry with made-up weights: qwen3-0.6b, -4b, -8b, -30b-a3b or qwen3.5-9b.",
+        metavar="NAME",
     ),
 ]
 Limit = Annotated[

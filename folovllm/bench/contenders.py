@@ -32,6 +32,14 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 6144, "moe_intermediate_size": 768,
         "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "tie_word_embeddings": False,
     },
+    "qwen3.5-9b": {
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 4096, "num_hidden_layers": 32,
+        "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "intermediate_size": 12288, "vocab_size": 248_320,
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 8,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4, "rope_theta": 10_000_000.0, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-6,
+        "hidden_act": "silu", "tie_word_embeddings": False, "max_position_embeddings": 262_144, "torch_dtype": "bfloat16",
+    },
 }  # fmt: skip
 
 

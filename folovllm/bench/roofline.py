@@ -1,7 +1,7 @@
 """The least time that a workload can take on a device, from what is measured on that device in the same run.
 
-Decode is bound by memory: each step reads all weights, and each token the K/V of its context. Prefill is bound by
-arithmetic. The bound supposes that all requests run at once, so that there are as few steps as the longest answer has
+Decode is bound by memory: each step reads all weights, and each token the K/V of its context. Layers with a state read
+it and write it for each token. Prefill is bound by arithmetic. The bound supposes that all requests run at once, so that there are as few steps as the longest answer has
 tokens; no schedule can beat it.
 """
 
@@ -12,13 +12,15 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
 from folovllm.bench.workload import Workload
-from folovllm.model_config import num_experts_of, windows_of
+from folovllm.layers.linear import LinearBase
+from folovllm.model_config import num_experts_of, num_linear_of, windows_of
 from folovllm.models.registry import renamed_by
-from folovllm.models.shapes import Shapes, expert_shapes, linear_bytes, linear_shapes
+from folovllm.models.shapes import Shapes, expert_shapes, linear_bytes, linear_shapes, state_layers, token_mixers
 from folovllm.setup import EngineSetup
 
 
@@ -66,23 +68,27 @@ def _wait_for(device: torch.device) -> None:
 
 def roofline_seconds(workload: Workload, setup: EngineSetup, rates: Rates) -> float:
     """Return the seconds that the workload takes at least."""
-    sizes = MatrixSizes.of(setup)
-    a, requests = setup.attention, workload.requests
+    config, sizes, requests = setup.hf_config, MatrixSizes.of(setup), workload.requests
     steps = max(request.output_len for request in requests) - 1  # the first token comes from the prefill
     decodes = [sum(request.output_len > step + 1 for request in requests) for step in range(steps)]
-    weights = steps * (weight_bytes(setup, linear_shapes(setup.hf_config)) + sizes.head * setup.dtype.itemsize)
-    expert = weight_bytes(setup, expert_shapes(setup.hf_config))
+    weights = steps * (sizes.always_bytes + sizes.head * setup.dtype.itemsize)
+    expert = weight_bytes(setup, expert_shapes(config))
     read = weights + expert * sum(experts_read(sizes, decoding) for decoding in decodes)
-    kv_tokens = pairs = 0  # read by decodes, and products of prompts' queries and keys, over all layers
-    for window, layers in Counter(windows_of(setup.hf_config)).items():
+    kv_tokens = pairs = 0  # read by decodes, and products of prompts' queries and keys, over all layers with K/V
+    windows, num_linear = Counter(windows_of(config)), num_linear_of(config)
+    windows[None] -= num_linear
+    for window, layers in windows.items():
         kv_tokens += layers * sum(tokens_read(len(r.prompt), r.output_len, window) for r in requests)
         pairs += layers * sum(
             len(r.prompt) ** 2 - max(0, len(r.prompt) - (window or len(r.prompt))) ** 2 for r in requests
         )
-    decode = read + kv_tokens * (setup.kv_bytes_per_token // setup.num_layers)
-    causal = 2 * pairs * a.num_heads * a.head_dim
-    products = 2 * setup.num_layers * (sizes.always + sizes.asked * sizes.expert) * workload.prompt_tokens
-    return decode / rates.copy + (products + causal) / rates.matmul
+    keepers = state_layers(config, setup.dtype)
+    states = 2 * sum(decodes) * sum(layer.state_bytes for layer in keepers)  # read and written
+    decode = read + kv_tokens * (setup.kv_bytes_per_token // (setup.num_layers - num_linear)) + states
+    causal = 2 * pairs * setup.attention.num_heads * setup.attention.head_dim
+    products = 2 * (sizes.always + setup.num_layers * sizes.asked * sizes.expert) * workload.prompt_tokens
+    updates = sum(layer.state_flops for layer in keepers) * workload.prompt_tokens
+    return decode / rates.copy + (products + causal + updates) / rates.matmul
 
 
 def weight_bytes(setup: EngineSetup, shapes: Shapes) -> int:
@@ -100,11 +106,12 @@ class MatrixSizes:
     """Numbers of weights in matrices; the embedding's rows that are looked up cost nothing.
 
     Attributes:
-        always: of a layer, that each token is multiplied by. expert: of one expert in a layer, 0 without experts.
+        always, always_bytes: of all layers, that each token is multiplied by. expert: of one expert in a layer, 0 without experts.
         head: of the head. num_experts, asked: experts in a layer, and how many of them a token asks.
     """
 
     always: int
+    always_bytes: int
     expert: int
     head: int
     num_experts: int
@@ -114,12 +121,20 @@ class MatrixSizes:
     def of(cls, setup: EngineSetup) -> MatrixSizes:
         """Those of the whole model."""
         config = setup.hf_config
-        always, expert = (
-            sum(outputs * inputs for outputs, inputs in shapes.values())
-            for shapes in (linear_shapes(config), expert_shapes(config))
+        mixers, shapes = token_mixers(config, setup.dtype), linear_shapes(config)
+        if mixers:  # each layer has its own
+            shapes = {name: shape for name, shape in shapes.items() if not name.startswith("self_attn.")}
+        linears = [module for mixer in mixers for module in mixer.modules() if isinstance(module, LinearBase)]
+        own = [(linear.linear_method, sum(linear.output_sizes), linear.input_size) for linear in linears]
+        always = setup.num_layers * sum(map(prod, shapes.values())) + sum(
+            outputs * inputs for _, outputs, inputs in own
         )
-        head, num_experts = setup.vocab_size * config.hidden_size, num_experts_of(config)
-        return cls(always, expert, head, num_experts, config.num_experts_per_tok if num_experts else 0)
+        num_bytes = weight_bytes(setup, shapes) + sum(
+            method.num_bytes(outputs, inputs, setup.dtype) for method, outputs, inputs in own
+        )
+        expert, num_experts = sum(map(prod, expert_shapes(config).values())), num_experts_of(config)
+        asked = config.num_experts_per_tok if num_experts else 0
+        return cls(always, num_bytes, expert, setup.vocab_size * config.hidden_size, num_experts, asked)
 
 
 def experts_read(sizes: MatrixSizes, num_tokens: int) -> float:

@@ -87,6 +87,11 @@ class GatedDeltaNet(StateLayer):
             ((self.num_v_heads, self.k_dim, self.v_dim), torch.float32),
         )
 
+    @property
+    def state_flops(self) -> int:
+        """Of the convolution; then k S, the outer product that is added, and q S, each two for a number of a matrix."""
+        return 2 * self.conv1d.weight.numel() + 6 * self.num_v_heads * self.k_dim * self.v_dim
+
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """[T, H] -> [T, H]. Updates the states of the batch's sequences in place."""
         qkv, z, b, a = self.project(x)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from folovllm.cache.free_list import Block
 from folovllm.cache.prefix_cache import PrefixCache, PrefixCachingBlockManager
 from folovllm.event_stream import Events
+from folovllm.events import SnapshotCached, SnapshotEvicted
 from folovllm.request import Sequence
 from folovllm.step.schedule import NO_SNAPSHOT
 
@@ -45,8 +46,9 @@ class SnapshotCache:
     Invariant: each slot is free, or is allocated for a step that is being scheduled or in flight, or holds a snapshot.
     """
 
-    def __init__(self, num_slots: int) -> None:
+    def __init__(self, num_slots: int, events: Events | None = None) -> None:
         self.clock = 0
+        self._events = Events() if events is None else events
         self._free = list(reversed(range(num_slots)))
         self._by_serial: dict[int, Snapshot] = {}
 
@@ -94,6 +96,8 @@ class SnapshotCache:
         snapshot = self._by_serial.pop(serial, None)
         if snapshot is not None:
             self.free(snapshot.slot)
+            if self._events.on:
+                self._events.emit(SnapshotEvicted(snapshot.slot, snapshot.num_tokens))
 
 
 class SnapshotPrefixCache(PrefixCache):
@@ -123,7 +127,7 @@ class SnapshotBlockManager(PrefixCachingBlockManager):
         """`interval`: tokens between snapshots, a multiple of `block_size`."""
         super().__init__(num_blocks, block_size, events)
         self.interval = interval
-        self.snapshots = SnapshotCache(num_snapshots)
+        self.snapshots = SnapshotCache(num_snapshots, self.events)
         self.prefix_cache = SnapshotPrefixCache(block_size, self.events, self.snapshots)
         self._pending: dict[int, list[tuple[int, int]]] = {}  # by seq_id: tokens and slot of what steps under way save
 
@@ -156,7 +160,10 @@ class SnapshotBlockManager(PrefixCachingBlockManager):
         pending, serials = self._pending.get(seq.seq_id, []), self.prefix_cache.serials(seq)
         while pending and pending[0][0] <= len(serials) * self.block_size:
             num_tokens, slot = pending.pop(0)
-            self.snapshots.cache_snapshot(slot, num_tokens, serials[num_tokens // self.block_size - 1])
+            serial, num_known = serials[num_tokens // self.block_size - 1], len(self.snapshots)
+            self.snapshots.cache_snapshot(slot, num_tokens, serial)
+            if self.events.on and len(self.snapshots) > num_known:
+                self.events.emit(SnapshotCached(slot, num_tokens, serial))
 
     def free(self, seq: Sequence) -> None:
         """Take back what `seq` holds; snapshots that nobody could find yet are given up."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from folovllm import events as ev
 from folovllm.spelling import BYTE, byte_alphabet
-from folovllm.step.schedule import ScheduledSequence
+from folovllm.step.schedule import NO_SNAPSHOT, ScheduledSequence
 from folovllm.watcher import Watcher
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ Text = str | list[int]
 PLAIN: dict[type, str] = {
     ev.Refused: "refuse", ev.PrefixHit: "hit", ev.Admitted: "admit", ev.Preempted: "preempt", ev.Finished: "finish",
     ev.Aborted: "abort", ev.BlockAdopted: "adopt", ev.BlockPassed: "pass", ev.TableCut: "cut",
+    ev.SnapshotCached: "snapshot", ev.SnapshotEvicted: "drop",
 }  # fmt: skip
 # and those whose entry is a name and then the blocks of all that follow one another.
 BLOCKS: dict[type, str] = {
@@ -123,8 +124,16 @@ class LineWriter:
                 named = self._named[block_id] = (block_id, f"{hash_:016x}", serial, parent)
                 return ["publish", block_id, seq_id, place, *named[1:]]
             case ev.StepBegan(step, start, scheduled, output, budget_left):
-                entries = self._scheduled(output.scheduled_seqs)
-                return ["begin", step, self._at(start), self._at(scheduled), entries, budget_left]
+                entries, states = self._scheduled(output.scheduled_seqs), self._states(output.scheduled_seqs)
+                return [
+                    "begin",
+                    step,
+                    self._at(start),
+                    self._at(scheduled),
+                    entries,
+                    budget_left,
+                    *([states] if states else []),
+                ]
             case ev.StepEnded(step, start, arrived, end, output, result, waiting, used):
                 pairs = zip(output.scheduled_seqs, result.token_ids, strict=True)
                 sampled = [(scheduled.seq_id, ids) for scheduled, ids in pairs if ids]
@@ -160,6 +169,17 @@ class LineWriter:
             else:
                 entries.append([seq_id, start, n, num_samples])
         return entries
+
+    def _states(self, scheduled_seqs: Iterable[ScheduledSequence]) -> list[Line]:
+        """The row of each sequence that has a new one, with the snapshots that a step loads and saves; of a model with states."""
+        if not self._header["engine"].get("state_tokens"):
+            return []
+        row_of = {seq_id: seq.row for seq_id, seq in self._state.sequences.items()}
+        return [
+            [each.seq_id, each.row, each.load_state, each.save_state]
+            for each in scheduled_seqs
+            if each.save_state != NO_SNAPSHOT or each.row != row_of.get(each.seq_id)
+        ]
 
     def _join(self, name: str, block_id: int) -> Line | None:
         """Add a block to the entry before, if that has the same name; else return an entry of its own."""

@@ -71,6 +71,7 @@ SLIDERS = {  # by field of `EngineConfig`
         0, "tokens that a proposer drafts for each step (none: 0), and the model verifies", (0, 1, 2, 4, 8)
     ),
     "experts": Slider(False, "the embedded mixture of experts instead of the dense model"),
+    "states": Slider(False, "the embedded hybrid model, with a snapshot every 16 tokens, instead of the dense model"),
 }
 Settings = dict[str, Any]  # a value for each
 
@@ -97,10 +98,12 @@ def config_fields(settings: Settings, model: str | None = None) -> dict[str, Any
     chosen = {"milestone": milestone, "max_model_len": length, "max_num_batched_tokens": budget}
     if settings["experts"] and model is None:
         chosen["model"] = "stories-moe"
+    elif settings["states"] and model is None:
+        chosen |= {"model": "stories-hybrid", "snapshot_interval": 16, "num_snapshots": 6}
     if milestone == "m1":
         return chosen
     chosen |= {"max_num_seqs": settings["max_num_seqs"], "enable_chunked_prefill": chunks}
-    chosen |= {"count_experts": "model" in chosen} | _speculation(settings["draft_tokens"], model)
+    chosen |= {"count_experts": settings["experts"] and model is None} | _speculation(settings["draft_tokens"], model)
     if milestone == "m2":
         return chosen | {"num_kv_blocks": max(1, memory // length)}
     return chosen | {name: settings[name] for name in ("num_kv_blocks", "block_size", "enable_prefix_caching")}
@@ -150,7 +153,9 @@ class Playground:
     def described(self) -> dict[str, Any]:
         """What the page shows beside the recording. `loading` is what the engine waits for, until it is there."""
         model = self._overrides.get("model")
-        sliders = {name: slider for name, slider in SLIDERS.items() if name != "experts" or model is None}
+        sliders = {
+            name: slider for name, slider in SLIDERS.items() if model is None or name not in ("experts", "states")
+        }
         return {
             "fields": [slider.described(name, self.settings[name]) for name, slider in sliders.items()],
             "mine": int(self.runs_mine),

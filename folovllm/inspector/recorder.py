@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from folovllm.events import Event, Listener
 from folovllm.executor.abstract import Executor
 from folovllm.inspector.lines import FORMAT, KEY_EVERY, VERSION, LineWriter, TokenTexts, as_file
+from folovllm.models.shapes import state_layers
 from folovllm.setup import EngineSetup
 
 if TYPE_CHECKING:
@@ -157,6 +158,9 @@ def header_of(engine: Engine, title: str, started: str | None) -> dict[str, Any]
         "graph_widths": list(getattr(engine.executor, "graph_widths", ())),  # where steps are packed
         "mine": bool(os.environ.get("FOLOVLLM_MINE")),
     }
+    if layers := state_layers(setup.hf_config, setup.dtype):
+        state_bytes = sum(layer.state_bytes for layer in layers) // config.tensor_parallel_size
+        described |= {"state_tokens": state_bytes // setup.kv_bytes_per_token, "num_snapshots": setup.num_snapshots}
     return {
         "format": FORMAT,
         "version": VERSION,

@@ -13,7 +13,7 @@ import numpy as np
 from folovllm import events as ev
 from folovllm.inspector.lines import BLOCKS, FORMAT, PLAIN, VERSION, Line
 from folovllm.step.sampling_spec import no_tokens
-from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, StepResult
+from folovllm.step.schedule import NO_SNAPSHOT, ScheduledSequence, SchedulerOutput, StepResult
 from folovllm.watcher import Watcher
 
 KINDS: dict[str, Any] = {name: kind for kind, name in PLAIN.items()}
@@ -149,8 +149,10 @@ class _Decoder:
                 return [ev.TableFreed(seq, tuple(zip(blocks, *left or [[0] * len(blocks)], strict=True)))]
             case ["guess", seq, guessed, accepted, _]:
                 return [ev.DraftsVerified(seq, guessed, accepted)]
-            case ["begin", step, start, ready, scheduled_seqs, left]:
-                output = self._begun[step] = SchedulerOutput(tuple(map(self._scheduled, scheduled_seqs)))
+            case ["begin", step, start, ready, scheduled_seqs, left, *states]:
+                own = {seq: rest for seq, *rest in states[0]} if states else {}
+                scheduled = [self._scheduled(share, own) for share in scheduled_seqs]
+                output = self._begun[step] = SchedulerOutput(tuple(scheduled))
                 return [ev.StepBegan(step, start / 1e6, ready / 1e6, output, left)]
             case ["end", step, start, arrived, end, seqs, tokens, waiting, used]:
                 output, result = self._ended(step, seqs, tokens)
@@ -161,13 +163,19 @@ class _Decoder:
                 return [ev.RequestAdded(seq, request, answer, prompt, most, priority, t / 1e6)]
         raise ValueError(f"unknown entry {entry}")
 
-    def _scheduled(self, entry: int | Line) -> ScheduledSequence:
-        """One sequence's part of a step. A bare number computes one token, behind those that are computed."""
+    def _scheduled(self, entry: int | Line, states: dict[int, list[int]]) -> ScheduledSequence:
+        """One sequence's part of a step. A bare number computes one token, behind those that are computed.
+
+        `states` has, by seq_id, what is new of the row and the snapshots of a sequence with a state.
+        """
         if isinstance(entry, int):
             entry = [entry, self._state.served(entry).num_computed_tokens, 1, 1]
         seq_id, start, n, num_samples, *table = entry
         first, blocks = table or (len(self._state.served(seq_id).block_table), [])
-        return ScheduledSequence(seq_id, 0, start, n, no_tokens(), tuple(blocks), first, num_samples, None)
+        row, load, save = states.get(seq_id) or (self._state.served(seq_id).row, NO_SNAPSHOT, NO_SNAPSHOT)
+        return ScheduledSequence(
+            seq_id, row, start, n, no_tokens(), tuple(blocks), first, num_samples, None, None, load, save
+        )
 
     def _ended(self, step: int, seqs: list[int], tokens: list[Any]) -> tuple[SchedulerOutput, StepResult]:
         """The step that ends, and what it sampled for each of its sequences."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from math import prod
 
 import torch
 from torch import nn
@@ -27,6 +28,16 @@ class StateLayer(nn.Module, ABC):
     @abstractmethod
     def state_shapes(self) -> tuple[Shape, ...]:
         """The tensors of one sequence's state."""
+
+    @property
+    def state_bytes(self) -> int:
+        """Memory of one sequence's state. Each decode reads it and writes it."""
+        return sum(prod(shape) * dtype.itemsize for shape, dtype in self.state_shapes())
+
+    @property
+    @abstractmethod
+    def state_flops(self) -> int:
+        """Additions and multiplications that a token takes at least, products with weights left out."""
 
 
 def lacks_initial_state(batch: ForwardBatch) -> torch.Tensor:

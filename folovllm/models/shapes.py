@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from folovllm.layers.linear import PLAIN
-from folovllm.model_config import expert_size_of, head_dim_of, num_experts_of, num_kv_heads_of
+from folovllm.layers.state_layer import StateLayer
+from folovllm.model_config import expert_size_of, head_dim_of, num_experts_of, num_kv_heads_of, num_linear_of
 from folovllm.models.quantized import quantization_of
+from folovllm.models.registry import build_model
 from folovllm.require import is_whole
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PretrainedConfig
 
 Shapes = dict[str, tuple[int, int]]  # [outputs, inputs] of linear layers, by their names within a decoder layer
@@ -57,6 +60,19 @@ def linear_bytes(
             linear_method = linear_method_of(f"model.layers.{i}.{name}") or PLAIN
             total += linear_method.num_bytes(outputs, inputs, dtype)
     return total
+
+
+def token_mixers(config: PretrainedConfig, dtype: torch.dtype) -> list[nn.Module]:
+    """What mixes tokens in each layer of a model of which some layers keep a state, without weights. None of another model."""
+    if not num_linear_of(config):
+        return []
+    model = build_model(config, dtype, "meta", max_model_len=1)
+    return [layer.get_submodule("self_attn") for layer in model.model.layers]
+
+
+def state_layers(config: PretrainedConfig, dtype: torch.dtype) -> list[StateLayer]:
+    """The layers that keep a state for each sequence, without weights."""
+    return [mixer for mixer in token_mixers(config, dtype) if isinstance(mixer, StateLayer)]
 
 
 def check_num_weights(config: PretrainedConfig, num_bytes: int) -> None:

@@ -266,6 +266,19 @@ assert answers["every 32"] == answers["none"], "a snapshot changes no text"
 # %% [markdown]
 # A prompt is found up to the last snapshot before its first new token. So a short interval finds more, takes more memory, and cuts prompts into more steps.
 #
+# ## See it: states beside blocks
+#
+# This recording of the engine has a snapshot every 16 tokens: a dark bar at the end of a block. It stops at a question; guess, then press *See what happens*.
+
+# %%
+from folovllm.inspector import show
+from folovllm.inspector.scenes import scenes
+
+show(*scenes()["states"].files)
+
+# %% [markdown]
+# A request takes another block every 8 tokens. Its state stays in one slot, which never grows: that of its row. From step 31 on D needs blocks and snapshots. At first snapshots make room for new ones and their blocks stay; in step 33 a block is evicted, and its snapshot goes with it.
+#
 # ## Compare
 #
 # | | this engine | vLLM |

@@ -163,7 +163,7 @@ def test_a_scene_is_played() -> None:
     play(story, model="stories-5m")
 
 
-def test_drafts_and_experts() -> None:
+def test_drafts_experts_and_states() -> None:
     async def story(playground: Playground, page: Page) -> None:
         await playground.build({"num_kv_blocks": 48, "draft_tokens": 2})
         await playground.ask(["Once upon a time"], max_tokens=12)
@@ -176,6 +176,10 @@ def test_drafts_and_experts() -> None:
             e[1] for line in page.recording().lines if line[0] == "turn" for e in line[3] if e[0] == "experts"
         ]
         assert sum(map(sum, first)) == 0 and sum(map(sum, last)) > 0
+        await playground.build({"experts": False, "states": True})
+        await playground.ask(["Once upon a time, in a small house near the sea, there lived a girl"], max_tokens=3)
+        await page.see(has("finish"))
+        assert page.count("snapshot") > 0
         replayed(page.recording())
 
     play(story, model=None)
@@ -330,7 +334,9 @@ class TestAddresses:
     def test_the_playground(self, client: TestClient) -> None:
         assert client.post("/inspector/playground", json={}).status_code == 200
         said = client.get("/inspector/playground").json()
-        assert [field["name"] for field in said["fields"]] == [name for name in SLIDERS if name != "experts"]
+        assert [field["name"] for field in said["fields"]] == [
+            name for name in SLIDERS if name not in ("experts", "states")
+        ]
         assert (said["mine"], said["error"], said["paused"]) == (0, None, 0)
         assert client.post("/inspector/playground", json={"block_size": 16}).json()["fields"][2]["value"] == 16
         assert client.post("/inspector/playground/pace", json={"delay": 0}).json() == {"delay": 0.0, "paused": 0}

@@ -106,6 +106,23 @@ class TestExperts:
             assert not page.locator(".experts").is_visible()
 
 
+class TestStates:
+    def test_a_hit_goes_as_far_as_a_snapshot(self, browser: Any, tmp_path: Path) -> None:
+        """C begins with a copy of the snapshot at 32 tokens, and all marks are at the ends of blocks that are cached."""
+        with shown(browser) as here:
+            page = opened(here, scenes()["states"].files, tmp_path, "t=18")
+            assert "begins as a copy of the snapshot after 32 tokens" in page.locator(".said").inner_text()
+            assert page.locator(".states .facts").inner_text().endswith("5 of 6 snapshots")
+            for at in range(59):
+                marked = """
+                  const state = inspector.lanes[0].recording.stateAt(it);
+                  return [...state.blocksWithSnapshots()].map((block) => [block, state.hash[block]])"""
+                assert all(block >= 0 and hash_ for block, hash_ in here.run(marked, at)), at
+        with shown(browser) as here:
+            page = opened(here, scenes()["memory"].files, tmp_path)
+            assert not page.locator(".states").is_visible()
+
+
 class TestPlayground:
     def test_a_scene_plays_while_the_engine_loads(self, browser: Any) -> None:
         """It plays from its recording; the engine takes it over once it is there and somebody asks for it."""

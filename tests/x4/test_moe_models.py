@@ -159,9 +159,9 @@ def test_what_a_step_reads_of_qwen3_30b(tmp_path: Path) -> None:
     assert (sizes.num_experts, sizes.asked, sizes.expert) == (128, 8, 3 * 2048 * 768)
     assert experts_read(sizes, 1) == pytest.approx(8)
     assert 127.9 < experts_read(sizes, 256) < 128
-    whole = 48 * (sizes.always + 128 * sizes.expert) + 2 * sizes.head
+    whole = sizes.always + 48 * 128 * sizes.expert + 2 * sizes.head
     assert whole == pytest.approx(30.5e9, rel=0.01)  # as it is called; with the embedding
-    active = 48 * (sizes.always + 8 * sizes.expert) + sizes.head
+    active = sizes.always + 48 * 8 * sizes.expert + sizes.head
     assert active == pytest.approx(3.0e9, rel=0.02)
 
 

@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
+from folovllm import events as ev
 from folovllm.cache.free_list import Block
 from folovllm.config import EngineConfig
 from folovllm.hybrid.snapshots import Snapshot, SnapshotBlockManager, SnapshotCache, snapshot_to_evict
+from folovllm.inspector.recorder import Recorder
+from folovllm.inspector.replay import parse
 from folovllm.request import SequenceStatus
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts
@@ -205,6 +208,57 @@ def test_evictions_change_no_text(fields: dict[str, int]) -> None:
     engine = make_engine(path, milestone="m6", **(SMALL | fields))
     for arrival in ("one_by_one", "at_once", "random_steps"):
         load.check(serve(engine, load.requests, arrival))
+
+
+@pytest.mark.parametrize("milestone", ["m5", "m6"])
+def test_prompts_end_anywhere_behind_a_border(milestone: str) -> None:
+    """Each of one to eight tokens behind the last border, alone in a row that others have used; then one that goes on from there.
+
+    The last piece of a prompt is as short as a decode, or as a verified draft: where steps of a kind are told apart by their
+    shape alone, as in vLLM for a while, a state is written to the slot of whoever was there before, or read from it.
+    """
+    path, (text, other) = hybrid_checkpoint(), prompts([40, 30])
+    starts = [Request(text[:end], GREEDY) for end in range(17, 25)]
+    load = answered(path, [*starts, Request(text, GREEDY), Request(other[:1], GREEDY), Request(other, GREEDY)])
+    engine = make_engine(path, milestone=milestone, **(SMALL | {"max_num_seqs": 1}))
+    for _ in range(2):  # the second time all of them are found
+        load.check(serve(engine, load.requests, "one_by_one"))
+
+
+def test_a_recording_says_where_states_and_snapshots_are() -> None:
+    """Rows, what each step loads and saves, and which snapshots there are, over so few blocks and slots that many go."""
+    path, (text, other) = hybrid_checkpoint(), prompts([60, 60])
+    engine = make_engine(path, milestone="m6", **(SMALL | {"num_snapshots": 3, "num_kv_blocks": 32}))
+    data, heard = bytearray(), list[ev.Event]()
+    recorder = Recorder(engine, data.extend)
+    engine.subscribe(heard.extend)
+    serve(engine, [Request(start[:end], GREEDY) for end in (33, 49, 60) for start in (text, other)], "random_steps")
+    engine.unsubscribe(heard.extend)
+    recorder.close()
+    read = [event for turn in parse(data.decode(), "states").turns() for event in turn.events]
+    assert told(read) == told(heard)
+    kv = engine.scheduler.kv
+    assert isinstance(kv, SnapshotBlockManager)
+    now = dict[int, int]()
+    for event in heard:
+        if isinstance(event, ev.SnapshotCached):
+            assert event.snapshot not in now, "its slot was free"
+            now[event.snapshot] = event.serial
+        elif isinstance(event, ev.SnapshotEvicted):
+            del now[event.snapshot]
+    assert now == {snapshot.slot: serial for serial, snapshot in kv.snapshots._by_serial.items()}
+    assert any(isinstance(event, ev.SnapshotEvicted) for event in heard)
+
+
+def told(events: list[ev.Event]) -> list[Any]:
+    """What events say of states: rows, loads and saves by step, and snapshots."""
+    found: list[Any] = []
+    for event in events:
+        if isinstance(event, ev.StepBegan):
+            found.append([(s.seq_id, s.row, s.load_state, s.save_state) for s in event.output.scheduled_seqs])
+        elif isinstance(event, ev.SnapshotCached | ev.SnapshotEvicted):
+            found.append(event)
+    return found
 
 
 def test_without_states_there_are_no_snapshots() -> None:

@@ -107,6 +107,13 @@ function drawWrong(ctx, { theme }, kind, [x, y, w, h]) {
   if (w >= LETTERS_FROM) write(ctx, kind === "lost" ? "!" : "!!", [x, y, w, h], theme.alarm);
 }
 
+/** A bar at the end of a block: there is a snapshot of the state at its last token. */
+export function drawSnapshot(ctx, { ink }, [x, y, w, h]) {
+  const wide = Math.max(2, Math.min(6, w / 6));
+  ctx.fillStyle = ink;
+  ctx.fillRect(x + w - wide, y, wide, h);
+}
+
 /** A token of the cache that grows (M1). */
 export function drawToken(ctx, { recording }, seq, place, [x, y, w, h]) {
   const info = recording.infos.get(seq.seqId);

@@ -5,12 +5,13 @@ import { ExpertsView } from "./experts.js";
 import { ghostsAt } from "./ghosts.js";
 import { MemoryView } from "./memory.js";
 import { badge, RequestsView } from "./requests.js";
+import { StatesView } from "./states.js";
 import { StripView } from "./strip.js";
 import { plainText, sentencesOf } from "./summary.js";
 import { TimelineView } from "./timeline.js";
 import { t, wordsOf } from "./words.js";
 
-const SIGNS = { preempt: "✕", refuse: "‖", add: "+", admit: "→", hit: "◆", evict: "⌫", begin: "·", finish: "■", abort: "⊘", key: "·", guess: "✓" };
+const SIGNS = { preempt: "✕", refuse: "‖", add: "+", admit: "→", hit: "◆", evict: "⌫", begin: "·", finish: "■", abort: "⊘", key: "·", guess: "✓", snapshot: "▐", drop: "⌫" };
 
 export class Lane {
   /** `onGo(lane, moment)` hears of clicks into time; `others` is how many lanes there are beside this one. */
@@ -31,14 +32,16 @@ export class Lane {
       this.most = embed ? (innerHeight - 130) / (others + 1) - 22 : 70; // pixels
       return views.append(this.strip.element);
     }
-    this.memory = new MemoryView(pick, embed ? Math.max(120, innerHeight - (race ? 270 : 262)) : 340);
+    const hasStates = recording.engine.state_tokens > 0;
+    this.memory = new MemoryView(pick, embed ? Math.max(120, innerHeight - (race ? 270 : 262) - 84 * hasStates) : 340);
     this.requests = new RequestsView(pick);
     this.experts = new ExpertsView();
+    this.states = new StatesView();
     this.timeline = new TimelineView(go, pick, embed ? 9 : race ? 12 : 16);
     this.curves = new CurvesView(go);
-    this.views = [this.memory, this.requests, this.experts, this.timeline, this.curves];
+    this.views = [this.memory, this.requests, this.states, this.experts, this.timeline, this.curves];
     views.append(...this.views.map(({ element }) => element));
-    this.experts.element.hidden = !recording.hasExperts;
+    this.states.element.hidden = !hasStates;
   }
 
   pick(seqId) {

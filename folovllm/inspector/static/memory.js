@@ -1,5 +1,5 @@
 // The KV cache as a picture: a cell for each block. Hover for what it holds, click for the chain of its prefix.
-import { drawCell, drawToken, outline, stateOfCell, write } from "./cells.js";
+import { drawCell, drawSnapshot, drawToken, outline, stateOfCell, write } from "./cells.js";
 import { drawGhost, GHOSTS } from "./ghosts.js";
 import { contextOf, count, el, plural, setText, showTip, template, widthOf } from "./dom.js";
 import { t } from "./words.js";
@@ -11,6 +11,7 @@ const LEGEND = {
   free: "free",
   owned: "owned: colour and letter of its request, filled as far as it holds tokens",
   shared: "shared: so many hold it",
+  snapshot: "snapshot: a copy of the state at the end of this block",
   cached: "cached: nobody's, but it can be found again; the paler, the longer ago",
   lost: "lost: not free, and nobody counts it",
   torn: "torn: free, and held",
@@ -107,6 +108,7 @@ export class MemoryView {
     const { state, theme, selected, news } = this.#frame;
     const order = new Map(selected === null ? [] : (state.sequences.get(selected)?.table ?? []).map((block, place) => [block, place]));
     const dim = selected !== null && state.sequences.has(selected);
+    const marked = state.blocksWithSnapshots();
     for (let i = 0; i < this.num; i++) {
       const [x, y, w, h] = this.#box(i);
       if (y > this.height || y + h < 0 || x > this.width || x + w < 0) continue;
@@ -115,6 +117,7 @@ export class MemoryView {
       ctx.globalAlpha = dim && !order.has(i) ? 0.3 : 1;
       drawCell(ctx, this.#frame, i, this.held[i], box, this.isWide);
       ctx.globalAlpha = 1;
+      if (marked.has(i)) drawSnapshot(ctx, theme, box);
       if (order.has(i)) outline(ctx, box, theme.ink, 2);
       else if (news.has(i) && w > 6) outline(ctx, box, theme.accent, 2);
       if (order.has(i) && w >= 26 && !this.isWide) write(ctx, `${order.get(i)}`, [x + w - 16, y + 1, 15, 13], "#111", true);
@@ -175,6 +178,7 @@ export class MemoryView {
     const counts = Object.fromEntries(Object.keys(LEGEND).map((kind) => [kind, 0]));
     for (let i = 0; i < state.numBlocks; i++) counts[stateOfCell(state, i)]++;
     for (const own of this.#frame.ghosts.values()) for (const { kind } of own) counts[kind]++;
+    counts.snapshot = state.snapshots.size;
     let [reserved, filled] = [0, 0];
     for (const seq of state.sequences.values()) {
       if (seq.isRunning && seq.table.length) [reserved, filled] = [reserved + seq.table.length * state.blockSize, filled + seq.numComputed];
@@ -223,6 +227,7 @@ export class MemoryView {
       const parent = state.parentOf(i);
       const after = state.parent[i] ? (parent < 0 ? t("follows a block that is gone") : t("follows block {parent}", { parent })) : t("begins a prefix");
       lines.push(t("hash {hash}, {after}", { hash: state.hash[i], after }));
+      if (state.blocksWithSnapshots().has(i)) lines.push(t(LEGEND.snapshot));
     }
     return lines;
   }

@@ -20,6 +20,7 @@ export class EngineState {
     this.freedAt = new Float64Array(numBlocks); // by `clock`
     this.originSeq = new Float64Array(numBlocks).fill(-1); // whose tokens a block with a name holds,
     this.originPlace = new Int32Array(numBlocks); // and which block of them
+    this.snapshots = new Map(); // of states, by number: {tokens, serial}
   }
 
   /** Take in an event. */
@@ -34,12 +35,18 @@ export class EngineState {
     copy.sequences = new Map();
     for (const [id, seq] of this.sequences) copy.sequences.set(id, { ...seq, table: seq.table.slice() });
     copy.totals = { ...this.totals };
+    copy.snapshots = new Map(this.snapshots);
     return copy;
   }
 
   /** The block before block i in the chain of its prefix, -1 if there is none, or it is gone. */
   parentOf(i) {
     return this.parent[i] ? this.serial.indexOf(this.parent[i]) : -1;
+  }
+
+  /** The blocks at whose ends snapshots were taken. */
+  blocksWithSnapshots() {
+    return new Set([...this.snapshots.values()].map(({ serial }) => this.serial.indexOf(serial)));
   }
 
   /** Who holds each block: for each of [N] null, or a list of {seq, place, filled}; several are a shared prefix. */
@@ -64,6 +71,7 @@ function newSequence(seqId, numPrompt) {
     seqId,
     numPrompt,
     isRunning: false,
+    row: -1, // its slot for a state, where the model has some
     numTokens: numPrompt,
     numComputed: 0, // computed or scheduled to be
     table: [],
@@ -115,7 +123,7 @@ const REDUCERS = {
   preempt(state, [, seqId, victimOf, lost]) {
     state.totals.preempted++;
     state.totals.lost += lost;
-    Object.assign(state.sequences.get(seqId) ?? {}, { isRunning: false, numComputed: 0, drafts: 0, victimOf, lost });
+    Object.assign(state.sequences.get(seqId) ?? {}, { isRunning: false, row: -1, numComputed: 0, drafts: 0, victimOf, lost });
   },
   finish(state, [, seqId]) {
     state.sequences.delete(seqId);
@@ -125,7 +133,8 @@ const REDUCERS = {
     state.sequences.delete(seqId);
     state.totals.aborted++;
   },
-  begin(state, [, , , , shares]) {
+  begin(state, [, , , , shares, , states]) {
+    for (const [seqId, row] of states ?? []) Object.assign(state.sequences.get(seqId) ?? {}, { row });
     for (const share of shares) {
       const [seqId, start, tokens, draws, first, blocks] = shareOf(state, share);
       const seq = state.sequences.get(seqId);
@@ -166,6 +175,8 @@ const REDUCERS = {
     [state.hash[i], state.serial[i], state.parent[i], state.originSeq[i]] = [null, 0, 0, -1];
     state.totals.evicted++;
   }),
+  snapshot: (state, [, number, tokens, serial]) => state.snapshots.set(number, { tokens, serial }),
+  drop: (state, [, number]) => state.snapshots.delete(number),
   pass(state, [, seqId, place, block, left]) {
     state.refCount[block] = left;
     const table = state.sequences.get(seqId)?.table ?? [];

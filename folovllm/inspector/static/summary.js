@@ -1,6 +1,7 @@
 // What happened in a moment, in plain sentences. A sentence is a list of texts and of sequences {seq}.
 import { count, plural } from "./dom.js";
 import { isPrefill, KINDS } from "./recording.js";
+import { loadsOf } from "./states.js";
 import { fill, t } from "./words.js";
 
 const MOST = 6; // items of a list in one sentence
@@ -15,6 +16,7 @@ export function sentencesOf(recording, at, state) {
   if (recording.columns.flags[at] & KINDS.refuse) sayRefused(say, by.refuse.at(-1), recording, state);
   sayMany(by.add, say, sayArrival, "{names} came, and wait.");
   for (const event of by.admit ?? []) sayAdmitted(say, event, recording, at);
+  sayStates(say, recording.moments[at], state);
   sayEvicted(say, (by.evict ?? []).flatMap((event) => event.slice(1)));
   sayVerified(say, by.guess ?? []);
   for (const event of by.begin ?? []) sayStep(say, event, recording);
@@ -93,6 +95,18 @@ function sayAdmitted(say, [, seq, cached], recording, at) {
 function sayEvicted(say, blocks) {
   const values = { blocks: listed(blocks, String) };
   if (blocks.length) say("evict", blocks.length === 1 ? "Block {blocks} lost its cached contents." : "Blocks {blocks} lost their cached contents.", values);
+}
+
+function sayStates(say, events, state) {
+  const tokensOf = (n) => plural(n, "token");
+  for (const [seq] of loadsOf(events)) {
+    say("hit", "The state of {seq} begins as a copy of the snapshot after {tokens}.", { seq: { seq }, tokens: tokensOf(state.sequences.get(seq)?.cached ?? 0) });
+  }
+  events.forEach(([kind, , tokens, serial], i) => {
+    if (kind === "snapshot") say(kind, "A snapshot was taken: the state of {seq} after {tokens}.", { tokens: tokensOf(tokens), seq: { seq: state.originSeq[state.serial.indexOf(serial)] } });
+    const text = events[i + 1]?.[0] === "evict" ? "A snapshot after {tokens} goes with its block." : "A snapshot after {tokens} makes room for a new one; its block stays.";
+    if (kind === "drop") say(kind, text, { tokens: tokensOf(tokens) });
+  });
 }
 
 function sayStep(say, [, , , , shares, budgetLeft], recording) {

@@ -1,0 +1,49 @@
+// Layers with states: a slot of fixed size for each request that runs, and snapshots, which are copies of states.
+import { outline, write } from "./cells.js";
+import { contextOf, count, plural, setText, template, widthOf } from "./dom.js";
+import { drawPattern, hueOf, inkOn } from "./palette.js";
+import { t } from "./words.js";
+
+const [ROW, LEFT, WIDEST] = [24, 72, 130]; // pixels
+
+export class StatesView {
+  constructor() {
+    [this.element, this.facts, this.stage, this.canvas] = template("states", "facts", "stage", "slots");
+  }
+
+  draw({ recording, at, state, theme }) {
+    const { max_num_seqs: all, num_snapshots: most, state_tokens: size } = recording.engine;
+    const running = [...state.sequences.values()].filter(({ row }) => row >= 0);
+    const loads = loadsOf(recording.moments[at]);
+    const width = Math.max(160, widthOf(this.stage));
+    const wide = Math.min(WIDEST, (width - LEFT) / Math.max(all, most));
+    const ctx = contextOf(this.canvas, width, ROW * (most ? 2 : 1));
+    const drawRow = (line, name, num, slotOf) => {
+      write(ctx, t(name), [0, ROW * line, LEFT - 6, ROW], theme.muted, false, 0.17);
+      for (let i = 0; i < num; i++) {
+        const [box, { info, tokens } = {}] = [[LEFT + wide * i + 1, ROW * line + 1, wide - 2, ROW - 3], slotOf(i)];
+        ctx.globalAlpha = line && info ? 0.45 : 1;
+        ctx.fillStyle = info ? hueOf(info.index) : theme.faint;
+        ctx.fillRect(...box);
+        if (info) drawPattern(ctx, info.index, ...box);
+        ctx.globalAlpha = 1;
+        if (tokens) write(ctx, `${(line ? info?.letters.toLowerCase() : info?.letters) ?? ""} ${count(tokens)}`, box, line ? theme.ink : inkOn(info.index), false, 0.22);
+        if (loads.some((load) => load[1 + line] === i)) outline(ctx, box, theme.hit, 3);
+      }
+    };
+    drawRow(0, "states", all, (i) => running.filter(({ row }) => row === i).map((seq) => ({ info: recording.infos.get(seq.seqId), tokens: seq.numComputed }))[0]);
+    drawRow(1, "snapshots", most, (i) => {
+      const kept = state.snapshots.get(i);
+      return kept && { info: recording.infos.get(state.originSeq[state.serial.indexOf(kept.serial)]), tokens: kept.tokens };
+    });
+    const values = { n: count(running.length), all: count(all), size: plural(size, "token"), kept: count(state.snapshots.size), most: count(most) };
+    const facts = t("{n} of {all} slots hold a state, as large as the K/V of {size} however long its text is", values);
+    setText(this.facts, most ? `${facts}${t("; {kept} of {most} snapshots", values)}` : facts);
+    this.canvas.setAttribute("aria-label", this.facts.textContent);
+  }
+}
+
+/** The states that begin in a moment as copies of snapshots: [sequence, row, snapshot]. */
+export function loadsOf(events) {
+  return events.flatMap(([kind, , , , , , states]) => (kind === "begin" ? states ?? [] : [])).filter(([, , load]) => load >= 0);
+}
