@@ -85,6 +85,18 @@ class TestGroups:
         scales, _ = find_scales(torch.tensor([[-60000.0, 60000.0]]).half(), 4, 2, symmetric=False)
         assert scales.tolist() == [[8000.0]], "15 steps of 8,000: only the step is rounded to w's dtype"
 
+    def test_a_group_below_zero(self) -> None:
+        scales, zeros = find_scales(torch.tensor([[-1.75, -0.5]]), 3, 2, symmetric=False)
+        got = scales.item(), zeros.item()
+        assert got == (0.25, 7), f"a range holds 0: 7 steps from -1.75 to 0, not to -0.5, and 0 is code 7; yours: {got}"
+
+    def test_a_step_is_a_multiple_of_the_smallest_number(self) -> None:
+        """Float16 counts in 2 ** -24. 15 steps from -22 of these to 0 would be 1.47 of them, from -4 of them 0.27."""
+        w = torch.tensor([[-22.0, 0.0, -4.0, 0.0]]) * 2.0**-24
+        scales, zeros = find_scales(w.half(), 4, 2, symmetric=False)
+        assert (scales > 0).all(), "0.27 is rounded to a scale of 0, and something is divided by it: look at what is kept"
+        assert zeros[0, 0] == 15, f"a zero is a code of 4 bits, 15 at most; with a step of 2 ** -24 yours is {zeros[0, 0]}"
+
     def test_a_group_of_zeros(self) -> None:
         codes, scales, zeros = quantize_groups(torch.zeros(2, 8), 4, 4, symmetric=False)
         assert (scales == 1).all(), "nothing is divided by a scale of 0: where all are 0, it is 1"

@@ -71,6 +71,7 @@ def test_what_is_too_large_becomes_the_largest() -> None:
     got = encode(x, 1.0)
     assert got.dtype == FP8, "a cache of 8 bits"
     assert got.float().tolist() == [448.0, 448.0, 448.0, -448.0, 448.0], "E4M3 ends at 448; beyond is no number"
+    assert encode(torch.tensor([1024.0]), 0.25).item() == 256.0, "1024 * 0.25 is not too large: multiply, then clamp"
 
 
 def test_16_bits_are_multiplied_in_32() -> None:

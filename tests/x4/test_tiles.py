@@ -108,9 +108,8 @@ def test_each_place_lies_in_one_tile(crowds: list[int]) -> None:
     num_tiles = sum(-(-n // 4) for n in crowds)
     found = tiles(starts, 4, num_tiles + 1)
     expected = [[e, p, starts[e + 1]] for e in range(len(crowds)) for p in range(starts[e], starts[e + 1], 4)]
-    assert found == [*expected, [len(crowds)]], (
-        f"(expert, first place, end) of each tile of 4, where experts have {crowds} pairs"
-    )
+    expected.append([len(crowds)])
+    assert found == expected, f"experts have {crowds} pairs: tiles of 4 (expert, first place, end) are {expected}, not {found}"
 
 
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
