@@ -55,6 +55,13 @@ def test_each_code_of_a_word(place: int) -> None:
     assert got.tolist() == [[float(code - 8) for code in range(16)]], f"code {place} of a word is exact, less 8"
 
 
+def test_a_zero_above_8() -> None:
+    codes, x = torch.zeros(1, 32, dtype=torch.uint8), torch.zeros(1, 32)
+    codes[0, 0], x[0, 0] = 10, 1.0
+    got = product(x, codes, torch.tensor([[0.5]]), torch.tensor([[12]], dtype=torch.uint8)).item()
+    assert got == -1.0, f"0.5 (10 - 12) is -1, not {got}: 8 - 12 is below 0, which no byte can say"
+
+
 @pytest.mark.parametrize("size", [32, 64])
 @pytest.mark.parametrize("kind", ["codes", "minimums"])
 def test_each_group_has_its_own_scale_and_zero(kind: str, size: int) -> None:
@@ -89,5 +96,5 @@ def test_a_norm_sees_x_before_its_factors() -> None:
         weight = (codes.float() - (8 if zero is None else zero.float().repeat_interleave(32, 1))) * 0.1
         expected = x / x.square().mean().sqrt() * columns @ weight.t()
         assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4), (
-            f"{name}: {got.tolist()}, not {expected.tolist()}; squares are those of x, before it meets `columns`"
+            f"{name}: {got.tolist()}, not {expected.tolist()}; the norm has squares of all x, before they meet `columns`; each x meets its own"
         )

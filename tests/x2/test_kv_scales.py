@@ -82,5 +82,7 @@ def test_16_bits_are_multiplied_in_32() -> None:
 
 def test_there_and_back() -> None:
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 3
+    before = x.clone()
     back = decode(encode(x, 8.0), 1 / 8, torch.float32)
+    assert torch.equal(x, before), "x has been changed, and attention still needs it"
     assert ((back - x).abs() <= x.abs() / 16 + 2**-10 / 8).all(), "three bits of mantissa: at most a sixteenth is lost"

@@ -41,7 +41,9 @@ def test_as_a_plain_loop(num_tokens: int, num_experts: int, top_k: int, seed: in
 def test_the_experts_that_were_given_stay() -> None:
     asked = torch.tensor([[2, 0], [-1, 7]])
     sort_by_expert(asked, 3)
-    assert asked.tolist() == [[2, 0], [-1, 7]], "the experts that came in were written over: `flatten` copies nothing here"
+    assert asked.tolist() == [[2, 0], [-1, 7]], (
+        "the experts that came in were written over: `flatten` copies nothing here"
+    )
 
 
 def test_the_host_reads_nothing() -> None:

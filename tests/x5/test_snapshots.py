@@ -110,7 +110,9 @@ class Once:
         self.snapshots, self.walked = snapshots, False
 
     def __iter__(self) -> Iterator[Snapshot]:
-        assert not self.walked, "what can be iterated may be an iterator, which gives its snapshots once: they were asked for twice"
+        assert not self.walked, (
+            "what can be iterated may be an iterator, which gives its snapshots once: they were asked for twice"
+        )
         self.walked = True
         return iter(self.snapshots)
 
