@@ -65,6 +65,7 @@ class TestGptq:
         """The codes are those of the derivation, which inverts what is left of the matrix for each column anew."""
         w, gram = problem()
         codes, scales, zeros = gptq(w, gram, 4, 16, symmetric=False, damping=0.05)
+        assert torch.equal(w, problem()[0]), "`w` has been changed, and the caller still needs it: work on a copy"
         damped = (gram + 0.05 * gram.diagonal().mean() * torch.eye(64)).double()
         rest = w.double()
         for i in range(64):
@@ -89,7 +90,6 @@ class TestGptq:
         w, gram = problem()
         nearest = mean_error(dequantize_groups(*quantize_groups(w, 4, group_size, symmetric)), w, gram)
         coded = gptq(w, gram, 4, group_size, symmetric)
-        assert torch.equal(w, problem()[0]), "`w` has been changed, and the caller still needs it: work on a copy"
         found = mean_error(dequantize_groups(*coded), w, gram)
         assert found < 0.5 * nearest, f"GPTQ's outputs are off by {found:.3g}, rounding's by {nearest:.3g}"
 

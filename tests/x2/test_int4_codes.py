@@ -80,7 +80,8 @@ def test_each_group_has_its_own_scale_and_zero(kind: str, size: int) -> None:
     got = product(x, codes, scales, zeros if kind == "codes" else minimums)
     expected = x.double() @ weight.t()
     assert torch.allclose(got.double(), expected, rtol=1e-5, atol=1e-4), (
-        f"groups of {size}: each has a scale and zero of its own, and codes i + 1 meet inputs {size // 8} behind those of codes i"
+        f"groups of {size} are {float((got.double() - expected).abs().max()):.2g} off: each has its own scale and zero, of 16 bits and widened first; "
+        f"codes i + 1 meet inputs {size // 8} behind those of codes i"
     )
 
 
@@ -96,5 +97,5 @@ def test_a_norm_sees_x_before_its_factors() -> None:
         weight = (codes.float() - (8 if zero is None else zero.float().repeat_interleave(32, 1))) * 0.1
         expected = x / x.square().mean().sqrt() * columns @ weight.t()
         assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4), (
-            f"{name}: {got.tolist()}, not {expected.tolist()}; the norm has squares of all x, before they meet `columns`; each x meets its own"
+            f"{name}: the norm has squares of all x, before they meet `columns`, and each x meets its own; {got.tolist()}, not {expected.tolist()}"
         )
