@@ -62,7 +62,8 @@ class TestGroups:
         codes, scales, zeros = quantize_groups(w, bits, 16, symmetric)
         assert torch.equal(w, before), "`w` has been changed, and the caller still needs it: work on a copy"
         assert codes.dtype == zeros.dtype == torch.uint8, "codes and zeros are bytes"
-        assert int(codes.max()) < 2**bits and scales.dtype == dtype, "a code has so many bits; scales are kept as w is"
+        assert int(codes.max()) < 2**bits, f"a code of {int(codes.max())} has more than {bits} bits"
+        assert scales.dtype == dtype, f"scales are kept in w's dtype, {dtype}, not {scales.dtype}"
         back = dequantize_groups(codes, scales.float(), zeros)
         moved = (back - w.float()).abs() / scales.repeat_interleave(16, 1).float()
         assert (moved <= 0.5 + SLACK[dtype]).all(), f"a number moved by {float(moved.max()):.2f} steps"
@@ -84,6 +85,22 @@ class TestGroups:
         """From -60,000 to 60,000 is more than float16 can say; a step of it is not."""
         scales, _ = find_scales(torch.tensor([[-60000.0, 60000.0]]).half(), 4, 2, symmetric=False)
         assert scales.tolist() == [[8000.0]], "15 steps of 8,000: only the step is rounded to w's dtype"
+
+    def test_a_group_below_zero(self) -> None:
+        scales, zeros = find_scales(torch.tensor([[-1.75, -0.5]]), 3, 2, symmetric=False)
+        got = scales.item(), zeros.item()
+        assert got == (0.25, 7), f"a range holds 0: 7 steps from -1.75 to 0, not to -0.5, and 0 is code 7; yours: {got}"
+
+    def test_a_step_is_a_multiple_of_the_smallest_number(self) -> None:
+        """Float16 counts in 2 ** -24. 15 steps from -22 of these to 0 would be 1.47 of them, from -4 of them 0.27."""
+        w = torch.tensor([[-22.0, 0.0, -4.0, 0.0]]) * 2.0**-24
+        scales, zeros = find_scales(w.half(), 4, 2, symmetric=False)
+        assert (scales > 0).all(), (
+            "0.27 is rounded to a scale of 0, and something is divided by it: look at what is kept"
+        )
+        assert zeros[0, 0] == 15, (
+            f"a zero is a code of 4 bits, 15 at most; with a step of 2 ** -24 yours is {zeros[0, 0]}"
+        )
 
     def test_a_group_of_zeros(self) -> None:
         codes, scales, zeros = quantize_groups(torch.zeros(2, 8), 4, 4, symmetric=False)
@@ -109,7 +126,7 @@ class TestGroups:
         codes, zeros = torch.tensor([[255, 0]], dtype=torch.uint8), torch.tensor([[3]], dtype=torch.uint8)
         scales = torch.tensor([[1.0]]).bfloat16()
         back = dequantize_groups(codes, scales, zeros)
-        assert back.dtype == torch.bfloat16, "in the dtype of the scales"
+        assert back.dtype == torch.bfloat16, f"numbers come back in the dtype of the scales, not {back.dtype}"
         assert back.tolist() == [[252.0, -3.0]], "code - zero is a whole number below 0 as well, and exact"
         back = dequantize_groups(codes, torch.tensor([[1.09375]]).bfloat16(), torch.full_like(zeros, 100))
         assert back.tolist() == [[170.0, -109.5]], (

@@ -55,15 +55,22 @@ def test_each_code_of_a_word(place: int) -> None:
     assert got.tolist() == [[float(code - 8) for code in range(16)]], f"code {place} of a word is exact, less 8"
 
 
+def test_a_zero_above_8() -> None:
+    codes, x = torch.zeros(1, 32, dtype=torch.uint8), torch.zeros(1, 32)
+    codes[0, 0], x[0, 0] = 10, 1.0
+    got = product(x, codes, torch.tensor([[0.5]]), torch.tensor([[12]], dtype=torch.uint8)).item()
+    assert got == -1.0, f"0.5 (10 - 12) is -1, not {got}: 8 - 12 is below 0, which no byte can say"
+
+
 @pytest.mark.parametrize("size", [32, 64])
 @pytest.mark.parametrize("kind", ["codes", "minimums"])
 def test_each_group_has_its_own_scale_and_zero(kind: str, size: int) -> None:
-    """Two tokens, three outputs, three groups: the last ones are past a power of two."""
+    """Two tokens, three outputs, three groups: the last ones are past a power of two. Scales have 16 bits, sums 32."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 16, (3, 3 * size), generator=generator).byte()
-    scales = torch.rand(3, 3, generator=generator) + 0.1
+    scales = (torch.rand(3, 3, generator=generator) + 0.1).half()
     zeros = torch.randint(0, 17, (3, 3), generator=generator).byte()
-    minimums = torch.randn(3, 3, generator=generator)
+    minimums = torch.randn(3, 3, generator=generator).half()
     x = torch.randn(2, 3 * size, generator=generator)
     scale = scales.double().repeat_interleave(size, 1)
     if kind == "codes":
@@ -73,16 +80,22 @@ def test_each_group_has_its_own_scale_and_zero(kind: str, size: int) -> None:
     got = product(x, codes, scales, zeros if kind == "codes" else minimums)
     expected = x.double() @ weight.t()
     assert torch.allclose(got.double(), expected, rtol=1e-5, atol=1e-4), (
-        f"groups of {size}: each has a scale and zero of its own, and codes i + 1 meet inputs {size // 8} behind those of codes i"
+        f"groups of {size} are {float((got.double() - expected).abs().max()):.2g} off: each has its own scale and zero, of 16 bits and widened first; "
+        f"codes i + 1 meet inputs {size // 8} behind those of codes i"
     )
 
 
 def test_a_norm_sees_x_before_its_factors() -> None:
-    """x / rms(x) * columns, as a layer's norm has it."""
+    """x / rms(x) * columns, as a layer's norm has it. Of four quads that are read at once the last is not there."""
     generator = torch.Generator().manual_seed(1)
-    codes = torch.randint(0, 16, (2, 64), generator=generator).byte()
-    x, columns = torch.randn(1, 64, generator=generator) * 3, torch.rand(64, generator=generator) + 0.5
-    on = packed(codes, 32), torch.full((2, 2), 0.1).to(DEVICE), None
-    got = int4_linear(x.to(DEVICE), *on, norm_eps=1e-6, columns=columns.to(DEVICE)).cpu()
-    expected = x / x.square().mean().sqrt() * columns @ ((codes.float() - 8) * 0.1).t()
-    assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4), "squares are those of x, before it meets `columns`"
+    codes = torch.randint(0, 16, (2, 96), generator=generator).byte()
+    x, columns = torch.randn(1, 96, generator=generator) * 3, torch.rand(96, generator=generator) + 0.5
+    scales, zeros = torch.full((2, 3), 0.1), torch.tensor([[3, 8, 1], [0, 12, 5]], dtype=torch.uint8)
+    for name, zero in (("as 8 is zero", None), ("with zeros, which meet the sum of x times columns", zeros)):
+        on = packed(codes, 32), scales.to(DEVICE), None if zero is None else zero.to(DEVICE)
+        got = int4_linear(x.to(DEVICE), *on, norm_eps=1e-6, columns=columns.to(DEVICE)).cpu()
+        weight = (codes.float() - (8 if zero is None else zero.float().repeat_interleave(32, 1))) * 0.1
+        expected = x / x.square().mean().sqrt() * columns @ weight.t()
+        assert torch.allclose(got, expected, rtol=1e-4, atol=1e-4), (
+            f"{name}: the norm has squares of all x, before they meet `columns`, and each x meets its own; {got.tolist()}, not {expected.tolist()}"
+        )

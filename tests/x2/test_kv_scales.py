@@ -71,6 +71,7 @@ def test_what_is_too_large_becomes_the_largest() -> None:
     got = encode(x, 1.0)
     assert got.dtype == FP8, "a cache of 8 bits"
     assert got.float().tolist() == [448.0, 448.0, 448.0, -448.0, 448.0], "E4M3 ends at 448; beyond is no number"
+    assert encode(torch.tensor([1024.0]), 0.25).item() == 256.0, "1024 * 0.25 is not too large: multiply, then clamp"
 
 
 def test_16_bits_are_multiplied_in_32() -> None:
@@ -81,5 +82,7 @@ def test_16_bits_are_multiplied_in_32() -> None:
 
 def test_there_and_back() -> None:
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0)) * 3
+    before = x.clone()
     back = decode(encode(x, 8.0), 1 / 8, torch.float32)
+    assert torch.equal(x, before), "x has been changed, and attention still needs it"
     assert ((back - x).abs() <= x.abs() / 16 + 2**-10 / 8).all(), "three bits of mantissa: at most a sixteenth is lost"

@@ -34,7 +34,8 @@ class TestWords:
         words = packing.pack_words(codes)
         assert words.shape == (2, 3, 2) and words.dtype == torch.int32, "neighbours of the last dimension share a word"
         back = packing.unpack_words(words)
-        assert torch.equal(back, codes) and back.dtype == torch.uint8, "unpacking gives back what was packed"
+        assert back.dtype == torch.uint8, f"codes are uint8, not {back.dtype}"
+        assert torch.equal(back, codes), "unpacking gives back what was packed"
 
     def test_of_a_view(self) -> None:
         """GPTQ's words lie in columns."""

@@ -59,6 +59,16 @@ class TestBestDraftLengths:
         found = depths(0.9, 0.1, cost=costs((1.0, 2.0, 9.0), (1.0, 1.2, 3.0)))
         assert found[0] > found[1], "the step's width belongs to the sequence whose drafts are right"
 
+    def test_a_slower_width_may_stand_before_the_best(self) -> None:
+        found = depths(0.95, cost=costs((1.0, 4.0, 5.0, 64.0), (1.0, 1.0, 1.5, 1.5)))
+        assert found == [8], "the fifth token takes half a step more, and all behind it are free: look at all widths"
+
+    def test_a_rare_draft_that_is_right_comes_first(self) -> None:
+        """One sequence drafts each time and is right half the time; the other one time in five, and is right."""
+        cost = costs((1.0, 2.0, 2.2, 10.0), (1.0, 1.0, 1.0, 9.0))
+        found = best_draft_lengths(np.array([1.0, 0.2]), np.array([0.5, 0.95]), cost, 1)
+        assert found == [0, 1], f"0.2 tokens of width are free, and give 0.19; a whole one costs a second: not {found}"
+
     def test_a_draft_that_never_comes_is_none(self) -> None:
         found = best_draft_lengths(np.zeros(2), np.full(2, 0.9), FLAT, 8)
         assert found == [0, 0], "nobody has a draft, so there is nothing to ask for"

@@ -66,6 +66,11 @@ class Text(list[int]):
 
 class TestLookup:
     def test_a_worked_case(self) -> None:
+        lookup = Lookup(1, 2)
+        lookup.extend([4, 5, 4])
+        noted = sorted(f"{' '.join(map(str, run))}: {place}" for run, place in lookup._after.items())
+        says = "5, at place 1, followed 4; 4, at place 2, followed 5 and 4 5; nothing has followed the last 4 yet"
+        worked_case("x3.1 runs", noted, ["4 5: 2", "4: 1", "5: 2"], says)
         got = {
             "4 1 2 7 1 2 8 4 1 2": looked_up([4, 1, 2, 7, 1, 2, 8, 4, 1, 2], k=4, shortest=2),
             "4 5 4 6 4": looked_up([4, 5, 4, 6, 4], k=2),
@@ -98,6 +103,19 @@ class TestLookup:
         assert looked_up([1, 9, 1], k=1, shortest=2) == [], "one token is shorter than the shortest run"
         assert looked_up([1, 2, 3, 5, 2, 3, 6, 1, 2, 3], k=1, longest=2) == [6], "runs of three are not looked at"
 
+    def test_a_run_is_no_longer_than_the_text(self) -> None:
+        """Nine tokens, runs of up to ten: what stands ten before the end is not there."""
+        found = looked_up([1, 2, 3, 4, 2, 3, 1, 2, 3], k=2, longest=10)
+        assert found == [4, 2], f"the longest run with which the text ends is 1 2 3, followed by 4 2, not by {found}"
+
+    def test_a_draft_is_no_part_of_the_text(self) -> None:
+        lookup = Lookup(1, 3)
+        lookup.extend([1, 2, 1])
+        assert lookup.propose(4) == [2, 1, 2, 1], (
+            "behind the end of the text, copy what was copied, not the text's beginning"
+        )
+        assert lookup.tokens == [1, 2, 1], f"a draft is not accepted yet, but the text is now {lookup.tokens}"
+
     def test_a_token_costs_the_same_however_long_the_text_is(self) -> None:
         """Runs of 2 to 4 tokens: 9 to read for a token and 9 for a draft, beside the two that are copied."""
         lookup = Lookup(2, 4)
@@ -125,7 +143,9 @@ class TestLookup:
         lookup.propose(k)
         lookup.extend(text[cut:])
         expected = searched(text, shortest, shortest + more, k)
-        assert lookup.propose(k) == expected, f"a search through {text} finds something else"
+        assert lookup.propose(k) == expected, (
+            f"{text} with runs of {shortest} to {shortest + more}: a search finds {expected}"
+        )
 
 
 class TestProposer:

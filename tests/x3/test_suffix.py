@@ -125,7 +125,7 @@ class TestFollow:
         grown = automaton_of(other)
         place = followed(grown, text)
         longest = max((n for n in range(1, len(text) + 1) if places(other, text[-n:])), default=0)
-        assert place.length == longest, "the longest end of the text that the other one holds"
+        assert place.length == longest, f"of {text} the last {longest} are in {other}, not {place.length}"
         for token in more:
             grown.append(token)
         run, whole = text[len(text) - longest :], other + more

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from folovllm.cache.block_manager import BlockManager
+from folovllm.event_stream import Events
 from folovllm.events import Event, Snapshot, TableCut
 from folovllm.request import Sequence
 from tests.sequences import make_seq
@@ -80,6 +81,18 @@ def test_who_listens_is_told_of_each_block() -> None:
     assert told == {(seq.seq_id, 3), (seq.seq_id, 0)}, (
         "blocks 3 and 0 left the table, and who watches must hear of both"
     )
+
+
+class Unheard(Events):
+    """A stream without a listener."""
+
+    def emit(self, event: Event) -> None:
+        raise AssertionError(f"nobody listens (`events.on`), so nobody takes {event} away: such events fill the memory")
+
+
+def test_who_does_not_listen_is_told_nothing() -> None:
+    kv = BlockManager(6, 4, Unheard())
+    kv.truncate(holding(kv, 5, 1, computed=3))
 
 
 @given(st.integers(1, 20), st.integers(0, 3))

@@ -33,8 +33,17 @@ def test_as_a_plain_loop(num_tokens: int, num_experts: int, top_k: int, seed: in
     flat = asked.flatten().tolist()
     expected = [[p for p, e in enumerate(flat) if e == expert] for expert in range(num_experts)]
     found = [order[a:b].tolist() for a, b in pairwise(starts.tolist())]
-    assert found == expected, f"the pairs of each expert, where {asked.tolist()} ask {num_experts} experts"
+    says = f"{asked.tolist()} ask {num_experts} experts: the pairs of each are {expected}, not {found}"
+    assert found == expected, says
     assert sorted(order.tolist()) == list(range(len(flat))), "each pair stands in the order once"
+
+
+def test_the_experts_that_were_given_stay() -> None:
+    asked = torch.tensor([[2, 0], [-1, 7]])
+    sort_by_expert(asked, 3)
+    assert asked.tolist() == [[2, 0], [-1, 7]], (
+        "the experts that came in were written over: `flatten` copies nothing here"
+    )
 
 
 def test_the_host_reads_nothing() -> None:

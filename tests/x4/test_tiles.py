@@ -62,7 +62,10 @@ def test_a_worked_case_of_the_tiles() -> None:
 
 
 def test_a_worked_case_of_the_product() -> None:
-    """Around x and the matrix lie other numbers, as they do in memory; K is 20, and a tile takes 16 at a time."""
+    """Around x and the matrix lie other numbers, as they do in memory; K is 20, and a tile takes 16 at a time.
+
+    The fourth pair is not there.
+    """
     x = torch.full((8, 20), 1000.0, device=ON)
     x[:3] = torch.tensor([1.0, 2.0, 3.0], device=ON)[:, None]
     matrix = torch.full((8, 20), 1000.0, device=ON)
@@ -74,6 +77,28 @@ def test_a_worked_case_of_the_product() -> None:
     expected = {"gate": [[60.0, 600.0], [20.0, 200.0], [60.0, 600.0]]}
     expected["up"] = [[120.0, 1200.0], [40.0, 400.0], [120.0, 1200.0]]
     worked_case("x4.3 product", {"gate": out[0, :3, :2], "up": out[1, :3, :2]}, expected, says)
+    assert not out[:, 3].any(), "a pair that is not there reads nothing: its products are 0"
+
+
+def test_what_is_not_asked_for_is_0() -> None:
+    """Without GATED there is no up. Behind the matrix lies NaN, of which 0 times is NaN, too."""
+    x, matrix = torch.ones(8, 20, device=ON), torch.full((8, 20), float("nan"), device=ON)
+    matrix[:2] = 1.0
+    token, out = torch.zeros(3, dtype=torch.int32, device=ON), torch.empty(2, 16, 16, device=ON)
+    multiply_kernel[(1,)](x, matrix, token, out, 3, 2, 20, False, 16)
+    got = out[0, :3, :2].tolist()
+    assert got == [[20.0, 20.0]] * 3, f"behind the 20th number of a row nothing of the matrix is read: {got}, not 20s"
+    assert not out[1].any(), "where there is no up, its products are zeros"
+
+
+def test_in_half_precision_the_sum_is_float32() -> None:
+    """16 products of 128 are 2,048, beside which float16 has no 1."""
+    x, matrix = torch.ones(8, 20, device=ON).half(), torch.full((8, 20), 128.0, device=ON).half()
+    matrix[:, 16:] = 0.25
+    token, out = torch.zeros(3, dtype=torch.int32, device=ON), torch.empty(2, 16, 16, device=ON)
+    multiply_kernel[(1,)](x, matrix, token, out, 3, 2, 20, True, 16)
+    found = out[:, 0, 0].tolist()
+    assert found == [2049.0, 2049.0], f"16 * 128 + 4 * 0.25 is 2049 in float32; gate and up are {found}"
 
 
 @settings(max_examples=10)
@@ -83,8 +108,9 @@ def test_each_place_lies_in_one_tile(crowds: list[int]) -> None:
     num_tiles = sum(-(-n // 4) for n in crowds)
     found = tiles(starts, 4, num_tiles + 1)
     expected = [[e, p, starts[e + 1]] for e in range(len(crowds)) for p in range(starts[e], starts[e + 1], 4)]
-    assert found == [*expected, [len(crowds)]], (
-        f"(expert, first place, end) of each tile of 4, where experts have {crowds} pairs"
+    expected.append([len(crowds)])
+    assert found == expected, (
+        f"experts have {crowds} pairs: tiles of 4 (expert, first place, end) are {expected}, not {found}"
     )
 
 

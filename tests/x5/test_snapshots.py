@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -63,7 +64,10 @@ class TestFinding:
         cache = SnapshotCache(2)
         first, second = _taken(cache), _taken(cache)
         cache.cache_snapshot(first, 4, 11)
+        cache.clock = 3
         cache.cache_snapshot(second, 4, 11)
+        used = [s.last_used for s in cache._by_serial.values()]
+        assert used == [0], f"it was taken at 0, and nobody has begun with it since: last used at {used}"
         _, snapshot = cache.longest_prefix(blocks(11))
         assert snapshot is not None and snapshot.slot == first, (
             "the first one stays: it may be loaded in this very step"
@@ -75,9 +79,14 @@ class TestFinding:
         cache = SnapshotCache(2)
         cache.clock = 5
         cache.cache_snapshot(_taken(cache), 8, 11)
-        _, snapshot = cache.longest_prefix(blocks(11))
-        assert snapshot is not None, "the block has a snapshot"
-        assert (snapshot.num_tokens, snapshot.last_used) == (8, 5), "it was taken at 8 tokens, and counts as used now"
+        snapshots = [(s.num_tokens, s.last_used) for s in cache._by_serial.values()]
+        assert snapshots == [(8, 5)], f"it was taken after 8 tokens, now, at 5: {snapshots}"
+
+    def test_the_blocks_that_were_given_stay(self) -> None:
+        cache, given = SnapshotCache(1), blocks(11, 12, 13)
+        cache.cache_snapshot(_taken(cache), 4, 11)
+        cache.longest_prefix(given)
+        assert len(given) == 3, f"the list that came in lost {3 - len(given)} of its three blocks"
 
 
 class TestEvicting:
@@ -94,7 +103,21 @@ class TestEvicting:
     def test_it_takes_anything_that_can_be_walked(self) -> None:
         only = Snapshot(0, 16, 0, 11)
         assert snapshot_to_evict({1: only}.values()) is only, "there is but one"
-        assert snapshot_to_evict(iter([only])) is only, "an iterator can be walked once"
+        assert snapshot_to_evict(Once([only])) is only, "there is but one"
+
+
+class Once:
+    """Snapshots that can be walked once, as an iterator can."""
+
+    def __init__(self, snapshots: list[Snapshot]) -> None:
+        self.snapshots, self.walked = snapshots, False
+
+    def __iter__(self) -> Iterator[Snapshot]:
+        assert not self.walked, (
+            "what can be iterated may be an iterator, which gives its snapshots once: they were asked for twice"
+        )
+        self.walked = True
+        return iter(self.snapshots)
 
 
 def _taken(cache: SnapshotCache) -> int:

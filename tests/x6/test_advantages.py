@@ -21,6 +21,26 @@ def test_whole_numbers_are_rewards_too() -> None:
     torch.testing.assert_close(got, torch.tensor([[-1.0, 1.0, 1.0, -1.0]]), rtol=1e-4, atol=1e-4)
 
 
+def test_one_right_answer_of_four() -> None:
+    got = group_advantages(torch.tensor([[0.0, 0.0, 0.0, 1.0]]))[0]
+    says = f"the mean is 1/4, the deviation the root of (3 * 1/16 + 9/16) / 4: -0.5774 and 1.7321, not {got.tolist()}"
+    torch.testing.assert_close(got, torch.tensor([-0.57735] * 3 + [1.73205]), rtol=1e-4, atol=1e-4, msg=says)
+
+
+def test_what_all_rewards_share_changes_nothing() -> None:
+    got = group_advantages(torch.tensor([[10_000.0, 10_001.0]]))[0]
+    says = (
+        f"10,000 more for both answers leaves -1 and 1, not {got.tolist()}: squares of 10,000 have no digits left for 1"
+    )
+    torch.testing.assert_close(got, torch.tensor([-1.0, 1.0]), rtol=1e-4, atol=1e-4, msg=says)
+
+
+def test_the_rewards_that_were_given_stay() -> None:
+    rewards = torch.tensor([[1.0, 3.0]])
+    group_advantages(rewards)
+    assert rewards.tolist() == [[1.0, 3.0]], "the rewards that came in were written over"
+
+
 def test_what_says_nothing_changes_nothing() -> None:
     got = group_advantages(torch.tensor([[2.0] * 4, [0.0] * 4]))
     assert not got.any(), "answers that are all equally good have no advantage over each other, and must not give NaN"

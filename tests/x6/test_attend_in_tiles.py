@@ -36,7 +36,39 @@ def test_it_is_attention(length: int) -> None:
     got = attend_in_tiles(query, key, value, torch.arange(length)[None], 0.25)[0, 0]
     rows = (x[0, 0, :length, None] for x in (query, key, value))
     expected = naive_attention(*rows, 0.25, create_causal_mask(length, length))[:, 0]
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    error = (got - expected).abs().amax(1)
+    worst = int(error.nan_to_num(torch.inf).argmax())
+    says = f"the query at position {worst} of {length} gets a result that is {error[worst]:.3g} off plain softmax attention"
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5, msg=says)
+
+
+def test_a_score_may_be_very_low() -> None:
+    """Only position 0 is seen, and its score is -40,000. The score of all others would be 0."""
+    query, key, value = (torch.zeros(1, 1, size, 2) for size in (1, CONTEXT, CONTEXT))
+    query[0, 0, 0, 0], key[0, 0, 0, 0], value[0, 0, 0, 0] = 200.0, -200.0, 1.0
+    got = attend_in_tiles(query, key, value, torch.tensor([[0]]), 1.0)[0, 0, 0].tolist()
+    says = f"a position that is not seen has the score -inf; with a finite number position 0 is lost: {got}, not [1.0, 0.0]"
+    assert got == [1.0, 0.0], says
+
+
+def test_in_half_precision_only_the_weights_are_rounded() -> None:
+    """Weights of 0.5019 become 0.5 in bfloat16: for their product with `value`, not for their sum l."""
+    query, key, value = (torch.zeros(1, 1, size, 2, dtype=torch.bfloat16) for size in (1, CONTEXT, CONTEXT))
+    query[..., 0], key[:, :, 1:, 0], value[:] = 1.0, -1.0, 1.0
+    got = attend_in_tiles(query, key, value, torch.tensor([[CONTEXT - 1]]), -log(0.5019))
+    assert got.dtype == torch.bfloat16, f"the result is {got.dtype}, not of the dtype of value, bfloat16"
+    found = got[0, 0, 0, 0].item()
+    says = f"acc is 1 + 63 * 0.5, and l 1 + 63 * 0.5019: rounded to bfloat16 acc / l is 0.99609375, not {found}"
+    assert found == 0.99609375, says
+
+
+def test_in_half_precision_acc_is_float32() -> None:
+    """A tile of 256, then seven of 0.5: in bfloat16 64 * 256 + 32 is 64 * 256 again."""
+    query, key = (torch.zeros(1, 1, size, 2, dtype=torch.bfloat16) for size in (1, 8 * CONTEXT))
+    value = torch.full_like(key, 0.5)
+    value[:, :, :CONTEXT] = 256.0
+    found = attend_in_tiles(query, key, value, torch.tensor([[8 * CONTEXT - 1]]), 1.0)[0, 0, 0, 0].item()
+    assert found == 32.5, f"(256 + 7 * 0.5) / 8 is 32.5 in bfloat16, not {found}: acc is float32 until it is divided"
 
 
 @pytest.mark.parametrize("length", [50, 300])
@@ -60,4 +92,6 @@ def test_neighbours_change_no_bit() -> None:
         alone[:, :, 0] = query[:, :, i]
         at = torch.zeros_like(positions)
         at[:, 0] = positions[:, i]
-        assert torch.equal(attend_in_tiles(alone, key, value, at, 0.25)[:, :, 0], whole[:, :, i]), f"token {i}"
+        assert torch.equal(attend_in_tiles(alone, key, value, at, 0.25)[:, :, 0], whole[:, :, i]), (
+            f"the token at position {140 + i} gets other bits alone than beside others: tiles are the same for both"
+        )

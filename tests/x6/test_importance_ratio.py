@@ -22,7 +22,7 @@ def test_a_worked_case() -> None:
 
 
 def test_equal_bits_are_exactly_1_and_still_teach() -> None:
-    policy = torch.tensor([-0.1, -3.7, -12.0], requires_grad=True)
+    policy = torch.tensor([-0.1, -3.7, -200.0], requires_grad=True)  # exp(-200) is 0 in float32
     ratio = importance_ratio(policy, policy)
     assert ratio.tolist() == [1.0, 1.0, 1.0], "the difference of equal bits is 0, and exp(0) is 1"
     assert ratio.requires_grad, "the trainer's part must keep its gradient"
@@ -36,6 +36,8 @@ def test_half_precision_is_compared_in_float32() -> None:
     ratio = importance_ratio(policy, engine)
     assert ratio.dtype == torch.float32, "the ratio is float32, whatever the trainer computes in"
     assert ratio.item() == pytest.approx(1.0010005, abs=1e-6), "a bfloat16 would have rounded the engine's -1.001 to -1"
+    both = importance_ratio(torch.tensor([-3.0]).bfloat16(), torch.tensor([-1 / 128]).bfloat16())
+    assert both.item() == pytest.approx(0.0501776, rel=1e-5), "-3 + 1/128 has too many digits for the bfloat16 of both"
 
 
 def test_the_loss_is_clipped_where_it_has_moved_far() -> None:
