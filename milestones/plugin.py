@@ -113,9 +113,7 @@ class Report:
         folder = os.environ.get("FOLOVLLM_MINE")
         self.mine = Mine(course, Path(folder)) if folder else None
         own = folder or os.environ.get("FOLOVLLM_MINI")
-        self.own = (
-            Path(own).absolute() if own else None
-        )  # where the learner's files are, an engine of their own included
+        self.own = Path(own).absolute() if own else None  # where the learner's files are
         self.known = {id for e in course.exercises for id in e.ids} if self.mine else set()
         self.missing = [e for e in course.exercises if self.mine and self.mine.missing(e)]
         self.header = self._header()
