@@ -36,15 +36,15 @@ def told(error: BaseException, mine: Path, tests: Path) -> str:
     said = _shortened(str(first).strip()) or t("it says nothing more; it came up at {place}", place=_place(frames[-1]))
     plainer = [text for key, text in PLAINLY.items() if key in str(first)]
     notes = [note for each in chain for note in getattr(each, "__notes__", ())]  # Hypothesis: the falsifying example
-    lines = [f"{type(first).__name__}: {said}", *map(t, plainer), *own[::-1], *map(_place, asked[-1:]), *notes]
+    lines = [*map(t, plainer), f"{type(first).__name__}: {said}", *own[::-1], *map(_place, asked[-1:]), *notes]
     return "\n".join(lines)
 
 
 def _shortened(said: str) -> str:
-    """The sentence as it is; of pytest's lines behind it (`assert ...`, `+  where ...`) what a reader can take in."""
+    """The sentence as it is; of what pytest adds to it the values that were compared, but not where they come from."""
     sentence, found, values = said.partition("\nassert ")
-    lines = (found + values).splitlines()[:MOST_LINES]
-    return "\n".join([sentence, *(line if len(line) <= WIDTH else f"{line[:WIDTH]} ..." for line in lines[1:])])
+    lines = [line for line in (found + values).splitlines()[1:MOST_LINES] if not line.startswith(" +")]
+    return "\n".join([sentence, *(line if len(line) <= WIDTH else f"{line[:WIDTH]} ..." for line in lines)])
 
 
 def _place(frame: traceback.FrameSummary) -> str:

@@ -58,7 +58,7 @@ def test_the_first_cause_and_the_learners_lines(tmp_path: Path) -> None:
 
 def test_an_assertion_is_its_sentence_and_its_line(tmp_path: Path) -> None:
     """No frame of a helper is shown, and of what pytest adds no line that fills a screen."""
-    said = "5 tokens are enough\nassert 6 == 5\n +  where 6 = Trace(" + 999 * "Step()" + ")"
+    said = "5 tokens are enough\nassert 6 == 5\n  " + 999 * "Step" + "\n +  where 6 = Trace()"
     (tmp_path / "helper.py").write_text(f"def check():\n    raise AssertionError({said!r})\n")
     (tmp_path / "test_it.py").write_text("def test_it(check):\n    check()\n")
     names: dict[str, Callable[..., None]] = {}
