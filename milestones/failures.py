@@ -5,6 +5,8 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from milestones.language import t
 
 # What Triton's interpreter says of something that has a plainer name.
@@ -25,6 +27,8 @@ def first_cause(error: BaseException) -> Iterator[BaseException]:
 
 def told(error: BaseException, mine: Path, tests: Path) -> str:
     """A few lines in place of a traceback; empty where neither an assertion failed nor a line of the learner's took part."""
+    if isinstance(error, pytest.fail.Exception) and not error.pytrace:
+        return str(error)  # and not what was being handled when the test said it
     chain = list(first_cause(error))
     frames = [frame for each in chain for frame in traceback.extract_tb(each.__traceback__)]
     own = list(dict.fromkeys(map(_place, (frame for frame in frames if Path(frame.filename).is_relative_to(mine)))))

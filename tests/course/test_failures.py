@@ -71,6 +71,15 @@ def test_an_assertion_is_its_sentence_and_its_line(tmp_path: Path) -> None:
     assert "test_it.py:2, test_it" in lines[3] and lines[4].strip() == "check()" and len(lines) == 5
 
 
+def test_what_a_test_says_itself_is_all(tmp_path: Path) -> None:
+    with pytest.raises(pytest.fail.Exception) as caught:
+        try:
+            raise KeyError(7)
+        except KeyError:
+            pytest.fail("`run` let an exception out", pytrace=False)
+    assert told(caught.value, tmp_path, tmp_path) == "`run` let an exception out"
+
+
 def test_an_error_in_mine_is_a_few_lines(sample: Course) -> None:
     course(sample, "start", "m1")
     write(sample, "        return self.fre.popleft()")
