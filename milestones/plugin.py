@@ -112,6 +112,8 @@ class Report:
         self.course, self.config = course, config
         folder = os.environ.get("FOLOVLLM_MINE")
         self.mine = Mine(course, Path(folder)) if folder else None
+        own = folder or os.environ.get("FOLOVLLM_MINI")
+        self.own = Path(own).absolute() if own else None  # where the learner's files are
         self.known = {id for e in course.exercises for id in e.ids} if self.mine else set()
         self.missing = [e for e in course.exercises if self.mine and self.mine.missing(e)]
         self.header = self._header()
@@ -159,9 +161,9 @@ class Report:
             names = self.mine.blanks(exercise) or [symbol.name for symbol in exercise.symbols]
             gone = self.mine.missing(exercise)
             report.longrepr = gone or f"{exercise.id} {', '.join(names)} is not written yet: {self._where(exercise)}"
-        elif call.excinfo and self.mine and report.failed and self.config.option.tbstyle == "auto":
+        elif call.excinfo and self.own and report.failed and self.config.option.tbstyle == "auto":
             tests = self.config.rootpath / "tests"
-            report.longrepr = told(call.excinfo.value, self.mine.folder, tests) or report.longrepr
+            report.longrepr = told(call.excinfo.value, self.own, tests) or report.longrepr
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

@@ -57,7 +57,7 @@ def delta_rule_chunk(
         d_i = b_i (v_i - exp(c_i) k_i S - sum over j < i of exp(c_i - c_j) (k_i . k_j) d_j)
 
     That is a triangular system of n equations (`torch.linalg.solve_triangular`). Its solution gives the outputs and the
-    state, all by products of matrices:
+    state, all by products of matrices and without a loop over tokens:
 
         o_i = exp(c_i) q_i S + sum over j <= i of exp(c_i - c_j) (q_i . k_j) d_j
         S   = exp(c_last) S + sum over j of exp(c_last - c_j) k_j^T d_j

@@ -116,7 +116,7 @@ class Own:
         files = [f"tests/mini/test_stage{number}.py" for number in range(stage.number + 1)]
         environment = {**os.environ, "FOLOVLLM_MINI": str(self.folder), "FOLOVLLM_MINI_STAGE": str(stage.number)}
         environment.pop("FOLOVLLM_MINE", None)
-        options = ["-q", "-x", "--no-header", "--tb=short", "--timeout=120"]
+        options = ["-q", "-x", "--no-header", "--timeout=120"]
         command = [sys.executable, "-m", "pytest", *options, *files, *arguments]
         status = subprocess.run(command, cwd=ROOT, env=environment | {"PYTHONDONTWRITEBYTECODE": "1"}).returncode
         notes = self.notes

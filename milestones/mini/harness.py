@@ -93,7 +93,10 @@ def make(adapters: ModuleType, folder: Path, limits: Limits, device: Device, sta
     """Call the adapters' `make`. The reference's also takes the stage."""
     takes_stage = "stage" in inspect.signature(adapters.make).parameters
     with _on_path():
-        return adapters.make(folder, limits, device, **({"stage": stage} if takes_stage else {}))
+        engine = adapters.make(folder, limits, device, **({"stage": stage} if takes_stage else {}))
+    if engine is None:
+        raise Rejected("`make` in adapters.py returned None: it has to end in `return` and the engine")
+    return engine
 
 
 # -- to play ---------------------------------------------------------------------------------------------------------

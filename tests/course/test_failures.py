@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,30 @@ def test_the_first_cause_and_the_learners_lines(tmp_path: Path) -> None:
         "where no line of the learner's is, pytest says more"
     )
     assert "widen with" in told(caught.value, tests, tests)
+
+
+def test_an_assertion_is_its_sentence_and_its_line(tmp_path: Path) -> None:
+    """No frame of a helper is shown, and of what pytest adds no line that fills a screen."""
+    said = "5 tokens are enough\nassert 6 == 5\n  " + 999 * "Step" + "\n +  where 6 = Trace()"
+    (tmp_path / "helper.py").write_text(f"def check():\n    raise AssertionError({said!r})\n")
+    (tmp_path / "test_it.py").write_text("def test_it(check):\n    check()\n")
+    names: dict[str, Callable[..., None]] = {}
+    for file in tmp_path.glob("*.py"):
+        exec(compile(file.read_text(), file, "exec"), names)
+    with pytest.raises(AssertionError) as caught:
+        names["test_it"](names["check"])
+    lines = told(caught.value, tmp_path / "mine", tmp_path).splitlines()
+    assert lines[:2] == ["AssertionError: 5 tokens are enough", "assert 6 == 5"] and len(lines[2]) < 210
+    assert "test_it.py:2, test_it" in lines[3] and lines[4].strip() == "check()" and len(lines) == 5
+
+
+def test_what_a_test_says_itself_is_all(tmp_path: Path) -> None:
+    with pytest.raises(pytest.fail.Exception) as caught:
+        try:
+            raise KeyError(7)
+        except KeyError:
+            pytest.fail("`run` let an exception out", pytrace=False)
+    assert told(caught.value, tmp_path, tmp_path) == "`run` let an exception out"
 
 
 def test_an_error_in_mine_is_a_few_lines(sample: Course) -> None:

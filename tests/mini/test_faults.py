@@ -48,6 +48,7 @@ def make(folder, limits, device):
     return engine
 """
 MADE = {  # what is wrong before the first step, or in it: (stage, line, what is said)
+    "no engine": (3, "return", "`make` in adapters.py returned None"),
     "no cache": (3, "del engine.cache", "engine.cache is a NoneType"),
     "no attend": (4, "engine.attend = None", "the engine has no `attend`"),
     "two blocks at once": (4, "engine.attend = lambda q, k, v, table, start: k[table]", "read several blocks at once"),

@@ -190,7 +190,13 @@ def run(link: ScriptedLink, engine: LoggingEngine, change: Callable[[], None] = 
         change()
         return engine
 
-    return run_engine(engine.setup.config, link, make)
+    try:
+        return run_engine(engine.setup.config, link, make)
+    except BrokenPipeError:  # of the link itself, which can be told nothing
+        raise
+    except Exception as error:
+        said = f"`run_engine` let an exception out: {type(error).__name__}: {error}"
+        pytest.fail(f"{said}. The last that the link hears of it is a `Failure`", pytrace=False)
 
 
 class TestRunEngine:

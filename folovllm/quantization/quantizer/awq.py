@@ -36,7 +36,7 @@ def search_scale(w: torch.Tensor, gram: torch.Tensor, magnitude: torch.Tensor, r
     Args:
         w: [outputs, inputs] float32: all layers that read these inputs, stacked.
         gram: [inputs, inputs] float32.
-        magnitude: [inputs], the mean absolute value of each input.
+        magnitude: [inputs], the mean absolute value of each input. One that never occurs has 0, which counts as 1e-4.
         rounding: what the format makes of weights.
     """
     best, least = torch.ones_like(magnitude), float("inf")

@@ -82,7 +82,7 @@ def round_columns(
     Args:
         w: [outputs, group], float32; not changed.
         factor: [group, group], the group's part of `inverse_factor`.
-        scale, zero: [outputs, 1].
+        scale, zero: [outputs, 1]. `scale` may have 16 bits; what a code stands for is computed in float32 all the same.
 
     Returns:
         codes [outputs, group] uint8; the errors e of all columns, [outputs, group] float32.
