@@ -1,11 +1,11 @@
 """A stand-in for Triton on numpy, for machines that Triton is not made for: macOS and Windows.
 
-It has what the kernels of this project use of `triton` and `triton.language`, with Triton's names and rules. A kernel runs as plain
-Python, one program of its grid after the other. A tile is a `Tensor`, a numpy array with a type of Triton's. A pointer is a tile of
-byte addresses which knows the argument that it points into, so a load or a store outside of that argument raises IndexError.
+It has what the kernels here use of `triton` and `triton.language`, with Triton's names and rules. A kernel runs as plain Python, one
+program of its grid after the other. A tile is a `Tensor`: a numpy array with a type of Triton's. A pointer is a tile of addresses that
+knows its argument, so a load or a store outside of that argument raises IndexError.
 
-Memory is accessed in `InterpreterBuilder`, which is named after the class of Triton's own interpreter with these methods: tests and
-counters that watch a kernel put theirs in their place.
+Memory is accessed by `InterpreterBuilder`, named after the class of Triton's own interpreter that has these methods: tests and counters
+that watch a kernel put theirs in their place.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import operator
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cache, partial, reduce, update_wrapper
+from dataclasses import dataclass
+from functools import cache, cached_property, partial, update_wrapper
 from importlib import import_module
 from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
@@ -33,42 +33,43 @@ logger = logging.getLogger("folovllm")
 
 @dataclass(frozen=True, eq=False)
 class DType:
-    """A type of numbers. numpy has no bfloat16 and no FP8: these are float32 that torch rounds after each operation."""
+    """A type of numbers. numpy has no bfloat16 and no FP8: they are float32 here, which torch rounds after each operation."""
 
-    name: str
+    name: str  # torch's
     array: Any  # numpy's type of the values
-    memory: Any = None  # numpy's type of the same bits in memory, where that is another one
+    bits: Any  # numpy's type of these numbers in memory
 
-    @property
+    @cached_property
     def primitive_bitwidth(self) -> int:
-        return 8 * np.dtype(self.memory or self.array).itemsize if self.name != "int1" else 1
+        return 8 * np.dtype(self.bits).itemsize
 
-    @property
-    def is_float(self) -> bool:
-        return np.issubdtype(self.array, np.floating)
+    @cached_property
+    def rank(self) -> tuple[int, int, str]:
+        """Of two types, operands take the one of higher rank: floats before integers, then wide ones before narrow ones."""
+        return "biuf".index(np.dtype(self.array).kind.replace("u", "i")), self.primitive_bitwidth, self.name
 
     def pack(self, values: np.ndarray) -> np.ndarray:
-        """The bits of these values in memory; they are rounded."""
-        if self.memory is None:
+        """Round values to this type, and return them as memory holds them."""
+        if self.array is self.bits:
             return values.astype(self.array, copy=False)
         narrow = torch.from_numpy(np.array(values, np.float32)).to(getattr(torch, self.name))
-        return narrow.view(getattr(torch, self.memory)).numpy()
+        return narrow.view(getattr(torch, self.bits.__name__)).numpy()
 
     def unpack(self, bits: np.ndarray) -> np.ndarray:
-        """The values that these bits are."""
-        if self.memory is None:
+        if self.array is self.bits:
             return bits
         return torch.from_numpy(np.array(bits)).view(getattr(torch, self.name)).float().numpy()
 
 
-int1 = DType("bool", np.bool_)
-NAMES = "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64"
-TYPES = {name: DType(name, getattr(np, name)) for name in NAMES}
-TYPES |= {"bool": int1, "bfloat16": DType("bfloat16", np.float32, "int16")}
-TYPES |= {"float8_e4m3fn": DType("float8_e4m3fn", np.float32, "uint8")}
-int32, uint32, int64, float16, float32, float64, bfloat16 = (
-    TYPES[name] for name in ("int32", "uint32", "int64", "float16", "float32", "float64", "bfloat16")
-)
+def plain(name: str) -> DType:
+    return DType(name, getattr(np, name), getattr(np, name))
+
+
+int1, int32, uint32, int64 = DType("bool", np.bool_, np.bool_), plain("int32"), plain("uint32"), plain("int64")
+float16, float32, float64 = plain("float16"), plain("float32"), plain("float64")
+bfloat16, float8 = DType("bfloat16", np.float32, np.int16), DType("float8_e4m3fn", np.float32, np.uint8)
+TYPES = {t.name: t for t in (int1, int32, uint32, int64, float16, float32, float64, bfloat16, float8)}
+TYPES |= {name: plain(name) for name in ("int8", "uint8", "int16", "uint16", "uint64")}
 
 
 @dataclass(frozen=True)
@@ -77,24 +78,16 @@ class pointer_type:  # noqa: N801 -- Triton's name
 
 
 class constexpr:  # noqa: N801 -- Triton's name
-    """A constant at module level, which computes like its value. Of a parameter it is the annotation alone."""
+    """The annotation of a parameter. Around a number it makes the same number, with its `value`."""
 
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __bool__(self) -> bool:
-        return bool(self.value)
-
-    def __index__(self) -> int:
-        return operator.index(self.value)
-
-    def __neg__(self) -> Any:
-        return -self.value
+    def __new__(cls, value: Any) -> Any:
+        kind = type(value)
+        return type("Constant", (kind,), {"value": property(kind)})(value) if kind in (int, float) else value
 
 
 @dataclass(frozen=True)
 class Argument:
-    """A tensor that a kernel was given: its name there, its address, and all its bytes."""
+    """A tensor that a kernel was given: the parameter's name, the tensor's address, and the bytes from its first to its last number."""
 
     name: str
     start: int
@@ -109,7 +102,7 @@ class Argument:
 
 @dataclass(eq=False)
 class Tensor:
-    """A tile, or a number (no dimensions). Of a pointer `data` are addresses, and `argument` is what they may lie in."""
+    """A tile, or without dimensions a number. Of a pointer `data` are addresses in bytes, which are to lie in `argument`."""
 
     data: np.ndarray
     dtype: Any
@@ -126,13 +119,13 @@ class Tensor:
         if isinstance(dtype, pointer_type):
             return Tensor(self.data, dtype, self.argument)
         if bitcast:
-            return Tensor(dtype.unpack(self.dtype.pack(self.data).view(dtype.memory or dtype.array)), dtype)
+            return Tensor(dtype.unpack(self.dtype.pack(self.data).view(dtype.bits)), dtype)
         return self if dtype is self.dtype else Tensor(dtype.unpack(dtype.pack(self.data)), dtype)
 
     def reshape(self, *shape: Any) -> Tensor:
         return Tensor(self.data.reshape(*shape), self.dtype)
 
-    def __getitem__(self, places: Any) -> Tensor:  # slices and None
+    def __getitem__(self, places: Any) -> Tensor:
         return Tensor(self.data[places], self.dtype, self.argument)
 
     def __bool__(self) -> bool:
@@ -148,114 +141,90 @@ class Tensor:
         return Tensor(~self.data, self.dtype)
 
 
-def kind_of(dtype: DType) -> int:
-    return 0 if dtype is int1 else 1 + dtype.is_float
+def type_of(x: Any) -> DType:
+    """A tensor's type, or the one that Triton gives to a Python number."""
+    if isinstance(x, Tensor):
+        return x.dtype
+    if isinstance(x, bool | float):
+        return int1 if isinstance(x, bool) else float32
+    return next(t for t in (int32, uint32, int64, TYPES["uint64"]) if np.iinfo(t.array).min <= x <= np.iinfo(t.array).max)
+
+
+def as_tensor(x: Any, dtype: DType | None = None) -> Tensor:
+    x = x if isinstance(x, Tensor) else Tensor(np.asarray(x, type_of(x).array), type_of(x))
+    return x if dtype is None else x.to(dtype)
 
 
 def promoted(a: Any, b: Any, divides: bool = False) -> tuple[np.ndarray, np.ndarray, DType]:
-    """The values of two operands in the type in which Triton computes, and that type.
+    """Two operands' values in the type that Triton computes in, and this type.
 
-    A Python number takes the tensor's type, unless it is of a higher kind (bool, int, float). Half precision is divided in float32.
+    A Python number takes the tensor's type, unless it is of a higher kind (bool, integer, float). Numbers in half precision are
+    divided in float32.
     """
-    a, b = (getattr(x, "value", x) for x in (a, b))
-    types = [x.dtype if isinstance(x, Tensor) else type_of_number(x) for x in (a, b)]
+    types = [type_of(a), type_of(b)]
     if isinstance(a, Tensor) != isinstance(b, Tensor):
-        tensor = types[isinstance(b, Tensor)]
-        types = [tensor] if max(map(kind_of, types)) == kind_of(tensor) else types
-    common = reduce(wider, types)
-    if divides and (common in (float16, bfloat16)):
+        tensor, number = types if isinstance(a, Tensor) else types[::-1]
+        types = [tensor] if number.rank[0] <= tensor.rank[0] else types
+    common = max(types, key=lambda t: t.rank)
+    if (common.array is not common.bits and common is not types[0] is not types[-1]) or (divides and common in (float16, bfloat16)):
         common = float32
-    x, y = (x.to(common).data if isinstance(x, Tensor) else np.asarray(x, common.array) for x in (a, b))
-    return x, y, common
+    return as_tensor(a, common).data, as_tensor(b, common).data, common
 
 
-def type_of_number(number: Any) -> DType:
-    if isinstance(number, bool):
-        return int1
-    if isinstance(number, float):
-        return float32
-    return next(t for t in (int32, uint32, int64) if np.iinfo(t.array).min <= number <= np.iinfo(t.array).max)
-
-
-def wider(a: DType, b: DType) -> DType:
-    """Of different floats float32, unless a float64 or else a float16 with a number that is not bfloat16 takes part."""
-    if a is b:
-        return a
-    if a.is_float or b.is_float:
-        if float64 in (a, b) or float32 in (a, b):
-            return float64 if float64 in (a, b) else float32
-        return float16 if float16 in (a, b) else float32
-    return max(a, b, key=lambda t: (t.primitive_bitwidth, t.name[0] == "u"))
-
-
-def binary(name: str, work: Callable[..., Any], divides: bool = False) -> Callable[..., Tensor]:
-    """The operation on two tensors, or a tensor and a number. An integer with a sign that overflows raises OverflowError."""
-    compares = name in ("lt", "le", "gt", "ge", "eq", "ne")
+def binary(name: str, work: Callable[..., Any]) -> Callable[..., Tensor]:
+    """Return the operation on two tensors, or on one and a number. A signed integer that overflows raises OverflowError."""
+    divides, compares = name in ("truediv", "floordiv", "mod"), name in ("lt", "le", "gt", "ge", "eq", "ne")
 
     def run(a: Any, b: Any) -> Tensor:
-        if isinstance(getattr(a, "dtype", None), pointer_type):
-            size = a.dtype.element_ty.primitive_bitwidth // 8
-            return Tensor(work(a.data, as_tensor(b).data.astype(np.int64) * max(1, size)), a.dtype, a.argument)
-        if isinstance(getattr(b, "dtype", None), pointer_type):
-            return run(b, a)
+        if isinstance(type_of(b), pointer_type):
+            a, b = b, a
+        if isinstance(type_of(a), pointer_type):
+            offset = as_tensor(b).data.astype(np.int64) * (a.dtype.element_ty.primitive_bitwidth // 8)
+            return Tensor(work(a.data, offset), a.dtype, a.argument)
         x, y, common = promoted(a, b, divides)
-        if name == "truediv" and not common.is_float:
+        if name == "truediv" and common.rank < float16.rank:
             x, y, common = x.astype(np.float32), y.astype(np.float32), float32
         if name in ("add", "sub", "mul") and common.array in (np.int8, np.int16, np.int32):
             wide, limits = np.asarray(work(x.astype(np.int64), y)), np.iinfo(common.array)
             if ((wide < limits.min) | (wide > limits.max)).any():
                 raise OverflowError(f"{common.name} overflow detected for operation {name} in {builder.kernel}")
-        data = np.asarray(work(x, y))
-        return Tensor(data, int1) if compares else Tensor(common.unpack(common.pack(data)), common)
+        result = np.asarray(work(x, y))
+        return Tensor(result, int1) if compares else Tensor(common.unpack(common.pack(result)), common)
 
     return run
 
 
 def quotient(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Of integers, towards zero as in C."""
+    """Of integers, rounded towards zero as in C."""
     return (x - np.fmod(x, y)) // y
 
 
-OPERATORS: dict[str, tuple[Callable[..., Any], bool]] = {
-    "add": (np.add, False), "sub": (np.subtract, False), "mul": (np.multiply, False), "truediv": (np.divide, True),
-    "floordiv": (quotient, True), "mod": (np.fmod, True), "and": (np.bitwise_and, False), "or": (np.bitwise_or, False),
-    "xor": (np.bitwise_xor, False), "lshift": (np.left_shift, False), "rshift": (np.right_shift, False),
-    "lt": (np.less, False), "le": (np.less_equal, False), "gt": (np.greater, False), "ge": (np.greater_equal, False),
-    "eq": (np.equal, False), "ne": (np.not_equal, False),
+OPERATORS = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.divide, "floordiv": quotient, "mod": np.fmod,
+    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "lshift": np.left_shift, "rshift": np.right_shift,
+    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
 }  # fmt: skip
-for _name, (_work, _divides) in OPERATORS.items():
-    _run = binary(_name, _work, _divides)
-    setattr(Tensor, f"__{_name}__", _run)
-    setattr(Tensor, f"__r{_name}__", lambda a, b, run=_run: run(b, a))
-    _plain = getattr(operator, f"__{_name}__")
-    setattr(constexpr, f"__{_name}__", lambda a, b, plain=_plain: plain(a.value, getattr(b, "value", b)))
-    setattr(constexpr, f"__r{_name}__", lambda a, b, plain=_plain: plain(b, a.value))
+for _name, _work in OPERATORS.items():
+    setattr(Tensor, f"__{_name}__", binary(_name, _work))
+    setattr(Tensor, f"__r{_name}__", lambda a, b, run=binary(_name, _work): run(b, a))
 
 
-def as_tensor(x: Any, dtype: DType | None = None) -> Tensor:
-    x = getattr(x, "value", x)
-    if not isinstance(x, Tensor):
-        x = Tensor(np.asarray(x, type_of_number(x).array), type_of_number(x))
-    return x if dtype is None else x.to(dtype)
-
-
-@dataclass
 class InterpreterBuilder:
-    """What a program sees: where in the grid it is, and memory. `ir`'s members that a caller passes on are plain strings here."""
+    """The program that runs, and its access to memory. `how` are hints to a compiler."""
 
-    kernel: str = ""
-    grid_idx: tuple[int, ...] = ()
-    grid_dim: tuple[int, ...] = ()
-    options: Any = field(default_factory=SimpleNamespace)  # of Triton's interpreter; nothing reads them
+    kernel: str
+    grid_idx: tuple[int, ...]
+    grid_dim: tuple[int, ...]
+    options: Any = None  # of Triton's interpreter; here integers that overflow are always an error
 
     def create_load(self, ptrs: Tensor, *how: Any) -> Tensor:
         return self.create_masked_load(ptrs, Tensor(np.ones(ptrs.shape, bool), int1), None, *how)
 
     def create_masked_load(self, ptrs: Tensor, mask: Tensor, other: Tensor | None, *how: Any) -> Tensor:
-        """The numbers at these addresses; where the mask is false, those of `other`, or 0."""
+        """The numbers at these addresses. Where the mask is false nothing is read: there is `other`, or zero."""
         memory, places = self._places(ptrs, mask, "loads from")
         element = ptrs.get_element_ty()
-        bits = np.zeros(ptrs.shape, memory.dtype)
+        bits = np.zeros(ptrs.shape, element.bits)
         if other is not None:
             bits[...] = element.pack(other.data)
         bits[mask.data] = memory[places]
@@ -265,44 +234,27 @@ class InterpreterBuilder:
         memory, places = self._places(ptrs, mask, "stores to")
         memory[places] = ptrs.get_element_ty().pack(value.data)[mask.data]
 
-    def _places(self, ptrs: Tensor, mask: Tensor, what: str) -> tuple[np.ndarray, np.ndarray]:
-        """The argument's numbers, and the places of those that the mask leaves in.
-
-        Raises:
-            IndexError: an address lies outside of the argument.
-        """
-        argument, element = ptrs.argument, ptrs.get_element_ty()
-        size = np.dtype(element.memory or element.array).itemsize
-        at, end = ptrs.data[mask.data] - argument.start, len(argument.memory) // size * size
-        outside = (at < 0) | (at + size > end)
-        if outside.any():
-            first = int(at[outside][0])
-            raise IndexError(
-                f"{outside.sum()} of {at.size} addresses lie outside the arguments of the kernel, the first one"
-                f" {first - end} bytes behind the end of the nearest before it: {self.kernel} {what} {argument.name} at"
-                f" offset {first // size} of {end // size}"
-            )
-        return argument.memory[:end].view(element.memory or element.array), at // size
-
     def create_dot(self, a: Tensor, b: Tensor, acc: Tensor, *how: Any) -> Tensor:
         return Tensor(np.matmul(a.data, b.data, dtype=acc.data.dtype) + acc.data, acc.dtype)
 
+    def _places(self, ptrs: Tensor, mask: Tensor, does: str) -> tuple[np.ndarray, np.ndarray]:
+        """The argument's numbers, and the places of those that the mask leaves in. Raises IndexError outside of the argument."""
+        argument, bits = ptrs.argument, ptrs.get_element_ty().bits
+        size = np.dtype(bits).itemsize
+        memory = argument.memory[: len(argument.memory) // size * size].view(bits)
+        places = (ptrs.data[mask.data] - argument.start) // size
+        outside = (places < 0) | (places >= len(memory))
+        if outside.any():
+            first = places[outside][0]
+            raise IndexError(
+                f"{outside.sum()} of {places.size} addresses lie outside the arguments of the kernel, the first one"
+                f" {(first - len(memory)) * size} bytes behind the end: {self.kernel} {does} {argument.name} at offset"
+                f" {first}, and there are {len(memory)} numbers"
+            )
+        return memory, places
+
 
 builder = InterpreterBuilder()
-
-
-def load(pointer: Tensor, mask: Any = None, other: Any = None, cache_modifier: str = "", **_: Any) -> Tensor:
-    if mask is None:
-        return builder.create_load(pointer, cache_modifier, "", False)
-    pointer, mask = together(pointer, as_tensor(mask))
-    return builder.create_masked_load(
-        pointer, mask, None if other is None else as_tensor(other, pointer.get_element_ty()), cache_modifier, "", False
-    )
-
-
-def store(pointer: Tensor, value: Any, mask: Any = True, **_: Any) -> None:
-    pointer, mask, value = together(pointer, as_tensor(mask), as_tensor(value, pointer.get_element_ty()))
-    builder.create_masked_store(pointer, value, mask, None, None)
 
 
 def together(*tensors: Tensor) -> list[Tensor]:
@@ -311,44 +263,52 @@ def together(*tensors: Tensor) -> list[Tensor]:
     return [Tensor(array, t.dtype, t.argument) for array, t in zip(arrays, tensors, strict=True)]
 
 
-def atomic(work: Callable[..., Any]) -> Callable[..., Tensor]:
-    def run(pointer: Tensor, value: Any, mask: Any = True, **_: Any) -> Tensor:
-        """The numbers before. Programs follow one another; of one program no two addresses may be equal."""
-        old = load(pointer, mask)
-        store(pointer, work(old, value), mask)
-        return old
-
-    return run
+def load(pointer: Tensor, mask: Any = None, other: Any = None, cache_modifier: str = "", **_: Any) -> Tensor:
+    if mask is None:
+        return builder.create_load(pointer, cache_modifier, "", False)
+    pointer, mask = together(pointer, as_tensor(mask))
+    other = None if other is None else as_tensor(other, pointer.get_element_ty())
+    return builder.create_masked_load(pointer, mask, other, cache_modifier, "", False)
 
 
-def arange(start: int, end: int) -> Tensor:
-    checked_shape(end - start)
-    return Tensor(np.arange(start, end, dtype=np.int32), int32)
+def store(pointer: Tensor, value: Any, mask: Any = True, **_: Any) -> None:
+    pointer, mask, value = together(pointer, as_tensor(mask), as_tensor(value, pointer.get_element_ty()))
+    builder.create_masked_store(pointer, value, mask, "", "")
+
+
+def atomic_add(pointer: Tensor, value: Any, mask: Any = True, **_: Any) -> Tensor:
+    """Return the numbers before. Programs follow one another; a program's own addresses must differ."""
+    old = load(pointer, mask)
+    store(pointer, old + value, mask)
+    return old
 
 
 def full(shape: Any, value: Any, dtype: DType) -> Tensor:
-    return Tensor(np.full(checked_shape(*shape), as_tensor(value, dtype).data), dtype)
+    sizes = [operator.index(size) for size in shape]
+    if any(size < 1 or size & (size - 1) for size in sizes):
+        raise ValueError(f"the sizes of a tile are powers of two, not {sizes}")
+    return Tensor(np.full(sizes, as_tensor(value, dtype).data), dtype)
 
 
-def checked_shape(*sizes: Any) -> list[int]:
-    if any(size <= 0 or size & (size - 1) for size in map(operator.index, sizes)):
-        raise ValueError(f"the sizes of a tile are powers of two, not {list(sizes)}")
-    return list(map(operator.index, sizes))
+def arange(start: int, end: int) -> Tensor:
+    return Tensor(full([end - start], start, int32).data + np.arange(end - start, dtype=np.int32), int32)
 
 
 def dot(a: Tensor, b: Tensor, acc: Tensor | None = None, input_precision: str = "tf32") -> Tensor:
-    """[M, K] x [K, N] + `acc` [M, N], all sums in float32."""
-    if a.dtype is not b.dtype:
-        raise TypeError(f"both operands of tl.dot have the same dtype, not {a.dtype.name} and {b.dtype.name}")
-    acc = Tensor(np.zeros((), np.float32), float32) if acc is None else acc
-    if acc.dtype is not float32:
-        raise TypeError(f"tl.dot adds to float32, not to {acc.dtype.name}")
+    """[M, K] x [K, N] + `acc` [M, N] in float32."""
+    acc = full([a.shape[0], b.shape[1]], 0, float32) if acc is None else acc
+    if a.dtype is not b.dtype or acc.dtype is not float32:
+        raise TypeError(f"tl.dot takes two tiles of one dtype and adds to float32, not {a.dtype}, {b.dtype} and {acc.dtype}")
     return builder.create_dot(a, b, acc, input_precision, 0)
 
 
 def where(condition: Any, x: Any, y: Any) -> Tensor:
     x, y, common = promoted(x, y)
     return Tensor(np.where(as_tensor(condition, int1).data, x, y), common)
+
+
+def clamp(x: Tensor, low: Any, high: Any) -> Tensor:
+    return binary("minimum", np.minimum)(binary("maximum", np.maximum)(x, low), high)
 
 
 def cdiv(x: Any, y: Any) -> Any:
@@ -360,34 +320,29 @@ def static_assert(condition: Any, message: str = "") -> None:
 
 
 def reduction(work: np.ufunc) -> Callable[..., Tensor]:
-    """Over an axis, or over all. The result has at least 32 bits, except that float16 is summed as it is."""
+    """Over one axis or over all. The result has at least 32 bits, except for a sum of float16."""
 
     def run(x: Tensor, axis: int | None = None, keep_dims: bool = False) -> Tensor:
         dtype = x.dtype
-        if dtype is bfloat16 or (dtype is float16 and work is not np.add):
-            dtype = float32
-        elif not dtype.is_float and dtype.primitive_bitwidth < 32:
-            dtype = uint32 if dtype.name[0] in "ub" and work is np.add else int32
-        return Tensor(np.asarray(work.reduce(x.to(dtype).data, axis, dtype.array, keepdims=keep_dims)), dtype)
+        if dtype.primitive_bitwidth < 32 and not (dtype is float16 and work is np.add):
+            is_float, is_unsigned = dtype.rank[0] == float32.rank[0], dtype.name[0] in "bu"
+            dtype = float32 if is_float else uint32 if is_unsigned and work is np.add else int32
+        return Tensor(np.asarray(work.reduce(x.to(dtype).data, axis, keepdims=keep_dims, dtype=dtype.array)), dtype)
 
     return run
 
 
-def unary(work: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+def unary(name: str, work: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
     def run(x: Tensor) -> Tensor:
         if x.dtype not in (float32, float64):
-            raise TypeError(f"this function takes float32 or float64, not {x.dtype.name}")
+            raise TypeError(f"tl.{name} takes float32, not {x.dtype.name}")
         return Tensor(np.asarray(work(x.data)), x.dtype)
 
     return run
 
 
-def place_in_grid(where: str) -> Callable[[int], Tensor]:
-    return lambda axis: Tensor(np.asarray(getattr(builder, where)[axis], np.int32), int32)
-
-
 class JITFunction:
-    """A kernel, which `kernel[grid](...)` runs, or a function that kernels call."""
+    """A kernel, whose programs `kernel[grid](...)` runs, or a function that kernels call."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         update_wrapper(self, fn)
@@ -400,27 +355,25 @@ class JITFunction:
         return partial(self._launch, (*grid, 1, 1)[:3])
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        """Run all programs. Of `options` those that are no parameters are the compiler's."""
+        """Run the programs one after the other. Options that are no parameters are for a compiler."""
         say_once()
         parameters = self.signature.parameters
         given = self.signature.bind(*args, **{name: value for name, value in options.items() if name in parameters})
         given.apply_defaults()
-        values = {
-            name: value if "constexpr" in str(parameters[name].annotation) else in_kernel(name, value)
-            for name, value in given.arguments.items()
-        }
-        builder.kernel, builder.grid_dim = self.fn.__name__, grid
+        for name, value in given.arguments.items():
+            if "constexpr" not in str(parameters[name].annotation):
+                given.arguments[name] = in_kernel(name, value)
+        builder.kernel, builder.grid_dim = self.__name__, grid
         with np.errstate(all="ignore"):
             for builder.grid_idx in itertools.product(*map(range, grid)):
-                self.fn(**values)
+                self.fn(*given.args, **given.kwargs)
 
 
 def in_kernel(name: str, value: Any) -> Any:
-    """What a program gets: of a tensor a pointer, of an integer a tensor."""
+    """What a program sees of an argument: of a tensor a pointer, of an integer a tensor."""
     if isinstance(value, torch.Tensor):
-        argument = Argument.of(name, value)
         pointer = pointer_type(TYPES[str(value.dtype).removeprefix("torch.")])
-        return Tensor(np.asarray(argument.start, np.int64), pointer, argument)
+        return Tensor(np.asarray(value.data_ptr()), pointer, Argument.of(name, value))
     return as_tensor(value) if isinstance(value, int) else value
 
 
@@ -438,47 +391,40 @@ def missing(name: str) -> Any:
 
 
 LANGUAGE = {
-    **{function.__name__: function for function in (load, store, arange, full, dot, where, cdiv, static_assert)},
-    **{cls.__name__: cls for cls in (constexpr, pointer_type)},
-    **{name: dtype for name, dtype in TYPES.items() if name != "bool"}, "int1": int1, "float8e4nv": TYPES["float8_e4m3fn"],
-    **{name: unary(getattr(np, name)) for name in ("exp", "exp2", "log", "sqrt")}, "rsqrt": unary(lambda x: 1 / np.sqrt(x)),
-    "sum": reduction(np.add), "max": reduction(np.fmax), "min": reduction(np.fmin),
+    **{f.__name__: f for f in (load, store, atomic_add, full, arange, dot, where, clamp, cdiv, static_assert, constexpr, pointer_type)},
+    **TYPES, "int1": int1, "float8e4nv": float8, "static_range": range, "debug_barrier": lambda: None,
+    **{name: unary(name, getattr(np, name)) for name in ("exp", "exp2", "log", "sqrt")},
+    "rsqrt": unary("rsqrt", lambda x: 1 / np.sqrt(x)),
     "maximum": binary("maximum", np.maximum), "minimum": binary("minimum", np.minimum),
-    "program_id": place_in_grid("grid_idx"), "num_programs": place_in_grid("grid_dim"),
-    "zeros": lambda shape, dtype: full(shape, 0, dtype), "clamp": lambda x, low, high: LANGUAGE["minimum"](LANGUAGE["maximum"](x, low), high),
-    "trans": lambda x: Tensor(x.data.T, x.dtype), "reshape": Tensor.reshape,
+    "sum": reduction(np.add), "max": reduction(np.fmax), "min": reduction(np.fmin),
+    "zeros": lambda shape, dtype: full(shape, 0, dtype), "reshape": Tensor.reshape, "trans": lambda x: Tensor(x.data.T, x.dtype),
     "join": lambda a, b: Tensor(np.stack([a.data, b.data], -1), a.dtype), "split": lambda x: (x[..., 0], x[..., 1]),
-    "atomic_add": atomic(operator.add), "debug_barrier": lambda: None, "static_range": range, "__getattr__": missing,
+    "program_id": lambda axis: as_tensor(builder.grid_idx[axis]), "num_programs": lambda axis: as_tensor(builder.grid_dim[axis]),
+    "__getattr__": missing,
 }  # fmt: skip
 MODULES: dict[str, dict[str, Any]] = {
-    "triton": {
-        "jit": jit, "cdiv": cdiv, "next_power_of_2": lambda n: 1 << (n - 1).bit_length(),
-        "knobs": SimpleNamespace(runtime=SimpleNamespace(interpret=True)),
-    },
+    "triton": {"jit": jit, "cdiv": cdiv, "next_power_of_2": lambda n: 1 << (n - 1).bit_length(),
+               "knobs": SimpleNamespace(runtime=SimpleNamespace(interpret=True))},
     "triton.language": LANGUAGE,
-    "triton.language.extra": {"libdevice": SimpleNamespace()},  # for compiled kernels alone, as is what follows
+    "triton.language.extra": {"libdevice": None},  # what compiled kernels alone call
     "triton.language.extra.cuda": {"gdc_launch_dependents": None, "gdc_wait": None},
     "triton.runtime": {},
-    "triton.runtime.interpreter": {
-        "InterpreterBuilder": InterpreterBuilder, "InterpreterOptions": SimpleNamespace, "TensorHandle": Tensor,
-        "interpreter_builder": builder,
-    },
+    "triton.runtime.interpreter": {"InterpreterBuilder": InterpreterBuilder, "interpreter_builder": builder, "TensorHandle": Tensor,
+                                   "InterpreterOptions": SimpleNamespace},
     "triton._C": {},
-    "triton._C.libtriton": {
-        "ir": SimpleNamespace(INPUT_PRECISION=SimpleNamespace(TF32="tf32"), CACHE_MODIFIER=SimpleNamespace(CG=".cg"))
-    },
+    "triton._C.libtriton": {"ir": SimpleNamespace(INPUT_PRECISION=SimpleNamespace(TF32="tf32"), CACHE_MODIFIER=SimpleNamespace(CG=".cg"))},
 }  # fmt: skip
 
 
 def install() -> None:
-    """Be `triton` for whoever imports it from now on, unless there is a GPU, for which only Triton itself compiles."""
+    """Be `triton` for all imports from now on, unless there is a GPU: that needs Triton itself."""
     if torch.cuda.is_available():
         return
-    with suppress(ImportError):  # torch looks for Triton once, and must not find this
+    has_triton_package()  # torch looks for Triton here and in the next line, once, and must not find this one
+    with suppress(ImportError):
         import_module("torch._inductor.runtime.triton_compat")
-    has_triton_package()
     for name, content in MODULES.items():
-        module = sys.modules[name] = ModuleType(name)
+        sys.modules[name] = module = ModuleType(name)
         module.__spec__, module.__path__ = ModuleSpec(name, None), []
         vars(module).update(content)
         package, _, last = name.rpartition(".")
