@@ -166,7 +166,7 @@ def promoted(a: Any, b: Any, divides: bool = False) -> tuple[np.ndarray, np.ndar
         tensor, number = types if isinstance(a, Tensor) else types[::-1]
         types = [tensor] if number.rank[0] <= tensor.rank[0] else types
     common = max(types, key=lambda t: t.rank)
-    if (common.array is not common.bits and common is not types[0] is not types[-1]) or (divides and common in (float16, bfloat16)):
+    if types[0] is not types[-1] and common is bfloat16 or divides and common in (float16, bfloat16):
         common = float32
     return as_tensor(a, common).data, as_tensor(b, common).data, common
 
@@ -276,11 +276,14 @@ def store(pointer: Tensor, value: Any, mask: Any = True, **_: Any) -> None:
     builder.create_masked_store(pointer, value, mask, "", "")
 
 
-def atomic_add(pointer: Tensor, value: Any, mask: Any = True, **_: Any) -> Tensor:
-    """Return the numbers before. Programs follow one another; a program's own addresses must differ."""
-    old = load(pointer, mask)
-    store(pointer, old + value, mask)
-    return old
+def atomic(name: str) -> Callable[..., Tensor]:
+    def run(pointer: Tensor, value: Any, mask: Any = True, **_: Any) -> Tensor:
+        """Return the numbers before. Programs follow one another; a program's own addresses must differ."""
+        old = load(pointer, mask)
+        store(pointer, binary(name, OPERATORS[name])(old, value), mask)
+        return old
+
+    return run
 
 
 def full(shape: Any, value: Any, dtype: DType) -> Tensor:
@@ -322,12 +325,13 @@ def static_assert(condition: Any, message: str = "") -> None:
 def reduction(work: np.ufunc) -> Callable[..., Tensor]:
     """Over one axis or over all. The result has at least 32 bits, except for a sum of float16."""
 
-    def run(x: Tensor, axis: int | None = None, keep_dims: bool = False) -> Tensor:
+    def run(x: Tensor, axis: int | None = None, keep_dims: bool = False, return_indices: bool = False) -> Any:
         dtype = x.dtype
         if dtype.primitive_bitwidth < 32 and not (dtype is float16 and work is np.add):
             is_float, is_unsigned = dtype.rank[0] == float32.rank[0], dtype.name[0] in "bu"
             dtype = float32 if is_float else uint32 if is_unsigned and work is np.add else int32
-        return Tensor(np.asarray(work.reduce(x.to(dtype).data, axis, keepdims=keep_dims, dtype=dtype.array)), dtype)
+        result = Tensor(np.asarray(work.reduce(x.to(dtype).data, axis, keepdims=keep_dims, dtype=dtype.array)), dtype)
+        return (result, Tensor(x.data.argmax(axis).astype(np.int32), int32)) if return_indices else result
 
     return run
 
@@ -391,13 +395,18 @@ def missing(name: str) -> Any:
 
 
 LANGUAGE = {
-    **{f.__name__: f for f in (load, store, atomic_add, full, arange, dot, where, clamp, cdiv, static_assert, constexpr, pointer_type)},
+    **{f.__name__: f for f in (load, store, full, arange, dot, where, clamp, cdiv, static_assert, constexpr, pointer_type)},
     **TYPES, "int1": int1, "float8e4nv": float8, "static_range": range, "debug_barrier": lambda: None,
     **{name: unary(name, getattr(np, name)) for name in ("exp", "exp2", "log", "sqrt")},
     "rsqrt": unary("rsqrt", lambda x: 1 / np.sqrt(x)),
     "maximum": binary("maximum", np.maximum), "minimum": binary("minimum", np.minimum),
+    "div_rn": binary("truediv", np.divide), "abs": lambda x: Tensor(np.abs(x.data), x.dtype), "cast": lambda x, dtype: as_tensor(x, dtype),
+    **{f"atomic_{name}": atomic(name) for name in ("add", "and", "or")},
+    "cumsum": lambda x, axis: Tensor(np.cumsum(x.data, axis, x.dtype.array), x.dtype),
+    "gather": lambda x, places, axis: Tensor(np.take_along_axis(x.data, places.data, axis), x.dtype),
     "sum": reduction(np.add), "max": reduction(np.fmax), "min": reduction(np.fmin),
-    "zeros": lambda shape, dtype: full(shape, 0, dtype), "reshape": Tensor.reshape, "trans": lambda x: Tensor(x.data.T, x.dtype),
+    "zeros": lambda shape, dtype: full(shape, 0, dtype), "zeros_like": lambda x: full(x.shape, 0, x.dtype),
+    "reshape": Tensor.reshape, "trans": lambda x: Tensor(x.data.T, x.dtype), "permute": lambda x, *axes: Tensor(x.data.transpose(axes), x.dtype),
     "join": lambda a, b: Tensor(np.stack([a.data, b.data], -1), a.dtype), "split": lambda x: (x[..., 0], x[..., 1]),
     "program_id": lambda axis: as_tensor(builder.grid_idx[axis]), "num_programs": lambda axis: as_tensor(builder.grid_dim[axis]),
     "__getattr__": missing,

@@ -22,7 +22,7 @@ from folovllm.kernels.variants import kernel_variant
 
 def interpreted() -> bool:
     """Return whether Triton's kernels run in its interpreter, on the CPU. Triton decides that when it is first imported."""
-    return bool(INTERPRETED.value)
+    return bool(INTERPRETED)
 
 
 @dataclass(slots=True)
