@@ -73,11 +73,11 @@ TYPES |= {name: plain(name) for name in ("int8", "uint8", "int16", "uint16", "ui
 
 
 @dataclass(frozen=True)
-class pointer_type:  # noqa: N801 -- Triton's name
+class pointer_type:
     element_ty: DType
 
 
-class constexpr:  # noqa: N801 -- Triton's name
+class constexpr:
     """The annotation of a parameter. Around a number it makes the same number, with its `value`."""
 
     def __new__(cls, value: Any) -> Any:
@@ -147,7 +147,9 @@ def type_of(x: Any) -> DType:
         return x.dtype
     if isinstance(x, bool | float):
         return int1 if isinstance(x, bool) else float32
-    return next(t for t in (int32, uint32, int64, TYPES["uint64"]) if np.iinfo(t.array).min <= x <= np.iinfo(t.array).max)
+    return next(
+        t for t in (int32, uint32, int64, TYPES["uint64"]) if np.iinfo(t.array).min <= x <= np.iinfo(t.array).max
+    )
 
 
 def as_tensor(x: Any, dtype: DType | None = None) -> Tensor:
@@ -166,7 +168,7 @@ def promoted(a: Any, b: Any, divides: bool = False) -> tuple[np.ndarray, np.ndar
         tensor, number = types if isinstance(a, Tensor) else types[::-1]
         types = [tensor] if number.rank[0] <= tensor.rank[0] else types
     common = max(types, key=lambda t: t.rank)
-    if types[0] is not types[-1] and common is bfloat16 or divides and common in (float16, bfloat16):
+    if (types[0] is not types[-1] and common is bfloat16) or (divides and common in (float16, bfloat16)):
         common = float32
     return as_tensor(a, common).data, as_tensor(b, common).data, common
 
@@ -205,8 +207,9 @@ OPERATORS = {
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
 }  # fmt: skip
 for _name, _work in OPERATORS.items():
-    setattr(Tensor, f"__{_name}__", binary(_name, _work))
-    setattr(Tensor, f"__r{_name}__", lambda a, b, run=binary(_name, _work): run(b, a))
+    _run = binary(_name, _work)
+    setattr(Tensor, f"__{_name}__", _run)
+    setattr(Tensor, f"__r{_name}__", lambda a, b, run=_run: run(b, a))
 
 
 class InterpreterBuilder:
@@ -299,19 +302,16 @@ def arange(start: int, end: int) -> Tensor:
 
 def dot(a: Tensor, b: Tensor, acc: Tensor | None = None, input_precision: str = "tf32") -> Tensor:
     """[M, K] x [K, N] + `acc` [M, N] in float32."""
-    acc = full([a.shape[0], b.shape[1]], 0, float32) if acc is None else acc
+    acc = full([*a.shape[:-1], b.shape[-1]], 0, float32) if acc is None else acc
+    types = [x.dtype.name for x in (a, b, acc)]
     if a.dtype is not b.dtype or acc.dtype is not float32:
-        raise TypeError(f"tl.dot takes two tiles of one dtype and adds to float32, not {a.dtype}, {b.dtype} and {acc.dtype}")
+        raise TypeError(f"tl.dot takes two tiles of one type and adds to float32, and these are {types}")
     return builder.create_dot(a, b, acc, input_precision, 0)
 
 
 def where(condition: Any, x: Any, y: Any) -> Tensor:
     x, y, common = promoted(x, y)
     return Tensor(np.where(as_tensor(condition, int1).data, x, y), common)
-
-
-def clamp(x: Tensor, low: Any, high: Any) -> Tensor:
-    return binary("minimum", np.minimum)(binary("maximum", np.maximum)(x, low), high)
 
 
 def cdiv(x: Any, y: Any) -> Any:
@@ -395,11 +395,12 @@ def missing(name: str) -> Any:
 
 
 LANGUAGE = {
-    **{f.__name__: f for f in (load, store, full, arange, dot, where, clamp, cdiv, static_assert, constexpr, pointer_type)},
+    **{f.__name__: f for f in (load, store, full, arange, dot, where, cdiv, static_assert, constexpr, pointer_type)},
     **TYPES, "int1": int1, "float8e4nv": float8, "static_range": range, "debug_barrier": lambda: None,
     **{name: unary(name, getattr(np, name)) for name in ("exp", "exp2", "log", "sqrt")},
     "rsqrt": unary("rsqrt", lambda x: 1 / np.sqrt(x)),
     "maximum": binary("maximum", np.maximum), "minimum": binary("minimum", np.minimum),
+    "clamp": lambda x, low, high: LANGUAGE["minimum"](LANGUAGE["maximum"](x, low), high),
     "div_rn": binary("truediv", np.divide), "abs": lambda x: Tensor(np.abs(x.data), x.dtype), "cast": lambda x, dtype: as_tensor(x, dtype),
     **{f"atomic_{name}": atomic(name) for name in ("add", "and", "or")},
     "cumsum": lambda x, axis: Tensor(np.cumsum(x.data, axis, x.dtype.array), x.dtype),

@@ -68,7 +68,11 @@ def decodes(
 
 
 def norms(dtype: torch.dtype, hidden: int) -> list[torch.Tensor]:
-    x, residual, weight = torch.randn(4, 1100)[:, :hidden].to(dtype), torch.randn(4, hidden).to(dtype), torch.randn(hidden)
+    x, residual, weight = (
+        torch.randn(4, 1100)[:, :hidden].to(dtype),
+        torch.randn(4, hidden).to(dtype),
+        torch.randn(hidden),
+    )
     return [rms_norm(x, weight.to(dtype), 1e-6), *add_rms_norm(x, residual, weight.to(dtype), 1e-6)]
 
 

@@ -52,7 +52,10 @@ def test_types_of_results(divides: bool) -> None:
         if divides and theirs[a].is_int():
             continue  # Triton refuses integers of which one has a sign
         common = numpy_triton.promoted(*(numpy_triton.full([1], 1, TYPES[name]) for name in (a, b)), divides)[2]
-        assert theirs[common.name] == semantic.computation_type_impl(theirs[a], False, theirs[b], False, divides), (a, b)
+        assert theirs[common.name] == semantic.computation_type_impl(theirs[a], False, theirs[b], False, divides), (
+            a,
+            b,
+        )
     for a, number in itertools.product(names, (1.0,) if divides else (True, 1, 1.0)):
         kind = semantic.to_tensor_type(number)
         common = numpy_triton.promoted(numpy_triton.full([1], 1, TYPES[a]), number, divides)[2]
@@ -90,5 +93,5 @@ def test_an_integer_that_overflows() -> None:
 
 
 def test_what_is_missing_is_named() -> None:
-    with pytest.raises(AttributeError, match="has no tl.histogram"):
+    with pytest.raises(AttributeError, match=r"has no tl\.histogram"):
         numpy_triton.missing("histogram")
