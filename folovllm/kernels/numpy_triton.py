@@ -106,7 +106,7 @@ class Tensor:
 
     data: np.ndarray
     dtype: Any
-    argument: Argument | None = None
+    argument: Any = None  # an `Argument`
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ class Tensor:
         return int(self.data)
 
     def __neg__(self) -> Tensor:
-        return 0 - self
+        return Tensor(-self.data, self.dtype)
 
     def __invert__(self) -> Tensor:
         return Tensor(~self.data, self.dtype)
@@ -177,7 +177,7 @@ def binary(name: str, work: Callable[..., Any]) -> Callable[..., Tensor]:
     """Return the operation on two tensors, or on one and a number. A signed integer that overflows raises OverflowError."""
     divides, compares = name in ("truediv", "floordiv", "mod"), name in ("lt", "le", "gt", "ge", "eq", "ne")
 
-    def run(a: Any, b: Any) -> Tensor:
+    def run(a: Any, b: Any, propagate_nan: Any = None) -> Tensor:
         if isinstance(type_of(b), pointer_type):
             a, b = b, a
         if isinstance(type_of(a), pointer_type):
@@ -201,7 +201,7 @@ def quotient(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     return (x - np.fmod(x, y)) // y
 
 
-OPERATORS = {
+OPERATORS: dict[str, Callable[..., Any]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.divide, "floordiv": quotient, "mod": np.fmod,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "lshift": np.left_shift, "rshift": np.right_shift,
     "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal, "eq": np.equal, "ne": np.not_equal,
@@ -300,12 +300,16 @@ def arange(start: int, end: int) -> Tensor:
     return Tensor(full([end - start], start, int32).data + np.arange(end - start, dtype=np.int32), int32)
 
 
-def dot(a: Tensor, b: Tensor, acc: Tensor | None = None, input_precision: str = "tf32") -> Tensor:
-    """[M, K] x [K, N] + `acc` [M, N] in float32."""
-    acc = full([*a.shape[:-1], b.shape[-1]], 0, float32) if acc is None else acc
-    types = [x.dtype.name for x in (a, b, acc)]
-    if a.dtype is not b.dtype or acc.dtype is not float32:
-        raise TypeError(f"tl.dot takes two tiles of one type and adds to float32, and these are {types}")
+def dot(
+    a: Tensor, b: Tensor, acc: Tensor | None = None, input_precision: str = "tf32", out_dtype: Any = None
+) -> Tensor:
+    """[M, K] x [K, N] + `acc` [M, N]: in float32, and of int8 in int32."""
+    wide = int32 if a.dtype is TYPES["int8"] else float32
+    acc = full([*a.shape[:-1], b.shape[-1]], 0, wide) if acc is None else acc
+    if a.dtype is not b.dtype or acc.dtype is not wide:
+        raise TypeError(
+            f"tl.dot takes two tiles of one type, not {a.dtype.name} and {b.dtype.name}, and adds to {wide.name}"
+        )
     return builder.create_dot(a, b, acc, input_precision, 0)
 
 
@@ -331,7 +335,7 @@ def reduction(work: np.ufunc) -> Callable[..., Tensor]:
             is_float, is_unsigned = dtype.rank[0] == float32.rank[0], dtype.name[0] in "bu"
             dtype = float32 if is_float else uint32 if is_unsigned and work is np.add else int32
         result = Tensor(np.asarray(work.reduce(x.to(dtype).data, axis, keepdims=keep_dims, dtype=dtype.array)), dtype)
-        return (result, Tensor(x.data.argmax(axis).astype(np.int32), int32)) if return_indices else result
+        return (result, Tensor(np.asarray(x.data.argmax(axis), np.int32), int32)) if return_indices else result
 
     return run
 
@@ -367,7 +371,7 @@ class JITFunction:
         for name, value in given.arguments.items():
             if "constexpr" not in str(parameters[name].annotation):
                 given.arguments[name] = in_kernel(name, value)
-        builder.kernel, builder.grid_dim = self.__name__, grid
+        builder.kernel, builder.grid_dim = self.fn.__name__, grid
         with np.errstate(all="ignore"):
             for builder.grid_idx in itertools.product(*map(range, grid)):
                 self.fn(*given.args, **given.kwargs)
@@ -394,13 +398,13 @@ def missing(name: str) -> Any:
     raise AttributeError(f"numpy stands in for Triton here, and has no tl.{name}: Triton itself exists on Linux only")
 
 
-LANGUAGE = {
+LANGUAGE: dict[str, Any] = {
     **{f.__name__: f for f in (load, store, full, arange, dot, where, cdiv, static_assert, constexpr, pointer_type)},
     **TYPES, "int1": int1, "float8e4nv": float8, "static_range": range, "debug_barrier": lambda: None,
     **{name: unary(name, getattr(np, name)) for name in ("exp", "exp2", "log", "sqrt")},
     "rsqrt": unary("rsqrt", lambda x: 1 / np.sqrt(x)),
     "maximum": binary("maximum", np.maximum), "minimum": binary("minimum", np.minimum),
-    "clamp": lambda x, low, high: LANGUAGE["minimum"](LANGUAGE["maximum"](x, low), high),
+    "PropagateNan": SimpleNamespace(ALL=None), "clamp": lambda x, low, high: LANGUAGE["minimum"](LANGUAGE["maximum"](x, low), high),
     "div_rn": binary("truediv", np.divide), "abs": lambda x: Tensor(np.abs(x.data), x.dtype), "cast": lambda x, dtype: as_tensor(x, dtype),
     **{f"atomic_{name}": atomic(name) for name in ("add", "and", "or")},
     "cumsum": lambda x, axis: Tensor(np.cumsum(x.data, axis, x.dtype.array), x.dtype),
