@@ -23,6 +23,8 @@ if not CUDA:
         interpreter.remember_operands()
         interpreter.find_overflows_at_once()
         interpreter.stay_inside_the_arguments()
+    else:
+        import folovllm.kernels  # noqa: F401 -- puts numpy in Triton's place
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background job ignores it, and so would children
 torch.set_num_threads(1)
 os.environ["FOLOVLLM_LANG"] = "en"  # whatever the system's locale is

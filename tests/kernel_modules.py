@@ -5,7 +5,7 @@ from importlib import import_module
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "folovllm"
-NONE_OF_TRITON = "folovllm.kernels.dry_run"
+NO_KERNELS = {"folovllm.kernels.dry_run", "folovllm.kernels.numpy_triton"}
 
 
 def kernel_modules() -> list[str]:
@@ -14,7 +14,7 @@ def kernel_modules() -> list[str]:
     names = {
         ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) for file in files if file.stem != "__init__"
     }
-    return sorted(names - {NONE_OF_TRITON})
+    return sorted(names - NO_KERNELS)
 
 
 if __name__ == "__main__":

@@ -71,6 +71,7 @@ def load(name: str) -> Any:
         ValueError: there is no such file, or it lacks the component, or this lacks a method.
     """
     module, symbol = f"{__name__}.{name}", BUILDERS[name].symbol
+    import_module("folovllm.kernels")  # which puts numpy in Triton's place if there is none, for a learner's kernel
     try:
         found = getattr(import_module(module), symbol, None)
     except ModuleNotFoundError as error:

@@ -3,3 +3,10 @@
 All of them run without a GPU in Triton's interpreter (TRITON_INTERPRET=1, set before triton is imported), in float32
 and float16. None is autotuned: sizes come from small tables, so no kernel is compiled after the warm-up.
 """
+
+from importlib.util import find_spec
+
+if find_spec("triton") is None:  # macOS, Windows
+    from folovllm.kernels import numpy_triton
+
+    numpy_triton.install()

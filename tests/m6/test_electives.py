@@ -204,7 +204,7 @@ def test_every_place_of_the_table_is_there() -> None:
     places = [electives.QUANTIZATION, *electives.EXTRA_TENSORS, electives.CALIBRATION]
     places += [*electives.DOWNLOADS.values(), *electives.FILE_FORMATS.values()]
     places += [f"{module}:{name}" for name, module in electives.MODELS.items()]
-    pytest.importorskip("triton", reason="Triton is for Linux only")
+    pytest.importorskip("triton.experimental.gluon", reason="Triton is for Linux only")
     places += [place for _, place in electives.KERNEL_VARIANTS.values()]
     for place in filter(electives.is_installed, places):
         assert electives.named(place) is not None

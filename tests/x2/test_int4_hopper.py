@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-pytest.importorskip("triton", reason="Triton is for Linux only")
+pytest.importorskip("triton.experimental.gluon", reason="Triton is for Linux only")
 
 from folovllm.hopper import int4
 from folovllm.hopper.int4 import MOST, int4_hopper, serves, tiling

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import triton
 
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.decode import DecodeConfig, SplitKVDecode
+from folovllm.kernels.fp8_cache import INTERPRETED
 from folovllm.kernels.prefetching_decode import prefetching_decode, serves
 from folovllm.kernels.prefill import PrefillKernel, config_on, prefill
 from folovllm.kernels.prefill_tiles import list_tiles
@@ -22,7 +22,7 @@ from folovllm.kernels.variants import kernel_variant
 
 def interpreted() -> bool:
     """Return whether Triton's kernels run in its interpreter, on the CPU. Triton decides that when it is first imported."""
-    return bool(triton.knobs.runtime.interpret)
+    return bool(INTERPRETED)
 
 
 @dataclass(slots=True)
