@@ -10,7 +10,7 @@ from rich.text import Text
 
 from milestones.language import t, translated
 from milestones.mini.course import HISTORY, PICTURE, ROOT, Own, Stage, stages
-from milestones.say import console, say
+from milestones.say import console, print_hints, say, say_what_is_left
 
 app = typer.Typer()
 mini = typer.Typer(help="An engine of your own, from an empty folder: seven stages, and the harness that plays it.")
@@ -126,16 +126,12 @@ def hint(number: Number = None, all: Annotated[bool, typer.Option("--all", help=
     """One more hint each time: a nudge, the approach, nearly the code."""
     own = Own.here()
     stage, notes = own.stage(number), own.notes
-    key, hints = str(stage.number), stage.hints
-    shown = len(hints) if all else min(notes.hints.get(key, 0) + 1, len(hints))
-    for heading, text in hints[:shown]:
-        console.print(Markdown(f"### {heading}\n\n{text}"))
-        console.print()
-    notes.hints[key] = max(shown, notes.hints.get(key, 0))
+    key, used = str(stage.number), notes.hints.get(str(stage.number), 0)
+    shown = print_hints(stage.hints, used, all)
+    notes.hints[key] = max(shown, used)
     own.save(notes)
     answer = t("one way is in {file}", file=f"milestones/mini/reference/{_reference(stage)[0]}")
-    more = t("the same command gives the next") if shown < len(hints) else answer
-    say("{shown} of {all} hints; {more}", shown=shown, all=len(hints), more=more)
+    say_what_is_left(stage.hints, shown, answer)
 
 
 @mini.command()

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from milestones import splice
-from milestones.explain import commented, print_commented
+from milestones import explain, splice
 from milestones.manifest import Course
 from milestones.mine import Mine, write_variant
 from milestones.tasks import EXERCISE_ID, Exercise, Milestone
@@ -109,7 +108,7 @@ def test_three_hints_that_differ(exercise: Exercise) -> None:
 @each_exercise
 def test_remarks_on_the_reference(exercise: Exercise) -> None:
     """`commented` raises where a remark quotes what the reference no longer says."""
-    assert list(commented(COURSE, exercise))
+    assert list(explain.commented(COURSE, exercise))
     remarks = COURSE.remarks(exercise)
     assert 4 <= len(remarks) <= 8 and all(len(text) > 40 for _, text in remarks)
     known = {answer.title for answer in COURSE.wrong_answers(exercise)}
@@ -121,12 +120,12 @@ def test_remarks_on_the_reference(exercise: Exercise) -> None:
     assert named <= known, f"no wrong answers of these names: {sorted(named - known)}"
 
 
-def test_remarks_fit_a_terminal() -> None:
+def test_remarks_fit_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """80 columns: prose is folded between words."""
     exercise = COURSE.exercise("x1.2")
     console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
-    for function in commented(COURSE, exercise):
-        print_commented(console, function)
+    monkeypatch.setattr(explain, "console", console)
+    explain.print_commented(COURSE, exercise)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     words = {word for _, text in COURSE.remarks(exercise) for word in text.split()}
     assert max(map(len, lines)) <= 80 and words <= {word for line in lines for word in line.split()}

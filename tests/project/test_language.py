@@ -26,6 +26,7 @@ SPEAKING = (
     "builders_cli",
     "failures",
     "progress",
+    "say",
     "mine",
     "check",
     "manifest",
