@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.text import Text
 
-from milestones import builders_cli, progress, splice, teaching, trace
+from milestones import builders, progress, splice, teaching, trace
 from milestones.check import FIRST_FAILURE, note_outcome, note_passed, run_builder, run_milestone, run_tests, state_of
 from milestones.explain import print_commented
 from milestones.language import in_language, t, translated
@@ -25,7 +25,7 @@ from milestones.update import update as update_mine
 POLL = 0.5  # seconds between two looks at mine/ by `watch`
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-app.add_typer(builders_cli.app)
+app.add_typer(builders.app)
 app.add_typer(mini.app)
 app.add_typer(teaching.app)
 

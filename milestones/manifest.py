@@ -94,16 +94,6 @@ class Course:
         folders = [f"tests/{m.id}" for m in self.milestones if m == last or last.is_after(m)]
         return ("-m", id, *(folder for folder in folders if (self.root / folder).is_dir()))
 
-    def needed(self, exercise: Exercise) -> tuple[Exercise, ...]:
-        """The exercise and all that it needs, directly or not."""
-        found: dict[str, Exercise] = {}
-        queue = [exercise.id]
-        while queue:
-            if (id := queue.pop()) not in found:
-                found[id] = self.exercise(id)
-                queue += found[id].needs
-        return tuple(found.values())
-
     def source(self, path: Path) -> str:
         """The reference's text; `path` begins with the package's name."""
         return (self.package.parent / path).read_text(encoding="utf-8")

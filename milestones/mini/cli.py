@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from milestones.language import t, translated
-from milestones.mini.course import HISTORY, PICTURE, ROOT, Own, Stage, stages
+from milestones.mini.course import HISTORY, ROOT, Own, Stage, stages
 from milestones.say import console, print_hints, say, say_what_is_left
 
 app = typer.Typer()
@@ -136,7 +136,7 @@ def hint(number: Number = None, all: Annotated[bool, typer.Option("--all", help=
 
 @mini.command()
 def score(number: Number = None, seconds: Seconds = False) -> None:
-    """Serve six requests, count what your engine does, and compare with the reference. Kept in a history, with a picture."""
+    """Serve six requests, count what your engine does, and compare with the reference and with your earlier scores."""
     from milestones.mini import score as scoring
     from milestones.mini.ledger import Rejected
 
@@ -153,10 +153,11 @@ def score(number: Number = None, seconds: Seconds = False) -> None:
     for whose in dict.fromkeys([*traces, *speeds]):
         cells = [f"{n:,}" for n in traces[whose].counts.values()] if whose in traces else ["-"] * len(counts)
         table.add_row(t(whose), *cells, *([f"{speeds[whose]:,.0f}"] if speeds else []))
-    console.print(table)
     history = scoring.remember(own.folder / HISTORY, stage.number, counts, speeds.get("yours"))
-    (own.folder / PICTURE).write_text(scoring.picture(history, "mini"), encoding="utf-8")
-    say("The history of {n} scores: {file}", n=len(history), file=own.folder / PICTURE)
+    for past in history[-6:-1]:
+        when = t("stage {stage}, {day}", stage=past["stage"], day=past["day"])
+        table.add_row(when, *(f"{n:,}" for n in past["counts"].values()), style="dim")
+    console.print(table)
 
 
 @mini.command()

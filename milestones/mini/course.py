@@ -20,7 +20,7 @@ from milestones.mine import Mine
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PAGE = ROOT / "docs/mini.md"
-NOTES, HISTORY, PICTURE = ".progress.json", ".history.json", "history.svg"
+NOTES, HISTORY = ".progress.json", ".history.json"
 
 
 @dataclass(frozen=True, slots=True)

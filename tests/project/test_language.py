@@ -23,7 +23,6 @@ CHINESE = language.messages("zh")
 SPEAKING = (
     "cli",
     "builders",
-    "builders_cli",
     "failures",
     "progress",
     "say",
