@@ -129,8 +129,7 @@ def scores(builder: Builder, mine: Mine | None = None) -> list[tuple[str, dict[s
     from milestones.scores import OURS
 
     score = scorer(builder)
-    components = {label: make() for label, make in OURS[builder.name].items()}
-    components["the course's reference"] = load_file(builder.reference, builder.symbol)
+    components = OURS[builder.name] | {"the course's reference": load_file(builder.reference, builder.symbol)}
     if mine and (file := mine.folder / builder.path).is_file():
         components["yours"] = load_file(file, builder.symbol)
         if run_tests(mine, [*FIRST_FAILURE, "-q", *builder.tests], quiet=True)[0]:

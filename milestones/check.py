@@ -38,9 +38,8 @@ def run_tests(
     Raises ValueError where pytest is not installed.
     """
     if importlib.util.find_spec("pytest") is None:
-        raise ValueError(
-            t("the tests need pytest, which `make learn` installs (or: pip install pytest hypothesis pytest-timeout)")
-        )
+        said = "the tests need pytest, which `make learn` installs (or: pip install pytest hypothesis pytest-timeout)"
+        raise ValueError(t(said))
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "said").open("w+") as output:
         report, root, out = Path(folder) / "report.json", mine.course.root, output if quiet else None
         words = ["--mine", f"--course-report={report}", *arguments]
@@ -75,7 +74,7 @@ def verdict(mine: Mine, exercise: Exercise, outcomes: Outcomes) -> str:
 
 def state_of(mine: Mine, exercise: Exercise) -> str:
     """What has become of one exercise, by running its own tests: "not started", or a verdict."""
-    if exercise.id.partition(".")[0] not in mine.state.started:
+    if exercise.milestone not in mine.state.started:
         return "not started"
     written = mine.written(exercise)
     outcomes = run_tests(mine, [*FIRST_FAILURE, "-q", *exercise.tests], quiet=True)[1] if written else {}
@@ -108,7 +107,7 @@ def run_milestone(mine: Mine, exercise: Exercise) -> int:
 
     They take minutes, so the other exercises' own tests, which take seconds, are asked first.
     """
-    state, id = mine.state, exercise.id.partition(".")[0]
+    state, id = mine.state, exercise.milestone
     exercises = mine.course.milestone(id).exercises
     if id in state.passed or not all(map(mine.written, exercises)):
         return 0
@@ -121,9 +120,8 @@ def run_milestone(mine: Mine, exercise: Exercise) -> int:
     if failing:
         return 1
     console.print()
-    say(
-        "That was the last exercise of {id}. Now all tests of {id}, in which your code works together (minutes):", id=id
-    )
+    said = "That was the last exercise of {id}. Now all tests of {id}, in which your code works together (minutes):"
+    say(said, id=id)
     status, _ = run_tests(mine, mine.course.tests(id))
     if status == 0:
         note_passed(mine, id)

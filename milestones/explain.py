@@ -17,21 +17,12 @@ WIDEST = 100  # columns of a remark: longer lines are hard to read
 
 
 def commented(course: Course, exercise: Exercise) -> Iterator[tuple[str, list[tuple[str, list[tuple[str, str]]]]]]:
-    """(place, its body's lines, each with the remarks on it: fragment and text) of the exercise's functions.
-
-    Raises ValueError unless each fragment stands in their bodies just once, and in the order of the remarks.
-    """
-    functions = [splice.find(course.source(symbol.path), symbol.name) for symbol in exercise.symbols]
-    bodies = [function.body_at("") for function in functions]
-    remarks, text, last = course.remarks(exercise), "\n".join(bodies), -1
-    for fragment, _ in remarks:
-        if (count := text.count(fragment)) != 1:
-            raise ValueError(f"a remark on {exercise.id} quotes `{fragment}`, which the reference has {count} times")
-        if (place := text.index(fragment)) <= last:
-            raise ValueError(f"the remark on `{fragment}` of {exercise.id} stands behind one on what comes later")
-        last = place
-    for symbol, function, body in zip(exercise.symbols, functions, bodies, strict=True):
-        lines = [(line, [remark for remark in remarks if remark[0] in line]) for line in body.split("\n")]
+    """(place, its body's lines, each with the remarks on it: fragment and text) of the exercise's functions."""
+    remarks = course.remarks(exercise)
+    for symbol in exercise.symbols:
+        function = splice.find(course.source(symbol.path), symbol.name)
+        body = function.body_at("").split("\n")
+        lines = [(line, [remark for remark in remarks if remark[0] in line]) for line in body]
         yield f"{symbol.path}:{function.line}  {symbol.name}", lines
 
 

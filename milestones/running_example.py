@@ -128,10 +128,6 @@ class Run:
         """A token of a request, prompt or answer, as text."""
         return self.texts[(example().request(name).prompt_token_ids + self.answers[name])[position]]
 
-    def first(self, what: Callable[[Turn], object]) -> Turn | None:
-        """The first turn of which something is true."""
-        return next((turn for turn in self.turns if what(turn)), None)
-
 
 def engine_for(milestone: str, **overrides: Any) -> LLMEngine:
     """An engine as the example sets it up. `overrides` are fields of `EngineConfig`."""

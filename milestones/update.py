@@ -338,10 +338,10 @@ class Update:
         now = {dotted(str(symbol)): str(symbol) for symbol in self.exercise}
         ours = [symbol for symbol in self.origins if (o := self._origin(symbol)) and not o.is_reference]
         moved = {now.get(follow(self.changes, dotted(place))[0], place) for place in self.state.blanked}
-        broken = {self.exercise[symbol].id for symbol in self.origins if self._broken(symbol)}
+        broken = [self.exercise[symbol] for symbol in self.origins if self._broken(symbol)]
         self.state.blanked = sorted({*moved, *map(str, ours)})
-        self.state.failed = [id for id in self.state.failed if id not in broken]
-        self.state.passed = [id for id in self.state.passed if id not in {b.partition(".")[0] for b in broken}]
+        self.state.failed = [id for id in self.state.failed if id not in {e.id for e in broken}]
+        self.state.passed = [id for id in self.state.passed if id not in {e.milestone for e in broken}]
         self.state.changes = len(self.course.changes)
         self.mine.save(self.state)
 

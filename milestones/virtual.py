@@ -129,11 +129,8 @@ class Memory:
 
     def _slots(self, seq: Sequence, start: int, end: int) -> npt.NDArray[np.int64]:
         table, (block, offset) = np.array(seq.block_table, np.int64), np.divmod(np.arange(start, end), self._block_size)
-        if (
-            len(table) * self._block_size < end
-            or (table < 0).any()
-            or (table * self._block_size >= len(self._cells)).any()
-        ):
+        is_inside = (table >= 0) & (table * self._block_size < len(self._cells))
+        if len(table) * self._block_size < end or not is_inside.all():
             raise ValueError(f"sequence {seq.seq_id} computes token {end - 1}, for which its block table has no block")
         return table[block] * self._block_size + offset
 
@@ -150,11 +147,9 @@ def serve(
         RuntimeError: the scheduler stands still.
         ValueError: an answer is not complete, or a step could not be computed from what the cache holds.
     """
-    run, clock, idle = Run(requests), 0.0, 0
+    run, clock, idle, left = Run(requests), 0.0, 0, len(requests)
     memory = Memory(scheduler.kv) if scheduler.kv else None
-    ahead = requests[::-1]
-    served: dict[Sequence, Request] = {}
-    left = len(requests)
+    ahead, served = requests[::-1], dict[Sequence, Request]()
     while left:
         while ahead and ahead[-1].arrival <= clock:
             request = ahead.pop()
@@ -192,7 +187,6 @@ def serve(
 def _is_served(seq: Sequence, request: Request) -> bool:
     """Whether the sequence is finished. ValueError where its answer is then not the request's."""
     if seq.status.is_finished and seq.output_token_ids.tolist() != request.answer:
-        raise ValueError(
-            f"an answer ended after {seq.num_output_tokens} of its {len(request.answer)} tokens, or has others"
-        )
+        ended = f"an answer ended after {seq.num_output_tokens} of its {len(request.answer)} tokens"
+        raise ValueError(f"{ended}, or has others")
     return seq.status.is_finished

@@ -39,8 +39,7 @@ def path(chosen: Annotated[Literal["mini", "engine"], typer.Argument(help="mini 
 def build() -> None:
     """Make mine/mini/, and say what to do in it."""
     own = Own.here()
-    is_new = own.begin()
-    said = "new, yours to write" if is_new else "there already, left as it is"
+    said = "new, yours to write" if own.begin() else "there already, left as it is"
     say("{folder}: {said}", folder=own.folder, said=t(said))
     print_place()
 
