@@ -278,8 +278,7 @@ def write_variant(
             for symbol in (s for s in answer.exercise.symbols if s.path == path):
                 text = mutated(text, symbol, answer)
         text = splice.blank(text, names((e for e in exercises if e in blanked), path))
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text, encoding="utf-8")
+        Mine(course, folder).write(path, text)
     return folder
 
 

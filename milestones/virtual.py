@@ -74,15 +74,6 @@ class Run:
         """Tokens of answers a second."""
         return sum(len(request.answer) for request in self.requests) / self.seconds
 
-    def ttft(self, percentile: float) -> float:
-        """Time to first token, in milliseconds."""
-        return float(np.percentile(list(self.first_token.values()), percentile)) * 1e3
-
-    @property
-    def mean_ttft(self) -> float:
-        """Of all requests, in milliseconds."""
-        return float(np.mean(list(self.first_token.values()))) * 1e3
-
 
 def tokens(part: str, start: int, end: int) -> list[int]:
     """The tokens of a part of a prompt: its name decides."""
