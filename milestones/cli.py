@@ -17,6 +17,7 @@ from milestones.language import in_language, t, translated
 from milestones.manifest import Course
 from milestones.mine import Mine
 from milestones.mini import cli as mini
+from milestones.mini.course import Own
 from milestones.progress import newest_started, started_exercises
 from milestones.say import console, print_any_character, print_code, print_hints, say, say_what_is_left
 from milestones.tasks import Builder, Exercise
@@ -63,8 +64,8 @@ def where(context: typer.Context) -> None:
     """
     if context.invoked_subcommand != "update":
         _mine().refuse_outdated()
-    if not context.invoked_subcommand and not mini.print_chosen():
-        progress.print_place(_mine())
+    if not context.invoked_subcommand:
+        mini.print_place() if Own.here().notes.path == "mini" else progress.print_place(_mine())
 
 
 @app.command()

@@ -44,13 +44,6 @@ def build() -> None:
     print_place()
 
 
-def print_chosen() -> bool:
-    """Where the learner is on this path, print the next step. Returns whether that is so."""
-    if is_chosen := Own.here().notes.path == "mini":
-        print_place()
-    return is_chosen
-
-
 def print_place() -> None:
     """Print how far the engine is, and the one next step."""
     passed = Own.here().notes.passed
