@@ -1,56 +1,87 @@
-"""Builders: whole components that a learner writes from a protocol and its tests, beside the guided exercises."""
+"""Builders: whole components that a learner writes from a protocol and its tests, and `python -m milestones build` and `score`."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
+
+import typer
+from rich.markdown import Markdown
+from rich.table import Table
 
 from milestones.check import FIRST_FAILURE, run_tests
 from milestones.language import t
 from milestones.manifest import Course
 from milestones.mine import Mine
-from milestones.tasks import PACKAGE, Builder
+from milestones.mini import cli as mini
+from milestones.say import console, say
+from milestones.tasks import Builder
 
-FOLDER = Path(PACKAGE, "builders")
-
-
-def put(text: str, builder: Builder, folder: Path) -> Path:
-    """Make a `mine/` in `folder` in which the component is `text`; returns the folder."""
-    file = folder / builder.path
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text, encoding="utf-8")
-    return folder
+app = typer.Typer()
 
 
-def put_references(course: Course, folder: Path) -> Path:
-    """A `mine/` with the references of all builders; returns the folder."""
-    for builder in course.builders:
-        put(builder.reference.read_text("utf-8"), builder, folder)
-    return folder
+@app.command()
+def build(
+    id: Annotated[
+        str,
+        typer.Argument(
+            metavar="[ID]", help="A milestone, say m3, or mini: a whole engine; all builders are listed if left out."
+        ),
+    ] = "",
+) -> None:
+    """Begin a whole component of your own, beside the exercises: an empty file in mine/folovllm/builders/.
 
-
-def put_wrong(builder: Builder, wrong: str, course: Course, folder: Path) -> Path:
-    """A `mine/` with a wrong component, by name, or without one with what `begin` writes; returns the folder.
-
-    A wrong one may build on `folovllm.builders.reference`.
+    What you wrote there is never touched. No exercise needs it.
     """
-    text = (builder.folder / f"wrong/{wrong}.py").read_text("utf-8") if wrong else template(builder, course)
-    put(text, builder, folder)
-    (folder / FOLDER / "reference.py").write_text(builder.reference.read_text("utf-8"), encoding="utf-8")
-    return folder
+    if id == "mini":
+        return mini.build()
+    mine = Mine.of(Course.here())
+    if not id:
+        table = Table("", *map(t, ("builder", "minutes", "your file")), box=None)
+        for builder in mine.course.builders:
+            begun = (mine.folder / builder.path).is_file()
+            table.add_row(builder.id, t(builder.title), str(builder.minutes), str(builder.path) if begun else "-")
+        console.print(table)
+        return
+    builder, state = mine.course.builder(id), mine.state
+    file = mine.folder / builder.path
+    if is_new := not file.is_file():
+        mine.write(builder.path, template(builder, mine.course))
+        mine.save(state)  # which names it is written in
+        console.print(Markdown(builder.statement))
+        console.print()
+    said = t("new, yours to write") if is_new else t("there already, left as it is")
+    console.print(f"{file}: {said}", soft_wrap=True)
+    say("  test    python -m milestones test {id}", id=builder.id)
+    say("  stuck   python -m milestones hint {id}", id=builder.id)
+    say("  score   python -m milestones score {id}", id=builder.milestone)
+    use = f"folovllm generate Hello --milestone {builder.milestone} --{builder.field} {builder.name} ..."
+    say("  use it  FOLOVLLM_MINE=mine {command}", command=use)
 
 
-def begin(builder: Builder, course: Course, folder: Path) -> tuple[Path, bool]:
-    """The learner's file, and whether it is new: its docstring says what to build, and the class is empty."""
-    file = folder / builder.path
-    if file.is_file():
-        return file, False
-    put(template(builder, course), builder, folder)
-    return file, True
+@app.command()
+def score(id: Annotated[str, typer.Argument(metavar="ID", help="A milestone, say m3.")]) -> None:
+    """Compare your component with the engine's own and with the course's reference, once it passes its tests. Seconds are virtual."""
+    os.environ.pop("FOLOVLLM_MINE", None)  # the engine around it is the reference's, so that scores can be compared
+    mine = Mine.of(Course.here())
+    builder = mine.course.builder(id)
+    rows = scores(builder, mine)
+    table = Table("", *map(t, rows[0][1]), box=None)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for label, cells in rows:
+        table.add_row(t(label), *cells.values(), style="bold" if label == "yours" else "")
+    console.print(table)
+    bronze, silver, gold = (f"{value:,}" for value in builder.medals)
+    said = "{target} counts: bronze {bronze}, silver {silver}, gold {gold}"
+    say(said, target=t(builder.target), bronze=bronze, silver=silver, gold=gold)
+    if "yours" not in dict(rows):
+        say("Yours is not begun: python -m milestones build {id}", id=builder.milestone)
 
 
 def template(builder: Builder, course: Course) -> str:
@@ -98,17 +129,15 @@ def scores(builder: Builder, mine: Mine | None = None) -> list[tuple[str, dict[s
     from milestones.scores import OURS
 
     score = scorer(builder)
-    components = {label: make() for label, make in OURS[builder.name].items()}
-    components["the course's reference"] = load_file(builder.reference, builder.symbol)
+    components = OURS[builder.name] | {"the course's reference": load_file(builder.reference, builder.symbol)}
     if mine and (file := mine.folder / builder.path).is_file():
         components["yours"] = load_file(file, builder.symbol)
         if run_tests(mine, [*FIRST_FAILURE, "-q", *builder.tests], quiet=True)[0]:
             said = "yours does not pass its tests, so it has no score: python -m milestones test {id}"
             raise ValueError(t(said, id=builder.id))
     found = {label: score(component) for label, component in components.items()}
-    return [
-        (w, {**{k: shown(v) for k, v in cells.items()}, "medal": t(builder.medal(cells))}) for w, cells in found.items()
-    ]
+    medals = {label: {"medal": t(builder.medal(cells))} for label, cells in found.items()}
+    return [(label, {k: shown(v) for k, v in cells.items()} | medals[label]) for label, cells in found.items()]
 
 
 def shown(value: float) -> str:
@@ -119,11 +148,8 @@ def shown(value: float) -> str:
 def score_table(builder: Builder, mine: Mine | None) -> str:
     """The scores as a Markdown table."""
     rows = scores(builder, mine)
-    lines = [
-        ("", *rows[0][1]),
-        ("---", *("---:" for _ in rows[0][1])),
-        *((label, *cells.values()) for label, cells in rows),
-    ]
+    lines = [("", *rows[0][1]), ("---", *("---:" for _ in rows[0][1]))]
+    lines += [(label, *cells.values()) for label, cells in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -17,7 +17,7 @@ from milestones.say import console, say
 from milestones.tasks import Builder, Exercise
 from milestones.warm import OUT_OF_TIME
 
-Outcomes = Mapping[str, tuple[str, str | None]]  # test: (passed, failed or skipped; the unwritten exercise it met)
+Outcomes = dict[str, tuple[str, str | None]]  # test: (passed, failed or skipped; the unwritten exercise it met)
 
 FIRST_FAILURE = ("-x", "--timeout=60")  # of an exercise's own tests: a loop without end says so within a minute
 
@@ -38,37 +38,26 @@ def run_tests(
     Raises ValueError where pytest is not installed.
     """
     if importlib.util.find_spec("pytest") is None:
-        raise ValueError(
-            t("the tests need pytest, which `make learn` installs (or: pip install pytest hypothesis pytest-timeout)")
-        )
-    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "said").open("w+") as said:
-        report = Path(folder) / "report.json"
+        said = "the tests need pytest, which `make learn` installs (or: pip install pytest hypothesis pytest-timeout)"
+        raise ValueError(t(said))
+    with tempfile.TemporaryDirectory() as folder, (Path(folder) / "said").open("w+") as output:
+        report, root, out = Path(folder) / "report.json", mine.course.root, output if quiet else None
         words = ["--mine", f"--course-report={report}", *arguments]
         # No bytecode: two saves within a second would look like one to its time stamp.
-        environment = {
-            **os.environ,
-            **(environment or {}),
-            "FOLOVLLM_MINE": str(mine.folder),
-            "PYTHONDONTWRITEBYTECODE": "1",
-        }
-        status = warm.run(words, mine.course.root, environment, said if quiet else None, limit)
+        own = {"FOLOVLLM_MINE": str(mine.folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        variables = {**os.environ, **(environment or {}), **own}
+        status = warm.run(words, root, variables, out, limit)
         if status is None:
-            command, out = [sys.executable, "-m", "pytest", *words], said if quiet else None
+            command = [sys.executable, "-m", "pytest", *words]
             try:
-                status = subprocess.run(
-                    command, cwd=mine.course.root, env=environment, stdout=out, stderr=out, timeout=limit
-                ).returncode
+                done = subprocess.run(command, cwd=root, env=variables, stdout=out, stderr=out, timeout=limit)
+                status = done.returncode
             except subprocess.TimeoutExpired:
                 status = OUT_OF_TIME
         if quiet and status not in (0, 1, OUT_OF_TIME):
-            said.seek(0)
-            sys.stderr.write(said.read())
-        return status, outcomes_in(report)
-
-
-def outcomes_in(report: Path) -> Outcomes:
-    """What pytest wrote into a report; nothing if it did not get that far."""
-    return json.loads(report.read_text()) if report.is_file() else {}
+            output.seek(0)
+            sys.stderr.write(output.read())
+        return status, json.loads(report.read_text()) if report.is_file() else {}
 
 
 def verdict(mine: Mine, exercise: Exercise, outcomes: Outcomes) -> str:
@@ -85,7 +74,7 @@ def verdict(mine: Mine, exercise: Exercise, outcomes: Outcomes) -> str:
 
 def state_of(mine: Mine, exercise: Exercise) -> str:
     """What has become of one exercise, by running its own tests: "not started", or a verdict."""
-    if exercise.id.partition(".")[0] not in mine.state.started:
+    if exercise.milestone not in mine.state.started:
         return "not started"
     written = mine.written(exercise)
     outcomes = run_tests(mine, [*FIRST_FAILURE, "-q", *exercise.tests], quiet=True)[1] if written else {}
@@ -118,7 +107,7 @@ def run_milestone(mine: Mine, exercise: Exercise) -> int:
 
     They take minutes, so the other exercises' own tests, which take seconds, are asked first.
     """
-    state, id = mine.state, exercise.id.partition(".")[0]
+    state, id = mine.state, exercise.milestone
     exercises = mine.course.milestone(id).exercises
     if id in state.passed or not all(map(mine.written, exercises)):
         return 0
@@ -131,9 +120,8 @@ def run_milestone(mine: Mine, exercise: Exercise) -> int:
     if failing:
         return 1
     console.print()
-    say(
-        "That was the last exercise of {id}. Now all tests of {id}, in which your code works together (minutes):", id=id
-    )
+    said = "That was the last exercise of {id}. Now all tests of {id}, in which your code works together (minutes):"
+    say(said, id=id)
     status, _ = run_tests(mine, mine.course.tests(id))
     if status == 0:
         note_passed(mine, id)

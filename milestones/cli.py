@@ -8,25 +8,25 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markdown import Markdown
-from rich.syntax import Syntax
 from rich.text import Text
 
-from milestones import builders_cli, progress, splice, teaching, trace
+from milestones import builders, progress, splice, teaching, trace
 from milestones.check import FIRST_FAILURE, note_outcome, note_passed, run_builder, run_milestone, run_tests, state_of
-from milestones.explain import commented, print_commented
+from milestones.explain import print_commented
 from milestones.language import in_language, t, translated
 from milestones.manifest import Course
 from milestones.mine import Mine
 from milestones.mini import cli as mini
+from milestones.mini.course import Own
 from milestones.progress import newest_started, started_exercises
-from milestones.say import console, print_any_character, say
-from milestones.tasks import Exercise
+from milestones.say import console, print_any_character, print_code, print_hints, say, say_what_is_left
+from milestones.tasks import Builder, Exercise
 from milestones.update import update as update_mine
 
 POLL = 0.5  # seconds between two looks at mine/ by `watch`
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-app.add_typer(builders_cli.app)
+app.add_typer(builders.app)
 app.add_typer(mini.app)
 app.add_typer(teaching.app)
 
@@ -52,12 +52,8 @@ def _mine() -> Mine:
 def _refuse_unstarted(mine: Mine, id: str) -> None:
     """Raise ValueError for a milestone, or an exercise of one, that was not started: its tests would pass on the reference."""
     if (milestone := id.partition(".")[0]) not in mine.state.started:
-        raise ValueError(
-            t(
-                "{id} is not started, the tests would test the reference: python -m milestones start {id}",
-                id=milestone,
-            )
-        )
+        said = "{id} is not started, the tests would test the reference: python -m milestones start {id}"
+        raise ValueError(t(said, id=milestone))
 
 
 @app.callback(invoke_without_command=True)
@@ -68,8 +64,8 @@ def where(context: typer.Context) -> None:
     """
     if context.invoked_subcommand != "update":
         _mine().refuse_outdated()
-    if not context.invoked_subcommand and not mini.print_chosen():
-        progress.print_place(_mine())
+    if not context.invoked_subcommand:
+        mini.print_place() if Own.here().notes.path == "mini" else progress.print_place(_mine())
 
 
 @app.command()
@@ -155,23 +151,19 @@ def watch(
 def hint(id: Id, all: Annotated[bool, typer.Option("--all", help="All three.")] = False) -> None:
     """One more hint each time: a nudge, the approach, nearly the code."""
     mine = _mine()
-    state, builder = mine.state, mine.course.builder(id) if id.endswith(".builder") else None
-    rungs = mine.course.hints(builder or mine.course.exercise(id))
-    shown = len(rungs) if all else min(state.hints.get(id, 0) + 1, len(rungs))
-    for heading, text in rungs[:shown]:
-        console.print(Markdown(f"### {heading}\n\n{text}"))
-        console.print()
-    for name, names in ({} if builder else mine.course.in_reach(mine.course.exercise(id))).items():
-        say("{name} has in reach: {names}", name=name, names=", ".join(names) or "-")
-    state.hints[id] = max(shown, state.hints.get(id, 0))
+    state, course = mine.state, mine.course
+    task = course.builder(id) if id.endswith(".builder") else course.exercise(id)
+    hints, used = course.hints(task), state.hints.get(id, 0)
+    shown = print_hints(hints, used, all)
+    if isinstance(task, Builder):
+        answer = t("one way is in {file}", file=task.reference)
+    else:
+        answer = t("python -m milestones show {id} has the answer", id=id)
+        for name, names in course.in_reach(task).items():
+            say("{name} has in reach: {names}", name=name, names=", ".join(names) or "-")
+    state.hints[id] = max(shown, used)
     mine.save(state)
-    answer = (
-        t("one way is in {file}", file=builder.reference)
-        if builder
-        else t("python -m milestones show {id} has the answer", id=id)
-    )
-    more = t("the same command gives the next") if shown < len(rungs) else answer
-    say("{shown} of {all} hints; {more}", shown=shown, all=len(rungs), more=more)
+    say_what_is_left(hints, shown, answer)
 
 
 @app.command()
@@ -201,13 +193,9 @@ def show(
         asked = ", ".join(map(str, exercises))
         typer.confirm(t("Show the reference's answer to {exercise}?", exercise=asked), abort=True)
     for symbol in (symbol for exercise in exercises for symbol in exercise.symbols):
-        source = mine.course.source(symbol.path)
-        function = splice.find(source, symbol.name)
+        function = splice.find(mine.course.source(symbol.path), symbol.name)
         say(f"{symbol.path}:{function.line}")
-        text = "\n".join(source.split("\n")[function.start : function.end])
-        console.print(
-            Syntax(text, "python", background_color="default") if console.is_terminal else Text(text), soft_wrap=True
-        )
+        print_code(function.text)
     for exercise in exercises if paste else ():
         say("pasted; what was there is in {folder}", folder=mine.paste(exercise))
 
@@ -220,16 +208,12 @@ def explain(
     mine = _mine()
     exercise = mine.course.exercise(id)
     if not anyway and (state := state_of(mine, exercise)) != "passing":
-        raise ValueError(
-            t(
-                "your {id} is {state}, and this would give the answer away: "
-                "python -m milestones hint {id} says less, and --anyway shows it all the same",
-                id=id,
-                state=t(state),
-            )
+        said = (
+            "your {id} is {state}, and this would give the answer away: "
+            "python -m milestones hint {id} says less, and --anyway shows it all the same"
         )
-    for function in commented(mine.course, exercise):
-        print_commented(console, function)
+        raise ValueError(t(said, id=id, state=t(state)))
+    print_commented(mine.course, exercise)
     say("*Names* are those of known mistakes, which are in {folder}", folder=mine.course.wrong_folder(exercise))
     if mine.written(exercise):
         say("Yours: {places}", places=", ".join(map(mine.line, exercise.symbols)))
@@ -280,12 +264,9 @@ def read(
     exercises = {(str(symbol.path), symbol.name): e.id for e in course.exercises for symbol in e.symbols}
     phase, steps = "", trace.read(course, milestone)
     shown = steps if all else trace.shortened(steps, exercises)
-    say(
-        "{shown} functions in {files} files{rest}",
-        shown=len(shown),
-        files=len({step.file for step in shown}),
-        rest="" if all else t("; {rest} more that check or report: --all", rest=len(steps) - len(shown)),
-    )
+    rest = "" if all else t("; {rest} more that check or report: --all", rest=len(steps) - len(shown))
+    files = len({step.file for step in shown})
+    say("{shown} functions in {files} files{rest}", shown=len(shown), files=files, rest=rest)
     for step in shown:
         if step.phase != phase:
             phase = step.phase

@@ -24,22 +24,20 @@ def color(expert: int) -> str:
 
 def words(routing: Routing) -> Picture:
     """A column a token, a row a layer. The cell has the color and number of the token's first expert; the strip below it, its second's."""
-    num_layers = len(routing.experts)
-    parts: list[str] = []
-    top, x = 8.0, float(LEFT)
-    parts += _names(num_layers, top)
+    num_layers, top, x = len(routing.experts), 8.0, float(LEFT)
+    parts = [*_names(num_layers, top)]
     for number, piece in enumerate(routing.pieces):
         label = piece.strip() or "\N{OPEN BOX}"
         wide = max(CELL, 7 * len(label) + 8)
         if x + wide > WIDTH - 8:
             top, x = top + 34 + HIGH * num_layers, LEFT
             parts += _names(num_layers, top)
-        parts.append(text(x + wide / 2, top + 12, label, size=11, middle=True))
+        parts.append(text(x + wide / 2, top + 12, label, size=11, at="middle"))
         for layer in range(num_layers):
             first, *others = routing.experts[layer, number].tolist()
             y = top + 18 + HIGH * layer
             parts.append(box(x, y, wide - 1, HIGH - 1, color(first), "none"))
-            parts.append(text(x + wide / 2, y + 10, str(first), size=9, middle=True))
+            parts.append(text(x + wide / 2, y + 10, first, size=9, at="middle"))
             each = (wide - 1) / max(1, len(others))
             parts += [box(x + each * i, y + HIGH - 5, each, 4, color(other), "none") for i, other in enumerate(others)]
         x += wide
@@ -48,7 +46,7 @@ def words(routing: Routing) -> Picture:
 
 def _names(num_layers: int, top: float) -> Iterable[str]:
     for layer in range(num_layers):
-        yield text(LEFT - 6, top + 30 + HIGH * layer, f"layer {layer}", size=10, fill=GREY, end=True)
+        yield text(LEFT - 6, top + 30 + HIGH * layer, f"layer {layer}", size=10, fill=GREY, at="end")
 
 
 def load(counts: npt.NDArray[np.int64], ranks: int = 1) -> Picture:
@@ -63,13 +61,13 @@ def load(counts: npt.NDArray[np.int64], ranks: int = 1) -> Picture:
     percent = np.round(100 * counts / counts.sum(-1, keepdims=True))
     for row, shares in enumerate(percent / percent.sum(-1, keepdims=True)):
         y = 8 + (high + 6) * row
-        parts.append(text(LEFT - 6, y + 17, f"layer {row}", size=10, fill=GREY, end=True))
+        parts.append(text(LEFT - 6, y + 17, f"layer {row}", size=10, fill=GREY, at="end"))
         ends = np.cumsum(shares)
         for expert, (share, end) in enumerate(zip(shares.tolist(), ends.tolist(), strict=True)):
             x = LEFT + wide * (end - share)
             parts.append(box(x, y, wide * share, high, color(expert), "white"))
             label = f"{expert}: {100 * share:.0f}%" if share > 0.055 else str(expert) if share > 0.015 else ""
-            parts.append(text(x + wide * share / 2, y + 17, label, size=10, middle=True))
+            parts.append(text(x + wide * share / 2, y + 17, label, size=10, at="middle"))
         for rank in range(1, ranks):
             border = LEFT + wide * float(ends[rank * num_experts // ranks - 1])
             parts.append(box(border - 1.5, y - 3, 3, high + 6, INK, "none"))
@@ -91,16 +89,14 @@ def batch(measured: Mapping[int, float], num_experts: int, asked: int) -> Pictur
     parts = []
     for experts in range(0, num_experts + 1, 2):
         _, y = at(1, experts)
-        parts += [box(left, y, wide, 0.5, "#ddd", "none"), text(left - 8, y + 4, str(experts), size=11, end=True)]
+        parts += [box(left, y, wide, 0.5, "#ddd", "none"), text(left - 8, y + 4, experts, size=11, at="end")]
     curve = [at(n, expected(num_experts, asked, n)) for n in np.geomspace(1, sizes[-1], 80)]
     points = " ".join(f"{x:.1f},{y:.1f}" for x, y in curve)
     parts.append(f'<polyline points="{points}" fill="none" stroke="{GREY}" stroke-dasharray="4 3"/>')
     for size in sizes:
         x, y = at(size, measured[size])
-        parts += [
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{RED}"/>',
-            text(x, top + high + 18, str(size), size=11, middle=True),
-        ]
-    parts.append(text(left + wide / 2, top + high + 38, "tokens in the step", size=11, fill=GREY, middle=True))
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{RED}"/>')
+        parts.append(text(x, top + high + 18, size, size=11, at="middle"))
+    parts.append(text(left + wide / 2, top + high + 38, "tokens in the step", size=11, fill=GREY, at="middle"))
     parts.append(text(left, 10, "experts that a layer reads", size=11, fill=GREY))
     return svg(parts, top + high + 46)

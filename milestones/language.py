@@ -46,6 +46,12 @@ def read_text(file: Path) -> str:
     return MARK.sub("", translated(file).read_text("utf-8"))
 
 
+def read_sections(file: Path) -> list[tuple[str, str]]:
+    """(heading, text) of each part of a file in the reader's language; a part begins with a level-two heading."""
+    parts = re.split(r"^## +", read_text(file), flags=re.M)[1:]
+    return [(heading.strip(), text.strip()) for heading, _, text in (part.partition("\n") for part in parts)]
+
+
 def parts_of(command: Any) -> Iterator[Any]:
     """A command and all below it."""
     yield command

@@ -86,7 +86,7 @@ class Mine:
 
     def written(self, exercise: Exercise) -> bool:
         """True once no symbol of the exercise is a stub here; what is not here at all is the reference's, not written."""
-        return not self.absent(exercise) and not self.broken(exercise) and not self.blanks(exercise)
+        return not (self.absent(exercise) or self.broken(exercise) or self.blanks(exercise))
 
     def broken(self, exercise: Exercise) -> str:
         """Where, and why, the first file of the exercise that is here is no Python; empty if all are."""
@@ -110,11 +110,11 @@ class Mine:
 
     def missing(self, exercise: Exercise) -> str:
         """What to do about a file that `start` brought and that is gone; empty if there is none."""
-        absent, milestone = self.absent(exercise), exercise.id.partition(".")[0]
-        if not absent or milestone not in self.state.started:
+        absent = self.absent(exercise)
+        if not absent or exercise.milestone not in self.state.started:
             return ""
         said = "{file} is missing from mine/: `python -m milestones start {id}` brings it back"
-        return t(said, file=absent[0], id=milestone)
+        return t(said, file=absent[0], id=exercise.milestone)
 
     def blanks(self, exercise: Exercise) -> list[str]:
         """The symbols of the exercise that are stubs here."""
@@ -167,11 +167,9 @@ class Mine:
 
     def reset(self, exercise: Exercise) -> Path:
         """Cut the exercise out again; what was written goes to the returned backup folder."""
-        folder, state = (
-            self._put(exercise, lambda s: splice.blank(self.base(s.path), {s.name: exercise.id})),
-            self.state,
-        )
-        state.passed = [id for id in state.passed if id != exercise.id.partition(".")[0]]
+        folder = self._put(exercise, lambda s: splice.blank(self.base(s.path), {s.name: exercise.id}))
+        state = self.state
+        state.passed = [id for id in state.passed if id != exercise.milestone]
         state.failed = [id for id in state.failed if id != exercise.id]
         self.save(state)
         return folder
@@ -204,7 +202,7 @@ class Mine:
             text = texts.get(symbol.path) or self.read(symbol.path)
             if text is None:
                 said = "{path} is not in {folder}: start {id} first"
-                raise ValueError(t(said, path=symbol.path, folder=self.folder, id=exercise.id.partition(".")[0]))
+                raise ValueError(t(said, path=symbol.path, folder=self.folder, id=exercise.milestone))
             try:
                 texts[symbol.path] = splice.transplant(text, symbol.name, origin(symbol))
             except (LookupError, SyntaxError) as error:
@@ -280,8 +278,7 @@ def write_variant(
             for symbol in (s for s in answer.exercise.symbols if s.path == path):
                 text = mutated(text, symbol, answer)
         text = splice.blank(text, names((e for e in exercises if e in blanked), path))
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text, encoding="utf-8")
+        Mine(course, folder).write(path, text)
     return folder
 
 

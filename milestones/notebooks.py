@@ -60,9 +60,7 @@ def _name_the_unwritten(mine: Mine) -> None:
     if shell is None:
         return
 
-    def show(
-        shell: Any, kind: type[BaseException], error: BaseException, trace: Any, tb_offset: int | None = None
-    ) -> None:
+    def show(shell: Any, kind: Any, error: BaseException, trace: Any, tb_offset: int | None = None) -> None:
         blank = re.match(rf"(?:rank \d+ failed with )?(?:NotImplementedError: )?({EXERCISE_ID}): ", str(error))
         exercise = next((e for e in mine.course.exercises if blank and e.id == blank[1]), None)
         if exercise:
@@ -109,21 +107,18 @@ def build(source: Path, target: Path, mine: Path) -> str:
     from nbclient import NotebookClient
 
     book, began = parse(source), time.perf_counter()
-    client = NotebookClient(
-        book, timeout=4 * SECONDS, record_timing=False, resources={"metadata": {"path": str(target.parent)}}
-    )
+    place = {"metadata": {"path": str(target.parent)}}
+    client = NotebookClient(book, timeout=4 * SECONDS, record_timing=False, resources=place)
     client.execute(env={**os.environ, "FOLOVLLM_MINE": str(mine)})
     _call_it_the_reference(book)
     seconds = time.perf_counter() - began
     book.metadata.pop("language_info", None)  # the machine's Python version
-    text = f"{nbformat.writes(book)}\n"  # type: ignore[no-untyped-call]
-    if len(text.encode()) > BYTES:
-        raise ValueError(
-            f"{target.name} has {len(text.encode()):,} bytes, more than {BYTES:,}: draw less, or at a lower dpi"
-        )
-    target.write_text(text, encoding="utf-8")
+    data = f"{nbformat.writes(book)}\n".encode()  # type: ignore[no-untyped-call]
+    if len(data) > BYTES:
+        raise ValueError(f"{target.name} has {len(data):,} bytes, more than {BYTES:,}: draw less, or at a lower dpi")
+    target.write_bytes(data)
     slow = "" if seconds <= SECONDS else f", OVER {SECONDS} s"
-    return f"{target.name}: {len(book.cells)} cells, {seconds:.0f} s{slow}, {len(text.encode()) // 1000} KB"
+    return f"{target.name}: {len(book.cells)} cells, {seconds:.0f} s{slow}, {len(data) // 1000} KB"
 
 
 def _call_it_the_reference(book: Any) -> None:
@@ -155,9 +150,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="compare cells, execute nothing")
     options = parser.parse_args(arguments)
     folder = Course.here().root / "notebooks"
-    sources = [
-        s for s in sorted((folder / "src").glob("[mx][0-9]*.py")) if not options.names or s.stem in options.names
-    ]
+    sources = sorted((folder / "src").glob("[mx][0-9]*.py"))
+    sources = [source for source in sources if source.stem in options.names or not options.names]
     if options.check:
         found = {s.stem: said for s in sources if (said := difference(s, folder / f"{s.stem}.ipynb"))}
         for name, said in found.items():

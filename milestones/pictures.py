@@ -48,26 +48,28 @@ def lanes(*runs: Run | tuple[str, Run]) -> Picture:
     Several runs stand under one another, on one clock. Dark: several tokens of a prompt (or again, after a preemption); light:
     one token; dashed: waits; red: gives way.
     """
+    titled, wide = _titled(runs)
+    high, parts = 3 * LINE + 64, list[str]()
+    for number, (title, run) in enumerate(titled):
+        parts += _lanes(run, f"{title}: {len(run.turns)} steps", high * number, wide)
+    return svg(parts, high * len(runs) - 8)
+
+
+def _titled(runs: Iterable[Run | tuple[str, Run]]) -> tuple[list[tuple[str, Run]], int]:
+    """Each run with its title, and how wide a step of theirs is."""
     titled = [each if isinstance(each, tuple) else (each.milestone.upper(), each) for each in runs]
-    wide = min(WIDEST, (WIDTH - 46) // max(len(run.turns) for _, run in titled))
-    parts: list[str] = []
-    top = 0
-    for title, run in titled:
-        parts += _lanes(run, f"{title}: {len(run.turns)} steps", top, wide)
-        top += 3 * LINE + 64
-    return svg(parts, top - 8)
+    return titled, min(WIDEST, (WIDTH - 46) // max(len(run.turns) for _, run in titled))
 
 
 def _lanes(run: Run, title: str, top: int, wide: int) -> Iterable[str]:
     yield text(8, top + 18, title, size=14, bold=True)
     for turn in run.turns:
-        yield text(40 + wide * (turn.number + 0.5), top + 36, str(turn.number), size=10, fill=GREY, middle=True)
+        yield text(40 + wide * (turn.number + 0.5), top + 36, turn.number, size=10, fill=GREY, at="middle")
     for row, request in enumerate(example().requests):
         y = top + 42 + LINE * row
         yield text(14, y + 16, request.name, fill=DARK[request.name], bold=True)
         for doing, cells in groupby(run.turns, key=lambda turn: _doing(turn, request.name)):
-            turns = list(cells)
-            yield from _stretch(doing, request.name, turns, y, wide)
+            yield from _stretch(doing, request.name, list(cells), y, wide)
 
 
 def _doing(turn: Turn, name: str) -> str:
@@ -84,25 +86,23 @@ def _stretch(doing: str, name: str, turns: list[Turn], y: float, wide: int) -> I
     if doing == "waits":
         yield box(x + 2, y + 2, width - 4, LINE - 4, "white", GREY, dashed=True)
         if len(turns) > 1:
-            yield text(x + width / 2, y + 16, "waits", size=10, fill=GREY, middle=True)
+            yield text(x + width / 2, y + 16, "waits", size=10, fill=GREY, at="middle")
     elif doing == "gives way":
         yield box(x + 2, y + 2, width - 4, LINE - 4, "white", RED)
-        yield text(x + width / 2, y + 16, "out", size=10, fill=RED, middle=True)
+        yield text(x + width / 2, y + 16, "out", size=10, fill=RED, at="middle")
     elif doing:
         scheduled = next(scheduled for scheduled in turns[0].scheduled_seqs if scheduled.name == name)
         tokens, found = scheduled.end - scheduled.start, turns[0].hits.get(name, 0)
         is_dark = tokens > 1 or not scheduled.draws
         yield box(x + 1, y + 1, width - 2, LINE - 2, (DARK if is_dark else LIGHT)[name], DARK[name])
-        label = f"{found}+{tokens}" if found else str(tokens)
-        yield text(x + width / 2, y + 16, label, size=11, fill="white" if is_dark else INK, middle=True)
+        label = f"{found}+{tokens}" if found else tokens
+        yield text(x + width / 2, y + 16, label, size=11, fill="white" if is_dark else INK, at="middle")
 
 
 def blocks(*runs: Run | tuple[str, Run]) -> Picture:
     """Who holds which block: a row a block, as high as it is long, a column a step. What is not filled is reserved and empty."""
-    titled = [each if isinstance(each, tuple) else (each.milestone.upper(), each) for each in runs]
-    wide = min(WIDEST, (WIDTH - 46) // max(len(run.turns) for _, run in titled))
-    parts: list[str] = []
-    top = 0.0
+    titled, wide = _titled(runs)
+    top, parts = 0.0, list[str]()
     for title, run in titled:
         parts += [text(8, top + 18, title, size=14, bold=True), *_holders(run, top + 26, wide)]
         top += 46 + SLOT * len(run.turns[0].after.memory)
@@ -113,8 +113,8 @@ def _holders(run: Run, top: float, wide: int) -> Iterable[str]:
     high = SLOT * run.block_size
     for turn in run.turns:
         x = 40 + wide * turn.number
-        yield text(x + wide / 2, top + 10, str(turn.number), size=10, fill=GREY, middle=True)
-        for block, _ in enumerate(turn.after.held):
+        yield text(x + wide / 2, top + 10, turn.number, size=10, fill=GREY, at="middle")
+        for block in range(len(turn.after.held)):
             yield box(x + 1, top + 14 + high * block, wide - 2, high - 1, "white", "#ddd")
         held = _filled(run, turn)
         for (block, name), tokens in held.items():
@@ -123,37 +123,36 @@ def _holders(run: Run, top: float, wide: int) -> Iterable[str]:
             y = top + 14 + high * block + part * sharers.index(name)
             yield box(x + 1, y, (wide - 2) * tokens / run.block_size, part - 1, LIGHT[name], "none")
             yield box(x + 1, y, wide - 2, part - 1, "none", DARK[name])
-            yield text(x + wide / 2, y + part / 2 + 4, name, size=10, fill=DARK[name], middle=True, bold=True)
+            yield text(x + wide / 2, y + part / 2 + 4, name, size=10, fill=DARK[name], at="middle", bold=True)
     for block in range(len(run.turns[0].after.held)):
-        yield text(34, top + 18 + high * (block + 0.5), str(block), size=10, fill=GREY, end=True)
+        yield text(34, top + 18 + high * (block + 0.5), block, size=10, fill=GREY, at="end")
 
 
 def _filled(run: Run, turn: Turn) -> dict[tuple[int, str], int]:
     """Of each block and each request that holds it in a step, how many of its tokens lie there."""
-    found: dict[tuple[int, str], int] = {}
-    for scheduled in turn.scheduled_seqs:
-        for i, block in enumerate(_table(turn, scheduled.name, scheduled, run.block_size)):
-            found[block, scheduled.name] = min(run.block_size, scheduled.end - i * run.block_size)
-    return found
+    size = run.block_size
+    return {
+        (block, scheduled.name): min(size, scheduled.end - i * size)
+        for scheduled in turn.scheduled_seqs
+        for i, block in enumerate(_table(turn, scheduled.name, scheduled, size))
+    }
 
 
 def step(run: Run, number: int) -> Picture:
     """One step: the tokens of each request, its block table, the slots of the new tokens, and the memory before and after."""
-    turn, height = run.turns[number], _memory_height(run)
+    turn = run.turns[number]
+    shares, story = {scheduled.name: scheduled for scheduled in turn.scheduled_seqs}, _story(run, turn)
     parts = [text(8, 20, f"{run.milestone.upper()}, step {number}", size=14, bold=True)]
-    parts += [text(8, 38 + 15 * i, line, size=11) for i, line in enumerate(_story(run, turn))]
-    top = 52 + 15 * len(_story(run, turn))
-    for name in sorted(
-        {*turn.after.tables, *turn.before.tables, *(scheduled.name for scheduled in turn.scheduled_seqs), *turn.refused}
-    ):
-        scheduled = next((scheduled for scheduled in turn.scheduled_seqs if scheduled.name == name), None)
-        parts += _request(run, turn, name, scheduled, top)
+    parts += [text(8, 38 + 15 * i, line, size=11) for i, line in enumerate(story)]
+    top = 52 + 15 * len(story)
+    for name in sorted({*turn.after.tables, *turn.before.tables, *shares, *turn.refused}):
+        parts += _request(run, turn, name, shares.get(name), top)
         top += 78
-    new = {slot for scheduled in turn.scheduled_seqs for slot in scheduled.slots}
-    left = WIDTH - 2 * (ACROSS * CELL + 40)
-    parts += _memory(run, turn.before, left, "memory before", frozenset())
+    new = {slot for scheduled in shares.values() for slot in scheduled.slots}
+    left, slots = WIDTH - 2 * (ACROSS * CELL + 40), len(turn.after.memory)
+    parts += _memory(run, turn.before, left, "memory before", set())
     parts += _memory(run, turn.after, left + ACROSS * CELL + 40, "memory after", new)
-    return svg(parts, max(top, height))
+    return svg(parts, max(top, 34 + HIGH * (slots // ACROSS) + 4 * (slots // max(run.block_size, 1))))
 
 
 def _story(run: Run, turn: Turn) -> list[str]:
@@ -161,86 +160,67 @@ def _story(run: Run, turn: Turn) -> list[str]:
     said = [f"{name} arrives." for name in turn.arrived]
     said += [f"{name} begins with {hit} tokens that are in the cache." for name, hit in turn.hits.items()]
     for name, of in turn.preempted.items():
-        said.append(
-            f"{name} gives way{f' to {of}' if of != name else ''}, and loses {turn.lost[name]} computed tokens."
-        )
+        to = f" to {of}" if of != name else ""
+        said.append(f"{name} gives way{to}, and loses {turn.lost[name]} computed tokens.")
     said += [f"{name} waits: {WANT[why]}." for name, why in turn.refused.items() if name not in turn.preempted]
     if turn.drawn:
-        drawn = (
-            f"{name} \N{LEFT DOUBLE QUOTATION MARK}{run.texts[token].strip()}\N{RIGHT DOUBLE QUOTATION MARK}"
-            for name, token in turn.drawn.items()
-        )
+        drawn = (f"{name} “{run.texts[token].strip()}”" for name, token in turn.drawn.items())
         said.append(f"Sampled: {', '.join(drawn)}.")
     return said + [f"{name} is done." for name in turn.finished]
 
 
 def _request(run: Run, turn: Turn, name: str, scheduled: ScheduledSequence | None, top: float) -> Iterable[str]:
     """Positions of a request's tokens in groups of a block, the table below them, and the new tokens' slots."""
-    start, end = (scheduled.start, scheduled.end) if scheduled else (0, 0)
-    table = _table(turn, name, scheduled, run.block_size)
     yield text(8, top + 14, name, fill=DARK[name], bold=True)
-    wide, group = 16, run.block_size * 16 + 6
-    for p in range(end):
-        x = 30 + group * (p // run.block_size) + wide * (p % run.block_size)
-        is_new = p >= start
-        yield box(x, top, wide - 1, 18, (DARK if is_new else LIGHT)[name], DARK[name])
-        yield text(x + wide / 2, top + 13, str(p), size=8.5, fill="white" if is_new else INK, middle=True)
-    for i, block in enumerate(table if scheduled else ()):
-        x = 30 + group * i
-        wide_here = wide * min(run.block_size, end - i * run.block_size)
-        yield text(x + max(wide_here, 52) / 2 - 2, top + 34, f"↓ block {block}", size=10, middle=True)
-    slots = list(scheduled.slots) if scheduled else []
-    if scheduled and slots:
-        yield text(30, top + 52, f"slot mapping of the new: {_ranges(slots)}", size=10, fill=INK)
     if not scheduled:
         yield text(30, top + 14, "takes no part in this step", size=11, fill=GREY)
+        return
+    size, wide, group = run.block_size, 16, run.block_size * 16 + 6
+    for p in range(scheduled.end):
+        x, is_new = 30 + group * (p // size) + wide * (p % size), p >= scheduled.start
+        yield box(x, top, wide - 1, 18, (DARK if is_new else LIGHT)[name], DARK[name])
+        yield text(x + wide / 2, top + 13, p, size=8.5, fill="white" if is_new else INK, at="middle")
+    for i, block in enumerate(_table(turn, name, scheduled, size)):
+        wide_here = wide * min(size, scheduled.end - i * size)
+        yield text(30 + group * i + max(wide_here, 52) / 2 - 2, top + 34, f"↓ block {block}", size=10, at="middle")
+    if scheduled.slots:
+        yield text(30, top + 52, f"slot mapping of the new: {_ranges(scheduled.slots)}", size=10, fill=INK)
 
 
-def _table(turn: Turn, name: str, scheduled: ScheduledSequence | None, size: int) -> tuple[int, ...]:
+def _table(turn: Turn, name: str, scheduled: ScheduledSequence, size: int) -> tuple[int, ...]:
     """The block table of a request in a step; if it ended in the step, as far as the slots say."""
     if name in turn.after.tables:
         return turn.after.tables[name]
     known = turn.before.tables.get(name, ())
-    named = dict.fromkeys(slot // size for slot in (scheduled.slots if scheduled else ()))
+    named = dict.fromkeys(slot // size for slot in scheduled.slots)
     return known + tuple(block for block in named if block not in known)
 
 
-def _memory_height(run: Run) -> int:
-    slots, size = len(run.turns[0].after.memory), max(run.block_size, 1)
-    return 34 + HIGH * (slots // ACROSS) + 4 * (slots // size)
-
-
-def _memory(run: Run, state: State, left: float, title: str, new: Iterable[int]) -> Iterable[str]:
+def _memory(run: Run, state: State, left: float, title: str, new: set[int]) -> Iterable[str]:
     """Each block in lines of four slots. A grey number: the block is free, and has its old contents; a star: it can be found."""
     yield text(left + 36, 20, title, bold=True)
-    fresh, lines = frozenset(new), -(-run.block_size // ACROSS)
+    lines = -(-run.block_size // ACROSS)
     for slot, place in enumerate(state.memory):
         block, offset = divmod(slot, run.block_size)
         x = left + 36 + CELL * (offset % ACROSS)
         y = 28 + block * (lines * HIGH + 4) + HIGH * (offset // ACROSS)
         if offset == 0:
             name = f"{block}{'*' if state.named[block] else ''}"
-            yield text(left + 30, y + 13, name, size=10, fill=INK if state.held[block] else GREY, end=True)
-        yield from _slot(
-            run, x, y, place, bool(state.held[block]) and _is_live(state, slot, run.block_size), slot in fresh
-        )
+            yield text(left + 30, y + 13, name, size=10, fill=INK if state.held[block] else GREY, at="end")
+        if place:
+            is_live = bool(state.held[block]) and _is_live(state, block, place, run.block_size)
+            yield from _slot(run, x, y, place, is_live, slot in new)
+        else:
+            yield box(x, y, CELL - 2, HIGH - 2, "white", "#ccc")
 
 
-def _is_live(state: State, slot: int, size: int) -> bool:
-    """Whether a slot holds a token of a sequence that runs, as its table says."""
-    if (place := state.memory[slot]) is None:
-        return False
-    block = slot // size
-    return any(
-        block in table and (name == place[0] or state.named[block]) and table.index(block) == place[1] // size
-        for name, table in state.tables.items()
-    )
+def _is_live(state: State, block: int, place: Place, size: int) -> bool:
+    """Whether a token in a block is one of a sequence that runs, as its table says."""
+    tables = (table for name, table in state.tables.items() if name == place[0] or state.named[block])
+    return any(block in table and table.index(block) == place[1] // size for table in tables)
 
 
-def _slot(run: Run, x: float, y: float, place: Place | None, is_live: bool, is_new: bool) -> Iterable[str]:
-    if place is None:
-        yield box(x, y, CELL - 2, HIGH - 2, "white", "#ccc")
-        return
+def _slot(run: Run, x: float, y: float, place: Place, is_live: bool, is_new: bool) -> Iterable[str]:
     name, position = place
     fill = DARK[name] if is_new else LIGHT[name] if is_live else "#f6f6f6"
     ink = "white" if is_new else INK if is_live else "#999"
@@ -248,15 +228,10 @@ def _slot(run: Run, x: float, y: float, place: Place | None, is_live: bool, is_n
     yield text(x + 3, y + 13, f"{name}{position} {run.text(name, position).strip()}"[:11], size=8.5, fill=ink)
 
 
-def _ranges(slots: list[int]) -> str:
+def _ranges(slots: Iterable[int]) -> str:
     """Runs of neighbours: "28 to 36, 24"."""
-    runs: list[list[int]] = []
-    for slot in slots:
-        if runs and slot == runs[-1][-1] + 1:
-            runs[-1].append(slot)
-        else:
-            runs.append([slot])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+    groups = ([slot for _, slot in run] for _, run in groupby(enumerate(slots), key=lambda pair: pair[1] - pair[0]))
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in groups)
 
 
 def svg(parts: Iterable[str], height: float) -> Picture:
@@ -269,17 +244,6 @@ def box(x: float, y: float, width: float, height: float, fill: str, stroke: str,
     return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="2" fill="{fill}" stroke="{stroke}"{dash}/>'
 
 
-def text(
-    x: float,
-    y: float,
-    text: str,
-    *,
-    size: float = 12,
-    fill: str = INK,
-    bold: bool = False,
-    middle: bool = False,
-    end: bool = False,
-) -> str:
-    anchor = ' text-anchor="middle"' if middle else ' text-anchor="end"' if end else ""
-    weight = ' font-weight="bold"' if bold else ""
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{fill}"{anchor}{weight}>{escape(text)}</text>'
+def text(x: float, y: float, said: object, size: float = 12, fill: str = INK, bold: bool = False, at: str = "") -> str:
+    anchor, weight = f' text-anchor="{at}"' if at else "", ' font-weight="bold"' if bold else ""
+    return f'<text x="{x:g}" y="{y:g}" font-size="{size:g}" fill="{fill}"{anchor}{weight}>{escape(str(said))}</text>'

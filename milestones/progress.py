@@ -67,12 +67,8 @@ def _print_ahead(mine: Mine) -> None:
         say("Next: python -m milestones start {id}  ({summary})", id=ahead.id, summary=t(ahead.summary))
     own = next((b for b in mine.course.builders if b.milestone == newest_started(mine)), None)
     if own and state.started and not (mine.folder / own.path).is_file():
-        say(
-            "Beside it, if you like: python -m milestones build {id}  ({title}, {minutes} minutes)",
-            id=own.milestone,
-            title=t(own.title),
-            minutes=own.minutes,
-        )
+        said = "Beside it, if you like: python -m milestones build {id}  ({title}, {minutes} minutes)"
+        say(said, id=own.milestone, title=t(own.title), minutes=own.minutes)
 
 
 def print_status(mine: Mine, run: bool) -> None:

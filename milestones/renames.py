@@ -1,25 +1,26 @@
 """What the reference's names were, oldest first, and what a learner wrote in those names, in those of today. Format: README.md.
 
-A name is changed where Python reads it, never in a string or a comment (only a module's full path is, there too), and
-every other character stays as it was written.
+A name is changed where Python reads it, never in a string or a comment (only a full path is, there too), and every other
+character stays as it was written.
 """
 
 import ast
+import contextlib
 import io
+import itertools
 import re
 import tokenize
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from milestones.splice import FunctionNode, module_names
+from milestones.splice import FunctionNode, functions, module_names
 from milestones.tasks import PACKAGE
 
-Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
-Scope = ast.ClassDef | FunctionNode | ast.Lambda | Comprehension
-MAGIC = re.compile(r"^([^\S\n]*)[%!].*", re.M)  # IPython's own lines in a cell
+MAGIC, HIDDEN = re.compile(r"^([^\S\n]*)([%!].*)", re.M), "pass  #magic "  # IPython's own lines in a cell
+BETWEEN = "\n#cell\n"  # two cells of a notebook
+NO_WORDS = (tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,30 +33,23 @@ class Change:
     on: tuple[str, ...] = ()  # of a member: what stands before its dot; `self` also where a class defines it
     contract: str = ""  # what else a body has to do since; one that was written before is cut out
 
-    def __post_init__(self) -> None:
-        if len({(":" in place, "(" in place) for place in (self.old, self.new)}) > 1:
-            raise ValueError(f"{self.old} cannot become {self.new}: a module becomes a module, a parameter a parameter")
-        if self.old == self.new and not self.contract:
-            raise ValueError(f"{self.old} is what it was")
-
-    @property
-    def is_module(self) -> bool:
-        return ":" not in self.old
-
     @property
     def is_parameter(self) -> bool:
         return self.old.endswith(")")
 
     @property
-    def owner(self) -> str:
-        """Whose member or parameter it is: the last name before."""
-        return re.split(r"[.:(]", self.old.rstrip(")"))[-2]
+    def is_member(self) -> bool:
+        return "." in self.old.partition(":")[2]
 
     @property
-    def names(self) -> tuple[str, str]:
-        """The last name, old and new."""
-        old, new = (re.split(r"[.:(]", place.rstrip(")"))[-1] for place in (self.old, self.new))
-        return old, new
+    def parts(self) -> list[str]:
+        """The names in `old`: the last is changed, that before it is its owner's."""
+        return re.split(r"[.:(]", self.old.rstrip(")"))
+
+    @property
+    def becomes(self) -> str:
+        """The last name in `new`."""
+        return re.split(r"[.:(]", self.new.rstrip(")"))[-1]
 
     def moved(self, path: str) -> str:
         """Where a path, all dots, is after the change."""
@@ -73,15 +67,9 @@ def dotted(place: str) -> str:
 
 
 def read_changes(file: Path) -> tuple[Change, ...]:
-    """The history in a file, empty where there is none. Raises ValueError that names the file."""
-    if not file.is_file():
-        return ()
-    try:
-        rows = tomllib.loads(file.read_text(encoding="utf-8"))["changes"]
-        lists = [{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()} for row in rows]
-        return tuple(Change(**row) for row in lists)
-    except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(f"{file}: {error}") from error
+    """The history in a file, empty where there is none."""
+    rows = tomllib.loads(file.read_text("utf-8"))["changes"] if file.is_file() else []
+    return tuple(Change(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in rows)
 
 
 def follow(changes: Iterable[Change], path: str) -> tuple[str, list[str]]:
@@ -94,296 +82,138 @@ def follow(changes: Iterable[Change], path: str) -> tuple[str, list[str]]:
     return path, contracts
 
 
-def renamed(
-    text: str, changes: Sequence[Change], ids: Iterable[str], module: str = "", known: Mapping[str, str] | None = None
-) -> str:
-    """A source text of a module, or a cell, after the changes that concern these exercises. SyntaxError if it is none of Python's.
-
-    `known` says what imports of earlier cells have bound.
-    """
-    ids, heard = [*ids], list[Change]()
+def renamed(text: str, changes: Iterable[Change], ids: Iterable[str], module: str = "") -> str:
+    """A source text of a module, or a cell, after the changes that concern these exercises. SyntaxError if it is none of Python's."""
+    ids = [*ids]
     for change in changes:
-        if change.concerns(ids) and (change.names[0] in text or any(change.names[0] == c.names[1] for c in heard)):
-            heard.append(change)
-    return Text(text, module, dict(known or {})).after(heard) if heard else text
+        if change.concerns(ids) and change.parts[-1] in text and change.old != change.new:
+            text = _in_words(text, change, module)
+            if not change.is_parameter and not change.is_member:
+                text = _in_imports(text, change)
+                text = re.sub(rf"(?<![\w.]){re.escape(dotted(change.old))}(?!\w)", dotted(change.new), text)
+        module = change.moved(module)
+    return text
 
 
-@dataclass(slots=True)
+def renamed_cells(cells: Sequence[str], changes: Iterable[Change], ids: Iterable[str]) -> list[str]:
+    """A notebook's cells after the changes; one that is not Python stays as it is."""
+    python = dict[int, str]()
+    for number, cell in enumerate(cells):
+        with contextlib.suppress(SyntaxError):
+            ast.parse(plain := MAGIC.sub(rf"\1{HIDDEN}\2", cell))
+            python[number] = plain
+    fresh = renamed(BETWEEN.join(python.values()), changes, ids).replace(HIDDEN, "").split(BETWEEN)
+    return [*(dict(enumerate(cells)) | dict(zip(python, fresh, strict=False))).values()]
+
+
+@dataclass(frozen=True, slots=True)
 class Word:
-    """A name in a text; `near` is the one before its dot, or that of the function called or defined."""
+    """A name in a text's code, outside of imports."""
 
     start: int
+    line: int  # counted from 1
     name: str
-    kind: str  # name, local, member or keyword; path: dots and all
-    path: str = ""  # what it means, where imports or definitions tell
-    near: "Word | None" = None
-    scope: Scope | None = None  # of a local
-    new: str = ""
-
-    def follow(self, change: Change) -> None:
-        """Take one change in."""
-        old, new = change.names
-        near = self.near.new if self.near else ""
-        if self.path and (path := change.moved(self.path)) != self.path:
-            if self.kind == "path":
-                self.new = path
-            elif self.new == self.path.rpartition(".")[2]:  # not what an import calls it
-                self.new = path.rpartition(".")[2]
-            self.path = path
-        elif change.is_parameter:
-            if self.new == old and near == change.owner and self.kind in ("keyword", "local"):
-                self.new = new
-        elif "." in change.old.partition(":")[2] and self.new == old and self._may_be(change, near):
-            self.new = new
-
-    def _may_be(self, change: Change, near: str) -> bool:
-        """Whether a name that is a member's is that of this class's: of strangers' modules it is not."""
-        if self.kind == "keyword":
-            return near in (change.owner, change.new.rpartition(":")[2].partition(".")[0], "replace")
-        ours = not self.path or self.path.startswith(f"{PACKAGE}.")
-        return self.kind == "member" and ours and (not change.on or near in change.on)
+    kind: str  # "member" behind a dot, "keyword" of a call, "def" behind def or class, else "name"
+    near: str  # of a member: the name before the dot; of a keyword: that of the function called
+    root: str  # of a member: the first of all names before it
 
 
-SELF = Word(-1, "self", "local", new="self")  # before the dot of what a class defines
+def words(text: str) -> Iterator[Word]:
+    """The names in a text's code, outside of imports, in their order."""
+    starts = [0, *itertools.accumulate(len(line) + 1 for line in text.split("\n"))]
+    opened: list[tuple[str, bool]] = []  # of each open bracket: the name before it, and whether that is being defined
+    tokens = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in NO_WORDS]
+    before, last, root, is_import = ["", "\n"], "", "", False
+    for token, following in itertools.pairwise([*tokens, *tokens[-1:]]):
+        said, line = token.string, token.start[0]
+        start = starts[line - 1] + token.start[1]
+        if is_import or (said in ("from", "import") and before[-1].strip() in ("", ":", ";")):
+            is_import = token.type != tokenize.NEWLINE
+        elif token.type == tokenize.STRING and "f" in said.partition(said[-1])[0].lower():  # one token in Python 3.11
+            for code in re.finditer(r"(?<!\{)(?:\{\{)*\{([^{}]+)", said):
+                with contextlib.suppress(tokenize.TokenError):
+                    yield from (replace(w, start=start + code.start(1) + w.start, line=line) for w in words(code[1]))
+        elif token.type == tokenize.NAME:
+            is_given = following.string == "=" and before[-1] in ("(", ",") and opened and not opened[-1][1]
+            kind = "member" if before[-1] == "." else "def" if before[-1] in ("def", "class") else "name"
+            root = root if kind == "member" else said
+            yield Word(start, line, said, "keyword" if is_given else kind, opened[-1][0] if is_given else last, root)
+            last = said
+        elif said in ("(", "[", "{"):
+            opened.append((last, before[0] == "def"))
+            last = ""
+        elif said in (")", "]", "}"):
+            last, root = opened.pop()[0], ""
+        elif said != ".":
+            last = root = ""
+        before = [before[-1], said]
 
 
-@dataclass
-class Text:
-    """One source text, its words and what they mean."""
-
-    text: str
-    module: str
-    bound: dict[str, str]  # name: dotted path
-    words: dict[int, Word] = field(default_factory=dict)  # by where they begin
-    of_node: dict[int, Word] = field(default_factory=dict)
-
-    @cached_property
-    def python(self) -> str:
-        """The text without what IPython alone understands, line for line."""
-        try:
-            ast.parse(self.text)
-            return self.text
-        except SyntaxError:
-            return MAGIC.sub(r"\1pass", self.text)
-
-    @cached_property
-    def tree(self) -> ast.Module:
-        return ast.parse(self.python)
-
-    @cached_property
-    def lines(self) -> list[str]:
-        return self.text.split("\n")
-
-    @cached_property
-    def starts(self) -> list[int]:
-        starts = [0]
-        for line in self.lines:
-            starts.append(starts[-1] + len(line) + 1)
-        return starts
-
-    def at(self, line: int, column: int) -> int:
-        """Where ast's line and column, which counts bytes, are in the text."""
-        return self.starts[line - 1] + len(self.lines[line - 1].encode()[:column].decode(errors="ignore"))
-
-    def after(self, changes: Sequence[Change]) -> str:
-        """The text after the changes."""
-        self.bound |= bindings(self.tree, self.module)
-        Reader(self).visit(self.tree)
-        for change in changes:
-            for word in self.words.values():
-                word.follow(change)
-        self._on_full()
-        edits = {w.start: (len(w.name), w.new) for w in self.words.values() if w.new != w.name}
-        for start, end, new in (*self._in_words(changes), *self._imports(changes)):
-            edits = {at: edit for at, edit in edits.items() if not start <= at < end} | {start: (end - start, new)}
-        text = self.text
-        for start in sorted(edits, reverse=True):
-            length, new = edits[start]
-            text = text[:start] + new + text[start + length :]
-        return text
-
-    def _on_full(self) -> None:
-        """A local of the learner's that is called as something is from now on gets an underscore."""
-        taken = {w.new for w in self.words.values() if w.kind in ("name", "local") and w.new != w.name}
-        changed = {(id(w.scope), w.new) for w in self.words.values() if w.kind == "local" and w.new != w.name}
-        for word in self.words.values():
-            if word.kind == "local" and word.new == word.name and word.name in taken:
-                globally = any(w.kind == "name" and w.new == word.name != w.name for w in self.words.values())
-                if globally or (id(word.scope), word.name) in changed:
-                    word.new += "_"
-
-    def _in_words(self, changes: Sequence[Change]) -> Iterator[tuple[int, int, str]]:
-        """Paths of modules in strings and comments."""
-        paths = {change.old: follow(changes, change.old)[0] for change in changes if change.is_module}
-        if not any(path in self.text for path in paths):
-            return
-        longest_first = "|".join(map(re.escape, sorted(paths, key=len, reverse=True)))
-        pattern = re.compile(rf"(?<![\w.])(?:{longest_first})(?!\w)")
-        for token in tokenize.generate_tokens(io.StringIO(self.python).readline):
-            if token.type in (tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", -1)):
-                start, end = (self.starts[line - 1] + column for line, column in (token.start, token.end))
-                for match in pattern.finditer(self.text, start, end):
-                    yield match.start(), match.end(), paths[match[0]]
-
-    def _imports(self, changes: Sequence[Change]) -> Iterator[tuple[int, int, str]]:
-        """`from a import b` where b is elsewhere now: a statement for each module that has something of it."""
-        for node in ast.walk(self.tree):
-            if not isinstance(node, ast.ImportFrom) or node.level or not (node.module or "").startswith(PACKAGE):
-                continue
-            paths = [follow(changes, f"{node.module}.{alias.name}")[0] for alias in node.names]
-            homes = list(dict.fromkeys(path.rpartition(".")[0] for path in paths))
-            start, end = (self.at(*place) for place in _span(node))
-            if homes == [node.module]:
-                continue  # what has another name is a word like others
-            if len(homes) == 1 and (match := re.compile(r"from\s+([\w.]+)").match(self.text, start)):
-                yield match.start(1), match.end(1), homes[0]
-                continue
-            names: dict[str, list[str]] = {home: [] for home in homes}
-            for alias, path in zip(node.names, paths, strict=True):
-                home, _, name = path.rpartition(".")
-                names[home].append(f"{name} as {alias.asname}" if alias.asname else name)
-            indent = self.lines[node.lineno - 1][: node.col_offset]
-            yield start, end, f"\n{indent}".join(f"from {home} import {', '.join(names[home])}" for home in homes)
+def _in_words(text: str, change: Change, module: str) -> str:
+    """A text after one change, but for its imports and full paths."""
+    old, new = change.parts[-1], change.becomes
+    known = bindings(ast.parse(text), module)
+    within = [(node, "." in name, locals_of(node)) for name, node in functions(text)]
+    edits, taken, where = dict[int, str](), dict[int, FunctionNode](), list[FunctionNode]()
+    for word in (word for word in words(text) if word.name in (old, new)):
+        around = (each for each in within if each[0].lineno <= word.line <= (each[0].end_lineno or 0))
+        node, is_method, own = next(around, (None, False, set[str]()))
+        if word.name == new and node and word.kind == "name" and new in own:
+            taken[word.start] = node
+        elif word.name == old and _means(word, change, known, node, is_method, old in own):
+            edits[word.start] = new
+            where += [node] if node else []
+    edits |= {start: f"{new}_" for start, node in taken.items() if node in where}  # a local of the learner's
+    for start in sorted(edits, reverse=True):
+        length = len(new if start in taken else old)
+        text = text[:start] + edits[start] + text[start + length :]
+    return text
 
 
-class Reader(ast.NodeVisitor):
-    """Collects the words of a text."""
+def _means(
+    word: Word, change: Change, known: Mapping[str, str], node: FunctionNode | None, is_method: bool, is_local: bool
+) -> bool:
+    """Whether a word that is called so is what is changed. `node` is the function that it is in, and `is_local` there."""
+    owner, home = change.parts[-2], dotted(change.old).rpartition(".")[0]
+    if change.is_parameter:
+        of_it = word.near == owner if word.kind == "keyword" else node is not None and node.name == owner
+        return of_it and (word.kind == "keyword" or (word.kind == "name" and is_local))
+    if not change.is_member:
+        if word.kind == "member":  # of a module
+            return word.near == word.root and known.get(word.root) == home
+        return word.kind != "keyword" and not is_local and known.get(word.name) == f"{home}.{word.name}"
+    if word.kind == "keyword":
+        return word.near in (owner, "replace")
+    if word.kind == "def":
+        return is_method and node is not None and node.lineno == word.line and (not change.on or "self" in change.on)
+    is_ours = known.get(word.root, PACKAGE).startswith(PACKAGE)
+    return word.kind == "member" and is_ours and (not change.on or word.near in change.on)
 
-    def __init__(self, text: Text) -> None:
-        self.text = text
-        self.scopes: list[tuple[Scope, set[str], Word | None]] = []
-        self.quoted: ast.JoinedStr | None = None
 
-    def add(self, start: int, word: str, kind: str, path: str = "", near: Word | None = None) -> Word:
-        found = Word(start, word, kind, path, near, new=word)
-        if not self.text.text.startswith(word, start):  # in an f-string Python 3.11 does not know where
-            start = found.start = self._search(word, kind)
-        if start >= 0:
-            self.text.words.setdefault(start, found)
-        return found
-
-    def _search(self, word: str, kind: str) -> int:
-        if self.quoted is None:
-            return -1
-        begin, end = (self.text.at(*place) for place in _span(self.quoted))
-        before = r"(?<=\.)" if kind == "member" else r"(?<=[{(,=\s])"
-        found = re.compile(rf"{before}{word}\b").finditer(self.text.text, begin, end)
-        return next((match.start() for match in found if match.start() not in self.text.words), -1)
-
-    def meaning(self, node: ast.expr) -> str:
-        """The dotted path of an expression, where its first name was imported or defined here."""
-        if isinstance(node, ast.Attribute):
-            return f"{path}.{node.attr}" if (path := self.meaning(node.value)) else ""
-        return "" if not isinstance(node, ast.Name) or self.home(node.id) else self.text.bound.get(node.id, "")
-
-    def home(self, name: str) -> tuple[Scope, set[str], Word | None] | None:
-        """The function in which a name is a local one."""
-        inside = [s for s in reversed(self.scopes) if not isinstance(s[0], ast.ClassDef)]
-        return next((scope for scope in inside if name in scope[1]), None)
-
-    def last(self, node: ast.expr) -> Word | None:
-        """The word that an expression ends with; that of the function, where it is a call."""
-        return self.text.of_node.get(id(node.func if isinstance(node, ast.Call) else node))
-
-    def local(self, start: int, name: str) -> Word | None:
-        if home := self.home(name):
-            word = self.add(start, name, "local", near=home[2])
-            word.scope = home[0]
-            return word
-        return None
-
-    def visit_Name(self, node: ast.Name) -> None:
-        start, scope = self.text.at(node.lineno, node.col_offset), self.scopes[-1] if self.scopes else None
-        if scope and isinstance(scope[0], ast.ClassDef) and isinstance(node.ctx, ast.Store):
-            word = self.add(start, node.id, "member", near=SELF)
-        else:
-            word = self.local(start, node.id) or self.add(start, node.id, "name", self.text.bound.get(node.id, ""))
-        self.text.of_node[id(node)] = word
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        path = self.meaning(node)
-        if path and path == ast.unparse(node):  # import a.b; a.b.c
-            start = self.text.at(node.lineno, node.col_offset)
-            self.text.of_node[id(node)] = self.add(start, path, "path", path)
-            return
-        self.visit(node.value)
-        assert node.end_lineno and node.end_col_offset
-        end = self.text.at(node.end_lineno, node.end_col_offset)
-        word = self.add(end - len(node.attr), node.attr, "member", path, self.last(node.value))
-        self.text.of_node[id(node)] = word
-
-    def visit_Call(self, node: ast.Call) -> None:
-        self.generic_visit(node)
-        for keyword in node.keywords:
-            if keyword.arg:
-                start = self.text.at(keyword.lineno, keyword.col_offset)
-                self.add(start, keyword.arg, "keyword", near=self.last(node.func))
-
-    def visit_arg(self, node: ast.arg) -> None:
-        self.local(self.text.at(node.lineno, node.col_offset), node.arg)
-        self.generic_visit(node)
-
-    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
-        outer, self.quoted = self.quoted, self.quoted or node
-        self.generic_visit(node)
-        self.quoted = outer
-
-    def visit_Import(self, node: ast.Import) -> None:
+def _in_imports(text: str, change: Change) -> str:
+    """`from a import b` where b is elsewhere, or called otherwise: a statement for each module that has something of it."""
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, ast.ImportFrom) or node.level or not node.module:
+            continue
+        homes: dict[str, list[ast.alias]] = {}
         for alias in node.names:
-            self.add(self.text.at(alias.lineno, alias.col_offset), alias.name, "path", alias.name)
-
-    def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
-        for alias in node.names if node.module else ():
-            start = self.text.at(alias.lineno, alias.col_offset)
-            self.add(start, alias.name, "name", f"{node.module}.{alias.name}")
-
-    def visit_Lambda(self, node: ast.Lambda) -> None:
-        self._inside(node, {a.arg for a in ast.walk(node.args) if isinstance(a, ast.arg)}, None)
-
-    def visit_ListComp(self, node: Comprehension) -> None:
-        self._inside(node, {n.id for part in node.generators for n in _stored(part.target)}, None)
-
-    visit_SetComp = visit_DictComp = visit_GeneratorExp = visit_ListComp
-
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        self._inside(node, set(), self._defined(node))
-
-    def visit_FunctionDef(self, node: FunctionNode) -> None:
-        for outside in (*node.decorator_list, *node.args.defaults, *filter(None, node.args.kw_defaults)):
-            self.visit(outside)
-        self._inside(node, locals_of(node), self._defined(node))
-
-    visit_AsyncFunctionDef = visit_FunctionDef
-
-    def _defined(self, node: FunctionNode | ast.ClassDef) -> Word:
-        """The word behind `def` or `class`."""
-        begin = self.text.at(node.lineno, node.col_offset)
-        match = re.compile(r"(?:async\s+def|def|class)\s+(\w+)").match(self.text.text, begin)
-        assert match
-        within = self.scopes[-1] if self.scopes else None
-        if within and not isinstance(within[0], ast.ClassDef):
-            return self.local(match.start(1), node.name) or self.add(match.start(1), node.name, "name")
-        classes = [scope[0].name for scope in self.scopes if isinstance(scope[0], ast.ClassDef)]
-        path = ".".join([self.text.module, *classes, node.name]) if self.text.module else ""
-        return self.add(match.start(1), node.name, "member" if within else "name", path, SELF if within else None)
-
-    def _inside(self, node: Scope, names: set[str], word: Word | None) -> None:
-        self.scopes.append((node, names, word))
-        if isinstance(node, FunctionNode):
-            kept = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs, node.args.vararg, node.args.kwarg]
-            for part in (*filter(None, kept), *filter(None, [node.returns]), *node.body):
-                self.visit(part)
-        else:
-            self.generic_visit(node)
-        self.scopes.pop()
+            home, _, name = change.moved(f"{node.module}.{alias.name}").rpartition(".")
+            homes.setdefault(home, []).append(ast.alias(name, alias.asname))
+        said, indent = ast.get_source_segment(text, node) or "", " " * node.col_offset
+        if {*homes} != {node.module} or [a.name for a in homes[node.module]] != [a.name for a in node.names]:
+            now = f"\n{indent}".join(ast.unparse(ast.ImportFrom(home, names, 0)) for home, names in homes.items())
+            text = re.sub(rf"(?m)^([^#\n'\"]*?){re.escape(said)}(?=\s*(?:[;#]|$))", rf"\g<1>{now}", text)
+    return text
 
 
 def locals_of(node: FunctionNode) -> set[str]:
     """Names that a function binds: parameters, what it stores, what it defines."""
     inside = [n for part in (node.args, *node.body) for n in ast.walk(part)]
-    elsewhere = {id(n) for c in inside if isinstance(c, ast.comprehension) for n in _stored(c.target)}
+    elsewhere = {id(n) for c in inside if isinstance(c, ast.comprehension) for n in ast.walk(c.target)}
     found = {n.arg for n in inside if isinstance(n, ast.arg)}
-    found |= {n.id for part in node.body for n in _stored(part) if id(n) not in elsewhere}
+    found |= {
+        n.id for n in inside if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store) and id(n) not in elsewhere
+    }
     found |= {n.name for n in inside if isinstance(n, FunctionNode | ast.ClassDef)}
     return found - {name for n in inside if isinstance(n, ast.Global) for name in n.names}
 
@@ -391,33 +221,9 @@ def locals_of(node: FunctionNode) -> set[str]:
 def bindings(tree: ast.Module, module: str) -> dict[str, str]:
     """Name: dotted path, of what a text imports anywhere, and of what it defines at its top."""
     found = {name: f"{module}.{name}" for name in module_names(tree.body)} if module else {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                found[alias.asname or alias.name.partition(".")[0]] = (
-                    alias.name if alias.asname else alias.name.partition(".")[0]
-                )
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    for node in (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)):
+        prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+        for alias in node.names:
+            first = alias.name.partition(".")[0]
+            found[alias.asname or first] = prefix + alias.name if prefix or alias.asname else first
     return found
-
-
-def renamed_cells(cells: Iterable[str], changes: Sequence[Change], ids: Iterable[str]) -> Iterator[str]:
-    """A notebook's cells after the changes; one that is not Python stays as it is."""
-    known: dict[str, str] = {}
-    for cell in cells:
-        try:
-            fresh = renamed(cell, changes, ids, known=known)
-            known |= bindings(Text(cell, "", {}).tree, "")
-            yield fresh
-        except SyntaxError:
-            yield cell
-
-
-def _stored(node: ast.AST) -> Iterator[ast.Name]:
-    return (n for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store))
-
-
-def _span(node: ast.stmt | ast.expr) -> tuple[tuple[int, int], tuple[int, int]]:
-    assert node.end_lineno is not None and node.end_col_offset is not None
-    return (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)

@@ -14,10 +14,9 @@ Everything in a `Turn` comes from the engine's events; `milestones.pictures` dra
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,20 +128,14 @@ class Run:
         """A token of a request, prompt or answer, as text."""
         return self.texts[(example().request(name).prompt_token_ids + self.answers[name])[position]]
 
-    def first(self, what: Callable[[Turn], object]) -> Turn | None:
-        """The first turn of which something is true."""
-        return next((turn for turn in self.turns if what(turn)), None)
-
 
 def engine_for(milestone: str, **overrides: Any) -> LLMEngine:
     """An engine as the example sets it up. `overrides` are fields of `EngineConfig`."""
     from folovllm.config import EngineConfig
     from folovllm.engine.llm_engine import make_engine
 
-    options: dict[str, Any] = (
-        {"device": "cpu", "num_threads": 1, "use_tqdm": False} | example().engine[milestone] | overrides
-    )
-    return make_engine(EngineConfig(model=example().model, milestone=milestone, **options))
+    options: dict[str, Any] = {"device": "cpu", "num_threads": 1, "use_tqdm": False} | example().engine[milestone]
+    return make_engine(EngineConfig(model=example().model, milestone=milestone, **options | overrides))
 
 
 def play(
@@ -160,12 +153,8 @@ def play(
         around: a context in which the requests are played: a film, a recorder, a clock.
         overrides: fields of `EngineConfig`.
     """
-    engine = engine_for(milestone, **overrides)
-    try:
-        with around(engine):
-            return _play(engine, milestone, static)
-    finally:
-        engine.close()
+    with closing(engine_for(milestone, **overrides)) as engine, around(engine):
+        return _play(engine, milestone, static)
 
 
 def _play(engine: LLMEngine, milestone: str, static: bool) -> Run:
@@ -173,20 +162,17 @@ def _play(engine: LLMEngine, milestone: str, static: bool) -> Run:
 
     observer = Observer(engine)
     engine.subscribe(observer)
-    todo = list(example().requests)
-    late: list[Request] = []
-    turns: list[Turn] = []
-    answers: dict[str, tuple[int, ...]] = {}
-    while todo or late or engine.has_unfinished_requests():
-        late += [request for request in todo if request.turn == len(turns)]
-        todo = [request for request in todo if request.turn > len(turns)]
+    todo, turns, answers = list(example().requests), list[Turn](), dict[str, tuple[int, ...]]()
+    while todo or engine.has_unfinished_requests():
+        due = [request for request in todo if request.turn <= len(turns)]
         if not (static and engine.has_unfinished_requests()):
-            for request in late:
+            for request in due:
                 params = SamplingParams(temperature=0, max_tokens=request.max_tokens, ignore_eos=True)
                 engine.add_request(request.name, list(request.prompt_token_ids), params, stream=False)
-            late = []
+                todo.remove(request)
+            due = []
         answers |= {output.request_id: tuple(output.outputs[0].token_ids) for output in engine.step()}
-        turns.append(observer.turn(len(turns), tuple(request.name for request in late)))
+        turns.append(observer.turn(len(turns), tuple(request.name for request in due)))
     engine.unsubscribe(observer)
     seen = {token for request in example().requests for token in request.prompt_token_ids + answers[request.name]}
     seen |= {token for turn in turns for token in turn.drawn.values()}
@@ -194,23 +180,19 @@ def _play(engine: LLMEngine, milestone: str, static: bool) -> Run:
     return Run(milestone, observer.block_size, tuple(turns), answers, texts)
 
 
-@dataclass
 class Observer:
     """A listener that makes a `Turn` of the events of each step."""
 
-    engine: LLMEngine
-    _events: list[Event] = field(default_factory=list)
-    _memory: list[Place | None] = field(default_factory=list)
-    _names: dict[int, str] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
+    def __init__(self, engine: LLMEngine) -> None:
         from folovllm.build import cache_manager
         from folovllm.watcher import Watcher
 
-        self._watcher = Watcher()
-        self._slots = cache_manager(self.engine.setup.config).slots
+        self._watcher, self._slots = Watcher(), cache_manager(engine.setup.config).slots
+        self._events: list[Event] = []
+        self._memory: list[Place | None] = []
+        self._names: dict[int, str] = {}
 
-    def __call__(self, events: SequenceOf[Event]) -> None:
+    def __call__(self, events: Sequence[Event]) -> None:
         """Keep what happened."""
         self._events += events
 
@@ -223,63 +205,47 @@ class Observer:
         """What happened since the last call; who is kept outside, it cannot see."""
         from folovllm import events as ev
 
-        events, self._events = self._events, []
-        coming = (ev.Snapshot, ev.RequestAdded)
-        self._watcher([event for event in events if isinstance(event, coming)])
-        self._names |= {event.seq_id: event.request_id for event in events if isinstance(event, ev.RequestAdded)}
+        events: list[Any] = self._events
+        self._events, added = [], [event for event in events if isinstance(event, ev.RequestAdded)]
+        self._names |= {event.seq_id: event.request_id for event in added}
+        self._watcher([event for event in events if isinstance(event, ev.Snapshot | ev.RequestAdded)])
         self._memory = self._memory or [None] * (len(self._watcher.cells) * self.block_size)
-        before = self._state()
-        said: list[Event] = []
-        scheduled_seqs: tuple[ScheduledSequence, ...] = ()
-        drawn: dict[str, int] = {}
-        for event in events:
-            if not isinstance(event, coming):
-                self._watcher([event])
-                said.append(event)
+        before, scheduled_seqs, drawn = self._state(), tuple[ScheduledSequence, ...](), dict[str, int]()
+        for event in (event for event in events if not isinstance(event, ev.Snapshot | ev.RequestAdded)):
+            self._watcher([event])
             if isinstance(event, ev.StepBegan):
-                scheduled_seqs = self._scheduled_seqs(event)
+                scheduled_seqs = tuple(map(self._scheduled, event.output.scheduled_seqs))
             if isinstance(event, ev.StepEnded):
-                drawn = self._sampled(event)
+                pairs = zip(event.output.scheduled_seqs, event.result.token_ids, strict=True)
+                drawn = {self._names[scheduled.seq_id]: ids[0] for scheduled, ids in pairs if ids}
+
+        def named(kind: Any) -> dict[str, Any]:
+            return {self._names[event.seq_id]: event for event in events if isinstance(event, kind)}
+
         return Turn(
             number=number,
-            arrived=tuple(event.request_id for event in events if isinstance(event, ev.RequestAdded)),
+            arrived=tuple(event.request_id for event in added),
             before=before,
             after=self._state(),
             scheduled_seqs=scheduled_seqs,
             drawn=drawn,
-            refused={name: event.budget for name, event in self._named(said, ev.Refused)},
-            preempted={name: self._names[event.for_seq_id] for name, event in self._named(said, ev.Preempted)},
-            lost={name: event.num_tokens for name, event in self._named(said, ev.Preempted)},
-            hits={name: event.num_tokens for name, event in self._named(said, ev.PrefixHit)},
-            finished=tuple(name for name, _ in self._named(said, ev.Finished)),
+            refused={name: event.budget for name, event in named(ev.Refused).items()},
+            preempted={name: self._names[event.for_seq_id] for name, event in named(ev.Preempted).items()},
+            lost={name: event.num_tokens for name, event in named(ev.Preempted).items()},
+            hits={name: event.num_tokens for name, event in named(ev.PrefixHit).items()},
+            finished=tuple(named(ev.Finished)),
             outside=outside,
         )
 
-    def _named(self, events: list[Event], kind: type) -> list[tuple[str, Any]]:
-        """The events of one kind, each with the name of the request."""
-        found: list[Any] = [event for event in events if isinstance(event, kind)]
-        return [(self._names[event.seq_id], event) for event in found]
-
-    def _scheduled_seqs(self, event: Any) -> tuple[ScheduledSequence, ...]:
-        """The shares of a step that begins, and their tokens in memory."""
-        scheduled_seqs = []
-        for scheduled in event.output.scheduled_seqs:
-            name, table = self._names[scheduled.seq_id], self._watcher.sequences[scheduled.seq_id].block_table
-            slots = self._slots(table, self.block_size, scheduled.start, scheduled.end).tolist() if self._memory else []
-            for position, slot in enumerate(slots, scheduled.start):
-                self._memory[slot] = (name, position)
-            token_ids = tuple(int(token) for token in scheduled.token_ids)
-            scheduled_seqs.append(
-                ScheduledSequence(
-                    name, scheduled.start, scheduled.end, token_ids, tuple(slots), bool(scheduled.num_samples)
-                )
-            )
-        return tuple(scheduled_seqs)
-
-    def _sampled(self, event: Any) -> dict[str, int]:
-        """The tokens that came back."""
-        pairs = zip(event.output.scheduled_seqs, event.result.token_ids, strict=True)
-        return {self._names[scheduled.seq_id]: token_ids[0] for scheduled, token_ids in pairs if token_ids}
+    def _scheduled(self, one: Any) -> ScheduledSequence:
+        """What a step that begins computes of a request; its tokens are in memory then."""
+        name, table = self._names[one.seq_id], self._watcher.sequences[one.seq_id].block_table
+        slots = self._slots(table, self.block_size, one.start, one.end).tolist() if self._memory else []
+        for position, slot in enumerate(slots, one.start):
+            self._memory[slot] = (name, position)
+        return ScheduledSequence(
+            name, one.start, one.end, tuple(map(int, one.token_ids)), tuple(slots), bool(one.num_samples)
+        )
 
     def _state(self) -> State:
         sequences, cells = self._watcher.sequences.values(), self._watcher.cells

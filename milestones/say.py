@@ -4,6 +4,9 @@ import io
 import sys
 
 from rich.console import Console
+from rich.markdown import Markdown
+from rich.syntax import Syntax
+from rich.text import Text
 
 from milestones.language import t
 
@@ -20,3 +23,24 @@ def print_any_character() -> None:
 def say(text: str, **values: object) -> None:
     """A line in the reader's language, with these values in its braces."""
     console.print(t(text, **values), soft_wrap=True)
+
+
+def print_code(text: str) -> None:
+    """A piece of Python, in colours on a terminal."""
+    code = Syntax(text, "python", background_color="default") if console.is_terminal else Text(text)
+    console.print(code, soft_wrap=True)
+
+
+def print_hints(hints: list[tuple[str, str]], used: int, all: bool) -> int:
+    """Print one hint more than were used, or all; returns how many."""
+    shown = len(hints) if all else min(used + 1, len(hints))
+    for heading, text in hints[:shown]:
+        console.print(Markdown(f"### {heading}\n\n{text}"))
+        console.print()
+    return shown
+
+
+def say_what_is_left(hints: list[tuple[str, str]], shown: int, answer: str) -> None:
+    """How many hints there are, and where the answer is once all are shown."""
+    more = t("the same command gives the next") if shown < len(hints) else answer
+    say("{shown} of {all} hints; {more}", shown=shown, all=len(hints), more=more)

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from folovllm.attention.growing_cache import GrowingKVCache
@@ -16,7 +17,7 @@ from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.manager import KVCacheManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
 from folovllm.cache.slot_manager import SlotManager
-from folovllm.engine.scheduler import Scheduler, SchedulerLike, chunk, preempt, wait, whole_prompt
+from folovllm.engine.scheduler import Scheduler, chunk, preempt, wait, whole_prompt
 from folovllm.engine.serial_scheduler import SerialScheduler
 from folovllm.step.packed import Field, choose_bucket
 from folovllm.step.schedule import SchedulerOutput
@@ -35,11 +36,9 @@ CAPTURE = 0.03  # seconds for a graph: 20 took 0.6 s (docs/performance_log.md, "
 
 def times(run: Run) -> Score:
     """What every policy is measured by."""
-    return {
-        "answer tokens/s": run.throughput,
-        "TTFT mean, ms": run.mean_ttft,
-        "TTFT p95, ms": run.ttft(95),
-    }
+    ttft = np.array([*run.first_token.values()]) * 1e3
+    found = {"TTFT mean, ms": float(ttft.mean()), "TTFT p95, ms": float(np.percentile(ttft, 95))}
+    return {"answer tokens/s": run.throughput, **found}
 
 
 def decode_loop(component: Any) -> Score:
@@ -86,8 +85,7 @@ def prefill(component: Any) -> Score:
 def graph_cache(component: Any) -> Score:
     """The trace `waves` ten times over, 256 sequences at most: a decode step is padded to one of the widths, a capture takes time."""
     graphs = component(256)
-    asked: list[int] = []
-    padded, captured, most = 0, 0, 0
+    asked, padded, captured, most = list[int](), 0, 0, 0
 
     def capture() -> StepGraph:
         nonlocal captured
@@ -118,13 +116,8 @@ def graph_cache(component: Any) -> Score:
         "widths": len(graphs.widths),
         "captured": captured,
         "kept at most": most,
-        "their inputs, bytes": max_bytes(graphs.widths, most),
+        "their inputs, bytes": 4 * len(Field) * sum(sorted(graphs.widths)[-most:]),  # a row of int32 for each field
     }
-
-
-def max_bytes(widths: list[int], kept: int) -> int:
-    """What the inputs of the widest `kept` graphs take: a row of int32 for each field."""
-    return 4 * len(Field) * sum(sorted(widths)[-kept:])
 
 
 class CatLoop(TokenLoop):
@@ -153,51 +146,38 @@ class NoCacheLoop(CatLoop):
             yield token_ids[-1]
 
 
-class PowersOfTwo(AllGraphs):
-    """A coarser ladder of widths."""
+def with_widths(widths: Callable[[int], list[int]]) -> type[AllGraphs]:
+    """The engine's own cache of graphs, with another ladder of widths."""
 
-    def __init__(self, max_num_seqs: int) -> None:
-        super().__init__(max_num_seqs)
-        self.widths = sorted({*(2**i for i in range(max_num_seqs.bit_length())), max_num_seqs})
+    class Graphs(AllGraphs):
+        def __init__(self, max_num_seqs: int) -> None:
+            super().__init__(max_num_seqs)
+            self.widths = widths(max_num_seqs)
 
-
-class EveryWidth(AllGraphs):
-    """No padding, and a graph for each number of rows."""
-
-    def __init__(self, max_num_seqs: int) -> None:
-        super().__init__(max_num_seqs)
-        self.widths = list(range(1, max_num_seqs + 1))
+    return Graphs
 
 
-def serial(kv: KVCacheManager, max_num_seqs: int, budget: int, tokens_of_step: Any) -> SchedulerLike:
-    return SerialScheduler(kv.events)
+def own_prefill(*arguments: Any) -> None:
+    """The engine's kernel; Triton is imported when it runs."""
+    from folovllm.kernels.prefill import prefill
+
+    prefill(*arguments)
 
 
-def first_come(kv: KVCacheManager, max_num_seqs: int, budget: int, tokens_of_step: Any) -> SchedulerLike:
-    return Scheduler(kv, max_num_seqs, budget, tokens_of_step, wait)
-
-
-def slots(num_blocks: int, block_size: int) -> KVCacheManager:
-    """The same memory as slots."""
-    return SlotManager(num_blocks * block_size // SLOT, SLOT)
-
-
-def own_prefill() -> Any:
-    """The engine's kernel; Triton is imported when it is asked for."""
-    from folovllm.kernels.prefill import prefill as kernel
-
-    return kernel
-
-
-OURS: dict[str, dict[str, Callable[[], Any]]] = {  # what a learner's component is compared with, beside the reference
-    "decode_loop": {"no cache": lambda: NoCacheLoop, "the engine's, by concatenation": lambda: CatLoop},
-    "scheduler": {"M1's, one at a time": lambda: serial, "the engine's, first come first served": lambda: first_come},
-    "block_manager": {"M2's slots": lambda: slots, "the engine's": lambda: BlockManager},
+OURS: dict[str, dict[str, Any]] = {  # what a learner's component is compared with, beside the reference
+    "decode_loop": {"no cache": NoCacheLoop, "the engine's, by concatenation": CatLoop},
+    "scheduler": {
+        "M1's, one at a time": lambda kv, *_: SerialScheduler(kv.events),
+        "the engine's, first come first served": lambda kv, seqs, budget, tokens: Scheduler(
+            kv, seqs, budget, tokens, wait
+        ),
+    },
+    "block_manager": {"M2's slots": lambda n, size: SlotManager(n * size // SLOT, SLOT), "the engine's": BlockManager},
     "prefill": {"the engine's": own_prefill},
-    "prefix_cache": {"no cache of prefixes": lambda: BlockManager, "the engine's": lambda: PrefixCachingBlockManager},
+    "prefix_cache": {"no cache of prefixes": BlockManager, "the engine's": PrefixCachingBlockManager},
     "graph_cache": {
-        "the engine's": lambda: AllGraphs,
-        "powers of two": lambda: PowersOfTwo,
-        "every width": lambda: EveryWidth,
+        "the engine's": AllGraphs,
+        "powers of two": with_widths(lambda n: sorted({*(2**i for i in range(n.bit_length())), n})),
+        "every width": with_widths(lambda n: list(range(1, n + 1))),
     },
 }

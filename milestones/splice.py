@@ -23,6 +23,7 @@ class Function:
 
     start: int
     end: int
+    text: str
     line: int  # of `def`, counted from 1, as editors do
     head: str
     body: tuple[str, ...]
@@ -88,9 +89,7 @@ def graft(into: str, name: str, origin: str, there: str | None = None, first: It
 
 def transplant(into: str, name: str, origin: str) -> str:
     """`into` with the whole function of `origin`, decorators and all. `SyntaxError` if the result is none of Python's."""
-    old, new, lines = find(into, name), find(origin, name), into.split("\n")
-    lines[old.start : old.end] = origin.split("\n")[new.start : new.end]
-    ast.parse(text := "\n".join(lines))
+    ast.parse(text := replace(into, name, find(origin, name).text, ""))
     return text
 
 
@@ -191,14 +190,14 @@ def _measure(source: str, node: FunctionNode) -> Function:
     row, column = _colon(lines, node.lineno - 1)
     head = [*lines[start:row], lines[row][:column]]
     if ast.get_docstring(node, clean=False) is not None:
-        text, first = node.body[0], node.body[0].lineno - 1
-        assert text.end_lineno is not None and text.end_col_offset is not None
-        end = len(lines[text.end_lineno - 1].encode()[: text.end_col_offset].decode())  # ast counts bytes
+        said, first = node.body[0], node.body[0].lineno - 1
+        assert said.end_lineno is not None and said.end_col_offset is not None
+        end = len(lines[said.end_lineno - 1].encode()[: said.end_col_offset].decode())  # ast counts bytes
         if first == row:  # def f(): "doc"; return 1
-            head.append(f"{indent}    {ast.get_source_segment(source, text)}")
+            head.append(f"{indent}    {ast.get_source_segment(source, said)}")
         else:
-            head = [*lines[start : text.end_lineno - 1], lines[text.end_lineno - 1][:end]]
-        row, column = text.end_lineno - 1, end
+            head = [*lines[start : said.end_lineno - 1], lines[said.end_lineno - 1][:end]]
+        row, column = said.end_lineno - 1, end
     rest = lines[row][column:].lstrip("; \t")
     inline = bool(rest) and not rest.startswith("#")
     if not inline:
@@ -208,7 +207,8 @@ def _measure(source: str, node: FunctionNode) -> Function:
     body = [rest] * inline + lines[row + 1 : end]
     offset = row + 1 - inline
     frozen = frozenset(number - offset for number in _string_lines(node) if number >= offset)
-    return Function(start, end, node.lineno, "\n".join(head), tuple(body), frozen, indent, _jit(node), node)
+    text = "\n".join(lines[start:end])
+    return Function(start, end, text, node.lineno, "\n".join(head), tuple(body), frozen, indent, _jit(node), node)
 
 
 def _trailing_comments(lines: list[str], end: int, column: int) -> int:

@@ -37,6 +37,11 @@ class Exercise:
     was: tuple[str, ...] = ()  # ids of exercises that are now part of it: a learner's stubs and commands may say them
 
     @property
+    def milestone(self) -> str:
+        """The id of the milestone that has it."""
+        return self.id.partition(".")[0]
+
+    @property
     def ids(self) -> tuple[str, ...]:
         """All that it is called by."""
         return (self.id, *self.was)

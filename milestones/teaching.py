@@ -10,15 +10,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.syntax import Syntax
 from rich.text import Text
 
 from milestones import splice
-from milestones.check import FIRST_FAILURE, run_tests, state_of, verdict
+from milestones.check import FIRST_FAILURE, Outcomes, run_tests, state_of, verdict
 from milestones.language import t
 from milestones.manifest import Course
 from milestones.mine import Mine, mutated, write_variant
-from milestones.say import console, say
+from milestones.say import console, print_code, say
 from milestones.tasks import PACKAGE, Exercise, WrongAnswer
 from milestones.warm import OUT_OF_TIME
 
@@ -42,28 +41,21 @@ def bugs(
     if not letter:
         shown = [mine.course.exercise(exercise_id)] if id else mine.course.exercises
         for exercise in shown:
-            say(
-                "{id} {title}: {bugs}",
-                id=exercise.id,
-                title=t(exercise.title),
-                bugs=" ".join(lettered(mine.course, exercise)),
-            )
+            names = " ".join(lettered(mine.course, exercise))
+            say("{id} {title}: {bugs}", id=exercise.id, title=t(exercise.title), bugs=names)
         return
     exercise = mine.course.exercise(exercise_id)
     if (bug := lettered(mine.course, exercise).get(id)) is None:
-        raise ValueError(
-            t("no bug '{id}': python -m milestones bugs {exercise} lists them", id=id, exercise=exercise.id)
-        )
+        said = "no bug '{id}': python -m milestones bugs {exercise} lists them"
+        raise ValueError(t(said, id=id, exercise=exercise.id))
     if not anyway and state_of(mine, exercise) != "passing":
         said = "the code is nearly the answer to {id}, which yours does not pass yet; --anyway shows it all the same"
         raise ValueError(t(said, id=exercise.id))
     _print_bug(mine.course, bug)
     if hint:
         with tempfile.TemporaryDirectory() as folder:
-            run_tests(
-                Mine(mine.course, write_variant(mine.course, Path(folder), wrong=[bug])),
-                [*FIRST_FAILURE, "-q", *exercise.tests],
-            )
+            variant = Mine(mine.course, write_variant(mine.course, Path(folder), wrong=[bug]))
+            run_tests(variant, [*FIRST_FAILURE, "-q", *exercise.tests])
     if answer:
         console.print(Text(f"{bug.title}: {bug.why}"), soft_wrap=True)
     elif not hint:
@@ -79,11 +71,7 @@ def _print_bug(course: Course, bug: WrongAnswer) -> None:
     """The functions that it defines, with the reference's signatures and docstrings."""
     defined = dict(splice.functions(bug.source))
     for symbol in (s for s in bug.exercise.symbols if s.name in defined):
-        source = mutated(course.source(symbol.path), symbol, bug)
-        function = splice.find(source, symbol.name)
-        text = "\n".join(source.split("\n")[function.start : function.end])
-        shown = Syntax(text, "python", background_color="default") if console.is_terminal else Text(text)
-        console.print(shown, soft_wrap=True)
+        print_code(splice.find(mutated(course.source(symbol.path), symbol, bug), symbol.name).text)
         console.print()
 
 
@@ -117,21 +105,11 @@ def grade(
     grades = list(graded(course, folder, exercises, limit))
     points, of = sum(g.points for g in grades), sum(g.of for g in grades)
     if as_json:
-        print(
-            json.dumps(
-                {"points": points, "of": of, "exercises": [asdict(g) for g in grades]}, indent=1, ensure_ascii=False
-            )
-        )
+        found = {"points": points, "of": of, "exercises": [*map(asdict, grades)]}
+        print(json.dumps(found, indent=1, ensure_ascii=False))
         return
     for g in grades:
-        say(
-            "{id} {title}: {state}, {points} of {of}",
-            id=g.id,
-            title=g.title,
-            state=t(g.state),
-            points=g.points,
-            of=g.of,
-        )
+        say("{id} {title}: {state}, {points} of {of}", **asdict(g) | {"state": t(g.state)})
     say("{points} of {of} points", points=points, of=of)
 
 
@@ -145,18 +123,12 @@ def graded(course: Course, folder: Path, exercises: list[Exercise], limit: float
                 (mine.folder / path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(folder / path, mine.folder / path)
         for e in exercises:
-            status, outcomes = 0, dict[str, tuple[str, str | None]]()
+            status, outcomes = 0, Outcomes()
             if mine.written(e):
                 arguments = [*FIRST_FAILURE, "-q", *e.tests]
-                status, found = run_tests(mine, arguments, quiet=True, limit=limit, environment=offline)
-                outcomes = dict(found)
-            state = (
-                "out of time"
-                if status == OUT_OF_TIME
-                else verdict(mine, e, outcomes)
-                if not mine.absent(e)
-                else "missing"
-            )
+                status, outcomes = run_tests(mine, arguments, quiet=True, limit=limit, environment=offline)
+            state = "missing" if mine.absent(e) else verdict(mine, e, outcomes)
+            state = "out of time" if status == OUT_OF_TIME else state
             failed = next((node for node, (outcome, _) in outcomes.items() if outcome == "failed"), "")
             points = e.difficulty if state == "passing" else 0
             yield Grade(e.id, t(e.title), state, points, e.difficulty, failed)

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from milestones import splice
 from milestones.language import t
-from milestones.mine import Mine, State, by_file
-from milestones.renames import Change, dotted, follow, renamed, renamed_cells
+from milestones.manifest import Course
+from milestones.mine import Mine, State
+from milestones.renames import Change, bindings, dotted, follow, renamed, renamed_cells
 from milestones.tasks import PACKAGE, Exercise, Symbol
 
 
@@ -82,10 +83,19 @@ class Update:
     state: State
     texts: dict[tuple[str, tuple[str, ...]], str] = field(default_factory=dict)  # renamed once
 
+    @property
+    def course(self) -> Course:
+        return self.mine.course
+
+    @cached_property
+    def told(self) -> tuple[Change, ...]:
+        """What the reference has renamed since."""
+        return self.course.changes[self.state.changes :]
+
     def run(self) -> list[str]:
         """What was done, a line a file. Nothing is, where one file cannot be updated: half of the names would be yesterday's."""
-        done = {path: self._file(path, main) for path, main in self._targets().items()}
-        done |= {copy.path: self._own(copy) for copy in self.copies if copy.base is None}
+        files = self._targets() | {copy.path: copy for copy in self.copies if copy.base is None}
+        done = {path: self._outcome(path, copy) for path, copy in files.items()}
         if any(outcome.stuck for outcome in done.values()):
             for path, outcome in done.items():
                 if outcome.stuck and outcome.text is not None:
@@ -98,13 +108,12 @@ class Update:
         """Write all files, after a backup of what was there."""
         mine, kept = self.mine, {main.path for path, main in self._targets().items() if main and main.path == path}
         gone = [copy.path for copy in self.copies if copy.base is not None and copy.path not in kept]
-        over = [copy for copy in self.copies if self._cut_builder(copy)]
-        before = {path for path in (*done, *gone, *(copy.path for copy in over)) if (mine.folder / path).is_file()}
-        folder = mine.backup(*sorted(before))
+        over = [copy.path for copy in self.copies if self._cut_builder(copy)]
+        folder = mine.backup(*(path for path in sorted({*done, *gone, *over}) if (mine.folder / path).is_file()))
         for path, outcome in done.items():
             if outcome.text is not None:
                 mine.write(path, outcome.text, outcome.base)
-        for path in (*gone, *(copy.path for copy in over)):
+        for path in (*gone, *over):
             for file in (mine.folder / path, mine.folder / ".base" / path):
                 file.unlink(missing_ok=True)
         said = {path: outcome.said for path, outcome in done.items()}
@@ -126,8 +135,8 @@ class Update:
 
     @cached_property
     def changes(self) -> list[Change]:
-        """What the reference has renamed since, the parameters of exercises last."""
-        changes, fresh = list(self.mine.course.changes[self.state.changes :]), self.mine.course.source
+        """What has another name since, the parameters of exercises last."""
+        changes, fresh = [*self.told], self.course.source
         for symbol, origins in self.origins.items():
             base = _parameters(origins[0].copy.base or "", origins[0].name)
             now = _parameters(fresh(symbol.path), symbol.name)
@@ -138,16 +147,15 @@ class Update:
 
     @cached_property
     def exercise(self) -> dict[Symbol, Exercise]:
-        return {symbol: exercise for exercise in self.mine.course.exercises for symbol in exercise.symbols}
+        return {symbol: exercise for exercise in self.course.exercises for symbol in exercise.symbols}
 
     @cached_property
     def origins(self) -> dict[Symbol, list[Origin]]:
         """Where in the learner's files each symbol's body may be."""
         symbols, found = {dotted(str(symbol)): symbol for symbol in self.exercise}, dict[Symbol, list[Origin]]()
-        changes = self.mine.course.changes[self.state.changes :]
         for copy in self.copies:
             for name, _ in splice.functions(copy.base or ""):
-                place, contracts = follow(changes, f"{copy.module}.{name}")
+                place, contracts = follow(self.told, f"{copy.module}.{name}")
                 if symbol := symbols.get(place):
                     was_cut = f"{copy.module}:{name}" in self.state.blanked
                     found.setdefault(symbol, []).append(Origin(copy, name, contracts, was_cut))
@@ -168,22 +176,25 @@ class Update:
 
     def _home(self, copy: Copy) -> Path | None:
         """Where the reference has today what the file was a copy of."""
-        moved, _ = follow(self.mine.course.changes[self.state.changes :], copy.module)
+        moved, _ = follow(self.told, copy.module)
         places = (Path(*moved.split(".")).with_suffix(".py"), copy.path)
-        return next((path for path in places if (self.mine.course.package.parent / path).is_file()), None)
+        return next((path for path in places if (self.course.package.parent / path).is_file()), None)
 
     # -- a file ----------------------------------------------------------------------------------------------------
 
-    def _file(self, path: Path, main: Copy | None) -> Outcome:
-        fresh = self.mine.course.source(path)
-        if main and main.path == path and main.base == fresh and not self.changes:
-            return Outcome()
+    def _outcome(self, path: Path, copy: Copy | None) -> Outcome:
         try:
-            new = self._fresh(path, main)
-            old, yours = self._sides(path, main) if main else (new, new)
-            merged = new if yours == old else merge(yours, old, new) or append(yours, old, new)
+            return self._own(copy) if copy and copy.base is None else self._file(path, copy)
         except (LookupError, SyntaxError) as error:
             return Outcome(t("not updated, {error}; mend it and update again", error=error), stuck=True)
+
+    def _file(self, path: Path, main: Copy | None) -> Outcome:
+        fresh = self.course.source(path)
+        if main and main.path == path and main.base == fresh and not self.changes:
+            return Outcome()
+        new = self._fresh(path, main)
+        old, yours = self._sides(path, main) if main else (new, new)
+        merged = new if yours == old else merge(yours, old, new) or append(yours, old, new)
         if merged is None:
             said = (
                 "not updated, you and the reference changed the same lines; theirs with your bodies is in the .new file"
@@ -202,20 +213,21 @@ class Update:
                 if self._asked(origin, symbol) and self._is_started(self.exercise[symbol]):
                     changed.add(self.exercise[symbol].id)
         said = t("updated") if main and main.path == path else t("new")
-        said += t(", with your {names}", names=", ".join(carried)) if carried else ""
-        return said + (
-            t("; the text of {ids} has changed: read it again", ids=", ".join(sorted(changed))) if changed else ""
-        )
+        if carried:
+            said += t(", with your {names}", names=", ".join(carried))
+        if changed:
+            said += t("; the text of {ids} has changed: read it again", ids=", ".join(sorted(changed)))
+        return said
 
     def _asked(self, origin: Origin, symbol: Symbol) -> bool:
         """Whether parameters or docstring say something else since, but for names."""
         base = self._renamed(origin.copy, origin.copy.base or "", (self.exercise[symbol].id,))
         name = _same_place(origin.copy.base or "", base, origin.name)
-        return _asks(base, name) != _asks(self.mine.course.source(symbol.path), symbol.name)
+        return _asks(base, name) != _asks(self.course.source(symbol.path), symbol.name)
 
     def _fresh(self, path: Path, main: Copy | None) -> str:
         """The reference's file with the learner's bodies, and stubs where there is none."""
-        text, helpers = self.mine.course.source(path), dict[Path, str]()
+        text, helpers = self.course.source(path), dict[Path, str]()
         for symbol in self._symbols(path):
             exercise, origin = self.exercise[symbol], self._origin(symbol)
             if origin and origin.is_carried:
@@ -238,39 +250,33 @@ class Update:
         """The reference then, with the learner's bodies, and what the learner has, in today's names: what differs was added."""
         old, ids = main.base or "", tuple(self.exercise[symbol].id for symbol in self._symbols(path))
         exercises = {o.name for origins in self.origins.values() for o in origins if o.copy is main}
-        cut = {
-            name for module, _, name in (place.partition(":") for place in self.state.blanked) if module == main.module
-        }
         for name, _ in splice.functions(old):
-            if name in exercises | cut:
+            if name in exercises or f"{main.module}:{name}" in self.state.blanked:
                 old = splice.graft(old, name, main.text)
         return self._renamed(main, old, ids), self._renamed(main, main.text, ids)
 
     def _own(self, copy: Copy) -> Outcome:
         """A file that is the learner's alone, as a builder is."""
-        ids = [builder.id for builder in self.mine.course.builders if builder.path == copy.path]
-        try:
-            text = self._renamed(copy, copy.text, tuple(ids or (e.id for e in self.mine.course.exercises)))
-        except SyntaxError as error:
-            return Outcome(t("not updated, {error}; mend it and update again", error=error), stuck=True)
+        ids = [builder.id for builder in self.course.builders if builder.path == copy.path]
+        text = self._renamed(copy, copy.text, tuple(ids or (e.id for e in self.course.exercises)))
         return Outcome(t("updated"), text) if text != copy.text and not self._cut_builder(copy) else Outcome()
 
     def _notebooks(self) -> Iterator[tuple[Path, Outcome]]:
         """The learner's notebooks that said what has another name now."""
+        all_ids = [exercise.id for exercise in self.course.exercises]
         for file in sorted(self.mine.folder.glob("*.ipynb")):
-            ids = [e.id for e in self.mine.course.exercises if file.name.startswith(f"{e.id.partition('.')[0]}_")]
+            ids = [id for id in all_ids if file.name.startswith(f"{id.partition('.')[0]}_")] or all_ids
             try:
-                book = json.loads(text := file.read_text(encoding="utf-8"))
+                book = json.loads(file.read_text(encoding="utf-8"))
                 cells = [cell for cell in book["cells"] if cell.get("cell_type", "code") == "code"]
             except (ValueError, TypeError, KeyError):
                 continue  # none that Jupyter could open
             before = ["".join(cell["source"]) for cell in cells]
-            after = list(renamed_cells(before, self.changes, ids or [e.id for e in self.mine.course.exercises]))
+            after = renamed_cells(before, self.changes, ids)
             for cell, source in zip(cells, after, strict=True):
                 cell["source"] = source if isinstance(cell["source"], str) else source.splitlines(keepends=True)
             if before != after:
-                end = "\n" if text.endswith("\n") else ""
-                fresh = json.dumps(book, indent=1, ensure_ascii=False) + end
+                fresh = json.dumps(book, indent=1, ensure_ascii=False) + "\n"
                 yield file.relative_to(self.mine.folder), Outcome(t("in the names of today"), fresh)
 
     # -- how -------------------------------------------------------------------------------------------------------
@@ -283,34 +289,28 @@ class Update:
 
     def _import(self, copy: Copy, source: str, name: str) -> str:
         """The statement that gives a body what its module had and its new one has not; empty where nobody has it."""
-        for node in ast.walk(ast.parse(source)):
-            for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
-                if (alias.asname or alias.name.partition(".")[0]) == name:
-                    return ast.unparse(
-                        ast.ImportFrom(node.module, [alias], node.level)
-                        if isinstance(node, ast.ImportFrom)
-                        else ast.Import([alias])
-                    )
+        if path := bindings(ast.parse(source), "").get(name):
+            home, _, last = path.rpartition(".")
+            imported = last if last == name else f"{last} as {name}"
+            return f"from {home} import {imported}" if home else f"import {imported}"
         for old in splice.module_names(ast.parse(copy.base or "").body):
             home, _, new = follow(self.changes, f"{copy.module}.{old}")[0].rpartition(".")
-            file = self.mine.course.package.parent / Path(*home.split(".")).with_suffix(".py")
+            file = self.course.package.parent / Path(*home.split(".")).with_suffix(".py")
             if new == name and file.is_file() and name in splice.module_names(ast.parse(file.read_text("utf-8")).body):
                 return f"from {home} import {name}"
         return ""
 
     def _cut_out(self, folder: Path) -> Iterator[str]:
         """What is to be written again, and why."""
-        said = "{task} is cut out afresh, for it asks something else: {contract}; yours is in {folder}"
-        for symbol, exercise in sorted(self.exercise.items(), key=lambda pair: pair[1].id):
-            if contracts := self._broken(symbol):
-                task = f"{exercise.id} {symbol.name}"
+        builders = {builder.path: builder.id for builder in self.course.builders}
+        tasks = {f"{e.id} {symbol.name}": self._broken(symbol) for symbol, e in self.exercise.items()}
+        tasks |= {builders[copy.path]: self._cut_builder(copy) for copy in self.copies if copy.path in builders}
+        for task, contracts in tasks.items():
+            if contracts:
+                said = "{task} is cut out afresh, for it asks something else: {contract}; yours is in {folder}"
                 yield t(said, task=task, contract="; ".join(contracts), folder=folder)
         for place in self._lost():
             yield t("{place} is no exercise any more; yours is in {folder}", place=place, folder=folder)
-        for copy in self.copies:
-            for builder in self.mine.course.builders:
-                if builder.path == copy.path and (contracts := self._cut_builder(copy)):
-                    yield t(said, task=builder.id, contract="; ".join(contracts), folder=folder)
 
     def _lost(self) -> Iterator[str]:
         """Bodies that were written, of what no exercise is now."""
@@ -329,28 +329,27 @@ class Update:
 
     def _cut_builder(self, copy: Copy) -> list[str]:
         """What has changed about the protocol of the builder that the file is."""
-        protocols = [dotted(b.protocol) for b in self.mine.course.builders if b.path == copy.path]
-        told = [(number, change) for number, change in enumerate(self.changes) if change.contract and protocols]
-        return [c.contract for number, c in told if follow(self.changes[number + 1 :], dotted(c.new))[0] in protocols]
+        protocols = [dotted(b.protocol) for b in self.course.builders if b.path == copy.path]
+        told = [(follow(self.told[n:], dotted(c.new))[0], c) for n, c in enumerate(self.told, 1) if c.contract]
+        return [change.contract for place, change in told if place in protocols]
 
     def _remember(self) -> None:
         """What was cut out once, where it is now: `start` never does so again. What is cut out afresh has not passed."""
         now = {dotted(str(symbol)): str(symbol) for symbol in self.exercise}
         ours = [symbol for symbol in self.origins if (o := self._origin(symbol)) and not o.is_reference]
         moved = {now.get(follow(self.changes, dotted(place))[0], place) for place in self.state.blanked}
-        broken = {self.exercise[symbol].id for symbol in self.origins if self._broken(symbol)}
+        broken = [self.exercise[symbol] for symbol in self.origins if self._broken(symbol)]
         self.state.blanked = sorted({*moved, *map(str, ours)})
-        self.state.failed = [id for id in self.state.failed if id not in broken]
-        self.state.passed = [id for id in self.state.passed if id not in {b.partition(".")[0] for b in broken}]
-        self.state.changes = len(self.mine.course.changes)
+        self.state.failed = [id for id in self.state.failed if id not in {e.id for e in broken}]
+        self.state.passed = [id for id in self.state.passed if id not in {e.milestone for e in broken}]
+        self.state.changes = len(self.course.changes)
         self.mine.save(self.state)
 
-    def _symbols(self, path: Path) -> Iterator[Symbol]:
-        for exercise in by_file(self.mine.course.exercises)[path]:
-            yield from (symbol for symbol in exercise.symbols if symbol.path == path)
+    def _symbols(self, path: Path) -> list[Symbol]:
+        return [symbol for symbol in self.exercise if symbol.path == path]
 
     def _is_started(self, exercise: Exercise) -> bool:
-        return exercise in self.mine.course.onwards(*self.state.started)
+        return exercise in self.course.onwards(*self.state.started)
 
 
 def merge(yours: str, base: str, theirs: str) -> str | None:

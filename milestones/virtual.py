@@ -74,15 +74,6 @@ class Run:
         """Tokens of answers a second."""
         return sum(len(request.answer) for request in self.requests) / self.seconds
 
-    def ttft(self, percentile: float) -> float:
-        """Time to first token, in milliseconds."""
-        return float(np.percentile(list(self.first_token.values()), percentile)) * 1e3
-
-    @property
-    def mean_ttft(self) -> float:
-        """Of all requests, in milliseconds."""
-        return float(np.mean(list(self.first_token.values()))) * 1e3
-
 
 def tokens(part: str, start: int, end: int) -> list[int]:
     """The tokens of a part of a prompt: its name decides."""
@@ -129,11 +120,8 @@ class Memory:
 
     def _slots(self, seq: Sequence, start: int, end: int) -> npt.NDArray[np.int64]:
         table, (block, offset) = np.array(seq.block_table, np.int64), np.divmod(np.arange(start, end), self._block_size)
-        if (
-            len(table) * self._block_size < end
-            or (table < 0).any()
-            or (table * self._block_size >= len(self._cells)).any()
-        ):
+        is_inside = (table >= 0) & (table * self._block_size < len(self._cells))
+        if len(table) * self._block_size < end or not is_inside.all():
             raise ValueError(f"sequence {seq.seq_id} computes token {end - 1}, for which its block table has no block")
         return table[block] * self._block_size + offset
 
@@ -150,11 +138,9 @@ def serve(
         RuntimeError: the scheduler stands still.
         ValueError: an answer is not complete, or a step could not be computed from what the cache holds.
     """
-    run, clock, idle = Run(requests), 0.0, 0
+    run, clock, idle, left = Run(requests), 0.0, 0, len(requests)
     memory = Memory(scheduler.kv) if scheduler.kv else None
-    ahead = requests[::-1]
-    served: dict[Sequence, Request] = {}
-    left = len(requests)
+    ahead, served = requests[::-1], dict[Sequence, Request]()
     while left:
         while ahead and ahead[-1].arrival <= clock:
             request = ahead.pop()
@@ -192,7 +178,6 @@ def serve(
 def _is_served(seq: Sequence, request: Request) -> bool:
     """Whether the sequence is finished. ValueError where its answer is then not the request's."""
     if seq.status.is_finished and seq.output_token_ids.tolist() != request.answer:
-        raise ValueError(
-            f"an answer ended after {seq.num_output_tokens} of its {len(request.answer)} tokens, or has others"
-        )
+        ended = f"an answer ended after {seq.num_output_tokens} of its {len(request.answer)} tokens"
+        raise ValueError(f"{ended}, or has others")
     return seq.status.is_finished

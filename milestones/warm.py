@@ -19,25 +19,15 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 LIBRARIES = [
     "torch", "transformers.models.llama.modeling_llama", "transformers.models.qwen3.modeling_qwen3", "safetensors.torch",
     "triton.runtime.interpreter", "pytest", "hypothesis", "pytest_timeout", "_hypothesis_pytestplugin", "rich.console", "typer",
 ]  # fmt: skip
 READ_EARLY = (
-    "TRITON_",
-    "OMP_",
-    "MKL_",
-    "CUDA_",
-    "TORCH",
-    "HF_",
-    "TRANSFORMERS_",
-    "PYTHON",
-    "LC_",
-    "LANG",
-    "VIRTUAL_ENV",
-)
+    "TRITON_", "OMP_", "MKL_", "CUDA_", "TORCH", "HF_", "TRANSFORMERS_", "PYTHON", "LC_", "LANG", "VIRTUAL_ENV",
+)  # fmt: skip
 OUT_OF_TIME = 124  # as `timeout` of coreutils says it
 IDLE, START = 600, 120  # seconds without a run after which it ends; within which it has to be there
 
@@ -93,15 +83,8 @@ def _connected(environment: Mapping[str, str]) -> socket.socket | None:
         except OSError:
             if child is None:
                 command = [sys.executable, str(Path(__file__)), str(place)]
-                nowhere = subprocess.DEVNULL
-                child = subprocess.Popen(
-                    command,
-                    env=dict(environment),
-                    stdin=nowhere,
-                    stdout=nowhere,
-                    stderr=nowhere,
-                    start_new_session=True,
-                )
+                streams: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+                child = subprocess.Popen(command, env=dict(environment), start_new_session=True, **streams)
             elif child.poll() not in (None, 0):  # 0: another one was there first
                 break
         time.sleep(0.05)

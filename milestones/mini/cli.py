@@ -9,8 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from milestones.language import t, translated
-from milestones.mini.course import HISTORY, PICTURE, ROOT, Own, Stage, stages
-from milestones.say import console, say
+from milestones.mini.course import HISTORY, ROOT, Own, Stage, stages
+from milestones.say import console, print_hints, say, say_what_is_left
 
 app = typer.Typer()
 mini = typer.Typer(help="An engine of your own, from an empty folder: seven stages, and the harness that plays it.")
@@ -39,17 +39,9 @@ def path(chosen: Annotated[Literal["mini", "engine"], typer.Argument(help="mini 
 def build() -> None:
     """Make mine/mini/, and say what to do in it."""
     own = Own.here()
-    is_new = own.begin()
-    said = "new, yours to write" if is_new else "there already, left as it is"
+    said = "new, yours to write" if own.begin() else "there already, left as it is"
     say("{folder}: {said}", folder=own.folder, said=t(said))
     print_place()
-
-
-def print_chosen() -> bool:
-    """Where the learner is on this path, print the next step. Returns whether that is so."""
-    if is_chosen := Own.here().notes.path == "mini":
-        print_place()
-    return is_chosen
 
 
 def print_place() -> None:
@@ -126,21 +118,17 @@ def hint(number: Number = None, all: Annotated[bool, typer.Option("--all", help=
     """One more hint each time: a nudge, the approach, nearly the code."""
     own = Own.here()
     stage, notes = own.stage(number), own.notes
-    key, hints = str(stage.number), stage.hints
-    shown = len(hints) if all else min(notes.hints.get(key, 0) + 1, len(hints))
-    for heading, text in hints[:shown]:
-        console.print(Markdown(f"### {heading}\n\n{text}"))
-        console.print()
-    notes.hints[key] = max(shown, notes.hints.get(key, 0))
+    key, used = str(stage.number), notes.hints.get(str(stage.number), 0)
+    shown = print_hints(stage.hints, used, all)
+    notes.hints[key] = max(shown, used)
     own.save(notes)
     answer = t("one way is in {file}", file=f"milestones/mini/reference/{_reference(stage)[0]}")
-    more = t("the same command gives the next") if shown < len(hints) else answer
-    say("{shown} of {all} hints; {more}", shown=shown, all=len(hints), more=more)
+    say_what_is_left(stage.hints, shown, answer)
 
 
 @mini.command()
 def score(number: Number = None, seconds: Seconds = False) -> None:
-    """Serve six requests, count what your engine does, and compare with the reference. Kept in a history, with a picture."""
+    """Serve six requests, count what your engine does, and compare with the reference and with your earlier scores."""
     from milestones.mini import score as scoring
     from milestones.mini.ledger import Rejected
 
@@ -157,10 +145,11 @@ def score(number: Number = None, seconds: Seconds = False) -> None:
     for whose in dict.fromkeys([*traces, *speeds]):
         cells = [f"{n:,}" for n in traces[whose].counts.values()] if whose in traces else ["-"] * len(counts)
         table.add_row(t(whose), *cells, *([f"{speeds[whose]:,.0f}"] if speeds else []))
-    console.print(table)
     history = scoring.remember(own.folder / HISTORY, stage.number, counts, speeds.get("yours"))
-    (own.folder / PICTURE).write_text(scoring.picture(history, "mini"), encoding="utf-8")
-    say("The history of {n} scores: {file}", n=len(history), file=own.folder / PICTURE)
+    for past in history[-6:-1]:
+        when = t("stage {stage}, {day}", stage=past["stage"], day=past["day"])
+        table.add_row(when, *(f"{n:,}" for n in past["counts"].values()), style="dim")
+    console.print(table)
 
 
 @mini.command()

@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 
-from milestones.language import read_text, t
+from milestones.language import read_sections, t
 from milestones.manifest import Course
 from milestones.mine import Mine
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 PAGE = ROOT / "docs/mini.md"
-NOTES, HISTORY, PICTURE = ".progress.json", ".history.json", "history.svg"
+NOTES, HISTORY = ".progress.json", ".history.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,13 @@ class Stage:
     @property
     def task(self) -> str:
         """What it asks, in the reader's language: its section of the page."""
-        parts = re.split(r"^(?=## )", read_text(PAGE), flags=re.M)
-        return next(part for part in parts if re.match(rf"## (Stage|第) {self.number}\b", part)).strip()
+        parts = ((h, f"## {h}\n\n{text}") for h, text in read_sections(PAGE))
+        return next(part for heading, part in parts if re.match(rf"(Stage|第) {self.number}\b", heading))
 
     @property
     def hints(self) -> list[tuple[str, str]]:
         """(heading, text) of its three hints, in the reader's language."""
-        parts = re.split(r"^## +", read_text(HERE / f"hints/stage{self.number}.md"), flags=re.M)[1:]
-        return [(heading.strip(), text.strip()) for heading, _, text in (part.partition("\n") for part in parts)]
+        return read_sections(HERE / f"hints/stage{self.number}.md")
 
 
 @cache

@@ -42,14 +42,8 @@ def _header(trace: Trace, title: str, model: str, stage: int) -> dict[str, Any]:
         "graph_widths": [],
         "mine": True,
     }
-    return {
-        "format": "folovllm recording",
-        "version": 1,
-        "holds_prompts": True,
-        "title": title,
-        "started": None,
-        "engine": engine,
-    }
+    kind = {"format": "folovllm recording", "version": 1, "holds_prompts": True}
+    return kind | {"title": title, "started": None, "engine": engine}
 
 
 class _Film:

@@ -32,12 +32,7 @@ FORBIDDEN = ("folovllm", "milestones", "vllm", "sglang")
 
 # -- to load an engine -----------------------------------------------------------------------------------------------
 
-_loaded: Path | None = None  # what `load` was called with last
-
-
-def loaded_path() -> Path | None:
-    """What `load` was called with last."""
-    return _loaded
+loaded: Path | None = None  # what `load` was called with last
 
 
 def load(path: Path) -> ModuleType:
@@ -46,15 +41,15 @@ def load(path: Path) -> ModuleType:
     Raises:
         ValueError: there is no such file, or something in it imports an engine.
     """
-    global _loaded
+    global loaded
     file = path / "adapters.py" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"there is no {file}: `python -m milestones build mini` makes it")
     for source in sorted(path.glob("*.py")) if path.is_dir() else [file]:
         _refuse_engines(source)
-    for name in {source.stem for folder in _folders(_loaded) + _folders(path) for source in folder.glob("*.py")}:
+    for name in {source.stem for folder in _folders(loaded) + _folders(path) for source in folder.glob("*.py")}:
         sys.modules.pop(name, None)
-    _loaded = path
+    loaded = path
     spec = importlib.util.spec_from_file_location("adapters", file)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
@@ -72,7 +67,7 @@ def _folders(path: Path | None) -> list[Path]:
 @contextmanager
 def _on_path() -> Iterator[None]:
     """Let the engine's files find each other, and forget nothing else that was imported."""
-    folders = [*map(str, _folders(_loaded))]
+    folders = [*map(str, _folders(loaded))]
     sys.path[:0] = folders
     try:
         yield

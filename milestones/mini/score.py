@@ -1,4 +1,4 @@
-"""What an engine of mini is worth: counts, which are the same on every machine, a history of them, and its picture."""
+"""What an engine of mini is worth: counts, which are the same on every machine, and a history of them."""
 
 from __future__ import annotations
 
@@ -106,26 +106,3 @@ def remember(file: Path, stage: int, counts: dict[str, int], speed: float | None
     history.append({"day": day, "stage": stage, "counts": counts, "tokens a second": speed})
     file.write_text(json.dumps(history, indent=1))
     return history
-
-
-def picture(history: list[dict[str, Any]], title: str) -> str:
-    """An SVG: the steps of each score as a bar, and the tokens that they computed as a second one."""
-    width, left, colours = 640, 40, {"steps": "#3f51b5", "tokens computed": "#ff9800"}
-    slot = (width - left) / len(history)
-
-    def text(x: float, y: float, said: object, colour: str = "black") -> str:
-        return f'<text x="{x:.1f}" y="{y:.1f}" fill="{colour}">{said}</text>'
-
-    view = f'viewBox="0 0 {width} 240" font-family="sans-serif" font-size="11"'
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {view}><rect width="{width}" height="240" fill="white"/>']
-    parts.append(text(left, 16, title))
-    for j, (name, colour) in enumerate(colours.items()):
-        numbers = [entry["counts"][name] for entry in history]
-        parts.append(text(left + 60 * j, 234, name, colour))
-        for i, n in enumerate(numbers):
-            tall, x = 160 * n / max(*numbers, 1), left + (i + 0.35 * j) * slot
-            bar = f'x="{x:.1f}" y="{200 - tall:.1f}" width="{slot * 0.32:.1f}" height="{tall:.1f}"'
-            parts += [f'<rect {bar} fill="{colour}"/>', text(x, 196 - tall, n)]
-    for i, entry in enumerate(history):
-        parts.append(text(left + i * slot, 216, f"stage {entry['stage']}, {entry['day'][5:]}"))
-    return "\n".join([*parts, "</svg>"]) + "\n"

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from folovllm import _overlay, builders
-from milestones.builders import put_references
 from milestones.manifest import Course
+from milestones.mine import Mine
 
 COURSE = Course(Path(__file__).resolve().parents[2])
 
@@ -23,7 +23,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     if mine := os.environ.get("FOLOVLLM_MINE"):
         yield Path(mine)
         return
-    references = put_references(COURSE, tmp_path_factory.mktemp("references"))
+    references = tmp_path_factory.mktemp("references")
+    for builder in COURSE.builders:
+        Mine(COURSE, references).write(builder.path, builder.reference.read_text("utf-8"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FOLOVLLM_MINE", str(references))
         patch.setattr(sys, "meta_path", [_overlay.Overlay(references), *sys.meta_path])

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from milestones import builders_cli, cli
+from milestones import builders, cli
 from milestones.builders import template
 from milestones.manifest import Course
 from milestones.mine import Mine
@@ -26,7 +26,7 @@ class TestCommands:
     def mine(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setattr(Mine, "of", classmethod(lambda cls, course: cls(course, tmp_path / "mine")))
         monkeypatch.setenv("FOLOVLLM_MINE", os.environ["FOLOVLLM_MINE"])  # `score` takes it out; afterwards it is back
-        monkeypatch.setattr(builders_cli, "console", Console(width=200))
+        monkeypatch.setattr(builders, "console", Console(width=200))
         return tmp_path / "mine"
 
     def run(self, *words: str) -> str:

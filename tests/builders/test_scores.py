@@ -16,7 +16,7 @@ from folovllm.cache.block_manager import BlockManager
 from folovllm.engine.scheduler import Scheduler, preempt, whole_prompt
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
-from milestones.builders import load_file, put, scorer, scores
+from milestones.builders import load_file, scorer, scores
 from milestones.counting import CountBytes, ToyModel, count_kernel
 from milestones.manifest import Course
 from milestones.mine import Mine
@@ -197,17 +197,15 @@ class TestCounting:
 
 def test_yours_is_a_row(tmp_path: Path) -> None:
     builder = COURSE.builder("m3")
-    put(builder.reference.read_text("utf-8"), builder, tmp_path)
-    rows = dict(scores(builder, Mine(COURSE, tmp_path)))
+    mine = Mine(COURSE, tmp_path)
+    mine.write(builder.path, builder.reference.read_text("utf-8"))
+    rows = dict(scores(builder, mine))
     assert rows["yours"] == rows["the course's reference"] != rows["the engine's"]
 
 
 def test_what_fails_its_tests_has_no_score(tmp_path: Path) -> None:
     builder = COURSE.builder("m3")
-    put(
-        builder.reference.read_text("utf-8").replace("// self.block_size)", "// self.block_size) + 1"),
-        builder,
-        tmp_path,
-    )
+    text = builder.reference.read_text("utf-8").replace("// self.block_size)", "// self.block_size) + 1")
+    Mine(COURSE, tmp_path).write(builder.path, text)
     with pytest.raises(ValueError, match=r"yours does not pass its tests.*python -m milestones test m3.builder"):
         scores(builder, Mine(COURSE, tmp_path))

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from milestones import builders
 from milestones.manifest import Course
-from milestones.mine import write_variant
+from milestones.mine import Mine, write_variant
 from milestones.tasks import Exercise, Symbol
 from tests.tiny import same
 from tests.warm import PLUGINS, PRELOAD
@@ -80,13 +80,18 @@ def jobs(course: Course) -> list[Job]:
             common = {"root": course.root, "tests": e.tests}
             found.append(Job("blank", e.id, **common, blanked=(e.id,)))
             found += [Job("wrong", w.id, **common, wrong=w.id) for w in course.wrong_answers(e)]
-            rest = [other for other in course.onwards(milestone.id) if other not in course.needed(e)]
+            rest = [other for other in course.onwards(milestone.id) if other not in needed(course, e)]
             found.append(Job("alone", e.id, **common, blanked=_ids(rest)))
         if later := _ids(e for m in course.milestones if m.is_after(milestone) for e in m.exercises):
             parts = _parts(course, milestone.id, later)
             names = [f"{milestone.id}-{n + 1}" for n in range(len(parts))] if len(parts) > 1 else [milestone.id]
             found += [Job("later", name, course.root, part, later) for name, part in zip(names, parts, strict=True)]
     return sorted(found, key=lambda job: job.kind != "later")
+
+
+def needed(course: Course, exercise: Exercise) -> set[Exercise]:
+    """The exercise and all that it needs, directly or not."""
+    return {exercise}.union(*(needed(course, course.exercise(id)) for id in exercise.needs))
 
 
 def builder_jobs(course: Course) -> list[Job]:
@@ -247,13 +252,17 @@ def _child(job: Job, pipe: Connection) -> None:
 def _variant(job: Job, folder: Path) -> Path:
     course = Course(job.root)
     if job.kind == "builder":
-        return builders.put_wrong(course.builder(job.name.partition("-")[0]), job.wrong, course, folder)
+        builder, mine = course.builder(job.name.partition("-")[0]), Mine(course, folder)
+        wrong = builder.folder / f"wrong/{job.wrong}.py"
+        mine.write(builder.path, wrong.read_text("utf-8") if job.wrong else builders.template(builder, course))
+        mine.write(builder.path.with_name("reference.py"), builder.reference.read_text("utf-8"))
+        return folder
     exercises = [course.exercise(job.exercise)] if job.wrong else []
     answers = [w for e in exercises for w in course.wrong_answers(e) if w.id == job.wrong]
     write_variant(course, folder, [course.exercise(id) for id in job.blanked], answers)
     if job.name.endswith(".builder"):
         builder = course.builder(job.name)
-        builders.put(builder.reference.read_text("utf-8"), builder, folder)
+        Mine(course, folder).write(builder.path, builder.reference.read_text("utf-8"))
     return folder
 
 

@@ -129,21 +129,6 @@ def test_a_notebook_is_an_electives_too(electives: Course) -> None:
     assert "notebooks/x1_tap.ipynb: was never built" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (("x1_tap", 'flags = ["--tap"]\n', ""), "an elective says which flags switch it on"),
-        (("m1_pool", 'preset = "m1"\n', 'preset = "m1"\nflags = ["--tap"]\n'), "a milestone has none"),
-    ],
-)
-def test_flags_are_an_electives(electives: Course, change: tuple[str, str, str], said: str) -> None:
-    folder, old, new = change
-    file = electives.root / "milestones" / folder / "milestone.toml"
-    file.write_text(file.read_text().replace(old, new))
-    with pytest.raises(ValueError, match=said):
-        _ = Course(electives.root).milestones
-
-
 def test_all_milestones_pass_while_electives_are_blank(electives: Course, farm: Farm) -> None:
     found = jobs(electives)
     assert {str(job): job.blanked for job in found if job.kind == "later"} == {

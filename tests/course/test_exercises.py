@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from milestones import splice
-from milestones.explain import commented, print_commented
+from milestones import explain, splice
 from milestones.manifest import Course
 from milestones.mine import Mine, write_variant
 from milestones.tasks import EXERCISE_ID, Exercise, Milestone
@@ -108,9 +107,11 @@ def test_three_hints_that_differ(exercise: Exercise) -> None:
 
 @each_exercise
 def test_remarks_on_the_reference(exercise: Exercise) -> None:
-    """`commented` raises where a remark quotes what the reference no longer says."""
-    assert list(commented(COURSE, exercise))
-    remarks = COURSE.remarks(exercise)
+    """Each quotes what stands in the bodies just once, in their order."""
+    remarks, shown = COURSE.remarks(exercise), list(explain.commented(COURSE, exercise))
+    assert [remark for _, lines in shown for _, found in lines for remark in found] == remarks
+    bodies = "\n".join(line for _, lines in shown for line, _ in lines)
+    assert [fragment for fragment, _ in remarks if bodies.count(fragment) != 1] == []
     assert 4 <= len(remarks) <= 8 and all(len(text) > 40 for _, text in remarks)
     known = {answer.title for answer in COURSE.wrong_answers(exercise)}
     named = {
@@ -121,12 +122,12 @@ def test_remarks_on_the_reference(exercise: Exercise) -> None:
     assert named <= known, f"no wrong answers of these names: {sorted(named - known)}"
 
 
-def test_remarks_fit_a_terminal() -> None:
+def test_remarks_fit_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """80 columns: prose is folded between words."""
     exercise = COURSE.exercise("x1.2")
     console = Console(width=80, file=io.StringIO(), force_terminal=True, color_system=None)
-    for function in commented(COURSE, exercise):
-        print_commented(console, function)
+    monkeypatch.setattr(explain, "console", console)
+    explain.print_commented(COURSE, exercise)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     words = {word for _, text in COURSE.remarks(exercise) for word in text.split()}
     assert max(map(len, lines)) <= 80 and words <= {word for line in lines for word in line.split()}
@@ -165,6 +166,30 @@ def test_pasting_the_answers_gives_the_reference(milestone: Milestone, tmp_path:
         for name in later:
             text = splice.transplant(text, name, COURSE.source(path))
         assert text == COURSE.source(path)
+
+
+@each_milestone
+def test_the_manifest_makes_sense(milestone: Milestone) -> None:
+    assert milestone.folder.name.startswith(f"{milestone.id}_")
+    assert milestone.is_elective == bool(milestone.flags), "a milestone's preset switches on what it adds"
+    known = [id for e in milestone.exercises for id in e.ids]
+    assert known == [f"{milestone.id}.{n + 1}" for n in range(len(known))]
+    for exercise in milestone.exercises:
+        assert {*exercise.needs} <= {e.id for e in milestone.exercises}
+        assert exercise.symbols and exercise.tests and exercise.difficulty in (1, 2, 3)
+        names = [symbol.name for symbol in exercise.symbols]
+        assert len({*names}) == len(names), (
+            f"{exercise.id}: a wrong answer could not tell two symbols of one name apart"
+        )
+    manifest = tomllib.loads((milestone.folder / "milestone.toml").read_text("utf-8"))
+    for builder in manifest.get("builder", []):
+        assert len(manifest["builder"]) == 1 and len(medals := builder["medals"]) == 3
+        assert medals in (sorted(medals), sorted(medals, reverse=True)), "bronze, silver and gold"
+
+
+def test_no_symbol_is_in_two_exercises() -> None:
+    symbols = [symbol for exercise in COURSE.exercises for symbol in exercise.symbols]
+    assert len({*symbols}) == len(symbols)
 
 
 @each_milestone

@@ -1,7 +1,6 @@
 """`update` where an exercise has moved: what a learner wrote at the old place stands at the new one afterwards."""
 
 import json
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -263,17 +262,3 @@ def test_a_component_of_ones_own_says_todays_names(mine: Mine) -> None:
     file.write_text(file.read_text().replace("def take", "def first"))
     assert f"{own}: updated" in update(tree_moves(mine, "folovllm.pool:Pool.first"))
     assert (mine.folder / own).read_text() == text.replace("def take", "def first")
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ('{ old = "folovllm.a", new = "folovllm.b:C" }', "folovllm.a cannot become folovllm.b:C"),
-        ('{ old = "folovllm.a:f", new = "folovllm.a:f" }', "folovllm.a:f is what it was"),
-        ('{ old = "folovllm.a:f", now = "folovllm.a:g" }', "now"),
-        ('{ old = "folovllm.a:f(x)", new = "folovllm.a:f" }', "a parameter a parameter"),
-    ],
-)
-def test_a_line_that_makes_no_sense_is_named(mine: Mine, line: str, says: str) -> None:
-    with pytest.raises(ValueError, match=rf"renames.toml: .*{re.escape(says)}"):
-        _ = tells(mine, line).course.changes

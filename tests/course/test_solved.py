@@ -30,6 +30,13 @@ def test_what_was_solved_then_passes_or_is_named(file: Path, tmp_path: Path) -> 
     assert solved.lost(mine, said, exercises) + nowhere == []
 
 
+def test_the_history_makes_sense() -> None:
+    """A module becomes a module, a parameter a parameter, and a line changes something."""
+    for change in COURSE.changes:
+        assert len({(":" in place, "(" in place) for place in (change.old, change.new)}) == 1, change.old
+        assert change.old != change.new or change.contract, f"{change.old} is what it was"
+
+
 def test_the_history_ends_in_what_is_there() -> None:
     """Each exercise's place, and each module: a slip in a line would lose what was written."""
     for change in COURSE.changes:

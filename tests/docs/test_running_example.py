@@ -109,10 +109,8 @@ class TestWhatChapters1To3Say:
         run = tools["pictures"].run
         runs = {"M1": run("m1"), "static": run("m2", static=True), "M2": run("m2"), "M3": run("m3")}
         assert {name: len(run.turns) for name, run in runs.items()} == {"M1": 23, "static": 17, "M2": 14, "M3": 12}
-        first = {name: run.first(lambda turn: "C" in turn.drawn) for name, run in runs.items()}
-        assert {name: turn and turn.number for name, turn in first.items()} == {
-            "M1": 16, "static": 10, "M2": 7, "M3": 2,
-        }  # fmt: skip
+        first = {name: next(turn.number for turn in run.turns if "C" in turn.drawn) for name, run in runs.items()}
+        assert first == {"M1": 16, "static": 10, "M2": 7, "M3": 2}
 
     def test_which_budget_refused_whom(self, tools: dict[str, ModuleType]) -> None:
         """Chapter 2 has an example of each of the three."""

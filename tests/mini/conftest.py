@@ -75,7 +75,7 @@ class Mini:
 
     @property
     def adapters(self) -> ModuleType:
-        if harness.loaded_path() != self.path:
+        if harness.loaded != self.path:
             loaded.cache_clear()
         return loaded(self.path)
 

@@ -23,9 +23,9 @@ CHINESE = language.messages("zh")
 SPEAKING = (
     "cli",
     "builders",
-    "builders_cli",
     "failures",
     "progress",
+    "say",
     "mine",
     "check",
     "manifest",
