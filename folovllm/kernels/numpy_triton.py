@@ -398,6 +398,11 @@ def missing(name: str) -> Any:
     raise AttributeError(f"numpy stands in for Triton here, and has no tl.{name}: Triton itself exists on Linux only")
 
 
+def no_version(name: str) -> Any:
+    """torch.compile asks for the version, and takes an ImportError for an answer: it does without Triton."""
+    raise (ImportError if name == "__version__" else AttributeError)(f"numpy stands in for Triton, and has no {name}")
+
+
 LANGUAGE: dict[str, Any] = {
     **{f.__name__: f for f in (load, store, full, arange, dot, where, cdiv, static_assert, constexpr, pointer_type)},
     **TYPES, "int1": int1, "float8e4nv": float8, "static_range": range, "debug_barrier": lambda: None,
@@ -418,7 +423,7 @@ LANGUAGE: dict[str, Any] = {
 }  # fmt: skip
 MODULES: dict[str, dict[str, Any]] = {
     "triton": {"jit": jit, "cdiv": cdiv, "next_power_of_2": lambda n: 1 << (n - 1).bit_length(),
-               "knobs": SimpleNamespace(runtime=SimpleNamespace(interpret=True))},
+               "knobs": SimpleNamespace(runtime=SimpleNamespace(interpret=True)), "__getattr__": no_version},
     "triton.language": LANGUAGE,
     "triton.language.extra": {"libdevice": None},  # what compiled kernels alone call
     "triton.language.extra.cuda": {"gdc_launch_dependents": None, "gdc_wait": None},

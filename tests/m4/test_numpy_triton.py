@@ -98,3 +98,9 @@ def test_an_integer_that_overflows() -> None:
 def test_what_is_missing_is_named() -> None:
     with pytest.raises(AttributeError, match=r"has no tl\.histogram"):
         numpy_triton.missing("histogram")
+
+
+def test_torch_finds_no_triton() -> None:
+    """`torch.compile` looks for it by `import triton; triton.__version__`."""
+    with pytest.raises(ImportError, match="numpy stands in"):
+        numpy_triton.no_version("__version__")
