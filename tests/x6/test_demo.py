@@ -14,7 +14,7 @@ from folovllm import LLM, SamplingParams
 from folovllm.rollouts import demo
 from folovllm.rollouts.demo_options import Options
 
-SMALL = Options(groups=2, answers=3, max_tokens=12, iterations=2)
+SMALL = Options(groups=2, answers=3, max_tokens=48, iterations=2)  # with fewer, no story earns anything
 
 
 def test_rewards_count_whole_words_and_look_at_the_length() -> None:
@@ -33,7 +33,7 @@ def test_rollouts_are_exactly_on_policy_and_the_weights_go_back() -> None:
         assert first.off_policy == second.off_policy == 0, (
             "engine and trainer differ in a bit, before or after an update"
         )
-        assert first.rollout_tokens == 2 * 3 * 12
+        assert first.rollout_tokens == 2 * 3 * 48
         assert any(not torch.equal(w, before[name]) for name, w in llm.get_weights().items())
 
 
