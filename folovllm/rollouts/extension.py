@@ -10,7 +10,8 @@ import torch
 
 from folovllm.extensions import Extension
 from folovllm.model_config import num_experts_of, num_linear_of, windows_of
-from folovllm.rollouts.layers import invariant_backend, invariant_layers
+from folovllm.rollouts.attention import InvariantBackend
+from folovllm.rollouts.layers import tiled_layers
 
 if TYPE_CHECKING:
     from folovllm.attention.backends.abstract import AttentionBackend
@@ -62,3 +63,26 @@ def divides_tiles(device: torch.device) -> bool:
     """Whether threads share a tile evenly: where one ends inside a vector, its last numbers go through another function."""
     threads = torch.get_num_threads()
     return device.type != "cpu" or (threads & (threads - 1)) == 0
+
+
+def invariant_layers(setup: EngineSetup) -> LayerSet:
+    """Return the layers of a batch-invariant model: kernels where the engine has Triton's attention, else torch in tiles."""
+    if uses_kernels(setup):
+        from folovllm.rollouts.kernel_layers import kernel_layers
+
+        return kernel_layers()
+    return tiled_layers()
+
+
+def invariant_backend(setup: EngineSetup) -> AttentionBackend:
+    """Return their attention."""
+    if uses_kernels(setup):
+        from folovllm.rollouts.kernel_layers import InvariantTritonBackend
+
+        return InvariantTritonBackend(setup.attention)
+    return InvariantBackend(setup.attention)
+
+
+def uses_kernels(setup: EngineSetup) -> bool:
+    """Whether the engine's attention backend is Triton's: then its kernels can run."""
+    return setup.backend == "triton"

@@ -25,7 +25,7 @@ from folovllm.layers.layernorm import RMSNorm
 from folovllm.models.fused import ATTENTION
 from folovllm.rollouts.kernels.attention import attention_tile, invariant_attention, tokens_of_tile
 from folovllm.rollouts.kernels.linear import invariant_linear
-from folovllm.rollouts.layers import InvariantLMHead, InvariantPlain
+from folovllm.rollouts.layers import InvariantLMHead, InvariantPlain, TiledRMSNorm
 from folovllm.rollouts.tiles import with_plain_backward
 
 
@@ -56,7 +56,7 @@ class InvariantTritonBackend(AttentionBackend):
         )  # fmt: skip
 
 
-class InvariantRMSNorm(RMSNorm):
+class InvariantRMSNorm(TiledRMSNorm):
     """`FusedRMSNorm`, with gradients."""
 
     def forward(
@@ -64,25 +64,19 @@ class InvariantRMSNorm(RMSNorm):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         result: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
         if residual is None:
-            result = with_plain_backward(self.fused, self.plain, x, self.weight)
+            result = with_plain_backward(self.fused, self.normed, x, self.weight)
         else:
-            result = with_plain_backward(partial(add_rms_norm, eps=self.eps), self.plain_sum, x, residual, self.weight)
+            result = with_plain_backward(partial(add_rms_norm, eps=self.eps), self.added, x, residual, self.weight)
         return result
 
     def fused(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """[..., size] -> [..., size], by the kernel: each of its rows is a vector of `size`."""
+        """[..., size] -> [..., size], by the kernel."""
         return rms_norm(x.flatten(0, -2), weight, self.eps).view(x.shape)
 
-    def plain(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The same by torch."""
-        return F.rms_norm(x.float(), weight.shape, eps=self.eps).to(x.dtype) * weight
-
-    def plain_sum(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The normalised sum, and the sum."""
+    def added(self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the normalised sum, and the sum, by torch."""
         total = x + residual
-        return self.plain(total, weight), total
+        return self.normed(total, weight), total
 
 
 class InvariantSiluAndMul(SiluAndMul):

@@ -8,7 +8,6 @@ wherever it stands.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +17,7 @@ from folovllm.layers.embed_head import ParallelLMHead
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.linear import LinearBase, Plain
-from folovllm.rollouts.attention import InvariantBackend
 from folovllm.rollouts.tiles import Compute, in_tiles
-
-if TYPE_CHECKING:
-    from folovllm.attention.backends.abstract import AttentionBackend
-    from folovllm.setup import EngineSetup
 
 
 class InvariantPlain(Plain):
@@ -72,26 +66,8 @@ class TiledSiluAndMul(SiluAndMul):
         return in_tiles(super().forward, gate_up)
 
 
-def invariant_layers(setup: EngineSetup) -> LayerSet:
-    """Return the layers of a batch-invariant model: kernels where the engine has Triton's attention, else torch in tiles."""
-    if uses_kernels(setup):
-        from folovllm.rollouts.kernel_layers import kernel_layers
-
-        return kernel_layers()
+def tiled_layers() -> LayerSet:
+    """Return the set in which every layer whose kernel depends on the batch is tiled."""
     linear = partial(in_tiles, F.linear)
     head = partial(InvariantLMHead, linear)
     return LayerSet({RMSNorm: TiledRMSNorm, SiluAndMul: TiledSiluAndMul, ParallelLMHead: head}, InvariantPlain(linear))
-
-
-def invariant_backend(setup: EngineSetup) -> AttentionBackend:
-    """Return their attention."""
-    if uses_kernels(setup):
-        from folovllm.rollouts.kernel_layers import InvariantTritonBackend
-
-        return InvariantTritonBackend(setup.attention)
-    return InvariantBackend(setup.attention)
-
-
-def uses_kernels(setup: EngineSetup) -> bool:
-    """Whether the engine's attention backend is Triton's: then its kernels can run."""
-    return setup.backend == "triton"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch.func import functional_call
@@ -15,7 +16,7 @@ from folovllm.models.llama import LlamaAttention
 from folovllm.models.loader import load_model
 from folovllm.models.registry import build_model, get_model_class
 from folovllm.rollouts.attention import attend_in_one_piece
-from folovllm.rollouts.layers import invariant_backend, invariant_layers
+from folovllm.rollouts.extension import invariant_backend, invariant_layers
 from folovllm.rollouts.tiles import with_plain_backward
 from folovllm.rollouts.weights import weights_of
 from folovllm.worker.native_model import attention_layers
@@ -33,7 +34,7 @@ class Policy:
         setup = llm.engine.setup
         layers = invariant_layers(setup) if layers is None else layers
         kind = get_model_class(setup.hf_config).attention_class
-        attention = type("Trained", (TrainedAttention, layers.places.get(kind, kind)), {})
+        attention = type("Trained", (TrainedAttention, cast(type, layers.places.get(kind, kind))), {})
         layers = layers.having({kind: attention}, layers.linear_method)
         self.device = setup.device
         self.model = build_model(setup.hf_config, setup.dtype, setup.device, setup.max_model_len, layers)

@@ -424,7 +424,8 @@ def launch_x6(d: int, b: int) -> None:
         invariant_linear(float32(64, 1024), float32(6144, 1024))
 
 
-LAUNCH = {"m4": launch_m4, "m6": launch_m6, "x2": launch_x2, "x3": launch_x3, "x4": launch_x4, "x5": launch_x5, "x6": launch_x6}
+LAUNCH = {"m4": launch_m4, "m6": launch_m6, "x2": launch_x2, "x3": launch_x3, "x4": launch_x4, "x5": launch_x5,
+          "x6": launch_x6}  # fmt: skip
 
 if __name__ == "__main__":
     JITFunction.run = compile_instead

@@ -95,11 +95,12 @@ def delta_rule(
     if others:
         is_wide = mixed.dtype == torch.float32
         factors = torch.empty(len(mixed), hv, 3 * dk + CHUNK + dv, dtype=mixed.dtype, device=mixed.device)
-        width = max(16, width)
+        width, width_dv = max(16, width), max(16, triton.next_power_of_2(dv))
+        # Four warps are faster, but with them Triton 3.6 gave NaN where a product had fewer than 64 columns.
+        warps = 4 if min(width, width_dv) >= 64 else 2
         prepare_kernel[(triton.cdiv(max_query_len, CHUNK), hv, others)](
             mixed, *gates, factors, starts, *strides, num_decodes, Hk=hk, Hv=hv, Dk=dk, Dv=dv, BLOCK_DK=width,
-            WIDTH_DV=max(16, triton.next_power_of_2(dv)), EPS=EPS, CHUNK=CHUNK, PRECISION="ieee" if is_wide else "tf32",
-            num_warps=2,  # with 4, Triton 3.6 and tf32 gave NaN for heads of 32 numbers and fewer
+            WIDTH_DV=width_dv, EPS=EPS, CHUNK=CHUNK, PRECISION="ieee" if is_wide else "tf32", num_warps=warps,
         )  # fmt: skip
         scan_kernel[(tiles, hv, others)](
             factors, *gates, *sequences, *strides, num_decodes, Hv=hv, Dk=dk, Dv=dv, BLOCK_DK=width, BLOCK_DV=BLOCK_DV,

@@ -7,8 +7,6 @@ from that row alone. So the bits of a row depend neither on the number of rows n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -46,24 +44,14 @@ def invariant_linear_kernel(
     tl.store(out_ptr, acc.to(out_ptr.dtype.element_ty), mask=is_row & (outputs < N)[None, :])
 
 
-@dataclass(slots=True, frozen=True)
-class LinearTile:
-    """Rows, outputs and inputs that a program multiplies at a time, and its pipeline stages."""
-
-    rows: int
-    outputs: int
-    inputs: int
-    num_stages: int
-
-
-def linear_tile(outputs: int, itemsize: int) -> LinearTile:
-    """Return the tile for weights of so many outputs. It must not depend on the number of rows.
+def linear_tile(outputs: int, itemsize: int) -> tuple[int, int, int]:
+    """Return (rows, outputs, inputs) of a tile for weights of so many outputs. It must not depend on the number of rows.
 
     64 rows are one matrix instruction on Hopper, and most decode steps. With one row the other 63 cost arithmetic and no reads.
     float32 has no matrix instruction; its operands are held in registers, so that there are fewer at a time.
     """
     width = next((n for n in (64, 32) if triton.cdiv(outputs, n) >= PROGRAMS), 16)
-    return LinearTile(64, width, 128 if itemsize == 2 else 32, STAGES[width])
+    return 64, width, 128 if itemsize == 2 else 32
 
 
 def invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -75,10 +63,9 @@ def invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
     out = x.new_empty(num_rows, outputs)
     if num_rows == 0:
         return out
-    tile = linear_tile(outputs, x.itemsize)
-    invariant_linear_kernel[(triton.cdiv(num_rows, tile.rows), triton.cdiv(outputs, tile.outputs))](
+    block_m, block_n, block_k = linear_tile(outputs, x.itemsize)
+    invariant_linear_kernel[(triton.cdiv(num_rows, block_m), triton.cdiv(outputs, block_n))](
         x, weight, weight if bias is None else bias, out, num_rows, x.stride(0), N=outputs, K=inputs,
-        BIAS=bias is not None, BLOCK_M=tile.rows, BLOCK_N=tile.outputs, BLOCK_K=tile.inputs,
-        num_warps=4, num_stages=tile.num_stages,
+        BIAS=bias is not None, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k, num_warps=4, num_stages=STAGES[block_n],
     )  # fmt: skip
     return out
