@@ -41,6 +41,9 @@ GEOMETRIES: dict[str, dict[str, Any]] = {
         "hidden_act": "silu", "tie_word_embeddings": False, "max_position_embeddings": 262_144, "torch_dtype": "bfloat16",
     },
 }  # fmt: skip
+GEOMETRIES["qwen3-next-9b"] = GEOMETRIES["qwen3.5-9b"] | {  # the same sizes in a form that vLLM runs without an image encoder
+    "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_experts": 0,
+}  # fmt: skip
 
 
 def write_geometry(name: str, folder: Path) -> Path:
