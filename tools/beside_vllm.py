@@ -59,6 +59,7 @@ def start(engine: str, model: Path, gpus: int, kv_cache_dtype: str) -> tuple[Any
         from vllm import LLM, SamplingParams
 
         own: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
+        own["additional_config"] = {"gdn_prefill_backend": "triton"}  # of hybrid models; the other one is flashinfer's
     else:
         from folovllm import LLM, SamplingParams
         from folovllm.config import DEFAULT_MODEL
