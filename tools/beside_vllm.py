@@ -59,7 +59,8 @@ def start(engine: str, model: Path, gpus: int, kv_cache_dtype: str) -> tuple[Any
         from vllm import LLM, SamplingParams
 
         own: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True}
-        own["additional_config"] = {"gdn_prefill_backend": "triton"}  # of hybrid models; the other one is flashinfer's
+        # Hybrid models: states in float32 as ours (Qwen3.5's own configuration asks for it), and kernels that need no flashinfer.
+        own |= {"mamba_ssm_cache_dtype": "float32", "additional_config": {"gdn_prefill_backend": "triton"}}
     else:
         from folovllm import LLM, SamplingParams
         from folovllm.config import DEFAULT_MODEL
