@@ -1,7 +1,7 @@
-"""What the reference's names were, oldest first, and what a learner wrote in those names, in those of today. Format: README.md.
+"""Reads the history of the reference's names (`renames.toml`, format: README.md), and renames them in what a learner wrote.
 
-A name is changed where Python reads it, never in a string or a comment (only a full path is, there too), and every other
-character stays as it was written.
+A name is changed where Python reads it. In strings and comments only full paths are changed. Every other character stays as it
+was written.
 """
 
 import ast
@@ -25,13 +25,13 @@ NO_WORDS = (tokenize.COMMENT, tokenize.NL, tokenize.INDENT, tokenize.DEDENT)
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One place and the one that took over: a module, `module:Name`, `module:Class.member` or `module:function(parameter)`."""
+    """An old and a new place: of a module, `module:Name`, `module:Class.member` or `module:function(parameter)`."""
 
     old: str
     new: str
-    only: tuple[str, ...] = ()  # exercises or milestones whose bodies say it; all, if none is named
-    on: tuple[str, ...] = ()  # of a member: what stands before its dot; `self` also where a class defines it
-    contract: str = ""  # what else a body has to do since; one that was written before is cut out
+    only: tuple[str, ...] = ()  # exercises or milestones whose bodies use the name; all, if none is named
+    on: tuple[str, ...] = ()  # of a member: names that may stand before its dot; `self` also where a class defines it
+    contract: str = ""  # what else a body has to do since then; a body that was written before is cut out
 
     @property
     def is_parameter(self) -> bool:
@@ -52,13 +52,13 @@ class Change:
         return re.split(r"[.:(]", self.new.rstrip(")"))[-1]
 
     def moved(self, path: str) -> str:
-        """Where a path, all dots, is after the change."""
+        """Return where a path, written with dots only, is after the change."""
         old, new = dotted(self.old), dotted(self.new)
         within = not self.is_parameter and (path == old or path.startswith(f"{old}."))
         return new + path[len(old) :] if within else path
 
     def concerns(self, ids: Iterable[str]) -> bool:
-        """Whether it is said in a body, or a file, of one of these exercises."""
+        """Whether a body, or a file, of one of these exercises may use the old name."""
         return not self.only or any(f"{id}.".startswith(f"{own}.") for id in ids for own in self.only)
 
 
@@ -67,13 +67,13 @@ def dotted(place: str) -> str:
 
 
 def read_changes(file: Path) -> tuple[Change, ...]:
-    """The history in a file, empty where there is none."""
+    """Return the changes in a file, none if there is no file."""
     rows = tomllib.loads(file.read_text("utf-8"))["changes"] if file.is_file() else []
     return tuple(Change(**{k: tuple(v) if isinstance(v, list) else v for k, v in row.items()}) for row in rows)
 
 
 def follow(changes: Iterable[Change], path: str) -> tuple[str, list[str]]:
-    """Where a path is after all changes, and what is new about its contract."""
+    """Return where a path is after all changes, and the new contracts of its body."""
     contracts = []
     for change in changes:
         if change.contract and path == dotted(change.old):
@@ -83,20 +83,20 @@ def follow(changes: Iterable[Change], path: str) -> tuple[str, list[str]]:
 
 
 def renamed(text: str, changes: Iterable[Change], ids: Iterable[str], module: str = "") -> str:
-    """A source text of a module, or a cell, after the changes that concern these exercises. SyntaxError if it is none of Python's."""
+    """Return a module's source, or a cell's, after the changes that concern these exercises. Raises SyntaxError if it is no Python."""
     ids = [*ids]
     for change in changes:
         if change.concerns(ids) and change.parts[-1] in text and change.old != change.new:
-            text = _in_words(text, change, module)
+            text = _rename_words(text, change, module)
             if not change.is_parameter and not change.is_member:
-                text = _in_imports(text, change)
+                text = _rename_imports(text, change)
                 text = re.sub(rf"(?<![\w.]){re.escape(dotted(change.old))}(?!\w)", dotted(change.new), text)
         module = change.moved(module)
     return text
 
 
 def renamed_cells(cells: Sequence[str], changes: Iterable[Change], ids: Iterable[str]) -> list[str]:
-    """A notebook's cells after the changes; one that is not Python stays as it is."""
+    """Return a notebook's cells after the changes. A cell that is not Python stays as it is."""
     python = dict[int, str]()
     for number, cell in enumerate(cells):
         with contextlib.suppress(SyntaxError):
@@ -119,38 +119,39 @@ class Word:
 
 
 def words(text: str) -> Iterator[Word]:
-    """The names in a text's code, outside of imports, in their order."""
+    """Yield the names in a text's code, outside of imports, in their order."""
     starts = [0, *itertools.accumulate(len(line) + 1 for line in text.split("\n"))]
     opened: list[tuple[str, bool]] = []  # of each open bracket: the name before it, and whether that is being defined
     tokens = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in NO_WORDS]
     before, last, root, is_import = ["", "\n"], "", "", False
     for token, following in itertools.pairwise([*tokens, *tokens[-1:]]):
-        said, line = token.string, token.start[0]
+        string, line = token.string, token.start[0]
         start = starts[line - 1] + token.start[1]
-        if is_import or (said in ("from", "import") and before[-1].strip() in ("", ":", ";")):
+        if is_import or (string in ("from", "import") and before[-1].strip() in ("", ":", ";")):
             is_import = token.type != tokenize.NEWLINE
-        elif token.type == tokenize.STRING and "f" in said.partition(said[-1])[0].lower():  # one token in Python 3.11
-            for code in re.finditer(r"(?<!\{)(?:\{\{)*\{([^{}]+)", said):
+        elif token.type == tokenize.STRING and "f" in string.partition(string[-1])[0].lower():
+            # Python 3.11 has one token for an f-string.
+            for code in re.finditer(r"(?<!\{)(?:\{\{)*\{([^{}]+)", string):
                 with contextlib.suppress(tokenize.TokenError):
                     yield from (replace(w, start=start + code.start(1) + w.start, line=line) for w in words(code[1]))
         elif token.type == tokenize.NAME:
             is_given = following.string == "=" and before[-1] in ("(", ",") and opened and not opened[-1][1]
             kind = "member" if before[-1] == "." else "def" if before[-1] in ("def", "class") else "name"
-            root = root if kind == "member" else said
-            yield Word(start, line, said, "keyword" if is_given else kind, opened[-1][0] if is_given else last, root)
-            last = said
-        elif said in ("(", "[", "{"):
+            root = root if kind == "member" else string
+            yield Word(start, line, string, "keyword" if is_given else kind, opened[-1][0] if is_given else last, root)
+            last = string
+        elif string in ("(", "[", "{"):
             opened.append((last, before[0] == "def"))
             last = ""
-        elif said in (")", "]", "}"):
+        elif string in (")", "]", "}"):
             last, root = opened.pop()[0], ""
-        elif said != ".":
+        elif string != ".":
             last = root = ""
-        before = [before[-1], said]
+        before = [before[-1], string]
 
 
-def _in_words(text: str, change: Change, module: str) -> str:
-    """A text after one change, but for its imports and full paths."""
+def _rename_words(text: str, change: Change, module: str) -> str:
+    """Return a text after one change, except its imports and full paths."""
     old, new = change.parts[-1], change.becomes
     known = bindings(ast.parse(text), module)
     within = [(node, "." in name, locals_of(node)) for name, node in functions(text)]
@@ -173,7 +174,7 @@ def _in_words(text: str, change: Change, module: str) -> str:
 def _means(
     word: Word, change: Change, known: Mapping[str, str], node: FunctionNode | None, is_method: bool, is_local: bool
 ) -> bool:
-    """Whether a word that is called so is what is changed. `node` is the function that it is in, and `is_local` there."""
+    """Whether `word`, which has the old name, means what the change renames. `node` is the function around it; `is_local`: bound there."""
     owner, home = change.parts[-2], dotted(change.old).rpartition(".")[0]
     if change.is_parameter:
         of_it = word.near == owner if word.kind == "keyword" else node is not None and node.name == owner
@@ -190,8 +191,8 @@ def _means(
     return word.kind == "member" and is_ours and (not change.on or word.near in change.on)
 
 
-def _in_imports(text: str, change: Change) -> str:
-    """`from a import b` where b is elsewhere, or called otherwise: a statement for each module that has something of it."""
+def _rename_imports(text: str, change: Change) -> str:
+    """Return a text whose `from a import b` name the new modules and names, with one statement for each module."""
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.ImportFrom) or node.level or not node.module:
             continue
@@ -207,7 +208,7 @@ def _in_imports(text: str, change: Change) -> str:
 
 
 def locals_of(node: FunctionNode) -> set[str]:
-    """Names that a function binds: parameters, what it stores, what it defines."""
+    """Return the names that a function binds: parameters, assigned variables, inner functions and classes."""
     inside = [n for part in (node.args, *node.body) for n in ast.walk(part)]
     elsewhere = {id(n) for c in inside if isinstance(c, ast.comprehension) for n in ast.walk(c.target)}
     found = {n.arg for n in inside if isinstance(n, ast.arg)}
@@ -219,7 +220,7 @@ def locals_of(node: FunctionNode) -> set[str]:
 
 
 def bindings(tree: ast.Module, module: str) -> dict[str, str]:
-    """Name: dotted path, of what a text imports anywhere, and of what it defines at its top."""
+    """Return the dotted path of each name that a text imports anywhere, or defines at its top level."""
     found = {name: f"{module}.{name}" for name in module_names(tree.body)} if module else {}
     for node in (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)):
         prefix = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""

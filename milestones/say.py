@@ -1,4 +1,4 @@
-"""How the commands speak: on the terminal, in the reader's language."""
+"""What the commands print on the terminal, in the reader's language."""
 
 import io
 import sys
@@ -14,25 +14,25 @@ console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
 def print_any_character() -> None:
-    """Let a character that the output's encoding does not have be printed as `\\u25a1`, and end no command."""
+    """Print a character that the output's encoding lacks as `\\u25a1`; without this it would end the command with an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def say(text: str, **values: object) -> None:
-    """A line in the reader's language, with these values in its braces."""
+    """Print a line in the reader's language, with these values in its braces."""
     console.print(t(text, **values), soft_wrap=True)
 
 
 def print_code(text: str) -> None:
-    """A piece of Python, in colours on a terminal."""
+    """Print Python code, in colours on a terminal."""
     code = Syntax(text, "python", background_color="default") if console.is_terminal else Text(text)
     console.print(code, soft_wrap=True)
 
 
 def print_hints(hints: list[tuple[str, str]], used: int, all: bool) -> int:
-    """Print one hint more than were used, or all; returns how many."""
+    """Print one hint more than were used, or all. Returns how many it printed."""
     shown = len(hints) if all else min(used + 1, len(hints))
     for heading, text in hints[:shown]:
         console.print(Markdown(f"### {heading}\n\n{text}"))
@@ -41,6 +41,6 @@ def print_hints(hints: list[tuple[str, str]], used: int, all: bool) -> int:
 
 
 def say_what_is_left(hints: list[tuple[str, str]], shown: int, answer: str) -> None:
-    """How many hints there are, and where the answer is once all are shown."""
+    """Print how many hints there are, and once all are shown, `answer`: where the solution is."""
     more = t("the same command gives the next") if shown < len(hints) else answer
     say("{shown} of {all} hints; {more}", shown=shown, all=len(hints), more=more)

@@ -1,9 +1,9 @@
 """A layer of experts by itself: `python -m tools.bench_experts` on a machine with a CUDA GPU.
 
-Qwen3-30B-A3B's geometry (128 experts of 768, of which a token asks 8, hidden size 2,048) unless told otherwise. For each number
-of tokens the microseconds of each kernel in a captured graph, several layers in turn so that no weight is found in the L2
-cache, and of all four one after the other. Two bounds beside them: few tokens can be no faster than the bytes of the experts
-that are asked, at the rate of a plain copy in the same run; many no faster than one dense product of the same size, which the
+Qwen3-30B-A3B's geometry: 128 experts of 768, of which a token is routed to 8, hidden size 2,048. For each number of tokens it
+prints the microseconds of each kernel in a captured graph, several layers in turn so that no weight is found in the L2 cache,
+and of all four one after the other. Two bounds stand beside them. Few tokens can be no faster than the bytes of the experts that
+are read, at the rate of a plain copy in the same run; many can be no faster than one dense product of the same size, which the
 library computes. `--tiles` gives both products other tiles than the engine's, in turn: pairs, outputs, along K, warps, stages; or
 of the kernel for few tokens (bfloat16): warps, rows, elements at a time.
 """
@@ -55,13 +55,13 @@ def microseconds(work: Callable[[int], object], replays: int = 20) -> float:
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a layer with experts, and the format of their weights."""
+    """Sizes of a layer with experts, and the format of their weights."""
 
-    hidden: int
-    inner: int
-    experts: int
-    asked: int
     format: str
+    hidden: int = 2048
+    inner: int = 768
+    experts: int = 128
+    top_k: int = 8
 
     def weights(self, part: str) -> torch.Tensor | QuantizedWeight:
         """Of one layer; what is in them does not matter, but for the time that random numbers take."""
@@ -94,10 +94,10 @@ class Shape:
 
 
 def using(tiles: Tiles) -> AbstractContextManager[object]:
-    """Within this context, whatever is multiplied takes these tiles."""
-    coded, stack = dict(zip(NAMES, tiles, strict=False)), ExitStack()
+    """Return a context in which all products use these tiles."""
+    quantized, stack = dict(zip(NAMES, tiles, strict=False)), ExitStack()
     for module, name, stand_in in (
-        (grouped_quant, "tiles", lambda *_: coded),
+        (grouped_quant, "tiles", lambda *_: quantized),
         (grouped_linear, "tiles_for", lambda *_: tiles),
         (grouped_linear, "kernel_variant", lambda *_: None),
         (moe_gemv, "serves", lambda *_: len(tiles) == 3),
@@ -115,11 +115,11 @@ class Work:
         draw = partial(torch.randn, dtype=torch.bfloat16, device="cuda")
         self.x, self.logits = draw(tokens, shape.hidden), draw(tokens, shape.experts)
         self.weights, self.order, self.starts = self.choose(0)
-        self.inner, self.rows = (draw(tokens * shape.asked, n) for n in (shape.inner, shape.hidden))
-        self.answers = self.back(0).view(tokens, shape.asked, shape.hidden)
+        self.inner, self.rows = (draw(tokens * shape.top_k, n) for n in (shape.inner, shape.hidden))
+        self.answers = self.back(0).view(tokens, shape.top_k, shape.hidden)
 
     def choose(self, _: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        weights, _experts, order, starts = choose(self.logits, self.shape.asked, True, range(self.shape.experts))
+        weights, _experts, order, starts = choose(self.logits, self.shape.top_k, True, range(self.shape.experts))
         return weights, order, starts
 
     def up(self, i: int) -> torch.Tensor:
@@ -139,7 +139,7 @@ class Work:
         )
 
     def dense(self, weights: list[torch.Tensor], i: int) -> object:
-        """All pairs as if they asked one expert."""
+        """The products of all pairs, as if they were routed to one expert."""
         return F.linear(self.rows, weights[0][i]), F.linear(self.inner, weights[1][i])
 
 
@@ -157,10 +157,6 @@ def tiles_of(text: str) -> Tiles:
 def main() -> None:
     """Read the command line, measure each format."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--inner", type=int, default=768)
-    parser.add_argument("--experts", type=int, default=128)
-    parser.add_argument("--asked", type=int, default=8)
     parser.add_argument(
         "--format", choices=FORMATS, nargs="+", default=["bf16"], help="of the weights (codes are made up)"
     )
@@ -170,7 +166,7 @@ def main() -> None:
     rate = 1e6 * copy_bandwidth()
     print(f"copy {rate / 1e6:.2f} TB/s")
     for format in args.format:
-        measure(Shape(args.hidden, args.inner, args.experts, args.asked, format), args.tokens, rate, args.tiles)
+        measure(Shape(format), args.tokens, rate, args.tiles)
 
 
 def measure(shape: Shape, tokens_of: list[int], rate: float, all_tiles: list[Tiles | None]) -> None:

@@ -9,8 +9,8 @@ Three other comparisons come with a flag:
 - `--rates 8,16,32 --model Qwen/Qwen3-0.6B`: the servers, over HTTP: `folovllm serve` and `vllm serve`, each under the loads of
   `folovllm bench serve`, which prints a table of each. Nobody caches prefixes.
 - `--speculate 5 15`: n-gram speculation with at most so many draft tokens a step. The embedded model answers
-  `tools/speculation/repetitive.json` greedily, `--at-once` so many, plain and with drafts, an engine with each setting in a
-  process of its own. The same prompts come in each pass, so that both find them in their prefix caches. vLLM needs numba and,
+  `tools/speculation/repetitive.json` greedily, 1 and 16 requests at once, plain and with drafts, an engine with each setting
+  in a process of its own. The same prompts come in each pass, so that both find them in their prefix caches. vLLM needs numba and,
   for the grammars, lmformatenforcer.
 - `--transformers 1 32`: Hugging Face's `generate`, so many of nano-vLLM's requests at a time, as they come, padded on the left
   to the longest prompt, 8 seconds each. A batch runs until its longest answer is over; a request's tokens count up to the length
@@ -44,6 +44,7 @@ WORKS = {  # requests at once, tokens of a prompt, tokens of an answer
     "8 x 15,000": (8, 15_000, 32),
     "1 x 8,000": (1, 8000, 1),
 }
+AT_ONCE = (1, 16)  # requests, with --speculate
 TASKS = Path(__file__).parent / "speculation" / "repetitive.json"
 NANO, BURST = "nano-vllm", "burst"
 ENGINES = ("folovllm", "vllm")
@@ -117,7 +118,7 @@ def speculate(engine: str, most: int, args: argparse.Namespace) -> None:
         from folovllm.structured_outputs import StructuredOutputsParams
     config = {"method": "ngram", "num_speculative_tokens": most} if most else None
     model = str(ASSETS / "stories-5m")
-    llm = LLM(model=model, max_num_seqs=max(args.at_once), max_model_len=4096, speculative_config=config)
+    llm = LLM(model=model, max_num_seqs=max(AT_ONCE), max_model_len=4096, speculative_config=config)
     tasks = json.loads(TASKS.read_text())
     render = partial(
         AutoTokenizer.from_pretrained(model).apply_chat_template, add_generation_prompt=True, return_dict=True
@@ -127,11 +128,11 @@ def speculate(engine: str, most: int, args: argparse.Namespace) -> None:
         SamplingParams(
             temperature=0.0,
             max_tokens=task["max_tokens"],
-            structured_outputs=None if args.free else StructuredOutputsParams(**task["form"]),
+            structured_outputs=StructuredOutputsParams(**task["form"]),
         )
         for task in tasks
     ]
-    for batch in args.at_once:
+    for batch in AT_ONCE:
         order, rates = [i % len(tasks) for i in range(max(batch, len(tasks)))], []
         for _ in range(args.passes + 1):
             num_tokens, began = 0, time.perf_counter()
@@ -148,8 +149,7 @@ def compare_speculation(args: argparse.Namespace) -> None:
     for engine in ENGINES:
         found: dict[int, dict[int, int]] = {}
         for n in (0, *args.speculate):
-            own = ["--speculate", str(n), "--at-once", *map(str, args.at_once), *["--free"] * args.free]
-            told = told_by(child_of(engine, args, *own), f"{engine:9} {n:2} draft tokens")
+            told = told_by(child_of(engine, args, "--speculate", str(n)), f"{engine:9} {n:2} draft tokens")
             found[n] = {result["at once"]: max(result["tokens a second"]) for result in told}
         for batch, plain in found[0].items():
             best = [(n, found[n][batch]) for n in args.speculate if batch in found[n]]
@@ -266,8 +266,6 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=2, help="measured ones; the best counts")
     parser.add_argument("--engine", choices=ENGINES, help="this one alone, in this process")
     parser.add_argument("--speculate", type=int, nargs="+", metavar="N", help="compare n-gram speculation")
-    parser.add_argument("--at-once", nargs="+", type=int, default=[1, 16], help="requests, with --speculate")
-    parser.add_argument("--free", action="store_true", help="with --speculate: no grammars")
     parser.add_argument("--transformers", type=int, nargs="+", metavar="BATCH", help="measure transformers alone")
     parser.add_argument("--rates", help="requests a second: compare the servers at these loads")
     parser.add_argument("--model", help="what the servers serve: real weights, so that each token is text")

@@ -1,7 +1,7 @@
-"""From the start of a process to its first token: seconds imported, read, compiled, captured; with nothing kept, and with what the starts before left.
+"""Seconds from the start of a process to its first token, by phase; with nothing kept, and with what earlier starts left.
 
     python tools/measure_start.py                                   Qwen3-0.6B's geometry: a checkpoint of random weights is written and read
-    python tools/measure_start.py --geometry qwen3-4b --kernels     another one; and each kernel that was compiled
+    python tools/measure_start.py --geometry qwen3-4b               another one
     python tools/measure_start.py --model stories-5m                a model that is there
 
 Four processes, one after the other, each with a column of the table. The first one finds no compiled kernel, no byte code of Python's sources, and the weights on the
@@ -53,7 +53,7 @@ class Clock:
         return time.clock_gettime(time.CLOCK_BOOTTIME) - self._born
 
     def lap(self) -> None:
-        """All since the last call was the innermost open phase."""
+        """Count the time since the last call as the innermost open phase's."""
         now = self.now()
         self.phases[self._open[-1]] += now - self._last
         self._last = now
@@ -85,26 +85,26 @@ class Clock:
 
 
 class Compiled:
-    """Which kernels Triton looked for, and how long those took that were not there: it calls this after each."""
+    """Counts the kernels that Triton looked for, and the seconds of each that it had to compile. Triton calls it after each."""
 
     def __init__(self) -> None:
         self.num_found = 0
-        self.new: list[tuple[float, str]] = []
+        self.new: list[float] = []  # seconds
 
-    def __call__(self, *, src: Any, times: Any, cache_hit: bool, **_: Any) -> None:
-        """Note a kernel."""
+    def __call__(self, *, times: Any, cache_hit: bool, **_: Any) -> None:
+        """Count a kernel."""
         self.num_found += 1
         if not cache_hit:
-            self.new.append((times.total / 1e6, src.name))
+            self.new.append(times.total / 1e6)
 
     def watch(self, workers: Any) -> None:
-        """Note those that other processes compile, too. Triton finds them here afterwards."""
+        """Also time kernels that other processes compile. Triton finds those in its cache afterwards."""
         compile_task: Callable[[Any, Any], None] = workers.compile
 
         def timed(self_: Any, task: Any) -> None:
             start = time.monotonic()
             compile_task(self_, task)
-            self.new.append((time.monotonic() - start, task.name))
+            self.new.append(time.monotonic() - start)
 
         workers.compile = timed
 
@@ -146,7 +146,7 @@ def start(model: str) -> None:
     counters = dict(line.split(": ") for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines())
     found = {
         "phases": clock.phases, "total": total, "read": int(counters["read_bytes"]) / 1e9, "modules": len(sys.modules),
-        "kernels": compiled.num_found, "compiled": sorted(compiled.new, reverse=True),
+        "kernels": compiled.num_found, "compiled": compiled.new,
     }  # fmt: skip
     print(json.dumps(found))
 
@@ -179,7 +179,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--geometry", default="qwen3-0.6b")
     parser.add_argument("--model", help="in place of random weights")
-    parser.add_argument("--kernels", action="store_true", help="name those that were compiled")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.child:
@@ -203,10 +202,7 @@ def main() -> None:
     for counted in ("modules", "kernels"):
         print(f"{counted:24}" + "".join(f"{result[counted]:20}" for result in results))
     print(f"{'kernels compiled':24}" + "".join(f"{len(result['compiled']):20}" for result in results))
-    waited = [sum(seconds for seconds, _ in result["compiled"]) for result in results]
-    print(f"{'threads waited for them':24}" + "".join(f"{seconds:20.1f}" for seconds in waited))
-    for seconds, name in results[0]["compiled"] if given.kernels else ():
-        print(f"  {seconds:6.2f} s  {name}")
+    print(f"{'threads waited for them':24}" + "".join(f"{sum(result['compiled']):20.1f}" for result in results))
 
 
 if __name__ == "__main__":

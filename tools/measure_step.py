@@ -1,9 +1,8 @@
 """Time steps on a GPU, of a geometry with random weights: `python tools/measure_step.py`.
 
 Milliseconds a decode step by how its tokens are sampled, medians, in rounds that take turns. `--compare` has an engine after the
-other, say one for each format of the weights (`--kinds plain` then). Two other works come with their flags: `--prompts`,
-from the arrival of 16,384 prompt tokens to their tokens; and `--arrivals 16`, prompts that come one after the other beside 16
-decodes: from the arrival of each to its first token, the longest wait of the others meanwhile, and their steps between.
+other, say one for each format of the weights (`--kinds plain` then). `--prompts` also times 16,384 prompt tokens, from their
+arrival to the tokens that follow them.
 """
 
 from __future__ import annotations
@@ -78,32 +77,6 @@ def prompts_time(engine: LLMEngine) -> float:
     return statistics.median(times[1:])
 
 
-def first_tokens(engine: LLMEngine, num_decodes: int, length: int, rounds: int) -> dict[str, float]:
-    """Return milliseconds by name: prompts of `length` tokens, one after the other, beside `num_decodes` that decode."""
-    rng, params = random.Random(length), SamplingParams(temperature=0.7, ignore_eos=True, max_tokens=None)
-    others = [f"d{i}" for i in range(num_decodes)]
-    for name in others:
-        engine.add_request(name, [rng.randrange(4000) for _ in range(64)], params, stream=False)
-    timed_steps(engine, 8 if others else 0)
-    found: dict[str, list[float]] = {"first token": [], "stall": [], "step": []}
-    for i in range(rounds):
-        prompt = [rng.randrange(4000) for _ in range(length)]
-        began = time.perf_counter()
-        engine.add_request(f"p{i}", prompt, SamplingParams(temperature=0.7, seed=i, max_tokens=1), stream=False)
-        stalls, last, done = [], began, False
-        while not done:
-            done = any(output.request_id == f"p{i}" for output in engine.step())
-            last, before = time.perf_counter(), last
-            stalls.append(1000 * (last - before))
-        found["first token"].append(1000 * (last - began))
-        found["stall"].append(max(stalls))
-        found["step"] += timed_steps(engine, 4 if others else 0)
-    engine.abort_request(others)
-    timed_steps(engine, 1 if others else 0)
-    engine.reset_prefix_cache()
-    return {name: statistics.median(times or [0.0]) for name, times in found.items()}
-
-
 def lines(engine: LLMEngine, args: argparse.Namespace) -> Iterator[str]:
     """What the command line asks for, measured."""
     for num_seqs in args.num_seqs:
@@ -112,11 +85,6 @@ def lines(engine: LLMEngine, args: argparse.Namespace) -> Iterator[str]:
             yield f"{num_seqs:>4}  {kind:32}" + "".join(f"{times[kind]:>9.4f}" for times in rounds)
     if args.prompts:
         yield f"      {BUDGET:,} prompt tokens            {prompts_time(engine):>9.3f}"
-    for num_decodes in args.arrivals:
-        for length in args.lengths:
-            times = first_tokens(engine, num_decodes, length, 15)
-            columns = "".join(f"  {name} {ms:7.3f}" for name, ms in times.items())
-            yield f"{num_decodes:>4} decodes, prompt {length:>5}:{columns}"
 
 
 def main() -> None:
@@ -130,12 +98,6 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help="; ".join(KINDS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompts", action="store_true", help=f"time {BUDGET:,} prompt tokens, too")
-    parser.add_argument(
-        "--arrivals", type=int, nargs="*", default=[], metavar="DECODES", help="time prompts beside these"
-    )
-    parser.add_argument(
-        "--lengths", type=int, nargs="+", default=[32, 128, 512, 1000, 1500, 2000], help="of --arrivals"
-    )
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         common = {"use_tqdm": False, "max_model_len": 4096, "max_num_batched_tokens": BUDGET}

@@ -129,7 +129,6 @@ def main() -> None:
     """Run the mutants that are asked for, one at a time, and say what became of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", metavar="NAME", help="the mutants of this package, or the one of this name")
-    parser.add_argument("--list", action="store_true", help="print the mutants and run none")
     parser.add_argument(
         "--limit", type=float, default=LIMIT, help="seconds for the test of one mutant (more on a busy machine)"
     )
@@ -138,9 +137,6 @@ def main() -> None:
         mutants = stored(wanted.only)
     except ValueError as error:
         parser.error(str(error))
-    if wanted.list:
-        print("\n".join(f"{m.package:<14}{m.name}\n    {m.behaviour}\n    {m.where}" for m in mutants))
-        return
     run_clean(mutants)
     found: Counter[str] = Counter()
     for mutant in mutants:

@@ -7,14 +7,14 @@ Llama-3.2-1B, one request, and says whose logits count as right. Its rules, all 
   embedding to the written token. Prefill, compiling and packing are outside the clock. (Ours also copies 6 KB of lengths and block ids to the card.)
 - *Clock*: events around a replay, 5 replays to warm up, 10 timed, their mean. No cache is flushed (the 127 steps read 300 GB); clocks are noted, not fixed.
 - *Check*: Hugging Face's eager model in float32 (of the bfloat16 weights, no TF32) writes a text, and all others get its tokens, step by step. Two errors
-  against it, in float64: KL(float32 || other), and how far the next token's log-probability is off. Both, less those of Hugging Face's own bfloat16, are
-  averaged by prompt. It passes if the upper end of both 95% intervals (10,000 bootstraps over prompts) is at most 0. There is no tolerance beside that,
-  so who errs as much as Hugging Face misses it: a miss says "not better for certain".
+  against it, in float64: KL(float32 || other), and how far the next token's log-probability is off. From both, the errors of Hugging Face's own bfloat16
+  are subtracted, and the differences are averaged by prompt. It passes if the upper end of both 95% intervals (10,000 bootstraps over prompts) is at most 0.
+  There is no other tolerance, so an engine whose errors are as large as Hugging Face's fails: it must be better for certain.
 
-What differs: weights and prompts are random, for the checkpoint is gated. So the text is drawn, not greedy (a random model repeats itself), and sizes of
-errors do not compare with theirs. Our prefix is our own prefill's; theirs is Hugging Face's for all. All prompts run in one process, theirs in three each.
-Their second check, of the last logits of each timed answer, is left out: replays must give the tokens of the engine's own steps instead.
-Their figures are their card's; nobody else runs here.
+What differs: weights and prompts are random, because the checkpoint is gated. So the text is sampled, not greedy (a random model repeats itself), and the
+sizes of errors cannot be compared with theirs. Our engine computes the prefix itself; with them Hugging Face does it for all. All prompts run in one
+process, theirs in three each. Their second check, of the last logits of each timed answer, is left out: here replays must give the tokens of the engine's
+own steps. Their figures were measured on their card; this program measures our engine alone.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ Text = tuple[list[int], torch.Tensor, torch.Tensor]  # tokens [n], logits [n - 1
 
 @torch.inference_mode()
 def rollout(model: Any, prompt: list[int], count: int, given: list[int]) -> tuple[list[int], torch.Tensor]:
-    """Write `count` tokens, one a step: those `given`, or drawn. Returns them, and the logits [count - 1, V] of all but the first one."""
-    cache, tokens, logits, dice = DynamicCache(), list[int](), [], torch.Generator().manual_seed(0)
+    """Generate `count` tokens, one a step: those `given`, or sampled. Returns them, and the logits [count - 1, V] of all but the first one."""
+    cache, tokens, logits, generator = DynamicCache(), list[int](), [], torch.Generator().manual_seed(0)
     for i in range(count):
         ids = torch.tensor([tokens[-1:] or prompt], device=model.device)
         logits.append(model(ids, past_key_values=cache, use_cache=True).logits[0, -1].float().cpu())
-        tokens.append(given[i] if given else int(logits[-1].softmax(-1).multinomial(1, generator=dice)))
+        tokens.append(given[i] if given else int(logits[-1].softmax(-1).multinomial(1, generator=generator)))
     return tokens, torch.stack(logits[1:])
 
 
@@ -84,14 +84,14 @@ def references(folder: str, shape: str, device: str, prompts: list[list[int]], c
 
 
 def errors(logits: torch.Tensor, reference: torch.Tensor, tokens: list[int]) -> np.ndarray[Any, Any]:
-    """Both errors of `logits` [steps, V], means over the steps. `tokens` [steps] are those that come next."""
+    """Return both errors of `logits` [steps, V], each the mean over the steps. `tokens` [steps] are the next tokens."""
     got, true = (x.double().log_softmax(-1) for x in (logits, reference))
     off = (true - got).gather(1, torch.tensor(tokens)[:, None]).abs()
     return np.array([(true.exp() * (true - got)).sum(-1).mean(), off.mean()])
 
 
 def upper_end(values: np.ndarray[Any, Any]) -> float:
-    """The upper end of the 95% interval of their mean, by resampling."""
+    """Return the upper end of the 95% interval of the mean of `values` [prompts], by bootstrap."""
     means = np.random.default_rng(2731).choice(values, (10_000, len(values))).mean(1)
     return float(np.quantile(means, 0.975, method="lower"))
 
@@ -117,7 +117,7 @@ def own_steps(engine: LLMEngine, runner: GraphRunner, prompt: list[int], count: 
 
 
 def record(runner: GraphRunner, device: torch.device, steps: Int32) -> Iterator[tuple[StepGraph, torch.Tensor]]:
-    """Yield two graphs of all steps, and what they write: the sampled tokens [steps]; the logits [steps, V] where tokens are given."""
+    """Yield two graphs of all steps, each with its output: one that samples, with the tokens [steps]; one that is given the tokens, with the logits [steps, V]."""
     bucket, vocab_size = decode_bucket(1), runner.model.lm_head.weight.shape[0]
     tokens = torch.zeros(len(steps), 2, dtype=torch.int64, device=device)  # 16 bytes apart
     logits = torch.zeros(len(steps), vocab_size, device=device)
@@ -137,7 +137,7 @@ def record(runner: GraphRunner, device: torch.device, steps: Int32) -> Iterator[
 
 
 def replay(graph: StepGraph, steps: Int32, tokens: list[int]) -> float:
-    """Run all steps with the tokens given; after the last of these, with those sampled. Returns the seconds by the card's clock."""
+    """Run all steps, first with the given `tokens`, then with those that are sampled. Returns the GPU's seconds, 0 on a CPU."""
     steps[:, Field.TOKEN] = tokens + [IN_FLIGHT] * (len(steps) - len(tokens))
     numbers = torch.from_numpy(steps.ravel())
     if graph.static_input.device.type == "cpu":
@@ -188,8 +188,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--answer", type=int, default=128, help="tokens of an answer")
     args = parser.parse_args(arguments)
-    dice = random.Random(0)
-    prompts = [[dice.randrange(SHAPES[args.shape]["vocab_size"]) for _ in range(PROMPT)] for _ in range(args.prompts)]
+    rng = random.Random(0)
+    prompts = [[rng.randrange(SHAPES[args.shape]["vocab_size"]) for _ in range(PROMPT)] for _ in range(args.prompts)]
     with tempfile.TemporaryDirectory() as folder:
         texts = references(folder, args.shape, args.device, prompts, args.answer)
         config = EngineConfig(

@@ -50,12 +50,9 @@ class CallPath:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=1)
-    parser.add_argument("--sampling", action="store_true", help="requests whose sampling takes more than a temperature")
     parser.add_argument("--route", action="store_true", help="name the files in the order of the calls")
     arguments = parser.parse_args()
     params = SamplingParams(max_tokens=40, ignore_eos=True, seed=0)
-    if arguments.sampling:
-        params = SamplingParams(max_tokens=40, ignore_eos=True, seed=0, top_k=20, presence_penalty=0.5)
     with LLM("stories-5m", milestone="m6", device="cpu", use_tqdm=False, num_kv_blocks=64, max_model_len=64) as llm:
         for i in range(arguments.requests):
             llm.engine.add_request(str(i), "Once upon a time", params)

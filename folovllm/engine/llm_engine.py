@@ -67,7 +67,8 @@ class LLMEngine:
         self.core = build.make_core(self.setup, self._extension, executor, self.tokenizer)
         self._log: StepLog | None = None
         self._is_closed = False
-        self.undelivered: deque[list[RequestOutput]] = deque()  # of steps that others took: `step` returns them first
+        # Outputs of steps that `update_weights` ran: `step` returns them first.
+        self.undelivered: deque[list[RequestOutput]] = deque()
         self.is_sleeping = False  # whether the model's memory was given back for a while: then nothing can be served
         self._process = os.getpid()
 

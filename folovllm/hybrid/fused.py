@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 class FusedGatedDeltaNet(GatedDeltaNet):
-    """Convolves and applies the delta rule to the whole batch at once."""
+    """Computes the whole batch by two kernels, where `GatedDeltaNet` goes from sequence to sequence."""
 
     def __init__(self, config: PretrainedConfig, layers: LayerSet) -> None:
         super().__init__(config, layers)
         self.heads = DeltaHeads(self.num_k_heads, self.num_v_heads, self.k_dim, self.v_dim)
 
     def forward_core(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Convolve and apply the delta rule to all sequences at once: [T, C] -> [T, Hv, Dv] in the dtype of the model."""
+        """Convolve and apply the delta rule: [T, C] -> [T, Hv, Dv] in the dtype of the model."""
         assert batch.rows is not None
         conv, state = self.states
         shape = batch.query_start_loc, batch.seq_lens, batch.rows, batch.num_decodes, batch.max_query_len
@@ -52,7 +52,7 @@ class FusedGatedAttention(FusedQwen3Attention, GatedAttention):
 
 
 def hybrid_kernels(head_dim: int) -> dict[type[nn.Module], type[nn.Module]]:
-    """Return the fused form of each layer. A kernel's tile needs a `head_dim` of attention that is a power of two."""
+    """Return the fused class of each layer class. The attention kernel needs a `head_dim` that is a power of two."""
     attention = {GatedAttention: FusedGatedAttention} if head_dim & (head_dim - 1) == 0 else {}
     return attention | {
         GatedRMSNorm: FusedGatedRMSNorm,

@@ -1,4 +1,4 @@
-"""The full attention of hybrid models: with a gate behind it, and angles for a part of each head."""
+"""The full attention of hybrid models: its output is gated, and RoPE rotates only a part of each head."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from folovllm.models.qwen3 import Qwen3Attention
 
 
 class PartialRotaryEmbedding(RotaryEmbedding):
-    """Rotates the first dimensions of each head, as many as its table has, and leaves the others as they are."""
+    """Rotates the first R dimensions of each head, and leaves the others as they are. The table of angles is [positions, R]."""
 
     def forward(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor
@@ -21,7 +21,7 @@ class PartialRotaryEmbedding(RotaryEmbedding):
 
 
 class GatedAttention(Qwen3Attention):
-    """Multiplies what each head found by the sigmoid of a gate. `q_proj` gives each head its query, then its gate [D]."""
+    """Multiplies the attention output of each head by the sigmoid of a gate. `q_proj` gives each head its query [D], then its gate [D]."""
 
     query_parts = 2
 

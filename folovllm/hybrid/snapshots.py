@@ -1,8 +1,8 @@
-"""Prefix caching where layers keep states: a prefix is found as far as a snapshot of its state is kept.
+"""Prefix caching for layers with states: a prefix is reused up to the last snapshot of its state.
 
-Of K/V any full block can be shared, for it holds each token by itself. A state holds all tokens so far in one, and the next
-token changes it. So a sequence can only go on from a state that somebody copied when it was there: a *snapshot*, taken every
-`interval` tokens at the end of a block. It belongs to that block, is found by its serial, and is evicted with it.
+Any full block of K/V can be shared, because it holds each token by itself. A state sums up all tokens so far, and the next token
+changes it. So a sequence can begin only with a state that was copied at that moment: a *snapshot*, taken every `interval` tokens
+at the end of a block. It belongs to that block, is found by its serial number, and is evicted with it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Snapshot:
 def snapshot_to_evict(snapshots: Iterable[Snapshot]) -> Snapshot:
     """Choose the snapshot that makes room for a new one: the least recently used; of several the one with fewest tokens.
 
-    A conversation begins with its newest snapshot when it goes on, and a system prompt's is used again and again: both are
-    recent. Of one long prompt all snapshots are equally old. Then a shorter one saves less of the work, and all of them but
-    the last serve only prompts that part ways before their end.
+    A conversation that goes on begins with its newest snapshot, and a system prompt's is used again and again: both are recent.
+    All snapshots of one long prompt are equally old. Then a shorter one saves less work, and only the last one serves prompts
+    that begin with the whole prompt.
     """
     return min(snapshots, key=lambda snapshot: (snapshot.last_used, snapshot.num_tokens))
 
@@ -69,7 +69,7 @@ class SnapshotCache:
         return [], None
 
     def allocate(self) -> int | None:
-        """A slot for a new snapshot: a free one, else that of a snapshot that is evicted. None if all are taken for steps under way."""
+        """A slot for a new snapshot: a free one, else that of a snapshot that is evicted. None if steps in flight hold all of them."""
         if not self._free:
             if not self._by_serial:
                 return None
@@ -114,11 +114,11 @@ class SnapshotPrefixCache(PrefixCache):
 
 
 class SnapshotBlockManager(PrefixCachingBlockManager):
-    """A `PrefixCachingBlockManager` for models with states. It says in a step which states are copied from and to snapshots.
+    """A `PrefixCachingBlockManager` for models with states. It marks which states a step loads from snapshots and saves to them.
 
     A step loads snapshots before it computes and saves them afterwards, and steps run in order on the device. So a slot may
-    be given to another sequence at once. But a snapshot can be found only when its step is taken in, since a sequence that is
-    admitted to the very same step would load what is not there yet.
+    be given to another sequence at once. But a snapshot can be found only after its step: a sequence that is admitted to the
+    very same step would load what is not there yet.
     """
 
     def __init__(
@@ -129,7 +129,8 @@ class SnapshotBlockManager(PrefixCachingBlockManager):
         self.interval = interval
         self.snapshots = SnapshotCache(num_snapshots, self.events)
         self.prefix_cache = SnapshotPrefixCache(block_size, self.events, self.snapshots)
-        self._pending: dict[int, list[tuple[int, int]]] = {}  # by seq_id: tokens and slot of what steps under way save
+        # By seq_id: tokens and slot of each snapshot that a step in flight saves.
+        self._pending: dict[int, list[tuple[int, int]]] = {}
 
     def usable(self, seq: Sequence, found: list[Block]) -> list[Block]:
         """The blocks up to the last snapshot, which becomes the state of `seq`."""
@@ -150,12 +151,12 @@ class SnapshotBlockManager(PrefixCachingBlockManager):
         return True
 
     def cache_scheduled_blocks(self, seqs: Iterable[Sequence]) -> None:
-        """Name the blocks that the coming step will fill; their snapshots must wait for its end."""
+        """Hash the blocks that the scheduled step fills; their snapshots are published by `cache_blocks`, after the step."""
         for seq in seqs:
             super().cache_blocks(seq)
 
     def cache_blocks(self, seq: Sequence) -> None:
-        """Name the blocks that are written, and let others find the snapshots at their ends."""
+        """Hash the blocks that are written, and let others find the snapshots at their ends."""
         super().cache_blocks(seq)
         pending, serials = self._pending.get(seq.seq_id, []), self.prefix_cache.serials(seq)
         while pending and pending[0][0] <= len(serials) * self.block_size:
@@ -166,7 +167,7 @@ class SnapshotBlockManager(PrefixCachingBlockManager):
                 self.events.emit(SnapshotCached(slot, num_tokens, serial))
 
     def free(self, seq: Sequence) -> None:
-        """Take back what `seq` holds; snapshots that nobody could find yet are given up."""
+        """Free what `seq` holds, also the slots of snapshots that could not be found yet."""
         for _, slot in self._pending.pop(seq.seq_id, ()):
             self.snapshots.free(slot)
         seq.load_state = seq.save_state = NO_SNAPSHOT

@@ -213,7 +213,7 @@ for _name, _work in OPERATORS.items():
 
 
 class InterpreterBuilder:
-    """The program that runs, and its access to memory. `how` are hints to a compiler."""
+    """The running program's place in the grid, and its access to memory. It ignores `how`, hints to a compiler."""
 
     kernel: str
     grid_idx: tuple[int, ...]
@@ -224,7 +224,7 @@ class InterpreterBuilder:
         return self.create_masked_load(ptrs, Tensor(np.ones(ptrs.shape, bool), int1), None, *how)
 
     def create_masked_load(self, ptrs: Tensor, mask: Tensor, other: Tensor | None, *how: Any) -> Tensor:
-        """The numbers at these addresses. Where the mask is false nothing is read: there is `other`, or zero."""
+        """Return the numbers at these addresses. Where the mask is false nothing is read: the result has `other` there, or zero."""
         memory, places = self._places(ptrs, mask, "loads from")
         element = ptrs.get_element_ty()
         bits = np.zeros(ptrs.shape, element.bits)
@@ -241,7 +241,7 @@ class InterpreterBuilder:
         return Tensor(np.matmul(a.data, b.data, dtype=acc.data.dtype) + acc.data, acc.dtype)
 
     def _places(self, ptrs: Tensor, mask: Tensor, does: str) -> tuple[np.ndarray, np.ndarray]:
-        """The argument's numbers, and the places of those that the mask leaves in. Raises IndexError outside of the argument."""
+        """Return the argument's numbers, and the indices of those where `mask` is true. Raises IndexError outside of the argument."""
         argument, bits = ptrs.argument, ptrs.get_element_ty().bits
         size = np.dtype(bits).itemsize
         memory = argument.memory[: len(argument.memory) // size * size].view(bits)
@@ -260,8 +260,8 @@ class InterpreterBuilder:
 builder = InterpreterBuilder()
 
 
-def together(*tensors: Tensor) -> list[Tensor]:
-    """Broadcast to one shape."""
+def broadcast(*tensors: Tensor) -> list[Tensor]:
+    """Return the tensors in one shape."""
     arrays = np.broadcast_arrays(*[tensor.data for tensor in tensors])
     return [Tensor(array, t.dtype, t.argument) for array, t in zip(arrays, tensors, strict=True)]
 
@@ -269,13 +269,13 @@ def together(*tensors: Tensor) -> list[Tensor]:
 def load(pointer: Tensor, mask: Any = None, other: Any = None, cache_modifier: str = "", **_: Any) -> Tensor:
     if mask is None:
         return builder.create_load(pointer, cache_modifier, "", False)
-    pointer, mask = together(pointer, as_tensor(mask))
+    pointer, mask = broadcast(pointer, as_tensor(mask))
     other = None if other is None else as_tensor(other, pointer.get_element_ty())
     return builder.create_masked_load(pointer, mask, other, cache_modifier, "", False)
 
 
 def store(pointer: Tensor, value: Any, mask: Any = True, **_: Any) -> None:
-    pointer, mask, value = together(pointer, as_tensor(mask), as_tensor(value, pointer.get_element_ty()))
+    pointer, mask, value = broadcast(pointer, as_tensor(mask), as_tensor(value, pointer.get_element_ty()))
     builder.create_masked_store(pointer, value, mask, "", "")
 
 
@@ -364,7 +364,7 @@ class JITFunction:
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         """Run the programs one after the other. Options that are no parameters are for a compiler."""
-        say_once()
+        warn_once()
         parameters = self.signature.parameters
         given = self.signature.bind(*args, **{name: value for name, value in options.items() if name in parameters})
         given.apply_defaults()
@@ -378,7 +378,7 @@ class JITFunction:
 
 
 def in_kernel(name: str, value: Any) -> Any:
-    """What a program sees of an argument: of a tensor a pointer, of an integer a tensor."""
+    """Return an argument as the program gets it: a pointer for a torch tensor, a `Tensor` for an integer."""
     if isinstance(value, torch.Tensor):
         pointer = pointer_type(TYPES[str(value.dtype).removeprefix("torch.")])
         return Tensor(np.asarray(value.data_ptr()), pointer, Argument.of(name, value))
@@ -390,7 +390,7 @@ def jit(fn: Callable[..., Any] | None = None, **_: Any) -> Any:
 
 
 @cache
-def say_once() -> None:
+def warn_once() -> None:
     logger.warning("Triton is not installed: its kernels run on numpy (folovllm/kernels/numpy_triton.py), slowly")
 
 
@@ -399,7 +399,7 @@ def missing(name: str) -> Any:
 
 
 def no_version(name: str) -> Any:
-    """torch.compile asks for the version, and takes an ImportError for an answer: it does without Triton."""
+    """Raise ImportError if torch.compile asks for the version: then it works without Triton."""
     raise (ImportError if name == "__version__" else AttributeError)(f"numpy stands in for Triton, and has no {name}")
 
 
@@ -436,7 +436,7 @@ MODULES: dict[str, dict[str, Any]] = {
 
 
 def install() -> None:
-    """Be `triton` for all imports from now on, unless there is a GPU: that needs Triton itself."""
+    """Take the place of `triton` in all later imports, unless there is a GPU: that needs Triton itself."""
     if torch.cuda.is_available():
         return
     has_triton_package()  # torch looks for Triton here and in the next line, once, and must not find this one

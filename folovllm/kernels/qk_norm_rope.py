@@ -24,7 +24,10 @@ def _weighted(normed, weight, dtype):
 
 @triton.jit
 def pairs(D: tl.constexpr, R: tl.constexpr):
-    """Return the two dimensions of each pair, [1, D/2] each. RoPE rotates those of the first R dimensions; the others fill up."""
+    """Return the dimensions of D/2 pairs, the first and the second of each, both [1, D/2].
+
+    The first R/2 pairs are (i, i + R/2), which RoPE rotates. The others take the rest of the head in the same way.
+    """
     i = tl.arange(0, D // 2)[None, :]
     if R == D:
         return i, i + D // 2
@@ -114,8 +117,9 @@ def qk_norm_rope_store_kernel(
 ):  # fmt: skip
     """Program (token): writes its query heads to `out`, and its key and value heads to its slot unless that is -1.
 
-    RoPE rotates the first R dimensions of a head. Query heads are STRIDE_Q_HEAD apart. QS and KVS are the powers of two from HQ and HKV up. SCALE: first divide all heads by the root mean square of the token's row
-    of the stream [T, H]. WIDTH is the power of two from H up.
+    RoPE rotates the first R dimensions of a head. Query heads are STRIDE_Q_HEAD apart. QS and KVS are the powers of two from HQ
+    and HKV up. SCALE: first divide all heads by the root mean square of the token's row of the stream [T, H]. WIDTH is the power
+    of two from H up.
     """
     let_next_start(PDL)
     wait_for_inputs(PDL)

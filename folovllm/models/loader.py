@@ -60,7 +60,7 @@ def load_model(
     places = checkpoint_places(model)
     linear_methods = {name.rpartition(".")[0]: place.linear_method for name, place in places.items()}  # of each module
     part = None if shard is None else partial(part_of, places, shard)
-    source = f"the checkpoint in {path}" if isinstance(path, Path) else "the given weights"
+    source = f"the checkpoint in {path}" if isinstance(path, Path) else "the given set of weights"
     if isinstance(path, Path):
         tensors = read_tensors(checkpoint_files(path), linear_methods, part, model.own_name)
     else:
@@ -80,7 +80,7 @@ def load_model(
                     copy_weight(name, arranged(name, tensor, places), places)
                     progress.update()
     if places:
-        raise ValueError(f"{source} lacks {_some(places)}")
+        raise ValueError(f"{source} lacks {some_of(places)}")
     if copied_head is not None and not _same(copied_head, embedding):
         raise ValueError(
             f"{source} holds a 'lm_head.weight' of its own: set tie_word_embeddings to false in its config"
@@ -146,7 +146,8 @@ def copy_weight(name: str, tensor: torch.Tensor, places: dict[str, Place]) -> No
 def copy_in_pieces(view: torch.Tensor, tensor: torch.Tensor) -> None:
     """Copy a tensor; from the host to a GPU piece by piece through pinned memory.
 
-    All threads read a piece from its file while the card fetches the one before. Otherwise one thread of the driver would do both.
+    While the GPU fetches a piece, all of the host's threads read the next one from its file. Copied whole, one thread of the
+    driver would do both.
     """
     if not view.is_cuda or tensor.is_cuda or not tensor.dim():
         view.copy_(tensor)
@@ -323,6 +324,6 @@ def _same(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
     return tensor.shape == parameter.shape and all(torch.equal(a.to(b), b) for a, b in pieces)
 
 
-def _some(names: Iterable[str]) -> str:
+def some_of(names: Iterable[str]) -> str:
     listed = sorted(names)
     return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")

@@ -90,7 +90,7 @@ def build_model(
         absent = [field for field in NEEDED if getattr(hf_config, field, None) is None]
         if absent := absent + ["hidden_act"] * (hidden_act_of(hf_config) is None):
             raise ValueError(f"config.json lacks {', '.join(absent)}, without which there is no {model_class.__name__}")
-        with torch.device(device), _default_dtype(dtype):
+        with torch.device(device), default_dtype(dtype):
             return model_class(hf_config, layers, max_model_len).requires_grad_(False).eval()
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{error}{who_runs_it(hf_config)}") from error
@@ -106,7 +106,7 @@ def who_runs_it(hf_config: PretrainedConfig) -> str:
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -1,7 +1,7 @@
-"""Attention whose sums are always split at the same places, whoever else is in the batch.
+"""Attention whose sums are always split at the same places, whatever else is in the batch.
 
-A kernel for decode splits a long context among programs, and by how many depends on the batch; prefill goes through the context in
-tiles that depend on the chunk. Here both are the same work: tiles of `QUERIES` tokens over tiles of `CONTEXT` positions, which
+A kernel for decode divides a long context among programs, whose number depends on the batch; prefill goes through the context in
+tiles that depend on the chunk. Here both do the same work: tiles of `QUERIES` tokens over tiles of `CONTEXT` positions, which
 are counted from the beginning of the sequence, in groups of `ITEMS`.
 """
 
@@ -134,10 +134,10 @@ def make_group(tiles: list[Tile], block_tables: torch.Tensor, config: AttentionC
     )
 
 
-def attend_in_one_piece(
+def padded_sdpa(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], scale: float
 ) -> torch.Tensor:
-    """Causal attention of whole sequences end to end, [T, Hq, D] and two [T, Hkv, D] -> [T, Hq, D], by torch's kernel."""
+    """Causal attention within each sequence, by torch's kernel over padded sequences: [T, Hq, D], two [T, Hkv, D] -> [T, Hq, D]."""
     q, k, v = (pad_sequence(list(x.split(lengths)), batch_first=True).transpose(1, 2) for x in (query, key, value))
     found = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
     return torch.cat([row[:length] for row, length in zip(found, lengths, strict=True)])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from folovllm.layers.layer_set import LayerSet
     from folovllm.setup import EngineSetup
 
-# On a GPU torch's log_softmax sums up to so many numbers by lanes of a warp, and more of them in fours, which begin at 16 bytes.
+# On a GPU torch's log_softmax lets the lanes of a warp add up so many numbers. More are read four at a time, aligned to 16 bytes.
 WARP_SOFTMAX = 1024
 
 
@@ -66,8 +66,8 @@ def divides_tiles(device: torch.device) -> bool:
 
 
 def invariant_layers(setup: EngineSetup) -> LayerSet:
-    """Return the layers of a batch-invariant model: kernels where the engine has Triton's attention, else torch in tiles."""
-    if uses_kernels(setup):
+    """Return the layers of a batch-invariant model: Triton kernels if the engine's attention is Triton's, else torch in tiles."""
+    if setup.backend == "triton":
         from folovllm.rollouts.kernel_layers import kernel_layers
 
         return kernel_layers()
@@ -75,14 +75,9 @@ def invariant_layers(setup: EngineSetup) -> LayerSet:
 
 
 def invariant_backend(setup: EngineSetup) -> AttentionBackend:
-    """Return their attention."""
-    if uses_kernels(setup):
+    """Return the attention of a batch-invariant model, likewise."""
+    if setup.backend == "triton":
         from folovllm.rollouts.kernel_layers import InvariantTritonBackend
 
         return InvariantTritonBackend(setup.attention)
     return InvariantBackend(setup.attention)
-
-
-def uses_kernels(setup: EngineSetup) -> bool:
-    """Whether the engine's attention backend is Triton's: then its kernels can run."""
-    return setup.backend == "triton"

@@ -1,8 +1,7 @@
 """The layers of a batch-invariant model: no product, norm or activation computes a row in another way for another batch.
 
-Here they are computed by torch, in tiles of one size; `kernel_layers` has those of a GPU. What is left is exact for any shape: an
-addition or a multiplication of two numbers, as in the rotation of heads and in the residual stream, is rounded the same way
-wherever it stands.
+Here torch computes them in tiles of one size; `kernel_layers` has those for a GPU. The other operations are safe in any shape: a
+sum or a product of two numbers, as in the rotation of heads and in the residual stream, is rounded in the same way everywhere.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class InvariantPlain(Plain):
 
 
 class InvariantLMHead(ParallelLMHead):
-    """The product with the vocabulary, by the same function."""
+    """The product with the vocabulary, by `linear(x, weight)`, whose rows do not depend on the batch."""
 
     def __init__(self, linear: Compute, vocab_size: int, hidden_size: int) -> None:
         super().__init__(vocab_size, hidden_size)
@@ -45,7 +44,7 @@ class InvariantLMHead(ParallelLMHead):
 
 
 class TiledRMSNorm(RMSNorm):
-    """The mean of a row is a sum, whose order may depend on the number of rows."""
+    """An RMSNorm in tiles: the order in which torch adds up a row may depend on the number of rows."""
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
@@ -60,7 +59,7 @@ class TiledRMSNorm(RMSNorm):
 
 
 class TiledSiluAndMul(SiluAndMul):
-    """The end of a vector that fills no register goes through another exponential function."""
+    """In tiles: the last numbers of a row, if they fill no vector register, go through another exponential function."""
 
     def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
         return in_tiles(super().forward, gate_up)

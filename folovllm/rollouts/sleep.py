@@ -114,20 +114,15 @@ def restore_storages(worker: Worker, weights: Any) -> None:
     worker.state["freed"] = []
 
 
-def key_of(tensor: torch.Tensor) -> int:
-    """Return what two tensors of one storage share."""
-    return tensor.untyped_storage()._cdata
-
-
 def tensors_of(model: LlamaForCausalLM) -> Iterator[torch.Tensor]:
-    """Yield one tensor of each storage of a model: parameters, buffers, and what linear methods keep beside them."""
+    """Yield one tensor of each storage of a model: parameters, buffers, and what linear methods keep in other attributes."""
     seen: set[int] = set()
     for module in model.modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if not isinstance(module, Attention):  # its cache is the runner's
             own += [tensor for value in vars(module).values() for tensor in tensors_in(value)]
         for tensor in own:
-            if (key := key_of(tensor)) not in seen:
+            if (key := tensor.untyped_storage()._cdata) not in seen:
                 seen.add(key)
                 yield tensor
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-ROWS = 32  # tokens of a product or a norm: with fewer a CPU's product is slower, with more a single decode is
+ROWS = 32  # tokens of a product or a norm. Fewer make a CPU's large products slower; more, a single decode
 
 Compute = Callable[..., Any]
 
@@ -44,9 +44,9 @@ def with_plain_backward(forward: Compute, plain: Compute, *tensors: torch.Tensor
 
 
 class PlainBackward(torch.autograd.Function):
-    """Goes forward as the engine does and back as torch does: gradients need not be the engine's bits, and large products are fast.
+    """Goes forward by one function, and back by the gradients of another, which is fast: gradients need not be the engine's bits.
 
-    The way back computes `plain` once more, so that nothing but the inputs is kept.
+    The backward pass computes `plain` once more, so only the inputs are kept.
     """
 
     @staticmethod

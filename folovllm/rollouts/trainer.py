@@ -15,7 +15,7 @@ from folovllm.llm import LLM
 from folovllm.models.llama import LlamaAttention
 from folovllm.models.loader import load_model
 from folovllm.models.registry import build_model, get_model_class
-from folovllm.rollouts.attention import attend_in_one_piece
+from folovllm.rollouts.attention import padded_sdpa
 from folovllm.rollouts.extension import invariant_backend, invariant_layers
 from folovllm.rollouts.tiles import with_plain_backward
 from folovllm.rollouts.weights import weights_of
@@ -33,9 +33,10 @@ class Policy:
         """`layers`: others than the engine's, to compare with. Raises ValueError as `LLM.get_weights` does."""
         setup = llm.engine.setup
         layers = invariant_layers(setup) if layers is None else layers
-        kind = get_model_class(setup.hf_config).attention_class
-        attention = type("Trained", (TrainedAttention, cast(type, layers.places.get(kind, kind))), {})
-        layers = layers.having({kind: attention}, layers.linear_method)
+        attention_class = get_model_class(setup.hf_config).attention_class
+        base = cast(type, layers.places.get(attention_class, attention_class))
+        trained = type("Trained", (TrainedAttention, base), {})
+        layers = layers.having({attention_class: trained}, layers.linear_method)
         self.device = setup.device
         self.model = build_model(setup.hf_config, setup.dtype, setup.device, setup.max_model_len, layers)
         load_model(self.model, llm.get_weights().items(), use_tqdm=False)
@@ -57,23 +58,19 @@ class Policy:
             For each sequence a tensor [number of answer tokens], float32.
         """
         batch = batch_of(sequences, self._setup.block_size, self.device)
-        starts = batch.query_start_loc.tolist()
-        answers = [
-            range(start + p, start + len(seq))
-            for start, p, seq in zip(starts[:-1], num_prompt_tokens, sequences, strict=True)
-        ]
-        at = torch.tensor([i for answer in answers for i in answer], device=self.device)
+        prompt_lens = torch.tensor(num_prompt_tokens, device=self.device)
+        at = (batch.positions >= prompt_lens.repeat_interleave(batch.seq_lens)).nonzero()[:, 0]  # the answers' tokens
         self._backend.plan(batch)
         self._allocate_kv_cache(int(batch.block_tables.max()) + 1)
         logits = self.model.compute_logits(self.model(batch), replace(batch, logits_indices=at - 1))
         found = logits.float().log_softmax(-1).gather(1, batch.input_ids[at][:, None])[:, 0]
-        return list(found.split([len(answer) for answer in answers]))
+        return list(found.split((batch.seq_lens - prompt_lens).tolist()))
 
     def _allocate_kv_cache(self, num_blocks: int) -> None:
         """Give the layers a cache laid out as the engine's. One is enough: each layer reads only what it has just written."""
-        a = self._setup.attention
-        shape = 2, num_blocks, a.num_kv_heads, self._setup.block_size, a.head_dim
-        cache = torch.empty(shape, dtype=a.dtype, device=a.device).transpose(2, 3)
+        config = self._setup.attention
+        shape = 2, num_blocks, config.num_kv_heads, self._setup.block_size, config.head_dim
+        cache = torch.empty(shape, dtype=config.dtype, device=config.device).transpose(2, 3)
         for layer in attention_layers(self.model):
             layer.kv_cache = cache
 
@@ -83,13 +80,13 @@ class Policy:
 
 
 class TrainedAttention(LlamaAttention):
-    """Attends as the engine does, from the projection to the result, and goes back as torch does."""
+    """Goes forward by the engine's norms, RoPE and attention, and back by torch's."""
 
     def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """[T, H] -> [T, H], of whole sequences."""
-        norms = [norm for norm in (getattr(self, "q_norm", None), getattr(self, "k_norm", None)) if norm is not None]
+        norms = [getattr(self, name) for name in ("q_norm", "k_norm") if hasattr(self, name)]
 
-        def engines(qkv: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        def fused(qkv: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
             return self.attn(self.prepare(qkv, batch), batch)
 
         def plain(qkv: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
@@ -100,9 +97,9 @@ class TrainedAttention(LlamaAttention):
                     for norm, weight, heads in zip(norms, weights, (query, key), strict=True)
                 )
             query, key = self.rope(batch.positions, query, key)
-            return attend_in_one_piece(query, key, value, batch.query_lens_host, self.head_dim**-0.5)
+            return padded_sdpa(query, key, value, batch.query_lens_host, self.head_dim**-0.5)
 
-        attended = with_plain_backward(engines, plain, self.qkv_proj(x), *(norm.weight for norm in norms))
+        attended = with_plain_backward(fused, plain, self.qkv_proj(x), *(norm.weight for norm in norms))
         return self.o_proj(attended.flatten(1))
 
 

@@ -1,4 +1,4 @@
-"""Weights in place: an engine that serves gets other weights without a new start, and tells its own.
+"""Weights in place: an engine that serves gets other weights without a new start, and returns its own.
 
 The names are those of the checkpoint. Packed layers and ranks take their parts through the loader's own mapping.
 """
@@ -6,7 +6,7 @@ The names are those of the checkpoint. Packed layers and ranks take their parts 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,9 +20,9 @@ from folovllm.models.files import load_hf_config, resolve_model
 from folovllm.models.gemma3 import Gemma3RMSNorm
 from folovllm.models.json_files import read_json
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.models.loader import SINGLE, Tensors, checkpoint_places, take_place
+from folovllm.models.loader import SINGLE, Tensors, checkpoint_places, some_of, take_place
 from folovllm.models.quantized import quantization_of
-from folovllm.models.registry import build_model
+from folovllm.models.registry import build_model, default_dtype
 from folovllm.outputs import RequestOutput
 from folovllm.rollouts.generation import next_generation
 from folovllm.worker.gpu_worker import GPUWorker
@@ -73,9 +73,9 @@ def update_weights(engine: LLMEngine, weights: Weights, in_flight: InFlight = "w
 
 
 def require_fitting(worker: Worker, setup: EngineSetup, shapes: dict[str, torch.Size]) -> None:
-    """Raise ValueError if weights of these shapes leave one of a rank's unfilled, or one does not fit. Codes may have other shapes."""
+    """Raise ValueError if, of a rank's weights, these shapes leave one out or do not fit one. Shapes of codes are not compared."""
     model = inner_runner(worker).model
-    if is_quantized(model):  # repacked, so that no place is a checkpoint's
+    if quantized_layers(model):  # repacked, so its places are not those of a checkpoint
         model = build_model(setup.hf_config, setup.dtype, "meta")
     places = checkpoint_places(model)
     for given_name, shape in shapes.items():
@@ -83,7 +83,7 @@ def require_fitting(worker: Worker, setup: EngineSetup, shapes: dict[str, torch.
             is_plain = isinstance(places[name].linear_method, Plain)
             take_place(name, shape if is_plain else places[name].view.shape, places)
     if places:
-        raise ValueError(f"the given weights lacks {', '.join(sorted(places)[:5])}")
+        raise ValueError(f"the given set of weights lacks {some_of(places)}")
 
 
 def require_awake(engine: LLMEngine) -> None:
@@ -94,7 +94,7 @@ def require_awake(engine: LLMEngine) -> None:
 
 
 def end_requests(engine: LLMEngine, in_flight: InFlight) -> None:
-    """Do what `in_flight` says. The engine keeps the outputs, step by step, for those who step it."""
+    """Finish or abort the requests, or keep them. The outputs of each step wait in `engine.undelivered` for who calls `step`."""
     while in_flight != "keep" and engine.request_ids:
         outputs: list[RequestOutput] = []
         try:
@@ -109,9 +109,9 @@ def end_requests(engine: LLMEngine, in_flight: InFlight) -> None:
 
 @contextmanager
 def readable(engine: LLMEngine, weights: Weights | None) -> Iterator[Path | Tensors | None]:
-    """Yield the weights as every rank can read them: several ranks in processes of their own read a file.
+    """Yield the weights in a form that every rank can read: several ranks are processes, and read a file.
 
-    After a failure the rest of an iterator is taken, for who sends it waits until all is received (`folovllm.rollouts.transfer`).
+    After a failure it takes the rest of an iterator, because its sender waits until all is received (`folovllm.rollouts.transfer`).
     """
     if weights is None:
         yield None
@@ -143,7 +143,7 @@ def require_same_codes(engine: LLMEngine, folder: Path) -> None:
     given = load_hf_config(folder, config)
     given = quantization_of(given, config).configured(given, config)
     built = [build_model(each, engine.setup.dtype, "meta") for each in (own, given)]
-    before, after = ([layer.linear_method for layer in linear_layers(model)] for model in built)
+    before, after = ([m.linear_method for m in model.modules() if isinstance(m, LinearBase)] for model in built)
     if before != after:
         raise ValueError(
             f"the checkpoint in {folder} is not quantized as the engine's model is, whose layers stay as they are: "
@@ -152,12 +152,12 @@ def require_same_codes(engine: LLMEngine, folder: Path) -> None:
 
 
 def load_weights(worker: Worker, weights: Path | Tensors | None) -> None:
-    """Load `weights` into a rank's model, None: those of its start. Steps that were captured go on with them.
+    """Load `weights` into a rank's model; None loads those of its start again. Captured steps read them from then on.
 
     A quantized layer may repack its weights, so it is created anew, and steps are captured again.
     """
     runner = inner_runner(worker)
-    quantized = [m for m in linear_layers(runner.model) if not isinstance(m.linear_method, Plain)]
+    quantized = quantized_layers(runner.model)
     with worker.current, torch.no_grad():
         for layer in quantized:
             create_again(layer, runner.model.lm_head.weight)
@@ -168,20 +168,15 @@ def load_weights(worker: Worker, weights: Path | Tensors | None) -> None:
 
 
 def create_again(layer: LinearBase, like: torch.Tensor) -> None:
-    """Give a layer empty parameters as a checkpoint fills them, on the device and for the dtype of `like`."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(like.dtype)
-    try:
-        with like.device:
-            layer.linear_method.create(layer)
-    finally:
-        torch.set_default_dtype(before)
+    """Give a layer the empty parameters that a checkpoint fills, on the device and for the dtype of `like`."""
+    with like.device, default_dtype(like.dtype):
+        layer.linear_method.create(layer)
 
 
 def get_weights(engine: LLMEngine) -> dict[str, torch.Tensor]:
     """Return the weights by the checkpoint's names. They are the engine's own memory: copy what must outlast an update.
 
-    Where a norm was folded into the product behind it, so it is here: the norm's weights are ones.
+    If a norm was folded into the product behind it, the norm's weights are ones here too.
 
     Raises:
         ValueError: the model is in several parts, quantized or not ours, or its norms are not as the checkpoint has them.
@@ -194,9 +189,9 @@ def get_weights(engine: LLMEngine) -> dict[str, torch.Tensor]:
 
 
 def own_weights(worker: Worker) -> dict[str, torch.Tensor]:
-    """Return the weights of a rank's model. Raises ValueError if they are not those of a checkpoint, or not ours."""
+    """Return the weights of a rank's model. Raises ValueError as `get_weights`."""
     model = inner_runner(worker).model
-    if is_quantized(model):
+    if quantized_layers(model):
         raise ValueError("get_weights: quantized weights are kept in another form than the checkpoint's: read that")
     if any(isinstance(module, Gemma3RMSNorm) for module in model.modules()):
         raise ValueError("get_weights: this model adds 1 to the norms of its checkpoint: read that")
@@ -208,14 +203,9 @@ def weights_of(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
     return {name: place.view for name, place in checkpoint_places(model).items()}
 
 
-def is_quantized(model: LlamaForCausalLM) -> bool:
-    """Return whether a linear layer keeps its weights in another form than plain floats."""
-    return any(not isinstance(layer.linear_method, Plain) for layer in linear_layers(model))
-
-
-def linear_layers(model: LlamaForCausalLM) -> Iterable[LinearBase]:
-    """Return the linear layers."""
-    return [module for module in model.modules() if isinstance(module, LinearBase)]
+def quantized_layers(model: LlamaForCausalLM) -> list[LinearBase]:
+    """Return the linear layers that keep their weights in another form than plain floats."""
+    return [m for m in model.modules() if isinstance(m, LinearBase) and not isinstance(m.linear_method, Plain)]
 
 
 def inner_runner(worker: Worker) -> ModelRunner:

@@ -233,7 +233,7 @@ def test_what_is_missing_or_of_another_shape_is_named(checkpoints: tuple[Path, P
     weights = load_file(checkpoints[0] / "model.safetensors")
     norm = weights.pop("model.norm.weight")
     with engine(checkpoints[0]) as llm:
-        with pytest.raises(ValueError, match=r"the given weights lacks model\.norm\.weight"):
+        with pytest.raises(ValueError, match=r"the given set of weights lacks model\.norm\.weight"):
             llm.update_weights(weights)
         with pytest.raises(ValueError, match=r"model\.norm\.weight.*has shape"):
             llm.update_weights(weights | {"model.norm.weight": norm[1:]})

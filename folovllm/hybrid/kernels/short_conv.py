@@ -9,14 +9,14 @@ import triton.language as tl
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 
 CHANNELS = 128  # of a program
-TOKENS = 32  # of a program, where a sequence has several
+TOKENS = 32  # of a program, if a sequence has several new ones
 
 
 @triton.jit
 def load_inputs(x_ptr, state_ptr, at, query_len, fresh, c, stride_x, C: tl.constexpr, K: tl.constexpr):
-    """Return the inputs of a sequence at `at` [M], [M, CHANNELS]: from -(K - 1) to -1 of the state, from 0 on of its new tokens.
+    """Return a sequence's inputs [M, CHANNELS] at the places `at` [M]: -(K - 1) to -1 are in its state, 0 is its first new token.
 
-    `x_ptr` points to its first new token, `state_ptr` to its slot. A sequence that starts (`fresh`) has zeros before it.
+    `x_ptr` points to that token, `state_ptr` to the slot. A sequence that starts (`fresh`) has zeros before its first token.
     """
     new = (at >= 0) & (at < query_len)
     old = (at < 0) & (at >= 1 - K) & (fresh == 0)
@@ -32,17 +32,15 @@ def load_inputs(x_ptr, state_ptr, at, query_len, fresh, c, stride_x, C: tl.const
 
 @triton.jit
 def store_state(x_ptr, state_ptr, query_len, fresh, c, stride_x, C: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr):
-    """Keep the last K - 1 inputs, some of which may be old ones. All are read before one is written. WIDTH: a power of two from K - 1 up."""
+    """Store the last K - 1 inputs as the state; some may come from the old state. WIDTH is the power of two from K - 1 up."""
     i = tl.arange(0, WIDTH)
     kept = load_inputs(x_ptr, state_ptr, query_len - (K - 1) + i, query_len, fresh, c, stride_x, C, K)
     mask = (i < K - 1)[:, None] & (c < C)[None, :]
-    tl.debug_barrier()  # each row is another thread's input
+    tl.debug_barrier()  # all threads have loaded before one of them stores: a row that is stored may be another thread's input
     tl.store(state_ptr + i[:, None] * C + c[None, :], kept.to(state_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(
-    do_not_specialize=["first_seq"], do_not_specialize_on_alignment=["start_ptr", "len_ptr", "row_ptr"]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["first_seq"], do_not_specialize_on_alignment=["start_ptr", "len_ptr", "row_ptr"])
 def short_conv_kernel(
     x_ptr, out_ptr, state_ptr, weight_ptr, start_ptr, len_ptr, row_ptr, stride_x, first_seq,
     C: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, TOKENS: tl.constexpr,
@@ -50,8 +48,8 @@ def short_conv_kernel(
 ):  # fmt: skip
     """Program (tile of channels, tile of tokens, sequence): the convolution of these tokens, and the state after the last of them.
 
-    Another program may need the old state. So only where a sequence has one tile, both are done at once. Else one launch has
-    COMPUTE_OUTPUT and a second one UPDATE_STATE.
+    Other tiles of the sequence read the old state. So one launch may do both only if there is one tile of tokens. Otherwise
+    the first launch has COMPUTE_OUTPUT, and the second one UPDATE_STATE.
     """
     let_next_start(PDL)
     wait_for_inputs(PDL)
@@ -98,7 +96,7 @@ def short_conv(
     """
     channels, _, width = weight.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    tiles, others = triton.cdiv(channels, CHANNELS), len(rows) - num_decodes
+    tiles, num_prefills = triton.cdiv(channels, CHANNELS), len(rows) - num_decodes
 
     def launch(first: int, count: int, num_tokens: int, compute_output: bool, update_state: bool) -> None:
         tokens = TOKENS if num_tokens > 1 else 1
@@ -111,7 +109,7 @@ def short_conv(
 
     if num_decodes:
         launch(0, num_decodes, 1, True, True)
-    if others:
-        launch(num_decodes, others, max_query_len, True, False)
-        launch(num_decodes, others, max_query_len, False, True)
+    if num_prefills:
+        launch(num_decodes, num_prefills, max_query_len, True, False)
+        launch(num_decodes, num_prefills, max_query_len, False, True)
     return out

@@ -21,7 +21,8 @@ export class StatesView {
     const drawRow = (line, name, num, slotOf) => {
       write(ctx, t(name), [0, ROW * line, LEFT - 6, ROW], theme.muted, false, 0.17);
       for (let i = 0; i < num; i++) {
-        const [box, { info, tokens } = {}] = [[LEFT + wide * i + 1, ROW * line + 1, wide - 2, ROW - 3], slotOf(i)];
+        const box = [LEFT + wide * i + 1, ROW * line + 1, wide - 2, ROW - 3];
+        const { info, tokens } = slotOf(i) ?? {};
         ctx.globalAlpha = line && info ? 0.45 : 1;
         ctx.fillStyle = info ? hueOf(info.index) : theme.faint;
         ctx.fillRect(...box);
@@ -31,7 +32,10 @@ export class StatesView {
         if (loads.some((load) => load[1 + line] === i)) outline(ctx, box, theme.hit, 3);
       }
     };
-    drawRow(0, "states", all, (i) => running.filter(({ row }) => row === i).map((seq) => ({ info: recording.infos.get(seq.seqId), tokens: seq.numComputed }))[0]);
+    drawRow(0, "states", all, (i) => {
+      const seq = running.find(({ row }) => row === i);
+      return seq && { info: recording.infos.get(seq.seqId), tokens: seq.numComputed };
+    });
     drawRow(1, "snapshots", most, (i) => {
       const kept = state.snapshots.get(i);
       return kept && { info: recording.infos.get(state.originSeq[state.serial.indexOf(kept.serial)]), tokens: kept.tokens };

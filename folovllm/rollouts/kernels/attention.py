@@ -42,28 +42,28 @@ def invariant_attention_kernel(
     row, dims = tl.arange(0, QUERIES * GROUP), tl.arange(0, D)[None, :]
     token, g = first + row // GROUP, row % GROUP
     is_real = ((token < query_len) & (g < G))[:, None]
-    place = (start + token).to(tl.int64)[:, None]
+    index = (start + token).to(tl.int64)[:, None]  # in the step
     within = (head * G + g)[:, None] * D + dims
-    q = tl.load(q_ptr + place * stride_q + within, mask=is_real, other=0.0)  # [QUERIES * GROUP, D]
-    before = seq_len - query_len
+    q = tl.load(q_ptr + index * stride_q + within, mask=is_real, other=0.0)  # [QUERIES * GROUP, D]
+    num_computed = seq_len - query_len
     row_max, row_sum = tl.full([QUERIES * GROUP], LOWEST, tl.float32), tl.zeros([QUERIES * GROUP], tl.float32)
     acc = tl.zeros([QUERIES * GROUP, D], tl.float32)
     row_max, row_sum, acc = prefill_loop(
         q, row_max, row_sum, acc, k_ptr + head * STRIDE_HEAD, v_ptr + head * STRIDE_HEAD,
-        table_ptr + seq.to(tl.int64) * stride_table, before + token, 0, tl.minimum(seq_len, before + first + QUERIES),
+        table_ptr + seq.to(tl.int64) * stride_table, num_computed + token, 0, tl.minimum(seq_len, num_computed + first + QUERIES),
         scale, True, STRIDE_BLOCK, STRIDE_TOKEN, B, CONTEXT, D)  # fmt: skip
     out = normalize(row_sum, acc).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + place * stride_out + within, out, mask=is_real)
+    tl.store(out_ptr + index * stride_out + within, out, mask=is_real)
 
 
 def attention_tile(device: torch.device, head_dim: int, itemsize: int) -> PrefillConfig:
-    """Return rows and context of a program for a card. They must not depend on the batch."""
+    """Return the tile of a program on this device: rows and positions of the context. It must not depend on the batch."""
     usual = config_on(device, head_dim, itemsize)
     return replace(usual, tile_m=min(ROWS, usual.tile_m), num_warps=4)
 
 
 def tokens_of_tile(num_heads: int, num_kv_heads: int, rows: int) -> int:
-    """Return how many tokens of a sequence a program with so many rows takes; at least one."""
+    """Return how many tokens of a sequence fill `rows` rows, each with the query heads of one KV head; at least one."""
     return max(1, rows // triton.next_power_of_2(num_heads // num_kv_heads))
 
 

@@ -11,7 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
-PROGRAMS = 96  # at least so many tiles of outputs, if the weight has them: one row should keep a GPU's memory busy
+PROGRAMS = (
+    96  # at least so many tiles of outputs, if the weight is large enough: then one row keeps a GPU's memory busy
+)
 STAGES = {64: 3, 32: 4, 16: 5}  # of a pipeline, by the outputs of a tile: narrow tiles need more reads in flight
 
 
@@ -47,8 +49,8 @@ def invariant_linear_kernel(
 def linear_tile(outputs: int, itemsize: int) -> tuple[int, int, int]:
     """Return (rows, outputs, inputs) of a tile for weights of so many outputs. It must not depend on the number of rows.
 
-    64 rows are one matrix instruction on Hopper, and most decode steps. With one row the other 63 cost arithmetic and no reads.
-    float32 has no matrix instruction; its operands are held in registers, so that there are fewer at a time.
+    64 rows are one matrix instruction on Hopper, and hold most decode steps. With one row the other 63 cost arithmetic and no reads.
+    float32 without TF32 has no matrix instruction: its operands are in registers, so a tile has fewer inputs.
     """
     width = next((n for n in (64, 32) if triton.cdiv(outputs, n) >= PROGRAMS), 16)
     return 64, width, 128 if itemsize == 2 else 32
