@@ -23,7 +23,7 @@ from folovllm.engine.scheduler import SchedulerLike
 from folovllm.request import Request as Asked
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
-from folovllm.step.schedule import SchedulerOutput
+from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
 
 TRACES = Path(__file__).parent / "traces"
 V = 30_000  # token ids
@@ -163,16 +163,19 @@ def serve(
         shares = list(zip(output.scheduled_seqs, seqs, strict=True))
         if memory:
             memory.step([(scheduled.start, scheduled.end, seq, served[seq]) for scheduled, seq in shares])
-        sampled = []
         for scheduled, seq in shares:
-            token = served[seq].answer[min(seq.num_output_tokens, len(served[seq].answer) - 1)]
-            sampled.append((seq, [token] if scheduled.num_samples else []))
             if scheduled.num_samples:
                 run.first_token.setdefault(seq.seq_id, clock - served[seq].arrival)
-        scheduler.postprocess(sampled)
+        scheduler.postprocess([(seq, _sampled(scheduled, served[seq], seq)) for scheduled, seq in shares])
         left -= sum(_is_served(seq, served[seq]) for seq in seqs)
     run.seconds = clock - requests[0].arrival
     return run
+
+
+def _sampled(scheduled: ScheduledSequence, request: Request, seq: Sequence) -> list[int]:
+    """The answer's next token (its last once more where a sequence goes on), or nothing if no token is sampled."""
+    token = request.answer[min(seq.num_output_tokens, len(request.answer) - 1)]
+    return [token] if scheduled.num_samples else []
 
 
 def _is_served(seq: Sequence, request: Request) -> bool:

@@ -44,7 +44,7 @@ BOOK = (
     *("index", "mini", "inspector", "map", "architecture", "performance", "reading_order", "troubleshooting"),
     *(
         f"reference/{name}"
-        for name in ("builders", "cli", "configuration", "glossary", "life_cycles", "models", "shapes")
+        for name in ("builders", "cli", "configuration", "glossary", "instructors", "life_cycles", "models", "shapes")
     ),
 )
 

@@ -48,6 +48,11 @@ def inspect(
     chosen = engine_flags(given)
     if recordings and chosen.keys() - {"milestone"}:
         raise ValueError("a recording has its engine's configuration: leave the engine's flags away")
+    _serve(recordings, chosen, host, port, browser)
+
+
+def _serve(recordings: list[Path], overrides: dict[str, Any], host: str, port: int, browser: bool) -> None:
+    """Serve the recordings, or without any a playground. Raises ValueError where the server's packages are missing."""
     try:
         from folovllm.inspector.serve import run_playground, run_replay
     except ModuleNotFoundError as error:
@@ -57,7 +62,7 @@ def inspect(
     if recordings:
         run_replay(recordings, host, port, browser)
     else:
-        run_playground(chosen, host, port, browser)
+        run_playground(overrides, host, port, browser)
 
 
 def add_to(app: typer.Typer) -> None:

@@ -112,10 +112,7 @@ def playground_app(playground: Playground, host: str) -> Starlette:
     """The page with an engine of its own."""
 
     async def page(request: Request) -> Response:
-        told = [scene.told() | {"recordings": _scene_files(scene.files)} for scene in scenes().values()]
-        source = {"kind": "playground", "events": "inspector/events", "control": "inspector/playground", "scenes": told}
-        book = "inspector/book/{}.md" if BOOK.is_dir() else None
-        return page_response(source | {"live": playground.has_flags, "book": book})
+        return page_response(_source(playground.has_flags))
 
     async def events(request: Request) -> Response:
         subscriber = playground.subscribers.add()
@@ -155,6 +152,13 @@ def playground_app(playground: Playground, host: str) -> Starlette:
     for name, handler in (("prompts", prompts), ("scene", scene), ("abort", abort), ("pace", pace)):
         routes.append(Route(f"{CONTROL}/{name}", handler, methods=["POST"]))
     return _app(host, page, routes)
+
+
+def _source(live: bool) -> dict[str, Any]:
+    """Where the page finds events, controls, scenes and chapters; `live`: it shows the engine at once."""
+    told = [scene.told() | {"recordings": _scene_files(scene.files)} for scene in scenes().values()]
+    source = {"kind": "playground", "events": "inspector/events", "control": "inspector/playground", "scenes": told}
+    return source | {"live": live, "book": "inspector/book/{}.md" if BOOK.is_dir() else None}
 
 
 def _scene_files(files: list[Path]) -> list[dict[str, str]]:

@@ -135,14 +135,6 @@ def test_explain_all_the_same(sample: Course) -> None:
     assert "no exercise 'm1.7'" in sentence(sample, "explain", "m1.7", "--anyway")
 
 
-def test_a_remark_on_what_is_no_longer_there(sample: Course) -> None:
-    file = sample.root / "milestones/m1_pool/explain/m1.1.md"
-    file.write_text(file.read_text().replace("popleft", "pop"))
-    assert "quotes `self.free.pop()`, which the reference has 0 times" in sentence(
-        sample, "explain", "m1.1", "--anyway"
-    )
-
-
 def test_read_marks_what_is_new(sample: Course) -> None:
     said = course(sample, "read", "m2")
     names = ["LLM.generate", "Pool.take", "Pool.share", "LLM.__init__", "Pool.__init__"]

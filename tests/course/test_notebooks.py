@@ -63,6 +63,16 @@ def test_the_first_cell_installs_on_colab_and_does_nothing_elsewhere(sample: Cou
     assert "get_ipython().run_line_magic('cd', '-q /content/folovllm')" in code
 
 
+def test_the_kernels_notebook_starts_without_triton() -> None:
+    """numpy's stand-in is there before the notebook imports Triton."""
+    cells = [cell.source for cell in parse(ROOT / "notebooks/src/m4_kernels.py").cells if cell.cell_type == "code"]
+    imports = next(cell for cell in cells if "import triton" in cell)
+    code = f"import sys\nsys.modules['triton'] = None\n{imports}\nassert triton.jit.__module__ == 'folovllm.kernels.numpy_triton'"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "-1", "MPLBACKEND": "agg"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_committed_outputs_name_no_folder_of_a_machine() -> None:
     for file in sorted((ROOT / "notebooks").rglob("*.ipynb")):
         outputs = [cell.get("outputs") for cell in json.loads(file.read_text("utf-8"))["cells"]]
