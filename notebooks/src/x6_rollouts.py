@@ -201,7 +201,7 @@ for n in (1, 32):
 # %%
 with LLM(batch_invariant=True, **MODEL) as llm:
     curve = []
-    for each in islice(demo.train(llm, Options()), 3):
+    for each in islice(demo.train(llm, Options(answers=4)), 3):
         curve.append(each)
         print(f"reward {each.reward:.2f}   colour {each.colour:.2f}, length {each.length:.2f}   {each.words:.0f} words   off-policy {each.off_policy}")
 assert all(each.off_policy == 0 for each in curve)
