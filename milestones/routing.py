@@ -83,4 +83,4 @@ def expected(num_experts: int, asked: int, num_tokens: int) -> float:
     """The same if each expert were as likely as any other, for every token anew: E (1 - (1 - k / E)^n)."""
     from folovllm.bench.roofline import MatrixSizes, experts_read
 
-    return experts_read(MatrixSizes(0, 0, 0, num_experts, asked), num_tokens)
+    return experts_read(MatrixSizes(0, 0, 0, 0, num_experts, asked), num_tokens)
