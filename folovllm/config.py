@@ -7,8 +7,7 @@ from numbers import Real
 from typing import Any
 
 from folovllm import electives
-from folovllm.require import also_takes, is_whole
-from folovllm.vllm_arguments import ENGINE
+from folovllm.require import ENGINE, also_takes, is_whole
 
 DEFAULT_MODEL = "stories-5m"  # embedded in the package
 DEFAULT_MAX_MODEL_LEN = 4096

@@ -23,9 +23,8 @@ from folovllm.inputs import Prompt, Request, TokensPrompt, as_requests
 from folovllm.interrupts import Answers, Interrupted, interrupts
 from folovllm.models.files import generation_defaults
 from folovllm.outputs import RequestOutput
-from folovllm.require import also_takes
+from folovllm.require import REQUEST, also_takes
 from folovllm.sampling_params import SamplingParams
-from folovllm.vllm_arguments import REQUEST
 
 
 class LLM:

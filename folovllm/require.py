@@ -1,4 +1,8 @@
-"""What checks of a user's values share."""
+"""Checks of a user's values, and the arguments that vLLM, nano-vLLM or the texts behind this course know beside ours.
+
+Such an argument is taken where it changes nothing, and refused with a sentence elsewhere (`also_takes`). So code that was written
+for them runs, or says in one line why it cannot. A name that none of them knows is Python's own TypeError.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,99 @@ from collections.abc import Callable
 from numbers import Integral
 from typing import Any, TypeVar
 
-from folovllm.vllm_arguments import Neutral, refuse_unless_neutral
-
 T = TypeVar("T", bound=Callable[..., Any])
+Neutral = dict[str, tuple[Any, ...] | None]  # by name, the values that change nothing
+
+ANY = None  # no value changes anything
+
+SAMPLING: Neutral = {
+    "best_of": (None, 1),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1),
+    "early_stopping": (None, False),
+    "logprob_token_ids": (None,),
+    "flat_logprobs": (False,),
+    "guided_decoding": (None,),
+    "logits_processors": (None, []),
+    "spaces_between_special_tokens": (True,),
+    "thinking_token_budget": (None, -1),
+    "repetition_detection": (None,),
+    "skip_reading_prefix_cache": (None, False),
+    "routed_experts_prompt_start": (0,),
+    "extra_args": (None, {}),
+    "skip_clone": ANY,
+}
+ENGINE: Neutral = {
+    "quantization_config": (None,),
+    "load_format": ("auto", "safetensors"),
+    "download_dir": (None,),
+    "revision": (None, "main"),
+    "code_revision": (None, "main"),
+    "tokenizer_revision": (None, "main"),
+    "tokenizer_mode": ("auto", "hf"),
+    "skip_tokenizer_init": (False,),
+    "hf_overrides": (None, {}),
+    "hf_config_path": (None,),
+    "hf_token": (None,),
+    "generation_config": ("auto",),
+    "override_generation_config": (None, {}),
+    "chat_template": (None,),
+    "runner": ("auto", "generate"),
+    "task": ("auto", "generate"),
+    "convert": ("auto", "none"),
+    "cpu_offload_gb": (0,),
+    "kv_cache_memory_bytes": (None,),
+    "num_gpu_blocks_override": (None,),
+    "pipeline_parallel_size": (1,),
+    "data_parallel_size": (1,),
+    "distributed_executor_backend": (None, "mp", "uni"),
+    "structured_outputs_config": (None, {}),
+    "compilation_config": (None, {}),
+    "scheduling_policy": ("fcfs",),
+    "enable_lora": (False,),
+    "logits_processors": (None, []),
+    "logprobs_mode": ("raw_logprobs",),
+    "mm_processor_kwargs": (None, {}),
+    "limit_mm_per_prompt": (None, {}),
+    "allowed_local_media_path": ("",),
+    "swap_space": ANY,
+    "served_model_name": ANY,
+    "disable_log_stats": ANY,
+    "disable_log_requests": ANY,
+    "disable_custom_all_reduce": ANY,
+    "kvcache_block_size": (),
+    "num_kvcache_blocks": (-1,),
+    "max_seq_len_to_capture": ANY,
+    "use_v2_block_manager": ANY,
+}
+STRUCTURED: Neutral = {
+    "disable_fallback": ANY,
+    "disable_additional_properties": (False,),
+    "structural_tag": (None,),
+}
+REQUEST: Neutral = {
+    "lora_request": (None,),
+    "prompt_adapter_request": (None,),
+    "mm_processor_kwargs": (None, {}),
+    "tokenization_kwargs": (None, {}),
+    "guided_options_request": (None,),
+    "chat_template_content_format": ("auto", "string"),
+    "arrival_time": ANY,
+    "trace_headers": ANY,
+}
+GENERATE: Neutral = {"return_outputs": (True,)}
+INSTEAD = {  # what to say in place of "leave it out"
+    "best_of": "ask for n answers with logprobs=0, and choose by cumulative_logprob",
+    "guided_decoding": "say structured_outputs",
+    "disable_additional_properties": 'say "additionalProperties": false in the schema',
+    "use_beam_search": "call LLM.beam_search",
+    "kv_cache_memory_bytes": "say kv_cache_memory (on a CPU), or gpu_memory_utilization",
+    "num_gpu_blocks_override": "say num_kv_blocks",
+    "kvcache_block_size": "say block_size",
+    "num_kvcache_blocks": "say num_kv_blocks",
+    "scheduling_policy": "say scheduling",
+    "chat_template": "hand it to chat",
+}
 
 
 def require(condition: bool, message: str) -> None:
@@ -24,7 +118,7 @@ def is_whole(value: Any) -> bool:
 
 
 def also_takes(neutral: Neutral) -> Callable[[T], T]:
-    """Decorate a function, or a class for its constructor, to take the arguments of `neutral` beside its own (`vllm_arguments`).
+    """Decorate a function, or a class for its constructor, to take the arguments of `neutral` beside its own.
 
     Raises:
         ValueError: by what is decorated, for one of them whose value would change something.
@@ -45,3 +139,9 @@ def also_takes(neutral: Neutral) -> Callable[[T], T]:
         return target
 
     return decorate
+
+
+def refuse_unless_neutral(name: str, value: Any, neutral: tuple[Any, ...] | None) -> None:
+    """Raise ValueError if `value` is none of `neutral`, where some values are."""
+    if neutral is not ANY and not any(same is value or same == value for same in neutral):
+        raise ValueError(f"{name}={value!r} is not supported here: {INSTEAD.get(name, 'leave it out')}")

@@ -8,9 +8,8 @@ from numbers import Integral, Real
 from reprlib import repr as shown
 from typing import Any, Self
 
-from folovllm.require import also_takes, is_whole, require
+from folovllm.require import SAMPLING, also_takes, is_whole, require
 from folovllm.structured_outputs import StructuredOutputsParams
-from folovllm.vllm_arguments import SAMPLING
 
 SMALLEST_TEMPERATURE = 1e-5  # below it is greedy: the same choice, and no quotient that overflows
 RANGES: dict[str, tuple[float, float, str]] = {  # no sample from finite logits overflows within them

@@ -7,8 +7,7 @@ import reprlib
 from dataclasses import dataclass
 from typing import Any
 
-from folovllm.require import also_takes
-from folovllm.vllm_arguments import STRUCTURED
+from folovllm.require import STRUCTURED, also_takes
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 LONGEST = 1 << 16  # characters of a description: the engine waits while it is compiled, up to a second

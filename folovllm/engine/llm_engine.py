@@ -31,10 +31,9 @@ from folovllm.models.files import load_tokenizer
 from folovllm.outputs import RequestOutput
 from folovllm.quick_tokenizer import whole
 from folovllm.request import Request, Sequence, SequenceStatus
-from folovllm.require import also_takes
+from folovllm.require import GENERATE, REQUEST, also_takes
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 from folovllm.setup import EngineSetup
-from folovllm.vllm_arguments import GENERATE, REQUEST
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
