@@ -50,6 +50,7 @@ from folovllm.extensions import Extension, extension_of, make_logits_mask
 from folovllm.faults import Faults
 from folovllm.files import cache_dir
 from folovllm.layers.layer_set import LayerSet
+from folovllm.models.loader import load_native_model, load_sharded_model
 from folovllm.sample.sampler import Sampler
 from folovllm.sample.sampler_state import SamplerState
 from folovllm.setup import EngineSetup
@@ -57,7 +58,6 @@ from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.worker.gpu_worker import GPUWorker, Runner
 from folovllm.worker.graph_runner import GraphRunner
 from folovllm.worker.model_runner import ModelRunner
-from folovllm.worker.native_model import load_native_model, load_sharded_model
 from folovllm.worker.step_graph import AllGraphs
 from folovllm.worker.step_sampler import LocalSampler, StepSampler, TensorParallelSampler
 

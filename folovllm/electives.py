@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
-# Quantization (X2): a subclass of `folovllm.models.quantized:Quantization`.
+# Quantization (X2): a subclass of `folovllm.models.registry:Quantization`.
 QUANTIZATION = "folovllm.quantization.config:CheckpointQuantization"
 # Tensors of a checkpoint for which a model has no place: from a tensor's name to what takes it (`models.loader.Taker`), or None.
 EXTRA_TENSORS = ("folovllm.quantization.checkpoint_kv_scales:taker_of",)

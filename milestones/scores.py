@@ -12,7 +12,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from folovllm.attention.growing_cache import GrowingKVCache
+from folovllm.attention.backends.torch_cat import GrowingKVCache
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.manager import KVCacheManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager

@@ -25,11 +25,11 @@ PROMPT = "Tell me a story about Lily and a red kite."
 ASIDE_FILES = (
     "__init__.py", "children.py", "config.py", "cores.py", "electives.py", "engine/cpu_threads.py", "engine/metrics.py",
     "event_stream.py", "events.py", "extensions.py", "faults.py", "files.py", "inputs.py", "interrupts.py", "models/files.py",
-    "models/json_files.py", "models/quantized.py", "models/shapes.py", "outputs.py",
+    "models/json_files.py", "models/shapes.py", "outputs.py",
     "quick_tokenizer.py", "require.py", "sampling_params.py", "spelling.py",
 )  # fmt: skip
 ASIDE_NAMES = re.compile(
-    r"Speeds|added|(.*\.)?_?(require|check|validate|speeds|(un)?subscribe|snapshot|heed)|.*<locals>"
+    r"Speeds|added|[Qq]uantization|(.*\.)?_?(require|check|validate|speeds|(un)?subscribe|snapshot|heed)|.*<locals>"
 )
 SETUP = "putting the engine together"
 OWN_SETUP = "putting it together with our own layers"

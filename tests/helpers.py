@@ -30,7 +30,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from folovllm.attention.backends.abstract import AttentionConfig
 from folovllm.attention.backends.registry import get_backend
-from folovllm.attention.growing_cache import GrowingKVCache
+from folovllm.attention.backends.torch_cat import GrowingKVCache
 from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.attention import Attention
 from folovllm.layers.layer_set import LayerSet

@@ -16,13 +16,12 @@ from torch import nn
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from folovllm.attention.backends.abstract import AttentionConfig
-from folovllm.attention.backends.torch_cat import TorchCatBackend
-from folovllm.attention.growing_cache import GrowingKVCache
+from folovllm.attention.backends.torch_cat import GrowingKVCache, TorchCatBackend
 from folovllm.forward_batch import ForwardBatch
+from folovllm.layers.attention import attention_layers
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import load_model
 from folovllm.models.registry import build_model
-from folovllm.worker.native_model import attention_layers
 
 QUESTION = "What is the capital of Peru?"
 

@@ -17,7 +17,7 @@ from folovllm.distributed.sharding import local_config
 from folovllm.files import reading
 from folovllm.kv_format import FP8
 from folovllm.model_config import head_dim_of, num_experts_of, num_kv_heads_of, num_linear_of, num_positions
-from folovllm.models.quantized import quantization_of
+from folovllm.models.registry import quantization_of
 from folovllm.models.shapes import check_num_weights
 from folovllm.setup import EngineSetup
 

@@ -33,3 +33,8 @@ class Attention(nn.Module):
     def forward(self, query: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """[T, Hq, D] -> [T, Hq, D]: every new token over its own sequence so far. Reads what `store` has written."""
         return self.backend.forward(query, self.kv_cache, batch)
+
+
+def attention_layers(model: nn.Module) -> list[Attention]:
+    """Return the attention layers of a model, first to last. Each needs a cache and a backend."""
+    return [module for module in model.modules() if isinstance(module, Attention)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -13,11 +13,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from folovllm.distributed.group import Group
+from folovllm.distributed.sharding import keep_experts_whole, local_config, shard_merged, shard_named
 from folovllm.electives import EXTRA_TENSORS, is_installed, named
 from folovllm.files import UnreadableFile, in_one_line, reading
+from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import FLOATS, PLAIN, LinearBase, LinearMethod, Plain
+from folovllm.layers.sharded import sharded
+from folovllm.model_config import head_dim_of
 from folovllm.models.json_files import read_json
 from folovllm.models.llama import LlamaForCausalLM
+from folovllm.models.registry import PLAIN_LAYERS, build_model, get_model_class
+from folovllm.setup import EngineSetup
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 IN_FLOATS = (".weight", "proj.bias", "weight_scale", "weight_scale_inv")  # unless the linear method says otherwise
@@ -42,6 +49,55 @@ class StoredTensor:
     def __getitem__(self, index: Any) -> torch.Tensor:
         """As a tensor's, with slices."""
         return cast(torch.Tensor, self._stored[index])
+
+
+def load_native_model(
+    setup: EngineSetup,
+    layers: LayerSet = PLAIN_LAYERS,
+    into: LlamaForCausalLM | None = None,
+    weights: Path | Tensors | None = None,
+) -> LlamaForCausalLM:
+    """Build the model on its device, then load its weights, or initialize them with `random_weights`.
+
+    A model that exists (`into`) gets the `weights` of another checkpoint.
+    """
+    model = into or build_model(setup.hf_config, setup.dtype, setup.device, setup.max_model_len, layers)
+    if setup.config.random_weights and weights is None:
+        init_random_weights(model, setup.config.seed)
+    else:
+        load_model(model, setup.path if weights is None else weights, use_tqdm=setup.config.use_tqdm and into is None)
+    return model
+
+
+def load_sharded_model(
+    setup: EngineSetup,
+    group: Group,
+    layers: LayerSet = PLAIN_LAYERS,
+    into: LlamaForCausalLM | None = None,
+    weights: Path | Tensors | None = None,
+) -> LlamaForCausalLM:
+    """As `load_native_model`, the rank's part of the model. Only this part of the checkpoint is read.
+
+    `setup` and `layers` are those of the whole model. Random weights are sharded too: they do not depend on the number of ranks.
+    """
+    expert_parallel = setup.config.enable_expert_parallel
+    config = local_config(setup.hf_config, group.size, expert_parallel)
+    shard = partial(shard_named, head_dim=head_dim_of(setup.hf_config), rank=group.rank, size=group.size)
+    shard = partial(shard_merged, hf_config=setup.hf_config, shard=shard)
+    shard = partial(
+        get_model_class(setup.hf_config).shard, setup.hf_config, rank=group.rank, size=group.size, usual=shard
+    )
+    if expert_parallel:
+        shard = partial(keep_experts_whole, shard=shard)
+    part = sharded(layers, group, setup.vocab_size)
+    model = into or build_model(config, setup.dtype, setup.device, setup.max_model_len, part)
+    if setup.config.random_weights and weights is None:
+        whole = build_model(setup.hf_config, setup.dtype, "meta", setup.max_model_len, replace(layers, counters=None))
+        init_random_weights(model, setup.config.seed, whole, shard)
+    else:
+        show = setup.config.use_tqdm and group.rank == 0 and into is None
+        load_model(model, setup.path if weights is None else weights, use_tqdm=show, shard=shard)
+    return model
 
 
 def load_model(

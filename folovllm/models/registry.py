@@ -1,19 +1,19 @@
-"""Find a model's class by the architecture name in its `config.json`."""
+"""Find a model's class by the architecture name in its `config.json`, and who knows its quantization, and build it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from folovllm.electives import EXPERTS, MODELS, require
-from folovllm.layers.layer_set import LayerSet
+from folovllm.config import EngineConfig
+from folovllm.electives import EXPERTS, MODELS, QUANTIZATION, require
+from folovllm.layers.layer_set import LayerSet, LinearMethodOf
 from folovllm.layers.unsupported import UnsupportedModel
 from folovllm.model_config import hidden_act_of, num_experts_of
-from folovllm.models.quantized import quantization_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,9 +29,53 @@ ARCHITECTURES: dict[str, str] = {
     "Qwen3ForCausalLM": "folovllm.models.qwen3",
 }
 NEEDED = ("intermediate_size", "rms_norm_eps", "tie_word_embeddings")  # beside what any model has
-
-
 PLAIN_LAYERS = LayerSet()
+
+
+class Quantization:
+    """The hook for models whose weights are quantized. This class knows none: each method does nothing.
+
+    The set-up of an engine calls `configured`, then `check`, before a weight is read. Whoever builds the model calls
+    `linear_methods_of` (on each rank, too) with the configuration that `configured` returned. Each call makes an object of its own,
+    so the answer must follow from the arguments.
+    """
+
+    def configured(self, hf_config: Any, config: EngineConfig) -> Any:
+        """Return the model's configuration, with what `config.quantization` and `config.quantize_activations` ask for.
+
+        Raises ValueError if the model cannot have that.
+        """
+        return hf_config
+
+    def linear_methods_of(
+        self, hf_config: PretrainedConfig, packed: Mapping[str, Sequence[str]], renamed: Mapping[str, str]
+    ) -> LinearMethodOf | None:
+        """Return a function from the name of a linear layer to its linear method; None for models that are not quantized.
+
+        Args:
+            packed: the checkpoint's layers in each of ours that merges some (`packed_modules_mapping`).
+            renamed: parts of names in the checkpoint: what they are called here.
+
+        Raises:
+            ValueError: the way is not supported; so does the function, for layers that cannot be merged.
+        """
+        return None
+
+    def check(self, hf_config: PretrainedConfig, part: PretrainedConfig, config: EngineConfig) -> None:
+        """Raise ValueError if the way is not supported, or ranks cannot share the layers. `part` is one rank's configuration."""
+
+
+def quantization_of(hf_config: PretrainedConfig, config: EngineConfig | None = None) -> Quantization:
+    """Return what knows the model's quantization: nothing does where neither the model nor `config` speaks of one.
+
+    Raises:
+        ValueError: one of them does, and the package is not installed.
+    """
+    said = getattr(hf_config, "quantization_config", None) is not None
+    if said or (config is not None and (config.quantization is not None or config.quantize_activations)):
+        found: Quantization = require(QUANTIZATION, "a quantized model (`quantization_config`)")()
+        return found
+    return Quantization()
 
 
 def get_model_class(hf_config: PretrainedConfig) -> type[LlamaForCausalLM]:

@@ -12,8 +12,7 @@ import torch
 from folovllm.layers.linear import PLAIN
 from folovllm.layers.state_layer import StateLayer
 from folovllm.model_config import expert_size_of, head_dim_of, num_experts_of, num_kv_heads_of, num_linear_of
-from folovllm.models.quantized import quantization_of
-from folovllm.models.registry import build_model
+from folovllm.models.registry import build_model, quantization_of
 from folovllm.require import is_whole
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from folovllm.config import EngineConfig
 from folovllm.files import reading
 from folovllm.layers.layer_set import LinearMethodOf
 from folovllm.layers.linear import LinearMethod
-from folovllm.models.quantized import Quantization
-from folovllm.models.registry import renamed_by
+from folovllm.models.registry import Quantization, renamed_by
 from folovllm.models.shapes import NO_NAMES, expert_shapes, linear_shapes
 from folovllm.quantization.gguf_codes import read_gguf_types
 from folovllm.quantization.int4_checkpoints import Awq, Gptq, PackedInt4, SortedGptq

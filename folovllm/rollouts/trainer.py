@@ -10,6 +10,7 @@ import torch
 from torch.func import functional_call
 
 from folovllm.forward_batch import ForwardBatch
+from folovllm.layers.attention import attention_layers
 from folovllm.layers.layer_set import LayerSet
 from folovllm.llm import LLM
 from folovllm.models.llama import LlamaAttention
@@ -19,7 +20,6 @@ from folovllm.rollouts.attention import padded_sdpa
 from folovllm.rollouts.extension import invariant_backend, invariant_layers
 from folovllm.rollouts.tiles import with_plain_backward
 from folovllm.rollouts.weights import weights_of
-from folovllm.worker.native_model import attention_layers
 
 
 class Policy:

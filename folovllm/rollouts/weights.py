@@ -21,8 +21,7 @@ from folovllm.models.gemma3 import Gemma3RMSNorm
 from folovllm.models.json_files import read_json
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import SINGLE, Tensors, checkpoint_places, some_of, take_place
-from folovllm.models.quantized import quantization_of
-from folovllm.models.registry import build_model, default_dtype
+from folovllm.models.registry import build_model, default_dtype, quantization_of
 from folovllm.outputs import RequestOutput
 from folovllm.rollouts.generation import next_generation
 from folovllm.worker.gpu_worker import GPUWorker

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 
 from folovllm.attention.backends.registry import get_backend
+from folovllm.layers.attention import attention_layers
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.sample.sampler import Sampler, SamplerOutput
 from folovllm.setup import EngineSetup
 from folovllm.step.sampling_spec import Logprobs
 from folovllm.step.schedule import SchedulerOutput, StepResult, one_each
-from folovllm.worker.native_model import attention_layers
 from folovllm.worker.serial_model_runner import SerialModelRunner, single_sequence_batch
 
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 import torch
 
 from folovllm.attention.backends.registry import get_backend
-from folovllm.attention.growing_cache import GrowingKVCache
+from folovllm.attention.backends.torch_cat import GrowingKVCache
 from folovllm.forward_batch import ForwardBatch
+from folovllm.layers.attention import attention_layers
 from folovllm.model_config import num_linear_of
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.sample.logprobs import by_sequence, score
@@ -18,7 +19,6 @@ from folovllm.sample.sampler import Sampler
 from folovllm.setup import EngineSetup
 from folovllm.step.sampling_spec import Logprobs, TokenIds
 from folovllm.step.schedule import SchedulerOutput, StepResult, one_each, tokens_to_score
-from folovllm.worker.native_model import attention_layers
 from folovllm.worker.states import StatePool
 
 

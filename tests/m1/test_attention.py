@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from folovllm.attention.growing_cache import GrowingKVCache
+from folovllm.attention.backends.torch_cat import GrowingKVCache
 from folovllm.attention.ops import create_causal_mask, gather_kv, naive_attention, reshape_and_cache_kv
 from tests.tiny import worked_case
 

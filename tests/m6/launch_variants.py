@@ -28,11 +28,11 @@ from folovllm.engine.llm_engine import make_engine
 from folovllm.kernels import pdl
 from folovllm.kernels.filter_logits import FilterWorkspace
 from folovllm.kv_format import UNSCALED
+from folovllm.layers.attention import attention_layers
 from folovllm.worker import graph_runner
 from folovllm.worker.buckets import decode_bucket, every_bucket
 from folovllm.worker.graph_runner import GraphRunner
 from folovllm.worker.model_runner import ModelRunner
-from folovllm.worker.native_model import attention_layers
 from tests.m6.traffic import FIELDS, serve_everything
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))

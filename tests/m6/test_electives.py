@@ -16,11 +16,11 @@ from folovllm.kernels.variants import KernelVariant, kernel_variant
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import LinearBase, Plain
 from folovllm.layers.rank_sum import RankSum
-from folovllm.models import files, loader, quantized, registry
+from folovllm.models import files, loader, registry
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.models.quantized import Quantization
+from folovllm.models.loader import load_native_model
+from folovllm.models.registry import Quantization
 from folovllm.worker.gpu_worker import GPUWorker
-from folovllm.worker.native_model import load_native_model
 from tests.helpers import tiny_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -58,7 +58,7 @@ class Halving(Quantization):
 
 class TestQuantization:
     def test_each_layer_gets_its_linear_method(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(quantized, "QUANTIZATION", f"{__name__}:Halving")
+        monkeypatch.setattr(registry, "QUANTIZATION", f"{__name__}:Halving")
         monkeypatch.setattr(Halving, "asked", [])
         with llm(quantization="halved") as engine:
             runner = engine.engine.executor._worker.runner  # type: ignore[attr-defined]
@@ -71,7 +71,7 @@ class TestQuantization:
         assert Halving.asked[0] == "check" and "linear_methods_of" in Halving.asked
 
     def test_none_is_asked_for_a_plain_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(quantized, "QUANTIZATION", "folovllm.gone:Quantization")
+        monkeypatch.setattr(registry, "QUANTIZATION", "folovllm.gone:Quantization")
         with llm() as engine:
             assert len(engine.generate("Once", GREEDY)[0].outputs[0].token_ids) == 6
 
@@ -81,12 +81,12 @@ class TestQuantization:
     def test_the_package_that_is_missing_is_named(
         self, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
     ) -> None:
-        monkeypatch.setattr(quantized, "QUANTIZATION", "folovllm.gone:Quantization")
+        monkeypatch.setattr(registry, "QUANTIZATION", "folovllm.gone:Quantization")
         with pytest.raises(ValueError, match=r"a quantized model .* needs the package folovllm\.gone"):
             llm(**fields)
         config = SimpleNamespace(quantization_config={"quant_method": "fp8"})
         with pytest.raises(ValueError, match=r"needs the package folovllm\.gone"):
-            quantized.quantization_of(config)  # type: ignore[arg-type]
+            registry.quantization_of(config)  # type: ignore[arg-type]
 
 
 class TestModels:

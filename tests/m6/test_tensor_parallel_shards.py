@@ -24,9 +24,9 @@ from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import LinearBase, Plain, RowParallelLinear
 from folovllm.layers.sharded import sharded
+from folovllm.models.loader import load_native_model, load_sharded_model
 from folovllm.sample.noise import gumbel
 from folovllm.step.packed import Field
-from folovllm.worker.native_model import load_native_model, load_sharded_model
 from folovllm.worker.step_sampler import TensorParallelSampler
 from folovllm.worker.warm_up import dummy_seqs
 from tests.helpers import assert_logits_equal, hf_logits, prompts, tiny_checkpoint

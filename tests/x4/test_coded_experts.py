@@ -15,12 +15,12 @@ from folovllm import EngineConfig
 from folovllm.bench.contenders import write_geometry
 from folovllm.engine.setup import set_up
 from folovllm.layers.linear import LinearBase
+from folovllm.models.loader import load_native_model
 from folovllm.models.shapes import expert_shapes, linear_bytes, linear_shapes
 from folovllm.moe.quantized import ExpertStack, GroupedQuantizedExperts, QuantizedExperts
 from folovllm.quantization.quantizer.methods import method_for
 from folovllm.quantization.quantizer.options import QuantizeOptions
 from folovllm.quantization.quantizer.run import quantize as quantize_folder
-from folovllm.worker.native_model import load_native_model
 from tests.contract import DEVICE
 from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.workloads import answered, make_engine, mixed_requests, serve

@@ -5,10 +5,43 @@ from __future__ import annotations
 import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
-from folovllm.attention.backends.sliding import SlidingCat
-from folovllm.attention.growing_cache import GrowingKVCache
-from folovllm.attention.ops import create_causal_mask, naive_attention
+from folovllm.attention.backends.sliding import SlidingBackend, attend_window
+from folovllm.attention.ops import append_kv, create_causal_mask, naive_attention
 from folovllm.forward_batch import ForwardBatch
+
+
+class GrowingKVCache:
+    """K and V of one sequence in token order, `[n, Hkv, D]` each; empty until the first `append`.
+
+    It is simple, and its cost is quadratic: every append copies all cached tokens, and frees the shorter tensor.
+    """
+
+    def __init__(self) -> None:
+        self._kv: torch.Tensor | None = None  # [2, n, Hkv, D]
+
+    def append(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Append the K/V of new tokens, [T, Hkv, D] each."""
+        cached = key.new_empty(2, 0, *key.shape[1:]) if self._kv is None else self._kv
+        self._kv = append_kv(cached, key, value)
+
+    def reset(self) -> None:
+        """Empty the cache for another sequence."""
+        self._kv = None
+
+    @property
+    def key(self) -> torch.Tensor:
+        """K of all cached tokens, [n, Hkv, D]."""
+        assert self._kv is not None
+        return self._kv[0]
+
+    @property
+    def value(self) -> torch.Tensor:
+        """V of all cached tokens, [n, Hkv, D]."""
+        assert self._kv is not None
+        return self._kv[1]
+
+    def __len__(self) -> int:
+        return 0 if self._kv is None else self._kv.shape[1]
 
 
 class TorchCatBackend(AttentionBackend):
@@ -42,3 +75,13 @@ class TorchCatBackend(AttentionBackend):
         """Return causal attention of the new tokens [T, Hq, D] over all cached tokens, the new ones included."""
         mask = None if len(query) == 1 else create_causal_mask(len(query), len(kv_cache), query.device)  # [T, n]
         return naive_attention(query, kv_cache.key, kv_cache.value, self.config.scale, mask)
+
+
+class SlidingCat(SlidingBackend):
+    """`SlidingBackend` over the growing cache of one sequence."""
+
+    def forward(  # type: ignore[override]  # a cache that grows cannot be one tensor
+        self, query: torch.Tensor, kv_cache: GrowingKVCache, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Return attention: [T, Hq, D] -> [T, Hq, D]."""
+        return attend_window(query, kv_cache.key, kv_cache.value, self.config.scale, self._window)
