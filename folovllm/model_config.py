@@ -10,6 +10,10 @@ if TYPE_CHECKING:
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"  # kinds of layers
 
 
+class UnsupportedModel(ValueError):
+    """A valid configuration asks for something that no layer here has. The message names it."""
+
+
 def head_dim_of(config: PretrainedConfig) -> int:
     """D: as the config says, else the hidden size shared among the heads."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

@@ -87,7 +87,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/rms_norm.py", "", ""),
         ("kernels/qk_norm_rope.py", "", ""),
         ("kernels/activation.py", "", ""),
-        ("layers/fused.py", "", ""),
         ("models/fused.py", "", ""),
     ],
     "m5": [
@@ -108,7 +107,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/unpack_step.py", "", ""),
         ("kernels/skinny_linear.py", "", ""),
         ("kernels/prefetching_decode.py", "", ""),
-        ("layers/skinny_linear.py", "", ""),
         ("models/fused_layer.py", "", ""),
         ("kernels/variants.py", "", ""),
         ("hopper/prefill.py", "", ""),

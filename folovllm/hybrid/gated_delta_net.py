@@ -14,7 +14,7 @@ from folovllm.hybrid.short_conv import convolve
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from folovllm.layers.state_layer import Shape, StateLayer, lacks_initial_state
-from folovllm.layers.unsupported import UnsupportedModel
+from folovllm.model_config import UnsupportedModel
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

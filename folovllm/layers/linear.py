@@ -272,3 +272,13 @@ class QKVParallelLinear(MergedColumnParallelLinear):
     ) -> None:
         sizes = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
         super().__init__(hidden_size, sizes, bias, linear_method)
+
+
+class RankSum(nn.Module):
+    """Adds up what the ranks computed, for layers that are no linear layer. Here there is one rank; for several: `layers.sharded`."""
+
+    rank, size = 0, 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a sum [T, H] -> the sum."""
+        return x

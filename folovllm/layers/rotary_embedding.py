@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from folovllm.layers.unsupported import UnsupportedModel
-from folovllm.model_config import rope_kind, rope_parameters
+from folovllm.model_config import UnsupportedModel, rope_kind, rope_parameters
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

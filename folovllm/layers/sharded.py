@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from folovllm.distributed.group import Group
 from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.linear import PLAIN, LinearMethod, RowParallelLinear
-from folovllm.layers.rank_sum import RankSum
+from folovllm.layers.linear import PLAIN, LinearMethod, RankSum, RowParallelLinear
 
 
 class ShardedRowLinear(RowParallelLinear):

@@ -1,23 +1,82 @@
-"""Attention whose element-wise work is one Triton kernel, and the set of all fused layers."""
+"""Layers whose element-wise work is one Triton kernel instead of several torch operations: same contracts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from folovllm.forward_batch import ForwardBatch
+from folovllm.kernels.activation import gelu_and_mul, silu_and_mul
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
+from folovllm.kernels.rms_norm import add_rms_norm, rms_norm
+from folovllm.kernels.skinny_linear import serves, skinny_linear
+from folovllm.kernels.summed_linear import fits, summed_linear
 from folovllm.layers.activation import GeluAndMul, SiluAndMul
-from folovllm.layers.fused import FusedGeluAndMul, FusedRMSNorm, FusedSiluAndMul
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
+from folovllm.layers.linear import LinearBase, Plain
 from folovllm.models.gemma3 import Gemma3RMSNorm
 from folovllm.models.llama import LlamaAttention
 from folovllm.models.qwen2 import Qwen2Attention
 from folovllm.models.qwen3 import Qwen3Attention
+
+if TYPE_CHECKING:
+    from folovllm.distributed.group import Group
+
+
+class FusedRMSNorm(RMSNorm):
+    """Adds and norms in one pass."""
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            return rms_norm(x.flatten(0, -2), self.weight, self.eps).view(x.shape)  # heads are rows too
+        return add_rms_norm(x, residual, self.weight, self.eps)
+
+
+class FusedSiluAndMul(SiluAndMul):
+    """Gates and multiplies in one pass."""
+
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return silu_and_mul(gate_up)
+
+
+class FusedGeluAndMul(GeluAndMul):
+    """Gates and multiplies in one pass."""
+
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        return gelu_and_mul(gate_up)
+
+
+class SkinnyLinear(Plain):
+    """Plain weights. With few tokens a kernel of our own reads them as fast as memory gives, and applies norm, gate and residual."""
+
+    def fused(
+        self, layer: LinearBase, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        return skinny_linear(x, layer.weight, norm_eps, gated, residual)
+
+    def summed(
+        self, layer: LinearBase, x: torch.Tensor, group: Group, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Multiply and add up over ranks, in one kernel where these have one-shot buffers."""
+        if group.one_shot_buffers is not None and self.fuses(layer, x) and fits(len(x), layer.weight):
+            return summed_linear(x, layer.weight, group.one_shot_buffers, residual)
+        return super().summed(layer, x, group, residual)
+
+    def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
+        """True for few tokens and no bias."""
+        return layer.bias is None and is_few(x, layer.weight)
+
+
+def is_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `skinny_linear` should multiply these. In the interpreter its many programs would take minutes."""
+    return x.is_cuda and serves(len(x), weight)
 
 
 class FusedLlamaAttention(LlamaAttention):

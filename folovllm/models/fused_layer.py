@@ -16,8 +16,7 @@ from folovllm.kernels.activation import silu_and_mul
 from folovllm.kernels.skinny_linear import skinny_linear
 from folovllm.layers.embed_head import ParallelLMHead
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.skinny_linear import SkinnyLinear, is_few
-from folovllm.models.fused import FusedLlamaAttention, fused_layers
+from folovllm.models.fused import FusedLlamaAttention, SkinnyLinear, fused_layers, is_few
 from folovllm.models.llama import LlamaDecoderLayer, LlamaMLP, LlamaModel
 
 MANY = 1024  # tokens that nobody reads: from here on the last layer leaves them out

@@ -13,8 +13,7 @@ from folovllm.layers.activation import GeluAndMul
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.rotary_embedding import RotaryEmbedding
-from folovllm.layers.unsupported import UnsupportedModel
-from folovllm.model_config import head_dim_of
+from folovllm.model_config import UnsupportedModel, head_dim_of
 from folovllm.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaModel
 from folovllm.models.qwen3 import Qwen3ForCausalLM
 

@@ -19,8 +19,14 @@ from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from folovllm.layers.rotary_embedding import RotaryEmbedding, rope_amplitude, rope_frequencies
-from folovllm.layers.unsupported import UnsupportedModel
-from folovllm.model_config import head_dim_of, hidden_act_of, num_kv_heads_of, num_positions, windows_of
+from folovllm.model_config import (
+    UnsupportedModel,
+    head_dim_of,
+    hidden_act_of,
+    num_kv_heads_of,
+    num_positions,
+    windows_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -235,3 +241,7 @@ class LlamaForCausalLM(nn.Module):
                 module.linear_method.loaded(module)
         for layer in self.model.layers:
             cast(LlamaDecoderLayer, layer).weights_loaded()
+
+
+class MistralForCausalLM(LlamaForCausalLM):
+    """Llama under Mistral's name. Some of its layers see no further than a sliding window (`windows_of`)."""

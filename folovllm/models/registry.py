@@ -12,8 +12,7 @@ import torch
 from folovllm.config import EngineConfig
 from folovllm.electives import EXPERTS, MODELS, QUANTIZATION, require
 from folovllm.layers.layer_set import LayerSet, LinearMethodOf
-from folovllm.layers.unsupported import UnsupportedModel
-from folovllm.model_config import hidden_act_of, num_experts_of
+from folovllm.model_config import UnsupportedModel, hidden_act_of, num_experts_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 ARCHITECTURES: dict[str, str] = {
     "Gemma3ForCausalLM": "folovllm.models.gemma3",
     "LlamaForCausalLM": "folovllm.models.llama",
-    "MistralForCausalLM": "folovllm.models.mistral",
+    "MistralForCausalLM": "folovllm.models.llama",
     "Phi3ForCausalLM": "folovllm.models.phi3",
     "Qwen2ForCausalLM": "folovllm.models.qwen2",
     "Qwen3ForCausalLM": "folovllm.models.qwen3",

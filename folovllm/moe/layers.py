@@ -16,10 +16,8 @@ from torch import nn
 
 from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.linear import LinearBase, MergedColumnParallelLinear, Plain, RowParallelLinear
-from folovllm.layers.rank_sum import RankSum
-from folovllm.layers.unsupported import UnsupportedModel
-from folovllm.model_config import expert_size_of, num_experts_of
+from folovllm.layers.linear import LinearBase, MergedColumnParallelLinear, Plain, RankSum, RowParallelLinear
+from folovllm.model_config import UnsupportedModel, expert_size_of, num_experts_of
 from folovllm.moe.expert_load import ExpertLoad
 
 if TYPE_CHECKING:

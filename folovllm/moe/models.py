@@ -11,8 +11,7 @@ from torch import nn
 from folovllm.distributed.sharding import EXPERTS
 from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.unsupported import UnsupportedModel
-from folovllm.model_config import num_experts_of
+from folovllm.model_config import UnsupportedModel, num_experts_of
 from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
 from folovllm.moe.expert_load import CountedLoad, ExpertLoad
 from folovllm.moe.layers import Experts, MoE

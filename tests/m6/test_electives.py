@@ -14,8 +14,7 @@ from folovllm.files import cache_dir
 from folovllm.kernels import variants
 from folovllm.kernels.variants import KernelVariant, kernel_variant
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.linear import LinearBase, Plain
-from folovllm.layers.rank_sum import RankSum
+from folovllm.layers.linear import LinearBase, Plain, RankSum
 from folovllm.models import files, loader, registry
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import load_native_model

@@ -20,8 +20,6 @@ from folovllm.config import EngineConfig
 from folovllm.distributed.sharding import local_config, shard_named
 from folovllm.engine.llm_engine import LLMEngine, make_engine
 from folovllm.kernels.skinny_linear import serves
-from folovllm.layers import fused as fused_elements
-from folovllm.layers import skinny_linear as few_tokens
 from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.embed_head import ParallelLMHead
 from folovllm.layers.layer_set import LayerSet
@@ -61,7 +59,7 @@ def gpu_paths(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["few", "many"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which of a layer's two ways is taken: small batches in `skinny_linear`, wherever it serves them, or none."""
-    monkeypatch.setattr(few_tokens, "is_few", lambda x, weight: request.param == "few" and serves(len(x), weight))
+    monkeypatch.setattr(fused, "is_few", lambda x, weight: request.param == "few" and serves(len(x), weight))
     return request.param
 
 
@@ -112,7 +110,7 @@ def served_by_kernels(checkpoint: Path, **overrides: Any) -> LLMEngine:
 def test_the_engine_answers_as_m1_does(family: str, gpu_paths: None, monkeypatch: pytest.MonkeyPatch) -> None:
     load = _answered(small_checkpoint(family, num_hidden_layers=1))
     widths: set[int] = set()
-    for module, name in ((fused_layer, "silu_and_mul"), (few_tokens, "skinny_linear")):
+    for module, name in ((fused_layer, "silu_and_mul"), (fused, "skinny_linear")):
         kernel = getattr(module, name)
         monkeypatch.setattr(module, name, lambda x, *rest, k=kernel, **kw: widths.add(len(x)) or k(x, *rest, **kw))
     served = served_by_kernels(load.model)
@@ -295,11 +293,11 @@ def torch_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tenso
 def in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kernel of the layers by torch, with the same roundings."""
     monkeypatch.setattr(fused, "qk_norm_rope_store", torch_store)
-    monkeypatch.setattr(fused_elements, "rms_norm", torch_norm)
-    monkeypatch.setattr(fused_elements, "add_rms_norm", lambda x, r, w, eps: (torch_norm(x + r, w, eps), x + r))
-    monkeypatch.setattr(fused_elements, "silu_and_mul", SiluAndMul())
+    monkeypatch.setattr(fused, "rms_norm", torch_norm)
+    monkeypatch.setattr(fused, "add_rms_norm", lambda x, r, w, eps: (torch_norm(x + r, w, eps), x + r))
+    monkeypatch.setattr(fused, "silu_and_mul", SiluAndMul())
     monkeypatch.setattr(fused_layer, "silu_and_mul", lambda x, stream, eps: SiluAndMul()(divided(x, stream, eps)))
-    monkeypatch.setattr(few_tokens, "skinny_linear", torch_linear)
+    monkeypatch.setattr(fused, "skinny_linear", torch_linear)
 
 
 @pytest.mark.parametrize("has_buffers", [False, True])
@@ -315,7 +313,7 @@ def test_two_ranks_leave_the_same_stream_as_one(
         together.append(len(x))
         return group.all_reduce(F.linear(x, weight)) + residual
 
-    monkeypatch.setattr(few_tokens, "summed_linear", summed)
+    monkeypatch.setattr(fused, "summed_linear", summed)
     generator = torch.Generator().manual_seed(0)
     steps = [(torch.randn(n, 24, generator=generator), torch.randn(n, 2, 16, generator=generator)) for n in (1, 2, 3)]
 
