@@ -27,7 +27,6 @@ from folovllm.distributed.group import Group
 from folovllm.distributed.sharding import local_config
 from folovllm.electives import SNAPSHOTS, named
 from folovllm.engine.core import EngineCore
-from folovllm.engine.cpu_threads import largest_product
 from folovllm.engine.logits_mask import LogitsMask
 from folovllm.engine.overlap import OverlappedEngine
 from folovllm.engine.scheduler import (
@@ -42,6 +41,7 @@ from folovllm.engine.scheduler import (
     whole_prompt,
 )
 from folovllm.engine.serial_scheduler import SerialScheduler
+from folovllm.engine.setup import largest_product
 from folovllm.event_stream import Events
 from folovllm.executor.abstract import Executor
 from folovllm.executor.gpu_executor import GPUExecutor

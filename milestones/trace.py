@@ -23,13 +23,13 @@ PROMPT = "Tell me a story about Lily and a red kite."
 
 # What checks a user's values and files, reports, or is for other libraries' users: no part of how a token is made.
 ASIDE_FILES = (
-    "__init__.py", "children.py", "config.py", "cores.py", "electives.py", "engine/cpu_threads.py", "engine/metrics.py",
+    "__init__.py", "children.py", "config.py", "cores.py", "electives.py", "engine/metrics.py",
     "event_stream.py", "events.py", "extensions.py", "faults.py", "files.py", "inputs.py", "interrupts.py", "models/files.py",
     "models/json_files.py", "models/shapes.py", "outputs.py",
     "quick_tokenizer.py", "require.py", "sampling_params.py", "spelling.py",
 )  # fmt: skip
 ASIDE_NAMES = re.compile(
-    r"Speeds|added|[Qq]uantization|(.*\.)?_?(require|check|validate|speeds|(un)?subscribe|snapshot|heed)|.*<locals>"
+    r"Speeds|added|[Qq]uantization|(use|most|choose)_threads|largest_product|(.*\.)?_?(require|check|validate|speeds|(un)?subscribe|snapshot|heed)|.*<locals>"
 )
 SETUP = "putting the engine together"
 OWN_SETUP = "putting it together with our own layers"

@@ -83,7 +83,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/decode.py", "", "v1/attention/ops/triton_unified_attention.py"),
         ("attention/backends/triton.py", "", "v1/attention/backends/triton_attn.py"),
         ("attention/backends/flash_attn.py", "layers/attention.py", "v1/attention/backends/flash_attn.py"),
-        ("attention/backends/select.py", "", ""),
         ("kernels/rms_norm.py", "", ""),
         ("kernels/qk_norm_rope.py", "", ""),
         ("kernels/activation.py", "", ""),

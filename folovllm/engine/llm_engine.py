@@ -16,12 +16,11 @@ import torch
 from folovllm import build
 from folovllm.cache.manager import KVCacheManager, PrefixCacheStats
 from folovllm.config import EngineConfig, ModelConfig
-from folovllm.engine.cpu_threads import use_threads
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.metrics import EngineStats, StepLog, StepStats, engine_stats
 from folovllm.engine.output_processor import RequestState
 from folovllm.engine.scheduler import SchedulerLike
-from folovllm.engine.setup import set_up
+from folovllm.engine.setup import set_up, use_threads
 from folovllm.event_stream import Events
 from folovllm.events import ExpertsAsked, Listener, RequestAdded, SequenceState, Snapshot
 from folovllm.executor.abstract import Executor

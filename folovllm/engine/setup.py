@@ -1,18 +1,21 @@
-"""Decides what must be known before a weight is loaded: files, device, dtype, context, attention backend."""
+"""Decides what must be known before a weight is loaded: files, device, dtype, context, attention backend, threads."""
 
 from __future__ import annotations
 
 import logging
 import os
-from dataclasses import replace
+import statistics
+import time
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from folovllm.attention.backends.abstract import AttentionConfig
-from folovllm.attention.backends.registry import get_backend
-from folovllm.attention.backends.select import choose_backend
+from folovllm.attention.backends.registry import choose_backend, get_backend
 from folovllm.config import EngineConfig
+from folovllm.cores import num_cores
 from folovllm.distributed.sharding import local_config
 from folovllm.files import reading
 from folovllm.kv_format import FP8
@@ -22,6 +25,13 @@ from folovllm.models.shapes import check_num_weights
 from folovllm.setup import EngineSetup
 
 NAIVE = ("torch_naive", "native")  # the backend's name for what a growing cache does with our layers
+
+# How many threads torch computes with on a CPU.
+SMALL = 1 << 19  # weights: a product with fewer is over before a second thread has woken up
+MOST_TIMED = 1 << 22  # weights; of a larger product a part is timed
+ROWS = 16  # a small batch, or the end of a prompt
+GAIN = 0.8  # more threads must take less than this share of the time
+ROUNDS, ROUND = 5, 2e-3  # of each number of threads; seconds
 
 logger = logging.getLogger("folovllm")
 
@@ -159,3 +169,94 @@ def choose_dtype(name: str, device: torch.device, hf_config: Any) -> torch.dtype
     if own is torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
         return torch.float16
     return own or torch.bfloat16
+
+
+@dataclass(slots=True)
+class _Process:
+    """The numbers that we and the user set in this process (default: `OMP_NUM_THREADS`, else the cores)."""
+
+    chosen: int = 0
+    limit: int = 0
+
+
+_process = _Process()
+
+
+def use_threads(setup: EngineSetup) -> int | None:
+    """Set torch's number of threads to `num_threads`, or choose it on a CPU. Returns it; None if it was left alone.
+
+    Threads that share a product wait for each other at its end. Where other programs run too, one of them may have no core
+    just then, and the others wait until it has: milliseconds, for a product of microseconds. So a small model gets one
+    thread, whatever torch's default is, and a larger one gets as many as a short measurement shows to be of use.
+
+    The number is torch's own: it holds for the whole process, other engines and the user's code included, until the
+    next engine is made. The ranks of tensor parallelism divide it among themselves.
+
+    Raises:
+        ValueError: more threads than cores were asked for.
+    """
+    asked, cores, limit = setup.config.num_threads, os.cpu_count() or 1, most_threads()
+    if asked is None and setup.device.type != "cpu":
+        return None
+    if asked is not None and asked > cores:
+        raise ValueError(f"num_threads {asked} is more than the {cores} cores of this machine: lower it")
+    _process.chosen = asked or choose_threads(setup, limit)
+    torch.set_num_threads(_process.chosen)
+    if asked is None:
+        logger.info("num_threads is %d (torch's own limit: %d)", _process.chosen, limit)
+    return _process.chosen
+
+
+def most_threads() -> int:
+    """The number that the user allows: `OMP_NUM_THREADS` or `torch.set_num_threads`, else torch's default."""
+    current = torch.get_num_threads()
+    if current != _process.chosen:  # not ours
+        _process.limit = current
+    return _process.limit
+
+
+def choose_threads(setup: EngineSetup, limit: int) -> int:
+    """One for a small model; else double the number as long as that makes the largest product of a layer faster.
+
+    The numbers are those of all ranks together, at most `limit` and the cores that this process may use.
+    """
+    ranks = 1 if "TORCHELASTIC_RUN_ID" in os.environ else setup.config.tensor_parallel_size  # torchrun's divide nothing
+    outputs, inputs = largest_product(setup, ranks)
+    is_small = outputs * inputs < SMALL
+    if is_small and ranks == 1:
+        return 1
+    limit = min(limit, num_cores())
+    best, most = 1, limit // ranks
+    if is_small or most < 2:
+        return min(limit, ranks)
+    x = torch.ones(ROWS, inputs, dtype=setup.dtype)
+    weight = torch.ones(max(1, min(outputs, MOST_TIMED // inputs)), inputs, dtype=setup.dtype)
+    while best < most and is_faster(x, weight, best, more := min(2 * best, most)):
+        best = more
+    return best * ranks
+
+
+def largest_product(setup: EngineSetup, ranks: int) -> tuple[int, int]:
+    """Outputs and inputs of the MLP's first product, as one rank has it."""
+    inputs = int(setup.hf_config.hidden_size)
+    return int(getattr(setup.hf_config, "intermediate_size", None) or 4 * inputs) // ranks, inputs
+
+
+def is_faster(x: torch.Tensor, weight: torch.Tensor, fewer: int, more: int) -> bool:
+    """Whether `more` threads are clearly faster. They take turns, since the load of the machine changes with time."""
+    times: dict[int, list[float]] = {fewer: [], more: []}
+    for _ in range(ROUNDS):
+        for count, seconds in times.items():
+            torch.set_num_threads(count)
+            seconds.append(seconds_of(x, weight))
+    return statistics.median(times[more]) < GAIN * statistics.median(times[fewer])
+
+
+def seconds_of(x: torch.Tensor, weight: torch.Tensor) -> float:
+    """The mean time of the product of x [T, inputs] and weight [outputs, inputs]. The mean, since waiting must count."""
+    F.linear(x, weight)  # wakes the threads
+    start, count = time.perf_counter(), 0
+    while (taken := time.perf_counter() - start) < ROUND or not count:
+        F.linear(x, weight)
+        count += 1
+    return taken / count

@@ -13,9 +13,8 @@ import torch
 
 from folovllm import LLM, SamplingParams
 from folovllm.config import EngineConfig
-from folovllm.engine import cpu_threads
-from folovllm.engine.cpu_threads import choose_threads, most_threads, use_threads
-from folovllm.engine.setup import EngineSetup, set_up
+from folovllm.engine import setup as cpu_threads
+from folovllm.engine.setup import EngineSetup, choose_threads, most_threads, set_up, use_threads
 from tests.helpers import tiny_checkpoint
 
 

@@ -9,8 +9,7 @@ import torch
 from folovllm.attention.backends.abstract import AttentionConfig, BackendUnavailable
 from folovllm.attention.backends.composite import compose, decodes_of, prefills_of
 from folovllm.attention.backends.flash_attn import FlashAttentionBackend
-from folovllm.attention.backends.registry import get_backend
-from folovllm.attention.backends.select import choose_backend
+from folovllm.attention.backends.registry import choose_backend, get_backend
 from folovllm.attention.backends.torch_naive import TorchNaiveBackend
 from folovllm.attention.backends.torch_paged import TorchPagedBackend
 from folovllm.attention.backends.triton import TritonBackend

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from folovllm import EngineConfig
 from folovllm.attention.backends.abstract import AttentionBackend, BackendUnavailable
-from folovllm.attention.backends.registry import make_backend
-from folovllm.attention.backends.select import choose_backend
+from folovllm.attention.backends.registry import choose_backend, make_backend
 from folovllm.attention.backends.torch_naive import TorchNaiveBackend
 from folovllm.engine.setup import set_up
 from folovllm.kv_format import FP8, UNSCALED, KVScales, decode, encode

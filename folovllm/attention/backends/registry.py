@@ -1,12 +1,18 @@
-"""Attention backends by name. A backend is imported at its first use, so FoloVLLM works without Triton and without a GPU."""
+"""Attention backends by name, and which one is chosen. A backend is imported at its first use, so FoloVLLM works without Triton."""
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
 from importlib import import_module
+
+import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
 from folovllm.attention.backends.composite import compose
 from folovllm.attention.backends.decoded import DecodedCache
+
+logger = logging.getLogger("folovllm")
 
 BACKENDS: dict[str, str] = {
     "torch_cat": "folovllm.attention.backends.torch_cat:TorchCatBackend",
@@ -15,6 +21,10 @@ BACKENDS: dict[str, str] = {
     "triton": "folovllm.attention.backends.triton:TritonBackend",
     "flash_attn": "folovllm.attention.backends.flash_attn:FlashAttentionBackend",
 }
+FP8_CAPABILITY = (8, 9)  # the first compute capability that converts FP8 numbers
+BLOCK_SIZES = (16, 32, 64, 128, 256)  # to choose from
+# The faster first, as measured in docs/performance_log.md. Triton's interpreter must be chosen by name.
+AUTO_ORDER = {"cuda": ("triton", "flash_attn", "torch_paged"), "cpu": ("torch_paged",)}
 
 
 def get_backend(name: str) -> type[AttentionBackend]:
@@ -43,3 +53,50 @@ def make_backend(name: str, config: AttentionConfig) -> AttentionBackend:
     """Return the backend, wrapped in a `DecodedCache` if the cache is FP8 and the backend cannot read it."""
     backend = get_backend(name)(config)
     return DecodedCache(backend) if config.is_fp8 and not backend.reads_fp8 else backend
+
+
+def choose_backend(name: str, config: AttentionConfig) -> tuple[str, int]:
+    """Return the backend's name and the block size. Both are checked before any weight is loaded.
+
+    Raises:
+        BackendUnavailable: the backend cannot run here. ValueError: there is no such backend.
+    """
+    if name != "auto":
+        return name, _checked(get_backend(name), config)
+    reasons = []
+    for candidate in AUTO_ORDER[config.device.type]:
+        try:
+            block_size = _checked(get_backend(candidate), config)
+        except BackendUnavailable as error:
+            reasons.append(f"{candidate}: {error}")
+            continue
+        logger.info("attention backend %s%s", candidate, f" ({'; '.join(reasons)})" if reasons else "")
+        return candidate, block_size
+    raise BackendUnavailable(f"no attention backend can run here: {'; '.join(reasons)}")
+
+
+def _checked(backend: type[AttentionBackend], config: AttentionConfig) -> int:
+    """Return the block size to use. Raises `BackendUnavailable` if the backend cannot run with it."""
+    size = config.block_size or next(size for size in BLOCK_SIZES if backend.supports_block_size(size))
+    backend.check_available(replace(config, block_size=size))
+    if config.is_fp8:
+        _check_fp8(backend, config)
+    if not backend.supports_block_size(size):
+        raise BackendUnavailable(
+            f"{backend.name} cannot use blocks of {size} tokens: leave block_size open, or choose another backend"
+        )
+    return size
+
+
+def _check_fp8(backend: type[AttentionBackend], config: AttentionConfig) -> None:
+    """Raise `BackendUnavailable` if neither a kernel nor plain torch can read an FP8 cache here."""
+    if not backend.reads_fp8 and backend.name not in ("torch_naive", "torch_paged"):
+        raise BackendUnavailable(
+            f'{backend.name} cannot read a cache in 8 bits: choose "triton" or "torch_paged", or leave kv_cache_dtype out'
+        )
+    capability = torch.cuda.get_device_capability(config.device) if config.device.type == "cuda" else FP8_CAPABILITY
+    if backend.reads_fp8 and capability < FP8_CAPABILITY:
+        raise BackendUnavailable(
+            f"this GPU (compute capability {capability[0]}.{capability[1]}) has no numbers of 8 bits, which come with 8.9: "
+            "leave kv_cache_dtype out"
+        )
