@@ -12,8 +12,7 @@ import xxhash
 
 from folovllm.outputs import TokenLogprob
 from folovllm.sampling_params import SamplingParams
-from folovllm.step.sampling_spec import TokenIds
-from folovllm.step.schedule import NO_SNAPSHOT
+from folovllm.step.schedule import NO_SNAPSHOT, TokenIds
 
 if TYPE_CHECKING:
     from folovllm.engine.detokenizer import IncrementalDetokenizer

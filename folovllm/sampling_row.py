@@ -13,7 +13,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from folovllm.step.sampling_spec import SamplingSpec, about_to_end
+from folovllm.step.schedule import SamplingSpec, about_to_end
 
 Int32 = npt.NDArray[np.int32]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from folovllm import events as ev
-from folovllm.step.sampling_spec import TokenIds, no_tokens
+from folovllm.step.schedule import TokenIds, no_tokens
 
 
 @dataclass(slots=True)

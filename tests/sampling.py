@@ -14,7 +14,7 @@ from folovllm.request import Request, Sequence
 from folovllm.sample.sampler_state import SamplerState
 from folovllm.sampling_params import SamplingParams
 from folovllm.sampling_row import pack_rows
-from folovllm.step.sampling_spec import SamplingSpec
+from folovllm.step.schedule import SamplingSpec
 
 CPU = torch.device("cpu")
 

@@ -20,8 +20,7 @@ from folovllm.engine.llm_engine import LLMEngine, make_engine
 from folovllm.executor.packed_executor import PackedExecutor
 from folovllm.setup import EngineSetup
 from folovllm.step.packed import Field, PackedStep
-from folovllm.step.schedule import StepResult
-from folovllm.step.token_bitmask import TokenBitmasks
+from folovllm.step.schedule import StepResult, TokenBitmasks
 from tools.measure_speculation import answer, requests
 
 VOCAB = range(300, 4000)

@@ -10,8 +10,7 @@ from anatomy import table
 from pictures import run
 
 from folovllm.cache.slot_manager import SlotManager
-from folovllm.step.sampling_spec import SamplingSpec
-from folovllm.step.schedule import ScheduledSequence
+from folovllm.step.schedule import SamplingSpec, ScheduledSequence
 from folovllm.worker.input_batch import InputBatch
 from milestones.running_example import Run, Turn, example
 

@@ -24,7 +24,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("setup.py", "", ""),
         ("engine/setup.py", "", ""),
         ("step/schedule.py", "", "v1/core/sched/output.py"),
-        ("step/sampling_spec.py", "", ""),
         ("engine/serial_scheduler.py", "", ""),
         ("engine/step_builder.py", "", ""),
         ("event_stream.py", "", ""),

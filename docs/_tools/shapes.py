@@ -22,8 +22,7 @@ from folovllm.attention.backends.torch_paged import TorchPagedBackend, gather_bl
 from folovllm.cache.block_manager import BlockManager
 from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.attention import attention_layers
-from folovllm.step.sampling_spec import SamplingSpec
-from folovllm.step.schedule import ScheduledSequence
+from folovllm.step.schedule import SamplingSpec, ScheduledSequence
 from folovllm.worker.input_batch import InputBatch
 
 BLOCK_SIZE, BLOCKS = 16, (5, 2)  # B, and the blocks that the request is given: the second with the first decode

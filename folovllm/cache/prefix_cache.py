@@ -17,7 +17,7 @@ from folovllm.cache.manager import PrefixCacheStats
 from folovllm.event_stream import Events
 from folovllm.events import BlockAdopted, BlockCached, BlockEvicted, PrefixHit
 from folovllm.request import CachedPrefix, Sequence, SequenceStatus
-from folovllm.step.sampling_spec import TokenIds
+from folovllm.step.schedule import TokenIds
 
 ROOT = 0  # the parent of every first block
 

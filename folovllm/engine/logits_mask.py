@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 
 from folovllm.request import Sequence
-from folovllm.step.schedule import SchedulerOutput
-from folovllm.step.token_bitmask import TokenBitmasks
+from folovllm.step.schedule import SchedulerOutput, TokenBitmasks
 
 
 class LogitsMask:

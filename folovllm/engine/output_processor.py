@@ -13,8 +13,7 @@ from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, To
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.sampling_params import RequestOutputKind
 from folovllm.spelling import Spelling
-from folovllm.step.sampling_spec import Logprobs
-from folovllm.step.schedule import Scores
+from folovllm.step.schedule import Logprobs, Scores
 
 PromptLogprobs = list[dict[int, TokenLogprob] | None] | None
 IS_FINISHED = attrgetter("status.is_finished")  # of a sequence; asked of each at each step

@@ -12,8 +12,7 @@ import numpy as np
 from folovllm.event_stream import Events
 from folovllm.events import Refused, StepBegan
 from folovllm.request import Sequence
-from folovllm.step.sampling_spec import SamplingSpec
-from folovllm.step.schedule import NO_SNAPSHOT, ScheduledSequence, SchedulerOutput, Scores
+from folovllm.step.schedule import NO_SNAPSHOT, SamplingSpec, ScheduledSequence, SchedulerOutput, Scores
 
 NO_TOKENS = np.empty(0, np.int32)  # of a sequence whose one token is in flight
 

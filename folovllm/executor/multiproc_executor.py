@@ -32,7 +32,7 @@ from folovllm.executor.rank import Answer, Assignment, Failure, MakeRank, Ready,
 from folovllm.executor.ring import Ring, wait_for
 from folovllm.setup import EngineSetup, plain
 from folovllm.step.packed import Int32, PackedStep
-from folovllm.step.token_bitmask import TokenBitmasks
+from folovllm.step.schedule import TokenBitmasks
 
 GRACE = 5.0  # seconds that ranks have to end by themselves
 FAILURE_TIMEOUT = 1.0  # seconds to wait for the rank that failed first, after another one reported lost peers

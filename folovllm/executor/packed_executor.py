@@ -8,8 +8,7 @@ from typing import Any
 
 from folovllm.executor.abstract import Pending, T
 from folovllm.step.packed import PackedStep, StepPacker
-from folovllm.step.schedule import NothingScheduled, SchedulerOutput, StepResult
-from folovllm.step.token_bitmask import TokenBitmasks
+from folovllm.step.schedule import NothingScheduled, SchedulerOutput, StepResult, TokenBitmasks
 from folovllm.worker.gpu_worker import GPUWorker
 from folovllm.worker.graph_runner import GraphRunner
 from folovllm.worker.pending_step import PendingStep

@@ -12,8 +12,7 @@ import numpy as np
 
 from folovllm import events as ev
 from folovllm.inspector.lines import BLOCKS, FORMAT, PLAIN, VERSION, Line
-from folovllm.step.sampling_spec import no_tokens
-from folovllm.step.schedule import NO_SNAPSHOT, ScheduledSequence, SchedulerOutput, StepResult
+from folovllm.step.schedule import NO_SNAPSHOT, ScheduledSequence, SchedulerOutput, StepResult, no_tokens
 from folovllm.watcher import Watcher
 
 KINDS: dict[str, Any] = {name: kind for kind, name in PLAIN.items()}

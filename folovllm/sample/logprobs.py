@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from folovllm.step.sampling_spec import Logprobs
+from folovllm.step.schedule import Logprobs
 
 SCORED_AT_ONCE = 1 << 22  # logits; with their temporaries about 100 MB
 

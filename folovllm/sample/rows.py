@@ -9,8 +9,7 @@ import torch
 from folovllm.sample.sampler import Sampler, SamplerOutput, SamplingBatch
 from folovllm.sample.sampler_state import SamplerState
 from folovllm.sampling_row import pack_rows
-from folovllm.step.sampling_spec import SamplingSpec
-from folovllm.step.token_bitmask import TokenBitmasks
+from folovllm.step.schedule import SamplingSpec, TokenBitmasks
 
 
 class SamplingRows:

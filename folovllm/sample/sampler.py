@@ -10,7 +10,7 @@ import torch
 from folovllm.sample.filters import apply_min_p_filtering, apply_top_k_filtering, apply_top_p_filtering
 from folovllm.sample.logprobs import gather_logprobs
 from folovllm.sample.noise import gumbel
-from folovllm.step.sampling_spec import Logprobs, SamplingSpec
+from folovllm.step.schedule import Logprobs, SamplingSpec
 
 
 @dataclass(slots=True)

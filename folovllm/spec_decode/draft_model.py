@@ -20,8 +20,7 @@ from folovllm.model_config import num_linear_of, num_positions
 from folovllm.models.files import load_hf_config, resolve_model
 from folovllm.setup import EngineSetup
 from folovllm.spec_decode.proposer import Proposer, RowState
-from folovllm.step.sampling_spec import SamplingSpec, TokenIds
-from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
+from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput, TokenIds
 
 if TYPE_CHECKING:
     from folovllm.spec_decode.multi_step import DraftTokens, MultiStepExecutor

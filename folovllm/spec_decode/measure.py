@@ -12,8 +12,7 @@ from folovllm.setup import EngineSetup
 from folovllm.spec_decode.choose import Curve, StepCost
 from folovllm.spec_decode.proposer import Proposer, RowState
 from folovllm.spec_decode.verify import max_samples
-from folovllm.step.sampling_spec import SamplingSpec
-from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
+from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput
 
 CONTEXT = 128  # tokens that each sequence has already, if the context and the cache allow it
 ROUNDS = 3

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
-from folovllm.step.sampling_spec import SamplingSpec, TokenIds
+from folovllm.step.schedule import SamplingSpec, TokenIds
 
 
 class RowState(NamedTuple):

@@ -12,8 +12,7 @@ from folovllm.engine.step_builder import sampling_spec
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.spec_decode.policy import LengthPolicy, TimedSteps
 from folovllm.spec_decode.proposer import Proposer, RowState
-from folovllm.step.sampling_spec import SamplingSpec
-from folovllm.step.schedule import SchedulerOutput
+from folovllm.step.schedule import SamplingSpec, SchedulerOutput
 
 SOON = 8  # steps after which the policy is asked about a new sequence, where it may wake
 MUCH = 64  # tokens: to observe more takes the proposer longer than usual

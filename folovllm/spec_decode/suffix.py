@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from folovllm.spec_decode.automaton import NOWHERE, Place, SuffixAutomaton
 from folovllm.spec_decode.proposer import Proposer, RowState
-from folovllm.step.sampling_spec import TokenIds
+from folovllm.step.schedule import TokenIds
 
 ANSWER_ENDS = -1  # stands behind a past answer; no token has this id
 PATIENCE = 64  # tokens of past answers that are learnt in one step, which waits for that

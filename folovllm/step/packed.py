@@ -19,8 +19,7 @@ import numpy.typing as npt
 
 from folovllm.sampling_row import MEMORY, RowField, SamplingUpdate, pack_rows
 from folovllm.sampling_row import Int32 as Int32  # for those who import it from here
-from folovllm.step.sampling_spec import SamplingSpec
-from folovllm.step.schedule import NO_SNAPSHOT, ScheduledSequence, SchedulerOutput, tokens_to_score
+from folovllm.step.schedule import NO_SNAPSHOT, SamplingSpec, ScheduledSequence, SchedulerOutput, tokens_to_score
 
 if TYPE_CHECKING:
     import torch

@@ -1,17 +1,21 @@
-"""The records of a step: the scheduler sends what to compute, and the device returns what it sampled.
+"""The records of a step: the scheduler sends what to compute and how to sample, and the device returns what it sampled.
 
-Neither refers to a `Sequence`.
+None of them refers to a `Sequence`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from folovllm.step.sampling_spec import Logprobs, SamplingSpec, TokenIds
-from folovllm.step.token_bitmask import TokenBitmasks
+import numpy as np
+import numpy.typing as npt
 
+Int32 = npt.NDArray[np.int32]
+TokenIds = Int32
+# (token id, log-probability, rank): the sampled one first, then the most likely
+Logprobs = list[tuple[int, float, int]]
 NO_SNAPSHOT = -1  # in the place of a number of a snapshot
 
 
@@ -20,6 +24,95 @@ class NothingScheduled(RuntimeError):
 
     def __init__(self) -> None:
         super().__init__("requests wait and nothing was scheduled: the scheduler or the cache lets none of them in")
+
+
+def no_tokens() -> TokenIds:
+    """Return an empty array."""
+    return np.empty(0, np.int32)
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class SamplingSpec:
+    """How to sample the tokens of one sequence. It is sent once, in the sequence's first step in a row.
+
+    It does not hold the position of the token to sample. `ScheduledSequence.end` does.
+    """
+
+    seed: int = 0
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 or less: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logprobs: int | None = None  # how many of the most likely tokens to report
+    first_end: int = 0  # the first position at which a token of `forbidden` may be sampled (`min_tokens`)
+    forbidden: tuple[int, ...] = ()  # tokens that would end the answer
+    num_prompt_tokens: int = 0
+    history: TokenIds = field(default_factory=no_tokens)  # tokens so far, if penalties or bad words need them
+    allowed: tuple[int, ...] | None = None  # the only tokens that may be sampled; None: all
+    has_grammar: bool = False  # each token has its own mask
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that must not occur in the answer
+    bias: tuple[tuple[int, float], ...] = ()  # (token id, number added to its logit), each id once
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is sampled."""
+        return self.temperature == 0
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether earlier tokens change the logits."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def has_words(self) -> bool:
+        """Whether the request forbids tokens or changes their logits, other than by a grammar."""
+        rules = self.forbidden, self.allowed is not None, self.bad_words, self.bias
+        return self.has_penalties or any(map(bool, rules))
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether logits change or tokens are forbidden before temperature and filters. Only then `SamplerState.adjust` is needed."""
+        return self.has_words or self.has_grammar
+
+    @property
+    def answer(self) -> TokenIds:
+        """The part of the history after the prompt."""
+        return self.history[self.num_prompt_tokens :]
+
+    @property
+    def has_filters(self) -> bool:
+        """Whether top-k, top-p or min-p applies."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+
+def about_to_end(bad_words: Sequence[Sequence[int]], answer: Sequence[int] | TokenIds) -> list[int]:
+    """Return the tokens that must not come next: the last token of each bad word whose other tokens end `answer`."""
+    last = [int(token) for token in answer[-max(map(len, bad_words), default=1) :]]
+    return [word[-1] for word in bad_words if last[len(last) - len(word) + 1 :] == [*word[:-1]]]
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class TokenBitmasks:
+    """Masks for n sampled tokens. Rows that are not listed sample without a mask. With deferred sampling they follow the forward pass.
+
+    A row that samples several tokens has a mask for each, in their order.
+    """
+
+    rows: Int32  # [n]
+    bits: Int32  # [n, ceil(V / 32)]: bit t % 32 of number t // 32 is set where token t may be sampled
+
+    def places(self, rows: npt.ArrayLike) -> npt.NDArray[np.signedinteger[Any]]:
+        """Return the samples that have these masks, [n], in a step whose samples have these `rows` [R]."""
+        return np.isin(rows, self.rows).nonzero()[0]
+
+    def of_samples(self, rows: Int32) -> Int32:
+        """Return a mask for each sample [R, ceil(V / 32)] of such a step. Samples without a mask allow all tokens."""
+        bits = np.full((len(rows), self.bits.shape[1]), -1, np.int32)
+        bits[self.places(rows)] = self.bits
+        return bits
 
 
 class Scores(NamedTuple):

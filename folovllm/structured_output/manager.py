@@ -17,8 +17,7 @@ from folovllm.engine.logits_mask import LogitsMask
 from folovllm.faults import Faults, require_fault
 from folovllm.request import Sequence
 from folovllm.sampling_row import mask_of, mask_width
-from folovllm.step.schedule import SchedulerOutput
-from folovllm.step.token_bitmask import TokenBitmasks
+from folovllm.step.schedule import SchedulerOutput, TokenBitmasks
 from folovllm.structured_output import guidance
 from folovllm.structured_output.choice import ChoiceGrammar, Choices
 from folovllm.structured_output.grammar_matcher import Bitmask, Grammar, GrammarMatcher, ReasoningPrefix

@@ -23,8 +23,7 @@ from folovllm.step.packed import (
     sample_levels,
     split,
 )
-from folovllm.step.schedule import SchedulerOutput
-from folovllm.step.token_bitmask import TokenBitmasks
+from folovllm.step.schedule import SchedulerOutput, TokenBitmasks
 from folovllm.worker.buckets import Bucket, buckets_for, decode_bucket, pad, padding_of
 from folovllm.worker.device_tables import DeviceTables
 from folovllm.worker.dry_run import compile_at_once

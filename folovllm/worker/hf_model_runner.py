@@ -16,8 +16,7 @@ from folovllm.sample.logprobs import gather_logprobs, num_scored_at_once
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler
 from folovllm.setup import EngineSetup
-from folovllm.step.sampling_spec import Logprobs
-from folovllm.step.schedule import SchedulerOutput, Scores, StepResult, one_each
+from folovllm.step.schedule import Logprobs, SchedulerOutput, Scores, StepResult, one_each
 
 
 @contextmanager

@@ -14,8 +14,7 @@ from folovllm.layers.attention import attention_layers
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.sample.sampler import Sampler, SamplerOutput
 from folovllm.setup import EngineSetup
-from folovllm.step.sampling_spec import Logprobs
-from folovllm.step.schedule import SchedulerOutput, StepResult, one_each
+from folovllm.step.schedule import Logprobs, SchedulerOutput, StepResult, one_each
 from folovllm.worker.serial_model_runner import SerialModelRunner, single_sequence_batch
 
 

@@ -21,8 +21,7 @@ from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.setup import EngineSetup
 from folovllm.step.packed import state_copies
-from folovllm.step.sampling_spec import Logprobs
-from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, StepResult, one_each, tokens_to_score
+from folovllm.step.schedule import Logprobs, ScheduledSequence, SchedulerOutput, StepResult, one_each, tokens_to_score
 from folovllm.worker.input_batch import InputBatch, SlotsOf
 from folovllm.worker.kv_memory import num_blocks_that_fit
 from folovllm.worker.states import StatePool

@@ -12,8 +12,7 @@ import torch
 
 from folovllm.sample.logprobs import SampledLogprobs, by_sequence
 from folovllm.step.packed import NOTHING, PackedStep, Sample
-from folovllm.step.sampling_spec import Logprobs
-from folovllm.step.schedule import StepResult
+from folovllm.step.schedule import Logprobs, StepResult
 from folovllm.worker.buckets import Bucket
 
 Ids = npt.NDArray[np.signedinteger[Any]]

@@ -17,8 +17,7 @@ from folovllm.sample.logprobs import by_sequence, score
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler
 from folovllm.setup import EngineSetup
-from folovllm.step.sampling_spec import Logprobs, TokenIds
-from folovllm.step.schedule import SchedulerOutput, StepResult, one_each, tokens_to_score
+from folovllm.step.schedule import Logprobs, SchedulerOutput, StepResult, TokenIds, one_each, tokens_to_score
 from folovllm.worker.states import StatePool
 
 

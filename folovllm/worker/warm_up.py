@@ -10,9 +10,7 @@ from folovllm.model_config import num_experts_of
 from folovllm.sampling_row import mask_width
 from folovllm.setup import EngineSetup
 from folovllm.step.packed import PackedStep, StepPacker
-from folovllm.step.sampling_spec import SamplingSpec
-from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
-from folovllm.step.token_bitmask import TokenBitmasks
+from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput, TokenBitmasks
 
 WARM_UP_TOKENS = 256  # more tokens or sequences than this change no kernel of a plain model
 LONG_STEP = 4096  # from here on attention may have another kernel, for long prompts

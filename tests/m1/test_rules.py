@@ -17,7 +17,7 @@ from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler
 from folovllm.sampling_params import SamplingParams
 from folovllm.sampling_row import MAX_BAD_TOKENS
-from folovllm.step.sampling_spec import SamplingSpec
+from folovllm.step.schedule import SamplingSpec
 from tests.helpers import tiny_checkpoint, tiny_tokenizer
 from tests.sampling import adjusted, state_of
 from tests.workloads import make_engine

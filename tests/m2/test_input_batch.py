@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from folovllm.cache.slot_manager import SlotManager
-from folovllm.step.sampling_spec import SamplingSpec
-from folovllm.step.schedule import ScheduledSequence
+from folovllm.step.schedule import SamplingSpec, ScheduledSequence
 from folovllm.worker.input_batch import InputBatch, RaggedArrays
 from tests.sequences import CountingCache, make_seq
 from tests.tiny import worked_case

@@ -29,8 +29,7 @@ from folovllm.step.packed import (
     sample_levels,
     split,
 )
-from folovllm.step.sampling_spec import SamplingSpec
-from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
+from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput
 from folovllm.worker.device_tables import DeviceTables
 from folovllm.worker.input_batch import InputBatch
 from tests.tiny import worked_case

@@ -34,7 +34,7 @@ from folovllm.sampling_row import (
     row_fields,
     row_line,
 )
-from folovllm.step.sampling_spec import SamplingSpec, about_to_end
+from folovllm.step.schedule import SamplingSpec, about_to_end
 from tests.sampling import CPU, int32, sequence, set_rows, spec_of, state_of
 
 V = 120

@@ -18,8 +18,7 @@ from folovllm.executor.messages import decode_result, decode_step, encode_result
 from folovllm.sampling_params import SamplingParams
 from folovllm.sampling_row import pack_rows
 from folovllm.step.packed import Field, PackedStep, Sample
-from folovllm.step.sampling_spec import SamplingSpec
-from folovllm.step.schedule import StepResult
+from folovllm.step.schedule import SamplingSpec, StepResult
 from tests.helpers import prompts, tiny_checkpoint
 from tests.m6 import test_prompt_logprobs, test_sampling_rows
 from tests.m6.test_overlap import COUNT, assert_clean

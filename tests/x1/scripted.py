@@ -14,8 +14,7 @@ from folovllm.sampling_params import SamplingParams
 from folovllm.server.engine_loop import EngineLoop, plain
 from folovllm.server.messages import Abort, Add, Command, EngineMessage, Ready
 from folovllm.server.transport import Deliver
-from folovllm.step.sampling_spec import no_tokens
-from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, StepResult
+from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, StepResult, no_tokens
 from tests.helpers import tiny_checkpoint
 
 A = 64  # the id of "a" in the tests' tokenizer

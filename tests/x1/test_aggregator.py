@@ -12,8 +12,7 @@ from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.aggregator import Aggregator, Served, deltas_of
 from folovllm.server.messages import Delta, SchedulerStats
-from folovllm.step.sampling_spec import no_tokens
-from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, StepResult
+from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, StepResult, no_tokens
 from tests.m5.test_events import World, engine
 
 

@@ -23,8 +23,7 @@ from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
 from folovllm.sampling_row import mask_of, mask_width
-from folovllm.step.schedule import SchedulerOutput
-from folovllm.step.token_bitmask import TokenBitmasks
+from folovllm.step.schedule import SchedulerOutput, TokenBitmasks
 from folovllm.worker.step_graph import SLOTS, CudaGraph, HostRing
 from tests.helpers import VOCAB_SIZE, prompts, tiny_checkpoint
 from tests.m6.devices import DEVICE

@@ -15,8 +15,7 @@ from folovllm.spec_decode.ngram import NgramProposer
 from folovllm.spec_decode.policy import AdaptiveLength, FixedLength, LengthPolicy, TimedSteps
 from folovllm.spec_decode.proposer import CompositeProposer, RowState
 from folovllm.spec_decode.suffix import SuffixProposer
-from folovllm.step.sampling_spec import SamplingSpec
-from folovllm.step.schedule import SchedulerOutput
+from folovllm.step.schedule import SamplingSpec, SchedulerOutput
 from tests.helpers import tiny_checkpoint
 from tests.sequences import make_seq
 from tests.x3.drafting_loop import Clock, small_scheduler

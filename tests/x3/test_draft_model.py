@@ -17,7 +17,7 @@ from folovllm.spec_decode.draft_model import DraftModel
 from folovllm.spec_decode.extension import make_multi_step_executor
 from folovllm.spec_decode.multi_step import DraftTokens
 from folovllm.spec_decode.proposer import RowState
-from folovllm.step.sampling_spec import SamplingSpec
+from folovllm.step.schedule import SamplingSpec
 from tests.helpers import VOCAB_SIZE, tiny_checkpoint
 
 LENGTH, BLOCK, BUDGET = 64, 4, 24

@@ -13,8 +13,7 @@ from folovllm.sampling_row import mask_width
 from folovllm.spec_decode.policy import FixedLength
 from folovllm.spec_decode.proposer import Proposer, RowState
 from folovllm.spec_decode.speculation import Speculation
-from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
-from folovllm.step.token_bitmask import TokenBitmasks
+from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, TokenBitmasks
 from folovllm.structured_output import guidance
 from folovllm.structured_output import manager as manager_module
 from folovllm.structured_output.grammar_matcher import Bitmask, GrammarMatcher

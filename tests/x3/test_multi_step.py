@@ -11,8 +11,7 @@ from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
 from folovllm.spec_decode.extension import make_multi_step_executor
 from folovllm.spec_decode.multi_step import DraftTokens, MultiStepExecutor, parts
-from folovllm.step.sampling_spec import SamplingSpec, no_tokens
-from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, StepResult
+from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput, StepResult, no_tokens
 from tests.helpers import tiny_checkpoint
 
 BLOCK, BLOCKS, LONGEST = 4, 12, 13

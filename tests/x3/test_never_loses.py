@@ -24,8 +24,7 @@ from folovllm.spec_decode.scheduler import SpeculativeScheduler
 from folovllm.spec_decode.speculation import Speculation
 from folovllm.spec_decode.suffix import SuffixProposer
 from folovllm.spec_decode.verify import accept
-from folovllm.step.sampling_spec import TokenIds
-from folovllm.step.schedule import SchedulerOutput
+from folovllm.step.schedule import SchedulerOutput, TokenIds
 from folovllm.structured_outputs import StructuredOutputsParams
 from tests.x3.drafting_loop import Clock, NoGrammar, sequence
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from folovllm.spec_decode.ngram import Lookup, NgramProposer
 from folovllm.spec_decode.proposer import RowState
-from folovllm.step.sampling_spec import SamplingSpec
+from folovllm.step.schedule import SamplingSpec
 from tests.tiny import worked_case
 
 Texts = st.lists(st.integers(0, 3), max_size=40)

@@ -15,7 +15,7 @@ from folovllm.spec_decode.policy import (
     TimedSteps,
 )
 from folovllm.spec_decode.proposer import Proposer, RowState
-from folovllm.step.sampling_spec import TokenIds
+from folovllm.step.schedule import TokenIds
 from tests.sequences import make_seq
 from tests.x3.drafting_loop import Clock, small_scheduler
 from tests.x3.test_choose import FLAT, costs

@@ -19,7 +19,7 @@ from folovllm.spec_decode.policy import (
     TimedSteps,
 )
 from folovllm.spec_decode.proposer import Proposer, RowState
-from folovllm.step.sampling_spec import SamplingSpec
+from folovllm.step.schedule import SamplingSpec
 from tests.x3.test_choose import FLAT, STEEP, costs
 
 

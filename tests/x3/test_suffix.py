@@ -8,7 +8,7 @@ from folovllm.spec_decode import automaton
 from folovllm.spec_decode.automaton import NOWHERE, Place, SuffixAutomaton
 from folovllm.spec_decode.proposer import RowState
 from folovllm.spec_decode.suffix import ANSWER_ENDS, PATIENCE, AnswersBySalt, PastAnswers, SuffixProposer, most_frequent
-from folovllm.step.sampling_spec import SamplingSpec
+from folovllm.step.schedule import SamplingSpec
 from tests.tiny import worked_case
 
 Texts = st.lists(st.integers(0, 2), max_size=30)

@@ -15,8 +15,7 @@ from folovllm.executor.messages import decode_step, encode_step
 from folovllm.forward_batch import ForwardBatch
 from folovllm.models.loader import load_native_model, load_sharded_model
 from folovllm.step.packed import PackedStep, StepPacker
-from folovllm.step.sampling_spec import SamplingSpec
-from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
+from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput
 from tests.m6.ranks import ThreadGroup, on_ranks
 from tests.workloads import answered, make_engine, mixed_requests, serve
 from tests.x5.checkpoints import FAMILIES, hybrid_checkpoint
