@@ -91,39 +91,24 @@ def is_one_prompt(prompts: Prompt | SequenceOf[Prompt]) -> bool:
 
 
 def as_requests(
-    prompts: Prompt | SequenceOf[Prompt] | None,
+    prompts: Prompt | SequenceOf[Prompt],
     sampling_params: SamplingParams | SequenceOf[SamplingParams],
-    prompt_token_ids: SequenceOf[int] | SequenceOf[SequenceOf[int]] | None = None,
     priority: int | SequenceOf[int] = 0,
 ) -> list[Request]:
     """One `Request` a prompt.
 
     Args:
-        prompts: one prompt or a list of prompts; None where `prompt_token_ids` says all.
+        prompts: one prompt or a list of prompts.
         sampling_params: one for all, or one for each prompt.
-        prompt_token_ids: ids of all prompts; `prompts` are their texts then.
         priority: one for all, or one for each prompt.
 
     Raises:
         ValueError: two lists are not of the same length, or something is of the wrong kind.
     """
-    if prompt_token_ids is None:
-        items = as_prompt_list(cast("Prompt", prompts))
-    else:
-        items = _with_token_ids([] if prompts is None else as_prompt_list(prompts), as_prompt_list(prompt_token_ids))
+    items = as_prompt_list(prompts)
     params = spread(sampling_params, SamplingParams, len(items), "sampling_params", "a SamplingParams")
     priorities = spread(priority, int, len(items), "priority", "a whole number")
     return [Request(*parts) for parts in zip(items, params, priorities, strict=True)]
-
-
-def _with_token_ids(texts: list[Prompt], all_ids: SequenceOf[Prompt]) -> list[Prompt]:
-    """Prompts of token ids, with their texts if there are any."""
-    if texts and len(texts) != len(all_ids):
-        raise ValueError(f"{len(all_ids)} prompt_token_ids for {len(texts)} prompts: give one for each")
-    ids = [_token_ids(item) for item in all_ids]
-    if not texts:
-        return list(ids)
-    return [TokensPrompt(prompt_token_ids=i, prompt=parse_prompt(t).text) for i, t in zip(ids, texts, strict=True)]
 
 
 def spread(value: Any, kind: type[T], count: int, name: str, what: str) -> list[T]:

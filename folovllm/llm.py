@@ -91,12 +91,11 @@ class LLM:
     @also_takes(REQUEST)
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt] | None = None,
+        prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         *,
         on_answer: Callable[[RequestOutput], object] = lambda output: None,
-        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         priority: int | Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts; results come in their order. Calls from several threads take turns.
@@ -107,7 +106,6 @@ class LLM:
                 after 256 tokens unless `max_tokens` says otherwise (vLLM: 16).
             use_tqdm: show progress with the speed of prefill and decode.
             on_answer: called with each answer in the order of the prompts, as soon as it and those before it are there.
-            prompt_token_ids: token ids instead of texts, or beside them.
             priority: one for all, or one for each prompt; smaller is served first, with `scheduling="priority"`.
 
         Raises:
@@ -118,7 +116,7 @@ class LLM:
             RequestFailed: there was a fault at one of the requests. It is a RuntimeError, too.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        return self._run(as_requests(prompts, params, prompt_token_ids, priority or 0), use_tqdm, on_answer)
+        return self._run(as_requests(prompts, params, priority or 0), use_tqdm, on_answer)
 
     @also_takes(REQUEST)
     def chat(
@@ -173,9 +171,10 @@ class LLM:
             raise RuntimeError(
                 "on_answer cannot ask the LLM that calls it: collect the answers, and ask when generate has returned"
             )
-        with self._take_turn(), interrupts() as ctrl_c:
-            self.engine.require_idle()
+        with self._turn, interrupts() as ctrl_c:
+            self._whose_turn = threading.get_ident()
             try:
+                self.engine.require_idle()
                 for id_, r in zip(ids, requests, strict=True):
                     self.engine.add_request(id_, r.prompt, r.params, priority=r.priority, stream=False)
                     _heed(ctrl_c)
@@ -193,20 +192,12 @@ class LLM:
             except KeyboardInterrupt:
                 raise Interrupted(answers.in_order()) from None
             finally:  # an error or Ctrl-C leaves no request behind
+                self._whose_turn = None
                 self.engine.abort_request(ids)
         outputs = [output for output in answers.in_order() if output is not None]
         if len(outputs) < len(ids):
             raise RuntimeError("the engine was closed before all was answered")
         return outputs
-
-    @contextmanager
-    def _take_turn(self) -> Iterator[None]:
-        with self._turn:
-            self._whose_turn = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._whose_turn = None
 
     @contextmanager
     def _speeds(self, bar: Any) -> Iterator[None]:

@@ -82,6 +82,7 @@ STRUCTURED: Neutral = {
     "structural_tag": (None,),
 }
 REQUEST: Neutral = {
+    "prompt_token_ids": (None,),
     "lora_request": (None,),
     "prompt_adapter_request": (None,),
     "mm_processor_kwargs": (None, {}),
@@ -93,6 +94,7 @@ REQUEST: Neutral = {
 }
 GENERATE: Neutral = {"return_outputs": (True,)}
 INSTEAD = {  # what to say in place of "leave it out"
+    "prompt_token_ids": "a prompt is a text or a list of token ids",
     "best_of": "ask for n answers with logprobs=0, and choose by cumulative_logprob",
     "guided_decoding": "say structured_outputs",
     "disable_additional_properties": 'say "additionalProperties": false in the schema',
