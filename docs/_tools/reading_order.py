@@ -69,7 +69,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("attention/backends/torch_naive.py", "", ""),
     ],
     "m3": [
-        ("cache/free_list.py", "", "v1/core/kv_cache_utils.py"),
         ("cache/block_manager.py", "engine/block_manager.py", "v1/core/block_pool.py"),
         ("worker/kv_memory.py", "engine/model_runner.py", "v1/core/kv_cache_utils.py"),
         ("attention/backends/torch_paged.py", "", ""),
@@ -211,7 +210,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("hybrid/gated_delta_net.py", "", "model_executor/models/qwen3_next.py"),
         ("hybrid/delta_rule.py", "", ""),
         ("hybrid/short_conv.py", "", ""),
-        ("worker/states.py", "", ""),
         ("hybrid/snapshots.py", "", "v1/core/single_type_kv_cache_manager.py"),
         ("hybrid/fused.py", "", ""),
         ("hybrid/kernels/short_conv.py", "", "model_executor/layers/mamba/ops/causal_conv1d.py"),

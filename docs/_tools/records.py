@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import fields
 
-from folovllm.cache.free_list import Block
+from folovllm.cache.block_manager import Block
 from folovllm.request import Request, Sequence
 
 REQUEST = {  # in the order in which a reader meets them: what each field says; nothing changes a request

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable
 
 import xxhash
 
-from folovllm.cache.block_manager import BlockManager
-from folovllm.cache.free_list import Block
+from folovllm.cache.block_manager import Block, BlockManager
 from folovllm.cache.manager import PrefixCacheStats
 from folovllm.event_stream import Events
 from folovllm.events import BlockAdopted, BlockCached, BlockEvicted, PrefixHit

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from folovllm.cache.free_list import Block
+from folovllm.cache.block_manager import Block
 from folovllm.cache.prefix_cache import PrefixCache, PrefixCachingBlockManager
 from folovllm.event_stream import Events
 from folovllm.events import SnapshotCached, SnapshotEvicted

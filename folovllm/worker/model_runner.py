@@ -14,6 +14,7 @@ from folovllm.attention.backends.registry import make_backend
 from folovllm.electives import CALIBRATION, require
 from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.attention import attention_layers
+from folovllm.layers.state_layer import StatePool
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import Tensors
 from folovllm.sample.logprobs import SampledLogprobs, by_sequence, score
@@ -24,7 +25,6 @@ from folovllm.step.packed import state_copies
 from folovllm.step.schedule import Logprobs, ScheduledSequence, SchedulerOutput, StepResult, one_each, tokens_to_score
 from folovllm.worker.input_batch import InputBatch, SlotsOf
 from folovllm.worker.kv_memory import num_blocks_that_fit
-from folovllm.worker.states import StatePool
 from folovllm.worker.warm_up import dummy_seqs, small_steps
 
 logger = logging.getLogger("folovllm")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from folovllm.cache.free_list import Block, FreeList
+from folovllm.cache.block_manager import Block, FreeList
 
 
 def test_first_freed_first_taken() -> None:

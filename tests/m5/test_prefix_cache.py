@@ -9,7 +9,7 @@ import pytest
 import xxhash
 
 from folovllm.cache import prefix_cache
-from folovllm.cache.free_list import Block
+from folovllm.cache.block_manager import Block
 from folovllm.cache.prefix_cache import ROOT, PrefixCache, PrefixCachingBlockManager, compute_hash
 from folovllm.request import Sequence, SequenceStatus
 from tests.sequences import make_seq as sequence

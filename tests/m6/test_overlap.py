@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from folovllm.cache.block_manager import BlockManager
-from folovllm.cache.free_list import Block
+from folovllm.cache.block_manager import Block, BlockManager
 from folovllm.cache.prefix_cache import PrefixCache
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine, make_engine

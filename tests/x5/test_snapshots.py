@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from folovllm import events as ev
-from folovllm.cache.free_list import Block
+from folovllm.cache.block_manager import Block
 from folovllm.config import EngineConfig
 from folovllm.hybrid.snapshots import Snapshot, SnapshotBlockManager, SnapshotCache, snapshot_to_evict
 from folovllm.inspector.recorder import Recorder
