@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from folovllm.electives import is_installed, named, require
 
@@ -125,12 +125,9 @@ def make_logits_mask(tokenizer: PreTrainedTokenizerBase, vocab_size: int, faults
     from folovllm.engine.logits_mask import DeferredMask, LogitsMask
 
     def make() -> LogitsMask:
-        made: LogitsMask = (
-            named(LOGITS_MASK)(tokenizer, vocab_size, faults) if is_installed(LOGITS_MASK) else LogitsMask()
-        )
-        return made
+        return named(LOGITS_MASK)(tokenizer, vocab_size, faults) if is_installed(LOGITS_MASK) else LogitsMask()
 
-    return DeferredMask(make)
+    return cast("LogitsMask", DeferredMask(make))
 
 
 def add_commands(app: typer.Typer) -> None:

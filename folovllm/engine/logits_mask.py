@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 from folovllm.request import Sequence
 from folovllm.step.schedule import SchedulerOutput, TokenBitmasks
@@ -56,18 +57,20 @@ class LogitsMask:
         """Do now what the first request would wait for. `model_end_ids`: the tokens that end a text."""
 
 
-class DeferredMask(LogitsMask):
-    """Allows all until a request asks for structured output; from then on the mask that `make` returns decides."""
+class DeferredMask:
+    """A `LogitsMask` that allows all until a request asks for structured output; from then on it is the one that `make` returns."""
 
     def __init__(self, make: Callable[[], LogitsMask]) -> None:
         self._make = make
         self._mask = LogitsMask()
 
     def add(self, seqs: SequenceOf[Sequence]) -> None:
+        """Begin with the sequences of a new request."""
         if seqs[0].params.structured_outputs is not None:
             self._made().add(seqs)
 
     def prepare(self, model_end_ids: Collection[int]) -> None:
+        """Do now what the first request would wait for."""
         self._made().prepare(model_end_ids)
 
     def _made(self) -> LogitsMask:
@@ -75,20 +78,5 @@ class DeferredMask(LogitsMask):
             self._mask = self._make()
         return self._mask
 
-    def needs_mask(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> bool:
-        return self._mask.needs_mask(output, seqs)
-
-    def bitmasks(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> TokenBitmasks:
-        return self._mask.bitmasks(output, seqs)
-
-    def accept_tokens(self, seqs: Iterable[Sequence], token_ids: Iterable[list[int]]) -> None:
-        self._mask.accept_tokens(seqs, token_ids)
-
-    def broken(self, seqs: Iterable[Sequence]) -> list[Sequence]:
-        return self._mask.broken(seqs)
-
-    def trim(self, seq: Sequence, draft: list[int]) -> list[int]:
-        return self._mask.trim(seq, draft)
-
-    def forced(self, seq: Sequence, most: int) -> list[int]:
-        return self._mask.forced(seq, most)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mask, name)
