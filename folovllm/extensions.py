@@ -6,9 +6,10 @@ Here the core names an elective by a string; its module is imported when it is a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
 
 from folovllm.electives import is_installed, named, require
 
@@ -120,14 +121,36 @@ def extension_of(setup: EngineSetup) -> Extension:
     return found
 
 
+class DeferredMask:
+    """A `LogitsMask` that allows all until a request asks for structured output; from then on it is the one that `make` returns."""
+
+    def __init__(self, all_allowed: LogitsMask, make: Callable[[], LogitsMask]) -> None:
+        self._mask = all_allowed
+        self._make = cache(make)
+
+    def add(self, seqs: Sequence[Any]) -> None:
+        """Begin with the sequences of a new request."""
+        if seqs[0].params.structured_outputs is not None:
+            self._mask = self._make()
+            self._mask.add(seqs)
+
+    def prepare(self, model_end_ids: Collection[int]) -> None:
+        """Do now what the first request would wait for."""
+        self._mask = self._make()
+        self._mask.prepare(model_end_ids)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mask, name)
+
+
 def make_logits_mask(tokenizer: PreTrainedTokenizerBase, vocab_size: int, faults: Faults) -> LogitsMask:
     """The mask of structured output (X1), imported with the first request for it. `faults` gets what goes wrong with one request."""
-    from folovllm.engine.logits_mask import DeferredMask, LogitsMask
+    from folovllm.engine.logits_mask import LogitsMask
 
     def make() -> LogitsMask:
         return named(LOGITS_MASK)(tokenizer, vocab_size, faults) if is_installed(LOGITS_MASK) else LogitsMask()
 
-    return cast("LogitsMask", DeferredMask(make))
+    return cast("LogitsMask", DeferredMask(LogitsMask(), make))
 
 
 def add_commands(app: typer.Typer) -> None:

@@ -26,7 +26,7 @@ ASIDE_FILES = (
     "__init__.py", "children.py", "config.py", "cores.py", "electives.py", "engine/metrics.py",
     "event_stream.py", "events.py", "extensions.py", "faults.py", "files.py", "inputs.py", "interrupts.py", "models/files.py",
     "models/json_files.py", "models/shapes.py", "outputs.py",
-    "quick_tokenizer.py", "require.py", "sampling_params.py", "spelling.py",
+    "require.py", "sampling_params.py", "spelling.py",
 )  # fmt: skip
 ASIDE_NAMES = re.compile(
     r"Speeds|added|[Qq]uantization|(use|most|choose)_threads|largest_product|(.*\.)?_?(require|check|validate|speeds|(un)?subscribe|snapshot|heed)|.*<locals>"

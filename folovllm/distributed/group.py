@@ -140,7 +140,7 @@ def make_one_shot_buffers(rank: int, size: int, device: torch.device) -> OneShot
 
     All ranks call this together. `FOLOVLLM_ONE_SHOT_BUFFERS=0` disables the buffers, for comparison.
     """
-    if "0" in (os.environ.get("FOLOVLLM_ONE_SHOT_BUFFERS"), os.environ.get("FOLOVLLM_MAILBOXES")):  # the old name
+    if os.environ.get("FOLOVLLM_ONE_SHOT_BUFFERS") == "0":
         return None
     one_shot_buffers = None
     try:

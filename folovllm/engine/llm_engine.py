@@ -26,9 +26,8 @@ from folovllm.events import ExpertsAsked, Listener, RequestAdded, SequenceState,
 from folovllm.executor.abstract import Executor
 from folovllm.faults import log_fault
 from folovllm.inputs import Prompt, as_requests, is_one_prompt
-from folovllm.models.files import load_tokenizer
+from folovllm.models.files import load_tokenizer, whole
 from folovllm.outputs import RequestOutput
-from folovllm.quick_tokenizer import whole
 from folovllm.request import Request, Sequence, SequenceStatus
 from folovllm.require import GENERATE, REQUEST, also_takes
 from folovllm.sampling_params import RequestOutputKind, SamplingParams

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as SequenceOf
-from typing import Any
 
 from folovllm.request import Sequence
 from folovllm.step.schedule import SchedulerOutput, TokenBitmasks
@@ -55,28 +54,3 @@ class LogitsMask:
 
     def prepare(self, model_end_ids: Collection[int]) -> None:
         """Do now what the first request would wait for. `model_end_ids`: the tokens that end a text."""
-
-
-class DeferredMask:
-    """A `LogitsMask` that allows all until a request asks for structured output; from then on it is the one that `make` returns."""
-
-    def __init__(self, make: Callable[[], LogitsMask]) -> None:
-        self._make = make
-        self._mask = LogitsMask()
-
-    def add(self, seqs: SequenceOf[Sequence]) -> None:
-        """Begin with the sequences of a new request."""
-        if seqs[0].params.structured_outputs is not None:
-            self._made().add(seqs)
-
-    def prepare(self, model_end_ids: Collection[int]) -> None:
-        """Do now what the first request would wait for."""
-        self._made().prepare(model_end_ids)
-
-    def _made(self) -> LogitsMask:
-        if type(self._mask) is LogitsMask:
-            self._mask = self._make()
-        return self._mask
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._mask, name)

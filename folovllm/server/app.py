@@ -23,8 +23,7 @@ from folovllm.engine.input_processor import encode_within
 from folovllm.faults import require_fault
 from folovllm.inputs import Prompt
 from folovllm.inspector.web import FILES, PAGE
-from folovllm.models.files import generation_defaults
-from folovllm.quick_tokenizer import whole
+from folovllm.models.files import generation_defaults, whole
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.admission import Admission
 from folovllm.server.async_engine import AsyncEngine

@@ -165,8 +165,7 @@ class ModelRunner:
 
     def forward(self, batch: ForwardBatch, out: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the step, cache its K/V, and return the logits after each sequence's last token, [S, V], in `out` if given."""
-        self._backend.plan(batch)
-        return self.model.compute_logits(self.model(batch), batch, out)
+        return self.model.compute_logits(self.forward_hidden(batch), batch, out)
 
     def forward_hidden(self, batch: ForwardBatch) -> torch.Tensor:
         """Compute the step, cache its K/V, and return the hidden states of all new tokens, [T, H]."""

@@ -12,8 +12,15 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig, Qwen3Config
 
-from folovllm.models.files import ASSETS, TOKENIZER_FILES, PlainConfig, plain_config
-from folovllm.quick_tokenizer import QWENS_WORDS, QuickTokenizer, quick_tokenizer
+from folovllm.models.files import (
+    ASSETS,
+    QWENS_WORDS,
+    TOKENIZER_FILES,
+    PlainConfig,
+    QuickTokenizer,
+    plain_config,
+    quick_tokenizer,
+)
 
 EMBEDDED = ASSETS / "stories-5m"
 TEXTS = [
