@@ -194,7 +194,7 @@ def make_packed_worker(
         inner = plain(setup, partial(load_native_model, setup, layers), sampler, slots, backend)
     else:
         step_sampler = TensorParallelSampler(setup.vocab_size, group)
-        part = setup.with_hf_config(local_config(setup.hf_config, group.size, setup.config.enable_expert_parallel))
+        part = replace(setup, hf_config=local_config(setup.hf_config, group.size, setup.config.enable_expert_parallel))
         inner = plain(
             part, partial(load_sharded_model, setup, group, layers), sampler, slots, backend, step_sampler.whole
         )

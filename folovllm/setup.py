@@ -68,10 +68,6 @@ class EngineSetup:
         """Tokens between the snapshots of a sequence: a whole number of blocks."""
         return -(-self.config.snapshot_interval // self.block_size) * self.block_size
 
-    def with_hf_config(self, hf_config: Any) -> EngineSetup:
-        """The same for another model, a rank's part say."""
-        return replace(self, hf_config=hf_config)
-
 
 def plain(setup: EngineSetup) -> EngineSetup:
     """The set-up as it can be sent: without what may not exist in another process.

@@ -109,7 +109,7 @@ class Ranks:
         try:
             for rank in range(self.size):
                 self._ranks.append(self._start(setup, rank))
-            self.ready = [self._wait_until_ready(rank) for rank in self._ranks]
+            self.ready = [wait_for(lambda own=rank: own.ready, 0.0, self.check) for rank in self._ranks]
             self._is_started = True
         except BaseException:
             self.kill()
@@ -187,9 +187,6 @@ class Ranks:
         threads = max(1, torch.get_num_threads() // self.size)
         parent.send(Assignment(plain(setup), rank, self._rendezvous.path, *fds[1:3], threads, self._make_rank))
         return Rank(process, parent)
-
-    def _wait_until_ready(self, rank: Rank) -> Ready:
-        return wait_for(lambda: rank.ready, 0.0, self.check)
 
     def _cause(self) -> WorkerDied | ValueError:
         """Return the error of the rank that failed first. Ranks that only lost their peers are not the cause."""

@@ -145,12 +145,8 @@ class RankServer:
     def _next_step(self) -> Int32 | None:
         """Return the next message, or None if there is none. First send the result of a step that has ended."""
         if self._started and self._started[0].is_here():
-            self._report_step()
+            self._results.write(encode_result(self._started.popleft().wait()))
         return self._steps.read(self._rank)
-
-    def _report_step(self) -> None:
-        """Wait for the first step without a result, and send its result."""
-        self._results.write(encode_result(self._started.popleft().wait()))
 
 
 def spin_seconds(setup: EngineSetup) -> float:

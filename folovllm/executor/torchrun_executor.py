@@ -36,14 +36,11 @@ class TorchrunExecutor(LocalExecutor):
         self._group = ProcessGroup(int(os.environ["RANK"]), size, own.device)
         worker, runner = make_rank(own, self._group)
         super().__init__(setup.max_num_seqs, worker, runner)
-        self.num_kv_blocks = self._smallest(worker.num_kv_blocks, own.device)
+        blocks = torch.tensor([worker.num_kv_blocks], device=own.device)
+        self.num_kv_blocks = int(self._group.all_gather(blocks).min())
 
     def shutdown(self) -> None:
         """Drop the part of the model, then leave the group. All ranks must call it. A second call does nothing."""
         if hasattr(self, "_worker"):
             super().shutdown()  # graphs first, because they use the group
             self._group.close()
-
-    def _smallest(self, number: int, device: torch.device) -> int:
-        """Return the smallest of the ranks' numbers."""
-        return int(self._group.all_gather(torch.tensor([number], device=device)).min())
