@@ -172,9 +172,9 @@ class LLM:
                 "on_answer cannot ask the LLM that calls it: collect the answers, and ask when generate has returned"
             )
         with self._turn, interrupts() as ctrl_c:
+            self.engine.require_idle()
             self._whose_turn = threading.get_ident()
             try:
-                self.engine.require_idle()
                 for id_, r in zip(ids, requests, strict=True):
                     self.engine.add_request(id_, r.prompt, r.params, priority=r.priority, stream=False)
                     _heed(ctrl_c)
