@@ -37,6 +37,7 @@ TOKENIZER_FILES = (
     "config.json",
 )
 
+# Which configurations and tokenizers are read without transformers.
 PLAIN_KINDS = ("llama", "qwen3")  # for which `AutoTokenizer` takes the class that the files name
 PLAIN_NEEDS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
@@ -46,9 +47,12 @@ WITH_RULES = (
     "rope_scaling", "partial_rotary_factor", "sliding_window", "use_sliding_window", "quantization_config",
     "attention_dropout", "auto_map",
 )  # fmt: skip
-CLASSES = {"PreTrainedTokenizerFast": "PreTrainedTokenizerFast", "TokenizersBackend": "PreTrainedTokenizerFast"}
-CLASSES |= {"Qwen2Tokenizer": "Qwen2Tokenizer", "Qwen2TokenizerFast": "Qwen2Tokenizer"}
-CHANGES = (
+TOKENIZER_CLASSES = {
+    "PreTrainedTokenizerFast": "PreTrainedTokenizerFast",
+    "TokenizersBackend": "PreTrainedTokenizerFast",
+}
+TOKENIZER_CLASSES |= {"Qwen2Tokenizer": "Qwen2Tokenizer", "Qwen2TokenizerFast": "Qwen2Tokenizer"}
+TOKENIZER_CHANGES = (
     "add_bos_token",
     "add_eos_token",
     "add_prefix_space",
@@ -267,10 +271,10 @@ def quick_tokenizer(where: Path, files: Mapping[str, dict[str, Any]]) -> QuickTo
     model, said, content = (files.get(name) for name in ("config.json", "tokenizer_config.json", "tokenizer.json"))
     if not (model and said and content) or "added_tokens.json" in files:
         return None
-    kind = CLASSES.get(said.get("tokenizer_class") or "")
+    kind = TOKENIZER_CLASSES.get(said.get("tokenizer_class") or "")
     if kind == "Qwen2Tokenizer":
         said = QWENS_OWN | said
-    if model.get("model_type") not in PLAIN_KINDS or kind is None or any(said.get(name) for name in CHANGES):
+    if model.get("model_type") not in PLAIN_KINDS or kind is None or any(said.get(name) for name in TOKENIZER_CHANGES):
         return None
     if "special_tokens_map.json" in files and "added_tokens_decoder" not in said:
         return None
@@ -293,7 +297,7 @@ def knows_special_tokens(said: dict[str, Any], content: dict[str, Any]) -> bool:
     special = {token["content"] for token in added.values() if token["special"]}
     extra, listed = said.get("extra_special_tokens") or (), said.get("added_tokens_decoder")
     named = [*(said.get("additional_special_tokens") or ()), *(extra.values() if isinstance(extra, dict) else extra)]
-    named += [said[name] for name in said if name.endswith("_token") and name not in CHANGES]
+    named += [said[name] for name in said if name.endswith("_token") and name not in TOKENIZER_CHANGES]
     return {*map(text_of, named)} <= {*special, None} and (
         listed is None or added == {int(id_): {"id": int(id_), **token} for id_, token in listed.items()}
     )
