@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 class FusedGatedDeltaNet(GatedDeltaNet):
     """Computes the whole batch by two kernels, where `GatedDeltaNet` goes from sequence to sequence."""
 
-    def __init__(self, config: PretrainedConfig, layers: LayerSet, is_merged: bool) -> None:
+    def __init__(self, config: PretrainedConfig, layers: LayerSet, is_merged: bool = False) -> None:
         super().__init__(config, layers, is_merged)
         self.heads = DeltaHeads(self.num_k_heads, self.num_v_heads, self.k_dim, self.v_dim)
 

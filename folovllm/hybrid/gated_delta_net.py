@@ -49,7 +49,7 @@ class GatedDeltaNet(StateLayer):
     of the convolution, C = 2 Hk Dk + Hv Dv channels each, and a matrix [Dk, Dv] in float32 for each value head.
     """
 
-    def __init__(self, config: PretrainedConfig, layers: LayerSet, is_merged: bool) -> None:
+    def __init__(self, config: PretrainedConfig, layers: LayerSet, is_merged: bool = False) -> None:
         """`is_merged`: whether each input projection is one tensor in the checkpoint."""
         super().__init__()
         if config.hidden_act != "silu":
