@@ -109,7 +109,9 @@ class Ranks:
         try:
             for rank in range(self.size):
                 self._ranks.append(self._start(setup, rank))
-            self.ready: list[Ready] = [wait_for(partial(getattr, rank, "ready"), 0.0, self.check) for rank in self._ranks]
+            self.ready: list[Ready] = [
+                wait_for(partial(getattr, rank, "ready"), 0.0, self.check) for rank in self._ranks
+            ]
             self._is_started = True
         except BaseException:
             self.kill()
