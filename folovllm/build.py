@@ -8,7 +8,6 @@ milestone brought which class. No other code asks for a milestone. In some place
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from folovllm.attention.backends.registry import make_backend
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.manager import KVCacheManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
+from folovllm.cache.sliding import sliding
 from folovllm.cache.slot_manager import SlotManager
 from folovllm.config import EngineConfig
 from folovllm.distributed.group import Group
@@ -100,8 +100,7 @@ def make_scheduler(
     config = setup.config
     if config.kv_cache == "growing":
         return SerialScheduler(events)
-    make_kv: Callable[..., KVCacheManager] = cache_manager(config)
-    tokens = tokens_of_step(config)
+    make_kv, tokens = sliding(cache_manager(config), setup.hf_config), tokens_of_step(config)
     if setup.num_snapshots:
         interval = setup.snapshot_interval
         make_kv = partial(named(SNAPSHOTS), num_snapshots=setup.num_snapshots, interval=interval)

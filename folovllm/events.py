@@ -169,6 +169,15 @@ class SnapshotEvicted(NamedTuple):
     num_tokens: int
 
 
+class BlockPassed(NamedTuple):
+    """A sequence gave back a block that lies behind its window."""
+
+    seq_id: int
+    place: int  # which block of it
+    block_id: int
+    ref_count: int  # holders that are left
+
+
 class TableFreed(NamedTuple):
     """A sequence gave back its blocks."""
 
@@ -228,7 +237,7 @@ class Snapshot(NamedTuple):
 
 Event = (
     RequestAdded | Refused | Admitted | PrefixHit | Preempted | Finished | Aborted | StepBegan | StepEnded | ExpertsAsked
-    | BlockClaimed | BlockFreed | BlockTaken | BlockAdopted | BlockCached | BlockEvicted | TableFreed
+    | BlockClaimed | BlockFreed | BlockTaken | BlockAdopted | BlockCached | BlockEvicted | BlockPassed | TableFreed
     | TableCut | SnapshotCached | SnapshotEvicted | DraftsVerified | GivenUp | Snapshot
 )  # fmt: skip
 Listener = Callable[[SequenceOf[Event]], None]

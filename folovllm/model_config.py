@@ -60,6 +60,22 @@ def num_linear_of(config: PretrainedConfig) -> int:
     return kinds[: config.num_hidden_layers].count(LINEAR) if kinds else 0
 
 
+def window_of(config: PretrainedConfig) -> int | None:
+    """The largest window of the model's layers; None where one of them sees all."""
+    windows = windows_of(config)
+    return None if None in windows else max(window for window in windows if window is not None)
+
+
+def most_held(window: int, step: int, block_size: int) -> int:
+    """The most blocks that one sequence holds at once, if it computes at most `step` tokens a step.
+
+    They end with the tokens of the next step. They begin with its window; or, where prefixes are cached, with the tokens of
+    the step under way, whose blocks have no names yet.
+    """
+    tokens = max(window - 1, step) + step
+    return -(-(tokens - 1) // block_size) + 1  # which so many neighbours touch
+
+
 def rope_parameters(config: PretrainedConfig) -> dict[str, Any]:
     """`rope_theta`, `rope_type` and what else the type needs, from either place a config may keep them.
 

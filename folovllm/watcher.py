@@ -72,7 +72,8 @@ class Watcher:
         held: list[list[tuple[Watched, int]]] = [[] for _ in self.cells]
         for seq in self.sequences.values():
             for i, block_id in enumerate(seq.block_table if seq.is_running else ()):
-                held[block_id].append((seq, max(0, min(size, seq.num_computed_tokens - i * size))))
+                if block_id >= 0:  # else it lies behind the window
+                    held[block_id].append((seq, max(0, min(size, seq.num_computed_tokens - i * size))))
         return held
 
     def served(self, seq_id: int) -> Watched:
@@ -111,6 +112,11 @@ class Watcher:
             case ev.BlockEvicted():
                 cell = cells[event.block_id]
                 cell.hash, cell.serial, cell.parent = None, 0, 0
+            case ev.BlockPassed():
+                cells[event.block_id].ref_count = event.ref_count
+                table = self.served(event.seq_id).block_table
+                if event.place < len(table):  # else the step that schedules the sequence says it
+                    table[event.place] = -1
             case ev.TableFreed():
                 for block_id, ref_count in event.blocks:
                     cells[block_id].ref_count = ref_count

@@ -26,7 +26,7 @@ Text = str | list[int]
 # Events whose entry is a name and then the event's fields,
 PLAIN: dict[type, str] = {
     ev.Refused: "refuse", ev.PrefixHit: "hit", ev.Admitted: "admit", ev.Preempted: "preempt", ev.Finished: "finish",
-    ev.Aborted: "abort", ev.BlockAdopted: "adopt", ev.TableCut: "cut",
+    ev.Aborted: "abort", ev.BlockAdopted: "adopt", ev.BlockPassed: "pass", ev.TableCut: "cut",
     ev.SnapshotCached: "snapshot", ev.SnapshotEvicted: "drop",
 }  # fmt: skip
 # and those whose entry is a name and then the blocks of all that follow one another.

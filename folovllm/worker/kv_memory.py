@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 
+from folovllm.model_config import most_held, window_of
 from folovllm.setup import EngineSetup
 
 logger = logging.getLogger("folovllm")
@@ -31,7 +32,7 @@ def num_blocks_that_fit(
     Raises:
         ValueError: not even one sequence of `max_model_len` fits; the sentence says what would.
     """
-    blocks_per_seq = -(-setup.max_model_len // setup.block_size)
+    blocks_per_seq = most_blocks_of_a_sequence(setup)
     bytes_per_block = setup.block_size * setup.kv_bytes_per_token
     num_blocks = setup.config.num_kv_blocks
     if num_blocks is None:
@@ -57,6 +58,18 @@ def num_blocks_that_fit(
         "KV cache: %d blocks of %d tokens, %.2f GiB", num_blocks, setup.block_size, num_blocks * bytes_per_block / 2**30
     )
     return num_blocks
+
+
+def most_blocks_of_a_sequence(setup: EngineSetup) -> int:
+    """Return the most blocks that one sequence holds at once: those of `max_model_len` tokens, or fewer if every layer has a window.
+
+    With a learner's component it is always the whole length, because it may keep blocks that have left the window.
+    """
+    whole, window = -(-setup.max_model_len // setup.block_size), window_of(setup.hf_config)
+    if window is None or setup.config.builders:
+        return whole
+    step = setup.max_num_batched_tokens if setup.config.enable_chunked_prefill else setup.max_model_len
+    return min(whole, most_held(window, step, setup.block_size))
 
 
 def _free_gpu_memory(setup: EngineSetup, profile: Callable[[], None], captured: float) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
 from folovllm.layers.attention import attention_layers
-from folovllm.worker.kv_memory import num_blocks_that_fit
+from folovllm.worker.kv_memory import most_blocks_of_a_sequence, num_blocks_that_fit
 from tests.helpers import tiny_checkpoint
 from tests.workloads import make_engine
 
@@ -44,6 +45,17 @@ def test_a_prefix_cache_remembers_more_than_runs_at_once(most_cached: int, monke
         assert blocks(**options, num_kv_blocks=70_000) == 70_000
     monkeypatch.setattr("folovllm.worker.kv_memory.MOST_CACHED", 10)
     assert blocks(milestone="m5", max_num_seqs=8) == 8 * 7, "never less than all sequences can use"
+
+
+@pytest.mark.x4
+def test_where_every_layer_slides_a_sequence_needs_its_window_and_two_steps() -> None:
+    """With prompts in chunks: blocks of 4, a window of 12, 16 tokens a step. Whole prompts need the whole context."""
+    options = {"milestone": "m5", "device": "cpu", "max_model_len": 100, "block_size": 4, "max_num_batched_tokens": 16}
+    setup = set_up(EngineConfig(model=str(tiny_checkpoint("mistral", sliding_window=12)), **options))
+    assert most_blocks_of_a_sequence(setup) == 9  # 16 tokens under way and 16 more touch at most 9 blocks
+    whole = replace(setup, config=replace(setup.config, enable_chunked_prefill=False))
+    assert most_blocks_of_a_sequence(whole) == 25
+    assert most_blocks_of_a_sequence(replace(setup, config=replace(setup.config, builders="prefix_cache"))) == 25
 
 
 def test_exactly_one_sequence_is_enough_and_less_is_an_error_that_says_what_would_fit() -> None:

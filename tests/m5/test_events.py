@@ -25,8 +25,8 @@ from folovllm.watcher import Cell, Watcher
 from tests.helpers import tiny_checkpoint
 
 RECORDS = [kind for _, kind in inspect.getmembers(ev, inspect.isclass) if hasattr(kind, "_fields")]
-# No events, or of drafts, experts and states.
-OTHERS = (ev.BlockState, ev.SequenceState, ev.TableCut, ev.DraftsVerified, ev.ExpertsAsked, ev.GivenUp)
+# No events, or of drafts, windows, experts and states.
+OTHERS = (ev.BlockState, ev.SequenceState, ev.TableCut, ev.DraftsVerified, ev.BlockPassed, ev.ExpertsAsked, ev.GivenUp)
 OTHERS += (ev.SnapshotCached, ev.SnapshotEvicted)
 TIGHT = {"block_size": 4, "num_kv_blocks": 12, "max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 32}
 
