@@ -279,8 +279,7 @@ class LibraryWeight:
     @staticmethod
     def serves(outputs: int, group_size: int, dtype: torch.dtype) -> bool:
         """Return whether the kernel takes such weights, and is fast."""
-        has_kernel = dtype == torch.bfloat16 and hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
-        return has_kernel and outputs % 16 == 0 and group_size in (32, 64, 128, 256)
+        return dtype == torch.bfloat16 and outputs % 16 == 0 and group_size in (32, 64, 128, 256)
 
 
 def narrowest(numbers: torch.Tensor) -> torch.Tensor:
