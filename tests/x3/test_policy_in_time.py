@@ -39,6 +39,7 @@ def virtual_seconds(
 ) -> tuple[float, list[int]]:
     """The time to write all texts, and the sum of draft tokens asked for in each step, as an engine would go about it."""
     written, now, asked, resting = dict.fromkeys(texts, 1), 0.0, list[int](), 0
+    tokens = {i: np.array(text, np.int32) for i, text in texts.items()}
     plain, verifying, no_draft, per_token = (
         cost.plain,
         cost.verifying,
@@ -50,7 +51,7 @@ def virtual_seconds(
         ids, num_right = list(written), 0
         chosen = [0] * len(ids) if resting else policy.lengths(ids)
         resting = 0 if any(chosen) else (resting or policy.rest + 1) - 1
-        states = [RowState(i, np.array(texts[i][: written[i]], np.int32), 1, SamplingSpec()) for i in ids]
+        states = [RowState(i, tokens[i][: written[i]], 1, SamplingSpec()) for i in ids]
         drafts = proposer.propose_all(states, chosen)
         k = sum(map(len, drafts))
         seconds = (verifying.at(len(ids) + k) if k else plain.at(len(ids)) + no_draft * any(chosen)) + per_token * max(
@@ -58,7 +59,7 @@ def virtual_seconds(
         )
         asked.append(sum(chosen))
         for seq_id, length, draft in zip(ids, chosen, drafts, strict=True):
-            rest = texts[seq_id][written[seq_id] :]
+            rest = texts[seq_id][written[seq_id] : written[seq_id] + len(draft)]
             right = next((i for i, (g, t) in enumerate(zip(draft, rest, strict=False)) if g != t), len(draft))
             if length:
                 policy.observe(seq_id, len(draft), right)
