@@ -254,8 +254,6 @@ def _build_tokenizer(meta: dict[str, Any]) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     kinds = meta.get(f"{_TOKENS}token_type", [0] * len(tokens))
-    if len(kinds) != len(tokens):
-        raise ValueError(f"{_TOKENS}token_type has {len(kinds)} entries, and there are {len(tokens)} tokens")
     special = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _SPECIAL]
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     return tokenizer
@@ -265,8 +263,6 @@ def _tokenizer_config(meta: dict[str, Any]) -> dict[str, Any]:
     """Return the tokenizer's configuration. A base model has no chat template, and special tokens may be absent."""
     tokens = meta[f"{_TOKENS}tokens"]
     ids = {ours: meta.get(f"{_TOKENS}{theirs}_token_id") for ours, theirs in _IDS.items()}
-    if absent := [f"{id_} of {name}" for name, id_ in ids.items() if id_ is not None and id_ >= len(tokens)]:
-        raise ValueError(f"special tokens have ids beyond the vocabulary of {len(tokens)}: {', '.join(absent)}")
     template = meta.get("tokenizer.chat_template")
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -118,7 +118,7 @@ class TestKernel:
         assert kernel.tokens >= rows, "one tile each"
         assert_close(out, expected)
 
-    @pytest.mark.parametrize(("heads", "dim"), [((2, 2), 64), ((2, 1), 128), ((4, 1), 64), ((7, 1), 64), ((8, 1), 128)])
+    @pytest.mark.parametrize(("heads", "dim"), [((2, 2), 64), ((7, 1), 64), ((8, 1), 128)])
     def test_grouped_heads(self, heads: tuple[int, int], dim: int) -> None:
         """In half precision; partial results stay in float32."""
         out, expected, _ = check([70, 9], [5, 8], heads, dim, dtype=torch.float16)
