@@ -109,6 +109,7 @@ def test_the_engine_runs_what_was_measured(written: tuple[str, Report], text: Pa
     assert report.quality.tokens == rows[1][:, 1:].numel()
 
 
+@pytest.mark.parametrize("written", ["fp8", "awq"], indirect=True)
 def test_the_engine_answers(written: tuple[str, Report]) -> None:
     """Alone and in a batch alike."""
     _, report = written
