@@ -15,14 +15,9 @@ from folovllm.models.loader import Taker
 NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:(?:attn\.|[kv]_proj\.)?([kv])_scale|([kv])_proj\.output_scale)")
 
 
-def is_kv_scale(name: str) -> bool:
-    """Return whether a tensor of this name is the scale of a layer's cached keys or values."""
-    return NAME.fullmatch(name) is not None
-
-
 def taker_of(name: str) -> Taker | None:
     """Return the function that gives a scale to its layer, for the loader; None for other tensors (`folovllm.electives`)."""
-    return take_kv_scale if is_kv_scale(name) else None
+    return take_kv_scale if NAME.fullmatch(name) else None
 
 
 def take_kv_scale(model: LlamaForCausalLM, name: str, tensor: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from folovllm.files import reading
 from folovllm.layers.layer_set import LinearMethodOf
 from folovllm.layers.linear import LinearMethod
 from folovllm.models.registry import Quantization, renamed_by
-from folovllm.models.shapes import NO_NAMES, expert_shapes, linear_shapes
+from folovllm.models.shapes import expert_shapes, linear_shapes
 from folovllm.quantization.gguf_codes import read_gguf_types
 from folovllm.quantization.int4_checkpoints import Awq, Gptq, PackedInt4, SortedGptq
 from folovllm.quantization.scaled import Fp8, Fp8Both, Int8, PackedInt8
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 
 ROUTERS = ("gate", "shared_expert_gate")  # GPTQ and AWQ leave these plain and do not name them
 Said = Mapping[str, Any]  # a `quantization_config`
-Scheme = Mapping[
-    str, Any
-]  # compressed-tensors' of weights: num_bits, type, strategy, symmetric, group_size, block_structure, actorder
+# compressed-tensors' of weights: num_bits, type, strategy, symmetric, group_size, block_structure, actorder
+Scheme = Mapping[str, Any]
 ACTIVATIONS = "quantize_activations"  # our own key in a `quantization_config`
 NOT_FP8 = "quantize_activations needs weights in FP8, which this model has not: leave it out"
 
@@ -87,25 +86,19 @@ def read_compressed_tensors(said: Said) -> LinearMethodOf:
     ]
 
     def linear_method_of(name: str) -> LinearMethod | None:
-        if matches(name, said.get("ignore") or []):
+        if is_named(name, said.get("ignore") or []):
             return None
-        return next(
-            (linear_method for targets, linear_method in groups if "Linear" in targets or matches(name, targets)), None
-        )
+        found = (method for targets, method in groups if "Linear" in targets or is_named(name, targets))
+        return next(found, None)
 
     return linear_method_of
-
-
-def matches(name: str, targets: list[str]) -> bool:
-    """Return whether a layer has one of these names, or fits one of the regular expressions behind "re:"."""
-    return any(re.match(t[3:], name) is not None if t.startswith("re:") else t == name for t in targets)
 
 
 def linear_method_of_scheme(scheme: Scheme, packing: str | None) -> LinearMethod:
     """Return the linear method of a scheme of weights. `packing` is how the checkpoint stores them."""
     kind = f"{scheme.get('type', 'int')}{scheme.get('num_bits', 8)}"
     if make := SCHEMES.get((kind, str(packing))):
-        if scheme.get("symmetric", True) or kind in ASYMMETRIC:
+        if scheme.get("symmetric", True) or kind == "int4":
             return make(scheme)
         kind = f"asymmetric {kind}"
     known = ", ".join(f"{kind} {packing}" for kind, packing in SCHEMES)
@@ -130,15 +123,12 @@ def packed_int4(scheme: Scheme) -> LinearMethod:
     """Return the linear method of int4 weights. With actorder "group" the inputs of a group lie anywhere, which is not supported."""
     if scheme.get("actorder") in ("group", True):
         raise ValueError("int4 weights with actorder 'group' are not supported: 'static' or 'weight' is")
-    block = block_of(scheme)
-    if scheme.get("strategy") not in ("group", "channel"):
-        raise ValueError(
-            f"int4 weights with strategy {scheme.get('strategy')!r} are not supported: 'group' and 'channel' are"
-        )
-    return PackedInt4(None if block is None else block[1], with_zeros=not scheme.get("symmetric", True))
+    if (strategy := scheme.get("strategy")) not in ("group", "channel"):
+        raise ValueError(f"int4 weights with strategy {strategy!r} are not supported: 'group' and 'channel' are")
+    group_size = scheme["group_size"] if strategy == "group" else None
+    return PackedInt4(group_size, with_zeros=not scheme.get("symmetric", True))
 
 
-ASYMMETRIC = ("int4",)  # kinds whose zeros may be other codes than the middle one
 # By type and bits, and how they are written down.
 SCHEMES: dict[tuple[str, str], Callable[[Scheme], LinearMethod]] = {
     ("float8", "float-quantized"): lambda scheme: Fp8("weight_scale", block_of(scheme)),
@@ -188,43 +178,6 @@ def said_of(hf_config: PretrainedConfig) -> Said | None:
     return said if said is None or isinstance(said, Mapping) else said.to_dict()
 
 
-def linear_methods_of(
-    hf_config: PretrainedConfig, packed: Mapping[str, Sequence[str]], renamed: Mapping[str, str] = NO_NAMES
-) -> LinearMethodOf | None:
-    """Return a function from a layer's name to its linear method; None if the model is not quantized.
-
-    Args:
-        packed: the checkpoint's layers in each of ours that merges some (`packed_modules_mapping`).
-        renamed: parts of names in the checkpoint: what they are called here.
-
-    Raises:
-        ValueError: in a way that is not supported; the function that is returned, for layers that cannot be merged.
-    """
-    if (said := said_of(hf_config)) is None:
-        return None
-    method = said.get("quant_method")
-    with reading("the quantization_config in config.json"):
-        if str(method) not in READERS:
-            raise ValueError(
-                f"this checkpoint is quantized by {method!r} (quant_method in its config.json), which is not supported: the "
-                f"known ones are {', '.join(READERS)}"
-            )
-        linear_method_of = READERS[str(method)](said)
-
-    def of_merged(name: str) -> LinearMethod | None:
-        parent, _, leaf = name.rpartition(".")
-        parts = packed.get(leaf, [leaf])
-        with reading("the quantization_config in config.json"):  # its patterns are compiled only now
-            first, *others = (linear_method_of(as_in_checkpoint(f"{parent}.{part}", renamed)) for part in parts)
-        if any(other != first for other in others):
-            raise ValueError(
-                f"{', '.join(parts)} of {parent} are one layer here, so all must be quantized in one way, or none of them"
-            )
-        return with_activations(first) if said.get(ACTIVATIONS) else first
-
-    return of_merged
-
-
 def with_activations(linear_method: LinearMethod | None) -> LinearMethod | None:
     """Return the linear method that quantizes activations too. Raises ValueError if weights are not in FP8."""
     if linear_method is None:
@@ -266,12 +219,34 @@ class CheckpointQuantization(Quantization):
     def linear_methods_of(
         self, hf_config: PretrainedConfig, packed: Mapping[str, Sequence[str]], renamed: Mapping[str, str]
     ) -> LinearMethodOf | None:
-        return linear_methods_of(hf_config, packed, renamed)
+        if (said := said_of(hf_config)) is None:
+            return None
+        method = said.get("quant_method")
+        with reading("the quantization_config in config.json"):
+            if str(method) not in READERS:
+                raise ValueError(
+                    f"this checkpoint is quantized by {method!r} (quant_method in its config.json), which is not supported: the "
+                    f"known ones are {', '.join(READERS)}"
+                )
+            linear_method_of = READERS[str(method)](said)
+
+        def of_merged(name: str) -> LinearMethod | None:
+            parent, _, leaf = name.rpartition(".")
+            parts = packed.get(leaf, [leaf])
+            with reading("the quantization_config in config.json"):  # its patterns are compiled only now
+                first, *others = (linear_method_of(as_in_checkpoint(f"{parent}.{part}", renamed)) for part in parts)
+            if any(other != first for other in others):
+                raise ValueError(
+                    f"{', '.join(parts)} of {parent} are one layer here, so all must be quantized in one way, or none of them"
+                )
+            return with_activations(first) if said.get(ACTIVATIONS) else first
+
+        return of_merged
 
     def check(self, hf_config: PretrainedConfig, part: PretrainedConfig, config: EngineConfig) -> None:
         """Raise ValueError, before a weight is read. Transformers' own model reads what it can, and no GGUF."""
         if config.model_impl == "native":
-            if (linear_method_of := linear_methods_of(hf_config, {}, renamed_by(hf_config))) is not None:
+            if (linear_method_of := self.linear_methods_of(hf_config, {}, renamed_by(hf_config))) is not None:
                 check_ranks(hf_config, part, linear_method_of)
         elif (said_of(hf_config) or {}).get("quant_method") == "gguf":
             raise ValueError(

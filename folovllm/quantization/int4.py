@@ -155,8 +155,12 @@ class Int4(QuantizedLinearMethod):
         return int4_linear(x, w.weight, w.scale, w.zeros, norm_eps, gated, residual, layer.columns)
 
     def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
-        """Return True for few tokens and no bias."""
-        return layer.bias is None and bool(layer.grouped.fuses(x))
+        """Return True on a GPU for few tokens, no bias, and inputs that are not sorted."""
+        if layer.bias is not None or layer.grouped.order is not None or not on_gpu(x):
+            return False
+        from folovllm.quantization.kernels.quant_gemv import FEW
+
+        return len(x) in FEW
 
 
 @dataclass(slots=True)
@@ -247,14 +251,6 @@ class Grouped:
         assert self.words is not None
         return QuantizedWeight(self.words, self.scales, 1, self.group_size, self.zeros)
 
-    def fuses(self, x: torch.Tensor) -> bool:
-        """Return whether one kernel multiplies, with what comes before and after it: for few tokens, and inputs that are not sorted."""
-        if self.order is not None or not on_gpu(x):
-            return False
-        from folovllm.quantization.kernels.quant_gemv import FEW
-
-        return len(x) in FEW
-
 
 class LibraryWeight:
     """A weight as torch's kernel for 4 bits on CPU takes it, which rounds scales and minimums to bfloat16.
@@ -279,8 +275,7 @@ class LibraryWeight:
     @staticmethod
     def serves(outputs: int, group_size: int, dtype: torch.dtype) -> bool:
         """Return whether the kernel takes such weights, and is fast."""
-        has_kernel = dtype == torch.bfloat16 and hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
-        return has_kernel and outputs % 16 == 0 and group_size in (32, 64, 128, 256)
+        return dtype == torch.bfloat16 and outputs % 16 == 0 and group_size in (32, 64, 128, 256)
 
 
 def narrowest(numbers: torch.Tensor) -> torch.Tensor:

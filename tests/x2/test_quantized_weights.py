@@ -15,7 +15,7 @@ from folovllm import EngineConfig
 from folovllm.engine.setup import set_up
 from folovllm.models.loader import load_model
 from folovllm.models.shapes import linear_bytes, linear_shapes
-from folovllm.quantization.config import linear_methods_of
+from folovllm.quantization.config import CheckpointQuantization
 from folovllm.quantization.scaled import Fp8, Int8
 from folovllm.setup import EngineSetup
 from tests.helpers import Driver, assert_logits_equal, tiny_checkpoint
@@ -27,7 +27,8 @@ class TestWhatACheckpointSays:
     def linear_method_of(self, said: Any, name: str) -> Any:
         config = AutoConfig.from_pretrained(tiny_checkpoint("qwen3"))
         config.quantization_config = said
-        linear_method_of = linear_methods_of(config, {"qkv_proj": ["q_proj", "k_proj", "v_proj"]})
+        packed = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+        linear_method_of = CheckpointQuantization().linear_methods_of(config, packed, {})
         assert linear_method_of is not None
         return linear_method_of(name)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from folovllm import LLM, SamplingParams
+from folovllm.config import EngineConfig
+from folovllm.engine.setup import set_up
 from folovllm.executor.abstract import Pending
-from folovllm.spec_decode.measure import Timer
+from folovllm.spec_decode.measure import Timer, measure_drafting
 from folovllm.spec_decode.ngram import NgramProposer
 from folovllm.spec_decode.policy import AdaptiveLength, FixedLength, LengthPolicy, TimedSteps
 from folovllm.spec_decode.proposer import CompositeProposer, RowState
@@ -19,16 +22,13 @@ from folovllm.step.schedule import SamplingSpec, SchedulerOutput
 from tests.helpers import tiny_checkpoint
 from tests.sequences import make_seq
 from tests.x3.drafting_loop import Clock, small_scheduler
+from tests.x3.engines import Anything
+from tests.x3.test_choose import costs
 
 COMMON: dict[str, Any] = {"device": "cpu", "max_model_len": 128, "max_num_seqs": 2, "use_tqdm": False}
 STORY = "<|im_start|>user\nTell me a story about Lily and a red kite.<|im_end|>\n<|im_start|>assistant\n"
 PROMPTS = ["Lily has a red kite. Tom has a red kite. Anna has a red", STORY]
 PARAMS = [SamplingParams(temperature=t, seed=3, max_tokens=16, ignore_eos=True) for t in (0.0, 0.8)]
-
-
-@pytest.fixture(scope="module")
-def plain() -> list[list[int]]:
-    return answers(LLM("stories-5m", **COMMON))
 
 
 def answers(llm: LLM) -> list[list[int]]:
@@ -37,24 +37,24 @@ def answers(llm: LLM) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix", "ngram+draft_model"])
-def test_each_method_writes_the_same_text(plain: list[list[int]], method: str) -> None:
-    model = {"model": "stories-draft"} if "draft" in method else {}
-    config = {"method": method, "num_speculative_tokens": 3, "adaptive": method == "ngram", **model}
-    llm = LLM("stories-5m", **COMMON, speculative_config=config)
-    assert answers(llm) == plain
-    counts = llm.engine.scheduler.speculation  # type: ignore[attr-defined]
-    assert isinstance(counts.policy, AdaptiveLength if method == "ngram" else FixedLength)
-    if "draft" in method:
-        assert counts.num_accepted > 0.4 * counts.num_draft_tokens, (
-            "a draft that was distilled from the model agrees with it"
-        )
+def test_each_method_writes_the_same_text() -> None:
+    plain = answers(LLM("stories-5m", **COMMON))
+    for method in ("ngram", "suffix", "ngram+draft_model"):
+        model = {"model": "stories-draft"} if "draft" in method else {}
+        config = {"method": method, "num_speculative_tokens": 3, "adaptive": method == "ngram", **model}
+        llm = LLM("stories-5m", **COMMON, speculative_config=config)
+        assert answers(llm) == plain, method
+        counts = llm.engine.scheduler.speculation  # type: ignore[attr-defined]
+        assert isinstance(counts.policy, AdaptiveLength if method == "ngram" else FixedLength)
+    assert counts.num_accepted > 0.4 * counts.num_draft_tokens, (
+        "a draft that was distilled from the model agrees with it"
+    )
 
 
 @pytest.mark.parametrize("milestone", ["m2", "m6"])
 def test_the_cost_of_steps_is_measured(milestone: str) -> None:
     config = {"method": "ngram", "num_speculative_tokens": 3}
-    with LLM("stories-5m", milestone=milestone, **COMMON, speculative_config=config) as llm:
+    with LLM(str(tiny_checkpoint()), milestone=milestone, **COMMON, speculative_config=config) as llm:
         cost = llm.engine.scheduler.speculation.policy.cost  # type: ignore[attr-defined]
         assert cost.plain.widths == (1, 2)
         assert cost.verifying.widths == (1, 2, 4, 8)
@@ -122,10 +122,10 @@ def test_more_drafts_than_the_context_has_room_for(method: str, longest: int) ->
 def test_drafts_never_seem_to_save_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step with them that was quicker than the table says was timed badly, or had none."""
     monkeypatch.setattr(Timer, "drafting", lambda *_: 0.0)
-    config = {"method": "draft_model", "num_speculative_tokens": 4, "model": str(tiny_checkpoint())}
-    with LLM(str(tiny_checkpoint()), **COMMON, speculative_config=config) as llm:
-        cost = llm.engine.scheduler.speculation.policy.cost  # type: ignore[attr-defined]
-        assert (cost.first_draft_token, cost.per_draft_token) == (0.0, 0.0)
+    setup = set_up(EngineConfig(model=str(tiny_checkpoint()), **COMMON))
+    cost = costs((1.0, 9.0), (1.0, 1.0))
+    measure_drafting(SimpleNamespace(num_kv_blocks=64), setup, Anything(), 4, cost)  # type: ignore[arg-type]
+    assert (cost.first_draft_token, cost.per_draft_token) == (0.0, 0.0)
 
 
 def test_a_draft_has_the_vocabulary_of_its_model() -> None:
@@ -171,7 +171,8 @@ def test_each_step_on_a_cpu_is_charged_with_its_own_time(monkeypatch: pytest.Mon
     """There a step is computed as it begins, before the end of the step before it is heard of."""
     clock = Clock()
     monkeypatch.setattr("folovllm.spec_decode.measure.time.process_time", clock)
-    llm = LLM("stories-5m", **COMMON, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    config = {"method": "ngram", "num_speculative_tokens": 3}
+    llm = LLM(str(tiny_checkpoint()), **COMMON, speculative_config=config)
     submit, heard = llm.engine.executor.submit, list[TimedSteps]()  # type: ignore[attr-defined]
 
     def timed(output: SchedulerOutput) -> Pending:
@@ -183,7 +184,8 @@ def test_each_step_on_a_cpu_is_charged_with_its_own_time(monkeypatch: pytest.Mon
         monkeypatch.setattr(llm.engine.executor, "submit", timed)
         monkeypatch.setattr(policy, "observe_steps", heard.append)
         monkeypatch.setattr(policy, "lengths", lambda seq_ids: [3 * (len(heard) % 5 < 3)] * len(seq_ids))
-        llm.generate(["one two one two one two one two"], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+        bias = dict.fromkeys((5, 6), 100.0)
+        llm.generate([[5, 6] * 8], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logit_bias=bias))
     assert {steps.num_draft_tokens for steps in heard} >= {0, 3}, "plain steps, and such with drafts"
     for steps in heard:
         assert steps.seconds == pytest.approx(1.25 * steps.num_steps + 0.25 * steps.num_draft_tokens)

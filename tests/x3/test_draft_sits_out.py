@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
+from random import Random
 from typing import Any
 
 import pytest
@@ -19,9 +20,10 @@ A_RUN, A_STEP = 0.25 * MS, 0.03 * MS  # of the small model: to start it, and eac
 
 
 class Writer:
-    """The small model: it writes what the answers will say in `knows`, and else a token that none of them has."""
+    """The small model: it writes what the answers will say in `knows`, by a `chance`, and else a token that none of them has."""
 
     num_kv_blocks, placeholder_ids = 10_000, None
+    chance, end = 1.0, 1 << 30  # behind that position it knows nothing
 
     def __init__(self, clock: Clock) -> None:
         self.clock, self.texts, self.knows = clock, dict[int, list[int]](), set[int]()
@@ -39,7 +41,8 @@ class Writer:
 
     def token(self, seq_id: int, position: int) -> int:
         text = self.texts[seq_id]
-        return text[position] if seq_id in self.knows and position < len(text) else 99
+        is_right = seq_id in self.knows and Random(position).random() < self.chance
+        return text[position] if is_right and position < min(len(text), self.end) else 99
 
     def wait(self) -> list[StepResult]:
         return self._sampled
@@ -77,11 +80,11 @@ class Drafting(Served):
 
 
 def plain_seconds(texts: list[list[int]], turns: int) -> float:
-    plain = Served(len(texts), grammars=True)
-    return sum(plain.serve(texts, 45) for _ in range(turns))
+    """The seconds without drafts: each turn takes as long as the first."""
+    return turns * Served(len(texts), grammars=True).serve(texts, 45)
 
 
-@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("batch", [1, 8])
 def test_where_grammars_cut_every_draft_token_away_nothing_is_lost(batch: int) -> None:
     texts, drafting = [story(i, 245) for i in range(batch)], Drafting(batch)
     seconds = sum(drafting.serve(texts, 45) for _ in range(3))
@@ -139,28 +142,45 @@ def test_a_good_small_model_is_found_with_the_first_request_and_serves_all_other
     batch: int, gain: float
 ) -> None:
     drafting = Knowing(batch, True)
-    plain, seconds = without_grammars(Served(batch), batch, 6), without_grammars(drafting, batch, 6)
-    assert all(one > gain * other for one, other in zip(plain, seconds, strict=True))
+    (plain,), seconds = without_grammars(Served(batch), batch, 1), without_grammars(drafting, batch, 3)
+    assert all(plain > gain * other for other in seconds)
     assert seconds[-1] < 1.05 * seconds[0]
-    assert drafting.speculation.num_accepted > 0.8 * 6 * batch * 200
+    assert drafting.speculation.num_accepted > 0.8 * 3 * batch * 200
 
 
-@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize("batch", [1, 8])
 def test_a_small_model_that_is_always_wrong_costs_a_few_steps_once(batch: int) -> None:
     """The first opinion costs three steps with drafts; all others are paid by the budget."""
     drafting = Knowing(batch, False)
-    plain, seconds = without_grammars(Served(batch), batch, 20), without_grammars(drafting, batch, 20)
+    (plain,), seconds = without_grammars(Served(batch), batch, 1), without_grammars(drafting, batch, 14)
     a_try = 16 * A_STEP + A_RUN + WAIT + CHECKED.at(16 * batch)
-    assert 0 < seconds[0] - plain[0] < 4 * a_try + 8 * PLAIN.seconds[0]
-    assert sum(seconds[1:]) < 1.01 * sum(plain[1:])
+    assert 0 < seconds[0] - plain < 4 * a_try + 8 * PLAIN.seconds[0]
+    assert sum(seconds[1:]) < 1.01 * 13 * plain
     assert drafting.speculation.num_drafts < 6 * batch + 20
+
+
+def test_a_small_model_that_is_seldom_right_is_asked_now_and_then() -> None:
+    drafting = Knowing(1, True)
+    drafting.writer.chance = 0.1
+    (plain,), seconds = without_grammars(Served(1), 1, 1), without_grammars(drafting, 1, 14)
+    assert sum(seconds[1:]) < 1.01 * 13 * plain
+    assert max(drafting.writer.runs) > 10, "its drafts may have become better"
+
+
+def test_a_small_model_that_becomes_wrong_within_an_answer_is_left_alone() -> None:
+    (plain,), drafting = without_grammars(Served(1), 1, 1), Knowing(1, True)
+    drafting.writer.end = 245
+    known = drafting.serve([story(1, 245)], 45)
+    assert drafting.serve([story(2, 245 + 800)], 45) - known < 5 * plain, (
+        "800 tokens are four times as many as in `plain`"
+    )
 
 
 def test_a_small_model_that_becomes_good_is_found_later() -> None:
     plain, drafting = Served(1), Knowing(1, False)
     without_grammars(drafting, 1, 2)
     drafting.is_good = True
-    without_grammars(drafting, 1, 120)
+    without_grammars(drafting, 1, 12)
     assert without_grammars(plain, 1, 1)[0] > 1.5 * without_grammars(drafting, 1, 1)[0]
 
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -160,7 +159,3 @@ class TestProposer:
         proposer.finish(1)
         proposer.finish(3)
         assert not proposer._texts.keys() - {2}, "a sequence that ended leaves nothing behind"
-
-    def test_bounds_are_checked(self) -> None:
-        with pytest.raises(ValueError, match="prompt_lookup_min <= prompt_lookup_max"):
-            NgramProposer(3, 2)

@@ -1,4 +1,4 @@
-"""The policy by itself: averages, probes, rests, and what steps are charged with. In an engine: `test_never_loses`."""
+"""The policy by itself: averages, probes, rests, and what steps are charged with. In an engine: `test_never_loses`, `test_draft_sits_out`."""
 
 from __future__ import annotations
 

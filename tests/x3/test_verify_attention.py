@@ -68,7 +68,7 @@ class TestPlan:
     @given(
         st.lists(st.tuples(st.integers(0, 200), st.integers(0, 40)), min_size=1, max_size=5), st.sampled_from([2, 8])
     )
-    @settings(max_examples=8, deadline=None)
+    @settings(max_examples=5, deadline=None)
     def test_every_new_token_is_in_one_tile(self, seqs: list[tuple[int, int]], most: int) -> None:
         """Sequences of (tokens before, new tokens); the last tile's last token sees all, and padding gets nothing."""
         new = [n for _, n in seqs] + [7]
@@ -118,7 +118,7 @@ class TestKernel:
         assert kernel.tokens >= rows, "one tile each"
         assert_close(out, expected)
 
-    @pytest.mark.parametrize(("heads", "dim"), [((2, 2), 64), ((2, 1), 128), ((4, 1), 64), ((7, 1), 64), ((8, 1), 128)])
+    @pytest.mark.parametrize(("heads", "dim"), [((2, 2), 64), ((7, 1), 64), ((8, 1), 128)])
     def test_grouped_heads(self, heads: tuple[int, int], dim: int) -> None:
         """In half precision; partial results stay in float32."""
         out, expected, _ = check([70, 9], [5, 8], heads, dim, dtype=torch.float16)
@@ -249,7 +249,7 @@ class TestEngine:
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="test_on_a_gpu.py does more")
     def test_a_captured_step_with_drafts(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The same text, by the kernel that decodes and by the one that checks."""
+        """The same text as torch's, by the kernel that decodes and by the one that checks."""
         used: list[int] = []
         run = SplitKVVerify.__call__
 
@@ -261,10 +261,9 @@ class TestEngine:
         monkeypatch.setattr(SplitKVVerify, "__call__", watched)
         params = SamplingParams(temperature=0.8, seed=1, max_tokens=4, ignore_eos=True)
         requests = [Request(prompt, params) for prompt in prompts([6, 3], seed=4)]
-        model = str(tiny_checkpoint(num_heads=2, num_kv_heads=1, num_hidden_layers=2))
+        model = str(tiny_checkpoint(num_heads=2, num_kv_heads=1, num_hidden_layers=1))
         fields: dict[str, Any] = {"model": model, "max_model_len": 16, "max_num_seqs": 2, "block_size": 4}
-        pair = Pair.of(requests, milestone="m6", attention_backend="triton", **fields)
-        assert not used
-        engine = pair.engine("right", k=2)
+        pair = Pair.of(requests, milestone="m6", attention_backend="torch_paged", **fields)
+        engine = pair.engine("right", k=2, attention_backend="triton")
         pair.check(serve(engine, requests))
         assert speculation_of(engine).num_accepted == 4 and 6 in used, "two sequences, three tokens each"

@@ -69,9 +69,8 @@ def add_words(
         group = word // OF_GROUP
         scale, offset = load_scales(scale_ptr, zero_ptr, rows * (K // GROUP) + group[None, :], inside[None, :])
     words = tl.load(word_ptr + rows * (K // 8) + word[None, :], mask=inside[None, :], other=0)
-    input = (
-        group * GROUP + word % OF_GROUP
-    )  # that a word's first weight meets; those of the next are GROUP / 8 further on
+    # The input that a word's first weight meets; those of the next are GROUP / 8 further on.
+    input = group * GROUP + word % OF_GROUP
     for i in tl.static_range(8):
         x = tl.load(x_ptr + (input + i * OF_GROUP)[:, None], mask=inside[:, None], other=0)
         weights = code(words, i, exponent) * scale

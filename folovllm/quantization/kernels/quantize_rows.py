@@ -62,13 +62,9 @@ def serves(weight: QuantizedWeight) -> bool:
     capability = torch.cuda.get_device_capability(weight.weight.device)
     if weight.columns >= inputs and weight.rows == 1:
         return capability >= (8, 9) and outputs % 16 == inputs % 16 == 0
-    has_blocks = capability == (9, 0) and cuda_version() >= (12, 9)
+    cuda = tuple(int(part) for part in (torch.version.cuda or "0").split("."))
+    has_blocks = capability == (9, 0) and cuda >= (12, 9)
     return has_blocks and (weight.rows, weight.columns) == (128, 128) and outputs % 128 == inputs % 512 == 0
-
-
-def cuda_version() -> tuple[int, ...]:
-    """The CUDA that torch was built for."""
-    return tuple(int(part) for part in (torch.version.cuda or "0").split("."))
 
 
 def fp8_matmul(x: torch.Tensor, weight: QuantizedWeight, columns: torch.Tensor | None = None) -> torch.Tensor:

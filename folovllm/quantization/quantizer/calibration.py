@@ -18,9 +18,8 @@ def read_texts(file: Path) -> list[str]:
         ValueError: the file cannot be read, or a line is something else (the sentence names it).
     """
     try:
-        lines = file.read_text(encoding="utf-8-sig").split(
-            "\n"
-        )  # other ends of lines may stand in a JSON text as they are
+        # Other ends of lines may stand in a JSON text as they are.
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read the calibration text {file}: {error}") from error
     texts = [text_of(line, f"{file}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]

@@ -23,7 +23,7 @@ from folovllm.models.loader import (
     take_place,
 )
 from folovllm.models.registry import build_model
-from folovllm.quantization.checkpoint_kv_scales import is_kv_scale
+from folovllm.quantization.checkpoint_kv_scales import taker_of
 from folovllm.quantization.config import ROUTERS
 from folovllm.quantization.quantizer.whole import TOKENS_AT_ONCE, attend_within, whole_batch
 
@@ -58,7 +58,7 @@ class Checkpoint:
                 for name in handle.keys():  # noqa: SIM118  # a handle is no dict
                     stored = handle.get_slice(name)
                     require_stored(name, stored.get_dtype(), {})
-                    if not (is_kv_scale(name) or name.endswith(IGNORED_SUFFIX) or (tied and name == HEAD)):
+                    if not (taker_of(name) or name.endswith(IGNORED_SUFFIX) or (tied and name == HEAD)):
                         take_place(name, torch.Size(stored.get_shape()), places)
         if places:
             raise ValueError(f"the checkpoint in {self.path} lacks {', '.join(sorted(places)[:5])}")
@@ -165,7 +165,7 @@ class OneLayer:
         """Fill the layer. Raises ValueError if a tensor is missing, left over or of another shape."""
         places = dict(self._places)
         for name, tensor in tensors.items():
-            if not is_kv_scale(f"{PREFIX}0.{name}"):  # is copied from folder to folder
+            if not taker_of(f"{PREFIX}0.{name}"):  # is copied from folder to folder
                 copy_weight(name, tensor, places)
         if places:
             raise ValueError(f"the checkpoint lacks {', '.join(sorted(places))} in one of its layers")

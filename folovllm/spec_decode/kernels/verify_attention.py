@@ -289,9 +289,8 @@ class SplitKVVerify:
         )  # fmt: skip
         rows, num_warps = MERGED
         work = self.num_tiles * self.num_kv_heads
-        groups = max(
-            1, min(self.rows // rows, 4 * self.num_sms // work)
-        )  # with many tiles a program goes on to the next
+        # With many tiles a program goes on to the next.
+        groups = max(1, min(self.rows // rows, 4 * self.num_sms // work))
         merge_verify_kernel[(groups, self.num_kv_heads, self.num_tiles)](
             out, self.places, self.ends, self.count, self.header, self.part_max, self.part_sum, self.part_acc, scales.value,
             G=self.group, HKV=self.num_kv_heads, D=self.head_dim, M=self.rows, ROWS=rows, STEP=self.config.merge_step,
