@@ -48,7 +48,7 @@ _NEEDED: dict[str, Kind] = {f"llama.{name}": SIZE for name in _SIZES} | {
 }  # fmt: skip
 _ALLOWED: dict[str, Kind] = {f"{_TOKENS}{name}_token_id": INDEX for name in _IDS.values()} | {
     "llama.attention.head_count_kv": SIZE, "llama.attention.key_length": SIZE, "llama.rope.freq_base": ABOVE_0,
-    "tokenizer.chat_template": TEXT, f"{_TOKENS}token_type": IDS,
+    "llama.rope.dimension_count": SIZE, "tokenizer.chat_template": TEXT, f"{_TOKENS}token_type": IDS,
 }  # fmt: skip
 
 
@@ -225,12 +225,22 @@ def _config(meta: dict[str, Any]) -> dict[str, Any]:
         "num_hidden_layers": meta["llama.block_count"],
         "num_attention_heads": heads,
         "num_key_value_heads": meta.get("llama.attention.head_count_kv", heads),
-        "head_dim": meta.get("llama.attention.key_length", hidden // heads),
+        "head_dim": head_dim_of(meta),
         "max_position_embeddings": meta["llama.context_length"],
         "rms_norm_eps": round(meta["llama.attention.layer_norm_rms_epsilon"], 9),  # was rounded to float32
         "rope_theta": meta.get("llama.rope.freq_base", 10_000.0),
         **_special_ids(meta),
     }
+
+
+def head_dim_of(meta: dict[str, Any]) -> int:
+    """Return D. Raises ValueError if only a part of a head is rotated."""
+    size = int(
+        meta.get("llama.attention.key_length", meta["llama.embedding_length"] // meta["llama.attention.head_count"])
+    )
+    if (rotated := meta.get("llama.rope.dimension_count", size)) != size:
+        raise ValueError(f"llama.rope.dimension_count is {rotated}, and only whole heads, of {size}, are supported")
+    return size
 
 
 def _build_tokenizer(meta: dict[str, Any]) -> Any:

@@ -157,6 +157,7 @@ STRANGE: list[tuple[str, Callable[[GGUFWriter], object], str]] = [
      "describes a model of .* weights, which .* bytes of files cannot hold"),
     ("an unknown tensor", lambda w: w.add_tensor("blk.0.ffn_gate_inp.weight", np.ones(4, np.float32)),
      "blk.0.ffn_gate_inp.weight, for which the model has no place"),
+    ("a part of a head", lambda w: w.add_rope_dimension_count(8), "rope.dimension_count is 8, and only whole heads"),
     ("scaled angles", lambda w: w.add_rope_scaling_type(RopeScalingType.YARN), "'yarn' is not supported"),
     ("factors of angles", lambda w: w.add_tensor("rope_freqs.weight", np.ones(8, np.float32)), "rope_freqs.weight, for which"),
     ("a bias", lambda w: w.add_tensor("blk.1.attn_q.bias", np.ones(HIDDEN, np.float32)), "blk.1.attn_q.bias, for which"),

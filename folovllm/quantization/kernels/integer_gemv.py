@@ -5,6 +5,8 @@ away from that (below), and a tensor core takes 32 of a row at once in place of 
 bytes of each number are four columns of a product. That is long. So a program keeps `x` in registers, and takes several
 groups of lines one after the other (TIMES).
 
+`x` as four planes of bytes, and codes as bytes, in the order in which a tensor core that multiplies integers takes them.
+
 The four bytes of the float 3 + x / p are the planes, where p is a power of two so large that this lies between 2.5 and 3.5.
 For the lower three bytes hold 2^22 x / p as an integer with an offset, 0x40 in the third, and the fourth is always 0x40:
 
