@@ -1,4 +1,4 @@
-"""Faults on demand: the `cache_salt` of a request says where it fails, and how. Installed in this process, or run as the engine's.
+"""Faults on demand: the `cache_salt` of a request says where it fails, and how.
 
 `{"cache_salt": "fault|engine|StructuredOutputManager.add|KeyError"}` makes the engine's call of `StructuredOutputManager.add` raise a KeyError for this request alone.
 """
@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -123,10 +122,3 @@ def marking_matchers(add: Any) -> Any:
                 matcher.mark = matcher._grammar.mark = of_request(seq.request)  # type: ignore[attr-defined]
 
     return wrapped
-
-
-if __name__ == "__main__":
-    from folovllm.server.link import serve_socket
-
-    install()
-    serve_socket(int(sys.argv[-1]))

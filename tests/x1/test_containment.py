@@ -23,9 +23,9 @@ from tests.helpers import VOCAB_SIZE, tiny_checkpoint, tiny_tokenizer
 from tests.sequences import make_seq
 from tests.workloads import assert_nothing_left
 from tests.x1 import faulty
-from tests.x1.background import Background, events_in
-from tests.x1.conftest import GUESSING
+from tests.x1.background import Background, events_in, served
 
+GUESSING: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
 STORY = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 16, "ignore_eos": True}
 VICTIM = {
     "prompt": "Once upon a time", "temperature": 0, "max_tokens": 20, "n": 2, "stop": ["@@"], "logprobs": 1,
@@ -46,15 +46,12 @@ SIDES = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["thread", "process"])
-def server(request: pytest.FixtureRequest) -> Iterator[Background]:
+@pytest.fixture(scope="module")
+def server() -> Iterator[Background]:
+    """Its engine is in a thread, at the other end of a socket as one in a process is."""
     with pytest.MonkeyPatch.context() as patch:
         faulty.install(patch.setattr)
-        if request.param == "process":
-            yield request.getfixturevalue("process_server")
-        else:
-            with Background(model=str(tiny_checkpoint()), max_model_len=256, max_num_seqs=8, **GUESSING) as server:
-                yield server
+        yield from served(model=str(tiny_checkpoint()), max_model_len=256, max_num_seqs=8, **GUESSING)
 
 
 def ask(server: Background, fields: dict[str, Any]) -> tuple[int, str]:
@@ -68,9 +65,7 @@ def ask(server: Background, fields: dict[str, Any]) -> tuple[int, str]:
     return status, "".join(choice["text"] for event in events for choice in event["choices"] if not choice["index"])
 
 
-@pytest.mark.parametrize(
-    ("server", "side"), [("thread", "engine"), ("thread", "server"), ("process", "engine")], indirect=["server"]
-)
+@pytest.mark.parametrize("side", SIDES)
 def test_a_fault_at_one_request(server: Background, side: str) -> None:
     """Whole answers and streams that fail at all these calls, and between them others, which get their own texts."""
     right = ask(server, STORY)

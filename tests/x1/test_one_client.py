@@ -15,11 +15,11 @@ from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
 from folovllm.server.transport import ThreadTransport
 from tests.helpers import tiny_checkpoint
-from tests.x1.background import PATIENCE, Background
-from tests.x1.conftest import ROOM
+from tests.x1.background import PATIENCE, Background, served
 from tests.x1.faulty import PanicException
 from tests.x1.scripted import HandTransport, ScriptedEngine
 
+ROOM = 16  # sequences that may wait
 CHAT = '{"messages": [{"role": "user", "content": "a"}], "logprobs": true, '
 COMPLETION = '{"prompt": "a", '
 # (path, the body up to the number, its end, the field that the error names)
@@ -40,14 +40,12 @@ NUMBERS = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["thread", "process"])
-def server(request: pytest.FixtureRequest) -> Iterator[Background]:
-    if request.param == "process":
-        yield request.getfixturevalue("process_server")
-    else:
-        config = ServerConfig(max_queued_requests=ROOM)
-        with Background(config, model=str(tiny_checkpoint()), max_model_len=256, max_num_seqs=2) as server:
-            yield server
+@pytest.fixture(scope="module")
+def server() -> Iterator[Background]:
+    """Its engine is in a thread: what is refused here never reaches it."""
+    yield from served(
+        ServerConfig(max_queued_requests=ROOM), model=str(tiny_checkpoint()), max_model_len=256, max_num_seqs=2
+    )
 
 
 LISTS: list[tuple[str, dict[str, Any], str]] = [
