@@ -37,10 +37,6 @@ class Film:
         """The recording."""
         return self._data.decode()
 
-    def save(self, path: str | Path) -> None:
-        """Write the recording, for `folovllm inspect`."""
-        Path(path).write_bytes(self._data)
-
     def _repr_html_(self) -> str:
         return show(self).data
 

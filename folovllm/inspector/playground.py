@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from folovllm.config import PRESETS, EngineConfig
@@ -51,12 +51,7 @@ class Slider:
 
     def described(self, name: str, value: Any) -> dict[str, Any]:
         """What the page gets to know of it."""
-        fields: dict[str, Any] = {"name": name, "kind": self.kind, "value": value, "help": self.help}
-        if self.kind == "choice":
-            fields["choices"] = self.choices
-        elif self.kind == "number":
-            fields |= {"min": self.min, "max": self.max, "step": self.step}
-        return fields
+        return {"name": name, "kind": self.kind, "value": value} | asdict(self)
 
 
 SLIDERS = {  # by field of `EngineConfig`

@@ -11,36 +11,17 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from folovllm.events import Event, Listener
-from folovllm.executor.abstract import Executor
+from folovllm.events import Event
 from folovllm.inspector.lines import FORMAT, KEY_EVERY, VERSION, LineWriter, TokenTexts, as_file
 from folovllm.models.shapes import state_layers
-from folovllm.setup import EngineSetup
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from folovllm.engine.llm_engine import LLMEngine
 
 MOST_WAITING = 1024  # batches that the thread may be behind; then the engine waits for it
 Batch = tuple[SequenceOf[Event], float]
-
-
-class Engine(Protocol):
-    """What a recorder asks of an engine: `LLMEngine` has it."""
-
-    setup: EngineSetup
-    tokenizer: PreTrainedTokenizerBase
-
-    def subscribe(self, listener: Listener, experts: bool = False) -> None:
-        """Tell `listener` how things stand, and what happens from here on; with `experts` how often each was asked."""
-
-    def unsubscribe(self, listener: Listener) -> None:
-        """Tell it nothing more."""
-
-    @property
-    def executor(self) -> Executor:
-        """What computes its steps."""
 
 
 class Recorder:
@@ -52,7 +33,7 @@ class Recorder:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: LLMEngine,
         write: Callable[[bytes], object],
         flush: Callable[[], object] = lambda: None,
         *,
@@ -116,7 +97,7 @@ class Recorder:
 
 
 @contextmanager
-def recording(engine: Engine, path: str | Path, title: str = "") -> Iterator[Recorder]:
+def recording(engine: LLMEngine, path: str | Path, title: str = "") -> Iterator[Recorder]:
     """Record an engine into a file for as long as the block runs, until Ctrl-C too.
 
     Raises:
@@ -136,7 +117,7 @@ def recording(engine: Engine, path: str | Path, title: str = "") -> Iterator[Rec
         recorder.close()
 
 
-def header_of(engine: Engine, title: str, started: str | None) -> dict[str, Any]:
+def header_of(engine: LLMEngine, title: str, started: str | None) -> dict[str, Any]:
     """The first line of a recording."""
     setup, config = engine.setup, engine.setup.config
     num_kv_blocks = engine.executor.num_kv_blocks
