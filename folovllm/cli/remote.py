@@ -23,7 +23,7 @@ class ServerError(ValueError):
 
 
 class Server:
-    """A server's model, as a `folovllm.cli.conversation.Speaker`.
+    """A server's model, as `folovllm.cli.conversation.Chat` talks to it.
 
     Args:
         url: `http://host:port`, with `/v1` or without.

@@ -27,15 +27,13 @@ Batch = tuple[SequenceOf[Event], float]
 class Recorder:
     """Listens to an engine from now on, and hands the lines of its recording to `write`, as UTF-8.
 
-    `write` is called in the recorder's thread, and `flush` where it has nothing more to do. What they raise ends the
-    recording and not the engine: `close` raises it.
+    `write` is called in the recorder's thread. What it raises ends the recording and not the engine: `close` raises it.
     """
 
     def __init__(
         self,
         engine: LLMEngine,
         write: Callable[[bytes], object],
-        flush: Callable[[], object] = lambda: None,
         *,
         title: str = "",
         is_virtual: bool = False,
@@ -44,10 +42,9 @@ class Recorder:
         scene: dict[str, Any] | None = None,
     ) -> None:
         """`is_virtual`: the engine reads a made-up clock, so the header has no date. `scene` is what the header says of one."""
-        self._engine, self._write, self._flush = engine, write, flush
+        self._engine, self._write = engine, write
         self._queue: queue.Queue[Batch | None] = queue.Queue(MOST_WAITING)
         self._error: Exception | None = None
-        self._is_open = True
         started = None if is_virtual else datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         header = header_of(engine, title, started) | ({} if scene is None else {"scene": scene})
         texts = TokenTexts(engine.tokenizer) if texts is None else texts
@@ -70,17 +67,13 @@ class Recorder:
         self._queue.join()
 
     def close(self, how: str = "closed") -> None:
-        """Write what is left, and the end. A second call does nothing. Raises OSError if something could not be written."""
-        if not self._is_open:
-            return
-        self._is_open = False
+        """Write what is left, and the end. Raises OSError if something could not be written."""
         self._engine.unsubscribe(self)
         now = time.monotonic()
         self._queue.put(None)
         self._thread.join()
         if self._error is None:
             self._write(as_file([self._lines.done(how, now)]))
-            self._flush()
         else:
             raise self._error
 
@@ -89,8 +82,6 @@ class Recorder:
             if self._error is None:
                 try:
                     self._write(as_file(self._lines.lines(*batch)))
-                    if self._queue.empty():
-                        self._flush()
                 except Exception as error:  # of a full disk, say: the engine goes on
                     self._error = error
             self._queue.task_done()
@@ -107,8 +98,13 @@ def recording(engine: LLMEngine, path: str | Path, title: str = "") -> Iterator[
         file = open(path, "wb")  # noqa: SIM115 -- closed below
     except OSError as error:
         raise ValueError(f"cannot record into {path}: {error.strerror}. Name a file in a folder with room") from error
+
+    def write(data: bytes) -> None:
+        file.write(data)
+        file.flush()  # who reads it meanwhile sees whole turns
+
     with file:
-        recorder = Recorder(engine, file.write, file.flush, title=title or Path(path).stem)
+        recorder = Recorder(engine, write, title=title or Path(path).stem)
         try:
             yield recorder
         except BaseException as error:

@@ -49,6 +49,8 @@ def chromium() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("needs a browser: apt-get install chromium")
     flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
+    # A test waits for frames by the thousand: they come as soon as they are drawn, not 60 times a second.
+    flags += ["--run-all-compositor-stages-before-draw", "--disable-frame-rate-limit", "--disable-gpu-vsync"]
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=flags)
         yield browser

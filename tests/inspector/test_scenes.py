@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from folovllm.inspector.page import inline_source, whole_page
 from folovllm.inspector.playground import SLIDERS
 from folovllm.inspector.scenes import Scene, scenes
-from tests.inspector.browser import HOST, SAMPLES, SHOWN, STATIC, Shown, chromium, shown
+from tests.inspector.browser import HOST, SAMPLES, SHOWN, STATIC, Shown, shown
 
 pytestmark = pytest.mark.slow
 TICK = "inspector.player.clock.tick"
@@ -27,12 +26,6 @@ for (let at = 0; at < inspector.player.clock.length; at += 1 + it) {{
 const {{missing}} = await import("inspector/words.js");
 return [...missing];
 """
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with chromium() as browser:
-        yield browser
 
 
 def opened(here: Shown, files: list[Path], folder: Path, options: str = "") -> Any:
