@@ -17,6 +17,7 @@ from tests.docs.browser import CHROMIUM
 STATIC = Path(__file__).resolve().parents[2] / "folovllm" / "inspector" / "static"
 SAMPLES = Path(__file__).parent / "data"
 HOST = "http://inspector.test/"
+DRAWN = "new Promise(requestAnimationFrame)"  # what was asked for before is drawn in that frame
 SHOWN = "window.inspector?.player && inspector.lanes[0]?.frame != null"
 
 
@@ -49,8 +50,6 @@ def chromium() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("needs a browser: apt-get install chromium")
     flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
-    # A test waits for frames by the thousand: they come as soon as they are drawn, not 60 times a second.
-    flags += ["--run-all-compositor-stages-before-draw", "--disable-frame-rate-limit", "--disable-gpu-vsync"]
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=flags)
         yield browser

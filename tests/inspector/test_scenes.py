@@ -12,16 +12,15 @@ import pytest
 from folovllm.inspector.page import inline_source, whole_page
 from folovllm.inspector.playground import SLIDERS
 from folovllm.inspector.scenes import Scene, scenes
-from tests.inspector.browser import HOST, SAMPLES, SHOWN, STATIC, Shown, shown
+from tests.inspector.browser import DRAWN, HOST, SAMPLES, SHOWN, STATIC, Shown, shown
 
 pytestmark = pytest.mark.slow
 TICK = "inspector.player.clock.tick"
-SETTLED = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done())))"
 STRINGS = json.loads((STATIC / "strings.zh.json").read_text(encoding="utf-8"))
 TELL_ALL = f"""
 for (let at = 0; at < inspector.player.clock.length; at += 1 + it) {{
   inspector.player.go(at);
-  await {SETTLED};
+  await {DRAWN};
 }}
 const {{missing}} = await import("inspector/words.js");
 return [...missing];

@@ -12,7 +12,7 @@ import pytest
 
 from folovllm.inspector.page import inline_source, whole_page
 from folovllm.inspector.recorder import Recorder
-from tests.inspector.browser import HOST, SAMPLES, SHOWN, STATIC, Shown, lines_of, shown
+from tests.inspector.browser import DRAWN, HOST, SAMPLES, SHOWN, STATIC, Shown, lines_of, shown
 from tests.m5.test_events import World, engine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +28,7 @@ TELL_ALL = f"""
 const told = [];
 for (let at = 0; at < inspector.player.clock.length; at++) {{
   inspector.player.go(at);
-  await {SETTLED};
+  await {DRAWN};
   told.push(inspector.lanes[0].text);
 }}
 return told;
