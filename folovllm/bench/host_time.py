@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, ParamSpec, TypeVar
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import torch
 
@@ -20,11 +22,7 @@ from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.metrics import StepLog
 from folovllm.executor.abstract import Pending
 from folovllm.sampling_params import SamplingParams
-from folovllm.step.schedule import StepResult
 from folovllm.worker.graph_runner import GraphRunner
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 BATCHES = (1, 256)
 PROMPT, STEPS, SETTLE = 16, 32, 4  # tokens of a prompt; steps that count, and those before them that do not
@@ -38,10 +36,10 @@ class WaitClock:
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def around(self, work: Callable[P, R]) -> Callable[P, R]:
+    def around(self, work: Callable[..., Any]) -> Callable[..., Any]:
         """Return `work` with its whole time on the clock."""
 
-        def on_the_clock(*args: P.args, **kwargs: P.kwargs) -> R:
+        def on_the_clock(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             try:
                 return work(*args, **kwargs)
@@ -50,14 +48,14 @@ class WaitClock:
 
         return on_the_clock
 
-    def around_wait(self, start: Callable[P, Pending]) -> Callable[P, TimedPending]:
+    def around_wait(self, start: Callable[..., Pending]) -> Callable[..., Pending]:
         """Return `start`, which starts a step, with the later wait for that step on the clock."""
-        return lambda *args, **kwargs: TimedPending(self.around(start(*args, **kwargs).wait))
+        return lambda *args, **kwargs: SimpleNamespace(wait=self.around(start(*args, **kwargs).wait))
 
-    def then_synchronize(self, launch: Callable[P, R]) -> Callable[P, R]:
+    def then_synchronize(self, launch: Callable[..., Any]) -> Callable[..., Any]:
         """Return `launch`, which queues work, followed by a wait, on the clock, for all that is queued."""
 
-        def launch_and_wait(*args: P.args, **kwargs: P.kwargs) -> R:
+        def launch_and_wait(*args: Any, **kwargs: Any) -> Any:
             result = launch(*args, **kwargs)
             self.around(torch.cuda.synchronize)()
             return result
@@ -65,21 +63,12 @@ class WaitClock:
         return launch_and_wait
 
 
-@dataclass(slots=True)
-class TimedPending:
-    """A step that was started. The clock runs during the wait for it."""
-
-    wait: Callable[[], StepResult]
-
-
 @contextmanager
 def watched(engine: LLMEngine, clock: WaitClock) -> Iterator[None]:
     """Run the clock, until the end of the block, whenever the engine waits for its device."""
     with ExitStack() as stack:
         for target, name, wrap in _waits(engine, clock):
-            own = vars(target).get(name)  # else it is the class's, which comes to light again by itself
-            stack.callback(*((setattr, target, name, own) if own else (delattr, target, name)))
-            setattr(target, name, wrap(getattr(target, name)))
+            stack.enter_context(mock.patch.object(target, name, wrap(getattr(target, name))))
         yield
 
 

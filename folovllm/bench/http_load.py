@@ -41,17 +41,11 @@ class Reply:
         return [after - before for before, after in pairwise(self.times)]
 
 
-class Used(msgspec.Struct):
-    """How many tokens an answer has."""
-
-    completion_tokens: int
-
-
 class Told(msgspec.Struct):
     """An event of the stream, as far as it matters here."""
 
     choices: list[msgspec.Raw] = []
-    usage: Used | None = None
+    usage: dict[str, Any] | None = None
     error: Any = None
 
 
@@ -100,7 +94,7 @@ class Client(asyncio.Protocol):
         if told.choices:
             self._reply.times.append(now)
         if told.usage is not None:
-            self._reply.num_tokens = told.usage.completion_tokens
+            self._reply.num_tokens = told.usage["completion_tokens"]
         if told.error is not None:
             self._end(msgspec.json.encode(told.error).decode())
 
@@ -120,10 +114,8 @@ class Server:
             raise ValueError(f"{url!r} is no address of a server: write http://127.0.0.1:8000")
         self._host, self._tls = parts.hostname, ssl.create_default_context() if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._tls else 80)
-        path = parts.path.rstrip("/")
-        self._head = (
-            f"POST {path if path.endswith('/v1') else path + '/v1'}/completions HTTP/1.1\r\nHost: {parts.netloc}\r\n"
-        )
+        path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
+        self._head = f"POST {path}/completions HTTP/1.1\r\nHost: {parts.netloc}\r\n"
         self._head += f"Authorization: Bearer {api_key}\r\n" * bool(api_key)
         self._model = model
 

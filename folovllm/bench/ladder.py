@@ -58,6 +58,7 @@ LEGEND = (
     "At once: requests in a step, mean. First and each token: medians, with all waiting. Longest wait: of a running "
     "request for its next token. Cache empty: reserved, and nothing in it. Prompt found: in the cache, not computed."
 )
+ALL_AGREE = "All rungs gave the same tokens."
 FOR_GPUS = "On a CPU M4 runs what M3 runs, and M6 has no device to overlap with: both are for GPUs."
 
 
@@ -80,8 +81,7 @@ def rungs(upto: str, common: dict[str, Any]) -> list[Contender]:
     """
     if upto not in PRESETS:
         raise ValueError(f"unknown milestone {upto!r}: choose one of {', '.join(PRESETS)}")
-    names = list(PRESETS)[: list(PRESETS).index(upto) + 1]
-    found = parse_contenders(",".join(names), common)
+    found = parse_contenders(",".join(name for name in PRESETS if name <= upto), common)
     on_gpu = choose_device(common.get("device")).type == "cuda"
     return found + (other_backends(found[-1]) if on_gpu and upto >= FIRST_WITH_BACKENDS else [])
 
@@ -129,15 +129,9 @@ def bench_ladder(plan: Plan) -> Result:
     on_gpu = choose_device(plan.contenders[0][1].get("device")).type == "cuda"
     for run in result.runs:  # a GPU's work is not the CPU's; a small model stays in a CPU's cache, which no copy shows
         run.metrics.pop(PER_CPU_SECOND if on_gpu else ROOFLINE, None)
-    if must_agree(plan):
-        check_answers(result)
+    if not on_gpu and plan.contenders[0][1].get("dtype", "auto") in ("auto", "float32"):
+        check_answers(result)  # rounding cannot explain a difference
     return result
-
-
-def must_agree(plan: Plan) -> bool:
-    """Whether rounding cannot explain a difference: float32 on a CPU. (Answers that were drawn are not compared.)"""
-    fields = plan.contenders[0][1]
-    return choose_device(fields.get("device")).type == "cpu" and fields.get("dtype", "auto") in ("auto", "float32")
 
 
 def check_answers(result: Result) -> None:
@@ -168,20 +162,14 @@ def bench_reference(plan: Plan) -> Result:
         return load(file)
 
 
-def measure_to(asked: str, file: str) -> None:
-    """Measure the plan `asked`, as JSON, and save the result: the child process of `bench_reference` does this."""
-    bench_ladder(Plan(**json.loads(asked))).save(Path(file))
-
-
 def beside(mine: Result, reference: Result) -> Result:
     """Put two ladders into one, with two runs a rung: the reference's, then the learner's."""
-    both = replace(mine)
-    both.runs = [
+    runs = [
         renamed
         for own, other in zip(mine.runs, reference.runs, strict=True)
         for renamed in (replace(other, name=f"{other.name} reference"), replace(own, name=f"{own.name} mine"))
     ]
-    return both
+    return replace(mine, runs=runs)
 
 
 def show_ladder(result: Result, console: Console | None = None) -> None:
@@ -190,38 +178,25 @@ def show_ladder(result: Result, console: Console | None = None) -> None:
     title = f"bench ladder: {workload_line(result.workload)}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("")
-    columns = [name for name in COLUMNS if _is_worth_a_column(name, result)]
+    units = {name: metric.unit for run in result.runs for name, metric in run.metrics.items()}
+    all_agree = {run.metrics[AGREEMENT].median for run in result.runs if AGREEMENT in run.metrics} == {100}
+    columns = [name for name in COLUMNS if name in units and not (name == AGREEMENT and all_agree)]
     for name in columns:
-        unit = next(run.metrics[name].unit for run in result.runs if name in run.metrics)
-        table.add_column(f"{COLUMNS[name]}\n{unit}", justify="right", no_wrap=True, vertical="bottom")
+        table.add_column(f"{COLUMNS[name]}\n{units[name]}", justify="right", no_wrap=True, vertical="bottom")
         if name == RATE:
             table.add_column("", justify="right", style="bold", no_wrap=True)
     for run in result.runs:
         table.add_row(*_cells(run, result.runs[0], columns))
     console.print(table)
-    for note in notes(result):
+    for note in [LEGEND] + [ALL_AGREE] * all_agree + [FOR_GPUS] * _needs_a_gpu(result):
         console.print(note, style="dim", markup=False)
     console.print(machine_line(result), style="dim", soft_wrap=True)
 
 
-def _is_worth_a_column(name: str, result: Result) -> bool:
-    """Whether any run has this figure. Agreement is worth a column only where it is not 100%: else a note says it."""
-    return any(name in run.metrics for run in result.runs) and not (name == AGREEMENT and all_agree(result))
-
-
-def all_agree(result: Result) -> bool:
-    """Whether answers were compared, and all were the first's."""
-    found = [run.metrics[AGREEMENT].median for run in result.runs if AGREEMENT in run.metrics]
-    return bool(found) and min(found) == 100
-
-
-def notes(result: Result) -> list[str]:
-    """Explain the headings, say what all rungs have in common, and what a CPU cannot show."""
-    found = [LEGEND] + ["All rungs gave the same tokens."] * all_agree(result)
+def _needs_a_gpu(result: Result) -> bool:
+    """Whether a CPU ran rungs that have nothing to gain there."""
     on_cpu = all(PER_CPU_SECOND in run.metrics for run in result.runs)
-    if on_cpu and any(run.config.get("milestone") in ("m4", "m6") for run in result.runs):
-        found.append(FOR_GPUS)
-    return found
+    return on_cpu and any(run.config.get("milestone") in ("m4", "m6") for run in result.runs)
 
 
 def _cells(run: Run, first: Run, columns: list[str]) -> list[str]:
@@ -230,5 +205,5 @@ def _cells(run: Run, first: Run, columns: list[str]) -> list[str]:
     return [run.title, cells[0], f"{rate / base:.2f}x" if base else "", *cells[1:]]
 
 
-if __name__ == "__main__":
-    measure_to(*sys.argv[1:])
+if __name__ == "__main__":  # the child process of `bench_reference`
+    bench_ladder(Plan(**json.loads(sys.argv[1]))).save(Path(sys.argv[2]))

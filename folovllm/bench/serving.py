@@ -6,13 +6,11 @@ A server is one of our own for each preset, or one that runs already.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import re
 import subprocess
 import tempfile
-import urllib.request
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -20,14 +18,15 @@ from typing import Any
 
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from tqdm import tqdm
 
 from folovllm.bench.contenders import Contender, used_settings
 from folovllm.bench.http_load import Reply, Server
 from folovllm.bench.report import Metric, Result, Run, digits, machine_line, quantile, workload_line
 from folovllm.bench.workload import BenchRequest, Workload
 from folovllm.children import import_path, python_command
+from folovllm.cli.remote import Server as RemoteModel
 from folovllm.config import EngineConfig
 
 Ask = Callable[[BenchRequest], Coroutine[Any, Any, object]]
@@ -232,7 +231,7 @@ class Sweep:
 
     def run_at(self, url: str, model: str | None, api_key: str | None) -> tuple[Result, bool]:
         """The same for a server that is there. Raises ValueError where none answers."""
-        model = model or first_model(url, api_key)
+        model = RemoteModel(url, api_key, model=model).name
         return self._run([(model, {"url": url}, nullcontext(url))], model, api_key)
 
     def _run(self, targets: Any, model: str = "model", api_key: str | None = None) -> tuple[Result, bool]:
@@ -264,11 +263,11 @@ class Sweep:
             yield load
 
     def _drive(self, server: Server, load: Load, requests: list[BenchRequest], title: str) -> None:
-        with progress(title, len(requests)) as step:
+        with tqdm(total=len(requests), desc=title, leave=False, dynamic_ncols=True) as bar:
 
             async def ask(request: BenchRequest) -> None:
                 await server.ask(request, self.workload.temperature, load.replies)
-                step()
+                bar.update()
 
             async def all_of_it() -> None:
                 load.begin = asyncio.get_running_loop().time()
@@ -278,26 +277,6 @@ class Sweep:
                 asyncio.run(all_of_it())
             except KeyboardInterrupt:  # what was answered by then counts
                 load.partial = True
-
-
-@contextmanager
-def progress(title: str, total: int) -> Iterator[Any]:
-    """A bar on stderr; call what it gives for each request that is over."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda: bar.advance(task)
-
-
-def first_model(url: str, api_key: str | None) -> str:
-    """The name of a server's model. Raises ValueError where none can be had."""
-    address = url.rstrip("/").removesuffix("/v1") + "/v1/models"
-    request = urllib.request.Request(address, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
-    try:
-        with urllib.request.urlopen(request, timeout=10) as response:
-            return str(json.load(response)["data"][0]["id"])
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{address} names no model ({error}): is the server there? Else say --model NAME") from error
 
 
 def show_sweep(result: Result) -> None:

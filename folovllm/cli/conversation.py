@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from folovllm.cli.remote import ServerError
+from folovllm.cli.remote import Server, ServerError
 from folovllm.interrupts import interrupts
 
 if TYPE_CHECKING:
@@ -16,13 +16,6 @@ if TYPE_CHECKING:
     from folovllm.sampling_params import SamplingParams
 
 HELP = "/reset starts anew, Ctrl-C stops an answer, Ctrl-D leaves."
-
-
-class Speaker(Protocol):
-    """Continues a conversation: `OwnEngine` in this process, or `folovllm.cli.remote.Server`."""
-
-    def stream(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        """Yield the new text of each step, until the answer ends or Ctrl-C is pressed. Raises ValueError if it is refused."""
 
 
 class OwnEngine:
@@ -52,7 +45,7 @@ class Chat:
     interrupted or refused.
     """
 
-    def __init__(self, speaker: Speaker, system: str | None = None) -> None:
+    def __init__(self, speaker: OwnEngine | Server, system: str | None = None) -> None:
         self._speaker = speaker
         self._opening = [{"role": "system", "content": system}] if system else []
         self.notes = Console(stderr=True, highlight=False)

@@ -23,7 +23,7 @@ class ServerError(ValueError):
 
 
 class Server:
-    """A server's model, as a `folovllm.cli.conversation.Speaker`.
+    """A server's model, as `folovllm.cli.conversation.Chat` talks to it.
 
     Args:
         url: `http://host:port`, with `/v1` or without.
@@ -48,7 +48,8 @@ class Server:
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
-        self._fields = {**(fields or {}), "model": model or self._first_model()}
+        self.name = model or self._first_model()
+        self._fields = {**(fields or {}), "model": self.name}
 
     def _first_model(self) -> str:
         connection = self._connect()

@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from folovllm.inspector.notebook import Film, film, show
+    from folovllm.inspector.notebook import film, show
     from folovllm.inspector.recorder import recording
 
-__all__ = ["Film", "film", "recording", "show"]
-_PLACES = {"Film": "notebook", "film": "notebook", "show": "notebook", "recording": "recorder"}
+__all__ = ["film", "recording", "show"]
+_PLACES = {"film": "notebook", "show": "notebook", "recording": "recorder"}
 
 
 def __getattr__(name: str) -> Any:

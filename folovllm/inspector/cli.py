@@ -51,18 +51,15 @@ def inspect(
     _serve(recordings, chosen, host, port, browser)
 
 
-def _serve(recordings: list[Path], overrides: dict[str, Any], host: str, port: int, browser: bool) -> None:
-    """Serve the recordings, or without any a playground. Raises ValueError where the server's packages are missing."""
+def _serve(*arguments: Any) -> None:
+    """Run the page's server. Raises ValueError where the packages that it needs are missing."""
     try:
-        from folovllm.inspector.serve import run_playground, run_replay
+        from folovllm.inspector.serve import run
     except ModuleNotFoundError as error:
         raise ValueError(
             f'{error.name} is not installed: pip install "folovllm[serve]", or write one file with --html run.html'
         ) from error
-    if recordings:
-        run_replay(recordings, host, port, browser)
-    else:
-        run_playground(overrides, host, port, browser)
+    run(*arguments)
 
 
 def add_to(app: typer.Typer) -> None:

@@ -59,9 +59,6 @@ class Subscribers:
         self._watch = watch
         self._all: set[Subscriber] = set()
 
-    def __len__(self) -> int:
-        return len(self._all)
-
     def publish(self, pieces: list[bytes]) -> None:
         """Give everybody what the engine said."""
         for piece in pieces:

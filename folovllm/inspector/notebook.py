@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from folovllm.inspector.page import inline_source, whole_page
 from folovllm.inspector.recorder import Recorder
-from folovllm.inspector.replay import parse, read
+from folovllm.inspector.replay import read
 
 if TYPE_CHECKING:
     from folovllm.engine.llm_engine import LLMEngine
@@ -36,10 +36,6 @@ class Film:
     def text(self) -> str:
         """The recording."""
         return self._data.decode()
-
-    def save(self, path: str | Path) -> None:
-        """Write the recording, for `folovllm inspect`."""
-        Path(path).write_bytes(self._data)
 
     def _repr_html_(self) -> str:
         return show(self).data
@@ -84,9 +80,7 @@ def _text(recording: Film | LLM | LLMEngine | str | Path) -> tuple[str, str]:
         with film(recording, "now") as recording:
             pass
     if isinstance(recording, Film):
-        name = recording.title or "this run"
-        parse(recording.text, name)
-        return name, recording.text
+        return recording.title or "this run", recording.text
     path = Path(recording)
     read(path)
     return path.name, path.read_text(encoding="utf-8-sig")

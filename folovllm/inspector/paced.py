@@ -11,7 +11,7 @@ from folovllm.electives import named
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.inspector.lines import TokenTexts
 from folovllm.inspector.live import is_beginning
-from folovllm.inspector.recorder import Engine, Recorder
+from folovllm.inspector.recorder import Recorder
 from folovllm.server import messages as msg
 
 PERIOD = 1 / 15  # seconds between two messages
@@ -24,7 +24,7 @@ class LiveLines:
     never goes back, so no keyframe follows a beginning: of an engine with 66,000 blocks one has three megabytes.
     """
 
-    def __init__(self, engine: Engine, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, engine: LLMEngine, clock: Callable[[], float] = time.monotonic) -> None:
         self._engine, self._clock = engine, clock
         self._recorder: Recorder | None = None
         self._texts: TokenTexts | None = None  # made for the first subscriber

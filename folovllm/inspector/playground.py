@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from folovllm.config import PRESETS, EngineConfig
 from folovllm.inspector.live import Subscribers
 from folovllm.inspector.scenes import Scene
 from folovllm.sampling_params import SamplingParams
-from folovllm.server.errors import EngineDead, Unavailable
+from folovllm.server.errors import Unavailable
 from folovllm.server.messages import Pace
 
 if TYPE_CHECKING:  # the page is there before torch is
@@ -51,12 +51,7 @@ class Slider:
 
     def described(self, name: str, value: Any) -> dict[str, Any]:
         """What the page gets to know of it."""
-        fields: dict[str, Any] = {"name": name, "kind": self.kind, "value": value, "help": self.help}
-        if self.kind == "choice":
-            fields["choices"] = self.choices
-        elif self.kind == "number":
-            fields |= {"min": self.min, "max": self.max, "step": self.step}
-        return fields
+        return {"name": name, "kind": self.kind, "value": value} | asdict(self)
 
 
 SLIDERS = {  # by field of `EngineConfig`
@@ -132,7 +127,7 @@ class Playground:
         self.subscribers = Subscribers(self._watch)
         self._engine: AsyncEngine | None = None
         self._transport: Transport | None = None
-        self._streams: dict[Stream, asyncio.Task[None]] = {}
+        self._streams: list[Stream] = []  # nobody reads them: the page sees the answers in the recording
         self._arriving: asyncio.Task[None] | None = None  # the requests of a scene
         self._turn = asyncio.Lock()
 
@@ -177,6 +172,7 @@ class Playground:
             config = EngineConfig(**self._overrides | config_fields(settings, self._overrides.get("model")))
             transport, engine = await self._started(config)
             old, self._engine, self._transport, self.settings = self._engine, engine, transport, settings
+            self._streams = []
             engine.on_seen = self.subscribers.publish
             transport.send(Pace(self.delay, self.is_held))
             if old is not None:
@@ -232,9 +228,7 @@ class Playground:
         engine = self._running()
         prepared = [await engine.prepare(prompt, params) for prompt in prompts]
         streams = [engine.submit(each) for each in prepared]
-        for stream in streams:
-            self._streams[stream] = task = asyncio.create_task(_read(stream))
-            task.add_done_callback(lambda _, stream=stream: self._streams.pop(stream))  # type: ignore[misc]
+        self._streams = [stream for stream in self._streams if not stream.is_finished] + streams
         return [str(stream.number) for stream in streams]  # by which the engine knows them
 
     def abort(self, request: str | None) -> None:
@@ -242,8 +236,9 @@ class Playground:
         engine = self._running()
         if request is None:
             self._stop_arrivals()
-        for stream in [stream for stream in self._streams if request in (None, str(stream.number))]:
-            engine.abort(stream.request_id)
+        for stream in self._streams:
+            if request in (None, str(stream.number)):
+                engine.abort(stream.request_id)
 
     def change_pace(self, delay: float | None = None, paused: bool | None = None, step: int = 0) -> None:
         """Slow the engine down, hold it, or let it take some steps while it is held. Raises ValueError for what cannot be."""
@@ -272,12 +267,3 @@ class Playground:
     def _watch(self, is_on: bool) -> None:
         if self._engine is not None:
             self._engine.watch(is_on)
-
-
-async def _read(stream: Stream) -> None:
-    """Read an answer to its end: the page sees it in the recording."""
-    try:
-        async for _ in stream:
-            pass
-    except EngineDead:
-        return  # the page is told by the stream of events, and by `Playground.error`

@@ -11,50 +11,29 @@ from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from folovllm.events import Event, Listener
-from folovllm.executor.abstract import Executor
+from folovllm.events import Event
 from folovllm.inspector.lines import FORMAT, KEY_EVERY, VERSION, LineWriter, TokenTexts, as_file
 from folovllm.models.shapes import state_layers
-from folovllm.setup import EngineSetup
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from folovllm.engine.llm_engine import LLMEngine
 
 MOST_WAITING = 1024  # batches that the thread may be behind; then the engine waits for it
 Batch = tuple[SequenceOf[Event], float]
 
 
-class Engine(Protocol):
-    """What a recorder asks of an engine: `LLMEngine` has it."""
-
-    setup: EngineSetup
-    tokenizer: PreTrainedTokenizerBase
-
-    def subscribe(self, listener: Listener, experts: bool = False) -> None:
-        """Tell `listener` how things stand, and what happens from here on; with `experts` how often each was asked."""
-
-    def unsubscribe(self, listener: Listener) -> None:
-        """Tell it nothing more."""
-
-    @property
-    def executor(self) -> Executor:
-        """What computes its steps."""
-
-
 class Recorder:
     """Listens to an engine from now on, and hands the lines of its recording to `write`, as UTF-8.
 
-    `write` is called in the recorder's thread, and `flush` where it has nothing more to do. What they raise ends the
-    recording and not the engine: `close` raises it.
+    `write` is called in the recorder's thread. What it raises ends the recording and not the engine: `close` raises it.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: LLMEngine,
         write: Callable[[bytes], object],
-        flush: Callable[[], object] = lambda: None,
         *,
         title: str = "",
         is_virtual: bool = False,
@@ -63,10 +42,9 @@ class Recorder:
         scene: dict[str, Any] | None = None,
     ) -> None:
         """`is_virtual`: the engine reads a made-up clock, so the header has no date. `scene` is what the header says of one."""
-        self._engine, self._write, self._flush = engine, write, flush
+        self._engine, self._write = engine, write
         self._queue: queue.Queue[Batch | None] = queue.Queue(MOST_WAITING)
         self._error: Exception | None = None
-        self._is_open = True
         started = None if is_virtual else datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         header = header_of(engine, title, started) | ({} if scene is None else {"scene": scene})
         texts = TokenTexts(engine.tokenizer) if texts is None else texts
@@ -89,17 +67,13 @@ class Recorder:
         self._queue.join()
 
     def close(self, how: str = "closed") -> None:
-        """Write what is left, and the end. A second call does nothing. Raises OSError if something could not be written."""
-        if not self._is_open:
-            return
-        self._is_open = False
+        """Write what is left, and the end. Raises OSError if something could not be written."""
         self._engine.unsubscribe(self)
         now = time.monotonic()
         self._queue.put(None)
         self._thread.join()
         if self._error is None:
             self._write(as_file([self._lines.done(how, now)]))
-            self._flush()
         else:
             raise self._error
 
@@ -108,15 +82,13 @@ class Recorder:
             if self._error is None:
                 try:
                     self._write(as_file(self._lines.lines(*batch)))
-                    if self._queue.empty():
-                        self._flush()
                 except Exception as error:  # of a full disk, say: the engine goes on
                     self._error = error
             self._queue.task_done()
 
 
 @contextmanager
-def recording(engine: Engine, path: str | Path, title: str = "") -> Iterator[Recorder]:
+def recording(engine: LLMEngine, path: str | Path, title: str = "") -> Iterator[Recorder]:
     """Record an engine into a file for as long as the block runs, until Ctrl-C too.
 
     Raises:
@@ -126,8 +98,13 @@ def recording(engine: Engine, path: str | Path, title: str = "") -> Iterator[Rec
         file = open(path, "wb")  # noqa: SIM115 -- closed below
     except OSError as error:
         raise ValueError(f"cannot record into {path}: {error.strerror}. Name a file in a folder with room") from error
+
+    def write(data: bytes) -> None:
+        file.write(data)
+        file.flush()  # who reads it meanwhile sees whole turns
+
     with file:
-        recorder = Recorder(engine, file.write, file.flush, title=title or Path(path).stem)
+        recorder = Recorder(engine, write, title=title or Path(path).stem)
         try:
             yield recorder
         except BaseException as error:
@@ -136,7 +113,7 @@ def recording(engine: Engine, path: str | Path, title: str = "") -> Iterator[Rec
         recorder.close()
 
 
-def header_of(engine: Engine, title: str, started: str | None) -> dict[str, Any]:
+def header_of(engine: LLMEngine, title: str, started: str | None) -> dict[str, Any]:
     """The first line of a recording."""
     setup, config = engine.setup, engine.setup.config
     num_kv_blocks = engine.executor.num_kv_blocks

@@ -84,13 +84,7 @@ async def _error(request: Request, error: Exception) -> Response:
     return error_response(as_api_error(error))
 
 
-HANDLED = (
-    ClientDisconnect,
-    HTTPException,
-    ApiError,
-    ValueError,
-    RuntimeError,
-)  # another is a bug: 500, and the log has it
+HANDLED = (ClientDisconnect, HTTPException, ApiError, ValueError, RuntimeError)  # another is a bug: 500, and in the log
 
 
 def replay_app(recordings: list[Path], host: str) -> Starlette:
@@ -156,22 +150,21 @@ def playground_app(playground: Playground, host: str) -> Starlette:
 
 def _source(live: bool) -> dict[str, Any]:
     """Where the page finds events, controls, scenes and chapters; `live`: it shows the engine at once."""
-    told = [scene.told() | {"recordings": _scene_files(scene.files)} for scene in scenes().values()]
+    told = [
+        scene.told()
+        | {"recordings": [{"name": file.name, "url": f"inspector/scenes/{file.name}"} for file in scene.files]}
+        for scene in scenes().values()
+    ]
     source = {"kind": "playground", "events": "inspector/events", "control": "inspector/playground", "scenes": told}
     return source | {"live": live, "book": "inspector/book/{}.md" if BOOK.is_dir() else None}
 
 
-def _scene_files(files: list[Path]) -> list[dict[str, str]]:
-    return [{"name": file.name, "url": f"inspector/scenes/{file.name}"} for file in files]
-
-
 async def _recording(request: Request) -> Response:
     """A recording of a scene."""
-    for scene in scenes().values():
-        for file in scene.files:
-            if file.name == request.path_params["name"]:
-                return FileResponse(file, media_type="application/jsonl", headers=SAFE)
-    raise HTTPException(404)
+    files = {file.name: file for scene in scenes().values() for file in scene.files}
+    if (file := files.get(request.path_params["name"])) is None:
+        raise HTTPException(404)
+    return FileResponse(file, media_type="application/jsonl", headers=SAFE)
 
 
 async def _chapter(request: Request) -> Response:
@@ -202,17 +195,18 @@ async def _json(request: Request, kind: Any) -> Any:
         raise ApiError(400, f"the body cannot be read: {error}") from error
 
 
-def run_replay(recordings: list[Path], host: str, port: int, browser: bool) -> None:
-    """Show recordings until Ctrl-C. Raises ValueError if the address cannot be had."""
-    with listen(host, port) as listener:
-        app = replay_app(recordings, host)
-        asyncio.run(_serve(app, listener, f"showing {', '.join(path.name for path in recordings)}", browser))
+def run(recordings: list[Path], overrides: dict[str, Any], host: str, port: int, browser: bool) -> None:
+    """Show recordings, or without any a playground, until Ctrl-C.
 
-
-def run_playground(overrides: dict[str, Any], host: str, port: int, browser: bool) -> None:
-    """Run the playground until Ctrl-C. Raises ValueError if the address, or the engine, cannot be had."""
+    Raises:
+        ValueError: the address, or the engine, cannot be had.
+    """
     with listen(host, port) as listener:
-        asyncio.run(_play(Playground(overrides), listener, host, browser))
+        if recordings:
+            what = f"showing {', '.join(path.name for path in recordings)}"
+            asyncio.run(_serve(replay_app(recordings, host), listener, what, browser))
+        else:
+            asyncio.run(_play(Playground(overrides), listener, host, browser))
 
 
 async def _play(playground: Playground, listener: socket.socket, host: str, browser: bool) -> None:

@@ -23,19 +23,18 @@ TRACKS = {SCHEDULE: "schedule", DEVICE: "device: model and sampling", POSTPROCES
 
 
 class Trace:
-    """A listener that keeps spans. Times are those of the events, in microseconds since the first."""
+    """A listener that keeps spans. Times are those of the events, in microseconds of their clock."""
 
     def __init__(self) -> None:
         self._spans: list[dict[str, Any]] = []
-        self._zero: float | None = None
         self._added: dict[int, ev.RequestAdded] = {}
         self._since: dict[int, tuple[str, float]] = {}  # by seq_id: waits or runs, from when on
         self._scheduled: dict[int, float] = {}  # by step
         self._now = self._arrived = 0.0
-        self._changes: list[tuple[int, str | None]] = []  # of sequences, in this batch: their time is the step's
 
     def __call__(self, events: SequenceOf[ev.Event]) -> None:
-        """Add the spans of what happened."""
+        """Add the spans of what happened. Who was admitted or preempted, was so when the turn's step began."""
+        self._now = max([self._now, *[event.start for event in events if isinstance(event, ev.StepBegan)]])
         for event in events:
             match event:
                 case ev.Snapshot():
@@ -44,9 +43,9 @@ class Trace:
                 case ev.RequestAdded():
                     self._add(event, "waiting")
                 case ev.Admitted():
-                    self._changes.append((event.seq_id, "running"))
+                    self._turn(event.seq_id, "running")
                 case ev.Preempted():
-                    self._changes.append((event.seq_id, "waiting (preempted)"))
+                    self._turn(event.seq_id, "waiting (preempted)")
                     self._instant(f"preempted for {self._name(event.for_seq_id)}", event.seq_id)
                 case ev.PrefixHit():
                     self._instant(f"{event.num_tokens} tokens cached", event.seq_id)
@@ -55,38 +54,25 @@ class Trace:
                 case ev.StepEnded():
                     self._end(event)
                 case ev.Finished() | ev.Aborted():
-                    self._turn(event.seq_id, None, self._now)
-        self._settle(self._now)
+                    self._turn(event.seq_id, None)
 
     def events(self) -> list[dict[str, Any]]:
         """The trace; what still runs ends with the last step."""
-        zero = self._zero or 0.0
-        running = [self._span(REQUESTS, seq_id, *entry, self._now) for seq_id, entry in self._since.items()]
-        names = [self._meta("process_name", ENGINE, 0, "engine"), self._meta("process_name", REQUESTS, 0, "requests")]
-        names += [self._meta("thread_name", ENGINE, track, name) for track, name in TRACKS.items()]
-        names += [self._meta("thread_name", REQUESTS, seq_id, self._name(seq_id)) for seq_id in self._added]
-        found = [*self._spans, *running]
-        for span in found:
-            span["ts"] = round((span["ts"] - zero) * 1e6, 1)
-            if "dur" in span:
-                span["dur"] = round(span["dur"] * 1e6, 1)
-        return [*names, *found]
-
-    def write(self, path: Path) -> None:
-        """Write the file. Raises ValueError if it cannot be written."""
-        write_whole(path, msgspec.json.encode({"traceEvents": self.events(), "displayTimeUnit": "ms"}))
+        running = [_span(REQUESTS, seq_id, *entry, self._now) for seq_id, entry in self._since.items()]
+        names = [_meta("process_name", ENGINE, 0, "engine"), _meta("process_name", REQUESTS, 0, "requests")]
+        names += [_meta("thread_name", ENGINE, track, name) for track, name in TRACKS.items()]
+        names += [_meta("thread_name", REQUESTS, seq_id, self._name(seq_id)) for seq_id in self._added]
+        return [*names, *self._spans, *running]
 
     def _add(self, added: ev.RequestAdded, state: str) -> None:
-        self._see(added.time)
+        self._now = max(self._now, added.time)
         self._added[added.seq_id] = added
         self._since[added.seq_id] = (state, added.time)
 
     def _begin(self, event: ev.StepBegan) -> None:
-        self._see(event.start)
-        self._settle(event.start)
         self._scheduled[event.step] = event.scheduled
         tokens = {"tokens": event.output.num_tokens, "budget left": event.budget_left}
-        self._spans.append(self._span(ENGINE, SCHEDULE, f"step {event.step}", event.start, event.scheduled, tokens))
+        self._spans.append(_span(ENGINE, SCHEDULE, f"step {event.step}", event.start, event.scheduled, tokens))
         self._now = max(self._now, event.scheduled)
 
     def _end(self, event: ev.StepEnded) -> None:
@@ -100,48 +86,44 @@ class Trace:
             name = f"verify {num_drafts}" if num_drafts else "decode"
             if n > 1 + num_drafts or scheduled.start < len(added.prompt_token_ids):
                 name, prefill = f"prefill {n}", prefill + n
-            self._spans.append(self._span(REQUESTS, scheduled.seq_id, name, start, event.arrived))
+            self._spans.append(_span(REQUESTS, scheduled.seq_id, name, start, event.arrived))
         tokens = {"sequences": len(event.output.scheduled_seqs), "prefill tokens": prefill}
-        self._spans.append(self._span(ENGINE, DEVICE, f"step {event.step}", start, event.arrived, tokens))
-        self._spans.append(self._span(ENGINE, POSTPROCESS, f"step {event.step}", event.arrived, event.end))
+        self._spans.append(_span(ENGINE, DEVICE, f"step {event.step}", start, event.arrived, tokens))
+        self._spans.append(_span(ENGINE, POSTPROCESS, f"step {event.step}", event.arrived, event.end))
         for name, value in (("KV blocks used", event.kv_blocks_used), ("waiting", event.waiting)):
-            self._spans.append({"ph": "C", "pid": ENGINE, "name": name, "ts": event.end, "args": {name: value}})
+            counter = {"ph": "C", "pid": ENGINE, "name": name, "ts": _microseconds(event.end), "args": {name: value}}
+            self._spans.append(counter)
         self._now = max(self._now, event.end)
 
-    def _settle(self, time: float) -> None:
-        """Write the changes of state: sequences were admitted or preempted when the step was decided."""
-        for seq_id, state in self._changes:
-            self._turn(seq_id, state, time)
-        self._changes.clear()
-
-    def _turn(self, seq_id: int, state: str | None, time: float) -> None:
+    def _turn(self, seq_id: int, state: str | None) -> None:
         """A sequence waits or runs from now on, or is gone."""
         if (entry := self._since.pop(seq_id, None)) is not None:
-            self._spans.append(self._span(REQUESTS, seq_id, *entry, time))
+            self._spans.append(_span(REQUESTS, seq_id, *entry, self._now))
         if state is not None:
-            self._since[seq_id] = (state, time)
+            self._since[seq_id] = (state, self._now)
 
     def _instant(self, name: str, seq_id: int) -> None:
-        self._spans.append({"ph": "i", "s": "t", "pid": REQUESTS, "tid": seq_id, "name": name, "ts": self._now})
+        at = _microseconds(self._now)
+        self._spans.append({"ph": "i", "s": "t", "pid": REQUESTS, "tid": seq_id, "name": name, "ts": at})
 
     def _name(self, seq_id: int) -> str:
         added = self._added.get(seq_id)
         return f"#{seq_id}" if added is None else f"{added.request_id}{f'.{added.answer}' if added.answer else ''}"
 
-    def _see(self, time: float) -> None:
-        self._zero = time if self._zero is None else min(self._zero, time)
-        self._now = max(self._now, time)
 
-    @staticmethod
-    def _span(
-        pid: int, tid: int, name: str, start: float, end: float, args: dict[str, Any] | None = None
-    ) -> dict[str, Any]:
-        span = {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": start, "dur": max(0.0, end - start)}
-        return span | ({} if args is None else {"args": args})
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
 
-    @staticmethod
-    def _meta(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-        return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": {"name": name}}
+
+def _span(
+    pid: int, tid: int, name: str, start: float, end: float, args: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    dur = _microseconds(max(0.0, end - start))
+    return {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": _microseconds(start), "dur": dur, "args": args or {}}
+
+
+def _meta(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": {"name": name}}
 
 
 @contextmanager
@@ -153,4 +135,4 @@ def tracing(engine: LLMEngine, path: str | Path) -> Iterator[Trace]:
         yield trace
     finally:
         engine.unsubscribe(trace)
-        trace.write(Path(path))
+        write_whole(Path(path), msgspec.json.encode({"traceEvents": trace.events(), "displayTimeUnit": "ms"}))

@@ -17,6 +17,7 @@ from tests.docs.browser import CHROMIUM
 STATIC = Path(__file__).resolve().parents[2] / "folovllm" / "inspector" / "static"
 SAMPLES = Path(__file__).parent / "data"
 HOST = "http://inspector.test/"
+DRAWN = "new Promise(requestAnimationFrame)"  # what was asked for before is drawn in that frame
 SHOWN = "window.inspector?.player && inspector.lanes[0]?.frame != null"
 
 

@@ -76,7 +76,7 @@ class TestNotebook:
         served = engine("m3")
         with film(served, "mine") as taken:
             served.generate([[1] * 9], GREEDY)
-        taken.save(tmp_path / "run.jsonl")
+        (tmp_path / "run.jsonl").write_text(taken.text)
         assert read(tmp_path / "run.jsonl").how == "closed" and not served.events.on
         for shown in (show(taken), show(taken, tmp_path / "run.jsonl"), taken):
             frame = shown._repr_html_() if shown is taken else shown.data
@@ -139,6 +139,13 @@ class TestTrace:
             assert any(inside), "spans of a track are nested"
 
 
+WITHOUT_A_SERVER = """
+import sys
+sys.modules |= dict.fromkeys(["starlette", "uvicorn", "prometheus_client"])
+import folovllm.inspector.replay
+from folovllm.cli import main
+main()
+"""
 STATES = ("waiting", "running", "waiting (preempted)")
 
 
@@ -200,8 +207,19 @@ class TestCommands:
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm")
 def test_ctrl_c_leaves_a_recording_that_replays(tmp_path: Path) -> None:
+    """Nor does that need the extra `serve`."""
     record = tmp_path / "run.jsonl"
-    command = [sys.executable, "-m", "folovllm", "generate", "Once", "--raw", "--ignore-eos", "--max-tokens", "3000"]
+    command = [
+        sys.executable,
+        "-c",
+        WITHOUT_A_SERVER,
+        "generate",
+        "Once",
+        "--raw",
+        "--ignore-eos",
+        "--max-tokens",
+        "3000",
+    ]
     process = subprocess.Popen([*command, "--no-use-tqdm", "--record", str(record)], stderr=subprocess.PIPE)
     try:
         while not (record.exists() and record.read_bytes().count(b'["turn"') > 20):

@@ -14,7 +14,7 @@ import pytest
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.watcher import Cell, Watcher
 from tests.course import test_watcher as wrong
-from tests.inspector.browser import HOST, Shown, chromium, shown
+from tests.inspector.browser import HOST, Shown, shown
 from tests.inspector.test_recording import Taped
 from tests.m5.test_events import cells_of, engine
 from tests.x3.engines import Anything, speculation_of, speculative
@@ -95,8 +95,8 @@ def cell_of(cell: Cell) -> list[Any]:
 
 
 @pytest.fixture(scope="module")
-def here() -> Iterator[Shown]:
-    with chromium() as browser, shown(browser) as page:
+def here(browser: Any) -> Iterator[Shown]:
+    with shown(browser) as page:
         page.page.goto(HOST + "index.html")
         yield page
 

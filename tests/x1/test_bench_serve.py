@@ -214,7 +214,7 @@ class TestSweep:
     def test_nobody_answers(self, server: Background) -> None:
         with pytest.raises(ValueError, match="write http"):
             Server("localhost:8000", "m")
-        with pytest.raises(ValueError, match="is the server there"):
+        with pytest.raises(ValueError, match="no server answers"):
             small([Point(rate=1.0)]).run_at("http://127.0.0.1:9", None, None)
         with pytest.raises(ValueError, match="status 404"):
             small([Point(rate=1.0)]).run_at(server.url, "another model", None)
