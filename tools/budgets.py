@@ -111,7 +111,7 @@ def files_that_run(engines: list[dict[str, str]]) -> set[str]:
     params = folovllm.SamplingParams(max_tokens=8, temperature=0.8, seed=1)
     for engine in engines:
         with folovllm.LLM("stories-5m", device="cpu", use_tqdm=False, **engine) as llm:
-            llm.generate(["Once upon a time", "The red kite"], params)
+            llm.generate(["Once upon a time", "The red kite"], params, use_tqdm=False)
     sys.setprofile(None)
     threading.setprofile(None)
     return files
