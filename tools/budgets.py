@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -49,11 +50,17 @@ def part_of(file: str) -> str:
     return next((part for part, patterns in PARTS.items() if any(fnmatch(file, p) for p in patterns)), "core")
 
 
+@cache
+def nodes(file: Path) -> list[ast.AST]:
+    """All of a file's syntax tree."""
+    return list(ast.walk(ast.parse(file.read_text())))
+
+
 def size(files: Iterable[Path]) -> tuple[int, int]:
     """Lines and statements of Python files."""
-    texts = [file.read_text() for file in files]
-    statements = sum(isinstance(node, ast.stmt) for text in texts for node in ast.walk(ast.parse(text)))
-    return sum(text.count("\n") for text in texts), statements
+    files = list(files)
+    statements = sum(isinstance(node, ast.stmt) for file in files for node in nodes(file))
+    return sum(file.read_text().count("\n") for file in files), statements
 
 
 def imports(package: Path) -> dict[str, set[str]]:
@@ -64,17 +71,15 @@ def imports(package: Path) -> dict[str, set[str]]:
     }
     modules |= {name.removesuffix(".__init__"): file for name, file in modules.items() if name.endswith(".__init__")}
 
-    def named(tree: ast.AST) -> Iterator[str]:
-        for node in ast.walk(tree):
+    def named(file: Path) -> Iterator[str]:
+        for node in nodes(file):
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
                 inner = [f"{node.module}.{alias.name}" for alias in node.names]
                 yield from [name for name in inner if name in modules] or [node.module]
 
-    files = {
-        file: {modules[n] for n in named(ast.parse(file.read_text())) if n in modules} for file in set(modules.values())
-    }
+    files = {file: {modules[n] for n in named(file) if n in modules} for file in set(modules.values())}
     relative = {file: file.relative_to(package).as_posix() for file in files}
     return {relative[file]: {relative[other] for other in others} - {relative[file]} for file, others in files.items()}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 HOST = "http://book.test"
-DESK, PHONE = (1440, 1200), (390, 844)  # pixels
+DESK, PHONE = {"width": 1440, "height": 1200}, {"width": 390, "height": 844}  # pixels
+EMPTY_INDEX = {"config": {"lang": ["en"], "separator": " ", "pipeline": []}, "docs": []}
 # A drawn diagram is a <div class="mermaid"> in the place of the <pre>; what is inside it no script can see, but its height.
 DRAWN = "[...document.querySelectorAll('div.mermaid')].filter(diagram => diagram.clientHeight > 40).length"
 CUT = """[...document.querySelectorAll('pre > code')].filter(code => code.scrollWidth > code.clientWidth + 1)
@@ -48,26 +49,27 @@ FAINT = """(() => {
 })()"""
 
 
-@dataclass(slots=True)
-class Visit:
-    """What the browser saw."""
-
-    seen: list[dict[str, Any]] = field(default_factory=list)  # of each page: path, diagrams, the code that is cut off
-    outside: list[str] = field(default_factory=list)  # page -> address
-
-
 @contextlib.contextmanager
-def opened(site: Path, size: tuple[int, int] = DESK, colours: str = "null") -> Iterator[tuple[Any, list[str]]]:
-    """A page of Chromium that gets the site's files under `HOST` and nothing else; and what it asked for elsewhere.
-
-    `colours` imitates the system's choice, in frames as well: "light", "dark" or, for none, "null".
-    """
+def chromium() -> Iterator[Any]:
+    """The browser. Each test opens a context in it, which shares nothing with another test's."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install -e '.[dev]'")
-    outside: list[str] = []
     with playwright.sync_playwright() as driver:
         flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=flags)
-        page = browser.new_page(viewport={"width": size[0], "height": size[1]}, color_scheme=colours)
+        yield browser
+        browser.close()
+
+
+@contextlib.contextmanager
+def opened(browser: Any, site: Path, colours: str = "null", search: bool = False) -> Iterator[tuple[Any, list[str]]]:
+    """A page that gets the site's files under `HOST` and nothing else; and what it asked for elsewhere.
+
+    `colours` imitates the system's choice, in frames as well: "light", "dark" or, for none, "null". The index is for who
+    searches: otherwise each page would work it out anew, which takes a second.
+    """
+    outside: list[str] = []
+    with browser.new_context(viewport=DESK, color_scheme=colours) as context:
+        page = context.new_page()
 
         def answer(route: Any) -> None:
             address = route.request.url.partition("#")[0].partition("?")[0]
@@ -75,26 +77,36 @@ def opened(site: Path, size: tuple[int, int] = DESK, colours: str = "null") -> I
             if not address.startswith(HOST):
                 outside.append(f"{page.url} -> {address}")
                 route.abort()
+            elif file.name == "search_index.json" and not search:
+                route.fulfill(json=EMPTY_INDEX)
             else:
                 route.fulfill(path=file) if file.is_file() else route.fulfill(status=404)
 
         page.route("**/*", answer)
         yield page, outside
         page.unroute_all(behavior="ignoreErrors")
-        browser.close()
 
 
-def visit(site: Path, files: list[Path]) -> Visit:
-    """Show these pages of a built site to Chromium, 1,440 pixels wide."""
-    timeout, said = pytest.importorskip("playwright.sync_api").TimeoutError, Visit()
-    with opened(site) as (page, said.outside):
-        for file in files:
-            page.goto(address(site, file))
-            with contextlib.suppress(timeout):
-                page.wait_for_function(f"{DRAWN} >= {num_diagrams(file)}", timeout=5000)
-            found = {"diagrams": page.evaluate(DRAWN), "cut": page.evaluate(CUT), "no alt": page.evaluate(NO_ALT)}
-            said.seen.append({"path": f"/{file.relative_to(site).as_posix()}", **found})
-    return said
+@dataclass(slots=True)
+class Seen:
+    """What the browser saw of a page."""
+
+    path: str
+    diagrams: int
+    cut: list[str]  # code
+    no_alt: list[str]  # pictures
+    too_wide: int  # pixels, on a phone
+
+
+def visit(page: Any, site: Path, file: Path) -> Seen:
+    """Show a page of a built site, 1,440 pixels wide, and then as wide as a phone."""
+    page.set_viewport_size(DESK)
+    page.goto(address(site, file))
+    with contextlib.suppress(pytest.importorskip("playwright.sync_api").TimeoutError):
+        page.wait_for_function(f"{DRAWN} >= {num_diagrams(file)}", timeout=5000)
+    found = [page.evaluate(what) for what in (DRAWN, CUT, NO_ALT)]
+    page.set_viewport_size(PHONE)
+    return Seen(f"/{file.relative_to(site).as_posix()}", *found, page.evaluate(TOO_WIDE))
 
 
 def address(site: Path, file: Path) -> str:
