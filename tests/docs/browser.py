@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-HOST = "http://book.test"
+NOBODY_ELSE = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
+NO_WORKER = "window.Worker = class extends EventTarget { postMessage() {} }"
 DESK, PHONE = {"width": 1440, "height": 1200}, {"width": 390, "height": 844}  # pixels
-EMPTY_INDEX = {"config": {"lang": ["en"], "separator": " ", "pipeline": []}, "docs": []}
 # A drawn diagram is a <div class="mermaid"> in the place of the <pre>; what is inside it no script can see, but its height.
 DRAWN = "[...document.querySelectorAll('div.mermaid')].filter(diagram => diagram.clientHeight > 40).length"
 CUT = """[...document.querySelectorAll('pre > code')].filter(code => code.scrollWidth > code.clientWidth + 1)
@@ -49,68 +52,75 @@ FAINT = """(() => {
 })()"""
 
 
+class Quiet(SimpleHTTPRequestHandler):
+    """Hands out files, and says nothing of it. A browser keeps what it has got, which a routed page would not."""
+
+    protocol_version = "HTTP/1.1"  # a connection serves many requests
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@dataclass(slots=True)
+class Book:
+    """A built site on a server of its own, and a browser that reaches nobody else."""
+
+    chromium: Any
+    address: str
+
+
 @contextlib.contextmanager
-def chromium() -> Iterator[Any]:
-    """The browser. Each test opens a context in it, which shares nothing with another test's."""
+def running(site: Path) -> Iterator[Book]:
+    """Start both. Each test opens a context, which shares nothing with another test's."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install -e '.[dev]'")
-    with playwright.sync_playwright() as driver:
-        flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=flags)
-        yield browser
-        browser.close()
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking", NOBODY_ELSE]
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=site))
+    with server, playwright.sync_playwright() as driver:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=flags)
+        yield Book(chromium, f"http://127.0.0.1:{server.server_port}/")
+        chromium.close()
+        server.shutdown()
 
 
 @contextlib.contextmanager
-def opened(browser: Any, site: Path, colours: str = "null", search: bool = False) -> Iterator[tuple[Any, list[str]]]:
-    """A page that gets the site's files under `HOST` and nothing else; and what it asked for elsewhere.
+def opened(book: Book, colours: str = "null", search: bool = False) -> Iterator[tuple[Any, list[str]]]:
+    """A page, whose addresses begin at the book's; and what it asked for elsewhere.
 
-    `colours` imitates the system's choice, in frames as well: "light", "dark" or, for none, "null". The index is for who
-    searches: otherwise each page would work it out anew, which takes a second.
+    `colours` imitates the system's choice, in frames as well: "light", "dark" or, for none, "null". Unless it is to `search`,
+    no page works out the index, which takes longer than all else.
     """
     outside: list[str] = []
-    with browser.new_context(viewport=DESK, color_scheme=colours) as context:
-        page = context.new_page()
+    with book.chromium.new_context(viewport=DESK, color_scheme=colours, base_url=book.address) as context:
 
-        def answer(route: Any) -> None:
-            address = route.request.url.partition("#")[0].partition("?")[0]
-            file = site / address.removeprefix(f"{HOST}/")
-            if not address.startswith(HOST):
-                outside.append(f"{page.url} -> {address}")
-                route.abort()
-            elif file.name == "search_index.json" and not search:
-                route.fulfill(json=EMPTY_INDEX)
-            else:
-                route.fulfill(path=file) if file.is_file() else route.fulfill(status=404)
+        def note(request: Any) -> None:
+            if not request.url.startswith((book.address, "data:", "blob:")):
+                outside.append(f"{request.frame.url} -> {request.url}")
 
-        page.route("**/*", answer)
-        yield page, outside
-        page.unroute_all(behavior="ignoreErrors")
+        context.on("request", note)
+        if not search:
+            context.add_init_script(NO_WORKER)
+        yield context.new_page(), outside
 
 
 @dataclass(slots=True)
 class Seen:
     """What the browser saw of a page."""
 
-    path: str
     diagrams: int
     cut: list[str]  # code
     no_alt: list[str]  # pictures
     too_wide: int  # pixels, on a phone
 
 
-def visit(page: Any, site: Path, file: Path) -> Seen:
+def visit(page: Any, file: Path, path: str) -> Seen:
     """Show a page of a built site, 1,440 pixels wide, and then as wide as a phone."""
     page.set_viewport_size(DESK)
-    page.goto(address(site, file))
+    page.goto(path)
     with contextlib.suppress(pytest.importorskip("playwright.sync_api").TimeoutError):
         page.wait_for_function(f"{DRAWN} >= {num_diagrams(file)}", timeout=5000)
     found = [page.evaluate(what) for what in (DRAWN, CUT, NO_ALT)]
     page.set_viewport_size(PHONE)
-    return Seen(f"/{file.relative_to(site).as_posix()}", *found, page.evaluate(TOO_WIDE))
-
-
-def address(site: Path, file: Path) -> str:
-    return f"{HOST}/{file.relative_to(site).as_posix()}"
+    return Seen(*found, page.evaluate(TOO_WIDE))
 
 
 def num_diagrams(file: Path) -> int:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -167,42 +166,45 @@ def test_a_stale_section_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
 
 
+@pytest.fixture(scope="module")
+def book(site: Path) -> Iterator[browser.Book]:
+    with browser.running(site) as book:
+        yield book
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="needs a browser: apt-get install chromium")
 class TestInABrowser:
-    @pytest.fixture(scope="class")
-    def chromium(self) -> Iterator[Any]:
-        with browser.chromium() as chromium:
-            yield chromium
-
-    def test_every_page(self, chromium: Any, site: Path) -> None:
+    @pytest.mark.timeout(900)
+    def test_every_page(self, book: browser.Book, site: Path) -> None:
         """It asks nobody else, draws its diagrams, cuts off no comment, and a phone does not scroll it sideways."""
-        texts = {file: file.read_text("utf-8") for file in sorted(site.rglob("*.html"))}
-        with browser.opened(chromium, site) as (page, outside):
-            said = {file: browser.visit(page, site, file) for file, text in texts.items() if NOT_TRANSLATED not in text}
+        files = {file.relative_to(site).as_posix(): file for file in sorted(site.rglob("*.html"))}
+        files = {name: file for name, file in files.items() if NOT_TRANSLATED not in file.read_text("utf-8")}
+        with browser.opened(book) as (page, outside):
+            said = {name: browser.visit(page, file, name) for name, file in files.items()}
         assert outside == [], "a page asks somebody else"
-        for file, seen in said.items():
-            assert seen.diagrams == browser.num_diagrams(file), seen.path
-            assert seen.no_alt == [], f"{seen.path}: a picture has no alt text"
-            is_inspector = file.is_relative_to(site / "assets")  # tests/inspector looks at it on a phone
-            assert is_inspector or seen.too_wide <= 0, f"a phone scrolls {seen.path} sideways"
+        for name, seen in said.items():
+            assert seen.diagrams == browser.num_diagrams(files[name]), name
+            assert seen.no_alt == [], f"{name}: a picture has no alt text"
+            is_inspector = name.startswith("assets/")  # tests/inspector looks at it on a phone
+            assert is_inspector or seen.too_wide <= 0, f"a phone scrolls {name} sideways"
             for code in seen.cut:
                 longest = max(code.splitlines(), key=len)
-                assert len(longest) > COLUMNS, f"{seen.path} cuts off a line of {len(longest)} columns: {longest}"
+                assert len(longest) > COLUMNS, f"{name} cuts off a line of {len(longest)} columns: {longest}"
 
     @pytest.mark.parametrize("colours", ["light", "dark"])
-    def test_every_text_stands_out(self, chromium: Any, site: Path, colours: str) -> None:
+    def test_every_text_stands_out(self, book: browser.Book, colours: str) -> None:
         """Contrast of 4.5 to 1, large letters 3 to 1 (WCAG 2, level AA)."""
-        with browser.opened(chromium, site, colours) as (page, _):
+        with browser.opened(book, colours) as (page, _):
             for name in ("", "3_paged_kv/", "x2_fewer_bits/", "performance/", "reference/api/", "reference/cli/"):
-                page.goto(f"{browser.HOST}/{name}index.html")
+                page.goto(f"{name}index.html")
                 assert page.evaluate(browser.FAINT) == [], name or "front page"
 
-    def test_colours_can_be_switched(self, chromium: Any, site: Path) -> None:
+    def test_colours_can_be_switched(self, book: browser.Book) -> None:
         """The recording on the page follows, and the choice is kept."""
         scheme = "document.body.dataset.mdColorScheme"
-        with browser.opened(chromium, site) as (page, _):
-            page.goto(f"{browser.HOST}/index.html")
+        with browser.opened(book) as (page, _):
+            page.goto("index.html")
             assert page.evaluate(scheme) == "default"
             page.get_by_title("Dark colours").click()
             page.reload()
@@ -211,10 +213,10 @@ class TestInABrowser:
             frame.scroll_into_view_if_needed()
             assert frame.content_frame.locator("html").get_attribute("data-theme") == "dark"
 
-    def test_a_keyboard_reaches_text_navigation_and_cards(self, chromium: Any, site: Path) -> None:
+    def test_a_keyboard_reaches_text_navigation_and_cards(self, book: browser.Book) -> None:
         """The first stop leads past the navigation, each stop shows where it is, and a question opens with Enter."""
-        with browser.opened(chromium, site) as (page, _):
-            page.goto(f"{browser.HOST}/3_paged_kv/index.html")
+        with browser.opened(book) as (page, _):
+            page.goto("3_paged_kv/index.html")
             page.keyboard.press("Tab")
             assert page.evaluate(browser.FOCUSED) == ["Skip to content", True]
             seen = []
@@ -230,15 +232,17 @@ class TestInABrowser:
             assert card.evaluate("card => card.parentElement.open")
 
     @pytest.mark.parametrize("home", ["", "zh/"])
-    def test_search_finds_the_chapter_by_the_fields_word(self, chromium: Any, site: Path, home: str) -> None:
+    def test_search_finds_the_chapter_by_the_fields_word(self, book: browser.Book, home: str) -> None:
         """The index is worked out once: so one page is asked for all words of its language."""
-        with browser.opened(chromium, site, search=True) as (page, _):
-            page.goto(f"{browser.HOST}/{home}index.html")
+        with browser.opened(book, search=True) as (page, _):
+            page.goto(f"{home}index.html")
             asked = page.locator("input.md-search__input")
             for word, chapter in WORDS[home].items():
                 asked.fill("")
+                asked.press("End")  # the page reads its field when a key comes up
                 page.wait_for_function(f"!({browser.SEARCHED}).length")
-                asked.press_sequentially(word)
+                asked.fill(word)
+                asked.press("End")
                 page.wait_for_selector(".md-search-result__link")
                 found = [path for path in page.evaluate(browser.SEARCHED) if path.startswith("/zh/") == (home == "zh/")]
                 assert chapter in found[:3], f"{word} finds {found[:5]}"
