@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from folovllm.bench.contenders import GEOMETRIES
 
 HERE = Path(__file__).resolve().parents[1]
 CHILD = HERE / "tools" / "baseline_child.py"
@@ -49,35 +51,35 @@ ROOM = {
     "max_model_len": 16_384,
     "max_num_batched_tokens": 16_384,
 }  # fits twice
+SMALL, LARGE = ({"config": GEOMETRIES[name]} | ROOM for name in ("qwen3-0.6b", "qwen3-4b"))
 GPU_ENGINES: dict[str, tuple[dict[str, Any], list[Work]]] = {
-    "0.6B": ({"geometry": "qwen3-0.6b"} | ROOM, [LONE, ("at_once", [16, 512, 256]), MANY, ("nano", []), ("at_once", [32, 8000, 32])]),
-    "4B": ({"geometry": "qwen3-4b"} | ROOM, [LONE]),
-    "4B, INT4": ({"geometry": "qwen3-4b", "quantization": "int4"} | ROOM, [LONE]),
-    "4B, FP8": ({"geometry": "qwen3-4b", "quantization": "fp8"} | ROOM, [LONE]),
+    "0.6B": (SMALL, [LONE, ("at_once", [16, 512, 256]), MANY, ("nano", []), ("at_once", [32, 8000, 32])]),
+    "4B": (LARGE, [LONE]),
+    "4B, INT4": (LARGE | {"quantization": "int4"}, [LONE]),
+    "4B, FP8": (LARGE | {"quantization": "fp8"}, [LONE]),
     "n-gram": (CPU_ENGINES["X3, n-gram"][0] | {"num_kv_blocks": 4096}, [("texts", ["repetitive", 1])]),
     "draft model": (CPU_ENGINES["X3, draft model"][0] | {"num_kv_blocks": 4096}, [("texts", ["plain", 1])]),
 }  # fmt: skip
-PAIR_ENGINES = {"4B, two GPUs": ({"geometry": "qwen3-4b", "tensor_parallel_size": 2} | ROOM, [LONE, MANY])}
-SERVERS = {"0.6B, served": ({"geometry": "qwen3-0.6b"} | ROOM, [("tpot", [1]), ("tpot", [256])])}
+PAIR_ENGINES = {"4B, two GPUs": (LARGE | {"tensor_parallel_size": 2}, [LONE, MANY])}
 
 
-def environment(tree: Path, **more: str) -> dict[str, str]:
+def environment(tree: Path) -> dict[str, str]:
     """That of a process which runs a tree."""
-    return {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **more}
+    return {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(tree)}
 
 
 @contextmanager
-def child(tree: Path, kind: str, settings: dict[str, Any], **more: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds an engine or a server of a tree. Raises RuntimeError if it does not end well."""
-    command = [sys.executable, str(CHILD), json.dumps([kind, settings])]
+def child(tree: Path, settings: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
+    """A process that holds an engine of a tree. Raises RuntimeError if it does not end well."""
+    command = [sys.executable, str(CHILD), json.dumps(settings)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, env=environment(tree, **more), cwd=tree, process_group=0, **pipes)
+    process = subprocess.Popen(command, env=environment(tree), cwd=tree, process_group=0, **pipes)
     try:
         yield process
         process.communicate(timeout=END)  # at the end of its input it ends
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, 15)  # a server is a child of it
+            os.killpg(process.pid, signal.SIGTERM)  # ranks are children of it
         process.wait()
     if process.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with code {process.returncode} in {tree}")
@@ -95,11 +97,11 @@ def ask(process: subprocess.Popen[str], work: Work, seed: int) -> Figures:
 
 
 def resident(
-    trees: list[Path], name: str, kind: str, settings: dict[str, Any], works: list[Work], pairs: int
+    trees: list[Path], name: str, settings: dict[str, Any], works: list[Work], pairs: int
 ) -> Iterator[tuple[int, Figures]]:
     """Figures of works that engines of all trees do in turns; the first turn warms up."""
     with ExitStack() as stack:
-        children = [stack.enter_context(child(tree, kind, settings)) for tree in trees]
+        children = [stack.enter_context(child(tree, settings)) for tree in trees]
         for turn in range(pairs + 1):
             for i in in_turn(len(trees), turn):
                 for work in works:
@@ -119,62 +121,44 @@ def commands(trees: list[Path], pairs: int) -> Iterator[tuple[int, Figures]]:
         for i in in_turn(len(trees), turn):
             tree = trees[i]
             yield i, {"import folovllm": timed(tree, "-c", "import folovllm")[0]}
-            yield i, first_token(tree, {"model": "stories-5m"}, "stories-5m")
-            yield i, exercise(tree)
+            yield i, first_token(tree)
             printed = timed(tree, "-m", "tools.measure_host", "--methods", "--rounds", "8")[1]
             found = re.findall(r"(\d+) sequences: plain ([\d.]+) us", printed)
             yield i, {f"host time of a step at {n}": float(us) / 1e6 for n, us in found}
 
 
-def exercise(tree: Path) -> Figures:
-    """How long a learner waits for the tests of an exercise that is not written yet, in a copy of the tree."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "tree"
-        shutil.copytree(tree, copy, ignore=shutil.ignore_patterns(".*", "mine", "docs", "notebooks", "site"))
-        timed(copy, "-m", "milestones", "start", "m3")
-        return {"milestones test m3.2": timed(copy, "-m", "milestones", "test", "m3.2", code=1)[0]}
-
-
-def timed(tree: Path, *arguments: str, code: int = 0) -> tuple[float, str]:
-    """Seconds of a Python process, and what it printed. Raises RuntimeError if it ends with another code."""
+def timed(tree: Path, *arguments: str) -> tuple[float, str]:
+    """Seconds of a Python process, and what it printed. Raises CalledProcessError if it fails."""
     began, command = time.perf_counter(), [sys.executable, *arguments]
-    done = subprocess.run(command, env=environment(tree), cwd=tree, stdout=subprocess.PIPE, text=True)
-    seconds = time.perf_counter() - began
-    if done.returncode != code:
-        raise RuntimeError(f"{' '.join(command)} ended with code {done.returncode} in {tree}: {done.stdout[-500:]}")
-    return seconds, done.stdout
+    done = subprocess.run(command, env=environment(tree), cwd=tree, stdout=subprocess.PIPE, text=True, check=True)
+    return time.perf_counter() - began, done.stdout
 
 
-def first_token(tree: Path, settings: dict[str, Any], name: str, **more: str) -> Figures:
-    """From the start of a process to its first token."""
+def first_token(tree: Path) -> Figures:
+    """From the start of a process to its first token, and its memory then."""
     began = time.perf_counter()
-    with child(tree, "engine", settings, **more) as process:
+    with child(tree, {"model": "stories-5m"}) as process:
         figures = ask(process, ("first_token", []), 0)
-        seconds = time.perf_counter() - began
-    return {f"{name}, start to first token": seconds} | {
-        f"{name}, {figure}": value for figure, value in figures.items()
-    }
+        return {"start to first token": time.perf_counter() - began} | figures
 
 
-def starts(trees: list[Path], pairs: int) -> Iterator[tuple[int, Figures]]:
-    """Starts on a GPU: with no kernel compiled, with all of them, and how many those are."""
-    settings = {"geometry": "qwen3-0.6b", "max_num_batched_tokens": 16_384}
+def served(trees: list[Path], pairs: int) -> Iterator[tuple[int, Figures]]:
+    """Seconds between tokens over HTTP, with one client and with many, by the tree's own benchmark."""
+    words = ["-m", "folovllm", "bench", "serve", "--random-weights", "qwen3-0.6b", "--clients", "1,256"]
     for turn in range(pairs):
         for i in in_turn(len(trees), turn):
-            with tempfile.TemporaryDirectory() as folder:
-                for name in ("cold", "warm"):
-                    yield i, first_token(trees[i], settings, f"0.6B, {name}", TRITON_CACHE_DIR=folder)
-                yield i, {"kernel variants": len(list(Path(folder).rglob("*.cubin")))}
+            with tempfile.NamedTemporaryFile(suffix=".json") as file:
+                timed(trees[i], *words, "--requests", "512", "--save", file.name)
+                for run in json.load(file)["runs"]:
+                    yield i, {f"time a token,{run['name']}": run["metrics"]["TPOT median"]["median"] / 1e3}
 
 
 def measurements(machine: str, trees: list[Path], pairs: int) -> dict[str, Iterator[tuple[int, Figures]]]:
     """What is measured on a machine, by name."""
     engines = {"cpu": CPU_ENGINES, "gpu": GPU_ENGINES, "gpus": PAIR_ENGINES}[machine]
-    found = {name: resident(trees, name, "engine", *spec, pairs) for name, spec in engines.items()}
-    if machine == "cpu":
-        return found | {"commands": commands(trees, pairs)}
-    served = {name: resident(trees, name, "server", *spec, pairs) for name, spec in SERVERS.items()}
-    return found | ({**served, "starts": starts(trees, pairs)} if machine == "gpu" else {})
+    found = {name: resident(trees, name, *spec, pairs) for name, spec in engines.items()}
+    whole = {"cpu": {"commands": commands(trees, pairs)}, "gpu": {"served": served(trees, pairs)}}
+    return found | whole.get(machine, {})
 
 
 def row(name: str, values: list[list[Any]]) -> tuple[str, bool]:
@@ -205,7 +189,7 @@ def main() -> int:
     parser.add_argument("machine", choices=["cpu", "gpu", "gpus"])
     parser.add_argument("--against", type=Path, help="the root of the other tree")
     parser.add_argument("--pairs", type=int, default=5, choices=range(1, 11))
-    parser.add_argument("--only", nargs="*", help="of these engines alone; commands, starts")
+    parser.add_argument("--only", nargs="*", help="of these engines alone; commands, served")
     args = parser.parse_args()
     trees = [HERE] + ([args.against.resolve()] if args.against else [])
     measured = measurements(args.machine, trees, args.pairs)

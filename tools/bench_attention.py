@@ -1,7 +1,7 @@
 """Every attention backend on the same blocks, a decode against the card's own copy bandwidth.
 
-    python tools/bench_attention.py             # on a machine with a CUDA GPU; Qwen3-0.6B's heads
-    python tools/bench_attention.py --verify    # captured steps that verify draft tokens, beside a decode of the same K/V
+    python -m tools.bench_attention             # on a machine with a CUDA GPU; Qwen3-0.6B's heads
+    python -m tools.bench_attention --verify    # captured steps that verify draft tokens, beside a decode of the same K/V
 
 A decode moves each cached key and value through the chip once and does next to nothing with it, so its bound is the
 memory: TB/s, and the share of what a plain copy reaches in the same run. A prefill's bound is arithmetic: TFLOP/s.
@@ -13,17 +13,15 @@ from __future__ import annotations
 
 import argparse
 import random
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import triton
 
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
 from folovllm.attention.backends.registry import get_backend
 from folovllm.attention.backends.triton import TritonBackend
 from folovllm.forward_batch import ForwardBatch
+from tools.gpu import card_rates, microseconds
 
 LAYERS = 28
 BACKENDS = ("torch_paged", "flash_attn", "triton")
@@ -39,14 +37,6 @@ def sequence_lengths(batch: int, context: str, seed: int = 1) -> list[int]:
     low, _, high = context.partition("-")
     generator = random.Random(seed)
     return [generator.randint(int(low), int(high or low)) for _ in range(batch)]
-
-
-def copy_bandwidth() -> float:
-    """TB/s, read plus written, of copying 2 GiB."""
-    source = torch.randn(1 << 30, dtype=torch.bfloat16, device="cuda")
-    target = torch.empty_like(source)
-    milliseconds = triton.testing.do_bench(lambda: target.copy_(source), return_mode="median")
-    return float(2 * source.nbytes / milliseconds / 1e9)
 
 
 def make_batch(lens: list[int], block_size: int, decode: bool, device: torch.device) -> ForwardBatch:
@@ -86,18 +76,7 @@ def measure(backend: AttentionBackend, query: torch.Tensor, caches: list[torch.T
         for layer in range(layers):
             backend.forward(query, caches[layer % len(caches)], batch)
 
-    run = captured(step) if backend.supports_cuda_graph else step
-    return float(triton.testing.do_bench(run, warmup=5, rep=40, return_mode="median")) / layers * 1e3
-
-
-def captured(step: Callable[[], None]) -> Callable[[], None]:
-    """The step as a graph."""
-    step()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+    return microseconds(step, as_graph=backend.supports_cuda_graph) / layers
 
 
 class Step:
@@ -123,8 +102,8 @@ class Step:
         backend = get_backend(name)(self.config)
         us = measure(backend, self.query, self.caches[:1], self.batch)
         cold = measure(backend, self.query, self.caches, self.batch) if len(self.caches) > 1 else us
-        rate = self.num_bytes / us / 1e6
-        share = f"{rate:8.2f} TB/s {rate / bandwidth:5.0%} of copy"
+        rate = 1e6 * self.num_bytes / us
+        share = f"{rate / 1e12:8.2f} TB/s {rate / bandwidth:5.0%} of copy"
         if not self.decode:  # two products of n^2 / 2 scores each
             share = f"{sum(2.0 * n * n for n in self.lens) * 16 * 128 / us / 1e6:8.2f} TFLOP/s"
         return f"{name:12} B={self.config.block_size:<4}{us:10.1f} us  (other caches between: {cold:10.1f}){share}"
@@ -151,7 +130,7 @@ def bench_verification(bandwidth: float) -> None:
             step = Step([context] * batch, 16, width=max(WIDTHS))
             plain = TritonBackend(step.config)
             us = measure(plain, step.query[:batch], step.caches, step.batch)
-            share = step.num_bytes / bandwidth / 1e6
+            share = 1e6 * step.num_bytes / bandwidth
             print(f"attention {batch:3} x {context:5}: decode {us:8.1f} us {share / us:4.0%}", flush=True)
             for width in WIDTHS:
                 own = TritonVerifyBackend(step.config, width, batch * width)
@@ -165,15 +144,11 @@ def bench_verification(bandwidth: float) -> None:
 
 
 def main() -> None:
-    """Print the copy's bandwidth and the lines of what was asked for."""
+    """Print the card's rates and the lines of what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--verify", action="store_true", help="steps that verify draft tokens")
     args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("this benchmark needs a CUDA GPU")
-    bandwidth = copy_bandwidth()
-    print(f"copy {bandwidth:.2f} TB/s")
-    (bench_verification if args.verify else bench_backends)(bandwidth)
+    (bench_verification if args.verify else bench_backends)(card_rates().copy)
 
 
 if __name__ == "__main__":

@@ -6,28 +6,23 @@ go through several layers in turn, so that no weight and no state is found in th
 Decodes, for several batch sizes: microseconds of the convolution, the delta rule, the gated norm, and the whole layer with its
 projections; beside them the time in which a plain copy moves the states (read and written) and the weights (read), and the
 share of this floor that the delta rule and the layer reach. Prompts: microseconds of the parts, and tokens a second.
-`--check` compares with the torch form. `--fla` times the kernels of flash-linear-attention beside ours, if vLLM, which has a
-copy of them, is there to import.
 """
 
 from __future__ import annotations
 
-import argparse
 from types import SimpleNamespace
 
 import torch
 
 from folovllm.forward_batch import ForwardBatch
-from folovllm.hybrid.delta_rule import delta_rule as in_torch
-from folovllm.hybrid.delta_rule import l2norm
 from folovllm.hybrid.fused import hybrid_kernels
 from folovllm.hybrid.gated_delta_net import GatedDeltaNet
 from folovllm.hybrid.kernels.delta_rule import DeltaHeads, delta_rule
 from folovllm.hybrid.kernels.gated_norm import gated_norm
 from folovllm.hybrid.kernels.short_conv import short_conv
 from folovllm.models.fused_layer import skinny_layers
-from tools.bench_attention import copy_bandwidth
-from tools.bench_experts import LAYERS, microseconds
+from tools.bench_experts import LAYERS, microseconds_a_layer
+from tools.gpu import card_rates
 
 HEADS, HIDDEN = DeltaHeads(16, 32, 128, 128), 2048
 CHANNELS, WIDTH = 2 * 16 * 128 + 32 * 128, 4
@@ -91,7 +86,7 @@ class Layers:
 
     def parts(self, replays: int) -> list[float]:
         """Microseconds of each."""
-        return [microseconds(work, replays) for work in (self.convolve, self.delta, self.normed, self.whole)]
+        return [microseconds_a_layer(work, replays) for work in (self.convolve, self.delta, self.normed, self.whole)]
 
 
 def decodes(batch: int, bandwidth: float) -> None:
@@ -113,82 +108,18 @@ def prompts(count: int, tokens: int) -> None:
     print(f"{count:3} x {tokens:6}  {times}  {speeds}", flush=True)
 
 
-def fla(count: int, tokens: int) -> None:
-    """The delta rule as vLLM runs it: the gates and the norm of queries and keys are part of ours, and come before its chunks."""
-    from vllm.third_party.flash_linear_attention.ops import (  # type: ignore[import-not-found]
-        chunk_gated_delta_rule,
-        fused_sigmoid_gating_delta_rule_update,
-    )
-
-    layers = Layers(count, tokens)
-    a, b, A_log, dt_bias = layers.gates
-    query, key, value = (
-        x.unflatten(1, (-1, 128))[None].contiguous() for x in layers.mixed.split([2048, 2048, 4096], 1)
-    )
-    starts, _, rows, *_ = layers.shape
-    g = (-A_log.exp() * torch.nn.functional.softplus(a.float() + dt_bias))[None]
-    beta = b.float().sigmoid()[None]
-
-    def work(layer: int) -> None:
-        if tokens == 1:
-            fused_sigmoid_gating_delta_rule_update(
-                A_log, a, b, dt_bias, query, key, value, initial_state=layers.state[layer], cu_seqlens=starts,
-                ssm_state_indices=rows, use_qk_l2norm_in_kernel=True,
-            )  # fmt: skip
-        else:
-            chunk_gated_delta_rule(
-                query, key, value, g, beta, initial_state=layers.state[layer], output_final_state=True, cu_seqlens=starts,
-                chunk_indices=chunks, chunk_offsets=offsets, use_qk_l2norm_in_kernel=True,
-            )  # fmt: skip
-
-    number = -(-tokens // 64)
-    chunks = torch.tensor([[i, j] for i in range(count) for j in range(number)], dtype=torch.int32, device="cuda")
-    offsets = number * torch.arange(count + 1, dtype=torch.int32, device="cuda")
-    theirs, ours = microseconds(work, 5), microseconds(layers.delta, 5)
-    print(
-        f"{count:3} x {tokens:6}  flash-linear-attention {theirs:8.1f}  ours {ours:8.1f}  {theirs / ours:5.2f}",
-        flush=True,
-    )
-
-
-def check(tokens: int = 300) -> None:
-    """Print how far the kernel for prompts is from the torch form in float32, as a share of the largest output."""
-    layers = Layers(1, tokens)
-    a, b, A_log, dt_bias = layers.gates
-    query, key, value = layers.mixed.float().split([2048, 2048, 4096], 1)
-    query, key = (l2norm(x.view(-1, 16, 128)).repeat_interleave(2, 1) for x in (query, key))
-    g = -A_log.exp() * torch.nn.functional.softplus(a.float() + dt_bias)
-    beta, value = b.float().sigmoid(), value.reshape(-1, 32, 128)
-    expected, state = in_torch(torch.zeros_like(layers.state[0, 0]), query * 128**-0.5, key, value, g, beta)
-    actual = layers.delta(0).float()
-    off = (actual - expected).abs().max() / expected.abs().max()
-    off_state = (layers.state[0, 0] - state).abs().max() / state.abs().max()
-    print(f"{tokens} tokens in bfloat16: outputs are off by {off:.2e} of the largest, states by {off_state:.2e}")
-
-
+@torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="compare with the torch form first")
-    parser.add_argument(
-        "--fla", action="store_true", help="the kernels of flash-linear-attention beside ours, and no more"
-    )
-    arguments = parser.parse_args()
+    """Print the lines of decodes and of prompts."""
     torch.manual_seed(0)
-    with torch.inference_mode():
-        if arguments.check:
-            check()
-        bandwidth = 1e12 * copy_bandwidth()
-        print(f"{torch.cuda.get_device_name()}, a copy moves {bandwidth / 1e9:,.0f} GB/s; microseconds a layer")
-        if arguments.fla:
-            for count, tokens in (*((batch, 1) for batch in BATCHES), *PROMPTS):
-                fla(count, tokens)
-            return
-        print(" batch      conv     delta      norm     layer     floors: states, all         delta   layer")
-        for batch in BATCHES:
-            decodes(batch, bandwidth)
-        print("     prompts      conv     delta      norm     layer  million tokens/s: delta, layer")
-        for count, tokens in PROMPTS:
-            prompts(count, tokens)
+    bandwidth = card_rates().copy
+    print("microseconds a layer")
+    print(" batch      conv     delta      norm     layer     floors: states, all         delta   layer")
+    for batch in BATCHES:
+        decodes(batch, bandwidth)
+    print("     prompts      conv     delta      norm     layer  million tokens/s: delta, layer")
+    for count, tokens in PROMPTS:
+        prompts(count, tokens)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from folovllm.bench.report import Result, device_line, digits, load
-from folovllm.files import write_whole
 
 DATA = Path(__file__).resolve().parents[1] / "docs/data"
 LADDER = {
@@ -52,7 +50,7 @@ def draw(result: Result, path: Path) -> list[Path]:
     """Write the result's chart as PNG, and as SVG beside it.
 
     Raises:
-        ValueError: matplotlib is not installed, a file cannot be written, or the result is of another benchmark.
+        ValueError: matplotlib is not installed, or the result is of another benchmark. OSError: a file cannot be written.
     """
     if result.benchmark not in ("ladder", "serve") or not result.runs:
         raise ValueError("the file is no result of `folovllm bench ladder` or `serve`")
@@ -83,11 +81,9 @@ def save(figure: Any, path: Path, caption: str = "") -> list[Path]:
     """Write a figure as PNG and as SVG beside it, with a caption below, and close it."""
     figure.text(0.005, 0.01, caption, fontsize=6, color="#6b7280")
     figure.tight_layout(rect=(0, 0.05 if caption else 0, 1, 1))
-    files = [path.with_suffix(suffix) for suffix in (".png", ".svg")]
+    files = [path.with_suffix(".png"), path.with_suffix(".svg")]
     for file in files:
-        picture, is_svg = BytesIO(), file.suffix == ".svg"
-        figure.savefig(picture, format=file.suffix[1:], dpi=150, metadata={"Date": None} if is_svg else None)
-        write_whole(file, picture.getvalue())
+        figure.savefig(file, dpi=150, metadata={"Date": None} if file.suffix == ".svg" else None)
     plotting().close(figure)
     return files
 
@@ -185,7 +181,7 @@ def main() -> None:
     try:
         own = {"first": draw_first, "rollouts": draw_rollouts}.get(given.result)
         files = save(own(), given.picture) if own else draw(load(Path(given.result)), given.picture)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         parser.exit(2, f"{error}\n")
     print(*files, sep="\n")
 

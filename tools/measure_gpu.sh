@@ -28,7 +28,7 @@ model=(--random-weights qwen3-0.6b)
 
 # Without tests that need a downloaded model.
 step tests tests 300 python3 -m pytest -v -n 14 -p no:cacheprovider tests/m{1,2,3,4,5,6} -m "not model"
-step attention attention 120 python3 tools/bench_attention.py
+step attention attention 120 python3 -m tools.bench_attention
 bench latency latency_m1 90 latency --compare m1:model_impl=hf,m1:model_impl=native --repeats 5
 bench throughput throughput_m1_m2 120 throughput --compare m1,m2 --limit 30
 for milestone in m2 m3 m4; do # one at a time: a slow one takes no other's result with it
@@ -41,7 +41,6 @@ step ladder ladder_chart 60 python3 tools/chart.py "$out/ladder_h200.json" "$out
 step electives electives 400 python3 -m pytest -v -n 14 -p no:cacheprovider tests/x1/test_deferred_sampling.py tests/x2 tests/x3 tests/x4 \
     tests/builders -m gpu
 step recording recording 200 python3 tools/measure_recording.py "${model[@]}" --rounds 3
-step recording recording_served 200 python3 tools/measure_recording.py "${model[@]}" --rounds 3 --served
 bench bits bits_throughput 240 throughput "${model[@]}" --workload nano-vllm --max-num-batched-tokens 16384 \
     --compare m6,m6:kv_cache_dtype=fp8,m6:quantization=fp8:kv_cache_dtype=fp8
 for geometry in qwen3-4b qwen3-0.6b; do
@@ -52,12 +51,11 @@ step bits bits_both 120 python3 tools/measure_step.py --geometry qwen3-4b \
     --compare m6,m6:quantization=fp8:quantize_activations=true --kinds plain --num-seqs 1 256 --rounds 1 --prompts
 drafts=(python3 -m tools.measure_speculation --batches 1 16)
 for small in stories-5m smollm2; do
-    step drafts "drafts_$small" 200 "${drafts[@]}" --model $small --methods ngram+suffix ngram --tokens 15 --rounds 3 --exact
+    step drafts "drafts_$small" 200 "${drafts[@]}" --model $small --methods ngram+suffix ngram --tokens 15 --rounds 3
 done
-step drafts drafts_fresh 300 "${drafts[@]}" 256 --methods ngram+suffix --tokens 15 --rounds 40 60 30 --sets plain --temperature 0.8 --fresh --again
 step drafts drafts_draft 120 "${drafts[@]}" --methods draft_model --tokens 12 --rounds 3
 step drafts drafts_draft_fixed 120 "${drafts[@]}" --methods draft_model --tokens 12 --rounds 3 --fixed
-step drafts drafts_checks 200 python3 tools/bench_attention.py --verify
+step drafts drafts_checks 200 python3 -m tools.bench_attention --verify
 step few few_start 200 python3 tools/measure_start.py
 step few few_referee 240 python3 tools/referee.py
 step few few_steps 60 python3 tools/measure_step.py --num-seqs 1 2 4 16 --kinds plain

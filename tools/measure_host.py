@@ -2,8 +2,7 @@
 
 What is left is the host's: schedule, pack, propose draft tokens, process the results. Plain engines and engines with
 speculation take turns, over texts in which nothing comes twice, so that nothing is proposed. CPU microseconds of a step, the
-median of windows of some steps. With `--answers` they serve short requests, in random order, and the whole time counts:
-requests that come and end, and prompts. A GPU's launches and copies are not in it.
+median of windows of some steps. A GPU's launches and copies are not in it.
 """
 
 from __future__ import annotations
@@ -15,13 +14,12 @@ import time
 from typing import Any
 from unittest.mock import patch
 
-from folovllm import LLM, EngineConfig, SamplingParams, build
+from folovllm import EngineConfig, SamplingParams, build
 from folovllm.engine.llm_engine import LLMEngine, make_engine
 from folovllm.executor.packed_executor import PackedExecutor
 from folovllm.setup import EngineSetup
 from folovllm.step.packed import Field, PackedStep
 from folovllm.step.schedule import StepResult, TokenBitmasks
-from tools.measure_speculation import answer, requests
 
 VOCAB = range(300, 4000)
 PROMPT, SETTLING, WINDOW = 32, 30, 64  # tokens, steps
@@ -100,21 +98,6 @@ class Loop:
             self.engine.step()
 
 
-def whole_answers(batch: int, configs: dict[str, dict[str, Any]], rounds: int) -> dict[str, list[float]]:
-    """CPU microseconds of a step of each engine in each round, by the whole time of the stories' answers, `batch` at a time."""
-    common: dict[str, Any] = {"model": "stories-5m", "device": "cpu", "max_num_seqs": batch, "use_tqdm": False}
-    with patch.object(build, "make_executor", NoDevice):
-        llms = {name: LLM(**common, **config) for name, config in configs.items()}
-    found: dict[str, list[float]] = {name: [] for name in llms}
-    times, names, die = -(-batch // len(requests(llms["plain"], "plain", 0.0)[0])), list(llms), random.Random(0)
-    for turn in range(rounds):
-        work = requests(llms["plain"], "plain", 0.8, times, 1000 * turn)
-        die.shuffle(names)
-        for name in names:
-            found[name].append(1e6 * batch * answer(llms[name], *work, batch).seconds)
-    return found
-
-
 def windows(batch: int, configs: dict[str, dict[str, Any]], rounds: int) -> dict[str, list[float]]:
     """CPU microseconds of a step of each engine, on average over each of some windows."""
     loops = {name: Loop(batch, **config) for name, config in configs.items()}
@@ -131,13 +114,12 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 16, 256])
     parser.add_argument("--methods", nargs="*", default=["ngram", "suffix"])
     parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--answers", action="store_true", help="whole answers, not steps in the middle of long ones")
     arguments = parser.parse_args()
     for batch in arguments.batches:
         configs: dict[str, dict[str, Any]] = {"plain": {}, "plain again": {}}
         for method in arguments.methods:
             configs[method] = {"speculative_config": {"method": method, "num_speculative_tokens": 8}}
-        found = (whole_answers if arguments.answers else windows)(batch, configs, arguments.rounds)
+        found = windows(batch, configs, arguments.rounds)
         plain = statistics.median(found["plain"])
         medians = {name: statistics.median(own) for name, own in found.items()}
         columns = (f"{name} {us:.1f} us ({us / plain - 1:+.1%})" for name, us in medians.items())

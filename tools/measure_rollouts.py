@@ -1,6 +1,6 @@
 """What rollouts cost, over random weights of Qwen3-0.6B's geometry: `python tools/measure_rollouts.py` (on a GPU; `--device cpu`).
 
-Prints: seconds to update the weights from tensors on the device and from a file, and the file's parts; bytes in use before the engine, while it serves
+Prints: seconds to update the weights from tensors on the device and from a file; bytes in use before the engine, while it serves
 and asleep, at both levels, and seconds to wake; output tokens a second without and with `batch_invariant`, and their ratio; and how
 far the trainer's log-probabilities are from the engine's, in the engine's dtype, without and with it.
 """
@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from folovllm import LLM, SamplingParams
 from folovllm.bench.contenders import random_model
 from folovllm.models.registry import PLAIN_LAYERS
+from folovllm.rollouts.demo import engine_logprobs
 from folovllm.rollouts.trainer import Policy
 
 ROUNDS = 5
@@ -49,28 +49,8 @@ def updates(fields: dict[str, Any], folder: Path) -> None:
         weights = {name: w.clone() for name, w in llm.get_weights().items()}
         save_file({name: w.cpu().contiguous() for name, w in weights.items()}, folder / "model.safetensors")
         for source, given in (("tensors on the device", weights), ("a file", folder)):
-            print_seconds(f"update from {source}", lambda given=given: llm.update_weights(given))  # type: ignore[misc]
-    if torch.cuda.is_available():
-        file_parts(folder / "model.safetensors")
-
-
-def file_parts(file: Path) -> None:
-    """What an update from a file does before it assigns; beside it, how it would be with one thread of the driver."""
-
-    def read(to: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
-        with safe_open(file, framework="pt") as stored:  # mapped anew, as an update does
-            return [to(stored.get_tensor(name)) for name in stored.keys()]  # noqa: SIM118  # no dict
-
-    pinned = read(torch.Tensor.pin_memory)
-    print_seconds("  read into pinned memory", lambda: read(torch.Tensor.pin_memory))
-    print_seconds("  copy to the device", lambda: [tensor.to("cuda", non_blocking=True) for tensor in pinned])
-    print_seconds("  both by the driver, without pinned memory", lambda: read(torch.Tensor.cuda))
-
-
-def print_seconds(what: str, work: Callable[[], object]) -> None:
-    """Print the median of some rounds."""
-    taken = [seconds_of(work) for _ in range(ROUNDS)]
-    print(f"{what}: {statistics.median(taken):.3f} s, of {[round(each, 3) for each in taken]}")
+            taken = [seconds_of(lambda given=given: llm.update_weights(given)) for _ in range(ROUNDS)]
+            print(f"update from {source}: {statistics.median(taken):.3f} s, of {[round(each, 3) for each in taken]}")
 
 
 def sleeps(fields: dict[str, Any]) -> None:
@@ -83,7 +63,7 @@ def sleeps(fields: dict[str, Any]) -> None:
         before = in_use()
         with LLM(**fields) as llm:
             serving = in_use() - before
-            asleep = seconds_of(lambda llm=llm, level=level: llm.sleep(level))  # type: ignore[misc]
+            asleep = seconds_of(lambda llm=llm, level=level: llm.sleep(level))
             left = in_use() - before
             awake = seconds_of(llm.wake_up)
         share = f", {left / serving:.1%} of it" if serving else ""
@@ -100,16 +80,11 @@ def costs(fields: dict[str, Any], tokens: int) -> None:
             with LLM(**fields, batch_invariant=invariant) as llm:
                 params = SamplingParams(n=n, temperature=1.0, max_tokens=tokens, ignore_eos=True, logprobs=0, seed=0)
                 llm.generate([PROMPT], params, use_tqdm=False)
-                output: list[Any] = []
-                taken = seconds_of(
-                    lambda llm=llm, params=params, output=output: output.extend(
-                        llm.generate([PROMPT], params, use_tqdm=False)
-                    )
-                )  # type: ignore[misc]
-                speeds.append(n * tokens / taken)
-                print(
-                    f"n={n}, batch_invariant={invariant}: {speeds[-1]:.0f} tokens/s, {gap(llm, output[0].outputs[:4], invariant)}"
-                )
+                start = time.perf_counter()
+                (output,) = llm.generate([PROMPT], params, use_tqdm=False)
+                speeds.append(n * tokens / (time.perf_counter() - start))
+                distance = gap(llm, output.outputs[:4], invariant)
+                print(f"n={n}, batch_invariant={invariant}: {speeds[-1]:.0f} tokens/s, {distance}")
         print(f"n={n}: {speeds[0] / speeds[1]:.2f} times slower")
 
 
@@ -118,8 +93,8 @@ def gap(llm: LLM, answers: list[Any], invariant: bool) -> str:
     policy = Policy(llm, None if invariant else PLAIN_LAYERS)
     with torch.no_grad():
         found = policy.logprobs([PROMPT + list(a.token_ids) for a in answers], [len(PROMPT)] * len(answers))
-    engine = torch.tensor([[d[t].logprob for d, t in zip(a.logprobs, a.token_ids, strict=True)] for a in answers])
-    distance = (torch.stack(found).cpu() - engine).abs()
+    engine = torch.cat([engine_logprobs(answer) for answer in answers])
+    distance = (torch.cat(found).cpu() - engine).abs()
     return f"trainer's logprobs: {(distance == 0).float().mean():.1%} equal, mean distance {distance.mean():.2e}, largest {distance.max():.2e}"
 
 

@@ -3,8 +3,8 @@
 Three processes on this machine: the server as `folovllm serve` runs it, its engine, and a client (`folovllm bench serve`) that
 reads 256 streams and throws them away. The engine is the real one, with its scheduler and its cache, on a device that samples
 made-up tokens after `--step-ms` milliseconds. So a step is as long as on a GPU, and all that is measured is Python: CPU
-microseconds a token, which a busy machine hardly disturbs, of the server and of the engine; and of the same engine without a
-server, offline. With `--transport thread` the engine is a thread of the server, as on a CPU.
+microseconds a token, which a busy machine hardly disturbs, of the server and of the engine (`tools.measure_host` has those of an
+engine alone). With `--transport thread` the engine is a thread of the server, as on a CPU.
 
 At `--step-ms 9.5` 256 streams get 27,000 tokens a second. Where the server cannot keep up streams get several tokens in a
 piece, and a token costs less: look at `tokens a piece`, and take a longer step to see what a token costs alone.
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import subprocess
 import sys
@@ -29,7 +28,6 @@ import uvicorn
 
 from folovllm.bench.report import load
 from folovllm.config import EngineConfig
-from folovllm.sampling_params import SamplingParams
 from folovllm.server.app import build_app
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
@@ -42,29 +40,8 @@ from tools.measure_host import NoDevice, engine_over
 PROMPT = 16  # tokens
 WARM_UP = 3  # requests that `bench serve` sends first
 TICKS = os.sysconf("SC_CLK_TCK")  # of /proc, a second
-THIS = [sys.executable, "-m", "tools.measure_server"]
 
 make_fake_engine = partial(engine_over, NoDevice)
-
-
-def config_of(args: argparse.Namespace) -> EngineConfig:
-    return EngineConfig(max_num_seqs=args.streams, max_num_batched_tokens=PROMPT * args.streams, use_tqdm=False)
-
-
-def offline(args: argparse.Namespace) -> float:
-    """CPU microseconds a token of the engine alone, the least of two passes."""
-    engine = make_fake_engine(config_of(args))
-    best = float("inf")
-    for _ in range(2):
-        for i in range(args.streams):
-            params = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=args.tokens)
-            engine.add_request(str(i), [(7 * i + j) % 4000 for j in range(PROMPT)], params, stream=False)
-        start = time.process_time()
-        while engine.has_unfinished_requests():
-            engine.step()
-        best = min(best, time.process_time() - start)
-    engine.close()
-    return 1e6 * best / (args.streams * args.tokens)
 
 
 def cpu_seconds(transport: ThreadTransport | ProcessTransport) -> float:
@@ -92,11 +69,12 @@ async def load_once(url: str, args: argparse.Namespace, folder: Path) -> dict[st
 async def serve(args: argparse.Namespace) -> AsyncIterator[dict[str, Any]]:
     """Serve a client a few times; what each time cost."""
     in_thread = args.transport == "thread"
-    command = [*THIS, "--step-ms", str(args.step_ms), "--engine"]
+    command = [sys.executable, "-m", "tools.measure_server", "--step-ms", str(args.step_ms), "--engine"]
     transport = ThreadTransport(make_fake_engine) if in_thread else ProcessTransport(command)
+    config = EngineConfig(max_num_seqs=args.streams, max_num_batched_tokens=PROMPT * args.streams, use_tqdm=False)
     listener, tokens = listen("127.0.0.1", 0), (args.streams + WARM_UP) * args.tokens
     with tempfile.TemporaryDirectory() as folder:
-        async with AsyncEngine(config_of(args), transport=transport) as engine:
+        async with AsyncEngine(config, transport=transport) as engine:
             app = build_app(engine, ServerConfig(max_queued_requests=args.streams, served_model_name=["model"]))
             options: dict[str, Any] = {"lifespan": "off", "log_level": "warning", "timeout_graceful_shutdown": 1}
             server = Server(uvicorn.Config(app, http=BoundedProtocol, ws="none", access_log=False, **options))
@@ -116,12 +94,10 @@ async def serve(args: argparse.Namespace) -> AsyncIterator[dict[str, Any]]:
 
 async def measure(args: argparse.Namespace) -> None:
     """Print a line for each pass; the first one warms up."""
-    command = [*THIS, *sys.argv[1:], "--offline"]
-    alone = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     print(f"{args.streams} streams of {args.tokens} tokens, a step every {args.step_ms} ms; CPU us a token")
-    print(f"{'server':>8} {'of it, kernel':>14} {'engine':>8} {'offline':>8} {'tokens/s':>9} {'tokens a piece':>15}")
+    print(f"{'server':>8} {'of it, kernel':>14} {'engine':>8} {'tokens/s':>9} {'tokens a piece':>15}")
     async for seen in serve(args):
-        cost = f"{seen['server']:8.1f} {seen['kernel']:14.1f} {seen['engine']:8.1f} {alone:8.1f}"
+        cost = f"{seen['server']:8.1f} {seen['kernel']:14.1f} {seen['engine']:8.1f}"
         print(f"{cost} {seen['output tokens']:9,.0f} {seen['tokens a piece']:15.2f}", flush=True)
 
 
@@ -133,13 +109,10 @@ def main() -> None:
     parser.add_argument("--transport", default="process", choices=["process", "thread"], help="where the engine runs")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--engine", type=int, help=argparse.SUPPRESS)  # a socket: be the engine
-    parser.add_argument("--offline", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     NoDevice.seconds = args.step_ms / 1000
     if args.engine:
         serve_socket(args.engine, make_fake_engine)
-    elif args.offline:
-        print(offline(args))
     else:
         with asyncio.Runner(loop_factory=uvicorn.Config("", loop="auto").get_loop_factory()) as runner:
             runner.run(measure(args))

@@ -80,7 +80,7 @@ def stored(only: str | None = None) -> list[Mutant]:
     files = {file.stem: tomllib.loads(file.read_text("utf-8"))["mutant"] for file in sorted(STORE.glob("*.toml"))}
     every = [Mutant(package, **fields) for package, mutants in files.items() for fields in mutants]
     if not (found := [mutant for mutant in every if only in (None, mutant.package, mutant.name)]):
-        raise ValueError(f"no mutant and no package is named {only!r}: --list shows all")
+        raise ValueError(f"no mutant and no package is named {only!r}")
     return found
 
 

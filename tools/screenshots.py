@@ -9,6 +9,8 @@ import io
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +21,8 @@ from folovllm.inspector.page import one_file
 from folovllm.inspector.scenes import scenes
 
 ROOT = Path(__file__).resolve().parents[1]
-PICTURES, BOOK, SAMPLES = (
-    ROOT / "docs" / "img",
-    ROOT / "docs" / "assets" / "recordings",
-    ROOT / "tests" / "inspector" / "data",
-)
+PICTURES, BOOK = ROOT / "docs" / "img", ROOT / "docs" / "assets" / "recordings"
+SAMPLES = ROOT / "tests" / "inspector" / "data"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 READY = "window.inspector?.player && inspector.lanes[0]?.frame != null"
 DRAWN = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done())))"
@@ -45,37 +44,32 @@ class Picture:
 WANTED = [
     Picture("inspector", (SAMPLES / "m3.jsonl",), 18, 1280, 1010),
     Picture("inspector_prefixes", (SAMPLES / "m5.jsonl",), 12, 1280, 1010, keys=("]",)),
-    Picture(
-        "2_recording",
-        (BOOK / "2_one_at_a_time.jsonl", BOOK / "2_continuous_batching.jsonl"),
-        moment=8,
-        width=760,
-        height=420,
-        embedded=True,
-    ),
-    Picture("3_recording", (BOOK / "3_slots.jsonl", BOOK / "3_blocks.jsonl"), 44, 760, 420, embedded=True),
-    Picture("x3_recording", (BOOK / "x3_guesses.jsonl",), 4, 760, 420, embedded=True),
+    Picture("2_recording", (BOOK / "2_one_at_a_time.jsonl", BOOK / "2_continuous_batching.jsonl"), 8, 760, 420, True),
+    Picture("3_recording", (BOOK / "3_slots.jsonl", BOOK / "3_blocks.jsonl"), 44, 760, 420, True),
+    Picture("x3_recording", (BOOK / "x3_guesses.jsonl",), 4, 760, 420, True),
     Picture("6_recording", (BOOK / "6_abc.jsonl",), 7, 1280, 900),
     Picture("mini", (ROOT / "milestones" / "mini" / "recording.jsonl",), 16, 1280, 900),
-    *(
-        Picture(f"scene_{scene.name}", tuple(scene.files), scene.stop, 760, 420, embedded=True)
-        for scene in scenes().values()
-    ),
+    *(Picture(f"scene_{one.name}", tuple(one.files), one.stop, 760, 420, True) for one in scenes().values()),
 ]
 
 
-def take(browser: Any, picture: Picture, folder: Path) -> Path:
-    """Show a picture's page, and write what is seen."""
-    page_file, out = folder / f"{picture.name}.html", PICTURES / f"{picture.name}.png"
-    one_file(list(picture.recordings), page_file)
-    with browser.new_context(
-        viewport={"width": picture.width, "height": picture.height},
-        device_scale_factor=1.5 if picture.embedded else 1,
-        color_scheme="light",
-    ) as context:
+@contextmanager
+def shown(browser: Any, picture: Picture, folder: Path) -> Iterator[Any]:
+    """A picture's page in the browser, drawn."""
+    file = folder / f"{picture.name}.html"
+    one_file(list(picture.recordings), file)
+    size, scale = {"width": picture.width, "height": picture.height}, 1.5 if picture.embedded else 1
+    with browser.new_context(viewport=size, device_scale_factor=scale, color_scheme="light") as context:
         page = context.new_page()
-        page.goto(f"{page_file.as_uri()}?{'embed' if picture.embedded else ''}#t=0")
+        page.goto(f"{file.as_uri()}?{'embed' if picture.embedded else ''}#t=0")
         page.wait_for_function(READY)
+        yield page
+
+
+def take(browser: Any, picture: Picture, folder: Path) -> Path:
+    """Show a picture's page at its moment, and write what is seen."""
+    out = PICTURES / f"{picture.name}.png"
+    with shown(browser, picture, folder) as page:
         page.evaluate(
             f"inspector.player.go(inspector.player.clock.tickOf(inspector.lanes[0].recording, {picture.moment}))"
         )
@@ -88,13 +82,8 @@ def take(browser: Any, picture: Picture, folder: Path) -> Path:
 
 def film(browser: Any, folder: Path) -> Path:
     """Play a recording in which memory runs out, a step a frame, and write it as a moving picture for README."""
-    page_file, out = folder / "film.html", PICTURES / "inspector.webp"
-    one_file([SAMPLES / "m3.jsonl"], page_file)
-    with browser.new_context(viewport={"width": 1120, "height": 860}, color_scheme="light") as context:
-        page = context.new_page()
-        page.goto(f"{page_file.as_uri()}#t=0")
-        page.wait_for_function(READY)
-        frames = []
+    out, frames = PICTURES / "inspector.webp", []
+    with shown(browser, Picture("film", (SAMPLES / "m3.jsonl",), 0, 1120, 860), folder) as page:
         for moment in range(page.evaluate("inspector.player.clock.length")):
             page.evaluate(f"inspector.player.go({moment}), {DRAWN}")
             frames.append(Image.open(io.BytesIO(page.screenshot())).resize((896, 688), Image.Resampling.LANCZOS))

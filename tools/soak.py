@@ -13,12 +13,12 @@ import json
 import os
 import random
 import re
-import socket
 import sys
 import threading
 import time
 import urllib.request
 from collections import Counter
+from http.client import HTTPConnection
 from pathlib import Path
 
 from folovllm.bench.serving import own_server
@@ -29,29 +29,22 @@ SETTLE = 30.0  # seconds that the last requests may take to end
 FIELDS = {"max_model_len": 512, "max_num_seqs": 32, "num_kv_blocks": 1024, "use_tqdm": False}
 
 
-def wire(rng: random.Random, kind: str) -> bytes:
-    """One request, as bytes."""
-    prompt, answer = [rng.randrange(4000) for _ in range(rng.randrange(1, 200))], rng.randrange(1, 120)
-    fields = {"prompt": prompt, "temperature": 1, "ignore_eos": True, "max_tokens": answer}
-    fields |= {"stream": kind not in ("whole", "nonsense")}
-    fields |= {"logprobs": {"logprobs": 3}, "several": {"n": 3}, "nonsense": {"max_tokens": "many"}}.get(kind, {})
-    body = json.dumps(fields).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    return head.encode() + body
-
-
 def client(port: int, seed: int, enough: threading.Event, counts: Counter[str]) -> None:
     """Ask, one after the other, until it is enough."""
     rng = random.Random(seed)
     while not enough.is_set():
         kind = rng.choice(KINDS)
-        with socket.create_connection(("127.0.0.1", port), 60) as connection:
-            connection.sendall(wire(rng, kind))
-            first = b"" if kind == "leave early" else connection.recv(1 << 16)
-            if not kind.startswith("leave"):
-                while connection.recv(1 << 16):
-                    pass
-            status = first[9:12].decode() or "-"
+        prompt, answer = [rng.randrange(4000) for _ in range(rng.randrange(1, 200))], rng.randrange(1, 120)
+        fields = {"prompt": prompt, "temperature": 1, "ignore_eos": True, "max_tokens": answer}
+        fields |= {"stream": kind not in ("whole", "nonsense")}
+        fields |= {"logprobs": {"logprobs": 3}, "several": {"n": 3}, "nonsense": {"max_tokens": "many"}}.get(kind, {})
+        connection, status = HTTPConnection("127.0.0.1", port, timeout=60), "-"
+        connection.request("POST", "/v1/completions", json.dumps(fields), {"Content-Type": "application/json"})
+        if kind != "leave early":
+            response = connection.getresponse()
+            status = str(response.status)
+            response.read1() if kind == "leave" else response.read()
+        connection.close()
         counts[f"{kind}: {status}"] += 1
 
 
@@ -88,9 +81,7 @@ def soak(seconds: float, num_clients: int, most_growth: float, every: float) -> 
         while time.monotonic() < begin + seconds:
             time.sleep(min(every, max(0.1, begin + seconds - time.monotonic())))
             seen.append((resident(server), resident(engine)))
-            memory = "   ".join(
-                f"{name} {size:7.1f} MiB" for name, size in zip(("server", "engine"), seen[-1], strict=True)
-            )
+            memory = "server {:7.1f} MiB   engine {:7.1f} MiB".format(*seen[-1])
             print(f"{time.monotonic() - begin:6.0f} s {counts.total():7d} requests   {memory}", flush=True)
         enough.set()
         for thread in threads:

@@ -1,7 +1,6 @@
 """Counts the files that one decode step enters, and how often it returns to one: `python tools/step_walk.py`.
 
-What a CUDA graph would capture is left out: on a GPU its replay is one call. With `--sampling` the requests have top-k and a
-penalty, so that their rows are sampled behind the graph.
+What a CUDA graph would capture is left out: on a GPU its replay is one call.
 """
 
 from __future__ import annotations
@@ -47,21 +46,27 @@ class CallPath:
                 path.append(file)
 
 
+def walk(num_requests: int = 1) -> CallPath:
+    """Follow one step in which each request decodes a token."""
+    path, params = CallPath(), SamplingParams(max_tokens=40, ignore_eos=True, seed=0)
+    with LLM("stories-5m", milestone="m6", device="cpu", use_tqdm=False, num_kv_blocks=64, max_model_len=64) as llm:
+        for i in range(num_requests):
+            llm.engine.add_request(str(i), "Once upon a time", params)
+        for _ in range(6):
+            llm.engine.step()
+        sys.setprofile(path)
+        llm.engine.step()
+        sys.setprofile(None)
+    return path
+
+
 def main() -> None:
+    """Print the counts of the whole step, and of its part on the device's side."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--route", action="store_true", help="name the files in the order of the calls")
     arguments = parser.parse_args()
-    params = SamplingParams(max_tokens=40, ignore_eos=True, seed=0)
-    with LLM("stories-5m", milestone="m6", device="cpu", use_tqdm=False, num_kv_blocks=64, max_model_len=64) as llm:
-        for i in range(arguments.requests):
-            llm.engine.add_request(str(i), "Once upon a time", params)
-        for _ in range(6):
-            llm.engine.step()
-        path = CallPath()
-        sys.setprofile(path)
-        llm.engine.step()
-        sys.setprofile(None)
+    path = walk(arguments.requests)
     for name, files in (("the whole step", path.files), ("on the device's side", path.on_device)):
         entered = len(set(files))
         print(f"{name}: {entered} files, {len(files) - entered} returns")

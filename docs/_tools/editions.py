@@ -234,6 +234,7 @@ def slug(title: str) -> str:
     return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", plain).strip().lower())
 
 
+@cache
 def sections(page: str) -> dict[str, str]:
     """{anchor of the heading: text from the heading on}; "top" is what stands above the first."""
     lines, tokens = page.splitlines(keepends=True), MarkdownIt().parse(page)
@@ -248,6 +249,7 @@ def sections(page: str) -> dict[str, str]:
     return _named((name, "".join(lines[start:end])) for (start, name), end in zip(starts, ends, strict=True))
 
 
+@cache
 def cells(source: str) -> dict[str, str]:
     """{slug of the first line: text} of the Markdown cells of a notebook in the percent format."""
     found = re.findall(r"^# %% \[markdown\]\n(.*?)(?=^# %%|\Z)", source, re.M | re.S)

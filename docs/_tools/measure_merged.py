@@ -7,15 +7,16 @@ turn comes again. All products of one pass are recorded as one CUDA graph: what 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.nn.functional import linear
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from folovllm.bench.contenders import GEOMETRIES
+from tools.gpu import microseconds
 
 GEOMETRY = GEOMETRIES["qwen3-0.6b"]
 HIDDEN, LAYERS, INNER, HEAD = (
@@ -23,25 +24,7 @@ HIDDEN, LAYERS, INNER, HEAD = (
 )
 HEADS = [GEOMETRY["num_attention_heads"], GEOMETRY["num_key_value_heads"], GEOMETRY["num_key_value_heads"]]
 PARTS = {"query, key, value": [n * HEAD for n in HEADS], "gate, up": [INNER, INNER]}
-TOKENS, REPEATS = (1, 16, 256, 2048), 50
-
-
-def microseconds(work: Callable[[], object]) -> float:
-    """The median time of one recorded pass, for a layer."""
-    work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    times = []
-    for _ in range(REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / LAYERS)
-    return round(statistics.median(times), 2)
+TOKENS, REPLAYS = (1, 16, 256, 2048), 50
 
 
 def main(path: Path) -> None:
@@ -51,9 +34,12 @@ def main(path: Path) -> None:
         parts = [[part.clone() for part in weight.split(sizes)] for weight in merged]
         for tokens in TOKENS:
             x = torch.randn(tokens, HIDDEN, device=device, dtype=torch.bfloat16)
-            one = microseconds(lambda x=x, merged=merged: [linear(x, weight) for weight in merged])
-            several = microseconds(lambda x=x, parts=parts: [linear(x, part) for layer in parts for part in layer])
-            rows.append({"what": name, "tokens": tokens, "separate": several, "merged": one})
+            works = {
+                "separate": lambda x=x, parts=parts: [linear(x, part) for layer in parts for part in layer],
+                "merged": lambda x=x, merged=merged: [linear(x, weight) for weight in merged],
+            }
+            times = {way: round(microseconds(work, REPLAYS) / LAYERS, 2) for way, work in works.items()}
+            rows.append({"what": name, "tokens": tokens, **times})
             print(rows[-1])
     machine = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda}
     path.write_text(json.dumps(machine | {"rows": rows}, indent=1) + "\n", "utf-8")

@@ -695,7 +695,7 @@ assert len(worked) >= 3 and max(worked) < 1e-5
 
 # %% [markdown]
 # And where kernels are compiled instead of interpreted. From `docs/performance_log.md`: one NVIDIA H200, torch 2.11, Triton 3.6, flash-attn 2.8.3.post2,
-# bfloat16, 16 query and 8 KV heads of 128, blocks of 256, microseconds a layer; repeat it with `python tools/bench_attention.py`.
+# bfloat16, 16 query and 8 KV heads of 128, blocks of 256, microseconds a layer; repeat it with `python -m tools.bench_attention`.
 #
 # | decode | `torch_paged` | `flash_attn` | `triton` | of the copy bandwidth |
 # |---|---|---|---|---|

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from markdown_it import MarkdownIt
@@ -72,9 +73,15 @@ def pages() -> list[Path]:
     return sorted(page for page in found if "hints" not in (*page.parts, page.stem) and not page.match("*.zh.md"))
 
 
+@cache
+def parsed(text: str) -> list[Token]:
+    """The tokens of a page. Many tests look at each page, so it is parsed once; nobody changes a token."""
+    return MarkdownIt().enable("table").parse(text)
+
+
 def blocks(page: Path, text: str | None = None) -> list[Block]:
     """The blocks of a page in order. ValueError for a reason that is none, and for commands in a block with no language."""
-    tokens = MarkdownIt().parse(page.read_text("utf-8") if text is None else text)
+    tokens = parsed(page.read_text("utf-8") if text is None else text)
     found = []
     for above, token in zip([None, *tokens], tokens, strict=False):
         if token.type != "fence" or (above is not None and EXCERPT.match(above.content)):
@@ -98,6 +105,6 @@ def _said(above: Token | None) -> dict[str, str]:
 
 def links(page: Path) -> list[str]:
     """Where a page's links and pictures lead, without addresses of the web and places in the same page."""
-    inline = (child for token in MarkdownIt().parse(page.read_text("utf-8")) for child in token.children or ())
+    inline = (child for token in parsed(page.read_text("utf-8")) for child in token.children or ())
     targets = (str(child.attrs.get("href") or child.attrs.get("src") or "") for child in inline)
     return [target.partition("#")[0] for target in targets if target and not re.match(r"\w+:|#", target)]

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-HOST = "http://book.test"
-DESK, PHONE = (1440, 1200), (390, 844)  # pixels
+NOBODY_ELSE = "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
+NO_WORKER = "window.Worker = class extends EventTarget { postMessage() {} }"
+DESK, PHONE = {"width": 1440, "height": 1200}, {"width": 390, "height": 844}  # pixels
 # A drawn diagram is a <div class="mermaid"> in the place of the <pre>; what is inside it no script can see, but its height.
 DRAWN = "[...document.querySelectorAll('div.mermaid')].filter(diagram => diagram.clientHeight > 40).length"
 CUT = """[...document.querySelectorAll('pre > code')].filter(code => code.scrollWidth > code.clientWidth + 1)
@@ -48,57 +52,75 @@ FAINT = """(() => {
 })()"""
 
 
-@dataclass(slots=True)
-class Visit:
-    """What the browser saw."""
+class Quiet(SimpleHTTPRequestHandler):
+    """Hands out files, and says nothing of it. A browser keeps what it has got, which a routed page would not."""
 
-    seen: list[dict[str, Any]] = field(default_factory=list)  # of each page: path, diagrams, the code that is cut off
-    outside: list[str] = field(default_factory=list)  # page -> address
+    protocol_version = "HTTP/1.1"  # a connection serves many requests
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@dataclass(slots=True)
+class Book:
+    """A built site on a server of its own, and a browser that reaches nobody else."""
+
+    chromium: Any
+    address: str
 
 
 @contextlib.contextmanager
-def opened(site: Path, size: tuple[int, int] = DESK, colours: str = "null") -> Iterator[tuple[Any, list[str]]]:
-    """A page of Chromium that gets the site's files under `HOST` and nothing else; and what it asked for elsewhere.
-
-    `colours` imitates the system's choice, in frames as well: "light", "dark" or, for none, "null".
-    """
+def running(site: Path) -> Iterator[Book]:
+    """Start both. Each test opens a context, which shares nothing with another test's."""
     playwright = pytest.importorskip("playwright.sync_api", reason="needs Playwright: pip install -e '.[dev]'")
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking", NOBODY_ELSE]
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=site))
+    with server, playwright.sync_playwright() as driver:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=flags)
+        yield Book(chromium, f"http://127.0.0.1:{server.server_port}/")
+        chromium.close()
+        server.shutdown()
+
+
+@contextlib.contextmanager
+def opened(book: Book, colours: str = "null", search: bool = False) -> Iterator[tuple[Any, list[str]]]:
+    """A page, whose addresses begin at the book's; and what it asked for elsewhere.
+
+    `colours` imitates the system's choice, in frames as well: "light", "dark" or, for none, "null". Unless it is to `search`,
+    no page works out the index, which takes longer than all else.
+    """
     outside: list[str] = []
-    with playwright.sync_playwright() as driver:
-        flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=flags)
-        page = browser.new_page(viewport={"width": size[0], "height": size[1]}, color_scheme=colours)
+    with book.chromium.new_context(viewport=DESK, color_scheme=colours, base_url=book.address) as context:
 
-        def answer(route: Any) -> None:
-            address = route.request.url.partition("#")[0].partition("?")[0]
-            file = site / address.removeprefix(f"{HOST}/")
-            if not address.startswith(HOST):
-                outside.append(f"{page.url} -> {address}")
-                route.abort()
-            else:
-                route.fulfill(path=file) if file.is_file() else route.fulfill(status=404)
+        def note(request: Any) -> None:
+            if not request.url.startswith((book.address, "data:", "blob:")):
+                outside.append(f"{request.frame.url} -> {request.url}")
 
-        page.route("**/*", answer)
-        yield page, outside
-        page.unroute_all(behavior="ignoreErrors")
-        browser.close()
+        context.on("request", note)
+        if not search:
+            context.add_init_script(NO_WORKER)
+        yield context.new_page(), outside
 
 
-def visit(site: Path, files: list[Path]) -> Visit:
-    """Show these pages of a built site to Chromium, 1,440 pixels wide."""
-    timeout, said = pytest.importorskip("playwright.sync_api").TimeoutError, Visit()
-    with opened(site) as (page, said.outside):
-        for file in files:
-            page.goto(address(site, file))
-            with contextlib.suppress(timeout):
-                page.wait_for_function(f"{DRAWN} >= {num_diagrams(file)}", timeout=5000)
-            found = {"diagrams": page.evaluate(DRAWN), "cut": page.evaluate(CUT), "no alt": page.evaluate(NO_ALT)}
-            said.seen.append({"path": f"/{file.relative_to(site).as_posix()}", **found})
-    return said
+@dataclass(slots=True)
+class Seen:
+    """What the browser saw of a page."""
+
+    diagrams: int
+    cut: list[str]  # code
+    no_alt: list[str]  # pictures
+    too_wide: int  # pixels, on a phone
 
 
-def address(site: Path, file: Path) -> str:
-    return f"{HOST}/{file.relative_to(site).as_posix()}"
+def visit(page: Any, file: Path, path: str) -> Seen:
+    """Show a page of a built site, 1,440 pixels wide, and then as wide as a phone."""
+    page.set_viewport_size(DESK)
+    page.goto(path)
+    with contextlib.suppress(pytest.importorskip("playwright.sync_api").TimeoutError):
+        page.wait_for_function(f"{DRAWN} >= {num_diagrams(file)}", timeout=5000)
+    found = [page.evaluate(what) for what in (DRAWN, CUT, NO_ALT)]
+    page.set_viewport_size(PHONE)
+    return Seen(*found, page.evaluate(TOO_WIDE))
 
 
 def num_diagrams(file: Path) -> int:

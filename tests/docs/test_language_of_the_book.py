@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from markdown_it import MarkdownIt
 
 from milestones.manifest import Course
 from milestones.tasks import Exercise
-from tests.docs.blocks import ROOT
+from tests.docs.blocks import ROOT, parsed
 
 COURSE = Course(ROOT)
 OUT = {
@@ -33,7 +32,7 @@ READ = [page for page in PAGES if page.name not in MEASURED]
 def prose(text: str) -> Iterator[str]:
     """The paragraphs and list items of a page, without tables, code, formulas and addresses."""
     tables = 0
-    for token in MarkdownIt().enable("table").parse(text):
+    for token in parsed(text):
         tables += (token.type == "table_open") - (token.type == "table_close")
         if token.type == "inline" and not tables:
             yield re.sub(r"\$+[^$]*\$+|`[^`]*`|\]\([^)]*\)", " X ", token.content).replace("\n", " ")

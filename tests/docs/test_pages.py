@@ -6,11 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from markdown_it import MarkdownIt
-from markdown_it.token import Token
 
 from milestones.manifest import Course
-from tests.docs.blocks import ROOT, pages
+from tests.docs.blocks import ROOT, pages, parsed
 
 WORDS, LINES, COLUMNS = 4500, 150, 120
 COURSE = Course(ROOT)
@@ -18,31 +16,27 @@ DOCS = sorted((ROOT / "docs").rglob("*.md"))
 CHAPTERS = [page for page in DOCS if re.fullmatch(r"\w*\d_\w+\.md", page.name)]  # electives' too; words are English
 
 
-def tokens(text: str) -> list[Token]:
-    return MarkdownIt().enable("table").parse(text)
-
-
 def num_words(text: str) -> int:
     """Words of prose, tables and lists; not those of code, formulas and comments."""
-    prose = [token.content for token in tokens(text) if token.type == "inline"]
+    prose = [token.content for token in parsed(text) if token.type == "inline"]
     return sum(len(re.findall(r"\w+(?:[-'.,/]\w+)*", re.sub(r"\$+[^$]*\$+|\]\([^)]*\)", " ", line))) for line in prose)
 
 
 def num_code_lines(text: str) -> int:
     """Lines in fenced blocks: code, commands and what they print. A diagram is a picture."""
-    fences = [token for token in tokens(text) if token.type == "fence" and token.info != "mermaid"]
+    fences = [token for token in parsed(text) if token.type == "fence" and token.info != "mermaid"]
     return sum(len(token.content.splitlines()) for token in fences)
 
 
 def rows_as_text(text: str) -> list[str]:
     """Lines that look like a table's rows and are none: a blank line or a missing head makes a paragraph of them."""
-    lines = (line for token in tokens(text) if token.type == "inline" for line in token.content.splitlines())
+    lines = (line for token in parsed(text) if token.type == "inline" for line in token.content.splitlines())
     return [line for line in lines if re.match(r"\s*\|.*\|\s*$", line)]
 
 
 def wide_comments(text: str) -> list[str]:
     """Lines of shown code that are too long for the page, and end in a comment."""
-    lines = (line for token in tokens(text) if token.type == "fence" for line in token.content.splitlines())
+    lines = (line for token in parsed(text) if token.type == "fence" for line in token.content.splitlines())
     return [line for line in lines if len(line) > COLUMNS and re.search(r"\s# ", line)]
 
 

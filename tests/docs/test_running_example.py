@@ -10,11 +10,13 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from folovllm.cache.slot_manager import SlotManager
+from folovllm.layers.embed_head import ParallelLMHead
 from milestones.pictures import step
-from milestones.running_example import Run, ScheduledSequence, example, play
+from milestones.running_example import Run, ScheduledSequence, engine_for, example, play
 from tests.docs.blocks import ROOT
 
 MILESTONES = ("m1", "m2", "m3", "m4", "m5", "m6")
@@ -136,3 +138,45 @@ class TestWhatChapters1To3Say:
         )
         assert turns[6].scheduled_seqs[0].slots == (38,), "A's token 14"
         assert turns[6].scheduled_seqs[1].slots == (32,), "B's token 16 begins block 8"
+
+
+def chapter(name: str) -> str:
+    return (ROOT / "docs" / f"{name}.md").read_text("utf-8")
+
+
+@pytest.mark.slow
+class TestWhatChapters4To6Say:
+    def test_m4_does_what_m3_did(self, tools: dict[str, ModuleType]) -> None:
+        run = tools["pictures"].run
+        assert run("m4").turns == run("m3").turns, "chapter 4: the same steps, the same blocks"
+        (scheduled, _) = run("m4").turns[4].scheduled_seqs
+        assert (scheduled.token_ids, scheduled.start, scheduled.slots) == ((304,), 12, (36,)), (
+            "chapter 4 follows this token"
+        )
+
+    def test_what_m4_and_m5_compute(self, tools: dict[str, ModuleType]) -> None:
+        four, five = (tools["pictures"].run(milestone) for milestone in ("m4", "m5"))
+        for run, tokens, steps in ((four, 60, 12), (five, 42, 10)):
+            computed = (scheduled.end - scheduled.start for turn in run.turns for scheduled in turn.scheduled_seqs)
+            assert (sum(computed), len(run.turns)) == (tokens, steps)
+        assert "M4 computes 60 tokens for them, M5 42." in chapter("5_reuse")
+        assert (five.turns[2].hits, five.turns[7].hits) == ({"C": 8}, {"C": 12})
+        chunk = five.turns[1].scheduled_seqs[1]
+        assert (chunk.name, chunk.start, chunk.end) == ("B", 3, 12), "chapter 4 asks for its cu_seqlens"
+
+    def test_what_each_of_four_ranks_would_find_best(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The first token of B's answer, in quarters of the vocabulary."""
+        seen: list[torch.Tensor] = []
+        head = ParallelLMHead.forward
+
+        def noted(self: ParallelLMHead, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+            seen.append(head(self, hidden, out).clone())
+            return seen[-1]
+
+        monkeypatch.setattr(ParallelLMHead, "forward", noted)
+        engine, request = engine_for("m2"), example().request("B")
+        engine.generate([list(request.prompt_token_ids)])
+        engine.close()
+        best, row = seen[0][0].view(4, 1024).max(-1)
+        assert row.tolist() == [373, 654, 277, 77] and int(seen[0][0].argmax()) == request.answer_token_ids[0] == 1678
+        assert all(f"{logit:.2f}" in chapter("6_speed_and_scale") for logit in best.tolist())

@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +22,19 @@ from tests.docs.blocks import ROOT
 
 NOT_TRANSLATED = "本页还没有中文版"  # the English page, looked at once
 COLUMNS = 120  # of code, that a page shows at a width of 1,440 pixels
+WORDS = {  # word: the chapter that is about it
+    "": {
+        "speculative decoding": "/x3_speculation/",
+        "quantization": "/x2_fewer_bits/",
+        "paged kv cache": "/3_paged_kv/",
+    },
+    "zh/": {
+        "投机解码": "/zh/x3_speculation/",
+        "量化": "/zh/x2_fewer_bits/",
+        "连续批处理": "/zh/2_continuous_batching/",
+        "混合专家": "/zh/x4_experts/",
+    },
+}
 FETCHED = dict.fromkeys(("script", "img", "iframe", "source", "video"), "src") | {"link": "href", "object": "data"}
 
 
@@ -152,98 +166,83 @@ def test_a_stale_section_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     )
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(browser.CHROMIUM is None, reason="needs a browser: apt-get install chromium")
-def test_in_a_browser(site: Path) -> None:
-    pages = [file for file in sorted(site.rglob("*.html")) if NOT_TRANSLATED not in file.read_text("utf-8")]
-    said = browser.visit(site, pages)
-    assert said.outside == [], "a page asks somebody else"
-    diagrams = {page["path"]: page["diagrams"] for page in said.seen}
-    assert diagrams == {f"/{file.relative_to(site)}": browser.num_diagrams(file) for file in pages}
-    assert {page["path"]: page["no alt"] for page in said.seen if page["no alt"]} == {}, "a picture has no alt text"
-    for page in said.seen:
-        for code in page["cut"]:
-            longest = max(code.splitlines(), key=len)
-            assert len(longest) > COLUMNS, f"{page['path']} cuts off a line of {len(longest)} columns: {longest}"
+@pytest.fixture(scope="module")
+def book(site: Path) -> Iterator[browser.Book]:
+    with browser.running(site) as book:
+        yield book
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="needs a browser: apt-get install chromium")
-def test_a_phone_does_not_scroll_sideways(site: Path) -> None:
-    with browser.opened(site, browser.PHONE) as (page, _):
-        for file in sorted(site.rglob("*.html")):
-            if file.is_relative_to(site / "assets"):  # the inspector's page: tests/inspector
-                continue
-            page.goto(browser.address(site, file))
-            assert page.evaluate(browser.TOO_WIDE) <= 0, file.relative_to(site)
+class TestInABrowser:
+    @pytest.mark.timeout(900)
+    def test_every_page(self, book: browser.Book, site: Path) -> None:
+        """It asks nobody else, draws its diagrams, cuts off no comment, and a phone does not scroll it sideways."""
+        files = {file.relative_to(site).as_posix(): file for file in sorted(site.rglob("*.html"))}
+        files = {name: file for name, file in files.items() if NOT_TRANSLATED not in file.read_text("utf-8")}
+        with browser.opened(book) as (page, outside):
+            said = {name: browser.visit(page, file, name) for name, file in files.items()}
+        assert outside == [], "a page asks somebody else"
+        for name, seen in said.items():
+            assert seen.diagrams == browser.num_diagrams(files[name]), name
+            assert seen.no_alt == [], f"{name}: a picture has no alt text"
+            is_inspector = name.startswith("assets/")  # tests/inspector looks at it on a phone
+            assert is_inspector or seen.too_wide <= 0, f"a phone scrolls {name} sideways"
+            for code in seen.cut:
+                longest = max(code.splitlines(), key=len)
+                assert len(longest) > COLUMNS, f"{name} cuts off a line of {len(longest)} columns: {longest}"
 
+    @pytest.mark.parametrize("colours", ["light", "dark"])
+    def test_every_text_stands_out(self, book: browser.Book, colours: str) -> None:
+        """Contrast of 4.5 to 1, large letters 3 to 1 (WCAG 2, level AA)."""
+        with browser.opened(book, colours) as (page, _):
+            for name in ("", "3_paged_kv/", "x2_fewer_bits/", "performance/", "reference/api/", "reference/cli/"):
+                page.goto(f"{name}index.html")
+                assert page.evaluate(browser.FAINT) == [], name or "front page"
 
-@pytest.mark.slow
-@pytest.mark.skipif(browser.CHROMIUM is None, reason="needs a browser: apt-get install chromium")
-@pytest.mark.parametrize("colours", ["light", "dark"])
-def test_every_text_stands_out(site: Path, colours: str) -> None:
-    """Contrast of 4.5 to 1, large letters 3 to 1 (WCAG 2, level AA)."""
-    with browser.opened(site, colours=colours) as (page, _):
-        for name in ("", "3_paged_kv/", "x2_fewer_bits/", "performance/", "reference/api/", "reference/cli/"):
-            page.goto(f"{browser.HOST}/{name}index.html")
-            assert page.evaluate(browser.FAINT) == [], name or "front page"
+    def test_colours_can_be_switched(self, book: browser.Book) -> None:
+        """The recording on the page follows, and the choice is kept."""
+        scheme = "document.body.dataset.mdColorScheme"
+        with browser.opened(book) as (page, _):
+            page.goto("index.html")
+            assert page.evaluate(scheme) == "default"
+            page.get_by_title("Dark colours").click()
+            page.reload()
+            assert page.evaluate(scheme) == "slate", "the choice is forgotten"
+            frame = page.locator(".recording iframe")
+            frame.scroll_into_view_if_needed()
+            assert frame.content_frame.locator("html").get_attribute("data-theme") == "dark"
 
-
-@pytest.mark.slow
-@pytest.mark.skipif(browser.CHROMIUM is None, reason="needs a browser: apt-get install chromium")
-def test_colours_can_be_switched(site: Path) -> None:
-    """The recording on the page follows, and the choice is kept."""
-    scheme = "document.body.dataset.mdColorScheme"
-    with browser.opened(site) as (page, _):
-        page.goto(f"{browser.HOST}/index.html")
-        assert page.evaluate(scheme) == "default"
-        page.get_by_title("Dark colours").click()
-        page.reload()
-        assert page.evaluate(scheme) == "slate", "the choice is forgotten"
-        frame = page.locator(".recording iframe")
-        frame.scroll_into_view_if_needed()
-        assert frame.content_frame.locator("html").get_attribute("data-theme") == "dark"
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(browser.CHROMIUM is None, reason="needs a browser: apt-get install chromium")
-def test_a_keyboard_reaches_text_navigation_and_cards(site: Path) -> None:
-    """The first stop leads past the navigation, each stop shows where it is, and a question opens with Enter."""
-    with browser.opened(site) as (page, _):
-        page.goto(f"{browser.HOST}/3_paged_kv/index.html")
-        page.keyboard.press("Tab")
-        assert page.evaluate(browser.FOCUSED) == ["Skip to content", True]
-        seen = []
-        for _ in range(30):
+    def test_a_keyboard_reaches_text_navigation_and_cards(self, book: browser.Book) -> None:
+        """The first stop leads past the navigation, each stop shows where it is, and a question opens with Enter."""
+        with browser.opened(book) as (page, _):
+            page.goto("3_paged_kv/index.html")
             page.keyboard.press("Tab")
-            name, is_marked = page.evaluate(browser.FOCUSED)
-            assert is_marked, f"focus on {name!r} cannot be seen"
-            seen.append(name)
-        assert "M4 Attention kernels" in seen
-        card = page.locator("summary").first
-        card.focus()
-        page.keyboard.press("Enter")
-        assert card.evaluate("card => card.parentElement.open")
+            assert page.evaluate(browser.FOCUSED) == ["Skip to content", True]
+            seen = []
+            for _ in range(30):
+                page.keyboard.press("Tab")
+                name, is_marked = page.evaluate(browser.FOCUSED)
+                assert is_marked, f"focus on {name!r} cannot be seen"
+                seen.append(name)
+            assert "M4 Attention kernels" in seen
+            card = page.locator("summary").first
+            card.focus()
+            page.keyboard.press("Enter")
+            assert card.evaluate("card => card.parentElement.open")
 
-
-@pytest.mark.slow
-@pytest.mark.skipif(browser.CHROMIUM is None, reason="needs a browser: apt-get install chromium")
-@pytest.mark.parametrize(
-    ("home", "word", "chapter"),
-    [
-        ("zh/", "投机解码", "/zh/x3_speculation/"),
-        ("zh/", "量化", "/zh/x2_fewer_bits/"),
-        ("zh/", "连续批处理", "/zh/2_continuous_batching/"),
-        ("zh/", "混合专家", "/zh/x4_experts/"),
-        ("", "speculative decoding", "/x3_speculation/"),
-        ("", "quantization", "/x2_fewer_bits/"),
-        ("", "paged kv cache", "/3_paged_kv/"),
-    ],
-)
-def test_search_finds_the_chapter_by_the_fields_word(site: Path, home: str, word: str, chapter: str) -> None:
-    with browser.opened(site) as (page, _):
-        page.goto(f"{browser.HOST}/{home}index.html")
-        page.locator("input.md-search__input").press_sequentially(word)
-        page.wait_for_selector(".md-search-result__link")
-        found = [path for path in page.evaluate(browser.SEARCHED) if path.startswith("/zh/") == (home == "zh/")]
-        assert chapter in found[:3], f"{word} finds {found[:5]}"
+    @pytest.mark.parametrize("home", ["", "zh/"])
+    def test_search_finds_the_chapter_by_the_fields_word(self, book: browser.Book, home: str) -> None:
+        """The index is worked out once: so one page is asked for all words of its language."""
+        with browser.opened(book, search=True) as (page, _):
+            page.goto(f"{home}index.html")
+            asked = page.locator("input.md-search__input")
+            for word, chapter in WORDS[home].items():
+                asked.fill("")
+                asked.press("End")  # the page reads its field when a key comes up
+                page.wait_for_function(f"!({browser.SEARCHED}).length")
+                asked.fill(word)
+                asked.press("End")
+                page.wait_for_selector(".md-search-result__link")
+                found = [path for path in page.evaluate(browser.SEARCHED) if path.startswith("/zh/") == (home == "zh/")]
+                assert chapter in found[:3], f"{word} finds {found[:5]}"

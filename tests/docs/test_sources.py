@@ -10,9 +10,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from markdown_it import MarkdownIt
 
-from tests.docs.blocks import ROOT
+from tests.docs.blocks import ROOT, parsed
 
 DOCS = ROOT / "docs"
 SOURCES: dict[str, dict[str, dict[str, Any]]] = tomllib.loads((DOCS / "data/sources.toml").read_text("utf-8"))
@@ -27,7 +26,7 @@ ENTRIES = [
 @cache
 def anchors(page: str) -> set[str]:
     """The anchors that mkdocs gives to the headings of a page."""
-    tokens = MarkdownIt().parse((DOCS / page).read_text("utf-8"))
+    tokens = parsed((DOCS / page).read_text("utf-8"))
     titles = [after.content for token, after in pairwise(tokens) if token.type == "heading_open"]
     return {slug(title) for title in titles}
 
