@@ -1,4 +1,7 @@
-"""The detokenizer of M6 says what M1's says, token by token, and a token costs the same at any length."""
+"""The detokenizer of M6 says what M1's says, token by token, and a token costs the same at any length.
+
+Stop strings: `tests/m1/test_detokenizer.py`.
+"""
 
 from __future__ import annotations
 
@@ -155,37 +158,6 @@ def test_a_byte_that_is_no_character_costs_what_others_cost(byte: int) -> None:
     stream.append(backend.token_to_id("▁the"))
     assert stream.advance().endswith("� the")
     assert stream.text == backend.decode(stream.token_ids) and max(decoded) <= 3 * 64
-
-
-@pytest.mark.parametrize("make", [IncrementalDetokenizer, lambda d: StreamDetokenizer(d, BACKENDS["bytes"], True)])
-class TestStops:
-    @given(text=st.text("abc", max_size=20), stop=st.text("abc", min_size=1, max_size=3), include=st.booleans())
-    def test_stop_strings(self, make: Any, text: str, stop: str, include: bool) -> None:
-        detokenizer, found = make(BACKENDS["bytes"].decode), None
-        for token in BACKENDS["bytes"].encode(text).ids:
-            detokenizer.append(token)
-            if found := detokenizer.find_stop([stop], include):
-                break
-        assert found == (stop if stop in text else None)
-        before, match, _ = text.partition(stop)
-        assert detokenizer.flush() == "" and detokenizer.text == before + (match if include else "")
-
-    def test_a_skipped_stop_string_is_never_found(self, make: Any) -> None:
-        detokenizer = make(BACKENDS["bytes"].decode)
-        for token in BACKENDS["bytes"].encode("abc").ids:
-            detokenizer.append(token)
-        detokenizer.skip_search()
-        for token in BACKENDS["bytes"].encode("abcd").ids:
-            detokenizer.append(token)
-        assert detokenizer.find_stop(["bc"]) == "bc" and detokenizer.text == "abca"
-
-    def test_the_last_token_is_taken_back(self, make: Any) -> None:
-        detokenizer = make(BACKENDS["bytes"].decode)
-        for token in BACKENDS["bytes"].encode("ab").ids:
-            detokenizer.append(token)
-        detokenizer.forget_last()
-        detokenizer.flush()
-        assert detokenizer.text == "a"
 
 
 class CountingDetokenizer(StreamDetokenizer):

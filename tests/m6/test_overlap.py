@@ -1,4 +1,4 @@
-"""One step late, and nobody notices: graphs and overlap give what the plain loop gives."""
+"""One step late, and nobody notices. (That the answers are M1's: `test_sampling_rows.py`.)"""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from folovllm.cache.free_list import Block
 from folovllm.cache.prefix_cache import PrefixCache
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine, make_engine
-from folovllm.engine.overlap import OverlappedEngine
 from folovllm.engine.scheduler import Scheduler, chunk, preempt, unless_finished
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
@@ -45,37 +44,6 @@ def assert_clean(served: LLMEngine) -> None:
     assert getattr(served, "_in_flight", None) is None
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_answers_are_those_of_m1(mode: str) -> None:
-    """One engine for both kinds; by the last arrival, blocks of each prompt are in the cache."""
-    served = engine(**MODES[mode])
-    assert isinstance(served.core, OverlappedEngine) is (mode != "graphs alone")
-    for kind, arrival in (("seeded", "random_steps"), ("greedy", "at_once"), ("greedy", "one_by_one")):
-        load = workload(kind, COUNT)
-        load.check(serve(served, load.requests, arrival))
-        assert_clean(served)
-
-
-CHUNKS: dict[str, Any] = {"block_size": 4, "num_kv_blocks": 34, "max_num_batched_tokens": 7}
-
-
-@pytest.mark.parametrize(
-    ("mode", "pool"),
-    [
-        *((mode, CHUNKS) for mode in MODES),
-        ("overlap and graphs", {"block_size": 1, "num_kv_blocks": 150}),
-        ("overlap and graphs", {"block_size": 16, "num_kv_blocks": 9, "enable_prefix_caching": False}),
-        ("overlap and graphs", {"max_num_seqs": 3, "max_num_batched_tokens": 33}),
-    ],
-)
-def test_small_pools_and_chunks(mode: str, pool: dict[str, Any]) -> None:
-    load, served = workload("seeded", COUNT), engine(**(MODES[mode] | pool))
-    load.check(serve(served, load.requests))
-    assert_clean(served)
-    if pool.get("num_kv_blocks"):
-        assert served.stats().preemptions > 0
-
-
 def test_a_decode_that_may_need_a_block_waits_where_none_is_free() -> None:
     for num_blocks, waits in ((1, True), (2, False)):
         kv = BlockManager(num_blocks, 4)
@@ -100,13 +68,6 @@ def test_only_tokens_that_the_host_knows_are_published(monkeypatch: pytest.Monke
     load, served = workload("greedy", COUNT), engine(block_size=4)
     load.check(serve(served, load.requests))
     assert any(in_flight)
-
-
-def test_nothing_is_drawn_in_the_middle_of_a_prompt_that_comes_token_by_token() -> None:
-    """Such a step looks like decodes, for which there is a captured step, and is none."""
-    load, served = workload("greedy", COUNT), engine(long_prefill_token_threshold=1)
-    load.check(serve(served, load.requests))
-    assert_clean(served)
 
 
 def essence(output: RequestOutput) -> list[tuple[Any, ...]]:

@@ -22,7 +22,7 @@ from folovllm.step.sampling_spec import SamplingSpec
 from folovllm.step.schedule import StepResult
 from tests.helpers import prompts, tiny_checkpoint
 from tests.m6 import test_prompt_logprobs, test_sampling_rows
-from tests.m6.test_overlap import COUNT, assert_clean
+from tests.m6.test_overlap import assert_clean
 from tests.workloads import ARRIVALS, MAX_MODEL_LEN, Request, serve, workload
 
 SMALL = {"block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 20}  # preemption, and prompts in chunks
@@ -55,20 +55,15 @@ def family_of(name: str) -> str:
 
 
 class TestTwoRanks:
-    def test_answers_are_those_of_m1(self, served: LLMEngine, name: str) -> None:
-        load = workload("seeded", COUNT, family=family_of(name))
-        load.check(serve(served, load.requests, ARRIVALS[2]))
-        assert_clean(served)
-        if "num_kv_blocks" in ENGINES[name]:
-            assert served.stats().preemptions > 0
-
     def test_every_kind_of_request(self, served: LLMEngine, name: str) -> None:
         """Penalties, filters, stop strings, n, log-probabilities: tokens and texts are M1's, beside some that are aborted, too."""
-        test_sampling_rows.check(serve(served, test_sampling_rows.requests()), family_of(name))
+        test_sampling_rows.check(serve(served, test_sampling_rows.requests(), ARRIVALS[2]), family_of(name))
         before = served.prefix_cache_stats().tokens_hit
         test_sampling_rows.check(test_sampling_rows.serve_and_abort(served), family_of(name))
         assert served.prefix_cache_stats().tokens_hit > before
         assert_clean(served)
+        if "num_kv_blocks" in ENGINES[name]:
+            assert served.stats().preemptions > 0
 
     def test_prompts_are_scored(self, served: LLMEngine, name: str) -> None:
         """As transformers does. Each prompt comes twice, so that the second finds it in the cache."""

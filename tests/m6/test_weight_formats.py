@@ -119,10 +119,9 @@ def test_layers_for_few_tokens_take_what_the_format_can(checkpoints: tuple[Path,
     assert not any(layer.folded for layer in driver.model.model.layers)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_in_pieces(checkpoints: tuple[Path, Path], size: int) -> None:
+def test_in_pieces(checkpoints: tuple[Path, Path]) -> None:
     """Ranks read their parts of codes and scales; query, and an MLP with its sum, are those of the whole."""
-    coded, plain = checkpoints
+    (coded, plain), size = checkpoints, 4
     config = AutoConfig.from_pretrained(plain)
     whole = Driver(plain).model.model.layers[1]
     x = torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(0))
