@@ -261,10 +261,7 @@ def test_a_budget_too_small_for_the_longest_prompt(model: Path) -> None:
     [
         {"milestone": "m2"},
         pytest.param({"milestone": "m6"}, marks=pytest.mark.m6),
-        pytest.param(
-            {"milestone": "m6", "async_scheduling": False, "tensor_parallel_size": 2},
-            marks=[pytest.mark.m6, pytest.mark.slow],
-        ),
+        pytest.param({"milestone": "m6", "async_scheduling": False}, marks=pytest.mark.m6),
     ],
 )
 def test_a_scheduler_that_lets_nobody_in(model: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

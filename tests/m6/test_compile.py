@@ -17,11 +17,7 @@ from tests.helpers import tiny_checkpoint
 from tests.workloads import KINDS, MAX_MODEL_LEN, answered, mixed_requests, serve, workload
 
 FIELDS: dict[str, Any] = {"milestone": "m6", "max_model_len": MAX_MODEL_LEN, "use_tqdm": False, "max_num_seqs": 4}
-ENGINES: list[dict[str, Any]] = [
-    {},
-    {"milestone": "m2"},
-    {"milestone": "m1", "model_impl": "native", "max_num_seqs": 1},
-]
+ENGINES: list[dict[str, Any]] = [{}, {"milestone": "m2"}]
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,6 @@ PRESETS: list[tuple[dict[str, Any], list[int]]] = [  # what is measured: sequenc
     ({"milestone": "m1"}, [1]),
     ({"milestone": "m1", "model_impl": "native"}, [1]),
     ({"milestone": "m2", "max_num_seqs": 4}, [1, 4]),
-    ({"milestone": "m5", "max_num_seqs": 4}, [1, 4]),
     ({"milestone": "m6", "max_num_seqs": 4}, [1, 4]),
     ({"milestone": "m6", "max_num_seqs": 4, "async_scheduling": False}, [1, 4]),
     # Drafts that are always right: no step has one token of each sequence then, and a short context ends soon.

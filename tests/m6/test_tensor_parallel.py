@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,8 +45,10 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def served(name: str) -> Iterator[LLMEngine]:
-    two = engine(tensor_parallel_size=2, **ENGINES[name])
+def served(name: str, forked_commands: str) -> Iterator[LLMEngine]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", forked_commands)
+        two = engine(tensor_parallel_size=2, **ENGINES[name])
     yield two
     two.close()
 
@@ -83,6 +86,7 @@ class TestTwoRanks:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_fused_layers() -> None:
     """What the kernels' layers fuse, each rank does on its part; the interpreter runs them."""
     pytest.importorskip("triton", reason="Triton exists on Linux only")
