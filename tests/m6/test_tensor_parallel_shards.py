@@ -12,19 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
 from folovllm.build import make_packed_worker
 from folovllm.config import EngineConfig
-from folovllm.distributed.sharding import local_config, shard_named, shard_row, shard_vocab, vocab_shard_size
+from folovllm.distributed.sharding import local_config, shard_vocab, vocab_shard_size
 from folovllm.engine.setup import set_up
 from folovllm.layers.embed_head import ParallelLMHead
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.linear import LinearBase, Plain, RowParallelLinear
 from folovllm.layers.sharded import sharded
-from folovllm.sample.noise import gumbel
 from folovllm.step.packed import Field
 from folovllm.worker.native_model import load_native_model, load_sharded_model
 from folovllm.worker.step_sampler import TensorParallelSampler
@@ -48,12 +45,6 @@ def test_shards_of_a_vocabulary_are_the_whole_and_zeros(vocab_size: int, size: i
     assert torch.equal(parts[:vocab_size], weight) and not parts[vocab_size:].any()
 
 
-@pytest.mark.parametrize("first", [0, 4, 128])
-def test_noise_of_a_part_is_that_part_of_the_noise(first: int) -> None:
-    seeds, positions = torch.tensor([3, 2**62 + 5]), torch.tensor([0, 77])
-    assert torch.equal(gumbel(seeds, positions, 30, first), gumbel(seeds, positions, first + 30)[:, first:])
-
-
 def test_padding_cannot_be_drawn() -> None:
     def work(group: ThreadGroup) -> torch.Tensor:
         head = sharded(LayerSet(), group, 5).make(ParallelLMHead, vocab_shard_size(5, 3), 2).requires_grad_(False)
@@ -62,28 +53,6 @@ def test_padding_cannot_be_drawn() -> None:
 
     logits = torch.cat(on_ranks(3, work), dim=1)
     assert logits[:, :5].eq(0).all() and logits[:, 5:].eq(-torch.inf).all() and logits.shape == (1, 12)
-
-
-def test_a_sum_over_ranks_is_of_what_the_format_computes() -> None:
-    class Doubled(Plain):
-        def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-            return 2 * super().product(layer, x, residual)
-
-    weight, x = torch.randn(3, 4), torch.randn(2, 4)
-
-    def work(group: ThreadGroup) -> torch.Tensor:
-        layer = sharded(LayerSet(), group, 1).make(RowParallelLinear, 2, 3, False, Doubled()).requires_grad_(False)
-        layer.weight.copy_(shard_row(weight, group.rank, 2))
-        return layer(shard_row(x, group.rank, 2))
-
-    for result in on_ranks(2, work):
-        torch.testing.assert_close(result, 2 * F.linear(x, weight))
-
-
-def test_a_bias_enters_a_sum_once() -> None:
-    bias = numbered(3) + 1
-    parts = [shard_named("model.layers.0.self_attn.o_proj.bias", bias, 2, rank, 4) for rank in range(4)]
-    assert torch.equal(sum(parts), bias)
 
 
 class TestSizes:
