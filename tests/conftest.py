@@ -38,6 +38,8 @@ FORKED = (
     gc.get_freeze_count() > 0
 )  # the libraries' objects were frozen before the fork: to look at them copies their pages
 last_collection = 0.0 if FORKED else SLOW  # how long it took
+EACH = 20  # of so many slow collections one looks at what was frozen before, which takes a second or more
+num_slow = 0
 
 
 def timed_collect(generation: int = 2) -> int:
@@ -96,9 +98,10 @@ def real_freezing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    global last_collection
+    global last_collection, num_slow
     if last_collection >= SLOW:
-        if not FORKED:
+        num_slow += 1
+        if not FORKED and num_slow % EACH == 0:
             UNFREEZE()  # of an engine that has ended meanwhile, too
         COLLECT()
         FREEZE()

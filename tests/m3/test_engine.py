@@ -30,9 +30,7 @@ from tests.workloads import (
 LONGEST = 84  # tokens of the longest request of the workloads: 60 of prompt, 24 of answer
 
 
-@pytest.mark.parametrize(
-    ("block_size", "runs"), [(1, [AT_ONCE]), (2, [RANDOM_STEPS]), (16, RUNS), (256, [RANDOM_STEPS])], ids=str
-)
+@pytest.mark.parametrize(("block_size", "runs"), [(1, [AT_ONCE]), (16, RUNS), (256, [RANDOM_STEPS])], ids=str)
 def test_output_equals_m1_whatever_the_blocks(block_size: int, runs: Sequence[tuple[str, str]]) -> None:
     """The largest is larger than the context."""
     engine = make_engine(tiny_checkpoint(), milestone="m3", block_size=block_size, max_num_seqs=16)
@@ -40,9 +38,7 @@ def test_output_equals_m1_whatever_the_blocks(block_size: int, runs: Sequence[tu
     assert engine.stats().preemptions == 0
 
 
-@pytest.mark.parametrize(
-    ("block_size", "runs"), [(1, [AT_ONCE]), (2, [AT_ONCE]), (16, [AT_ONCE, RANDOM_STEPS])], ids=str
-)
+@pytest.mark.parametrize(("block_size", "runs"), [(2, [AT_ONCE]), (16, [RANDOM_STEPS])], ids=str)
 def test_output_equals_m1_with_hardly_any_blocks(block_size: int, runs: Sequence[tuple[str, str]]) -> None:
     pool = {"block_size": block_size, "max_model_len": LONGEST, "num_kv_blocks": -(-LONGEST // block_size)}
     engine = make_engine(tiny_checkpoint(), milestone="m3", **pool)
@@ -52,8 +48,8 @@ def test_output_equals_m1_with_hardly_any_blocks(block_size: int, runs: Sequence
 
 @pytest.fixture(scope="module")
 def growing() -> list[tuple[list[int], list[int], torch.Tensor]]:
-    """Ten short prompts with long answers, and the logits of these."""
-    return [(ids, *hf_greedy(tiny_checkpoint(), ids, 40)) for ids in prompts([3, 1, 6, 2, 5, 4, 3, 6, 1, 2])]
+    """Short prompts with long answers, and the logits of these."""
+    return [(ids, *hf_greedy(tiny_checkpoint(), ids, 40)) for ids in prompts([3, 1, 6, 2, 5, 4])]
 
 
 @pytest.mark.parametrize("block_size", [1, 5])

@@ -44,7 +44,7 @@ def test_the_compiled_draw_is_the_same() -> None:
     """One row or several, filtered or not, through the tracer: token by token what the plain sampler draws."""
     plain, compiled = Sampler(), CompiledSampler()
     compiled._sample = torch.compile(plain.sample, dynamic=True, backend="eager")
-    for num_rows, filtered in ((3, False), (1, False), (5, False), (4, True), (1, True)):
+    for num_rows, filtered in ((3, False), (1, False), (4, True)):
         filters = [torch.full((num_rows,), x) for x in (0.05, 20, 0.9)] if filtered else [None] * 3
         temperature = torch.linspace(0, 1.5, num_rows)
         seeds, positions = torch.arange(num_rows) * 10**12 + 7, torch.arange(num_rows) + 3

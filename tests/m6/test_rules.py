@@ -19,11 +19,8 @@ LETTERS = range(64, 70)  # the tokens of "a" to "f"
 SMALL = {"block_size": 4, "num_kv_blocks": 32, "max_num_batched_tokens": 14}
 ENGINES: dict[str, dict[str, Any]] = {
     "m2": {},
-    "m3": {"block_size": 4, "num_kv_blocks": 32},
-    "m4": {"block_size": 4, "num_kv_blocks": 32},
     "m5": SMALL,
     "m6": SMALL,
-    "m6, eager": SMALL | {"enforce_eager": True},
     "m6, a step at a time": SMALL | {"async_scheduling": False, "max_num_seqs": 2},
 }
 WORDS = st.lists(st.text("abcdef", min_size=1, max_size=4), max_size=5)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from folovllm.build import make_packed_worker
@@ -36,6 +36,7 @@ def numbered(*shape: int) -> torch.Tensor:
     return torch.arange(count).float().view(*shape)
 
 
+@settings(max_examples=50)
 @given(vocab_size=st.integers(1, 40), size=st.integers(1, 6))
 def test_shards_of_a_vocabulary_are_the_whole_and_zeros(vocab_size: int, size: int) -> None:
     weight, rows = 1 + numbered(vocab_size, 2), vocab_shard_size(vocab_size, size)
