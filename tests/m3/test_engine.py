@@ -60,7 +60,7 @@ def test_preemption_is_the_rule(block_size: int, growing: list[tuple[list[int], 
         tiny_checkpoint(), milestone="m3", block_size=block_size, max_model_len=50, num_kv_blocks=-(-50 // block_size)
     )
     outputs = serve(engine, [Request(prompt, params) for prompt, *_ in growing])
-    assert engine.stats().preemptions >= 2 * len(growing)  # each gave way twice, on average
+    assert engine.stats().preemptions >= len(growing)  # each gave way once, on average
     for (_, *expected), output in zip(growing, outputs, strict=True):
         assert_tokens_equal(output.outputs[0].token_ids, *expected)
 
