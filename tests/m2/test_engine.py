@@ -12,10 +12,9 @@ from typing import Any, cast
 
 import pytest
 
-from folovllm import LLM, EngineConfig, SamplingParams
+from folovllm import LLM, SamplingParams
 from folovllm.engine.input_processor import encode_within
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.engine.llm_engine import make_engine as make_any_engine
 from folovllm.interrupts import Interrupted
 from folovllm.outputs import RequestOutput
 from folovllm.request import child_seed
@@ -266,7 +265,7 @@ def test_a_budget_too_small_for_the_longest_prompt(model: Path) -> None:
 )
 def test_a_scheduler_that_lets_nobody_in(model: Path, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """An error, not a loop without end."""
-    engine = make_any_engine(EngineConfig(model=str(model), device="cpu", use_tqdm=False, max_model_len=64, **fields))
+    engine = make_engine(model, **fields)
     engine.add_request("a", [1, 2, 3])
     monkeypatch.setattr(engine.scheduler, "schedule", SchedulerOutput)
     with pytest.raises(NothingScheduled, match="lets none of them in"):

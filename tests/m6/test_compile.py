@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from folovllm.config import EngineConfig
-from folovllm.engine.llm_engine import make_engine
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.sample.compiled import CompiledSampler
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from tests.helpers import tiny_checkpoint
-from tests.workloads import KINDS, MAX_MODEL_LEN, answered, mixed_requests, serve, workload
+from tests.workloads import KINDS, answered, make_engine, mixed_requests, serve, workload
 
-FIELDS: dict[str, Any] = {"milestone": "m6", "max_model_len": MAX_MODEL_LEN, "use_tqdm": False, "max_num_seqs": 4}
+FIELDS: dict[str, Any] = {"milestone": "m6", "max_num_seqs": 4}
 ENGINES: list[dict[str, Any]] = [{}, {"milestone": "m2"}]
 
 
@@ -34,7 +33,7 @@ def test_compiled_engines_answer_as_plain_ones(fields: dict[str, Any], monkeypat
     monkeypatch.setattr(torch, "compile", backend)
     checkpoint = tiny_checkpoint(num_hidden_layers=1)
     load = answered(checkpoint, [request for kind in KINDS for request in mixed_requests(kind, 3)])
-    engine = make_engine(EngineConfig(model=str(checkpoint), compile=True, device="cpu", **FIELDS | fields))
+    engine = make_engine(checkpoint, compile=True, **FIELDS | fields)
     load.check(serve(engine, load.requests))
     for traces_of in ("rsqrt", "silu", "cat", "argmax"):  # norm, activation, rotation, draw
         assert any(traces_of in graph for graph in graphs), traces_of
@@ -76,8 +75,8 @@ def test_the_generated_draw_over_a_whole_vocabulary(num_rows: int, num_filters: 
 @pytest.mark.parametrize("kind", ["greedy", "seeded"])
 def test_compiled_for_a_gpu(kind: str) -> None:
     load = workload(kind, count=6)
-    fields = FIELDS | {"max_num_seqs": 16, "dtype": "float32", "attention_backend": "triton"}
-    engine = make_engine(EngineConfig(model=str(tiny_checkpoint()), compile=True, **fields))
+    fields = FIELDS | {"max_num_seqs": 16, "dtype": "float32", "attention_backend": "triton", "device": "cuda"}
+    engine = make_engine(tiny_checkpoint(), compile=True, **fields)
     runner = engine.executor._worker.runner
     layers = [m for m in runner.model.modules() if isinstance(m, RMSNorm)]
     assert layers and all(type(layer).__name__ == "CompiledRMSNorm" for layer in layers)

@@ -8,12 +8,11 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from folovllm.config import EngineConfig
-from folovllm.engine.llm_engine import LLMEngine, make_engine
+from folovllm.engine.llm_engine import LLMEngine
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts, tiny_checkpoint
 from tests.m6.test_overlap import assert_clean
-from tests.workloads import MAX_MODEL_LEN, Request, serve
+from tests.workloads import Request, make_engine, serve
 
 LETTERS = range(64, 70)  # the tokens of "a" to "f"
 SMALL = {"block_size": 4, "num_kv_blocks": 32, "max_num_batched_tokens": 14}
@@ -54,8 +53,7 @@ def is_possible(fields: dict[str, Any]) -> bool:
 
 @cache
 def engine(name: str) -> LLMEngine:
-    fields = {"milestone": name[:2], "max_model_len": MAX_MODEL_LEN, "device": "cpu", "use_tqdm": False}
-    return make_engine(EngineConfig(model=str(tiny_checkpoint()), **(fields | ENGINES.get(name, {}))))
+    return make_engine(tiny_checkpoint(), milestone=name[:2], **ENGINES.get(name, {}))
 
 
 def answers(name: str, requests: list[Request]) -> list[Any]:

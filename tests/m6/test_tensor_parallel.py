@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from folovllm.bench import host_time
-from folovllm.config import EngineConfig
-from folovllm.engine.llm_engine import LLMEngine, make_engine
+from folovllm.engine.llm_engine import LLMEngine
 from folovllm.executor.messages import decode_result, decode_step, encode_result, encode_step
 from folovllm.sampling_params import SamplingParams
 from folovllm.sampling_row import pack_rows
@@ -24,7 +23,7 @@ from folovllm.step.schedule import StepResult
 from tests.helpers import prompts, tiny_checkpoint
 from tests.m6 import test_prompt_logprobs, test_sampling_rows
 from tests.m6.test_overlap import assert_clean
-from tests.workloads import ARRIVALS, MAX_MODEL_LEN, Request, serve, workload
+from tests.workloads import ARRIVALS, Request, make_engine, serve, workload
 
 SMALL = {"block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 20}  # preemption, and prompts in chunks
 ENGINES: dict[str, dict[str, Any]] = {
@@ -35,8 +34,7 @@ FIRST, *OTHERS = ENGINES
 
 
 def engine(family: str = "qwen3", **overrides: Any) -> LLMEngine:
-    fields = {"max_model_len": MAX_MODEL_LEN, "device": "cpu", "use_tqdm": False, "max_num_seqs": 24} | overrides
-    return make_engine(EngineConfig(model=str(tiny_checkpoint(family)), **fields))
+    return make_engine(tiny_checkpoint(family), **{"milestone": "m6", "max_num_seqs": 24} | overrides)
 
 
 @pytest.fixture(scope="module", params=[FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
@@ -79,11 +77,6 @@ class TestTwoRanks:
         assert all(time.host > 0 and time.waiting > 0 for time in host_time.step_times(served))
         assert_clean(served)
 
-    def test_a_rank_holds_a_part(self, served: LLMEngine) -> None:
-        attention = served.setup.attention
-        assert (attention.num_heads, attention.num_kv_heads) == (2, 1)
-        assert served.setup.vocab_size == 259
-
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm")
@@ -99,7 +92,7 @@ def test_fused_layers() -> None:
     answers = []
     for backend, size in (("torch_paged", 1), ("triton", 2)):
         fields |= {"attention_backend": backend, "tensor_parallel_size": size}
-        served = make_engine(EngineConfig(model=str(path), device="cpu", dtype="float32", use_tqdm=False, **fields))
+        served = make_engine(path, milestone="m6", dtype="float32", **fields)
         outputs = serve(served, [Request(p, one) for p, one in zip(prompts([5, 1]), params, strict=True)])
         answers.append([output.outputs[0].token_ids for output in outputs])
         served.close()
