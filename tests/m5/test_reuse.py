@@ -107,14 +107,14 @@ def test_the_threshold_holds_for_every_share() -> None:
 class TestPrefixes:
     """What is shared, at and around the boundaries of blocks."""
 
-    @pytest.mark.parametrize("shared", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK - 1, 3 * BLOCK, 3 * BLOCK + 1, 30])
+    @pytest.mark.parametrize("shared", [1, BLOCK - 1, BLOCK, 3 * BLOCK + 1, 30])
     def test_a_prefix_that_ends_anywhere(self, served: LLMEngine, plain: LLMEngine, shared: int) -> None:
         head, *tails = prompts([shared, 9, 1, 14], seed=shared)
         batches = [[head + tail] for tail in tails]
         assert answers(served, batches) == answers(plain, batches)
         assert served.prefix_cache_stats().tokens_hit >= 2 * (shared // BLOCK) * BLOCK
 
-    @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK, 5 * BLOCK + 1])
+    @pytest.mark.parametrize("length", [1, BLOCK, BLOCK + 1, 5 * BLOCK])
     def test_a_prompt_that_is_cached_whole(self, served: LLMEngine, plain: LLMEngine, length: int) -> None:
         prompt = prompts([length], seed=length)[0]
         assert answers(served, [[prompt]] * 3) == answers(plain, [[prompt]] * 3)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from folovllm import LLM, SamplingParams
+from folovllm import SamplingParams
 from folovllm.engine import detokenizer_stream
 from folovllm.engine.detokenizer import IncrementalDetokenizer, NoText, make_detokenizer
 from folovllm.engine.detokenizer_stream import StreamDetokenizer, make_stream_detokenizer
@@ -22,6 +22,7 @@ from folovllm.outputs import TokenLogprob
 from folovllm.request import Request, Sequence, SequenceStatus
 from folovllm.sampling_params import RequestOutputKind
 from tests.helpers import tiny_checkpoint, tiny_tokenizer
+from tests.workloads import make_engine
 
 
 def byte_fallback() -> Tokenizer:
@@ -209,14 +210,7 @@ class TestWhichOne:
         assert type(make_stream_detokenizer(own, SamplingParams())) is IncrementalDetokenizer
 
     def test_in_the_engine(self) -> None:
-        fields: dict[str, Any] = {"device": "cpu", "use_tqdm": False, "max_num_seqs": 2, "num_kv_blocks": 16}
-        fields |= {"attention_backend": "torch_paged", "max_model_len": 64}
-        params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
-        texts = []
         for milestone, kind in (("m5", IncrementalDetokenizer), ("m6", StreamDetokenizer)):
-            with LLM(str(tiny_checkpoint()), milestone=milestone, **fields) as llm:
-                llm.engine.add_request("r", "Hello", params)
-                assert type(llm.engine.core.output.requests["r"].seqs[0].detokenizer) is kind
-                llm.engine.abort_request("r")
-                texts.append(llm.generate("Hello", params, use_tqdm=False)[0]["text"])
-        assert texts[0] == texts[1]
+            engine = make_engine(tiny_checkpoint(), milestone=milestone, num_kv_blocks=16)
+            engine.add_request("r", "Hello", SamplingParams())
+            assert type(engine.core.output.requests["r"].seqs[0].detokenizer) is kind

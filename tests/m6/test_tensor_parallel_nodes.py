@@ -35,7 +35,6 @@ def torchrun(node: int, port: int, model: str, folder: Path) -> subprocess.Popen
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("warm")
 @pytest.mark.skipif(sys.platform != "linux", reason="names Linux's loopback interface")
 def test_two_nodes(tmp_path: Path) -> None:
     model, port = str(tiny_checkpoint()), free_port()
