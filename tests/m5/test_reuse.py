@@ -122,20 +122,6 @@ class TestPrefixes:
         output = finish(served)["again"]
         assert output.num_cached_tokens == (length - 1) // BLOCK * BLOCK
 
-    def test_conversations(self, served: LLMEngine, plain: LLMEngine) -> None:
-        """Each turn's prompt is all that was said: generated tokens are found again, too."""
-        history, computed = prompts([11], seed=2)[0], 0
-        for turn in range(4):
-            outputs = []
-            for e in (served, plain):
-                e.add_request(f"t{turn}", history, GREEDY)
-                outputs.append(finish(e)[f"t{turn}"])
-            reply = outputs[0].outputs[0].token_ids
-            assert reply == outputs[1].outputs[0].token_ids
-            assert outputs[0].num_cached_tokens == computed // BLOCK * BLOCK
-            computed = len(history) + len(reply) - 1  # the last token's K/V was never needed
-            history = [*history, *reply, *prompts([5], seed=turn)[0]]
-
     def test_salts_are_not_shared_and_do_not_change_the_answer(self, served: LLMEngine) -> None:
         prompt = prompts([17], seed=4)[0]
         cached, replies = [], []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -208,20 +207,6 @@ def test_in_float16_norms_stay(path: str) -> None:
     assert not any(layer.folded for layer in late_layers(late))
     logits = late.step({0: tokens})[0]
     assert_as_accurate(logits, hf_logits(checkpoint, tokens, torch.float16), hf_logits(checkpoint, tokens))
-
-
-def test_ranks_add_among_themselves(path: str) -> None:
-    """On top of these layers those that talk to others: first comes the sum over ranks, then it joins the stream, once."""
-    checkpoint = small_checkpoint("llama")
-    plain = Driver(checkpoint, "torch_paged", device=DEVICE)
-    group = ThreadGroup(0, [None], threading.Barrier(1))
-    sums: list[int] = []
-    add_up, group.all_reduce = group.all_reduce, lambda x: sums.append(len(x)) or add_up(x)  # type: ignore[method-assign]
-    late = Driver(checkpoint, "torch_paged", device=DEVICE, layers=sharded(m6_layers(checkpoint), group, 259))
-    assert all(layer.folded for layer in late_layers(late))
-    for pieces in ({0: [1, 2, 3]}, {0: [4]}):
-        assert_logits_equal(late.step(pieces)[0], plain.step(pieces)[0])
-    assert sums == [3] * 5 + [1] * 5  # the embedding, and two in each layer
 
 
 def test_folding_twice_is_folding_once_and_what_is_saved_is_a_model() -> None:

@@ -147,24 +147,6 @@ def test_answers_are_those_of_m1(pool: dict[str, Any], captured: list[Bucket]) -
         captured.clear()
 
 
-def test_a_graph_is_captured_once_and_every_width_serves(captured: list[Bucket]) -> None:
-    """Prompts of every length up to 30 beside 0 to 9 decodes: buckets at and between their edges."""
-    eager, served = engine(enforce_eager=True), engine()
-    for i in range(10):
-        params = SamplingParams(temperature=0.0, max_tokens=50 - i, ignore_eos=True)
-        for length in range(1 + i, 31, 7):
-            both = []
-            for one in (eager, served):
-                one.add_request(f"{i} {length}", prompts([length], seed=i)[0], params, stream=False)
-                both.append([o.outputs[0].token_ids for o in one.step()])
-            assert both[0] == both[1]
-    while served.has_unfinished_requests():
-        assert [o.outputs[0].token_ids for o in served.step()] == [o.outputs[0].token_ids for o in eager.step()]
-    assert len(set(captured)) > 4
-    runner = served.executor._worker.runner  # type: ignore[attr-defined]
-    assert {bucket for bucket, _ in runner._other_graphs} == set(captured)
-
-
 def test_what_is_not_captured(captured: list[Bucket], monkeypatch: pytest.MonkeyPatch) -> None:
     """Scored prompts need all hidden states; an engine that captures nothing has no buckets; a CPU computes no padding."""
     served = engine()
