@@ -34,9 +34,8 @@ hypothesis.settings.load_profile("folovllm")
 
 FREEZE, UNFREEZE, COLLECT = gc.freeze, gc.unfreeze, gc.collect
 SLOW = 0.03  # seconds of a collection
-FORKED = (
-    gc.get_freeze_count() > 0
-)  # the libraries' objects were frozen before the fork: to look at them copies their pages
+# The libraries' objects were frozen before the fork: to look at them copies their pages.
+FORKED = gc.get_freeze_count() > 0
 last_collection = 0.0 if FORKED else SLOW  # how long it took
 EACH = 20  # of so many slow collections one looks at what was frozen before, which takes a second or more
 num_slow = 0
