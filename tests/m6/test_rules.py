@@ -68,7 +68,7 @@ def answers(name: str, requests: list[Request]) -> list[Any]:
 @settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(chosen=st.lists(PARAMS.filter(is_possible), min_size=3, max_size=5))
 def test_every_preset_draws_what_m1_draws(chosen: list[dict[str, Any]]) -> None:
-    params = [SamplingParams(max_tokens=12, ignore_eos=True, **fields) for fields in chosen]
+    params = [SamplingParams(max_tokens=8, ignore_eos=True, **fields) for fields in chosen]
     starts = prompts([1, 30, 9, 22, 13], seed=7)
     requests = [Request(prompt, own) for prompt, own in zip(starts, params, strict=False)]
     expected = answers("m1", requests)
