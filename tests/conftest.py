@@ -34,10 +34,11 @@ hypothesis.settings.load_profile("folovllm")
 
 FREEZE, UNFREEZE, COLLECT = gc.freeze, gc.unfreeze, gc.collect
 SLOW = 0.03  # seconds of a collection
-FORKED = (
-    gc.get_freeze_count() > 0
-)  # the libraries' objects were frozen before the fork: to look at them copies their pages
+# The libraries' objects were frozen before the fork: to look at them copies their pages.
+FORKED = gc.get_freeze_count() > 0
 last_collection = 0.0 if FORKED else SLOW  # how long it took
+EACH = 20  # of so many slow collections one looks at what was frozen before, which takes a second or more
+num_slow = 0
 
 
 def timed_collect(generation: int = 2) -> int:
@@ -96,9 +97,10 @@ def real_freezing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    global last_collection
+    global last_collection, num_slow
     if last_collection >= SLOW:
-        if not FORKED:
+        num_slow += 1
+        if not FORKED and num_slow % EACH == 0:
             UNFREEZE()  # of an engine that has ended meanwhile, too
         COLLECT()
         FREEZE()

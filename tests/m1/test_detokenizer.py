@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from folovllm.engine.detokenizer import IncrementalDetokenizer
+from folovllm.engine.detokenizer_stream import StreamDetokenizer
 from tests.helpers import tiny_tokenizer
 from tests.tiny import worked_case
 
+Make = Callable[[], IncrementalDetokenizer]
 TOKENIZER = tiny_tokenizer()  # one token a byte, so that every character but ASCII comes in pieces
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 texts = st.text(st.characters(exclude_characters=REPLACEMENT, exclude_categories=["Cs"]), max_size=12)
@@ -21,6 +25,16 @@ def decode(ids: list[int]) -> str:
 
 def new() -> IncrementalDetokenizer:
     return IncrementalDetokenizer(decode)
+
+
+def new_stream() -> IncrementalDetokenizer:
+    """M6's."""
+    return StreamDetokenizer(decode, TOKENIZER.backend_tokenizer, True)
+
+
+def append(detokenizer: IncrementalDetokenizer, text: str) -> None:
+    for token in TOKENIZER.encode(text):
+        detokenizer.append(token)
 
 
 class Words:
@@ -103,46 +117,43 @@ class TestAdvance:
         assert "".join(deltas) == text, "the pieces add up to the text"
 
 
+@pytest.mark.parametrize("make", [new, pytest.param(new_stream, marks=pytest.mark.m6)])
 class TestWholeDetokenizer:
     @given(st.lists(st.integers(0, 258), max_size=30))
-    def test_any_tokens_with_flush_give_what_decoding_at_once_gives(self, ids: list[int]) -> None:
-        detokenizer = new()
+    def test_any_tokens_with_flush_give_what_decoding_at_once_gives(self, make: Make, ids: list[int]) -> None:
+        detokenizer = make()
         shown = "".join(deltas_of(detokenizer, ids)) + detokenizer.flush()
         assert shown == detokenizer.text == decode(ids)
+        assert detokenizer.flush() == "", "an incomplete character is shown once"
 
-    def test_flush_shows_an_incomplete_character_once(self) -> None:
-        detokenizer = new()
-        for token in TOKENIZER.encode("aé")[:-1]:
+    @given(text=st.text("abc", max_size=20), stop=st.text("abc", min_size=1, max_size=3), include=st.booleans())
+    def test_a_stop_string_cuts_the_text(self, make: Make, text: str, stop: str, include: bool) -> None:
+        detokenizer, found = make(), None
+        for token in TOKENIZER.encode(text):
             detokenizer.append(token)
-        assert detokenizer.flush() == f"a{REPLACEMENT}"
-        assert detokenizer.flush() == ""
-
-    @pytest.mark.parametrize(("include", "expected"), [(False, "ab"), (True, "abcd")])
-    def test_a_stop_string_cuts_the_text(self, include: bool, expected: str) -> None:
-        detokenizer = new()
-        found = []
-        for token in TOKENIZER.encode("abcdef"):
-            detokenizer.append(token)
-            found.append(detokenizer.find_stop(["zz", "cd"], include))
-            if found[-1]:
+            if found := detokenizer.find_stop(["zz", stop], include):
                 break
-        assert found == [None, None, None, "cd"]
-        assert detokenizer.flush() == "" and detokenizer.text == expected
+        assert found == (stop if stop in text else None)
+        before, match, _ = text.partition(stop)
+        assert detokenizer.flush() == "" and detokenizer.text == before + (match if include else "")
 
-    def test_the_first_stop_string_in_the_text_wins(self) -> None:
-        detokenizer = new()
-        for token in TOKENIZER.encode("abcd"):
-            detokenizer.append(token)
+    def test_the_first_stop_string_in_the_text_wins(self, make: Make) -> None:
+        detokenizer = make()
+        append(detokenizer, "abcd")
         assert detokenizer.find_stop(["d", "bc"]) == "bc"
         assert detokenizer.text == "a"
 
-    def test_a_skipped_stop_string_is_never_found(self) -> None:
-        detokenizer = new()
-        for token in TOKENIZER.encode("abc"):
-            detokenizer.append(token)
+    def test_a_skipped_stop_string_is_never_found(self, make: Make) -> None:
+        detokenizer = make()
+        append(detokenizer, "abc")
         detokenizer.skip_search()
-        for token in TOKENIZER.encode("dexbcde"):
-            detokenizer.append(token)
-            found = detokenizer.find_stop(["bcde"])
-        assert found == "bcde"
+        append(detokenizer, "dexbcde")
+        assert detokenizer.find_stop(["bcde"]) == "bcde"
         assert detokenizer.text == "abcdex", "the first bcde began where the search was not allowed"
+
+    def test_the_last_token_is_taken_back(self, make: Make) -> None:
+        detokenizer = make()
+        append(detokenizer, "ab")
+        detokenizer.forget_last()
+        detokenizer.flush()
+        assert detokenizer.text == "a"

@@ -123,13 +123,6 @@ class TestPlaces:
         left = [name for name, parameter in model.named_parameters() if (parameter != -1).any()]
         assert not left, "these parameters, or parts of them, are in no place; a place must be a view, not a copy"
 
-    def test_the_format_comes_along(self) -> None:
-        model, places = self.places("qwen3")
-        attention = model.model.layers[0].self_attn
-        assert places["model.layers.0.self_attn.k_proj.weight"].linear_method is attention.qkv_proj.linear_method, (
-            "the layer's own format knows how a tensor of the checkpoint is cut"
-        )
-
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_weight_is_in_its_place(family: str) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoTokenizer
 
 from folovllm.quantization.smollm2 import smollm2_dir
-from tests.helpers import Driver, assert_logits_equal, assert_tokens_equal, assert_varied, hf_greedy, hf_logits
+from tests.helpers import Driver, assert_tokens_equal, assert_varied, hf_greedy
 
 PROMPTS = [
     "The capital of France is",
@@ -49,13 +48,3 @@ def test_greedy_output_equals_hugging_face(name: str) -> None:
         assert_tokens_equal(output, reference, logits)
         outputs.append(output)
     assert_varied(outputs)
-
-
-@pytest.mark.model
-@pytest.mark.parametrize("name", ["smollm2", "Qwen/Qwen3-0.6B"])
-def test_logits_of_a_long_prompt(name: str) -> None:
-    path = folder_of(name)
-    ids = AutoTokenizer.from_pretrained(path)(" ".join(PROMPTS * 4)).input_ids
-    logits = Driver(path, "torch_cat", max_seqs=1, max_len=len(ids)).step({0: ids})[0]
-    assert_logits_equal(logits, hf_logits(path, ids))
-    assert torch.isfinite(logits).all()

@@ -42,21 +42,6 @@ def test_n_answers_compute_their_prompt_once(milestone: str) -> None:
     assert (shared.history[0].num_tokens, alone.history[0].num_tokens) == (200 + 7 * B, 8 * 200)
 
 
-def test_the_blocks_of_a_share_are_found_by_the_next_one() -> None:
-    scheduler = make_scheduler()
-    first, second, other = make_seq(11, name="first"), make_seq(14, name="second"), make_seq(3, name="other")
-    for seq in (first, second, other):
-        scheduler.add(seq)
-    output = scheduler.schedule()
-    assert [(scheduled.start, scheduled.num_new_tokens) for scheduled in output.scheduled_seqs] == [
-        (0, 11),
-        (8, 6),
-        (0, 3),
-    ]
-    assert second.block_table[:2] == first.block_table[:2] and second.block_table[2] != first.block_table[2]
-    assert second.num_cached_tokens == 8
-
-
 def test_a_share_of_one_that_runs_is_found_too() -> None:
     """A prompt in pieces: the piece of this step counts."""
     scheduler = make_scheduler(budget=8)
@@ -67,22 +52,6 @@ def test_a_share_of_one_that_runs_is_found_too() -> None:
     scheduler.postprocess([(first, [])])
     output = scheduler.schedule()
     assert [(scheduled.start, scheduled.num_new_tokens) for scheduled in output.scheduled_seqs] == [(8, 3), (8, 5)]
-
-
-def test_what_is_in_flight_is_never_published() -> None:
-    """Of 8 computed tokens the host knows 7: a block is named after its tokens, so the second one has to wait."""
-    scheduler = make_scheduler()
-    seq = make_seq(7, name="seq")
-    scheduler.add(seq)
-    scheduler.schedule()
-    scheduler.add(make_seq(1, name="one that is admitted, and might begin with what seq computes"))
-    scheduler.schedule()
-    assert (seq.num_tokens, seq.num_computed_tokens, names_of(scheduler)) == (7, 8, 1)
-    scheduler.kv.cache_blocks(seq)
-    assert names_of(scheduler) == 1
-    seq.append_token(60)
-    scheduler.kv.cache_blocks(seq)
-    assert names_of(scheduler) == 2
 
 
 def test_a_share_that_was_taken_back_is_never_found() -> None:

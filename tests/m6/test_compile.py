@@ -9,19 +9,14 @@ import pytest
 import torch
 
 from folovllm.config import EngineConfig
-from folovllm.engine.llm_engine import make_engine
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.sample.compiled import CompiledSampler
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from tests.helpers import tiny_checkpoint
-from tests.workloads import KINDS, MAX_MODEL_LEN, answered, mixed_requests, serve, workload
+from tests.workloads import KINDS, answered, make_engine, mixed_requests, serve, workload
 
-FIELDS: dict[str, Any] = {"milestone": "m6", "max_model_len": MAX_MODEL_LEN, "use_tqdm": False, "max_num_seqs": 4}
-ENGINES: list[dict[str, Any]] = [
-    {},
-    {"milestone": "m2"},
-    {"milestone": "m1", "model_impl": "native", "max_num_seqs": 1},
-]
+FIELDS: dict[str, Any] = {"milestone": "m6", "max_num_seqs": 4}
+ENGINES: list[dict[str, Any]] = [{}, {"milestone": "m2"}]
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +33,7 @@ def test_compiled_engines_answer_as_plain_ones(fields: dict[str, Any], monkeypat
     monkeypatch.setattr(torch, "compile", backend)
     checkpoint = tiny_checkpoint(num_hidden_layers=1)
     load = answered(checkpoint, [request for kind in KINDS for request in mixed_requests(kind, 3)])
-    engine = make_engine(EngineConfig(model=str(checkpoint), compile=True, device="cpu", **FIELDS | fields))
+    engine = make_engine(checkpoint, compile=True, **FIELDS | fields)
     load.check(serve(engine, load.requests))
     for traces_of in ("rsqrt", "silu", "cat", "argmax"):  # norm, activation, rotation, draw
         assert any(traces_of in graph for graph in graphs), traces_of
@@ -48,7 +43,7 @@ def test_the_compiled_draw_is_the_same() -> None:
     """One row or several, filtered or not, through the tracer: token by token what the plain sampler draws."""
     plain, compiled = Sampler(), CompiledSampler()
     compiled._sample = torch.compile(plain.sample, dynamic=True, backend="eager")
-    for num_rows, filtered in ((3, False), (1, False), (5, False), (4, True), (1, True)):
+    for num_rows, filtered in ((3, False), (1, False), (4, True)):
         filters = [torch.full((num_rows,), x) for x in (0.05, 20, 0.9)] if filtered else [None] * 3
         temperature = torch.linspace(0, 1.5, num_rows)
         seeds, positions = torch.arange(num_rows) * 10**12 + 7, torch.arange(num_rows) + 3
@@ -80,8 +75,8 @@ def test_the_generated_draw_over_a_whole_vocabulary(num_rows: int, num_filters: 
 @pytest.mark.parametrize("kind", ["greedy", "seeded"])
 def test_compiled_for_a_gpu(kind: str) -> None:
     load = workload(kind, count=6)
-    fields = FIELDS | {"max_num_seqs": 16, "dtype": "float32", "attention_backend": "triton"}
-    engine = make_engine(EngineConfig(model=str(tiny_checkpoint()), compile=True, **fields))
+    fields = FIELDS | {"max_num_seqs": 16, "dtype": "float32", "attention_backend": "triton", "device": "cuda"}
+    engine = make_engine(tiny_checkpoint(), compile=True, **fields)
     runner = engine.executor._worker.runner
     layers = [m for m in runner.model.modules() if isinstance(m, RMSNorm)]
     assert layers and all(type(layer).__name__ == "CompiledRMSNorm" for layer in layers)

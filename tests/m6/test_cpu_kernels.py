@@ -16,8 +16,6 @@ import torch
 from folovllm import build
 from folovllm.attention.backends.abstract import AttentionConfig
 from folovllm.attention.backends.torch_naive import TorchNaiveBackend
-from folovllm.config import EngineConfig
-from folovllm.engine.llm_engine import make_engine
 from folovllm.kernels.cpu import library
 from folovllm.kernels.cpu.ops import MAX_ROWS, CpuKernels, Heads
 from folovllm.layers.layernorm import RMSNorm
@@ -25,7 +23,7 @@ from folovllm.layers.rotary_embedding import RotaryEmbedding
 from folovllm.models.cpu_layers import cpu_layers
 from tests import contract
 from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
-from tests.workloads import serve, workload
+from tests.workloads import make_engine, serve, workload
 
 FOLDER = Path(tempfile.gettempdir()) / f"folovllm-tests-{os.getuid()}" / "cpu"  # compiled once per machine
 HAS_COMPILER = sys.platform == "linux" and shutil.which(os.environ.get("CXX", "g++")) is not None
@@ -194,18 +192,17 @@ def test_the_engine_answers_as_m1_does(monkeypatch: pytest.MonkeyPatch, calls: l
     monkeypatch.setattr(build, "LARGE", 0)
     monkeypatch.setenv("FOLOVLLM_CACHE", str(FOLDER))
     load, own = workload("greedy", count=6), {"max_num_seqs": 6, "num_kv_blocks": 32, "block_size": 4}
-    fields: dict[str, Any] = {"max_model_len": 128, "device": "cpu", "use_tqdm": False} | own
-    engine = make_engine(EngineConfig(model=str(load.model), milestone="m6", **fields))
+    engine = make_engine(load.model, milestone="m6", **own)
     load.check(serve(engine, load.requests))
     assert engine.stats().preemptions > 0 and {1, 2} < set(calls)
     calls.clear()
-    load.check(serve(make_engine(EngineConfig(model=str(load.model), milestone="m5", **fields)), load.requests))
+    load.check(serve(make_engine(load.model, milestone="m5", **own), load.requests))
     assert not calls
 
 
 def test_a_small_model_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "load", lambda *_: pytest.fail("nothing should be compiled"))
-    make_engine(EngineConfig(model=str(tiny_checkpoint()), max_model_len=32, device="cpu", use_tqdm=False))
+    make_engine(tiny_checkpoint(), milestone="m6", max_model_len=32)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is compiled")
@@ -223,6 +220,6 @@ def test_without_them_torch_computes(
         monkeypatch.setattr(build, "cache_dir", Path("~no-such-user").expanduser)
     library.load.cache_clear()
     with caplog.at_level(logging.INFO, logger="folovllm"):
-        engine = make_engine(EngineConfig(model=str(tiny_checkpoint()), max_model_len=32, device="cpu", use_tqdm=False))
+        engine = make_engine(tiny_checkpoint(), milestone="m6", max_model_len=32)
     assert len(engine.generate([5, 6, 7]).outputs[0].token_ids) > 0
     assert len([record for record in caplog.records if "torch computes" in record.message]) == 1

@@ -1,4 +1,7 @@
-"""The detokenizer of M6 says what M1's says, token by token, and a token costs the same at any length."""
+"""The detokenizer of M6 says what M1's says, token by token, and a token costs the same at any length.
+
+Stop strings: `tests/m1/test_detokenizer.py`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from folovllm import LLM, SamplingParams
+from folovllm import SamplingParams
 from folovllm.engine import detokenizer_stream
 from folovllm.engine.detokenizer import IncrementalDetokenizer, NoText, make_detokenizer
 from folovllm.engine.detokenizer_stream import StreamDetokenizer, make_stream_detokenizer
@@ -19,6 +22,7 @@ from folovllm.outputs import TokenLogprob
 from folovllm.request import Request, Sequence, SequenceStatus
 from folovllm.sampling_params import RequestOutputKind
 from tests.helpers import tiny_checkpoint, tiny_tokenizer
+from tests.workloads import make_engine
 
 
 def byte_fallback() -> Tokenizer:
@@ -157,37 +161,6 @@ def test_a_byte_that_is_no_character_costs_what_others_cost(byte: int) -> None:
     assert stream.text == backend.decode(stream.token_ids) and max(decoded) <= 3 * 64
 
 
-@pytest.mark.parametrize("make", [IncrementalDetokenizer, lambda d: StreamDetokenizer(d, BACKENDS["bytes"], True)])
-class TestStops:
-    @given(text=st.text("abc", max_size=20), stop=st.text("abc", min_size=1, max_size=3), include=st.booleans())
-    def test_stop_strings(self, make: Any, text: str, stop: str, include: bool) -> None:
-        detokenizer, found = make(BACKENDS["bytes"].decode), None
-        for token in BACKENDS["bytes"].encode(text).ids:
-            detokenizer.append(token)
-            if found := detokenizer.find_stop([stop], include):
-                break
-        assert found == (stop if stop in text else None)
-        before, match, _ = text.partition(stop)
-        assert detokenizer.flush() == "" and detokenizer.text == before + (match if include else "")
-
-    def test_a_skipped_stop_string_is_never_found(self, make: Any) -> None:
-        detokenizer = make(BACKENDS["bytes"].decode)
-        for token in BACKENDS["bytes"].encode("abc").ids:
-            detokenizer.append(token)
-        detokenizer.skip_search()
-        for token in BACKENDS["bytes"].encode("abcd").ids:
-            detokenizer.append(token)
-        assert detokenizer.find_stop(["bc"]) == "bc" and detokenizer.text == "abca"
-
-    def test_the_last_token_is_taken_back(self, make: Any) -> None:
-        detokenizer = make(BACKENDS["bytes"].decode)
-        for token in BACKENDS["bytes"].encode("ab").ids:
-            detokenizer.append(token)
-        detokenizer.forget_last()
-        detokenizer.flush()
-        assert detokenizer.text == "a"
-
-
 class CountingDetokenizer(StreamDetokenizer):
     """Notes how much text was read."""
 
@@ -237,14 +210,7 @@ class TestWhichOne:
         assert type(make_stream_detokenizer(own, SamplingParams())) is IncrementalDetokenizer
 
     def test_in_the_engine(self) -> None:
-        fields: dict[str, Any] = {"device": "cpu", "use_tqdm": False, "max_num_seqs": 2, "num_kv_blocks": 16}
-        fields |= {"attention_backend": "torch_paged", "max_model_len": 64}
-        params = SamplingParams(max_tokens=20, seed=1, ignore_eos=True)
-        texts = []
         for milestone, kind in (("m5", IncrementalDetokenizer), ("m6", StreamDetokenizer)):
-            with LLM(str(tiny_checkpoint()), milestone=milestone, **fields) as llm:
-                llm.engine.add_request("r", "Hello", params)
-                assert type(llm.engine.core.output.requests["r"].seqs[0].detokenizer) is kind
-                llm.engine.abort_request("r")
-                texts.append(llm.generate("Hello", params, use_tqdm=False)[0]["text"])
-        assert texts[0] == texts[1]
+            engine = make_engine(tiny_checkpoint(), milestone=milestone, num_kv_blocks=16)
+            engine.add_request("r", "Hello", SamplingParams())
+            assert type(engine.core.output.requests["r"].seqs[0].detokenizer) is kind

@@ -11,12 +11,10 @@ from folovllm.bench import host_time
 from folovllm.bench.contenders import parse_contenders
 from folovllm.bench.host_time import WaitClock, step_times, watched
 from folovllm.bench.throughput import bench_latency
-from folovllm.config import EngineConfig
-from folovllm.engine.llm_engine import make_engine
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import tiny_checkpoint
 from tests.m6.devices import DEVICE
-from tests.workloads import MAX_MODEL_LEN, assert_nothing_left
+from tests.workloads import assert_nothing_left, make_engine
 
 
 def drafts(count: int) -> dict[str, Any]:
@@ -32,7 +30,6 @@ PRESETS: list[tuple[dict[str, Any], list[int]]] = [  # what is measured: sequenc
     ({"milestone": "m1"}, [1]),
     ({"milestone": "m1", "model_impl": "native"}, [1]),
     ({"milestone": "m2", "max_num_seqs": 4}, [1, 4]),
-    ({"milestone": "m5", "max_num_seqs": 4}, [1, 4]),
     ({"milestone": "m6", "max_num_seqs": 4}, [1, 4]),
     ({"milestone": "m6", "max_num_seqs": 4, "async_scheduling": False}, [1, 4]),
     # Drafts that are always right: no step has one token of each sequence then, and a short context ends soon.
@@ -42,8 +39,7 @@ PRESETS: list[tuple[dict[str, Any], list[int]]] = [  # what is measured: sequenc
 
 
 def engine_of(**fields: Any) -> Any:
-    common = {"model": str(tiny_checkpoint()), "max_model_len": MAX_MODEL_LEN, "use_tqdm": False, "device": DEVICE}
-    return make_engine(EngineConfig(**common | fields))
+    return make_engine(tiny_checkpoint(), **{"device": DEVICE} | fields)
 
 
 @pytest.fixture

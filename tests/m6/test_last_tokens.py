@@ -1,4 +1,7 @@
-"""The last layer computes what is read of it: K and V of all tokens, and each sequence's last hidden state."""
+"""The last layer computes what is read of it: K and V of all tokens, and each sequence's last hidden state.
+
+In the engine: `test_fused_layer.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,9 @@ from folovllm.models import fused_layer
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import assert_logits_equal, prompts
 from tests.m6.test_fused_layer import late_driver, served_by_kernels, small_checkpoint
-from tests.workloads import Request, answered, serve
 
 # Prompts, chunks and decodes, together and alone: new tokens by sequence.
-STEPS = [{0: 9, 1: 5}, {1: 1, 0: 4, 2: 17}, {0: 1, 2: 1}, {3: 1, 1: 2}]
+STEPS = [{0: 5, 1: 3}, {1: 1, 0: 2, 2: 6}, {0: 1, 2: 1}, {3: 1, 1: 2}]
 
 
 def steps_of(driver, many, monkeypatch):
@@ -56,18 +58,6 @@ def test_other_steps_run_whole(only_last, many, monkeypatch):
         batch.only_last = only_last
         driver.backend.plan(batch)
         assert len(driver.model(batch)) == 3
-
-
-def test_the_engine_answers_as_m1_does(monkeypatch):
-    """Over the project's kernels, in chunks; every prompt's step leaves tokens out."""
-    monkeypatch.setattr(fused_layer, "MANY", 1)
-    seen = []
-    real = fused_layer.last_tokens
-    monkeypatch.setattr(fused_layer, "last_tokens", lambda batch: seen.append(batch.num_seqs) or real(batch))
-    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
-    load = answered(small_checkpoint(num_hidden_layers=1), [Request(prompt, params) for prompt in prompts([5, 9])])
-    load.check(serve(served_by_kernels(load.model), load.requests))
-    assert 2 in seen, "a step that ends one prompt and begins another"
 
 
 def test_a_prompt_that_is_scored(monkeypatch):

@@ -1,4 +1,4 @@
-"""One step late, and nobody notices: graphs and overlap give what the plain loop gives."""
+"""One step late, and nobody notices. (That the answers are M1's: `test_sampling_rows.py`.)"""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from folovllm.cache.block_manager import Block, BlockManager
-from folovllm.cache.prefix_cache import PrefixCache
+from folovllm.cache.block_manager import BlockManager
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine, make_engine
-from folovllm.engine.overlap import OverlappedEngine
 from folovllm.engine.scheduler import Scheduler, chunk, preempt, unless_finished
 from folovllm.outputs import RequestOutput
-from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts, tiny_checkpoint
 from tests.sequences import make_seq
-from tests.workloads import KINDS, MAX_MODEL_LEN, Request, assert_nothing_left, serve, workload
+from tests.workloads import KINDS, MAX_MODEL_LEN, assert_nothing_left, serve, workload
 
 COUNT = 16  # of requests: more than any engine here has room for at once
 MODES = {
@@ -44,37 +41,6 @@ def assert_clean(served: LLMEngine) -> None:
     assert getattr(served, "_in_flight", None) is None
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_answers_are_those_of_m1(mode: str) -> None:
-    """One engine for both kinds; by the last arrival, blocks of each prompt are in the cache."""
-    served = engine(**MODES[mode])
-    assert isinstance(served.core, OverlappedEngine) is (mode != "graphs alone")
-    for kind, arrival in (("seeded", "random_steps"), ("greedy", "at_once"), ("greedy", "one_by_one")):
-        load = workload(kind, COUNT)
-        load.check(serve(served, load.requests, arrival))
-        assert_clean(served)
-
-
-CHUNKS: dict[str, Any] = {"block_size": 4, "num_kv_blocks": 34, "max_num_batched_tokens": 7}
-
-
-@pytest.mark.parametrize(
-    ("mode", "pool"),
-    [
-        *((mode, CHUNKS) for mode in MODES),
-        ("overlap and graphs", {"block_size": 1, "num_kv_blocks": 150}),
-        ("overlap and graphs", {"block_size": 16, "num_kv_blocks": 9, "enable_prefix_caching": False}),
-        ("overlap and graphs", {"max_num_seqs": 3, "max_num_batched_tokens": 33}),
-    ],
-)
-def test_small_pools_and_chunks(mode: str, pool: dict[str, Any]) -> None:
-    load, served = workload("seeded", COUNT), engine(**(MODES[mode] | pool))
-    load.check(serve(served, load.requests))
-    assert_clean(served)
-    if pool.get("num_kv_blocks"):
-        assert served.stats().preemptions > 0
-
-
 def test_a_decode_that_may_need_a_block_waits_where_none_is_free() -> None:
     for num_blocks, waits in ((1, True), (2, False)):
         kv = BlockManager(num_blocks, 4)
@@ -84,28 +50,6 @@ def test_a_decode_that_may_need_a_block_waits_where_none_is_free() -> None:
         scheduler.add(make_seq(4))
         assert scheduler.schedule().num_tokens == 4 and kv.num_free == num_blocks - 1
         assert scheduler.must_wait() == waits, "its next token begins a block; to give way, it must know all its tokens"
-
-
-def test_only_tokens_that_the_host_knows_are_published(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block is named after its tokens; one of them may be on the device alone."""
-    publish, in_flight = PrefixCache.cache_blocks, []
-
-    def checked(cache: PrefixCache, seq: Sequence, blocks: list[Block]) -> None:
-        assert len(blocks) * 4 <= seq.num_tokens
-        in_flight.append(seq.num_computed_tokens > seq.num_tokens)
-        publish(cache, seq, blocks)
-
-    monkeypatch.setattr(PrefixCache, "cache_blocks", checked)
-    load, served = workload("greedy", COUNT), engine(block_size=4)
-    load.check(serve(served, load.requests))
-    assert any(in_flight)
-
-
-def test_nothing_is_drawn_in_the_middle_of_a_prompt_that_comes_token_by_token() -> None:
-    """Such a step looks like decodes, for which there is a captured step, and is none."""
-    load, served = workload("greedy", COUNT), engine(long_prefill_token_threshold=1)
-    load.check(serve(served, load.requests))
-    assert_clean(served)
 
 
 def essence(output: RequestOutput) -> list[tuple[Any, ...]]:
@@ -149,17 +93,6 @@ def test_a_backend_that_cannot_be_captured_decodes_eagerly(
     load, served = workload("greedy", COUNT), engine()
     assert "cannot be captured" in caplog.text
     load.check(serve(served, load.requests))
-
-
-def test_a_graph_is_as_good_as_eager_at_and_between_buckets() -> None:
-    eager, captured = engine(enforce_eager=True), engine()
-    for width in (1, 2, 3, 4, 5, 8, 9, 16, 17, 23, 24):
-        params = [SamplingParams(temperature=0.9, seed=i, max_tokens=4, ignore_eos=True) for i in range(width)]
-        requests = [Request(prompt, own) for prompt, own in zip(prompts([7] * width), params, strict=True)]
-        expected, actual = (
-            [output.outputs[0].token_ids for output in serve(served, requests)] for served in (eager, captured)
-        )
-        assert actual == expected, f"{width} sequences"
 
 
 def test_an_engine_that_was_dropped_without_close_is_collected(real_freezing: None) -> None:

@@ -11,12 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from folovllm.cache.block_manager import BlockManager
-from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.step_builder import BatchRows
 from folovllm.forward_batch import ForwardBatch
-from folovllm.request import Request, Sequence
+from folovllm.request import Sequence
 from folovllm.sample.sampler_state import seeds_of
-from folovllm.sampling_params import SamplingParams
 from folovllm.step.packed import (
     IN_FLIGHT,
     NOTHING,
@@ -32,15 +30,11 @@ from folovllm.step.packed import (
 from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput
 from folovllm.worker.device_tables import DeviceTables
 from folovllm.worker.input_batch import InputBatch
+from tests.sequences import make_seq
 from tests.tiny import worked_case
 
 CPU = torch.device("cpu")
 ROWS, BLOCK_SIZE, MAX_BLOCKS = 6, 4, 16
-
-
-def sequence(prompt: list[int], temperature: float = 0.0, seed: int = 0) -> Sequence:
-    params = SamplingParams(temperature=temperature)
-    return Sequence(Request("r", prompt, params, 30, seed), IncrementalDetokenizer(str))
 
 
 def scheduled(rows: BatchRows, seq: Sequence, num_new_tokens: int) -> ScheduledSequence:
@@ -194,7 +188,7 @@ def test_a_packed_step_is_the_plain_one(seed: int, with_buckets: bool) -> None:
     rng = random.Random(seed)
     manager, device, rows = BlockManager(ROWS * MAX_BLOCKS, BLOCK_SIZE), Device(with_buckets), BatchRows(ROWS)
     plain = InputBatch(BlockManager.slots, BLOCK_SIZE, CPU)
-    seqs = [sequence([rng.randrange(200) for _ in range(rng.randint(1, 20))]) for _ in range(ROWS)]
+    seqs = [make_seq([rng.randrange(200) for _ in range(rng.randint(1, 20))], 30) for _ in range(ROWS)]
     for _ in range(6):
         scheduled_seqs = []
         served = sorted(rng.sample(seqs, rng.randint(1, ROWS)), key=lambda s: s.num_uncomputed_tokens > 1)

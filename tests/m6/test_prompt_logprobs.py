@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from folovllm.config import EngineConfig
-from folovllm.engine.llm_engine import LLMEngine, make_engine
+from folovllm.engine.llm_engine import LLMEngine
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.outputs import RequestOutput
 from folovllm.sample import logprobs
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 from folovllm.worker.hf_model_runner import HFModelRunner
 from tests.helpers import hf_logits, prompts, tiny_checkpoint
-from tests.workloads import MAX_MODEL_LEN, Request, serve
+from tests.workloads import Request, make_engine, serve
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
 ENGINES: dict[str, dict[str, Any]] = {
@@ -33,9 +32,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 def engine(name: str, **more: Any) -> LLMEngine:
-    fields = {"milestone": name[:2], "max_model_len": MAX_MODEL_LEN, "device": "cpu", "use_tqdm": False}
-    fields |= {"max_num_seqs": 24} | ENGINES[name] | more
-    return make_engine(EngineConfig(model=str(tiny_checkpoint()), **fields))
+    return make_engine(tiny_checkpoint(), **{"milestone": name[:2], "max_num_seqs": 24} | ENGINES[name] | more)
 
 
 def requests() -> list[Request]:

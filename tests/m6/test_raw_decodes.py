@@ -18,7 +18,7 @@ from tests.m4.cases import DEVICE, Paged
 
 CHUNK = 32
 AROUND = [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 0, 2 * CHUNK + 1, 100]  # a new token that begins, ends a chunk
-CASES = [((2, 1), 16, 16, True), ((6, 2), 32, 5, True), ((3, 3), 16, 32, False), ((2, 1), 16, 5, False)]
+CASES = [((2, 1), 16, 16, True), ((6, 2), 32, 5, True), ((2, 2), 16, 32, False)]
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 
 

@@ -8,22 +8,18 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from folovllm.config import EngineConfig
-from folovllm.engine.llm_engine import LLMEngine, make_engine
+from folovllm.engine.llm_engine import LLMEngine
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts, tiny_checkpoint
 from tests.m6.test_overlap import assert_clean
-from tests.workloads import MAX_MODEL_LEN, Request, serve
+from tests.workloads import Request, make_engine, serve
 
 LETTERS = range(64, 70)  # the tokens of "a" to "f"
 SMALL = {"block_size": 4, "num_kv_blocks": 32, "max_num_batched_tokens": 14}
 ENGINES: dict[str, dict[str, Any]] = {
     "m2": {},
-    "m3": {"block_size": 4, "num_kv_blocks": 32},
-    "m4": {"block_size": 4, "num_kv_blocks": 32},
     "m5": SMALL,
     "m6": SMALL,
-    "m6, eager": SMALL | {"enforce_eager": True},
     "m6, a step at a time": SMALL | {"async_scheduling": False, "max_num_seqs": 2},
 }
 WORDS = st.lists(st.text("abcdef", min_size=1, max_size=4), max_size=5)
@@ -57,8 +53,7 @@ def is_possible(fields: dict[str, Any]) -> bool:
 
 @cache
 def engine(name: str) -> LLMEngine:
-    fields = {"milestone": name[:2], "max_model_len": MAX_MODEL_LEN, "device": "cpu", "use_tqdm": False}
-    return make_engine(EngineConfig(model=str(tiny_checkpoint()), **(fields | ENGINES.get(name, {}))))
+    return make_engine(tiny_checkpoint(), milestone=name[:2], **ENGINES.get(name, {}))
 
 
 def answers(name: str, requests: list[Request]) -> list[Any]:
@@ -73,7 +68,7 @@ def answers(name: str, requests: list[Request]) -> list[Any]:
 @settings(max_examples=6, suppress_health_check=list(HealthCheck))
 @given(chosen=st.lists(PARAMS.filter(is_possible), min_size=3, max_size=5))
 def test_every_preset_draws_what_m1_draws(chosen: list[dict[str, Any]]) -> None:
-    params = [SamplingParams(max_tokens=12, ignore_eos=True, **fields) for fields in chosen]
+    params = [SamplingParams(max_tokens=8, ignore_eos=True, **fields) for fields in chosen]
     starts = prompts([1, 30, 9, 22, 13], seed=7)
     requests = [Request(prompt, own) for prompt, own in zip(starts, params, strict=False)]
     expected = answers("m1", requests)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from folovllm.engine.step_builder import sampling_spec
@@ -103,6 +103,7 @@ class TestSamplerState:
             assert state.sample(logits, rows, positions).tolist() == [9, 40, 0]
         assert state.sample(logits, rows, positions, masks=torch.cat([other, one, one])).tolist() == [40, 9, 0]
 
+    @settings(max_examples=20)
     @given(st.lists(st.sets(st.integers(0, V - 1)), min_size=1, max_size=4))
     def test_masks_hold_every_token(self, allowed: list[set[int]]) -> None:
         masks = torch.from_numpy(np.stack([mask_of(ids, V) for ids in allowed]))
@@ -143,6 +144,7 @@ class TestBadWords:
     def forbidden(self, state: SamplerState, row: int) -> set[int]:
         return set((state.lines[row, WORDS_AT : WORDS_AT + V] & COMPLETES).nonzero().flatten().tolist())
 
+    @settings(max_examples=50)
     @given(BAD_WORDS, st.lists(st.integers(30, 33), max_size=20), st.integers(0, 20))
     def test_what_would_end_one_is_forbidden(self, words: list[list[int]], answer: list[int], known: int) -> None:
         """Whether the host knew the tokens when the row got its owner, or the device drew them: the same are forbidden."""
@@ -214,6 +216,7 @@ class TestRowUpdate:
         assert flags_of(spec) == flags
         assert row_line(spec).shape[1] == num_words
 
+    @settings(max_examples=20)
     @given(st.lists(st.booleans(), max_size=6))
     def test_buffers_hold_every_row(self, penalised: list[bool]) -> None:
         params = [SamplingParams(repetition_penalty=1.5 if p else 1.0) for p in penalised]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.overlap import OverlappedEngine
 from folovllm.executor.abstract import Pending
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
@@ -53,6 +54,11 @@ POOLS: dict[str, dict[str, Any]] = {
     "no graphs": {"enforce_eager": True},
     "no overlap": {"async_scheduling": False},
 }
+SMALL_POOLS: dict[str, dict[str, Any]] = {
+    "preemption and chunks": {"block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 7},
+    "preemption, blocks of one token": {"block_size": 1, "num_kv_blocks": 150, "enable_prefix_caching": False},
+    "prompts that come token by token": {"long_prefill_token_threshold": 1},  # such a step looks like one of decodes
+}
 
 
 def requests() -> list[Request]:
@@ -88,21 +94,15 @@ def check(outputs: list[RequestOutput], family: str = "qwen3") -> None:
         assert values == pytest.approx(expected[-1], abs=1e-3), draw
 
 
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("pool", POOLS | SMALL_POOLS)
 def test_answers_are_those_of_m1(pool: str) -> None:
-    served = engine(**POOLS[pool])
-    check(serve(served, requests(), "at_once"))
-    check(serve(served, requests(), "random_steps", seed=1))  # again, with all prompts in the cache
-    assert_clean(served)
-    assert (served.stats().preemptions > 0) == (pool == "preemption")
-
-
-@pytest.mark.parametrize("pool", [pool for pool in POOLS if pool != "chunks"])
-def test_aborts_disturb_nobody_and_leave_their_rows_to_others(pool: str) -> None:
-    served = engine(**POOLS[pool])
+    """Beside some that are aborted; then again, with all prompts in the cache."""
+    served = engine(**(POOLS | SMALL_POOLS)[pool])
+    assert isinstance(served.core, OverlappedEngine) is (pool != "no overlap")
     check(serve_and_abort(served))
-    check(serve(served, requests()))
+    check(serve(served, requests(), "random_steps", seed=1))
     assert_clean(served)
+    assert (served.stats().preemptions > 0) == pool.startswith("preemption")
 
 
 def serve_and_abort(served: LLMEngine) -> list[RequestOutput]:

@@ -17,7 +17,7 @@ from transformers import AutoConfig
 from folovllm.distributed.sharding import Weight, local_config, shard_named
 from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.linear import LinearBase, LinearMethod, MergedColumnParallelLinear, Plain, RowParallelLinear
+from folovllm.layers.linear import LinearBase, LinearMethod, MergedColumnParallelLinear, Plain
 from folovllm.layers.sharded import sharded
 from folovllm.models.loader import load_model
 from folovllm.models.registry import build_model
@@ -119,10 +119,9 @@ def test_layers_for_few_tokens_take_what_the_format_can(checkpoints: tuple[Path,
     assert not any(layer.folded for layer in driver.model.model.layers)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_in_pieces(checkpoints: tuple[Path, Path], size: int) -> None:
+def test_in_pieces(checkpoints: tuple[Path, Path]) -> None:
     """Ranks read their parts of codes and scales; query, and an MLP with its sum, are those of the whole."""
-    coded, plain = checkpoints
+    (coded, plain), size = checkpoints, 4
     config = AutoConfig.from_pretrained(plain)
     whole = Driver(plain).model.model.layers[1]
     x = torch.randn(3, config.hidden_size, generator=torch.Generator().manual_seed(0))
@@ -168,14 +167,3 @@ class TestApply:
         assert layer.linear_method.can_fold(layer) and not layer.linear_method.can_fold(self.layer(True))
         layer.linear_method.fold(layer, scale)
         torch.testing.assert_close(layer(x), expected)
-
-
-def test_a_set_of_layers_makes_what_stands_in_a_place() -> None:
-    class Row(RowParallelLinear):
-        pass
-
-    plain = LayerSet()
-    changed = plain.having({RowParallelLinear: Row}, EightBits())
-    assert type(plain.make(RowParallelLinear, 2, 3)) is RowParallelLinear
-    assert type(changed.make(RowParallelLinear, 2, 3)) is Row and isinstance(changed.linear_method, EightBits)
-    assert type(changed.having({}).make(RowParallelLinear, 2, 3)) is Row and type(plain.linear_method) is Plain
