@@ -39,11 +39,6 @@ class HybridModel(LlamaModel):
         return [table] * config.num_hidden_layers
 
 
-def linear_layer(kind: type[GatedDeltaNet]) -> Callable[..., GatedDeltaNet]:
-    """Return what makes a layer of this kind from the arguments of an attention layer: angles and windows are of no use to it."""
-    return lambda config, rope, layers, window: layers.make(kind, config, layers)
-
-
 class HybridForCausalLM(LlamaForCausalLM):
     """A causal LM whose `layer_types` chooses linear or full attention for each layer. Subclasses set `linear_class`.
 
@@ -70,7 +65,9 @@ class HybridForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def attention_classes(cls, config: PretrainedConfig) -> list[Callable[..., Any]]:
-        linear = linear_layer(cls.linear_class)
+        def linear(config: PretrainedConfig, rope: Any, layers: LayerSet, window: Any) -> GatedDeltaNet:
+            return layers.make(cls.linear_class, config, layers)
+
         return [linear if kind == LINEAR else cls.attention_class for kind in config.layer_types]
 
     def own_name(self, name: str) -> str | None:

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from folovllm import LLM, SamplingParams
+from folovllm import LLM, EngineConfig, SamplingParams
+from folovllm.build import make_packed_worker
+from folovllm.engine.setup import set_up
+from folovllm.rollouts.sleep import tensors_of
+from folovllm.rollouts.weights import load_weights, readable
 from tests.helpers import tiny_checkpoint
+from tests.m6.ranks import ThreadGroup, on_ranks
 from tests.x2.quantized import BYTE_KINDS, FP8_WIDE, INT4_KINDS, Quantize, tiny, write_quantized
 from tests.x2.test_gguf import write_gguf
 from tests.x6.test_weights import PROMPT, engine, shuffled
 
 KINDS = BYTE_KINDS | INT4_KINDS
 Kind = tuple[Quantize, dict[str, Any]]
+RANKS: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "num_kv_blocks": 8, "tensor_parallel_size": 2, "use_tqdm": False}
 
 
 def scores(llm: LLM) -> list[float]:
@@ -61,9 +69,31 @@ def test_packed_layers(kind: str, dtype: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [FP8_WIDE, KINDS["awq"]], ids=["fp8", "int4"])
 def test_two_ranks_get_their_parts(kind: Kind, tmp_path: Path) -> None:
-    """Over gloo, each in a process of its own. The file is read on both ranks."""
+    """Ranks that are threads: from a folder and from tensors, each gets what a rank has that began with the new codes."""
     source = tiny_checkpoint("qwen3", hidden_size=64, intermediate_size=128)
-    assert_updated(*two_checkpoints(kind, source, tmp_path), tensor_parallel_size=2)
+    first, other = two_checkpoints(kind, source, tmp_path)
+    setups = {path: set_up(EngineConfig(model=str(path), **RANKS)) for path in (first, other)}
+    ranks: Any = SimpleNamespace(setup=setups[first])
+
+    def work(group: ThreadGroup) -> None:
+        workers = {path: make_packed_worker(setup, group)[0] for path, setup in setups.items()}
+        for worker in workers.values():
+            worker.load_model()
+        rank, before = workers[first], tensors(workers[first])
+        load_weights(rank, other)
+        assert all(map(torch.equal, tensors(rank), tensors(workers[other])))
+        assert not all(map(torch.equal, tensors(rank), before))
+        load_weights(rank, folder)
+        assert all(map(torch.equal, tensors(rank), before))
+
+    with readable(ranks, load_file(first / "model.safetensors")) as folder:
+        assert isinstance(folder, Path)
+        on_ranks(2, work)
+
+
+def tensors(worker: Any) -> list[torch.Tensor]:
+    """Copies of all that a rank's model holds."""
+    return [tensor.clone() for tensor in tensors_of(worker.runner.inner.model)]
 
 
 def test_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
