@@ -75,7 +75,10 @@ def seeded(family: str = "qwen3_next") -> Workload:
 
 @pytest.mark.parametrize(
     ("family", "engine"),
-    [*(("qwen3_next", engine) for engine in ENGINES), *((family, "m6") for family in FAMILIES if family != "qwen3_next")],
+    [
+        *(("qwen3_next", engine) for engine in ENGINES),
+        *((family, "m6") for family in FAMILIES if family != "qwen3_next"),
+    ],
 )
 def test_presets_answer_as_transformers(family: str, engine: str) -> None:
     """Twice, so that the second time slots hold the states of others, and prefixes are found."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -66,10 +67,8 @@ def test_without_batch_invariance_they_are_close_and_not_equal() -> None:
 def test_an_interrupted_demo_keeps_what_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train = demo.train
-
-    def interrupted(llm: LLM, options: Options):  # type: ignore[no-untyped-def]
-        yield next(train(llm, options))
+    def interrupted(llm: LLM, options: Options) -> Iterator[demo.Iteration]:
+        yield demo.Iteration(1.0, 0.5, 0.5, 70.0, 0.0, 100, 2.0, 2.0, 0.1)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "train", interrupted)

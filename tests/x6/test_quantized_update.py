@@ -23,7 +23,13 @@ from tests.x6.test_weights import PROMPT, engine, shuffled
 
 KINDS = BYTE_KINDS | INT4_KINDS
 Kind = tuple[Quantize, dict[str, Any]]
-RANKS: dict[str, Any] = {"device": "cpu", "max_model_len": 64, "num_kv_blocks": 8, "tensor_parallel_size": 2, "use_tqdm": False}
+RANKS: dict[str, Any] = {
+    "device": "cpu",
+    "max_model_len": 64,
+    "num_kv_blocks": 8,
+    "tensor_parallel_size": 2,
+    "use_tqdm": False,
+}
 
 
 def scores(llm: LLM) -> list[float]:

@@ -49,7 +49,8 @@ def checkpoints(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return first, shuffled(first, tmp_path_factory.mktemp("other"))
 
 
-both_families = pytest.mark.parametrize("checkpoints", ["qwen3", "phi3"], indirect=True)  # Phi3's are packed as ours are
+# Phi3's checkpoints are packed as our layers are.
+both_families = pytest.mark.parametrize("checkpoints", ["qwen3", "phi3"], indirect=True)
 
 
 def shuffled(first: Path, other: Path) -> Path:
