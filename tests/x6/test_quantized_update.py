@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from folovllm.engine.setup import set_up
 from folovllm.rollouts.sleep import tensors_of
 from folovllm.rollouts.weights import load_weights, readable
 from tests.helpers import tiny_checkpoint
-from tests.m6.ranks import ThreadGroup, on_ranks
+from tests.m6.ranks import ThreadGroup
 from tests.x2.quantized import BYTE_KINDS, FP8_WIDE, INT4_KINDS, Quantize, tiny, write_quantized
 from tests.x2.test_gguf import write_gguf
 from tests.x6.test_weights import PROMPT, engine, shuffled
@@ -28,6 +29,7 @@ RANKS: dict[str, Any] = {
     "max_model_len": 64,
     "num_kv_blocks": 8,
     "tensor_parallel_size": 2,
+    "dtype": "bfloat16",
     "use_tqdm": False,
 }
 
@@ -75,26 +77,23 @@ def test_packed_layers(kind: str, dtype: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [FP8_WIDE, KINDS["awq"]], ids=["fp8", "int4"])
 def test_two_ranks_get_their_parts(kind: Kind, tmp_path: Path) -> None:
-    """Ranks that are threads: from a folder and from tensors, each gets what a rank has that began with the new codes."""
+    """From a folder and from tensors each rank gets what a rank has that began with the new codes. To load, they need not talk."""
     source = tiny_checkpoint("qwen3", hidden_size=64, intermediate_size=128)
     first, other = two_checkpoints(kind, source, tmp_path)
-    setups = {path: set_up(EngineConfig(model=str(path), **RANKS)) for path in (first, other)}
-    ranks: Any = SimpleNamespace(setup=setups[first])
-
-    def work(group: ThreadGroup) -> None:
-        workers = {path: make_packed_worker(setup, group)[0] for path, setup in setups.items()}
-        for worker in workers.values():
+    setups = [set_up(EngineConfig(model=str(path), **RANKS)) for path in (first, other)]
+    engine: Any = SimpleNamespace(setup=setups[0])
+    with readable(engine, load_file(first / "model.safetensors")) as folder:
+        for rank in range(2):
+            group = ThreadGroup(rank, [None, None], Barrier(2))
+            worker, fresh = (make_packed_worker(setup, group)[0] for setup in setups)
             worker.load_model()
-        rank, before = workers[first], tensors(workers[first])
-        load_weights(rank, other)
-        assert all(map(torch.equal, tensors(rank), tensors(workers[other])))
-        assert not all(map(torch.equal, tensors(rank), before))
-        load_weights(rank, folder)
-        assert all(map(torch.equal, tensors(rank), before))
-
-    with readable(ranks, load_file(first / "model.safetensors")) as folder:
-        assert isinstance(folder, Path)
-        on_ranks(2, work)
+            fresh.load_model()
+            before, expected = tensors(worker), tensors(fresh)
+            load_weights(worker, other)
+            assert all(map(torch.equal, tensors(worker), expected))
+            assert not all(map(torch.equal, before, expected))
+            load_weights(worker, folder)
+            assert all(map(torch.equal, tensors(worker), before))
 
 
 def tensors(worker: Any) -> list[torch.Tensor]:
