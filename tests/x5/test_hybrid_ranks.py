@@ -74,7 +74,7 @@ def test_two_processes_answer_as_transformers() -> None:
     load = seeded()
     engine = make_engine(load.model, milestone="m6", tensor_parallel_size=2, **SNAPSHOTS)
     try:
-        for arrival in ("random_steps", "one_by_one"):
+        for arrival in ("random_steps", "at_once"):  # the second time prefixes are found
             load.check(serve(engine, load.requests, arrival))
         kv = engine.scheduler.kv
         assert kv is not None and kv.stats.tokens_hit > 0
