@@ -29,7 +29,6 @@ PHASES = {  # of a `GraphRunner`, in order
     "load_model": "read the weights",
     "compile_at_once": "compile kernels",
     "fit_kv_cache": "profile the memory",
-    "compile_kernels": "run small steps",
     "capture_cudagraph": "capture graphs",
 }
 PACKAGES = "torch", "triton", "folovllm", "transformers"

@@ -9,7 +9,7 @@ from torch import nn
 
 from folovllm.forward_batch import ForwardBatch
 from folovllm.hybrid.gated_attention import GatedAttention
-from folovllm.hybrid.gated_delta_net import GatedDeltaNet, GatedRMSNorm, Qwen3NextGatedDeltaNet
+from folovllm.hybrid.gated_delta_net import GatedDeltaNet, GatedRMSNorm
 from folovllm.hybrid.kernels.delta_rule import DeltaHeads, delta_rule
 from folovllm.hybrid.kernels.gated_norm import gated_norm
 from folovllm.hybrid.kernels.short_conv import short_conv
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class FusedGatedDeltaNet(GatedDeltaNet):
     """Computes the whole batch by two kernels, where `GatedDeltaNet` goes from sequence to sequence."""
 
-    def __init__(self, config: PretrainedConfig, layers: LayerSet) -> None:
-        super().__init__(config, layers)
+    def __init__(self, config: PretrainedConfig, layers: LayerSet, is_merged: bool = False) -> None:
+        super().__init__(config, layers, is_merged)
         self.heads = DeltaHeads(self.num_k_heads, self.num_v_heads, self.k_dim, self.v_dim)
 
     def forward_core(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -34,10 +34,6 @@ class FusedGatedDeltaNet(GatedDeltaNet):
         shape = batch.query_start_loc, batch.seq_lens, batch.rows, batch.num_decodes, batch.max_query_len
         mixed = short_conv(qkv, conv, self.conv1d.weight, *shape)
         return delta_rule(mixed, (a, b, self.A_log, self.dt_bias), state, self.heads, *shape)
-
-
-class FusedQwen3NextGatedDeltaNet(FusedGatedDeltaNet, Qwen3NextGatedDeltaNet):
-    """The same, with Qwen3-Next's projections."""
 
 
 class FusedGatedRMSNorm(GatedRMSNorm):
@@ -54,8 +50,4 @@ class FusedGatedAttention(FusedQwen3Attention, GatedAttention):
 def hybrid_kernels(head_dim: int) -> dict[type[nn.Module], type[nn.Module]]:
     """Return the fused class of each layer class. The attention kernel needs a `head_dim` that is a power of two."""
     attention = {GatedAttention: FusedGatedAttention} if head_dim & (head_dim - 1) == 0 else {}
-    return attention | {
-        GatedRMSNorm: FusedGatedRMSNorm,
-        GatedDeltaNet: FusedGatedDeltaNet,
-        Qwen3NextGatedDeltaNet: FusedQwen3NextGatedDeltaNet,
-    }
+    return attention | {GatedRMSNorm: FusedGatedRMSNorm, GatedDeltaNet: FusedGatedDeltaNet}

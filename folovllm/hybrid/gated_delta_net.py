@@ -49,7 +49,8 @@ class GatedDeltaNet(StateLayer):
     of the convolution, C = 2 Hk Dk + Hv Dv channels each, and a matrix [Dk, Dv] in float32 for each value head.
     """
 
-    def __init__(self, config: PretrainedConfig, layers: LayerSet) -> None:
+    def __init__(self, config: PretrainedConfig, layers: LayerSet, is_merged: bool = False) -> None:
+        """`is_merged`: whether each input projection is one tensor in the checkpoint."""
         super().__init__()
         if config.hidden_act != "silu":
             raise UnsupportedModel(f"hidden_act {config.hidden_act!r} is not supported: only 'silu' is")
@@ -57,7 +58,13 @@ class GatedDeltaNet(StateLayer):
         self.k_dim, self.v_dim = config.linear_key_head_dim, config.linear_value_head_dim
         keys, values = self.num_k_heads * self.k_dim, self.num_v_heads * self.v_dim
         self.sizes = [keys, keys, values]  # of queries, keys and values of all heads
-        self.make_projections(config.hidden_size, layers)
+        qkvz, ba = [sum(self.sizes), values], [self.num_v_heads, self.num_v_heads]
+        qkvz, ba = ([sum(qkvz)], [sum(ba)]) if is_merged else (qkvz, ba)
+        methods = [layers.linear_method_of(f"self_attn.{name}") for name in ("in_proj_qkvz", "in_proj_ba")]
+        self.in_proj_qkvz, self.in_proj_ba = (
+            layers.make(MergedColumnParallelLinear, config.hidden_size, sizes, False, method)
+            for sizes, method in zip((qkvz, ba), methods, strict=True)
+        )
         self.conv1d = ShortConvWeight(sum(self.sizes), config.linear_conv_kernel_dim)
         self.A_log = nn.Parameter(torch.empty(self.num_v_heads, dtype=torch.float32))
         self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads, dtype=torch.float32))
@@ -65,13 +72,6 @@ class GatedDeltaNet(StateLayer):
         self.out_proj = layers.make(
             RowParallelLinear, values, config.hidden_size, False, layers.linear_method_of("self_attn.out_proj")
         )
-
-    def make_projections(self, hidden: int, layers: LayerSet) -> None:
-        """Make the input projections, whose parts are [q, k, v, z] and [b, a], one behind the other (Qwen3.5)."""
-        channels, values, heads = sum(self.sizes), self.sizes[2], self.num_v_heads
-        qkvz, ba = (layers.linear_method_of(f"self_attn.{name}") for name in ("in_proj_qkvz", "in_proj_ba"))
-        self.in_proj_qkvz = layers.make(MergedColumnParallelLinear, hidden, [channels, values], False, qkvz)
-        self.in_proj_ba = layers.make(MergedColumnParallelLinear, hidden, [heads, heads], False, ba)
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """[T, H] -> inputs of the convolution [T, C], output gate [T, Hv, Dv], and `beta` and `g` before their functions, [T, Hv]."""
@@ -151,21 +151,3 @@ class GatedDeltaNet(StateLayer):
     def gates(self, b: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Two [n, Hv] -> the logarithm of the decay, and `beta`."""
         return -self.A_log.exp() * F.softplus(a.float() + self.dt_bias), b.float().sigmoid()
-
-
-class Qwen3NextGatedDeltaNet(GatedDeltaNet):
-    """Its projections go key head by key head: [q, k, v, z] of the first one and its value heads, then of the next."""
-
-    def make_projections(self, hidden: int, layers: LayerSet) -> None:
-        """As the checkpoints have them: two layers."""
-        for name, size in (("in_proj_qkvz", sum(self.sizes) + self.sizes[2]), ("in_proj_ba", 2 * self.num_v_heads)):
-            method = layers.linear_method_of(f"self_attn.{name}")
-            setattr(self, name, layers.make(MergedColumnParallelLinear, hidden, [size], False, method))
-
-    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        values = self.sizes[2] // self.num_k_heads  # of one key head
-        heads = self.in_proj_qkvz(x).unflatten(1, (self.num_k_heads, -1))
-        *qkv, z = heads.split([self.k_dim, self.k_dim, values, values], dim=2)
-        b, a = self.in_proj_ba(x).unflatten(1, (self.num_k_heads, -1)).chunk(2, dim=2)
-        z = z.reshape(len(x), self.num_v_heads, self.v_dim)
-        return torch.cat([part.flatten(1) for part in qkv], dim=1), z, b.flatten(1), a.flatten(1)

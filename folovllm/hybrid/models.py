@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from copy import copy
-from itertools import pairwise
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from folovllm.distributed.sharding import Rows, shard_column, shard_row
 from folovllm.hybrid.gated_attention import GatedAttention, PartialRotaryEmbedding
-from folovllm.hybrid.gated_delta_net import GatedDeltaNet, Qwen3NextGatedDeltaNet
+from folovllm.hybrid.gated_delta_net import GatedDeltaNet
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.rotary_embedding import RotaryEmbedding, rope_frequencies
@@ -40,14 +41,13 @@ class HybridModel(LlamaModel):
 
 
 class HybridForCausalLM(LlamaForCausalLM):
-    """A causal LM whose `layer_types` chooses linear or full attention for each layer. Subclasses set `linear_class`.
+    """A causal LM whose `layer_types` chooses linear or full attention for each layer.
 
     Checkpoints call linear attention `linear_attn`; here it stands where attention does. The weights of
     multi-token prediction (`mtp`) and of the vision encoder (`visual`) are not loaded.
     """
 
     attention_class = GatedAttention
-    linear_class: ClassVar[type[GatedDeltaNet]]
     takes_experts = True
     renamed: ClassVar[dict[str, str]] = {"linear_attn.": "self_attn.", "model.language_model.": "model."}
     left_out: ClassVar[tuple[str, ...]] = ("mtp.", "model.visual.")
@@ -66,7 +66,7 @@ class HybridForCausalLM(LlamaForCausalLM):
     @classmethod
     def attention_classes(cls, config: PretrainedConfig) -> list[Callable[..., Any]]:
         def linear(config: PretrainedConfig, rope: Any, layers: LayerSet, window: Any) -> GatedDeltaNet:
-            return layers.make(cls.linear_class, config, layers)
+            return layers.make(GatedDeltaNet, config, layers, "in_proj_qkvz" not in cls.packed_modules_mapping)
 
         return [linear if kind == LINEAR else cls.attention_class for kind in config.layer_types]
 
@@ -99,7 +99,7 @@ class HybridForCausalLM(LlamaForCausalLM):
                 ends = (0, keys, 2 * keys, 2 * keys + values)
                 parts = [Rows(weight, start, end) for start, end in pairwise(ends)]
                 return torch.cat([shard_column(part, rank, size) for part in parts])
-            case "in_proj_qkvz" | "in_proj_ba" | "in_proj_z" | "in_proj_b" | "in_proj_a":
+            case "in_proj_z" | "in_proj_b" | "in_proj_a":
                 return shard_column(weight, rank, size)
             case "out_proj":
                 return shard_row(weight, rank, size)
@@ -109,15 +109,44 @@ class HybridForCausalLM(LlamaForCausalLM):
 
 
 class Qwen3NextForCausalLM(HybridForCausalLM):
-    """Qwen3-Next."""
+    """Qwen3-Next. The input projections of its checkpoints go key head by key head: [q, k, v, z] of the first one, then of the next."""
 
-    linear_class = Qwen3NextGatedDeltaNet
+    def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
+        super().__init__(config, layers, max_model_len)
+        self.reorder = partial(self.shard, config, rank=0, size=1, usual=lambda _, weight: weight[:])
+
+    @classmethod
+    def shard(
+        cls,
+        config: PretrainedConfig,
+        name: str,
+        weight: Weight,
+        rank: int,
+        size: int,
+        usual: Callable[..., torch.Tensor],
+    ) -> torch.Tensor:
+        """Put the rows of the rank's heads part by part, as Qwen3.5's checkpoints have them: [q, k, v, z] of all heads, and [b, a]."""
+        heads = config.linear_num_key_heads
+        group = config.linear_num_value_heads // heads  # value heads of a key head
+        keys, values = config.linear_key_head_dim, group * config.linear_value_head_dim
+        match name.split(".")[-2]:
+            case "in_proj_qkvz":
+                return by_parts(weight, [keys, keys, values, values], heads // size, rank)
+            case "in_proj_ba":
+                return by_parts(weight, [group, group], heads // size, rank)
+        return super().shard(config, name, weight, rank, size, usual)
+
+
+def by_parts(weight: Weight, sizes: Sequence[int], num_heads: int, rank: int) -> torch.Tensor:
+    """Return the rows of a rank's `num_heads` heads part by part. `weight` has them head by head, `sizes` rows of each part."""
+    heads = range(rank * num_heads, (rank + 1) * num_heads)
+    starts, whole = [0, *accumulate(sizes)], sum(sizes)
+    return torch.cat([weight[h * whole + a : h * whole + b] for a, b in pairwise(starts) for h in heads])
 
 
 class Qwen3_5ForCausalLM(HybridForCausalLM):
     """Qwen3.5, its text model."""
 
-    linear_class = GatedDeltaNet
     packed_modules_mapping: Mapping[str, Sequence[str]] = {
         **LlamaForCausalLM.packed_modules_mapping,
         "in_proj_qkvz": ["in_proj_qkv", "in_proj_z"],

@@ -136,9 +136,10 @@ def prefill_config(head_dim: int, itemsize: int, capability: tuple[int, int] | N
     row_bytes = itemsize * head_dim
     if capability < (8, 0):
         return PrefillConfig(32, 32, 4, 1) if row_bytes <= 256 else PrefillConfig(16, 16, 4, 1)
-    if row_bytes > 256:
-        return PrefillConfig(64, 32, 4, 2)
-    return PrefillConfig(128, 64, 8, 3 if capability >= (9, 0) else 2)
+    if row_bytes <= 256:
+        return PrefillConfig(128, 64, 8, 3 if capability >= (9, 0) else 2)
+    roomy = capability == (9, 0) and itemsize == 2 and head_dim <= 256
+    return PrefillConfig(128, 64, 8, 2) if roomy else PrefillConfig(64, 32, 4, 2)
 
 
 def config_on(device: torch.device, head_dim: int, itemsize: int) -> PrefillConfig:

@@ -180,6 +180,8 @@ class LlamaForCausalLM(nn.Module):
         "gate_up_proj": ["gate_proj", "up_proj"],
     }
     renamed: ClassVar[dict[str, str]] = {}  # parts of names in the checkpoint: what they are called here
+    # Brings a tensor of the checkpoint, by its name, into the order of this model, where that is another one.
+    reorder: Callable[[str, Weight], torch.Tensor] | None = None
     takes_experts: ClassVar[bool] = False  # whether mixtures of experts may stand in the places of its MLPs
 
     def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:

@@ -50,8 +50,9 @@ def load_model(
     """Fill `model` from the checkpoint in folder `path`, straight into its (merged) parameters.
 
     Each tensor is read from the memory-mapped file and copied where it belongs, converted to the parameter's dtype on
-    the way, so the weights are never in memory twice. With `shard`, only the part that it picks is read. Instead of a path,
-    names and tensors may be given. A model that is full gets other weights in place: addresses of plain weights stay.
+    the way, so the weights are never in memory twice. With `shard`, only the part that it picks is read; without, the model
+    may `reorder` its rows. Instead of a path, names and tensors may be given. A model that is full gets other weights in
+    place: addresses of plain weights stay.
 
     Raises:
         ValueError: no safetensors here, a damaged file, or a weight that is missing, left over, of another shape, coded
@@ -59,6 +60,7 @@ def load_model(
     """
     places = checkpoint_places(model)
     linear_methods = {name.rpartition(".")[0]: place.linear_method for name, place in places.items()}  # of each module
+    shard = shard or model.reorder
     part = None if shard is None else partial(part_of, places, shard)
     source = f"the checkpoint in {path}" if isinstance(path, Path) else "the given set of weights"
     if isinstance(path, Path):

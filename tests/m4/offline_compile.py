@@ -410,6 +410,8 @@ def launch_x5(d: int, b: int) -> None:
         gates = new(64, 32), new(64, 32), new(32, dtype=torch.float32), new(32, dtype=torch.float32)
         out = delta_rule(mixed, gates, new(slots, 32, 128, 128, dtype=torch.float32), heads, *shape)
         gated_norm(out, torch.empty_like(out), new(128), 1e-6)
+    many = new(256, 32, 128)
+    gated_norm(many, many, new(128), 1e-6)
 
 
 def launch_x6(d: int, b: int) -> None:

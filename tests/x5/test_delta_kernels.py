@@ -14,7 +14,8 @@ from folovllm.forward_batch import ForwardBatch
 from folovllm.hybrid.delta_rule import delta_rule as in_torch
 from folovllm.hybrid.delta_rule import l2norm
 from folovllm.hybrid.fused import FusedGatedDeltaNet
-from folovllm.hybrid.gated_delta_net import GatedDeltaNet
+from folovllm.hybrid.gated_delta_net import GatedDeltaNet, GatedRMSNorm
+from folovllm.hybrid.kernels import gated_norm
 from folovllm.hybrid.kernels.delta_chunks import CHUNK
 from folovllm.hybrid.kernels.delta_rule import DeltaHeads, delta_rule
 from folovllm.layers.layer_set import LayerSet
@@ -111,6 +112,19 @@ def test_heads_of_any_size_in_half_precision(dk: int, dv: int, dtype: torch.dtyp
         expected, end = in_torch(start, query * dk**-0.5, key, value.view(tokens, 4, dv), g, b.float().sigmoid())
         for ours, theirs in ((actual.float(), expected), (state[1], end)):
             assert (ours - theirs).abs().max() < 0.02 * theirs.abs().max()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("few", [0, 4096], ids=["many heads", "few heads"])
+def test_the_gated_norm(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a program for each head and for 16 of them, the last of which has fewer; a gate whose tokens lie apart."""
+    monkeypatch.setattr(gated_norm, "FEW", few)
+    generator = torch.Generator().manual_seed(0)
+    x, gates = (torch.randn(7, 2 * 3 * 24, generator=generator).to(ON) for _ in range(2))
+    x, gate = x[:, :72].reshape(7, 3, 24).contiguous(), gates[:, 72:].unflatten(1, (3, 24))
+    norm = GatedRMSNorm(24, 1e-6).to(ON)
+    norm.weight.data.copy_(torch.randn(24, generator=generator))
+    torch.testing.assert_close(gated_norm.gated_norm(x, gate, norm.weight, 1e-6), norm(x, gate))
 
 
 @torch.inference_mode()

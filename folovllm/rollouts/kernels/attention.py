@@ -59,7 +59,7 @@ def invariant_attention_kernel(
 def attention_tile(device: torch.device, head_dim: int, itemsize: int) -> PrefillConfig:
     """Return the tile of a program on this device: rows and positions of the context. It must not depend on the batch."""
     usual = config_on(device, head_dim, itemsize)
-    return replace(usual, tile_m=min(ROWS, usual.tile_m), num_warps=4)
+    return replace(usual, tile_m=min(ROWS, usual.tile_m), tile_n=min(8192 // head_dim, usual.tile_n), num_warps=4)
 
 
 def tokens_of_tile(num_heads: int, num_kv_heads: int, rows: int) -> int:
