@@ -31,9 +31,9 @@ SLEEP_ROUTES = "folovllm.rollouts.routes:ROUTES"  # of a server with `--enable-s
 
 # Models by the architecture that `config.json` names: the module that has a class of this name.
 MODELS = {
-    "MixtralForCausalLM": "folovllm.moe.mixtral",
-    "Qwen2MoeForCausalLM": "folovllm.moe.qwen2_moe",
-    "Qwen3MoeForCausalLM": "folovllm.moe.qwen3_moe",
+    "MixtralForCausalLM": "folovllm.moe.models",
+    "Qwen2MoeForCausalLM": "folovllm.moe.models",
+    "Qwen3MoeForCausalLM": "folovllm.moe.models",
     "Qwen3NextForCausalLM": "folovllm.hybrid.models",
     "Qwen3_5ForCausalLM": "folovllm.hybrid.models",
     "Qwen3_5MoeForCausalLM": "folovllm.hybrid.models",

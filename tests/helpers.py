@@ -286,6 +286,10 @@ class Driver:
             self.cached[seq] = end
         return dict(zip(pieces, logits.split(batch.query_lens_host), strict=True))
 
+    def feed(self, ids: list[int], pieces: list[int], seq: int = 0) -> torch.Tensor:
+        """Feed a sequence its tokens in pieces of these lengths; the logits after every one of them, [n, V]."""
+        return torch.cat([self.step({seq: piece.tolist()})[seq] for piece in torch.tensor(ids).split(pieces)])
+
 
 # --- the machine ------------------------------------------------------------------------------------------------------
 

@@ -40,11 +40,6 @@ class HybridModel(LlamaModel):
         return [table] * config.num_hidden_layers
 
 
-def linear_layer(is_merged: bool) -> Callable[..., GatedDeltaNet]:
-    """Return what makes a layer of linear attention from the arguments of an attention layer: angles and windows are of no use to it."""
-    return lambda config, rope, layers, window: layers.make(GatedDeltaNet, config, layers, is_merged)
-
-
 class HybridForCausalLM(LlamaForCausalLM):
     """A causal LM whose `layer_types` chooses linear or full attention for each layer.
 
@@ -70,7 +65,9 @@ class HybridForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def attention_classes(cls, config: PretrainedConfig) -> list[Callable[..., Any]]:
-        linear = linear_layer("in_proj_qkvz" not in cls.packed_modules_mapping)
+        def linear(config: PretrainedConfig, rope: Any, layers: LayerSet, window: Any) -> GatedDeltaNet:
+            return layers.make(GatedDeltaNet, config, layers, "in_proj_qkvz" not in cls.packed_modules_mapping)
+
         return [linear if kind == LINEAR else cls.attention_class for kind in config.layer_types]
 
     def own_name(self, name: str) -> str | None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class ExpertLoad(nn.Module):
     """The hook that all layers of a model call with their routing. This one counts nothing."""
 
-    def note(self, experts: torch.Tensor) -> None:
+    def record(self, experts: torch.Tensor) -> None:
         """Record the routing of the next layer, [T, k] numbers of experts among those of all ranks."""
 
     def end(self, slots: torch.Tensor) -> None:
@@ -37,7 +37,7 @@ class CountedLoad(ExpertLoad):
         counters["experts"] = self.counts
         self._chosen: list[torch.Tensor] = []  # by the layers of this step so far, [T, k] each
 
-    def note(self, experts: torch.Tensor) -> None:
+    def record(self, experts: torch.Tensor) -> None:
         self._chosen.append(experts)
 
     def end(self, slots: torch.Tensor) -> None:

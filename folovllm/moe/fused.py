@@ -19,7 +19,7 @@ class FusedMoE(MoE):
 
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         weights, experts, order, starts = choose(self.gate(x), self.top_k, self.normalise, self.held)
-        self.load.note(experts)
+        self.load.record(experts)
         return weights, order, starts
 
     def combine(self, answers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -137,9 +137,8 @@ class SharedExpert(nn.Module):
         hidden, inner = config.hidden_size, config.shared_expert_intermediate_size
         gate_up, down = (layers.linear_method_of(f"mlp.shared_expert.{name}") for name in ("gate_up_proj", "down_proj"))
         self.gate_up_proj = layers.make(MergedColumnParallelLinear, hidden, [inner] * 2, False, gate_up)
-        self.down_proj = RowParallelLinear(
-            inner, hidden, linear_method=down
-        )  # the sum over ranks comes with the others'
+        # Summed over ranks with the others' answers (`MoE.sum`).
+        self.down_proj = RowParallelLinear(inner, hidden, linear_method=down)
         self.act_fn = layers.make(SiluAndMul)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -170,9 +169,8 @@ class MoE(nn.Module):
         self.top_k, self.normalise = config.num_experts_per_tok, getattr(config, "norm_topk_prob", True)
         self.sum, self.load = layers.make(RankSum), layers.make(ExpertLoad)
         self.held = experts_of_rank(config, self.sum)
-        self.gate = LinearBase(
-            hidden, [num_experts], linear_method=layers.linear_method_of("mlp.gate")
-        )  # whole on every rank
+        # Whole on every rank.
+        self.gate = LinearBase(hidden, [num_experts], linear_method=layers.linear_method_of("mlp.gate"))
         self.experts = layers.make(Experts, self.held, num_experts, hidden, expert_size_of(config))
         self.shared_expert = self.shared_expert_gate = None
         if getattr(config, "shared_expert_intermediate_size", None):
@@ -192,7 +190,7 @@ class MoE(nn.Module):
     def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[T, H] -> the weights of each token's experts [T, k], and the pairs' `order` and `starts` (`sort_by_expert`)."""
         weights, experts = route(self.gate(x), self.top_k, self.normalise)
-        self.load.note(experts)
+        self.load.record(experts)
         return weights, *sort_by_expert(experts - self.held.start, len(self.held))
 
     def combine(self, answers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

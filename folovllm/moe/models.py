@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from torch import nn
 
@@ -13,6 +13,8 @@ from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.layer_set import LayerSet
 from folovllm.model_config import UnsupportedModel, num_experts_of
 from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
+from folovllm.models.qwen2 import Qwen2Attention
+from folovllm.models.qwen3 import Qwen3Attention
 from folovllm.moe.expert_load import CountedLoad, ExpertLoad
 from folovllm.moe.layers import Experts, MoE
 from folovllm.moe.quantized import QuantizedExperts, expert_linear_methods
@@ -79,3 +81,26 @@ class MoeForCausalLM(LlamaForCausalLM):
 def with_experts(dense: type[LlamaForCausalLM]) -> type[LlamaForCausalLM]:
     """Return `dense` with a mixture of experts in the place of each MLP. What else `dense` changes in the frame stays."""
     return type(dense.__name__, (MoeForCausalLM, dense), {})
+
+
+class MixtralForCausalLM(MoeForCausalLM):
+    """Mixtral (8x7B, 8x22B; Jiang et al. 2024): Mistral with 8 experts of which each token asks 2, under other names."""
+
+    renamed: ClassVar[dict[str, str]] = {
+        ".block_sparse_moe.": ".mlp.",
+        ".w1.": ".gate_proj.",
+        ".w3.": ".up_proj.",
+        ".w2.": ".down_proj.",
+    }
+
+
+class Qwen2MoeForCausalLM(MoeForCausalLM):
+    """Qwen2-MoE (Qwen1.5-MoE-A2.7B), with an expert that every token asks beside those of its choice."""
+
+    attention_class = Qwen2Attention
+
+
+class Qwen3MoeForCausalLM(MoeForCausalLM):
+    """Qwen3-MoE (Qwen3-30B-A3B): 128 experts of which each token asks 8."""
+
+    attention_class = Qwen3Attention

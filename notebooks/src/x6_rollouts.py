@@ -179,7 +179,7 @@ plt.show()
 # Processor time of a decode step.
 
 # %%
-def milliseconds(batch_invariant, n, count=24):
+def milliseconds(batch_invariant, n, count=12):
     """Of a decode step of n sequences."""
     params = SamplingParams(n=n, temperature=1.0, max_tokens=count, seed=0, ignore_eos=True)
     with LLM(batch_invariant=batch_invariant, **MODEL) as llm:

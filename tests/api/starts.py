@@ -18,7 +18,8 @@ def parameters() -> None:
 def commands() -> None:
     from folovllm.cli import main
 
-    for arguments in (["--help"], ["generate", "--help"], ["bench", "--help"], ["generate", "x", "--top-p", "3"]):
+    helps = (["--help"], ["generate", "--help"], ["bench", "--help"])
+    for arguments in (*helps, ["generate", "x", "--top-p", "3"], ["--version"]):
         with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
             main(arguments)
 

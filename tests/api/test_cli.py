@@ -523,20 +523,9 @@ print(sys.modules["folovllm.outputs"].__file__)
 
 
 class TestTheProgram:
-    def test_torch_is_not_loaded_until_a_model_is(self) -> None:
-        code = """
-import sys
-from folovllm.cli import main
-for arguments in (["--help"], ["generate", "--help"], ["generate", "x", "--top-p", "3"], ["--version"]):
-    try:
-        main(arguments)
-    except SystemExit:
-        print("torch" in sys.modules)
-"""
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        lines = done.stdout.splitlines()
-        assert lines.count("False") == 4 and "True" not in lines, done.stderr
-        assert lines[-2:] == ["folovllm 0.1.0", "False"]
+    def test_its_version(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run("--version") == 0
+        assert capsys.readouterr().out == "folovllm 0.1.0\n"
 
     def test_the_embedded_model_tells_the_story_that_was_asked_for(self, capsys: pytest.CaptureFixture[str]) -> None:
         flags = ["--milestone", "m1", "--temperature", "0"]  # in tests/m1, so no later milestone's code

@@ -103,11 +103,8 @@ def test_answers_are_those_of_the_numbers_that_the_codes_stand_for(kind: str, wr
     """Transformers has the numbers. A whole prompt, and one in pieces; experts stay codes, and routers floats."""
     coded, floats = written(kind)
     (ids,) = prompts([20])
-    driver, logits, start = Driver(coded, "torch_naive", max_seqs=1), [], 0
-    for length in (14, 1, 5):
-        logits.append(driver.step({0: ids[start : start + length]})[0])
-        start += length
-    assert_logits_equal(torch.cat(logits), hf_logits(floats, ids))
+    driver = Driver(coded, "torch_naive", max_seqs=1)
+    assert_logits_equal(driver.feed(ids, [14, 1, 5]), hf_logits(floats, ids))
     mlp: Any = driver.model.model.layers[1].mlp
     assert type(mlp.experts) is QuantizedExperts and mlp.gate.weight.dtype == torch.float32
     stacks = [module for module in driver.model.modules() if isinstance(module, ExpertStack)]

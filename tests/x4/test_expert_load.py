@@ -155,6 +155,6 @@ def test_choices_that_are_no_experts_count_nowhere() -> None:
     counters: dict[str, torch.Tensor] = {}
     load = CountedLoad(config, counters)
     for _ in range(2):
-        load.note(torch.tensor([[0, 3], [7, -1], [2, 1]]))
+        load.record(torch.tensor([[0, 3], [7, -1], [2, 1]]))
     load.end(torch.tensor([5, 6, -1]))
     assert load.counts.tolist() == counters["experts"].tolist() == [[1, 0, 0, 1]] * 2

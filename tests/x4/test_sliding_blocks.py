@@ -88,7 +88,7 @@ def test_texts_longer_than_the_pool(
     with pytest.MonkeyPatch.context() as patch:
         if collides:
             patch.setattr(prefix_cache, "compute_hash", alike)
-        Loop(kv, SlidingDevice(kv), random.Random(seed), k, budget, blocks_add_up).run(longest=150)
+        Loop(kv, SlidingDevice(kv), random.Random(seed), k, budget, blocks_add_up).run(longest=90)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_who_stands_where() -> None:
 def test_the_engine_gives_blocks_back() -> None:
     """A model that slides, in a cache for less than `max_model_len` tokens of one text; a draft now and then."""
     path = tiny_checkpoint("mistral", sliding_window=12)
-    load = answered(path, mixed_requests("greedy", 6))
+    load = answered(path, mixed_requests("greedy", 4))
     fields: dict[str, Any] = {
         "block_size": 4, "num_kv_blocks": 12, "max_model_len": 88, "max_num_seqs": 4, "max_num_batched_tokens": 16,
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},

@@ -38,15 +38,6 @@ def checkpoint(family: str) -> Path:
     return tiny_checkpoint(family, **FAMILIES[family])
 
 
-def feed(driver: Driver, ids: list[int], pieces: list[int]) -> torch.Tensor:
-    """Logits after each token of a sequence that comes in pieces."""
-    logits, start = [], 0
-    for length in pieces:
-        logits.append(driver.step({0: ids[start : start + length]})[0])
-        start += length
-    return torch.cat(logits)
-
-
 @pytest.mark.parametrize(
     ("family", "backend"),
     [*((family, "torch_naive") for family in FAMILIES), ("gemma3_text", "torch_cat")],
@@ -56,7 +47,7 @@ def test_logits_equal_hugging_face(family: str, backend: str) -> None:
     path, (ids,) = checkpoint(family), prompts([42])
     reference = hf_logits(path, ids)
     for pieces in ([42], [5, 1, 19, 1, 1, 15]):
-        assert_logits_equal(feed(Driver(path, backend, block_size=4, max_seqs=1), ids, pieces), reference)
+        assert_logits_equal(Driver(path, backend, block_size=4, max_seqs=1).feed(ids, pieces), reference)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -82,7 +73,7 @@ def seeded(family: str) -> Workload:
 
 @pytest.mark.parametrize(
     ("family", "milestone", "pool"),
-    [("gemma3_text", "m2", {}), ("gemma3_text", "m5", SMALL), ("gemma3_text", "m6", SMALL), ("mistral", "m6", SMALL)],
+    [("gemma3_text", "m2", {}), ("gemma3_text", "m6", SMALL), ("mistral", "m6", SMALL)],
     ids=str,
 )
 def test_presets_answer_as_transformers(family: str, milestone: str, pool: dict[str, int]) -> None:
@@ -94,7 +85,8 @@ def test_presets_answer_as_transformers(family: str, milestone: str, pool: dict[
 @pytest.mark.parametrize("family", ["gemma3_text", "mistral"])
 def test_kernels_answer_as_transformers(family: str) -> None:
     """M6 over kernels, all layers fused: decodes that store on the way, chunks, preemption."""
-    path = tiny_checkpoint(family, **FAMILIES[family], num_hidden_layers=2, num_heads=2, num_kv_heads=1)
+    layers = 2 if family == "gemma3_text" else 1  # one that slides; Gemma's second does not
+    path = tiny_checkpoint(family, **FAMILIES[family], num_hidden_layers=layers, num_heads=2, num_kv_heads=1)
     greedy = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     load = answered(path, [Request(prompt, greedy) for prompt in prompts([17, 3])])
     fields: dict[str, Any] = {"max_num_seqs": 2, "max_num_batched_tokens": 12, "block_size": 4, "max_model_len": 24}

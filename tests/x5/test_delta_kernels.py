@@ -161,8 +161,7 @@ def test_padding_changes_no_state_of_others() -> None:
 def test_a_model_over_kernels(family: str) -> None:
     path, (ids,) = hybrid_checkpoint(family, "LF"), prompts([40])
     driver = Driver(path, "torch_naive", max_seqs=1, device=ON, layers=LayerSet(kernels=True))
-    logits = [driver.step({0: ids[start:end]})[0] for start, end in ((0, 35), (35, 36), (36, 40))]
-    assert_logits_equal(torch.cat(logits), hf_logits(path, ids))
+    assert_logits_equal(driver.feed(ids, [35, 1, 4]), hf_logits(path, ids))
 
 
 @pytest.mark.parametrize("where", ["torch", pytest.param("kernels", marks=pytest.mark.gpu)])

@@ -25,7 +25,6 @@ PIECES = ([150], [1] * 20 + [130], [5, 1, 1, 70, 1, 2, 3, 67])
 SMALL = {"block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 20}  # preemption, and prompts in chunks
 SNAPSHOTS = {**SMALL, "snapshot_interval": 8, "num_snapshots": 6}
 ENGINES: dict[str, dict[str, Any]] = {
-    "m1": {"milestone": "m1"},
     "m1 native": {"milestone": "m1", "model_impl": "native"},
     "m2": {"milestone": "m2"},
     "m3": {"milestone": "m3", "block_size": 4, "num_kv_blocks": 40},
@@ -36,29 +35,20 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-def feed(driver: Driver, ids: list[int], pieces: list[int], seq: int = 0) -> torch.Tensor:
-    """Logits after each token of a sequence that comes in pieces."""
-    logits, start = [], 0
-    for length in pieces:
-        logits.append(driver.step({seq: ids[start : start + length]})[seq])
-        start += length
-    return torch.cat(logits)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_hugging_face(family: str) -> None:
     """A prompt of three chunks, whole, and in pieces that end anywhere. Slots begin as NaN, and nobody clears them."""
     path, (ids,) = hybrid_checkpoint(family), prompts([150])
     reference = hf_logits(path, ids)
     for pieces in PIECES:
-        assert_logits_equal(feed(Driver(path, max_seqs=1, max_len=160), ids, pieces), reference)
+        assert_logits_equal(Driver(path, max_seqs=1, max_len=160).feed(ids, pieces), reference)
 
 
 @pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=pytest.mark.slow) for n in range(3, 60))])
 def test_random_geometries(seed: int) -> None:
     path, (ids,) = random_geometry(seed), prompts([90], seed)
     reference = hf_logits(path, ids)
-    assert_logits_equal(feed(Driver(path, max_seqs=1), ids, [3, 1, 66, 20]), reference)
+    assert_logits_equal(Driver(path, max_seqs=1).feed(ids, [3, 1, 66, 20]), reference)
 
 
 @pytest.mark.slow
@@ -70,12 +60,13 @@ def test_random_geometries_on_every_preset(seed: int) -> None:
 
 
 @cache
-def seeded(family: str) -> Workload:
+def seeded(family: str = "qwen3_next") -> Workload:
     return answered(hybrid_checkpoint(family), mixed_requests("seeded", 8))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "engine"), [*(("qwen3_next", engine) for engine in ENGINES), ("qwen3_5_moe_text", "m6")]
+)
 def test_presets_answer_as_transformers(family: str, engine: str) -> None:
     """Twice, so that the second time slots hold the states of others, and prefixes are found."""
     load = seeded(family)
@@ -88,7 +79,7 @@ def test_sequences_do_not_see_each_other() -> None:
     """Decodes, chunks and prompts of several sequences in one batch, in slots that others have used."""
     path, (first, second, third) = hybrid_checkpoint(), prompts([60, 50, 40])
     driver = Driver(path)
-    feed(driver, third, [40], seq=2)
+    driver.feed(third, [40], seq=2)
     driver.cached[2] = 0  # its slot is used again
     logits: dict[int, list[torch.Tensor]] = {0: [], 1: [], 2: []}
     at = dict.fromkeys(logits, 0)
@@ -105,8 +96,8 @@ def test_the_state_matters() -> None:
     """With the state of another prefix the logits are others: so the tests here would notice one that is stale."""
     path, (ids, other) = hybrid_checkpoint(), prompts([40, 20])
     driver = Driver(path, max_seqs=2)
-    feed(driver, other, [20], seq=1)
-    feed(driver, ids[:20], [20])
+    driver.feed(other, [20], seq=1)
+    driver.feed(ids[:20], [20])
     for layer in (module for module in driver.model.modules() if isinstance(module, GatedDeltaNet)):
         layer.states[1][0] = layer.states[1][1]
     reference = hf_logits(path, ids)[20:]

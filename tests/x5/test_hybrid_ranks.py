@@ -17,9 +17,10 @@ from folovllm.models.loader import load_native_model, load_sharded_model
 from folovllm.step.packed import PackedStep, StepPacker
 from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput
 from tests.m6.ranks import ThreadGroup, on_ranks
-from tests.workloads import answered, make_engine, mixed_requests, serve
+from tests.workloads import make_engine, serve
 from tests.x5.checkpoints import FAMILIES, hybrid_checkpoint
 from tests.x5.test_delta_kernels import batch_of
+from tests.x5.test_hybrid_models import seeded
 
 SNAPSHOTS = {"block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 20, "snapshot_interval": 8}
 
@@ -69,10 +70,10 @@ def test_copies_of_states_reach_another_process(width: list[int]) -> None:
 
 def test_two_processes_answer_as_transformers() -> None:
     """Copies of states travel in the packed step: prefixes are found, sequences give way, and the text is that of M1."""
-    load = answered(hybrid_checkpoint(), mixed_requests("seeded", 8))
+    load = seeded()
     engine = make_engine(load.model, milestone="m6", tensor_parallel_size=2, **SNAPSHOTS)
     try:
-        for arrival in ("random_steps", "one_by_one"):
+        for arrival in ("random_steps", "at_once"):  # the second time prefixes are found
             load.check(serve(engine, load.requests, arrival))
         kv = engine.scheduler.kv
         assert kv is not None and kv.stats.tokens_hit > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts
 from tests.sequences import make_seq
 from tests.tiny import worked_case
-from tests.workloads import Request, answered, make_engine, serve
+from tests.workloads import Request, Workload, answered, make_engine, serve
 from tests.x5.checkpoints import hybrid_checkpoint
 
 
@@ -211,12 +212,17 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 SMALL: dict[str, Any] = {"block_size": 4, "snapshot_interval": 8, "num_snapshots": 16}
 
 
+@cache
+def asked(*ends: int, texts: tuple[int, ...]) -> Workload:
+    """The beginnings of so many tokens, of each of the texts that have these lengths, with M1's answers."""
+    return answered(hybrid_checkpoint(), [Request(text[:end], GREEDY) for end in ends for text in prompts(texts)])
+
+
 @pytest.mark.parametrize("milestone", ["m5", "m6"])
 def test_a_conversation_goes_on(milestone: str) -> None:
     """Each turn's prompt is the whole conversation so far: it is found up to its last snapshot, and the text is that of M1."""
-    path, (text,) = hybrid_checkpoint(), prompts([100])
-    load = answered(path, [Request(text[:end], GREEDY) for end in (21, 40, 70, 100)])
-    engine = make_engine(path, milestone=milestone, **SMALL)
+    load = asked(21, 40, 70, 100, texts=(100,))
+    engine = make_engine(load.model, milestone=milestone, **SMALL)
     load.check(serve(engine, load.requests, "one_by_one"))
     kv = engine.scheduler.kv
     assert kv is not None
@@ -226,11 +232,18 @@ def test_a_conversation_goes_on(milestone: str) -> None:
 @pytest.mark.parametrize("fields", [{"num_snapshots": 2}, {"num_kv_blocks": 32}, {"max_num_seqs": 1}], ids=str)
 def test_evictions_change_no_text(fields: dict[str, int]) -> None:
     """Prompts that share beginnings, over few snapshots, few blocks, or one row that all use in turn."""
-    path, (text, other) = hybrid_checkpoint(), prompts([60, 60])
-    load = answered(path, [Request(start[:end], GREEDY) for end in (33, 49, 60) for start in (text, other)])
-    engine = make_engine(path, milestone="m6", **(SMALL | fields))
+    load = asked(33, 49, 60, texts=(60, 60))
+    engine = make_engine(load.model, milestone="m6", **(SMALL | fields))
     for arrival in ("one_by_one", "at_once", "random_steps"):
         load.check(serve(engine, load.requests, arrival))
+
+
+@cache
+def at_a_border() -> Workload:
+    """Prompts of 17 to 24 tokens that begin alike and their continuation, then another text's first token and all of it."""
+    text, other = prompts([40, 30])
+    beginnings = [*(text[:end] for end in range(17, 25)), text, other[:1], other]
+    return answered(hybrid_checkpoint(), [Request(prompt, GREEDY) for prompt in beginnings])
 
 
 @pytest.mark.parametrize("milestone", ["m5", "m6"])
@@ -240,10 +253,8 @@ def test_prompts_end_anywhere_behind_a_border(milestone: str) -> None:
     The last piece of a prompt is as short as a decode, or as a verified draft: where steps of a kind are told apart by their
     shape alone, as in vLLM for a while, a state is written to the slot of whoever was there before, or read from it.
     """
-    path, (text, other) = hybrid_checkpoint(), prompts([40, 30])
-    starts = [Request(text[:end], GREEDY) for end in range(17, 25)]
-    load = answered(path, [*starts, Request(text, GREEDY), Request(other[:1], GREEDY), Request(other, GREEDY)])
-    engine = make_engine(path, milestone=milestone, **(SMALL | {"max_num_seqs": 1}))
+    load = at_a_border()
+    engine = make_engine(load.model, milestone=milestone, **(SMALL | {"max_num_seqs": 1}))
     for _ in range(2):  # the second time all of them are found
         load.check(serve(engine, load.requests, "one_by_one"))
 

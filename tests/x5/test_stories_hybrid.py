@@ -29,12 +29,11 @@ def test_logits_equal_hugging_face() -> None:
     assert_logits_equal(Driver(MODEL, "torch_naive", max_seqs=1).step({0: ids})[0], hf_logits(MODEL, ids))
 
 
-@pytest.mark.parametrize("milestone", ["m5", "m6"])
-def test_a_story_is_told(milestone: str) -> None:
+def test_a_story_is_told() -> None:
     """Twice, the second time from a snapshot: with the tokenizer that all embedded models share."""
     ask = [{"role": "user", "content": "Tell me a story about Lily and a red kite."}]
     fields = {"device": "cpu", "max_model_len": 512, "max_num_seqs": 4, "snapshot_interval": 16, "use_tqdm": False}
-    with LLM("stories-hybrid", milestone=milestone, **fields) as llm:
+    with LLM("stories-hybrid", **fields) as llm:
         texts = [llm.chat(ask, SamplingParams(temperature=0.0, max_tokens=80))[0].outputs[0].text for _ in range(2)]
     assert "Lily" in texts[0] and "kite" in texts[0]
     assert texts[0] == texts[1]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from folovllm import LLM, SamplingParams
 from folovllm.rollouts import demo
 from folovllm.rollouts.demo_options import Options
 
-SMALL = Options(groups=2, answers=3, max_tokens=48, iterations=2)  # with fewer, no story earns anything
+SMALL = Options(groups=2, answers=2, max_tokens=12, iterations=2)
 
 
 def test_rewards_count_whole_words_and_look_at_the_length() -> None:
@@ -26,19 +28,22 @@ def test_rewards_count_whole_words_and_look_at_the_length() -> None:
     assert demo.reward_of("red", "word " * 110) == (0, 0)
 
 
-def test_rollouts_are_exactly_on_policy_and_the_weights_go_back() -> None:
+def test_rollouts_are_exactly_on_policy_and_the_weights_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another reward, for stories so short earn none: each letter counts."""
+    monkeypatch.setattr(demo, "reward_of", lambda colour, story: (float(len(story)), 0.0))
     with LLM(device="cpu", use_tqdm=False, batch_invariant=True, max_num_seqs=8, num_kv_blocks=300) as llm:
         before = {name: w.clone() for name, w in llm.get_weights().items()}
         first, second = islice(demo.train(llm, SMALL), 2)
         assert first.off_policy == second.off_policy == 0, (
             "engine and trainer differ in a bit, before or after an update"
         )
-        assert first.rollout_tokens == 2 * 3 * 48
+        assert first.rollout_tokens == 2 * 2 * 12
         assert any(not torch.equal(w, before[name]) for name, w in llm.get_weights().items())
 
 
-def test_each_group_has_noise_of_its_own() -> None:
+def test_each_group_has_noise_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """One seed for all would give each colour the same stories: a quarter of what can be learned from."""
+    monkeypatch.setattr(demo, "learn", lambda *_: 0.0)
     with LLM(device="cpu", use_tqdm=False, max_num_seqs=8, num_kv_blocks=300) as llm:
         asked = []
         generate = llm.generate
@@ -48,29 +53,26 @@ def test_each_group_has_noise_of_its_own() -> None:
             return generate(prompts, params, **options)
 
         llm.generate = noted  # type: ignore[method-assign]
-        list(islice(demo.train(llm, SMALL), 2))
+        list(islice(demo.train(llm, replace(SMALL, max_tokens=1)), 2))
     assert len({seed for seeds in asked for seed, _ in seeds}) == 4
     assert {temperature for seeds in asked for _, temperature in seeds} == {1.0}, "or they are not the policy's own"
 
 
 def test_without_batch_invariance_they_are_close_and_not_equal() -> None:
     with LLM(device="cpu", use_tqdm=False, max_num_seqs=8, num_kv_blocks=300) as llm:
-        options = Options(groups=2, answers=3, max_tokens=12, batch_invariant=False)
-        first = next(demo.train(llm, options))
+        first = next(demo.train(llm, replace(SMALL, batch_invariant=False)))
         assert 0 < first.off_policy < 1e-3
 
 
 def test_an_interrupted_demo_keeps_what_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train = demo.train
-
-    def interrupted(llm: LLM, options: Options):  # type: ignore[no-untyped-def]
-        yield next(train(llm, options))
+    def interrupted(llm: LLM, options: Options) -> Iterator[demo.Iteration]:
+        yield demo.Iteration(1.0, 0.5, 0.5, 70.0, 0.0, 100, 2.0, 2.0, 0.1)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(demo, "train", interrupted)
-    run = demo.run_demo(SMALL, tmp_path / "run.json")
+    run = demo.run_demo(replace(SMALL, batch_invariant=False), tmp_path / "run.json")
     saved = json.loads((tmp_path / "run.json").read_text())
     assert len(run.curve) == len(saved["curve"]) == 1
     assert saved["before"]

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Barrier
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from folovllm import LLM, SamplingParams
+from folovllm import LLM, EngineConfig, SamplingParams
+from folovllm.build import make_packed_worker
+from folovllm.engine.setup import set_up
+from folovllm.rollouts.sleep import tensors_of
+from folovllm.rollouts.weights import load_weights, readable
 from tests.helpers import tiny_checkpoint
+from tests.m6.ranks import ThreadGroup
 from tests.x2.quantized import BYTE_KINDS, FP8_WIDE, INT4_KINDS, Quantize, tiny, write_quantized
 from tests.x2.test_gguf import write_gguf
 from tests.x6.test_weights import PROMPT, engine, shuffled
 
 KINDS = BYTE_KINDS | INT4_KINDS
 Kind = tuple[Quantize, dict[str, Any]]
+RANKS: dict[str, Any] = {
+    "device": "cpu",
+    "max_model_len": 64,
+    "num_kv_blocks": 8,
+    "tensor_parallel_size": 2,
+    "dtype": "bfloat16",
+    "use_tqdm": False,
+}
 
 
 def scores(llm: LLM) -> list[float]:
@@ -61,9 +77,28 @@ def test_packed_layers(kind: str, dtype: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [FP8_WIDE, KINDS["awq"]], ids=["fp8", "int4"])
 def test_two_ranks_get_their_parts(kind: Kind, tmp_path: Path) -> None:
-    """Over gloo, each in a process of its own. The file is read on both ranks."""
+    """From a folder and from tensors each rank gets what a rank has that began with the new codes. To load, they need not talk."""
     source = tiny_checkpoint("qwen3", hidden_size=64, intermediate_size=128)
-    assert_updated(*two_checkpoints(kind, source, tmp_path), tensor_parallel_size=2)
+    first, other = two_checkpoints(kind, source, tmp_path)
+    setups = [set_up(EngineConfig(model=str(path), **RANKS)) for path in (first, other)]
+    engine: Any = SimpleNamespace(setup=setups[0])
+    with readable(engine, load_file(first / "model.safetensors")) as folder:
+        for rank in range(2):
+            group = ThreadGroup(rank, [None, None], Barrier(2))
+            worker, fresh = (make_packed_worker(setup, group)[0] for setup in setups)
+            worker.load_model()
+            fresh.load_model()
+            before, expected = tensors(worker), tensors(fresh)
+            load_weights(worker, other)
+            assert all(map(torch.equal, tensors(worker), expected))
+            assert not all(map(torch.equal, before, expected))
+            load_weights(worker, folder)
+            assert all(map(torch.equal, tensors(worker), before))
+
+
+def tensors(worker: Any) -> list[torch.Tensor]:
+    """Copies of all that a rank's model holds."""
+    return [tensor.clone() for tensor in tensors_of(worker.runner.inner.model)]
 
 
 def test_a_gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

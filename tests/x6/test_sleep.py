@@ -24,7 +24,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-@pytest.mark.parametrize("overrides", [{"milestone": "m3"}, {}, {"tensor_parallel_size": 2}])
+@pytest.mark.parametrize("overrides", [{"milestone": "m3"}, {}])
 @pytest.mark.parametrize("level", [1, 2])
 def test_an_engine_wakes_as_it_was(overrides: dict[str, Any], level: int) -> None:
     with engine(tiny_checkpoint(), **overrides) as llm:
@@ -104,15 +104,26 @@ def itself(worker: Any) -> Any:
     return worker
 
 
-def test_several_ranks_wake_with_weights_and_leave_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_get_weights_and_sleep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes, to which weights go in a file: from a folder, from tensors, and at waking up. No file is left."""
+    first = tiny_checkpoint("phi3")  # its checkpoint is packed as our layers are
+    other = shuffled(first, tmp_path)
+    weights = load_file(first / "model.safetensors")
+    files = set(tmp_path.iterdir())
     monkeypatch.chdir(tmp_path)
-    weights = load_file(tiny_checkpoint() / "model.safetensors")
-    with engine(tiny_checkpoint(), tensor_parallel_size=2) as llm:
+    with engine(other, milestone="m3") as llm:
+        expected = tokens(llm)
+    with engine(first, tensor_parallel_size=2) as llm:
         before = tokens(llm)
-        llm.sleep(2)
-        llm.wake_up(weights)
+        llm.update_weights(other)
+        assert tokens(llm) == expected != before
+        llm.update_weights(weights)
         assert tokens(llm) == before
-    assert not list(tmp_path.iterdir())
+        for level, given in ((1, None), (2, None), (2, weights)):
+            llm.sleep(level)
+            llm.wake_up(given)
+            assert tokens(llm) == before
+    assert {*tmp_path.iterdir()} == files
 
 
 @pytest.mark.parametrize("level", [1, 2])
