@@ -171,8 +171,8 @@ class Farm:
             if job not in self.futures:
                 self.futures[job] = Future()
                 groups[job.root, job.tests].append(job)
-        for group in groups.values():
-            self.pool.submit(self._run, group)
+        for group in groups.values():  # the child loads what the first says: not so much is put in afterwards
+            self.pool.submit(self._run, sorted(group, key=lambda job: job.kind not in ("alone", "later")))
 
     def result(self, job: Job) -> Result:
         self.submit([job])
