@@ -112,7 +112,7 @@ def change_reference(mine: Mine, *pairs: tuple[str, str]) -> None:
     for old, new in pairs:
         assert old in source
         source = source.replace(old, new)
-    (mine.course.package.parent / POOL).write_text(source)
+    (mine.course.root / POOL).write_text(source)
 
 
 def test_update_grafts_bodies_into_the_fresh_reference(mine: Mine) -> None:
