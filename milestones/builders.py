@@ -7,7 +7,6 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Annotated, Any
 
 import typer
@@ -60,7 +59,7 @@ def build(
     say("  test    python -m milestones test {id}", id=builder.id)
     say("  stuck   python -m milestones hint {id}", id=builder.id)
     say("  score   python -m milestones score {id}", id=builder.milestone)
-    use = f"folovllm generate Hello --milestone {builder.milestone} --{builder.field} {builder.name} ..."
+    use = f"folovllm generate Hello --milestone {builder.milestone} --builders {builder.name} ..."
     say("  use it  FOLOVLLM_MINE=mine {command}", command=use)
 
 
@@ -100,18 +99,15 @@ def template(builder: Builder, course: Course) -> str:
 
 def load_file(file: Path, symbol: str) -> Any:
     """What a file defines under this name. ValueError where it does not, or not all of it."""
+    from folovllm.builders import component
+
     name = "component_" + "".join(c if c.isalnum() else "_" for c in str(file.with_suffix("")))
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec and spec.loader
-    module: ModuleType = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # Triton and dataclasses look their own module up
     spec.loader.exec_module(module)
-    if not hasattr(module, symbol):
-        raise ValueError(f"{file} has no {symbol}: that is the name under which the engine looks for it")
-    found = getattr(module, symbol)
-    if missing := sorted(getattr(found, "__abstractmethods__", ())):
-        raise ValueError(f"{symbol} in {file} is not complete, it lacks: {', '.join(missing)}")
-    return found
+    return component(module, symbol)
 
 
 def scorer(builder: Builder) -> Any:

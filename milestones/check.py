@@ -12,9 +12,8 @@ from pathlib import Path
 from milestones import warm
 from milestones.language import t
 from milestones.mine import Mine
-from milestones.plugin import covers
 from milestones.say import console, say
-from milestones.tasks import Builder, Exercise
+from milestones.tasks import Builder, Exercise, covers
 from milestones.warm import OUT_OF_TIME
 
 Outcomes = dict[str, tuple[str, str | None]]  # test: (passed, failed or skipped; the unwritten exercise it met)

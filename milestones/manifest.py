@@ -1,7 +1,6 @@
 """The course: each `milestone.toml` read into dataclasses. Format: README.md; tests/course/test_exercises.py checks what it says."""
 
 import ast
-import importlib.util
 import json
 import tomllib
 from dataclasses import dataclass
@@ -56,15 +55,6 @@ class Course:
         known = ", ".join(builder.milestone for builder in self.builders) or t("none")
         raise ValueError(t("no builder '{id}': there are {known}", id=id, known=known))
 
-    @property
-    def package(self) -> Path:
-        """The folder of the reference, without importing it."""
-        if (self.root / PACKAGE).is_dir():
-            return self.root / PACKAGE
-        spec = importlib.util.find_spec(PACKAGE)
-        assert spec and spec.submodule_search_locations, f"{PACKAGE} is not installed"
-        return Path(spec.submodule_search_locations[0])
-
     def milestone(self, id: str) -> Milestone:
         for milestone in self.milestones:
             if milestone.id == id:
@@ -91,7 +81,7 @@ class Course:
 
     def source(self, path: Path) -> str:
         """The reference's text; `path` begins with the package's name."""
-        return (self.package.parent / path).read_text(encoding="utf-8")
+        return (self.root / path).read_text(encoding="utf-8")
 
     def hints(self, task: Exercise | Builder) -> list[tuple[str, str]]:
         """(heading, text) of each rung, in order."""

@@ -36,9 +36,7 @@ class Mine:
 
     @classmethod
     def of(cls, course: Course) -> "Mine":
-        """In the checkout, or in the working directory where the course is installed without one."""
-        checkout = (course.root / "pyproject.toml").is_file()
-        return cls(course, (course.root if checkout else Path.cwd()) / "mine")
+        return cls(course, course.root / "mine")
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -66,7 +64,7 @@ class Mine:
         """The files here that are copies of what the reference no longer says."""
         stored = self.folder / ".base"
         files = [file.relative_to(stored) for file in sorted(stored.rglob("*.py"))]
-        now, there = self.course.package.parent, [path for path in files if (self.folder / path).is_file()]
+        now, there = self.course.root, [path for path in files if (self.folder / path).is_file()]
         return [p for p in there if not (now / p).is_file() or (now / p).read_bytes() != (stored / p).read_bytes()]
 
     def refuse_outdated(self) -> None:

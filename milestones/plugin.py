@@ -17,7 +17,7 @@ import pytest
 from milestones.failures import told
 from milestones.manifest import Course
 from milestones.mine import Mine
-from milestones.tasks import EXERCISE_ID, PACKAGE, Exercise
+from milestones.tasks import EXERCISE_ID, PACKAGE, Exercise, covers
 
 EXERCISE = "exercise"  # the user property of a report that carries an exercise's id
 
@@ -197,8 +197,3 @@ class Report:
         """As `Mine.where`, from the working directory on."""
         assert self.mine
         return os.path.relpath(self.mine.where(exercise))
-
-
-def covers(test: str, node: str) -> bool:
-    """Whether a node id lies under a manifest's entry, which may name a file, a class or a function without parameters."""
-    return node == test or node.startswith((f"{test}::", f"{test}[", f"{test}/"))

@@ -13,6 +13,7 @@ import tokenize
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 from milestones.splice import FunctionNode, functions, module_names
@@ -118,8 +119,13 @@ class Word:
     root: str  # of a member: the first of all names before it
 
 
-def words(text: str) -> Iterator[Word]:
-    """Yield the names in a text's code, outside of imports, in their order."""
+@lru_cache(maxsize=8)
+def words(text: str) -> tuple[Word, ...]:
+    """Return the names in a text's code, outside of imports, in their order."""
+    return tuple(_words(text))
+
+
+def _words(text: str) -> Iterator[Word]:
     starts = [0, *itertools.accumulate(len(line) + 1 for line in text.split("\n"))]
     opened: list[tuple[str, bool]] = []  # of each open bracket: the name before it, and whether that is being defined
     tokens = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in NO_WORDS]
@@ -133,7 +139,7 @@ def words(text: str) -> Iterator[Word]:
             # Python 3.11 has one token for an f-string.
             for code in re.finditer(r"(?<!\{)(?:\{\{)*\{([^{}]+)", string):
                 with contextlib.suppress(tokenize.TokenError):
-                    yield from (replace(w, start=start + code.start(1) + w.start, line=line) for w in words(code[1]))
+                    yield from (replace(w, start=start + code.start(1) + w.start, line=line) for w in _words(code[1]))
         elif token.type == tokenize.NAME:
             is_given = following.string == "=" and before[-1] in ("(", ",") and opened and not opened[-1][1]
             kind = "member" if before[-1] == "." else "def" if before[-1] in ("def", "class") else "name"
@@ -152,16 +158,19 @@ def words(text: str) -> Iterator[Word]:
 
 def _rename_words(text: str, change: Change, module: str) -> str:
     """Return a text after one change, except its imports and full paths."""
-    old, new = change.parts[-1], change.becomes
+    old, new, within = change.parts[-1], change.becomes, functions(text)
+    found = [word for word in words(text) if word.name in (old, new)]
+    if all(word.name == new for word in found):
+        return text
     known = bindings(ast.parse(text), module)
-    within = [(node, "." in name, locals_of(node)) for name, node in functions(text)]
     edits, taken, where = dict[int, str](), dict[int, FunctionNode](), list[FunctionNode]()
-    for word in (word for word in words(text) if word.name in (old, new)):
-        around = (each for each in within if each[0].lineno <= word.line <= (each[0].end_lineno or 0))
-        node, is_method, own = next(around, (None, False, set[str]()))
+    for word in found:
+        around = ((n, name) for name, n in within if n.lineno <= word.line <= (n.end_lineno or 0))
+        node, name = next(around, (None, ""))
+        own = locals_of(node) if node else set()
         if word.name == new and node and word.kind == "name" and new in own:
             taken[word.start] = node
-        elif word.name == old and _means(word, change, known, node, is_method, old in own):
+        elif word.name == old and _means(word, change, known, node, "." in name, old in own):
             edits[word.start] = new
             where += [node] if node else []
     edits |= {start: f"{new}_" for start, node in taken.items() if node in where}  # a local of the learner's
@@ -193,15 +202,16 @@ def _means(
 
 def _rename_imports(text: str, change: Change) -> str:
     """Return a text whose `from a import b` name the new modules and names, with one statement for each module."""
-    for node in ast.walk(ast.parse(text)):
+    before = text
+    for node in ast.walk(ast.parse(before)):
         if not isinstance(node, ast.ImportFrom) or node.level or not node.module:
             continue
         homes: dict[str, list[ast.alias]] = {}
         for alias in node.names:
             home, _, name = change.moved(f"{node.module}.{alias.name}").rpartition(".")
             homes.setdefault(home, []).append(ast.alias(name, alias.asname))
-        said, indent = ast.get_source_segment(text, node) or "", " " * node.col_offset
         if {*homes} != {node.module} or [a.name for a in homes[node.module]] != [a.name for a in node.names]:
+            said, indent = ast.get_source_segment(before, node) or "", " " * node.col_offset
             now = f"\n{indent}".join(ast.unparse(ast.ImportFrom(home, names, 0)) for home, names in homes.items())
             text = re.sub(rf"(?m)^([^#\n'\"]*?){re.escape(said)}(?=\s*(?:[;#]|$))", rf"\g<1>{now}", text)
     return text

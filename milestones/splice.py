@@ -11,6 +11,7 @@ import re
 import tokenize
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from milestones.tasks import EXERCISE_ID
 
@@ -45,7 +46,8 @@ class Function:
         return "\n".join(moved(number, line) for number, line in enumerate(self.body))
 
 
-def functions(source: str) -> Iterator[tuple[str, FunctionNode]]:
+@lru_cache(maxsize=8)
+def functions(source: str) -> tuple[tuple[str, FunctionNode], ...]:
     """(qualified name, node) of every function and method, also those under `if` and `try`, not those inside functions."""
 
     def walk(statements: Iterable[ast.stmt], prefix: str) -> Iterator[tuple[str, FunctionNode]]:
@@ -58,7 +60,7 @@ def functions(source: str) -> Iterator[tuple[str, FunctionNode]]:
             else:
                 yield from walk(_nested(node), prefix)
 
-    return walk(ast.parse(source).body, "")
+    return tuple(walk(ast.parse(source).body, ""))
 
 
 def find(source: str, name: str) -> Function:
@@ -109,13 +111,12 @@ def is_stub(source: str, name: str) -> bool:
 
 def blank(source: str, stubs: Mapping[str, str]) -> str:
     """`source` with the body of each function in `stubs` (qualified name: exercise id) replaced by a stub that names it."""
-    blanked = source
-    for name, exercise in stubs.items():
-        function = find(source, name)
-        indent = function.indent + "    "
+    lines, found = source.split("\n"), {name: find(source, name) for name in stubs}
+    for name, function in sorted(found.items(), key=lambda item: -item[1].start):
         stub = f"{_language(source)}.static_assert(False, " if function.jit else "raise NotImplementedError("
-        blanked = replace(blanked, name, function.head, f"{indent}{stub}{stub_text(exercise, name)})")
-    return blanked
+        body = f"{function.indent}    {stub}{stub_text(stubs[name], name)})"
+        lines[function.start : function.end] = [function.head, body]
+    return "\n".join(lines)
 
 
 def in_reach(source: str, node: FunctionNode) -> list[str]:

@@ -75,8 +75,7 @@ class Builder:
 
     milestone: str
     title: str
-    field: str  # of EngineConfig; its value that selects the component is `name`
-    name: str  # also of the file in mine/folovllm/builders/
+    name: str  # of the file in mine/folovllm/builders/, and what `EngineConfig.builders` says of it
     symbol: str  # what the engine looks for in that file
     protocol: str  # module:qualified name
     tests: tuple[str, ...]
@@ -148,3 +147,8 @@ class Milestone:
 def rank(id: str) -> tuple[bool, int]:
     """Where a milestone stands among all: electives are behind."""
     return id.startswith("x"), int(id[1:])
+
+
+def covers(test: str, node: str) -> bool:
+    """Whether a node id lies under a manifest's entry, which may name a file, a class or a function without parameters."""
+    return node == test or node.startswith((f"{test}::", f"{test}[", f"{test}/"))

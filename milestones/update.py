@@ -129,7 +129,7 @@ class Update:
         mine, found = self.mine, []
         for file in sorted((mine.folder / PACKAGE).rglob("*.py")):
             path = file.relative_to(mine.folder)
-            known = (mine.folder / ".base" / path).is_file() or (mine.course.package.parent / path).is_file()
+            known = (mine.folder / ".base" / path).is_file() or (mine.course.root / path).is_file()
             found.append(Copy(path, mine.read(path) or "", mine.base(path) if known else None))
         return found
 
@@ -178,7 +178,7 @@ class Update:
         """Where the reference has today what the file was a copy of."""
         moved, _ = follow(self.told, copy.module)
         places = (Path(*moved.split(".")).with_suffix(".py"), copy.path)
-        return next((path for path in places if (self.course.package.parent / path).is_file()), None)
+        return next((path for path in places if (self.course.root / path).is_file()), None)
 
     # -- a file ----------------------------------------------------------------------------------------------------
 
@@ -295,7 +295,7 @@ class Update:
             return f"from {home} import {imported}" if home else f"import {imported}"
         for old in splice.module_names(ast.parse(copy.base or "").body):
             home, _, new = follow(self.changes, f"{copy.module}.{old}")[0].rpartition(".")
-            file = self.course.package.parent / Path(*home.split(".")).with_suffix(".py")
+            file = self.course.root / Path(*home.split(".")).with_suffix(".py")
             if new == name and file.is_file() and name in splice.module_names(ast.parse(file.read_text("utf-8")).body):
                 return f"from {home} import {name}"
         return ""

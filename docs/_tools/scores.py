@@ -15,7 +15,7 @@ def builder_table() -> str:
     rows = ["| | you build | protocol | chosen by | minutes |", "|---|---|---|---|---|"]
     for b in COURSE.builders:
         protocol = f"`{b.protocol.partition(':')[2]}` in `{b.protocol.partition(':')[0]}`"
-        rows.append(f'| **{b.milestone.upper()}** | {b.title} | {protocol} | `{b.field}="{b.name}"` | {b.minutes} |')
+        rows.append(f'| **{b.milestone.upper()}** | {b.title} | {protocol} | `builders="{b.name}"` | {b.minutes} |')
     return "\n".join(rows)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 
@@ -73,7 +74,7 @@ def load(name: str) -> Any:
     module, symbol = f"{__name__}.{name}", BUILDERS[name].symbol
     import_module("folovllm.kernels")  # which puts numpy in Triton's place if there is none, for a learner's kernel
     try:
-        found = getattr(import_module(module), symbol, None)
+        return component(import_module(module), symbol)
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
@@ -81,8 +82,13 @@ def load(name: str) -> Any:
             f"there is no folovllm/builders/{name}.py in your folder: `python -m milestones build` lists what can be "
             "built; FOLOVLLM_MINE=mine lets the engine look there"
         ) from error
-    if found is None:
-        raise ValueError(f"{module} has no {symbol}: that is the name under which the engine looks for it")
+
+
+def component(module: ModuleType, symbol: str) -> Any:
+    """What a module defines under this name. Raises ValueError where it does not, or not all of it."""
+    if not hasattr(module, symbol):
+        raise ValueError(f"{module.__file__} has no {symbol}: that is the name under which the engine looks for it")
+    found = getattr(module, symbol)
     if missing := sorted(getattr(found, "__abstractmethods__", ())):
-        raise ValueError(f"{symbol} in {module} is not complete, it lacks: {', '.join(missing)}")
+        raise ValueError(f"{symbol} in {module.__file__} is not complete, it lacks: {', '.join(missing)}")
     return found

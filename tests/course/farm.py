@@ -1,26 +1,33 @@
-"""Mutants: the named tests on a `mine/` made for the purpose, in children that need not import torch first.
+"""Mutants: the named tests on a `mine/` made for the purpose, in children that need not import anything first.
 
-A fork server imports torch, transformers and triton, never folovllm; each job is a child forked from it, with one
-thread. A thread of ours waits for each child, so that a crash or a hang is a result like any other.
+A fork server imports torch, transformers and triton, never folovllm. A child of it loads the engine over the `mine/` of a first
+job, and collects the tests. For each job with the same tests it forks: the fork puts the job's bodies into the functions that
+are loaded, and runs the tests. A thread of ours waits for each child, so that a crash or a hang is a result like any other.
 """
 
+import contextlib
 import gc
+import linecache
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
+from functools import reduce
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from types import CodeType, FunctionType, TracebackType
+from typing import IO, Any, Self
+
+import pytest
 
 from milestones import builders
 from milestones.manifest import Course
-from milestones.mine import Mine, write_variant
+from milestones.mine import Mine, by_file, write_variant
 from milestones.tasks import Exercise, Symbol
 from tests.tiny import same
 from tests.warm import PLUGINS, PRELOAD
@@ -52,8 +59,8 @@ class Job:
 
     @property
     def exercise(self) -> str:
-        """The exercise that a wrong answer is to."""
-        return self.wrong.partition("_")[0]
+        """The exercise that a wrong answer is to; else nothing."""
+        return self.wrong.partition("_")[0] if self.kind == "wrong" else ""
 
     def __str__(self) -> str:
         return f"{self.name}-{self.kind}"
@@ -68,7 +75,7 @@ class Result:
 
 
 def jobs(course: Course) -> list[Job]:
-    """Per exercise: blank, each wrong answer, alone; per milestone: all later exercises blank, the long ones, hence first.
+    """Per exercise: alone, blank, each wrong answer; per milestone: all later exercises blank, the long ones, hence first.
 
     A milestone of many files has several of the last kind, so that they run side by side and one that hangs is soon known.
 
@@ -78,10 +85,10 @@ def jobs(course: Course) -> list[Job]:
     for milestone in course.milestones:
         for e in milestone.exercises:
             common = {"root": course.root, "tests": e.tests}
-            found.append(Job("blank", e.id, **common, blanked=(e.id,)))
-            found += [Job("wrong", w.id, **common, wrong=w.id) for w in course.wrong_answers(e)]
             rest = [other for other in course.onwards(milestone.id) if other not in needed(course, e)]
             found.append(Job("alone", e.id, **common, blanked=_ids(rest)))
+            found.append(Job("blank", e.id, **common, blanked=(e.id,)))
+            found += [Job("wrong", w.id, **common, wrong=w.id) for w in course.wrong_answers(e)]
         if later := _ids(e for m in course.milestones if m.is_after(milestone) for e in m.exercises):
             parts = _parts(course, milestone.id, later)
             names = [f"{milestone.id}-{n + 1}" for n in range(len(parts))] if len(parts) > 1 else [milestone.id]
@@ -144,11 +151,11 @@ def stored(job: Job) -> dict[str, Any]:
 
 
 class Farm:
-    """Runs jobs, as many at a time as there are cores."""
+    """Runs jobs, as many children at a time as there are cores."""
 
     def __init__(self) -> None:
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload([*PRELOAD, *SERVING, "tests.course.ahead"])
+        self.context.set_forkserver_preload([*PRELOAD, *SERVING])
         self.pool = ThreadPoolExecutor(os.cpu_count())
         self.futures: dict[Job, Future[Result]] = {}
 
@@ -159,65 +166,142 @@ class Farm:
         self.pool.shutdown(cancel_futures=True)
 
     def submit(self, jobs: Iterable[Job]) -> None:
-        jobs = list(jobs)
-        if not jobs:
-            return
-        path = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = os.pathsep.join(
-            filter(None, [str(ROOT), path])
-        )  # where the fork server finds `ahead`
-        forkserver.ensure_running()
-        del os.environ["PYTHONPATH"]
-        if path is not None:
-            os.environ["PYTHONPATH"] = path
-        self.futures |= {job: self.pool.submit(self._run, job) for job in jobs if job not in self.futures}
+        groups = defaultdict[Any, list[Job]](list)
+        for job in jobs:
+            if job not in self.futures:
+                self.futures[job] = Future()
+                groups[job.root, job.tests].append(job)
+        for group in groups.values():  # the child loads what the first says: not so much is put in afterwards
+            self.pool.submit(self._run, sorted(group, key=lambda job: job.kind not in ("alone", "later")))
 
     def result(self, job: Job) -> Result:
         self.submit([job])
         return self.futures[job].result()
 
-    def _run(self, job: Job) -> Result:
+    def _run(self, jobs: list[Job]) -> None:
         ours, theirs = self.context.Pipe(duplex=False)
-        child = self.context.Process(target=_child, args=(job, theirs), daemon=False)
+        child = self.context.Process(target=_child, args=(jobs, theirs), daemon=False)
         child.start()
         theirs.close()
-        limit = LIMIT.get(job.kind, 180)
-        try:
-            return ours.recv() if ours.poll(limit) else Result(f"still running after {limit} s")
-        except EOFError:
-            child.join()
-            return Result(f"the process died, status {child.exitcode}")
-        finally:
-            child.kill()
-            child.join()
-            ours.close()
+        with contextlib.suppress(EOFError):
+            for job in jobs:
+                self.futures[job].set_result(ours.recv())
+        child.join()
+        for job in jobs:
+            if not self.futures[job].done():
+                self.futures[job].set_result(Result(f"the process died, status {child.exitcode}"))
+        ours.close()
 
 
-class _Recorder:
-    """Keeps each test's outcome. Where a job asks only what is reached (alone, later), a few examples are as good as many."""
+class _Forks:
+    """pytest's side of a child: the collected tests run once for each job, in a fork. Keeps each test's outcome there."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, jobs: list[Job], mine: Mine, log: IO[str], pipe: Connection) -> None:
+        self.jobs, self.mine, self.log, self.pipe = jobs, mine, log, pipe
         self.outcomes: list[tuple[str, str, str | None]] = []
-        self.few = kind in ("alone", "later")
+        ids = dict.fromkeys(id for job in jobs for id in (*job.blanked, job.exercise) if id)
+        self.files = list(by_file(map(mine.course.exercise, ids)))
+        self._write(jobs[0])
+        self.loaded = {path: mine.read(path) for path in self.files}
 
-    def pytest_collection_modifyitems(self, items: "list[pytest.Item]") -> None:  # type: ignore[name-defined]  # noqa: F821
-        from hypothesis import settings
+    def _write(self, job: Job) -> None:
+        for path in self.files:
+            self.mine.write(path, self.mine.course.source(path))
+        _variant(job, self.mine)
 
-        for item in items if self.few else ():
-            test = getattr(item, "obj", None)
-            test = getattr(test, "__func__", test)
-            own = getattr(test, "_hypothesis_internal_use_settings", None)
-            if own is not None:
-                test._hypothesis_internal_use_settings = settings(own, max_examples=min(own.max_examples, EXAMPLES))
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        if session.testsfailed or not session.items:
+            return None  # pytest says why there is nothing to run
+        gc.freeze()
+        while self.jobs:
+            job = self.jobs.pop(0)
+            self._write(job)
+            self.pipe.send(self._forked(session, job))
+        return True
 
-    def pytest_runtest_logreport(self, report: "pytest.TestReport") -> None:  # type: ignore[name-defined]  # noqa: F821
+    def _forked(self, session: pytest.Session, job: Job) -> Result:
+        ours, theirs = multiprocessing.Pipe(duplex=False)
+        sys.stdout.flush()
+        if (fork := os.fork()) == 0:
+            with contextlib.suppress(BaseException):
+                theirs.send(self._outcome(session, job))
+            os._exit(1)
+        theirs.close()
+        limit, result = LIMIT.get(job.kind, 180), None
+        with ours, contextlib.suppress(EOFError):
+            result = ours.recv() if ours.poll(limit) else Result(f"still running after {limit} s")
+        os.kill(fork, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
+        return result or Result(f"the process died, status {status}")
+
+    def _outcome(self, session: pytest.Session, job: Job) -> Result:
+        from _pytest.main import pytest_runtestloop
+
+        self.log.seek(0)
+        self.log.truncate()
+        self._put_in()
+        session.config.option.maxfail = 0 if job.kind == "later" else 1
+        if job.kind in ("alone", "later"):
+            _give_few_examples(session.items)
+        with contextlib.suppress(session.Failed):
+            pytest_runtestloop(session)
+        status = int(session.testsfailed > 0)
+        session.config.hook.pytest_sessionfinish(session=session, exitstatus=status)
+        tiny = sys.modules.get("tests.tiny")
+        return Result(status, self.outcomes, _read(self.log), tiny.MISSED if tiny else {})
+
+    def _put_in(self) -> None:
+        """Give the loaded functions what now stands in `mine/`: bodies, and lines. What is not loaded will be read from there."""
+        linecache.clearcache()
+        for path, loaded in self.loaded.items():
+            module, text = sys.modules.get(".".join(path.with_suffix("").parts)), self.mine.read(path) or ""
+            if module and text != loaded:
+                for name, body in _codes(compile(text, self.mine.folder / path, "exec")):
+                    with contextlib.suppress(AttributeError):  # of a lambda, a comprehension, a function in a function
+                        _give_body(reduce(getattr, name.split("."), module), body)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call" or report.outcome != "passed":
             id = next((str(value) for name, value in report.user_properties if name == "exercise"), None)
             self.outcomes.append((report.nodeid, report.outcome, id))
 
 
-def _child(job: Job, pipe: Connection) -> None:
-    import pytest
+def _give_body(function: Any, body: CodeType) -> None:
+    """Of a Triton kernel, too: interpreted it reads its source when it runs, compiled for a GPU it has read it already."""
+    plain = getattr(function, "fn", function)
+    if isinstance(plain, FunctionType) and plain.__code__.co_filename == body.co_filename:
+        plain.__code__ = body
+        if hasattr(function, "_unsafe_update_src"):
+            function._unsafe_update_src(type(function)(plain).src)
+
+
+def _codes(code: CodeType) -> Iterator[tuple[str, CodeType]]:
+    """All functions in a module's code, by their qualified names."""
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield inner.co_qualname, inner
+            yield from _codes(inner)
+
+
+def _give_few_examples(items: list[pytest.Item]) -> None:
+    """Where a job asks only what is reached, a few examples are as good as many."""
+    from hypothesis import settings
+
+    for item in items:
+        test = getattr(item, "obj", None)
+        test = getattr(test, "__func__", test)
+        own = getattr(test, "_hypothesis_internal_use_settings", None)
+        if own is not None:
+            test._hypothesis_internal_use_settings = settings(own, max_examples=min(own.max_examples, EXAMPLES))
+
+
+def _read(log: IO[str]) -> str:
+    sys.stdout.flush()
+    log.seek(0)
+    return log.read()
+
+
+def _child(jobs: list[Job], pipe: Connection) -> None:
     import torch
     from _pytest.config import PytestPluginManager
     from hypothesis.internal.conjecture import providers
@@ -230,40 +314,37 @@ def _child(job: Job, pipe: Connection) -> None:
     gc.freeze()  # pytest collects garbage at its end, five times over: not over all that was there before
     assert "folovllm" not in sys.modules, "the fork server must not know the engine"
     torch.set_num_threads(1)
-    os.chdir(job.root)
-    sys.path.insert(0, str(job.root))
-    recorder = _Recorder(job.kind)
+    os.chdir(jobs[0].root)
+    sys.path.insert(0, str(jobs[0].root))
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as log:
         for descriptor in (1, 2):
             os.dup2(log.fileno(), descriptor)
-        os.environ["FOLOVLLM_MINE"] = str(_variant(job, Path(folder)))
+        forks = _Forks(jobs, Mine(Course(jobs[0].root), Path(folder)), log, pipe)
+        os.environ["FOLOVLLM_MINE"] = folder
         words = ["-q", "--no-header", "--tb=native", "--disable-plugin-autoload"]
         words += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
         words += [word for plugin in (*PLUGINS, "no:cacheprovider") for word in ("-p", plugin)]
-        words += [] if job.kind == "later" else ["-x"]
-        status = pytest.main([*words, *job.tests], plugins=[recorder])
-        sys.stdout.flush()
-        log.seek(0)
-        tiny = sys.modules.get("tests.tiny")
-        pipe.send(Result(int(status), recorder.outcomes, log.read(), tiny.MISSED if tiny else {}))
+        status = pytest.main([*words, *jobs[0].tests], plugins=[forks])
+        for _ in jobs:
+            pipe.send(Result(int(status), output=_read(log)))
         pipe.close()
 
 
-def _variant(job: Job, folder: Path) -> Path:
-    course = Course(job.root)
+def _variant(job: Job, mine: Mine) -> None:
+    """Write what is blank or wrong."""
+    course = mine.course
     if job.kind == "builder":
-        builder, mine = course.builder(job.name.partition("-")[0]), Mine(course, folder)
+        builder = course.builder(job.name.partition("-")[0])
         wrong = builder.folder / f"wrong/{job.wrong}.py"
         mine.write(builder.path, wrong.read_text("utf-8") if job.wrong else builders.template(builder, course))
         mine.write(builder.path.with_name("reference.py"), builder.reference.read_text("utf-8"))
-        return folder
-    exercises = [course.exercise(job.exercise)] if job.wrong else []
+        return
+    exercises = [course.exercise(job.exercise)] if job.exercise else []
     answers = [w for e in exercises for w in course.wrong_answers(e) if w.id == job.wrong]
-    write_variant(course, folder, [course.exercise(id) for id in job.blanked], answers)
+    write_variant(course, mine.folder, [course.exercise(id) for id in job.blanked], answers)
     if job.name.endswith(".builder"):
         builder = course.builder(job.name)
-        Mine(course, folder).write(builder.path, builder.reference.read_text("utf-8"))
-    return folder
+        mine.write(builder.path, builder.reference.read_text("utf-8"))
 
 
 def _parts(course: Course, id: str, later: tuple[str, ...]) -> list[tuple[str, ...]]:

@@ -9,6 +9,7 @@ import json
 import lzma
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ def skeleton(source: str, kept: set[str]) -> str:
     return without_docstrings(ast.unparse(ast.fix_missing_locations(tree)))
 
 
+@cache
 def without_docstrings(source: str) -> str:
     """The text as Python writes it, without docstrings: two that are equal do the same."""
     tree = ast.parse(source)
@@ -85,8 +87,7 @@ def restore(stored: Snapshot, mine: Mine) -> Mine:
 
 def body(source: str, name: str) -> str:
     """A function's body as Python writes it."""
-    node = ast.parse(without_docstrings(source))
-    return ast.unparse(ast.Module(dict(splice.functions(ast.unparse(node)))[name].body, []))
+    return ast.unparse(ast.Module(dict(splice.functions(without_docstrings(source)))[name].body, []))
 
 
 def differs(mine: Mine, symbol: Symbol) -> bool:

@@ -112,7 +112,7 @@ def change_reference(mine: Mine, *pairs: tuple[str, str]) -> None:
     for old, new in pairs:
         assert old in source
         source = source.replace(old, new)
-    (mine.course.package.parent / POOL).write_text(source)
+    (mine.course.root / POOL).write_text(source)
 
 
 def test_update_grafts_bodies_into_the_fresh_reference(mine: Mine) -> None:
@@ -171,3 +171,19 @@ def test_the_notebook_comes_along_without_its_answers(mine: Mine) -> None:
     copy.write_text("notes")
     mine.start("m1")
     assert copy.read_text() == "notes"
+
+
+def test_an_exercise_that_is_part_of_another_goes_by_its_old_number(tmp_path: Path) -> None:
+    """m5.2 is in m5.1: a stub that says m5.2 is unwritten, and a command that says m5.2 means m5.1."""
+    course = Course(Path(__file__).resolve().parents[2])
+    mine, exercise = Mine(course, tmp_path), course.exercise("m5.2")
+    assert exercise is course.exercise("m5.1") and "m5.2" not in {e.id for e in course.exercises}
+    mine.start("m5")
+    path, found = exercise.symbols[1].path, '"m5.1: PrefixCache.longest_cached_prefix"'
+    old = text(mine, path).replace(found, found.replace("m5.1", "m5.2"))
+    (mine.folder / path).write_text(old.replace('raise NotImplementedError("m5.1: compute_hash")', "return 1"))
+    assert mine.blanks(exercise) == ["PrefixCache.longest_cached_prefix"] and not mine.written(exercise)
+    mine.start("m5")
+    assert '"m5.2: PrefixCache.longest_cached_prefix"' in text(mine, path) and "return 1" in text(mine, path)
+    mine.paste(exercise)
+    assert mine.written(exercise)

@@ -213,6 +213,14 @@ def test_a_new_contract_cuts_an_exercise_out_afresh(mine: Mine) -> None:
     assert update(mine) == [] and TAKE in read(mine, POOL), "who lost the notes is no older for that"
 
 
+def test_a_text_that_has_changed_is_named(mine: Mine) -> None:
+    """Of what is written: it is kept, and to be looked at again."""
+    file = mine.course.root / POOL
+    file.write_text(file.read_text().replace("The next free thing", "The first free thing"))
+    assert update(mine) == ["folovllm/pool.py: updated; the text of m1.1 has changed: read it again"]
+    assert TAKE in read(mine, POOL)
+
+
 def test_a_history_through_several_places(mine: Mine) -> None:
     """From wherever the learner has it; a name that another thing has meanwhile does no harm to who comes from there."""
     renames = (

@@ -95,6 +95,13 @@ class Mini:
         return own, Mini(REFERENCE, self.stage).play(asks, limits)
 
 
+@cache
+def reference(stage: int) -> Trace:
+    """What the reference does with three requests in memory for two."""
+    limits = slots(2) if stage < 3 else Limits(12, 4, 3, 64)
+    return Mini(REFERENCE, stage).play(random_asks([(8, 16), (8, 16), (9, 8)], [0, 0, 3]), limits)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "mini" not in metafunc.fixturenames:
         return

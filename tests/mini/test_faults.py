@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -27,7 +26,7 @@ from milestones.mini.given.contract import Limits, Step
 from milestones.mini.harness import REFERENCE, Trace
 from milestones.mini.ledger import Ledger, Rejected
 from tests.helpers import tiny_checkpoint
-from tests.mini.conftest import Mini, random_asks, slots
+from tests.mini.conftest import random_asks, reference, slots
 
 ENGINE = """
 from {module} import {base}
@@ -99,8 +98,7 @@ def test_no_recording_where_there_is_no_step(fault: str, own: Own, tmp_path: Pat
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit) and not file.exists()
 
 
-@pytest.mark.parametrize("when", [0, 3])
-@pytest.mark.parametrize("fault", STEPS)
+@pytest.mark.parametrize(("fault", "when"), [("no step", 0), ("an error", 0), *((fault, 3) for fault in STEPS)])
 def test_a_recording_has_the_steps_before_the_fault(fault: str, when: int, own: Own, tmp_path: Path) -> None:
     line, expected = STEPS[fault]
     file = tmp_path / "run.jsonl"
@@ -132,13 +130,6 @@ def watched(text: str) -> int:
     for turn in turns:
         state(turn.events)
     return turns[-1].number + 1
-
-
-@cache
-def reference(stage: int) -> Trace:
-    """What the reference does with three requests in memory for two."""
-    limits = slots(2) if stage < 3 else Limits(12, 4, 3, 64)
-    return Mini(REFERENCE, stage).play(random_asks([(8, 16), (8, 16), (9, 8)], [0, 0, 3]), limits)
 
 
 IDS = st.sampled_from("aaabbbcccz")

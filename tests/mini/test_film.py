@@ -11,17 +11,12 @@ from folovllm.inspector.page import one_file
 from folovllm.inspector.replay import parse
 from folovllm.watcher import Watcher
 from milestones.mini.film import recording
-from milestones.mini.given.contract import Limits
-from milestones.mini.harness import REFERENCE
-from tests.mini.conftest import Mini, random_asks, slots
-
-LIMITS = {0: slots(1), 2: slots(2)}
+from tests.mini.conftest import reference
 
 
 @pytest.mark.parametrize("stage", range(7))
 def test_the_inspector_plays_it(stage: int, tmp_path: Path) -> None:
-    asks = random_asks([(8, 16), (8, 16), (9, 8)], [0, 0, 3])
-    trace = Mini(REFERENCE, stage).play(asks, LIMITS.get(stage, Limits(12, 4, 3, 64)))
+    trace = reference(stage)
     text = recording(trace, "mini", "tiny", {i: chr(i) for i in range(32, 127)}, stage)
     said, state = dict[int, list[int]](), Watcher()
     for turn in parse(text, "mini.jsonl").turns():
@@ -30,7 +25,7 @@ def test_the_inspector_plays_it(stage: int, tmp_path: Path) -> None:
             if isinstance(event, ev.StepEnded):
                 for scheduled, ids in zip(event.output.scheduled_seqs, event.result.token_ids, strict=True):
                     said.setdefault(scheduled.seq_id, []).extend(ids)
-    assert [said[i] for i in range(3)] == [list(ask.answer) for ask in asks]
+    assert [said[i] for i in range(3)] == [list(ask.answer) for ask in trace.asks]
     assert not state.sequences, "everybody has ended"
     assert all(cell.ref_count == 0 and cell.is_free for cell in state.cells), "all blocks are free in the end"
     file = tmp_path / "mini.jsonl"
@@ -40,7 +35,7 @@ def test_the_inspector_plays_it(stage: int, tmp_path: Path) -> None:
 
 
 def test_tables_are_those_of_the_steps() -> None:
-    trace = Mini(REFERENCE, 5).play(random_asks([(8, 16), (8, 16), (9, 8)]), Limits(12, 4, 3, 64))
+    trace = reference(5)
     state, turns = Watcher(), parse(recording(trace, "mini", "tiny", {}, 5), "mini").turns()
     for turn in turns:
         for event in turn.events:
