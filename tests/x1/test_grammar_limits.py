@@ -33,15 +33,9 @@ OBJECT = {"type": "object"}
 
 
 @pytest.fixture(scope="module")
-def story_server() -> Iterator[Background]:
+def server() -> Iterator[Background]:
     """Of the embedded model, whose tokens are of many lengths."""
     yield from served(max_model_len=256)
-
-
-@pytest.fixture(params=["story_server", "process_server"])
-def server(request: pytest.FixtureRequest) -> Background:
-    """Its engine in a thread, or in a process."""
-    return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
 
 
 def ask(server: Background, **fields: Any) -> tuple[int, dict[str, Any]]:
@@ -126,15 +120,15 @@ NO_TEXT: dict[str, dict[str, Any]] = {
 
 class TestCost:
     @pytest.mark.parametrize("form", BOMBS.values(), ids=list(BOMBS))
-    def test_others_notice_nothing(self, story_server: Background, form: dict[str, Any]) -> None:
+    def test_others_notice_nothing(self, server: Background, form: dict[str, Any]) -> None:
         """It is refused, or cheap. Others are answered meanwhile, and the memory stays what it was."""
-        assert ask(story_server, structured_outputs={"regex": "a"})[0] == 200  # what checks is there
+        assert ask(server, structured_outputs={"regex": "a"})[0] == 200  # what checks is there
         before = memory()
         with ThreadPoolExecutor(1) as pool:
-            refused = pool.submit(ask, story_server, structured_outputs=form)
+            refused = pool.submit(ask, server, structured_outputs=form)
             most = memory()
             while not refused.done():
-                assert ask(story_server)[0] == 200, "a request without a form is answered beside it"
+                assert ask(server)[0] == 200, "a request without a form is answered beside it"
                 most = max(most, memory())
                 wait([refused], 0.1)
         status, reply = refused.result()
@@ -260,12 +254,12 @@ def test_too_complex_in_the_middle(monkeypatch: pytest.MonkeyPatch) -> None:
             assert all(len(answer.token_ids) > 5 for answer in answers), "what another request found out is forgotten"
 
 
-def test_two_checks_at_once(story_server: Background) -> None:
+def test_two_checks_at_once(server: Background) -> None:
     """A cheap grammar does not wait for a dear one."""
     done: list[str] = []
     with ThreadPoolExecutor(2) as pool:
-        dear = pool.submit(ask, story_server, structured_outputs={"json": {"multipleOf": 999983}})
-        cheap = pool.submit(ask, story_server, structured_outputs={"regex": "a[b-f]"})
+        dear = pool.submit(ask, server, structured_outputs={"json": {"multipleOf": 999983}})
+        cheap = pool.submit(ask, server, structured_outputs={"regex": "a[b-f]"})
         dear.add_done_callback(lambda _: done.append("dear"))
         cheap.add_done_callback(lambda _: done.append("cheap"))
     assert (dear.result()[0], cheap.result()[0], done) == (400, 200, ["cheap", "dear"])
