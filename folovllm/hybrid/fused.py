@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class FusedGatedDeltaNet(GatedDeltaNet):
     """Computes the whole batch by two kernels, where `GatedDeltaNet` goes from sequence to sequence."""
 
-    def __init__(self, config: PretrainedConfig, layers: LayerSet, is_merged: bool = False) -> None:
-        super().__init__(config, layers, is_merged)
+    def __init__(self, config: PretrainedConfig, layers: LayerSet, is_one_tensor: bool = False) -> None:
+        super().__init__(config, layers, is_one_tensor)
         self.heads = DeltaHeads(self.num_k_heads, self.num_v_heads, self.k_dim, self.v_dim)
 
     def forward_core(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

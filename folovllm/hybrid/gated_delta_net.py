@@ -49,17 +49,18 @@ class GatedDeltaNet(StateLayer):
     of the convolution, C = 2 Hk Dk + Hv Dv channels each, and a matrix [Dk, Dv] in float32 for each value head.
     """
 
-    def __init__(self, config: PretrainedConfig, layers: LayerSet, is_merged: bool = False) -> None:
-        """`is_merged`: whether each input projection is one tensor in the checkpoint."""
+    def __init__(self, config: PretrainedConfig, layers: LayerSet, is_one_tensor: bool = False) -> None:
+        """`is_one_tensor`: whether each input projection is one tensor in the checkpoint."""
         super().__init__()
         if config.hidden_act != "silu":
             raise UnsupportedModel(f"hidden_act {config.hidden_act!r} is not supported: only 'silu' is")
+        self.is_one_tensor = is_one_tensor
         self.num_k_heads, self.num_v_heads = config.linear_num_key_heads, config.linear_num_value_heads
         self.k_dim, self.v_dim = config.linear_key_head_dim, config.linear_value_head_dim
         keys, values = self.num_k_heads * self.k_dim, self.num_v_heads * self.v_dim
         self.sizes = [keys, keys, values]  # of queries, keys and values of all heads
         qkvz, ba = [sum(self.sizes), values], [self.num_v_heads, self.num_v_heads]
-        qkvz, ba = ([sum(qkvz)], [sum(ba)]) if is_merged else (qkvz, ba)
+        qkvz, ba = ([sum(qkvz)], [sum(ba)]) if is_one_tensor else (qkvz, ba)
         methods = [layers.linear_method_of(f"self_attn.{name}") for name in ("in_proj_qkvz", "in_proj_ba")]
         self.in_proj_qkvz, self.in_proj_ba = (
             layers.make(MergedColumnParallelLinear, config.hidden_size, sizes, False, method)
@@ -76,7 +77,10 @@ class GatedDeltaNet(StateLayer):
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """[T, H] -> inputs of the convolution [T, C], output gate [T, Hv, Dv], and `beta` and `g` before their functions, [T, Hv]."""
         qkv, z = self.in_proj_qkvz(x).split([sum(self.sizes), self.sizes[2]], dim=1)
-        b, a = self.in_proj_ba(x).chunk(2, dim=1)
+        ba = self.in_proj_ba(x)
+        if self.is_one_tensor:  # key head by key head: codes of so few rows cannot be put in order when they are read
+            ba = ba.unflatten(1, (self.num_k_heads, 2, -1)).transpose(1, 2).flatten(1)
+        b, a = ba.chunk(2, dim=1)
         return qkv, z.unflatten(1, (self.num_v_heads, self.v_dim)), b, a
 
     def state_shapes(self) -> tuple[Shape, ...]:

@@ -125,19 +125,18 @@ class Qwen3NextForCausalLM(HybridForCausalLM):
         size: int,
         usual: Callable[..., torch.Tensor],
     ) -> torch.Tensor:
-        """Put the rows of the rank's heads part by part, as Qwen3.5's checkpoints have them: [q, k, v, z] of all heads, and [b, a]."""
+        """Put the rows of the rank's heads part by part, as Qwen3.5's checkpoints have them: [q, k, v, z] of all heads."""
         heads = config.linear_num_key_heads
-        group = config.linear_num_value_heads // heads  # value heads of a key head
-        keys, values = config.linear_key_head_dim, group * config.linear_value_head_dim
+        keys, values = config.linear_key_head_dim, config.linear_num_value_heads // heads * config.linear_value_head_dim
         match name.split(".")[-2]:
             case "in_proj_qkvz":
-                return by_parts(weight, [keys, keys, values, values], heads // size, rank)
+                return rows_part_by_part(weight, [keys, keys, values, values], heads // size, rank)
             case "in_proj_ba":
-                return by_parts(weight, [group, group], heads // size, rank)
+                return shard_column(weight, rank, size)
         return super().shard(config, name, weight, rank, size, usual)
 
 
-def by_parts(weight: Weight, sizes: Sequence[int], num_heads: int, rank: int) -> torch.Tensor:
+def rows_part_by_part(weight: Weight, sizes: Sequence[int], num_heads: int, rank: int) -> torch.Tensor:
     """Return the rows of a rank's `num_heads` heads part by part. `weight` has them head by head, `sizes` rows of each part."""
     heads = range(rank * num_heads, (rank + 1) * num_heads)
     starts, whole = [0, *accumulate(sizes)], sum(sizes)

@@ -67,7 +67,9 @@ class Recorder:
         self._queue.join()
 
     def close(self, how: str = "closed") -> None:
-        """Write what is left, and the end. Raises OSError if something could not be written."""
+        """Write what is left, and the end. A second call does nothing. Raises OSError if something could not be written."""
+        if not self._thread.is_alive():
+            return
         self._engine.unsubscribe(self)
         now = time.monotonic()
         self._queue.put(None)

@@ -129,7 +129,8 @@ class PrefillConfig:
 def prefill_config(head_dim: int, itemsize: int, capability: tuple[int, int] | None) -> PrefillConfig:
     """Return the tiles for a card. The queries and `num_stages` tiles of K and V must fit into its shared memory.
 
-    `capability` None is the interpreter, in which a program costs more than its work.
+    `capability` None is the interpreter, in which a program costs more than its work. Large tiles of wide heads were
+    measured on Hopper alone.
     """
     if capability is None:
         return PrefillConfig(32, 32, 4, 1)
@@ -138,8 +139,8 @@ def prefill_config(head_dim: int, itemsize: int, capability: tuple[int, int] | N
         return PrefillConfig(32, 32, 4, 1) if row_bytes <= 256 else PrefillConfig(16, 16, 4, 1)
     if row_bytes <= 256:
         return PrefillConfig(128, 64, 8, 3 if capability >= (9, 0) else 2)
-    roomy = capability == (9, 0) and itemsize == 2 and head_dim <= 256
-    return PrefillConfig(128, 64, 8, 2) if roomy else PrefillConfig(64, 32, 4, 2)
+    fits_large_tiles = capability == (9, 0) and itemsize == 2 and head_dim <= 256
+    return PrefillConfig(128, 64, 8, 2) if fits_large_tiles else PrefillConfig(64, 32, 4, 2)
 
 
 def config_on(device: torch.device, head_dim: int, itemsize: int) -> PrefillConfig:

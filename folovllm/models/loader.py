@@ -36,7 +36,9 @@ Taker = Callable[
     [LlamaForCausalLM, str, torch.Tensor], None
 ]  # gives a tensor of this name to its layer; may raise ValueError
 Tensors = Iterable[tuple[str, torch.Tensor]]  # by the names of a checkpoint
-Shard = Callable[[str, Any], torch.Tensor]  # a tensor's name, and the tensor (or a `StoredTensor`) -> the part to keep
+Shard = Callable[
+    [str, Any], torch.Tensor
+]  # a tensor's name, and the tensor (or a `StoredTensor`) -> the part to keep, in the model's order
 
 
 class StoredTensor:
@@ -362,7 +364,7 @@ def init_random_weights(
 
     Where `model` is a part, `whole` (of which only shapes matter) is what is made up, and `shard` cuts each tensor.
     """
-    places = checkpoint_places(model)
+    places, shard = checkpoint_places(model), shard or model.reorder
     generator = torch.Generator(model.lm_head.weight.device).manual_seed(seed)
     some = model.lm_head.weight
     for name, full in checkpoint_places(model if whole is None else whole).items():

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from folovllm.files import reading
+from folovllm.models.json_files import SIZE
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -22,6 +23,7 @@ MAGIC, VERSIONS, ALIGNMENT = b"GGUF", (2, 3), "general.alignment"
 STRING, ARRAY = 8, 9
 SCALARS = dict(enumerate(["<u1", "<i1", "<u2", "<i2", "<u4", "<i4", "<f4", "?"])) | {10: "<u8", 11: "<i8", 12: "<f8"}
 MOST_ITEMS = 2**24  # of an array: the largest vocabularies have a million
+MOST_DIMENSIONS = 4  # as in ggml
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +95,13 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         for _ in range(num_values):  # each takes some bytes, so that a wrong count ends with the file
             key = cursor.text()
             with reading(file, key):
+                require_new(key, values)
                 values[key] = cursor.value(cursor.number("<u4"))
         places = [place_of(cursor) for _ in range(num_tensors)]
         start, alignment = cursor.at, values.get(ALIGNMENT, 32)
         with reading(file, ALIGNMENT):
+            if not SIZE.fits(alignment):
+                raise ValueError(f"it is {alignment!r}, and must be {SIZE.says}")
             start += -start % alignment
         return values, tensors_at(file, cursor.data[start:], places)
 
@@ -104,8 +109,8 @@ def read_gguf(file: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
 def place_of(cursor: Cursor) -> tuple[str, list[int], int, int]:
     """Read what the file says of a tensor: its name, its sizes with the fastest first, its type, where it begins."""
     name, dimensions = cursor.text(), cursor.number("<u4")
-    if not 1 <= dimensions <= 4:  # as in ggml
-        raise ValueError(f"{name} has {dimensions} dimensions: 1 to 4 are allowed")
+    if not 1 <= dimensions <= MOST_DIMENSIONS:
+        raise ValueError(f"{name} has {dimensions} dimensions: 1 to {MOST_DIMENSIONS} are allowed")
     return name, cursor.numbers("<u8", dimensions), cursor.number("<u4"), cursor.number("<u8")
 
 
@@ -118,6 +123,7 @@ def tensors_at(
     tensors: dict[str, GGUFTensor] = {}
     for name, sizes, kind, begin in places:
         with reading(file, name):
+            require_new(name, tensors)
             block, size = GGML_QUANT_SIZES[tensor_type := GGMLQuantizationType(kind)]
             if sizes[0] % block:
                 raise ValueError(f"rows of {sizes[0]} do not consist of blocks of {block} numbers")
@@ -129,3 +135,9 @@ def tensors_at(
     if sum(tensor.data.nbytes for tensor in tensors.values()) > len(data):
         raise ValueError("tensors overlap")
     return tensors
+
+
+def require_new(name: str, known: dict[str, Any]) -> None:
+    """Raise ValueError if a name is known already."""
+    if name in known:
+        raise ValueError(f"{name} is there twice")

@@ -81,7 +81,9 @@ class StoredView:
 
 
 def shrunk(span: slice, size: int) -> slice:
-    """Return a slice in units of `size`."""
+    """Return a slice in units of `size`. Raises ValueError if it begins or ends within one."""
+    if any(end is not None and end % size for end in (span.start, span.stop)):
+        raise ValueError(f"a part begins or ends within {size} numbers that belong together")
     return slice(*(None if end is None else end // size for end in (span.start, span.stop)))
 
 

@@ -196,6 +196,15 @@ class Fp8Both(Fp8):
     times that of bfloat16, so it must have been asked for.
     """
 
+    def create(self, layer: LinearBase) -> None:
+        """Make codes and scales. Raises ValueError where groups of activations would not be whole."""
+        if layer.input_size % (self.group_of(layer) or 1):
+            raise ValueError(
+                f"quantize_activations needs inputs in whole groups of {self.group_of(layer)}, not {layer.input_size}: "
+                "leave it out"
+            )
+        super().create(layer)
+
     def group_of(self, layer: LinearBase) -> int | None:
         """Return how many inputs of a token share a scale; None: all."""
         return None if self.block is None else min(self.block[1], layer.input_size)
@@ -245,6 +254,8 @@ class PackedInt8(Int8):
 
     def places(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
         """Codes are seen in fours."""
+        if layer.input_size % 4:
+            raise ValueError(f"packed weights of 8 bits need a multiple of 4 inputs, not {layer.input_size}")
         places = super().places(layer)
         return {"weight_packed": [part.view(torch.int32) for part in places.pop("weight")], **places}
 

@@ -192,7 +192,7 @@ def own_weights(worker: Worker) -> dict[str, torch.Tensor]:
     model = inner_runner(worker).model
     if quantized_layers(model):
         raise ValueError("get_weights: quantized weights are kept in another form than the checkpoint's: read that")
-    if any(isinstance(module, Gemma3RMSNorm) for module in model.modules()):
+    if any(isinstance(module, Gemma3RMSNorm) for module in model.modules()):  # all models that `reorder` are among them
         raise ValueError("get_weights: this model adds 1 to the norms of its checkpoint: read that")
     return weights_of(model)
 

@@ -118,7 +118,7 @@ class GraphRunner:
             self.compile_at_once(captures)
         largest = max((bucket.num_tokens for bucket in buckets if not bucket.has_drafts), default=0)
         num_blocks = self._runner.fit_kv_cache(largest / setup.max_num_batched_tokens)
-        if setup.device.type == "cuda" and not self._has_dry_run:
+        if setup.device.type == "cuda" and not self._has_dry_run:  # else the dry run has run these steps
             self.compile_kernels()
         if captures:
             self.capture_cudagraph()

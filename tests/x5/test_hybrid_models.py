@@ -17,6 +17,7 @@ from folovllm.config import EngineConfig
 from folovllm.engine.setup import set_up
 from folovllm.hybrid.gated_delta_net import GatedDeltaNet
 from folovllm.layers.attention import Attention
+from folovllm.models.loader import load_native_model
 from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.workloads import ARRIVALS, Workload, answered, make_engine, mixed_requests, serve
 from tests.x5.checkpoints import FAMILIES, hybrid_checkpoint, random_geometry
@@ -150,6 +151,43 @@ def test_quantized_linears() -> None:
     with llm:
         (output,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 4
+
+
+def test_codes_are_put_in_order_with_their_scales(tmp_path: Path) -> None:
+    """Qwen3-Next's projections go key head by key head. With a code of 8 bits for each weight they give what the rounded floats give."""
+    pytest.importorskip("folovllm.quantization")
+    path, scheme = (
+        hybrid_checkpoint("qwen3_next", "LF"),
+        {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},
+    )
+    coded, rounded = {}, {}
+    for name, weight in load_file(path / "model.safetensors").items():
+        coded[name] = rounded[name] = weight
+        if weight.dim() == 2 and "embed" not in name and "lm_head" not in name:
+            scale = weight.abs().amax(1, keepdim=True) / 127
+            coded[name], coded[f"{name}_scale"] = (weight / scale).round().to(torch.int8), scale
+            rounded[name] = coded[name] * scale
+    config = json.loads((path / "config.json").read_text())
+    group = {"targets": ["Linear"], "weights": {**scheme, "dynamic": False}, "input_activations": None}
+    codes = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    x = torch.randn(5, config["hidden_size"], generator=torch.Generator().manual_seed(0))
+    found = []
+    for kind, tensors, more in (("coded", coded, {"quantization_config": codes}), ("rounded", rounded, {})):
+        (tmp_path / kind).mkdir()
+        for file in path.glob("*.json"):
+            shutil.copy(file, tmp_path / kind)
+        (tmp_path / kind / "config.json").write_text(json.dumps(config | more))
+        save_file(tensors, tmp_path / kind / "model.safetensors")
+        model = load_native_model(set_up(EngineConfig(model=str(tmp_path / kind), device="cpu", use_tqdm=False)))
+        with torch.inference_mode():
+            found.append(model.model.layers[0].self_attn.project(x))  # type: ignore[operator, union-attr]
+    for ours, expected in zip(*found, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_cache_of_8_bits() -> None:

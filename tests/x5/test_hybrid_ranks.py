@@ -25,10 +25,10 @@ from tests.x5.test_hybrid_models import seeded
 SNAPSHOTS = {"block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 20, "snapshot_interval": 8}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_linear_layers_of_two_ranks_add_up(family: str) -> None:
+@pytest.mark.parametrize(("family", "is_random"), [*((family, False) for family in FAMILIES), ("qwen3_next", True)])
+def test_linear_layers_of_two_ranks_add_up(family: str, is_random: bool) -> None:
     """Two ranks, which are threads: after a step of a decode and a prompt, the sum is what one rank has, and so are the states."""
-    one = EngineConfig(model=str(hybrid_checkpoint(family)), device="cpu", use_tqdm=False)
+    one = EngineConfig(model=str(hybrid_checkpoint(family)), device="cpu", use_tqdm=False, random_weights=is_random)
     setup = set_up(replace(one, tensor_parallel_size=2))
     whole: Any = load_native_model(set_up(one)).model.layers[1]
     x = torch.randn(9, setup.hf_config.hidden_size, generator=torch.Generator().manual_seed(0))
