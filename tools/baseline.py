@@ -147,9 +147,10 @@ def served(trees: list[Path], pairs: int) -> Iterator[tuple[int, Figures]]:
     words = ["-m", "folovllm", "bench", "serve", "--random-weights", "qwen3-0.6b", "--clients", "1,256"]
     for turn in range(pairs):
         for i in in_turn(len(trees), turn):
-            with tempfile.NamedTemporaryFile(suffix=".json") as file:
-                timed(trees[i], *words, "--requests", "512", "--save", file.name)
-                for run in json.load(file)["runs"]:
+            with tempfile.TemporaryDirectory() as folder:
+                saved = Path(folder, "served.json")
+                timed(trees[i], *words, "--requests", "256", "--save", str(saved))
+                for run in json.loads(saved.read_text())["runs"]:
                     yield i, {f"time a token,{run['name']}": run["metrics"]["TPOT median"]["median"] / 1e3}
 
 

@@ -115,8 +115,6 @@ def coded_weights(
     Raises:
         ValueError: a projection cannot be brought into our order.
     """
-    from gguf import GGML_QUANT_SIZES
-
     weights: Tensors = {}
     kinds = {name.removesuffix(".weight"): tensor.tensor_type.name for name, tensor in tensors.items()}
     types = {
@@ -125,8 +123,7 @@ def coded_weights(
     for name, kind in types.items():
         tensor = tensors[f"{name}.weight"]
         with reading(file, name):
-            _, block_bytes = GGML_QUANT_SIZES[tensor.tensor_type]
-            blocks = torch.tensor(tensor.data).reshape(tensor.shape[0], -1, block_bytes)
+            blocks = torch.tensor(tensor.data).reshape(tensor.shape[0], -1, block_bytes(tensor))
             for part, content in TYPES[kind].split(blocks).items():
                 weights[f"{name}.{part}"] = rows(f"{name}.weight", content).contiguous()
     return weights, {"quantization_config": {"quant_method": "gguf", "types": types}}
@@ -137,3 +134,10 @@ def alike(name: str, kinds: Mapping[str, str]) -> bool:
     parent, _, leaf = name.rpartition(".")
     beside = next((parts for parts in MERGED if leaf in parts), (leaf,))
     return len({kinds.get(f"{parent}.{part}") for part in beside}) == 1
+
+
+def block_bytes(tensor: GGUFTensor) -> int:
+    """Return the bytes of a block of this tensor's type."""
+    from gguf import GGML_QUANT_SIZES
+
+    return int(GGML_QUANT_SIZES[tensor.tensor_type][1])

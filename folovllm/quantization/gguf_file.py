@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import tempfile
 import time
@@ -40,6 +41,8 @@ _TOP_NAMES = {
     "output.weight": "lm_head.weight",
 }
 _SPECIAL = 3  # GGUF's token type "control"
+_ROPE, _THETA = "rope_freqs.weight", 10_000.0
+_LOW, _HIGH = 1.0, 4.0  # low_freq_factor and high_freq_factor of all Llama 3 models
 _SIZES = ("block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count")
 _IDS = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}  # special tokens: ours, GGUF's
 _TOKENS = "tokenizer.ggml."
@@ -48,7 +51,9 @@ _NEEDED: dict[str, Kind] = {f"llama.{name}": SIZE for name in _SIZES} | {
 }  # fmt: skip
 _ALLOWED: dict[str, Kind] = {f"{_TOKENS}{name}_token_id": INDEX for name in _IDS.values()} | {
     "llama.attention.head_count_kv": SIZE, "llama.attention.key_length": SIZE, "llama.rope.freq_base": ABOVE_0,
-    "llama.rope.dimension_count": SIZE, "tokenizer.chat_template": TEXT, f"{_TOKENS}token_type": IDS,
+    "llama.rope.dimension_count": SIZE, "llama.rope.scaling.type": TEXT, "llama.rope.scaling.factor": ABOVE_0,
+    "llama.rope.scaling.original_context_length": SIZE, "tokenizer.chat_template": TEXT,
+    f"{_TOKENS}token_type": IDS,
 }  # fmt: skip
 
 
@@ -119,7 +124,7 @@ def convert(gguf_file: Path, out: Path, in_codes: bool = False) -> None:
     meta, theirs = read_gguf(gguf_file)
     with reading(gguf_file):
         _check_known(gguf_file, meta)
-        config = _config(meta)
+        config = _config(meta) | _rope(meta, theirs.pop(_ROPE, None))
         check_fields("what is said of the model", config, FIELDS["config.json"])
         check_num_weights(SimpleNamespace(**config), gguf_file.stat().st_size)
         tensors = {_hf_name(name): tensor for name, tensor in theirs.items()}
@@ -128,7 +133,7 @@ def convert(gguf_file: Path, out: Path, in_codes: bool = False) -> None:
     types = said.get("quantization_config", {}).get("types", {})
     floats = {name: tensor for name, tensor in tensors.items() if name.removesuffix(".weight") not in types}
     weights = coded | _weights(gguf_file, floats, config)
-    config |= {"tie_word_embeddings": "lm_head.weight" not in tensors} | said
+    config |= _biases(weights, config) | {"tie_word_embeddings": "lm_head.weight" not in tensors} | said
     small = {"config.json": config, "generation_config.json": _special_ids(meta), "tokenizer_config.json": of_tokenizer}
     _write(out, tokenizer, small, weights)
 
@@ -153,8 +158,6 @@ def _check_known(gguf_file: Path, meta: dict[str, Any]) -> None:
             f"{gguf_file} holds a model of architecture {family!r} with tokenizer {tokenizer!r}: of GGUF files those of "
             "architecture 'llama' with tokenizer 'smollm' are supported. Take the model's safetensors"
         )
-    if (scaling := meta.get("llama.rope.scaling.type", "none")) != "none":
-        raise ValueError(f"llama.rope.scaling.type {scaling!r} is not supported")
     if absent := [key for key in _NEEDED if key not in meta]:
         raise ValueError(f"it lacks {', '.join(absent)}")
     check_fields("its header", meta, _NEEDED | _ALLOWED)
@@ -184,14 +187,14 @@ def _floats(tensor: GGUFTensor) -> torch.Tensor:
 
 
 def _rows(config: dict[str, Any], name: str, weight: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a weight, or of codes or scales, in Hugging Face's order."""
+    """Return the rows of a weight, of a bias, or of codes or scales, in Hugging Face's order."""
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     leaf = name.split(".")[-2]
     return _split_halves(weight, heads[leaf]) if leaf in heads else weight
 
 
 def _split_halves(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """Undo llama.cpp's row order of q and k, `[num_heads * D, H]`.
+    """Undo llama.cpp's row order of q and k, `[num_heads * D, H]`, or of their biases, `[num_heads * D]`.
 
     RoPE turns pairs of a head's dimensions. llama.cpp stores each pair's two rows side by side (0, 1), (2, 3), ...;
     Hugging Face's code pairs row i with row i + D/2. The wrong order still gives fluent nonsense, not an error.
@@ -204,9 +207,26 @@ def _hf_name(name: str) -> str:
     if name in _TOP_NAMES:
         return _TOP_NAMES[name]
     match name.split("."):
-        case ["blk", layer, part, "weight"] if layer.isdecimal() and part in BLOCK_NAMES:
-            return f"model.layers.{layer}.{BLOCK_NAMES[part]}.weight"
+        case ["blk", layer, part, "weight" | "bias" as kind] if layer.isdecimal() and part in BLOCK_NAMES:
+            return f"model.layers.{layer}.{BLOCK_NAMES[part]}.{kind}"
     raise ValueError(f"it holds a tensor {name}, for which the model has no place")
+
+
+def _biases(weights: dict[str, torch.Tensor], config: dict[str, Any]) -> dict[str, bool]:
+    """Return the configuration's fields about biases. Where some projections have a bias, the others get one of zeros."""
+    import torch
+
+    from folovllm.models.shapes import linear_shapes
+
+    said = {"attention_bias": "self_attn.", "mlp_bias": "mlp."}
+    has_bias = {
+        field: any(name.endswith("proj.bias") and block in name for name in weights) for field, block in said.items()
+    }
+    for name, (outputs, _) in linear_shapes(SimpleNamespace(**config)).items():
+        if has_bias["attention_bias" if name.startswith("self_attn.") else "mlp_bias"]:
+            for i in range(config["num_hidden_layers"]):
+                weights.setdefault(f"model.layers.{i}.{name}.bias", torch.zeros(outputs, dtype=torch.bfloat16))
+    return has_bias
 
 
 def _special_ids(meta: dict[str, Any]) -> dict[str, int | None]:
@@ -228,9 +248,72 @@ def _config(meta: dict[str, Any]) -> dict[str, Any]:
         "head_dim": head_dim_of(meta),
         "max_position_embeddings": meta["llama.context_length"],
         "rms_norm_eps": round(meta["llama.attention.layer_norm_rms_epsilon"], 9),  # was rounded to float32
-        "rope_theta": meta.get("llama.rope.freq_base", 10_000.0),
+        "rope_theta": meta.get("llama.rope.freq_base", _THETA),
         **_special_ids(meta),
     }
+
+
+def _rope(meta: dict[str, Any], factors: GGUFTensor | None) -> dict[str, Any]:
+    """Return the configuration's field about scaled angles, if they are scaled."""
+    found = None if factors is None else _floats(factors)
+    if found is not None and found.shape != (head_dim_of(meta) // 2,):
+        raise ValueError(f"{_ROPE} has shape {list(found.shape)}, and must have one factor for each pair of a head")
+    scaling = _rope_scaling(meta, found, meta.get("llama.rope.freq_base", _THETA))
+    return {"rope_scaling": scaling} if scaling else {}
+
+
+def _rope_scaling(meta: dict[str, Any], factors: torch.Tensor | None, theta: float) -> dict[str, Any]:
+    """Return the `rope_scaling` of a Hugging Face configuration; empty where angles are not scaled.
+
+    llama.cpp writes linear scaling and YaRN as values. Llama 3's scaling becomes a tensor, `rope_freqs.weight`: the divisor of each
+    frequency (`generate_extra_tensors` in its `convert_hf_to_gguf.py`). Hugging Face's code computes these from four numbers.
+
+    Args:
+        meta: the file's values.
+        factors: its `rope_freqs.weight` [D/2], if there is one.
+
+    Raises:
+        ValueError: the scaling is of a kind that is not supported, or lacks a number.
+    """
+    kind = meta.get("llama.rope.scaling.type", "none")
+    said = {} if factors is None else _scaling_by(factors, theta)
+    if kind == "none":
+        return said
+    if said or kind not in ("linear", "yarn"):
+        raise ValueError(
+            f"llama.rope.scaling.type {kind!r}{' with rope_freqs.weight' if said else ''} is not supported"
+        )
+    said = {"rope_type": kind, "factor": meta["llama.rope.scaling.factor"]}
+    if kind == "yarn":
+        said["original_max_position_embeddings"] = meta["llama.rope.scaling.original_context_length"]
+    return said
+
+
+def _scaling_by(factors: torch.Tensor, theta: float) -> dict[str, Any]:
+    """Return the `rope_scaling` that divides frequencies by `factors` [D/2]. Raises ValueError if there is none.
+
+    A factor between 1 and the largest one gives the number of turns of its pair in the first training's context, and so the
+    length of that context. Without such a factor it is the shortest that the last unscaled pair allows.
+    """
+    import torch
+
+    from folovllm.layers.rotary_embedding import scale_llama3
+
+    largest = float(factors.max())
+    if (factors == largest).all():
+        return {} if largest == 1 else {"rope_type": "linear", "factor": largest}
+    frequencies = theta ** (-torch.arange(len(factors)) / len(factors))
+    kept = (1 / factors - 1 / largest) / (1 - 1 / largest)  # 1: as it was; 0: divided by the largest
+    contexts = 2 * math.pi * (_LOW + kept * (_HIGH - _LOW)) / frequencies
+    between = contexts[(kept > 1e-4) & (kept < 1 - 1e-4)]
+    context = round(float(between[0])) if len(between) else math.ceil(float(contexts[kept > 0.5].max()))
+    said = {
+        "rope_type": "llama3", "factor": largest, "low_freq_factor": _LOW, "high_freq_factor": _HIGH,
+        "original_max_position_embeddings": context,
+    }  # fmt: skip
+    if not torch.allclose(frequencies / scale_llama3(frequencies, said, context), factors, rtol=1e-3):
+        raise ValueError("rope_freqs.weight scales in another way than Llama 3 does, which is not supported")
+    return said
 
 
 def head_dim_of(meta: dict[str, Any]) -> int:

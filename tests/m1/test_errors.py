@@ -250,7 +250,6 @@ def test_small_files_are_read_before_weights(folder: Path, monkeypatch: pytest.M
 
 
 NESTED = '{"a":' * 50_000 + "1" + "}" * 50_000
-INDEX = "model.safetensors.index.json"
 DAMAGED: list[tuple[str, str | dict[str, Any], str]] = [  # file; its text, or fields that are altered; what is said
     ("config.json", "5", r"config.json must hold an object \{...\}, not 5"),
     ("config.json", NESTED, "config.json is nested too deeply"),
@@ -283,43 +282,39 @@ DAMAGED: list[tuple[str, str | dict[str, Any], str]] = [  # file; its text, or f
     ("tokenizer_config.json", {"model_max_length": {}}, "tokenizer_config.json: model_max_length is .* a number"),
     ("special_tokens_map.json", "[]", "special_tokens_map.json must hold an object"),
     ("added_tokens.json", "[]", "added_tokens.json must hold an object"),
-    (INDEX, "{", "index.json"),
-    (INDEX, "{}", "index.json"),
-    (INDEX, "[]", "index.json: .*must hold an object"),
-    (INDEX, NESTED, "index.json: .*nested too deeply"),
-    (INDEX, {"weight_map": [1]}, "index.json: .*weight_map is .* an object"),
-    # A model that someone else made must not make us open files elsewhere.
-    *(
-        (INDEX, {"weight_map": {"a": name}}, "index.json: .* must be the name of a file in the same folder")
-        for name in ("../other.safetensors", "/tmp/other.safetensors", "..", "sub/x.safetensors", 5)
-    ),
+    ("model.safetensors.index.json", "{", "index.json"),
+    ("model.safetensors.index.json", "{}", "index.json"),
+    ("model.safetensors.index.json", "[]", "index.json: .*must hold an object"),
+    ("model.safetensors.index.json", NESTED, "index.json: .*nested too deeply"),
+    ("model.safetensors.index.json", {"weight_map": [1]}, "index.json: .*weight_map is .* an object"),
 ]
 
 
+@pytest.mark.parametrize("model_impl", ["hf", "native"])
 @pytest.mark.parametrize(("file", "damage", "says"), DAMAGED, ids=[f"{d[0]} {str(d[1])[:40]}" for d in DAMAGED])
-def test_damaged_json(folder: Path, file: str, damage: str | dict[str, Any], says: str) -> None:
-    """One line that names the file, and the field where it is one. Only the index is read by each kind of model itself."""
+def test_damaged_json(folder: Path, file: str, damage: str | dict[str, Any], says: str, model_impl: str) -> None:
+    """One line that names the file, and the field where it is one."""
     if isinstance(damage, dict):
         before = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}
         damage = json.dumps({**before, **damage})
     (folder / file).write_text(damage)
-    for model_impl in ("hf", "native") if file == INDEX else ("hf",):
-        with pytest.raises(ValueError, match=says) as caught:
-            LLM(str(folder), milestone="m1", model_impl=model_impl, use_tqdm=False)
-        assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
+    with pytest.raises(ValueError, match=says) as caught:
+        LLM(str(folder), milestone="m1", model_impl=model_impl, use_tqdm=False)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
 
 
 ODD = (None, 0, -1, float("nan"), float("inf"), 2**70, 1e300, "x", [], {}, True, 1.5, [None], {"a": []})
 
 
+@pytest.mark.parametrize("model_impl", ["hf", "native"])
 @pytest.mark.parametrize("field", FIELDS["config.json"])
-def test_each_field_of_a_configuration(folder: Path, field: str) -> None:
+def test_each_field_of_a_configuration(folder: Path, field: str, model_impl: str) -> None:
     """It holds a value of its kind, is as good as absent, or the sentence names the file and the field."""
     before = json.loads((folder / "config.json").read_text())
     for value in ODD:
         (folder / "config.json").write_text(json.dumps({**before, field: value}))
         try:
-            config = load_hf_config(folder, EngineConfig(milestone="m1"))
+            config = load_hf_config(folder, EngineConfig(milestone="m1", model_impl=model_impl))
         except ValueError as error:
             words = (field, "model type") if field == "model_type" else (field,)
             assert "config" in str(error) and any(word in str(error) for word in words), f"{value!r}: {error}"
@@ -357,6 +352,15 @@ def test_a_damaged_model_is_one_line_in_the_terminal(
     assert caught.value.code == 2
     error = capfd.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ") and str(folder) in error and (damage in error or damage != "config.json"), error
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "/tmp/other.safetensors", "..", "sub/x.safetensors", 5])
+@pytest.mark.parametrize("model_impl", ["hf", "native"])
+def test_an_index_names_files_beside_it(folder: Path, name: Any, model_impl: str) -> None:
+    """A model that someone else made must not make us open files elsewhere."""
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ValueError, match=r"index.json: .* must be the name of a file in the same folder"):
+        LLM(str(folder), milestone="m1", model_impl=model_impl, use_tqdm=False)
 
 
 def alter_weight(folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

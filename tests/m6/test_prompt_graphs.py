@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from folovllm.engine.llm_engine import LLMEngine
 from folovllm.forward_batch import ForwardBatch
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.packed import Field, PackedStep, Parts, Sample, samples_of, split
@@ -19,8 +21,7 @@ from folovllm.worker.buckets import Bucket, pad, prompt_bucket, prompt_buckets
 from folovllm.worker.device_tables import DeviceTables
 from folovllm.worker.graph_runner import GraphRunner
 from tests.helpers import prompts, tiny_checkpoint
-from tests.m6 import test_sampling_rows
-from tests.m6.test_overlap import assert_clean, engine
+from tests.m6.test_overlap import COUNT, assert_clean, engine, essence
 from tests.workloads import ARRIVALS, serve, workload
 
 CPU = torch.device("cpu")
@@ -31,13 +32,17 @@ ROWS, BLOCK_SIZE, MAX_BLOCKS = 6, 4, 16
 def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Bucket]]:
     """Capture steps with prompts on a CPU as well, of sizes that a tiny model meets; yields the buckets that were used."""
     used: list[Bucket] = []
-    monkeypatch.setattr(buckets, "TOKENS", (4, 8, 24, 64, 128, 800))
-    monkeypatch.setattr(buckets, "DECODES", (0, 2, 8))
+    capture(monkeypatch, (4, 8, 24, 64, 128, 800), (0, 2, 8))
+    watch(monkeypatch, used)
+    yield used
+
+
+def capture(monkeypatch: pytest.MonkeyPatch, tokens: tuple[int, ...], decodes: tuple[int, ...]) -> None:
+    monkeypatch.setattr(buckets, "TOKENS", tokens)
+    monkeypatch.setattr(buckets, "DECODES", decodes)
     monkeypatch.setattr(
         graph_runner, "buckets_for", lambda setup, _: prompt_buckets(setup.max_num_seqs, setup.max_num_batched_tokens)
     )
-    watch(monkeypatch, used)
-    yield used
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, used: list[Bucket]) -> None:
@@ -137,14 +142,33 @@ def unpacked(tables: DeviceTables, parts: Parts[torch.Tensor], num_decodes: int)
     {"block_size": 16, "num_kv_blocks": 12, "max_num_batched_tokens": 130},
 ], ids=str)  # fmt: skip
 def test_answers_are_those_of_m1(pool: dict[str, Any], captured: list[Bucket]) -> None:
-    """Over chunks, preemptions, aborts and prefix hits, in a cache that is poison wherever no step has written."""
+    """Over chunks, preemptions and prefix hits, in a cache that is poison wherever no step has written."""
     served = engine(**pool)
     served.executor._worker.runner._runner.kv_cache.fill_(torch.nan)  # type: ignore[attr-defined]
-    for serve_all in (test_sampling_rows.serve_and_abort, lambda served: serve(served, test_sampling_rows.requests())):
-        test_sampling_rows.check(serve_all(served))
+    for kind, arrival in (("seeded", "at_once"), ("greedy", "random_steps")):
+        load = workload(kind, COUNT)
+        load.check(serve(served, load.requests, arrival))
         assert_clean(served)
         assert captured
         captured.clear()
+
+
+def test_a_graph_is_captured_once_and_every_width_serves(captured: list[Bucket]) -> None:
+    """Prompts of every length up to 30 beside 0 to 9 decodes: buckets at and between their edges."""
+    eager, served = engine(enforce_eager=True), engine()
+    for i in range(10):
+        params = SamplingParams(temperature=0.0, max_tokens=50 - i, ignore_eos=True)
+        for length in range(1 + i, 31, 7):
+            both = []
+            for one in (eager, served):
+                one.add_request(f"{i} {length}", prompts([length], seed=i)[0], params, stream=False)
+                both.append([o.outputs[0].token_ids for o in one.step()])
+            assert both[0] == both[1]
+    while served.has_unfinished_requests():
+        assert [o.outputs[0].token_ids for o in served.step()] == [o.outputs[0].token_ids for o in eager.step()]
+    assert len(set(captured)) > 4
+    runner = served.executor._worker.runner  # type: ignore[attr-defined]
+    assert {bucket for bucket, _ in runner._other_graphs} == set(captured)
 
 
 def test_what_is_not_captured(captured: list[Bucket], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +181,40 @@ def test_what_is_not_captured(captured: list[Bucket], monkeypatch: pytest.Monkey
     assert not any(engine(enforce_eager=True).executor._worker.runner._others.values())  # type: ignore[attr-defined]
     monkeypatch.undo()
     assert not any(engine().executor._worker.runner._others.values())  # type: ignore[attr-defined]
+
+
+@settings(max_examples=4, deadline=None)
+@given(seed=st.integers(0, 10**6))
+def test_random_traffic(seed: int) -> None:
+    """Arrivals, aborts, chunks, draws of every kind: the same answers as with eager steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        capture(patch, (3, 9, 20), (0, 1, 4))
+        assert traffic(engine(**TIGHT), seed) == traffic(engine(enforce_eager=True, **TIGHT), seed)
+
+
+TIGHT: dict[str, Any] = {"block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 24, "max_num_seqs": 6}
+
+
+def traffic(served: LLMEngine, seed: int) -> dict[str, list[Any]]:
+    """Serve random requests, of which some are aborted at random steps; what each answered."""
+    rng, answers = random.Random(seed), dict[str, list[Any]]()
+    for step in range(40):
+        if rng.random() < 0.5 and step < 30:
+            params = SamplingParams(
+                max_tokens=rng.randint(1, 12), seed=step, temperature=rng.choice([0.0, 1.0]), n=rng.choice([1, 1, 2]),
+                repetition_penalty=rng.choice([1.0, 1.3]), top_k=rng.choice([-1, 5]), logprobs=rng.choice([None, 2]),
+                stop_token_ids=rng.choice([[], list(range(20))]),
+            )  # fmt: skip
+            shared = rng.choice([[], [7] * 9])
+            served.add_request(f"r{step}", shared + prompts([rng.randint(1, 40)], seed=step)[0], params, stream=False)
+        victim = f"r{rng.randint(0, 40)}"
+        if rng.random() < 0.1 and victim in served.core.output.requests:
+            served.abort_request(victim)
+        answers |= {o.request_id: essence(o) for o in served.step()}
+    while served.has_unfinished_requests():
+        answers |= {o.request_id: essence(o) for o in served.step()}
+    assert_clean(served)
+    return answers
 
 
 @pytest.mark.gpu

@@ -6,6 +6,7 @@ import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from folovllm import EngineConfig
 from folovllm.cli import main
 from folovllm.engine.setup import set_up
 from folovllm.layers.linear import LinearBase
-from folovllm.models.files import resolve_model
+from folovllm.layers.rotary_embedding import rope_frequencies
+from folovllm.models.files import load_hf_config, resolve_model
 from folovllm.quantization.gguf_codes import TYPES
 from folovllm.quantization.gguf_file import convert
 from folovllm.quantization.int4 import Grouped
@@ -148,6 +150,72 @@ def test_a_base_model_has_neither_chat_template_nor_special_tokens(
     assert "no chat template" in "".join(capsys.readouterr())
 
 
+def scaled_angles(writer: GGUFWriter, said: dict[str, Any]) -> torch.Tensor:
+    """Add what llama.cpp's converter writes for Llama 3's scaling; returns it. The formula is its own."""
+    frequencies = 1 / 500.0 ** (torch.arange(0, HIDDEN // HEADS, 2) / (HIDDEN // HEADS))
+    low, high = said["low_freq_factor"], said["high_freq_factor"]
+    context, factors = said["original_max_position_embeddings"], []
+    for frequency in frequencies.tolist():
+        wave = 2 * np.pi / frequency
+        smooth = (context / wave - low) / (high - low)
+        between = 1 / ((1 - smooth) / said["factor"] + smooth)
+        factors.append(1.0 if wave < context / high else said["factor"] if wave > context / low else between)
+    writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
+    return torch.tensor(factors)
+
+
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize(("factor", "context"), [(8.0, 64), (32.0, 512), (8.0, 8192), (4.0, 20)])
+def test_angles_scaled_as_in_llama_3(factor: float, context: int, tmp_path: Path) -> None:
+    """Their factors become the configuration that transformers would have: the angles are the same."""
+    said, found = LLAMA3 | {"factor": factor, "original_max_position_embeddings": context}, []
+    write_gguf(tmp_path / "long.gguf", {}, lambda writer: found.append(scaled_angles(writer, said)))
+    convert(tmp_path / "long.gguf", tmp_path / "model")
+    config = load_hf_config(tmp_path / "model", EngineConfig())
+    frequencies = rope_frequencies(config, HIDDEN // HEADS)
+    plain = 1 / 500.0 ** (torch.arange(0, HIDDEN // HEADS, 2) / (HIDDEN // HEADS))
+    torch.testing.assert_close(frequencies, plain / found[0], rtol=1e-3, atol=0)
+    assert factor == pytest.approx(config.rope_parameters.get("factor", factor))
+
+
+def ones(writer: GGUFWriter) -> None:
+    writer.add_tensor("rope_freqs.weight", np.ones(HIDDEN // HEADS // 2, np.float32))
+
+
+def linear(writer: GGUFWriter) -> None:
+    writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(4.0)
+
+
+def yarn(writer: GGUFWriter) -> None:
+    writer.add_rope_scaling_type(RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_orig_ctx_len(16)
+
+
+@pytest.mark.parametrize(("change", "kind"), [(ones, "default"), (linear, "linear"), (yarn, "yarn")])
+def test_other_scaled_angles(change: Callable[[GGUFWriter], None], kind: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "a.gguf", {}, change)
+    convert(tmp_path / "a.gguf", tmp_path / "model")
+    parameters = load_hf_config(tmp_path / "model", EngineConfig()).rope_parameters
+    assert (parameters["rope_type"], parameters.get("factor")) == (kind, None if kind == "default" else 4.0)
+
+
+def test_biases_stay_biases(tmp_path: Path) -> None:
+    """One under its weight's name took the weight's place. A query's bias has the order of its weight's rows."""
+    bias = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(5))
+    write_gguf(
+        tmp_path / "a.gguf", {},
+        lambda writer: writer.add_tensor("blk.1.attn_q.bias", _pairs("attn_q.bias", bias[:, None])[:, 0].numpy()),
+    )  # fmt: skip
+    convert(tmp_path / "a.gguf", tmp_path / "model")
+    qkv = Driver(tmp_path / "model").model.model.layers[1].self_attn.qkv_proj  # type: ignore[union-attr]
+    torch.testing.assert_close(qkv.bias[:HIDDEN], bias.bfloat16().float())
+    assert not qkv.bias[HIDDEN:].any() and qkv.weight.abs().min() > 0, "those that the file has not are zero"
+
+
 STRANGE: list[tuple[str, Callable[[GGUFWriter], object], str]] = [
     ("a list of lists", lambda w: w.add_array("x.y", [[1, 2], [3]]), "x.y: .* within a list are not supported"),
     ("no sizes", lambda w: w.kv_data[0].pop("llama.block_count"), "it lacks llama.block_count"),
@@ -158,9 +226,8 @@ STRANGE: list[tuple[str, Callable[[GGUFWriter], object], str]] = [
     ("an unknown tensor", lambda w: w.add_tensor("blk.0.ffn_gate_inp.weight", np.ones(4, np.float32)),
      "blk.0.ffn_gate_inp.weight, for which the model has no place"),
     ("a part of a head", lambda w: w.add_rope_dimension_count(8), "rope.dimension_count is 8, and only whole heads"),
-    ("scaled angles", lambda w: w.add_rope_scaling_type(RopeScalingType.YARN), "'yarn' is not supported"),
-    ("factors of angles", lambda w: w.add_tensor("rope_freqs.weight", np.ones(8, np.float32)), "rope_freqs.weight, for which"),
-    ("a bias", lambda w: w.add_tensor("blk.1.attn_q.bias", np.ones(HIDDEN, np.float32)), "blk.1.attn_q.bias, for which"),
+    ("another scaling", lambda w: w.add_rope_scaling_type(RopeScalingType.LONGROPE), "'longrope' is not supported"),
+    ("odd factors", lambda w: w.add_tensor("rope_freqs.weight", np.arange(1, 9, dtype=np.float32)), "another way than Llama 3"),
     ("an id beyond", lambda w: w.kv_data[0].pop("tokenizer.ggml.eos_token_id") and w.add_eos_token_id(999),
      "IndexError"),
     ("types for half of the tokens", lambda w: w.kv_data[0].pop("tokenizer.ggml.token_type") and w.add_token_types([1]), "shorter than"),
