@@ -90,7 +90,7 @@ class HybridForCausalLM(LlamaForCausalLM):
         size: int,
         usual: Callable[..., torch.Tensor],
     ) -> torch.Tensor:
-        """Give each rank whole key heads of linear attention, and the value heads that they serve."""
+        """Give each rank whole key heads of linear attention, and the value heads that they serve. `reorder` asks for one rank's."""
         module, kind = name.split(".")[-2:]
         keys = config.linear_num_key_heads * config.linear_key_head_dim
         values = config.linear_num_value_heads * config.linear_value_head_dim
@@ -99,7 +99,11 @@ class HybridForCausalLM(LlamaForCausalLM):
                 ends = (0, keys, 2 * keys, 2 * keys + values)
                 parts = [Rows(weight, start, end) for start, end in pairwise(ends)]
                 return torch.cat([shard_column(part, rank, size) for part in parts])
-            case "in_proj_z" | "in_proj_b" | "in_proj_a":
+            case "in_proj_qkvz":  # of Qwen3-Next, head by head; brought into the order of Qwen3.5's
+                group = config.linear_num_value_heads // config.linear_num_key_heads * config.linear_value_head_dim
+                sizes = [config.linear_key_head_dim] * 2 + [group] * 2  # q, k, v, z of a key head
+                return rows_part_by_part(weight, sizes, config.linear_num_key_heads // size, rank)
+            case "in_proj_ba" | "in_proj_z" | "in_proj_b" | "in_proj_a":
                 return shard_column(weight, rank, size)
             case "out_proj":
                 return shard_row(weight, rank, size)
@@ -114,26 +118,6 @@ class Qwen3NextForCausalLM(HybridForCausalLM):
     def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
         super().__init__(config, layers, max_model_len)
         self.reorder = partial(self.shard, config, rank=0, size=1, usual=lambda _, weight: weight[:])
-
-    @classmethod
-    def shard(
-        cls,
-        config: PretrainedConfig,
-        name: str,
-        weight: Weight,
-        rank: int,
-        size: int,
-        usual: Callable[..., torch.Tensor],
-    ) -> torch.Tensor:
-        """Put the rows of the rank's heads part by part, as Qwen3.5's checkpoints have them: [q, k, v, z] of all heads."""
-        heads = config.linear_num_key_heads
-        keys, values = config.linear_key_head_dim, config.linear_num_value_heads // heads * config.linear_value_head_dim
-        match name.split(".")[-2]:
-            case "in_proj_qkvz":
-                return rows_part_by_part(weight, [keys, keys, values, values], heads // size, rank)
-            case "in_proj_ba":
-                return shard_column(weight, rank, size)
-        return super().shard(config, name, weight, rank, size, usual)
 
 
 def rows_part_by_part(weight: Weight, sizes: Sequence[int], num_heads: int, rank: int) -> torch.Tensor:
