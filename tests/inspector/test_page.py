@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from folovllm.cli import main
+from folovllm.events import Snapshot
 from folovllm.inspector import film, show
 from folovllm.inspector.page import SCRIPT, SOURCE, STATIC, STYLE, inline_source, served_page, whole_page
 from folovllm.inspector.replay import parse, read
@@ -90,7 +91,8 @@ class TestNotebook:
         (page,) = re.findall(r"srcdoc='(.*?)'", show(served).data, re.S)
         (said,) = re.findall(r'id="source">(.*?)</script>', unescape(page))
         found = parse(json.loads(said)["recordings"][0]["text"], "now")
-        assert found.lines[1][0] == "key" and found.lines[1][3]["named"]
+        (snapshot,) = next(found.turns()).events
+        assert isinstance(snapshot, Snapshot) and any(block.hash for block in snapshot.blocks)
 
     def test_what_cannot_be_shown(self, tmp_path: Path) -> None:
         (tmp_path / "x").write_text("no")
@@ -178,7 +180,7 @@ class TestCommands:
             (["inspect", "none.jsonl"], "cannot read none.jsonl"),
             (
                 ["inspect", "old.jsonl"],
-                "old.jsonl is a recording of version 0, and this reads version 1: record it anew",
+                "old.jsonl is a recording of version 0, and this reads version 2: record it anew",
             ),
             (["inspect", "--html", "x.html"], "--html writes recordings into one page"),
             (["inspect", *7 * [str(DATA / "m2.jsonl")]], "a race has up to 6 recordings, not 7"),
@@ -222,7 +224,7 @@ def test_ctrl_c_leaves_a_recording_that_replays(tmp_path: Path) -> None:
     ]
     process = subprocess.Popen([*command, "--no-use-tqdm", "--record", str(record)], stderr=subprocess.PIPE)
     try:
-        while not (record.exists() and record.read_bytes().count(b'["turn"') > 20):
+        while not (record.exists() and record.read_bytes().count(b'["Turn"') > 20):
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=30)

@@ -16,6 +16,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from folovllm.engine.scheduler import Scheduler
+from folovllm.events import ExpertsAsked, RequestAdded
 from folovllm.inspector.playground import SLIDERS, Playground
 from folovllm.inspector.replay import Recording, parse
 from folovllm.inspector.scenes import scenes
@@ -82,10 +83,10 @@ def has(name: str) -> Callable[[bytes], bool]:
 def test_prompts_are_answered_and_seen() -> None:
     async def story(playground: Playground, page: Page) -> None:
         names = await playground.ask(["ab", "cde"], max_tokens=4, temperature=0.0)
-        while page.count("finish") < 2:
-            await page.see(has("finish"))
-        added = [e for line in page.recording().lines if line[0] == "turn" for e in line[3] if e[0] == "add"]
-        assert [event[2] for event in added] == names
+        while page.count("Finished") < 2:
+            await page.see(has("Finished"))
+        added = [e for turn in page.recording().turns() for e in turn.events if isinstance(e, RequestAdded)]
+        assert [event.request_id for event in added] == names
         replayed(page.recording())
 
     play(story)
@@ -95,12 +96,12 @@ def test_every_milestone_in_the_same_memory() -> None:
     async def story(playground: Playground, page: Page) -> None:
         for number, milestone in enumerate(("m1", "m2", "m3", "m4", "m5", "m6"), 2):
             await playground.build({"milestone": milestone})
-            await page.see(has("key"))
+            await page.see(has("Snapshot"))
             header = page.recording().header["engine"]
             assert header["milestone"] == milestone
             assert header["num_kv_blocks"] * header["block_size"] == (0 if milestone == "m1" else 48)
             await playground.ask(["ab"], max_tokens=3)
-            await page.see(has("finish"))
+            await page.see(has("Finished"))
             assert page.num_headers == number, "the stream began anew"
 
     play(story)
@@ -119,7 +120,7 @@ def test_a_setting_that_cannot_be_leaves_the_engine() -> None:
             with pytest.raises(ValueError, match=says):
                 await playground.build(changes)
         await playground.ask(["ab"], max_tokens=3)
-        await page.see(has("finish"))
+        await page.see(has("Finished"))
         assert page.num_headers == 1
 
     play(story)
@@ -136,9 +137,9 @@ def test_the_ends_of_the_sliders_are_engines(milestone: str) -> None:
             values = {name: end[i] for name, end, i in zip(names, ends, at, strict=True)}
             chunks = dict.fromkeys(("enable_chunked_prefill", "enable_prefix_caching"), at[1] == 1)
             await playground.build(values | chunks | {"milestone": milestone})
-            await page.see(has("key"))
+            await page.see(has("Snapshot"))
             await playground.ask(["a"], max_tokens=2)
-            await page.see(has("finish"))
+            await page.see(has("Finished"))
 
     play(story)
 
@@ -150,13 +151,13 @@ def test_a_scene_is_played() -> None:
         scene = scenes()["memory"]
         playground.change_pace(delay=0.0)
         await playground.play(scene)
-        while page.count("finish") < len(scene.requests):
-            await page.see(has("finish"))
-        assert page.count("preempt") > 0 and playground.settings["num_kv_blocks"] == 12
+        while page.count("Finished") < len(scene.requests):
+            await page.see(has("Finished"))
+        assert page.count("Preempted") > 0 and playground.settings["num_kv_blocks"] == 12
         playground.change_pace(delay=2.0)
         await playground.play(scene)
-        while page.count("add") < 3:
-            await page.see(has("add"))
+        while page.count("RequestAdded") < 3:
+            await page.see(has("RequestAdded"))
         playground.abort(None)
         assert playground._arriving is None
 
@@ -167,19 +168,19 @@ def test_drafts_experts_and_states() -> None:
     async def story(playground: Playground, page: Page) -> None:
         await playground.build({"num_kv_blocks": 48, "draft_tokens": 2})
         await playground.ask(["Once upon a time"], max_tokens=12)
-        await page.see(has("finish"))
-        assert page.count("guess") > 0
+        await page.see(has("Finished"))
+        assert page.count("DraftsVerified") > 0
         await playground.build({"draft_tokens": 0, "experts": True})
         await playground.ask(["Once upon a time"], max_tokens=3)
-        await page.see(has("finish"))
+        await page.see(has("Finished"))
         (first, *_, last) = [
-            e[1] for line in page.recording().lines if line[0] == "turn" for e in line[3] if e[0] == "experts"
+            e.counts for turn in page.recording().turns() for e in turn.events if isinstance(e, ExpertsAsked)
         ]
         assert sum(map(sum, first)) == 0 and sum(map(sum, last)) > 0
         await playground.build({"experts": False, "states": True})
         await playground.ask(["Once upon a time, in a small house near the sea, there lived a girl"], max_tokens=3)
-        await page.see(has("finish"))
-        assert page.count("snapshot") > 0
+        await page.see(has("Finished"))
+        assert page.count("SnapshotCached") > 0
         replayed(page.recording())
 
     play(story, model=None)
@@ -196,8 +197,8 @@ def test_prompts_that_cannot_be_served_are_refused_together() -> None:
             with pytest.raises(ValueError, match=says):
                 await playground.ask(prompts, **options)
         await playground.ask(["ab"], max_tokens=2)
-        await page.see(has("finish"))
-        assert page.count("add") == 1
+        await page.see(has("Finished"))
+        assert page.count("RequestAdded") == 1
 
     play(story)
 
@@ -206,22 +207,22 @@ def test_held_it_takes_the_steps_that_it_is_given() -> None:
     async def story(playground: Playground, page: Page) -> None:
         playground.change_pace(paused=True)
         (name,) = await playground.ask(["ab"], max_tokens=8, temperature=0.0)
-        await page.see(has("add"))  # who waits is seen
-        assert page.count("begin") == 0
+        await page.see(has("RequestAdded"))  # who waits is seen
+        assert page.count("StepBegan") == 0
         playground.change_pace(step=2)
-        while page.count("end") < 2:
-            await page.see(has("end"))
+        while page.count("StepEnded") < 2:
+            await page.see(has("StepEnded"))
         playground.abort(name)
-        await page.see(has("abort"))
-        assert page.count("end") == 2
+        await page.see(has("Aborted"))
+        assert page.count("StepEnded") == 2
         await playground.ask(["cd"], max_tokens=3)
         await playground.ask(["ef"], max_tokens=3)
         playground.abort(None)
-        while page.count("abort") < 3:
-            await page.see(has("abort"))
+        while page.count("Aborted") < 3:
+            await page.see(has("Aborted"))
         await playground.ask(["gh"], max_tokens=3)
         playground.change_pace(paused=False)
-        await page.see(has("finish"))
+        await page.see(has("Finished"))
 
     play(story)
 
@@ -231,7 +232,7 @@ def test_wrong_code_ends_the_engine_and_another_can_be_built(monkeypatch: pytest
         with monkeypatch.context() as patch:
             patch.setattr(Scheduler, "schedule", lambda self: 1 // 0)
             await playground.ask(["ab"])
-            await page.see(has("done"))
+            await page.see(has("Done"))
             assert "ZeroDivisionError" in str(page.recording().how)
             while playground.error is None:
                 await asyncio.sleep(0)
@@ -241,7 +242,7 @@ def test_wrong_code_ends_the_engine_and_another_can_be_built(monkeypatch: pytest
         await playground.build({})
         assert playground.described()["error"] is None
         await playground.ask(["ab"], max_tokens=2)
-        await page.see(has("finish"))
+        await page.see(has("Finished"))
 
     play(story)
 

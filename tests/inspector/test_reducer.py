@@ -61,7 +61,7 @@ class Watched(Taped):
     """A world that is recorded; after each moment it notes what the cache manager says, too."""
 
     def __init__(self, served: LLMEngine, seed: int) -> None:
-        super().__init__(served, seed, key_every=256)
+        super().__init__(served, seed)
         self.own = dict[int, list[Cell]]()
 
     def note(self) -> None:
@@ -90,7 +90,7 @@ def cell_of(cell: Cell) -> list[Any]:
         kind = "torn" if cell.ref_count else "free" if cell.hash is None else "cached"
     else:
         kind = "lost" if cell.ref_count == 0 else "owned" if cell.ref_count == 1 else "shared"
-    hash_ = None if cell.hash is None else f"{cell.hash:016x}"
+    hash_ = None if cell.hash is None else f"{cell.hash:016x}"[:8]
     return [cell.ref_count, int(cell.is_free), hash_, cell.serial, cell.parent, kind]
 
 
@@ -156,18 +156,16 @@ def test_wrong_guesses_leave_no_trace(here: Shown, milestone: str) -> None:
 def assert_ghosts_lie_where_the_engine_has_them(world: Watched, moments: list[Any]) -> set[str]:
     """What counts is in the cache and in the text, what was rejected in neither; and all guesses are told. Returns their kinds."""
     guessed, accepted, under_way, found = Counter[int](), Counter[int](), dict[int, int](), set[str]()
-    turns = [line[3] for line in map(json.loads, world.data.splitlines()[1:]) if line[0] == "turn"]
+    turns = [line[3] for line in map(json.loads, world.data.splitlines()[1:]) if line[0] == "Turn"][1:]
     states = [state_of(watcher) for watcher in world.states]
     for at, events in enumerate(turns, 1):
-        checks = {event[1]: event[2:] for event in events if event[0] == "guess"}
+        checks = {event[1]: event[2:] for event in events if event[0] == "DraftsVerified"}
         for event in events:
-            if event[0] == "begin":
+            if event[0] == "StepBegan":
                 under_way |= {
-                    scheduled[0]: scheduled[3] - 1
-                    for scheduled in event[4]
-                    if isinstance(scheduled, list) and scheduled[3] > 1
+                    seq_id: num_samples - 1 for seq_id, _, _, _, num_samples, *_ in event[4] if num_samples > 1
                 }
-            elif event[0] == "guess":
+            elif event[0] == "DraftsVerified":
                 del under_way[event[1]]
         for id_, (asked, right, rejected) in checks.items():
             assert len(rejected) == asked - right
