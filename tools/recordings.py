@@ -170,7 +170,7 @@ class Clock:
         self.now = 0.0
 
     def __call__(self) -> float:
-        self.now += 20e-6
+        self.now = round(self.now + 20e-6, 9)
         return self.now
 
 

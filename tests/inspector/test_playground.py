@@ -68,7 +68,7 @@ def play(story: Callable[[Playground, Page], Awaitable[None]], **overrides: Any)
         try:
             async with asyncio.timeout(60):
                 page = Page(playground)
-                await page.see(lambda line: b'["key"' in line)
+                await page.see(lambda line: b'["Turn"' in line)
                 await story(playground, page)
         finally:
             await playground.close()
