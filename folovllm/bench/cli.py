@@ -63,11 +63,11 @@ def throughput(
     save: Save = None,
     **given: Any,
 ) -> None:
-    """Serve a workload: tokens a second, times to first token, memory wasted, share of the roofline, Python's cost."""
+    """Serve a workload: tokens a second, times to first token, memory wasted, share of the roofline."""
     from folovllm.bench.throughput import bench_throughput
 
     with contenders(given, compare, random_weights) as engines:
-        found = bench_throughput(engines, workload, requests, repeats, limit, with_step_times=True)
+        found = bench_throughput(engines, workload, requests, repeats, limit)
     finish(found, save)
 
 
@@ -121,7 +121,7 @@ def reuse(
     save: Save = None,
     **given: Any,
 ) -> None:
-    """What a cached prefix saves, what hashing costs, and how long a long prompt holds up the others."""
+    """What a cached prefix saves, and how long a long prompt holds up the others."""
     from folovllm.bench.reuse import bench_reuse
 
     sizes = tuple(map(int, numbers("--chunks", chunks)))
@@ -180,9 +180,7 @@ def serve(
         str | None,
         typer.Option(help="In place of rates: so many clients, each of which waits for its answer, say 1,8."),
     ] = None,
-    slo: Annotated[
-        str, typer.Option(help="Limits that a request must keep to count for goodput.")
-    ] = "ttft=200ms,tpot=50ms",
+    slo: Annotated[str | None, typer.Option(hidden=True)] = None,
     engine_process: Annotated[
         bool | None, typer.Option(help="Our engine in a process of its own; if not said: where it has a GPU.")
     ] = None,
@@ -191,12 +189,14 @@ def serve(
     save: Save = None,
     **given: Any,
 ) -> None:
-    """Load a server, ours or any with OpenAI's API: TTFT, TPOT, gaps, goodput, rate by rate. Ctrl-C keeps what there is."""
-    from folovllm.bench.serving import VOCABULARY, Slo, Sweep, show_sweep
+    """Load a server, ours or any with OpenAI's API: TTFT, TPOT, gaps, rate by rate. Ctrl-C keeps what there is."""
+    from folovllm.bench.serving import VOCABULARY, Sweep, show_sweep
     from folovllm.bench.workload import load_workload
 
+    if slo is not None:
+        raise ValueError("--slo is gone, as goodput is no longer counted: leave it out, and read TTFT and TPOT")
     points = points_of(rates, clients)
-    sweep = Sweep(load_workload(workload, VOCABULARY, requests), points, Slo.parse(slo), engine_process)
+    sweep = Sweep(load_workload(workload, VOCABULARY, requests), points, engine_process)
     if url is not None:
         require_no_engine(given, compare, random_weights)
         found, is_whole = sweep.run_at(url, given.get("model"), api_key)

@@ -6,11 +6,13 @@ A server is one of our own for each preset, or one that runs already.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import re
 import subprocess
 import tempfile
+import urllib.request
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -26,11 +28,9 @@ from folovllm.bench.http_load import Reply, Server
 from folovllm.bench.report import Metric, Result, Run, digits, machine_line, quantile, workload_line
 from folovllm.bench.workload import BenchRequest, Workload
 from folovllm.children import import_path, python_command
-from folovllm.cli.remote import Server as RemoteModel
 from folovllm.config import EngineConfig
 
 Ask = Callable[[BenchRequest], Coroutine[Any, Any, object]]
-UNITS = {"ms": 1e-3, "s": 1.0}
 END = 10.0  # seconds that our server has to end
 VOCABULARY = 4_000  # ids that every model has
 WARM_UP = 3  # requests
@@ -40,40 +40,8 @@ COLUMNS = (  # heading, metrics in one cell
     ("TTFT ms\nmedian, p99", ("TTFT median", "TTFT p99")),
     ("TPOT ms\nmedian, p99", ("TPOT median", "TPOT p99")),
     ("ITL ms\nmedian, p99", ("ITL median", "ITL p99")),
-    ("goodput\n/s", ("goodput",)),
     ("\nfailed", ("failed",)),
 )
-
-
-@dataclass(slots=True, frozen=True)
-class Slo:
-    """What a client was promised, in seconds; None: nothing of the kind."""
-
-    ttft: float | None = None
-    tpot: float | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> Slo:
-        """Read "ttft=200ms,tpot=50ms". Raises ValueError for anything else."""
-        limits: dict[str, float] = {}
-        for item in text.split(","):
-            found = re.fullmatch(r"\s*(ttft|tpot)\s*=\s*([0-9.]+)\s*(ms|s)\s*", item)
-            if found is None or found[1] in limits:
-                raise ValueError(f"--slo takes limits as ttft=200ms,tpot=50ms, not {text!r}")
-            limits[found[1]] = float(found[2]) * UNITS[found[3]]
-        return cls(**limits)
-
-    def is_met(self, reply: Reply) -> bool:
-        """Whether the answer came, and in time."""
-        return (
-            reply.error is None
-            and (self.ttft is None or reply.ttft <= self.ttft)
-            and (self.tpot is None or reply.tpot <= self.tpot)
-        )
-
-    def __str__(self) -> str:
-        named = (("TTFT", self.ttft), ("TPOT", self.tpot))
-        return ", ".join(f"{name} {1e3 * limit:g} ms" for name, limit in named if limit is not None)
 
 
 @dataclass(slots=True, frozen=True)
@@ -134,7 +102,7 @@ class Load:
         """Those whose whole answer came."""
         return [reply for reply in self.replies if reply.is_over and reply.error is None and reply.times]
 
-    def metrics(self, slo: Slo) -> dict[str, Metric]:
+    def metrics(self) -> dict[str, Metric]:
         """Figures of those that were answered; rates are over the time from the first request to the last token."""
         answered = self.answered
         seconds = max((reply.times[-1] for reply in answered), default=self.begin) - self.begin
@@ -154,13 +122,23 @@ class Load:
             for title, share in (("median", 0.5), ("p99", 0.99)):
                 if values:
                     metrics[f"{name} {title}"] = Metric.of([1e3 * quantile(values, share)], "ms", False)
-        metrics["goodput"] = Metric.of([sum(map(slo.is_met, answered)) / seconds], "/s")
         return metrics
 
     @property
     def first_error(self) -> str | None:
         """Why the first one failed that did."""
         return next((reply.error for reply in self.replies if reply.error is not None), None)
+
+
+def first_model(url: str, api_key: str | None) -> str:
+    """The first model that a server names. Raises ValueError where none answers."""
+    address = f"{url.rstrip('/').removesuffix('/v1')}/v1/models"
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=END) as response:
+            return str(json.load(response)["data"][0]["id"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"no server answers at {address}: {error}") from error
 
 
 def shifted(workload: Workload, by: int, vocab_size: int) -> list[BenchRequest]:
@@ -221,7 +199,6 @@ class Sweep:
 
     workload: Workload
     points: list[Point]
-    slo: Slo
     engine_process: bool | None = None
 
     def run(self, contenders: list[Contender]) -> tuple[Result, bool]:
@@ -231,17 +208,17 @@ class Sweep:
 
     def run_at(self, url: str, model: str | None, api_key: str | None) -> tuple[Result, bool]:
         """The same for a server that is there. Raises ValueError where none answers."""
-        model = RemoteModel(url, api_key, model=model).name
+        model = model or first_model(url, api_key)
         return self._run([(model, {"url": url}, nullcontext(url))], model, api_key)
 
     def _run(self, targets: Any, model: str = "model", api_key: str | None = None) -> tuple[Result, bool]:
-        result = Result("serve", self.workload.describe() | {"slo": str(self.slo)})
+        result = Result("serve", self.workload.describe())
         try:
             for name, shown, address in targets:
                 with address as url:
                     for load in self._loads(name, Server(url, model, api_key)):
                         settings = shown | {"rate": load.point.rate, "clients": load.point.clients}
-                        run = Run(f"{name} at {load.point}", settings, load.metrics(self.slo), load.partial)
+                        run = Run(f"{name} at {load.point}", settings, load.metrics(), load.partial)
                         result.runs.append(run)
                         if load.partial:
                             return result, False
@@ -294,8 +271,6 @@ def show_sweep(result: Result) -> None:
             load = run.name.rpartition(" at ")[2] + " (partial)" * run.partial
             table.add_row(load, *(cell([run.metrics.get(name) for name in names]) for _, names in COLUMNS))
         console.print(table)
-    if slo := result.workload.get("slo"):
-        console.print(f"goodput counts the requests with {slo}", style="dim")
     console.print(machine_line(result), style="dim")
 
 

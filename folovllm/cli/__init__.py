@@ -199,27 +199,19 @@ def chats(llm: LLM, raw: bool) -> bool:
 
 def chat(
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
-    server: Annotated[
-        str | None, typer.Option(metavar="URL", help="Talk to a server that runs, such as http://127.0.0.1:8000.")
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(help="The server's key; the variable FOLOVLLM_API_KEY says the same.")
-    ] = None,
+    server: Annotated[str | None, typer.Option(hidden=True)] = None,
     **given: Any,
 ) -> None:
     """Talk to the model. /reset starts anew, Ctrl-C stops an answer, Ctrl-D leaves."""
     from folovllm.cli.conversation import Chat, OwnEngine
-    from folovllm.cli.remote import server_of_flags
     from folovllm.sampling_params import SamplingParams
 
-    chosen = {"max_tokens": CHAT_MAX_TOKENS, **pick(given, SamplingParams)}
-    params = SamplingParams(**chosen)
+    if server is not None:
+        raise ValueError("chat --server is gone: open the server's address in a browser, or leave --server out")
+    params = SamplingParams(**{"max_tokens": CHAT_MAX_TOKENS, **pick(given, SamplingParams)})
     if params.n != 1:
         raise ValueError("a chat has one answer: leave n at 1")
-    if api_key and not server:
-        raise ValueError("--api-key is for a server: say which with --server URL")
-    speaker = server_of_flags(server, api_key, chosen, given) if server else OwnEngine(load_llm(given), params)
-    Chat(speaker, system).run()
+    Chat(OwnEngine(load_llm(given), params), system).run()
 
 
 def download(

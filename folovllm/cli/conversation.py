@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from folovllm.cli.remote import Server, ServerError
 from folovllm.interrupts import interrupts
 
 if TYPE_CHECKING:
@@ -39,13 +38,13 @@ class OwnEngine:
 
 
 class Chat:
-    """The history of one conversation, and who continues it.
+    """The history of one conversation, and the engine that continues it.
 
     Invariant: between answers `messages` alternates user and assistant (after a system message, if any), whatever was
     interrupted or refused.
     """
 
-    def __init__(self, speaker: OwnEngine | Server, system: str | None = None) -> None:
+    def __init__(self, speaker: OwnEngine, system: str | None = None) -> None:
         self._speaker = speaker
         self._opening = [{"role": "system", "content": system}] if system else []
         self.notes = Console(stderr=True, highlight=False)
@@ -85,8 +84,7 @@ class Chat:
         try:
             self.answer(question)
         except ValueError as error:
-            hint = "" if isinstance(error, ServerError) else " (/reset starts a new conversation)"
-            self.notes.print(f"error: {error}{hint}", style="red", markup=False)
+            self.notes.print(f"error: {error} (/reset starts a new conversation)", style="red", markup=False)
 
     def answer(self, question: str) -> str:
         """Stream the answer to stdout and add both to the history; what was said before a Ctrl-C counts."""
