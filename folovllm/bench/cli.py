@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from folovllm.cli.flags import Given, in_a_folder, pick, with_flags
+from folovllm.cli.flags import Given, pick, with_flags, writable
 
 if TYPE_CHECKING:
     from folovllm.bench.contenders import Contender
@@ -35,7 +35,7 @@ Limit = Annotated[
 ]
 Repeats = Annotated[int, typer.Option(help="Passes; the table shows the median, and their spread.", min=1)]
 Requests = Annotated[int | None, typer.Option(help="Only the first so many requests.", min=1)]
-Save = Annotated[Path | None, typer.Option("--save", help="Write the result to this JSON file.", callback=in_a_folder)]
+Save = Annotated[Path | None, typer.Option("--save", help="Write the result to this JSON file.", callback=writable)]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -99,7 +99,7 @@ def memory(
     from folovllm.bench.memory import bench_memory
 
     longest = given.pop("max_model_len", None) or 512
-    compare = compare or (None if given.get("milestone") else "m2,m3")
+    compare = "m2,m3" if compare is None and given.get("milestone") is None else compare
     with contenders(given, compare, random_weights) as engines:
         found = bench_memory(engines, slots, longest, requests)
     finish(found, save)
@@ -151,9 +151,9 @@ def ladder(
     from folovllm.config import LATEST
     from folovllm.engine.setup import choose_device
 
-    if given.pop("milestone", None):
+    if given.pop("milestone", None) is not None:
         raise ValueError("the ladder runs all milestones: say --upto m3, not --milestone m3")
-    upto = upto or started_milestone() or LATEST
+    upto = started_milestone() or LATEST if upto is None else upto
     on_gpu = choose_device(given.get("device")).type == "cuda"
     workload = workload or ("nano-vllm" if on_gpu else "mixed")
     with contenders(given, None, random_weights) as [(_, fields)]:
@@ -267,7 +267,7 @@ def contenders(given: dict[str, Any], compare: str | None, geometry: str | None)
         raise ValueError("give --milestone or --compare, not both")
     with tempfile.TemporaryDirectory() as folder:
         fields = chosen if geometry is None else random_model(geometry, Path(folder), chosen)
-        yield parse_contenders(compare or milestone or started_milestone() or LATEST, fields)
+        yield parse_contenders(milestone or started_milestone() or LATEST if compare is None else compare, fields)
 
 
 def finish(result: Result, save: Path | None, printer: Callable[[Result], None] | None = None) -> None:

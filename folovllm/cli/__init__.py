@@ -21,7 +21,7 @@ import typer
 from rich.text import Text
 
 import folovllm
-from folovllm.cli.flags import engine_flags, in_a_folder, pick, with_flags
+from folovllm.cli.flags import engine_flags, pick, with_flags, writable
 from folovllm.cli.terminal import print_next, stderr, stream_answer, tolerate_encodings
 from folovllm.electives import DOWNLOADS, require
 
@@ -33,10 +33,10 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 CHAT_MAX_TOKENS = 1024
 Record = Annotated[
     Path | None,
-    typer.Option(help="Record what the engine does, prompts too, for `folovllm inspect`.", callback=in_a_folder),
+    typer.Option(help="Record what the engine does, prompts too, for `folovllm inspect`.", callback=writable),
 ]
 Trace = Annotated[
-    Path | None, typer.Option(help="Write steps and requests as a trace for ui.perfetto.dev.", callback=in_a_folder)
+    Path | None, typer.Option(help="Write steps and requests as a trace for ui.perfetto.dev.", callback=writable)
 ]
 
 
@@ -229,6 +229,8 @@ def read_prompts(prompts: list[str] | None, file: TextIO | None) -> list[str]:
     """The prompts named on the command line, else the lines of a file or of piped stdin; empty lines do not count."""
     if prompts and file:
         raise ValueError("give prompts or --file, not both")
+    if prompts and not all(text.strip() for text in prompts):
+        raise ValueError("a prompt is empty: write something between the quotes")
     if prompts:
         return prompts
     if file is None and sys.stdin.isatty():

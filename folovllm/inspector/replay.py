@@ -29,7 +29,7 @@ class Header(msgspec.Struct):
 
     format: str
     version: int
-    engine: Engine | None = None
+    engine: Any = None
 
 
 _header, _line = msgspec.json.Decoder(Header), msgspec.json.Decoder[Line](Line)
@@ -130,8 +130,10 @@ def _checked_header(first: str, name: str) -> dict[str, Any]:
         raise ValueError(
             f"{name} is a recording of version {header.version}, and this reads version {VERSION}: record it anew"
         )
-    if header.engine is None:
-        raise ValueError(f"{name} does not describe its engine in its first line: the file is damaged")
+    try:
+        msgspec.convert(header.engine, Engine)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{name} does not describe its engine in its first line: {error}") from error
     return dict(msgspec.json.decode(first))
 
 

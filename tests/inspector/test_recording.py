@@ -193,7 +193,7 @@ DEEP = "[" * 100_000
         (DEEP + "\n", "is no recording"),
         (json.dumps(HEADER | {"version": 1}), "x.jsonl is a recording of version 1, and this reads version 2: record"),
         (json.dumps(HEADER | {"engine": None}), "does not describe its engine"),
-        (json.dumps(HEADER | {"engine": {"num_kv_blocks": 1 << 40, "block_size": 1}}), "is no recording"),
+        (json.dumps(HEADER | {"engine": {"num_kv_blocks": 1 << 40, "block_size": 1}}), "does not describe its engine"),
         (f"{json.dumps(HEADER)}\nno\n[]\n", "x.jsonl, line 2 is no JSON"),
         (f"{json.dumps(HEADER)}\n{DEEP}\n[]\n", "x.jsonl, line 2 is no JSON"),
         (f"{json.dumps(HEADER)}\n{DEEP}]\n", "line 2 is no JSON"),
