@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine, make_engine
-from folovllm.inspector.playground import SLIDERS, config_fields
+from folovllm.inspector.playground import CONTROLS, config_fields
 from folovllm.inspector.recorder import Recorder
 from folovllm.inspector.scenes import Scene, Words, scenes
 from folovllm.sampling_params import SamplingParams
@@ -159,7 +159,7 @@ def takes_of(scene: Scene) -> Iterator[Take]:
     asks = [Ask(request.turn, request.prompt, request.max_tokens) for request in scene.requests]
     titles = [lane.title for lane in scene.lanes] or [scene.words.title]
     for title, settings, file in zip(titles, scene.engines, scene.files, strict=True):
-        settings = {name: slider.default for name, slider in SLIDERS.items()} | settings
+        settings = {name: slider.default for name, slider in CONTROLS.items()} | settings
         yield Take(file, title, config_fields(settings), asks, scene.told(), is_measured=scene.name == MEASURED)
 
 

@@ -147,7 +147,15 @@ def ladder(
 ) -> None:
     """One workload through every milestone; with --mine, your ladder beside the reference's."""
     from folovllm._overlay import started_milestone
-    from folovllm.bench.ladder import Plan, bench_ladder, bench_reference, beside, for_cpu, rungs, show_ladder
+    from folovllm.bench.ladder import (
+        Plan,
+        bench_ladder,
+        bench_reference,
+        beside,
+        contenders_up_to,
+        for_cpu,
+        show_ladder,
+    )
     from folovllm.config import LATEST
     from folovllm.engine.setup import choose_device
 
@@ -157,7 +165,9 @@ def ladder(
     on_gpu = choose_device(given.get("device")).type == "cuda"
     workload = workload or ("nano-vllm" if on_gpu else "mixed")
     with contenders(given, None, random_weights) as [(_, fields)]:
-        climbed = rungs(upto, fields) if on_gpu else for_cpu(rungs(upto, fields), workload, requests)
+        climbed = (
+            contenders_up_to(upto, fields) if on_gpu else for_cpu(contenders_up_to(upto, fields), workload, requests)
+        )
         plan = Plan(climbed, workload, requests, limit, repeats)
         found = bench_ladder(plan)
         found = beside(found, bench_reference(plan)) if os.environ.get("FOLOVLLM_MINE") else found
@@ -190,7 +200,7 @@ def serve(
     **given: Any,
 ) -> None:
     """Load a server, ours or any with OpenAI's API: TTFT, TPOT, gaps, rate by rate. Ctrl-C keeps what there is."""
-    from folovllm.bench.serving import VOCABULARY, Sweep, show_sweep
+    from folovllm.bench.serving import VOCABULARY, Sweep
     from folovllm.bench.workload import load_workload
 
     if slo is not None:
@@ -203,7 +213,7 @@ def serve(
     else:
         with contenders(given, compare, random_weights) as engines:
             found, is_whole = sweep.run(engines)
-    finish(found, save, show_sweep)
+    finish(found, save)
     if not is_whole:
         raise typer.Exit(130)
 

@@ -18,14 +18,11 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from folovllm.bench.contenders import Contender, used_settings
 from folovllm.bench.http_load import Reply, Server
-from folovllm.bench.report import Metric, Result, Run, digits, machine_line, quantile, workload_line
+from folovllm.bench.report import Metric, Result, Run, quantile
 from folovllm.bench.workload import BenchRequest, Workload
 from folovllm.children import import_path, python_command
 from folovllm.config import EngineConfig
@@ -34,14 +31,6 @@ Ask = Callable[[BenchRequest], Coroutine[Any, Any, object]]
 END = 10.0  # seconds that our server has to end
 VOCABULARY = 4_000  # ids that every model has
 WARM_UP = 3  # requests
-COLUMNS = (  # heading, metrics in one cell
-    ("requests\n/s", ("requests",)),
-    ("output\ntok/s", ("output tokens",)),
-    ("TTFT ms\nmedian, p99", ("TTFT median", "TTFT p99")),
-    ("TPOT ms\nmedian, p99", ("TPOT median", "TPOT p99")),
-    ("ITL ms\nmedian, p99", ("ITL median", "ITL p99")),
-    ("\nfailed", ("failed",)),
-)
 
 
 @dataclass(slots=True, frozen=True)
@@ -254,26 +243,3 @@ class Sweep:
                 asyncio.run(all_of_it())
             except KeyboardInterrupt:  # what was answered by then counts
                 load.partial = True
-
-
-def show_sweep(result: Result) -> None:
-    """A table for each server, with a row for each load."""
-    console = Console(highlight=False)
-    names = dict.fromkeys(run.name.rpartition(" at ")[0] for run in result.runs)
-    console.print(f"bench serve: {workload_line(result.workload)}")
-    for name in names:
-        runs = [run for run in result.runs if run.name.rpartition(" at ")[0] == name]
-        table = Table(title=name, title_justify="left", box=SIMPLE)
-        table.add_column("load", no_wrap=True)
-        for heading, _ in COLUMNS:
-            table.add_column(heading, justify="right", no_wrap=True)
-        for run in runs:
-            load = run.name.rpartition(" at ")[2] + " (partial)" * run.partial
-            table.add_row(load, *(cell([run.metrics.get(name) for name in names]) for _, names in COLUMNS))
-        console.print(table)
-    console.print(machine_line(result), style="dim")
-
-
-def cell(metrics: list[Metric | None]) -> str:
-    """Figures in a table."""
-    return ", ".join("-" if metric is None else digits(metric.median) for metric in metrics)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -17,16 +16,12 @@ from starlette.testclient import TestClient
 
 from folovllm.engine.scheduler import Scheduler
 from folovllm.events import ExpertsAsked, RequestAdded
-from folovllm.inspector.playground import SLIDERS, Playground
+from folovllm.inspector.playground import CONTROLS, Playground
 from folovllm.inspector.replay import Recording, parse
 from folovllm.inspector.scenes import scenes
 from folovllm.inspector.serve import playground_app, replay_app
-from folovllm.sampling_params import SamplingParams
-from folovllm.server.link import SocketLink
-from folovllm.server.messages import Abort, Pace, encode, frame
 from tests.helpers import tiny_checkpoint
 from tests.inspector.test_live import replayed
-from tests.x1.scripted import ScriptedEngine, request_of
 
 MODEL = {"model": str(tiny_checkpoint()), "device": "cpu"}
 SMALL = {"num_kv_blocks": 12, "block_size": 4, "max_num_seqs": 4}
@@ -122,24 +117,6 @@ def test_a_setting_that_cannot_be_leaves_the_engine() -> None:
         await playground.ask(["ab"], max_tokens=3)
         await page.see(has("Finished"))
         assert page.num_headers == 1
-
-    play(story)
-
-
-@pytest.mark.parametrize("milestone", SLIDERS["milestone"].choices)
-def test_the_ends_of_the_sliders_are_engines(milestone: str) -> None:
-    """In M3 and M6 any two of them at each of their ends, with and without chunks and a cache of prefixes; else least and most."""
-    names = ("num_kv_blocks", "block_size", "max_num_batched_tokens")
-    ends = [(s.choices or (s.min, s.max))[:: len(s.choices) - 1 or 1] for s in (SLIDERS[name] for name in names)]
-
-    async def story(playground: Playground, page: Page) -> None:
-        for at in ((0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0)) if milestone in ("m3", "m6") else ((0, 0, 0), (1, 1, 0)):
-            values = {name: end[i] for name, end, i in zip(names, ends, at, strict=True)}
-            chunks = dict.fromkeys(("enable_chunked_prefill", "enable_prefix_caching"), at[1] == 1)
-            await playground.build(values | chunks | {"milestone": milestone})
-            await page.see(has("Snapshot"))
-            await playground.ask(["a"], max_tokens=2)
-            await page.see(has("Finished"))
 
     play(story)
 
@@ -267,50 +244,7 @@ assert "torch" not in sys.modules
     assert done.returncode == 0, done.stderr
 
 
-def test_loading_is_told_until_the_engine_is_there() -> None:
-    async def story() -> None:
-        playground = Playground(MODEL | SMALL)
-        assert playground.described()["loading"]
-        building = asyncio.create_task(playground.build({}))
-        told = set()
-        while not building.done():
-            told.add(playground.described()["loading"])
-            await asyncio.sleep(0)
-        await building
-        assert playground.described()["loading"] is None
-        assert "the engine is built (2 of 2)" in told
-        await playground.close()
-
-    asyncio.run(story())
-
-
 class TestPace:
-    def test_steps_are_counted_while_it_is_held(self) -> None:
-        engine = ScriptedEngine()
-        engine.subscribe(lambda events: None)
-        here, there = socket.socketpair()
-        link = SocketLink(there)
-        served = link.watched(engine)  # type: ignore[arg-type]
-        served.add_checked(request_of(1, [1], SamplingParams(max_tokens=99)))
-        for command, steps in (
-            (Pace(is_held=True, step=1), 1),
-            (None, 1),
-            (Pace(is_held=True, step=2), 2),
-            (None, 3),
-            (None, 3),
-            (Pace(is_held=True, step=2), 4),
-            (Pace(is_held=False), 5),
-            (Pace(is_held=True), 5),  # what was granted before is forgotten
-            (Pace(), 6),
-        ):
-            for each in [] if command is None else [Abort(7), command]:
-                here.sendall(frame(encode(each)))
-            assert link.receive(False) == ([] if command is None else [Abort(7)])
-            served.step()
-            assert engine.num_steps == steps
-        here.close()
-        there.close()
-
     @pytest.mark.parametrize(
         "wrong", [{"delay": -1}, {"delay": 60}, {"delay": float("nan")}, {"step": -1}, {"step": 10_000}]
     )
@@ -336,7 +270,7 @@ class TestAddresses:
         assert client.post("/inspector/playground", json={}).status_code == 200
         said = client.get("/inspector/playground").json()
         assert [field["name"] for field in said["fields"]] == [
-            name for name in SLIDERS if name not in ("experts", "states")
+            name for name in CONTROLS if name not in ("experts", "states")
         ]
         assert (said["mine"], said["error"], said["paused"]) == (0, None, 0)
         assert client.post("/inspector/playground", json={"block_size": 16}).json()["fields"][2]["value"] == 16

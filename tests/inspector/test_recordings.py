@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from folovllm.inspector.playground import SLIDERS, changed
+from folovllm.inspector.playground import CONTROLS, changed
 from folovllm.inspector.replay import read
 from folovllm.inspector.scenes import Scene, scenes
 from tests.inspector.test_live import replayed
@@ -52,7 +52,7 @@ def test_a_scene_stops_before_its_answer(scene: Scene) -> None:
     assert all(text and text[-1] in "?？" for text in (scene.words.question, scene.zh.question))
     assert (ROOT / "docs" / f"{scene.chapter}.md").is_file()
     for settings in scene.engines:
-        changed({name: slider.default for name, slider in SLIDERS.items()}, settings)  # the sliders can show it
+        changed({name: slider.default for name, slider in CONTROLS.items()}, settings)  # the sliders can show it
 
 
 def test_the_book_shows_recordings_that_there_are() -> None:

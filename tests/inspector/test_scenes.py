@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from folovllm.inspector.page import inline_source, whole_page
-from folovllm.inspector.playground import SLIDERS
+from folovllm.inspector.playground import CONTROLS
 from folovllm.inspector.scenes import Scene, scenes
 from tests.inspector.browser import DRAWN, HOST, SAMPLES, SHOWN, STATIC, Shown, shown
 
@@ -96,7 +96,7 @@ class TestPlayground:
         """It plays from its recording; the engine takes it over once it is there and somebody asks for it."""
         asked: list[tuple[str, Any]] = []
         answers = iter(["PyTorch is imported (1 of 2)", None, None])
-        fields = [slider.described(name, slider.default) for name, slider in SLIDERS.items()]
+        fields = [slider.described(name, slider.default) for name, slider in CONTROLS.items()]
         told: dict[str, Any] = {"fields": fields, "mine": 0, "error": None, "delay": 0.2, "paused": 0}
 
         def control(route: Any) -> None:
@@ -180,7 +180,7 @@ class TestChinese:
                   it.forEach((name) => template(name));
                   return [...missing]"""
                 assert here.run(check, names) == []
-        helps = {slider.help for slider in SLIDERS.values()}
+        helps = {slider.help for slider in CONTROLS.values()}
         assert helps <= STRINGS.keys()
 
     def test_each_has_the_names_of_its_source(self) -> None:

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from folovllm.bench.http_load import Reply, Server, read_reply
-from folovllm.bench.report import load
-from folovllm.bench.serving import Load, Point, Sweep, arrivals, drive, flags_of, shifted, show_sweep
+from folovllm.bench.report import load, show
+from folovllm.bench.serving import Load, Point, Sweep, arrivals, drive, flags_of, shifted
 from folovllm.bench.workload import BenchRequest, Workload
 from folovllm.cli import main
 from tests.x1.background import Background
@@ -185,7 +185,7 @@ class TestSweep:
             assert run.metrics["requests"].median > 0
         found.describe_here().save(tmp_path / "found.json")
         assert load(tmp_path / "found.json") == found
-        show_sweep(found)
+        show(found)
         assert "TTFT" in capsys.readouterr().out
 
     def test_what_was_found_before_ctrl_c_is_kept(self, server: Background, monkeypatch: pytest.MonkeyPatch) -> None:
