@@ -199,7 +199,7 @@ def serve(
     save: Save = None,
     **given: Any,
 ) -> None:
-    """Load a server, ours or any with OpenAI's API: TTFT, TPOT, gaps, rate by rate. Ctrl-C keeps what there is."""
+    """Load a server, ours or any with OpenAI's API: TTFT, TPOT, gaps, rate by rate. Ctrl-C keeps the loads before it."""
     from folovllm.bench.serving import VOCABULARY, Sweep
     from folovllm.bench.workload import load_workload
 

@@ -84,7 +84,6 @@ class Load:
     point: Point
     replies: list[Reply] = field(default_factory=list)
     begin: float = 0.0
-    partial: bool = False
 
     @property
     def answered(self) -> list[Reply]:
@@ -207,11 +206,8 @@ class Sweep:
                 with address as url:
                     for load in self._loads(name, Server(url, model, api_key)):
                         settings = shown | {"rate": load.point.rate, "clients": load.point.clients}
-                        run = Run(f"{name} at {load.point}", settings, load.metrics(), load.partial)
-                        result.runs.append(run)
-                        if load.partial:
-                            return result, False
-        except KeyboardInterrupt:  # while a server started or ended
+                        result.runs.append(Run(f"{name} at {load.point}", settings, load.metrics()))
+        except KeyboardInterrupt:  # the loads before this one count
             return result, False
         return result, True
 
@@ -219,13 +215,11 @@ class Sweep:
         """Warm the server up, then a load for each point. Raises ValueError if it answers none of the first requests."""
         first = Load(Point(clients=1))
         self._drive(server, first, shifted(self.workload, 1, VOCABULARY)[:WARM_UP], f"{name}, warm-up")
-        if not first.answered and not first.partial:
+        if not first.answered:
             raise ValueError(f"{name} answered nothing: {first.first_error}")
         for number, point in enumerate(self.points, 2):
             load = Load(point)
-            if not first.partial:
-                self._drive(server, load, shifted(self.workload, number, VOCABULARY), f"{name} at {point}")
-            load.partial |= first.partial
+            self._drive(server, load, shifted(self.workload, number, VOCABULARY), f"{name} at {point}")
             yield load
 
     def _drive(self, server: Server, load: Load, requests: list[BenchRequest], title: str) -> None:
@@ -239,7 +233,4 @@ class Sweep:
                 load.begin = asyncio.get_running_loop().time()
                 await drive(requests, load.point, ask)
 
-            try:
-                asyncio.run(all_of_it())
-            except KeyboardInterrupt:  # what was answered by then counts
-                load.partial = True
+            asyncio.run(all_of_it())

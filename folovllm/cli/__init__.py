@@ -203,7 +203,7 @@ def chat(
     **given: Any,
 ) -> None:
     """Talk to the model. /reset starts anew, Ctrl-C stops an answer, Ctrl-D leaves."""
-    from folovllm.cli.conversation import Chat, OwnEngine
+    from folovllm.cli.conversation import Chat
     from folovllm.sampling_params import SamplingParams
 
     if server is not None:
@@ -211,7 +211,7 @@ def chat(
     params = SamplingParams(**{"max_tokens": CHAT_MAX_TOKENS, **pick(given, SamplingParams)})
     if params.n != 1:
         raise ValueError("a chat has one answer: leave n at 1")
-    Chat(OwnEngine(load_llm(given), params), system).run()
+    Chat(load_llm(given), params, system).run()
 
 
 def download(

@@ -17,26 +17,6 @@ if TYPE_CHECKING:
 HELP = "/reset starts anew, Ctrl-C stops an answer, Ctrl-D leaves."
 
 
-class OwnEngine:
-    """The engine of an `LLM`."""
-
-    def __init__(self, llm: LLM, params: SamplingParams) -> None:
-        self._llm, self._params = llm, params
-        self._num_requests = 0
-
-    def stream(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        """Yield the new text of each step. Ctrl-C ends the answer between two steps."""
-        engine = self._llm.engine
-        self._num_requests += 1
-        request_id = f"chat-{self._num_requests}"
-        engine.add_request(request_id, self._llm.render_chat(messages), self._params)
-        with interrupts() as interrupted:
-            while engine.has_unfinished_requests():
-                outputs = [engine.abort_request(request_id)] if interrupted.is_set() else engine.step()
-                for output in outputs:
-                    yield output.outputs[0].delta_text
-
-
 class Chat:
     """The history of one conversation, and the engine that continues it.
 
@@ -44,8 +24,9 @@ class Chat:
     interrupted or refused.
     """
 
-    def __init__(self, speaker: OwnEngine, system: str | None = None) -> None:
-        self._speaker = speaker
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
+        self._llm, self._params = llm, params
+        self._num_requests = 0
         self._opening = [{"role": "system", "content": system}] if system else []
         self.notes = Console(stderr=True, highlight=False)
         self.reset()
@@ -91,7 +72,7 @@ class Chat:
         messages = [*self.messages, {"role": "user", "content": question}]
         text = ""
         try:
-            for delta in self._speaker.stream(messages):
+            for delta in self._stream(messages):
                 print(delta, end="", flush=True)
                 text += delta
         except ValueError:
@@ -100,3 +81,15 @@ class Chat:
         print()
         self.messages = [*messages, {"role": "assistant", "content": text}]
         return text
+
+    def _stream(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        """Yield the new text of each step. Ctrl-C ends the answer between two steps."""
+        engine = self._llm.engine
+        self._num_requests += 1
+        request_id = f"chat-{self._num_requests}"
+        engine.add_request(request_id, self._llm.render_chat(messages), self._params)
+        with interrupts() as interrupted:
+            while engine.has_unfinished_requests():
+                outputs = [engine.abort_request(request_id)] if interrupted.is_set() else engine.step()
+                for output in outputs:
+                    yield output.outputs[0].delta_text

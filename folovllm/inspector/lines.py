@@ -38,11 +38,6 @@ class Scheduled(ev.Tagged, tag=False):
         """Tokens that the step computes."""
         return self.end - self.start
 
-    @property
-    def token_ids(self) -> TokenIds:
-        """None: a recording has the tokens where they are sampled."""
-        return np.empty(0, np.int32)
-
 
 class StepBegan(ev.Tagged):
     """`events.StepBegan`, with what is kept of its sequences."""

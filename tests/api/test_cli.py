@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from folovllm.cli import main
-from folovllm.cli.conversation import Chat, OwnEngine
+from folovllm.cli.conversation import Chat
 from folovllm.cli.flags import described_fields, pick
 from folovllm.config import EngineConfig
 from folovllm.events import Listener, StepEnded
@@ -394,7 +394,7 @@ class TestErrors:
 
 class TestChat:
     def chat(self) -> Chat:
-        return Chat(OwnEngine(FakeLLM(), SamplingParams()), system="Be brief.")  # type: ignore[arg-type]
+        return Chat(FakeLLM(), SamplingParams(), system="Be brief.")  # type: ignore[arg-type]
 
     def test_it_streams_and_keeps_the_history(self, llm: Any, capsys: pytest.CaptureFixture[str]) -> None:
         chat = self.chat()
