@@ -21,7 +21,7 @@ class Tagged(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A record that is an array on the wire and in a recording: its name, and then its fields."""
 
 
-class RequestAdded(Tagged):
+class RequestAdded(Tagged, frozen=True):
     """A sequence came: one answer to a request."""
 
     seq_id: int
@@ -33,28 +33,28 @@ class RequestAdded(Tagged):
     time: float  # seconds of a monotonic clock, as all times here
 
 
-class Refused(Tagged):
+class Refused(Tagged, frozen=True):
     """The sequence that waits in front was not admitted to this step."""
 
     seq_id: int
     budget: Budget
 
 
-class Admitted(Tagged):
+class Admitted(Tagged, frozen=True):
     """A sequence was let in; so many of its tokens were in the cache already."""
 
     seq_id: int
     num_cached_tokens: int
 
 
-class PrefixHit(Tagged):
+class PrefixHit(Tagged, frozen=True):
     """The prefix cache had these tokens of a sequence that was admitted."""
 
     seq_id: int
     num_tokens: int
 
 
-class Preempted(Tagged):
+class Preempted(Tagged, frozen=True):
     """A sequence gave way; what it had computed is lost."""
 
     seq_id: int
@@ -62,26 +62,26 @@ class Preempted(Tagged):
     num_tokens: int  # computed by earlier steps
 
 
-class Finished(Tagged):
+class Finished(Tagged, frozen=True):
     """A sequence ended by itself: "stop" or "length"."""
 
     seq_id: int
     reason: str
 
 
-class GivenUp(Tagged):
+class GivenUp(Tagged, frozen=True):
     """The engine is about to end a sequence, whose answer cannot get its form any more. `Aborted` follows."""
 
     seq_id: int
 
 
-class Aborted(Tagged):
+class Aborted(Tagged, frozen=True):
     """A sequence was ended from outside, or given up."""
 
     seq_id: int
 
 
-class StepBegan(Tagged):
+class StepBegan(Tagged, frozen=True):
     """A step was decided. Its scheduled sequences say what each sequence computes, and which blocks are new in its table.
 
     Draft tokens may be placeholder ids (`DraftTokens`); from `DraftsVerified` on they are tokens.
@@ -94,7 +94,7 @@ class StepBegan(Tagged):
     budget_left: int  # tokens that the step could have computed besides
 
 
-class StepEnded(Tagged):
+class StepEnded(Tagged, frozen=True):
     """A step was taken in. Steps end in the order in which they begin."""
 
     step: int
@@ -107,7 +107,7 @@ class StepEnded(Tagged):
     kv_blocks_used: int
 
 
-class ExpertsAsked(Tagged):
+class ExpertsAsked(Tagged, frozen=True):
     """How often each expert was asked by all steps so far. Said at first and before the end of each step, on request only.
 
     The engine waits for the device to know it. With overlap, that is for the step after this one, which counts here too.
@@ -116,25 +116,25 @@ class ExpertsAsked(Tagged):
     counts: SequenceOf[SequenceOf[int]]  # [L][E]
 
 
-class BlockClaimed(Tagged):
+class BlockClaimed(Tagged, frozen=True):
     """A block left the free list, for new contents or because its old ones were found."""
 
     block_id: int
 
 
-class BlockFreed(Tagged):
+class BlockFreed(Tagged, frozen=True):
     """A block joined the free list; its contents stay until it is taken."""
 
     block_id: int
 
 
-class BlockTaken(Tagged):
+class BlockTaken(Tagged, frozen=True):
     """A block got a first holder, for new contents. The `ScheduledSequence` that names it says who holds it."""
 
     block_id: int
 
 
-class BlockAdopted(Tagged):
+class BlockAdopted(Tagged, frozen=True):
     """A sequence began with a block that was cached."""
 
     block_id: int
@@ -142,7 +142,7 @@ class BlockAdopted(Tagged):
     ref_count: int  # with it
 
 
-class BlockCached(Tagged):
+class BlockCached(Tagged, frozen=True):
     """A full block got a name, so that others find it."""
 
     block_id: int
@@ -153,14 +153,14 @@ class BlockCached(Tagged):
     parent: int  # the serial of the block before it
 
 
-class BlockEvicted(Tagged):
+class BlockEvicted(Tagged, frozen=True):
     """A block lost its name."""
 
     block_id: int
     hash: int
 
 
-class SnapshotCached(Tagged):
+class SnapshotCached(Tagged, frozen=True):
     """A snapshot of a sequence's state got its block, so that others find it."""
 
     snapshot: int  # as `ScheduledSequence.save_state` has it
@@ -168,14 +168,14 @@ class SnapshotCached(Tagged):
     serial: int  # of the block at whose end it was taken
 
 
-class SnapshotEvicted(Tagged):
+class SnapshotEvicted(Tagged, frozen=True):
     """A block lost its snapshot."""
 
     snapshot: int
     num_tokens: int
 
 
-class BlockPassed(Tagged):
+class BlockPassed(Tagged, frozen=True):
     """A sequence gave back a block that lies behind its window."""
 
     seq_id: int
@@ -184,21 +184,21 @@ class BlockPassed(Tagged):
     ref_count: int  # holders that are left
 
 
-class TableFreed(Tagged):
+class TableFreed(Tagged, frozen=True):
     """A sequence gave back its blocks."""
 
     seq_id: int
     blocks: tuple[tuple[int, int], ...]  # (block_id, holders that are left), first block first
 
 
-class TableCut(Tagged):
+class TableCut(Tagged, frozen=True):
     """A sequence gave back its last block, which was reserved for draft tokens that were rejected."""
 
     seq_id: int
     block_id: int
 
 
-class DraftsVerified(Tagged):
+class DraftsVerified(Tagged, frozen=True):
     """A step verified a draft of the next tokens of a sequence."""
 
     seq_id: int
@@ -229,7 +229,7 @@ class SequenceState(NamedTuple):
     token_ids: SequenceOf[int]  # [num_tokens]
 
 
-class Snapshot(Tagged):
+class Snapshot(Tagged, frozen=True):
     """How things stand. Each listener hears it first, for itself; the events after it are changes to it."""
 
     num_blocks: int  # 0: the cache is no pool of blocks (M1)

@@ -20,7 +20,7 @@ FORMAT, VERSION = "folovllm recording", 2
 Text = str | list[int]
 
 
-class Scheduled(ev.Tagged, tag=False):
+class Scheduled(ev.Tagged, frozen=True, tag=False):
     """What a recording keeps of a `ScheduledSequence`."""
 
     seq_id: int
@@ -39,7 +39,7 @@ class Scheduled(ev.Tagged, tag=False):
         return self.end - self.start
 
 
-class StepBegan(ev.Tagged):
+class StepBegan(ev.Tagged, frozen=True):
     """`events.StepBegan`, with what is kept of its sequences."""
 
     step: int
@@ -49,7 +49,7 @@ class StepBegan(ev.Tagged):
     budget_left: int
 
 
-class StepEnded(ev.Tagged):
+class StepEnded(ev.Tagged, frozen=True):
     """`events.StepEnded`, with the tokens that each sequence got."""
 
     step: int
@@ -61,7 +61,7 @@ class StepEnded(ev.Tagged):
     kv_blocks_used: int
 
 
-class DraftsVerified(ev.Tagged):
+class DraftsVerified(ev.Tagged, frozen=True):
     """`events.DraftsVerified`, with the token ids that were rejected."""
 
     seq_id: int
@@ -78,13 +78,13 @@ Entry = (
 )  # fmt: skip
 
 
-class Texts(ev.Tagged):
+class Texts(ev.Tagged, frozen=True):
     """What token ids look like, before the first line that needs them."""
 
     texts: dict[str, Text]
 
 
-class Turn(ev.Tagged):
+class Turn(ev.Tagged, frozen=True):
     """What happened in one call of the engine's `step`, or from outside."""
 
     number: int
@@ -92,7 +92,7 @@ class Turn(ev.Tagged):
     events: list[Entry]
 
 
-class Done(ev.Tagged):
+class Done(ev.Tagged, frozen=True):
     """The end."""
 
     num_turns: int

@@ -110,7 +110,7 @@ def _blocks_of(entries: list[Entry]) -> set[int]:
             case ev.TableFreed():
                 named += [block_id for block_id, _ in entry.blocks]
             case ev.Snapshot():
-                named += [block.block_id for block in entry.blocks]
+                named += [block.block_id for block in entry.blocks] + [entry.num_blocks - 1] * (entry.num_blocks > 0)
                 named += [block_id for seq in entry.sequences for block_id in seq.block_table if block_id >= 0]
             case StepBegan():
                 named += [block_id for each in entry.scheduled_seqs for block_id in each.new_blocks if block_id >= 0]
@@ -145,7 +145,11 @@ def _event(entry: Entry, begun: dict[int, SchedulerOutput]) -> ev.Event:
             return ev.StepBegan(entry.step, entry.start, entry.scheduled, output, entry.budget_left)
         case StepEnded(step, start, arrived, end, sampled, waiting, used):
             # One that is not there was in flight as the recording began.
-            output = begun.pop(step, None) or _output([Scheduled(seq_id, 0, 0, 0, 1, 0, []) for seq_id, _ in sampled])
+            output = (
+                begun.pop(step)
+                if step in begun
+                else _output([Scheduled(seq_id, 0, 0, 0, 1, 0, []) for seq_id, _ in sampled])
+            )
             tokens = dict(sampled)
             result = StepResult([tokens.get(scheduled.seq_id, []) for scheduled in output.scheduled_seqs], {})
             return ev.StepEnded(step, start, arrived, end, output, result, waiting, used)

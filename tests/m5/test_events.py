@@ -24,9 +24,9 @@ from folovllm.step.schedule import NothingScheduled, SchedulerOutput, StepResult
 from folovllm.watcher import Cell, Watcher
 from tests.helpers import tiny_checkpoint
 
-RECORDS = [kind for _, kind in inspect.getmembers(ev, inspect.isclass) if hasattr(kind, "_fields")]
+RECORDS = [kind for _, kind in inspect.getmembers(ev, inspect.isclass) if issubclass(kind, ev.Tagged)]
 # No events, or of drafts, windows, experts and states.
-OTHERS = (ev.BlockState, ev.SequenceState, ev.TableCut, ev.DraftsVerified, ev.BlockPassed, ev.ExpertsAsked, ev.GivenUp)
+OTHERS = (ev.Tagged, ev.TableCut, ev.DraftsVerified, ev.BlockPassed, ev.ExpertsAsked, ev.GivenUp)
 OTHERS += (ev.SnapshotCached, ev.SnapshotEvicted)
 TIGHT = {"block_size": 4, "num_kv_blocks": 12, "max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 32}
 
