@@ -85,6 +85,7 @@ def parse(text: str, name: str) -> Recording:
     header = _checked_header(first, name)
     blocks = set(range(header["engine"]["num_kv_blocks"]))
     lines: list[Line] = []
+    has_begun = False
     for number, row in enumerate(rows, 2):
         is_last = number == len(rows) + 1
         if is_last and not row:
@@ -97,12 +98,16 @@ def parse(text: str, name: str) -> Recording:
             if not is_last:  # else it was cut off
                 raise ValueError(f"{name}, line {number} is no JSON: the file is damaged") from None
         else:
-            if isinstance(line, TurnLine) and (wrong := _blocks_of(line.events) - blocks):
-                raise ValueError(f"{name}, line {number}: block {min(wrong)} of {len(blocks)} there is not")
+            if isinstance(line, TurnLine):
+                if not has_begun and not isinstance(line.events[0] if line.events else None, ev.Snapshot):
+                    raise ValueError(f"{name}, line {number} does not begin with a snapshot: the file is damaged")
+                has_begun = True
+                if wrong := _blocks_of(line.events, len(blocks)) - blocks:
+                    raise ValueError(f"{name}, line {number}: block {min(wrong)} of {len(blocks)} does not exist")
     return Recording(name, header, lines)
 
 
-def _blocks_of(entries: list[Entry]) -> set[int]:
+def _blocks_of(entries: list[Entry], num_blocks: int) -> set[int]:
     """The blocks that entries name; -1 in a table lies behind the window."""
     named: list[int] = []
     for entry in entries:
@@ -110,7 +115,8 @@ def _blocks_of(entries: list[Entry]) -> set[int]:
             case ev.TableFreed():
                 named += [block_id for block_id, _ in entry.blocks]
             case ev.Snapshot():
-                named += [block.block_id for block in entry.blocks] + [entry.num_blocks - 1] * (entry.num_blocks > 0)
+                named += [block.block_id for block in entry.blocks]
+                named += [entry.num_blocks] * (entry.num_blocks != num_blocks)
                 named += [block_id for seq in entry.sequences for block_id in seq.block_table if block_id >= 0]
             case StepBegan():
                 named += [block_id for each in entry.scheduled_seqs for block_id in each.new_blocks if block_id >= 0]

@@ -182,6 +182,7 @@ def test_texts_of_bytes_and_of_pieces() -> None:
 
 
 HEADER = {"format": "folovllm recording", "version": 2, "engine": {"num_kv_blocks": 4, "block_size": 4}}
+SNAPSHOT = '["Snapshot",4,4,1,8,0,[],[]]'
 DEEP = "[" * 100_000
 
 
@@ -197,11 +198,12 @@ DEEP = "[" * 100_000
         (f"{json.dumps(HEADER)}\nno\n[]\n", "x.jsonl, line 2 is no JSON"),
         (f"{json.dumps(HEADER)}\n{DEEP}\n[]\n", "x.jsonl, line 2 is no JSON"),
         (f"{json.dumps(HEADER)}\n{DEEP}]\n", "line 2 is no JSON"),
+        (f'{json.dumps(HEADER)}\n["Turn",0,0,[]]\n', "does not begin with a snapshot"),
         (f'{json.dumps(HEADER)}\n["Turn",0,0,[["Sing",1]]]\n', "line 2 is no line of a recording: .*Sing"),
         (f'{json.dumps(HEADER)}\n["Turn",0,0,[["BlockFreed",1e99]]]\n', "line 2 is no line of a recording"),
-        (f'{json.dumps(HEADER)}\n["Turn",0,0,[["BlockFreed",9]]]\n', "line 2: block 9 of 4"),
+        (f'{json.dumps(HEADER)}\n["Turn",0,0,[{SNAPSHOT},["BlockFreed",9]]]\n', "line 2: block 9 of 4"),
         (f'{json.dumps(HEADER)}\n["Turn",0,0,[["Snapshot",4611686018427387904,4,1,8,0,[],[]]]]\n', "line 2: block 46"),
-        (f'{json.dumps(HEADER)}\n["Turn",0,0,[["TableFreed",1,[[-5,0]]]]]\n', "line 2: block -5 of 4"),
+        (f'{json.dumps(HEADER)}\n["Turn",0,0,[{SNAPSHOT},["TableFreed",1,[[-5,0]]]]]\n', "line 2: block -5 of 4"),
     ],
 )
 def test_what_is_no_recording_is_refused_in_a_sentence(text: str, says: str, tmp_path: Path) -> None:
