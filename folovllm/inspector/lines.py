@@ -11,12 +11,13 @@ import numpy as np
 
 from folovllm import events as ev
 from folovllm.spelling import BYTE, byte_alphabet
-from folovllm.step.schedule import NO_SNAPSHOT, SchedulerOutput, TokenIds
+from folovllm.step.schedule import SchedulerOutput, TokenIds
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMAT, VERSION = "folovllm recording", 2
+NO_SNAPSHOT = -1  # in the place of a number of a snapshot
 Text = str | list[int]
 
 
@@ -157,8 +158,11 @@ class LineWriter:
 
 def copies_of(output: SchedulerOutput) -> dict[int, tuple[int, int]]:
     """The snapshots that a step loads and saves, by index of the scheduled sequence."""
-    pairs = [(each.load_state, each.save_state) for each in output.scheduled_seqs]
-    return {i: pair for i, pair in enumerate(pairs) if pair != (NO_SNAPSHOT, NO_SNAPSHOT)}
+    if (copies := (getattr(output, "extras", None) or {}).get("states")) is not None:
+        return {i: (load, save) for i, load, save in copies.tolist()}
+    names = ("load_state", "save_state")
+    pairs = [tuple(getattr(each, name, NO_SNAPSHOT) for name in names) for each in output.scheduled_seqs]
+    return {i: (load, save) for i, (load, save) in enumerate(pairs) if (load, save) != (NO_SNAPSHOT, NO_SNAPSHOT)}
 
 
 def tokens_of_entry(entry: Entry) -> Iterable[int]:
