@@ -81,6 +81,8 @@ def parse_contenders(text: str, common: dict[str, Any]) -> list[Contender]:
     contenders = []
     for item in text.split(","):
         milestone, *settings = item.strip().split(":")
+        if not milestone:
+            raise ValueError(f"--compare takes milestones with commas between them, say m1,m2, not {text!r}")
         overrides = {**common, "milestone": milestone}
         for setting in settings:
             key, equals, value = setting.partition("=")

@@ -73,7 +73,7 @@ class Plan:
     repeats: int = 1
 
 
-def rungs(upto: str, common: dict[str, Any]) -> list[Contender]:
+def contenders_up_to(upto: str, common: dict[str, Any]) -> list[Contender]:
     """List the presets up to `upto`; on a GPU, the other attention backends follow.
 
     Raises:

@@ -21,7 +21,7 @@ import typer
 from rich.text import Text
 
 import folovllm
-from folovllm.cli.flags import engine_flags, in_a_folder, pick, with_flags
+from folovllm.cli.flags import engine_flags, pick, with_flags, writable
 from folovllm.cli.terminal import print_next, stderr, stream_answer, tolerate_encodings
 from folovllm.electives import DOWNLOADS, require
 
@@ -33,10 +33,10 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 CHAT_MAX_TOKENS = 1024
 Record = Annotated[
     Path | None,
-    typer.Option(help="Record what the engine does, prompts too, for `folovllm inspect`.", callback=in_a_folder),
+    typer.Option(help="Record what the engine does, prompts too, for `folovllm inspect`.", callback=writable),
 ]
 Trace = Annotated[
-    Path | None, typer.Option(help="Write steps and requests as a trace for ui.perfetto.dev.", callback=in_a_folder)
+    Path | None, typer.Option(help="Write steps and requests as a trace for ui.perfetto.dev.", callback=writable)
 ]
 
 
@@ -199,27 +199,19 @@ def chats(llm: LLM, raw: bool) -> bool:
 
 def chat(
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
-    server: Annotated[
-        str | None, typer.Option(metavar="URL", help="Talk to a server that runs, such as http://127.0.0.1:8000.")
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(help="The server's key; the variable FOLOVLLM_API_KEY says the same.")
-    ] = None,
+    server: Annotated[str | None, typer.Option(hidden=True)] = None,
     **given: Any,
 ) -> None:
     """Talk to the model. /reset starts anew, Ctrl-C stops an answer, Ctrl-D leaves."""
-    from folovllm.cli.conversation import Chat, OwnEngine
-    from folovllm.cli.remote import server_of_flags
+    from folovllm.cli.conversation import Chat
     from folovllm.sampling_params import SamplingParams
 
-    chosen = {"max_tokens": CHAT_MAX_TOKENS, **pick(given, SamplingParams)}
-    params = SamplingParams(**chosen)
+    if server is not None:
+        raise ValueError("chat --server is gone: open the server's address in a browser, or leave --server out")
+    params = SamplingParams(**{"max_tokens": CHAT_MAX_TOKENS, **pick(given, SamplingParams)})
     if params.n != 1:
         raise ValueError("a chat has one answer: leave n at 1")
-    if api_key and not server:
-        raise ValueError("--api-key is for a server: say which with --server URL")
-    speaker = server_of_flags(server, api_key, chosen, given) if server else OwnEngine(load_llm(given), params)
-    Chat(speaker, system).run()
+    Chat(load_llm(given), params, system).run()
 
 
 def download(
@@ -237,6 +229,8 @@ def read_prompts(prompts: list[str] | None, file: TextIO | None) -> list[str]:
     """The prompts named on the command line, else the lines of a file or of piped stdin; empty lines do not count."""
     if prompts and file:
         raise ValueError("give prompts or --file, not both")
+    if prompts and not all(text.strip() for text in prompts):
+        raise ValueError("a prompt is empty: write something between the quotes")
     if prompts:
         return prompts
     if file is None and sys.stdin.isatty():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
+import tempfile
 import typing
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
@@ -31,8 +31,15 @@ def with_flags(command: Callable[..., None], *kinds: type) -> Callable[..., None
 
 
 def pick(given: Given, kind: type) -> Given:
-    """Those of the flags that were given and that are fields of `kind`: its keyword arguments."""
-    return {f.name: given[f.name] for f in fields(kind) if given.get(f.name) not in (None, [])}
+    """Those of the flags that were given and that are fields of `kind`: its keyword arguments.
+
+    Raises:
+        ValueError: a flag has an empty text.
+    """
+    chosen = {f.name: given[f.name] for f in fields(kind) if given.get(f.name) not in (None, [])}
+    if empty := [name for name, value in chosen.items() if value == ""]:
+        raise ValueError(f"--{empty[0].replace('_', '-')} is empty: give it a value, or leave it out")
+    return chosen
 
 
 def engine_flags(given: Given) -> Given:
@@ -84,10 +91,17 @@ def _parameter(field: Field[Any], hint: Any, text: str, panel: str) -> inspect.P
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def in_a_folder(file: Path | None) -> Path | None:
+def writable(file: Path | None) -> Path | None:
     """Check, before any work, that something can be written to `file` afterwards. Raises typer.BadParameter."""
-    if file is not None and not file.parent.is_dir():
+    if file is None:
+        return None
+    if not file.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {file.parent}")
-    if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
-        raise typer.BadParameter(f"{file} is a folder" if file.is_dir() else f"nothing can be written in {file.parent}")
+    try:
+        if file.is_file() or file.is_dir():
+            file.open("ab").close()
+        if file.is_file() or not file.exists():  # it is replaced by a file that is written beside it
+            tempfile.TemporaryFile(dir=file.resolve().parent).close()
+    except OSError as error:
+        raise typer.BadParameter(f"nothing can be written to {file}: {error.strerror}") from error
     return file

@@ -20,8 +20,7 @@ PERIOD = 1 / 15  # seconds between two messages
 class LiveLines:
     """Beside the engine: the lines of what it does while it has subscribers, in pieces.
 
-    A piece that begins with a header is a beginning, where subscribers join; the others continue what came before. A stream
-    never goes back, so no keyframe follows a beginning: of an engine with 66,000 blocks one has three megabytes.
+    A piece that begins with a header is a beginning, where subscribers join; the others continue what came before.
     """
 
     def __init__(self, engine: LLMEngine, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,7 +35,7 @@ class LiveLines:
         """Begin, or begin anew: a subscriber joins."""
         if self._recorder is None:
             self._texts = TokenTexts(self._engine.tokenizer) if self._texts is None else self._texts
-            self._recorder = Recorder(self._engine, self._add, title="live", key_every=0, texts=self._texts)
+            self._recorder = Recorder(self._engine, self._add, title="live", texts=self._texts)
         else:
             self._recorder.begin_again()
 

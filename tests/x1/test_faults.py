@@ -183,10 +183,7 @@ class TestClientsThatSayNothing:
 
 class TestClientsThatGo:
     def test_at_random_moments(self, server: Background, whole_story: str) -> None:
-        """150, in the middle of the body, before the first token, between tokens, or after a refusal: nothing is kept of them.
-
-        `tools/soak.py` does this for minutes, with an engine in a process of its own, and looks at its memory.
-        """
+        """150, in the middle of the body, before the first token, between tokens, or after a refusal: nothing is kept of them."""
         aborted = server.engine.counters.finished["abort"]
         with Readers(server) as readers, ThreadPoolExecutor(8) as clients:
             for _ in clients.map(lambda seed: self.go(server, random.Random(seed)), range(150)):
