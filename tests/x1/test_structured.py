@@ -504,17 +504,17 @@ class TestFormsThatEnd:
     @pytest.mark.parametrize("schema", ENDS, ids=json.dumps)
     def test_every_walk_ends_in_a_valid_document(self, schema: dict[str, Any]) -> None:
         start = GuidanceGrammar.compile(StructuredOutputsParams(json=schema), library_tokenizer())
-        for seed in range(40):
+        for seed in range(8):
             rng, place, text = random.Random(seed), start.copy(), b""
-            for step in range(2000):
+            for _ in range(400):
                 words = np.zeros(mask_width(len(tiny_tokenizer())), np.int32)
                 place.fill(words)
                 allowed = np.unpackbits(words.view(np.uint8), bitorder="little").nonzero()[0].tolist()
                 assert allowed, f"nothing follows {text!r}"
-                if 0 in allowed or (step > 500 and place.is_accepting()):
+                if place.is_accepting():
                     break
                 closing = [t for t in allowed if tiny_tokenizer().decode([t]) in ('"', "}", "]")]
-                token = rng.choice(closing if closing and rng.random() < 0.3 else allowed)
+                token = rng.choice(closing if closing and rng.random() < 0.3 else [t for t in allowed if t])
                 text += bytes_of()[token]
                 place.accept_token(token)
             else:
