@@ -140,7 +140,7 @@ def load_model(
                     copy_weight(name, arranged(name, tensor, places), places)
                     progress.update()
     if places:
-        raise ValueError(f"{source} lacks {some_of(places)}")
+        raise ValueError(f"{source} lacks {some_of(map(model.stored_name, places))}")
     if copied_head is not None and not _same(copied_head, embedding):
         raise ValueError(
             f"{source} holds a 'lm_head.weight' of its own: set tie_word_embeddings to false in its config"

@@ -82,7 +82,7 @@ def require_fitting(worker: Worker, setup: EngineSetup, shapes: dict[str, torch.
             is_plain = isinstance(places[name].linear_method, Plain)
             take_place(name, shape if is_plain else places[name].view.shape, places)
     if places:
-        raise ValueError(f"the given set of weights lacks {some_of(places)}")
+        raise ValueError(f"the given set of weights lacks {some_of(map(model.stored_name, places))}")
 
 
 def require_awake(engine: LLMEngine) -> None:
@@ -175,10 +175,11 @@ def create_again(layer: LinearBase, like: torch.Tensor) -> None:
 def get_weights(engine: LLMEngine) -> dict[str, torch.Tensor]:
     """Return the weights by the checkpoint's names. They are the engine's own memory: copy what must outlast an update.
 
-    If a norm was folded into the product behind it, the norm's weights are ones here too.
+    What the engine keeps in another form is a copy: norms that add 1 (Gemma 3, Qwen3.5), projections in another order
+    (Qwen3-Next). If a norm was folded into the product behind it, the norm's weights are ones here too.
 
     Raises:
-        ValueError: the model is in several parts, quantized or not ours, or its norms are not as the checkpoint has them.
+        ValueError: the model is in several parts, quantized or not ours.
     """
     require_awake(engine)
     if engine.setup.config.tensor_parallel_size > 1:
@@ -192,14 +193,16 @@ def own_weights(worker: Worker) -> dict[str, torch.Tensor]:
     model = inner_runner(worker).model
     if quantized_layers(model):
         raise ValueError("get_weights: quantized weights are kept in another form than the checkpoint's: read that")
-    if any(isinstance(module, Gemma3RMSNorm) for module in model.modules()):  # all models that `reorder` are among them
-        raise ValueError("get_weights: this model adds 1 to the norms of its checkpoint: read that")
     return weights_of(model)
 
 
 def weights_of(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
-    """Return a model's parameters, as they are, by the checkpoint's names. They are views, not copies."""
-    return {name: place.view for name, place in checkpoint_places(model).items()}
+    """Return a model's parameters by the checkpoint's names and as the checkpoint has them: views, where it keeps them in this form."""
+    norms = {f"{name}.weight": m.stored for name, m in model.named_modules() if isinstance(m, Gemma3RMSNorm)}
+    return {
+        model.stored_name(name): norms.get(name, model.stored_weight(name, place.view))
+        for name, place in checkpoint_places(model).items()
+    }
 
 
 def quantized_layers(model: LlamaForCausalLM) -> list[LinearBase]:
