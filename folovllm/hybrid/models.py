@@ -35,6 +35,10 @@ class HybridModel(LlamaModel):
         """Return the one table of angles for each layer; only layers of full attention read it."""
         own, parameters = copy(config), dict(rope_parameters(config))
         part = float(parameters.pop("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1.0)))
+        if not 0 < part <= 1:
+            raise ValueError(
+                f"partial_rotary_factor is {part} in the model's configuration, and must be above 0 and at most 1"
+            )
         own.rope_parameters = parameters
         table = PartialRotaryEmbedding(rope_frequencies(own, int(part * head_dim_of(config))), max_model_len)
         return [table] * config.num_hidden_layers
@@ -53,6 +57,7 @@ class HybridForCausalLM(LlamaForCausalLM):
     left_out: ClassVar[tuple[str, ...]] = ("mtp.", "model.visual.")
 
     def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
+        check_linear_attention(config)
         if layers.kernels:
             from folovllm.hybrid.fused import hybrid_kernels  # here, for not every machine has Triton
 
@@ -125,6 +130,26 @@ class HybridForCausalLM(LlamaForCausalLM):
             case "self_attn" if kind in ("A_log", "dt_bias"):
                 return shard_column(weight, rank, size)
         return usual(name, weight)
+
+
+SIZES = (
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
+)  # fmt: skip
+
+
+def check_linear_attention(config: PretrainedConfig) -> None:
+    """Raise ValueError, which names the field, if the sizes of linear attention make no layer."""
+    for name in SIZES:
+        value = getattr(config, name, None)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(
+                f"{name} is {value!r} in the model's configuration, and must be a whole number of at least 1"
+            )
+    if config.linear_num_value_heads % config.linear_num_key_heads:
+        raise ValueError(
+            f"linear_num_value_heads, {config.linear_num_value_heads}, must be a multiple of linear_num_key_heads, "
+            f"{config.linear_num_key_heads}"
+        )
 
 
 class Qwen3NextForCausalLM(HybridForCausalLM):
