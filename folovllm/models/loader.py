@@ -28,6 +28,10 @@ from folovllm.setup import EngineSetup
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 IN_FLOATS = (".weight", "proj.bias", "weight_scale", "weight_scale_inv")  # unless the linear method says otherwise
+STORED = {  # torch's names of dtypes: safetensors'
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int8": "I8", "uint8": "U8",
+    "float8_e4m3fn": "F8_E4M3",
+}  # fmt: skip
 PIECE = 32 << 20  # bytes that are pinned at a time
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a constant that old Llama checkpoints carry
 
@@ -124,7 +128,7 @@ def load_model(
     if isinstance(path, Path):
         tensors = read_tensors(checkpoint_files(path), linear_methods, part, model.own_name)
     else:
-        tensors = given_tensors(path, part, model.own_name)
+        tensors = given_tensors(path, linear_methods, part, model.own_name)
     embedding = model.model.embed_tokens.weight
     tied, copied_head = model.lm_head.weight is embedding, None
     with tqdm(total=len(places), desc="Loading weights", unit="tensor", disable=not use_tqdm) as progress:
@@ -271,6 +275,17 @@ def require_finite(name: str, weight: torch.Tensor) -> None:
         raise ValueError(f"{name!r} holds NaN or infinity as {dtype}: the file is damaged, or needs another dtype")
 
 
+def require_usable(name: str, tensor: Any, linear_method: LinearMethod) -> None:
+    """Raise ValueError if a given weight is no tensor, holds no numbers, or other ones than its linear method takes."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name!r} is a {type(tensor).__name__}, and must be a tensor")
+    if tensor.is_meta:
+        raise ValueError(f"{name!r} is on the device meta, where a tensor holds no numbers")
+    wanted, dtype = linear_method.stored(name.rpartition(".")[2]), str(tensor.dtype).removeprefix("torch.")
+    if STORED.get(dtype) not in wanted:
+        raise ValueError(f"{name!r} holds numbers of {dtype}, and the model takes {' or '.join(wanted)}")
+
+
 def require_float_weights(files: list[Path]) -> None:
     """Raise ValueError at the first weight stored in another kind of number; only the files' headers are read."""
     for file in files:
@@ -349,11 +364,13 @@ def read_tensors(
 
 
 def given_tensors(
-    tensors: Tensors, shard: Shard | None, own_name: Callable[[str], str | None]
+    tensors: Tensors, linear_methods: LinearMethods, shard: Shard | None, own_name: Callable[[str], str | None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """As `read_tensors`, of tensors in memory."""
     for given_name, tensor in tensors:
         if (name := own_name(given_name)) is not None:
+            if not is_ignored(name, linear_methods):
+                require_usable(given_name, tensor, linear_methods.get(name.rpartition(".")[0], PLAIN))
             yield name, tensor if shard is None else shard(name, tensor)
 
 

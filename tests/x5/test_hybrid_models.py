@@ -21,7 +21,7 @@ from folovllm.inspector.recorder import recording
 from folovllm.layers.attention import Attention
 from folovllm.models.loader import load_native_model
 from folovllm.models.registry import build_model
-from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
+from tests.helpers import Driver, assert_logits_equal, hf_logits, hf_model, prompts, tiny_checkpoint
 from tests.workloads import ARRIVALS, Workload, answered, make_engine, mixed_requests, serve
 from tests.x5.checkpoints import FAMILIES, hybrid_checkpoint, random_geometry
 
@@ -152,7 +152,8 @@ def test_a_model_of_linear_layers_alone(tmp_path: Path) -> None:
     with LLM(str(path), device="cpu", use_tqdm=False) as llm, recording(llm.engine, tmp_path / "steps.jsonl"):
         output = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))[0]
     answer = output["token_ids"]
-    logits = hf_logits(path, [1, 2, 3, *answer])  # transformers' cache cannot be of such layers alone
+    tokens = torch.tensor([[1, 2, 3, *answer]])
+    logits = hf_model(path)(tokens, use_cache=False).logits[0]  # transformers' cache cannot be of such layers alone
     assert logits[2:-1].argmax(-1).tolist() == answer
 
 
