@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from tqdm import tqdm
 
 from folovllm.distributed.group import Group
 from folovllm.distributed.sharding import keep_experts_whole, local_config, shard_merged, shard_named
 from folovllm.electives import EXTRA_TENSORS, is_installed, named
-from folovllm.files import UnreadableFile, in_one_line, reading
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import FLOATS, PLAIN, LinearBase, LinearMethod, Plain
 from folovllm.layers.sharded import sharded
 from folovllm.model_config import head_dim_of
-from folovllm.models.json_files import read_json
+from folovllm.models.files import read_json, reading
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.registry import PLAIN_LAYERS, build_model, get_model_class
 from folovllm.setup import EngineSetup
@@ -67,7 +66,8 @@ def load_native_model(
 
     A model that exists (`into`) gets the `weights` of another checkpoint.
     """
-    model = into or build_model(setup.hf_config, setup.dtype, setup.device, setup.max_model_len, layers)
+    with reading(f"the model in {setup.path}"):
+        model = into or build_model(setup.hf_config, setup.dtype, setup.device, setup.max_model_len, layers)
     if setup.config.random_weights and weights is None:
         init_random_weights(model, setup.config.seed)
     else:
@@ -320,25 +320,17 @@ def checkpoint_files(path: Path) -> list[Path]:
 def indexed_names(index: Path) -> set[str]:
     """The files that an index names, each of them beside it: a downloaded folder must not open what lies elsewhere."""
     with reading(index):
-        names = list((read_json(index).get("weight_map") or {}).values())
-        for name in names:
-            if not isinstance(name, str) or Path(name).name != name or name == "..":
-                raise ValueError(f"it names {name!r}, which must be the name of a file in the same folder")
-        if not names:
-            raise ValueError("its weight_map names no file")
-    return set(names)
+        names = set(read_json(index)["weight_map"].values())
+        if outside := [name for name in names if Path(name).name != name or name == ".."]:
+            raise ValueError(f"it names {outside[0]!r}, which must be the name of a file in the same folder")
+    return names
 
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
     """A safetensors file, memory-mapped. Raises ValueError, with its name, for whatever goes wrong while it is read."""
-    with reading(file):
-        try:
-            with safe_open(file, framework="pt") as handle:
-                yield handle
-        except SafetensorError as error:
-            said = in_one_line(error)
-            raise UnreadableFile(f"{file} is damaged or incomplete ({said}): download it again") from error
+    with reading(file), safe_open(file, framework="pt") as handle:
+        yield handle
 
 
 def read_tensors(
