@@ -53,10 +53,12 @@ from folovllm.layers.layer_set import LayerSet
 from folovllm.models.loader import load_native_model, load_sharded_model
 from folovllm.sample.sampler import Sampler
 from folovllm.sample.sampler_state import SamplerState
+from folovllm.sampling_row import line_width, mask_width
 from folovllm.setup import EngineSetup
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.worker.gpu_worker import GPUWorker, Runner
 from folovllm.worker.graph_runner import GraphRunner
+from folovllm.worker.kv_memory import require_memory
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.step_graph import AllGraphs
 from folovllm.worker.step_sampler import LocalSampler, StepSampler, TensorParallelSampler
@@ -197,6 +199,10 @@ def make_packed_worker(
         inner = plain(
             part, partial(load_sharded_model, setup, group, layers), sampler, slots, backend, step_sampler.whole
         )
+    bytes_per_row = 4 * (line_width(setup.vocab_size) + mask_width(setup.vocab_size))
+    require_memory(
+        setup.device, setup.max_num_seqs * bytes_per_row, f"the sampling states of {setup.max_num_seqs} sequences"
+    )
     row_sampler = SamplerState(setup.max_num_seqs, setup.vocab_size, setup.device, sampler, extension.num_samples())
     runner = extension.graph_runner(GraphRunner)(setup, inner, step_sampler, row_sampler, graphs(setup.max_num_seqs))
     return GPUWorker(setup.device, runner, counters), runner

@@ -84,7 +84,7 @@ def roofline_seconds(workload: Workload, setup: EngineSetup, rates: Rates) -> fl
         )
     keepers = state_layers(config, setup.dtype)
     states = 2 * sum(decodes) * sum(layer.state_bytes for layer in keepers)  # read and written
-    decode = read + kv_tokens * (setup.kv_bytes_per_token // (setup.num_layers - num_linear)) + states
+    decode = read + kv_tokens * (setup.kv_bytes_per_token // max(1, setup.num_layers - num_linear)) + states
     causal = 2 * pairs * setup.attention.num_heads * setup.attention.head_dim
     products = 2 * (sizes.always + setup.num_layers * sizes.asked * sizes.expert) * workload.prompt_tokens
     updates = sum(layer.state_flops for layer in keepers) * workload.prompt_tokens

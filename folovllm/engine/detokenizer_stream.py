@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers.decoders import DecodeStream
 
 from folovllm.engine.detokenizer import IncrementalDetokenizer, decoder, make_detokenizer
-from folovllm.models.files import QuickTokenizer
+from folovllm.models.quick_start import QuickTokenizer
 from folovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -17,11 +17,9 @@ from folovllm.attention.backends.registry import choose_backend, get_backend
 from folovllm.config import EngineConfig
 from folovllm.cores import num_cores
 from folovllm.distributed.sharding import local_config
-from folovllm.files import reading
 from folovllm.kv_format import FP8
 from folovllm.model_config import head_dim_of, num_experts_of, num_kv_heads_of, num_linear_of, num_positions
 from folovllm.models.registry import quantization_of
-from folovllm.models.shapes import check_num_weights
 from folovllm.setup import EngineSetup
 
 NAIVE = ("torch_naive", "native")  # the backend's name for what a growing cache does with our layers
@@ -39,7 +37,6 @@ logger = logging.getLogger("folovllm")
 def set_up(config: EngineConfig) -> EngineSetup:
     """Decide what `config` left open. Raises ValueError, before any work, if the configuration cannot be served."""
     from folovllm.models.files import load_hf_config, resolve_model  # here, for ranks do without transformers
-    from folovllm.models.loader import checkpoint_files
 
     path = resolve_model(config.model)
     hf_config = load_hf_config(path, config)
@@ -57,9 +54,6 @@ def set_up(config: EngineConfig) -> EngineSetup:
     if ranks > 1:  # one rank's part
         share = local_config(hf_config, ranks, config.enable_expert_parallel)
     quantization.check(hf_config, share, config)
-    if not config.random_weights:
-        with reading(f"the model in {path}"):
-            check_num_weights(hf_config, sum(file.stat().st_size for file in checkpoint_files(path)))
     check_gpus(device, config.tensor_parallel_size)
     attention = AttentionConfig(
         num_heads=share.num_attention_heads,

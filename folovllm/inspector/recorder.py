@@ -138,7 +138,10 @@ def header_of(engine: LLMEngine, title: str, started: str | None) -> dict[str, A
     }
     if layers := state_layers(setup.hf_config, setup.dtype):
         state_bytes = sum(layer.state_bytes for layer in layers) // config.tensor_parallel_size
-        described |= {"state_tokens": state_bytes // setup.kv_bytes_per_token, "num_snapshots": setup.num_snapshots}
+        described |= {
+            "state_tokens": state_bytes // max(1, setup.kv_bytes_per_token),
+            "num_snapshots": setup.num_snapshots,
+        }
     return {
         "format": FORMAT,
         "version": VERSION,

@@ -62,14 +62,17 @@ class StatePool:
         self._first_snapshot = setup.max_num_seqs + 1
         slots = self._first_snapshot + setup.num_snapshots
         shapes = layers[0].state_shapes() if layers else ()
-        try:
-            self.tensors = [
-                torch.zeros(len(layers), slots, *shape, dtype=dtype, device=setup.device) for shape, dtype in shapes
-            ]  # [L, slots, ...]
-        except RuntimeError as error:
+        needed = slots * sum(layer.state_bytes for layer in layers)
+        on_gpu = setup.device.type == "cuda"
+        free = torch.cuda.mem_get_info(setup.device)[0] if on_gpu else setup.config.kv_cache_memory
+        if needed > free:
             raise ValueError(
-                f"there is no memory for the states of {slots - 1} sequences and snapshots: lower max_num_seqs or num_snapshots"
-            ) from error
+                f"the states of {slots - 1:,} sequences and snapshots take {needed:,} bytes, and there are {free:,}: lower "
+                f"max_num_seqs or num_snapshots{'' if on_gpu else ', or raise kv_cache_memory'}"
+            )
+        self.tensors = [
+            torch.zeros(len(layers), slots, *shape, dtype=dtype, device=setup.device) for shape, dtype in shapes
+        ]  # [L, slots, ...]
         for i, layer in enumerate(layers):
             layer.states = tuple(tensor[i] for tensor in self.tensors)
 

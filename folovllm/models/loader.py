@@ -10,24 +10,27 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from tqdm import tqdm
 
 from folovllm.distributed.group import Group
 from folovllm.distributed.sharding import keep_experts_whole, local_config, shard_merged, shard_named
 from folovllm.electives import EXTRA_TENSORS, is_installed, named
-from folovllm.files import UnreadableFile, in_one_line, reading
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import FLOATS, PLAIN, LinearBase, LinearMethod, Plain
 from folovllm.layers.sharded import sharded
 from folovllm.model_config import head_dim_of
-from folovllm.models.json_files import read_json
+from folovllm.models.files import read_json, reading
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.registry import PLAIN_LAYERS, build_model, get_model_class
 from folovllm.setup import EngineSetup
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 IN_FLOATS = (".weight", "proj.bias", "weight_scale", "weight_scale_inv")  # unless the linear method says otherwise
+STORED = {  # torch's names of dtypes: safetensors'
+    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int8": "I8", "uint8": "U8",
+    "float8_e4m3fn": "F8_E4M3",
+}  # fmt: skip
 PIECE = 32 << 20  # bytes that are pinned at a time
 IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a constant that old Llama checkpoints carry
 
@@ -63,7 +66,8 @@ def load_native_model(
 
     A model that exists (`into`) gets the `weights` of another checkpoint.
     """
-    model = into or build_model(setup.hf_config, setup.dtype, setup.device, setup.max_model_len, layers)
+    with reading(f"the model in {setup.path}"):
+        model = into or build_model(setup.hf_config, setup.dtype, setup.device, setup.max_model_len, layers)
     if setup.config.random_weights and weights is None:
         init_random_weights(model, setup.config.seed)
     else:
@@ -124,7 +128,7 @@ def load_model(
     if isinstance(path, Path):
         tensors = read_tensors(checkpoint_files(path), linear_methods, part, model.own_name)
     else:
-        tensors = given_tensors(path, part, model.own_name)
+        tensors = given_tensors(path, linear_methods, part, model.own_name)
     embedding = model.model.embed_tokens.weight
     tied, copied_head = model.lm_head.weight is embedding, None
     with tqdm(total=len(places), desc="Loading weights", unit="tensor", disable=not use_tqdm) as progress:
@@ -140,7 +144,7 @@ def load_model(
                     copy_weight(name, arranged(name, tensor, places), places)
                     progress.update()
     if places:
-        raise ValueError(f"{source} lacks {some_of(places)}")
+        raise ValueError(f"{source} lacks {some_of(map(model.stored_name, places))}")
     if copied_head is not None and not _same(copied_head, embedding):
         raise ValueError(
             f"{source} holds a 'lm_head.weight' of its own: set tie_word_embeddings to false in its config"
@@ -271,6 +275,17 @@ def require_finite(name: str, weight: torch.Tensor) -> None:
         raise ValueError(f"{name!r} holds NaN or infinity as {dtype}: the file is damaged, or needs another dtype")
 
 
+def require_usable(name: str, tensor: Any, linear_method: LinearMethod) -> None:
+    """Raise ValueError if a given weight is no tensor, holds no numbers, or other ones than its linear method takes."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{name!r} is a {type(tensor).__name__}, and must be a tensor")
+    if tensor.is_meta:
+        raise ValueError(f"{name!r} is on the device meta, where a tensor holds no numbers")
+    wanted, dtype = linear_method.stored(name.rpartition(".")[2]), str(tensor.dtype).removeprefix("torch.")
+    if STORED.get(dtype) not in wanted:
+        raise ValueError(f"{name!r} holds numbers of {dtype}, and the model takes {' or '.join(wanted)}")
+
+
 def require_float_weights(files: list[Path]) -> None:
     """Raise ValueError at the first weight stored in another kind of number; only the files' headers are read."""
     for file in files:
@@ -305,25 +320,17 @@ def checkpoint_files(path: Path) -> list[Path]:
 def indexed_names(index: Path) -> set[str]:
     """The files that an index names, each of them beside it: a downloaded folder must not open what lies elsewhere."""
     with reading(index):
-        names = list((read_json(index).get("weight_map") or {}).values())
-        for name in names:
-            if not isinstance(name, str) or Path(name).name != name or name == "..":
-                raise ValueError(f"it names {name!r}, which must be the name of a file in the same folder")
-        if not names:
-            raise ValueError("its weight_map names no file")
-    return set(names)
+        names = set(read_json(index)["weight_map"].values())
+        if outside := [name for name in names if Path(name).name != name or name == ".."]:
+            raise ValueError(f"it names {outside[0]!r}, which must be the name of a file in the same folder")
+    return names
 
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
     """A safetensors file, memory-mapped. Raises ValueError, with its name, for whatever goes wrong while it is read."""
-    with reading(file):
-        try:
-            with safe_open(file, framework="pt") as handle:
-                yield handle
-        except SafetensorError as error:
-            said = in_one_line(error)
-            raise UnreadableFile(f"{file} is damaged or incomplete ({said}): download it again") from error
+    with reading(file), safe_open(file, framework="pt") as handle:
+        yield handle
 
 
 def read_tensors(
@@ -349,11 +356,13 @@ def read_tensors(
 
 
 def given_tensors(
-    tensors: Tensors, shard: Shard | None, own_name: Callable[[str], str | None]
+    tensors: Tensors, linear_methods: LinearMethods, shard: Shard | None, own_name: Callable[[str], str | None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """As `read_tensors`, of tensors in memory."""
     for given_name, tensor in tensors:
         if (name := own_name(given_name)) is not None:
+            if not is_ignored(name, linear_methods):
+                require_usable(given_name, tensor, linear_methods.get(name.rpartition(".")[0], PLAIN))
             yield name, tensor if shard is None else shard(name, tensor)
 
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from folovllm.config import EngineConfig
-from folovllm.files import reading
 from folovllm.layers.layer_set import LinearMethodOf
 from folovllm.layers.linear import LinearMethod
+from folovllm.models.files import reading
 from folovllm.models.registry import Quantization, renamed_by
 from folovllm.models.shapes import expert_shapes, linear_shapes
 from folovllm.quantization.gguf_codes import read_gguf_types

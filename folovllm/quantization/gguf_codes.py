@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from folovllm.files import reading
 from folovllm.layers.layer_set import LinearMethodOf
 from folovllm.layers.linear import LinearMethod
+from folovllm.models.files import reading
 from folovllm.quantization import packing
 from folovllm.quantization.gguf_reader import GGUFTensor
 from folovllm.quantization.int4 import Int4

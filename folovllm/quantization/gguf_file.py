@@ -14,8 +14,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from folovllm.files import cache_dir, reading
-from folovllm.models.json_files import ABOVE_0, FIELDS, IDS, INDEX, SIZE, TEXT, TEXTS, Kind, check_fields
+from folovllm.files import cache_dir
+from folovllm.models.files import reading
+from folovllm.models.json_files import ABOVE_0, IDS, INDEX, SIZE, TEXT, TEXTS, Kind, check_fields
 
 if TYPE_CHECKING:
     import torch
@@ -117,7 +118,6 @@ def convert(gguf_file: Path, out: Path, in_codes: bool = False) -> None:
 
     With `in_codes` the projections stay quantized, if `gguf_codes` has their type. All of the file is read before anything is written.
     """
-    from folovllm.models.shapes import check_num_weights
     from folovllm.quantization.gguf_codes import coded_weights
     from folovllm.quantization.gguf_reader import read_gguf
 
@@ -125,8 +125,6 @@ def convert(gguf_file: Path, out: Path, in_codes: bool = False) -> None:
     with reading(gguf_file):
         _check_known(gguf_file, meta)
         config = _config(meta) | _rope(meta, theirs.pop(_ROPE, None))
-        check_fields("what is said of the model", config, FIELDS["config.json"])
-        check_num_weights(SimpleNamespace(**config), gguf_file.stat().st_size)
         tensors = {_hf_name(name): tensor for name, tensor in theirs.items()}
         tokenizer, of_tokenizer = _build_tokenizer(meta).to_str(pretty=True), _tokenizer_config(meta)
     coded, said = coded_weights(gguf_file, tensors, partial(_rows, config)) if in_codes else ({}, {})

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from folovllm.files import reading
+from folovllm.models.files import reading
 from folovllm.models.json_files import SIZE
 
 if TYPE_CHECKING:

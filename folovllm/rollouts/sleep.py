@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -68,6 +69,13 @@ def wake_up(engine: LLMEngine, weights: Weights | None = None) -> None:
         engine.require_open()
         if not engine.is_sleeping:
             raise ValueError("the engine does not sleep")
+        folder = engine.setup.path if source is None else source
+        if (
+            isinstance(folder, Path)
+            and isinstance(weights, str | Path | None)
+            and not (folder / "config.json").is_file()
+        ):
+            raise ValueError(f"there is no config.json in {folder}: the model is not there any more")
         engine.executor.collective_rpc(restore_storages, source)
         engine.is_sleeping = False
 

@@ -196,7 +196,7 @@ def test_a_mistake_is_named(tied: bool, change: Callable[..., object], says: str
 def test_a_truncated_file(tmp_path: Path, size: int) -> None:
     file = altered(tmp_path, lambda t: None) / "model.safetensors"
     os.truncate(file, size if size >= 0 else file.stat().st_size - 1)
-    with pytest.raises(ValueError, match=r"model\.safetensors is damaged or incomplete"):
+    with pytest.raises(ValueError, match=r"cannot read .*model\.safetensors"):
         load(tmp_path)
 
 

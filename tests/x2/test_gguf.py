@@ -221,8 +221,6 @@ STRANGE: list[tuple[str, Callable[[GGUFWriter], object], str]] = [
     ("no sizes", lambda w: w.kv_data[0].pop("llama.block_count"), "it lacks llama.block_count"),
     ("a text for a size", lambda w: w.kv_data[0].pop("llama.block_count") and w.add_string("llama.block_count", "x"),
      'llama.block_count is "x", and must be a whole number'),
-    ("billions of layers", lambda w: w.kv_data[0].pop("llama.block_count") and w.add_block_count(10_000),
-     "describes a model of .* weights, which .* bytes of files cannot hold"),
     ("an unknown tensor", lambda w: w.add_tensor("blk.0.ffn_gate_inp.weight", np.ones(4, np.float32)),
      "blk.0.ffn_gate_inp.weight, for which the model has no place"),
     ("a part of a head", lambda w: w.add_rope_dimension_count(8), "rope.dimension_count is 8, and only whole heads"),

@@ -19,6 +19,9 @@ from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.faults import RequestFailed
 from folovllm.sampling_params import RequestOutputKind
 from tests.helpers import tiny_checkpoint
+from tests.x4.checkpoints import FAMILIES as EXPERTS
+from tests.x4.checkpoints import moe_checkpoint
+from tests.x5.checkpoints import FAMILIES as HYBRIDS
 from tests.x5.checkpoints import hybrid_checkpoint
 
 PROMPT = list(range(1, 60))
@@ -298,15 +301,30 @@ def test_after_a_failed_update_no_older_prefix_is_found(checkpoints: tuple[Path,
         assert llm.engine.prefix_cache_stats().tokens_hit == 0
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "qwen3_5_text"])
-def test_norms_that_are_kept_in_another_form_are_not_handed_out(family: str) -> None:
-    path = tiny_checkpoint(family) if family == "gemma3_text" else hybrid_checkpoint(family)
+FAMILIES = {
+    **{
+        family: partial(tiny_checkpoint, family)
+        for family in ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3_text")
+    },
+    "llama, untied": partial(tiny_checkpoint, "llama", tied=False),
+    **{family: partial(moe_checkpoint, family) for family in EXPERTS},
+    **{family: partial(hybrid_checkpoint, family) for family in HYBRIDS},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_gives_back_its_checkpoint(family: str) -> None:
+    """The file's names and bytes, before and after an update with what was given."""
+    path = FAMILIES[family]()
+    stored = load_file(path / "model.safetensors")
     with engine(path) as llm:
         before = tokens(llm)
-        with pytest.raises(ValueError, match="adds 1 to the norms"):
-            llm.get_weights()
-        llm.update_weights(path)
-        assert tokens(llm) == before
+        for _ in range(2):
+            found = {name: weight.clone() for name, weight in llm.get_weights().items()}
+            assert found.keys() == stored.keys()
+            assert not [name for name in stored if not torch.equal(found[name], stored[name].float())]
+            llm.update_weights(found)
+            assert tokens(llm) == before
 
 
 @pytest.mark.parametrize("fails", ["it holds what has no place", "the mode is unknown", "the engine sleeps"])

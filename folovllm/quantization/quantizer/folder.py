@@ -9,8 +9,8 @@ from typing import Any
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
-from folovllm.files import reading, write_whole
-from folovllm.models.files import tokenizer_folder
+from folovllm.files import write_whole
+from folovllm.models.files import reading, tokenizer_folder
 from folovllm.models.loader import INDEX, opened
 from folovllm.quantization.quantizer.one_layer import PREFIX, Tensors
 

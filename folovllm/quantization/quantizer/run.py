@@ -18,11 +18,10 @@ from tqdm import tqdm
 
 from folovllm.config import EngineConfig
 from folovllm.engine.setup import choose_device
-from folovllm.files import reading
 from folovllm.model_config import expert_size_of, head_dim_of, num_experts_of, windows_of
-from folovllm.models.files import eos_token_ids, load_hf_config, load_tokenizer, resolve_model
+from folovllm.models.files import eos_token_ids, load_hf_config, load_tokenizer, reading, resolve_model
 from folovllm.models.registry import build_model, renamed_by
-from folovllm.models.shapes import check_num_weights, linear_shapes
+from folovllm.models.shapes import linear_shapes
 from folovllm.quantization.quantizer.calibration import read_texts, split_rows
 from folovllm.quantization.quantizer.folder import OutputFolder
 from folovllm.quantization.quantizer.methods import Method, method_for
@@ -156,8 +155,6 @@ def quantize(
     hf_config = load_hf_config(path, EngineConfig(model=model))
     check_model(hf_config, options)
     checkpoint = Checkpoint(path)
-    with reading(f"the model in {path}"):
-        check_num_weights(hf_config, checkpoint.num_bytes)
     rows, on = rows_of(path, hf_config, options, calibration), choose_device(device)
     checkpoint.check(build_model(hf_config, torch.float32, "meta", options.length))
     folder = OutputFolder(out, hf_config.num_hidden_layers, made_from(checkpoint, options, rows))
