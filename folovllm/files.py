@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from folovllm.faults import require_fault
-
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file beside its place and rename it: until all is written, what was there before stays as it was.
@@ -65,7 +63,8 @@ def reading(what: object, key: str = "") -> Iterator[None]:
     except (UnreadableFile, NotImplementedError):
         raise
     except BaseException as error:
-        require_fault(error)
+        if isinstance(error, KeyboardInterrupt | SystemExit):  # a panic in a library's Rust is no Exception
+            raise
         if type(error).__name__ == "OutOfMemoryError":
             raise
         said = in_one_line(error)

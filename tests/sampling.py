@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from folovllm.engine.detokenizer import IncrementalDetokenizer
-from folovllm.engine.step_builder import sampling_spec
+from folovllm.engine.sampling_spec import sampling_spec
 from folovllm.request import Request, Sequence
 from folovllm.sample.sampler_state import SamplerState
 from folovllm.sampling_params import SamplingParams

@@ -26,10 +26,7 @@ class PackedExecutor(ABC):
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:
         """Run one step. Raises `NothingScheduled` if it is empty."""
-        if output.masks is None:
-            return self.submit(output).wait()
-        self.forward(output)
-        return self.sample(output.masks).wait()
+        return self.submit(output).wait()
 
     def submit(self, output: SchedulerOutput) -> Pending:
         """Start one step and return at once. Raises `NothingScheduled` if it is empty."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from folovllm import events as ev
 from folovllm.spelling import BYTE, byte_alphabet
-from folovllm.step.schedule import NO_SNAPSHOT, ScheduledSequence
+from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
 from folovllm.watcher import Watcher
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class LineWriter:
                 named = self._named[block_id] = (block_id, f"{hash_:016x}", serial, parent)
                 return ["publish", block_id, seq_id, place, *named[1:]]
             case ev.StepBegan(step, start, scheduled, output, budget_left):
-                entries, states = self._scheduled(output.scheduled_seqs), self._states(output.scheduled_seqs)
+                entries, states = self._scheduled(output.scheduled_seqs), self._states(output)
                 return [
                     "begin",
                     step,
@@ -170,15 +170,16 @@ class LineWriter:
                 entries.append([seq_id, start, n, num_samples])
         return entries
 
-    def _states(self, scheduled_seqs: Iterable[ScheduledSequence]) -> list[Line]:
+    def _states(self, output: SchedulerOutput) -> list[Line]:
         """The row of each sequence that has a new one, with the snapshots that a step loads and saves; of a model with states."""
         if not self._header["engine"].get("state_tokens"):
             return []
         row_of = {seq_id: seq.row for seq_id, seq in self._state.sequences.items()}
+        copies = {i: own for i, *own in (output.extras or {})["states"].tolist()} if output.extras else {}
         return [
-            [each.seq_id, each.row, each.load_state, each.save_state]
-            for each in scheduled_seqs
-            if each.save_state != NO_SNAPSHOT or each.row != row_of.get(each.seq_id)
+            [each.seq_id, each.row, *copies.get(i, [-1, -1])]
+            for i, each in enumerate(output.scheduled_seqs)
+            if i in copies or each.row != row_of.get(each.seq_id)
         ]
 
     def _join(self, name: str, block_id: int) -> Line | None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from folovllm import events as ev
 from folovllm.inspector.lines import BLOCKS, FORMAT, PLAIN, VERSION, Line
-from folovllm.step.schedule import NO_SNAPSHOT, ScheduledSequence, SchedulerOutput, StepResult, no_tokens
+from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, StepResult, no_tokens
 from folovllm.watcher import Watcher
 
 KINDS: dict[str, Any] = {name: kind for kind, name in PLAIN.items()}
@@ -151,7 +151,13 @@ class _Decoder:
             case ["begin", step, start, ready, scheduled_seqs, left, *states]:
                 own = {seq: rest for seq, *rest in states[0]} if states else {}
                 scheduled = [self._scheduled(share, own) for share in scheduled_seqs]
-                output = self._begun[step] = SchedulerOutput(tuple(scheduled))
+                copies = [
+                    [i, *own[s.seq_id][1:]]
+                    for i, s in enumerate(scheduled)
+                    if max(own.get(s.seq_id, [-1])[1:], default=-1) >= 0
+                ]
+                extras = {"states": np.array(copies, np.int32)} if copies else None
+                output = self._begun[step] = SchedulerOutput(tuple(scheduled), extras=extras)
                 return [ev.StepBegan(step, start / 1e6, ready / 1e6, output, left)]
             case ["end", step, start, arrived, end, seqs, tokens, waiting, used]:
                 output, result = self._ended(step, seqs, tokens)
@@ -171,10 +177,8 @@ class _Decoder:
             entry = [entry, self._state.served(entry).num_computed_tokens, 1, 1]
         seq_id, start, n, num_samples, *table = entry
         first, blocks = table or (len(self._state.served(seq_id).block_table), [])
-        row, load, save = states.get(seq_id) or (self._state.served(seq_id).row, NO_SNAPSHOT, NO_SNAPSHOT)
-        return ScheduledSequence(
-            seq_id, row, start, n, no_tokens(), tuple(blocks), first, num_samples, None, None, load, save
-        )
+        row = states[seq_id][0] if seq_id in states else self._state.served(seq_id).row
+        return ScheduledSequence(seq_id, row, start, start + n, no_tokens(), tuple(blocks), first, num_samples, None)
 
     def _ended(self, step: int, seqs: list[int], tokens: list[Any]) -> tuple[SchedulerOutput, StepResult]:
         """The step that ends, and what it sampled for each of its sequences."""

@@ -10,7 +10,6 @@ from typing import Protocol
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.events import Event
-from folovllm.faults import RequestFailed
 from folovllm.server.aggregator import Aggregator
 from folovllm.server.messages import Abort, Add, EngineMessage, Failure, Ready, Refused, Step, Stop, Work, failure_of
 from folovllm.setup import plain
@@ -112,11 +111,8 @@ class EngineLoop:
         return None
 
     def step(self) -> list[Refused]:
-        """Compute. Returns the requests that failed in the step, each at a fault of its own."""
-        try:
-            self._engine.step()
-        except RequestFailed as failed:
-            return [Refused(int(id_), str(RequestFailed([id_])), is_fault=True) for id_ in failed.request_ids]
+        """Compute. Returns the requests that are refused: none."""
+        self._engine.step()
         return []
 
     def outputs(self, refused: list[Refused] | None = None) -> Step:

@@ -10,10 +10,9 @@ from typing import TypeVar
 
 from folovllm.engine.output_processor import OutputDelta, RequestState, with_text
 from folovllm.engine.stop import check_stop_conditions
-from folovllm.faults import RequestFailed, log_fault
 from folovllm.outputs import RequestOutput, TokenLogprob
 from folovllm.request import CachedPrefix, Request, Sequence, SequenceStatus
-from folovllm.server.messages import Add, Delta, Refused, Row, Step, failure_of
+from folovllm.server.messages import Add, Delta, Refused, RequestFailed, Row, Step, failure_of, log_fault
 from folovllm.server.metrics import Counters
 
 T = TypeVar("T")
@@ -168,6 +167,10 @@ class Stream(RequestState):
         if self._error is not None:
             raise self._error
         try:
+            for answer in self.answers:  # what came since the last look
+                num_new, ended = answer.seq.num_output_tokens - answer.num_tokens, answer.seq.status.is_finished
+                if num_new or ended != answer.has_ended:
+                    answer.update(num_new, ended)
             return report()
         except BaseException as error:
             log_fault(self.number, error)

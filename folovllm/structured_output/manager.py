@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from copy import copy
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +15,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from folovllm.engine.logits_mask import LogitsMask
-from folovllm.faults import Faults, require_fault
 from folovllm.request import Sequence
 from folovllm.sampling_row import mask_of, mask_width
 from folovllm.step.schedule import SchedulerOutput, TokenBitmasks
@@ -61,10 +61,8 @@ def places_behind(seq: Sequence, matcher: GrammarMatcher, drafted: list[int], le
 class StructuredOutputManager(LogitsMask):
     """A `LogitsMask` with a grammar matcher for each sequence that needs one. A preempted sequence keeps its matcher."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, faults: Faults | None = None) -> None:
-        """`faults` gets what goes wrong with one answer's matcher."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._faults = faults or Faults()
         # By the tokens that end a text, and are never in one: the library's tokenizer, and with a grammar what was compiled.
         self._library_tokenizer = lru_cache(MOST_TOKENIZERS)(self._make_library_tokenizer)
         self._compiled: dict[
@@ -104,8 +102,20 @@ class StructuredOutputManager(LogitsMask):
             self._matchers[seq] = matcher if seq is first else matcher.copy()
 
     def _matcher(self, seq: Sequence) -> GrammarMatcher | None:
-        """The matcher of an answer. A request that ran into a fault has none any more."""
-        return None if seq.request_id in self._faults.of else self._matchers.get(seq)
+        """The matcher of an answer; none if it is broken."""
+        matcher = self._matchers.get(seq)
+        return None if matcher is None or matcher.is_broken else matcher
+
+    @contextmanager
+    def _guarded(self, seq: Sequence) -> Iterator[None]:
+        """A context: an exception in it breaks the matcher of this answer, and goes no further."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a panic in a library's Rust is no Exception
+            logger.exception("the grammar of request %s failed", seq.request_id)
+            self._matchers[seq].is_broken = True
 
     def needs_mask(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> bool:
         """Whether the step samples for any of these answers. `seqs`: those of the step, in order."""
@@ -131,7 +141,7 @@ class StructuredOutputManager(LogitsMask):
                 continue
             if not seq.status.is_finished:
                 drafted = scheduled.token_ids[1:].tolist() if scheduled.num_samples > 1 else []
-                with self._faults.at(seq):
+                with self._guarded(seq):
                     own = common(matcher.forced(), drafted) if drafted else []
                     places += places_behind(seq, matcher.behind(own), drafted, len(own), len(rows))
                     forced += [(len(rows) + level, token) for level, token in enumerate(own)]
@@ -143,7 +153,7 @@ class StructuredOutputManager(LogitsMask):
             bits.view(np.uint32)[lines, tokens // 32] = 1 << tokens % 32
         self._fill(places, bits)
         for p in places:
-            with self._faults.at(p.seq):
+            with self._guarded(p.seq):
                 if (broken := p.finish(bits)) is not None:
                     self._limits.setdefault(p.seq.seq_id, broken)
             if self._matcher(p.seq) is None:  # a fault, and half a mask perhaps
@@ -155,10 +165,11 @@ class StructuredOutputManager(LogitsMask):
         asked = [(p.seq, (p.matcher.grammar, p.line, p.ahead)) for p in places if p.matcher.grammar]
         try:
             guidance.fill_bitmasks([each for _, each in asked], bits)
-        except BaseException as error:
-            require_fault(error)  # whose it is, is found out now
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # whose it is, is found out now
             for seq, each in asked:
-                with self._faults.at(seq):
+                with self._guarded(seq):
                     guidance.fill_bitmasks([each], bits)
 
     def trim(self, seq: Sequence, draft: list[int]) -> list[int]:
@@ -168,7 +179,7 @@ class StructuredOutputManager(LogitsMask):
         """
         matcher = self._matcher(seq)
         if matcher is not None:
-            with self._faults.at(seq):
+            with self._guarded(seq):
                 return draft[: matcher.num_allowed(draft)]
         return draft
 
@@ -176,7 +187,7 @@ class StructuredOutputManager(LogitsMask):
         """At most so many tokens that come next in an answer because its grammar leaves no choice."""
         matcher = self._matcher(seq)
         if matcher is not None:
-            with self._faults.at(seq):
+            with self._guarded(seq):
                 return matcher.forced()[:most]
         return []
 
@@ -200,7 +211,7 @@ class StructuredOutputManager(LogitsMask):
             if matcher is not None:
                 if not tokens:
                     matcher.is_broken = True  # all tokens that count were taken in
-                with self._faults.at(seq):
+                with self._guarded(seq):
                     for i, token_id in enumerate(tokens):
                         matcher.accept_token(token_id)
                         if matcher.is_broken:
@@ -211,7 +222,7 @@ class StructuredOutputManager(LogitsMask):
         """Those of the answers that can no longer satisfy their grammar, and have not ended."""
         if not self._matchers:
             return []
-        matchers = ((seq, self._matcher(seq)) for seq in seqs if not seq.status.is_finished)
+        matchers = ((seq, self._matchers.get(seq)) for seq in seqs if not seq.status.is_finished)
         return [seq for seq, matcher in matchers if matcher is not None and matcher.is_broken]
 
     def _grammar(self, asked: StructuredOutputsParams, end_ids: list[int], model_end_ids: list[int]) -> Grammar:

@@ -22,6 +22,7 @@ from folovllm.step.packed import (
     StepPacker,
     sample_levels,
     split,
+    unpack_extras,
 )
 from folovllm.step.schedule import SchedulerOutput, TokenBitmasks
 from folovllm.worker.buckets import Bucket, buckets_for, decode_bucket, pad, padding_of
@@ -231,16 +232,20 @@ class GraphRunner:
             computed, self._late = self._late, None
             self._sample(computed, step)
             return self._sent(computed)
-        if step.states.size:
-            self._runner.states.load(step.states)
-        pending = None
-        if step.defers_sampling:
-            self._late = self._compute(step, self._bucket_of(step))
-        else:
-            pending = self._start(step)
-        if step.states.size:
-            self._runner.states.save(step.states)
+        if not step.extras.size:
+            return self._begin(step)
+        extras, rows = unpack_extras(step.extras), step.fields[Field.ROW]
+        self._runner.states.load(extras, rows)
+        pending = self._begin(step)
+        self._runner.states.save(extras, rows)
         return pending
+
+    def _begin(self, step: PackedStep) -> PendingStep | None:
+        """Start a step, up to its logits if its masks come later."""
+        if not step.defers_sampling:
+            return self._start(step)
+        self._late = self._compute(step, self._bucket_of(step))
+        return None
 
     def _start(self, step: PackedStep) -> PendingStep:
         """Start a step that computes and samples at once."""

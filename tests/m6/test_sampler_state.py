@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from folovllm.engine.step_builder import sampling_spec
+from folovllm.engine.sampling_spec import sampling_spec
 from folovllm.request import Sequence
 from folovllm.sample.logprobs import gather_logprobs
 from folovllm.sample.rows import SamplingRows

@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from folovllm.faults import RequestFailed
 
 from folovllm.config import EngineConfig
-from folovllm.faults import RequestFailed
 from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import RequestOutputKind, SamplingParams

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from folovllm.faults import Faults, RequestFailed
 
 from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.output_processor import RequestState
-from folovllm.faults import Faults, RequestFailed
 from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence

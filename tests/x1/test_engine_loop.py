@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 
 import pytest
+from folovllm.faults import RequestFailed
 
 from folovllm.config import EngineConfig
-from folovllm.faults import RequestFailed
 from folovllm.request import Request
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.engine_loop import EngineLoop, run_engine

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from folovllm.faults import RequestFailed
 from safetensors.torch import load_file, save_file
 
 from folovllm import LLM, SamplingParams
 from folovllm.engine.detokenizer import IncrementalDetokenizer
-from folovllm.faults import RequestFailed
 from folovllm.sampling_params import RequestOutputKind
 from tests.helpers import tiny_checkpoint
 from tests.x5.checkpoints import hybrid_checkpoint
