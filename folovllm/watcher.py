@@ -85,10 +85,10 @@ class Watcher:
         cells = self.cells
         match event:
             case ev.StepBegan():
-                for seq_id, row, start, n, token_ids, blocks, first, num_samples, *_ in event.output.scheduled_seqs:
+                for seq_id, row, _, end, token_ids, blocks, first, num_samples, *_ in event.output.scheduled_seqs:
                     if (seq := self.sequences.get(seq_id)) is None:  # it ended while the step before was in flight
                         continue
-                    seq.num_computed_tokens, seq.row = start + n, row
+                    seq.num_computed_tokens, seq.row = end, row
                     if blocks or first < len(seq.block_table):
                         seq.block_table[first:] = blocks
                     if num_samples > 1:

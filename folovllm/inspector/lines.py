@@ -160,8 +160,8 @@ class LineWriter:
         """The entries of a step's sequences: a bare number where it says all. Hundreds a step come here, so it is one loop."""
         entries: list[int | Line] = []
         sequences = self._state.sequences
-        for seq_id, _, start, n, _, blocks, first, num_samples, *_ in scheduled_seqs:
-            seq = sequences.get(seq_id)
+        for seq_id, _, start, end, _, blocks, first, num_samples, *_ in scheduled_seqs:
+            seq, n = sequences.get(seq_id), end - start
             if seq is None or blocks or first < len(seq.block_table):
                 entries.append([seq_id, start, n, num_samples, first, blocks])
             elif n == 1 == num_samples and start == seq.num_computed_tokens:
