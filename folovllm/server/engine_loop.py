@@ -11,7 +11,19 @@ from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.events import Event
 from folovllm.server.aggregator import Aggregator
-from folovllm.server.messages import Abort, Add, EngineMessage, Failure, Ready, Refused, Step, Stop, Work, failure_of
+from folovllm.server.messages import (
+    Abort,
+    Add,
+    EngineMessage,
+    Failure,
+    Ready,
+    Refused,
+    RequestFailed,
+    Step,
+    Stop,
+    Work,
+    failure_of,
+)
 from folovllm.setup import plain
 
 logger = logging.getLogger("folovllm")
@@ -111,8 +123,11 @@ class EngineLoop:
         return None
 
     def step(self) -> list[Refused]:
-        """Compute. Returns the requests that are refused: none."""
-        self._engine.step()
+        """Compute. Returns the requests that failed in the step, each at a fault of its own."""
+        try:
+            self._engine.step()
+        except RequestFailed as failed:
+            return [Refused(int(id_), str(RequestFailed([id_])), is_fault=True) for id_ in failed.numbers]
         return []
 
     def outputs(self, refused: list[Refused] | None = None) -> Step:

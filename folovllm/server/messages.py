@@ -149,6 +149,7 @@ class RequestFailed(RuntimeError):
 
     def __init__(self, numbers: Collection[str]) -> None:
         super().__init__(f"the engine failed at request {', '.join(numbers)}, and its log says how")
+        self.numbers = numbers
 
 
 def log_fault(number: object, error: BaseException) -> None:

@@ -18,7 +18,7 @@ import folovllm.structured_output.guidance as guidance
 from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.detokenizer_stream import StreamDetokenizer
 from folovllm.engine.input_processor import InputProcessor
-from folovllm.engine.output_processor import OutputProcessor, RequestState
+from folovllm.engine.output_processor import RequestState
 from folovllm.server.metrics import Counters
 from folovllm.structured_output.grammar_matcher import GrammarMatcher
 from folovllm.structured_output.manager import StructuredOutputManager
@@ -73,8 +73,6 @@ SITES: dict[str, tuple[Any, str, Callable[..., Call]]] = {
     "advance": (StreamDetokenizer, "advance", lambda self: marked(self)),
     "find_stop": (IncrementalDetokenizer, "find_stop", lambda self, *_: marked(self)),
     "flush": (IncrementalDetokenizer, "flush", lambda self: marked(self)),
-    "check_stop_conditions": (scheduler, "check_stop_conditions", lambda seq: of_request(seq.request) if seq.num_output_tokens > 2 else ("", None)),
-    "keep_logprobs": (OutputProcessor, "keep_logprobs", lambda self, seq, *_: of_request(seq.request)),
     "decode": (messages, "_decode_command", lambda data: ("engine", re.search(rb"fault\|[\w.|]+", data)[0].decode()) if b"|decode|" in data else ("", None)),
     "add_message": (async_engine, "add_message", lambda number, request: of_request(request)),
     "Stream.feed": (stream.Stream, "feed", lambda self, *_: of_request(self.seqs[0].request)),
