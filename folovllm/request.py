@@ -90,6 +90,7 @@ class Sequence:
     num_prompt_tokens: int = field(init=False)
     num_tokens: int = field(init=False)  # of the prompt and of the answer so far
     num_output_tokens: int = 0  # of the answer so far
+    last_token: int = -1  # the newest of the answer
     _token_ids: TokenIds = field(init=False)
 
     def __post_init__(self) -> None:
@@ -148,6 +149,7 @@ class Sequence:
         self._token_ids[self.num_tokens] = token_id
         self.num_tokens += 1
         self.num_output_tokens += 1
+        self.last_token = token_id
 
     def start(self) -> None:
         """WAITING -> RUNNING: the sequence was admitted. From any other status ValueError (`_expect`), and nothing changes."""

@@ -35,7 +35,7 @@ class EngineCore:
 
     Attributes:
         output: the requests that are being served, and what each has to report.
-        num_steps: steps whose tokens have arrived. num_preemptions: sequences that these steps preempted.
+        num_started: steps that were started. num_steps: those whose tokens have arrived. num_preemptions: sequences that these steps preempted.
     """
 
     def __init__(self, scheduler: SchedulerLike, executor: Executor, events: Events, logits_mask: LogitsMask) -> None:
@@ -44,7 +44,7 @@ class EngineCore:
         self.events = events
         self.logits_mask = logits_mask
         self.output = OutputProcessor(scheduler.abort)
-        self.num_steps = self.num_preemptions = 0
+        self.num_started = self.num_steps = self.num_preemptions = 0
         self.has_grammars = False  # whether a request ever had one; until then no step asks the mask
         self._unsampled: StartedStep | None = None
         self._last_arrival = 0.0
@@ -70,20 +70,21 @@ class EngineCore:
         finally:
             self.events.drain()  # after an error, too: listeners then see how it came about
 
-    def start(self, output: SchedulerOutput, in_flight: bool = False) -> StartedStep:
-        """Have a step computed. `in_flight`: the tokens of the step before it have not arrived.
+    def start(self, output: SchedulerOutput) -> StartedStep:
+        """Have a step computed; `collect` takes in its tokens.
 
         Where a request has a grammar, the step gets as far as its logits: what it may sample depends on all tokens before.
-        If these are in flight, it samples in the `collect` that brings them; so the device has work meanwhile.
+        If these have not arrived, it samples in the `collect` that brings them; so the device has work meanwhile.
         """
         step = StartedStep(output, self.scheduler.sequences(output), time.monotonic())
         if self.has_grammars and self.logits_mask.needs_mask(output, step.seqs):
             self.executor.forward(output)
             self._unsampled = step
-            if not in_flight:
+            if self.num_started == self.num_steps:
                 self._sample()
         else:
             step.pending = self.executor.submit(output)
+        self.num_started += 1
         return step
 
     def collect(self, step: StartedStep) -> list[RequestOutput]:

@@ -56,7 +56,7 @@ class OutputProcessor:
         updated: dict[str, RequestState] = {}
         for seq, token_ids, status in new:
             state = updated[seq.request_id] = self.requests[seq.request_id]
-            state.answers[seq.index].update(len(token_ids), status is not None)
+            state.answers[seq.index].update(token_ids, status is not None)
         outputs = []
         for request_id, state in updated.items():
             finished = state.finished
@@ -124,19 +124,20 @@ class RequestState:
         """Take in that all answers have ended."""
         for answer in self.answers:
             if not answer.has_ended:
-                answer.update(0, has_ended=True)
+                answer.update([], has_ended=True)
         self.note_progress(now)
 
     def without_text(self) -> RequestOutput:
         """The request as aborted: its tokens, and no text, which may be what cannot be made."""
         for answer in self.answers:
             answer.seq.status, answer.seq.detokenizer = SequenceStatus.FINISHED_ABORTED, NoText()
-            answer.update(0, has_ended=True)
+            answer.update([], has_ended=True)
         return self.output()
 
     def output(self) -> RequestOutput:
         """The request as it is, with what is new since the last call as deltas."""
         finished, deltas_alone = self.finished, self._kind is RequestOutputKind.DELTA
+        prompt_logprobs, m, prefix = self._report_prompt(once=deltas_alone), self.metrics, self.seqs[0].prefix
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -147,9 +148,11 @@ class RequestState:
                 if not deltas_alone or answer.has_news
             ],
             finished=finished,
-            metrics=self.metrics.snapshot(),
-            num_cached_tokens=self.seqs[0].num_cached_tokens or 0,
-            prompt_logprobs=self._report_prompt(once=deltas_alone),
+            metrics=RequestMetrics(
+                m.arrival_time, m.first_token_time, m.finish_time, m.num_prompt_tokens, m.num_generated_tokens
+            ),
+            num_cached_tokens=0 if prefix is None else prefix.num_hit_tokens or 0,
+            prompt_logprobs=prompt_logprobs,
         )
 
     def deltas(self) -> list[OutputDelta]:
@@ -168,21 +171,21 @@ class Answer:
     """One answer of a request, and how much of it was reported. A report costs what is new, however long the answer is.
 
     Attributes:
-        num_tokens, num_new_tokens: of those that it was told of, and of these the ones that were not reported.
+        num_tokens: those that it was told of. new_token_ids: of these the ones that were not reported.
         has_news: whether there are such tokens, or an end, that were not reported. has_ended: whether it ended.
     """
 
     def __init__(self, seq: Sequence) -> None:
         self.seq = seq
-        self.num_tokens = self.num_new_tokens = 0
+        self.num_tokens, self.new_token_ids = 0, list[int]()
         self.has_news = self.has_ended = False
         self._num_chars = 0  # that were reported
         self._cumulative_logprob = 0.0  # of the tokens that were reported
 
-    def update(self, num_tokens: int, has_ended: bool) -> None:
-        """Take in that so many tokens have joined the answer, and whether they ended it."""
-        self.num_tokens += num_tokens
-        self.num_new_tokens += num_tokens
+    def update(self, token_ids: list[int], has_ended: bool) -> None:
+        """Take in the tokens that have joined the answer, and whether they ended it."""
+        self.num_tokens += len(token_ids)
+        self.new_token_ids += token_ids
         self.has_news, self.has_ended = True, has_ended
 
     def report(self, deltas_alone: bool, copy_later: bool) -> CompletionOutput:
@@ -191,7 +194,8 @@ class Answer:
         With `copy_later` a long field is copied only when it is read: the next report holds most of it again.
         """
         seq = self.seq
-        old_chars, old_tokens = self._take_news()
+        old_chars, new_token_ids = self._take_news()
+        old_tokens = self.num_tokens - len(new_token_ids)
         copy: Callable[..., Any] = partial if copy_later else _now
         first_char, first_token = (old_chars, old_tokens) if deltas_alone else (0, 0)
         has_logprobs = seq.params.logprobs is not None
@@ -204,13 +208,14 @@ class Answer:
             finish_reason=seq.status.value if seq.status.is_finished else None,
             stop_reason=seq.stop_reason,
             delta_text=seq.detokenizer.read(old_chars, self._num_chars),
-            delta_token_ids=_token_ids(seq, old_tokens, self.num_tokens),
+            delta_token_ids=new_token_ids,
         )
 
     def delta(self) -> OutputDelta:
         """What is new."""
         seq = self.seq
-        old_chars, old_tokens = self._take_news()
+        old_chars, new_token_ids = self._take_news()
+        old_tokens = self.num_tokens - len(new_token_ids)
         return OutputDelta(
             seq.index,
             seq.detokenizer.read(old_chars, self._num_chars),
@@ -220,15 +225,15 @@ class Answer:
             (seq.detokenizer.offsets or ())[old_tokens : self.num_tokens],
         )
 
-    def _take_news(self) -> tuple[int, int]:
-        """Count what is new as reported; returns at which character and at which token it begins."""
-        old_chars, old_tokens, seq = self._num_chars, self.num_tokens - self.num_new_tokens, self.seq
+    def _take_news(self) -> tuple[int, list[int]]:
+        """Count what is new as reported; returns at which character it begins, and its tokens."""
+        old_chars, new, seq = self._num_chars, self.new_token_ids, self.seq
         if self.has_news:
-            self._num_chars, self.num_new_tokens, self.has_news = num_visible_chars(seq), 0, False
-            if seq.logprobs:
-                new = seq.logprobs[old_tokens : self.num_tokens]  # behind the end there may be more
-                self._cumulative_logprob += sum(chosen(row).logprob for row in new)
-        return old_chars, old_tokens
+            self._num_chars, self.new_token_ids, self.has_news = num_visible_chars(seq), [], False
+            if seq.logprobs:  # behind the end there may be more
+                rows = seq.logprobs[self.num_tokens - len(new) : self.num_tokens]
+                self._cumulative_logprob += sum(chosen(row).logprob for row in rows)
+        return old_chars, new
 
 
 def num_visible_chars(seq: Sequence) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from folovllm.engine.core import EngineCore, StartedStep
 from folovllm.engine.scheduler import Scheduler
 from folovllm.outputs import RequestOutput
-from folovllm.step.schedule import NothingScheduled, SchedulerOutput
+from folovllm.step.schedule import NothingScheduled
 
 
 class OverlappedEngine:
@@ -19,6 +19,7 @@ class OverlappedEngine:
         assert isinstance(core.scheduler, Scheduler), "steps overlap over `Scheduler`, which knows when to wait"
         self.core = core
         self.scheduler = core.scheduler
+        self._start = core.start
         self._in_flight: StartedStep | None = None
 
     def step(self) -> list[RequestOutput]:
@@ -61,10 +62,6 @@ class OverlappedEngine:
     def has_unfinished_requests(self) -> bool:
         """Whether requests are being served."""
         return bool(self.core.output.requests)
-
-    def _start(self, schedule: SchedulerOutput) -> StartedStep:
-        """Start a step on the device; the tokens that it samples are in flight from here on."""
-        return self.core.start(schedule, in_flight=self._in_flight is not None)
 
     def _collect(self) -> list[RequestOutput]:
         """Wait for the step in flight, if there is one, and hand its tokens to their sequences."""

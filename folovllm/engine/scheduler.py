@@ -237,7 +237,7 @@ class Scheduler:
             `builder.output()`.
         """
         builder = StepBuilder(self._rows, self.running, self._max_num_batched_tokens)
-        for seq in sorted(self.running, key=lambda seq: seq.num_uncomputed_tokens > 1):
+        for seq in sorted(self.running, key=lambda seq: seq.num_tokens - seq.num_computed_tokens > 1):
             n = self._tokens_of_step(seq, builder.budget)
             if n and self._grow(seq, n, builder):
                 builder.add(seq, n)
@@ -269,7 +269,8 @@ class Scheduler:
         budget, size, num_free = self._max_num_batched_tokens, self.kv.block_size, self.kv.num_free
         if num_free > len(self.running) + budget // size:  # room for any step: no need to look closer
             return False
-        return num_free < sum(min(seq.num_uncomputed_tokens, budget) // size + 1 for seq in self.running)
+        missing = [max(1, seq.num_tokens - seq.num_computed_tokens) for seq in self.running]
+        return num_free < sum(min(n, budget) // size + 1 for n in missing)
 
     def _grow(self, seq: Sequence, num_new_tokens: int, builder: StepBuilder) -> bool:
         """Find cache for a running sequence. Without a free block, sequences that rank behind it give way, and at last itself.
@@ -370,7 +371,7 @@ def chunk(seq: Sequence, budget: int, threshold: int = 0) -> int:
     So a long prompt is computed over several steps, beside the decodes of others (chunked prefill; Sarathi-Serve,
     Agrawal et al., OSDI 2024). An empty budget leaves 0: not in this step.
     """
-    n = min(seq.num_uncomputed_tokens, budget)
+    n = min(max(1, seq.num_tokens - seq.num_computed_tokens), budget)
     return min(n, threshold) if threshold else n
 
 

@@ -168,9 +168,9 @@ class Stream(RequestState):
             raise self._error
         try:
             for answer in self.answers:  # what came since the last look
-                num_new, ended = answer.seq.num_output_tokens - answer.num_tokens, answer.seq.status.is_finished
-                if num_new or ended != answer.has_ended:
-                    answer.update(num_new, ended)
+                new, ended = answer.seq.output_token_ids[answer.num_tokens :].tolist(), answer.seq.status.is_finished
+                if new or ended != answer.has_ended:
+                    answer.update(new, ended)
             return report()
         except BaseException as error:
             log_fault(self.number, error)
