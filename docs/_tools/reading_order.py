@@ -96,7 +96,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("worker/buckets.py", "", "v1/worker/gpu/cudagraph_utils.py"),
         ("worker/device_tables.py", "", "v1/worker/gpu/block_table.py"),
         ("worker/step_sampler.py", "layers/embed_head.py", "model_executor/layers/logits_processor.py"),
-        ("sampling_row.py", "", "v1/worker/gpu/sample/states.py"),
+        ("sample/sampling_row.py", "", "v1/worker/gpu/sample/states.py"),
         ("sample/sampler_state.py", "", "v1/worker/gpu/sample/sampler.py"),
         ("sample/logprobs.py", "", "v1/worker/gpu/sample/logprob.py"),
         ("executor/packed_executor.py", "", ""),

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from folovllm.engine.logits_mask import LogitsMask
+from folovllm.engine.logits_mask import LogitsMask, abort_broken
+from folovllm.engine.metrics import report_step
 from folovllm.engine.output_processor import OutputProcessor, RequestState
 from folovllm.engine.scheduler import SchedulerLike
 from folovllm.event_stream import Events
-from folovllm.events import ExpertsAsked, Finished, GivenUp, StepEnded
 from folovllm.executor.abstract import Executor, Pending
 from folovllm.outputs import RequestOutput
-from folovllm.request import Sequence, SequenceOutput, SequenceStatus
-from folovllm.step.schedule import SchedulerOutput, StepResult
-
-logger = logging.getLogger("folovllm")
+from folovllm.request import Sequence
+from folovllm.step.schedule import SchedulerOutput
 
 
 @dataclass(slots=True)
@@ -46,8 +43,8 @@ class EngineCore:
         self.output = OutputProcessor(scheduler.abort)
         self.num_started = self.num_steps = self.num_preemptions = 0
         self.has_grammars = False  # whether a request ever had one; until then no step asks the mask
+        self.last_arrival = 0.0  # of a step's tokens
         self._unsampled: StartedStep | None = None
-        self._last_arrival = 0.0
 
     def add_grammar(self, seqs: list[Sequence]) -> None:
         """Register the grammar of a new request. Raises ValueError if the grammar is not supported."""
@@ -105,9 +102,9 @@ class EngineCore:
                 self.output.keep_logprobs(step.seqs[i], step.output.scheduled_seqs[i].scores, result.logprobs[i])
         now = time.monotonic()
         if self.events.on:
-            self._report(step, result, new, arrived, now)
+            report_step(self, step.output, result, new, (step.start, arrived, now))
         if self.has_grammars:
-            new += self._abort_broken(step.seqs)
+            new += abort_broken(self.logits_mask, self.scheduler.abort, self.events, step.seqs)
         self.num_steps += 1
         self.num_preemptions += len(step.output.preempted)
         return self.output.process(new, now)
@@ -117,30 +114,6 @@ class EngineCore:
         if self._unsampled is not None:
             step, self._unsampled = self._unsampled, None
             step.pending = self.executor.sample(self.logits_mask.bitmasks(step.output, step.seqs))
-
-    def _abort_broken(self, seqs: list[Sequence]) -> list[SequenceOutput]:
-        """End answers that can no longer satisfy their grammar, with finish_reason "abort"."""
-        broken = self.logits_mask.broken(seqs)
-        for seq in broken:
-            logger.warning("request %s ends early: its answer can no longer satisfy its grammar", seq.request_id)
-            if self.events.on:
-                self.events.emit(GivenUp(seq.seq_id))
-        self.scheduler.abort(*broken)
-        return [SequenceOutput(seq, [], SequenceStatus.FINISHED_ABORTED) for seq in broken]
-
-    def _report(
-        self, step: StartedStep, result: StepResult, new: list[SequenceOutput], arrived: float, now: float
-    ) -> None:
-        """Tell listeners that a step has ended, and which of its sequences. With overlap its time begins where the last one's ended."""
-        kv, waiting = self.scheduler.kv, len(self.scheduler.waiting)
-        if self.events.wants_experts:
-            self.events.emit(ExpertsAsked(self.executor.expert_load()))
-        start, self._last_arrival = max(step.start, self._last_arrival), arrived
-        used = 0 if kv is None else kv.num_used
-        self.events.emit(StepEnded(self.num_steps, start, arrived, now, step.output, result, waiting, used))
-        for seq, _, status in new:
-            if status is not None:
-                self.events.emit(Finished(seq.seq_id, status.value))
 
     def end(self, request_ids: Collection[str]) -> list[RequestState]:
         """End those of the requests that are being served; returns what there is of them."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import Protocol
 
 from folovllm.engine.scheduler import SchedulerLike
+from folovllm.event_stream import Events
 from folovllm.events import (
     Aborted,
     DraftsVerified,
@@ -17,8 +20,42 @@ from folovllm.events import (
     StepBegan,
     StepEnded,
 )
+from folovllm.executor.abstract import Executor
+from folovllm.request import SequenceOutput
 from folovllm.setup import EngineSetup
-from folovllm.step.schedule import SchedulerOutput
+from folovllm.step.schedule import SchedulerOutput, StepResult
+
+
+class Core(Protocol):
+    """What a report of a step reads of `EngineCore`."""
+
+    scheduler: SchedulerLike
+    executor: Executor
+    events: Events
+    num_steps: int
+    last_arrival: float
+
+
+def report_step(
+    core: Core,
+    output: SchedulerOutput,
+    result: StepResult,
+    new: Iterable[SequenceOutput],
+    times: tuple[float, float, float],
+) -> None:
+    """Tell listeners that a step has ended, and which sequences with it. `times`: its start, its tokens' arrival, and now.
+
+    Where steps overlap, its time begins at the earliest where the one before it ended.
+    """
+    (start, arrived, now), kv, events = times, core.scheduler.kv, core.events
+    start, core.last_arrival = max(start, core.last_arrival), arrived
+    if events.wants_experts:
+        events.emit(ExpertsAsked(core.executor.expert_load()))
+    waiting, used = len(core.scheduler.waiting), 0 if kv is None else kv.num_used
+    events.emit(StepEnded(core.num_steps, start, arrived, now, output, result, waiting, used))
+    for seq, _, status in new:
+        if status is not None:
+            events.emit(Finished(seq.seq_id, status.value))
 
 
 @dataclass(slots=True, frozen=True)

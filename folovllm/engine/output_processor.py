@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as SequenceOf
 from functools import partial
 from operator import attrgetter, getitem
-from typing import Any, NamedTuple
+from typing import Any
 
 from folovllm.engine.detokenizer import NoText
 from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprob
@@ -19,17 +18,6 @@ from folovllm.step.schedule import Logprobs, Scores
 logger = logging.getLogger("folovllm")
 PromptLogprobs = list[dict[int, TokenLogprob] | None] | None
 IS_FINISHED = attrgetter("status.is_finished")  # of a sequence; asked of each at each step
-
-
-class OutputDelta(NamedTuple):
-    """What is new in an answer, for servers. Programs get a `CompletionOutput`."""
-
-    answer: int  # among the `n`
-    text: str
-    logprobs: list[dict[int, TokenLogprob]] | None
-    finish_reason: str | None
-    stop_reason: str | int | None
-    offsets: SequenceOf[int] = ()  # where the tokens begin in the answer's text, if their log-probabilities are given
 
 
 class OutputProcessor:
@@ -155,10 +143,6 @@ class RequestState:
             prompt_logprobs=prompt_logprobs,
         )
 
-    def deltas(self) -> list[OutputDelta]:
-        """What is new since the last call, of those answers that have news."""
-        return [answer.delta() for answer in self.answers if answer.has_news]
-
     def _report_prompt(self, once: bool) -> PromptLogprobs:
         if once and self._prompt_was_scored:
             return None
@@ -172,6 +156,7 @@ class Answer:
 
     Attributes:
         num_tokens: those that it was told of. new_token_ids: of these the ones that were not reported.
+        num_chars: characters that were reported.
         has_news: whether there are such tokens, or an end, that were not reported. has_ended: whether it ended.
     """
 
@@ -179,7 +164,7 @@ class Answer:
         self.seq = seq
         self.num_tokens, self.new_token_ids = 0, list[int]()
         self.has_news = self.has_ended = False
-        self._num_chars = 0  # that were reported
+        self.num_chars = 0
         self._cumulative_logprob = 0.0  # of the tokens that were reported
 
     def update(self, token_ids: list[int], has_ended: bool) -> None:
@@ -194,42 +179,28 @@ class Answer:
         With `copy_later` a long field is copied only when it is read: the next report holds most of it again.
         """
         seq = self.seq
-        old_chars, new_token_ids = self._take_news()
+        old_chars, new_token_ids = self.take_news()
         old_tokens = self.num_tokens - len(new_token_ids)
         copy: Callable[..., Any] = partial if copy_later else _now
         first_char, first_token = (old_chars, old_tokens) if deltas_alone else (0, 0)
         has_logprobs = seq.params.logprobs is not None
         return CompletionOutput(
             index=seq.index,
-            text=copy(seq.detokenizer.read, first_char, self._num_chars),
+            text=copy(seq.detokenizer.read, first_char, self.num_chars),
             token_ids=copy(_token_ids, seq, first_token, self.num_tokens),
             cumulative_logprob=self._cumulative_logprob if has_logprobs else None,
             logprobs=copy(getitem, seq.logprobs, slice(first_token, self.num_tokens)) if has_logprobs else None,
             finish_reason=seq.status.value if seq.status.is_finished else None,
             stop_reason=seq.stop_reason,
-            delta_text=seq.detokenizer.read(old_chars, self._num_chars),
+            delta_text=seq.detokenizer.read(old_chars, self.num_chars),
             delta_token_ids=new_token_ids,
         )
 
-    def delta(self) -> OutputDelta:
-        """What is new."""
-        seq = self.seq
-        old_chars, new_token_ids = self._take_news()
-        old_tokens = self.num_tokens - len(new_token_ids)
-        return OutputDelta(
-            seq.index,
-            seq.detokenizer.read(old_chars, self._num_chars),
-            None if seq.params.logprobs is None else seq.logprobs[old_tokens : self.num_tokens],
-            seq.status.value if self.has_ended else None,
-            seq.stop_reason,
-            (seq.detokenizer.offsets or ())[old_tokens : self.num_tokens],
-        )
-
-    def _take_news(self) -> tuple[int, list[int]]:
+    def take_news(self) -> tuple[int, list[int]]:
         """Count what is new as reported; returns at which character it begins, and its tokens."""
-        old_chars, new, seq = self._num_chars, self.new_token_ids, self.seq
+        old_chars, new, seq = self.num_chars, self.new_token_ids, self.seq
         if self.has_news:
-            self._num_chars, self.new_token_ids, self.has_news = num_visible_chars(seq), [], False
+            self.num_chars, self.new_token_ids, self.has_news = num_visible_chars(seq), [], False
             if seq.logprobs:  # behind the end there may be more
                 rows = seq.logprobs[self.num_tokens - len(new) : self.num_tokens]
                 self._cumulative_logprob += sum(chosen(row).logprob for row in rows)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from folovllm.model_config import num_experts_of
-from folovllm.sampling_row import RowField, SamplingUpdate, line_width
+from folovllm.sample.sampling_row import RowField, SamplingUpdate, line_width
 from folovllm.setup import EngineSetup
 from folovllm.step.packed import LINES, Field, Int32, PackedStep, Parts, Sample, split
 from folovllm.step.schedule import TokenBitmasks

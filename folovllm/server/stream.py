@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from folovllm.engine.output_processor import OutputDelta, RequestState, with_text
+from folovllm.engine.output_processor import RequestState, with_text
 from folovllm.engine.stop import check_stop_conditions
 from folovllm.outputs import RequestOutput, TokenLogprob
 from folovllm.request import CachedPrefix, Request, Sequence, SequenceStatus
+from folovllm.server.deltas import OutputDelta, catch_up, new_deltas
 from folovllm.server.messages import Add, Delta, Refused, RequestFailed, Row, Step, failure_of, log_fault
 from folovllm.server.metrics import Counters
 
@@ -159,7 +160,7 @@ class Stream(RequestState):
 
         RequestFailed if its text cannot be made; the stream is over then.
         """
-        return self._look(self.deltas)
+        return self._look(lambda: new_deltas(self))
 
     def _look(self, report: Callable[[], T]) -> T:
         self._has_mail = False
@@ -167,10 +168,7 @@ class Stream(RequestState):
         if self._error is not None:
             raise self._error
         try:
-            for answer in self.answers:  # what came since the last look
-                new, ended = answer.seq.output_token_ids[answer.num_tokens :].tolist(), answer.seq.status.is_finished
-                if new or ended != answer.has_ended:
-                    answer.update(new, ended)
+            catch_up(self)
             return report()
         except BaseException as error:
             log_fault(self.number, error)

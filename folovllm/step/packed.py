@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from folovllm.sampling_row import MEMORY, RowField, SamplingUpdate, pack_rows
-from folovllm.sampling_row import Int32 as Int32  # for those who import it from here
+from folovllm.sample.sampling_row import MEMORY, RowField, SamplingUpdate, pack_rows
+from folovllm.sample.sampling_row import Int32 as Int32  # for those who import it from here
 from folovllm.step.schedule import Extras, SamplingSpec, ScheduledSequence, SchedulerOutput, tokens_to_score
 
 if TYPE_CHECKING:

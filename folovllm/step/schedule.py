@@ -90,12 +90,6 @@ class SamplingSpec:
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
-def about_to_end(bad_words: Sequence[Sequence[int]], answer: Sequence[int] | TokenIds) -> list[int]:
-    """Return the tokens that must not come next: the last token of each bad word whose other tokens end `answer`."""
-    last = [int(token) for token in answer[-max(map(len, bad_words), default=1) :]]
-    return [word[-1] for word in bad_words if last[len(last) - len(word) + 1 :] == [*word[:-1]]]
-
-
 @dataclass(slots=True, frozen=True, eq=False)
 class TokenBitmasks:
     """Masks for n sampled tokens. Rows that are not listed sample without a mask. With deferred sampling they follow the forward pass.

@@ -66,7 +66,7 @@ SITES: dict[str, tuple[Any, str, Callable[..., Call]]] = {
     "fill_bitmasks": (guidance, "fill_bitmasks", lambda places, bits: next((marked(m) for m, _, _ in places if "|fill_bitmasks|" in (marked(m)[1] or "")), ("", None))),
     "RequestState": (RequestState, "__init__", lambda self, id_, seqs, *_: of_request(seqs[0].request)),
     "RequestState.output": (RequestState, "output", lambda self: of_request(self.seqs[0].request)),
-    "RequestState.deltas": (RequestState, "deltas", lambda self: of_request(self.seqs[0].request)),
+    "deltas": (stream, "new_deltas", lambda request: of_request(request.seqs[0].request)),
     "added": (llm_engine, "added", lambda seq, _: of_request(seq.request)),
     "Scheduler.add": (scheduler.Scheduler, "add", lambda self, seq: of_request(seq.request) if seq.index or seq.params.n == 1 else ("", None)),
     "append": (IncrementalDetokenizer, "append", lambda self, _: marked(self)),

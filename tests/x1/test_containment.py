@@ -41,7 +41,7 @@ SIDES = {
         "fill_bitmasks", "RequestState", "added", "Scheduler.add", "flush", "decode",
     ],
     "server": [
-        "InputProcessor.process", "RequestState", "RequestState.deltas", "append", "advance", "find_stop", "flush", "add_message",
+        "InputProcessor.process", "RequestState", "deltas", "append", "advance", "find_stop", "flush", "add_message",
         "Stream.feed", "Stream.check", "Counters.record_start", "with_text",
     ],
 }  # fmt: skip

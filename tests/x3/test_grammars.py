@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from folovllm.sampling_row import mask_width
+from folovllm.sample.sampling_row import mask_width
 from folovllm.spec_decode.policy import FixedLength
 from folovllm.spec_decode.proposer import Proposer, RowState
 from folovllm.spec_decode.speculation import Speculation
