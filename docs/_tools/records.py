@@ -45,8 +45,6 @@ SEQUENCE = {  # the same order; who writes each field, and what it says
         "the cache manager",
         "blocks in order: token `i` is in block `block_table[i // B]`, at place `i % B`",
     ),
-    "load_state": ("the cache of snapshots (X5)", "the snapshot with which its state begins, when it is admitted"),
-    "save_state": ("the cache of snapshots (X5)", "the snapshot that gets its state after the next step"),
     "prefix": ("the prefix cache (M5)", "its own notes: hashes of full blocks, and how much it found"),
     "stop_reason": ("the stop rule", "the stop string or token id that ended the answer"),
     "detokenizer": ("the scheduler, the output processor", "the text so far, and the bytes that are no character yet"),

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from folovllm.sample import sampling_row
+import folovllm.sample.sampling_row as sampling_row
 from folovllm.sample.sampling_row import RowField
 
 FLAGS, FREE_FROM = tl.constexpr(int(RowField.FLAGS)), tl.constexpr(int(RowField.FREE_FROM))

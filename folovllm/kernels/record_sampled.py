@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+import folovllm.sample.sampling_row as sampling_row
 from folovllm.kernels.penalties import COMPLETES, COUNT, FLAGS, NUM_FIELDS, WORDS_AT
-from folovllm.sample import sampling_row
 
 MAX_BAD_WORDS, RECENT = tl.constexpr(sampling_row.MAX_BAD_WORDS), tl.constexpr(sampling_row.RECENT)
 BAD_ENDS_AT, BAD_TOKENS_AT = tl.constexpr(sampling_row.BAD_ENDS_AT), tl.constexpr(sampling_row.BAD_TOKENS_AT)
