@@ -36,6 +36,8 @@ SEQUENCE = {  # the same order; who writes each field, and what it says
     "status": ("`start`, `requeue`, `finish`", "WAITING, RUNNING or one of FINISHED_*: see below"),
     "num_prompt_tokens": ("the sequence itself", "tokens of the prompt"),
     "num_tokens": ("`append_token`", "prompt and answer so far"),
+    "num_output_tokens": ("`append_token`", "tokens of the answer so far"),
+    "last_token": ("`append_token`", "the newest token of the answer"),
     "_token_ids": ("`append_token`", "these tokens, in an array with room for the longest answer"),
     "num_computed_tokens": (
         "the scheduler",
