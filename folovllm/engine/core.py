@@ -43,7 +43,7 @@ class EngineCore:
         self.output = OutputProcessor(scheduler.abort)
         self.num_started = self.num_steps = self.num_preemptions = 0
         self.has_grammars = False  # whether a request ever had one; until then no step asks the mask
-        self.last_arrival = 0.0  # of a step's tokens
+        self._last_arrival = 0.0  # of a step's tokens
         self._unsampled: StartedStep | None = None
 
     def add_grammar(self, seqs: list[Sequence]) -> None:
@@ -102,7 +102,14 @@ class EngineCore:
                 self.output.keep_logprobs(step.seqs[i], step.output.scheduled_seqs[i].scores, result.logprobs[i])
         now = time.monotonic()
         if self.events.on:
-            report_step(self, step.output, result, new, (step.start, arrived, now))
+            start = max(
+                step.start, self._last_arrival
+            )  # where steps overlap, a step's time begins where the last one ended
+            self._last_arrival = arrived
+            report_step(
+                self.events, self.scheduler, self.executor, new,
+                step=self.num_steps, start=start, arrived=arrived, end=now, output=step.output, result=result,
+            )  # fmt: skip
         if self.has_grammars:
             new += abort_broken(self.logits_mask, self.scheduler.abort, self.events, step.seqs)
         self.num_steps += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from folovllm.engine.scheduler import SchedulerLike
 from folovllm.event_stream import Events
@@ -23,36 +23,17 @@ from folovllm.events import (
 from folovllm.executor.abstract import Executor
 from folovllm.request import SequenceOutput
 from folovllm.setup import EngineSetup
-from folovllm.step.schedule import SchedulerOutput, StepResult
-
-
-class Core(Protocol):
-    """What a report of a step reads of `EngineCore`."""
-
-    scheduler: SchedulerLike
-    executor: Executor
-    events: Events
-    num_steps: int
-    last_arrival: float
+from folovllm.step.schedule import SchedulerOutput
 
 
 def report_step(
-    core: Core,
-    output: SchedulerOutput,
-    result: StepResult,
-    new: Iterable[SequenceOutput],
-    times: tuple[float, float, float],
+    events: Events, scheduler: SchedulerLike, executor: Executor, new: Iterable[SequenceOutput], **ended: Any
 ) -> None:
-    """Tell listeners that a step has ended, and which sequences with it. `times`: its start, its tokens' arrival, and now.
-
-    Where steps overlap, its time begins at the earliest where the one before it ended.
-    """
-    (start, arrived, now), kv, events = times, core.scheduler.kv, core.events
-    start, core.last_arrival = max(start, core.last_arrival), arrived
+    """Tell listeners that a step has ended, and which sequences with it. `ended`: the other fields of its `StepEnded`."""
     if events.wants_experts:
-        events.emit(ExpertsAsked(core.executor.expert_load()))
-    waiting, used = len(core.scheduler.waiting), 0 if kv is None else kv.num_used
-    events.emit(StepEnded(core.num_steps, start, arrived, now, output, result, waiting, used))
+        events.emit(ExpertsAsked(executor.expert_load()))
+    used = 0 if scheduler.kv is None else scheduler.kv.num_used
+    events.emit(StepEnded(**ended, waiting=len(scheduler.waiting), kv_blocks_used=used))
     for seq, _, status in new:
         if status is not None:
             events.emit(Finished(seq.seq_id, status.value))
