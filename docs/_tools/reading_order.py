@@ -135,6 +135,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("server/link.py", "", "v1/engine/core.py"),
         ("server/engine_process.py", "", "v1/engine/utils.py"),
         ("server/stream.py", "", "v1/engine/output_processor.py"),
+        ("server/deltas.py", "", "v1/engine/output_processor.py"),
         ("server/async_engine.py", "", "v1/engine/async_llm.py"),
         ("server/admission.py", "", ""),
         ("server/sse.py", "", ""),

@@ -136,7 +136,7 @@ class RequestState:
                 if not deltas_alone or answer.has_news
             ],
             finished=finished,
-            metrics=RequestMetrics(
+            metrics=RequestMetrics(  # a copy; `dataclasses.replace` takes ten times as long
                 m.arrival_time, m.first_token_time, m.finish_time, m.num_prompt_tokens, m.num_generated_tokens
             ),
             num_cached_tokens=0 if prefix is None else prefix.num_hit_tokens or 0,
