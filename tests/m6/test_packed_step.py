@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from folovllm.cache.block_manager import BlockManager
-from folovllm.engine.scheduler import BatchRows
+from folovllm.engine.scheduler import BatchRows, Scheduler, wait, whole_prompt
+from folovllm.executor.messages import decode_step, encode_step
 from folovllm.forward_batch import ForwardBatch
 from folovllm.request import Sequence
 from folovllm.sample.sampler_state import seeds_of
@@ -26,8 +28,9 @@ from folovllm.step.packed import (
     is_plain_decode,
     sample_levels,
     split,
+    unpack_extras,
 )
-from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput
+from folovllm.step.schedule import Extras, SamplingSpec, ScheduledSequence, SchedulerOutput
 from folovllm.worker.device_tables import DeviceTables
 from folovllm.worker.input_batch import InputBatch
 from tests.sequences import make_seq
@@ -220,3 +223,27 @@ def assert_same_batch(actual: ForwardBatch, expected: ForwardBatch) -> None:
         assert torch.equal(row[:blocks], table[:blocks])
     assert actual.query_lens_host[:n] == expected.query_lens_host
     assert actual.seq_lens_host[:n] == expected.seq_lens_host
+
+
+class Labelled(BlockManager):
+    """A cache manager whose steps carry two matrices, of owners of its own, for each sequence with an even number of tokens."""
+
+    def step_extras(self, scheduled_seqs: SequenceOf[ScheduledSequence]) -> Extras | None:  # type: ignore[override]
+        own = [[i, scheduled.seq_id] for i, scheduled in enumerate(scheduled_seqs) if scheduled.end % 2 == 0]
+        return {"labels": np.array(own, np.int32), "an owner's name": np.array(own, np.int32)[:, :1]} if own else None
+
+
+def test_what_only_some_steps_carry_reaches_every_rank() -> None:
+    kv = Labelled(8, BLOCK_SIZE)
+    scheduler = Scheduler(kv, 4, 64, whole_prompt, wait)
+    odd, even = make_seq(3), make_seq(4)
+    for seq, expected in ((odd, {}), (even, {"labels": [[0, even.seq_id]], "an owner's name": [[0]]})):
+        scheduler.add(seq)
+        output = scheduler.schedule()
+        step = StepPacker(4, [1, 2]).pack(output)
+        assert (output.extras is None) == (not step.extras.size) == (not expected), "most steps carry nothing"
+        sent = decode_step(encode_step(step))
+        assert isinstance(sent, PackedStep)
+        assert {owner: found.tolist() for owner, found in unpack_extras(sent.extras).items()} == expected
+        assert sent.tokens.tolist() == seq.token_ids.tolist(), "what stands before it is as ever"
+        scheduler.abort(seq)
