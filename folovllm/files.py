@@ -63,7 +63,7 @@ def reading(what: object, key: str = "") -> Iterator[None]:
     except (UnreadableFile, NotImplementedError):
         raise
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt | SystemExit):  # a panic in a library's Rust is no Exception
+        if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):  # a library's, in Rust
             raise
         if type(error).__name__ == "OutOfMemoryError":
             raise

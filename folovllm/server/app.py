@@ -126,7 +126,7 @@ class Api:
             except ClientDisconnect:
                 return Response(status_code=CLIENT_GONE)
             except BaseException as error:
-                if isinstance(error, KeyboardInterrupt | SystemExit):
+                if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
                     raise
                 return error_response(as_api_error(error, FIELDS))
 

@@ -153,8 +153,8 @@ class RequestFailed(RuntimeError):
 
 
 def log_fault(number: object, error: BaseException) -> None:
-    """Log that a request failed. Raises KeyboardInterrupt and SystemExit again; a panic in a library's Rust is a fault."""
-    if isinstance(error, KeyboardInterrupt | SystemExit):
+    """Log that a request failed. Raises what cannot be its fault, as KeyboardInterrupt; a panic in a library's Rust is one."""
+    if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
         raise error
     logger.error("request %s failed", number, exc_info=error)
 
