@@ -47,13 +47,12 @@ from folovllm.executor.abstract import Executor
 from folovllm.executor.gpu_executor import GPUExecutor
 from folovllm.executor.packed_executor import LocalExecutor, PackedWorker
 from folovllm.extensions import Extension, extension_of, make_logits_mask
-from folovllm.faults import Faults
 from folovllm.files import cache_dir
 from folovllm.layers.layer_set import LayerSet
 from folovllm.models.loader import load_native_model, load_sharded_model
 from folovllm.sample.sampler import Sampler
 from folovllm.sample.sampler_state import SamplerState
-from folovllm.sampling_row import line_width, mask_width
+from folovllm.sample.sampling_row import line_width, mask_width
 from folovllm.setup import EngineSetup
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.worker.gpu_worker import GPUWorker, Runner
@@ -87,12 +86,14 @@ def make_extension(setup: EngineSetup) -> Extension:
 def make_core(
     setup: EngineSetup, extension: Extension, executor: Executor, tokenizer: PreTrainedTokenizerBase
 ) -> EngineCore:
-    """Make the loop, a step at a time (M1) or one ahead (M6), and its scheduler."""
-    events, faults = Events(), Faults()
-    mask = make_logits_mask(tokenizer, setup.vocab_size, faults)
-    scheduler = make_scheduler(setup, extension, executor, mask, events)
-    kind = OverlappedEngine if setup.config.async_scheduling else EngineCore
-    return kind(scheduler, executor, events, mask, faults)
+    """Make what serves requests, and its scheduler."""
+    events, mask = Events(), make_logits_mask(tokenizer, setup.vocab_size)
+    return EngineCore(make_scheduler(setup, extension, executor, mask, events), executor, events, mask)
+
+
+def make_loop(core: EngineCore, config: EngineConfig) -> EngineCore | OverlappedEngine:
+    """Choose the step: one at a time (M1), or one ahead (M6)."""
+    return OverlappedEngine(core) if config.async_scheduling else core
 
 
 def make_scheduler(

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from folovllm.engine.logits_mask import LogitsMask
     from folovllm.engine.scheduler import Scheduler
     from folovllm.executor.abstract import Executor
-    from folovllm.faults import Faults
     from folovllm.layers.layer_set import LayerSet
     from folovllm.setup import EngineSetup
     from folovllm.worker.graph_runner import GraphRunner
@@ -143,7 +142,7 @@ class DeferredMask:
         return getattr(self._mask, name)
 
 
-def make_logits_mask(tokenizer: PreTrainedTokenizerBase, vocab_size: int, faults: Faults) -> LogitsMask:
+def make_logits_mask(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> LogitsMask:
     """The mask of structured output (X1), imported with the first request for it."""
     from folovllm.engine.logits_mask import LogitsMask
 

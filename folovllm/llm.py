@@ -113,7 +113,6 @@ class LLM:
             ValueError: a prompt cannot be served, or `engine` still serves requests that were added to it directly, whose
                 outputs would be lost; raised before any work starts.
             RuntimeError: the engine was closed, or `on_answer` calls this.
-            RequestFailed: there was a fault at one of the requests. It is a RuntimeError, too.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         return self._run(as_requests(prompts, params, priority or 0), use_tqdm, on_answer)

@@ -58,16 +58,6 @@ class RequestMetrics:
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
 
-    def snapshot(self) -> RequestMetrics:
-        """A copy, made once an output: `dataclasses.replace` takes ten times as long."""
-        return RequestMetrics(
-            self.arrival_time,
-            self.first_token_time,
-            self.finish_time,
-            self.num_prompt_tokens,
-            self.num_generated_tokens,
-        )
-
     @property
     def ttft(self) -> float | None:
         """Seconds from arrival to the first token."""

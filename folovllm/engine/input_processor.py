@@ -13,8 +13,8 @@ from folovllm.inputs import Prompt, PromptParts, parse_prompt
 from folovllm.models.files import eos_token_ids
 from folovllm.request import Request, Sequence
 from folovllm.require import is_whole, require
+from folovllm.sample.sampling_row import MAX_BAD_TOKENS, MAX_BAD_WORDS
 from folovllm.sampling_params import SamplingParams
-from folovllm.sampling_row import MAX_BAD_TOKENS, MAX_BAD_WORDS
 from folovllm.setup import EngineSetup
 from folovllm.spelling import Spelling
 

@@ -24,7 +24,6 @@ from folovllm.engine.setup import set_up, use_threads
 from folovllm.event_stream import Events
 from folovllm.events import ExpertsAsked, Listener, RequestAdded, SequenceState, Snapshot
 from folovllm.executor.abstract import Executor
-from folovllm.faults import log_fault
 from folovllm.inputs import Prompt, as_requests, is_one_prompt
 from folovllm.models.files import load_tokenizer, whole
 from folovllm.outputs import RequestOutput
@@ -40,8 +39,7 @@ if TYPE_CHECKING:
 class LLMEngine:
     """Serves requests step by step; `LLM` wraps it for offline use.
 
-    Use it from one thread at a time. After an exception inside `step`, but for `RequestFailed`, the engine's state is undefined:
-    make a new one.
+    Use it from one thread at a time. After an exception inside `step` the engine's state is undefined: make a new one.
 
     Args:
         config: all choices; or a `ModelConfig`, beside which `overrides` are fields of the `EngineConfig`.
@@ -62,6 +60,7 @@ class LLMEngine:
         self._extension = build.make_extension(self.setup)
         executor = build.make_executor(self.setup, self._extension)
         self.core = build.make_core(self.setup, self._extension, executor, self.tokenizer)
+        self.loop = build.make_loop(self.core, config)
         self._log: StepLog | None = None
         self._is_closed = False
         # Outputs of steps that `update_weights` ran: `step` returns them first.
@@ -177,7 +176,7 @@ class LLMEngine:
     def abort_request(self, request_id: str | Iterable[str]) -> RequestOutput | list[RequestOutput]:
         """End a request at once and return what it has so far, with finish_reason "abort".
 
-        Of several ids, those that are not being served are skipped; so are those whose text cannot be decoded, which is logged.
+        Of several ids, those that are not being served are skipped.
 
         Raises:
             ValueError: no request of this one id is being served.
@@ -185,14 +184,8 @@ class LLMEngine:
         if isinstance(request_id, str):
             if request_id not in self.core.output.requests:
                 raise ValueError(f"there is no request {request_id!r} to abort: it has finished, or never was")
-            return self.core.end([request_id])[0].output()
-        outputs = []
-        for state in self.core.end(list(request_id)):
-            try:
-                outputs.append(state.output())
-            except BaseException as error:
-                log_fault(state.request_id, error)
-        return outputs
+            return self.core.output.report(self.core.end([request_id])[0])
+        return [self.core.output.report(state) for state in self.core.end(list(request_id))]
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work, or outputs to hand out."""
@@ -212,14 +205,9 @@ class LLMEngine:
         return whole(self.tokenizer)
 
     def step(self) -> list[RequestOutput]:
-        """Schedule, compute, sample, and hand out what is new. Without work it returns an empty list.
-
-        Raises:
-            RequestFailed: requests ran into faults of their own and are gone. It has the outputs of the others, and the step is
-                complete: the engine goes on.
-        """
+        """Schedule, compute, sample, and hand out what is new. Without work it returns an empty list."""
         self.require_open()
-        return self.undelivered.popleft() if self.undelivered else self.core.step()
+        return self.undelivered.popleft() if self.undelivered else self.loop.step()
 
     def prepare_structured_outputs(self) -> None:
         """Prepare for structured output. It takes about a second, for which the first such request would hold up all others."""

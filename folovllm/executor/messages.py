@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from folovllm.model_config import num_experts_of
-from folovllm.sampling_row import RowField, SamplingUpdate, line_width
+from folovllm.sample.sampling_row import RowField, SamplingUpdate, line_width
 from folovllm.setup import EngineSetup
 from folovllm.step.packed import LINES, Field, Int32, PackedStep, Parts, Sample, split
 from folovllm.step.schedule import TokenBitmasks
@@ -51,7 +51,7 @@ def decode_step(message: Int32) -> PackedStep | TokenBitmasks:
     sampling_updates = SamplingUpdate(parts.sampling_updates, num_rows, num_with_line)
     return PackedStep(
         parts.fields, num_seqs, num_decodes, parts.tokens, parts.updates, parts.samples, sampling_updates, parts.scores,
-        parts.logprobs, parts.states, *map(bool, rest[:3]),
+        parts.logprobs, parts.extras, *map(bool, rest[:3]),
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from math import prod
 
 import numpy as np
@@ -11,8 +12,10 @@ from torch import nn
 
 from folovllm.forward_batch import ForwardBatch
 from folovllm.setup import EngineSetup
-from folovllm.step.packed import Int32
+from folovllm.step.schedule import Extras, Int32
 
+STATES = "states"  # the owner of copies of states in a step's extras: index, snapshot to load before it, snapshot to save to after it
+NO_SNAPSHOT = -1  # in the place of a number of a snapshot
 Shape = tuple[tuple[int, ...], torch.dtype]  # of one sequence's state
 
 
@@ -81,15 +84,17 @@ class StatePool:
         """The memory of all slots."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def load(self, copies: Int32) -> None:
-        """Copy snapshots to rows, before a step. `copies`: `PackedStep.states`."""
-        rows, loads, _ = copies
-        self._copy(self._first_snapshot + loads[loads >= 0], rows[loads >= 0])
+    def load(self, extras: Extras, rows: Sequence[int] | Int32) -> None:
+        """Copy snapshots to `rows` [S], before a step with these extras."""
+        if (copies := extras.get(STATES)) is not None:
+            index, loads, _ = copies.T
+            self._copy(self._first_snapshot + loads[loads >= 0], np.asarray(rows)[index[loads >= 0]])
 
-    def save(self, copies: Int32) -> None:
-        """Copy rows to snapshots, after a step."""
-        rows, _, saves = copies
-        self._copy(rows[saves >= 0], self._first_snapshot + saves[saves >= 0])
+    def save(self, extras: Extras, rows: Sequence[int] | Int32) -> None:
+        """Copy `rows` [S] to snapshots, after such a step."""
+        if (copies := extras.get(STATES)) is not None:
+            index, _, saves = copies.T
+            self._copy(np.asarray(rows)[index[saves >= 0]], self._first_snapshot + saves[saves >= 0])
 
     def _copy(self, source: Int32, target: Int32) -> None:
         if not len(source):

@@ -14,14 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from safetensors.torch import save_file
 
-from folovllm.faults import RequestFailed
 from folovllm.layers.linear import PLAIN, LinearBase, Plain
 from folovllm.models.files import load_hf_config, read_json, resolve_model
 from folovllm.models.gemma3 import Gemma3RMSNorm
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import SINGLE, Tensors, checkpoint_places, require_usable, some_of, take_place
 from folovllm.models.registry import build_model, default_dtype, quantization_of
-from folovllm.outputs import RequestOutput
 from folovllm.rollouts.generation import next_generation
 from folovllm.worker.gpu_worker import GPUWorker
 from folovllm.worker.graph_runner import GraphRunner
@@ -52,7 +50,6 @@ def update_weights(engine: LLMEngine, weights: Weights, in_flight: InFlight = "w
             comes from the engine's next steps, also after a failure.
 
     Raises:
-        RequestFailed: a request failed while it was waited for. The weights are the old ones; update again.
         ValueError: a checkpoint is quantized otherwise than the model, and nothing has changed; or weights are missing, left
             over, or of another shape. Some may have been copied by then: update again. Of a mapping, what is missing or of another
             shape is found before anything is changed or ended.
@@ -100,15 +97,9 @@ def require_awake(engine: LLMEngine) -> None:
 def end_requests(engine: LLMEngine, in_flight: InFlight) -> None:
     """Finish or abort the requests, or keep them. The outputs of each step wait in `engine.undelivered` for who calls `step`."""
     while in_flight != "keep" and engine.request_ids:
-        outputs: list[RequestOutput] = []
-        try:
-            outputs = engine.core.step() if in_flight == "wait" else engine.abort_request(engine.request_ids)
-        except RequestFailed as failed:
-            outputs, failed.outputs = failed.outputs, []
-            raise
-        finally:
-            if outputs:
-                engine.undelivered.append(outputs)
+        outputs = engine.loop.step() if in_flight == "wait" else engine.abort_request(engine.request_ids)
+        if outputs:
+            engine.undelivered.append(outputs)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import torch
 
 from folovllm.sample.sampler import Sampler, SamplerOutput, SamplingBatch
 from folovllm.sample.sampler_state import SamplerState
-from folovllm.sampling_row import pack_rows
+from folovllm.sample.sampling_row import pack_rows
 from folovllm.step.schedule import SamplingSpec, TokenBitmasks
 
 

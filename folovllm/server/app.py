@@ -20,7 +20,6 @@ from starlette.routing import Route
 import folovllm
 from folovllm.electives import SLEEP_ROUTES, require
 from folovllm.engine.input_processor import encode_within
-from folovllm.faults import require_fault
 from folovllm.inputs import Prompt
 from folovllm.inspector.web import FILES, PAGE
 from folovllm.models.files import generation_defaults, whole
@@ -127,7 +126,8 @@ class Api:
             except ClientDisconnect:
                 return Response(status_code=CLIENT_GONE)
             except BaseException as error:
-                require_fault(error)
+                if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
+                    raise
                 return error_response(as_api_error(error, FIELDS))
 
         return guard

@@ -10,9 +10,20 @@ from typing import Protocol
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.events import Event
-from folovllm.faults import RequestFailed
 from folovllm.server.aggregator import Aggregator
-from folovllm.server.messages import Abort, Add, EngineMessage, Failure, Ready, Refused, Step, Stop, Work, failure_of
+from folovllm.server.messages import (
+    Abort,
+    Add,
+    EngineMessage,
+    Failure,
+    Ready,
+    Refused,
+    RequestFailed,
+    Step,
+    Stop,
+    Work,
+    failure_of,
+)
 from folovllm.setup import plain
 
 logger = logging.getLogger("folovllm")
@@ -116,7 +127,7 @@ class EngineLoop:
         try:
             self._engine.step()
         except RequestFailed as failed:
-            return [Refused(int(id_), str(RequestFailed([id_])), is_fault=True) for id_ in failed.request_ids]
+            return [Refused(int(id_), str(RequestFailed([id_])), is_fault=True) for id_ in failed.numbers]
         return []
 
     def outputs(self, refused: list[Refused] | None = None) -> Step:

@@ -6,7 +6,7 @@ import logging
 
 import msgspec
 
-from folovllm.faults import RequestFailed
+from folovllm.server.messages import RequestFailed
 
 logger = logging.getLogger("folovllm")
 INVALID = "invalid_request_error"  # of every other status

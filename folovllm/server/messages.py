@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import struct
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import msgspec
 
-from folovllm.faults import RequestFailed, log_fault
 from folovllm.request import Request
 
 Row = list[tuple[int, float, int]]  # of one token: (token id, log-probability, rank); the chosen comes first
@@ -133,6 +133,7 @@ class Failure(msgspec.Struct, array_like=True, tag=True, frozen=True):
     is_user_error: bool = False  # a ValueError while it was built, whose sentence says what to do
 
 
+logger = logging.getLogger("folovllm")
 NOT_SENT = 'the configuration, or a proposer in it, does not exist in the engine\'s process: take transport="thread"'
 Work = Add | Abort | Stop | Refused  # the last: an `Add` that could not be read
 Command = Add | Abort | Stop | Watch | Pace | AskExperts | Call
@@ -143,8 +144,23 @@ _decode_command = msgspec.msgpack.Decoder(Command).decode
 decode_message = msgspec.msgpack.Decoder(EngineMessage).decode
 
 
+class RequestFailed(RuntimeError):
+    """Requests ran into faults of their own and were ended; the log has each fault. All others go on."""
+
+    def __init__(self, numbers: Collection[str]) -> None:
+        super().__init__(f"the engine failed at request {', '.join(numbers)}, and its log says how")
+        self.numbers = numbers
+
+
+def log_fault(number: object, error: BaseException) -> None:
+    """Log that a request failed. Raises what cannot be its fault, as KeyboardInterrupt; a panic in a library's Rust is one."""
+    if not (isinstance(error, Exception) or type(error).__name__ == "PanicException"):
+        raise error
+    logger.error("request %s failed", number, exc_info=error)
+
+
 def failure_of(number: int, error: BaseException) -> Refused:
-    """Log a fault of one request, and return what its sender is told. As `require_fault`, raises what cannot be its fault."""
+    """Log a fault of one request, and return what its sender is told."""
     log_fault(number, error)
     return Refused(number, str(RequestFailed([str(number)])), is_fault=True)
 

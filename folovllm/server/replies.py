@@ -11,8 +11,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
-from folovllm.engine.output_processor import OutputDelta, RequestState, with_text
+from folovllm.engine.output_processor import RequestState, with_text
 from folovllm.outputs import TokenLogprob
+from folovllm.server.deltas import OutputDelta
 from folovllm.server.protocol import ChatRequest, CompletionRequest, Sampling
 from folovllm.server.reasoning import ReasoningSplitter
 from folovllm.server.tool_calls import ToolCall, ToolCallParser

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
-from folovllm.engine.output_processor import OutputDelta, RequestState, with_text
+from folovllm.engine.output_processor import RequestState, with_text
 from folovllm.engine.stop import check_stop_conditions
-from folovllm.faults import RequestFailed, log_fault
 from folovllm.outputs import RequestOutput, TokenLogprob
 from folovllm.request import CachedPrefix, Request, Sequence, SequenceStatus
-from folovllm.server.messages import Add, Delta, Refused, Row, Step, failure_of
+from folovllm.server.deltas import OutputDelta, catch_up, new_deltas
+from folovllm.server.messages import Add, Delta, Refused, RequestFailed, Row, Step, failure_of, log_fault
 from folovllm.server.metrics import Counters
 
 T = TypeVar("T")
@@ -160,7 +160,7 @@ class Stream(RequestState):
 
         RequestFailed if its text cannot be made; the stream is over then.
         """
-        return self._look(self.deltas)
+        return self._look(lambda: new_deltas(self))
 
     def _look(self, report: Callable[[], T]) -> T:
         self._has_mail = False
@@ -168,6 +168,7 @@ class Stream(RequestState):
         if self._error is not None:
             raise self._error
         try:
+            catch_up(self)
             return report()
         except BaseException as error:
             log_fault(self.number, error)

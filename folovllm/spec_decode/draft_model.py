@@ -207,7 +207,7 @@ class DraftModel(Proposer):
             tuple(draft.blocks[first:needed]),
             sampling_without_history(state.sampling) if draft.is_new else None,
         )
-        return ScheduledSequence(state.seq_id, draft.row, start, num_new, tokens, blocks, first, num_samples, sampling)
+        return ScheduledSequence(state.seq_id, draft.row, start, end, tokens, blocks, first, num_samples, sampling)
 
 
 def sampling_without_history(spec: SamplingSpec) -> SamplingSpec:

@@ -16,7 +16,7 @@ import numpy as np
 
 from folovllm.engine.logits_mask import LogitsMask
 from folovllm.request import Sequence
-from folovllm.sampling_row import mask_of, mask_width
+from folovllm.sample.sampling_row import mask_of, mask_width
 from folovllm.step.schedule import SchedulerOutput, TokenBitmasks
 from folovllm.structured_output import guidance
 from folovllm.structured_output.choice import ChoiceGrammar, Choices

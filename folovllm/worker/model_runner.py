@@ -21,7 +21,6 @@ from folovllm.sample.logprobs import SampledLogprobs, by_sequence, score
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.setup import EngineSetup
-from folovllm.step.packed import state_copies
 from folovllm.step.schedule import Logprobs, ScheduledSequence, SchedulerOutput, StepResult, one_each, tokens_to_score
 from folovllm.worker.input_batch import InputBatch, SlotsOf
 from folovllm.worker.kv_memory import num_blocks_that_fit
@@ -136,12 +135,10 @@ class ModelRunner:
         self._sampling_rows.set(
             {scheduled.row: scheduled.sampling for scheduled in scheduled_seqs if scheduled.sampling is not None}
         )
-        batch, wanted, copies = (
-            self._build(scheduled_seqs),
-            tokens_to_score(scheduled_seqs),
-            state_copies(scheduled_seqs),
-        )
-        self.states.load(copies)
+        batch, wanted = self._build(scheduled_seqs), tokens_to_score(scheduled_seqs)
+        rows = [scheduled.row for scheduled in scheduled_seqs]
+        if output.extras is not None:
+            self.states.load(output.extras, rows)
         scores = {}
         if wanted:
             _, after, tokens, counts = torch.tensor(wanted, device=self._setup.device).T
@@ -149,7 +146,8 @@ class ModelRunner:
             scores = by_sequence(found.to_host(), wanted)
         else:
             logits = self.forward(batch)  # [S, V]
-        self.states.save(copies)
+        if output.extras is not None:
+            self.states.save(output.extras, rows)
         return self._sample(output, logits, scores)
 
     def _build(self, scheduled_seqs: Sequence[ScheduledSequence]) -> ForwardBatch:

@@ -290,7 +290,7 @@ class TestOneEngine:
         args = EngineConfig(
             model=PATH, **FIELDS | {"milestone": "m6", "attention_backend": "torch_paged", "max_num_seqs": 2}
         )
-        assert isinstance(LLMEngine.from_engine_args(args).core, OverlappedEngine)
+        assert isinstance(LLMEngine.from_engine_args(args).loop, OverlappedEngine)
 
 
 class TestBeamSearch:

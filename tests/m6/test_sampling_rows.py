@@ -98,7 +98,7 @@ def check(outputs: list[RequestOutput], family: str = "qwen3") -> None:
 def test_answers_are_those_of_m1(pool: str) -> None:
     """Beside some that are aborted; then again, with all prompts in the cache."""
     served = engine(**(POOLS | SMALL_POOLS)[pool])
-    assert isinstance(served.core, OverlappedEngine) is (pool != "no overlap")
+    assert isinstance(served.loop, OverlappedEngine) is (pool != "no overlap")
     check(serve_and_abort(served))
     check(serve(served, requests(), "random_steps", seed=1))
     assert_clean(served)

@@ -18,7 +18,7 @@ import folovllm.structured_output.guidance as guidance
 from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.detokenizer_stream import StreamDetokenizer
 from folovllm.engine.input_processor import InputProcessor
-from folovllm.engine.output_processor import OutputProcessor, RequestState
+from folovllm.engine.output_processor import RequestState
 from folovllm.server.metrics import Counters
 from folovllm.structured_output.grammar_matcher import GrammarMatcher
 from folovllm.structured_output.manager import StructuredOutputManager
@@ -66,15 +66,13 @@ SITES: dict[str, tuple[Any, str, Callable[..., Call]]] = {
     "fill_bitmasks": (guidance, "fill_bitmasks", lambda places, bits: next((marked(m) for m, _, _ in places if "|fill_bitmasks|" in (marked(m)[1] or "")), ("", None))),
     "RequestState": (RequestState, "__init__", lambda self, id_, seqs, *_: of_request(seqs[0].request)),
     "RequestState.output": (RequestState, "output", lambda self: of_request(self.seqs[0].request)),
-    "RequestState.deltas": (RequestState, "deltas", lambda self: of_request(self.seqs[0].request)),
+    "deltas": (stream, "new_deltas", lambda request: of_request(request.seqs[0].request)),
     "added": (llm_engine, "added", lambda seq, _: of_request(seq.request)),
     "Scheduler.add": (scheduler.Scheduler, "add", lambda self, seq: of_request(seq.request) if seq.index or seq.params.n == 1 else ("", None)),
     "append": (IncrementalDetokenizer, "append", lambda self, _: marked(self)),
     "advance": (StreamDetokenizer, "advance", lambda self: marked(self)),
     "find_stop": (IncrementalDetokenizer, "find_stop", lambda self, *_: marked(self)),
     "flush": (IncrementalDetokenizer, "flush", lambda self: marked(self)),
-    "check_stop_conditions": (scheduler, "check_stop_conditions", lambda seq: of_request(seq.request) if seq.num_output_tokens > 2 else ("", None)),
-    "keep_logprobs": (OutputProcessor, "keep_logprobs", lambda self, seq, *_: of_request(seq.request)),
     "decode": (messages, "_decode_command", lambda data: ("engine", re.search(rb"fault\|[\w.|]+", data)[0].decode()) if b"|decode|" in data else ("", None)),
     "add_message": (async_engine, "add_message", lambda number, request: of_request(request)),
     "Stream.feed": (stream.Stream, "feed", lambda self, *_: of_request(self.seqs[0].request)),

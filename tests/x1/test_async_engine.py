@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from folovllm.config import EngineConfig
-from folovllm.faults import RequestFailed
 from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.errors import EngineDead, Unavailable
-from folovllm.server.messages import Delta, Failure, SchedulerStats, Step
+from folovllm.server.messages import Delta, Failure, RequestFailed, SchedulerStats, Step
 from folovllm.server.stream import Stream
 from folovllm.server.transport import ThreadTransport
 from tests.helpers import tiny_checkpoint

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from folovllm.engine.detokenizer import IncrementalDetokenizer
-from folovllm.engine.output_processor import RequestState
-from folovllm.faults import Faults, RequestFailed
+from folovllm.engine import output_processor
+from folovllm.engine.detokenizer import NoText
+from folovllm.engine.output_processor import num_visible_chars
 from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
@@ -31,18 +31,17 @@ VICTIM = {
     "prompt": "Once upon a time", "temperature": 0, "max_tokens": 20, "n": 2, "stop": ["@@"], "logprobs": 1,
     "structured_outputs": {"regex": "[a-z]{3,9}( the cat sat on the mat){2}"},
 }  # fmt: skip
-# Calls of the engine whose results a server does not use: the answer is there, and the log has the fault.
-UNUSED = {"RequestState.output", "flush"}
-# Of a matcher: its answer ends as one that can no longer satisfy its grammar, with "abort".
-MATCHERS = {"GrammarMatcher.finish", "GrammarMatcher.accept_token", "GrammarMatcher.forced", "fill_bitmasks"}
+# Where the answer ends with finish_reason "abort", or is whole because a server does not use what failed; the log has the fault.
+ABORTED = {
+    "GrammarMatcher.finish", "GrammarMatcher.accept_token", "GrammarMatcher.forced", "fill_bitmasks", "flush",
+}  # fmt: skip
 SIDES = {
     "engine": [
         "InputProcessor.sequences", "StructuredOutputManager.add", "GrammarMatcher.copy", "GrammarMatcher.finish", "GrammarMatcher.accept_token", "GrammarMatcher.forced",
-        "fill_bitmasks", "RequestState", "RequestState.output", "added", "Scheduler.add", "append", "advance", "find_stop", "flush",
-        "check_stop_conditions", "keep_logprobs", "decode",
+        "fill_bitmasks", "RequestState", "added", "Scheduler.add", "flush", "decode",
     ],
     "server": [
-        "InputProcessor.process", "RequestState", "RequestState.deltas", "append", "advance", "find_stop", "flush", "add_message",
+        "InputProcessor.process", "RequestState", "deltas", "append", "advance", "find_stop", "flush", "add_message",
         "Stream.feed", "Stream.check", "Counters.record_start", "with_text",
     ],
 }  # fmt: skip
@@ -84,8 +83,8 @@ def test_a_fault_at_one_request(server: Background, side: str) -> None:
     assert set(answers[1::3]) == {right}, "who did nothing wrong is answered as ever"
     del answers[1::3]
     for victim, (status, said) in zip(victims, answers, strict=True):
-        is_answered = side == "engine" and victim["cache_salt"].split("|")[2] in UNUSED | MATCHERS
-        assert status == (200 if is_answered else 500), (
+        is_aborted = side == "engine" and victim["cache_salt"].split("|")[2] in ABORTED
+        assert status == (200 if is_aborted else 500), (
             f"{victim['cache_salt']} is the server's own fault: {status} {said}"
         )
     server.wait_until_idle()
@@ -115,52 +114,49 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
 
 
 class TestEngine:
-    """Without a server: the request whose `stop` is "@@" fails at its third token."""
+    """Without a server: the output of request "1" cannot be made."""
 
     @pytest.fixture(autouse=True)
     def failing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        find = IncrementalDetokenizer.find_stop
+        read = num_visible_chars
 
-        def find_stop(self: IncrementalDetokenizer, stop: list[str], include: bool = False) -> str | None:
-            if stop == ["@@"] and len(self.token_ids) >= 3:
-                raise KeyError("injected")
-            return find(self, stop, include)
+        def fails(seq: Sequence) -> int:
+            if seq.request_id == "1" and not isinstance(seq.detokenizer, NoText):
+                raise faulty.PanicException("injected")
+            return read(seq)
 
-        monkeypatch.setattr(IncrementalDetokenizer, "find_stop", find_stop)
+        monkeypatch.setattr(output_processor, "num_visible_chars", fails)
 
-    def test_the_others_get_their_outputs(self, llm: LLM) -> None:
-        """Whoever steps the engine by hand learns who failed, and misses nothing that the step has of the others."""
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_the_others_get_their_outputs(self, llm: LLM, stream: bool, caplog: pytest.LogCaptureFixture) -> None:
         right = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, GOOD)]
         for i, prompt in enumerate(PROMPTS):
-            llm.engine.add_request(str(i), prompt, replace(GOOD, stop=["@@"] if i == 1 else []), stream=False)
-        outputs, failed = list[RequestOutput](), list[str]()
+            llm.engine.add_request(str(i), prompt, GOOD, stream=stream)
+        last = dict[str, RequestOutput]()
         while llm.engine.has_unfinished_requests():
-            try:
-                outputs += llm.engine.step()
-            except RequestFailed as error:
-                failed += error.request_ids
-                outputs += error.outputs
-                assert isinstance(error.__cause__, KeyError), "what went wrong is its cause"
-        assert failed == ["1"]
-        assert {output.request_id: output.outputs[0].token_ids for output in outputs} == {"0": right[0], "2": right[2]}
+            last |= {output.request_id: output for output in llm.engine.step()}
+        assert [last[i].outputs[0].token_ids for i in "02"] == [right[0], right[2]]
+        assert last["1"].finished and last["1"].outputs[0].finish_reason == "abort"
+        assert "request 1 ends" in caplog.text and "injected" in caplog.text, "the log has the cause"
         assert_nothing_left(llm.engine)
 
-    def test_generate_raises_it(self, llm: LLM) -> None:
-        """As ever, and the next call is served."""
-        right = llm.generate(PROMPTS[:1], GOOD)[0].outputs[0].token_ids
-        with pytest.raises(RequestFailed, match="generate-"):
-            llm.generate(PROMPTS, replace(GOOD, stop=["@@"]))
-        assert llm.generate(PROMPTS[:1], GOOD)[0].outputs[0].token_ids == right
-        assert_nothing_left(llm.engine)
-
-    def test_an_abort_whose_text_cannot_be_made(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_abort_whose_text_cannot_be_made(self, llm: LLM) -> None:
         """A server's client leaves: the request ends all the same, and those that leave with it."""
         for i in range(2):
             llm.engine.add_request(str(i), PROMPTS[i], GOOD)
-        output = RequestState.output
-        monkeypatch.setattr(RequestState, "output", lambda self: output(self) if self.request_id == "1" else 1 // 0)
-        assert [output.request_id for output in llm.engine.abort_request(["0", "1"])] == ["1"]
+        assert [output.request_id for output in llm.engine.abort_request(["0", "1"])] == ["0", "1"]
         assert_nothing_left(llm.engine)
+
+    def test_any_other_fault_ends_the_step(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        """With its cause, as in vLLM."""
+        monkeypatch.setattr(type(llm.engine.scheduler), "postprocess", lambda self, sampled: 1 // 0)
+        llm.engine.add_request("0", PROMPTS[0], GOOD)
+        with pytest.raises(ZeroDivisionError):
+            for _ in range(3):
+                llm.engine.step()
+        llm.engine.abort_request("0")
+        monkeypatch.undo()
+        getattr(llm.engine.loop, "__dict__", {}).update(_in_flight=None)
 
     def test_half_a_request_is_not_added(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its second answer cannot be queued: the first one leaves the queue."""
@@ -173,35 +169,9 @@ class TestEngine:
         assert_nothing_left(llm.engine)
 
 
-class TestFaults:
-    def test_each_goes_on_behind_a_fault(self) -> None:
-        faults, pairs, done = Faults(), [(make_seq(name=str(i)), [i]) for i in range(4)], list[int]()
-
-        def work(rest: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
-            for _, (i,) in rest:
-                if i in (1, 2):
-                    raise KeyError(i)
-                done.append(i)
-            return []
-
-        assert faults.each(work, pairs) == [seq for seq, _ in pairs], "those that got tokens"
-        assert done == [0, 3] and len(faults.of) == 2
-
-    @pytest.mark.parametrize(("takes", "error"), [(0, KeyError), (0, KeyboardInterrupt), (1, KeyboardInterrupt)])
-    def test_what_is_no_fault_of_a_request(self, takes: int, error: type[BaseException]) -> None:
-        """Before it takes a pair it is the step's; and Ctrl-C is nobody's."""
-
-        def work(rest: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
-            for _ in itertools.islice(rest, takes):
-                pass
-            raise error
-
-        with pytest.raises(error):
-            Faults().each(work, [(make_seq(), [1])])
-
-    def test_drafts_of_an_answer_whose_matcher_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        manager, seq = StructuredOutputManager(tiny_tokenizer(), VOCAB_SIZE), make_seq()
-        monkeypatch.setattr(GrammarMatcher, "num_allowed", lambda self, drafted: 1 // 0)
-        manager._matchers[seq] = GrammarMatcher(None, [0])  # type: ignore[arg-type]
-        assert manager.trim(seq, [1, 2]) == []
-        assert manager.broken([seq]) == [seq]
+def test_drafts_of_an_answer_whose_grammar_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    manager, seq = StructuredOutputManager(tiny_tokenizer(), VOCAB_SIZE), make_seq()
+    monkeypatch.setattr(GrammarMatcher, "num_allowed", lambda self, drafted: 1 // 0)
+    manager._matchers[seq] = GrammarMatcher(None, [0])  # type: ignore[arg-type]
+    assert manager.trim(seq, [1, 2]) == []
+    assert manager.broken([seq]) == [seq]

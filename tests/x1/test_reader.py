@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from folovllm.engine.output_processor import OutputDelta
 from folovllm.sampling_params import SamplingParams
+from folovllm.server.deltas import OutputDelta
 from folovllm.server.errors import ApiError
 from folovllm.server.protocol import ChatRequest
 from folovllm.server.reasoning import ReasoningSplitter
