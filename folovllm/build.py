@@ -25,8 +25,8 @@ from folovllm.cache.slot_manager import SlotManager
 from folovllm.config import EngineConfig
 from folovllm.distributed.group import Group
 from folovllm.distributed.sharding import local_config
-from folovllm.electives import SNAPSHOTS, named
 from folovllm.engine.core import EngineCore
+from folovllm.engine.extension import Extension, extension_of, make_logits_mask
 from folovllm.engine.logits_mask import LogitsMask
 from folovllm.engine.overlap import OverlappedEngine
 from folovllm.engine.scheduler import (
@@ -46,11 +46,11 @@ from folovllm.event_stream import Events
 from folovllm.executor.abstract import Executor
 from folovllm.executor.gpu_executor import GPUExecutor
 from folovllm.executor.packed_executor import LocalExecutor, PackedWorker
-from folovllm.extensions import Extension, extension_of, make_logits_mask
 from folovllm.faults import Faults
 from folovllm.files import cache_dir
 from folovllm.layers.layer_set import LayerSet
 from folovllm.models.loader import load_native_model, load_sharded_model
+from folovllm.plugins import SNAPSHOTS, named
 from folovllm.sample.sampler import Sampler
 from folovllm.sample.sampler_state import SamplerState
 from folovllm.setup import EngineSetup
@@ -76,7 +76,7 @@ def load_builders(config: EngineConfig) -> None:
 
 
 def make_extension(setup: EngineSetup) -> Extension:
-    """Make the extension that the configuration asks for (`folovllm.extensions`), and what it needs before the executor is made."""
+    """Make the extension that the configuration asks for (`folovllm.engine.extension`), and what it needs before the executor is made."""
     extension = extension_of(setup)
     extension.prepare()
     return extension

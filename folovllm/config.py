@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field, fields
 from numbers import Real
 from typing import Any
 
-from folovllm import electives
+from folovllm import plugins
 from folovllm.require import ENGINE, also_takes, is_whole
 
 DEFAULT_MODEL = "stories-5m"  # embedded in the package
@@ -199,7 +199,7 @@ class EngineConfig:
     def _gather_speculation(self) -> None:
         """Let the elective that owns these three fields make one of them. It stays None if all three are None."""
         if (self.speculative_config, self.speculative_method, self.num_speculative_tokens) != (None, None, None):
-            gather = electives.require(electives.SPECULATION, "speculative decoding")
+            gather = plugins.require(plugins.SPECULATION, "speculative decoding")
             self.speculative_config = gather(
                 self.speculative_config, self.speculative_method, self.num_speculative_tokens
             )

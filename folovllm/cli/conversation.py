@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from folovllm.cli.remote import Server, ServerError
-from folovllm.interrupts import interrupts
+from folovllm.engine.ctrl_c import ctrl_c
 
 if TYPE_CHECKING:
     from folovllm.llm import LLM
@@ -31,7 +31,7 @@ class OwnEngine:
         self._num_requests += 1
         request_id = f"chat-{self._num_requests}"
         engine.add_request(request_id, self._llm.render_chat(messages), self._params)
-        with interrupts() as interrupted:
+        with ctrl_c() as interrupted:
             while engine.has_unfinished_requests():
                 outputs = [engine.abort_request(request_id)] if interrupted.is_set() else engine.step()
                 for output in outputs:

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from folovllm.cli.flags import pick
 from folovllm.config import EngineConfig
-from folovllm.interrupts import interrupts
+from folovllm.engine.ctrl_c import ctrl_c
 
 CONNECT_SECONDS = 10.0
 
@@ -70,7 +70,7 @@ class Server:
         """
         connection = self._connect()
         body = json.dumps({**self._fields, "messages": messages, "stream": True})
-        with interrupts(lambda: hang_up(connection)) as interrupted:
+        with ctrl_c() as interrupted:
             try:
                 yield from texts(self._ask(connection, "POST", "/chat/completions", body))
             except ServerError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 import weakref
 from collections import deque
@@ -24,7 +23,6 @@ from folovllm.engine.setup import set_up, use_threads
 from folovllm.event_stream import Events
 from folovllm.events import ExpertsAsked, Listener, RequestAdded, SequenceState, Snapshot
 from folovllm.executor.abstract import Executor
-from folovllm.faults import log_fault
 from folovllm.inputs import Prompt, as_requests, is_one_prompt
 from folovllm.models.files import load_tokenizer, whole
 from folovllm.outputs import RequestOutput
@@ -40,8 +38,7 @@ if TYPE_CHECKING:
 class LLMEngine:
     """Serves requests step by step; `LLM` wraps it for offline use.
 
-    Use it from one thread at a time. After an exception inside `step`, but for `RequestFailed`, the engine's state is undefined:
-    make a new one.
+    Use it from one thread at a time. After an exception inside `step` the engine's state is undefined: make a new one.
 
     Args:
         config: all choices; or a `ModelConfig`, beside which `overrides` are fields of the `EngineConfig`.
@@ -67,7 +64,6 @@ class LLMEngine:
         # Outputs of steps that `update_weights` ran: `step` returns them first.
         self.undelivered: deque[list[RequestOutput]] = deque()
         self.is_sleeping = False  # whether the model's memory was given back for a while: then nothing can be served
-        self._process = os.getpid()
 
     @property
     def scheduler(self) -> SchedulerLike:
@@ -97,7 +93,6 @@ class LLMEngine:
     ) -> RequestOutput | list[RequestOutput]:
         """Answer one prompt (one output) or a list of them (a list). `LLM.generate` can do more."""
         requests = as_requests(prompts, SamplingParams() if sampling_params is None else sampling_params)
-        self.require_idle()
         ids = [f"generate-{index}" for index in range(len(requests))]
         finished: dict[str, RequestOutput] = {}
         try:
@@ -177,7 +172,7 @@ class LLMEngine:
     def abort_request(self, request_id: str | Iterable[str]) -> RequestOutput | list[RequestOutput]:
         """End a request at once and return what it has so far, with finish_reason "abort".
 
-        Of several ids, those that are not being served are skipped; so are those whose text cannot be decoded, which is logged.
+        Of several ids, those that are not being served are skipped.
 
         Raises:
             ValueError: no request of this one id is being served.
@@ -186,13 +181,7 @@ class LLMEngine:
             if request_id not in self.core.output.requests:
                 raise ValueError(f"there is no request {request_id!r} to abort: it has finished, or never was")
             return self.core.end([request_id])[0].output()
-        outputs = []
-        for state in self.core.end(list(request_id)):
-            try:
-                outputs.append(state.output())
-            except BaseException as error:
-                log_fault(state.request_id, error)
-        return outputs
+        return [state.output() for state in self.core.end(list(request_id))]
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work, or outputs to hand out."""
@@ -212,12 +201,7 @@ class LLMEngine:
         return whole(self.tokenizer)
 
     def step(self) -> list[RequestOutput]:
-        """Schedule, compute, sample, and hand out what is new. Without work it returns an empty list.
-
-        Raises:
-            RequestFailed: requests ran into faults of their own and are gone. It has the outputs of the others, and the step is
-                complete: the engine goes on.
-        """
+        """Schedule, compute, sample, and hand out what is new. Without work it returns an empty list."""
         self.require_open()
         return self.undelivered.popleft() if self.undelivered else self.core.step()
 
@@ -226,23 +210,9 @@ class LLMEngine:
         self.core.logits_mask.prepare(self._processor.eos_token_ids)
 
     def require_open(self) -> None:
-        """Raise RuntimeError if the engine was closed, or if this process is a fork of the engine's.
-
-        A fork has neither torch's threads nor its GPUs, so the first product there would wait for ever.
-        """
+        """Raise RuntimeError if the engine was closed."""
         if self._is_closed:
             raise RuntimeError("the engine was closed: make a new one")
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                f"the engine belongs to process {self._process}, and this is a fork of it, which has none of its threads: "
-                'start the process with multiprocessing\'s "spawn", and make an engine there'
-            )
-
-    def require_idle(self) -> None:
-        """Raise RuntimeError if the engine was closed, ValueError if it serves requests: their outputs would be lost."""
-        self.require_open()
-        if self.has_unfinished_requests():
-            raise ValueError("the engine has requests of its own: step it until they end, or abort them, first")
 
     def subscribe(self, listener: Listener, experts: bool = False) -> None:
         """Call `listener(events)` after each step with what happened (`folovllm.events`), and now with the present state.

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer
 
 from folovllm.config import DEFAULT_MODEL, EngineConfig
-from folovllm.electives import DOWNLOADS, FILE_FORMATS, MODELS, require
 from folovllm.files import in_one_line, reading
 from folovllm.model_config import FULL
 from folovllm.models.json_files import check_content, read_json
+from folovllm.plugins import DOWNLOADS, FILE_FORMATS, MODELS, require
 from folovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from folovllm.distributed.group import Group
 from folovllm.distributed.sharding import keep_experts_whole, local_config, shard_merged, shard_named
-from folovllm.electives import EXTRA_TENSORS, is_installed, named
 from folovllm.files import UnreadableFile, in_one_line, reading
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import FLOATS, PLAIN, LinearBase, LinearMethod, Plain
@@ -24,6 +23,7 @@ from folovllm.model_config import head_dim_of
 from folovllm.models.json_files import read_json
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.registry import PLAIN_LAYERS, build_model, get_model_class
+from folovllm.plugins import EXTRA_TENSORS, is_installed, named
 from folovllm.setup import EngineSetup
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from folovllm.config import EngineConfig
-from folovllm.electives import EXPERTS, MODELS, QUANTIZATION, require
 from folovllm.layers.layer_set import LayerSet, LinearMethodOf
 from folovllm.model_config import UnsupportedModel, hidden_act_of, num_experts_of
+from folovllm.plugins import EXPERTS, MODELS, QUANTIZATION, require
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -18,12 +18,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import folovllm
-from folovllm.electives import SLEEP_ROUTES, require
 from folovllm.engine.input_processor import encode_within
 from folovllm.faults import require_fault
 from folovllm.inputs import Prompt
 from folovllm.inspector.web import FILES, PAGE
 from folovllm.models.files import generation_defaults, whole
+from folovllm.plugins import SLEEP_ROUTES, require
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.admission import Admission
 from folovllm.server.async_engine import AsyncEngine

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from folovllm.build import make_packed_worker
-from folovllm.extensions import Extension
+from folovllm.engine.extension import Extension
 from folovllm.spec_decode import attention
 from folovllm.spec_decode.draft_model import DraftModel, draft_setup
 from folovllm.spec_decode.measure import clock_for, measure_drafting, measure_steps
@@ -24,9 +24,9 @@ from folovllm.spec_decode.verify_runner import VerifyingModelRunner
 
 if TYPE_CHECKING:
     from folovllm.attention.backends.abstract import AttentionBackend
+    from folovllm.engine.extension import MakeGraphRunner, MakeScheduler
     from folovllm.engine.logits_mask import LogitsMask
     from folovllm.executor.abstract import Executor
-    from folovllm.extensions import MakeGraphRunner, MakeScheduler
     from folovllm.setup import EngineSetup
     from folovllm.worker.model_runner import ModelRunner
 

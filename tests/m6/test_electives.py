@@ -1,4 +1,4 @@
-"""The hooks of `folovllm.electives`, with doubles that are no electives."""
+"""The hooks of `folovllm.plugins`, with doubles that are no plugins."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from folovllm import LLM, SamplingParams, electives
+from folovllm import LLM, SamplingParams, plugins
 from folovllm.files import cache_dir
 from folovllm.kernels import variants
 from folovllm.kernels.variants import KernelVariant, kernel_variant
@@ -200,10 +200,10 @@ class TestKernelVariants:
 
 def test_every_place_of_the_table_is_there() -> None:
     """Whatever is installed can be found under the name that the table has for it."""
-    places = [electives.QUANTIZATION, *electives.EXTRA_TENSORS, electives.CALIBRATION]
-    places += [*electives.DOWNLOADS.values(), *electives.FILE_FORMATS.values()]
-    places += [f"{module}:{name}" for name, module in electives.MODELS.items()]
+    places = [plugins.QUANTIZATION, *plugins.EXTRA_TENSORS, plugins.CALIBRATION]
+    places += [*plugins.DOWNLOADS.values(), *plugins.FILE_FORMATS.values()]
+    places += [f"{module}:{name}" for name, module in plugins.MODELS.items()]
     pytest.importorskip("triton.experimental.gluon", reason="Triton is for Linux only")
-    places += [place for _, place in electives.KERNEL_VARIANTS.values()]
-    for place in filter(electives.is_installed, places):
-        assert electives.named(place) is not None
+    places += [place for _, place in plugins.KERNEL_VARIANTS.values()]
+    for place in filter(plugins.is_installed, places):
+        assert plugins.named(place) is not None

@@ -1,14 +1,34 @@
-"""What lower layers may load of the electives, by strings. Parts of an engine are in `folovllm.extensions`.
+"""The one table of electives: what the core may load of each, by strings, and what turns it on.
 
-The core names an elective here and in `folovllm.extensions` (parts of an engine), and nowhere else. A module is imported
-when its hook is asked for, and each package may be missing: then a hook does nothing, or says which package is needed.
+The core names an elective here and nowhere else (`tests/project/test_floors.py`). A module is imported when its hook is asked
+for, and each package may be missing: then a hook does nothing, or says which package is needed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
+
+# Parts of an engine: by name where its `engine.extension.Extension` is, and whether an `EngineConfig` asks for it.
+EXTENSIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "speculative decoding (X3)": (
+        "folovllm.spec_decode.extension:SpeculativeDecoding",
+        lambda config: config.speculative_config is not None,
+    ),
+    "batch_invariant (X6)": ("folovllm.rollouts.extension:BatchInvariance", lambda config: config.batch_invariant),
+}
+# Structured output (X1): an `engine.logits_mask.LogitsMask`. Any request may ask for it.
+LOGITS_MASK = "folovllm.structured_output.manager:StructuredOutputManager"
+# Modules with commands: each has `add_to(app)`.
+COMMANDS = (
+    "folovllm.server.cli",
+    "folovllm.inspector.cli",
+    "folovllm.quantization.quantizer.cli",
+    "folovllm.rollouts.cli",
+    "folovllm.bench.cli",
+)
 
 # Quantization (X2): a subclass of `folovllm.models.registry:Quantization`.
 QUANTIZATION = "folovllm.quantization.config:CheckpointQuantization"
