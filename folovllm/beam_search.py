@@ -17,7 +17,7 @@ from folovllm.sampling_params import SamplingParams
 Generate = Callable[[list[TokensPrompt], SamplingParams], list[RequestOutput]]
 
 
-@also_takes({"temperature": (0,), "include_stop_str_in_output": (False,), "structured_outputs": (None,)})
+@also_takes("beams")
 @dataclass(slots=True)
 class BeamSearchParams:
     """How to search.

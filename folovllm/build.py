@@ -193,7 +193,12 @@ def make_packed_worker(
         inner = plain(setup, partial(load_native_model, setup, layers), sampler, slots, backend)
     else:
         step_sampler = TensorParallelSampler(setup.vocab_size, group)
-        part = replace(setup, hf_config=local_config(setup.hf_config, group.size, setup.config.enable_expert_parallel))
+        part = replace(
+            setup,
+            hf_config=local_config(
+                setup.hf_config, group.size, bool(setup.config.extras.get("enable_expert_parallel"))
+            ),
+        )
         inner = plain(
             part, partial(load_sharded_model, setup, group, layers), sampler, slots, backend, step_sampler.whole
         )
@@ -213,7 +218,7 @@ def attention_backend(setup: EngineSetup, extension: Extension) -> AttentionBack
 
 def counters_of(setup: EngineSetup) -> dict[str, torch.Tensor] | None:
     """Return a dict that the model fills with its counters of experts (`LayerSet.counters`), or None if nobody wants them."""
-    return {} if setup.config.count_experts else None
+    return {} if setup.config.extras.get("count_experts") else None
 
 
 def learners(config: EngineConfig, place: str) -> Any:

@@ -19,7 +19,7 @@ from folovllm.inputs import Prompt, Request, TokensPrompt, as_requests
 from folovllm.models.files import generation_defaults
 from folovllm.outputs import RequestOutput
 from folovllm.plugins import ROLLOUTS, require
-from folovllm.require import REQUEST, also_takes
+from folovllm.require import also_takes
 from folovllm.sampling_params import SamplingParams
 
 
@@ -87,7 +87,7 @@ class LLM:
         with self._one_call():
             _rollouts().wake_up(self.engine, weights)
 
-    @also_takes(REQUEST)
+    @also_takes("request")
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -143,7 +143,7 @@ class LLM:
         self.engine.require_open()  # it may have been closed meanwhile
         return [answers[id_] for id_ in ids]
 
-    @also_takes(REQUEST)
+    @also_takes("request")
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],

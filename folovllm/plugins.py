@@ -7,18 +7,32 @@ for, and each package may be missing: then a hook does nothing, or says which pa
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import Field
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar, Protocol
+
+from folovllm.require import check_fields
 
 # Parts of an engine: by name where its `engine.extension.Extension` is, and whether an `EngineConfig` asks for it.
 EXTENSIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "speculative decoding (X3)": (
         "folovllm.spec_decode.extension:SpeculativeDecoding",
-        lambda config: config.speculative_config is not None,
+        lambda config: "speculative_config" in config.extras,
     ),
-    "batch_invariant (X6)": ("folovllm.rollouts.extension:BatchInvariance", lambda config: config.batch_invariant),
+    "batch_invariant (X6)": (
+        "folovllm.rollouts.extension:BatchInvariance",
+        lambda config: "batch_invariant" in config.extras,
+    ),
 }
+# Keywords of `EngineConfig` that electives own: dataclasses of them (`Options`).
+OPTIONS = (
+    "folovllm.quantization.options:QuantizationOptions",
+    "folovllm.spec_decode.options:SpeculationOptions",
+    "folovllm.moe.options:ExpertOptions",
+    "folovllm.hybrid.options:HybridOptions",
+    "folovllm.rollouts.options:RolloutOptions",
+)
 # Structured output (X1): an `engine.logits_mask.LogitsMask`. Any request may ask for it.
 LOGITS_MASK = "folovllm.structured_output.manager:StructuredOutputManager"
 # Modules with commands: each has `add_to(app)`.
@@ -36,9 +50,6 @@ QUANTIZATION = "folovllm.quantization.config:CheckpointQuantization"
 EXTRA_TENSORS = ("folovllm.quantization.checkpoint_kv_scales:taker_of",)
 # A module that measures the scales of an FP8 cache (`ModelRunner.calculate_kv_scales`).
 CALIBRATION = "folovllm.quantization.calibrate"
-
-# Speculative decoding (X3): combines the three speculative fields of `EngineConfig`.
-SPECULATION = "folovllm.spec_decode.config:gather"
 
 # Weight sources: what returns the folder of a model, `find(name)`, which `find(name, download=True)` may fetch ...
 DOWNLOADS = dict.fromkeys(("smollm2", "smollm2-gguf"), "folovllm.quantization.smollm2:smollm2_dir")
@@ -69,6 +80,48 @@ KERNEL_VARIANTS = {
     "grouped_linear": ((9, 0), "folovllm.hopper.grouped:VARIANT"),
     "quant_matmul": ((9, 0), "folovllm.hopper.int4:VARIANT"),
 }
+
+
+class Options(Protocol):
+    """A dataclass of an elective's keywords of `EngineConfig`, each with its default and a sentence under "Attributes".
+
+    It raises ValueError for a bad value when it is made; the types of switches, texts and counts are checked before.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    def check(self, config: Any) -> None:
+        """Raise ValueError where the values do not fit the rest of the `EngineConfig`."""
+
+
+def option_classes() -> list[Callable[..., Options]]:
+    """The `Options` of the electives that are installed."""
+    return [named(place) for place in OPTIONS if is_installed(place)]
+
+
+def option_default(name: str) -> Any:
+    """The default of a keyword that an elective owns. Raises AttributeError if none does."""
+    for options in option_classes():
+        if (own := options.__dataclass_fields__.get(name)) is not None:  # type: ignore[attr-defined]
+            return own.default
+    raise AttributeError(f"EngineConfig has no {name!r}")
+
+
+def make_options(given: dict[str, Any]) -> list[Options]:
+    """Make the options of which some are given. Takes what is given out of `given`: what is left is nobody's."""
+    made = []
+    for kind in option_classes():
+        names = kind.__dataclass_fields__  # type: ignore[attr-defined]
+        if own := {name: given.pop(name) for name in names if name in given}:
+            check_fields(kind, own)
+            made.append(kind(**own))
+    return made
+
+
+def changed(options: Options) -> dict[str, Any]:
+    """The values that are not the defaults."""
+    values = {name: (getattr(options, name), own.default) for name, own in options.__dataclass_fields__.items()}
+    return {name: value for name, (value, default) in values.items() if value != default}
 
 
 def is_installed(place: str) -> bool:

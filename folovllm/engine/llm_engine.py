@@ -27,7 +27,7 @@ from folovllm.inputs import Prompt, as_requests, is_one_prompt
 from folovllm.models.files import load_tokenizer, whole
 from folovllm.outputs import RequestOutput
 from folovllm.request import Request, Sequence, SequenceStatus
-from folovllm.require import GENERATE, REQUEST, also_takes
+from folovllm.require import also_takes
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 from folovllm.setup import EngineSetup
 
@@ -85,7 +85,7 @@ class LLMEngine:
         """Make the engine, by vLLM's name."""
         return make_engine(engine_args)
 
-    @also_takes(GENERATE)
+    @also_takes("generate")
     def generate(
         self,
         prompts: Prompt | SequenceOf[Prompt],
@@ -105,7 +105,7 @@ class LLMEngine:
         outputs = [finished[request_id] for request_id in ids]
         return outputs[0] if is_one_prompt(prompts) else outputs
 
-    @also_takes(REQUEST)
+    @also_takes("request")
     def add_request(
         self,
         request_id: str,
@@ -220,7 +220,7 @@ class LLMEngine:
         With `experts`, what happened includes how often experts were asked (`ExpertsAsked`), where `count_experts` is set.
         """
         state = snapshot(self.setup, self.scheduler.kv, self.core.num_steps, self.core.output.requests.values())
-        experts = experts and self.setup.config.count_experts
+        experts = experts and bool(self.setup.config.extras.get("count_experts"))
         self.events.subscribe(listener, state, experts)
         if experts:
             self.events.emit(ExpertsAsked(self.expert_load()))
@@ -255,7 +255,7 @@ class LLMEngine:
         L lists of E numbers; a token asks k experts of a layer. ValueError where that is not counted.
         """
         self.require_open()
-        if not self.setup.config.count_experts:
+        if not self.setup.config.extras.get("count_experts"):
             raise ValueError("experts are not counted: set count_experts=True")
         return self.executor.expert_load()
 

@@ -82,7 +82,7 @@ def load_sharded_model(
 
     `setup` and `layers` are those of the whole model. Random weights are sharded too: they do not depend on the number of ranks.
     """
-    expert_parallel = setup.config.enable_expert_parallel
+    expert_parallel = bool(setup.config.extras.get("enable_expert_parallel"))
     config = local_config(setup.hf_config, group.size, expert_parallel)
     shard = partial(shard_named, head_dim=head_dim_of(setup.hf_config), rank=group.rank, size=group.size)
     shard = partial(shard_merged, hf_config=setup.hf_config, shard=shard)

@@ -168,7 +168,7 @@ class Api:
     async def metrics(self, request: Request) -> Response:
         engine = self._engine
         await engine.ask_experts()
-        speculates = engine.config.speculative_config is not None
+        speculates = "speculative_config" in engine.config.extras
         page = Metrics(self._names[0], engine.stats, engine.counters, engine.expert_load, speculates)
         return Response(page.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

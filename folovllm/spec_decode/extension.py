@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from folovllm.build import make_packed_worker
 from folovllm.engine.extension import Extension
 from folovllm.spec_decode import attention
+from folovllm.spec_decode.config import SpeculativeConfig
 from folovllm.spec_decode.draft_model import DraftModel, draft_setup
 from folovllm.spec_decode.measure import clock_for, measure_drafting, measure_steps
 from folovllm.spec_decode.multi_step import DraftTokens, MultiStepExecutor, MultiStepRunner
@@ -36,8 +37,7 @@ class SpeculativeDecoding(Extension):
 
     def __init__(self, setup: EngineSetup) -> None:
         super().__init__(setup)
-        assert setup.config.speculative_config is not None
-        self._config = setup.config.speculative_config
+        self._config: SpeculativeConfig = setup.config.extras["speculative_config"]
         self._proposer: Proposer | None = None
         self._drafted: DraftTokens | None = None
 

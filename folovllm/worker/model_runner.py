@@ -81,7 +81,7 @@ class ModelRunner:
 
     def fit_kv_cache(self, captured: float = 0.0) -> int:
         """Find out how many blocks fit, and allocate them; returns their number. `captured`: see `num_blocks_that_fit`."""
-        if self._setup.config.calculate_kv_scales:
+        if self._setup.config.extras.get("calculate_kv_scales"):
             self.calculate_kv_scales()
         num_blocks = num_blocks_that_fit(self._setup, self.warmup_model, captured, self.states.num_bytes)
         self.allocate_kv_cache(num_blocks)

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
@@ -158,8 +157,7 @@ class TestFlags:
         monkeypatch.setenv("COLUMNS", "200")
         assert run(command, "--help") == 0
         text = capsys.readouterr().out
-        kinds = (EngineConfig, SamplingParams)
-        names = [f.name for kind in kinds for f in fields(kind) if f.metadata.get("flag", True)]
+        names = [field.name for kind in (EngineConfig, SamplingParams) for field, _ in described_fields(kind)]
         assert [name for name in names if f"--{name.replace('_', '-')} " not in text.replace("/", " ")] == []
 
     def test_flags_reach_engine_and_request(self, llm: type[FakeLLM]) -> None:
@@ -349,7 +347,7 @@ class TestErrors:
         ("arguments", "words"),
         [
             (["generate", "hi", "--top-p", "3"], "top_p must be above 0"),
-            (["generate", "hi", "--temperature", "nan"], "temperature must be a number from 0"),
+            (["generate", "hi", "--temperature", "nan"], "temperature must be from 0"),
             (["generate", "hi", "--milestone", "m99"], "unknown milestone 'm99'"),
             (["generate", "hi", "--max-tokens", "0"], "max_tokens must be at least 1"),
             (["generate", "hi", "--file", __file__], "not both"),

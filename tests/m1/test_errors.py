@@ -412,10 +412,15 @@ def test_an_end_of_text_outside_the_vocabulary(folder: Path) -> None:
         ({"max_num_seqs": 2.0}, "max_num_seqs must be at least 1"),
         ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold must be at least 0"),
         ({"kv_cache_memory": None}, "kv_cache_memory must be at least 1"),
-        ({"seed": None}, "seed must be a whole number"),
+        ({"seed": None}, "seed must be between 0 and .*whole number"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
-        ({"gpu_memory_utilization": None}, "gpu_memory_utilization must be a number"),
+        ({"gpu_memory_utilization": None}, "gpu_memory_utilization must be above 0 and at most 1"),
         ({"milestone": ["m1"]}, "milestone must be a text"),
+        *(
+            ({name: ""}, f"{name} is an empty text")
+            for name in ("milestone", "tokenizer", "device", "attention_backend")
+        ),
+        *(({name: ""}, f"unknown {name} ''") for name in ("dtype", "kv_cache_dtype", "kv_cache", "scheduling")),
         ({"model": 5}, "model must be a text"),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False, not 'no'"),
     ],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -9,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from folovllm import LLM, SamplingParams, plugins
+from folovllm import LLM, EngineConfig, SamplingParams, plugins
 from folovllm.files import cache_dir
 from folovllm.kernels import variants
 from folovllm.kernels.variants import KernelVariant, kernel_variant
@@ -53,6 +55,37 @@ class Halving(Quantization):
 
     def check(self, hf_config: Any, part: Any, config: Any) -> None:
         self.asked.append("check")
+
+
+class TestOptions:
+    """Keywords of `EngineConfig` that electives own."""
+
+    def test_they_are_carried_as_extras(self) -> None:
+        config = EngineConfig(kv_cache_dtype="fp8", batch_invariant=True, num_snapshots=None, milestone="m3")
+        assert config.extras == {"kv_cache_dtype": "fp8_e4m3", "batch_invariant": True}, "what is not the default"
+        assert (config.kv_cache_dtype, config.batch_invariant, config.snapshot_interval) == ("fp8_e4m3", True, 512)
+        for copy in (replace(config), pickle.loads(pickle.dumps(config))):
+            assert copy == config and copy.extras == config.extras
+        assert replace(config, extras={}) == EngineConfig(milestone="m3")
+
+    def test_an_owner_checks_them_beside_the_rest(self) -> None:
+        for fields, says in (
+            ({"num_snapshots": 0}, "num_snapshots must be at least 1"),
+            ({"batch_invariant": "no"}, "batch_invariant must be True or False"),
+            ({"kv_cache_dtype": "fp8", "milestone": "m1"}, "leave kv_cache_dtype out"),
+            ({"count_experts": True, "kv_cache": "growing", "max_num_seqs": 1, "milestone": "m1"}, "needs batches"),
+        ):
+            with pytest.raises(ValueError, match=says):
+                EngineConfig(**fields)
+
+    def test_a_name_of_nobody(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(TypeError, match="unexpected keyword argument 'batch_size'"):
+            EngineConfig(batch_size=1)
+        with pytest.raises(AttributeError, match="batch_size"):
+            _ = EngineConfig().batch_size
+        monkeypatch.setattr(plugins, "OPTIONS", ("folovllm.gone.options:Options",))
+        with pytest.raises(TypeError, match="'batch_invariant'"):  # the package that owns it is not installed
+            EngineConfig(batch_invariant=True)
 
 
 class TestQuantization:
