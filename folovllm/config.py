@@ -143,12 +143,13 @@ class EngineConfig:
 
     def __init__(self, **given: Any) -> None:
         """Takes the fields by name, the options of electives, and those arguments of vLLM's that change nothing."""
-        own, options = {each.name: each for each in fields(self)}, []
+        own = {each.name: each for each in fields(self)}
+        options: list[plugins.Options] = []
         extras = dict(given.pop("extras", {}))
         if extras or not given.keys() <= own.keys():
             options = _options(own.keys(), given, extras)
-        for name, each in own.items():
-            setattr(self, name, given.get(name, each.default))
+        for name, field_ in own.items():
+            setattr(self, name, given.get(name, field_.default))
         self.extras = extras
         self._resolve()
         for each in options:

@@ -94,7 +94,7 @@ class Options(Protocol):
         """Raise ValueError where the values do not fit the rest of the `EngineConfig`."""
 
 
-def option_classes() -> list[Callable[..., Options]]:
+def option_classes() -> list[type[Any]]:
     """The `Options` of the electives that are installed."""
     return [named(place) for place in OPTIONS if is_installed(place)]
 
@@ -102,7 +102,7 @@ def option_classes() -> list[Callable[..., Options]]:
 def option_default(name: str) -> Any:
     """The default of a keyword that an elective owns. Raises AttributeError if none does."""
     for options in option_classes():
-        if (own := options.__dataclass_fields__.get(name)) is not None:  # type: ignore[attr-defined]
+        if (own := options.__dataclass_fields__.get(name)) is not None:
             return own.default
     raise AttributeError(f"EngineConfig has no {name!r}")
 
@@ -111,7 +111,7 @@ def make_options(given: dict[str, Any]) -> list[Options]:
     """Make the options of which some are given. Takes what is given out of `given`: what is left is nobody's."""
     made = []
     for kind in option_classes():
-        names = kind.__dataclass_fields__  # type: ignore[attr-defined]
+        names = kind.__dataclass_fields__
         if own := {name: given.pop(name) for name in names if name in given}:
             check_fields(kind, own)
             made.append(kind(**own))

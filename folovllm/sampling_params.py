@@ -133,7 +133,8 @@ class SamplingParams:
 
     def _take_other_forms(self) -> None:
         """What vLLM's users write in place of a list, of None or of a number."""
-        self.stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
+        stop: object = self.stop
+        self.stop = [stop] if isinstance(stop, str) else [] if stop is None else self.stop
         self.stop_token_ids = [] if self.stop_token_ids is None else self.stop_token_ids
         self.bad_words = [] if self.bad_words is None else self.bad_words
         self.logit_bias = self.logit_bias or None
@@ -203,13 +204,17 @@ def _is_list(value: Any, kind: type) -> bool:
     return isinstance(value, list | tuple) and all(isinstance(v, kind) and not isinstance(v, bool) for v in value)
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and value is not True and value is not False
+
+
 def _bias(given: Any) -> dict[int, float]:
     """Biases by token id; JSON's names of fields, which are texts, are ids too."""
     says = f"logit_bias must give token ids a number from -100 to 100 each, as in {{1234: -5.0}}, not {shown(given)}"
     require(isinstance(given, dict), says)
     for token, value in given.items():
         is_id = is_whole(token) or (isinstance(token, str) and token.isdecimal() and len(token) < 20)
-        require(is_id and isinstance(value, Real) and not isinstance(value, bool) and -100 <= value <= 100, says)
+        require(is_id and _is_number(value) and -100 <= value <= 100, says)
     biases = {int(token): float(value) for token, value in given.items()}
     require(len(biases) == len(given), "logit_bias names a token twice, as 7 and 007 do: give each token one number")
     return biases

@@ -20,16 +20,16 @@ from folovllm.engine.metrics import EngineStats, StepLog, StepStats, engine_stat
 from folovllm.engine.output_processor import RequestState
 from folovllm.engine.scheduler import SchedulerLike
 from folovllm.engine.setup import set_up, use_threads
+from folovllm.engine.snapshot import added, snapshot
 from folovllm.event_stream import Events
-from folovllm.events import ExpertsAsked, Listener, RequestAdded, SequenceState, Snapshot
+from folovllm.events import ExpertsAsked, Listener
 from folovllm.executor.abstract import Executor
 from folovllm.inputs import Prompt, as_requests, is_one_prompt
 from folovllm.models.files import load_tokenizer, whole
 from folovllm.outputs import RequestOutput
-from folovllm.request import Request, Sequence, SequenceStatus
+from folovllm.request import Request, Sequence
 from folovllm.require import also_takes
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
-from folovllm.setup import EngineSetup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -295,38 +295,3 @@ def make_engine(config: EngineConfig) -> LLMEngine:
     gc.freeze()  # what exists by now stays: a collection that searched it again would stall a step
     weakref.finalize(engine, gc.unfreeze).atexit = False  # what refers to itself is collected only if thawed
     return engine
-
-
-def snapshot(
-    setup: EngineSetup, kv: KVCacheManager | None, num_steps: int, requests: Iterable[RequestState]
-) -> Snapshot:
-    """The state that later events change. `kv` is None where the cache is no pool of blocks."""
-    return Snapshot(
-        num_blocks=0 if kv is None else kv.num_blocks,
-        block_size=setup.block_size,
-        max_num_seqs=setup.max_num_seqs,
-        max_num_batched_tokens=setup.max_num_batched_tokens,
-        num_steps=num_steps,
-        blocks=() if kv is None else tuple(kv.states()),
-        sequences=tuple(
-            SequenceState(
-                added=added(seq, request.metrics.arrival_time),
-                is_running=seq.status is SequenceStatus.RUNNING,
-                num_tokens=seq.num_tokens,
-                num_computed_tokens=seq.num_computed_tokens,
-                block_table=tuple(seq.block_table),
-                token_ids=seq.token_ids.tolist(),
-            )
-            for request in requests
-            for seq in request.seqs
-            if not seq.status.is_finished
-        ),
-    )
-
-
-def added(seq: Sequence, time: float) -> RequestAdded:
-    """The arrival of a sequence."""
-    asked = seq.request
-    return RequestAdded(
-        seq.seq_id, asked.request_id, seq.index, asked.prompt_token_ids, asked.max_tokens, asked.priority, time
-    )

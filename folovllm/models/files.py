@@ -37,6 +37,8 @@ TOKENIZER_FILES = (
     "config.json",
 )
 
+TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # transformers' name of its warning
+
 # Which configurations and tokenizers are read without transformers.
 PLAIN_KINDS = ("llama", "qwen3")  # for which `AutoTokenizer` takes the class that the files name
 PLAIN_NEEDS = (
@@ -202,7 +204,9 @@ def load_tokenizer(path: Path, config: EngineConfig) -> PreTrainedTokenizerBase:
             return quick
         from transformers import AutoTokenizer  # here, for that takes seconds
 
-        return AutoTokenizer.from_pretrained(where, trust_remote_code=config.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=config.trust_remote_code)
+        tokenizer.deprecation_warnings[TOO_LONG] = True  # as if it had been said: our own sentence says it, once
+        return tokenizer
 
 
 class QuickTokenizer:

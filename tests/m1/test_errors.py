@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Callable
 from fractions import Fraction
@@ -71,6 +72,20 @@ class TestPrompts:
         with pytest.raises(ValueError, match=says):
             llm.generate(prompt, SHORT, use_tqdm=False)
         assert not llm.engine.has_unfinished_requests()
+
+    def test_a_long_prompt_gets_our_sentence_alone(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps(json.loads((folder / "tokenizer_config.json").read_text()) | {"model_max_length": 4})
+        )
+        transformers_log = logging.getLogger("transformers")
+        transformers_log.addHandler(caplog.handler)
+        try:
+            other = LLM(str(folder), milestone="m1", use_tqdm=False)
+            with other, pytest.raises(ValueError, match="shorten it"):
+                other.generate("x" * 600, SHORT, use_tqdm=False)
+        finally:
+            transformers_log.removeHandler(caplog.handler)
+        assert "longer than" not in caplog.text
 
     def test_one_bad_prompt_leaves_no_trace_of_the_good_ones(self, llm: LLM) -> None:
         steps = llm.engine.stats().steps
