@@ -25,8 +25,8 @@ from folovllm.cache.slot_manager import SlotManager
 from folovllm.config import EngineConfig
 from folovllm.distributed.group import Group
 from folovllm.distributed.sharding import local_config
-from folovllm.electives import SNAPSHOTS, named
 from folovllm.engine.core import EngineCore
+from folovllm.engine.extension import Extension, extension_of, make_logits_mask
 from folovllm.engine.logits_mask import LogitsMask
 from folovllm.engine.overlap import OverlappedEngine
 from folovllm.engine.scheduler import (
@@ -46,10 +46,10 @@ from folovllm.event_stream import Events
 from folovllm.executor.abstract import Executor
 from folovllm.executor.gpu_executor import GPUExecutor
 from folovllm.executor.packed_executor import LocalExecutor, PackedWorker
-from folovllm.extensions import Extension, extension_of, make_logits_mask
 from folovllm.files import cache_dir
 from folovllm.layers.layer_set import LayerSet
 from folovllm.models.loader import load_native_model, load_sharded_model
+from folovllm.plugins import SNAPSHOTS, named
 from folovllm.sample.sampler import Sampler
 from folovllm.sample.sampler_state import SamplerState
 from folovllm.sample.sampling_row import line_width, mask_width
@@ -77,7 +77,7 @@ def load_builders(config: EngineConfig) -> None:
 
 
 def make_extension(setup: EngineSetup) -> Extension:
-    """Make the extension that the configuration asks for (`folovllm.extensions`), and what it needs before the executor is made."""
+    """Make the extension that the configuration asks for (`folovllm.engine.extension`), and what it needs before the executor is made."""
     extension = extension_of(setup)
     extension.prepare()
     return extension
@@ -196,7 +196,12 @@ def make_packed_worker(
         inner = plain(setup, partial(load_native_model, setup, layers), sampler, slots, backend)
     else:
         step_sampler = TensorParallelSampler(setup.vocab_size, group)
-        part = replace(setup, hf_config=local_config(setup.hf_config, group.size, setup.config.enable_expert_parallel))
+        part = replace(
+            setup,
+            hf_config=local_config(
+                setup.hf_config, group.size, bool(setup.config.extras.get("enable_expert_parallel"))
+            ),
+        )
         inner = plain(
             part, partial(load_sharded_model, setup, group, layers), sampler, slots, backend, step_sampler.whole
         )
@@ -220,7 +225,7 @@ def attention_backend(setup: EngineSetup, extension: Extension) -> AttentionBack
 
 def counters_of(setup: EngineSetup) -> dict[str, torch.Tensor] | None:
     """Return a dict that the model fills with its counters of experts (`LayerSet.counters`), or None if nobody wants them."""
-    return {} if setup.config.count_experts else None
+    return {} if setup.config.extras.get("count_experts") else None
 
 
 def learners(config: EngineConfig, place: str) -> Any:

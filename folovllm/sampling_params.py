@@ -8,28 +8,25 @@ from numbers import Integral, Real
 from reprlib import repr as shown
 from typing import Any, Self
 
-from folovllm.require import SAMPLING, also_takes, is_whole, require
+from folovllm.require import ABOVE_0, Limits, also_takes, check_fields, is_whole, require
 from folovllm.structured_outputs import StructuredOutputsParams
 
 SMALLEST_TEMPERATURE = 1e-5  # below it is greedy: the same choice, and no quotient that overflows
-RANGES: dict[str, tuple[float, float, str]] = {  # no sample from finite logits overflows within them
-    "temperature": (0, 1e6, "0 is greedy"),
-    "min_p": (0, 1, "0 is off"),
-    "repetition_penalty": (0.01, 100, "1 is off"),
-    "presence_penalty": (-2, 2, "0 is off"),
-    "frequency_penalty": (-2, 2, "0 is off"),
+LIMITS = {  # no sample from finite logits overflows within them
+    "temperature": Limits(0, 1e6, "from 0 (greedy) to 1e+06"),
+    "top_p": Limits(ABOVE_0, 1, "above 0 and at most 1 (keep all)"),
+    "min_p": Limits(0, 1, "from 0 (off) to 1"),
+    "repetition_penalty": Limits(0.01, 100, "from 0.01 to 100 (1 is off)"),
+    "presence_penalty": Limits(-2, 2, "from -2 to 2 (0 is off)"),
+    "frequency_penalty": Limits(-2, 2, "from -2 to 2 (0 is off)"),
+    "top_k": Limits(-1, works="-1 or 0 (keep all) or at least 1"),
+    "seed": Limits(0, works="between 0 and 2**63 - 1"),
+    "min_tokens": Limits(0, works="0 or more"),
+    "logprobs": Limits(0, works="0 or more"),
+    "prompt_logprobs": Limits(0, works="0 or more"),
+    "truncate_prompt_tokens": Limits(-1, works="at least 1, or -1 (what fits)"),
 }
-WHOLE: dict[str, tuple[int, str]] = {  # the least value, and how an error says what works
-    "n": (1, "at least 1"),
-    "top_k": (-1, "-1 or 0 (keep all) or at least 1"),
-    "seed": (0, "between 0 and 2**63 - 1"),
-    "max_tokens": (1, "at least 1"),
-    "min_tokens": (0, "0 or more"),
-    "logprobs": (0, "0 or more"),
-    "prompt_logprobs": (0, "0 or more"),
-    "truncate_prompt_tokens": (-1, "at least 1, or -1 (what fits)"),
-}
-MAY_BE_OPEN = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")  # None says something
+FRACTIONS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -41,7 +38,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2  # there is one output, at the end
 
 
-@also_takes(SAMPLING)
+@also_takes("sampling")
 @dataclass(slots=True)
 class SamplingParams:
     """Sampling and stopping rules of one request, validated when they are made.
@@ -116,9 +113,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._take_other_forms()
-        self._validate_sampling()
-        self._validate_stop()
-        self._validate_rules()
+        self._validate_values()
+        self._validate_together()
         if self.temperature < SMALLEST_TEMPERATURE:
             self.temperature = 0.0
 
@@ -140,72 +136,58 @@ class SamplingParams:
         stop: object = self.stop
         self.stop = [stop] if isinstance(stop, str) else [] if stop is None else self.stop
         self.stop_token_ids = [] if self.stop_token_ids is None else self.stop_token_ids
-        bad_words: object = self.bad_words
-        self.bad_words = [] if bad_words is None else self.bad_words
+        self.bad_words = [] if self.bad_words is None else self.bad_words
         self.logit_bias = self.logit_bias or None
         self.seed = None if self.seed == -1 else self.seed
         given: object = self.structured_outputs
-        self.structured_outputs = (
-            StructuredOutputsParams(**given) if isinstance(given, dict) else self.structured_outputs
-        )
+        if isinstance(given, dict):
+            self.structured_outputs = StructuredOutputsParams(**given)
         for name in ("logprobs", "prompt_logprobs"):
             if isinstance(value := getattr(self, name), bool):
                 setattr(self, name, 1 if value else None)
 
-    def _validate_sampling(self) -> None:
-        for name, (least, works) in WHOLE.items():
-            value = getattr(self, name)
-            if value is None and name in MAY_BE_OPEN:
-                continue
-            whole = is_whole(value) and abs(int(value)) < 2**63
-            require(whole, f"{name} must be a whole number (below 2**63), not {value}")
-            require(value >= least, f"{name} must be {works}, not {value}")
+    def _validate_values(self) -> None:
+        """Check one value after the other."""
+        check_fields(SamplingParams, {name: getattr(self, name) for name in self.__dataclass_fields__}, LIMITS)
         require(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens must be at least 1, or -1 (what fits), not 0")
-        in_range = _is_number(self.top_p) and 0 < self.top_p <= 1
-        require(in_range, f"top_p must be above 0 and at most 1 (keep all), not {self.top_p!r}")
-        for name, (low, high, neutral) in RANGES.items():
-            value = getattr(self, name)
-            in_range = _is_number(value) and low <= value <= high
-            require(in_range, f"{name} must be a number from {low:g} to {high:g} ({neutral}), not {value!r}")
-            setattr(self, name, float(value))  # what else is a number, tensors may not take
-
-    def _validate_stop(self) -> None:
-        require(not self.prompt_only or self.max_tokens == 1, "prompt_only needs max_tokens=1")
-        fits = self.max_tokens is None or self.min_tokens <= self.max_tokens
-        require(fits, f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
-        strings = isinstance(self.stop, list | tuple) and all(isinstance(s, str) for s in self.stop)
-        require(strings, f"stop strings must be given as a list of texts, not {self.stop}")
-        require(all(self.stop), "a stop string must not be empty")
-        stands_for_bytes = any(REPLACEMENT in s for s in self.stop)
+        for name in FRACTIONS:
+            setattr(self, name, float(getattr(self, name)))  # what else is a number, tensors may not take
+        texts = {
+            "stop": "stop strings must be given as a list of texts",
+            "bad_words": "bad_words must be a list of texts",
+        }
+        for name, says in texts.items():
+            require(_is_list(value := getattr(self, name), str), f"{says}, not {shown(value)}")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            is_none = (value := getattr(self, name)) is None
+            says = f"{name} must be a list of token ids (whole numbers), not {shown(value)}"
+            require(is_none or _is_list(value, Integral), says)
+        form, kind = self.structured_outputs, self.output_kind
         require(
-            not stands_for_bytes, f"a stop string must not hold {REPLACEMENT!r}: it stands for bytes that are no text"
+            isinstance(form, StructuredOutputsParams | None),
+            f"structured_outputs is a StructuredOutputsParams, not {form!r}",
         )
-        require(not self.stop or self.detokenize, "stop strings are found in text: leave detokenize at True")
-        ids = isinstance(self.stop_token_ids, list | tuple) and all(
-            isinstance(i, Integral) for i in self.stop_token_ids
-        )
-        require(ids, f"stop_token_ids must be a list of token ids (whole numbers), not {self.stop_token_ids}")
-        require(
-            isinstance(self.structured_outputs, StructuredOutputsParams | None),
-            f"structured_outputs is a StructuredOutputsParams, not {self.structured_outputs!r}",
-        )
-        require(
-            isinstance(self.output_kind, RequestOutputKind),
-            f"output_kind is a RequestOutputKind, not {self.output_kind}",
-        )
-
-    def _validate_rules(self) -> None:
-        """What the request itself allows, forbids or makes likelier."""
-        allowed = self.allowed_token_ids
-        if allowed is not None:
-            ids = isinstance(allowed, list | tuple) and all(map(is_whole, allowed))
-            require(ids, f"allowed_token_ids must be a list of token ids (whole numbers), not {shown(allowed)}")
-            require(bool(allowed), "allowed_token_ids must not be empty, or nothing could be sampled: leave it out")
-        texts = isinstance(self.bad_words, list | tuple) and all(isinstance(word, str) for word in self.bad_words)
-        require(texts, f"bad_words must be a list of texts, not {shown(self.bad_words)}")
-        require(all(word.strip() for word in self.bad_words), "a bad word must not be empty")
+        require(isinstance(kind, RequestOutputKind), f"output_kind is a RequestOutputKind, not {kind}")
         if self.logit_bias is not None:
             self.logit_bias = _bias(self.logit_bias)
+
+    def _validate_together(self) -> None:
+        """Check what the request asks for as a whole."""
+        fits = self.max_tokens is None or self.min_tokens <= self.max_tokens
+        rules = {
+            "prompt_only needs max_tokens=1": not self.prompt_only or self.max_tokens == 1,
+            f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})": fits,
+            "a stop string must not be empty": all(self.stop),
+            f"a stop string must not hold {REPLACEMENT!r}: it stands for bytes that are no text": (
+                not any(REPLACEMENT in s for s in self.stop)
+            ),
+            "stop strings are found in text: leave detokenize at True": not self.stop or self.detokenize,
+            "allowed_token_ids must not be empty, or nothing could be sampled: leave it out": self.allowed_token_ids
+            != [],
+            "a bad word must not be empty": all(word.strip() for word in self.bad_words),
+        }
+        for sentence, holds in rules.items():
+            require(holds, sentence)
 
     @property
     def greedy(self) -> bool:
@@ -218,8 +200,12 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
+def _is_list(value: Any, kind: type) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(v, kind) and not isinstance(v, bool) for v in value)
+
+
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real)
+    return isinstance(value, Real) and value is not True and value is not False
 
 
 def _bias(given: Any) -> dict[int, float]:
@@ -228,7 +214,7 @@ def _bias(given: Any) -> dict[int, float]:
     require(isinstance(given, dict), says)
     for token, value in given.items():
         is_id = is_whole(token) or (isinstance(token, str) and token.isdecimal() and len(token) < 20)
-        require(is_id and _is_number(value) and not isinstance(value, bool) and -100 <= value <= 100, says)
+        require(is_id and _is_number(value) and -100 <= value <= 100, says)
     biases = {int(token): float(value) for token, value in given.items()}
     require(len(biases) == len(given), "logit_bias names a token twice, as 7 and 007 do: give each token one number")
     return biases

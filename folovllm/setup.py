@@ -75,6 +75,7 @@ def plain(setup: EngineSetup) -> EngineSetup:
     That is a class of the model's own, and a proposer of the user's, for which a name stands: it drafts where the scheduler is.
     """
     config, hf_config = setup.config, SimpleNamespace(**setup.hf_config.to_dict())
-    if (speculation := config.speculative_config) is not None and not speculation.methods:
-        config = replace(config, speculative_config=replace(speculation, method="ngram"))
+    speculation = config.extras.get("speculative_config")
+    if speculation is not None and not speculation.methods:
+        config = replace(config, extras={**config.extras, "speculative_config": replace(speculation, method="ngram")})
     return replace(setup, config=config, hf_config=hf_config)

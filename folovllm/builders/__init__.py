@@ -40,7 +40,7 @@ BUILDERS = {
     ),
     "prefill": BuilderPlace(
         "prefill",
-        lambda c: (c.kv_cache, c.attention_backend, c.kv_cache_dtype) == ("paged", "triton", "auto"),
+        lambda c: (c.kv_cache, c.attention_backend) == ("paged", "triton") and "kv_cache_dtype" not in c.extras,
         'is a kernel of the Triton backend and reads no 8 bits: take milestone="m4" or later, attention_backend="triton", '
         'and kv_cache_dtype="auto"',
     ),

@@ -23,7 +23,7 @@ from rich.text import Text
 import folovllm
 from folovllm.cli.flags import engine_flags, pick, with_flags, writable
 from folovllm.cli.terminal import print_next, stderr, stream_answer, tolerate_encodings
-from folovllm.electives import DOWNLOADS, require
+from folovllm.plugins import DOWNLOADS, require
 
 if TYPE_CHECKING:
     from folovllm.llm import LLM
@@ -98,7 +98,7 @@ def use_mine() -> None:
 def build_app() -> typer.Typer:
     """The commands, with a flag for every field of `EngineConfig` and `SamplingParams`."""
     from folovllm.config import EngineConfig
-    from folovllm.extensions import add_commands
+    from folovllm.engine.extension import add_commands
     from folovllm.sampling_params import SamplingParams
 
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -148,7 +148,6 @@ def generate(
 
     A model with a chat template is asked through it; other models, and any with --raw, continue the text.
     """
-    from folovllm.interrupts import Interrupted
     from folovllm.sampling_params import SamplingParams
 
     texts = read_prompts(prompts, file)
@@ -165,10 +164,9 @@ def generate(
             else:
                 has_bar = len(texts) > 1 and given["use_tqdm"] is not False and not show_steps
                 llm.generate(asked, params, has_bar, on_answer=tell)
-    except Interrupted as interrupt:
-        for output in interrupt.outputs[len(texts) - len(untold) :]:  # what waited for a prompt before it
-            tell(output)
-        stderr().print(str(interrupt), style="bold red")
+    except KeyboardInterrupt:
+        answered = len(texts) - len(untold)
+        stderr().print(f"interrupted: {answered} of {len(texts)} prompts are answered", style="bold red")
         raise
 
 

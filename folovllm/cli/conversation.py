@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from folovllm.interrupts import interrupts
-
 if TYPE_CHECKING:
     from folovllm.llm import LLM
     from folovllm.sampling_params import SamplingParams
@@ -88,7 +86,7 @@ class Chat:
         self._num_requests += 1
         request_id = f"chat-{self._num_requests}"
         engine.add_request(request_id, self._llm.render_chat(messages), self._params)
-        with interrupts() as interrupted:
+        with ctrl_c() as interrupted:
             while engine.has_unfinished_requests():
                 outputs = [engine.abort_request(request_id)] if interrupted.is_set() else engine.step()
                 for output in outputs:

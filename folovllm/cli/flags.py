@@ -36,7 +36,8 @@ def pick(given: Given, kind: type) -> Given:
     Raises:
         ValueError: a flag has an empty text.
     """
-    chosen = {f.name: given[f.name] for f in fields(kind) if given.get(f.name) not in (None, [])}
+    names = [field.name for part in parts_of(kind) for field in fields(part)]
+    chosen = {name: given[name] for name in names if given.get(name) not in (None, [])}
     if empty := [name for name, value in chosen.items() if value == ""]:
         raise ValueError(f"--{empty[0].replace('_', '-')} is empty: give it a value, or leave it out")
     return chosen
@@ -54,8 +55,17 @@ def engine_flags(given: Given) -> Given:
     return chosen
 
 
+def parts_of(kind: type) -> list[type]:
+    """The dataclasses whose fields are keywords of `kind`: itself, and of `EngineConfig` the options of the electives, too."""
+    return [kind, *getattr(kind, "options", list)()]
+
+
 def described_fields(kind: type) -> list[tuple[Field[Any], str]]:
     """Each field that can be a flag, with its sentence in the "Attributes" section of the docstring."""
+    return [described for part in parts_of(kind) for described in _described_fields(part)]
+
+
+def _described_fields(kind: type) -> list[tuple[Field[Any], str]]:
     section = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
     entries = re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", section, re.MULTILINE)
     sentences = {name: " ".join(text.split()) for name, text in entries}
@@ -73,7 +83,7 @@ def default_of(field: Field[Any]) -> Any:
 
 
 def _parameters(kind: type) -> list[inspect.Parameter]:
-    hints = typing.get_type_hints(kind)
+    hints = {name: hint for part in parts_of(kind) for name, hint in typing.get_type_hints(part).items()}
     return [
         _parameter(field, field.metadata.get("flag_type", hints[field.name]), text, kind.__name__)
         for field, text in described_fields(kind)

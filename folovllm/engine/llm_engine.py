@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 import weakref
 from collections import deque
@@ -21,16 +20,16 @@ from folovllm.engine.metrics import EngineStats, StepLog, StepStats, engine_stat
 from folovllm.engine.output_processor import RequestState
 from folovllm.engine.scheduler import SchedulerLike
 from folovllm.engine.setup import set_up, use_threads
+from folovllm.engine.snapshot import added, snapshot
 from folovllm.event_stream import Events
-from folovllm.events import ExpertsAsked, Listener, RequestAdded, SequenceState, Snapshot
+from folovllm.events import ExpertsAsked, Listener
 from folovllm.executor.abstract import Executor
 from folovllm.inputs import Prompt, as_requests, is_one_prompt
 from folovllm.models.files import load_tokenizer, whole
 from folovllm.outputs import RequestOutput
-from folovllm.request import Request, Sequence, SequenceStatus
-from folovllm.require import GENERATE, REQUEST, also_takes
+from folovllm.request import Request, Sequence
+from folovllm.require import also_takes
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
-from folovllm.setup import EngineSetup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,7 +65,6 @@ class LLMEngine:
         # Outputs of steps that `update_weights` ran: `step` returns them first.
         self.undelivered: deque[list[RequestOutput]] = deque()
         self.is_sleeping = False  # whether the model's memory was given back for a while: then nothing can be served
-        self._process = os.getpid()
 
     @property
     def scheduler(self) -> SchedulerLike:
@@ -88,7 +86,7 @@ class LLMEngine:
         """Make the engine, by vLLM's name."""
         return make_engine(engine_args)
 
-    @also_takes(GENERATE)
+    @also_takes("generate")
     def generate(
         self,
         prompts: Prompt | SequenceOf[Prompt],
@@ -96,7 +94,6 @@ class LLMEngine:
     ) -> RequestOutput | list[RequestOutput]:
         """Answer one prompt (one output) or a list of them (a list). `LLM.generate` can do more."""
         requests = as_requests(prompts, SamplingParams() if sampling_params is None else sampling_params)
-        self.require_idle()
         ids = [f"generate-{index}" for index in range(len(requests))]
         finished: dict[str, RequestOutput] = {}
         try:
@@ -109,7 +106,7 @@ class LLMEngine:
         outputs = [finished[request_id] for request_id in ids]
         return outputs[0] if is_one_prompt(prompts) else outputs
 
-    @also_takes(REQUEST)
+    @also_takes("request")
     def add_request(
         self,
         request_id: str,
@@ -214,23 +211,9 @@ class LLMEngine:
         self.core.logits_mask.prepare(self._processor.eos_token_ids)
 
     def require_open(self) -> None:
-        """Raise RuntimeError if the engine was closed, or if this process is a fork of the engine's.
-
-        A fork has neither torch's threads nor its GPUs, so the first product there would wait for ever.
-        """
+        """Raise RuntimeError if the engine was closed."""
         if self._is_closed:
             raise RuntimeError("the engine was closed: make a new one")
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                f"the engine belongs to process {self._process}, and this is a fork of it, which has none of its threads: "
-                'start the process with multiprocessing\'s "spawn", and make an engine there'
-            )
-
-    def require_idle(self) -> None:
-        """Raise RuntimeError if the engine was closed, ValueError if it serves requests: their outputs would be lost."""
-        self.require_open()
-        if self.has_unfinished_requests():
-            raise ValueError("the engine has requests of its own: step it until they end, or abort them, first")
 
     def subscribe(self, listener: Listener, experts: bool = False) -> None:
         """Call `listener(events)` after each step with what happened (`folovllm.events`), and now with the present state.
@@ -238,7 +221,7 @@ class LLMEngine:
         With `experts`, what happened includes how often experts were asked (`ExpertsAsked`), where `count_experts` is set.
         """
         state = snapshot(self.setup, self.scheduler.kv, self.core.num_steps, self.core.output.requests.values())
-        experts = experts and self.setup.config.count_experts
+        experts = experts and bool(self.setup.config.extras.get("count_experts"))
         self.events.subscribe(listener, state, experts)
         if experts:
             self.events.emit(ExpertsAsked(self.expert_load()))
@@ -273,7 +256,7 @@ class LLMEngine:
         L lists of E numbers; a token asks k experts of a layer. ValueError where that is not counted.
         """
         self.require_open()
-        if not self.setup.config.count_experts:
+        if not self.setup.config.extras.get("count_experts"):
             raise ValueError("experts are not counted: set count_experts=True")
         return self.executor.expert_load()
 
@@ -313,38 +296,3 @@ def make_engine(config: EngineConfig) -> LLMEngine:
     gc.freeze()  # what exists by now stays: a collection that searched it again would stall a step
     weakref.finalize(engine, gc.unfreeze).atexit = False  # what refers to itself is collected only if thawed
     return engine
-
-
-def snapshot(
-    setup: EngineSetup, kv: KVCacheManager | None, num_steps: int, requests: Iterable[RequestState]
-) -> Snapshot:
-    """The state that later events change. `kv` is None where the cache is no pool of blocks."""
-    return Snapshot(
-        num_blocks=0 if kv is None else kv.num_blocks,
-        block_size=setup.block_size,
-        max_num_seqs=setup.max_num_seqs,
-        max_num_batched_tokens=setup.max_num_batched_tokens,
-        num_steps=num_steps,
-        blocks=() if kv is None else tuple(kv.states()),
-        sequences=tuple(
-            SequenceState(
-                added=added(seq, request.metrics.arrival_time),
-                is_running=seq.status is SequenceStatus.RUNNING,
-                num_tokens=seq.num_tokens,
-                num_computed_tokens=seq.num_computed_tokens,
-                block_table=tuple(seq.block_table),
-                token_ids=seq.token_ids.tolist(),
-            )
-            for request in requests
-            for seq in request.seqs
-            if not seq.status.is_finished
-        ),
-    )
-
-
-def added(seq: Sequence, time: float) -> RequestAdded:
-    """The arrival of a sequence."""
-    asked = seq.request
-    return RequestAdded(
-        seq.seq_id, asked.request_id, seq.index, asked.prompt_token_ids, asked.max_tokens, asked.priority, time
-    )

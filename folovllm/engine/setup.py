@@ -52,7 +52,7 @@ def set_up(config: EngineConfig) -> EngineSetup:
     check_states(config, hf_config)
     ranks, share = config.tensor_parallel_size, hf_config
     if ranks > 1:  # one rank's part
-        share = local_config(hf_config, ranks, config.enable_expert_parallel)
+        share = local_config(hf_config, ranks, bool(config.extras.get("enable_expert_parallel")))
     quantization.check(hf_config, share, config)
     check_gpus(device, config.tensor_parallel_size)
     attention = AttentionConfig(
@@ -64,7 +64,7 @@ def set_up(config: EngineConfig) -> EngineSetup:
         block_size=wanted_block_size,
         max_num_seqs=config.max_num_seqs,
         long_prompts=config.packed_steps,
-        kv_dtype=None if config.kv_cache_dtype == "auto" else FP8,
+        kv_dtype=FP8 if "kv_cache_dtype" in config.extras else None,
     )
     backend, block_size = _choose_attention(config, attention, max_model_len)
     attention = replace(attention, block_size=block_size)
@@ -79,9 +79,9 @@ def set_up(config: EngineConfig) -> EngineSetup:
 
 def require_experts(config: EngineConfig, hf_config: Any) -> None:
     """Raise ValueError if `config` asks for something that only a mixture of experts has, and the model has none."""
-    if config.enable_expert_parallel and not num_experts_of(hf_config):
+    if config.extras.get("enable_expert_parallel") and not num_experts_of(hf_config):
         raise ValueError("enable_expert_parallel shares out experts, and this model has none: leave it out")
-    if config.count_experts and not num_experts_of(hf_config):
+    if config.extras.get("count_experts") and not num_experts_of(hf_config):
         raise ValueError("count_experts counts how often experts are asked, and this model has none: leave it out")
 
 
@@ -89,7 +89,7 @@ def check_states(config: EngineConfig, hf_config: Any) -> None:
     """Raise ValueError if `config` asks for something that a model with layers of linear attention cannot have."""
     if not num_linear_of(hf_config):
         return
-    if config.speculative_config is not None:
+    if "speculative_config" in config.extras:
         raise ValueError(
             "a rejected draft token cannot be taken out of a state again, and this model has layers of linear attention: "
             "leave speculative decoding out"

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from folovllm.electives import named
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.inspector.lines import TokenTexts
 from folovllm.inspector.live import is_beginning
 from folovllm.inspector.recorder import Recorder
+from folovllm.plugins import named
 from folovllm.server import messages as msg
 
 PERIOD = 1 / 15  # seconds between two messages

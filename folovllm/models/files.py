@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from folovllm.config import DEFAULT_MODEL, EngineConfig
-from folovllm.electives import DOWNLOADS, FILE_FORMATS, MODELS, require
 from folovllm.model_config import UnsupportedModel, num_kv_heads_of
 from folovllm.models.quick_start import PlainConfig, QuickTokenizer
+from folovllm.plugins import DOWNLOADS, FILE_FORMATS, MODELS, require
 from folovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 ASSETS = Path(__file__).parent.parent / "assets"
 BY_NAME = ("stories-5m", "stories-moe", "stories-hybrid", *DOWNLOADS)  # the hub has none of them
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+
+TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # transformers' name of its warning
 
 
 class UnreadableFile(ValueError):
@@ -183,7 +185,9 @@ def load_tokenizer(path: Path, config: EngineConfig) -> PreTrainedTokenizerBase:
             return QuickTokenizer(where, read_json(where / "tokenizer_config.json")["eos_token"])
         from transformers import AutoTokenizer  # here, for that takes seconds
 
-        return AutoTokenizer.from_pretrained(where, trust_remote_code=config.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=config.trust_remote_code)
+        tokenizer.deprecation_warnings[TOO_LONG] = True  # as if it had been said: our own sentence says it, once
+        return tokenizer
 
 
 def whole(tokenizer: Any) -> Any:

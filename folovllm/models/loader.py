@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from folovllm.distributed.group import Group
 from folovllm.distributed.sharding import keep_experts_whole, local_config, shard_merged, shard_named
-from folovllm.electives import EXTRA_TENSORS, is_installed, named
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import FLOATS, PLAIN, LinearBase, LinearMethod, Plain
 from folovllm.layers.sharded import sharded
@@ -23,6 +22,7 @@ from folovllm.model_config import head_dim_of
 from folovllm.models.files import read_json, reading
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.registry import PLAIN_LAYERS, build_model, get_model_class
+from folovllm.plugins import EXTRA_TENSORS, is_installed, named
 from folovllm.setup import EngineSetup
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -86,7 +86,7 @@ def load_sharded_model(
 
     `setup` and `layers` are those of the whole model. Random weights are sharded too: they do not depend on the number of ranks.
     """
-    expert_parallel = setup.config.enable_expert_parallel
+    expert_parallel = bool(setup.config.extras.get("enable_expert_parallel"))
     config = local_config(setup.hf_config, group.size, expert_parallel)
     shard = partial(shard_named, head_dim=head_dim_of(setup.hf_config), rank=group.rank, size=group.size)
     shard = partial(shard_merged, hf_config=setup.hf_config, shard=shard)

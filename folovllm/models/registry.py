@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from folovllm.config import EngineConfig
-from folovllm.electives import EXPERTS, MODELS, QUANTIZATION, require
 from folovllm.layers.layer_set import LayerSet, LinearMethodOf
 from folovllm.model_config import UnsupportedModel, hidden_act_of, num_experts_of
+from folovllm.plugins import EXPERTS, MODELS, QUANTIZATION, require
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -71,7 +71,7 @@ def quantization_of(hf_config: PretrainedConfig, config: EngineConfig | None = N
         ValueError: one of them does, and the package is not installed.
     """
     said = getattr(hf_config, "quantization_config", None) is not None
-    if said or (config is not None and (config.quantization is not None or config.quantize_activations)):
+    if said or (config is not None and not {"quantization", "quantize_activations"}.isdisjoint(config.extras)):
         found: Quantization = require(QUANTIZATION, "a quantized model (`quantization_config`)")()
         return found
     return Quantization()

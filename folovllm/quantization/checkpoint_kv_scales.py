@@ -16,7 +16,7 @@ NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:(?:attn\.|[kv]_proj\.)?(
 
 
 def taker_of(name: str) -> Taker | None:
-    """Return the function that gives a scale to its layer, for the loader; None for other tensors (`folovllm.electives`)."""
+    """Return the function that gives a scale to its layer, for the loader; None for other tensors (`folovllm.plugins`)."""
     return take_kv_scale if NAME.fullmatch(name) else None
 
 

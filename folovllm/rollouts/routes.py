@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from folovllm.extensions import EngineRoute
+from folovllm.engine.extension import EngineRoute
 from folovllm.rollouts.sleep import sleep, wake_up
 
 if TYPE_CHECKING:

@@ -50,7 +50,9 @@ def sleep(engine: LLMEngine, level: int = 1) -> None:
         raise ValueError(f"level must be 1 or 2, not {level!r}")
     if engine.is_sleeping:
         raise ValueError("the engine sleeps already: wake it up first")
-    engine.require_idle()
+    engine.require_open()
+    if engine.has_unfinished_requests():
+        raise ValueError("the engine serves requests: let them end, or abort them, before it sleeps")
     engine.step()  # takes in a step whose requests were aborted
     if engine.setup.config.enable_prefix_caching:
         engine.reset_prefix_cache()

@@ -18,11 +18,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import folovllm
-from folovllm.electives import SLEEP_ROUTES, require
 from folovllm.engine.input_processor import encode_within
 from folovllm.inputs import Prompt
 from folovllm.inspector.web import FILES, PAGE
 from folovllm.models.files import generation_defaults, whole
+from folovllm.plugins import SLEEP_ROUTES, require
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.admission import Admission
 from folovllm.server.async_engine import AsyncEngine
@@ -168,7 +168,7 @@ class Api:
     async def metrics(self, request: Request) -> Response:
         engine = self._engine
         await engine.ask_experts()
-        speculates = engine.config.speculative_config is not None
+        speculates = "speculative_config" in engine.config.extras
         page = Metrics(self._names[0], engine.stats, engine.counters, engine.expert_load, speculates)
         return Response(page.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 

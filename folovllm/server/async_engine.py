@@ -241,7 +241,7 @@ class AsyncEngine:
     async def ask_experts(self) -> None:
         """Bring `expert_load` up to date, where experts are counted: the engine reads it between two steps."""
         self._require_loop()
-        if not self.config.count_experts or self.death is not None or self._is_closed:
+        if not self.config.extras.get("count_experts") or self.death is not None or self._is_closed:
             return
         if self._asking is None:
             self._asking = asyncio.get_running_loop().create_future()

@@ -173,7 +173,7 @@ class GraphRunner:
         The cache's scales come first, because keys with an offset need other kernels. Their values here are not used.
         """
         setup = self._setup
-        if setup.config.calculate_kv_scales:
+        if setup.config.extras.get("calculate_kv_scales"):
             self._runner.calculate_kv_scales()
         self._runner.warmup_model()
         self._runner.allocate_kv_cache(-(-min(setup.max_model_len, setup.max_num_batched_tokens) // setup.block_size))

@@ -11,12 +11,12 @@ import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend
 from folovllm.attention.backends.registry import make_backend
-from folovllm.electives import CALIBRATION, require
 from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.attention import attention_layers
 from folovllm.layers.state_layer import StatePool
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import Tensors
+from folovllm.plugins import CALIBRATION, require
 from folovllm.sample.logprobs import SampledLogprobs, by_sequence, score
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler, SamplingBatch
@@ -80,7 +80,7 @@ class ModelRunner:
 
     def fit_kv_cache(self, captured: float = 0.0) -> int:
         """Find out how many blocks fit, and allocate them; returns their number. `captured`: see `num_blocks_that_fit`."""
-        if self._setup.config.calculate_kv_scales:
+        if self._setup.config.extras.get("calculate_kv_scales"):
             self.calculate_kv_scales()
         num_blocks = num_blocks_that_fit(self._setup, self.warmup_model, captured, self.states.num_bytes)
         self.allocate_kv_cache(num_blocks)

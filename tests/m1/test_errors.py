@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Callable
@@ -71,6 +72,20 @@ class TestPrompts:
         with pytest.raises(ValueError, match=says):
             llm.generate(prompt, SHORT, use_tqdm=False)
         assert not llm.engine.has_unfinished_requests()
+
+    def test_a_long_prompt_gets_our_sentence_alone(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps(json.loads((folder / "tokenizer_config.json").read_text()) | {"model_max_length": 4})
+        )
+        transformers_log = logging.getLogger("transformers")
+        transformers_log.addHandler(caplog.handler)
+        try:
+            other = LLM(str(folder), milestone="m1", use_tqdm=False)
+            with other, pytest.raises(ValueError, match="shorten it"):
+                other.generate("x" * 600, SHORT, use_tqdm=False)
+        finally:
+            transformers_log.removeHandler(caplog.handler)
+        assert "longer than" not in caplog.text
 
     def test_one_bad_prompt_leaves_no_trace_of_the_good_ones(self, llm: LLM) -> None:
         steps = llm.engine.stats().steps
@@ -367,10 +382,15 @@ def test_an_end_of_text_outside_the_vocabulary(folder: Path) -> None:
         ({"max_num_seqs": 2.0}, "max_num_seqs must be at least 1"),
         ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold must be at least 0"),
         ({"kv_cache_memory": None}, "kv_cache_memory must be at least 1"),
-        ({"seed": None}, "seed must be a whole number"),
+        ({"seed": None}, "seed must be between 0 and .*whole number"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
-        ({"gpu_memory_utilization": None}, "gpu_memory_utilization must be a number"),
+        ({"gpu_memory_utilization": None}, "gpu_memory_utilization must be above 0 and at most 1"),
         ({"milestone": ["m1"]}, "milestone must be a text"),
+        *(
+            ({name: ""}, f"{name} is an empty text")
+            for name in ("milestone", "tokenizer", "device", "attention_backend")
+        ),
+        *(({name: ""}, f"unknown {name} ''") for name in ("dtype", "kv_cache_dtype", "kv_cache", "scheduling")),
         ({"model": 5}, "model must be a text"),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False, not 'no'"),
     ],

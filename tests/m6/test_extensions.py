@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 import pytest
 
 import folovllm
-from folovllm import LLM, SamplingParams, extensions
+from folovllm import LLM, SamplingParams
+from folovllm.engine import extension as extensions
+from folovllm.engine.extension import Extension
 from folovllm.engine.logits_mask import LogitsMask
 from folovllm.engine.scheduler import Scheduler
-from folovllm.extensions import Extension
 from folovllm.worker.graph_runner import GraphRunner
 from tests.helpers import tiny_checkpoint
 

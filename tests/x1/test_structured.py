@@ -18,8 +18,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from folovllm import extensions
 from folovllm.config import EngineConfig
+from folovllm.engine import extension as extensions
 from folovllm.engine.llm_engine import make_engine
 from folovllm.engine.overlap import OverlappedEngine
 from folovllm.llm import LLM

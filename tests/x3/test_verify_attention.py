@@ -17,8 +17,8 @@ from folovllm.attention.backends.abstract import AttentionConfig
 from folovllm.attention.backends.torch_naive import TorchNaiveBackend
 from folovllm.attention.backends.triton import TritonBackend
 from folovllm.config import EngineConfig
+from folovllm.engine.extension import extension_of
 from folovllm.engine.setup import set_up
-from folovllm.extensions import extension_of
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.decode import DecodeConfig
 from folovllm.kv_format import FP8, UNSCALED, KVScales, decode, encode

@@ -148,7 +148,7 @@ def test_it_does_not_sleep_twice_nor_over_requests() -> None:
         with pytest.raises(ValueError, match="level must be 1 or 2"):
             llm.sleep(3)
         llm.engine.add_request("a", PROMPT, SamplingParams(max_tokens=4))
-        with pytest.raises(ValueError, match="requests of its own"):
+        with pytest.raises(ValueError, match="serves requests"):
             llm.sleep()
         llm.engine.abort_request("a")
         llm.sleep()

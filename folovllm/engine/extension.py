@@ -1,8 +1,4 @@
-"""The electives: what turns each on, and what one may put in the place of the core's parts.
-
-Here the core names an elective by a string; its module is imported when it is asked for. What lower layers ask for is in
-`folovllm.electives`; elsewhere the core names none (`tests/project/test_floors.py`).
-"""
+"""What an elective may put in the place of an engine's parts. Which elective does, `folovllm.plugins` says."""
 
 from __future__ import annotations
 
@@ -11,14 +7,13 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
-from folovllm.electives import is_installed, named, require
+from folovllm.plugins import COMMANDS, EXTENSIONS, LOGITS_MASK, is_installed, named, require
 
 if TYPE_CHECKING:
     import typer
     from transformers import PreTrainedTokenizerBase
 
     from folovllm.attention.backends.abstract import AttentionBackend
-    from folovllm.config import EngineConfig
     from folovllm.engine.logits_mask import LogitsMask
     from folovllm.engine.scheduler import Scheduler
     from folovllm.executor.abstract import Executor
@@ -29,30 +24,6 @@ if TYPE_CHECKING:
 
     MakeScheduler = Callable[..., Scheduler]
     MakeGraphRunner = Callable[..., GraphRunner]
-
-# name: (where its `Extension` is, what turns it on)
-EXTENSIONS: dict[str, tuple[str, Callable[[EngineConfig], bool]]] = {
-    "speculative decoding (X3)": (
-        "folovllm.spec_decode.extension:SpeculativeDecoding",
-        lambda config: config.speculative_config is not None,
-    ),
-    "batch_invariant (X6)": (
-        "folovllm.rollouts.extension:BatchInvariance",
-        lambda config: config.batch_invariant,
-    ),
-}
-LOGITS_MASK = (
-    "folovllm.structured_output.manager:StructuredOutputManager"  # structured output (X1): any request may ask for it
-)
-
-# Modules with commands: each has `add_to(app)`.
-COMMANDS = (
-    "folovllm.server.cli",
-    "folovllm.inspector.cli",
-    "folovllm.quantization.quantizer.cli",
-    "folovllm.rollouts.cli",
-    "folovllm.bench.cli",
-)
 
 
 @dataclass(slots=True, frozen=True)
