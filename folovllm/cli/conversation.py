@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
+from folovllm.engine.ctrl_c import ctrl_c
+
 if TYPE_CHECKING:
     from folovllm.llm import LLM
     from folovllm.sampling_params import SamplingParams
