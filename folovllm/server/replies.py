@@ -213,6 +213,8 @@ class AnswerReader:
     def read(self, answer: OutputDelta, is_whole: bool = False) -> tuple[ChatMessage, str | None]:
         """What a piece of the answer adds, or the whole message; and the finish reason."""
         message, reason = ChatMessage(content=answer.text), answer.finish_reason
+        if self._calls is not None:
+            self._calls.is_whole = is_whole
         if self._thoughts is not None or self._calls is not None:
             thought, content, calls = self._split(answer.text, last=reason is not None)
             message = ChatMessage("", content or msgspec.UNSET, thought or None, calls or None)

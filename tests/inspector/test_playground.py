@@ -22,7 +22,7 @@ from folovllm.inspector.scenes import scenes
 from folovllm.inspector.serve import playground_app, replay_app
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.link import SocketLink
-from folovllm.server.messages import Abort, Pace, encode, frame
+from folovllm.server.messages import Abort, Call, encode, frame
 from tests.helpers import tiny_checkpoint
 from tests.inspector.test_live import replayed
 from tests.x1.scripted import ScriptedEngine, request_of
@@ -291,20 +291,20 @@ class TestPace:
         link = SocketLink(there)
         served = link.watched(engine)  # type: ignore[arg-type]
         served.add_checked(request_of(1, [1], SamplingParams(max_tokens=99)))
-        for command, steps in (
-            (Pace(is_held=True, step=1), 1),
+        for pace, steps in (
+            ((0.0, True, 1), 1),
             (None, 1),
-            (Pace(is_held=True, step=2), 2),
+            ((0.0, True, 2), 2),
             (None, 3),
             (None, 3),
-            (Pace(is_held=True, step=2), 4),
-            (Pace(is_held=False), 5),
-            (Pace(is_held=True), 5),  # what was granted before is forgotten
-            (Pace(), 6),
+            ((0.0, True, 2), 4),
+            ((0.0, False), 5),
+            ((0.0, True), 5),  # what was granted before is forgotten
+            ((), 6),
         ):
-            for each in [] if command is None else [Abort(7), command]:
+            for each in [] if pace is None else [Abort(7), Call("set_pace", [*pace])]:
                 here.sendall(frame(encode(each)))
-            assert link.receive(False) == ([] if command is None else [Abort(7)])
+            assert link.receive(False) == ([] if pace is None else [Abort(7)])
             served.step()
             assert engine.num_steps == steps
         here.close()
