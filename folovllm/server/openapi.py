@@ -12,8 +12,8 @@ from folovllm.server import replies
 from folovllm.server.errors import ErrorBody
 from folovllm.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
-Completion = replies.Answer[replies.CompletionChoice]
-Chat, ChatChunk = replies.Answer[replies.ChatChoice], replies.Answer[replies.ChatDelta]
+Completion = replies.CompletionResponse[replies.CompletionChoice]
+Chat, ChatChunk = replies.CompletionResponse[replies.ChatChoice], replies.CompletionResponse[replies.ChatDelta]
 TYPES = (
     ErrorBody, CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, Completion, Chat, ChatChunk,
     replies.Version, replies.ModelList, replies.ModelCard, replies.Tokens, replies.Detokenized, replies.TokenizerInfo,

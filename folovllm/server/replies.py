@@ -117,7 +117,7 @@ class ChatDelta(msgspec.Struct):
     stop_reason: str | int | None = None
 
 
-class Answer(msgspec.Struct, Generic[C], omit_defaults=True):
+class CompletionResponse(msgspec.Struct, Generic[C], omit_defaults=True):
     """A response, or one chunk of a stream."""
 
     id: str
@@ -299,8 +299,8 @@ class CompletionWriter:
     def _event(self, choices: list[Any], usage: Usage | None) -> bytes:
         return event(msgspec.json.encode(self._answer(self.CHUNK, choices, usage)))
 
-    def _answer(self, kind: str, choices: list[Any], usage: Usage | None) -> Answer[Any]:
-        return Answer(self.id, kind, self._created, self._model, choices, usage)
+    def _answer(self, kind: str, choices: list[Any], usage: Usage | None) -> CompletionResponse[Any]:
+        return CompletionResponse(self.id, kind, self._created, self._model, choices, usage)
 
     def usage(self) -> Usage:
         """Tokens, so far, of the requests that the response is made of."""
@@ -377,7 +377,7 @@ class ChatWriter(CompletionWriter):
         self._readers: defaultdict[int, AnswerReader] = defaultdict(make_reader)
         self._has_frames = make_reader is AnswerReader
 
-    def _answer(self, kind: str, choices: list[Any], usage: Usage | None) -> Answer[Any]:
+    def _answer(self, kind: str, choices: list[Any], usage: Usage | None) -> CompletionResponse[Any]:
         answer = super()._answer(kind, choices, usage)
         if self._shows_prompt:  # then it is a whole response
             answer.prompt_logprobs = shown_prompt(self.requests[0])
