@@ -41,7 +41,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 def json_route(returns: Any, takes: type | None = None, streams: Any = None) -> dict[str, Any]:
     """The options of a FastAPI route that returns JSON of this type, or events with `streams`, for a body of type `takes`."""
-    good = {"description": "The answer.", "content": content_of(returns)}
+    good: dict[str, Any] = {"description": "The answer.", "content": content_of(returns)}
     if streams is not None:
         good = {"description": EVENTS, "content": good["content"] | content_of(streams, "text/event-stream")}
     options: dict[str, Any] = {"responses": {200: good} | ERRORS}
