@@ -13,12 +13,10 @@ from folovllm.inspector.live import Subscribers
 from folovllm.inspector.scenes import Scene
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.errors import Unavailable
-from folovllm.server.messages import Pace
 
 if TYPE_CHECKING:  # the page is there before torch is
     from folovllm.server.async_engine import AsyncEngine
     from folovllm.server.stream import Stream
-    from folovllm.server.transport import Transport
 
 LONGEST = 160  # tokens of a prompt and its answer: few enough to watch
 MOST_PROMPTS, MOST_TOKENS, MOST_DELAY, MOST_STEPS = 64, LONGEST, 2.0, 1000
@@ -126,7 +124,6 @@ class Playground:
         self.has_flags = bool(overrides)
         self.subscribers = Subscribers(self._watch)
         self._engine: AsyncEngine | None = None
-        self._transport: Transport | None = None
         self._streams: list[Stream] = []  # nobody reads them: the page sees the answers in the recording
         self._arriving: asyncio.Task[None] | None = None  # the requests of a scene
         self._turn = asyncio.Lock()
@@ -170,29 +167,27 @@ class Playground:
             self._stop_arrivals()
             settings = changed(self.settings, changes)
             config = EngineConfig(**self._overrides | config_fields(settings, self._overrides.get("model")))
-            transport, engine = await self._started(config)
-            old, self._engine, self._transport, self.settings = self._engine, engine, transport, settings
+            engine = await self._started(config)
+            old, self._engine, self.settings = self._engine, engine, settings
             self._streams = []
             engine.on_seen = self.subscribers.publish
-            transport.send(Pace(self.delay, self.is_held))
+            engine.call("set_pace", self.delay, self.is_held)
             if old is not None:
                 old.on_seen = lambda pieces: None
                 await old.close()
             self.subscribers.begin_anew()
 
-    async def _started(self, config: EngineConfig) -> tuple[Transport, AsyncEngine]:
+    async def _started(self, config: EngineConfig) -> AsyncEngine:
         """An engine that runs. `loading` says what it waits for meanwhile, and is None afterwards, also where there can be none."""
         try:
             self.loading = "PyTorch is imported (1 of 2)"
-            modules = ("folovllm.server.transport", "folovllm.server.async_engine")
-            transports, engines = [await asyncio.to_thread(importlib.import_module, name) for name in modules]
+            engines = await asyncio.to_thread(importlib.import_module, "folovllm.server.async_engine")
             self.loading = "the engine is built (2 of 2)"
-            transport = transports.ProcessTransport() if self.runs_mine else transports.ThreadTransport()
-            engine = engines.AsyncEngine(config, transport=transport)
+            engine: AsyncEngine = engines.AsyncEngine(config, transport="process" if self.runs_mine else "thread")
             await engine.start()
         finally:
             self.loading = None
-        return transport, engine
+        return engine
 
     async def play(self, scene: Scene) -> None:
         """Build the engine of a scene, the last of several, and let its requests come one after the other, as in its recording."""
@@ -248,8 +243,8 @@ class Playground:
             raise ValueError(f"step must be from 0 to {MOST_STEPS}, not {step!r}")
         self.delay = self.delay if delay is None else delay
         self.is_held = self.is_held if paused is None else paused
-        if self._transport is not None:
-            self._transport.send(Pace(self.delay, self.is_held, step))
+        if self._engine is not None and self._engine.is_open:
+            self._engine.call("set_pace", self.delay, self.is_held, step)
 
     async def close(self) -> None:
         """End it."""

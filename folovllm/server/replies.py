@@ -118,7 +118,7 @@ class ChatDelta(msgspec.Struct):
     stop_reason: str | int | None = None
 
 
-class Answer(msgspec.Struct, Generic[C], omit_defaults=True):
+class CompletionResponse(msgspec.Struct, Generic[C], omit_defaults=True):
     """A response, or one chunk of a stream."""
 
     id: str
@@ -214,6 +214,8 @@ class AnswerReader:
     def read(self, answer: OutputDelta, is_whole: bool = False) -> tuple[ChatMessage, str | None]:
         """What a piece of the answer adds, or the whole message; and the finish reason."""
         message, reason = ChatMessage(content=answer.text), answer.finish_reason
+        if self._calls is not None:
+            self._calls.is_whole = is_whole
         if self._thoughts is not None or self._calls is not None:
             thought, content, calls = self._split(answer.text, last=reason is not None)
             message = ChatMessage("", content or msgspec.UNSET, thought or None, calls or None)
@@ -298,8 +300,8 @@ class CompletionWriter:
     def _event(self, choices: list[Any], usage: Usage | None) -> bytes:
         return event(msgspec.json.encode(self._answer(self.CHUNK, choices, usage)))
 
-    def _answer(self, kind: str, choices: list[Any], usage: Usage | None) -> Answer[Any]:
-        return Answer(self.id, kind, self._created, self._model, choices, usage)
+    def _answer(self, kind: str, choices: list[Any], usage: Usage | None) -> CompletionResponse[Any]:
+        return CompletionResponse(self.id, kind, self._created, self._model, choices, usage)
 
     def usage(self) -> Usage:
         """Tokens, so far, of the requests that the response is made of."""
@@ -376,7 +378,7 @@ class ChatWriter(CompletionWriter):
         self._readers: defaultdict[int, AnswerReader] = defaultdict(make_reader)
         self._has_frames = make_reader is AnswerReader
 
-    def _answer(self, kind: str, choices: list[Any], usage: Usage | None) -> Answer[Any]:
+    def _answer(self, kind: str, choices: list[Any], usage: Usage | None) -> CompletionResponse[Any]:
         answer = super()._answer(kind, choices, usage)
         if self._shows_prompt:  # then it is a whole response
             answer.prompt_logprobs = shown_prompt(self.requests[0])

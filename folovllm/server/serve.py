@@ -15,6 +15,7 @@ from folovllm.config import EngineConfig
 from folovllm.server.app import build_app
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
+from folovllm.server.errors import EngineDead
 from folovllm.server.http_protocol import BoundedProtocol
 from folovllm.server.listener import Server, ending_signals, listen
 from folovllm.structured_outputs import GrammarLimits
@@ -40,6 +41,8 @@ def run_server(config: ServerConfig, engine_config: EngineConfig) -> int:
     try:
         with listener, asyncio.Runner(loop_factory=uvicorn.Config("", loop="auto").get_loop_factory()) as runner:
             return runner.run(serve(config, engine_config, listener))
+    except EngineDead as error:  # while it was built
+        raise ValueError(f"the engine cannot be built: {error}") from error
     finally:
         for sign, handler in handlers.items():  # uvloop would leave its own
             signal.signal(sign, handler)

@@ -190,7 +190,7 @@ def test_an_engine_that_ends_says_how(transport: str) -> None:
             assert not any(line.startswith('["Done"') for line in looker.rest()), "it had no time to"
             return
         place.inner.scheduler.schedule = lambda: 1 // 0
-        ask(server, [1], status=503)
+        ask(server, [1], status=500)
         assert parse("".join(f"{line}\n" for line in looker.rest()), "x").how == (
             "ZeroDivisionError: integer division or modulo by zero"
         )

@@ -20,6 +20,9 @@ from folovllm.inspector.playground import CONTROLS, Playground
 from folovllm.inspector.replay import Recording, parse
 from folovllm.inspector.scenes import scenes
 from folovllm.inspector.serve import playground_app, replay_app
+from folovllm.sampling_params import SamplingParams
+from folovllm.server.link import SocketLink
+from folovllm.server.messages import Abort, Call, encode, frame
 from tests.helpers import tiny_checkpoint
 from tests.inspector.test_live import replayed
 
@@ -245,12 +248,6 @@ assert "torch" not in sys.modules
 
 
 class TestPace:
-    @pytest.mark.parametrize(
-        "wrong", [{"delay": -1}, {"delay": 60}, {"delay": float("nan")}, {"step": -1}, {"step": 10_000}]
-    )
-    def test_what_cannot_be(self, wrong: dict[str, Any]) -> None:
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            Playground(MODEL).change_pace(**wrong)
 
 
 @pytest.fixture

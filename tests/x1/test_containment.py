@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -22,79 +20,12 @@ from folovllm.structured_output.manager import StructuredOutputManager
 from tests.helpers import VOCAB_SIZE, tiny_checkpoint, tiny_tokenizer
 from tests.sequences import make_seq
 from tests.workloads import assert_nothing_left
-from tests.x1 import faulty
-from tests.x1.background import Background, events_in, served
 
 GUESSING: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
-STORY = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 16, "ignore_eos": True}
-VICTIM = {
-    "prompt": "Once upon a time", "temperature": 0, "max_tokens": 20, "n": 2, "stop": ["@@"], "logprobs": 1,
-    "structured_outputs": {"regex": "[a-z]{3,9}( the cat sat on the mat){2}"},
-}  # fmt: skip
-# Where the answer ends with finish_reason "abort", or is whole because a server does not use what failed; the log has the fault.
-ABORTED = {
-    "GrammarMatcher.finish", "GrammarMatcher.accept_token", "GrammarMatcher.forced", "fill_bitmasks", "flush",
-}  # fmt: skip
-SIDES = {
-    "engine": [
-        "InputProcessor.sequences", "StructuredOutputManager.add", "GrammarMatcher.copy", "GrammarMatcher.finish", "GrammarMatcher.accept_token", "GrammarMatcher.forced",
-        "fill_bitmasks", "RequestState", "added", "Scheduler.add", "flush", "decode",
-    ],
-    "server": [
-        "InputProcessor.process", "RequestState", "deltas", "append", "advance", "find_stop", "flush", "add_message",
-        "Stream.feed", "Stream.check", "Counters.record_start", "with_text",
-    ],
-}  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Background]:
-    """Its engine is in a thread, at the other end of a socket as one in a process is."""
-    with pytest.MonkeyPatch.context() as patch:
-        faulty.install(patch.setattr)
-        yield from served(model=str(tiny_checkpoint()), max_model_len=256, max_num_seqs=8, **GUESSING)
-
-
-def ask(server: Background, fields: dict[str, Any]) -> tuple[int, str]:
-    """The status of an answer, and the text or the error's message. A stream's error is its status, too."""
-    status, said = server.ask("/v1/completions", fields)
-    events = events_in(said) if isinstance(said, str) else [said]
-    for event in events:
-        if "error" in event:
-            return (500 if event["error"]["type"] == "server_error" else 400), event["error"]["message"]
-    assert isinstance(said, dict) or said.endswith("data: [DONE]\n\n"), "a stream ends with its last event"
-    return status, "".join(choice["text"] for event in events for choice in event["choices"] if not choice["index"])
-
-
-@pytest.mark.parametrize("side", SIDES)
-def test_a_fault_at_one_request(server: Background, side: str) -> None:
-    """Whole answers and streams that fail at all these calls, and between them others, which get their own texts."""
-    right = ask(server, STORY)
-    errors = itertools.cycle(faulty.ERRORS)
-    victims = [
-        VICTIM | {"stream": stream, "cache_salt": f"fault|{side}|{name}|{error}"}
-        for (name, stream), error in zip(itertools.product(SIDES[side], [False, True]), errors, strict=False)
-    ]
-    mixed = [
-        fields for whole, stream in zip(victims[::2], victims[1::2], strict=True) for fields in (whole, STORY, stream)
-    ]
-    with ThreadPoolExecutor(6) as clients:
-        answers = list(clients.map(lambda fields: ask(server, fields), mixed))
-    assert set(answers[1::3]) == {right}, "who did nothing wrong is answered as ever"
-    del answers[1::3]
-    for victim, (status, said) in zip(victims, answers, strict=True):
-        is_aborted = side == "engine" and victim["cache_salt"].split("|")[2] in ABORTED
-        assert status == (200 if is_aborted else 500), (
-            f"{victim['cache_salt']} is the server's own fault: {status} {said}"
-        )
-    server.wait_until_idle()
-
-
-def test_nothing_is_left(server: Background) -> None:
-    """A healthy request is answered after all of these, and the server says that it is well."""
-    assert ask(server, VICTIM)[0] == 200, "the victim itself is a good request"
-    assert server.ask("/health")[0] == 200
-    server.wait_until_idle()
+class PanicException(BaseException):
+    """As a library in Rust raises it."""
 
 
 MODES = {
@@ -122,7 +53,7 @@ class TestEngine:
 
         def fails(seq: Sequence) -> int:
             if seq.request_id == "1" and not isinstance(seq.detokenizer, NoText):
-                raise faulty.PanicException("injected")
+                raise PanicException("injected")
             return read(seq)
 
         monkeypatch.setattr(output_processor, "num_visible_chars", fails)
