@@ -11,7 +11,7 @@ from folovllm.engine.output_processor import RequestState, with_text
 from folovllm.engine.stop import check_stop_conditions
 from folovllm.outputs import RequestOutput, TokenLogprob
 from folovllm.request import CachedPrefix, Request, Sequence, SequenceStatus
-from folovllm.server.deltas import OutputDelta, new_deltas
+from folovllm.server.deltas import OutputDelta, catch_up, new_deltas
 from folovllm.server.messages import Add, Delta, Row, Step
 from folovllm.server.metrics import Counters
 

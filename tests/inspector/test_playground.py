@@ -20,9 +20,6 @@ from folovllm.inspector.playground import CONTROLS, Playground
 from folovllm.inspector.replay import Recording, parse
 from folovllm.inspector.scenes import scenes
 from folovllm.inspector.serve import playground_app, replay_app
-from folovllm.sampling_params import SamplingParams
-from folovllm.server.link import SocketLink
-from folovllm.server.messages import Abort, Call, encode, frame
 from tests.helpers import tiny_checkpoint
 from tests.inspector.test_live import replayed
 
@@ -245,9 +242,6 @@ assert "torch" not in sys.modules
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-class TestPace:
 
 
 @pytest.fixture
