@@ -77,11 +77,6 @@ def test_static_batching_keeps_c_outside(tools: dict[str, ModuleType]) -> None:
     assert static.answers == tools["pictures"].run("m2").answers
 
 
-def test_an_engine_may_be_changed() -> None:
-    run = play("m3", num_kv_blocks=15)
-    assert not any(turn.preempted for turn in run.turns), "with half as much memory again C stays"
-
-
 def test_wrong_code_can_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A learner sees what the mistake does: here slots are counted from the share's own start."""
     wrong = lambda table, size, start, end: np.arange(table[0] * size, table[0] * size + end - start)  # noqa: E731
@@ -113,20 +108,6 @@ class TestWhatChapters1To3Say:
         assert {name: len(run.turns) for name, run in runs.items()} == {"M1": 23, "static": 17, "M2": 14, "M3": 12}
         first = {name: next(turn.number for turn in run.turns if "C" in turn.drawn) for name, run in runs.items()}
         assert first == {"M1": 16, "static": 10, "M2": 7, "M3": 2}
-
-    def test_which_budget_refused_whom(self, tools: dict[str, ModuleType]) -> None:
-        """Chapter 2 has an example of each of the three."""
-        run = tools["pictures"].run
-        assert run("m1").turns[0].refused == {"B": "sequences"}
-        assert run("m2").turns[0].refused == {"B": "tokens"} and run("m2").turns[2].refused == {"C": "blocks"}
-
-    def test_step_7_of_m2(self, tools: dict[str, ModuleType]) -> None:
-        run = tools["pictures"].run("m2")
-        assert run.turns[6].finished == ("B",)
-        assert [(scheduled.name, scheduled.slots) for scheduled in run.turns[7].scheduled_seqs] == [
-            ("A", (15,)),
-            ("C", tuple(range(20, 29))),
-        ]
 
     def test_the_blocks_of_m3(self, tools: dict[str, ModuleType]) -> None:
         turns = tools["pictures"].run("m3").turns
