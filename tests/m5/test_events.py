@@ -305,13 +305,3 @@ def test_the_log_of_steps_knows_whose_a_share_is_and_forgets_who_has_gone(milest
     world.engine.step()
     world.engine.step()
     assert len(log._added) <= 2, "prompts of requests that ended long ago are kept"
-
-
-def test_a_step_that_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told how far it came. (What wrong code of exercises does to the cache: `tests/course/test_watcher.py`.)"""
-    world = World(engine("m3"), 5)
-    world.engine.add_request("a", [1] * 9, GREEDY)
-    monkeypatch.setattr(world.engine.scheduler, "postprocess", lambda drawn: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        world.engine.step()
-    assert of(world.seen, ev.StepBegan) and world.watcher.sequences

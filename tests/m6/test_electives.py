@@ -74,34 +74,29 @@ class TestQuantization:
         with llm() as engine:
             assert len(engine.generate("Once", GREEDY)[0].outputs[0].token_ids) == 6
 
-
-GONE = "folovllm.gone:Quantization"
-
-
-def twin() -> Any:
-    return registry.get_model_class(SimpleNamespace(architectures=["Twin"]))  # type: ignore[arg-type]
-
-
-MISSING: list[tuple[Any, str, Any, Any]] = [  # a table, what it holds, a call that needs it
-    (registry, "QUANTIZATION", GONE, lambda: llm(quantization="int4", random_weights=True)),
-    (registry, "QUANTIZATION", GONE, lambda: llm(quantize_activations=True)),
-    (registry, "MODELS", {"Twin": "folovllm.gone.twin"}, twin),
-    (files, "DOWNLOADS", {"lost": "folovllm.gone:find"}, lambda: files.resolve_model("lost")),
-]
+    @pytest.mark.parametrize(
+        "fields", [{"quantization": "int4", "random_weights": True}, {"quantize_activations": True}]
+    )
+    def test_the_package_that_is_missing_is_named(
+        self, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+    ) -> None:
+        monkeypatch.setattr(registry, "QUANTIZATION", "folovllm.gone:Quantization")
+        with pytest.raises(ValueError, match=r"a quantized model .* needs the package folovllm\.gone"):
+            llm(**fields)
+        config = SimpleNamespace(quantization_config={"quant_method": "fp8"})
+        with pytest.raises(ValueError, match=r"needs the package folovllm\.gone"):
+            registry.quantization_of(config)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("module", "table", "entry", "call"), MISSING)
-def test_the_package_that_is_missing_is_named(
-    module: Any, table: str, entry: Any, call: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, table, entry)
-    with pytest.raises(ValueError, match=r"(a quantized|of architecture Twin|lost) .*needs the package folovllm\.gone"):
-        call()
+class TestModels:
+    def test_a_model_of_another_package(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(registry, "MODELS", {"Twin": __name__})
+        assert registry.get_model_class(SimpleNamespace(architectures=["Twin"])) is Twin  # type: ignore[arg-type]
 
-
-def test_a_model_of_another_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "MODELS", {"Twin": __name__})
-    assert twin() is Twin
+    def test_the_package_that_is_missing_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(registry, "MODELS", {"Twin": "folovllm.gone.twin"})
+        with pytest.raises(ValueError, match=r"a model of architecture Twin needs the package folovllm\.gone"):
+            registry.get_model_class(SimpleNamespace(architectures=["Twin"]))  # type: ignore[arg-type]
 
 
 class Twin(LlamaForCausalLM):
@@ -170,11 +165,13 @@ def find(name: str | Path, download: bool = False) -> Path:
 
 
 def test_weight_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(files, "DOWNLOADS", {"by-name": f"{__name__}:find"})
+    monkeypatch.setattr(files, "DOWNLOADS", {"by-name": f"{__name__}:find", "lost": "folovllm.gone:find"})
     monkeypatch.setattr(files, "FILE_FORMATS", {".own": f"{__name__}:find"})
     (tmp_path / "model.own").touch()
     assert files.resolve_model("by-name") == cache_dir() / "by-name"
     assert files.resolve_model(str(tmp_path / "model.own")) == cache_dir() / "model"
+    with pytest.raises(ValueError, match=r"the model lost needs the package folovllm\.gone"):
+        files.resolve_model("lost")
 
 
 VARIANT = KernelVariant(serves=lambda n: n > 1, launch=lambda n: torch.ones(n))
