@@ -10,13 +10,11 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from folovllm.cache.slot_manager import SlotManager
-from folovllm.layers.embed_head import ParallelLMHead
 from milestones.pictures import step
-from milestones.running_example import Run, ScheduledSequence, engine_for, example, play
+from milestones.running_example import Run, ScheduledSequence, example, play
 from tests.docs.blocks import ROOT
 
 MILESTONES = ("m1", "m2", "m3", "m4", "m5", "m6")
@@ -144,20 +142,3 @@ class TestWhatChapters4To6Say:
         assert (five.turns[2].hits, five.turns[7].hits) == ({"C": 8}, {"C": 12})
         chunk = five.turns[1].scheduled_seqs[1]
         assert (chunk.name, chunk.start, chunk.end) == ("B", 3, 12), "chapter 4 asks for its cu_seqlens"
-
-    def test_what_each_of_four_ranks_would_find_best(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The first token of B's answer, in quarters of the vocabulary."""
-        seen: list[torch.Tensor] = []
-        head = ParallelLMHead.forward
-
-        def noted(self: ParallelLMHead, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-            seen.append(head(self, hidden, out).clone())
-            return seen[-1]
-
-        monkeypatch.setattr(ParallelLMHead, "forward", noted)
-        engine, request = engine_for("m2"), example().request("B")
-        engine.generate([list(request.prompt_token_ids)])
-        engine.close()
-        best, row = seen[0][0].view(4, 1024).max(-1)
-        assert row.tolist() == [373, 654, 277, 77] and int(seen[0][0].argmax()) == request.answer_token_ids[0] == 1678
-        assert all(f"{logit:.2f}" in chapter("6_speed_and_scale") for logit in best.tolist())
