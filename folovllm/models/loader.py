@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,12 +20,13 @@ from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import FLOATS, PLAIN, LinearBase, LinearMethod, Plain
 from folovllm.layers.sharded import sharded
 from folovllm.model_config import head_dim_of
-from folovllm.models.files import read_json, reading
+from folovllm.models.files import SIZES, printable, read_json, reading
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.registry import PLAIN_LAYERS, build_model, get_model_class
 from folovllm.plugins import EXTRA_TENSORS, is_installed, named
 from folovllm.setup import EngineSetup
 
+NO_ROOM = "allocate memory|Storage size calculation overflowed"  # of torch's messages on a CPU
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 IN_FLOATS = (".weight", "proj.bias", "weight_scale", "weight_scale_inv")  # unless the linear method says otherwise
 STORED = {  # torch's names of dtypes: safetensors'
@@ -66,13 +68,27 @@ def load_native_model(
 
     A model that exists (`into`) gets the `weights` of another checkpoint.
     """
-    with reading(f"the model in {setup.path}"):
-        model = into or build_model(setup.hf_config, setup.dtype, setup.device, setup.max_model_len, layers)
+    model = into or built(setup, setup.hf_config, layers)
     if setup.config.random_weights and weights is None:
         init_random_weights(model, setup.config.seed)
     else:
         load_model(model, setup.path if weights is None else weights, use_tqdm=setup.config.use_tqdm and into is None)
     return model
+
+
+def built(setup: EngineSetup, hf_config: Any, layers: LayerSet) -> LlamaForCausalLM:
+    """Return the empty model, or a rank's part of it. Raises ValueError, which names the folder, for one that cannot be or has no room."""
+    with reading(f"the model in {setup.path}"):
+        try:
+            return build_model(hf_config, setup.dtype, setup.device, setup.max_model_len, layers)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError | NotImplementedError) or not re.search(NO_ROOM, str(error)):
+                raise
+            sizes = {k: v for k, v in vars(hf_config).items() if k.endswith(SIZES) and type(v) is int}
+            name = max(sizes, key=sizes.__getitem__)
+            raise ValueError(
+                f"its weights do not fit into memory; its largest size is {name}, {sizes[name]:,}"
+            ) from error
 
 
 def load_sharded_model(
@@ -96,7 +112,7 @@ def load_sharded_model(
     if expert_parallel:
         shard = partial(keep_experts_whole, shard=shard)
     part = sharded(layers, group, setup.vocab_size)
-    model = into or build_model(config, setup.dtype, setup.device, setup.max_model_len, part)
+    model = into or built(setup, config, part)
     if setup.config.random_weights and weights is None:
         whole = build_model(setup.hf_config, setup.dtype, "meta", setup.max_model_len, replace(layers, counters=None))
         init_random_weights(model, setup.config.seed, whole, shard)
@@ -279,6 +295,8 @@ def require_usable(name: str, tensor: Any, linear_method: LinearMethod) -> None:
     """Raise ValueError if a given weight is no tensor, holds no numbers, or other ones than its linear method takes."""
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{name!r} is a {type(tensor).__name__}, and must be a tensor")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name!r} is sparse, and must be a tensor of all its numbers")
     if tensor.is_meta:
         raise ValueError(f"{name!r} is on the device meta, where a tensor holds no numbers")
     wanted, dtype = linear_method.stored(name.rpartition(".")[2]), str(tensor.dtype).removeprefix("torch.")
@@ -359,11 +377,20 @@ def given_tensors(
     tensors: Tensors, linear_methods: LinearMethods, shard: Shard | None, own_name: Callable[[str], str | None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """As `read_tensors`, of tensors in memory."""
-    for given_name, tensor in tensors:
+    for given_name, tensor in map(as_named, tensors):
         if (name := own_name(given_name)) is not None:
             if not is_ignored(name, linear_methods):
                 require_usable(given_name, tensor, linear_methods.get(name.rpartition(".")[0], PLAIN))
             yield name, tensor if shard is None else shard(name, tensor)
+
+
+def as_named(given: Any) -> tuple[str, Any]:
+    """Return a name and what should be its tensor. Raises ValueError if this is no such pair."""
+    if not isinstance(given, tuple | list) or len(given) != 2 or not isinstance(given[0], str):
+        raise ValueError(
+            f"the given set of weights must hold pairs of a name and a tensor, not {printable(repr(given), 100)}"
+        )
+    return given[0], given[1]
 
 
 def init_random_weights(
