@@ -33,7 +33,7 @@ def with_an_end(schema: Schema) -> Schema:
     if not is_finite(schema):
         raise ValueError("its references lead back to themselves, so no document under it is finite")
     has_integers = "integer" in _all_types(schema)
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    shared: Schema = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
     def change(inner: Schema) -> Schema:
         _require_numbers(inner, has_integers)
