@@ -32,22 +32,21 @@ def with_an_end(schema: Schema) -> Schema:
     """
     if not is_finite(schema):
         raise ValueError("its references lead back to themselves, so no document under it is finite")
-    has_integers = "integer" in _all_types(schema)
     shared: Schema = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
     def change(inner: Schema) -> Schema:
-        _require_numbers(inner, has_integers)
+        _require_numbers(inner)
         return _with_bounds(_without_empty_patterns(_without_forbidden_names(inner, shared)))
 
     rewritten: Schema = _map(schema, change)
     return rewritten
 
 
-def _require_numbers(schema: Schema, has_integers: bool) -> None:
+def _require_numbers(schema: Schema) -> None:
     """Raise ValueError for a number that an answer must hold, and that the library writes as another one."""
     for number in _numbers_in([schema.get("const"), schema.get("enum")]):
         whole = int(number) if isinstance(number, int) or number.is_integer() else 0
-        if abs(whole) > 2**1023 or int(float(whole)) != whole or (has_integers and abs(whole) > LARGEST):
+        if abs(whole) > LARGEST or int(float(whole)) != whole:
             raise ValueError(f"the number {number!r:.40} is beyond those that are kept exactly: write it as a text")
 
 
@@ -61,19 +60,6 @@ def _numbers_in(value: Any) -> Iterator[int | float]:
 
 def _is_number(value: Any) -> bool:
     return type(value) is int or (type(value) is float and math.isfinite(value))
-
-
-def _all_types(schema: Schema) -> set[str]:
-    """Return all that the schema and those in it have for `type`."""
-    found: set[str] = set()
-
-    def note(inner: Schema) -> Schema:
-        types = inner.get("type")
-        found.update(each for each in (types if isinstance(types, list) else [types]) if isinstance(each, str))
-        return inner
-
-    _map(schema, note)
-    return found
 
 
 def _without_forbidden_names(schema: Schema, shared: Schema) -> Schema:

@@ -549,6 +549,7 @@ class TestFormsThatEnd:
         ("schema", "says"),
         [
             ({"const": 2**53 + 1}, "beyond those that are kept exactly"),
+            ({"items": {"enum": [0.1, -(2**63)]}}, "beyond those that are kept exactly"),
             ({"type": ["integer", "string"], "enum": [-1e20]}, "beyond those that are kept exactly"),
             ({"anyOf": [{"type": "integer"}, {"enum": [{"a": [10**400]}]}]}, "beyond those that are kept exactly"),
             (
