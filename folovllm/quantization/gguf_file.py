@@ -237,7 +237,7 @@ def _config(meta: dict[str, Any]) -> dict[str, Any]:
     defaults = {"num_key_value_heads": named["num_attention_heads"], "rope_theta": _THETA}
     said = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", "head_dim": head_dim_of(meta),
-        "vocab_size": len(meta[f"{_TOKENS}tokens"]), "rms_norm_eps": round(named["rms_norm_eps"], 9),  # was rounded to float32
+        "vocab_size": len(meta[f"{_TOKENS}tokens"]), "rms_norm_eps": round(given["rms_norm_eps"], 9),  # was rounded to float32
     }  # fmt: skip
     return defaults | given | said | _special_ids(meta)
 

@@ -84,21 +84,6 @@ def test_scales_of_a_cache_come_along(tmp_path: Path) -> None:
     assert {(a.scales.key, a.scales.value) for a in (layer.self_attn.attn for layer in layers)} == {(0.25, 0.25)}
 
 
-def test_a_damaged_layer_can_be_made_again(tmp_path: Path) -> None:
-    """A copy that was cut off, say: the sentence tells what to do, and that works, in a finished folder too."""
-    out = to_int8(tiny_checkpoint(), tmp_path)
-    whole = {file.name: file.read_bytes() for file in out.iterdir()}
-    layer = out / "model-00002-of-00004.safetensors"
-    (out / "config.json").unlink()
-    layer.write_bytes(whole[layer.name][:-100])
-    with pytest.raises(ValueError, match=f"{layer.name} is damaged .*remove it, and the same command makes it again"):
-        to_int8(tiny_checkpoint(), tmp_path)
-    for _ in ("begun", "finished"):
-        layer.unlink()
-        to_int8(tiny_checkpoint(), tmp_path)
-        assert {file.name: file.read_bytes() for file in out.iterdir()} == whole
-
-
 def test_an_embedded_model_takes_its_tokenizer_along(tmp_path: Path) -> None:
     """All of them share one, which lies in the folder of another."""
     to_int8("stories-draft", tmp_path)
