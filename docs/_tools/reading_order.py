@@ -248,7 +248,7 @@ moves its files now and then: search for the class when one is gone. A dash mean
 What is not listed is not needed to follow the chapters: the command line (`cli.py`, `cli/terminal.py`, `cli/conversation.py`, `cli/flags.py`), names and arguments of vLLM's (`compat.py`,
 `chat_template.py`, `beam_search.py`), the flags of the server (`server/config.py`, `server/cli.py`), the checks of a user's values
 (`require.py`), the benchmarks (`bench/`), what fetches and converts a model (`models/files.py`,
-`models/json_files.py`, `quantization/smollm2.py`, `quantization/gguf_file.py`, `quantization/gguf_reader.py`), the helpers `files.py` and `children.py`, and the import finder of `mine/` (`_overlay.py`).
+`quantization/smollm2.py`, `quantization/gguf_file.py`, `quantization/gguf_reader.py`), the helpers `files.py` and `children.py`, and the import finder of `mine/` (`_overlay.py`).
 """
 
 
