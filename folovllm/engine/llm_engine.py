@@ -15,11 +15,11 @@ import torch
 from folovllm import build
 from folovllm.cache.manager import KVCacheManager, PrefixCacheStats
 from folovllm.config import EngineConfig, ModelConfig
+from folovllm.engine.cpu_threads import use_threads
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.metrics import EngineStats, StepLog, StepStats, engine_stats
 from folovllm.engine.output_processor import RequestState
 from folovllm.engine.scheduler import SchedulerLike
-from folovllm.engine.setup import set_up, use_threads
 from folovllm.engine.snapshot import added, snapshot
 from folovllm.event_stream import Events
 from folovllm.events import ExpertsAsked, Listener
@@ -30,6 +30,7 @@ from folovllm.outputs import RequestOutput
 from folovllm.request import Request, Sequence
 from folovllm.require import also_takes
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
+from folovllm.setup import set_up
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -283,7 +284,8 @@ class LLMEngine:
         self._is_closed = True
         self.abort_request(list(self.core.output.requests))
         self.executor.shutdown()
-        self._extension.close()
+        if self._extension is not None:
+            self._extension.close()
         gc.unfreeze()  # `make_engine` froze what refers to itself; only thawed can it be collected
         gc.collect()
         torch.cuda.empty_cache()  # to the card, for other programs
