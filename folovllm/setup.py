@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +10,14 @@ from typing import Any
 
 import torch
 
+from folovllm import builders, plugins
 from folovllm.attention.backends.abstract import AttentionConfig
 from folovllm.attention.backends.registry import choose_backend, get_backend
 from folovllm.config import EngineConfig
+from folovllm.distributed.gpus import check_gpus
 from folovllm.distributed.sharding import local_config
 from folovllm.kv_format import FP8
-from folovllm.model_config import head_dim_of, num_experts_of, num_kv_heads_of, num_linear_of, num_positions
+from folovllm.model_config import head_dim_of, num_kv_heads_of, num_linear_of, num_positions
 from folovllm.models.registry import quantization_of
 
 NAIVE = ("torch_naive", "native")  # the backend's name for what a growing cache does with our layers
@@ -102,13 +103,15 @@ def set_up(config: EngineConfig) -> EngineSetup:
     dtype = choose_dtype(config.dtype, device, hf_config)
     assert config.max_num_seqs is not None
     wanted_block_size = max_model_len if config.kv_cache == "slots" else config.block_size
-    require_experts(config, hf_config)
-    check_states(config, hf_config)
+    if config.extras:
+        plugins.check_model(config, hf_config)
+    if config.builder_names:
+        builders.require_no_states(config.builder_names, num_linear_of(hf_config))
     ranks, share = config.tensor_parallel_size, hf_config
     if ranks > 1:  # one rank's part
+        check_gpus(device, ranks)
         share = local_config(hf_config, ranks, bool(config.extras.get("enable_expert_parallel")))
     quantization.check(hf_config, share, config)
-    check_gpus(device, config.tensor_parallel_size)
     attention = AttentionConfig(
         num_heads=share.num_attention_heads,
         num_kv_heads=num_kv_heads_of(share),
@@ -129,30 +132,6 @@ def set_up(config: EngineConfig) -> EngineSetup:
         max_num_seqs=config.max_num_seqs, max_num_batched_tokens=budget, attention=attention, backend=backend,
         block_size=block_size,
     )  # fmt: skip
-
-
-def require_experts(config: EngineConfig, hf_config: Any) -> None:
-    """Raise ValueError if `config` asks for something that only a mixture of experts has, and the model has none."""
-    if config.extras.get("enable_expert_parallel") and not num_experts_of(hf_config):
-        raise ValueError("enable_expert_parallel shares out experts, and this model has none: leave it out")
-    if config.extras.get("count_experts") and not num_experts_of(hf_config):
-        raise ValueError("count_experts counts how often experts are asked, and this model has none: leave it out")
-
-
-def check_states(config: EngineConfig, hf_config: Any) -> None:
-    """Raise ValueError if `config` asks for something that a model with layers of linear attention cannot have."""
-    if not num_linear_of(hf_config):
-        return
-    if "speculative_config" in config.extras:
-        raise ValueError(
-            "a rejected draft token cannot be taken out of a state again, and this model has layers of linear attention: "
-            "leave speculative decoding out"
-        )
-    if own := {"decode_loop", "prefix_cache"} & {*config.builder_names}:
-        raise ValueError(
-            f"this model has layers of linear attention, whose states {' and '.join(sorted(own))} of your own does not keep: "
-            "leave it out of builders, or take another model"
-        )
 
 
 def _choose_attention(config: EngineConfig, attention: AttentionConfig, max_model_len: int) -> tuple[str, int]:
@@ -181,22 +160,6 @@ def choose_device(name: str | None) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError("device='cuda' was asked for, but PyTorch sees no CUDA GPU here: use device='cpu'")
     return torch.device("cuda", 0) if device == torch.device("cuda") else device
-
-
-def check_gpus(device: torch.device, tensor_parallel_size: int) -> None:
-    """Raise ValueError unless each rank of this machine can have a GPU of its own, the ranks' numbers counting from 0."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", tensor_parallel_size))  # under torchrun some are elsewhere
-    if device.type != "cuda" or tensor_parallel_size == 1:
-        return
-    if device.index:
-        raise ValueError(
-            f"tensor_parallel_size {tensor_parallel_size} takes the first GPUs: device {device} cannot be kept"
-        )
-    if torch.cuda.device_count() < ranks:
-        raise ValueError(
-            f"tensor_parallel_size {tensor_parallel_size} needs {ranks} GPUs here, and there are "
-            f"{torch.cuda.device_count()}: lower it, or make more visible (CUDA_VISIBLE_DEVICES)"
-        )
 
 
 def choose_dtype(name: str, device: torch.device, hf_config: Any) -> torch.dtype:

@@ -22,6 +22,7 @@ ABOVE = [
     "chat_template",
     "compat",
     "llm",
+    "llm_calls",
 ]
 LOWEST = (
     *sorted({file.stem for file in PACKAGE.glob("*.py")} - {*ABOVE}), "builders", "distributed", "step",
