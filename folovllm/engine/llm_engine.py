@@ -7,22 +7,21 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
 from folovllm import build
 from folovllm.config import EngineConfig, ModelConfig
+from folovllm.engine.calls import EngineCalls
 from folovllm.engine.cpu_threads import use_threads
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.output_processor import RequestState
-from folovllm.engine.reports import EngineReports
 from folovllm.engine.scheduler import SchedulerLike
 from folovllm.engine.snapshot import added
 from folovllm.event_stream import Events
 from folovllm.executor.abstract import Executor
-from folovllm.inputs import Prompt, as_requests, is_one_prompt
+from folovllm.inputs import Prompt
 from folovllm.models.files import load_tokenizer, whole
 from folovllm.outputs import RequestOutput
 from folovllm.request import Request, Sequence
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class LLMEngine(EngineReports):
+class LLMEngine(EngineCalls):
     """Serves requests step by step; `LLM` wraps it for offline use.
 
     Use it from one thread at a time. After an exception inside `step` the engine's state is undefined: make a new one.
@@ -83,26 +82,6 @@ class LLMEngine(EngineReports):
     def from_engine_args(engine_args: EngineConfig) -> LLMEngine:
         """Make the engine, by vLLM's name."""
         return make_engine(engine_args)
-
-    @also_takes("generate")
-    def generate(
-        self,
-        prompts: Prompt | SequenceOf[Prompt],
-        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
-    ) -> RequestOutput | list[RequestOutput]:
-        """Answer one prompt (one output) or a list of them (a list). `LLM.generate` can do more."""
-        requests = as_requests(prompts, SamplingParams() if sampling_params is None else sampling_params)
-        ids = [f"generate-{index}" for index in range(len(requests))]
-        finished: dict[str, RequestOutput] = {}
-        try:
-            for request_id, request in zip(ids, requests, strict=True):
-                self.add_request(request_id, request.prompt, request.params, stream=False)
-            while len(finished) < len(ids):
-                finished |= {output.request_id: output for output in self.step()}
-        finally:
-            self.abort_request(ids)  # where an error left some
-        outputs = [finished[request_id] for request_id in ids]
-        return outputs[0] if is_one_prompt(prompts) else outputs
 
     @also_takes("request")
     def add_request(

@@ -9,11 +9,10 @@ from operator import attrgetter, getitem
 from typing import Any
 
 from folovllm.engine.detokenizer import NoText
+from folovllm.engine.logprobs import chosen
 from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprob
 from folovllm.request import Sequence, SequenceOutput, SequenceStatus
 from folovllm.sampling_params import RequestOutputKind
-from folovllm.spelling import Spelling
-from folovllm.step.schedule import Logprobs, Scores
 
 logger = logging.getLogger("folovllm")
 PromptLogprobs = list[dict[int, TokenLogprob] | None] | None
@@ -27,14 +26,6 @@ class OutputProcessor:
         """`abort(*sequences)` has the scheduler end them: those of a request whose output cannot be made."""
         self.requests: dict[str, RequestState] = {}
         self._abort = abort
-
-    def keep_logprobs(self, seq: Sequence, scores: Scores | None, rows: list[Logprobs]) -> None:
-        """Take in the log-probabilities of a step: first those of the prompt's tokens, then those of sampled tokens."""
-        shown = [with_text(row, seq.detokenizer.spelling) for row in rows]
-        num_scores = 0 if scores is None else len(scores.token_ids)
-        seq.prompt_logprobs += shown[:num_scores]
-        seq.logprobs += shown[num_scores:]
-        del seq.logprobs[seq.num_output_tokens :]  # of tokens behind the one that ended the answer
 
     def process(self, new: Iterable[SequenceOutput], now: float) -> list[RequestOutput]:
         """Return one output for each request that has something to report. Finished requests leave.
@@ -226,16 +217,6 @@ def num_visible_chars(seq: Sequence) -> int:
 def ended_by_token(seq: Sequence) -> bool:
     """Whether the last token is one that ends answers: an end-of-text id (no `stop_reason`), or one of the request's own."""
     return seq.status is SequenceStatus.FINISHED_STOPPED and not isinstance(seq.stop_reason, str)
-
-
-def chosen(row: dict[int, TokenLogprob]) -> TokenLogprob:
-    """The entry of the token that was sampled: it comes first."""
-    return next(iter(row.values()))
-
-
-def with_text(row: Logprobs, spelling: Spelling | None) -> dict[int, TokenLogprob]:
-    """A token's log-probability and those of likely others, by token id. Without `spelling` they have no text."""
-    return {id_: TokenLogprob(id_, value, rank, *(spelling[id_] if spelling else (None,))) for id_, value, rank in row}
 
 
 def _token_ids(seq: Sequence, start: int, end: int) -> list[int]:

@@ -1,19 +1,24 @@
-"""What an engine tells of itself: its events, its steps, its cache and its experts."""
+"""What an engine can do beside serving requests: answer a list at once, and tell of its events, steps, cache and experts."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence as SequenceOf
 
 from folovllm.cache.manager import KVCacheManager, PrefixCacheStats
 from folovllm.engine.core import EngineCore
 from folovllm.engine.metrics import EngineStats, StepLog, StepStats, engine_stats
 from folovllm.engine.snapshot import snapshot
 from folovllm.events import ExpertsAsked, Listener
+from folovllm.inputs import Prompt, as_requests, is_one_prompt
+from folovllm.outputs import RequestOutput
+from folovllm.require import also_takes
+from folovllm.sampling_params import SamplingParams
 from folovllm.setup import EngineSetup
 
 
-class EngineReports(ABC):
-    """The part of an `LLMEngine` that is for who watches it."""
+class EngineCalls(ABC):
+    """The part of an `LLMEngine` that serving needs nothing of."""
 
     setup: EngineSetup
     core: EngineCore
@@ -22,6 +27,40 @@ class EngineReports(ABC):
     @abstractmethod
     def require_open(self) -> None:
         """Raise RuntimeError if the engine was closed."""
+
+    @abstractmethod
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, stream: bool = True
+    ) -> None:
+        """Queue a request."""
+
+    @abstractmethod
+    def abort_request(self, request_id: SequenceOf[str]) -> list[RequestOutput]:
+        """End those of the requests that are being served."""
+
+    @abstractmethod
+    def step(self) -> list[RequestOutput]:
+        """Compute a step."""
+
+    @also_takes("generate")
+    def generate(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Answer one prompt (one output) or a list of them (a list). `LLM.generate` can do more."""
+        requests = as_requests(prompts, SamplingParams() if sampling_params is None else sampling_params)
+        ids = [f"generate-{index}" for index in range(len(requests))]
+        finished: dict[str, RequestOutput] = {}
+        try:
+            for request_id, request in zip(ids, requests, strict=True):
+                self.add_request(request_id, request.prompt, request.params, stream=False)
+            while len(finished) < len(ids):
+                finished |= {output.request_id: output for output in self.step()}
+        finally:
+            self.abort_request(ids)  # where an error left some
+        outputs = [finished[request_id] for request_id in ids]
+        return outputs[0] if is_one_prompt(prompts) else outputs
 
     @property
     def request_ids(self) -> list[str]:
