@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -75,18 +74,6 @@ class EngineSetup:
     def snapshot_interval(self) -> int:
         """Tokens between the snapshots of a sequence: a whole number of blocks."""
         return -(-self.config.snapshot_interval // self.block_size) * self.block_size
-
-
-def plain(setup: EngineSetup) -> EngineSetup:
-    """The set-up as it can be sent: without what may not exist in another process.
-
-    That is a class of the model's own, and a proposer of the user's, for which a name stands: it drafts where the scheduler is.
-    """
-    config, hf_config = setup.config, SimpleNamespace(**setup.hf_config.to_dict())
-    speculation = config.extras.get("speculative_config")
-    if speculation is not None and not speculation.methods:
-        config = replace(config, extras={**config.extras, "speculative_config": replace(speculation, method="ngram")})
-    return replace(setup, config=config, hf_config=hf_config)
 
 
 def set_up(config: EngineConfig) -> EngineSetup:

@@ -172,20 +172,33 @@ class Answer:
         seq = self.seq
         old_chars, new_token_ids = self.take_news()
         old_tokens = self.num_tokens - len(new_token_ids)
-        copy: Callable[..., Any] = partial if copy_later else _now
         first_char, first_token = (old_chars, old_tokens) if deltas_alone else (0, 0)
+        makers: dict[str, Callable[[], Any]] = {
+            "text": partial(seq.detokenizer.read, first_char, self.num_chars),
+            "token_ids": partial(_token_ids, seq, first_token, self.num_tokens),
+        }
         has_logprobs = seq.params.logprobs is not None
-        return CompletionOutput(
+        if has_logprobs:
+            makers["logprobs"] = partial(getitem, seq.logprobs, slice(first_token, self.num_tokens))
+        output = CompletionOutput(
             index=seq.index,
-            text=copy(seq.detokenizer.read, first_char, self.num_chars),
-            token_ids=copy(_token_ids, seq, first_token, self.num_tokens),
+            text="",
+            token_ids=[],
             cumulative_logprob=self._cumulative_logprob if has_logprobs else None,
-            logprobs=copy(getitem, seq.logprobs, slice(first_token, self.num_tokens)) if has_logprobs else None,
             finish_reason=seq.status.value if seq.status.is_finished else None,
             stop_reason=seq.stop_reason,
             delta_text=seq.detokenizer.read(old_chars, self.num_chars),
             delta_token_ids=new_token_ids,
         )
+        own = vars(output)
+        if copy_later:
+            own["_later"] = makers
+        for name, make in makers.items():
+            if copy_later:
+                del own[name]
+            else:
+                own[name] = make()
+        return output
 
     def take_news(self) -> tuple[int, list[int]]:
         """Count what is new as reported; returns at which character it begins, and its tokens."""
@@ -222,7 +235,3 @@ def ended_by_token(seq: Sequence) -> bool:
 def _token_ids(seq: Sequence, start: int, end: int) -> list[int]:
     ids: list[int] = seq.output_token_ids[start:end].tolist()
     return ids
-
-
-def _now(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
