@@ -30,7 +30,12 @@ def setup_of(name: str, max_num_seqs: int) -> EngineSetup:
         config = config | {"layer_types": ["full_attention"] * config["num_hidden_layers"]}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config), "utf-8")
-        fields: dict[str, Any] = {"tokenizer": "stories-5m", "device": "cpu", "random_weights": True}
+        fields: dict[str, Any] = {
+            "tokenizer": "stories-5m",
+            "device": "cpu",
+            "random_weights": True,
+            "kv_cache_memory": 1 << 40,
+        }
         return set_up(EngineConfig(model=folder, dtype="bfloat16", milestone="m6", max_num_seqs=max_num_seqs, **fields))
 
 

@@ -158,11 +158,8 @@ class LineWriter:
 
 def copies_of(output: SchedulerOutput) -> dict[int, tuple[int, int]]:
     """The snapshots that a step loads and saves, by index of the scheduled sequence."""
-    if (copies := (getattr(output, "extras", None) or {}).get("states")) is not None:
-        return {i: (load, save) for i, load, save in copies.tolist()}
-    names = ("load_state", "save_state")
-    pairs = [tuple(getattr(each, name, NO_SNAPSHOT) for name in names) for each in output.scheduled_seqs]
-    return {i: (load, save) for i, (load, save) in enumerate(pairs) if (load, save) != (NO_SNAPSHOT, NO_SNAPSHOT)}
+    copies = (output.extras or {}).get("states")
+    return {} if copies is None else {i: (load, save) for i, load, save in copies.tolist()}
 
 
 def tokens_of_entry(entry: Entry) -> Iterable[int]:

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from folovllm import events as ev
 from folovllm.inspector.lines import FORMAT, VERSION, Done, DraftsVerified, Entry, Line, Scheduled, StepBegan, StepEnded
 from folovllm.inspector.lines import Turn as TurnLine
 from folovllm.step.schedule import SchedulerOutput, StepResult
+
+NO_COPY = (-1, -1)  # a sequence loads and saves no snapshot in this step
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
 
@@ -166,4 +169,8 @@ def _event(entry: Entry, begun: dict[int, SchedulerOutput]) -> ev.Event:
 
 def _output(scheduled_seqs: list[Any]) -> SchedulerOutput:
     """A step of what a recording keeps of its sequences: to a listener they are like the scheduler's."""
-    return SchedulerOutput(tuple(scheduled_seqs))
+    copies = [
+        (i, s.load_state, s.save_state) for i, s in enumerate(scheduled_seqs) if (s.load_state, s.save_state) != NO_COPY
+    ]
+    extras = {"states": np.array(copies, np.int32)} if copies else None
+    return SchedulerOutput(tuple(scheduled_seqs), extras=extras)

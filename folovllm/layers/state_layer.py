@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import prod
@@ -66,8 +67,10 @@ class StatePool:
         slots = self._first_snapshot + setup.num_snapshots
         shapes = layers[0].state_shapes() if layers else ()
         needed = slots * sum(layer.state_bytes for layer in layers)
-        on_gpu = setup.device.type == "cuda"
-        free = torch.cuda.mem_get_info(setup.device)[0] if on_gpu else setup.config.kv_cache_memory
+        on_gpu, config = setup.device.type == "cuda", setup.config
+        free = torch.cuda.mem_get_info(setup.device)[0] if on_gpu else config.kv_cache_memory
+        if config.num_kv_blocks and not on_gpu:  # then the cache has a size of its own
+            free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if needed > free:
             raise ValueError(
                 f"the states of {slots - 1:,} sequences and snapshots take {needed:,} bytes, and there are {free:,}: lower "

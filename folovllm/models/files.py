@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 ASSETS = Path(__file__).parent.parent / "assets"
 BY_NAME = ("stories-5m", "stories-moe", "stories-hybrid", *DOWNLOADS)  # the hub has none of them
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
+MOST_LAYERS = 10_000
 
 TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # transformers' name of its warning
 
@@ -126,6 +127,10 @@ def load_hf_config(path: Path, config: EngineConfig) -> Any:
     """
     with reading(f"the configuration in {path}"):
         fields = read_json(path / "config.json")
+        for each in (fields, fields.get("text_config")):  # transformers makes lists of this length
+            layers = each.get("num_hidden_layers") if isinstance(each, dict) else None
+            if isinstance(layers, int) and layers > MOST_LAYERS:
+                raise ValueError(f"num_hidden_layers is {layers}, and must be at most {MOST_LAYERS:,}")
         if path.parent == ASSETS and config.model_impl == "native" and fields["model_type"] == "qwen3":
             return PlainConfig(**fields)
         from transformers import AutoConfig  # here, for that takes seconds
@@ -136,7 +141,7 @@ def load_hf_config(path: Path, config: EngineConfig) -> Any:
         if odd := [name for name in NEEDED if not 0 < getattr(hf_config, name) < 2**31]:
             raise ValueError(f"{odd[0]} is {getattr(hf_config, odd[0])}")
         heads, kv_heads = hf_config.num_attention_heads, num_kv_heads_of(hf_config)
-        if heads % kv_heads:
+        if kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     return hf_config
 

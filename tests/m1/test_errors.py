@@ -268,6 +268,7 @@ NESTED = '{"a":' * 50_000 + "1" + "}" * 50_000
 DAMAGED: dict[str, tuple[str | dict[str, Any], ...]] = {  # by file: its text, or fields that are altered
     "config.json": (
         "5", NESTED, '{"model_type": "vit"}', "{", {"hidden_size": 2**70}, {"num_key_value_heads": 3},
+        {"num_key_value_heads": -1}, {"num_hidden_layers": 2**30, "layer_types": None},
         {"num_hidden_layers": 2**30}, {"rope_scaling": {"rope_type": "llama3", "factor": None}},
         {"intermediate_size": 2**30}, {"attention_dropout": "a"},
     ),

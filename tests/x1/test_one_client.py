@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
@@ -141,26 +139,6 @@ class TestWaitsForItself:
         for asked in (ask, engine.drain, call):
             with pytest.raises(RuntimeError, match="event loop in which it was started"):
                 asyncio.run(asyncio.wait_for(asked(), PATIENCE))
-
-    def test_an_answer_that_asks(self) -> None:
-        """`on_answer` runs between two steps. Its own thread waits for it, another one may ask."""
-        said = list[str]()
-        params = SamplingParams(max_tokens=2)
-        with LLM(str(tiny_checkpoint()), max_model_len=64, use_tqdm=False) as llm:
-
-            def ask(_: Any) -> None:
-                with pytest.raises(RuntimeError, match="on_answer"):
-                    llm.generate([[1, 2]], params, use_tqdm=False)
-                said.append("refused")
-
-            llm.generate([[1, 2], [3]], params, use_tqdm=False, on_answer=ask)
-            assert said == ["refused", "refused"]
-            other = threading.Thread(
-                target=lambda: said.append(llm.generate([[1]], params, use_tqdm=False)[0].request_id)
-            )
-            other.start()
-            other.join(PATIENCE)
-            assert len(said) == 3 and len(llm.generate([[1]], params, use_tqdm=False)) == 1
 
 
 class PanicException(BaseException):

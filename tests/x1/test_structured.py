@@ -535,6 +535,22 @@ class TestFormsThatEnd:
         with pytest.raises(ValueError, match=says):
             GuidanceGrammar.compile(StructuredOutputsParams(**form), library_tokenizer())
 
+    @pytest.mark.parametrize(
+        ("schema", "most"),
+        [
+            ({"type": "integer"}, 19),
+            ({"type": ["integer", "null"]}, 19),
+            ({"type": "integer", "minimum": 0, "maximum": 99}, 2),
+            ({"type": "number"}, 40),  # a fraction may go on
+        ],
+    )
+    def test_a_whole_number_has_64_bits_unless_its_schema_says_otherwise(
+        self, schema: dict[str, Any], most: int
+    ) -> None:
+        grammar = GuidanceGrammar.compile(StructuredOutputsParams(json=schema), library_tokenizer())
+        digits = "1" + "0" * 39
+        assert grammar.num_allowed(tiny_tokenizer().encode(digits)) == most
+
     def test_white_space_in_an_embedded_schema_is_bounded(self) -> None:
         text = 'start: "%json {" %json {"type": "array", "items": {"const": 1}} %json { }'
         grammar = GuidanceGrammar.compile(StructuredOutputsParams(grammar=text), library_tokenizer())
