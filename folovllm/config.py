@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -147,7 +147,7 @@ class EngineConfig:
         options: list[plugins.Options] = []
         extras = dict(given.pop("extras", {}))
         if extras or not given.keys() <= own.keys():
-            options = _options(own.keys(), given, extras)
+            options = plugins.options_of(own.keys(), given, extras)
         for name, field_ in own.items():
             setattr(self, name, given.get(name, field_.default))
         self.extras = extras
@@ -217,24 +217,6 @@ class EngineConfig:
                 "never be computed in one step: raise it, lower max_model_len, or set enable_chunked_prefill"
             )
         return budget
-
-
-def _options(own: Collection[str], given: dict[str, Any], extras: dict[str, Any]) -> list[plugins.Options]:
-    """Make the electives' options that are given, as keywords or as the `extras` of another configuration, which become theirs.
-
-    Takes out of `given` what is none of our `own` fields. Raises TypeError for a name that nobody knows.
-    """
-    from folovllm.vllm_arguments import drop_neutral
-
-    others = extras | {name: given.pop(name) for name in given.keys() - own}
-    options = plugins.make_options(others)
-    drop_neutral("engine", others)
-    if others:
-        raise TypeError(f"EngineConfig got an unexpected keyword argument {next(iter(others))!r}")
-    extras.clear()
-    for each in options:
-        extras |= plugins.changed(each)
-    return options
 
 
 def check_values(config: EngineConfig) -> None:

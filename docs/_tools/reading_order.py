@@ -22,7 +22,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("engine/core.py", "engine/llm_engine.py", "v1/engine/core.py"),
         ("build.py", "", ""),
         ("setup.py", "", ""),
-        ("engine/setup.py", "", ""),
         ("step/schedule.py", "", "v1/core/sched/output.py"),
         ("engine/serial_scheduler.py", "", ""),
         ("engine/sampling_spec.py", "", ""),

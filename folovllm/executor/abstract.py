@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from folovllm.step.schedule import SchedulerOutput, StepResult, TokenBitmasks
+from folovllm.step.bitmasks import TokenBitmasks
+from folovllm.step.schedule import SchedulerOutput, StepResult
 
 T = TypeVar("T")
 

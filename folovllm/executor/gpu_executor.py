@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from folovllm.executor.abstract import T
-from folovllm.step.schedule import NothingScheduled, SchedulerOutput, StepResult, TokenBitmasks
+from folovllm.step.bitmasks import TokenBitmasks
+from folovllm.step.schedule import NothingScheduled, SchedulerOutput, StepResult
 from folovllm.worker.gpu_worker import GPUWorker
 
 

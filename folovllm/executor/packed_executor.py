@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from folovllm.executor.abstract import Pending, T
+from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.packed import PackedStep, StepPacker
-from folovllm.step.schedule import NothingScheduled, SchedulerOutput, StepResult, TokenBitmasks
+from folovllm.step.schedule import NothingScheduled, SchedulerOutput, StepResult
 from folovllm.worker.gpu_worker import GPUWorker
 from folovllm.worker.graph_runner import GraphRunner, PendingStep
 

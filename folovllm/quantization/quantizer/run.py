@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from folovllm.config import EngineConfig
-from folovllm.engine.setup import choose_device
 from folovllm.model_config import expert_size_of, head_dim_of, num_experts_of, windows_of
 from folovllm.models.files import eos_token_ids, load_hf_config, load_tokenizer, resolve_model
 from folovllm.models.registry import build_model, renamed_by
@@ -36,6 +35,7 @@ from folovllm.quantization.quantizer.one_layer import (
 )
 from folovllm.quantization.quantizer.options import BLOCK, QuantizeOptions
 from folovllm.quantization.quantizer.perplexity import Quality, compare
+from folovllm.setup import choose_device
 
 OWN_TEXT = "calibration.jsonl"  # in the embedded model's folder
 
