@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from folovllm import plugins
@@ -261,18 +261,3 @@ def check_combinations(config: EngineConfig) -> None:
 
 
 EngineArgs = EngineConfig  # vLLM's name
-
-
-@dataclass(slots=True)
-class ModelConfig:
-    """The fields of the model alone, for code that keeps them apart from the engine's arguments."""
-
-    model: str
-    tokenizer: str | None = None
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    trust_remote_code: bool = False
-
-    def for_engine(self, **overrides: Any) -> EngineConfig:
-        """The whole configuration: the latest milestone's, with `overrides`."""
-        return EngineConfig(**{**asdict(self), **overrides})

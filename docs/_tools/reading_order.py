@@ -55,6 +55,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("models/loader.py", "utils/loader.py", "model_executor/model_loader/default_loader.py"),
     ],
     "m2": [
+        ("build_batch.py", "", ""),
         ("engine/scheduler.py", "engine/scheduler.py", "v1/core/sched/scheduler.py"),
         ("cache/manager.py", "", "v1/core/kv_cache_manager.py"),
         ("cache/slot_manager.py", "", ""),
@@ -88,6 +89,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("cache/prefix_cache.py", "engine/block_manager.py", "v1/core/kv_cache_utils.py"),
     ],
     "m6": [
+        ("build_packed.py", "", ""),
         ("worker/step_graph.py", "engine/model_runner.py", "compilation/cuda_graph.py"),
         ("worker/graph_runner.py", "engine/model_runner.py", "v1/worker/gpu_model_runner.py"),
         ("worker/pending_step.py", "", ""),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 
 from folovllm import build
-from folovllm.config import EngineConfig, ModelConfig
+from folovllm.config import EngineConfig
 from folovllm.engine.calls import EngineCalls
 from folovllm.engine.cpu_threads import use_threads
 from folovllm.engine.input_processor import InputProcessor
@@ -23,6 +23,7 @@ from folovllm.event_stream import Events
 from folovllm.executor.abstract import Executor
 from folovllm.inputs import Prompt
 from folovllm.models.files import load_tokenizer, whole
+from folovllm.older_config import ModelConfig
 from folovllm.outputs import RequestOutput
 from folovllm.request import Request, Sequence
 from folovllm.require import also_takes
