@@ -48,7 +48,8 @@ from folovllm.executor.gpu_executor import GPUExecutor
 from folovllm.executor.packed_executor import LocalExecutor, PackedWorker
 from folovllm.files import cache_dir
 from folovllm.layers.layer_set import LayerSet
-from folovllm.models.loader import load_native_model, load_sharded_model
+from folovllm.models.loader import load_native_model
+from folovllm.models.sharded_loader import load_sharded_model
 from folovllm.plugins import SNAPSHOTS, named
 from folovllm.sample.sampler import Sampler
 from folovllm.sample.sampler_state import SamplerState
