@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from folovllm.layers.fusable import fusable
 from folovllm.layers.linear import PLAIN, LinearMethod, Plain
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.plugins import EXTRA_TENSORS, is_installed, named
@@ -46,7 +47,7 @@ def part_of(
     if is_ignored(name, linear_methods) or (name not in places and taker_of(name) is not None):
         return tensor[:] if tensor.shape else tensor[...]
     linear_method = linear_methods[module] if name in places else PLAIN
-    return linear_method.shard(kind, tensor, partial(shard, name))
+    return fusable(linear_method).shard(kind, tensor, partial(shard, name))
 
 
 def arranged(name: str, tensor: torch.Tensor, linear_method: LinearMethod, view: torch.Tensor) -> torch.Tensor:
@@ -61,7 +62,7 @@ def take_extra(model: LlamaForCausalLM, name: str, tensor: torch.Tensor, linear_
     """Give a tensor for which the model has no place to who knows it. Raises ValueError if nobody does."""
     linear_method = linear_methods.get(name.rpartition(".")[0], PLAIN)
     if is_ignored(name, linear_methods):
-        linear_method.check_ignored(name, tensor)
+        fusable(linear_method).check_ignored(name, tensor)
     elif (taker := taker_of(name)) is not None:
         taker(model, name, tensor)
     elif not is_empty_bias(name, tensor, linear_method):
@@ -77,7 +78,9 @@ def taker_of(name: str) -> Taker | None:
 def is_ignored(name: str, linear_methods: LinearMethods) -> bool:
     """Whether a checkpoint may hold a tensor that no model here needs."""
     module, _, kind = name.rpartition(".")
-    return name.endswith(IGNORED_SUFFIX) or (module in linear_methods and kind in linear_methods[module].ignores)
+    return name.endswith(IGNORED_SUFFIX) or (
+        module in linear_methods and kind in fusable(linear_methods[module]).ignores
+    )
 
 
 def is_empty_bias(name: str, tensor: torch.Tensor, linear_method: LinearMethod) -> bool:

@@ -148,7 +148,7 @@ def copy_weight(name: str, tensor: torch.Tensor, places: dict[str, Place]) -> No
 
         tensor = arranged(name, tensor, place.linear_method, place.view)
     place = take_place(name, tensor.shape, places)
-    if place.view.is_cuda and tensor.device.type == "cpu" and tensor.dim():
+    if place.view.is_cuda and not tensor.is_cuda and tensor.dim():
         from folovllm.models.pinned import copy_in_pieces
 
         copy_in_pieces(place.view, tensor)

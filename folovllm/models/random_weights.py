@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from folovllm.layers.fusable import fusable
 from folovllm.models.extra_tensors import Shard, part_of
 from folovllm.models.llama import LlamaForCausalLM
 
@@ -32,7 +33,7 @@ def init_random_weights(
         if name.endswith("norm.weight"):
             tensor.fill_(1.0)
         else:
-            full.linear_method.fill(name.rpartition(".")[2], tensor, generator)
+            fusable(full.linear_method).fill(name.rpartition(".")[2], tensor, generator)
         if name in places:  # else another rank's
             places[name].view.copy_(tensor if shard is None else part_of(places, linear_methods, shard, name, tensor))
     model.weights_loaded()

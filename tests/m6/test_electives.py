@@ -15,8 +15,9 @@ from folovllm import LLM, EngineConfig, SamplingParams, plugins
 from folovllm.files import cache_dir
 from folovllm.kernels import variants
 from folovllm.kernels.variants import KernelVariant, kernel_variant
+from folovllm.layers.fusable import FusablePlain
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.linear import LinearBase, Plain, RankSum
+from folovllm.layers.linear import LinearBase, RankSum
 from folovllm.models import extra_tensors, files, registry
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import load_native_model
@@ -31,7 +32,7 @@ def llm(**fields: Any) -> LLM:
     return LLM(str(tiny_checkpoint()), milestone="m6", device="cpu", num_kv_blocks=40, use_tqdm=False, **fields)
 
 
-class Halved(Plain):
+class Halved(FusablePlain):
     """Weights that the checkpoint has twice as large."""
 
     def loaded(self, layer: LinearBase) -> None:
