@@ -30,6 +30,7 @@ from folovllm.outputs import RequestOutput
 from folovllm.request import Request, Sequence
 from folovllm.require import also_takes
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
+from folovllm.worker.gpu_worker import GPUWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -258,7 +259,7 @@ class LLMEngine:
         self.require_open()
         if not self.setup.config.extras.get("count_experts"):
             raise ValueError("experts are not counted: set count_experts=True")
-        return self.executor.expert_load()
+        return self.executor.collective_rpc(GPUWorker.counted, "experts")[0]
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, as after a change of the weights. Raises ValueError where there is no cache."""

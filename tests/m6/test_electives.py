@@ -171,7 +171,7 @@ def test_a_model_counts_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     worker: GPUWorker[int, int] = GPUWorker(torch.device("cpu"), Runner(), counters)
     worker.load_model()
     worker.execute_model(3)
-    assert worker.expert_load() == [[3]]
+    assert worker.counted("experts") == [[3]]
 
 
 def taker_of(name: str) -> Any:
