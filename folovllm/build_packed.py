@@ -12,7 +12,8 @@ from folovllm.distributed.sharding import local_config
 from folovllm.engine.extension import Extension, extension_of
 from folovllm.executor.abstract import Executor
 from folovllm.executor.packed_executor import LocalExecutor, PackedWorker
-from folovllm.models.loader import load_native_model, load_sharded_model
+from folovllm.models.loader import load_native_model
+from folovllm.models.sharded_loader import load_sharded_model
 from folovllm.sample.sampler_state import SamplerState
 from folovllm.sample.sampling_row import line_width, mask_width
 from folovllm.setup import EngineSetup

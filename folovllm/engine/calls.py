@@ -114,7 +114,9 @@ class EngineCalls(ABC):
         self.require_open()
         if not self.setup.config.extras.get("count_experts"):
             raise ValueError("experts are not counted: set count_experts=True")
-        return self.core.executor.expert_load()
+        from folovllm.worker.gpu_worker import GPUWorker  # here: M1 has no use of it
+
+        return self.core.executor.collective_rpc(GPUWorker.counted, "experts")[0]
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes, as after a change of the weights. Raises ValueError where there is no cache."""

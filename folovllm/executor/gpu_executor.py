@@ -53,9 +53,6 @@ class GPUExecutor:
             raise NothingScheduled
         return self._worker.execute_model(output)
 
-    def expert_load(self) -> list[list[int]]:
-        return self._worker.expert_load()
-
     def collective_rpc(self, function: Callable[..., T], *arguments: Any) -> list[T]:
         return [function(self._worker, *arguments)]
 

@@ -52,10 +52,6 @@ class PackedExecutor(ABC):
         pending: Pending = self._send(masks)
         return pending
 
-    def expert_load(self) -> list[list[int]]:
-        """Wait for all steps so far, and return the token counts of experts [L][E]. No step may wait for its masks."""
-        return self.collective_rpc(GPUWorker.expert_load)[0]
-
     @abstractmethod
     def collective_rpc(self, function: Callable[..., T], *arguments: Any) -> list[T]:
         """Call `function(worker, *arguments)` on every rank (`Executor`)."""

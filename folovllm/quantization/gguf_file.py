@@ -286,7 +286,7 @@ def _scaling_by(factors: torch.Tensor, theta: float) -> dict[str, Any]:
     """
     import torch
 
-    from folovllm.layers.rotary_embedding import scale_llama3
+    from folovllm.layers.rope_scaling import scale_llama3
 
     largest = float(factors.max())
     if (factors == largest).all():

@@ -17,8 +17,9 @@ from safetensors.torch import save_file
 from folovllm.layers.linear import PLAIN, LinearBase, Plain
 from folovllm.models.files import load_hf_config, read_json, resolve_model
 from folovllm.models.gemma3 import Gemma3RMSNorm
+from folovllm.models.given_tensors import require_usable
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.models.loader import SINGLE, Tensors, checkpoint_places, require_usable, some_of, take_place
+from folovllm.models.loader import SINGLE, Tensors, checkpoint_places, some_of, take_place
 from folovllm.models.registry import build_model, default_dtype, quantization_of
 from folovllm.rollouts.generation import next_generation
 from folovllm.worker.gpu_worker import GPUWorker

@@ -21,7 +21,8 @@ from folovllm.distributed.sharding import local_config, shard_vocab, vocab_shard
 from folovllm.layers.embed_head import ParallelLMHead
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.sharded import sharded
-from folovllm.models.loader import load_native_model, load_sharded_model
+from folovllm.models.loader import load_native_model
+from folovllm.models.sharded_loader import load_sharded_model
 from folovllm.setup import set_up
 from folovllm.step.packed import Field
 from folovllm.worker.step_sampler import TensorParallelSampler

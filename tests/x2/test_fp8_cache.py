@@ -17,7 +17,7 @@ from folovllm.attention.backends.abstract import AttentionBackend, BackendUnavai
 from folovllm.attention.backends.registry import choose_backend, make_backend
 from folovllm.attention.backends.torch_naive import TorchNaiveBackend
 from folovllm.kv_format import FP8, UNSCALED, KVScales, decode, encode
-from folovllm.models.loader import load_sharded_model
+from folovllm.models.sharded_loader import load_sharded_model
 from folovllm.quantization.calibrate import centred_scales_of
 from folovllm.quantization.checkpoint_kv_scales import take_kv_scale
 from folovllm.sampling_params import SamplingParams

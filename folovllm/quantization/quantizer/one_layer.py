@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from folovllm.layers.linear import LinearBase
+from folovllm.models.extra_tensors import IGNORED_SUFFIX
 from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from folovllm.models.loader import (
-    IGNORED_SUFFIX,
     checkpoint_files,
     checkpoint_places,
     copy_weight,
