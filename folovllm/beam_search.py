@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from folovllm.engine.input_processor import encode
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.inputs import Prompt, TokensPrompt, as_prompt_list, parse_prompt
+from folovllm.inputs import Prompt, TokensPrompt, as_prompt_list, encode, parse_prompt
 from folovllm.models.files import eos_token_ids
 from folovllm.outputs import RequestOutput
 from folovllm.require import also_takes, require

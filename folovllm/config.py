@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from folovllm import plugins
@@ -147,7 +147,7 @@ class EngineConfig:
         options: list[plugins.Options] = []
         extras = dict(given.pop("extras", {}))
         if extras or not given.keys() <= own.keys():
-            options = _options(own.keys(), given, extras)
+            options = plugins.options_of(own.keys(), given, extras)
         for name, field_ in own.items():
             setattr(self, name, given.get(name, field_.default))
         self.extras = extras
@@ -219,24 +219,6 @@ class EngineConfig:
         return budget
 
 
-def _options(own: Collection[str], given: dict[str, Any], extras: dict[str, Any]) -> list[plugins.Options]:
-    """Make the electives' options that are given, as keywords or as the `extras` of another configuration, which become theirs.
-
-    Takes out of `given` what is none of our `own` fields. Raises TypeError for a name that nobody knows.
-    """
-    from folovllm.vllm_arguments import drop_neutral
-
-    others = extras | {name: given.pop(name) for name in given.keys() - own}
-    options = plugins.make_options(others)
-    drop_neutral("engine", others)
-    if others:
-        raise TypeError(f"EngineConfig got an unexpected keyword argument {next(iter(others))!r}")
-    extras.clear()
-    for each in options:
-        extras |= plugins.changed(each)
-    return options
-
-
 def check_values(config: EngineConfig) -> None:
     """Raise ValueError for a value of another type or out of range. None leaves it to the preset."""
     values = {own.name: getattr(config, own.name) for own in fields(config)}
@@ -279,18 +261,3 @@ def check_combinations(config: EngineConfig) -> None:
 
 
 EngineArgs = EngineConfig  # vLLM's name
-
-
-@dataclass(slots=True)
-class ModelConfig:
-    """The fields of the model alone, for code that keeps them apart from the engine's arguments."""
-
-    model: str
-    tokenizer: str | None = None
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    trust_remote_code: bool = False
-
-    def for_engine(self, **overrides: Any) -> EngineConfig:
-        """The whole configuration: the latest milestone's, with `overrides`."""
-        return EngineConfig(**{**asdict(self), **overrides})

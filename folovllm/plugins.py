@@ -6,7 +6,7 @@ for, and each package may be missing: then a hook does nothing, or says which pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import Field
 from importlib import import_module
 from importlib.util import find_spec
@@ -46,7 +46,7 @@ COMMANDS = (
 
 # Quantization (X2): a subclass of `folovllm.models.registry:Quantization`.
 QUANTIZATION = "folovllm.quantization.config:CheckpointQuantization"
-# Tensors of a checkpoint for which a model has no place: from a tensor's name to what takes it (`models.loader.Taker`), or None.
+# Tensors of a checkpoint for which a model has no place: from a tensor's name to what takes it (`models.extra_tensors.Taker`), or None.
 EXTRA_TENSORS = ("folovllm.quantization.checkpoint_kv_scales:taker_of",)
 # A module that measures the scales of an FP8 cache (`ModelRunner.calculate_kv_scales`).
 CALIBRATION = "folovllm.quantization.calibrate"
@@ -85,7 +85,8 @@ KERNEL_VARIANTS = {
 class Options(Protocol):
     """A dataclass of an elective's keywords of `EngineConfig`, each with its default and a sentence under "Attributes".
 
-    It raises ValueError for a bad value when it is made; the types of switches, texts and counts are checked before.
+    It raises ValueError for a bad value when it is made; the types of switches, texts and counts are checked before. It may have
+    a static `check_model(extras, hf_config)`, which raises ValueError if the model cannot have what `EngineConfig.extras` asks for.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
@@ -116,6 +117,31 @@ def make_options(given: dict[str, Any]) -> list[Options]:
             check_fields(kind, own)
             made.append(kind(**own))
     return made
+
+
+def options_of(own: Collection[str], given: dict[str, Any], extras: dict[str, Any]) -> list[Options]:
+    """Make the electives' options that are given, as keywords or as the `extras` of another configuration, which become theirs.
+
+    Takes out of `given` what is none of our `own` fields. Raises TypeError for a name that nobody knows.
+    """
+    from folovllm.vllm_arguments import drop_neutral
+
+    others = extras | {name: given.pop(name) for name in given.keys() - own}
+    options = make_options(others)
+    drop_neutral("engine", others)
+    if others:
+        raise TypeError(f"EngineConfig got an unexpected keyword argument {next(iter(others))!r}")
+    extras.clear()
+    for each in options:
+        extras |= changed(each)
+    return options
+
+
+def check_model(config: Any, hf_config: Any) -> None:
+    """Raise ValueError if an `EngineConfig` asks for an option of an elective that this model cannot have."""
+    for kind in option_classes():
+        if (check := getattr(kind, "check_model", None)) is not None:
+            check(config.extras, hf_config)
 
 
 def changed(options: Options) -> dict[str, Any]:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from numbers import Integral, Real
-from reprlib import repr as shown
 from typing import Any, Self
 
-from folovllm.require import ABOVE_0, Limits, also_takes, check_fields, is_whole, require
+from folovllm.require import ABOVE_0, Limits, also_takes, check_fields, require
 from folovllm.structured_outputs import StructuredOutputsParams
 
 SMALLEST_TEMPERATURE = 1e-5  # below it is greedy: the same choice, and no quotient that overflows
@@ -27,7 +25,8 @@ LIMITS = {  # no sample from finite logits overflows within them
     "truncate_prompt_tokens": Limits(-1, works="at least 1, or -1 (what fits)"),
 }
 FRACTIONS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+LISTS = ("stop", "stop_token_ids", "bad_words")  # of rules that few requests have; the other ones are None
+OTHERS = ("allowed_token_ids", "logit_bias", "structured_outputs", "truncate_prompt_tokens")
 
 
 class RequestOutputKind(Enum):
@@ -112,9 +111,17 @@ class SamplingParams:
     output_kind: RequestOutputKind = field(default=RequestOutputKind.CUMULATIVE, metadata={"flag": False})
 
     def __post_init__(self) -> None:
-        self._take_other_forms()
-        self._validate_values()
-        self._validate_together()
+        for name in ("logprobs", "prompt_logprobs"):  # other forms that vLLM's users write
+            if isinstance(value := getattr(self, name), bool):
+                setattr(self, name, 1 if value else None)
+        self.seed = None if self.seed == -1 else self.seed
+        self._validate()
+        if any(type(own := getattr(self, name)) is not list or own for name in LISTS) or any(
+            getattr(self, name) is not None for name in OTHERS
+        ):
+            from folovllm.sampling_rules import take_rules  # here, for most requests have none
+
+            take_rules(self)
         if self.temperature < SMALLEST_TEMPERATURE:
             self.temperature = 0.0
 
@@ -131,63 +138,15 @@ class SamplingParams:
             setattr(other, name, value.copy() if isinstance(value, list | dict) else value)
         return other
 
-    def _take_other_forms(self) -> None:
-        """What vLLM's users write in place of a list, of None or of a number."""
-        stop: object = self.stop
-        self.stop = [stop] if isinstance(stop, str) else [] if stop is None else self.stop
-        self.stop_token_ids = [] if self.stop_token_ids is None else self.stop_token_ids
-        self.bad_words = [] if self.bad_words is None else self.bad_words
-        self.logit_bias = self.logit_bias or None
-        self.seed = None if self.seed == -1 else self.seed
-        given: object = self.structured_outputs
-        if isinstance(given, dict):
-            self.structured_outputs = StructuredOutputsParams(**given)
-        for name in ("logprobs", "prompt_logprobs"):
-            if isinstance(value := getattr(self, name), bool):
-                setattr(self, name, 1 if value else None)
-
-    def _validate_values(self) -> None:
-        """Check one value after the other."""
+    def _validate(self) -> None:
         check_fields(SamplingParams, {name: getattr(self, name) for name in self.__dataclass_fields__}, LIMITS)
-        require(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens must be at least 1, or -1 (what fits), not 0")
         for name in FRACTIONS:
             setattr(self, name, float(getattr(self, name)))  # what else is a number, tensors may not take
-        texts = {
-            "stop": "stop strings must be given as a list of texts",
-            "bad_words": "bad_words must be a list of texts",
-        }
-        for name, says in texts.items():
-            require(_is_list(value := getattr(self, name), str), f"{says}, not {shown(value)}")
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            is_none = (value := getattr(self, name)) is None
-            says = f"{name} must be a list of token ids (whole numbers), not {shown(value)}"
-            require(is_none or _is_list(value, Integral), says)
-        form, kind = self.structured_outputs, self.output_kind
-        require(
-            isinstance(form, StructuredOutputsParams | None),
-            f"structured_outputs is a StructuredOutputsParams, not {form!r}",
-        )
+        kind, most = self.output_kind, self.max_tokens
         require(isinstance(kind, RequestOutputKind), f"output_kind is a RequestOutputKind, not {kind}")
-        if self.logit_bias is not None:
-            self.logit_bias = _bias(self.logit_bias)
-
-    def _validate_together(self) -> None:
-        """Check what the request asks for as a whole."""
-        fits = self.max_tokens is None or self.min_tokens <= self.max_tokens
-        rules = {
-            "prompt_only needs max_tokens=1": not self.prompt_only or self.max_tokens == 1,
-            f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})": fits,
-            "a stop string must not be empty": all(self.stop),
-            f"a stop string must not hold {REPLACEMENT!r}: it stands for bytes that are no text": (
-                not any(REPLACEMENT in s for s in self.stop)
-            ),
-            "stop strings are found in text: leave detokenize at True": not self.stop or self.detokenize,
-            "allowed_token_ids must not be empty, or nothing could be sampled: leave it out": self.allowed_token_ids
-            != [],
-            "a bad word must not be empty": all(word.strip() for word in self.bad_words),
-        }
-        for sentence, holds in rules.items():
-            require(holds, sentence)
+        require(not self.prompt_only or most == 1, "prompt_only needs max_tokens=1")
+        fits = most is None or self.min_tokens <= most
+        require(fits, f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({most})")
 
     @property
     def greedy(self) -> bool:
@@ -198,23 +157,3 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether sampling depends on the tokens so far."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-
-
-def _is_list(value: Any, kind: type) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(v, kind) and not isinstance(v, bool) for v in value)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and value is not True and value is not False
-
-
-def _bias(given: Any) -> dict[int, float]:
-    """Biases by token id; JSON's names of fields, which are texts, are ids too."""
-    says = f"logit_bias must give token ids a number from -100 to 100 each, as in {{1234: -5.0}}, not {shown(given)}"
-    require(isinstance(given, dict), says)
-    for token, value in given.items():
-        is_id = is_whole(token) or (isinstance(token, str) and token.isdecimal() and len(token) < 20)
-        require(is_id and _is_number(value) and -100 <= value <= 100, says)
-    biases = {int(token): float(value) for token, value in given.items()}
-    require(len(biases) == len(given), "logit_bias names a token twice, as 7 and 007 do: give each token one number")
-    return biases

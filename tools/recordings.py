@@ -179,7 +179,11 @@ class TimedExecutor:
 
     def __init__(self, inner: Any, clock: Clock) -> None:
         self._inner, self._clock, self._free_at = inner, clock, 0.0
-        self.num_kv_blocks, self.shutdown, self.expert_load = inner.num_kv_blocks, inner.shutdown, inner.expert_load
+        self.num_kv_blocks, self.shutdown, self.collective_rpc = (
+            inner.num_kv_blocks,
+            inner.shutdown,
+            inner.collective_rpc,
+        )
         self.graph_widths = getattr(inner, "graph_widths", ())
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:

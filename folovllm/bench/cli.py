@@ -157,7 +157,7 @@ def ladder(
         show_ladder,
     )
     from folovllm.config import LATEST
-    from folovllm.engine.setup import choose_device
+    from folovllm.setup import choose_device
 
     if given.pop("milestone", None) is not None:
         raise ValueError("the ladder runs all milestones: say --upto m3, not --milestone m3")

@@ -18,7 +18,7 @@ from folovllm.cache.prefix_cache import PrefixCachingBlockManager
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.scheduler import Scheduler
-from folovllm.engine.setup import choose_device
+from folovllm.setup import choose_device
 
 Clock = Callable[[], float]  # the wall's, or that of the process alone, which a busy machine does not disturb
 

@@ -17,6 +17,7 @@ from math import prod
 import torch
 
 from folovllm.bench.workload import Workload
+from folovllm.layers.fusable import fusable
 from folovllm.layers.linear import LinearBase
 from folovllm.model_config import num_experts_of, num_linear_of, windows_of
 from folovllm.models.registry import renamed_by
@@ -125,7 +126,7 @@ class MatrixSizes:
         if mixers:  # each layer has its own
             shapes = {name: shape for name, shape in shapes.items() if not name.startswith("self_attn.")}
         linears = [module for mixer in mixers for module in mixer.modules() if isinstance(module, LinearBase)]
-        own = [(linear.linear_method, sum(linear.output_sizes), linear.input_size) for linear in linears]
+        own = [(fusable(linear.linear_method), sum(linear.output_sizes), linear.input_size) for linear in linears]
         always = setup.num_layers * sum(map(prod, shapes.values())) + sum(
             outputs * inputs for _, outputs, inputs in own
         )

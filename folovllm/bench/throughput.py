@@ -12,7 +12,8 @@ from folovllm.bench.roofline import Rates, measure_rates, roofline_seconds
 from folovllm.bench.serve import Observed, empty_prefix_cache, run_workload, running, warm_up
 from folovllm.bench.workload import Workload, load_workload
 from folovllm.config import EngineConfig
-from folovllm.engine.setup import set_up, use_threads
+from folovllm.engine.cpu_threads import use_threads
+from folovllm.setup import set_up
 
 Answers = dict[str, list[int]]  # token ids by request
 

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from folovllm.engine.logits_mask import LogitsMask, abort_broken
+from folovllm.engine.logprobs import keep_logprobs
 from folovllm.engine.metrics import report_step
 from folovllm.engine.output_processor import OutputProcessor, RequestState
 from folovllm.engine.scheduler import SchedulerLike
@@ -99,7 +100,7 @@ class EngineCore:
         new = self.scheduler.postprocess([(step.seqs[i], result.token_ids[i]) for i in alive])
         for i in alive if result.logprobs else ():
             if i in result.logprobs:
-                self.output.keep_logprobs(step.seqs[i], step.output.scheduled_seqs[i].scores, result.logprobs[i])
+                keep_logprobs(step.seqs[i], step.output.scheduled_seqs[i].scores, result.logprobs[i])
         now = time.monotonic()
         if self.events.on:
             start = max(

@@ -7,35 +7,34 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
 from folovllm import build
-from folovllm.cache.manager import KVCacheManager, PrefixCacheStats
-from folovllm.config import EngineConfig, ModelConfig
+from folovllm.config import EngineConfig
+from folovllm.engine.calls import EngineCalls
+from folovllm.engine.cpu_threads import use_threads
 from folovllm.engine.input_processor import InputProcessor
-from folovllm.engine.metrics import EngineStats, StepLog, StepStats, engine_stats
 from folovllm.engine.output_processor import RequestState
 from folovllm.engine.scheduler import SchedulerLike
-from folovllm.engine.setup import set_up, use_threads
-from folovllm.engine.snapshot import added, snapshot
+from folovllm.engine.snapshot import added
 from folovllm.event_stream import Events
-from folovllm.events import ExpertsAsked, Listener
 from folovllm.executor.abstract import Executor
-from folovllm.inputs import Prompt, as_requests, is_one_prompt
+from folovllm.inputs import Prompt
 from folovllm.models.files import load_tokenizer, whole
+from folovllm.older_config import ModelConfig
 from folovllm.outputs import RequestOutput
 from folovllm.request import Request, Sequence
 from folovllm.require import also_takes
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
+from folovllm.setup import set_up
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class LLMEngine:
+class LLMEngine(EngineCalls):
     """Serves requests step by step; `LLM` wraps it for offline use.
 
     Use it from one thread at a time. After an exception inside `step` the engine's state is undefined: make a new one.
@@ -60,7 +59,6 @@ class LLMEngine:
         executor = build.make_executor(self.setup, self._extension)
         self.core = build.make_core(self.setup, self._extension, executor, self.tokenizer)
         self.loop = build.make_loop(self.core, config)
-        self._log: StepLog | None = None
         self._is_closed = False
         # Outputs of steps that `update_weights` ran: `step` returns them first.
         self.undelivered: deque[list[RequestOutput]] = deque()
@@ -85,26 +83,6 @@ class LLMEngine:
     def from_engine_args(engine_args: EngineConfig) -> LLMEngine:
         """Make the engine, by vLLM's name."""
         return make_engine(engine_args)
-
-    @also_takes("generate")
-    def generate(
-        self,
-        prompts: Prompt | SequenceOf[Prompt],
-        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
-    ) -> RequestOutput | list[RequestOutput]:
-        """Answer one prompt (one output) or a list of them (a list). `LLM.generate` can do more."""
-        requests = as_requests(prompts, SamplingParams() if sampling_params is None else sampling_params)
-        ids = [f"generate-{index}" for index in range(len(requests))]
-        finished: dict[str, RequestOutput] = {}
-        try:
-            for request_id, request in zip(ids, requests, strict=True):
-                self.add_request(request_id, request.prompt, request.params, stream=False)
-            while len(finished) < len(ids):
-                finished |= {output.request_id: output for output in self.step()}
-        finally:
-            self.abort_request(ids)  # where an error left some
-        outputs = [finished[request_id] for request_id in ids]
-        return outputs[0] if is_one_prompt(prompts) else outputs
 
     @also_takes("request")
     def add_request(
@@ -188,15 +166,6 @@ class LLMEngine:
         """Whether `step` has work, or outputs to hand out."""
         return bool(self.undelivered or self.core.output.requests)
 
-    @property
-    def request_ids(self) -> list[str]:
-        """The ids of the requests that are being served."""
-        return list(self.core.output.requests)
-
-    def get_num_unfinished_requests(self) -> int:
-        """How many requests are being served."""
-        return len(self.core.output.requests)
-
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer, which is transformers'."""
         return whole(self.tokenizer)
@@ -215,67 +184,6 @@ class LLMEngine:
         if self._is_closed:
             raise RuntimeError("the engine was closed: make a new one")
 
-    def subscribe(self, listener: Listener, experts: bool = False) -> None:
-        """Call `listener(events)` after each step with what happened (`folovllm.events`), and now with the present state.
-
-        With `experts`, what happened includes how often experts were asked (`ExpertsAsked`), where `count_experts` is set.
-        """
-        state = snapshot(self.setup, self.scheduler.kv, self.core.num_steps, self.core.output.requests.values())
-        experts = experts and bool(self.setup.config.extras.get("count_experts"))
-        self.events.subscribe(listener, state, experts)
-        if experts:
-            self.events.emit(ExpertsAsked(self.expert_load()))
-            self.events.drain()
-
-    def unsubscribe(self, listener: Listener) -> None:
-        """Tell `listener` nothing more. ValueError if it does not listen."""
-        self.events.unsubscribe(listener)
-
-    @property
-    def history(self) -> list[StepStats] | None:
-        """The steps so far, or None. Set it to [] to have each step's figures appended from now on, and to None to stop."""
-        return None if self._log is None else self._log.steps
-
-    @history.setter
-    def history(self, steps: list[StepStats] | None) -> None:
-        if self._log is not None:
-            self.unsubscribe(self._log)
-        self._log = None
-        if steps is not None:
-            self._log = StepLog(steps)
-            self.subscribe(self._log, experts=True)
-
-    def stats(self) -> EngineStats:
-        """Requests and KV cache as they are now."""
-        self.require_open()
-        return engine_stats(self.setup, self.scheduler, self.core.num_steps, self.core.num_preemptions)
-
-    def expert_load(self) -> list[list[int]]:
-        """How often each expert of each layer was asked since the start; waits for the steps under way.
-
-        L lists of E numbers; a token asks k experts of a layer. ValueError where that is not counted.
-        """
-        self.require_open()
-        if not self.setup.config.extras.get("count_experts"):
-            raise ValueError("experts are not counted: set count_experts=True")
-        return self.executor.expert_load()
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes, as after a change of the weights. Raises ValueError where there is no cache."""
-        self._prefix_caching_manager().reset()
-        self.events.drain()
-        return True  # vLLM's may fail
-
-    def prefix_cache_stats(self) -> PrefixCacheStats:
-        """Hits and evictions so far. Raises ValueError where there is no cache."""
-        return self._prefix_caching_manager().stats
-
-    def _prefix_caching_manager(self) -> KVCacheManager:
-        kv = self.scheduler.kv
-        if kv is None or not self.setup.config.enable_prefix_caching:
-            raise ValueError("there is no prefix cache: set enable_prefix_caching=True, or take milestone m5")
-        return kv
-
     def close(self) -> None:
         """End all requests and give the memory of the model, and of a draft, back. A second call does nothing."""
         if self._is_closed:
@@ -283,7 +191,8 @@ class LLMEngine:
         self._is_closed = True
         self.abort_request(list(self.core.output.requests))
         self.executor.shutdown()
-        self._extension.close()
+        if self._extension is not None:
+            self._extension.close()
         gc.unfreeze()  # `make_engine` froze what refers to itself; only thawed can it be collected
         gc.collect()
         torch.cuda.empty_cache()  # to the card, for other programs

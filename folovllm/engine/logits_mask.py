@@ -9,7 +9,8 @@ from collections.abc import Sequence as SequenceOf
 from folovllm.event_stream import Events
 from folovllm.events import GivenUp
 from folovllm.request import Sequence, SequenceOutput, SequenceStatus
-from folovllm.step.schedule import SchedulerOutput, TokenBitmasks
+from folovllm.step.bitmasks import TokenBitmasks
+from folovllm.step.schedule import SchedulerOutput
 
 logger = logging.getLogger("folovllm")
 

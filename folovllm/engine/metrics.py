@@ -24,6 +24,7 @@ from folovllm.executor.abstract import Executor
 from folovllm.request import SequenceOutput
 from folovllm.setup import EngineSetup
 from folovllm.step.schedule import SchedulerOutput
+from folovllm.worker.gpu_worker import GPUWorker
 
 
 def report_step(
@@ -31,7 +32,7 @@ def report_step(
 ) -> None:
     """Tell listeners that a step has ended, and which sequences with it. `ended`: the other fields of its `StepEnded`."""
     if events.wants_experts:
-        events.emit(ExpertsAsked(executor.expert_load()))
+        events.emit(ExpertsAsked(executor.collective_rpc(GPUWorker.counted, "experts")[0]))
     used = 0 if scheduler.kv is None else scheduler.kv.num_used
     events.emit(StepEnded(**ended, waiting=len(scheduler.waiting), kv_blocks_used=used))
     for seq, _, status in new:

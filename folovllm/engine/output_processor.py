@@ -9,11 +9,10 @@ from operator import attrgetter, getitem
 from typing import Any
 
 from folovllm.engine.detokenizer import NoText
+from folovllm.engine.logprobs import chosen
 from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprob
 from folovllm.request import Sequence, SequenceOutput, SequenceStatus
 from folovllm.sampling_params import RequestOutputKind
-from folovllm.spelling import Spelling
-from folovllm.step.schedule import Logprobs, Scores
 
 logger = logging.getLogger("folovllm")
 PromptLogprobs = list[dict[int, TokenLogprob] | None] | None
@@ -27,14 +26,6 @@ class OutputProcessor:
         """`abort(*sequences)` has the scheduler end them: those of a request whose output cannot be made."""
         self.requests: dict[str, RequestState] = {}
         self._abort = abort
-
-    def keep_logprobs(self, seq: Sequence, scores: Scores | None, rows: list[Logprobs]) -> None:
-        """Take in the log-probabilities of a step: first those of the prompt's tokens, then those of sampled tokens."""
-        shown = [with_text(row, seq.detokenizer.spelling) for row in rows]
-        num_scores = 0 if scores is None else len(scores.token_ids)
-        seq.prompt_logprobs += shown[:num_scores]
-        seq.logprobs += shown[num_scores:]
-        del seq.logprobs[seq.num_output_tokens :]  # of tokens behind the one that ended the answer
 
     def process(self, new: Iterable[SequenceOutput], now: float) -> list[RequestOutput]:
         """Return one output for each request that has something to report. Finished requests leave.
@@ -181,20 +172,33 @@ class Answer:
         seq = self.seq
         old_chars, new_token_ids = self.take_news()
         old_tokens = self.num_tokens - len(new_token_ids)
-        copy: Callable[..., Any] = partial if copy_later else _now
         first_char, first_token = (old_chars, old_tokens) if deltas_alone else (0, 0)
+        makers: dict[str, Callable[[], Any]] = {
+            "text": partial(seq.detokenizer.read, first_char, self.num_chars),
+            "token_ids": partial(_token_ids, seq, first_token, self.num_tokens),
+        }
         has_logprobs = seq.params.logprobs is not None
-        return CompletionOutput(
+        if has_logprobs:
+            makers["logprobs"] = partial(getitem, seq.logprobs, slice(first_token, self.num_tokens))
+        output = CompletionOutput(
             index=seq.index,
-            text=copy(seq.detokenizer.read, first_char, self.num_chars),
-            token_ids=copy(_token_ids, seq, first_token, self.num_tokens),
+            text="",
+            token_ids=[],
             cumulative_logprob=self._cumulative_logprob if has_logprobs else None,
-            logprobs=copy(getitem, seq.logprobs, slice(first_token, self.num_tokens)) if has_logprobs else None,
             finish_reason=seq.status.value if seq.status.is_finished else None,
             stop_reason=seq.stop_reason,
             delta_text=seq.detokenizer.read(old_chars, self.num_chars),
             delta_token_ids=new_token_ids,
         )
+        own = vars(output)
+        if copy_later:
+            own["_later"] = makers
+        for name, make in makers.items():
+            if copy_later:
+                del own[name]
+            else:
+                own[name] = make()
+        return output
 
     def take_news(self) -> tuple[int, list[int]]:
         """Count what is new as reported; returns at which character it begins, and its tokens."""
@@ -228,20 +232,6 @@ def ended_by_token(seq: Sequence) -> bool:
     return seq.status is SequenceStatus.FINISHED_STOPPED and not isinstance(seq.stop_reason, str)
 
 
-def chosen(row: dict[int, TokenLogprob]) -> TokenLogprob:
-    """The entry of the token that was sampled: it comes first."""
-    return next(iter(row.values()))
-
-
-def with_text(row: Logprobs, spelling: Spelling | None) -> dict[int, TokenLogprob]:
-    """A token's log-probability and those of likely others, by token id. Without `spelling` they have no text."""
-    return {id_: TokenLogprob(id_, value, rank, *(spelling[id_] if spelling else (None,))) for id_, value, rank in row}
-
-
 def _token_ids(seq: Sequence, start: int, end: int) -> list[int]:
     ids: list[int] = seq.output_token_ids[start:end].tolist()
     return ids
-
-
-def _now(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)

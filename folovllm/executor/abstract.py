@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from folovllm.step.schedule import SchedulerOutput, StepResult, TokenBitmasks
+from folovllm.step.bitmasks import TokenBitmasks
+from folovllm.step.schedule import SchedulerOutput, StepResult
 
 T = TypeVar("T")
 
@@ -35,12 +36,6 @@ class Executor(Protocol):
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:
         """Run one step and wait for its tokens. Raises `NothingScheduled` if it is empty."""
-
-    def expert_load(self) -> list[list[int]]:
-        """Wait for all steps so far, and return how many tokens each expert of each layer received, [L][E].
-
-        Call it only with `count_experts`.
-        """
 
     def collective_rpc(self, function: Callable[..., T], *arguments: Any) -> list[T]:
         """Call `function(worker, *arguments)` on every rank, behind all steps so far. Returns the results by rank.

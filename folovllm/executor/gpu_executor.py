@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from folovllm.executor.abstract import T
-from folovllm.step.schedule import NothingScheduled, SchedulerOutput, StepResult, TokenBitmasks
+from folovllm.step.bitmasks import TokenBitmasks
+from folovllm.step.schedule import NothingScheduled, SchedulerOutput, StepResult
 from folovllm.worker.gpu_worker import GPUWorker
 
 
@@ -51,9 +52,6 @@ class GPUExecutor:
         if not output.scheduled_seqs:
             raise NothingScheduled
         return self._worker.execute_model(output)
-
-    def expert_load(self) -> list[list[int]]:
-        return self._worker.expert_load()
 
     def collective_rpc(self, function: Callable[..., T], *arguments: Any) -> list[T]:
         return [function(self._worker, *arguments)]

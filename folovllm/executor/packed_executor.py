@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from folovllm.executor.abstract import Pending, T
+from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.packed import PackedStep, StepPacker
-from folovllm.step.schedule import NothingScheduled, SchedulerOutput, StepResult, TokenBitmasks
+from folovllm.step.schedule import NothingScheduled, SchedulerOutput, StepResult
 from folovllm.worker.gpu_worker import GPUWorker
 from folovllm.worker.graph_runner import GraphRunner, PendingStep
 
@@ -50,10 +51,6 @@ class PackedExecutor(ABC):
         """Sample for the step that `forward` started. Rows in `masks` sample only tokens that their mask allows."""
         pending: Pending = self._send(masks)
         return pending
-
-    def expert_load(self) -> list[list[int]]:
-        """Wait for all steps so far, and return the token counts of experts [L][E]. No step may wait for its masks."""
-        return self.collective_rpc(GPUWorker.expert_load)[0]
 
     @abstractmethod
     def collective_rpc(self, function: Callable[..., T], *arguments: Any) -> list[T]:

@@ -5,57 +5,30 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
-from folovllm.distributed.group import Group
-from folovllm.distributed.sharding import keep_experts_whole, local_config, shard_merged, shard_named
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import FLOATS, PLAIN, LinearBase, LinearMethod, Plain
-from folovllm.layers.sharded import sharded
-from folovllm.model_config import head_dim_of
-from folovllm.models.files import SIZES, printable, read_json, reading
+from folovllm.models.files import SIZES, read_json, reading
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.models.registry import PLAIN_LAYERS, build_model, get_model_class
-from folovllm.plugins import EXTRA_TENSORS, is_installed, named
+from folovllm.models.registry import PLAIN_LAYERS, build_model
 from folovllm.setup import EngineSetup
 
 NO_ROOM = "allocate memory|Storage size calculation overflowed"  # of torch's messages on a CPU
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 IN_FLOATS = (".weight", "proj.bias", "weight_scale", "weight_scale_inv")  # unless the linear method says otherwise
-STORED = {  # torch's names of dtypes: safetensors'
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int8": "I8", "uint8": "U8",
-    "float8_e4m3fn": "F8_E4M3",
-}  # fmt: skip
-PIECE = 32 << 20  # bytes that are pinned at a time
-IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a constant that old Llama checkpoints carry
 
 LinearMethods = dict[str, LinearMethod]  # by the name of a module
-Taker = Callable[
-    [LlamaForCausalLM, str, torch.Tensor], None
-]  # gives a tensor of this name to its layer; may raise ValueError
 Tensors = Iterable[tuple[str, torch.Tensor]]  # by the names of a checkpoint
-Shard = Callable[
-    [str, Any], torch.Tensor
-]  # a tensor's name, and the tensor (or a `StoredTensor`) -> the part to keep, in the model's order
-
-
-class StoredTensor:
-    """A tensor that is still in its file. Indexing reads what is indexed, and nothing else."""
-
-    def __init__(self, stored: Any) -> None:
-        self._stored = stored
-        self.shape = torch.Size(stored.get_shape())
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        """As a tensor's, with slices."""
-        return cast(torch.Tensor, self._stored[index])
+# A tensor's name, and the tensor as it is stored -> the part to keep, in the model's order.
+Shard = Callable[[str, Any], torch.Tensor]
 
 
 def load_native_model(
@@ -70,7 +43,9 @@ def load_native_model(
     """
     model = into or built(setup, setup.hf_config, layers)
     if setup.config.random_weights and weights is None:
-        init_random_weights(model, setup.config.seed)
+        from folovllm.models.random_weights import init_random_weights
+
+        init_random_weights(model, setup.config.seed, checkpoint_places(model))
     else:
         load_model(model, setup.path if weights is None else weights, use_tqdm=setup.config.use_tqdm and into is None)
     return model
@@ -91,37 +66,6 @@ def built(setup: EngineSetup, hf_config: Any, layers: LayerSet) -> LlamaForCausa
             ) from error
 
 
-def load_sharded_model(
-    setup: EngineSetup,
-    group: Group,
-    layers: LayerSet = PLAIN_LAYERS,
-    into: LlamaForCausalLM | None = None,
-    weights: Path | Tensors | None = None,
-) -> LlamaForCausalLM:
-    """As `load_native_model`, the rank's part of the model. Only this part of the checkpoint is read.
-
-    `setup` and `layers` are those of the whole model. Random weights are sharded too: they do not depend on the number of ranks.
-    """
-    expert_parallel = bool(setup.config.extras.get("enable_expert_parallel"))
-    config = local_config(setup.hf_config, group.size, expert_parallel)
-    shard = partial(shard_named, head_dim=head_dim_of(setup.hf_config), rank=group.rank, size=group.size)
-    shard = partial(shard_merged, hf_config=setup.hf_config, shard=shard)
-    shard = partial(
-        get_model_class(setup.hf_config).shard, setup.hf_config, rank=group.rank, size=group.size, usual=shard
-    )
-    if expert_parallel:
-        shard = partial(keep_experts_whole, shard=shard)
-    part = sharded(layers, group, setup.vocab_size)
-    model = into or built(setup, config, part)
-    if setup.config.random_weights and weights is None:
-        whole = build_model(setup.hf_config, setup.dtype, "meta", setup.max_model_len, replace(layers, counters=None))
-        init_random_weights(model, setup.config.seed, whole, shard)
-    else:
-        show = setup.config.use_tqdm and group.rank == 0 and into is None
-        load_model(model, setup.path if weights is None else weights, use_tqdm=show, shard=shard)
-    return model
-
-
 def load_model(
     model: LlamaForCausalLM, path: Path | Tensors, use_tqdm: bool = True, shard: Shard | None = None
 ) -> None:
@@ -138,13 +82,17 @@ def load_model(
     """
     places = checkpoint_places(model)
     linear_methods = {name.rpartition(".")[0]: place.linear_method for name, place in places.items()}  # of each module
-    shard = shard or model.reorder
-    part = None if shard is None else partial(part_of, places, shard)
-    source = f"the checkpoint in {path}" if isinstance(path, Path) else "the given set of weights"
+    part = None
+    if (shard := shard or model.reorder) is not None:
+        from folovllm.models.extra_tensors import part_of
+
+        part = partial(part_of, places, linear_methods, shard)
     if isinstance(path, Path):
-        tensors = read_tensors(checkpoint_files(path), linear_methods, part, model.own_name)
+        source, tensors = f"the checkpoint in {path}", read_tensors(path, linear_methods, part, model.own_name)
     else:
-        tensors = given_tensors(path, linear_methods, part, model.own_name)
+        from folovllm.models.given_tensors import given_tensors
+
+        source, tensors = "the given set of weights", given_tensors(path, linear_methods, part, model.own_name)
     embedding = model.model.embed_tokens.weight
     tied, copied_head = model.lm_head.weight is embedding, None
     with tqdm(total=len(places), desc="Loading weights", unit="tensor", disable=not use_tqdm) as progress:
@@ -152,13 +100,13 @@ def load_model(
             with reading(source, name):
                 if tied and name == "lm_head.weight":
                     copied_head = tensor
-                elif is_ignored(name, linear_methods):
-                    linear_methods.get(name.rpartition(".")[0], PLAIN).check_ignored(name, tensor)
-                elif name not in places and (taker := taker_of(name)) is not None:
-                    taker(model, name, tensor)
-                elif not is_empty_bias(name, tensor, places, linear_methods):
-                    copy_weight(name, arranged(name, tensor, places), places)
+                elif name in places:
+                    copy_weight(name, tensor, places)
                     progress.update()
+                else:
+                    from folovllm.models.extra_tensors import take_extra
+
+                    take_extra(model, name, tensor, linear_methods)
     if places:
         raise ValueError(f"{source} lacks {some_of(map(model.stored_name, places))}")
     if copied_head is not None and not _same(copied_head, embedding):
@@ -208,33 +156,21 @@ def checkpoint_places(model: LlamaForCausalLM) -> dict[str, Place]:
     return places
 
 
-def part_of(places: dict[str, Place], shard: Shard, name: str, tensor: Any) -> torch.Tensor:
-    """Return the part of a checkpoint's tensor that `shard` keeps; its linear method knows how the tensor is laid out."""
-    if name not in places and taker_of(name) is not None:
-        return tensor[:] if tensor.shape else tensor[...]
-    linear_method = places[name].linear_method if name in places else PLAIN
-    return linear_method.shard(name.rpartition(".")[2], tensor, partial(shard, name))
-
-
 def copy_weight(name: str, tensor: torch.Tensor, places: dict[str, Place]) -> None:
     """Copy one tensor of the checkpoint to its place and cross that off."""
+    place = places.get(name)
+    if place is not None and not isinstance(place.linear_method, Plain):
+        from folovllm.models.extra_tensors import arranged
+
+        tensor = arranged(name, tensor, place.linear_method, place.view)
     place = take_place(name, tensor.shape, places)
-    copy_in_pieces(place.view, tensor)
+    if place.view.is_cuda and not tensor.is_cuda and tensor.dim():
+        from folovllm.models.pinned import copy_in_pieces
+
+        copy_in_pieces(place.view, tensor)
+    else:
+        place.view.copy_(tensor)
     require_finite(name, place.view)
-
-
-def copy_in_pieces(view: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy a tensor; from the host to a GPU piece by piece through pinned memory.
-
-    While the GPU fetches a piece, all of the host's threads read the next one from its file. Copied whole, one thread of the
-    driver would do both.
-    """
-    if not view.is_cuda or tensor.is_cuda or not tensor.dim():
-        view.copy_(tensor)
-        return
-    rows = max(1, PIECE * len(tensor) // max(1, tensor.nbytes))
-    for part, piece in zip(view.split(rows), tensor.split(rows), strict=True):
-        part.copy_(piece.to(part.dtype).pin_memory(), non_blocking=True)
 
 
 def take_place(name: str, shape: torch.Size, places: dict[str, Place]) -> Place:
@@ -245,36 +181,6 @@ def take_place(name: str, shape: torch.Size, places: dict[str, Place]) -> Place:
     if place.view.shape != shape:
         raise ValueError(f"{name!r} has shape {list(shape)}, the model expects {list(place.view.shape)}")
     return place
-
-
-def arranged(name: str, tensor: torch.Tensor, places: dict[str, Place]) -> torch.Tensor:
-    """Return a tensor of the checkpoint as its place takes it; its linear method knows how.
-
-    Codes are put in order where the model is: 30 billion of 4 bits would keep a CPU busy for most of a minute.
-    """
-    place = places.get(name)
-    if place is None or isinstance(place.linear_method, Plain):
-        return tensor
-    return place.linear_method.arrange(name.rpartition(".")[2], tensor.to(place.view.device), place.view.shape)
-
-
-def taker_of(name: str) -> Taker | None:
-    """Return what takes a tensor for which the model has no place, such as a scale of an FP8 cache; None if nobody knows it."""
-    takers = (named(place)(name) for place in EXTRA_TENSORS if is_installed(place))
-    return next((taker for taker in takers if taker is not None), None)
-
-
-def is_ignored(name: str, linear_methods: LinearMethods) -> bool:
-    """Whether a checkpoint may hold a tensor that no model here needs."""
-    module, _, kind = name.rpartition(".")
-    return name.endswith(IGNORED_SUFFIX) or (module in linear_methods and kind in linear_methods[module].ignores)
-
-
-def is_empty_bias(name: str, tensor: torch.Tensor, places: dict[str, Place], linear_methods: LinearMethods) -> bool:
-    """Whether it is a bias of zeros for a quantized layer that has none, as writers of GPTQ checkpoints leave them."""
-    module, _, kind = name.rpartition(".")
-    quantized = module in linear_methods and not isinstance(linear_methods[module], Plain)
-    return kind == "bias" and quantized and name not in places and not tensor.any()
 
 
 def require_finite(name: str, weight: torch.Tensor) -> None:
@@ -289,19 +195,6 @@ def require_finite(name: str, weight: torch.Tensor) -> None:
     if not finite:
         dtype = str(weight.dtype).removeprefix("torch.")
         raise ValueError(f"{name!r} holds NaN or infinity as {dtype}: the file is damaged, or needs another dtype")
-
-
-def require_usable(name: str, tensor: Any, linear_method: LinearMethod) -> None:
-    """Raise ValueError if a given weight is no tensor, holds no numbers, or other ones than its linear method takes."""
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{name!r} is a {type(tensor).__name__}, and must be a tensor")
-    if tensor.layout != torch.strided:
-        raise ValueError(f"{name!r} is sparse, and must be a tensor of all its numbers")
-    if tensor.is_meta:
-        raise ValueError(f"{name!r} is on the device meta, where a tensor holds no numbers")
-    wanted, dtype = linear_method.stored(name.rpartition(".")[2]), str(tensor.dtype).removeprefix("torch.")
-    if STORED.get(dtype) not in wanted:
-        raise ValueError(f"{name!r} holds numbers of {dtype}, and the model takes {' or '.join(wanted)}")
 
 
 def require_float_weights(files: list[Path]) -> None:
@@ -352,13 +245,13 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 def read_tensors(
-    files: list[Path], linear_methods: LinearMethods, shard: Shard | None, own_name: Callable[[str], str | None]
+    path: Path, linear_methods: LinearMethods, shard: Shard | None, own_name: Callable[[str], str | None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor, one after the other, each a view of the memory-mapped file until it is copied.
 
     `own_name` says what the model calls a tensor; where that is None it is not read.
     """
-    for file in files:
+    for file in checkpoint_files(path):
         with opened(file) as handle:
             for stored_name in handle.keys():  # noqa: SIM118  # a handle is no dict
                 if (name := own_name(stored_name)) is None:
@@ -366,52 +259,8 @@ def read_tensors(
                 with reading(file, stored_name):
                     stored = handle.get_slice(stored_name)
                     require_stored(name, stored.get_dtype(), linear_methods)
-                    if shard is None or is_ignored(name, linear_methods):
-                        tensor = handle.get_tensor(stored_name)
-                    else:
-                        tensor = shard(name, StoredTensor(stored))
+                    tensor = handle.get_tensor(stored_name) if shard is None else shard(name, stored)
                 yield name, tensor
-
-
-def given_tensors(
-    tensors: Tensors, linear_methods: LinearMethods, shard: Shard | None, own_name: Callable[[str], str | None]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """As `read_tensors`, of tensors in memory."""
-    for given_name, tensor in map(as_named, tensors):
-        if (name := own_name(given_name)) is not None:
-            if not is_ignored(name, linear_methods):
-                require_usable(given_name, tensor, linear_methods.get(name.rpartition(".")[0], PLAIN))
-            yield name, tensor if shard is None else shard(name, tensor)
-
-
-def as_named(given: Any) -> tuple[str, Any]:
-    """Return a name and what should be its tensor. Raises ValueError if this is no such pair."""
-    if not isinstance(given, tuple | list) or len(given) != 2 or not isinstance(given[0], str):
-        raise ValueError(
-            f"the given set of weights must hold pairs of a name and a tensor, not {printable(repr(given), 100)}"
-        )
-    return given[0], given[1]
-
-
-def init_random_weights(
-    model: LlamaForCausalLM, seed: int, whole: LlamaForCausalLM | None = None, shard: Shard | None = None
-) -> None:
-    """Fill the model with random weights on its own device, to time a geometry: N(0, 0.02), and ones in the norms.
-
-    Where `model` is a part, `whole` (of which only shapes matter) is what is made up, and `shard` cuts each tensor.
-    """
-    places, shard = checkpoint_places(model), shard or model.reorder
-    generator = torch.Generator(model.lm_head.weight.device).manual_seed(seed)
-    some = model.lm_head.weight
-    for name, full in checkpoint_places(model if whole is None else whole).items():
-        tensor = torch.empty(full.view.shape, dtype=full.view.dtype, device=some.device)
-        if name.endswith("norm.weight"):
-            tensor.fill_(1.0)
-        else:
-            full.linear_method.fill(name.rpartition(".")[2], tensor, generator)
-        if name in places:  # else another rank's
-            places[name].view.copy_(tensor if shard is None else part_of(places, shard, name, tensor))
-    model.weights_loaded()
 
 
 def _same(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:

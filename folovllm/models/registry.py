@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -89,11 +90,15 @@ def get_model_class(hf_config: PretrainedConfig) -> type[LlamaForCausalLM]:
     names: list[str] = getattr(hf_config, "architectures", None) or []
     known = ARCHITECTURES | MODELS
     name = next((name for name in names if name in known), None)
+    found: type[LlamaForCausalLM]
     if name is None:
         raise UnsupportedModel(
             f"no model for architecture {', '.join(names) or '(none named)'}: the known ones are {', '.join(sorted(known))}"
         )
-    found: type[LlamaForCausalLM] = require(f"{known[name]}:{name}", f"a model of architecture {name}")
+    if name in ARCHITECTURES:
+        found = getattr(import_module(ARCHITECTURES[name]), name)
+    else:
+        found = require(f"{MODELS[name]}:{name}", f"a model of architecture {name}")
     if found.takes_experts and num_experts_of(hf_config):
         found = require(EXPERTS, f"a model of architecture {name} with experts")(found)
     return found

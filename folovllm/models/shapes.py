@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from folovllm.layers.linear import PLAIN
+from folovllm.layers.fusable import PLAIN, fusable
 from folovllm.layers.state_layer import StateLayer
 from folovllm.model_config import expert_size_of, head_dim_of, num_experts_of, num_kv_heads_of, num_linear_of
 from folovllm.models.registry import build_model, quantization_of
@@ -54,7 +54,7 @@ def linear_bytes(
     linear_method_of = quantization.linear_methods_of(hf_config, {}, renamed) or (lambda name: None)
     for i in range(hf_config.num_hidden_layers):
         for name, (outputs, inputs) in shapes.items():
-            linear_method = linear_method_of(f"model.layers.{i}.{name}") or PLAIN
+            linear_method = fusable(linear_method_of(f"model.layers.{i}.{name}") or PLAIN)
             total += linear_method.num_bytes(outputs, inputs, dtype)
     return total
 

@@ -8,8 +8,8 @@ from typing import cast
 
 import torch
 
+from folovllm.models.extra_tensors import Taker
 from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM
-from folovllm.models.loader import Taker
 
 # As compressed-tensors, vLLM, ModelOpt and older quantisers name them.
 NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:(?:attn\.|[kv]_proj\.)?([kv])_scale|([kv])_proj\.output_scale)")

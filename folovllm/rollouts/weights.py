@@ -15,24 +15,12 @@ import torch
 from safetensors.torch import save_file
 
 from folovllm.layers.linear import PLAIN, LinearBase, Plain
+from folovllm.models.extra_tensors import arranged, is_empty_bias, is_ignored, taker_of
 from folovllm.models.files import load_hf_config, read_json, resolve_model
 from folovllm.models.gemma3 import Gemma3RMSNorm
+from folovllm.models.given_tensors import as_named, require_usable
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.models.loader import (
-    SINGLE,
-    Place,
-    Tensors,
-    arranged,
-    as_named,
-    checkpoint_places,
-    is_empty_bias,
-    is_ignored,
-    require_finite,
-    require_usable,
-    some_of,
-    take_place,
-    taker_of,
-)
+from folovllm.models.loader import SINGLE, Place, Tensors, checkpoint_places, require_finite, some_of, take_place
 from folovllm.models.registry import build_model, default_dtype, quantization_of
 from folovllm.rollouts.generation import next_generation
 from folovllm.worker.gpu_worker import GPUWorker
@@ -98,7 +86,7 @@ def require_fitting(worker: Worker, setup: EngineSetup, weights: Mapping[str, to
             require_place(name, weights[given], places)
         elif not (is_tied or is_ignored(name, methods) or taker_of(name)):
             require_usable(given, weights[given], PLAIN)
-            if not is_empty_bias(name, weights[given], places, methods):
+            if not is_empty_bias(name, weights[given], methods.get(name.rpartition(".")[0], PLAIN)):
                 take_place(given, torch.Size(), {})
     if places:
         raise ValueError(f"the given set of weights lacks {some_of(map(model.stored_name, places))}")
@@ -112,7 +100,7 @@ def require_place(name: str, tensor: torch.Tensor, places: dict[str, Place]) -> 
         shape = tensor.shape
     elif place.view.is_meta:
         with suppress(NotImplementedError, RuntimeError):  # an order that hangs on the numbers
-            shape = arranged(name, tensor, places).shape
+            shape = arranged(name, tensor, place.linear_method, place.view).shape
     take_place(name, shape, places)
     if tensor.is_floating_point():
         require_finite(name, tensor if tensor.dtype == torch.float8_e4m3fn else tensor.to(place.view.dtype))

@@ -9,7 +9,8 @@ import torch
 from folovllm.sample.sampler import Sampler, SamplerOutput, SamplingBatch
 from folovllm.sample.sampler_state import SamplerState
 from folovllm.sample.sampling_row import pack_rows
-from folovllm.step.schedule import SamplingSpec, TokenBitmasks
+from folovllm.step.bitmasks import TokenBitmasks
+from folovllm.step.schedule import SamplingSpec
 
 
 class SamplingRows:

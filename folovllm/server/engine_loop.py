@@ -10,9 +10,9 @@ from typing import Protocol
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.events import Event
+from folovllm.executor.plain_setup import plain
 from folovllm.server.aggregator import Aggregator
 from folovllm.server.messages import Abort, Add, EngineMessage, Failure, Ready, Refused, Step, Stop, Work
-from folovllm.setup import plain
 
 logger = logging.getLogger("folovllm")
 MakeEngine = Callable[[EngineConfig], LLMEngine]

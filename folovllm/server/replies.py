@@ -11,7 +11,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
-from folovllm.engine.output_processor import RequestState, with_text
+from folovllm.engine.logprobs import with_text
+from folovllm.engine.output_processor import RequestState
 from folovllm.outputs import TokenLogprob
 from folovllm.server.deltas import OutputDelta
 from folovllm.server.protocol import ChatRequest, CompletionRequest, Sampling

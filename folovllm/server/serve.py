@@ -77,7 +77,7 @@ def in_process_of_its_own(config: ServerConfig, engine_config: EngineConfig) -> 
     """Whether the engine gets a process: as asked for; else if it runs on a GPU, so that its Python does not hold up the server's."""
     if config.engine_process is not None:
         return config.engine_process
-    from folovllm.engine.setup import choose_device
+    from folovllm.setup import choose_device
 
     return choose_device(engine_config.device).type == "cuda"
 

@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
-from folovllm.engine.output_processor import RequestState, with_text
+from folovllm.engine.logprobs import with_text
+from folovllm.engine.output_processor import RequestState
 from folovllm.engine.stop import check_stop_conditions
 from folovllm.outputs import RequestOutput, TokenLogprob
 from folovllm.request import CachedPrefix, Request, Sequence, SequenceStatus

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 
 from folovllm.config import EngineConfig
-from folovllm.engine.setup import set_up
 from folovllm.model_config import num_linear_of, num_positions
 from folovllm.models.files import load_hf_config, resolve_model
-from folovllm.setup import EngineSetup
+from folovllm.setup import EngineSetup, set_up
 from folovllm.spec_decode.proposer import Proposer, RowState
 from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput, TokenIds
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from folovllm.build import make_packed_worker
+from folovllm.build_packed import make_packed_worker
 from folovllm.engine.extension import Extension
 from folovllm.spec_decode import attention
 from folovllm.spec_decode.config import SpeculativeConfig

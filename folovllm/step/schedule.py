@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from folovllm.step.bitmasks import MASKS, TokenBitmasks
 
 Int32 = npt.NDArray[np.int32]
 TokenIds = Int32
@@ -18,7 +20,6 @@ TokenIds = Int32
 Logprobs = list[tuple[int, float, int]]
 # What only some steps carry, by owner: matrices of int32 numbers [n, k] whose first column is an index of a scheduled sequence.
 Extras = Mapping[str, Int32]
-MASKS = "masks"  # the owner of token bitmasks, where they are known before the step starts: index, then the bits
 
 
 class NothingScheduled(RuntimeError):
@@ -90,27 +91,6 @@ class SamplingSpec:
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
-@dataclass(slots=True, frozen=True, eq=False)
-class TokenBitmasks:
-    """Masks for n sampled tokens. Rows that are not listed sample without a mask. With deferred sampling they follow the forward pass.
-
-    A row that samples several tokens has a mask for each, in their order.
-    """
-
-    rows: Int32  # [n]
-    bits: Int32  # [n, ceil(V / 32)]: bit t % 32 of number t // 32 is set where token t may be sampled
-
-    def places(self, rows: npt.ArrayLike) -> npt.NDArray[np.signedinteger[Any]]:
-        """Return the samples that have these masks, [n], in a step whose samples have these `rows` [R]."""
-        return np.isin(rows, self.rows).nonzero()[0]
-
-    def of_samples(self, rows: Int32) -> Int32:
-        """Return a mask for each sample [R, ceil(V / 32)] of such a step. Samples without a mask allow all tokens."""
-        bits = np.full((len(rows), self.bits.shape[1]), -1, np.int32)
-        bits[self.places(rows)] = self.bits
-        return bits
-
-
 class Scores(NamedTuple):
     """Prompt tokens whose log-probabilities the request wants and this step computes."""
 
@@ -163,18 +143,15 @@ class SchedulerOutput:
 
     def with_masks(self, masks: TokenBitmasks) -> SchedulerOutput:
         """Return the step with the bitmasks of its samples."""
-        index_of = {scheduled.row: i for i, scheduled in enumerate(self.scheduled_seqs)}
-        index = np.array([index_of[row] for row in masks.rows.tolist()], np.int32)
-        return replace(self, extras={**(self.extras or {}), MASKS: np.column_stack([index, masks.bits])})
+        rows = [scheduled.row for scheduled in self.scheduled_seqs]
+        return replace(self, extras={**(self.extras or {}), MASKS: masks.by_index(rows)})
 
     @property
     def masks(self) -> TokenBitmasks | None:
         """The bitmasks of its samples, if it has any."""
         if self.extras is None or MASKS not in self.extras:
             return None
-        found = self.extras[MASKS]
-        rows = [self.scheduled_seqs[i].row for i in found[:, 0].tolist()]
-        return TokenBitmasks(np.array(rows, np.int32), np.ascontiguousarray(found[:, 1:]))
+        return TokenBitmasks.from_index(self.extras[MASKS], [scheduled.row for scheduled in self.scheduled_seqs])
 
     @property
     def num_tokens(self) -> int:

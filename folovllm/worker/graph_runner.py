@@ -15,6 +15,7 @@ from folovllm.models.llama import LlamaForCausalLM
 from folovllm.sample.logprobs import SampledLogprobs, gather_logprobs
 from folovllm.sample.sampler_state import SamplerState
 from folovllm.setup import EngineSetup
+from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.packed import (
     Field,
     PackedStep,
@@ -25,7 +26,7 @@ from folovllm.step.packed import (
     split,
     unpack_extras,
 )
-from folovllm.step.schedule import SchedulerOutput, StepResult, TokenBitmasks
+from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.worker.buckets import Bucket, buckets_for, decode_bucket, pad, padding_of
 from folovllm.worker.device_tables import DeviceTables
 from folovllm.worker.dry_run import compile_at_once

@@ -9,8 +9,9 @@ import numpy as np
 from folovllm.model_config import num_experts_of
 from folovllm.sample.sampling_row import mask_width
 from folovllm.setup import EngineSetup
+from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.packed import PackedStep, StepPacker
-from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput, TokenBitmasks
+from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput
 
 WARM_UP_TOKENS = 256  # more tokens or sequences than this change no kernel of a plain model
 LONG_STEP = 4096  # from here on attention may have another kernel, for long prompts

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import NoBadWordsLogitsProcessor, SequenceBiasLogitsProcessor
 
-from folovllm.engine.input_processor import bad_word_tokens
+from folovllm.engine.bad_words import bad_word_tokens
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler

@@ -15,9 +15,10 @@ from folovllm import LLM, EngineConfig, SamplingParams, plugins
 from folovllm.files import cache_dir
 from folovllm.kernels import variants
 from folovllm.kernels.variants import KernelVariant, kernel_variant
+from folovllm.layers.fusable import FusablePlain
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.linear import LinearBase, Plain, RankSum
-from folovllm.models import files, loader, registry
+from folovllm.layers.linear import LinearBase, RankSum
+from folovllm.models import extra_tensors, files, registry
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import load_native_model
 from folovllm.models.registry import Quantization
@@ -31,7 +32,7 @@ def llm(**fields: Any) -> LLM:
     return LLM(str(tiny_checkpoint()), milestone="m6", device="cpu", num_kv_blocks=40, use_tqdm=False, **fields)
 
 
-class Halved(Plain):
+class Halved(FusablePlain):
     """Weights that the checkpoint has twice as large."""
 
     def loaded(self, layer: LinearBase) -> None:
@@ -170,7 +171,7 @@ def test_a_model_counts_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     worker: GPUWorker[int, int] = GPUWorker(torch.device("cpu"), Runner(), counters)
     worker.load_model()
     worker.execute_model(3)
-    assert worker.expert_load() == [[3]]
+    assert worker.counted("experts") == [[3]]
 
 
 def taker_of(name: str) -> Any:
@@ -182,11 +183,11 @@ TAKEN: Any = SimpleNamespace(append=lambda model, name, tensor: setattr(model, "
 
 
 def test_a_tensor_without_a_place_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "EXTRA_TENSORS", (f"{__name__}:taker_of", "folovllm.gone:taker_of"))
+    monkeypatch.setattr(extra_tensors, "EXTRA_TENSORS", (f"{__name__}:taker_of", "folovllm.gone:taker_of"))
     whole = torch.ones(3)
-    assert loader.part_of({}, lambda name, tensor: tensor[:1], "model.norm.temperature", whole) is not None
-    taker = loader.taker_of("model.norm.temperature")
-    assert taker is not None and loader.taker_of("model.norm.other") is None
+    assert extra_tensors.part_of({}, {}, lambda name, tensor: tensor[:1], "model.norm.temperature", whole) is not None
+    taker = extra_tensors.taker_of("model.norm.temperature")
+    assert taker is not None and extra_tensors.taker_of("model.norm.other") is None
     model = SimpleNamespace()
     taker(model, "model.norm.temperature", whole)  # type: ignore[arg-type]
     assert model.temperature is whole

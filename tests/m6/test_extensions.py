@@ -79,7 +79,7 @@ def test_a_package_of_which_only_bytecode_is_left_is_none(tmp_path: Path, monkey
 
 
 def test_without_structured_output_a_request_for_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extensions, "LOGITS_MASK", "folovllm.gone.matchers:StructuredOutputManager")
+    monkeypatch.setattr("folovllm.plugins.LOGITS_MASK", "folovllm.gone.matchers:StructuredOutputManager")
     with llm() as engine:
         assert len(engine.generate("Once", PARAMS)[0].outputs[0].token_ids) == 6
         with pytest.raises(ValueError, match="not installed"):

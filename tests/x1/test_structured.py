@@ -18,8 +18,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from folovllm import plugins
 from folovllm.config import EngineConfig
-from folovllm.engine import extension as extensions
 from folovllm.engine.llm_engine import make_engine
 from folovllm.engine.overlap import OverlappedEngine
 from folovllm.llm import LLM
@@ -275,15 +275,15 @@ class TestOthers:
 
     def test_the_manager_is_imported_with_the_first_request_for_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[str] = []
-        named = extensions.named
-        monkeypatch.setattr(extensions, "named", lambda place: asked.append(place) or named(place))
+        named = plugins.named
+        monkeypatch.setattr(plugins, "named", lambda place: asked.append(place) or named(place))
         with engine() as llm:
             llm.generate(INPUTS[0], FREE, use_tqdm=False)
-            assert extensions.LOGITS_MASK not in asked
+            assert plugins.LOGITS_MASK not in asked
             for text in ("a", "b"):
                 answer = llm.generate(INPUTS[0], formed(choice=[text]), use_tqdm=False)[0]
                 assert answer.outputs[0].text == text
-            assert asked.count(extensions.LOGITS_MASK) == 1
+            assert asked.count(plugins.LOGITS_MASK) == 1
 
     def test_nothing_is_left(self) -> None:
         with engine() as llm:

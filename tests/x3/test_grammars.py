@@ -13,7 +13,8 @@ from folovllm.sample.sampling_row import mask_width
 from folovllm.spec_decode.policy import FixedLength
 from folovllm.spec_decode.proposer import Proposer, RowState
 from folovllm.spec_decode.speculation import Speculation
-from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, TokenBitmasks
+from folovllm.step.bitmasks import TokenBitmasks
+from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
 from folovllm.structured_output import guidance
 from folovllm.structured_output import manager as manager_module
 from folovllm.structured_output.grammar_matcher import Bitmask, GrammarMatcher

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from folovllm.config import EngineConfig
-from folovllm.engine.setup import set_up
+from folovllm.setup import set_up
 from folovllm.spec_decode.extension import make_multi_step_executor
 from folovllm.spec_decode.multi_step import DraftTokens, MultiStepExecutor, parts
 from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput, StepResult, no_tokens

@@ -18,12 +18,12 @@ from transformers import AutoConfig
 from folovllm import LLM, SamplingParams
 from folovllm.bench.contenders import write_geometry
 from folovllm.bench.roofline import MatrixSizes, experts_read
-from folovllm.build import layer_set
+from folovllm.build_batch import layer_set
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import make_engine
-from folovllm.engine.setup import set_up
 from folovllm.models.registry import PLAIN_LAYERS, build_model
 from folovllm.moe.layers import MoE, route
+from folovllm.setup import set_up
 from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.workloads import ARRIVALS, MAX_MODEL_LEN, answered, mixed_requests, serve
 from tests.x4.checkpoints import FAMILIES, assert_ranks_have_experts, moe_checkpoint

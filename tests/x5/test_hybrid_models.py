@@ -15,12 +15,12 @@ from transformers import AutoConfig
 
 from folovllm import LLM, SamplingParams
 from folovllm.config import EngineConfig
-from folovllm.engine.setup import set_up
 from folovllm.hybrid.gated_delta_net import GatedDeltaNet
 from folovllm.inspector.recorder import recording
 from folovllm.layers.attention import Attention
 from folovllm.models.loader import load_native_model
 from folovllm.models.registry import build_model
+from folovllm.setup import set_up
 from tests.helpers import Driver, assert_logits_equal, hf_logits, hf_model, prompts, tiny_checkpoint
 from tests.workloads import ARRIVALS, Workload, answered, make_engine, mixed_requests, serve
 from tests.x5.checkpoints import FAMILIES, hybrid_checkpoint, random_geometry

@@ -104,7 +104,7 @@ def test_a_file_reaches_a_gpu_in_pieces(
     checkpoints: tuple[Path, Path], dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Pieces of a few rows, through pinned memory that is used again and again."""
-    monkeypatch.setattr("folovllm.models.loader.PIECE", 1000)
+    monkeypatch.setattr("folovllm.models.pinned.PIECE", 1000)
     first, other = checkpoints
     with engine(first, milestone="m3", device="cuda", dtype=dtype) as llm:
         for path in (other, first, other):
