@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 
-from folovllm import LLM, SamplingParams
+from folovllm import LLM, BeamSearchParams, SamplingParams
 from folovllm.engine.input_processor import encode_within
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.interrupts import Interrupted
 from folovllm.outputs import RequestOutput
 from folovllm.request import child_seed
 from folovllm.step.schedule import NothingScheduled, SchedulerOutput
@@ -166,11 +165,13 @@ class TestAborts:
             return outputs
 
         monkeypatch.setattr(llm.engine, "step", interrupted)
-        with pytest.raises(Interrupted, match="1 of 2 prompts are answered") as caught:
-            llm.generate(["a", "b"], [LONG, GREEDY], use_tqdm=False)
-        first, second = caught.value.outputs
-        assert first is None and second is not None and second.finished and second.prompt == "b"
+        answered: list[str | None] = []
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["b", "a"], [GREEDY, LONG], on_answer=lambda output: answered.append(output.prompt))
+        assert answered == ["b"], "what had been answered has come by on_answer"
         assert_nothing_left(llm.engine)
+        monkeypatch.undo()
+        assert llm.generate(["c"], GREEDY)[0].outputs[0].token_ids, "the next call works"
 
     def test_ctrl_c_is_heard_while_prompts_are_added(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         add = llm.engine.add_request
@@ -183,9 +184,8 @@ class TestAborts:
             add(request_id, *rest, **options)
 
         monkeypatch.setattr(llm.engine, "add_request", interrupted)
-        with pytest.raises(Interrupted):
+        with pytest.raises(KeyboardInterrupt):
             llm.generate(["a", "b", "c"], LONG, use_tqdm=False)
-        assert len(added) == 1
         assert_nothing_left(llm.engine)
 
 
@@ -201,27 +201,39 @@ def test_answers_come_in_the_order_of_the_prompts_as_soon_as_they_can(llm: LLM) 
     assert [goes_on for _, goes_on in seen] == [True, True, False, False], "a and b are there while c is written"
 
 
-def test_in_a_fork_an_engine_says_so_at_once(llm: LLM) -> None:
-    """Where it would wait for threads that only its parent has."""
-    llm._turn.acquire()  # another thread of the parent is answering
-    child = os.fork()
-    if child == 0:
-        try:
-            llm.generate("a", GREEDY, use_tqdm=False)
-        except RuntimeError as error:
-            os._exit(0 if "is a fork of it" in str(error) else 2)
-        finally:
-            os._exit(1)
-    llm._turn.release()
-    deadline = time.monotonic() + 30
-    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    if ended[0] == 0:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        pytest.fail("it waits")
-    assert ended[1] == 0
-    assert llm.generate("a", GREEDY, use_tqdm=False)[0].finished, "the parent goes on"
+class TestOneCallAtATime:
+    """A call beside another one is refused at once, and neither loses anything."""
+
+    CALLS: ClassVar = {
+        "generate": lambda llm: llm.generate("a", GREEDY),
+        "beam_search": lambda llm: llm.beam_search(["a"], BeamSearchParams(beam_width=1, max_tokens=2)),
+        "update_weights": lambda llm: llm.update_weights({}),
+        "get_weights": lambda llm: llm.get_weights(),
+        "sleep": lambda llm: llm.sleep(),
+        "wake_up": lambda llm: llm.wake_up(),
+    }
+
+    @pytest.mark.parametrize("name", CALLS)
+    def test_from_a_second_thread(self, llm: LLM, name: str) -> None:
+        alone = llm.generate(["a", "b"], GREEDY)
+        refused: list[str] = []
+
+        def beside(output: RequestOutput) -> None:
+            with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError) as error:
+                pool.submit(self.CALLS[name], llm).result()
+            refused.append(str(error.value))
+
+        assert [o["token_ids"] for o in llm.generate(["a", "b"], GREEDY, on_answer=beside)] == [
+            o["token_ids"] for o in alone
+        ]
+        assert len(refused) == 2 and all("one call at a time" in said for said in refused)
+        assert_nothing_left(llm.engine)
+
+    def test_from_within_on_answer(self, llm: LLM) -> None:
+        with pytest.raises(RuntimeError, match="one call at a time"):
+            llm.generate("a", GREEDY, on_answer=lambda output: llm.generate("b", GREEDY))
+        assert_nothing_left(llm.engine)
+        assert llm.generate("a", GREEDY)[0].finished
 
 
 class TestFarTooLong:

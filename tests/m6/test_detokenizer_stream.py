@@ -168,6 +168,7 @@ def test_a_report_costs_what_is_new() -> None:
         token = count % 90
         seq.append_token(token)
         detokenizer.append(token)
+        state.answers[0].update([token], has_ended=False)
         seq.logprobs.append({token: TokenLogprob(token, -1.0, 1, None)})
         outputs.append(state.output().outputs[0])
     assert detokenizer.num_read == detokenizer.num_chars >= 490, "text that was reported before was read again"

@@ -102,7 +102,7 @@ def check(outputs: list[RequestOutput], family: str = "qwen3") -> None:
 def test_answers_are_those_of_m1(pool: str) -> None:
     """Beside some that are aborted; then again, with all prompts in the cache."""
     served = engine(**(POOLS | SMALL_POOLS | EARLIER)[pool])
-    assert isinstance(served.core, OverlappedEngine) is (pool not in ("no overlap", *EARLIER))
+    assert isinstance(served.loop, OverlappedEngine) is (pool not in ("no overlap", *EARLIER))
     check(serve_and_abort(served))
     check(serve(served, requests(), "random_steps", seed=1))
     assert_clean(served)

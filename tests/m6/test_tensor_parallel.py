@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.executor.messages import decode_result, decode_step, encode_result, encode_step
-from folovllm.sampling_row import pack_rows
+from folovllm.sample.sampling_row import pack_rows
 from folovllm.step.packed import Field, PackedStep, Sample
 from folovllm.step.schedule import SamplingSpec, StepResult
 from tests.helpers import tiny_checkpoint
