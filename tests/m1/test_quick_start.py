@@ -72,7 +72,7 @@ def test_nothing_of_transformers_is_imported() -> None:
     code = """
 import sys
 from folovllm import LLM
-llm = LLM(device="cpu", use_tqdm=False, milestone="m6")
+llm = LLM(device="cpu", use_tqdm=False, milestone="m1", model_impl="native")
 assert llm.generate("Once upon", use_tqdm=False)[0].outputs[0].text
 assert "transformers" not in sys.modules, "transformers takes seconds"
 """
