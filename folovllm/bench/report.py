@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import folovllm
@@ -169,12 +170,9 @@ def show(result: Result, console: Console | None = None) -> None:
 
 def _row(name: str, metrics: list[Metric | None]) -> list[str]:
     known = next(metric for metric in metrics if metric)
-    cells = [f"{name} [{known.unit}]".replace(" []", "").replace("[", "\\[")]
-    for i, metric in enumerate(metrics):
-        cells.append(_number(metric))
-        if i:
-            cells.append(_ratio(metrics[0], metric))
-    return cells
+    title = escape(f"{name} [{known.unit}]" if known.unit else name)
+    first, *others = metrics
+    return [title, _number(first), *(cell for each in others for cell in (_number(each), ratio(first, each)))]
 
 
 def _number(metric: Metric | None) -> str:
@@ -190,11 +188,12 @@ def digits(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
 
-def _ratio(first: Metric | None, other: Metric | None) -> str:
+def ratio(first: Metric | None, other: Metric | None) -> str:
+    """How many times better the second is. Nothing where there is no such number."""
     if first is None or other is None or not first.median or not other.median:
         return ""
-    ratio = other.median / first.median
-    return f"{ratio if other.higher_is_better else 1 / ratio:.2f}x"
+    found = other.median / first.median
+    return f"{found if other.higher_is_better else 1 / found:.2f}x"
 
 
 def workload_line(workload: dict[str, Any]) -> str:
