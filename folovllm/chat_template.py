@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from folovllm.models.files import in_one_line
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
+RESERVED = ("self", "messages", "conversations")  # what transformers hands to the template beside its arguments
 A_CONVERSATION = 'a conversation is a list of messages {"role": "user", "content": "..."}'
 
 
@@ -40,7 +42,8 @@ def render(
         chat_template_kwargs: what else the template reads, such as `enable_thinking`.
 
     Raises:
-        ValueError: there is no template, it does not take this, or this is no conversation.
+        ValueError: there is no template, it does not take this, this is no conversation, or `chat_template_kwargs` has a name
+            that is another argument's.
     """
     if chat_template is None and getattr(tokenizer, "chat_template", None) is None:
         raise ValueError("the model has no chat template: use generate with a plain prompt, or hand one over")
@@ -48,7 +51,7 @@ def render(
         raise ValueError(A_CONVERSATION)
     if add_generation_prompt and continue_final_message:
         raise ValueError("continue_final_message=True needs add_generation_prompt=False: no new message is begun")
-    options = dict(chat_template_kwargs or {})
+    options = own_variables(tokenizer, {} if chat_template_kwargs is None else chat_template_kwargs)
     options |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
     try:
         text: str = tokenizer.apply_chat_template(
@@ -61,6 +64,15 @@ def render(
         said = in_one_line(error)
         raise ValueError(f"the model's chat template does not take this ({said}): {A_CONVERSATION}") from error
     return text
+
+
+def own_variables(tokenizer: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The template's own variables. Raises ValueError for the arguments of the method that fills it in."""
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise ValueError("chat_template_kwargs must be a dictionary of the template's variables, by their names")
+    if taken := sorted({*inspect.signature(tokenizer.apply_chat_template).parameters, *RESERVED} & given.keys()):
+        raise ValueError(f"chat_template_kwargs must not hold {taken[0]!r}: leave it out")
+    return dict(given)
 
 
 def with_plain_content(message: Message) -> dict[str, Any]:

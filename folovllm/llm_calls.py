@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -78,10 +78,10 @@ class LLMCalls(ABC):
         with self._one_call():
             _rollouts().sleep(self.engine, level)
 
-    def wake_up(self, weights: Any = None) -> None:
-        """End the sleep. After level 2 the weights are loaded again, or are the ones given here."""
+    def wake_up(self, weights: Any = None, tags: Collection[str] | None = None) -> None:
+        """End the sleep, or that of the parts in `tags` ("weights", "kv_cache"). After level 2 the weights are loaded again, or given here."""
         with self._one_call():
-            _rollouts().wake_up(self.engine, weights)
+            _rollouts().wake_up(self.engine, weights, tags)
 
     @also_takes("request")
     def chat(

@@ -25,6 +25,7 @@ ASSETS = Path(__file__).parent.parent / "assets"
 BY_NAME = ("stories-5m", "stories-moe", "stories-hybrid", *DOWNLOADS)  # the hub has none of them
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 MOST_LAYERS = 10_000
+SIZES = ("_size", "_dim", "_heads", "_experts", "_per_tok")  # how fields end that make tensors large
 
 TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # transformers' name of its warning
 
@@ -140,6 +141,10 @@ def load_hf_config(path: Path, config: EngineConfig) -> Any:
             raise ValueError(f"config.json lacks {', '.join(absent)}: it is not the configuration of a decoder of text")
         if odd := [name for name in NEEDED if not 0 < getattr(hf_config, name) < 2**31]:
             raise ValueError(f"{odd[0]} is {getattr(hf_config, odd[0])}")
+        for name, value in vars(hf_config).items():
+            is_low = name == "sliding_window" and isinstance(value, int) and value < 0
+            if is_low or (name.endswith(SIZES) and isinstance(value, int) and value >= 2**31):
+                raise ValueError(f"{name} is {value}")
         heads, kv_heads = hf_config.num_attention_heads, num_kv_heads_of(hf_config)
         if kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")

@@ -9,6 +9,7 @@ import torch
 
 from folovllm.layers.linear import PLAIN, LinearMethod
 from folovllm.models.extra_tensors import LinearMethods, Shard, is_ignored
+from folovllm.models.files import printable
 
 STORED = {  # torch's names of dtypes: safetensors'
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int8": "I8", "uint8": "U8",
@@ -23,17 +24,28 @@ def given_tensors(
     own_name: Callable[[str], str | None],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """As `read_tensors`, of tensors in memory."""
-    for given_name, tensor in tensors:
+    for given_name, tensor in map(as_named, tensors):
         if (name := own_name(given_name)) is not None:
             if not is_ignored(name, linear_methods):
                 require_usable(given_name, tensor, linear_methods.get(name.rpartition(".")[0], PLAIN))
             yield name, tensor if shard is None else shard(name, tensor)
 
 
+def as_named(given: Any) -> tuple[str, Any]:
+    """Return a name and what should be its tensor. Raises ValueError if this is no such pair."""
+    if not isinstance(given, tuple | list) or len(given) != 2 or not isinstance(given[0], str):
+        raise ValueError(
+            f"the given set of weights must hold pairs of a name and a tensor, not {printable(repr(given), 100)}"
+        )
+    return given[0], given[1]
+
+
 def require_usable(name: str, tensor: Any, linear_method: LinearMethod) -> None:
     """Raise ValueError if a given weight is no tensor, holds no numbers, or other ones than its linear method takes."""
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{name!r} is a {type(tensor).__name__}, and must be a tensor")
+    if tensor.layout != torch.strided:
+        raise ValueError(f"{name!r} is sparse, and must be a tensor of all its numbers")
     if tensor.is_meta:
         raise ValueError(f"{name!r} is on the device meta, where a tensor holds no numbers")
     wanted, dtype = linear_method.stored(name.rpartition(".")[2]), str(tensor.dtype).removeprefix("torch.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,11 +16,12 @@ from tqdm import tqdm
 
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import FLOATS, PLAIN, LinearBase, LinearMethod, Plain
-from folovllm.models.files import read_json, reading
+from folovllm.models.files import SIZES, read_json, reading
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.registry import PLAIN_LAYERS, build_model
 from folovllm.setup import EngineSetup
 
+NO_ROOM = "allocate memory|Storage size calculation overflowed"  # of torch's messages on a CPU
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 IN_FLOATS = (".weight", "proj.bias", "weight_scale", "weight_scale_inv")  # unless the linear method says otherwise
 
@@ -39,8 +41,7 @@ def load_native_model(
 
     A model that exists (`into`) gets the `weights` of another checkpoint.
     """
-    with reading(f"the model in {setup.path}"):
-        model = into or build_model(setup.hf_config, setup.dtype, setup.device, setup.max_model_len, layers)
+    model = into or built(setup, setup.hf_config, layers)
     if setup.config.random_weights and weights is None:
         from folovllm.models.random_weights import init_random_weights
 
@@ -48,6 +49,21 @@ def load_native_model(
     else:
         load_model(model, setup.path if weights is None else weights, use_tqdm=setup.config.use_tqdm and into is None)
     return model
+
+
+def built(setup: EngineSetup, hf_config: Any, layers: LayerSet) -> LlamaForCausalLM:
+    """Return the empty model, or a rank's part of it. Raises ValueError, which names the folder, for one that cannot be or has no room."""
+    with reading(f"the model in {setup.path}"):
+        try:
+            return build_model(hf_config, setup.dtype, setup.device, setup.max_model_len, layers)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError | NotImplementedError) or not re.search(NO_ROOM, str(error)):
+                raise
+            sizes = {k: v for k, v in vars(hf_config).items() if k.endswith(SIZES) and type(v) is int}
+            name = max(sizes, key=sizes.__getitem__)
+            raise ValueError(
+                f"its weights do not fit into memory; its largest size is {name}, {sizes[name]:,}"
+            ) from error
 
 
 def load_model(

@@ -12,7 +12,7 @@ from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.sharded import sharded
 from folovllm.model_config import head_dim_of
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.models.loader import Tensors, checkpoint_places, load_model
+from folovllm.models.loader import Tensors, built, checkpoint_places, load_model
 from folovllm.models.random_weights import init_random_weights
 from folovllm.models.registry import PLAIN_LAYERS, build_model, get_model_class
 from folovllm.setup import EngineSetup
@@ -39,7 +39,7 @@ def load_sharded_model(
     if expert_parallel:
         shard = partial(keep_experts_whole, shard=shard)
     part = sharded(layers, group, setup.vocab_size)
-    model = into or build_model(config, setup.dtype, setup.device, setup.max_model_len, part)
+    model = into or built(setup, config, part)
     if setup.config.random_weights and weights is None:
         whole = build_model(setup.hf_config, setup.dtype, "meta", setup.max_model_len, replace(layers, counters=None))
         init_random_weights(model, setup.config.seed, checkpoint_places(model), checkpoint_places(whole), shard)

@@ -73,7 +73,7 @@ def wake_up(engine: LLMEngine, weights: Weights | None = None, tags: Collection[
         ValueError: a tag is unknown; the engine does not sleep; or the weights do not fit, and it sleeps on. Some may have been copied by then, so
             the next call loads all weights, as after level 2.
     """
-    tags = TAGS if tags is None else tags
+    tags = TAGS if tags is None else [tags] if isinstance(tags, str) else tags
     if unknown := [tag for tag in tags if tag not in TAGS]:
         raise ValueError(f"tags must be among {', '.join(TAGS)}, not {unknown[0]!r}")
     with readable(engine, weights) as source:

@@ -6,8 +6,8 @@ The names are those of the checkpoint. Packed layers and ranks take their parts 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,11 +15,12 @@ import torch
 from safetensors.torch import save_file
 
 from folovllm.layers.linear import PLAIN, LinearBase, Plain
+from folovllm.models.extra_tensors import arranged, is_empty_bias, is_ignored, taker_of
 from folovllm.models.files import load_hf_config, read_json, resolve_model
 from folovllm.models.gemma3 import Gemma3RMSNorm
-from folovllm.models.given_tensors import require_usable
+from folovllm.models.given_tensors import as_named, require_usable
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.models.loader import SINGLE, Tensors, checkpoint_places, some_of, take_place
+from folovllm.models.loader import SINGLE, Place, Tensors, checkpoint_places, require_finite, some_of, take_place
 from folovllm.models.registry import build_model, default_dtype, quantization_of
 from folovllm.rollouts.generation import next_generation
 from folovllm.worker.gpu_worker import GPUWorker
@@ -56,7 +57,7 @@ def update_weights(engine: LLMEngine, weights: Weights, in_flight: InFlight = "w
             shape is found before anything is changed or ended.
     """
     if not isinstance(weights, str | Path | Iterator):
-        weights = dict(weights)  # all of them are there, so all are checked before one is copied
+        weights = dict(map(as_named, entries(weights)))  # all are there, so all are checked before one is copied
     with readable(engine, weights) as source:
         if in_flight not in ("wait", "abort", "keep"):
             raise ValueError(f'in_flight must be "wait", "abort" or "keep", not {in_flight!r}')
@@ -71,21 +72,38 @@ def update_weights(engine: LLMEngine, weights: Weights, in_flight: InFlight = "w
 
 
 def require_fitting(worker: Worker, setup: EngineSetup, weights: Mapping[str, torch.Tensor]) -> None:
-    """Raise ValueError if these leave out one of the model's weights, do not fit one, or are no numbers of its kind.
-
-    Shapes of quantized weights are not compared.
-    """
+    """Raise ValueError if these leave out one of the model's weights, do not fit one, or are no numbers of its kind."""
     model = inner_runner(worker).model
     if quantized_layers(model):  # repacked, so its places are not those of a checkpoint
         model = build_model(setup.hf_config, setup.dtype, "meta")
     places = checkpoint_places(model)
-    for given_name, tensor in weights.items():
-        if (name := model.own_name(given_name)) in places:
-            require_usable(given_name, tensor, places[name].linear_method)
-            is_plain = isinstance(places[name].linear_method, Plain)
-            take_place(name, tensor.shape if is_plain else places[name].view.shape, places)
+    methods = {name.rpartition(".")[0]: place.linear_method for name, place in places.items()}
+    own = {given: name for given in weights if (name := model.own_name(given)) is not None}
+    for given, name in own.items():
+        is_tied = name == "lm_head.weight" and model.lm_head.weight is model.model.embed_tokens.weight
+        if name in places:
+            require_usable(given, weights[given], places[name].linear_method)
+            require_place(name, weights[given], places)
+        elif not (is_tied or is_ignored(name, methods) or taker_of(name)):
+            require_usable(given, weights[given], PLAIN)
+            if not is_empty_bias(name, weights[given], methods.get(name.rpartition(".")[0], PLAIN)):
+                take_place(given, torch.Size(), {})
     if places:
         raise ValueError(f"the given set of weights lacks {some_of(map(model.stored_name, places))}")
+
+
+def require_place(name: str, tensor: torch.Tensor, places: dict[str, Place]) -> None:
+    """Raise ValueError if a tensor does not fit its place, which is crossed off, or is not finite there. Codes are compared where that takes no work."""
+    place = places[name]
+    shape = place.view.shape
+    if isinstance(place.linear_method, Plain):
+        shape = tensor.shape
+    elif place.view.is_meta:
+        with suppress(NotImplementedError, RuntimeError):  # an order that hangs on the numbers
+            shape = arranged(name, tensor, place.linear_method, place.view).shape
+    take_place(name, shape, places)
+    if tensor.is_floating_point():
+        require_finite(name, tensor if tensor.dtype == torch.float8_e4m3fn else tensor.to(place.view.dtype))
 
 
 def require_awake(engine: LLMEngine) -> None:
@@ -117,18 +135,29 @@ def readable(engine: LLMEngine, weights: Weights | None) -> Iterator[Path | Tens
         require_same_codes(engine, path)
         yield path
         return
-    named = iter(weights.items() if isinstance(weights, Mapping) else weights)
+    named = iter(entries(weights))
     try:
         if engine.setup.config.tensor_parallel_size == 1:
             yield named
             return
         with tempfile.TemporaryDirectory() as folder:
-            save_file(dict(map(on_host, named)), Path(folder) / SINGLE)
+            save_file(dict(map(on_host, map(as_named, named))), Path(folder) / SINGLE)
             yield Path(folder)
     except Exception:
         for _ in named:
             pass
         raise
+
+
+def entries(weights: Any) -> Iterable[Any]:
+    """Return what is iterated over. Raises ValueError for what are no weights."""
+    if isinstance(weights, Mapping):
+        return weights.items()
+    if not isinstance(weights, Iterable):
+        raise ValueError(
+            f"weights must be a folder, or tensors by the checkpoint's names, not {type(weights).__name__}"
+        )
+    return weights
 
 
 def on_host(named: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:

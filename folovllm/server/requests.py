@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable, Mapping
 from copy import copy
@@ -37,7 +36,6 @@ LONGEST_STOP = 1024  # characters; as many are looked through again with each to
 FORMATS = (
     '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}'
 )
-RESERVED = ("self", "messages", "conversations")  # what transformers hands to the template beside its arguments
 COMPLETION_TOKENS = 16  # OpenAI's default; a chat's answer may fill the context
 
 
@@ -156,17 +154,9 @@ def chat_prompt(tokenizer: Any, limit: int, request: ChatRequest | TokenizeReque
         add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
         continue_final_message=request.continue_final_message,
         tools=offered(request.tools, request.tool_choice) or None,
-        chat_template_kwargs=template_kwargs(tokenizer, request.chat_template_kwargs or {}),
+        chat_template_kwargs=request.chat_template_kwargs,
     )
     return TokensPrompt(prompt=text, prompt_token_ids=encode_within(limit, tokenizer, text, add_special_tokens=False))
-
-
-def template_kwargs(tokenizer: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """What a client may tell the template: its own variables, not the arguments of the method that fills it in."""
-    own = {*inspect.signature(tokenizer.apply_chat_template).parameters, *RESERVED}
-    if taken := sorted(own & given.keys()):
-        raise ApiError(400, f"chat_template_kwargs must not hold {taken[0]!r}: leave it out", "chat_template_kwargs")
-    return given
 
 
 def checked(message: dict[str, Any], number: int) -> dict[str, Any]:

@@ -2,29 +2,90 @@
 
 The library lets a comma follow where no name of a property is left: the names that `patternProperties` describes may all be
 those of `properties`, and with patterns for all names none is left for `additionalProperties`. And it follows references
-that lead back to themselves, so that no document is finite.
+that lead back to themselves, so that no document is finite. It reads all numbers as float64, and takes whole ones that are
+beyond 64 bits for the largest there is; -2**63 ends the process.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from functools import cache
+import math
+import re
+from collections.abc import Callable, Iterator
+from functools import cache, lru_cache
 from typing import Any
 
 Schema = dict[str, Any]
 LARGEST = 2**63 - 1024  # the largest float64 below 2**63, up to which llguidance counts
+LEAST, MOST = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+FEW_NAMES = r"\^(\([^()*+{}]*\)|[^()|*+{}]*)\$"  # patterns of which no name goes on matching
 ONE = ("additionalProperties", "items", "additionalItems")  # keywords whose value is a schema
 SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems", "items")  # a list of them
 NAMED = ("properties", "patternProperties", "$defs", "definitions")  # a dictionary of them
 
 
 def with_an_end(schema: Schema) -> Schema:
-    """Return a schema of the same documents without commas that lead nowhere. Raises ValueError if no document is finite."""
+    """Return a schema of the same documents without commas that lead nowhere, and without whole numbers beyond 64 bits.
+
+    Raises:
+        ValueError: no document is finite; a name may begin that cannot end; or a number is none of the library's.
+    """
     if not is_finite(schema):
         raise ValueError("its references lead back to themselves, so no document under it is finite")
-    rewritten: Schema = _map(schema, lambda inner: _with_bounds(_without_empty_patterns(inner)))
+    shared: Schema = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+
+    def change(inner: Schema) -> Schema:
+        _require_numbers(inner)
+        return _with_bounds(_without_empty_patterns(_without_forbidden_names(inner, shared)))
+
+    rewritten: Schema = _map(schema, change)
     return rewritten
+
+
+def _require_numbers(schema: Schema) -> None:
+    """Raise ValueError for a number that an answer must hold, and that the library writes as another one."""
+    for number in _numbers_in([schema.get("const"), schema.get("enum")]):
+        whole = int(number) if isinstance(number, int) or number.is_integer() else 0
+        if abs(whole) > LARGEST or int(float(whole)) != whole:
+            raise ValueError(f"the number {number!r:.40} is beyond those that are kept exactly: write it as a text")
+
+
+def _numbers_in(value: Any) -> Iterator[int | float]:
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _numbers_in(inner)
+    elif _is_number(value):
+        yield value
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int or (type(value) is float and math.isfinite(value))
+
+
+def _without_forbidden_names(schema: Schema, shared: Schema) -> Schema:
+    """Drop patterns for names that no value may have. Raises ValueError if others may, for then such a name begins and never ends."""
+    patterns = schema.get("patternProperties")
+    if not isinstance(patterns, dict):
+        return schema
+    kept = dict(patterns)
+    for pattern, inner in patterns.items():
+        if re.fullmatch(FEW_NAMES, pattern) or not _has_no_document(inner, shared):
+            continue
+        if schema.get("additionalProperties") is not False:
+            raise ValueError(
+                f"patternProperties forbids all names with {pattern!r:.100}, and a name that has begun so could not end: "
+                "describe the names that may be"
+            )
+        del kept[pattern]
+    return {**schema, "patternProperties": kept}
+
+
+def _has_no_document(schema: Any, shared: Schema) -> bool:
+    """Return whether the library finds that no document is valid."""
+    if not isinstance(schema, dict):
+        return schema is False
+    matcher = _matcher({**shared, **schema})
+    return "nsatisfiable" in matcher.get_error()
 
 
 def _map(schema: Any, change: Callable[[Schema], Schema]) -> Any:
@@ -43,10 +104,28 @@ def _map(schema: Any, change: Callable[[Schema], Schema]) -> Any:
 
 
 def _with_bounds(schema: Schema) -> Schema:
-    """Bound a whole number to 64 bits where the schema does not: a model may go on with its digits for ever."""
-    types, said = schema.get("type"), {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum", "const"}
+    """Bound a whole number to 64 bits where the schema does not: a model may go on with its digits for ever.
+
+    Bounds that are no float64 move inwards to the next one. Raises ValueError for those beyond 64 bits that leave nothing.
+    """
+    schema = {key: _bound(key, value) if key in (*LEAST, *MOST) else value for key, value in schema.items()}
+    types, said = schema.get("type"), {*LEAST, *MOST, "enum", "const"}
     is_whole = "integer" in types and "number" not in types if isinstance(types, list) else types == "integer"
     return {**schema, "minimum": -LARGEST, "maximum": LARGEST} if is_whole and said.isdisjoint(schema) else schema
+
+
+def _bound(key: str, value: Any) -> Any:
+    if not _is_number(value):
+        return value
+    sign = 1 if key in LEAST else -1
+    if sign * value > LARGEST:
+        raise ValueError(f"{key} is {value!r:.40}, beyond numbers of 64 bits")
+    if sign * value < -LARGEST:
+        return -sign * LARGEST
+    inwards = float(value)
+    if sign * int(inwards) < sign * value and isinstance(value, int):
+        inwards = math.nextafter(inwards, sign * math.inf)
+    return int(inwards) if isinstance(value, int) else value
 
 
 def _without_empty_patterns(schema: Schema) -> Schema:
@@ -74,6 +153,7 @@ def _has_names(taken: list[str], patterns: Schema, additional: Schema | bool) ->
     return bool(matcher.is_error() or matcher.validate_tokens(list(b'{"')) == 2)
 
 
+@lru_cache(4096)
 def _matches(pattern: str, name: str) -> bool:
     return bool(_matcher({"type": "object", "required": [name], "patternProperties": {pattern: False}}).is_error())
 
@@ -115,7 +195,11 @@ def _ends(schema: Any, finite: set[str], known: dict[str, Any]) -> bool:
     needed: list[Any] = list(schema.get("allOf") or [])
     properties = schema.get("properties") or {}
     if schema.get("type") == "object":
-        needed += [properties[name] for name in schema.get("required") or [] if name in properties]
+        patterns = schema.get("patternProperties") or {}
+        for name in schema.get("required") or []:
+            described = [properties[name]] if name in properties else []
+            described += [inner for pattern, inner in patterns.items() if _matches(pattern, name)]
+            needed += described or [schema.get("additionalProperties")]
     if schema.get("type") == "array" and isinstance(least, int | float) and least > 0:
         first = schema.get("prefixItems") or []
         needed += first[: int(least)] if least <= len(first) else [*first, schema.get("items")]

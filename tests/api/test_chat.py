@@ -54,6 +54,19 @@ class TestOptions:
             assert rendered(llm, HELLO, **options) == says
             assert llm.chat(HELLO, PARAMS, use_tqdm=False, **options)[0].prompt == says  # type: ignore[arg-type]
 
+    @pytest.mark.parametrize(
+        ("given", "says"),
+        [
+            ({"messages": []}, "chat_template_kwargs must not hold 'messages'"),
+            ({"tokenize": True}, "chat_template_kwargs must not hold 'tokenize'"),
+            ({1: 2}, "chat_template_kwargs must be a dictionary"),
+            ([], "chat_template_kwargs must be a dictionary"),
+        ],
+    )
+    def test_what_is_no_variable_of_the_template(self, llm: LLM, given: Any, says: str) -> None:
+        with pytest.raises(ValueError, match=says):
+            llm.chat(HELLO, PARAMS, use_tqdm=False, chat_template_kwargs=given)
+
     def test_the_generation_prompt(self, llm: LLM) -> None:
         assert not rendered(llm, HELLO, add_generation_prompt=False).endswith("assistant\n")
 

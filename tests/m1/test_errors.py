@@ -269,6 +269,7 @@ DAMAGED: dict[str, tuple[str | dict[str, Any], ...]] = {  # by file: its text, o
     "config.json": (
         "5", NESTED, '{"model_type": "vit"}', "{", {"hidden_size": 2**70}, {"num_key_value_heads": 3},
         {"num_key_value_heads": -1}, {"num_hidden_layers": 2**30, "layer_types": None},
+        {"head_dim": 2**40}, {"intermediate_size": 2**31}, {"hidden_size": 2**31 - 1},
         {"num_hidden_layers": 2**30}, {"rope_scaling": {"rope_type": "llama3", "factor": None}},
         {"intermediate_size": 2**30}, {"attention_dropout": "a"},
     ),

@@ -95,6 +95,24 @@ def test_snapshots_of_steps(model: Path) -> None:
     assert [s.index for s in engine.history] == list(range(6)) and all(s.seconds > 0 for s in engine.history)
 
 
+def test_what_slots_waste(model: Path) -> None:
+    engine = make_engine(model, max_num_seqs=4)
+    per_token = 2 * 3 * 2 * 32 * 4  # K and V, 3 layers, 2 heads of 32, float32
+    stats = engine.stats()
+    assert (stats.kv_blocks_total, stats.kv_blocks_used) == (4, 0)
+    assert stats.kv_bytes_total == 4 * MAX_MODEL_LEN * per_token and stats.kv_waste == 0
+    for name, prompt in zip("ab", prompts([10, 22]), strict=True):
+        engine.add_request(name, prompt, LONG)
+    engine.step()
+    stats = engine.stats()
+    assert (stats.running, stats.kv_blocks_used, stats.kv_tokens_stored) == (2, 2, 32)
+    assert stats.kv_bytes_reserved == 2 * MAX_MODEL_LEN * per_token and stats.kv_bytes_used == 32 * per_token
+    assert stats.kv_waste == 1 - 32 / (2 * MAX_MODEL_LEN)
+    for name in "ab":
+        engine.abort_request(name)
+    assert_nothing_left(engine)
+
+
 def test_memory_bounds_the_batch(model: Path) -> None:
     per_slot = MAX_MODEL_LEN * 2 * 3 * 2 * 32 * 4
     engine = make_engine(model, max_num_seqs=8, kv_cache_memory=3 * per_slot + 1)

@@ -23,14 +23,11 @@ from folovllm.sample.sampling_row import (
     IN_PROMPT,
     MAX_BAD_TOKENS,
     MAX_BAD_WORDS,
-    ONLY_ALLOWED,
     WORDS,
     WORDS_AT,
     RowField,
     about_to_end,
-    flags_of,
     mask_of,
-    pack_rows,
     row_fields,
     row_line,
 )
@@ -198,36 +195,6 @@ class TestRowUpdate:
         assert fields.view(np.float32)[[RowField.TEMPERATURE, RowField.PRESENCE]].tolist() == [0.5, 0.5]
         words = {1: IN_PROMPT, 2: IN_PROMPT | 1, 9: ENDS | 2, 50: ENDS}
         assert dict(zip(*row_line(spec).tolist(), strict=True)) == {WORDS_AT + i: word for i, word in words.items()}
-
-    @pytest.mark.parametrize(
-        ("rule", "flags", "num_words"),
-        [
-            ({}, 0, 0),
-            ({"temperature": 0.0, "top_k": 3}, 0, 0),
-            ({"top_p": 0.5}, FILTERS, 0),
-            ({"min_tokens": 1}, WORDS, 1),
-            ({"presence_penalty": 1.0}, WORDS | COUNTED, 2),
-            ({"logprobs": 2}, 0, 0),
-            ({"allowed_token_ids": [0, 31, 32, 96]}, WORDS | ONLY_ALLOWED, 4),
-            ({"logit_bias": {3: 1.0, 9: -2.0}}, WORDS, 2),
-        ],
-    )
-    def test_flags_say_what_sampling_reads(self, rule: dict, flags: int, num_words: int) -> None:
-        spec = spec_of(SamplingParams(**rule), [1], [5], ends=[2])
-        assert flags_of(spec) == flags
-        assert row_line(spec).shape[1] == num_words
-
-    @settings(max_examples=20)
-    @given(st.lists(st.booleans(), max_size=6))
-    def test_buffers_hold_every_row(self, penalised: list[bool]) -> None:
-        params = [SamplingParams(repetition_penalty=1.5 if p else 1.0) for p in penalised]
-        specs = {i: spec_of(p, [i, 50], seed=i) for i, p in enumerate(params)}
-        update = pack_rows(specs)
-        assert (update.num_rows, update.num_with_line) == (len(penalised), sum(penalised))
-        state = set_rows(SamplerState(6, V, CPU), specs)
-        assert state.fields[: len(penalised), RowField.SEED_LOW].tolist() == list(range(len(penalised)))
-        words = state.lines[:, WORDS_AT:]
-        assert words.nonzero().tolist() == [[i, t] for i, p in enumerate(penalised) if p for t in (i, 50)]
 
 
 class TestLogprobs:

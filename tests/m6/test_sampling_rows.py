@@ -48,7 +48,7 @@ EVERY_DRAW = [
 ]
 POOLS: dict[str, dict[str, Any]] = {
     "everything at once": {},
-    "preemption": {"block_size": 4, "num_kv_blocks": 40},
+    "preemption": {"block_size": 4, "num_kv_blocks": 33},
     "chunks": {"max_num_batched_tokens": 14, "long_prefill_token_threshold": 9},
     "rows that change hands": {"max_num_seqs": 3},
     "no graphs": {"enforce_eager": True},

@@ -87,8 +87,8 @@ def test_a_step_crosses(rows: list[list[int]], logprobs: list[int]) -> None:
     assert isinstance(back, PackedStep)
     assert (back.num_seqs, back.num_decodes, back.is_special) == (3, 1, bool(rows))
     assert (back.has_memory, back.defers_sampling) == (False, True)
-    mine, other = step.sampling_updates, back.sampling_updates
-    assert (mine.num_rows, mine.num_with_line) == (other.num_rows, other.num_with_line)
+    ours, theirs = step.sampling_updates, back.sampling_updates
+    assert (ours.num_rows, ours.num_with_line) == (theirs.num_rows, theirs.num_with_line)
     for mine, other in zip(step.parts, back.parts, strict=True):
         assert np.array_equal(mine, other) and mine.shape == other.shape
 

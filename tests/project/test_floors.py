@@ -44,6 +44,8 @@ ELECTIVES = {"server": "X1", "structured_output": "X1", "quantization": "X2", "s
 BESIDE = ("bench", "cli", "inspector")  # they use the engine, and all of it
 EXCEPTIONS = {
     "engine/llm_engine.py": ("build",),  # an engine that is made from a configuration puts itself together
+    "engine/calls.py": ("worker.gpu_worker",),  # the name of what each rank is asked for
+    "engine/metrics.py": ("worker.gpu_worker",),  # the same
     "engine/extension.py": (
         "layers.layer_set",
         "worker.graph_runner",

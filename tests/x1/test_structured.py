@@ -18,8 +18,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from folovllm import plugins
 from folovllm.config import EngineConfig
-from folovllm.engine import extension as extensions
 from folovllm.engine.llm_engine import make_engine
 from folovllm.engine.overlap import OverlappedEngine
 from folovllm.llm import LLM
@@ -275,15 +275,15 @@ class TestOthers:
 
     def test_the_manager_is_imported_with_the_first_request_for_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         asked: list[str] = []
-        named = extensions.named
-        monkeypatch.setattr(extensions, "named", lambda place: asked.append(place) or named(place))
+        named = plugins.named
+        monkeypatch.setattr(plugins, "named", lambda place: asked.append(place) or named(place))
         with engine() as llm:
             llm.generate(INPUTS[0], FREE, use_tqdm=False)
-            assert extensions.LOGITS_MASK not in asked
+            assert plugins.LOGITS_MASK not in asked
             for text in ("a", "b"):
                 answer = llm.generate(INPUTS[0], formed(choice=[text]), use_tqdm=False)[0]
                 assert answer.outputs[0].text == text
-            assert asked.count(extensions.LOGITS_MASK) == 1
+            assert asked.count(plugins.LOGITS_MASK) == 1
 
     def test_nothing_is_left(self) -> None:
         with engine() as llm:
@@ -500,11 +500,21 @@ ENDS: list[dict[str, Any]] = [
     },
     {"type": "object", "properties": {"a": {"const": 1}}, "patternProperties": {"^(?s:.*)$": {"enum": [1, 2]}}},
     {"$defs": {"o": {**OBJECT_OF, **ONE_NAME}}, "type": "array", "items": {"$ref": "#/$defs/o"}, "minItems": 2},
+    {**OBJECT_OF, "patternProperties": {"^a": False, "^b$": {"const": 1}}},
+    {"patternProperties": {"^a$": False}, "type": "object", "maxProperties": 1, "additionalProperties": {"const": 1}},
+    {"type": "integer", "minimum": -(2**63), "maximum": 5 - 2**63 + 2**20},
+    {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 5},
     {**OBJECT_OF, "properties": {"next": {"$ref": "#"}, "a": {"const": 1}}, "required": ["a"]},
 ]
 NO_END: list[tuple[dict[str, Any], str]] = [
     ({"grammar": 'start: "a" X\nX: /a/ & /b/'}, "nothing can follow"),
     ({"json": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}}, "back to themselves"),
+    ({"json": {"type": "object", "patternProperties": {"^a": {"$ref": "#"}}, "required": ["a"]}}, "back to themselves"),
+    ({"json": {"type": "object", "patternProperties": {"f.*o": False}}}, "forbids all names with 'f"),
+    (
+        {"json": {"type": "object", "patternProperties": {"^a": {"minItems": 3, "maxItems": 2, "type": "array"}}}},
+        "forbids",
+    ),
     ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}}, "back to themselves"),
 ]
 
@@ -534,6 +544,25 @@ class TestFormsThatEnd:
     def test_a_form_without_an_end_is_refused(self, form: dict[str, Any], says: str) -> None:
         with pytest.raises(ValueError, match=says):
             GuidanceGrammar.compile(StructuredOutputsParams(**form), library_tokenizer())
+
+    @pytest.mark.parametrize(
+        ("schema", "says"),
+        [
+            ({"const": 2**53 + 1}, "beyond those that are kept exactly"),
+            ({"items": {"enum": [0.1, -(2**63)]}}, "beyond those that are kept exactly"),
+            ({"type": ["integer", "string"], "enum": [-1e20]}, "beyond those that are kept exactly"),
+            ({"anyOf": [{"type": "integer"}, {"enum": [{"a": [10**400]}]}]}, "beyond those that are kept exactly"),
+            (
+                {"type": "integer", "minimum": -(10**19), "maximum": 5 - 10**19},
+                "maximum is -9999999999999999995, beyond",
+            ),
+            ({"type": "integer", "exclusiveMinimum": 1e19}, "exclusiveMinimum is 1e.19, beyond"),
+        ],
+    )
+    def test_a_number_that_the_library_writes_as_another_is_refused(self, schema: dict[str, Any], says: str) -> None:
+        """Some of them end the process in there."""
+        with pytest.raises(ValueError, match=says):
+            GuidanceGrammar.compile(StructuredOutputsParams(json=schema), library_tokenizer())
 
     @pytest.mark.parametrize(
         ("schema", "most"),

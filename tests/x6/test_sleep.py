@@ -38,6 +38,19 @@ def test_an_engine_wakes_as_it_was(overrides: dict[str, Any], level: int) -> Non
             assert tokens(llm) == before
 
 
+def test_parts_wake_one_after_the_other() -> None:
+    with engine(tiny_checkpoint()) as llm:
+        before = tokens(llm)
+        llm.sleep(2)
+        with pytest.raises(ValueError, match="tags must be among weights, kv_cache, not 'wheels'"):
+            llm.wake_up(tags=["wheels"])
+        llm.wake_up(tags=["weights"])
+        with pytest.raises(ValueError, match="wake it up first"):
+            tokens(llm)
+        llm.wake_up(tags=["kv_cache"])
+        assert tokens(llm) == before
+
+
 def test_level_2_wakes_with_other_weights(tmp_path: Path) -> None:
     other = shuffled(tiny_checkpoint(), tmp_path)
     with engine(other) as llm:

@@ -22,6 +22,7 @@ from tests.x4.checkpoints import moe_checkpoint
 from tests.x5.checkpoints import FAMILIES as HYBRIDS
 from tests.x5.checkpoints import hybrid_checkpoint
 
+NORM = "model.norm.weight"
 PROMPT = list(range(1, 60))
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
 
@@ -239,6 +240,30 @@ def test_weights_that_do_not_fit_end_no_request(checkpoints: tuple[Path, Path], 
             with pytest.raises(ValueError, match=r"lacks|has shape"):
                 llm.update_weights(wrong, in_flight=in_flight)
         assert [list(o.outputs[0].token_ids) for o in rest(llm) if o.finished] == [expected]
+
+
+NO_PLACE = "model.layers.99.self_attn.q_proj.weight"
+NO_WEIGHTS: list[tuple[Any, str]] = [
+    (lambda weights: 5, "weights must be a folder, or tensors by the checkpoint's names, not int"),
+    (lambda weights: [("a",)], "must hold pairs of a name and a tensor"),
+    (lambda weights: iter([1]), "must hold pairs of a name and a tensor, not 1"),
+    (lambda weights: weights | {5: torch.ones(1)}, "must hold pairs of a name and a tensor"),
+    (lambda weights: weights | {NO_PLACE: torch.ones(1)}, "for which the model has no place"),
+    (lambda weights: weights | {NORM: weights[NORM] * torch.nan}, "holds NaN or infinity as float32"),
+    (lambda weights: weights | {NORM: weights[NORM].to_sparse()}, "is sparse"),
+]
+
+
+@pytest.mark.parametrize(("damage", "says"), NO_WEIGHTS)
+def test_what_are_no_weights_changes_nothing(checkpoints: tuple[Path, Path], damage: Any, says: str) -> None:
+    first, _ = checkpoints
+    with engine(first) as llm:
+        before = tokens(llm)
+        with pytest.raises(ValueError, match=says):
+            llm.update_weights(
+                damage({name: -tensor for name, tensor in load_file(first / "model.safetensors").items()})
+            )
+        assert tokens(llm) == before
 
 
 def test_after_a_failed_update_no_older_prefix_is_found(checkpoints: tuple[Path, Path]) -> None:
