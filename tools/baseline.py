@@ -13,7 +13,6 @@ import argparse
 import json
 import math
 import os
-import re
 import signal
 import statistics
 import subprocess
@@ -27,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from folovllm.bench.contenders import GEOMETRIES, write_geometry
-from folovllm.bench.serving import Point, Sweep
+from folovllm.bench.serving import Point, Sweep, serving
 from folovllm.bench.workload import load_workload
 
 HERE = Path(__file__).resolve().parents[1]
@@ -164,24 +163,13 @@ def served(trees: list[Path], pairs: int) -> Iterator[tuple[int, Figures]]:
 
 @contextmanager
 def server(tree: Path) -> Iterator[str]:
-    """The address of a tree's server, with random weights. Raises RuntimeError if it does not start."""
+    """The address of a tree's server, with random weights. Raises ValueError if it does not start."""
     with tempfile.TemporaryDirectory() as folder:
         model = str(write_geometry("qwen3-0.6b", Path(folder)))
         command = [sys.executable, "-m", "folovllm", "serve", model, "--random-weights", "--tokenizer", "stories-5m"]
-        options = ["--port", "0", "--num-kv-blocks", "8192", "--max-model-len", "4096"]
-        process = subprocess.Popen(
-            command + options, env=environment(tree), cwd=tree, process_group=0, stdout=subprocess.PIPE, text=True
-        )
-        try:
-            for line in process.stdout or ():
-                if address := re.search(r"serving .* at (http://\S+)/v1", line):
-                    yield address[1]
-                    return
-            raise RuntimeError(f"{' '.join(command)} did not start in {tree}")
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGTERM)
-            process.wait(END)
+        command += ["--port", "0", "--num-kv-blocks", "8192", "--max-model-len", "4096"]
+        with serving(command, env=environment(tree), cwd=tree) as url:
+            yield url
 
 
 def measurements(machine: str, trees: list[Path], pairs: int) -> dict[str, Iterator[tuple[int, Figures]]]:

@@ -22,16 +22,8 @@ from rich.table import Table
 from folovllm.attention.backends.abstract import BackendUnavailable
 from folovllm.attention.backends.registry import BACKENDS
 from folovllm.bench.contenders import Contender, parse_contenders
-from folovllm.bench.report import Result, Run, digits, load, machine_line, workload_line
-from folovllm.bench.throughput import (
-    AGREEMENT,
-    LONGEST_GAP,
-    PER_CPU_SECOND,
-    REUSED,
-    ROOFLINE,
-    WASTE,
-    bench_throughput,
-)  # fmt: skip
+from folovllm.bench.report import Result, digits, load, machine_line, ratio, workload_line
+from folovllm.bench.throughput import AGREEMENT, LONGEST_GAP, PER_CPU_SECOND, REUSED, ROOFLINE, WASTE, bench_throughput
 from folovllm.bench.workload import load_workload
 from folovllm.children import import_path, python_command
 from folovllm.config import PRESETS, EngineConfig
@@ -186,23 +178,14 @@ def show_ladder(result: Result, console: Console | None = None) -> None:
         if name == RATE:
             table.add_column("", justify="right", style="bold", no_wrap=True)
     for run in result.runs:
-        table.add_row(*_cells(run, result.runs[0], columns))
+        rate, *others = (digits(run.metrics[name].median) if name in run.metrics else "-" for name in columns)
+        table.add_row(run.title, rate, ratio(result.runs[0].metrics[RATE], run.metrics[RATE]), *others)
     console.print(table)
-    for note in [LEGEND] + [ALL_AGREE] * all_agree + [FOR_GPUS] * _needs_a_gpu(result):
+    on_cpu = all(PER_CPU_SECOND in run.metrics for run in result.runs)
+    idle = on_cpu and any(run.config.get("milestone") in ("m4", "m6") for run in result.runs)
+    for note in [LEGEND] + [ALL_AGREE] * all_agree + [FOR_GPUS] * idle:
         console.print(note, style="dim", markup=False)
     console.print(machine_line(result), style="dim", soft_wrap=True)
-
-
-def _needs_a_gpu(result: Result) -> bool:
-    """Whether a CPU ran rungs that have nothing to gain there."""
-    on_cpu = all(PER_CPU_SECOND in run.metrics for run in result.runs)
-    return on_cpu and any(run.config.get("milestone") in ("m4", "m6") for run in result.runs)
-
-
-def _cells(run: Run, first: Run, columns: list[str]) -> list[str]:
-    rate, base = run.metrics[RATE].median, first.metrics[RATE].median
-    cells = [digits(run.metrics[name].median) if name in run.metrics else "-" for name in columns]
-    return [run.title, cells[0], f"{rate / base:.2f}x" if base else "", *cells[1:]]
 
 
 if __name__ == "__main__":  # the child process of `bench_reference`

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 import folovllm
@@ -45,6 +46,15 @@ def quantile(values: Iterable[float], share: float) -> float:
     """Return the smallest value that at least this share of all does not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def latencies(name: str, passes: list[list[float]]) -> dict[str, Metric]:
+    """Median and 99th percentile of seconds, in milliseconds, over the repeats. Nothing where a repeat has none."""
+    shares = {"median": 0.5, "p99": 0.99} if all(passes) else {}
+    return {
+        f"{name} {title}": Metric.of([1e3 * quantile(one, share) for one in passes], "ms", False)
+        for title, share in shares.items()
+    }
 
 
 @dataclass(slots=True)
@@ -136,14 +146,11 @@ def commit() -> str | None:
     root = Path(folovllm.__file__).parents[1]
     if not (root / ".git").exists():
         return None
+    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
-        head = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=True
-        )
-        changed = subprocess.run(["git", "diff", "--quiet", "HEAD", "--", "folovllm"], cwd=root, check=False).returncode
+        return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head.stdout.strip() + "+" * bool(changed)
 
 
 def show(result: Result, console: Console | None = None) -> None:
@@ -163,12 +170,9 @@ def show(result: Result, console: Console | None = None) -> None:
 
 def _row(name: str, metrics: list[Metric | None]) -> list[str]:
     known = next(metric for metric in metrics if metric)
-    cells = [f"{name} [{known.unit}]".replace(" []", "").replace("[", "\\[")]
-    for i, metric in enumerate(metrics):
-        cells.append(_number(metric))
-        if i:
-            cells.append(_ratio(metrics[0], metric))
-    return cells
+    title = escape(f"{name} [{known.unit}]" if known.unit else name)
+    first, *others = metrics
+    return [title, _number(first), *(cell for each in others for cell in (_number(each), ratio(first, each)))]
 
 
 def _number(metric: Metric | None) -> str:
@@ -184,11 +188,12 @@ def digits(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
 
 
-def _ratio(first: Metric | None, other: Metric | None) -> str:
+def ratio(first: Metric | None, other: Metric | None) -> str:
+    """How many times better the second is. Nothing where there is no such number."""
     if first is None or other is None or not first.median or not other.median:
         return ""
-    ratio = other.median / first.median
-    return f"{ratio if other.higher_is_better else 1 / ratio:.2f}x"
+    found = other.median / first.median
+    return f"{found if other.higher_is_better else 1 / found:.2f}x"
 
 
 def workload_line(workload: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,12 +24,18 @@ Clock = Callable[[], float]  # the wall's, or that of the process alone, which a
 
 TAIL = 32  # tokens of a prompt that nobody shares
 CHUNKS = (2048, 512, 128)
+SHORT = 8  # tokens of the running request's prompt
 DECODED_BEFORE = 8  # tokens of the running request before the long prompt comes
 
 
 def engine_for(contender: Contender, longest: int, **overrides: Any) -> AbstractContextManager[LLMEngine]:
     """Run an engine whose context is long enough."""
     return running(EngineConfig(**{"max_model_len": longest} | contender[1] | overrides))
+
+
+def milliseconds(seconds: Iterable[float]) -> Metric:
+    """The metric of repeats."""
+    return Metric.of([1e3 * each for each in seconds], "ms", False)
 
 
 def random_ids(rng: random.Random, count: int, engine: LLMEngine) -> list[int]:
@@ -51,12 +57,12 @@ def bench_ttft(contender: Contender, prefix: int, repeats: int = 5, clock: Clock
         settings = used_settings(engine.setup.config)
     firsts, seconds = zip(*times[1:], strict=True)  # the first pair warms up
     metrics = {
-        "TTFT of the first": Metric.of([1e3 * t for t in firsts], "ms", False),
-        "TTFT of the second": Metric.of([1e3 * t for t in seconds], "ms", False),
+        "TTFT of the first": milliseconds(firsts),
+        "TTFT of the second": milliseconds(seconds),
         "first / second": Metric.of([a / b for a, b in zip(firsts, seconds, strict=True)]),
     }
-    work = describe(f"two prompts that share {prefix:,} tokens", 2, 2 * (prefix + TAIL), 2)
-    return Result("reuse", work, [Run("the cache on", settings, metrics)])
+    work = Workload(f"two prompts that share {prefix:,} tokens", [BenchRequest(prompt, 1) for prompt in prompts])
+    return Result("reuse", work.describe(), [Run("the cache on", settings, metrics)])
 
 
 def time_to_first_token(engine: LLMEngine, prompt: list[int], clock: Clock = time.perf_counter) -> float:
@@ -101,8 +107,7 @@ def bench_sharing(
         for word, caching in (("the cache off", False), ("the cache on", True))
     ]  # fmt: skip
     runs[1].metrics["tokens found, prefix shared"] = Metric.of(found, "%")
-    name = f"{prefix:,} tokens of {prefix + TAIL:,} shared"
-    return Result("reuse", describe(name, count, loads["alike"].prompt_tokens, count * output_len), runs)
+    return Result("reuse", loads["alike"].describe(), runs)
 
 
 def workload(engine: LLMEngine, prefix: int, count: int, output_len: int, shared: bool) -> Workload:
@@ -110,7 +115,8 @@ def workload(engine: LLMEngine, prefix: int, count: int, output_len: int, shared
     rng = random.Random(0)
     head = random_ids(rng, prefix, engine)
     heads = [head if shared else random_ids(rng, prefix, engine) for _ in range(count)]
-    return Workload("reuse", [BenchRequest(head + random_ids(rng, TAIL, engine), output_len) for head in heads])
+    requests = [BenchRequest(head + random_ids(rng, TAIL, engine), output_len) for head in heads]
+    return Workload(f"{prefix:,} tokens of {prefix + TAIL:,} shared", requests)
 
 
 def serve(engine: LLMEngine, load: Workload, caching: bool, clock: Clock) -> tuple[float, float]:
@@ -152,8 +158,14 @@ def bench_gaps(
         with engine_for(contender, prompt + 16, enable_prefix_caching=False, **overrides) as engine:
             watch_gaps(engine, prompt, seed=0)
             seen = [watch_gaps(engine, prompt, seed, clock) for seed in range(1, repeats + 1)]
-            runs.append(Run(name, used_settings(engine.setup.config), gap_metrics(seen)))
-    return Result("reuse", describe(f"{prompt:,} tokens arrive, by tokens a step", 2, prompt + 8, 2), runs)
+            metrics = {
+                "longest gap": milliseconds(max(gaps) for gaps, _ in seen),
+                "tokens meanwhile": Metric.of([float(len(gaps)) for gaps, _ in seen]),
+                "TTFT of the long prompt": milliseconds(ttft for _, ttft in seen),
+            }
+            runs.append(Run(name, used_settings(engine.setup.config), metrics))
+    work = [BenchRequest([0] * SHORT, 1), BenchRequest([0] * prompt, 1)]
+    return Result("reuse", Workload(f"{prompt:,} tokens arrive, by tokens a step", work).describe(), runs)
 
 
 def watch_gaps(
@@ -161,7 +173,7 @@ def watch_gaps(
 ) -> tuple[list[float], float]:
     """Return the gaps between the running request's tokens while the long prompt is computed, and its TTFT: seconds."""
     rng = random.Random(seed)
-    short, long = random_ids(rng, 8, engine), random_ids(rng, prompt, engine)  # drawn here: it takes milliseconds
+    short, long = random_ids(rng, SHORT, engine), random_ids(rng, prompt, engine)  # drawn here: it takes milliseconds
     engine.add_request("runs", short, exactly(prompt))
     decoded = 0
     while decoded < DECODED_BEFORE:
@@ -177,15 +189,6 @@ def watch_gaps(
     engine.abort_request("runs")
     finish(engine)
     return [b - a for a, b in itertools.pairwise(times)], ttft
-
-
-def gap_metrics(seen: list[tuple[list[float], float]]) -> dict[str, Metric]:
-    """Return the longest gap, how many gaps there were, and the newcomer's time to its first token."""
-    return {
-        "longest gap": Metric.of([1e3 * max(gaps) for gaps, _ in seen], "ms", False),
-        "tokens meanwhile": Metric.of([float(len(gaps)) for gaps, _ in seen]),
-        "TTFT of the long prompt": Metric.of([1e3 * ttft for _, ttft in seen], "ms", False),
-    }
 
 
 # --- all of it ------------------------------------------------------------------------------------------------------
@@ -218,8 +221,3 @@ def bench_reuse(
         raise ValueError(f"unknown part {min(unknown)!r}: choose of {', '.join(benches)}")
     for part in parts or benches:
         yield part, benches[part]()
-
-
-def describe(name: str, requests: int, prompt_tokens: int, output_tokens: int) -> dict[str, Any]:
-    """Describe what was served, as `Workload.describe` does."""
-    return {"name": name, "requests": requests, "prompt_tokens": prompt_tokens, "output_tokens": output_tokens}

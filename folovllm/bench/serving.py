@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from folovllm.bench.contenders import Contender, used_settings
 from folovllm.bench.http_load import Reply, Server
-from folovllm.bench.report import Metric, Result, Run, quantile
+from folovllm.bench.report import Metric, Result, Run, latencies
 from folovllm.bench.workload import BenchRequest, Workload
 from folovllm.children import import_path, python_command
 from folovllm.config import EngineConfig
@@ -102,15 +102,9 @@ class Load:
         tokens = sum(reply.num_tokens for reply in answered)
         metrics["output tokens"] = Metric.of([tokens / seconds], "tok/s")
         metrics["tokens a piece"] = Metric.of([tokens / sum(len(reply.times) for reply in answered)], "", False)
-        for name, values in (
-            ("TTFT", [reply.ttft for reply in answered]),
-            ("TPOT", [reply.tpot for reply in answered if reply.num_tokens > 1]),
-            ("ITL", [gap for reply in answered for gap in reply.gaps]),
-        ):
-            for title, share in (("median", 0.5), ("p99", 0.99)):
-                if values:
-                    metrics[f"{name} {title}"] = Metric.of([1e3 * quantile(values, share)], "ms", False)
-        return metrics
+        metrics |= latencies("TTFT", [[reply.ttft for reply in answered]])
+        metrics |= latencies("TPOT", [[reply.tpot for reply in answered if reply.num_tokens > 1]])
+        return metrics | latencies("ITL", [[gap for reply in answered for gap in reply.gaps]])
 
     @property
     def first_error(self) -> str | None:
@@ -156,11 +150,22 @@ def own_server(fields: dict[str, Any], engine_process: bool | None) -> Iterator[
     model = [rest.pop("model")] if rest.get("model") else []
     command = [*python_command("folovllm", "serve"), *model, "--port", "0", "--served-model-name", "model"]
     command += flags_of(rest | {"engine_process": engine_process})
+    with serving(command, env=dict(os.environ) | {"PYTHONPATH": import_path()}) as url:
+        yield url
+
+
+@contextmanager
+def serving(command: list[str], **options: Any) -> Iterator[str]:
+    """The address that `folovllm serve`, run by this command, prints; at the end of the block the server ends.
+
+    It has a session of its own, since a Ctrl-C is ours alone: the server ends when its figures are taken.
+
+    Raises:
+        ValueError: it does not start; the sentence has the end of its log.
+    """
     with tempfile.TemporaryFile("w+") as log:
-        env = dict(os.environ) | {"PYTHONPATH": import_path()}
-        # In a session of its own, since a Ctrl-C is ours alone: the server ends when its figures are taken.
         process = subprocess.Popen(
-            command, env=env, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True
+            command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, **options
         )
         assert process.stdout is not None
         try:

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 
 from folovllm.bench.contenders import Contender, used_settings
-from folovllm.bench.report import Metric, Result, Run, quantile
-from folovllm.bench.roofline import Rates, measure_rates, roofline_seconds
+from folovllm.bench.report import Metric, Result, Run, latencies
+from folovllm.bench.roofline import measure_rates, roofline_seconds
 from folovllm.bench.serve import Observed, empty_prefix_cache, run_workload, running, warm_up
-from folovllm.bench.workload import Workload, load_workload
+from folovllm.bench.workload import load_workload
 from folovllm.config import EngineConfig
 from folovllm.engine.cpu_threads import use_threads
 from folovllm.setup import set_up
@@ -40,11 +40,9 @@ def metrics_of(passes: list[Observed], bound: float | None) -> dict[str, Metric]
         "time on the CPU": over(lambda p: p.cpu_seconds, "s", False),
         "requests finished": over(lambda p: len(p.outputs)),
     }
-    for name, share in (("TTFT median", 0.5), ("TTFT p99", 0.99), ("TPOT median", 0.5), ("TPOT p99", 0.99)):
-        field_name = name[:4].lower()
-        times = [[t for o in p.outputs.values() if (t := getattr(o.metrics, field_name)) is not None] for p in passes]
-        if all(times):
-            metrics[name] = Metric.of([1e3 * quantile(t, share) for t in times], "ms", False)
+    for name in ("TTFT", "TPOT"):
+        times = [[getattr(o.metrics, name.lower()) for o in p.outputs.values()] for p in passes]
+        metrics |= latencies(name, [[t for t in one if t is not None] for one in times])
     metrics[LONGEST_GAP] = over(lambda p: 1e3 * p.longest_gap, "ms", False)
     if any(p.reused for p in passes):
         metrics[REUSED] = over(lambda p: 100 * p.reused / max(1, p.prompt_tokens), "%")
@@ -78,7 +76,16 @@ def bench_throughput(
     result.machine = {"copy_gb_per_s": rates.copy / 1e9, "matmul_tflop_per_s": rates.matmul / 1e12}
     first: Answers | None = None
     for name, config in configs:
-        passes, metrics = _measure(config, workload, rates, repeats, limit)
+        start = time.perf_counter()
+        with running(config) as engine:
+            start_up = time.perf_counter() - start  # weights, cache, compiled kernels, captured graphs
+            warm_up(engine, workload)
+            passes = []
+            for _ in range(repeats):
+                empty_prefix_cache(engine)
+                passes.append(run_workload(engine, workload, limit))
+            metrics = metrics_of(passes, roofline_seconds(workload, engine.setup, rates))
+        metrics["start-up"] = Metric.of([start_up], "s", False)
         answers = {i: output.outputs[0].token_ids for i, output in passes[-1].outputs.items()}
         if first is not None and workload.temperature == 0:
             metrics |= _agreement(first, answers)
@@ -94,23 +101,6 @@ def bench_latency(contenders: list[Contender], repeats: int = 3, limit: float | 
     for run in result.runs:
         run.metrics = {name: metric for name, metric in run.metrics.items() if name not in OF_MANY}
     return result
-
-
-def _measure(
-    config: EngineConfig, workload: Workload, rates: Rates, repeats: int, limit: float | None
-) -> tuple[list[Observed], dict[str, Metric]]:
-    """Pass the workload through an engine of its own several times; return the passes and their figures."""
-    start = time.perf_counter()
-    with running(config) as engine:
-        start_up = time.perf_counter() - start  # weights, cache, compiled kernels, captured graphs
-        warm_up(engine, workload)
-        passes = []
-        for _ in range(repeats):
-            empty_prefix_cache(engine)
-            passes.append(run_workload(engine, workload, limit))
-        metrics = metrics_of(passes, roofline_seconds(workload, engine.setup, rates))
-        metrics["start-up"] = Metric.of([start_up], "s", False)
-        return passes, metrics
 
 
 def _agreement(first: Answers, other: Answers) -> dict[str, Metric]:

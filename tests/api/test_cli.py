@@ -161,23 +161,26 @@ class TestFlags:
         names = [field.name for kind in (EngineConfig, SamplingParams) for field, _ in described_fields(kind)]
         assert [name for name in names if f"--{name.replace('_', '-')} " not in text.replace("/", " ")] == []
 
-    def test_flags_reach_engine_and_request(self, llm: type[FakeLLM]) -> None:
-        flags = ["--milestone", "m2", "--max-num-seqs", "3", "--temperature", "0", "--top-k", "5", "--ignore-eos"]
-        stops = ["--stop", "a", "--stop", "b", "--stop-token-ids", "4", "--no-skip-special-tokens", "--max-tokens", "9"]
-        assert run("generate", "hi", *flags, *stops) == 0
-        (made,) = llm.made
-        assert made.config == {"milestone": "m2", "max_num_seqs": 3}
-        assert made.params == SamplingParams(
-            temperature=0, top_k=5, ignore_eos=True, stop=["a", "b"], stop_token_ids=[4], skip_special_tokens=False, max_tokens=9
-        )  # fmt: skip
-
-    def test_seed_is_the_engines_and_the_requests(self, llm: type[FakeLLM]) -> None:
-        run("generate", "hi", "--seed", "5")
-        assert (llm.made[0].config, llm.made[0].params.seed) == ({"seed": 5}, 5)
-
-    def test_what_the_preset_decides_can_be_turned_on_and_off(self, llm: type[FakeLLM]) -> None:
-        assert run("generate", "hi", "--enforce-eager", "--no-async-scheduling") == 0
-        assert llm.made[0].config == {"enforce_eager": True, "async_scheduling": False}
+    @pytest.mark.parametrize(
+        ("flags", "config", "params"),
+        [
+            (
+                "--milestone m2 --max-num-seqs 3 --temperature 0 --top-k 5 --ignore-eos --stop a --stop b --stop-token-ids 4 "
+                "--no-skip-special-tokens --max-tokens 9",
+                {"milestone": "m2", "max_num_seqs": 3},
+                {"temperature": 0, "top_k": 5, "ignore_eos": True, "stop": ["a", "b"], "stop_token_ids": [4],
+                 "skip_special_tokens": False, "max_tokens": 9},
+            ),
+            ("--seed 5", {"seed": 5}, {"seed": 5}),
+            ("--enforce-eager --no-async-scheduling", {"enforce_eager": True, "async_scheduling": False}, {}),
+        ],
+        ids=["many", "seed of both", "what the preset decides"],
+    )  # fmt: skip
+    def test_flags_reach_engine_and_request(
+        self, llm: type[FakeLLM], flags: str, config: dict[str, Any], params: dict[str, Any]
+    ) -> None:
+        assert run("generate", "hi", *flags.split()) == 0
+        assert (llm.made[0].config, llm.made[0].params) == (config, SamplingParams(**params))
 
     def test_no_bar_for_one_prompt_nor_where_none_is_wanted(self, llm: type[FakeLLM]) -> None:
         for arguments in (["a", "b"], ["a"], ["a", "b", "--no-use-tqdm"]):
@@ -188,21 +191,32 @@ class TestFlags:
         assert pick({"n": None, "stop": [], "top_k": 0, "model": "x"}, SamplingParams) == {"top_k": 0}
 
 
-class TestPrompts:
-    def test_from_the_arguments(self, llm: type[FakeLLM]) -> None:
-        run("generate", "one", "two")
-        assert llm.made[0].prompts == ["one", "two"]
-
-    def test_from_a_file_without_its_empty_lines(self, llm: type[FakeLLM], tmp_path: Path) -> None:
-        (tmp_path / "prompts.txt").write_text("naïve one\n\n two\n", encoding="utf-8")
-        run("generate", "--file", str(tmp_path / "prompts.txt"))
-        assert llm.made[0].prompts == ["naïve one", " two"]
-
-    @pytest.mark.parametrize("flags", [[], ["--file", "-"]])
-    def test_from_stdin(self, llm: type[FakeLLM], flags: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\ntwo\n"), encoding="utf-8"))
-        assert run("generate", *flags) == 0
-        assert llm.made[0].prompts == ["one", "two"]
+@pytest.mark.parametrize(
+    ("arguments", "data", "prompts"),
+    [
+        (["one", "two"], "", ["one", "two"]),
+        (["--file", "FILE"], "naïve one\n\n two\n", ["naïve one", " two"]),
+        ([], "one\ntwo\n", ["one", "two"]),
+        (["--file", "-"], "one\ntwo\n", ["one", "two"]),
+        *[
+            (source, "\ufeffcafé\nb", ["café", "b"]) for source in ([], ["--file", "FILE"])
+        ],  # a byte order mark is no text
+        *[(source, "a\ufeff", ["a\ufeff"]) for source in ([], ["--file", "FILE"])],
+    ],
+)
+def test_prompts_come_from_arguments_a_file_or_stdin(
+    llm: type[FakeLLM],
+    arguments: list[str],
+    data: str,
+    prompts: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(data.encode())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data.encode()), encoding="utf-8"))
+    assert run("generate", *(str(file) if word == "FILE" else word for word in arguments)) == 0
+    assert llm.made[-1].prompts == prompts
 
 
 class TestOutput:
@@ -288,19 +302,6 @@ class TestEncodings:
         ascii_only = os.environ | {"PYTHONIOENCODING": "ascii", "FOLOVLLM_LANG": "zh"}
         done = subprocess.run(command, capture_output=True, env=ascii_only, cwd=Path(__file__).parents[2])
         assert done.returncode == 0 and b"Usage" in done.stdout, done.stderr
-
-    @pytest.mark.parametrize("from_stdin", [False, True])
-    @pytest.mark.parametrize(
-        ("data", "prompts"), [("\ufeffcafé\nb", ["café", "b"]), ("a\ufeff", ["a\ufeff"])], ids=["mark", "no mark"]
-    )
-    def test_a_mark_of_the_byte_order_is_no_text(
-        self, llm: type[FakeLLM], data: str, prompts: list[str], from_stdin: bool, tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:  # fmt: skip
-        (tmp_path / "prompts.txt").write_bytes(data.encode())
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data.encode()), encoding="utf-8"))
-        assert run("generate", *([] if from_stdin else ["--file", str(tmp_path / "prompts.txt")])) == 0
-        assert llm.made[-1].prompts == prompts
 
     def test_other_files_with_a_mark(self, tmp_path: Path) -> None:
         from folovllm.bench.workload import load_workload
@@ -402,24 +403,16 @@ class TestChat:
         assert [m["role"] for m in chat.messages] == ["system", "user", "assistant", "user", "assistant"]
         assert [m["content"] for m in chat.messages[3:]] == ["and now", "now and "]
 
-    def test_reset_keeps_the_system_message_only(
+    def test_reset_and_a_question_that_is_refused(
         self, llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        type_in("hi there\n\n/reset\n", monkeypatch)
+        """After a reset there is the system message alone; a refusal leaves the conversation as it was."""
+        type_in("hi there\n\n/reset\nhi\ntoo long\nstill here\n", monkeypatch)
         chat = self.chat()
         chat.run()  # and Ctrl-D, the end of the input, leaves
-        assert chat.messages == [{"role": "system", "content": "Be brief."}]
-        assert capsys.readouterr().out == "there hi \n"
-
-    def test_a_refused_question_leaves_the_conversation_as_it_was(
-        self, llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        type_in("hi\ntoo long\nstill here\n", monkeypatch)
-        chat = self.chat()
-        chat.run()
         out, err = capsys.readouterr()
-        assert out == "hi \nhere still \n" and "longer than the context" in err
-        assert [m["content"] for m in chat.messages if m["role"] == "user"] == ["hi", "still here"]
+        assert out == "there hi \nhi \nhere still \n" and "longer than the context" in err
+        assert [m["content"] for m in chat.messages if m["role"] != "assistant"] == ["Be brief.", "hi", "still here"]
 
     def test_ctrl_c_stops_the_answer_and_not_the_program(self, llm: Any, capsys: pytest.CaptureFixture[str]) -> None:
         chat = self.chat()
@@ -539,15 +532,12 @@ class TestTheProgram:
         assert run("--version") == 0
         assert capsys.readouterr().out == "folovllm 0.1.0\n"
 
-    def test_the_embedded_model_tells_the_story_that_was_asked_for(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_embedded_model_tells_a_story_and_continues_raw_text(self, capsys: pytest.CaptureFixture[str]) -> None:
         flags = ["--milestone", "m1", "--temperature", "0"]  # in tests/m1, so no later milestone's code
         assert run("generate", "Tell me a story about Lily and a red kite.", "--max-tokens", "40", *flags) == 0
         story = capsys.readouterr().out
         assert story.count("Lily") > 1 and "red kite" in story.split("\n", 1)[1]
-
-    def test_raw_text_is_continued(self, capsys: pytest.CaptureFixture[str]) -> None:
-        flags = ["--milestone", "m1", "--temperature", "0", "--max-tokens", "8", "--json"]
-        assert run("generate", "Once upon a time,", "--raw", *flags) == 0
+        assert run("generate", "Once upon a time,", "--raw", *flags, "--max-tokens", "8", "--json") == 0
         answer = json.loads(capsys.readouterr().out)
         assert answer["prompt"] == "Once upon a time," and "<|im_start|>" not in answer["outputs"][0]["text"]
         assert len(answer["prompt_token_ids"]) < 8
