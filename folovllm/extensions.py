@@ -144,11 +144,11 @@ class DeferredMask:
 
 
 def make_logits_mask(tokenizer: PreTrainedTokenizerBase, vocab_size: int, faults: Faults) -> LogitsMask:
-    """The mask of structured output (X1), imported with the first request for it. `faults` gets what goes wrong with one request."""
+    """The mask of structured output (X1), imported with the first request for it."""
     from folovllm.engine.logits_mask import LogitsMask
 
     def make() -> LogitsMask:
-        return named(LOGITS_MASK)(tokenizer, vocab_size, faults) if is_installed(LOGITS_MASK) else LogitsMask()
+        return named(LOGITS_MASK)(tokenizer, vocab_size) if is_installed(LOGITS_MASK) else LogitsMask()
 
     return cast("LogitsMask", DeferredMask(LogitsMask(), make))
 

@@ -139,8 +139,8 @@ class Memory:
 class SuffixProposer(Proposer):
     """Suffix decoding for each sequence: from its own text and from the answers that ended before.
 
-    Past answers serve requests of the same cache salt. Requests without a salt share their answers, so the speed of one can tell
-    what another was answered.
+    Past answers serve requests of the same cache salt: those with a salt find the answers of that salt alone, those without one
+    the answers of requests without one, so the speed of one of these can tell what another was answered.
     """
 
     def __init__(self, capacity: int = 32_768, least: float = 0.2) -> None:

@@ -6,7 +6,9 @@ It walks the tokenizer's tokens as a tree of bytes beside a parser, so that a ma
 
 from __future__ import annotations
 
+import json
 import random
+import re
 from collections.abc import Collection, Sequence
 from copy import copy
 from functools import cache
@@ -16,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from folovllm.structured_output.grammar_matcher import Bitmask, Grammar
+from folovllm.structured_output.json_schema import byte_tokenizer, with_an_end
 from folovllm.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
@@ -31,8 +34,11 @@ LIMITS = {
     "max_lexer_states": 50_000,
     "verbose_errors": False,
 }
+KIND = {"regex": "regex", "grammar": "grammar"}  # and else a JSON schema
 NO_TOKENIZER = "json, regex and grammar cannot be had with this tokenizer"
 WALKS, STEPS = 4, 25  # of `check_grammar`: as long as grammars are that grow more ambiguous with each token
+BYTE_WALKS, BYTE_STEPS = 16, 120  # of `require_way_on`: some 10 ms
+STRUCTURE = frozenset(b'{}[]:,"0aet')  # bytes that lead through a document
 FEW = 16  # masks that are made one after the other: more of them on several threads
 
 
@@ -83,16 +89,57 @@ def source_of(asked: StructuredOutputsParams) -> str:
         from llguidance import grammar_from
 
         try:
-            return str(grammar_from("grammar", asked.grammar))
+            return str(grammar_from("grammar", bounded(asked.grammar)))
         except ValueError as error:
             raise ValueError(f"structured_outputs holds a grammar that cannot be used: {error}") from error
     pattern = WHITESPACE if asked.whitespace_pattern is None else asked.whitespace_pattern
     options = {"whitespace_flexible": False} if asked.disable_any_whitespace else {"whitespace_pattern": pattern}
-    schema = str(asked.json) if asked.kind == "json" else '{"type": "object"}'
-    schema = "{}" if schema == "true" else schema
-    if schema == "false":
+    schema = asked.schema()
+    if schema is False:
         raise ValueError("structured_outputs holds the JSON schema false, under which no document is valid")
-    return str(compiler.grammar_from_json_schema(schema, overrides={**options, "lenient": not asked.strict}))
+    overrides = {**options, "lenient": not asked.strict}
+    try:
+        written = json.dumps({} if schema is True else with_an_end(schema))
+    except (TypeError, AttributeError, IndexError, RecursionError):
+        written = str(asked.json)  # no schema: the library says what is wrong with it
+    except ValueError as error:
+        raise ValueError(f"structured_outputs holds a JSON schema that cannot be used: {error}") from error
+    return str(compiler.grammar_from_json_schema(written, overrides=overrides))
+
+
+def bounded(grammar: str) -> str:
+    """Return a grammar whose JSON schemas (`%json {...}`) have no more white space than `WHITESPACE`."""
+    own = json.dumps({"x-guidance": {"whitespace_pattern": WHITESPACE}})[1:-1]
+
+    def bound(found: re.Match[str]) -> str:
+        return f"%json {{{own}{'' if found[1] else ', '}" if found[0].startswith("%") else found[0]
+
+    return re.sub(r'"(?:\\.|[^"\\\n])*"|%json\s*\{\s*(?=(\})?)(?!\s*"x-guidance")', bound, grammar)
+
+
+def require_way_on(asked: StructuredOutputsParams, grammar: str) -> None:
+    """Raise ValueError if a walk through the grammar, byte by byte, comes to where nothing follows and no text may end.
+
+    Walks prefer what ends strings and numbers, so that they see much of a document in a few steps.
+    """
+    guidance = library()
+    start = guidance.LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=guidance.LLParserLimits(**LIMITS))
+    for seed in range(BYTE_WALKS):
+        chance, place = random.Random(seed), start.deep_copy()
+        for _ in range(BYTE_STEPS):
+            mask = place.compute_bitmask()
+            if place.is_stopped():
+                break
+            allowed = [byte for byte in range(256) if mask[byte // 8] >> byte % 8 & 1]
+            if not allowed:  # but the end
+                break
+            likely = [byte for byte in allowed if byte in STRUCTURE]
+            place.consume_token(chance.choice(likely if likely and chance.random() < 0.7 else allowed))
+        if place.get_error().startswith("NoExtensionBias"):
+            raise ValueError(
+                f"structured_outputs holds a {KIND.get(asked.kind, 'JSON schema')} that cannot be used: an answer may come to where nothing can follow, "
+                "and is not complete there"
+            )
 
 
 def check_grammar(asked: StructuredOutputsParams, tokenizer: Any) -> None:
@@ -114,7 +161,7 @@ def check_grammar(asked: StructuredOutputsParams, tokenizer: Any) -> None:
 def require_good(asked: StructuredOutputsParams, error: str) -> None:
     """Raise ValueError with the library's `error`, if there is one."""
     if error and not error.startswith("WARNING"):
-        kind = {"regex": "regex", "grammar": "grammar"}.get(asked.kind, "JSON schema")
+        kind = KIND.get(asked.kind, "JSON schema")
         says = "no text matches it" if error.startswith("NoExtension") else " ".join(error.split())[:500]
         raise ValueError(f"structured_outputs holds a {kind} that cannot be used: {says}")
 
@@ -131,9 +178,11 @@ class GuidanceGrammar(Grammar):
     def compile(cls, asked: StructuredOutputsParams, tokenizer: Any) -> GuidanceGrammar:
         """At the beginning of an answer, with its first mask. Raises ValueError if the grammar cannot be used, or has no text."""
         guidance = library()
-        inner = guidance.LLMatcher(tokenizer, source_of(asked), log_level=0, limits=guidance.LLParserLimits(**LIMITS))
+        grammar = source_of(asked)
+        inner = guidance.LLMatcher(tokenizer, grammar, log_level=0, limits=guidance.LLParserLimits(**LIMITS))
         inner.compute_bitmask()
         require_good(asked, inner.get_error())
+        require_way_on(asked, grammar)
         return cls(inner)
 
     def fill(self, words: Bitmask) -> None:

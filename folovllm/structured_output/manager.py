@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from copy import copy
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,7 +15,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from folovllm.engine.logits_mask import LogitsMask
-from folovllm.faults import Faults, require_fault
 from folovllm.request import Sequence
 from folovllm.sampling_row import mask_of, mask_width
 from folovllm.step.schedule import SchedulerOutput, TokenBitmasks
@@ -58,13 +58,28 @@ def places_behind(seq: Sequence, matcher: GrammarMatcher, drafted: list[int], le
     return [Place(seq, i, at, line + i, []) for i, at in enumerate(matcher.ahead(ahead), level)]
 
 
+def is_of_one(error: BaseException) -> bool:
+    """Return whether an exception is one answer's: KeyboardInterrupt is not, a panic of a library in Rust is."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+@contextmanager
+def alone(seq: Sequence, matcher: GrammarMatcher) -> Iterator[None]:
+    """Log an exception of one answer's matcher, which is broken then: that answer ends, and no other one."""
+    try:
+        yield
+    except BaseException as error:
+        if not is_of_one(error):
+            raise
+        logger.error("the grammar of request %s failed", seq.request_id, exc_info=error)
+        matcher.is_broken = True
+
+
 class StructuredOutputManager(LogitsMask):
     """A `LogitsMask` with a grammar matcher for each sequence that needs one. A preempted sequence keeps its matcher."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, faults: Faults | None = None) -> None:
-        """`faults` gets what goes wrong with one answer's matcher."""
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._faults = faults or Faults()
         # By the tokens that end a text, and are never in one: the library's tokenizer, and with a grammar what was compiled.
         self._library_tokenizer = lru_cache(MOST_TOKENIZERS)(self._make_library_tokenizer)
         self._compiled: dict[
@@ -103,10 +118,6 @@ class StructuredOutputManager(LogitsMask):
         for seq in seqs:
             self._matchers[seq] = matcher if seq is first else matcher.copy()
 
-    def _matcher(self, seq: Sequence) -> GrammarMatcher | None:
-        """The matcher of an answer. A request that ran into a fault has none any more."""
-        return None if seq.request_id in self._faults.of else self._matchers.get(seq)
-
     def needs_mask(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> bool:
         """Whether the step samples for any of these answers. `seqs`: those of the step, in order."""
         if not self._matchers:
@@ -126,15 +137,17 @@ class StructuredOutputManager(LogitsMask):
         forced: list[tuple[int, int]] = []  # line of the mask, the only token that it allows
         places: list[Place] = []
         for scheduled, seq in zip(output.scheduled_seqs, seqs, strict=True):
-            matcher = self._matcher(seq) if scheduled.num_samples else None
+            matcher = self._matchers.get(seq) if scheduled.num_samples else None
             if matcher is None:
                 continue
             if not seq.status.is_finished:
                 drafted = scheduled.token_ids[1:].tolist() if scheduled.num_samples > 1 else []
-                with self._faults.at(seq):
+                self._limits[seq.seq_id] = 0  # unless its places are found
+                with alone(seq, matcher):
                     own = common(matcher.forced(), drafted) if drafted else []
                     places += places_behind(seq, matcher.behind(own), drafted, len(own), len(rows))
                     forced += [(len(rows) + level, token) for level, token in enumerate(own)]
+                    del self._limits[seq.seq_id]
             rows += [scheduled.row] * scheduled.num_samples
         bits = np.full((len(rows), mask_width(self._vocab_size)), -1, np.int32)
         if forced:
@@ -143,22 +156,23 @@ class StructuredOutputManager(LogitsMask):
             bits.view(np.uint32)[lines, tokens // 32] = 1 << tokens % 32
         self._fill(places, bits)
         for p in places:
-            with self._faults.at(p.seq):
-                if (broken := p.finish(bits)) is not None:
-                    self._limits.setdefault(p.seq.seq_id, broken)
-            if self._matcher(p.seq) is None:  # a fault, and half a mask perhaps
-                bits[p.line : p.line + 1 + len(p.ahead)] = -1
+            broken: int | None = p.level
+            with alone(p.seq, p.matcher):
+                broken = p.finish(bits)
+            if broken is not None:
+                self._limits.setdefault(p.seq.seq_id, broken)
         return TokenBitmasks(np.array(rows, np.int32), bits)
 
     def _fill(self, places: list[Place], bits: Bitmask) -> None:
         """Write the masks of the grammars to `bits`. If they cannot be made together, each is made by itself."""
-        asked = [(p.seq, (p.matcher.grammar, p.line, p.ahead)) for p in places if p.matcher.grammar]
+        asked = [(p, (p.matcher.grammar, p.line, p.ahead)) for p in places if p.matcher.grammar]
         try:
             guidance.fill_bitmasks([each for _, each in asked], bits)
         except BaseException as error:
-            require_fault(error)  # whose it is, is found out now
-            for seq, each in asked:
-                with self._faults.at(seq):
+            if not is_of_one(error):
+                raise
+            for p, each in asked:
+                with alone(p.seq, p.matcher):
                     guidance.fill_bitmasks([each], bits)
 
     def trim(self, seq: Sequence, draft: list[int]) -> list[int]:
@@ -166,17 +180,19 @@ class StructuredOutputManager(LogitsMask):
 
         What may be sampled beside and behind them is found out later, while the device computes (`bitmasks`).
         """
-        matcher = self._matcher(seq)
+        matcher = self._matchers.get(seq)
         if matcher is not None:
-            with self._faults.at(seq):
-                return draft[: matcher.num_allowed(draft)]
+            num_allowed = 0
+            with alone(seq, matcher):
+                num_allowed = matcher.num_allowed(draft)
+            return draft[:num_allowed]
         return draft
 
     def forced(self, seq: Sequence, most: int) -> list[int]:
         """At most so many tokens that come next in an answer because its grammar leaves no choice."""
-        matcher = self._matcher(seq)
+        matcher = self._matchers.get(seq)
         if matcher is not None:
-            with self._faults.at(seq):
+            with alone(seq, matcher):
                 return matcher.forced()[:most]
         return []
 
@@ -195,23 +211,23 @@ class StructuredOutputManager(LogitsMask):
             return
         for seq, tokens in zip(seqs, token_ids, strict=True):
             limit = self._limits.pop(seq.seq_id, len(tokens)) if self._limits else len(tokens)
-            matcher = self._matcher(seq) if tokens and not seq.status.is_finished else None
+            matcher = self._matchers.get(seq) if tokens and not seq.status.is_finished else None
             del tokens[limit:]
             if matcher is not None:
                 if not tokens:
                     matcher.is_broken = True  # all tokens that count were taken in
-                with self._faults.at(seq):
-                    for i, token_id in enumerate(tokens):
+                for i, token_id in enumerate(tokens):
+                    with alone(seq, matcher):
                         matcher.accept_token(token_id)
-                        if matcher.is_broken:
-                            del tokens[i:]
-                            break
+                    if matcher.is_broken:
+                        del tokens[i:]
+                        break
 
     def broken(self, seqs: Iterable[Sequence]) -> list[Sequence]:
         """Those of the answers that can no longer satisfy their grammar, and have not ended."""
         if not self._matchers:
             return []
-        matchers = ((seq, self._matcher(seq)) for seq in seqs if not seq.status.is_finished)
+        matchers = ((seq, self._matchers.get(seq)) for seq in seqs if not seq.status.is_finished)
         return [seq for seq, matcher in matchers if matcher is not None and matcher.is_broken]
 
     def _grammar(self, asked: StructuredOutputsParams, end_ids: list[int], model_end_ids: list[int]) -> Grammar:

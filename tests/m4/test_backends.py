@@ -1,4 +1,4 @@
-"""Two backends behind one interface, and what backends say where they cannot run. (`test_contract.py`: what they compute.)"""
+"""What backends say where they cannot run. (`test_contract.py`: what they compute.)"""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -7,48 +7,23 @@ import pytest
 import torch
 
 from folovllm.attention.backends.abstract import AttentionConfig, BackendUnavailable
-from folovllm.attention.backends.composite import compose, decodes_of, prefills_of
 from folovllm.attention.backends.flash_attn import FlashAttentionBackend
 from folovllm.attention.backends.registry import choose_backend, get_backend
-from folovllm.attention.backends.torch_naive import TorchNaiveBackend
 from folovllm.attention.backends.torch_paged import TorchPagedBackend
 from folovllm.attention.backends.triton import TritonBackend
-from tests.contract import Case, make_problem
 from tests.m4.cases import DEVICE
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 CONFIG = AttentionConfig(4, 2, 16, torch.float32, DEVICE, 16, 8)
 
 
-def test_halves_of_a_batch():
-    """Cut after the decodes: tokens, tables and prefix sums of each half stand on their own."""
-    batch = make_problem(CONFIG, Case("mixed", ((8, 1), (47, 1), (0, 20), (32, 5)))).batch
-    first, second = decodes_of(batch), prefills_of(batch)
-    assert first.query_start_loc.tolist() == [0, 1, 2] and second.query_start_loc.tolist() == [0, 20, 25]
-    assert (first.num_seqs, first.num_decodes, first.max_query_len) == (2, 2, 1)
-    assert (second.num_seqs, second.num_decodes) == (2, 0)
-    assert second.seq_lens_host == [20, 37] and second.query_lens_host == [20, 5]
-    assert second.logits_indices.tolist() == [19, 24]
-    assert len(second.positions) == len(second.slot_mapping) == 25
-
-
-@pytest.mark.parametrize("name", ["torch_paged", "torch_paged,torch_naive"])
-def test_what_a_backend_declares_is_kept(name, monkeypatch):
+def test_what_a_backend_declares_is_kept(monkeypatch):
     """A backend need only name the blocks that it can use; the smallest is taken, and another refused in a sentence."""
     monkeypatch.setattr(TorchPagedBackend, "supported_block_sizes", (64,))
     config = replace(CONFIG, device=CPU, block_size=None)
-    assert choose_backend(name, config) == (name, 64)
-    with pytest.raises(BackendUnavailable, match=f"{name} cannot use blocks of 48 tokens: leave block_size open"):
-        choose_backend(name, replace(config, block_size=48))
-
-
-def test_composite_asks_both():
-    """A block must suit both, and either may refuse."""
-    composite = compose(FlashAttentionBackend, TritonBackend)
-    assert composite.supports_block_size(256) and not composite.supports_block_size(16)
-    assert composite.supports_cuda_graph and not compose(TritonBackend, TorchNaiveBackend).supports_cuda_graph
-    with pytest.raises(BackendUnavailable, match="flash_attn"):
-        composite.check_available(replace(CONFIG, device=CPU))
+    assert choose_backend("torch_paged", config) == ("torch_paged", 64)
+    with pytest.raises(BackendUnavailable, match="torch_paged cannot use blocks of 48 tokens: leave block_size open"):
+        choose_backend("torch_paged", replace(config, block_size=48))
 
 
 HALF = {"device": CUDA, "dtype": torch.float16}
@@ -83,9 +58,7 @@ def test_backends_say_why_not(monkeypatch, backend, asked, machine, message):
         backend.check_available(config)
 
 
-def test_names_of_two():
-    """ "prefill,decode" is a name too; either half must be known, and there are two."""
-    assert get_backend("flash_attn,triton").name == "flash_attn,triton"
-    for name in ("triton,nothing", "nothing,triton", "triton,triton,triton", "triton,"):
-        with pytest.raises(ValueError, match="unknown attention_backend"):
-            get_backend(name)
+@pytest.mark.parametrize("name", ["flash_attn,triton", "nothing,triton", "triton,"])
+def test_pairs_are_gone(name):
+    with pytest.raises(ValueError, match="pairs of backends are gone, so name one of"):
+        get_backend(name)

@@ -7,7 +7,6 @@ from tests.contract import CASES, DEVICE, MIXED, Case, check, check_skips_slot_m
 
 HALF_CASES = [c for c in CASES if c.head_dim in (64, 128)] + [Case("D 64", MIXED, head_dim=64, block_size=256)]
 DTYPES = [torch.float32, torch.float16]
-TWO = ("ragged prompts", "decodes", "decodes and prompts")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -20,16 +19,9 @@ def test_triton_skips_slot_minus_one(dtype: torch.dtype) -> None:
     check_skips_slot_minus_one("triton", dtype)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in TWO], ids=str)
-@pytest.mark.parametrize("name", ["triton,torch_paged", "torch_paged,triton"])
-def test_two_backends(name: str, case: Case) -> None:
-    """Each part of a batch goes to its backend, and the results come back in order."""
-    check(name, case)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["triton", "flash_attn", "flash_attn,triton", "triton,flash_attn"])
+@pytest.mark.parametrize("name", ["triton", "flash_attn"])
 @pytest.mark.parametrize("case", HALF_CASES, ids=str)
 def test_on_a_gpu(name: str, case: Case, dtype: torch.dtype) -> None:
     check(name, case, dtype, DEVICE)

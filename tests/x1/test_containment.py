@@ -33,6 +33,8 @@ VICTIM = {
 }  # fmt: skip
 # Calls of the engine whose results a server does not use: the answer is there, and the log has the fault.
 UNUSED = {"RequestState.output", "flush"}
+# Of a matcher: its answer ends as one that can no longer satisfy its grammar, with "abort".
+MATCHERS = {"GrammarMatcher.finish", "GrammarMatcher.accept_token", "GrammarMatcher.forced", "fill_bitmasks"}
 SIDES = {
     "engine": [
         "InputProcessor.sequences", "StructuredOutputManager.add", "GrammarMatcher.copy", "GrammarMatcher.finish", "GrammarMatcher.accept_token", "GrammarMatcher.forced",
@@ -82,8 +84,8 @@ def test_a_fault_at_one_request(server: Background, side: str) -> None:
     assert set(answers[1::3]) == {right}, "who did nothing wrong is answered as ever"
     del answers[1::3]
     for victim, (status, said) in zip(victims, answers, strict=True):
-        is_unused = side == "engine" and victim["cache_salt"].split("|")[2] in UNUSED
-        assert status == (200 if is_unused else 500), (
+        is_answered = side == "engine" and victim["cache_salt"].split("|")[2] in UNUSED | MATCHERS
+        assert status == (200 if is_answered else 500), (
             f"{victim['cache_salt']} is the server's own fault: {status} {said}"
         )
     server.wait_until_idle()
@@ -197,10 +199,9 @@ class TestFaults:
         with pytest.raises(error):
             Faults().each(work, [(make_seq(), [1])])
 
-    def test_drafts_of_an_answer_whose_form_cannot_be_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        faults = Faults()
-        manager, seq = StructuredOutputManager(tiny_tokenizer(), VOCAB_SIZE, faults), make_seq()
-        monkeypatch.setattr(GrammarMatcher, "num_allowed", lambda self, guesses: 1 // 0)
-        manager._matchers[seq] = object.__new__(GrammarMatcher)
-        assert manager.trim(seq, [1, 2]) == [1, 2]
-        assert list(faults.of) == [seq.request_id]
+    def test_drafts_of_an_answer_whose_matcher_fails(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        manager, seq = StructuredOutputManager(tiny_tokenizer(), VOCAB_SIZE), make_seq()
+        monkeypatch.setattr(GrammarMatcher, "num_allowed", lambda self, drafted: 1 // 0)
+        manager._matchers[seq] = GrammarMatcher(None, [0])  # type: ignore[arg-type]
+        assert manager.trim(seq, [1, 2]) == []
+        assert manager.broken([seq]) == [seq]

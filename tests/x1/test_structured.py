@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -24,9 +25,11 @@ from folovllm.engine.overlap import OverlappedEngine
 from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
+from folovllm.sampling_row import mask_width
 from folovllm.server.async_engine import AsyncEngine
-from folovllm.structured_output.guidance import check_grammar, make_tokenizer, tokenizer_json
+from folovllm.structured_output.guidance import GuidanceGrammar, check_grammar, make_tokenizer, tokenizer_json
 from folovllm.structured_output.manager import StructuredOutputManager
+from folovllm.structured_output.vocabulary import read_vocabulary
 from folovllm.structured_outputs import StructuredOutputsParams
 from tests.helpers import prompts, tiny_checkpoint, tiny_tokenizer
 from tests.m6.test_overlap import assert_clean
@@ -99,6 +102,11 @@ MIXED = [  # every kind of form, and free answers between them
     formed(regex="[a-e]{20}", stop=["c"]),
 ]
 INPUTS = [[int(t) for t in prompt] for prompt in prompts([3 + 5 * i for i in range(len(MIXED))])]
+
+
+@cache
+def bytes_of() -> Any:
+    return read_vocabulary(tiny_tokenizer()).bytes_of
 
 
 @cache
@@ -467,3 +475,59 @@ class TestErrors:
     def test_of_the_wrong_kind(self) -> None:
         with pytest.raises(ValueError, match="structured_outputs is a StructuredOutputsParams"):
             SamplingParams(structured_outputs=5)  # type: ignore[arg-type]
+
+
+OBJECT_OF = {"type": "object", "additionalProperties": False}
+ONE_NAME = {"properties": {"a": {"const": 1}}, "patternProperties": {"^a$": {"type": "integer"}}}
+ENDS: list[dict[str, Any]] = [
+    {**OBJECT_OF, **ONE_NAME, "required": ["a"]},
+    {**OBJECT_OF, **ONE_NAME},
+    {**OBJECT_OF, "patternProperties": {"^(a|b)$": {"enum": [1, 2]}}, "required": ["a", "b"]},
+    {
+        **OBJECT_OF,
+        "properties": {"b": {"enum": [3, 7]}},
+        "patternProperties": {"^b": {"maximum": 5}},
+        "required": ["b"],
+    },
+    {"type": "object", "properties": {"a": {"const": 1}}, "patternProperties": {"^(?s:.*)$": {"enum": [1, 2]}}},
+    {"$defs": {"o": {**OBJECT_OF, **ONE_NAME}}, "type": "array", "items": {"$ref": "#/$defs/o"}, "minItems": 2},
+    {**OBJECT_OF, "properties": {"next": {"$ref": "#"}, "a": {"const": 1}}, "required": ["a"]},
+]
+NO_END: list[tuple[dict[str, Any], str]] = [
+    ({"grammar": 'start: "a" X\nX: /a/ & /b/'}, "nothing can follow"),
+    ({"json": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}}, "back to themselves"),
+    ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}}, "back to themselves"),
+]
+
+
+class TestFormsThatEnd:
+    @pytest.mark.parametrize("schema", ENDS, ids=json.dumps)
+    def test_every_walk_ends_in_a_valid_document(self, schema: dict[str, Any]) -> None:
+        start = GuidanceGrammar.compile(StructuredOutputsParams(json=schema), library_tokenizer())
+        for seed in range(8):
+            rng, place, text = random.Random(seed), start.copy(), b""
+            for _ in range(400):
+                words = np.zeros(mask_width(len(tiny_tokenizer())), np.int32)
+                place.fill(words)
+                allowed = np.unpackbits(words.view(np.uint8), bitorder="little").nonzero()[0].tolist()
+                assert allowed, f"nothing follows {text!r}"
+                if place.is_accepting():
+                    break
+                closing = [t for t in allowed if tiny_tokenizer().decode([t]) in ('"', "}", "]")]
+                token = rng.choice(closing if closing and rng.random() < 0.3 else [t for t in allowed if t])
+                text += bytes_of()[token]
+                place.accept_token(token)
+            else:
+                continue  # it went on in a long string
+            jsonschema.validate(json.loads(text), schema)
+
+    @pytest.mark.parametrize(("form", "says"), NO_END, ids=str)
+    def test_a_form_without_an_end_is_refused(self, form: dict[str, Any], says: str) -> None:
+        with pytest.raises(ValueError, match=says):
+            GuidanceGrammar.compile(StructuredOutputsParams(**form), library_tokenizer())
+
+    def test_white_space_in_an_embedded_schema_is_bounded(self) -> None:
+        text = 'start: "%json {" %json {"type": "array", "items": {"const": 1}} %json { }'
+        grammar = GuidanceGrammar.compile(StructuredOutputsParams(grammar=text), library_tokenizer())
+        assert grammar.num_allowed(tiny_tokenizer().encode("%json {[ 1 ,\n 1]7")) == 17
+        assert grammar.num_allowed(tiny_tokenizer().encode("%json {[  1")) == 9

@@ -4,12 +4,16 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from folovllm.llm import LLM
+from folovllm.sampling_params import SamplingParams
 from folovllm.spec_decode import automaton
 from folovllm.spec_decode.automaton import NOWHERE, Place, SuffixAutomaton
 from folovllm.spec_decode.proposer import RowState
 from folovllm.spec_decode.suffix import ANSWER_ENDS, PATIENCE, AnswersBySalt, PastAnswers, SuffixProposer, most_frequent
 from folovllm.step.schedule import SamplingSpec
+from tests.helpers import tiny_checkpoint
 from tests.tiny import worked_case
+from tests.x3.engines import speculation_of
 
 Texts = st.lists(st.integers(0, 2), max_size=30)
 
@@ -284,3 +288,18 @@ class TestProposer:
         self.draft(proposer, self.state(2, 0, 1), 1)
         proposer.finish(2)
         assert not proposer._texts and not proposer._answers
+
+
+def test_an_engine_finds_past_answers_of_the_same_salt_alone() -> None:
+    """Each request is asked twice; the second time the whole answer is drafted, unless the first had another salt."""
+    params, accepted = SamplingParams(seed=1, max_tokens=40, ignore_eos=True), list[int]()
+    config = {"method": "suffix", "num_speculative_tokens": 6, "adaptive": False}
+    for salts in [("a", "a"), (None, None), ("a", "b"), ("a", None), (None, "a")]:
+        with LLM(
+            str(tiny_checkpoint()), device="cpu", max_model_len=64, use_tqdm=False, speculative_config=config
+        ) as llm:
+            for salt in salts:
+                before = speculation_of(llm.engine).num_accepted
+                llm.generate([{"prompt_token_ids": [5, 6, 7, 8], "cache_salt": salt}], params)
+            accepted.append(speculation_of(llm.engine).num_accepted - before)
+    assert accepted[0] == accepted[1] > 25 and max(accepted[2:]) < 5

@@ -27,7 +27,7 @@ CASES = (
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("name", ["torch_naive,torch_paged", "triton"])
+@pytest.mark.parametrize("name", ["torch_paged", "triton"])
 def test_a_token_sees_its_window_and_nothing_before_it(name: str, case: Case) -> None:
     check(name, case)
 
@@ -55,7 +55,7 @@ def test_a_decode_that_stores_on_the_way(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [*PAGED, "flash_attn,triton"])
+@pytest.mark.parametrize("name", PAGED)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_on_a_gpu(name: str, dtype: torch.dtype, head_dim: int) -> None:

@@ -9,7 +9,6 @@ from importlib import import_module
 import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
-from folovllm.attention.backends.composite import compose
 from folovllm.attention.backends.decoded import DecodedCache
 
 logger = logging.getLogger("folovllm")
@@ -28,15 +27,16 @@ AUTO_ORDER = {"cuda": ("triton", "flash_attn", "torch_paged"), "cpu": ("torch_pa
 
 
 def get_backend(name: str) -> type[AttentionBackend]:
-    """Return the class of a name, or of "prefill,decode". Its `check_available` tells whether it can run here.
+    """Return the class of a name. Its `check_available` tells whether it can run here.
 
     Raises:
         ValueError: there is no backend of that name; the message lists all names.
         BackendUnavailable: a package that the backend needs is not installed.
     """
-    prefill, comma, decode = name.partition(",")
-    if comma and "," not in decode:
-        return compose(get_backend(prefill), get_backend(decode))
+    if "," in name:
+        raise ValueError(
+            f"attention_backend {name!r}: pairs of backends are gone, so name one of {', '.join(BACKENDS)}"
+        )
     if name not in BACKENDS:
         raise ValueError(f"unknown attention_backend {name!r}: choose one of {', '.join(BACKENDS)}")
     module, _, symbol = BACKENDS[name].partition(":")
