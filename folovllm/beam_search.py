@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from folovllm.engine.input_processor import encode
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.inputs import Prompt, TokensPrompt, as_prompt_list, parse_prompt
+from folovllm.inputs import Prompt, TokensPrompt, as_prompt_list, encode, parse_prompt
 from folovllm.models.files import eos_token_ids
 from folovllm.outputs import RequestOutput
 from folovllm.require import also_takes, require
@@ -17,7 +16,7 @@ from folovllm.sampling_params import SamplingParams
 Generate = Callable[[list[TokensPrompt], SamplingParams], list[RequestOutput]]
 
 
-@also_takes({"temperature": (0,), "include_stop_str_in_output": (False,), "structured_outputs": (None,)})
+@also_takes("beams")
 @dataclass(slots=True)
 class BeamSearchParams:
     """How to search.
@@ -66,17 +65,14 @@ def search_beams(
     wide = f"beam_width is {params.beam_width}, and this engine searches {most} beams at most"
     require(params.beam_width <= most, f"{wide}: ask for fewer, or raise max_logprobs to {2 * params.beam_width}")
     ends = frozenset() if params.ignore_eos else eos_token_ids(setup.path, setup.hf_config, tokenizer)
-    searches = [[BeamSearchSequence(_token_ids(tokenizer, prompt))] for prompt in as_prompt_list(prompts)]
+    searches = [BeamSearch(_token_ids(tokenizer, prompt)) for prompt in as_prompt_list(prompts)]
     for _ in range(params.max_tokens):
-        open_beams = [beam for beams in searches for beam in beams if beam.finish_reason is None]
-        following = dict(
-            zip(map(id, open_beams), _next_tokens(generate, open_beams, 2 * params.beam_width), strict=True)
-        )
-        searches = [_advance(beams, following, ends, setup.max_model_len, params) for beams in searches]
-    for beam in (beam for beams in searches for beam in beams):
-        beam.finish_reason = beam.finish_reason or "length"
-        beam.text = tokenizer.decode(beam.tokens, skip_special_tokens=True)
-    return [BeamSearchOutput(beams) for beams in searches]
+        if not (beams := [beam for search in searches for beam in search.open]):
+            break
+        following = iter(_next_tokens(generate, beams, 2 * params.beam_width))
+        for search in searches:
+            search.advance([next(following) for _ in search.open], ends, setup.max_model_len, params)
+    return [BeamSearchOutput([_with_text(beam, tokenizer) for beam in search.best(params)]) for search in searches]
 
 
 def _token_ids(tokenizer: Any, prompt: Prompt) -> list[int]:
@@ -92,24 +88,46 @@ def _next_tokens(generate: Generate, beams: list[BeamSearchSequence], count: int
     return [{token: entry.logprob for token, entry in row.items()} for row in rows]
 
 
-def _advance(
-    beams: list[BeamSearchSequence],
-    following: dict[int, dict[int, float]],
-    ends: frozenset[int],
-    max_model_len: int,
-    params: BeamSearchParams,
-) -> list[BeamSearchSequence]:
-    """The best beams one token later. Those that are over stay as they are, and compete with the others."""
-    found = [beam for beam in beams if beam.finish_reason is not None]
-    for beam in beams:
-        for token, logprob in following.get(id(beam), {}).items():
-            tokens = [*beam.tokens, token]
-            reason = "stop" if token in ends else "length" if len(tokens) >= max_model_len else None
-            found.append(BeamSearchSequence(tokens, beam.cum_logprob + logprob, reason))
-    return sorted(found, key=lambda beam: _score(beam, params), reverse=True)[: params.beam_width]
+class BeamSearch:
+    """The beams of one prompt. An ended beam is set aside, so that as many open ones go on as the search is wide (as in vLLM)."""
+
+    def __init__(self, prompt: list[int]) -> None:
+        self.open = [BeamSearchSequence(prompt)]
+        self._ended: list[BeamSearchSequence] = []
+
+    def advance(
+        self, following: list[dict[int, float]], ends: frozenset[int], max_model_len: int, params: BeamSearchParams
+    ) -> None:
+        """Give each open beam each of its next tokens; the best `beam_width` of those that have not ended stay open.
+
+        Args:
+            following: for each open beam its next tokens, with their log-probabilities.
+            ends: tokens that end a beam; a full context ends it, too.
+        """
+        longer: list[BeamSearchSequence] = []
+        for beam, row in zip(self.open, following, strict=True):
+            for token, logprob in row.items():
+                tokens = [*beam.tokens, token]
+                reason = "stop" if token in ends else "length" if len(tokens) >= max_model_len else None
+                kind = longer if reason is None else self._ended
+                kind.append(BeamSearchSequence(tokens, beam.cum_logprob + logprob, reason))
+        self.open, self._ended = _best(longer, params), _best(self._ended, params)
+
+    def best(self, params: BeamSearchParams) -> list[BeamSearchSequence]:
+        """The best `beam_width` of all beams, ended or open."""
+        return _best([*self._ended, *self.open], params)
+
+
+def _best(beams: list[BeamSearchSequence], params: BeamSearchParams) -> list[BeamSearchSequence]:
+    return sorted(beams, key=lambda beam: _score(beam, params), reverse=True)[: params.beam_width]
 
 
 def _score(beam: BeamSearchSequence, params: BeamSearchParams) -> float:
-    """An end-of-text id does not count as length."""
+    """The log-probability over the length to a power. An end-of-text id does not count as length."""
     length = len(beam.tokens) - (beam.finish_reason == "stop")
     return beam.cum_logprob / length**params.length_penalty
+
+
+def _with_text(beam: BeamSearchSequence, tokenizer: Any) -> BeamSearchSequence:
+    text = tokenizer.decode(beam.tokens, skip_special_tokens=True)
+    return replace(beam, finish_reason=beam.finish_reason or "length", text=text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from folovllm.files import in_one_line
+from folovllm.models.files import in_one_line
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 A_CONVERSATION = 'a conversation is a list of messages {"role": "user", "content": "..."}'

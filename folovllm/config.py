@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
-from numbers import Real
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from folovllm import electives
-from folovllm.require import ENGINE, also_takes, is_whole
+from folovllm import plugins
+from folovllm.require import ABOVE_0, Limits, check_fields, require
 
 DEFAULT_MODEL = "stories-5m"  # embedded in the package
 DEFAULT_MAX_MODEL_LEN = 4096
@@ -34,25 +34,31 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "model_impl": ("hf", "native"),
     "kv_cache": ("growing", "slots", "paged"),
     "scheduling": ("fcfs", "priority"),
-    "kv_cache_dtype": ("auto", "fp8_e4m3"),
 }
-KINDS = {"str": (str, "a text"), "bool": (bool, "True or False"), "float": (Real, "a number")}  # by annotation
-# None: the engine decides
-MAY_BE_OPEN = ("max_model_len", "max_num_batched_tokens", "block_size", "num_kv_blocks", "num_threads", "num_snapshots")
-# the least values, where they are not 1; max_model_len: a token of the prompt and one of the answer
-LEAST = {"long_prefill_token_threshold": 0, "max_logprobs": 0, "max_model_len": 2}
-COUNTS = (
-    *MAY_BE_OPEN, "max_num_seqs", "kv_cache_memory", "tensor_parallel_size", "long_prefill_token_threshold", "max_n",
-    "max_logprobs", "snapshot_interval",
-)  # fmt: skip
+LIMITS = {  # of numbers; others are counts of at least 1
+    "seed": Limits(0, works="between 0 and 2**63 - 1"),
+    "max_model_len": Limits(2, works="at least 2"),  # a token of the prompt and one of the answer
+    "long_prefill_token_threshold": Limits(0, works="at least 0"),
+    "max_logprobs": Limits(0, works="at least 0"),
+    "gpu_memory_utilization": Limits(ABOVE_0, 1, "above 0 and at most 1"),
+}
+DEFAULTS = {  # of what a preset may leave open
+    "model_impl": "native",
+    "max_num_seqs": 256,
+    "kv_cache": "paged",
+    "attention_backend": "auto",
+    "enable_prefix_caching": False,
+    "enable_chunked_prefill": False,
+    "enforce_eager": True,
+    "async_scheduling": False,
+}
 
-OTHER_NAMES = {"half": "float16", "float": "float32", "fp8": "fp8_e4m3"}  # of dtypes
+OTHER_NAMES = {"half": "float16", "float": "float32"}  # of dtypes
 
 
-@also_takes(ENGINE)
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True, init=False)
 class EngineConfig:
-    """What to run and how; each field is also a keyword of `LLM` and a flag of the command line.
+    """What to run and how; each field is also a keyword of `LLM` and a flag of the command line, and so is each option of an elective.
 
     Other engine arguments of vLLM's are accepted where they change nothing; elsewhere a ValueError says why not.
 
@@ -76,17 +82,10 @@ class EngineConfig:
             `max_model_len` needs.
         gpu_memory_utilization: fraction of the card's memory that the engine may fill.
         kv_cache_memory: bytes of the KV cache on a CPU.
-        kv_cache_dtype: "auto" is the model's own; "fp8_e4m3" (or "fp8") keeps K/V in 8 bits, half of what 16 bits take.
-        calculate_kv_scales: choose the scales of K/V in 8 bits by running made-up tokens, instead of taking the
-            checkpoint's, or 1.
         attention_backend: "torch_naive", "torch_paged", "triton", "flash_attn", or "auto": the fastest that runs here. Two
             names with a comma between them are for prefill and for decode.
         scheduling: "fcfs" (first come, first served) or "priority" (smaller first).
         enable_prefix_caching: find the K/V of prefixes that were computed before.
-        snapshot_interval: with prefix caching, in a model with layers of linear attention: keep a snapshot of a sequence's
-            state every so many tokens, rounded up to whole blocks. A prefix is found up to its last snapshot.
-        num_snapshots: the most snapshots that are kept; if left out, `max_num_seqs`, at least 16. Each takes as much memory as the state
-            of a sequence.
         enable_chunked_prefill: compute long prompts over several steps, beside the decodes of others.
         long_prefill_token_threshold: most tokens of one prompt in one step; 0 sets no bound.
         enforce_eager: no CUDA graphs.
@@ -97,25 +96,13 @@ class EngineConfig:
         max_n: most answers to one prompt that a request may ask for.
         max_logprobs: most likely tokens, beside the chosen one, whose log-probabilities a request may ask for.
         tensor_parallel_size: GPUs (or, on CPU, processes) that share each layer.
-        enable_expert_parallel: in a mixture of experts, each of these GPUs holds some experts whole, not a part of each.
-        count_experts: in a mixture of experts, count the tokens routed to each expert, for `/metrics` and `--show-steps`.
         trust_remote_code: run code that comes with a checkpoint. Off unless asked for.
         random_weights: make weights up instead of loading them (for timing a geometry).
-        quantization: how the weights are kept, which a checkpoint says by itself: "fp8", "compressed-tensors", "gptq", "awq".
-            With `random_weights` the kind to make up: "fp8" (in blocks of 128 x 128), "int8" (a scale for each output) or
-            "int4" (one for each 128 inputs of an output).
-        quantize_activations: of a model with weights in FP8, multiply FP8 by FP8: faster for many sequences, slower for one,
-            and less exact. Needs compute capability 8.9, with weights in blocks exactly 9.0 and CUDA 12.9; elsewhere it is
-            less exact and slower.
         use_tqdm: show progress while loading (and, on the command line, while answering).
-        speculative_config: how draft tokens are proposed, as a dict with vLLM's keys, or one in JSON, such as
-            {"method": "draft_model", "model": "stories-draft"}; see `SpeculativeConfig`.
-        speculative_method: the method alone: "ngram", "suffix", or several joined by "+", which are asked in turn
-            ("ngram+suffix"). "draft_model" needs a model, which only the configuration above can name.
-        num_speculative_tokens: the most draft tokens that a step verifies for one sequence.
-        batch_invariant: compute each request with the same bits whatever else is in the batch. It is slower.
         builders: components of your own instead of the engine's, by name and separated by commas: "block_manager" is
             `BlockManager` in mine/folovllm/builders/block_manager.py.
+        extras: the options of electives (`folovllm.plugins`), where they are not the defaults. Each is a keyword of its own, too, and can
+            be read as an attribute.
 
     Raises:
         ValueError: a value is out of range or two do not fit together; the sentence says what does.
@@ -136,13 +123,9 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     gpu_memory_utilization: float = 0.9
     kv_cache_memory: int = 1 << 30
-    kv_cache_dtype: str = "auto"
-    calculate_kv_scales: bool = False
     attention_backend: str | None = None
     scheduling: str = "fcfs"
     enable_prefix_caching: bool | None = None
-    snapshot_interval: int = 512
-    num_snapshots: int | None = None
     enable_chunked_prefill: bool | None = None
     long_prefill_token_threshold: int = 0
     enforce_eager: bool | None = None
@@ -152,58 +135,56 @@ class EngineConfig:
     max_n: int = 128
     max_logprobs: int = 20
     tensor_parallel_size: int = 1
-    enable_expert_parallel: bool = False
-    count_experts: bool = False
     trust_remote_code: bool = False
     random_weights: bool = False
-    quantization: str | None = None
-    quantize_activations: bool = False
     use_tqdm: bool = True
-    speculative_config: Any = field(default=None, metadata={"flag_type": str})  # as it comes; `spec_decode` parses it
-    speculative_method: str | None = None
-    num_speculative_tokens: int | None = None
-    batch_invariant: bool = False
     builders: str | None = None
+    extras: Mapping[str, Any] = field(default_factory=dict, metadata={"flag": False})
 
-    def __post_init__(self) -> None:
-        name = str(self.dtype).removeprefix("torch.")  # a torch.dtype is taken too
-        self.dtype = OTHER_NAMES.get(name, name)
-        self.kv_cache_dtype = OTHER_NAMES.get(self.kv_cache_dtype, self.kv_cache_dtype)
-        self._gather_speculation()
-        check_kinds(self)
-        preset = PRESETS.get(self.milestone or LATEST)
+    def __init__(self, **given: Any) -> None:
+        """Takes the fields by name, the options of electives, and those arguments of vLLM's that change nothing."""
+        own = {each.name: each for each in fields(self)}
+        options: list[plugins.Options] = []
+        extras = dict(given.pop("extras", {}))
+        if extras or not given.keys() <= own.keys():
+            options = plugins.options_of(own.keys(), given, extras)
+        for name, field_ in own.items():
+            setattr(self, name, given.get(name, field_.default))
+        self.extras = extras
+        self._resolve()
+        for each in options:
+            each.check(self)
+
+    def _resolve(self) -> None:
+        """Take the preset for what is not said, and check all."""
+        dtype = str(self.dtype).removeprefix("torch.")  # a torch.dtype is taken too
+        self.dtype = OTHER_NAMES.get(dtype, dtype)
+        check_values(self)
+        preset = PRESETS.get(LATEST if self.milestone is None else self.milestone)
         if preset is None:
             raise ValueError(f"unknown milestone {self.milestone!r}: choose one of {', '.join(PRESETS)}")
-        defaults = {
-            "model_impl": "native",
-            "max_num_seqs": 256,
-            "attention_backend": "auto",
-            "enable_prefix_caching": False,
-            "enable_chunked_prefill": False,
-            "enforce_eager": True,
-            "async_scheduling": False,
-        }
         if self.attention_backend == "torch_naive":  # M1 with it: our layers, for transformers' model attends by itself
             preset = {**preset, "model_impl": "native"}
-        for name, value in {**defaults, **preset}.items():
+        for name, value in {**DEFAULTS, **preset}.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
-        check_values(self)
         check_combinations(self)
+
+    def __getattr__(self, name: str) -> Any:
+        """The value of an option that an elective owns, so `config.batch_invariant` works. The core reads `extras`."""
+        if name == "extras" or name.startswith("_"):
+            raise AttributeError(name)
+        return self.extras[name] if name in self.extras else plugins.option_default(name)
+
+    @staticmethod
+    def options() -> list[Any]:
+        """The dataclasses of the electives' options, whose fields are keywords, too."""
+        return list(plugins.option_classes())
 
     @classmethod
     def for_milestone(cls, milestone: str, **overrides: Any) -> EngineConfig:
         """The preset of one milestone, with single choices changed."""
         return cls(milestone=milestone, **overrides)
-
-    def _gather_speculation(self) -> None:
-        """Let the elective that owns these three fields make one of them. It stays None if all three are None."""
-        if (self.speculative_config, self.speculative_method, self.num_speculative_tokens) != (None, None, None):
-            gather = electives.require(electives.SPECULATION, "speculative decoding")
-            self.speculative_config = gather(
-                self.speculative_config, self.speculative_method, self.num_speculative_tokens
-            )
-            self.speculative_method = self.num_speculative_tokens = None
 
     @property
     def packed_steps(self) -> bool:
@@ -238,70 +219,40 @@ class EngineConfig:
         return budget
 
 
-def check_kinds(config: EngineConfig) -> None:
-    """Raise ValueError if a text, switch or fraction has another type: any text would count as True. Whole numbers: `check_values`."""
-    for own in fields(config):
-        kind, _, may_be_open = str(own.type).partition(" | ")
-        value, (types, says) = getattr(config, own.name), KINDS.get(kind, (object, ""))
-        if not isinstance(value, types) and not (value is None and may_be_open):
-            raise ValueError(f"{own.name} must be {says}, not {value!r}")
-
-
 def check_values(config: EngineConfig) -> None:
-    """Raise ValueError for a value out of range."""
+    """Raise ValueError for a value of another type or out of range. None leaves it to the preset."""
+    values = {own.name: getattr(config, own.name) for own in fields(config)}
+    check_fields(EngineConfig, values, LIMITS)
+    for name in ("milestone", "tokenizer", "device", "attention_backend", "builders"):
+        require(values[name] != "", f"{name} is an empty text: give a name, or leave it out")
     for name, known in CHOICES.items():
-        if (value := getattr(config, name)) not in known:
-            raise ValueError(f"unknown {name} {value!r}: choose one of {', '.join(known)}")
-    for name in COUNTS:
-        value, least = getattr(config, name), LEAST.get(name, 1)
-        if value is None and name in MAY_BE_OPEN:
-            continue
-        if not (is_whole(value) and value >= least):
-            raise ValueError(f"{name} must be at least {least} (a whole number), not {value!r}")
-    if not is_whole(config.seed) or not 0 <= config.seed < 2**63:
-        raise ValueError(f"seed must be a whole number between 0 and 2**63 - 1, not {config.seed!r}")
-    if not 0 < config.gpu_memory_utilization <= 1:
-        raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {config.gpu_memory_utilization}")
+        value, says = values[name], f"choose one of {', '.join(known)}"
+        require(value in known or (value is None and name in DEFAULTS), f"unknown {name} {value!r}: {says}")
 
 
 def check_combinations(config: EngineConfig) -> None:
     """Raise ValueError for two choices that do not fit together; the sentence says what does."""
-    if config.model_impl == "hf" and config.kv_cache != "growing":
-        raise ValueError('model_impl="hf" keeps its own growing cache: use milestone="m1", or model_impl="native"')
-    if config.kv_cache == "growing" and config.scheduling != "fcfs":
-        raise ValueError(
-            'kv_cache="growing" serves in the order of arrival: leave scheduling at "fcfs", or use milestone="m2"'
-        )
-    if config.kv_cache == "growing" and config.max_num_seqs != 1:
-        raise ValueError(
-            'kv_cache="growing" serves one request at a time: leave max_num_seqs at 1, or use milestone="m2"'
-        )
-    if config.kv_cache == "growing" and config.kv_cache_dtype != "auto":
-        raise ValueError(
-            'kv_cache="growing" keeps K/V in the dtype of the model: leave kv_cache_dtype out, or use milestone="m2"'
-        )
-    if config.calculate_kv_scales and config.kv_cache_dtype == "auto":
-        raise ValueError('calculate_kv_scales is of use with kv_cache_dtype="fp8_e4m3" only')
-    if config.enable_prefix_caching and config.kv_cache != "paged":
-        raise ValueError('enable_prefix_caching needs blocks: kv_cache="paged", as from milestone m3 on')
-    if config.enable_chunked_prefill and config.kv_cache == "growing":
-        raise ValueError("enable_chunked_prefill needs batches: take milestone m2 or later")
-    if config.packed_steps and config.kv_cache != "paged":
-        raise ValueError(
-            'CUDA graphs, async_scheduling and tensor_parallel_size need kv_cache="paged", as from milestone m3 on'
-        )
-    if config.compile and config.model_impl == "hf":
-        raise ValueError('compile needs model_impl="native": it is our layers that are compiled')
-    if config.random_weights and config.model_impl == "hf":
-        raise ValueError('random_weights needs model_impl="native"')
-    if config.quantize_activations and config.model_impl == "hf":
-        raise ValueError('quantize_activations needs model_impl="native"')
-    if config.count_experts and config.kv_cache == "growing":
-        raise ValueError("count_experts needs batches: take milestone m2 or later")
-    if config.speculative_config is not None and config.kv_cache == "growing":
-        raise ValueError("speculative_config needs steps of several tokens: take milestone m2 or later")
-    if config.speculative_config is not None and "scheduler" in config.builder_names:
-        raise ValueError("speculative_config needs the engine's own scheduler: leave it out of builders")
+    growing, paged, hf = config.kv_cache == "growing", config.kv_cache == "paged", config.model_impl == "hf"
+    wrong = {
+        'model_impl="hf" keeps its own growing cache: use milestone="m1", or model_impl="native"': hf and not growing,
+        'kv_cache="growing" serves in the order of arrival: leave scheduling at "fcfs", or use milestone="m2"': (
+            growing and config.scheduling != "fcfs"
+        ),
+        'kv_cache="growing" serves one request at a time: leave max_num_seqs at 1, or use milestone="m2"': (
+            growing and config.max_num_seqs != 1
+        ),
+        'enable_prefix_caching needs blocks: kv_cache="paged", as from milestone m3 on': (
+            config.enable_prefix_caching and not paged
+        ),
+        "enable_chunked_prefill needs batches: take milestone m2 or later": config.enable_chunked_prefill and growing,
+        'CUDA graphs, async_scheduling and tensor_parallel_size need kv_cache="paged", as from milestone m3 on': (
+            config.packed_steps and not paged
+        ),
+        'compile needs model_impl="native": it is our layers that are compiled': config.compile and hf,
+        'random_weights needs model_impl="native"': config.random_weights and hf,
+    }
+    for sentence, holds in wrong.items():
+        require(not holds, sentence)
     if config.builder_names:
         from folovllm import builders  # here, for few engines have any
 
@@ -310,18 +261,3 @@ def check_combinations(config: EngineConfig) -> None:
 
 
 EngineArgs = EngineConfig  # vLLM's name
-
-
-@dataclass(slots=True)
-class ModelConfig:
-    """The fields of the model alone, for code that keeps them apart from the engine's arguments."""
-
-    model: str
-    tokenizer: str | None = None
-    dtype: str = "auto"
-    max_model_len: int | None = None
-    trust_remote_code: bool = False
-
-    def for_engine(self, **overrides: Any) -> EngineConfig:
-        """The whole configuration: the latest milestone's, with `overrides`."""
-        return EngineConfig(**{**asdict(self), **overrides})

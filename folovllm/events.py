@@ -1,6 +1,6 @@
 """What happens in the engine: the records that metrics, `--show-steps`, pictures and recordings read (`folovllm.event_stream`).
 
-An event is a record that could be written to a file. It names sequences and blocks by number and holds no text. Scheduler,
+An event is a record that can be written to a file. It names sequences and blocks by number and holds no text. Scheduler,
 cache managers and the loop emit events, the body of an exercise never does: so the events of wrong code show what it does.
 """
 
@@ -10,12 +10,18 @@ from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Literal, NamedTuple
 
+import msgspec
+
 from folovllm.step.schedule import SchedulerOutput, StepResult
 
 Budget = Literal["sequences", "tokens", "blocks", "preemption"]  # what refused; "preemption": a sequence just gave way
 
 
-class RequestAdded(NamedTuple):
+class Tagged(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A record that is an array on the wire and in a recording: its name, and then its fields."""
+
+
+class RequestAdded(Tagged, frozen=True):
     """A sequence came: one answer to a request."""
 
     seq_id: int
@@ -27,28 +33,28 @@ class RequestAdded(NamedTuple):
     time: float  # seconds of a monotonic clock, as all times here
 
 
-class Refused(NamedTuple):
+class Refused(Tagged, frozen=True):
     """The sequence that waits in front was not admitted to this step."""
 
     seq_id: int
     budget: Budget
 
 
-class Admitted(NamedTuple):
+class Admitted(Tagged, frozen=True):
     """A sequence was let in; so many of its tokens were in the cache already."""
 
     seq_id: int
     num_cached_tokens: int
 
 
-class PrefixHit(NamedTuple):
+class PrefixHit(Tagged, frozen=True):
     """The prefix cache had these tokens of a sequence that was admitted."""
 
     seq_id: int
     num_tokens: int
 
 
-class Preempted(NamedTuple):
+class Preempted(Tagged, frozen=True):
     """A sequence gave way; what it had computed is lost."""
 
     seq_id: int
@@ -56,26 +62,26 @@ class Preempted(NamedTuple):
     num_tokens: int  # computed by earlier steps
 
 
-class Finished(NamedTuple):
+class Finished(Tagged, frozen=True):
     """A sequence ended by itself: "stop" or "length"."""
 
     seq_id: int
     reason: str
 
 
-class GivenUp(NamedTuple):
+class GivenUp(Tagged, frozen=True):
     """The engine is about to end a sequence, whose answer cannot get its form any more. `Aborted` follows."""
 
     seq_id: int
 
 
-class Aborted(NamedTuple):
+class Aborted(Tagged, frozen=True):
     """A sequence was ended from outside, or given up."""
 
     seq_id: int
 
 
-class StepBegan(NamedTuple):
+class StepBegan(Tagged, frozen=True):
     """A step was decided. Its scheduled sequences say what each sequence computes, and which blocks are new in its table.
 
     Draft tokens may be placeholder ids (`DraftTokens`); from `DraftsVerified` on they are tokens.
@@ -88,7 +94,7 @@ class StepBegan(NamedTuple):
     budget_left: int  # tokens that the step could have computed besides
 
 
-class StepEnded(NamedTuple):
+class StepEnded(Tagged, frozen=True):
     """A step was taken in. Steps end in the order in which they begin."""
 
     step: int
@@ -101,7 +107,7 @@ class StepEnded(NamedTuple):
     kv_blocks_used: int
 
 
-class ExpertsAsked(NamedTuple):
+class ExpertsAsked(Tagged, frozen=True):
     """How often each expert was asked by all steps so far. Said at first and before the end of each step, on request only.
 
     The engine waits for the device to know it. With overlap, that is for the step after this one, which counts here too.
@@ -110,25 +116,25 @@ class ExpertsAsked(NamedTuple):
     counts: SequenceOf[SequenceOf[int]]  # [L][E]
 
 
-class BlockClaimed(NamedTuple):
+class BlockClaimed(Tagged, frozen=True):
     """A block left the free list, for new contents or because its old ones were found."""
 
     block_id: int
 
 
-class BlockFreed(NamedTuple):
+class BlockFreed(Tagged, frozen=True):
     """A block joined the free list; its contents stay until it is taken."""
 
     block_id: int
 
 
-class BlockTaken(NamedTuple):
+class BlockTaken(Tagged, frozen=True):
     """A block got a first holder, for new contents. The `ScheduledSequence` that names it says who holds it."""
 
     block_id: int
 
 
-class BlockAdopted(NamedTuple):
+class BlockAdopted(Tagged, frozen=True):
     """A sequence began with a block that was cached."""
 
     block_id: int
@@ -136,7 +142,7 @@ class BlockAdopted(NamedTuple):
     ref_count: int  # with it
 
 
-class BlockCached(NamedTuple):
+class BlockCached(Tagged, frozen=True):
     """A full block got a name, so that others find it."""
 
     block_id: int
@@ -147,14 +153,14 @@ class BlockCached(NamedTuple):
     parent: int  # the serial of the block before it
 
 
-class BlockEvicted(NamedTuple):
+class BlockEvicted(Tagged, frozen=True):
     """A block lost its name."""
 
     block_id: int
     hash: int
 
 
-class SnapshotCached(NamedTuple):
+class SnapshotCached(Tagged, frozen=True):
     """A snapshot of a sequence's state got its block, so that others find it."""
 
     snapshot: int  # as `ScheduledSequence.save_state` has it
@@ -162,14 +168,14 @@ class SnapshotCached(NamedTuple):
     serial: int  # of the block at whose end it was taken
 
 
-class SnapshotEvicted(NamedTuple):
+class SnapshotEvicted(Tagged, frozen=True):
     """A block lost its snapshot."""
 
     snapshot: int
     num_tokens: int
 
 
-class BlockPassed(NamedTuple):
+class BlockPassed(Tagged, frozen=True):
     """A sequence gave back a block that lies behind its window."""
 
     seq_id: int
@@ -178,21 +184,21 @@ class BlockPassed(NamedTuple):
     ref_count: int  # holders that are left
 
 
-class TableFreed(NamedTuple):
+class TableFreed(Tagged, frozen=True):
     """A sequence gave back its blocks."""
 
     seq_id: int
     blocks: tuple[tuple[int, int], ...]  # (block_id, holders that are left), first block first
 
 
-class TableCut(NamedTuple):
+class TableCut(Tagged, frozen=True):
     """A sequence gave back its last block, which was reserved for draft tokens that were rejected."""
 
     seq_id: int
     block_id: int
 
 
-class DraftsVerified(NamedTuple):
+class DraftsVerified(Tagged, frozen=True):
     """A step verified a draft of the next tokens of a sequence."""
 
     seq_id: int
@@ -223,7 +229,7 @@ class SequenceState(NamedTuple):
     token_ids: SequenceOf[int]  # [num_tokens]
 
 
-class Snapshot(NamedTuple):
+class Snapshot(Tagged, frozen=True):
     """How things stand. Each listener hears it first, for itself; the events after it are changes to it."""
 
     num_blocks: int  # 0: the cache is no pool of blocks (M1)

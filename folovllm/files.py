@@ -1,14 +1,9 @@
-"""Files: read with one sentence for whatever is wrong with them, written as a whole or not at all, and kept in a cache."""
+"""Files that are written as a whole or not at all, and the folder of what is kept."""
 
 from __future__ import annotations
 
 import os
-import textwrap
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-
-from folovllm.faults import require_fault
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -40,46 +35,3 @@ def cache_dir() -> Path:
     if own := os.environ.get("FOLOVLLM_CACHE"):
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "folovllm"
-
-
-class UnreadableFile(ValueError):
-    """A user's file is at fault. The sentence names the file, and the key or tensor where it is one."""
-
-
-@contextmanager
-def reading(what: object, key: str = "") -> Iterator[None]:
-    """Turn any fault that arises while a user's file is read into one sentence with its name. The cause stays attached.
-
-    Libraries raise nearly everything there is at a damaged file, so that no list of exceptions would be complete: those in
-    Rust also panic, which is no `Exception`. An unwritten exercise and a full device are not the file's fault, and pass.
-
-    Args:
-        what: the file, or what is read from it.
-        key: the field or tensor that is read, for messages that do not name it.
-
-    Raises:
-        UnreadableFile: something went wrong. One from within the block is passed on as it is.
-    """
-    try:
-        yield
-    except (UnreadableFile, NotImplementedError):
-        raise
-    except BaseException as error:
-        require_fault(error)
-        if type(error).__name__ == "OutOfMemoryError":
-            raise
-        said = in_one_line(error)
-        place = "" if key in said else f"{printable(key, 100)}: "
-        raise UnreadableFile(f"cannot read {what}: {place}{said}") from error
-
-
-def in_one_line(error: BaseException) -> str:
-    """Return a library's message for the end of a sentence, with the exception's type where the message needs it."""
-    kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
-    return printable(f"{kind}{error}", 300).removesuffix(":")
-
-
-def printable(text: str, most: int) -> str:
-    """Return the beginning of a stranger's text, in one line that any terminal may show: no control codes, no half characters."""
-    short = textwrap.shorten(text, most, placeholder=" ...")
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)

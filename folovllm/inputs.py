@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sized
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, NotRequired, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeVar, cast
 
 from folovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 A_PROMPT = (
     'a prompt is a string or a list of token ids (whole numbers), or one of them as {"prompt": ...} or '
@@ -120,3 +123,11 @@ def spread(value: Any, kind: type[T], count: int, name: str, what: str) -> list[
     if len(value) != count:
         raise ValueError(f"{len(value)} {name} for {count} prompts: give one for all, or one for each")
     return list(value)
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> list[int]:
+    """The token ids of a text. Raises ValueError if it holds half a character (a lone surrogate), which has no bytes."""
+    try:
+        return list(tokenizer.encode(text, **options))
+    except TypeError as error:
+        raise ValueError("the prompt is not valid Unicode: was it read in another encoding?") from error

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Any, Generic, TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -18,30 +15,6 @@ class TokenLogprob:
     rank: int  # 1 is the most likely token
     decoded_token: str | None  # None where the request wants no text
     token_bytes: bytes | None = None  # those of the token, which may be a part of a character
-
-
-class Later(Generic[T]):
-    """A field of a dataclass that may be given as a function, which is called once, when the field is first read."""
-
-    def __init__(self, *default: T) -> None:
-        self._default = default  # one value or none
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, record: Any, owner: type | None = None) -> T:
-        if record is None:  # so a dataclass asks for the default
-            if not self._default:
-                raise AttributeError(self._name)
-            return self._default[0]
-        values = record.__dict__
-        if callable(value := values[self._name]):
-            value = values[self._name] = value()
-        result: T = value
-        return result
-
-    def __set__(self, record: Any, value: T | Callable[[], T]) -> None:
-        record.__dict__[self._name] = value
 
 
 @dataclass(slots=True)
@@ -57,16 +30,6 @@ class RequestMetrics:
     finish_time: float | None = None
     num_prompt_tokens: int = 0
     num_generated_tokens: int = 0
-
-    def snapshot(self) -> RequestMetrics:
-        """A copy, made once an output: `dataclasses.replace` takes ten times as long."""
-        return RequestMetrics(
-            self.arrival_time,
-            self.first_token_time,
-            self.finish_time,
-            self.num_prompt_tokens,
-            self.num_generated_tokens,
-        )
 
     @property
     def ttft(self) -> float | None:
@@ -102,10 +65,11 @@ class CompletionOutput:
     """
 
     index: int
-    text: Later[str] = Later()
-    token_ids: Later[list[int]] = Later()
+    text: str
+    token_ids: list[int]
     cumulative_logprob: float | None = None  # of all tokens so far, if the request asked for log-probabilities
-    logprobs: Later[list[dict[int, TokenLogprob]] | None] = Later(None)  # by token id: the chosen first, then by rank
+    # By token id: the chosen first, then by rank. The factory leaves the class without this attribute (`__getattr__`).
+    logprobs: list[dict[int, TokenLogprob]] | None = field(default_factory=type(None))
     finish_reason: str | None = None  # "stop", "length" or "abort"
     stop_reason: str | int | None = None  # the stop string or token id that ended it
     delta_text: str = ""
@@ -114,6 +78,14 @@ class CompletionOutput:
     def finished(self) -> bool:
         """Whether the answer is over."""
         return self.finish_reason is not None
+
+    def __getattr__(self, name: str) -> Any:
+        """Make a long field of an answer that goes on, when it is first read: `_later` has a function for each."""
+        makers: dict[str, Any] = vars(self).get("_later", {})
+        if name not in makers:
+            raise AttributeError(f"CompletionOutput has no {name!r}")
+        value = vars(self)[name] = makers[name]()
+        return value
 
     def __getstate__(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}

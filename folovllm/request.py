@@ -5,14 +5,14 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import xxhash
 
 from folovllm.outputs import TokenLogprob
 from folovllm.sampling_params import SamplingParams
-from folovllm.step.schedule import NO_SNAPSHOT, TokenIds
+from folovllm.step.schedule import TokenIds
 
 if TYPE_CHECKING:
     from folovllm.engine.detokenizer import IncrementalDetokenizer
@@ -79,8 +79,6 @@ class Sequence:
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)  # blocks in order
     prefix: CachedPrefix | None = None  # the prefix cache's own notes
-    load_state: int = NO_SNAPSHOT  # where its state comes from when it is admitted (`ScheduledSequence.load_state`)
-    save_state: int = NO_SNAPSHOT  # where its state goes after the step that is being scheduled
     stop_reason: str | int | None = None
     logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)  # of the answer's tokens, if asked for
     prompt_logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)  # those that have come
@@ -91,6 +89,8 @@ class Sequence:
     eos_token_ids: frozenset[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
     num_tokens: int = field(init=False)  # of the prompt and of the answer so far
+    num_output_tokens: int = 0  # of the answer so far
+    last_token: int = -1  # the newest of the answer
     _token_ids: TokenIds = field(init=False)
 
     def __post_init__(self) -> None:
@@ -121,11 +121,6 @@ class Sequence:
         return self._token_ids[self.num_prompt_tokens : self.num_tokens]
 
     @property
-    def num_output_tokens(self) -> int:
-        """Tokens of the answer so far."""
-        return self.num_tokens - self.num_prompt_tokens
-
-    @property
     def num_uncomputed_tokens(self) -> int:
         """What a step may compute: more than 1 during prefill and after preemption, 1 while decoding.
 
@@ -153,6 +148,8 @@ class Sequence:
         """Add a token to the answer."""
         self._token_ids[self.num_tokens] = token_id
         self.num_tokens += 1
+        self.num_output_tokens += 1
+        self.last_token = token_id
 
     def start(self) -> None:
         """WAITING -> RUNNING: the sequence was admitted. From any other status ValueError (`_expect`), and nothing changes."""
@@ -185,6 +182,14 @@ class Sequence:
     def __repr__(self) -> str:
         name = self.request_id if self.index == 0 else f"{self.request_id}, answer {self.index}"
         return f"Sequence({name}: {self.status.name}, {self.num_computed_tokens} of {self.num_tokens} tokens computed)"
+
+
+class SequenceOutput(NamedTuple):
+    """What a step brought for one sequence: the tokens that joined its answer, and how it ended, if it did."""
+
+    seq: Sequence
+    new_token_ids: list[int]
+    status: SequenceStatus | None = None  # one of FINISHED_*; None: the answer goes on
 
 
 def child_seed(seed: int, index: int) -> int:

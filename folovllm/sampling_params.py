@@ -4,33 +4,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from numbers import Integral, Real
-from reprlib import repr as shown
 from typing import Any, Self
 
-from folovllm.require import SAMPLING, also_takes, is_whole, require
+from folovllm.require import ABOVE_0, Limits, also_takes, check_fields, require
 from folovllm.structured_outputs import StructuredOutputsParams
 
 SMALLEST_TEMPERATURE = 1e-5  # below it is greedy: the same choice, and no quotient that overflows
-RANGES: dict[str, tuple[float, float, str]] = {  # no sample from finite logits overflows within them
-    "temperature": (0, 1e6, "0 is greedy"),
-    "min_p": (0, 1, "0 is off"),
-    "repetition_penalty": (0.01, 100, "1 is off"),
-    "presence_penalty": (-2, 2, "0 is off"),
-    "frequency_penalty": (-2, 2, "0 is off"),
+LIMITS = {  # no sample from finite logits overflows within them
+    "temperature": Limits(0, 1e6, "from 0 (greedy) to 1e+06"),
+    "top_p": Limits(ABOVE_0, 1, "above 0 and at most 1 (keep all)"),
+    "min_p": Limits(0, 1, "from 0 (off) to 1"),
+    "repetition_penalty": Limits(0.01, 100, "from 0.01 to 100 (1 is off)"),
+    "presence_penalty": Limits(-2, 2, "from -2 to 2 (0 is off)"),
+    "frequency_penalty": Limits(-2, 2, "from -2 to 2 (0 is off)"),
+    "top_k": Limits(-1, works="-1 or 0 (keep all) or at least 1"),
+    "seed": Limits(0, works="between 0 and 2**63 - 1"),
+    "min_tokens": Limits(0, works="0 or more"),
+    "logprobs": Limits(0, works="0 or more"),
+    "prompt_logprobs": Limits(0, works="0 or more"),
+    "truncate_prompt_tokens": Limits(-1, works="at least 1, or -1 (what fits)"),
 }
-WHOLE: dict[str, tuple[int, str]] = {  # the least value, and how an error says what works
-    "n": (1, "at least 1"),
-    "top_k": (-1, "-1 or 0 (keep all) or at least 1"),
-    "seed": (0, "between 0 and 2**63 - 1"),
-    "max_tokens": (1, "at least 1"),
-    "min_tokens": (0, "0 or more"),
-    "logprobs": (0, "0 or more"),
-    "prompt_logprobs": (0, "0 or more"),
-    "truncate_prompt_tokens": (-1, "at least 1, or -1 (what fits)"),
-}
-MAY_BE_OPEN = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "truncate_prompt_tokens")  # None says something
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+FRACTIONS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+LISTS = ("stop", "stop_token_ids", "bad_words")  # of rules that few requests have; the other ones are None
+OTHERS = ("allowed_token_ids", "logit_bias", "structured_outputs", "truncate_prompt_tokens")
 
 
 class RequestOutputKind(Enum):
@@ -41,7 +37,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2  # there is one output, at the end
 
 
-@also_takes(SAMPLING)
+@also_takes("sampling")
 @dataclass(slots=True)
 class SamplingParams:
     """Sampling and stopping rules of one request, validated when they are made.
@@ -115,10 +111,17 @@ class SamplingParams:
     output_kind: RequestOutputKind = field(default=RequestOutputKind.CUMULATIVE, metadata={"flag": False})
 
     def __post_init__(self) -> None:
-        self._take_other_forms()
-        self._validate_sampling()
-        self._validate_stop()
-        self._validate_rules()
+        for name in ("logprobs", "prompt_logprobs"):  # other forms that vLLM's users write
+            if isinstance(value := getattr(self, name), bool):
+                setattr(self, name, 1 if value else None)
+        self.seed = None if self.seed == -1 else self.seed
+        self._validate()
+        if any(type(own := getattr(self, name)) is not list or own for name in LISTS) or any(
+            getattr(self, name) is not None for name in OTHERS
+        ):
+            from folovllm.sampling_rules import take_rules  # here, for most requests have none
+
+            take_rules(self)
         if self.temperature < SMALLEST_TEMPERATURE:
             self.temperature = 0.0
 
@@ -135,77 +138,15 @@ class SamplingParams:
             setattr(other, name, value.copy() if isinstance(value, list | dict) else value)
         return other
 
-    def _take_other_forms(self) -> None:
-        """What vLLM's users write in place of a list, of None or of a number."""
-        stop: object = self.stop
-        self.stop = [stop] if isinstance(stop, str) else [] if stop is None else self.stop
-        self.stop_token_ids = [] if self.stop_token_ids is None else self.stop_token_ids
-        bad_words: object = self.bad_words
-        self.bad_words = [] if bad_words is None else self.bad_words
-        self.logit_bias = self.logit_bias or None
-        self.seed = None if self.seed == -1 else self.seed
-        given: object = self.structured_outputs
-        self.structured_outputs = (
-            StructuredOutputsParams(**given) if isinstance(given, dict) else self.structured_outputs
-        )
-        for name in ("logprobs", "prompt_logprobs"):
-            if isinstance(value := getattr(self, name), bool):
-                setattr(self, name, 1 if value else None)
-
-    def _validate_sampling(self) -> None:
-        for name, (least, works) in WHOLE.items():
-            value = getattr(self, name)
-            if value is None and name in MAY_BE_OPEN:
-                continue
-            whole = is_whole(value) and abs(int(value)) < 2**63
-            require(whole, f"{name} must be a whole number (below 2**63), not {value}")
-            require(value >= least, f"{name} must be {works}, not {value}")
-        require(self.truncate_prompt_tokens != 0, "truncate_prompt_tokens must be at least 1, or -1 (what fits), not 0")
-        in_range = _is_number(self.top_p) and 0 < self.top_p <= 1
-        require(in_range, f"top_p must be above 0 and at most 1 (keep all), not {self.top_p!r}")
-        for name, (low, high, neutral) in RANGES.items():
-            value = getattr(self, name)
-            in_range = _is_number(value) and low <= value <= high
-            require(in_range, f"{name} must be a number from {low:g} to {high:g} ({neutral}), not {value!r}")
-            setattr(self, name, float(value))  # what else is a number, tensors may not take
-
-    def _validate_stop(self) -> None:
-        require(not self.prompt_only or self.max_tokens == 1, "prompt_only needs max_tokens=1")
-        fits = self.max_tokens is None or self.min_tokens <= self.max_tokens
-        require(fits, f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
-        strings = isinstance(self.stop, list | tuple) and all(isinstance(s, str) for s in self.stop)
-        require(strings, f"stop strings must be given as a list of texts, not {self.stop}")
-        require(all(self.stop), "a stop string must not be empty")
-        stands_for_bytes = any(REPLACEMENT in s for s in self.stop)
-        require(
-            not stands_for_bytes, f"a stop string must not hold {REPLACEMENT!r}: it stands for bytes that are no text"
-        )
-        require(not self.stop or self.detokenize, "stop strings are found in text: leave detokenize at True")
-        ids = isinstance(self.stop_token_ids, list | tuple) and all(
-            isinstance(i, Integral) for i in self.stop_token_ids
-        )
-        require(ids, f"stop_token_ids must be a list of token ids (whole numbers), not {self.stop_token_ids}")
-        require(
-            isinstance(self.structured_outputs, StructuredOutputsParams | None),
-            f"structured_outputs is a StructuredOutputsParams, not {self.structured_outputs!r}",
-        )
-        require(
-            isinstance(self.output_kind, RequestOutputKind),
-            f"output_kind is a RequestOutputKind, not {self.output_kind}",
-        )
-
-    def _validate_rules(self) -> None:
-        """What the request itself allows, forbids or makes likelier."""
-        allowed = self.allowed_token_ids
-        if allowed is not None:
-            ids = isinstance(allowed, list | tuple) and all(map(is_whole, allowed))
-            require(ids, f"allowed_token_ids must be a list of token ids (whole numbers), not {shown(allowed)}")
-            require(bool(allowed), "allowed_token_ids must not be empty, or nothing could be sampled: leave it out")
-        texts = isinstance(self.bad_words, list | tuple) and all(isinstance(word, str) for word in self.bad_words)
-        require(texts, f"bad_words must be a list of texts, not {shown(self.bad_words)}")
-        require(all(word.strip() for word in self.bad_words), "a bad word must not be empty")
-        if self.logit_bias is not None:
-            self.logit_bias = _bias(self.logit_bias)
+    def _validate(self) -> None:
+        check_fields(SamplingParams, {name: getattr(self, name) for name in self.__dataclass_fields__}, LIMITS)
+        for name in FRACTIONS:
+            setattr(self, name, float(getattr(self, name)))  # what else is a number, tensors may not take
+        kind, most = self.output_kind, self.max_tokens
+        require(isinstance(kind, RequestOutputKind), f"output_kind is a RequestOutputKind, not {kind}")
+        require(not self.prompt_only or most == 1, "prompt_only needs max_tokens=1")
+        fits = most is None or self.min_tokens <= most
+        require(fits, f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({most})")
 
     @property
     def greedy(self) -> bool:
@@ -216,19 +157,3 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether sampling depends on the tokens so far."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real)
-
-
-def _bias(given: Any) -> dict[int, float]:
-    """Biases by token id; JSON's names of fields, which are texts, are ids too."""
-    says = f"logit_bias must give token ids a number from -100 to 100 each, as in {{1234: -5.0}}, not {shown(given)}"
-    require(isinstance(given, dict), says)
-    for token, value in given.items():
-        is_id = is_whole(token) or (isinstance(token, str) and token.isdecimal() and len(token) < 20)
-        require(is_id and _is_number(value) and not isinstance(value, bool) and -100 <= value <= 100, says)
-    biases = {int(token): float(value) for token, value in given.items()}
-    require(len(biases) == len(given), "logit_bias names a token twice, as 7 and 007 do: give each token one number")
-    return biases

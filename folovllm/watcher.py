@@ -9,7 +9,6 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from folovllm import events as ev
-from folovllm.step.schedule import TokenIds, no_tokens
 
 
 @dataclass(slots=True)
@@ -33,8 +32,7 @@ class Watched:
     num_computed_tokens: int = 0  # computed or scheduled to be
     block_table: list[int] = field(default_factory=list)
     refused: ev.Budget | None = None  # the last budget that refused it, while it waits
-    drafts: TokenIds = field(default_factory=no_tokens)  # draft tokens of the newest step that had any
-    row: int = -1  # its place in the batch while it runs; -1: nobody has said it
+    row: int = -1  # its place in the batch while it runs; -1: not known
 
     @property
     def request_id(self) -> str:
@@ -85,14 +83,14 @@ class Watcher:
         cells = self.cells
         match event:
             case ev.StepBegan():
-                for seq_id, row, start, n, token_ids, blocks, first, num_samples, *_ in event.output.scheduled_seqs:
-                    if (seq := self.sequences.get(seq_id)) is None:  # it ended while the step before was in flight
+                for scheduled in event.output.scheduled_seqs:
+                    if (
+                        seq := self.sequences.get(scheduled.seq_id)
+                    ) is None:  # it ended while the step before was in flight
                         continue
-                    seq.num_computed_tokens, seq.row = start + n, row
-                    if blocks or first < len(seq.block_table):
-                        seq.block_table[first:] = blocks
-                    if num_samples > 1:
-                        seq.drafts = token_ids[1 - num_samples :]  # a view: the tokens may come later
+                    seq.num_computed_tokens, seq.row = scheduled.end, scheduled.row
+                    if scheduled.new_blocks or scheduled.first_new_block < len(seq.block_table):
+                        seq.block_table[scheduled.first_new_block :] = scheduled.new_blocks
             case ev.StepEnded():
                 self.num_steps += 1
                 for scheduled, sampled in zip(event.output.scheduled_seqs, event.result.token_ids, strict=True):

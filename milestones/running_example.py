@@ -184,7 +184,7 @@ class Observer:
     """A listener that makes a `Turn` of the events of each step."""
 
     def __init__(self, engine: LLMEngine) -> None:
-        from folovllm.build import cache_manager
+        from folovllm.build_batch import cache_manager
         from folovllm.watcher import Watcher
 
         self._watcher, self._slots = Watcher(), cache_manager(engine.setup.config).slots

@@ -260,7 +260,7 @@ def index_of(rng: Random, folder: Path) -> None:
 def values_of(rng: Random, file: Path) -> None:
     """Write a GGUF file with other values, or other tensors."""
     values, tensors = read_gguf(file)
-    infos = {name: [tensor.tensor_type.value, *reversed(tensor.shape)] for name, tensor in tensors.items()}
+    infos = {name: [tensor.tensor_type.value, *tensor.shape.tolist()] for name, tensor in tensors.items()}
     altered(rng, values if rng.random() < 0.6 else infos)
     data, places = bytearray(), bytearray()
     for name, info in infos.items():

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from folovllm.engine.detokenizer import IncrementalDetokenizer
-from folovllm.engine.step_builder import sampling_spec
+from folovllm.engine.sampling_spec import sampling_spec
 from folovllm.request import Request, Sequence
 from folovllm.sample.sampler_state import SamplerState
+from folovllm.sample.sampling_row import pack_rows
 from folovllm.sampling_params import SamplingParams
-from folovllm.sampling_row import pack_rows
 from folovllm.step.schedule import SamplingSpec
 
 CPU = torch.device("cpu")

@@ -1,6 +1,6 @@
 """One engine of one tree, for `tools.baseline`: works come as lines of JSON, and each is answered with a line of figures.
 
-It knows the public face alone (`LLM`, `SamplingParams`), so that it measures old trees and new ones.
+It knows the public face alone (`LLM`, `SamplingParams`, `StructuredOutputsParams`), so that it measures old trees and new ones.
 PYTHONPATH says which tree. A figure is seconds or bytes, or a list of tokens, which must be the same in both trees.
 """
 
@@ -47,8 +47,7 @@ class Engine:
 
     def forms(self, seed: int) -> dict[str, Any]:
         """What is answered in a form: a choice, an expression, an object."""
-        from folovllm.structured_outputs import StructuredOutputsParams as Form
-
+        Form = self._api.StructuredOutputsParams
         schema = {
             "type": "object",
             "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
@@ -65,6 +64,19 @@ class Engine:
         """Seconds of requests of one shape."""
         return {f"{count} of {prompt} + {answer}": self._generate([(prompt, answer)] * count, seed)}
 
+    def grammars(self, seed: int, count: int) -> dict[str, Any]:
+        """Seconds of requests with a grammar each: 300 letters and spaces."""
+        form = self._api.StructuredOutputsParams(regex="[a-z ]{300}")
+        params = self._api.SamplingParams(temperature=0.8, seed=seed, max_tokens=256, structured_outputs=form)
+        began = time.perf_counter()
+        self._llm.generate(["Once upon a time"] * count, params, use_tqdm=False)
+        return {f"{count} with a grammar": time.perf_counter() - began}
+
+    def bad_words(self, seed: int, count: int, prompt: int, answer: int) -> dict[str, Any]:
+        """Seconds of requests that forbid words of two tokens."""
+        words = ["red kite", "little dog", "the park", "her mom"]
+        return {f"{count} with bad words": self._generate([(prompt, answer)] * count, seed, bad_words=words)}
+
     def nano(self, seed: int, count: int = 256, most: int = 1024) -> dict[str, Any]:
         """Seconds of nano-vllm's benchmark: requests and answers of 100 to 1,024 tokens."""
         lengths = random.Random(0)
@@ -72,11 +84,12 @@ class Engine:
         shapes = [(lengths.randint(least, most), lengths.randint(least, most)) for _ in range(count)]
         return {"nano-vllm's": self._generate(shapes, seed)}
 
-    def _generate(self, shapes: list[tuple[int, int]], seed: int) -> float:
+    def _generate(self, shapes: list[tuple[int, int]], seed: int, **rules: Any) -> float:
         die = random.Random(seed)
         prompts = [{"prompt_token_ids": [die.randint(300, 3900) for _ in range(prompt)]} for prompt, _ in shapes]
         params = [
-            self._api.SamplingParams(temperature=0.6, seed=seed, ignore_eos=True, max_tokens=n) for _, n in shapes
+            self._api.SamplingParams(temperature=0.6, seed=seed, ignore_eos=True, max_tokens=n, **rules)
+            for _, n in shapes
         ]
         began = time.perf_counter()
         self._llm.generate(prompts, params, use_tqdm=False)
@@ -84,8 +97,7 @@ class Engine:
 
     def texts(self, seed: int, name: str, batch: int) -> dict[str, Any]:
         """Seconds a token of a set of tasks, greedily, some at a time."""
-        from folovllm.structured_outputs import StructuredOutputsParams as Form
-
+        Form = self._api.StructuredOutputsParams
         tasks = json.loads((TASKS / f"{name}.json").read_text())
         began, num_tokens = time.perf_counter(), 0
         for i in range(0, len(tasks), batch):

@@ -20,7 +20,6 @@ from folovllm.moe.kernels.grouped_linear import grouped_linear
 from folovllm.moe.kernels.route import choose, combine
 from folovllm.quantization.kernels.grouped_quant import grouped_quant
 from folovllm.quantization.weight import QuantizedWeight
-from tools.bench_weights import bytes_of, weight_of
 from tools.gpu import card_rates, microseconds
 
 HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8
@@ -29,6 +28,28 @@ TOKENS = (1, 2, 4, 16, 64, 256, 1024, 4096)
 LAYERS, ROUNDS = 6, 4
 FORMATS = {"bf16": "bf16", "fp8": "fp8 block", "int8": "int8", "int4": "int4"}
 Weights = torch.Tensor | QuantizedWeight
+
+
+def weight_of(format: str, outputs: int, inputs: int) -> torch.Tensor | QuantizedWeight:
+    """Made-up weights as the kernels take them."""
+    with torch.device("cuda"):
+        if format == "bf16":
+            return torch.randn(outputs, inputs, dtype=torch.bfloat16) * 0.02
+        if format.startswith("int4"):
+            words = torch.randint(-(2**31), 2**31 - 1, (outputs, inputs // 8), dtype=torch.int32)
+            scales = torch.full((outputs, inputs // 128), 0.005, dtype=torch.float16)
+            zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8) if format == "int4 zeros" else None
+            return QuantizedWeight(words, scales, 1, 128, zeros)
+        rows, columns = (128, 128) if format == "fp8 block" else (1, inputs)
+        scale = torch.full((outputs // rows, inputs // columns), 0.0005)
+        codes = (torch.randn(outputs, inputs) * 40).clamp_(-127, 127)
+    return QuantizedWeight(codes.to(torch.int8 if format == "int8" else torch.float8_e4m3fn), scale, rows, columns)
+
+
+def bytes_of(weight: torch.Tensor | QuantizedWeight) -> int:
+    """What a product must read of it."""
+    parts = [weight.weight, weight.scale, weight.zeros] if isinstance(weight, QuantizedWeight) else [weight]
+    return sum(part.nbytes for part in parts if part is not None)
 
 
 def microseconds_a_layer(work: Callable[[int], object], replays: int = 20) -> float:

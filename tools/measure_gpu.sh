@@ -3,7 +3,7 @@
 # fails costs no other. From the root of the repository, on a machine with a GPU and with torch, triton and pytest:
 #     tools/measure_gpu.sh OUT [STEP ...]
 # OUT gets a log for each step, and a JSON file from each benchmark; steps are the names below, those of the milestones if
-# none is given (about 15 minutes); of the electives there are: electives recording bits drafts experts; of a start and few requests: few.
+# none is given (about 15 minutes); of the electives there are: electives bits drafts experts; of a start and few requests: few.
 set -uo pipefail
 out=${1:?usage: tools/measure_gpu.sh OUT [STEP ...]}
 shift
@@ -40,7 +40,6 @@ bench ladder ladder_h200 240 ladder "${model[@]}" --workload nano-vllm --limit 6
 step ladder ladder_chart 60 python3 tools/chart.py "$out/ladder_h200.json" "$out/ladder_h200.png"
 step electives electives 400 python3 -m pytest -v -n 14 -p no:cacheprovider tests/x1/test_deferred_sampling.py tests/x2 tests/x3 tests/x4 \
     tests/builders -m gpu
-step recording recording 200 python3 tools/measure_recording.py "${model[@]}" --rounds 3
 bench bits bits_throughput 240 throughput "${model[@]}" --workload nano-vllm --max-num-batched-tokens 16384 \
     --compare m6,m6:kv_cache_dtype=fp8,m6:quantization=fp8:kv_cache_dtype=fp8
 for geometry in qwen3-4b qwen3-0.6b; do

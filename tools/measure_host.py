@@ -18,8 +18,9 @@ from folovllm import EngineConfig, SamplingParams, build
 from folovllm.engine.llm_engine import LLMEngine, make_engine
 from folovllm.executor.packed_executor import PackedExecutor
 from folovllm.setup import EngineSetup
+from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.packed import Field, PackedStep
-from folovllm.step.schedule import StepResult, TokenBitmasks
+from folovllm.step.schedule import StepResult
 
 VOCAB = range(300, 4000)
 PROMPT, SETTLING, WINDOW = 32, 30, 64  # tokens, steps

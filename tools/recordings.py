@@ -24,7 +24,7 @@ from unittest.mock import patch
 
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine, make_engine
-from folovllm.inspector.playground import SLIDERS, config_fields
+from folovllm.inspector.playground import CONTROLS, config_fields
 from folovllm.inspector.recorder import Recorder
 from folovllm.inspector.scenes import Scene, Words, scenes
 from folovllm.sampling_params import SamplingParams
@@ -33,7 +33,7 @@ from milestones.running_example import example
 
 ROOT = Path(__file__).resolve().parents[1]
 BOOK, SAMPLES = ROOT / "docs" / "assets" / "recordings", ROOT / "tests" / "inspector" / "data"
-MOST_BYTES = 50 * 1024
+MOST_BYTES = 100 * 1024
 MEASURED, REPEATS = "milestones", 5  # the scene whose times are measured, and how often
 LONG = (
     "Once upon a time, in a small house near the sea, there lived a girl named Lily. She had a red kite and a little dog. "
@@ -159,7 +159,7 @@ def takes_of(scene: Scene) -> Iterator[Take]:
     asks = [Ask(request.turn, request.prompt, request.max_tokens) for request in scene.requests]
     titles = [lane.title for lane in scene.lanes] or [scene.words.title]
     for title, settings, file in zip(titles, scene.engines, scene.files, strict=True):
-        settings = {name: slider.default for name, slider in SLIDERS.items()} | settings
+        settings = {name: slider.default for name, slider in CONTROLS.items()} | settings
         yield Take(file, title, config_fields(settings), asks, scene.told(), is_measured=scene.name == MEASURED)
 
 
@@ -170,7 +170,7 @@ class Clock:
         self.now = 0.0
 
     def __call__(self) -> float:
-        self.now += 20e-6
+        self.now = round(self.now + 20e-6, 9)
         return self.now
 
 
@@ -179,7 +179,11 @@ class TimedExecutor:
 
     def __init__(self, inner: Any, clock: Clock) -> None:
         self._inner, self._clock, self._free_at = inner, clock, 0.0
-        self.num_kv_blocks, self.shutdown, self.expert_load = inner.num_kv_blocks, inner.shutdown, inner.expert_load
+        self.num_kv_blocks, self.shutdown, self.collective_rpc = (
+            inner.num_kv_blocks,
+            inner.shutdown,
+            inner.collective_rpc,
+        )
         self.graph_widths = getattr(inner, "graph_widths", ())
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:
@@ -249,27 +253,20 @@ def record(take: Take, file: Path, device: str) -> None:
     play(take, file, device)
     for _ in range(REPEATS - 1 if take.is_measured else 0):
         play(take, other := file.with_name("other.jsonl"), device)
-        if end_of(other) < end_of(file):
+        if seconds_of(other) < seconds_of(file):
             other.replace(file)
 
 
-def end_of(file: Path) -> int:
-    """Microseconds until a recording's end."""
-    time: int = json.loads(file.read_text(encoding="utf-8").splitlines()[-1])[2]
-    return time
+def seconds_of(file: Path) -> float:
+    """How long a recording lasts."""
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()[1:]]
+    times: list[float] = [line[2] for line in lines if line[0] != "Texts"]
+    return times[-1] - times[0]
 
 
 def without_times(file: Path) -> list[Any]:
-    """What happened: the lines of a recording with every time at 0, and the sequences counted from 0."""
-    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    for line in lines[1:]:
-        if line[0] != "texts":
-            line[2] = 0
-        for event in line[3] if line[0] == "turn" else ():
-            times = {"add": (7,), "begin": (2, 3), "end": (2, 3, 4)}.get(event[0], ())
-            for place in times:
-                event[place] = 0
-    return lines
+    """What happened: the lines of a recording with every time at 0. Times are its only fractions."""
+    return [json.loads(line, parse_float=lambda _: 0) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def main() -> None:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from anatomy import FOLDER, LARGE, SMALL, fields, letters, skeleton, table
 
-from folovllm.electives import MODELS
-from folovllm.layers.rotary_embedding import SCALINGS, rope_amplitude, rope_frequencies
+from folovllm.layers.rope_scaling import SCALINGS
+from folovllm.layers.rotary_embedding import rope_amplitude, rope_frequencies
 from folovllm.models.loader import checkpoint_places
 from folovllm.models.registry import ARCHITECTURES
+from folovllm.plugins import MODELS
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
 

@@ -153,7 +153,7 @@ def batch_table(step: int) -> str:
     milestone_run = run("m2")
     turn, size = milestone_run.turns[step], milestone_run.block_size
     scheduled_seqs = [
-        ScheduledSequence(i, i, scheduled.start, scheduled.end - scheduled.start, np.array(scheduled.token_ids, np.int32),
+        ScheduledSequence(i, i, scheduled.start, scheduled.end, np.array(scheduled.token_ids, np.int32),
               turn.after.tables[scheduled.name], 0, int(scheduled.draws), SamplingSpec())
         for i, scheduled in enumerate(turn.scheduled_seqs)
     ]  # fmt: skip

@@ -13,10 +13,9 @@ import torch
 
 from folovllm.bench.contenders import GEOMETRIES
 from folovllm.config import EngineConfig
-from folovllm.engine.setup import set_up
 from folovllm.layers.state_layer import StatePool
 from folovllm.models.registry import build_model
-from folovllm.setup import EngineSetup
+from folovllm.setup import EngineSetup, set_up
 
 HYBRID, FULL = "Qwen3.5-9B", "the same with full attention alone"
 ASSETS = Path(__file__).resolve().parents[2] / "folovllm/assets"
@@ -31,7 +30,12 @@ def setup_of(name: str, max_num_seqs: int) -> EngineSetup:
         config = config | {"layer_types": ["full_attention"] * config["num_hidden_layers"]}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config), "utf-8")
-        fields: dict[str, Any] = {"tokenizer": "stories-5m", "device": "cpu", "random_weights": True}
+        fields: dict[str, Any] = {
+            "tokenizer": "stories-5m",
+            "device": "cpu",
+            "random_weights": True,
+            "kv_cache_memory": 1 << 40,
+        }
         return set_up(EngineConfig(model=folder, dtype="bfloat16", milestone="m6", max_num_seqs=max_num_seqs, **fields))
 
 

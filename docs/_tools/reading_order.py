@@ -22,17 +22,15 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("engine/core.py", "engine/llm_engine.py", "v1/engine/core.py"),
         ("build.py", "", ""),
         ("setup.py", "", ""),
-        ("engine/setup.py", "", ""),
         ("step/schedule.py", "", "v1/core/sched/output.py"),
         ("engine/serial_scheduler.py", "", ""),
-        ("engine/step_builder.py", "", ""),
+        ("engine/sampling_spec.py", "", ""),
         ("event_stream.py", "", ""),
         ("events.py", "", ""),
         ("watcher.py", "", ""),
         ("engine/stop.py", "engine/scheduler.py", "v1/core/sched/utils.py"),
         ("engine/detokenizer.py", "", "v1/engine/detokenizer.py"),
         ("engine/output_processor.py", "", "v1/engine/output_processor.py"),
-        ("faults.py", "", ""),
         ("executor/abstract.py", "", "v1/executor/abstract.py"),
         ("executor/gpu_executor.py", "", "v1/executor/uniproc_executor.py"),
         ("worker/gpu_worker.py", "engine/model_runner.py", "v1/worker/gpu_worker.py"),
@@ -57,6 +55,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("models/loader.py", "utils/loader.py", "model_executor/model_loader/default_loader.py"),
     ],
     "m2": [
+        ("build_batch.py", "", ""),
         ("engine/scheduler.py", "engine/scheduler.py", "v1/core/sched/scheduler.py"),
         ("cache/manager.py", "", "v1/core/kv_cache_manager.py"),
         ("cache/slot_manager.py", "", ""),
@@ -90,6 +89,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("cache/prefix_cache.py", "engine/block_manager.py", "v1/core/kv_cache_utils.py"),
     ],
     "m6": [
+        ("build_packed.py", "", ""),
         ("worker/step_graph.py", "engine/model_runner.py", "compilation/cuda_graph.py"),
         ("worker/graph_runner.py", "engine/model_runner.py", "v1/worker/gpu_model_runner.py"),
         ("worker/pending_step.py", "", ""),
@@ -97,7 +97,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("worker/buckets.py", "", "v1/worker/gpu/cudagraph_utils.py"),
         ("worker/device_tables.py", "", "v1/worker/gpu/block_table.py"),
         ("worker/step_sampler.py", "layers/embed_head.py", "model_executor/layers/logits_processor.py"),
-        ("sampling_row.py", "", "v1/worker/gpu/sample/states.py"),
+        ("sample/sampling_row.py", "", "v1/worker/gpu/sample/states.py"),
         ("sample/sampler_state.py", "", "v1/worker/gpu/sample/sampler.py"),
         ("sample/logprobs.py", "", "v1/worker/gpu/sample/logprob.py"),
         ("executor/packed_executor.py", "", ""),
@@ -119,6 +119,13 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/filter_logits.py", "", ""),
         ("distributed/sharding.py", "layers/linear.py", "model_executor/layers/linear.py"),
         ("layers/sharded.py", "layers/embed_head.py", "model_executor/layers/vocab_parallel_embedding.py"),
+        ("layers/fusable.py", "", ""),
+        ("layers/rope_scaling.py", "", ""),
+        ("models/sharded_loader.py", "", ""),
+        ("models/extra_tensors.py", "", ""),
+        ("models/given_tensors.py", "", ""),
+        ("models/random_weights.py", "", ""),
+        ("models/pinned.py", "", ""),
         ("distributed/group.py", "", "distributed/parallel_state.py"),
         ("distributed/one_shot_buffers.py", "", "distributed/device_communicators/custom_all_reduce.py"),
         ("kernels/summed_linear.py", "", ""),
@@ -136,6 +143,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("server/link.py", "", "v1/engine/core.py"),
         ("server/engine_process.py", "", "v1/engine/utils.py"),
         ("server/stream.py", "", "v1/engine/output_processor.py"),
+        ("server/deltas.py", "", "v1/engine/output_processor.py"),
         ("server/async_engine.py", "", "v1/engine/async_llm.py"),
         ("server/admission.py", "", ""),
         ("server/sse.py", "", ""),
@@ -248,7 +256,7 @@ moves its files now and then: search for the class when one is gone. A dash mean
 What is not listed is not needed to follow the chapters: the command line (`cli.py`, `cli/terminal.py`, `cli/conversation.py`, `cli/flags.py`), names and arguments of vLLM's (`compat.py`,
 `chat_template.py`, `beam_search.py`), the flags of the server (`server/config.py`, `server/cli.py`), the checks of a user's values
 (`require.py`), the benchmarks (`bench/`), what fetches and converts a model (`models/files.py`,
-`models/json_files.py`, `quantization/smollm2.py`, `quantization/gguf_file.py`, `quantization/gguf_reader.py`), the helpers `files.py` and `children.py`, and the import finder of `mine/` (`_overlay.py`).
+`quantization/smollm2.py`, `quantization/gguf_file.py`, `quantization/gguf_reader.py`), the helpers `files.py` and `children.py`, and the import finder of `mine/` (`_overlay.py`).
 """
 
 

@@ -36,6 +36,8 @@ SEQUENCE = {  # the same order; who writes each field, and what it says
     "status": ("`start`, `requeue`, `finish`", "WAITING, RUNNING or one of FINISHED_*: see below"),
     "num_prompt_tokens": ("the sequence itself", "tokens of the prompt"),
     "num_tokens": ("`append_token`", "prompt and answer so far"),
+    "num_output_tokens": ("`append_token`", "tokens of the answer so far"),
+    "last_token": ("`append_token`", "the newest token of the answer"),
     "_token_ids": ("`append_token`", "these tokens, in an array with room for the longest answer"),
     "num_computed_tokens": (
         "the scheduler",
@@ -45,8 +47,6 @@ SEQUENCE = {  # the same order; who writes each field, and what it says
         "the cache manager",
         "blocks in order: token `i` is in block `block_table[i // B]`, at place `i % B`",
     ),
-    "load_state": ("the cache of snapshots (X5)", "the snapshot with which its state begins, when it is admitted"),
-    "save_state": ("the cache of snapshots (X5)", "the snapshot that gets its state after the next step"),
     "prefix": ("the prefix cache (M5)", "its own notes: hashes of full blocks, and how much it found"),
     "stop_reason": ("the stop rule", "the stop string or token id that ended the answer"),
     "detokenizer": ("the scheduler, the output processor", "the text so far, and the bytes that are no character yet"),

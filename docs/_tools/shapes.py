@@ -101,7 +101,7 @@ def batches() -> list[ForwardBatch]:
         need = -(-(start + len(ids)) // BLOCK_SIZE)
         draw = None if step else SamplingSpec()
         blocks = BLOCKS[given:need]
-        scheduled = ScheduledSequence(0, 0, start, len(ids), np.array(ids, np.int32), blocks, given, 1, draw)
+        scheduled = ScheduledSequence(0, 0, start, start + len(ids), np.array(ids, np.int32), blocks, given, 1, draw)
         built.append(builder.build([scheduled]))
         start, given = start + len(ids), max(given, need)
     return built

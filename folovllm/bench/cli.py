@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from folovllm.cli.flags import Given, in_a_folder, pick, with_flags
+from folovllm.cli.flags import Given, pick, with_flags, writable
 
 if TYPE_CHECKING:
     from folovllm.bench.contenders import Contender
@@ -35,7 +35,7 @@ Limit = Annotated[
 ]
 Repeats = Annotated[int, typer.Option(help="Passes; the table shows the median, and their spread.", min=1)]
 Requests = Annotated[int | None, typer.Option(help="Only the first so many requests.", min=1)]
-Save = Annotated[Path | None, typer.Option("--save", help="Write the result to this JSON file.", callback=in_a_folder)]
+Save = Annotated[Path | None, typer.Option("--save", help="Write the result to this JSON file.", callback=writable)]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -63,11 +63,11 @@ def throughput(
     save: Save = None,
     **given: Any,
 ) -> None:
-    """Serve a workload: tokens a second, times to first token, memory wasted, share of the roofline, Python's cost."""
+    """Serve a workload: tokens a second, times to first token, memory wasted, share of the roofline."""
     from folovllm.bench.throughput import bench_throughput
 
     with contenders(given, compare, random_weights) as engines:
-        found = bench_throughput(engines, workload, requests, repeats, limit, with_step_times=True)
+        found = bench_throughput(engines, workload, requests, repeats, limit)
     finish(found, save)
 
 
@@ -99,7 +99,7 @@ def memory(
     from folovllm.bench.memory import bench_memory
 
     longest = given.pop("max_model_len", None) or 512
-    compare = compare or (None if given.get("milestone") else "m2,m3")
+    compare = "m2,m3" if compare is None and given.get("milestone") is None else compare
     with contenders(given, compare, random_weights) as engines:
         found = bench_memory(engines, slots, longest, requests)
     finish(found, save)
@@ -121,7 +121,7 @@ def reuse(
     save: Save = None,
     **given: Any,
 ) -> None:
-    """What a cached prefix saves, what hashing costs, and how long a long prompt holds up the others."""
+    """What a cached prefix saves, and how long a long prompt holds up the others."""
     from folovllm.bench.reuse import bench_reuse
 
     sizes = tuple(map(int, numbers("--chunks", chunks)))
@@ -147,17 +147,27 @@ def ladder(
 ) -> None:
     """One workload through every milestone; with --mine, your ladder beside the reference's."""
     from folovllm._overlay import started_milestone
-    from folovllm.bench.ladder import Plan, bench_ladder, bench_reference, beside, for_cpu, rungs, show_ladder
+    from folovllm.bench.ladder import (
+        Plan,
+        bench_ladder,
+        bench_reference,
+        beside,
+        contenders_up_to,
+        for_cpu,
+        show_ladder,
+    )
     from folovllm.config import LATEST
-    from folovllm.engine.setup import choose_device
+    from folovllm.setup import choose_device
 
-    if given.pop("milestone", None):
+    if given.pop("milestone", None) is not None:
         raise ValueError("the ladder runs all milestones: say --upto m3, not --milestone m3")
-    upto = upto or started_milestone() or LATEST
+    upto = started_milestone() or LATEST if upto is None else upto
     on_gpu = choose_device(given.get("device")).type == "cuda"
     workload = workload or ("nano-vllm" if on_gpu else "mixed")
     with contenders(given, None, random_weights) as [(_, fields)]:
-        climbed = rungs(upto, fields) if on_gpu else for_cpu(rungs(upto, fields), workload, requests)
+        climbed = (
+            contenders_up_to(upto, fields) if on_gpu else for_cpu(contenders_up_to(upto, fields), workload, requests)
+        )
         plan = Plan(climbed, workload, requests, limit, repeats)
         found = bench_ladder(plan)
         found = beside(found, bench_reference(plan)) if os.environ.get("FOLOVLLM_MINE") else found
@@ -180,9 +190,7 @@ def serve(
         str | None,
         typer.Option(help="In place of rates: so many clients, each of which waits for its answer, say 1,8."),
     ] = None,
-    slo: Annotated[
-        str, typer.Option(help="Limits that a request must keep to count for goodput.")
-    ] = "ttft=200ms,tpot=50ms",
+    slo: Annotated[str | None, typer.Option(hidden=True)] = None,
     engine_process: Annotated[
         bool | None, typer.Option(help="Our engine in a process of its own; if not said: where it has a GPU.")
     ] = None,
@@ -191,19 +199,21 @@ def serve(
     save: Save = None,
     **given: Any,
 ) -> None:
-    """Load a server, ours or any with OpenAI's API: TTFT, TPOT, gaps, goodput, rate by rate. Ctrl-C keeps what there is."""
-    from folovllm.bench.serving import VOCABULARY, Slo, Sweep, show_sweep
+    """Load a server, ours or any with OpenAI's API: TTFT, TPOT, gaps, rate by rate. Ctrl-C keeps the loads before it."""
+    from folovllm.bench.serving import VOCABULARY, Sweep
     from folovllm.bench.workload import load_workload
 
+    if slo is not None:
+        raise ValueError("--slo is gone, as goodput is no longer counted: leave it out, and read TTFT and TPOT")
     points = points_of(rates, clients)
-    sweep = Sweep(load_workload(workload, VOCABULARY, requests), points, Slo.parse(slo), engine_process)
+    sweep = Sweep(load_workload(workload, VOCABULARY, requests), points, engine_process)
     if url is not None:
         require_no_engine(given, compare, random_weights)
         found, is_whole = sweep.run_at(url, given.get("model"), api_key)
     else:
         with contenders(given, compare, random_weights) as engines:
             found, is_whole = sweep.run(engines)
-    finish(found, save, show_sweep)
+    finish(found, save)
     if not is_whole:
         raise typer.Exit(130)
 
@@ -267,7 +277,7 @@ def contenders(given: dict[str, Any], compare: str | None, geometry: str | None)
         raise ValueError("give --milestone or --compare, not both")
     with tempfile.TemporaryDirectory() as folder:
         fields = chosen if geometry is None else random_model(geometry, Path(folder), chosen)
-        yield parse_contenders(compare or milestone or started_milestone() or LATEST, fields)
+        yield parse_contenders(milestone or started_milestone() or LATEST if compare is None else compare, fields)
 
 
 def finish(result: Result, save: Path | None, printer: Callable[[Result], None] | None = None) -> None:

@@ -68,7 +68,8 @@ def random_model(name: str, folder: Path, common: dict[str, Any]) -> dict[str, A
 
 def used_settings(config: EngineConfig) -> dict[str, Any]:
     """Return the fields that are set, for a result file. With random weights the model is named after its geometry."""
-    settings = {key: value for key, value in asdict(config).items() if value is not None}
+    given = asdict(config)
+    settings = {key: value for key, value in (given | given.pop("extras")).items() if value is not None}
     return settings | {"model": Path(config.model).name} if config.random_weights else settings
 
 
@@ -81,6 +82,8 @@ def parse_contenders(text: str, common: dict[str, Any]) -> list[Contender]:
     contenders = []
     for item in text.split(","):
         milestone, *settings = item.strip().split(":")
+        if not milestone:
+            raise ValueError(f"--compare takes milestones with commas between them, say m1,m2, not {text!r}")
         overrides = {**common, "milestone": milestone}
         for setting in settings:
             key, equals, value = setting.partition("=")

@@ -6,13 +6,13 @@ import asyncio
 import ssl
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 from urllib.parse import urlsplit
 
-import httptools
 import msgspec
 
 from folovllm.bench.workload import BenchRequest
+
+LONGEST_LINE = 1 << 20  # bytes
 
 
 @dataclass(slots=True)
@@ -41,67 +41,44 @@ class Reply:
         return [after - before for before, after in pairwise(self.times)]
 
 
-class Told(msgspec.Struct):
+class Usage(msgspec.Struct):
+    """The server's count of tokens."""
+
+    completion_tokens: int = 0
+
+
+class Event(msgspec.Struct):
     """An event of the stream, as far as it matters here."""
 
     choices: list[msgspec.Raw] = []
-    usage: dict[str, Any] | None = None
-    error: Any = None
+    usage: Usage | None = None
+    error: msgspec.Raw = msgspec.Raw()
 
 
-read_event = msgspec.json.Decoder(Told).decode
+read_event = msgspec.json.Decoder(Event).decode
 
 
-class Client(asyncio.Protocol):
-    """Reads one streamed response. Only the times are looked at closely: a client must not be what is measured."""
-
-    def __init__(self, reply: Reply) -> None:
-        self._reply = reply
-        self._loop = asyncio.get_running_loop()
-        self._parser = httptools.HttpResponseParser(self)
-        self._unread = b""
-        self.over: asyncio.Future[None] = self._loop.create_future()
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserCallbackError) as error:
-            self._end(f"the server's response cannot be read: {error.__context__ or error}")
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._end("the server closed the connection before the answer was over")
-
-    def on_body(self, body: bytes) -> None:
-        """A part of the body, without HTTP's own lines. An error's body is no stream of events."""
-        self._unread += body
-        if self._parser.get_status_code() != 200:
-            return
-        *events, self._unread = self._unread.split(b"\n\n")
-        now = self._loop.time()
-        for event in events:
-            if event.startswith(b"data: {"):
-                self._take(read_event(event[6:]), now)
-            elif event == b"data: [DONE]":
-                self._end(None)
-
-    def on_message_complete(self) -> None:
-        """All is here."""
-        status = self._parser.get_status_code()
-        said = self._unread.decode(errors="replace")[:300]
-        self._end("the stream ended without [DONE]" if status == 200 else f"status {status}: {said}")
-
-    def _take(self, told: Told, now: float) -> None:
-        if told.choices:
-            self._reply.times.append(now)
-        if told.usage is not None:
-            self._reply.num_tokens = told.usage["completion_tokens"]
-        if told.error is not None:
-            self._end(msgspec.json.encode(told.error).decode())
-
-    def _end(self, error: str | None) -> None:
-        if not self.over.done():
-            self._reply.error, self._reply.is_over = error, True
-            self.over.set_result(None)
+async def read_reply(stream: asyncio.StreamReader, reply: Reply) -> str | None:
+    """Read a streamed response into `reply`, line by line; returns what is wrong with it. HTTP's own lines are passed over."""
+    status = await stream.readline()
+    if not status.startswith(b"HTTP/1.1 200"):
+        said = (status + await stream.read()).partition(b"\r\n\r\n")[2].decode(errors="replace")
+        words = status.split()
+        if len(words) < 2 or not words[0].startswith(b"HTTP/"):
+            return "the server's response cannot be read: it is no HTTP"
+        return f"status {words[1].decode(errors='replace')}: {said[:300]}"
+    while line := await stream.readline():
+        if line.startswith(b"data: {"):
+            event, now = read_event(line[6:]), asyncio.get_running_loop().time()
+            if event.choices:
+                reply.times.append(now)
+            if event.usage is not None:
+                reply.num_tokens = event.usage.completion_tokens
+            if bytes(event.error) not in (b"", b"null"):
+                return bytes(event.error).decode(errors="replace")
+        elif line.startswith(b"data: [DONE]"):
+            return None
+    return "the stream ended without [DONE]"
 
 
 class Server:
@@ -124,17 +101,17 @@ class Server:
         reply = Reply(asyncio.get_running_loop().time())
         replies.append(reply)
         try:
-            transport, client = await asyncio.get_running_loop().create_connection(
-                lambda: Client(reply), self._host, self._port, ssl=self._tls
-            )
+            stream, writer = await asyncio.open_connection(self._host, self._port, ssl=self._tls, limit=LONGEST_LINE)
+            try:
+                writer.write(self._wire(request, temperature))
+                reply.error = await read_reply(stream, reply)
+            finally:
+                writer.transport.abort()
         except OSError as error:
-            reply.error, reply.is_over = f"cannot reach {self._host}:{self._port}: {error.strerror or error}", True
-            return reply
-        try:
-            transport.write(self._wire(request, temperature))
-            await client.over
-        finally:
-            transport.abort()
+            reply.error = f"cannot reach {self._host}:{self._port}: {error.strerror or error}"
+        except (ValueError, msgspec.MsgspecError) as error:
+            reply.error = f"the server's response cannot be read: {error}"
+        reply.is_over = True
         return reply
 
     def _wire(self, request: BenchRequest, temperature: float) -> bytes:

@@ -35,8 +35,8 @@ from folovllm.bench.throughput import (
 from folovllm.bench.workload import load_workload
 from folovllm.children import import_path, python_command
 from folovllm.config import PRESETS, EngineConfig
-from folovllm.engine.setup import choose_device, set_up
 from folovllm.model_config import num_positions
+from folovllm.setup import choose_device, set_up
 
 FIRST_WITH_BACKENDS = "m4"
 SLOTS = 4  # of a CPU: few enough that M3 has something to gain
@@ -73,7 +73,7 @@ class Plan:
     repeats: int = 1
 
 
-def rungs(upto: str, common: dict[str, Any]) -> list[Contender]:
+def contenders_up_to(upto: str, common: dict[str, Any]) -> list[Contender]:
     """List the presets up to `upto`; on a GPU, the other attention backends follow.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`folovllm bench reuse`: what a cached prefix saves, what hashing costs, and how long a long prompt holds others up."""
+"""`folovllm bench reuse`: what a cached prefix saves, and how long a long prompt holds others up."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from folovllm.bench.report import Metric, Result, Run
 from folovllm.bench.serve import exactly, finish, run_workload, running
 from folovllm.bench.workload import BenchRequest, Workload
 from folovllm.cache.block_manager import BlockManager
-from folovllm.cache.manager import KVCacheManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.scheduler import Scheduler
-from folovllm.engine.setup import choose_device
-from folovllm.request import Sequence
+from folovllm.setup import choose_device
 
 Clock = Callable[[], float]  # the wall's, or that of the process alone, which a busy machine does not disturb
 
@@ -85,17 +83,15 @@ def bench_sharing(
     One engine serves all of it, and off and on take turns: what else the machine does falls on both.
     """
     seconds: dict[tuple[str, bool], list[float]] = {}
-    found, spent = list[float](), list[float]()
+    found = list[float]()
     with engine_for(contender, prefix + TAIL + output_len, enable_prefix_caching=True) as engine:
         loads = {name: workload(engine, prefix, count, output_len, name == "alike") for name in ("alike", "unlike")}
         serve(engine, loads["unlike"], True, clock)  # warm-up
         for (name, load), caching in itertools.product(loads.items(), (False, True) * repeats):
-            taken, inside, hit_rate = serve(engine, load, caching, clock)
+            taken, hit_rate = serve(engine, load, caching, clock)
             seconds.setdefault((name, caching), []).append(taken)
             if caching and name == "alike":
                 found.append(100 * hit_rate)
-            elif caching:
-                spent.append(100 * inside / taken)
         config = used_settings(engine.setup.config)
     runs = [
         Run(word, config | {"enable_prefix_caching": caching}, {
@@ -105,7 +101,6 @@ def bench_sharing(
         for word, caching in (("the cache off", False), ("the cache on", True))
     ]  # fmt: skip
     runs[1].metrics["tokens found, prefix shared"] = Metric.of(found, "%")
-    runs[1].metrics["hashing and look-ups, nothing shared"] = Metric.of(spent, "% of the time", False)
     name = f"{prefix:,} tokens of {prefix + TAIL:,} shared"
     return Result("reuse", describe(name, count, loads["alike"].prompt_tokens, count * output_len), runs)
 
@@ -118,36 +113,20 @@ def workload(engine: LLMEngine, prefix: int, count: int, output_len: int, shared
     return Workload("reuse", [BenchRequest(head + random_ids(rng, TAIL, engine), output_len) for head in heads])
 
 
-def serve(engine: LLMEngine, load: Workload, caching: bool, clock: Clock) -> tuple[float, float, float]:
+def serve(engine: LLMEngine, load: Workload, caching: bool, clock: Clock) -> tuple[float, float]:
     """Serve the first request alone, then the others together; the cache is empty at the start.
 
-    Returns:
-        Seconds in all, seconds in `get_computed_blocks` and `cache_blocks`, and the share of the tokens that were found.
+    Returns the seconds, and the share of the tokens that were found.
     """
     assert isinstance(engine.scheduler, Scheduler), "prefix caching needs a pool of blocks"
     old = engine.scheduler.kv
     manager = PrefixCachingBlockManager if caching else BlockManager
-    engine.scheduler.kv = kv = manager(old.num_blocks, old.block_size)
-    spent = [clocked(kv, name, clock) for name in ("get_computed_blocks", "cache_blocks")]
+    engine.scheduler.kv = manager(old.num_blocks, old.block_size)
     parts = [Workload(load.name, part) for part in (load.requests[:1], load.requests[1:]) if part]
     start = clock()
     for part in parts:
         run_workload(engine, part)
-    taken = clock() - start
-    return taken, sum(map(sum, spent)), engine.prefix_cache_stats().hit_rate if caching else 0.0
-
-
-def clocked(kv: KVCacheManager, name: str, clock: Clock) -> list[float]:
-    """Wrap one method, and return a list that gets the seconds of each call from now on."""
-    spent, method = list[float](), getattr(kv, name)
-
-    def call(seq: Sequence) -> None:
-        start = clock()
-        method(seq)
-        spent.append(clock() - start)
-
-    setattr(kv, name, call)
-    return spent
+    return clock() - start, engine.prefix_cache_stats().hit_rate if caching else 0.0
 
 
 # --- gaps between tokens --------------------------------------------------------------------------------------------

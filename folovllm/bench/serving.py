@@ -6,74 +6,31 @@ A server is one of our own for each preset, or one that runs already.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import re
 import subprocess
 import tempfile
+import urllib.request
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from folovllm.bench.contenders import Contender, used_settings
 from folovllm.bench.http_load import Reply, Server
-from folovllm.bench.report import Metric, Result, Run, digits, machine_line, quantile, workload_line
+from folovllm.bench.report import Metric, Result, Run, quantile
 from folovllm.bench.workload import BenchRequest, Workload
 from folovllm.children import import_path, python_command
-from folovllm.cli.remote import Server as RemoteModel
 from folovllm.config import EngineConfig
 
 Ask = Callable[[BenchRequest], Coroutine[Any, Any, object]]
-UNITS = {"ms": 1e-3, "s": 1.0}
 END = 10.0  # seconds that our server has to end
 VOCABULARY = 4_000  # ids that every model has
 WARM_UP = 3  # requests
-COLUMNS = (  # heading, metrics in one cell
-    ("requests\n/s", ("requests",)),
-    ("output\ntok/s", ("output tokens",)),
-    ("TTFT ms\nmedian, p99", ("TTFT median", "TTFT p99")),
-    ("TPOT ms\nmedian, p99", ("TPOT median", "TPOT p99")),
-    ("ITL ms\nmedian, p99", ("ITL median", "ITL p99")),
-    ("goodput\n/s", ("goodput",)),
-    ("\nfailed", ("failed",)),
-)
-
-
-@dataclass(slots=True, frozen=True)
-class Slo:
-    """What a client was promised, in seconds; None: nothing of the kind."""
-
-    ttft: float | None = None
-    tpot: float | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> Slo:
-        """Read "ttft=200ms,tpot=50ms". Raises ValueError for anything else."""
-        limits: dict[str, float] = {}
-        for item in text.split(","):
-            found = re.fullmatch(r"\s*(ttft|tpot)\s*=\s*([0-9.]+)\s*(ms|s)\s*", item)
-            if found is None or found[1] in limits:
-                raise ValueError(f"--slo takes limits as ttft=200ms,tpot=50ms, not {text!r}")
-            limits[found[1]] = float(found[2]) * UNITS[found[3]]
-        return cls(**limits)
-
-    def is_met(self, reply: Reply) -> bool:
-        """Whether the answer came, and in time."""
-        return (
-            reply.error is None
-            and (self.ttft is None or reply.ttft <= self.ttft)
-            and (self.tpot is None or reply.tpot <= self.tpot)
-        )
-
-    def __str__(self) -> str:
-        named = (("TTFT", self.ttft), ("TPOT", self.tpot))
-        return ", ".join(f"{name} {1e3 * limit:g} ms" for name, limit in named if limit is not None)
 
 
 @dataclass(slots=True, frozen=True)
@@ -127,14 +84,13 @@ class Load:
     point: Point
     replies: list[Reply] = field(default_factory=list)
     begin: float = 0.0
-    partial: bool = False
 
     @property
     def answered(self) -> list[Reply]:
         """Those whose whole answer came."""
         return [reply for reply in self.replies if reply.is_over and reply.error is None and reply.times]
 
-    def metrics(self, slo: Slo) -> dict[str, Metric]:
+    def metrics(self) -> dict[str, Metric]:
         """Figures of those that were answered; rates are over the time from the first request to the last token."""
         answered = self.answered
         seconds = max((reply.times[-1] for reply in answered), default=self.begin) - self.begin
@@ -154,13 +110,23 @@ class Load:
             for title, share in (("median", 0.5), ("p99", 0.99)):
                 if values:
                     metrics[f"{name} {title}"] = Metric.of([1e3 * quantile(values, share)], "ms", False)
-        metrics["goodput"] = Metric.of([sum(map(slo.is_met, answered)) / seconds], "/s")
         return metrics
 
     @property
     def first_error(self) -> str | None:
         """Why the first one failed that did."""
         return next((reply.error for reply in self.replies if reply.error is not None), None)
+
+
+def first_model(url: str, api_key: str | None) -> str:
+    """The first model that a server names. Raises ValueError where none answers."""
+    address = f"{url.rstrip('/').removesuffix('/v1')}/v1/models"
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=END) as response:
+            return str(json.load(response)["data"][0]["id"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"no server answers at {address}: {error}") from error
 
 
 def shifted(workload: Workload, by: int, vocab_size: int) -> list[BenchRequest]:
@@ -221,7 +187,6 @@ class Sweep:
 
     workload: Workload
     points: list[Point]
-    slo: Slo
     engine_process: bool | None = None
 
     def run(self, contenders: list[Contender]) -> tuple[Result, bool]:
@@ -231,21 +196,18 @@ class Sweep:
 
     def run_at(self, url: str, model: str | None, api_key: str | None) -> tuple[Result, bool]:
         """The same for a server that is there. Raises ValueError where none answers."""
-        model = RemoteModel(url, api_key, model=model).name
+        model = model or first_model(url, api_key)
         return self._run([(model, {"url": url}, nullcontext(url))], model, api_key)
 
     def _run(self, targets: Any, model: str = "model", api_key: str | None = None) -> tuple[Result, bool]:
-        result = Result("serve", self.workload.describe() | {"slo": str(self.slo)})
+        result = Result("serve", self.workload.describe())
         try:
             for name, shown, address in targets:
                 with address as url:
                     for load in self._loads(name, Server(url, model, api_key)):
                         settings = shown | {"rate": load.point.rate, "clients": load.point.clients}
-                        run = Run(f"{name} at {load.point}", settings, load.metrics(self.slo), load.partial)
-                        result.runs.append(run)
-                        if load.partial:
-                            return result, False
-        except KeyboardInterrupt:  # while a server started or ended
+                        result.runs.append(Run(f"{name} at {load.point}", settings, load.metrics()))
+        except KeyboardInterrupt:  # the loads before this one count
             return result, False
         return result, True
 
@@ -253,13 +215,11 @@ class Sweep:
         """Warm the server up, then a load for each point. Raises ValueError if it answers none of the first requests."""
         first = Load(Point(clients=1))
         self._drive(server, first, shifted(self.workload, 1, VOCABULARY)[:WARM_UP], f"{name}, warm-up")
-        if not first.answered and not first.partial:
+        if not first.answered:
             raise ValueError(f"{name} answered nothing: {first.first_error}")
         for number, point in enumerate(self.points, 2):
             load = Load(point)
-            if not first.partial:
-                self._drive(server, load, shifted(self.workload, number, VOCABULARY), f"{name} at {point}")
-            load.partial |= first.partial
+            self._drive(server, load, shifted(self.workload, number, VOCABULARY), f"{name} at {point}")
             yield load
 
     def _drive(self, server: Server, load: Load, requests: list[BenchRequest], title: str) -> None:
@@ -273,32 +233,4 @@ class Sweep:
                 load.begin = asyncio.get_running_loop().time()
                 await drive(requests, load.point, ask)
 
-            try:
-                asyncio.run(all_of_it())
-            except KeyboardInterrupt:  # what was answered by then counts
-                load.partial = True
-
-
-def show_sweep(result: Result) -> None:
-    """A table for each server, with a row for each load."""
-    console = Console(highlight=False)
-    names = dict.fromkeys(run.name.rpartition(" at ")[0] for run in result.runs)
-    console.print(f"bench serve: {workload_line(result.workload)}")
-    for name in names:
-        runs = [run for run in result.runs if run.name.rpartition(" at ")[0] == name]
-        table = Table(title=name, title_justify="left", box=SIMPLE)
-        table.add_column("load", no_wrap=True)
-        for heading, _ in COLUMNS:
-            table.add_column(heading, justify="right", no_wrap=True)
-        for run in runs:
-            load = run.name.rpartition(" at ")[2] + " (partial)" * run.partial
-            table.add_row(load, *(cell([run.metrics.get(name) for name in names]) for _, names in COLUMNS))
-        console.print(table)
-    if slo := result.workload.get("slo"):
-        console.print(f"goodput counts the requests with {slo}", style="dim")
-    console.print(machine_line(result), style="dim")
-
-
-def cell(metrics: list[Metric | None]) -> str:
-    """Figures in a table."""
-    return ", ".join("-" if metric is None else digits(metric.median) for metric in metrics)
+            asyncio.run(all_of_it())

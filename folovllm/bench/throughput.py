@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 
 from folovllm.bench.contenders import Contender, used_settings
-from folovllm.bench.host_time import step_times
 from folovllm.bench.report import Metric, Result, Run, quantile
 from folovllm.bench.roofline import Rates, measure_rates, roofline_seconds
 from folovllm.bench.serve import Observed, empty_prefix_cache, run_workload, running, warm_up
 from folovllm.bench.workload import Workload, load_workload
 from folovllm.config import EngineConfig
-from folovllm.engine.setup import set_up, use_threads
+from folovllm.engine.cpu_threads import use_threads
+from folovllm.setup import set_up
 
 Answers = dict[str, list[int]]  # token ids by request
 
@@ -63,13 +63,11 @@ def bench_throughput(
     count: int | None = None,
     repeats: int = 1,
     limit: float | None = None,
-    with_step_times: bool = False,
 ) -> Result:
     """Run the workload through each contender, one after the other: (name, fields of EngineConfig).
 
     Each engine serves a few other requests first (its warm-up); prefix caches are emptied before each pass. Greedy
-    answers are compared with the first contender's. With `with_step_times`, what Python costs is measured afterwards
-    (`folovllm.bench.host_time`).
+    answers are compared with the first contender's.
     """
     configs = [(name, EngineConfig(**overrides)) for name, overrides in contenders]
     setup = set_up(configs[0][1])
@@ -80,7 +78,7 @@ def bench_throughput(
     result.machine = {"copy_gb_per_s": rates.copy / 1e9, "matmul_tflop_per_s": rates.matmul / 1e12}
     first: Answers | None = None
     for name, config in configs:
-        passes, metrics = _measure(config, workload, rates, repeats, limit, with_step_times)
+        passes, metrics = _measure(config, workload, rates, repeats, limit)
         answers = {i: output.outputs[0].token_ids for i, output in passes[-1].outputs.items()}
         if first is not None and workload.temperature == 0:
             metrics |= _agreement(first, answers)
@@ -91,7 +89,7 @@ def bench_throughput(
 
 def bench_latency(contenders: list[Contender], repeats: int = 3, limit: float | None = None) -> Result:
     """Measure what a single user feels: a prompt of 128 tokens and an answer of 256, with nobody else there."""
-    result = bench_throughput(contenders, "latency", repeats=repeats, limit=limit, with_step_times=True)
+    result = bench_throughput(contenders, "latency", repeats=repeats, limit=limit)
     result.benchmark = "latency"
     for run in result.runs:
         run.metrics = {name: metric for name, metric in run.metrics.items() if name not in OF_MANY}
@@ -99,7 +97,7 @@ def bench_latency(contenders: list[Contender], repeats: int = 3, limit: float | 
 
 
 def _measure(
-    config: EngineConfig, workload: Workload, rates: Rates, repeats: int, limit: float | None, with_step_times: bool
+    config: EngineConfig, workload: Workload, rates: Rates, repeats: int, limit: float | None
 ) -> tuple[list[Observed], dict[str, Metric]]:
     """Pass the workload through an engine of its own several times; return the passes and their figures."""
     start = time.perf_counter()
@@ -112,8 +110,6 @@ def _measure(
             passes.append(run_workload(engine, workload, limit))
         metrics = metrics_of(passes, roofline_seconds(workload, engine.setup, rates))
         metrics["start-up"] = Metric.of([start_up], "s", False)
-        for step in step_times(engine) if with_step_times else ():
-            metrics |= step.metrics()
         return passes, metrics
 
 

@@ -6,7 +6,7 @@ the engine's own. `folovllm.build` asks here, in the driver and in each rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -40,7 +40,7 @@ BUILDERS = {
     ),
     "prefill": BuilderPlace(
         "prefill",
-        lambda c: (c.kv_cache, c.attention_backend, c.kv_cache_dtype) == ("paged", "triton", "auto"),
+        lambda c: (c.kv_cache, c.attention_backend) == ("paged", "triton") and "kv_cache_dtype" not in c.extras,
         'is a kernel of the Triton backend and reads no 8 bits: take milestone="m4" or later, attention_backend="triton", '
         'and kv_cache_dtype="auto"',
     ),
@@ -63,6 +63,16 @@ def require_place(name: str, config: Any) -> None:
         raise ValueError(f"unknown builder {name!r}: choose one of {', '.join(BUILDERS)}")
     if not BUILDERS[name].fits(config):
         raise ValueError(f"the builder {name!r} {BUILDERS[name].needs}")
+
+
+def require_no_states(names: Iterable[str], num_state_layers: int) -> None:
+    """Raise ValueError for a component that keeps no states, where the model has layers with some (linear attention)."""
+    own = {"decode_loop", "prefix_cache"} & {*names}
+    if own and num_state_layers:
+        raise ValueError(
+            f"this model has layers of linear attention, whose states {' and '.join(sorted(own))} of your own does not keep: "
+            "leave it out of builders, or take another model"
+        )
 
 
 def load(name: str) -> Any:

@@ -114,11 +114,15 @@ class BlockManager(KVCacheManager):
             if not self.can_allocate(seq, num_new_tokens):
                 return False
             self.allocate(seq, num_new_tokens)
+            self.admitted(seq)
         elif self._num_missing(seq, num_new_tokens):  # most decodes lack none
             if not self.can_append(seq, num_new_tokens):
                 return False
             self.may_append(seq, num_new_tokens)
         return True
+
+    def admitted(self, seq: Sequence) -> None:
+        """Count an admission. Nothing, unless prefixes are cached."""
 
     def can_allocate(self, seq: Sequence, num_new_tokens: int) -> bool:
         """Whether a waiting sequence can be admitted, with the watermark left over if others hold blocks."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy.typing as npt
 from folovllm.event_stream import Events
 from folovllm.events import BlockState
 from folovllm.request import Sequence
+from folovllm.step.schedule import Extras, ScheduledSequence
 
 
 @dataclass(slots=True)
@@ -35,7 +37,13 @@ class KVCacheManager(ABC):
 
     Invariant: a block belongs to a sequence from `allocate_slots` to `free`, and the table covers every token that is
     computed or scheduled.
+
+    Attributes:
+        step_extras: what a step carries for this manager (`SchedulerOutput.extras`), asked once for each step that is decided;
+            None: never anything.
     """
+
+    step_extras: Callable[[SequenceOf[ScheduledSequence]], Extras | None] | None = None
 
     def __init__(self, num_blocks: int, block_size: int, events: Events | None = None) -> None:
         self.num_blocks = num_blocks

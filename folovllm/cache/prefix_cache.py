@@ -219,21 +219,17 @@ class PrefixCachingBlockManager(BlockManager):
             self._free.remove(block)
         block.ref_count += 1
 
-    def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> bool:
-        """As `BlockManager`. Counts admissions, and how many of their tokens were cached."""
-        admission = seq.status is SequenceStatus.WAITING
-        reserved = super().allocate_slots(seq, num_new_tokens)
-        if admission and reserved:
-            stats, hit = self.prefix_cache.stats, seq.num_computed_tokens
-            stats.requests += 1
-            stats.requests_hit += hit > 0
-            stats.tokens += seq.num_tokens
-            stats.tokens_hit += hit
-            notes = notes_of(seq)
-            notes.num_hit_tokens = hit if notes.num_hit_tokens is None else notes.num_hit_tokens
-            if self.events.on and hit:
-                self.events.emit(PrefixHit(seq.seq_id, hit))
-        return reserved
+    def admitted(self, seq: Sequence) -> None:
+        """Count an admission, and how many of its tokens were cached."""
+        stats, hit = self.prefix_cache.stats, seq.num_computed_tokens
+        stats.requests += 1
+        stats.requests_hit += hit > 0
+        stats.tokens += seq.num_tokens
+        stats.tokens_hit += hit
+        notes = notes_of(seq)
+        notes.num_hit_tokens = hit if notes.num_hit_tokens is None else notes.num_hit_tokens
+        if self.events.on and hit:
+            self.events.emit(PrefixHit(seq.seq_id, hit))
 
     def cache_scheduled_blocks(self, seqs: Iterable[Sequence]) -> None:
         """Name the blocks that the coming step will fill, so that others can begin with them in this very step.

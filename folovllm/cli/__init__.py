@@ -21,9 +21,9 @@ import typer
 from rich.text import Text
 
 import folovllm
-from folovllm.cli.flags import engine_flags, in_a_folder, pick, with_flags
+from folovllm.cli.flags import engine_flags, pick, with_flags, writable
 from folovllm.cli.terminal import print_next, stderr, stream_answer, tolerate_encodings
-from folovllm.electives import DOWNLOADS, require
+from folovllm.plugins import DOWNLOADS, require
 
 if TYPE_CHECKING:
     from folovllm.llm import LLM
@@ -33,10 +33,10 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 CHAT_MAX_TOKENS = 1024
 Record = Annotated[
     Path | None,
-    typer.Option(help="Record what the engine does, prompts too, for `folovllm inspect`.", callback=in_a_folder),
+    typer.Option(help="Record what the engine does, prompts too, for `folovllm inspect`.", callback=writable),
 ]
 Trace = Annotated[
-    Path | None, typer.Option(help="Write steps and requests as a trace for ui.perfetto.dev.", callback=in_a_folder)
+    Path | None, typer.Option(help="Write steps and requests as a trace for ui.perfetto.dev.", callback=writable)
 ]
 
 
@@ -98,7 +98,7 @@ def use_mine() -> None:
 def build_app() -> typer.Typer:
     """The commands, with a flag for every field of `EngineConfig` and `SamplingParams`."""
     from folovllm.config import EngineConfig
-    from folovllm.extensions import add_commands
+    from folovllm.engine.extension import add_commands
     from folovllm.sampling_params import SamplingParams
 
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -148,7 +148,6 @@ def generate(
 
     A model with a chat template is asked through it; other models, and any with --raw, continue the text.
     """
-    from folovllm.interrupts import Interrupted
     from folovllm.sampling_params import SamplingParams
 
     texts = read_prompts(prompts, file)
@@ -165,10 +164,9 @@ def generate(
             else:
                 has_bar = len(texts) > 1 and given["use_tqdm"] is not False and not show_steps
                 llm.generate(asked, params, has_bar, on_answer=tell)
-    except Interrupted as interrupt:
-        for output in interrupt.outputs[len(texts) - len(untold) :]:  # what waited for a prompt before it
-            tell(output)
-        stderr().print(str(interrupt), style="bold red")
+    except KeyboardInterrupt:
+        answered = len(texts) - len(untold)
+        stderr().print(f"interrupted: {answered} of {len(texts)} prompts are answered", style="bold red")
         raise
 
 
@@ -199,27 +197,19 @@ def chats(llm: LLM, raw: bool) -> bool:
 
 def chat(
     system: Annotated[str | None, typer.Option(help="The system message.")] = None,
-    server: Annotated[
-        str | None, typer.Option(metavar="URL", help="Talk to a server that runs, such as http://127.0.0.1:8000.")
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(help="The server's key; the variable FOLOVLLM_API_KEY says the same.")
-    ] = None,
+    server: Annotated[str | None, typer.Option(hidden=True)] = None,
     **given: Any,
 ) -> None:
     """Talk to the model. /reset starts anew, Ctrl-C stops an answer, Ctrl-D leaves."""
-    from folovllm.cli.conversation import Chat, OwnEngine
-    from folovllm.cli.remote import server_of_flags
+    from folovllm.cli.conversation import Chat
     from folovllm.sampling_params import SamplingParams
 
-    chosen = {"max_tokens": CHAT_MAX_TOKENS, **pick(given, SamplingParams)}
-    params = SamplingParams(**chosen)
+    if server is not None:
+        raise ValueError("chat --server is gone: open the server's address in a browser, or leave --server out")
+    params = SamplingParams(**{"max_tokens": CHAT_MAX_TOKENS, **pick(given, SamplingParams)})
     if params.n != 1:
         raise ValueError("a chat has one answer: leave n at 1")
-    if api_key and not server:
-        raise ValueError("--api-key is for a server: say which with --server URL")
-    speaker = server_of_flags(server, api_key, chosen, given) if server else OwnEngine(load_llm(given), params)
-    Chat(speaker, system).run()
+    Chat(load_llm(given), params, system).run()
 
 
 def download(
@@ -237,6 +227,8 @@ def read_prompts(prompts: list[str] | None, file: TextIO | None) -> list[str]:
     """The prompts named on the command line, else the lines of a file or of piped stdin; empty lines do not count."""
     if prompts and file:
         raise ValueError("give prompts or --file, not both")
+    if prompts and not all(text.strip() for text in prompts):
+        raise ValueError("a prompt is empty: write something between the quotes")
     if prompts:
         return prompts
     if file is None and sys.stdin.isatty():

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from folovllm.cli.remote import Server, ServerError
-from folovllm.interrupts import interrupts
+from folovllm.engine.ctrl_c import ctrl_c
 
 if TYPE_CHECKING:
     from folovllm.llm import LLM
@@ -18,35 +17,16 @@ if TYPE_CHECKING:
 HELP = "/reset starts anew, Ctrl-C stops an answer, Ctrl-D leaves."
 
 
-class OwnEngine:
-    """The engine of an `LLM`."""
-
-    def __init__(self, llm: LLM, params: SamplingParams) -> None:
-        self._llm, self._params = llm, params
-        self._num_requests = 0
-
-    def stream(self, messages: list[dict[str, str]]) -> Iterator[str]:
-        """Yield the new text of each step. Ctrl-C ends the answer between two steps."""
-        engine = self._llm.engine
-        self._num_requests += 1
-        request_id = f"chat-{self._num_requests}"
-        engine.add_request(request_id, self._llm.render_chat(messages), self._params)
-        with interrupts() as interrupted:
-            while engine.has_unfinished_requests():
-                outputs = [engine.abort_request(request_id)] if interrupted.is_set() else engine.step()
-                for output in outputs:
-                    yield output.outputs[0].delta_text
-
-
 class Chat:
-    """The history of one conversation, and who continues it.
+    """The history of one conversation, and the engine that continues it.
 
     Invariant: between answers `messages` alternates user and assistant (after a system message, if any), whatever was
     interrupted or refused.
     """
 
-    def __init__(self, speaker: OwnEngine | Server, system: str | None = None) -> None:
-        self._speaker = speaker
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
+        self._llm, self._params = llm, params
+        self._num_requests = 0
         self._opening = [{"role": "system", "content": system}] if system else []
         self.notes = Console(stderr=True, highlight=False)
         self.reset()
@@ -85,15 +65,14 @@ class Chat:
         try:
             self.answer(question)
         except ValueError as error:
-            hint = "" if isinstance(error, ServerError) else " (/reset starts a new conversation)"
-            self.notes.print(f"error: {error}{hint}", style="red", markup=False)
+            self.notes.print(f"error: {error} (/reset starts a new conversation)", style="red", markup=False)
 
     def answer(self, question: str) -> str:
         """Stream the answer to stdout and add both to the history; what was said before a Ctrl-C counts."""
         messages = [*self.messages, {"role": "user", "content": question}]
         text = ""
         try:
-            for delta in self._speaker.stream(messages):
+            for delta in self._stream(messages):
                 print(delta, end="", flush=True)
                 text += delta
         except ValueError:
@@ -102,3 +81,15 @@ class Chat:
         print()
         self.messages = [*messages, {"role": "assistant", "content": text}]
         return text
+
+    def _stream(self, messages: list[dict[str, str]]) -> Iterator[str]:
+        """Yield the new text of each step. Ctrl-C ends the answer between two steps."""
+        engine = self._llm.engine
+        self._num_requests += 1
+        request_id = f"chat-{self._num_requests}"
+        engine.add_request(request_id, self._llm.render_chat(messages), self._params)
+        with ctrl_c() as interrupted:
+            while engine.has_unfinished_requests():
+                outputs = [engine.abort_request(request_id)] if interrupted.is_set() else engine.step()
+                for output in outputs:
+                    yield output.outputs[0].delta_text

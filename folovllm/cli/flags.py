@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import os
 import re
+import tempfile
 import typing
 from collections.abc import Callable
 from dataclasses import MISSING, Field, fields
@@ -31,8 +31,16 @@ def with_flags(command: Callable[..., None], *kinds: type) -> Callable[..., None
 
 
 def pick(given: Given, kind: type) -> Given:
-    """Those of the flags that were given and that are fields of `kind`: its keyword arguments."""
-    return {f.name: given[f.name] for f in fields(kind) if given.get(f.name) not in (None, [])}
+    """Those of the flags that were given and that are fields of `kind`: its keyword arguments.
+
+    Raises:
+        ValueError: a flag has an empty text.
+    """
+    names = [field.name for part in parts_of(kind) for field in fields(part)]
+    chosen = {name: given[name] for name in names if given.get(name) not in (None, [])}
+    if empty := [name for name, value in chosen.items() if value == ""]:
+        raise ValueError(f"--{empty[0].replace('_', '-')} is empty: give it a value, or leave it out")
+    return chosen
 
 
 def engine_flags(given: Given) -> Given:
@@ -47,8 +55,17 @@ def engine_flags(given: Given) -> Given:
     return chosen
 
 
+def parts_of(kind: type) -> list[type]:
+    """The dataclasses whose fields are keywords of `kind`: itself, and of `EngineConfig` the options of the electives, too."""
+    return [kind, *getattr(kind, "options", list)()]
+
+
 def described_fields(kind: type) -> list[tuple[Field[Any], str]]:
     """Each field that can be a flag, with its sentence in the "Attributes" section of the docstring."""
+    return [described for part in parts_of(kind) for described in _described_fields(part)]
+
+
+def _described_fields(kind: type) -> list[tuple[Field[Any], str]]:
     section = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2].partition("\n\n")[0]
     entries = re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", section, re.MULTILINE)
     sentences = {name: " ".join(text.split()) for name, text in entries}
@@ -66,7 +83,7 @@ def default_of(field: Field[Any]) -> Any:
 
 
 def _parameters(kind: type) -> list[inspect.Parameter]:
-    hints = typing.get_type_hints(kind)
+    hints = {name: hint for part in parts_of(kind) for name, hint in typing.get_type_hints(part).items()}
     return [
         _parameter(field, field.metadata.get("flag_type", hints[field.name]), text, kind.__name__)
         for field, text in described_fields(kind)
@@ -84,10 +101,17 @@ def _parameter(field: Field[Any], hint: Any, text: str, panel: str) -> inspect.P
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def in_a_folder(file: Path | None) -> Path | None:
+def writable(file: Path | None) -> Path | None:
     """Check, before any work, that something can be written to `file` afterwards. Raises typer.BadParameter."""
-    if file is not None and not file.parent.is_dir():
+    if file is None:
+        return None
+    if not file.parent.is_dir():
         raise typer.BadParameter(f"there is no folder {file.parent}")
-    if file is not None and (file.is_dir() or not os.access(file.parent, os.W_OK)):
-        raise typer.BadParameter(f"{file} is a folder" if file.is_dir() else f"nothing can be written in {file.parent}")
+    try:
+        if file.is_file() or file.is_dir():
+            file.open("ab").close()
+        if file.is_file() or not file.exists():  # it is replaced by a file that is written beside it
+            tempfile.TemporaryFile(dir=file.resolve().parent).close()
+    except OSError as error:
+        raise typer.BadParameter(f"nothing can be written to {file}: {error.strerror}") from error
     return file

@@ -33,12 +33,10 @@ def tolerate_encodings() -> None:
         sys.stdin.reconfigure(encoding=encoding, errors="surrogateescape")
 
 
-def print_next(llm: LLM, untold: deque[str], as_json: bool, between: str, output: RequestOutput | None) -> None:
-    """Print the answer to the first prompt of `untold`, if there is one, and take the prompt out."""
-    text = untold.popleft()
-    if output is not None:
-        output.prompt = text
-        print(as_json_line(output), flush=True) if as_json else show(output, llm, between)
+def print_next(llm: LLM, untold: deque[str], as_json: bool, between: str, output: RequestOutput) -> None:
+    """Print the answer to the first prompt of `untold`, and take the prompt out."""
+    output.prompt = untold.popleft()
+    print(as_json_line(output), flush=True) if as_json else show(output, llm, between)
 
 
 def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams, opening: str) -> None:
@@ -46,12 +44,12 @@ def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams, opening: str
 
     After Ctrl-C what was said stays.
     """
-    from folovllm.interrupts import Interrupted, interrupts
+    from folovllm.engine.ctrl_c import ctrl_c
 
     llm.engine.add_request("0", prompt, params)
     Console(highlight=False).print(Text(opening, style="bold"), soft_wrap=True, end="")
-    with interrupts() as ctrl_c:
-        while (goes_on := llm.engine.has_unfinished_requests()) and not ctrl_c.is_set():
+    with ctrl_c() as pressed:
+        while (goes_on := llm.engine.has_unfinished_requests()) and not pressed.is_set():
             for output in llm.engine.step():
                 print(output.outputs[0].delta_text, end="", flush=True)
     if goes_on:
@@ -60,7 +58,7 @@ def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams, opening: str
     print()
     show_times(output, llm)
     if goes_on:
-        raise Interrupted([None])
+        raise KeyboardInterrupt
 
 
 def show(output: RequestOutput, llm: LLM, between: str) -> None:

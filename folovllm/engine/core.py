@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass
 
-from folovllm.engine.logits_mask import LogitsMask
+from folovllm.engine.logits_mask import LogitsMask, abort_broken
+from folovllm.engine.logprobs import keep_logprobs
+from folovllm.engine.metrics import report_step
 from folovllm.engine.output_processor import OutputProcessor, RequestState
 from folovllm.engine.scheduler import SchedulerLike
 from folovllm.event_stream import Events
-from folovllm.events import ExpertsAsked, Finished, GivenUp, StepEnded
-from folovllm.executor.abstract import Executor
-from folovllm.faults import Faults
+from folovllm.executor.abstract import Executor, Pending
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
-from folovllm.step.schedule import SchedulerOutput, StepResult
+from folovllm.step.schedule import SchedulerOutput
 
-logger = logging.getLogger("folovllm")
+
+@dataclass(slots=True)
+class StartedStep:
+    """A step that was started and whose tokens were not collected yet."""
+
+    output: SchedulerOutput
+    seqs: list[Sequence]  # those of `output.scheduled_seqs`
+    start: float
+    pending: Pending | None = None  # None: it has its logits, and waits for its bitmasks
 
 
 class EngineCore:
@@ -26,20 +33,19 @@ class EngineCore:
 
     Attributes:
         output: the requests that are being served, and what each has to report.
-        num_steps: steps whose tokens have arrived. num_preemptions: sequences that these steps preempted.
+        num_started: steps that were started. num_steps: those whose tokens have arrived. num_preemptions: sequences that these steps preempted.
     """
 
-    def __init__(
-        self, scheduler: SchedulerLike, executor: Executor, events: Events, logits_mask: LogitsMask, faults: Faults
-    ) -> None:
+    def __init__(self, scheduler: SchedulerLike, executor: Executor, events: Events, logits_mask: LogitsMask) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.events = events
         self.logits_mask = logits_mask
-        self.output = OutputProcessor(faults)
-        self.num_steps = self.num_preemptions = 0
-        self._faults = faults
+        self.output = OutputProcessor(scheduler.abort)
+        self.num_started = self.num_steps = self.num_preemptions = 0
         self.has_grammars = False  # whether a request ever had one; until then no step asks the mask
+        self._last_arrival = 0.0  # of a step's tokens
+        self._unsampled: StartedStep | None = None
 
     def add_grammar(self, seqs: list[Sequence]) -> None:
         """Register the grammar of a new request. Raises ValueError if the grammar is not supported."""
@@ -51,85 +57,71 @@ class EngineCore:
         return bool(self.output.requests)
 
     def step(self) -> list[RequestOutput]:
-        """Schedule, compute, sample, and hand out what is new. Without work it returns an empty list.
-
-        Raises:
-            RequestFailed: requests ran into faults of their own and are gone. It has the outputs of the others, and the step is
-                complete: the engine goes on.
-        """
+        """Schedule, compute, sample, and hand out what is new. Without work it returns an empty list."""
         if not self.has_unfinished_requests():
             return []
         try:
-            start = time.monotonic()
-            output = self.scheduler.schedule()
-            if output.preempted and not output.scheduled_seqs:
-                return self._report([])  # the next step uses the blocks of those that were preempted
-            seqs = self.scheduler.sequences(output)
-            outputs = self._take_in(output, seqs, self._compute(output, seqs), start)
+            schedule = self.scheduler.schedule()
+            if schedule.preempted and not schedule.scheduled_seqs:
+                return []  # the next step uses the blocks of those that were preempted
+            return self.collect(self.start(schedule))
         finally:
-            if self.events.on:  # after an error, too: listeners then see how it came about
-                self.events.drain()
-        return self._report(outputs)
+            self.events.drain()  # after an error, too: listeners then see how it came about
 
-    def _compute(self, output: SchedulerOutput, seqs: list[Sequence]) -> StepResult:
-        """Compute a step and sample. With structured output, apply the token bitmask and pass the sampled tokens to the grammar."""
-        if not self.has_grammars:
-            return self.executor.execute_model(output)
-        if self.logits_mask.needs_mask(output, seqs):
-            output = replace(output, masks=self.logits_mask.bitmasks(output, seqs))
-        result = self.executor.execute_model(output)
-        self.logits_mask.accept_tokens(seqs, result.token_ids)
-        return result
+    def start(self, output: SchedulerOutput) -> StartedStep:
+        """Have a step computed; `collect` takes in its tokens.
 
-    def _take_in(
-        self, output: SchedulerOutput, seqs: list[Sequence], result: StepResult, start: float
-    ) -> list[RequestOutput]:
-        """Hand the tokens of a step that began at `start` to their sequences; returns what is new."""
+        Where a request has a grammar, the step gets as far as its logits: what it may sample depends on all tokens before.
+        If these have not arrived, it samples in the `collect` that brings them; so the device has work meanwhile.
+        """
+        step = StartedStep(output, self.scheduler.sequences(output), time.monotonic())
+        if self.has_grammars and self.logits_mask.needs_mask(output, step.seqs):
+            self.executor.forward(output)
+            self._unsampled = step
+            if self.num_started == self.num_steps:
+                self._sample()
+        else:
+            step.pending = self.executor.submit(output)
+        self.num_started += 1
+        return step
+
+    def collect(self, step: StartedStep) -> list[RequestOutput]:
+        """Wait for the tokens of a step, hand them to their sequences, and return what is new of the requests.
+
+        A sequence that ended while the step was under way gets nothing more.
+        """
+        assert step.pending is not None
+        result = step.pending.wait()
+        if self.has_grammars:
+            self.logits_mask.accept_tokens(step.seqs, result.token_ids)
+            self._sample()
         arrived = time.monotonic()
-        alive = [i for i, seq in enumerate(seqs) if not seq.status.is_finished]
-        # Tokens from before a grammar failed still count, and may end an answer.
-        broken = self.logits_mask.broken(seqs) if self.has_grammars else []
-        counts = [i for i in alive if result.token_ids[i] or seqs[i] not in broken]
-        updated = self._faults.each(self.scheduler.postprocess, [(seqs[i], result.token_ids[i]) for i in counts])
-        if broken:
-            broken = self.logits_mask.broken(broken)
-        if result.logprobs:
-            for i in alive:
-                if i in result.logprobs:
-                    with self._faults.at(seqs[i]):
-                        self.output.keep_logprobs(seqs[i], output.scheduled_seqs[i].scores, result.logprobs[i])
+        alive = [i for i, seq in enumerate(step.seqs) if not seq.status.is_finished]
+        new = self.scheduler.postprocess([(step.seqs[i], result.token_ids[i]) for i in alive])
+        for i in alive if result.logprobs else ():
+            if i in result.logprobs:
+                keep_logprobs(step.seqs[i], step.output.scheduled_seqs[i].scores, result.logprobs[i])
         now = time.monotonic()
         if self.events.on:
-            kv, waiting = self.scheduler.kv, len(self.scheduler.waiting)
-            used = 0 if kv is None else kv.num_used
-            if self.events.wants_experts:
-                self.events.emit(ExpertsAsked(self.executor.expert_load()))
-            self.events.emit(StepEnded(self.num_steps, start, arrived, now, output, result, waiting, used))
-            for seq in (seqs[i] for i in alive if seqs[i].status.is_finished):
-                self.events.emit(Finished(seq.seq_id, seq.status.value))
-        if broken:
-            self._give_up(broken)
+            start = max(
+                step.start, self._last_arrival
+            )  # where steps overlap, a step's time begins where the last one ended
+            self._last_arrival = arrived
+            report_step(
+                self.events, self.scheduler, self.executor, new,
+                step=self.num_steps, start=start, arrived=arrived, end=now, output=step.output, result=result,
+            )  # fmt: skip
+        if self.has_grammars:
+            new += abort_broken(self.logits_mask, self.scheduler.abort, self.events, step.seqs)
         self.num_steps += 1
-        self.num_preemptions += len(output.preempted)
-        outputs = self.output.outputs([*updated, *broken], now)
-        if self._faults.of:
-            self.end(self._faults.of)
-        return outputs
+        self.num_preemptions += len(step.output.preempted)
+        return self.output.process(new, now)
 
-    def _report(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
-        """Return the outputs of a step. Raises `RequestFailed` if requests have failed; they have ended by then."""
-        if not self._faults.of:
-            return outputs
-        self.end(self._faults.of)
-        return self._faults.report(outputs)
-
-    def _give_up(self, broken: list[Sequence]) -> None:
-        """End answers that can no longer satisfy their grammar, with finish_reason "abort"."""
-        for seq in broken:
-            logger.warning("request %s ends early: its answer can no longer satisfy its grammar", seq.request_id)
-            if self.events.on:
-                self.events.emit(GivenUp(seq.seq_id))
-        self.scheduler.abort(*broken)
+    def _sample(self) -> None:
+        """Let the step sample that waits for its bitmasks, if there is one: all tokens before it are known."""
+        if self._unsampled is not None:
+            step, self._unsampled = self._unsampled, None
+            step.pending = self.executor.sample(self.logits_mask.bitmasks(step.output, step.seqs))
 
     def end(self, request_ids: Collection[str]) -> list[RequestState]:
         """End those of the requests that are being served; returns what there is of them."""
@@ -137,5 +129,5 @@ class EngineCore:
         self.scheduler.abort(*(seq for state in states for seq in state.seqs if not seq.status.is_finished))
         self.events.drain()
         for state in states:
-            state.note_progress(time.monotonic())
+            state.end(time.monotonic())
         return states

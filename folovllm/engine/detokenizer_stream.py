@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers.decoders import DecodeStream
 
 from folovllm.engine.detokenizer import IncrementalDetokenizer, decoder, make_detokenizer
-from folovllm.models.files import QuickTokenizer
+from folovllm.models.quick_start import QuickTokenizer
 from folovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -39,6 +39,12 @@ class StreamDetokenizer(IncrementalDetokenizer):
         self._skip_special_tokens = skip_special_tokens
         self._stream: DecodeStream | None = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._num_streamed = 0  # tokens that were taken in
+
+    def append(self, token_id: int) -> None:
+        if self.offsets is None:
+            self.token_ids.append(token_id)
+        else:
+            super().append(token_id)
 
     def advance(self) -> str:
         new = self.token_ids[self._num_streamed :]

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence as SequenceOf
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from folovllm.engine.detokenizer import IncrementalDetokenizer, make_detokenizer
 from folovllm.engine.detokenizer_stream import make_stream_detokenizer
-from folovllm.inputs import Prompt, PromptParts, parse_prompt
+from folovllm.inputs import Prompt, PromptParts, encode, parse_prompt
 from folovllm.models.files import eos_token_ids
 from folovllm.request import Request, Sequence
 from folovllm.require import is_whole, require
 from folovllm.sampling_params import SamplingParams
-from folovllm.sampling_row import MAX_BAD_TOKENS, MAX_BAD_WORDS
 from folovllm.setup import EngineSetup
 from folovllm.spelling import Spelling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-MAX_CHARS_OF_TOKEN = 256  # of the longest in use; blanks, mostly
 
 
 class InputProcessor:
@@ -61,7 +57,7 @@ class InputProcessor:
         cache_salt = parts.cache_salt if cache_salt is None else cache_salt
         require(cache_salt is None or _is_text(cache_salt), f"cache_salt must be a text, not {cache_salt!r}")
         self.check_amounts(params)
-        token_ids = self._truncate(self._tokenize(parts, params), params)
+        token_ids = self._tokenize(parts, params)
         self._validate(token_ids, params)
         room = self._setup.max_model_len - len(token_ids) + params.prompt_only
         request = Request(
@@ -69,7 +65,7 @@ class InputProcessor:
             prompt_token_ids=token_ids,
             params=params,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            bad_words=self._bad_words(params),
+            bad_words=self._bad_words(params) if params.bad_words or params.allowed_token_ids is not None else (),
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
             eos_token_ids=self._eos,
             priority=priority,
@@ -90,31 +86,27 @@ class InputProcessor:
             detokenizer.spelling = self._spelling
         return detokenizer
 
-    def _tokenize(self, parts: PromptParts, params: SamplingParams) -> list[int]:
-        if parts.token_ids is not None:
-            return parts.token_ids
-        if params.truncate_prompt_tokens is not None:  # only the end is kept, and it takes all to know it
-            return encode(self._tokenizer, parts.text or "")
-        return encode_within(self._setup.max_model_len, self._tokenizer, parts.text or "")
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        from folovllm.engine.bad_words import forbidden_runs  # here, for few requests have any
 
-    def _truncate(self, token_ids: list[int], params: SamplingParams) -> list[int]:
-        """The end of the prompt that the request wants to keep."""
-        most = params.truncate_prompt_tokens
-        return token_ids if most is None else token_ids[-(self._setup.max_model_len - 1 if most == -1 else most) :]
+        return forbidden_runs(self._tokenizer, params, self._eos)
+
+    def _tokenize(self, parts: PromptParts, params: SamplingParams) -> list[int]:
+        """The tokens of the prompt, or the end of it that the request wants to keep."""
+        limit, text, keep = self._setup.max_model_len, parts.text or "", params.truncate_prompt_tokens
+        if keep is None:
+            return encode_within(limit, self._tokenizer, text) if parts.token_ids is None else parts.token_ids
+        token_ids = encode(self._tokenizer, text) if parts.token_ids is None else parts.token_ids
+        return token_ids[-(limit - 1 if keep == -1 else keep) :]
 
     def check_amounts(self, params: SamplingParams) -> None:
         """Raise ValueError if a request asks for more of something than the engine gives."""
         config = self._setup.config
-        for name, asked, most in (
-            ("n", params.n, config.max_n),
-            ("logprobs", params.logprobs or 0, config.max_logprobs),
-            ("prompt_logprobs", params.prompt_logprobs or 0, config.max_logprobs),
-        ):
-            limit = f"max_{name.removeprefix('prompt_')}"
-            require(
-                asked <= most,
-                f"{name} is {asked}, and this engine gives {most} at most: ask for less, or raise {limit}",
-            )
+        most = {"n": config.max_n, "logprobs": config.max_logprobs, "prompt_logprobs": config.max_logprobs}
+        for name, limit in most.items():
+            raises = f"ask for less, or raise max_{name.removeprefix('prompt_')}"
+            asked = getattr(params, name) or 0
+            require(asked <= limit, f"{name} is {asked}, and this engine gives {limit} at most: {raises}")
 
     def _validate(self, token_ids: list[int], params: SamplingParams) -> None:
         if not token_ids:
@@ -125,32 +117,10 @@ class InputProcessor:
         if min(token_ids) < 0 or max(token_ids) >= vocab_size:
             bad = next(t for t in token_ids if not 0 <= t < vocab_size)
             raise ValueError(f"token id {bad} is outside the vocabulary: ids go from 0 to {vocab_size - 1}")
-        for name, ids in (
-            ("stop_token_ids", params.stop_token_ids),
-            ("allowed_token_ids", params.allowed_token_ids or ()),
-            ("logit_bias", params.logit_bias or ()),
-        ):
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            ids = getattr(params, name) or ()
             if wrong := [t for t in ids if not 0 <= t < vocab_size]:
                 raise ValueError(f"{name} must lie between 0 and {vocab_size - 1}, and {wrong[0]} does not")
-
-    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """The tokens of the bad words. Raises ValueError where they are too many, or nothing is left to sample."""
-        runs = bad_word_tokens(self._tokenizer, params.bad_words) if params.bad_words else ()
-        if params.allowed_token_ids is not None:
-            never = {run[0] for run in runs if len(run) == 1}
-            if params.min_tokens:
-                never |= {*self._eos, *params.stop_token_ids}
-            left = set(params.allowed_token_ids) - never
-            require(bool(left), "bad_words or min_tokens forbid all of allowed_token_ids: nothing could be sampled")
-        return runs
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> list[int]:
-    """The token ids of a text. Raises ValueError if it holds half a character (a lone surrogate), which has no bytes."""
-    try:
-        return list(tokenizer.encode(text, **options))
-    except TypeError as error:
-        raise ValueError("the prompt is not valid Unicode: was it read in another encoding?") from error
 
 
 def encode_within(limit: int, tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> list[int]:
@@ -165,33 +135,6 @@ def encode_within(limit: int, tokenizer: PreTrainedTokenizerBase, text: str, **o
             raise too_long(f"more than {limit}", limit)
         size *= 2
     return encode(tokenizer, text, **options)
-
-
-def bad_word_tokens(tokenizer: PreTrainedTokenizerBase, words: SequenceOf[str]) -> tuple[tuple[int, ...], ...]:
-    """The runs of tokens that write the words, each run once.
-
-    A word is written as at the start of a text, and as after a space, unless that is a space and then the same tokens.
-    (vLLM leaves the second way out wherever it has more tokens or fewer, and so lets " curious" pass for "curious".)
-    """
-    _require_few(len(words), sum(map(len, words)) // MAX_CHARS_OF_TOKEN)  # before any work
-    runs: dict[tuple[int, ...], None] = {}
-    for word in words:
-        plain, spaced = (
-            tuple(encode(tokenizer, space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
-        )
-        require(bool(plain), f"the bad word {word!r} has no tokens")
-        runs[plain] = None
-        if spaced[1:] != plain:
-            runs[spaced] = None
-    _require_few(len(runs), sum(map(len, runs)))
-    return tuple(runs)
-
-
-def _require_few(num_words: int, num_tokens: int) -> None:
-    """Raise ValueError if a row of the device has no room for so many bad words of so many tokens in all."""
-    fits = num_words <= MAX_BAD_WORDS and num_tokens <= MAX_BAD_TOKENS
-    most = f"at most {MAX_BAD_WORDS} ways to write them, with {MAX_BAD_TOKENS} tokens in all"
-    require(fits, f"bad_words are too many: {most}")
 
 
 def too_long(count: str, limit: int) -> ValueError:

@@ -3,45 +3,41 @@
 from __future__ import annotations
 
 import gc
-import os
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
 from folovllm import build
-from folovllm.cache.manager import KVCacheManager, PrefixCacheStats
-from folovllm.config import EngineConfig, ModelConfig
+from folovllm.config import EngineConfig
+from folovllm.engine.calls import EngineCalls
+from folovllm.engine.cpu_threads import use_threads
 from folovllm.engine.input_processor import InputProcessor
-from folovllm.engine.metrics import EngineStats, StepLog, StepStats, engine_stats
 from folovllm.engine.output_processor import RequestState
 from folovllm.engine.scheduler import SchedulerLike
-from folovllm.engine.setup import set_up, use_threads
+from folovllm.engine.snapshot import added
 from folovllm.event_stream import Events
-from folovllm.events import ExpertsAsked, Listener, RequestAdded, SequenceState, Snapshot
 from folovllm.executor.abstract import Executor
-from folovllm.faults import log_fault
-from folovllm.inputs import Prompt, as_requests, is_one_prompt
+from folovllm.inputs import Prompt
 from folovllm.models.files import load_tokenizer, whole
+from folovllm.older_config import ModelConfig
 from folovllm.outputs import RequestOutput
-from folovllm.request import Request, Sequence, SequenceStatus
-from folovllm.require import GENERATE, REQUEST, also_takes
+from folovllm.request import Request, Sequence
+from folovllm.require import also_takes
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
-from folovllm.setup import EngineSetup
+from folovllm.setup import set_up
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class LLMEngine:
+class LLMEngine(EngineCalls):
     """Serves requests step by step; `LLM` wraps it for offline use.
 
-    Use it from one thread at a time. After an exception inside `step`, but for `RequestFailed`, the engine's state is undefined:
-    make a new one.
+    Use it from one thread at a time. After an exception inside `step` the engine's state is undefined: make a new one.
 
     Args:
         config: all choices; or a `ModelConfig`, beside which `overrides` are fields of the `EngineConfig`.
@@ -62,12 +58,11 @@ class LLMEngine:
         self._extension = build.make_extension(self.setup)
         executor = build.make_executor(self.setup, self._extension)
         self.core = build.make_core(self.setup, self._extension, executor, self.tokenizer)
-        self._log: StepLog | None = None
+        self.loop = build.make_loop(self.core, config)
         self._is_closed = False
         # Outputs of steps that `update_weights` ran: `step` returns them first.
         self.undelivered: deque[list[RequestOutput]] = deque()
         self.is_sleeping = False  # whether the model's memory was given back for a while: then nothing can be served
-        self._process = os.getpid()
 
     @property
     def scheduler(self) -> SchedulerLike:
@@ -89,28 +84,7 @@ class LLMEngine:
         """Make the engine, by vLLM's name."""
         return make_engine(engine_args)
 
-    @also_takes(GENERATE)
-    def generate(
-        self,
-        prompts: Prompt | SequenceOf[Prompt],
-        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
-    ) -> RequestOutput | list[RequestOutput]:
-        """Answer one prompt (one output) or a list of them (a list). `LLM.generate` can do more."""
-        requests = as_requests(prompts, SamplingParams() if sampling_params is None else sampling_params)
-        self.require_idle()
-        ids = [f"generate-{index}" for index in range(len(requests))]
-        finished: dict[str, RequestOutput] = {}
-        try:
-            for request_id, request in zip(ids, requests, strict=True):
-                self.add_request(request_id, request.prompt, request.params, stream=False)
-            while len(finished) < len(ids):
-                finished |= {output.request_id: output for output in self.step()}
-        finally:
-            self.abort_request(ids)  # where an error left some
-        outputs = [finished[request_id] for request_id in ids]
-        return outputs[0] if is_one_prompt(prompts) else outputs
-
-    @also_takes(REQUEST)
+    @also_takes("request")
     def add_request(
         self,
         request_id: str,
@@ -177,7 +151,7 @@ class LLMEngine:
     def abort_request(self, request_id: str | Iterable[str]) -> RequestOutput | list[RequestOutput]:
         """End a request at once and return what it has so far, with finish_reason "abort".
 
-        Of several ids, those that are not being served are skipped; so are those whose text cannot be decoded, which is logged.
+        Of several ids, those that are not being served are skipped.
 
         Raises:
             ValueError: no request of this one id is being served.
@@ -185,125 +159,30 @@ class LLMEngine:
         if isinstance(request_id, str):
             if request_id not in self.core.output.requests:
                 raise ValueError(f"there is no request {request_id!r} to abort: it has finished, or never was")
-            return self.core.end([request_id])[0].output()
-        outputs = []
-        for state in self.core.end(list(request_id)):
-            try:
-                outputs.append(state.output())
-            except BaseException as error:
-                log_fault(state.request_id, error)
-        return outputs
+            return self.core.output.report(self.core.end([request_id])[0])
+        return [self.core.output.report(state) for state in self.core.end(list(request_id))]
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work, or outputs to hand out."""
         return bool(self.undelivered or self.core.output.requests)
-
-    @property
-    def request_ids(self) -> list[str]:
-        """The ids of the requests that are being served."""
-        return list(self.core.output.requests)
-
-    def get_num_unfinished_requests(self) -> int:
-        """How many requests are being served."""
-        return len(self.core.output.requests)
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer, which is transformers'."""
         return whole(self.tokenizer)
 
     def step(self) -> list[RequestOutput]:
-        """Schedule, compute, sample, and hand out what is new. Without work it returns an empty list.
-
-        Raises:
-            RequestFailed: requests ran into faults of their own and are gone. It has the outputs of the others, and the step is
-                complete: the engine goes on.
-        """
+        """Schedule, compute, sample, and hand out what is new. Without work it returns an empty list."""
         self.require_open()
-        return self.undelivered.popleft() if self.undelivered else self.core.step()
+        return self.undelivered.popleft() if self.undelivered else self.loop.step()
 
     def prepare_structured_outputs(self) -> None:
         """Prepare for structured output. It takes about a second, for which the first such request would hold up all others."""
         self.core.logits_mask.prepare(self._processor.eos_token_ids)
 
     def require_open(self) -> None:
-        """Raise RuntimeError if the engine was closed, or if this process is a fork of the engine's.
-
-        A fork has neither torch's threads nor its GPUs, so the first product there would wait for ever.
-        """
+        """Raise RuntimeError if the engine was closed."""
         if self._is_closed:
             raise RuntimeError("the engine was closed: make a new one")
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                f"the engine belongs to process {self._process}, and this is a fork of it, which has none of its threads: "
-                'start the process with multiprocessing\'s "spawn", and make an engine there'
-            )
-
-    def require_idle(self) -> None:
-        """Raise RuntimeError if the engine was closed, ValueError if it serves requests: their outputs would be lost."""
-        self.require_open()
-        if self.has_unfinished_requests():
-            raise ValueError("the engine has requests of its own: step it until they end, or abort them, first")
-
-    def subscribe(self, listener: Listener, experts: bool = False) -> None:
-        """Call `listener(events)` after each step with what happened (`folovllm.events`), and now with the present state.
-
-        With `experts`, what happened includes how often experts were asked (`ExpertsAsked`), where `count_experts` is set.
-        """
-        state = snapshot(self.setup, self.scheduler.kv, self.core.num_steps, self.core.output.requests.values())
-        experts = experts and self.setup.config.count_experts
-        self.events.subscribe(listener, state, experts)
-        if experts:
-            self.events.emit(ExpertsAsked(self.expert_load()))
-            self.events.drain()
-
-    def unsubscribe(self, listener: Listener) -> None:
-        """Tell `listener` nothing more. ValueError if it does not listen."""
-        self.events.unsubscribe(listener)
-
-    @property
-    def history(self) -> list[StepStats] | None:
-        """The steps so far, or None. Set it to [] to have each step's figures appended from now on, and to None to stop."""
-        return None if self._log is None else self._log.steps
-
-    @history.setter
-    def history(self, steps: list[StepStats] | None) -> None:
-        if self._log is not None:
-            self.unsubscribe(self._log)
-        self._log = None
-        if steps is not None:
-            self._log = StepLog(steps)
-            self.subscribe(self._log, experts=True)
-
-    def stats(self) -> EngineStats:
-        """Requests and KV cache as they are now."""
-        self.require_open()
-        return engine_stats(self.setup, self.scheduler, self.core.num_steps, self.core.num_preemptions)
-
-    def expert_load(self) -> list[list[int]]:
-        """How often each expert of each layer was asked since the start; waits for the steps under way.
-
-        L lists of E numbers; a token asks k experts of a layer. ValueError where that is not counted.
-        """
-        self.require_open()
-        if not self.setup.config.count_experts:
-            raise ValueError("experts are not counted: set count_experts=True")
-        return self.executor.expert_load()
-
-    def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes, as after a change of the weights. Raises ValueError where there is no cache."""
-        self._prefix_caching_manager().reset()
-        self.events.drain()
-        return True  # vLLM's may fail
-
-    def prefix_cache_stats(self) -> PrefixCacheStats:
-        """Hits and evictions so far. Raises ValueError where there is no cache."""
-        return self._prefix_caching_manager().stats
-
-    def _prefix_caching_manager(self) -> KVCacheManager:
-        kv = self.scheduler.kv
-        if kv is None or not self.setup.config.enable_prefix_caching:
-            raise ValueError("there is no prefix cache: set enable_prefix_caching=True, or take milestone m5")
-        return kv
 
     def close(self) -> None:
         """End all requests and give the memory of the model, and of a draft, back. A second call does nothing."""
@@ -312,7 +191,8 @@ class LLMEngine:
         self._is_closed = True
         self.abort_request(list(self.core.output.requests))
         self.executor.shutdown()
-        self._extension.close()
+        if self._extension is not None:
+            self._extension.close()
         gc.unfreeze()  # `make_engine` froze what refers to itself; only thawed can it be collected
         gc.collect()
         torch.cuda.empty_cache()  # to the card, for other programs
@@ -325,38 +205,3 @@ def make_engine(config: EngineConfig) -> LLMEngine:
     gc.freeze()  # what exists by now stays: a collection that searched it again would stall a step
     weakref.finalize(engine, gc.unfreeze).atexit = False  # what refers to itself is collected only if thawed
     return engine
-
-
-def snapshot(
-    setup: EngineSetup, kv: KVCacheManager | None, num_steps: int, requests: Iterable[RequestState]
-) -> Snapshot:
-    """The state that later events change. `kv` is None where the cache is no pool of blocks."""
-    return Snapshot(
-        num_blocks=0 if kv is None else kv.num_blocks,
-        block_size=setup.block_size,
-        max_num_seqs=setup.max_num_seqs,
-        max_num_batched_tokens=setup.max_num_batched_tokens,
-        num_steps=num_steps,
-        blocks=() if kv is None else tuple(kv.states()),
-        sequences=tuple(
-            SequenceState(
-                added=added(seq, request.metrics.arrival_time),
-                is_running=seq.status is SequenceStatus.RUNNING,
-                num_tokens=seq.num_tokens,
-                num_computed_tokens=seq.num_computed_tokens,
-                block_table=tuple(seq.block_table),
-                token_ids=seq.token_ids.tolist(),
-            )
-            for request in requests
-            for seq in request.seqs
-            if not seq.status.is_finished
-        ),
-    )
-
-
-def added(seq: Sequence, time: float) -> RequestAdded:
-    """The arrival of a sequence."""
-    asked = seq.request
-    return RequestAdded(
-        seq.seq_id, asked.request_id, seq.index, asked.prompt_token_ids, asked.max_tokens, asked.priority, time
-    )

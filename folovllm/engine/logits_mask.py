@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import logging
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 
-from folovllm.request import Sequence
-from folovllm.step.schedule import SchedulerOutput, TokenBitmasks
+from folovllm.event_stream import Events
+from folovllm.events import GivenUp
+from folovllm.request import Sequence, SequenceOutput, SequenceStatus
+from folovllm.step.bitmasks import TokenBitmasks
+from folovllm.step.schedule import SchedulerOutput
+
+logger = logging.getLogger("folovllm")
 
 
 class LogitsMask:
@@ -54,3 +60,16 @@ class LogitsMask:
 
     def prepare(self, model_end_ids: Collection[int]) -> None:
         """Do now what the first request would wait for. `model_end_ids`: the tokens that end a text."""
+
+
+def abort_broken(
+    mask: LogitsMask, abort: Callable[..., None], events: Events, seqs: SequenceOf[Sequence]
+) -> list[SequenceOutput]:
+    """Abort the answers of a step that can no longer satisfy their grammar, with finish_reason "abort", and return their ends."""
+    broken = mask.broken(seqs)
+    for seq in broken:
+        logger.warning("request %s ends early: its answer can no longer satisfy its grammar", seq.request_id)
+        if events.on:
+            events.emit(GivenUp(seq.seq_id))
+    abort(*broken)
+    return [SequenceOutput(seq, [], SequenceStatus.FINISHED_ABORTED) for seq in broken]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import Any
 
 from folovllm.engine.scheduler import SchedulerLike
+from folovllm.event_stream import Events
 from folovllm.events import (
     Aborted,
     DraftsVerified,
@@ -17,8 +20,24 @@ from folovllm.events import (
     StepBegan,
     StepEnded,
 )
+from folovllm.executor.abstract import Executor
+from folovllm.request import SequenceOutput
 from folovllm.setup import EngineSetup
 from folovllm.step.schedule import SchedulerOutput
+from folovllm.worker.gpu_worker import GPUWorker
+
+
+def report_step(
+    events: Events, scheduler: SchedulerLike, executor: Executor, new: Iterable[SequenceOutput], **ended: Any
+) -> None:
+    """Tell listeners that a step has ended, and which sequences with it. `ended`: the other fields of its `StepEnded`."""
+    if events.wants_experts:
+        events.emit(ExpertsAsked(executor.collective_rpc(GPUWorker.counted, "experts")[0]))
+    used = 0 if scheduler.kv is None else scheduler.kv.num_used
+    events.emit(StepEnded(**ended, waiting=len(scheduler.waiting), kv_blocks_used=used))
+    for seq, _, status in new:
+        if status is not None:
+            events.emit(Finished(seq.seq_id, status.value))
 
 
 @dataclass(slots=True, frozen=True)

@@ -2,65 +2,62 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as SequenceOf
 from functools import partial
 from operator import attrgetter, getitem
-from typing import Any, NamedTuple
+from typing import Any
 
-from folovllm.faults import Faults
+from folovllm.engine.detokenizer import NoText
+from folovllm.engine.logprobs import chosen
 from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprob
-from folovllm.request import Sequence, SequenceStatus
+from folovllm.request import Sequence, SequenceOutput, SequenceStatus
 from folovllm.sampling_params import RequestOutputKind
-from folovllm.spelling import Spelling
-from folovllm.step.schedule import Logprobs, Scores
 
+logger = logging.getLogger("folovllm")
 PromptLogprobs = list[dict[int, TokenLogprob] | None] | None
 IS_FINISHED = attrgetter("status.is_finished")  # of a sequence; asked of each at each step
-
-
-class OutputDelta(NamedTuple):
-    """What is new in an answer, for servers. Programs get a `CompletionOutput`."""
-
-    answer: int  # among the `n`
-    text: str
-    logprobs: list[dict[int, TokenLogprob]] | None
-    finish_reason: str | None
-    stop_reason: str | int | None
-    offsets: SequenceOf[int] = ()  # where the tokens begin in the answer's text, if their log-probabilities are given
 
 
 class OutputProcessor:
     """The requests that are being served, by id, and what each of them has to report."""
 
-    def __init__(self, faults: Faults | None = None) -> None:
-        self._faults = faults or Faults()
+    def __init__(self, abort: Callable[..., None]) -> None:
+        """`abort(*sequences)` has the scheduler end them: those of a request whose output cannot be made."""
         self.requests: dict[str, RequestState] = {}
+        self._abort = abort
 
-    def keep_logprobs(self, seq: Sequence, scores: Scores | None, rows: list[Logprobs]) -> None:
-        """Take in the log-probabilities of a step: first those of the prompt's tokens, then those of sampled tokens."""
-        shown = [with_text(row, seq.detokenizer.spelling) for row in rows]
-        num_scores = 0 if scores is None else len(scores.token_ids)
-        seq.prompt_logprobs += shown[:num_scores]
-        seq.logprobs += shown[num_scores:]
-        del seq.logprobs[seq.num_output_tokens :]  # of tokens behind the one that ended the answer
+    def process(self, new: Iterable[SequenceOutput], now: float) -> list[RequestOutput]:
+        """Return one output for each request that has something to report. Finished requests leave.
 
-    def outputs(self, updated: Iterable[Sequence], now: float) -> list[RequestOutput]:
-        """One output for each request that has something to report. Finished requests leave."""
+        `new`: what a step brought, as the scheduler found it. It ended at `now`.
+        """
+        updated: dict[str, RequestState] = {}
+        for seq, token_ids, status in new:
+            state = updated[seq.request_id] = self.requests[seq.request_id]
+            state.answers[seq.index].update(token_ids, status is not None)
         outputs = []
-        for request_id in dict.fromkeys(seq.request_id for seq in updated):
-            state = self.requests[request_id]
+        for request_id, state in updated.items():
             finished = state.finished
             if finished or state.streams or state.metrics.first_token_time is None:
                 state.note_progress(now)
             if finished:
                 del self.requests[request_id]
             if finished or state.streams:
-                try:  # as `Faults.at`, which costs time
-                    outputs.append(state.output())
-                except BaseException as error:
-                    self._faults.note(state.seqs[0], error)
+                outputs.append(self.report(state))
         return outputs
+
+    def report(self, state: RequestState) -> RequestOutput:
+        """Return the output of a request. If it cannot be made, the log says why, and the request ends, with what can be said of it."""
+        try:
+            return state.output()
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException:  # a panic in a tokenizer's Rust is no Exception
+            logger.exception("request %s ends: its output cannot be made", state.request_id)
+        self.requests.pop(state.request_id, None)
+        self._abort(*(seq for seq in state.seqs if not seq.status.is_finished))
+        return state.without_text()
 
 
 class RequestState:
@@ -76,7 +73,7 @@ class RequestState:
         self.metrics = RequestMetrics(arrival, num_prompt_tokens=seqs[0].num_prompt_tokens)
         self._kind = kind
         self.streams = kind is not RequestOutputKind.FINAL_ONLY
-        self._answers = [Answer(seq) for seq in seqs]
+        self.answers = [Answer(seq) for seq in seqs]
         self.prompt = seqs[0].request.prompt
         self.prompt_token_ids = list(seqs[0].request.prompt_token_ids)  # users may do with it as they like
         self._prompt_was_scored = False  # and a report said so
@@ -102,27 +99,40 @@ class RequestState:
         if self.finished:
             self.metrics.finish_time = now
 
+    def end(self, now: float) -> None:
+        """Take in that all answers have ended."""
+        for answer in self.answers:
+            if not answer.has_ended:
+                answer.update([], has_ended=True)
+        self.note_progress(now)
+
+    def without_text(self) -> RequestOutput:
+        """The request as aborted: its tokens, and no text, which may be what cannot be made."""
+        for answer in self.answers:
+            answer.seq.status, answer.seq.detokenizer = SequenceStatus.FINISHED_ABORTED, NoText()
+            answer.update([], has_ended=True)
+        return self.output()
+
     def output(self) -> RequestOutput:
         """The request as it is, with what is new since the last call as deltas."""
         finished, deltas_alone = self.finished, self._kind is RequestOutputKind.DELTA
+        prompt_logprobs, m, prefix = self._report_prompt(once=deltas_alone), self.metrics, self.seqs[0].prefix
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=[
                 answer.report(deltas_alone, copy_later=not finished)
-                for answer in self._answers
+                for answer in self.answers
                 if not deltas_alone or answer.has_news
             ],
             finished=finished,
-            metrics=self.metrics.snapshot(),
-            num_cached_tokens=self.seqs[0].num_cached_tokens or 0,
-            prompt_logprobs=self._report_prompt(once=deltas_alone),
+            metrics=RequestMetrics(  # a copy; `dataclasses.replace` takes ten times as long
+                m.arrival_time, m.first_token_time, m.finish_time, m.num_prompt_tokens, m.num_generated_tokens
+            ),
+            num_cached_tokens=0 if prefix is None else prefix.num_hit_tokens or 0,
+            prompt_logprobs=prompt_logprobs,
         )
-
-    def deltas(self) -> list[OutputDelta]:
-        """What is new since the last call, of those answers that have news."""
-        return [answer.delta() for answer in self._answers if answer.has_news]
 
     def _report_prompt(self, once: bool) -> PromptLogprobs:
         if once and self._prompt_was_scored:
@@ -133,64 +143,72 @@ class RequestState:
 
 
 class Answer:
-    """One answer of a request, and how much of it was reported. A report costs what is new, however long the answer is."""
+    """One answer of a request, and how much of it was reported. A report costs what is new, however long the answer is.
+
+    Attributes:
+        num_tokens: those that it was told of. new_token_ids: of these the ones that were not reported.
+        num_chars: characters that were reported.
+        has_news: whether there are such tokens, or an end, that were not reported. has_ended: whether it ended.
+    """
 
     def __init__(self, seq: Sequence) -> None:
-        self._seq = seq
-        self._num_chars = self._num_tokens = 0  # that were reported
-        self._cumulative_logprob = 0.0  # of these tokens
-        self._was_over = False
+        self.seq = seq
+        self.num_tokens, self.new_token_ids = 0, list[int]()
+        self.has_news = self.has_ended = False
+        self.num_chars = 0
+        self._cumulative_logprob = 0.0  # of the tokens that were reported
 
-    @property
-    def has_news(self) -> bool:
-        """Whether there are tokens, or an end, that were not reported."""
-        return self._seq.num_output_tokens > self._num_tokens or self._seq.status.is_finished != self._was_over
+    def update(self, token_ids: list[int], has_ended: bool) -> None:
+        """Take in the tokens that have joined the answer, and whether they ended it."""
+        self.num_tokens += len(token_ids)
+        self.new_token_ids += token_ids
+        self.has_news, self.has_ended = True, has_ended
 
     def report(self, deltas_alone: bool, copy_later: bool) -> CompletionOutput:
         """The answer as it is, or with `deltas_alone` what is new in it.
 
         With `copy_later` a long field is copied only when it is read: the next report holds most of it again.
         """
-        seq = self._seq
-        old_chars, old_tokens = self._advance()
-        copy: Callable[..., Any] = partial if copy_later else _now
+        seq = self.seq
+        old_chars, new_token_ids = self.take_news()
+        old_tokens = self.num_tokens - len(new_token_ids)
         first_char, first_token = (old_chars, old_tokens) if deltas_alone else (0, 0)
+        makers: dict[str, Callable[[], Any]] = {
+            "text": partial(seq.detokenizer.read, first_char, self.num_chars),
+            "token_ids": partial(_token_ids, seq, first_token, self.num_tokens),
+        }
         has_logprobs = seq.params.logprobs is not None
-        return CompletionOutput(
+        if has_logprobs:
+            makers["logprobs"] = partial(getitem, seq.logprobs, slice(first_token, self.num_tokens))
+        output = CompletionOutput(
             index=seq.index,
-            text=copy(seq.detokenizer.read, first_char, self._num_chars),
-            token_ids=copy(_token_ids, seq, first_token, self._num_tokens),
+            text="",
+            token_ids=[],
             cumulative_logprob=self._cumulative_logprob if has_logprobs else None,
-            logprobs=copy(getitem, seq.logprobs, slice(first_token, self._num_tokens)) if has_logprobs else None,
             finish_reason=seq.status.value if seq.status.is_finished else None,
             stop_reason=seq.stop_reason,
-            delta_text=seq.detokenizer.read(old_chars, self._num_chars),
-            delta_token_ids=_token_ids(seq, old_tokens, self._num_tokens),
+            delta_text=seq.detokenizer.read(old_chars, self.num_chars),
+            delta_token_ids=new_token_ids,
         )
+        own = vars(output)
+        if copy_later:
+            own["_later"] = makers
+        for name, make in makers.items():
+            if copy_later:
+                del own[name]
+            else:
+                own[name] = make()
+        return output
 
-    def delta(self) -> OutputDelta:
-        """What is new."""
-        seq = self._seq
-        old_chars, old_tokens = self._advance()
-        return OutputDelta(
-            seq.index,
-            seq.detokenizer.read(old_chars, self._num_chars),
-            None if seq.params.logprobs is None else seq.logprobs[old_tokens : self._num_tokens],
-            seq.status.value if self._was_over else None,
-            seq.stop_reason,
-            (seq.detokenizer.offsets or ())[old_tokens : self._num_tokens],
-        )
-
-    def _advance(self) -> tuple[int, int]:
-        """Move the marks to what there is now; returns where they were."""
-        old_chars, old_tokens, seq = self._num_chars, self._num_tokens, self._seq
-        if not self._was_over:
-            self._num_tokens, self._num_chars = seq.num_output_tokens, num_visible_chars(seq)
-            self._was_over = seq.status.is_finished
-            if seq.logprobs:
-                new = seq.logprobs[old_tokens : self._num_tokens]  # behind the end there may be more
-                self._cumulative_logprob += sum(chosen(row).logprob for row in new)
-        return old_chars, old_tokens
+    def take_news(self) -> tuple[int, list[int]]:
+        """Count what is new as reported; returns at which character it begins, and its tokens."""
+        old_chars, new, seq = self.num_chars, self.new_token_ids, self.seq
+        if self.has_news:
+            self.num_chars, self.new_token_ids, self.has_news = num_visible_chars(seq), [], False
+            if seq.logprobs:  # behind the end there may be more
+                rows = seq.logprobs[self.num_tokens - len(new) : self.num_tokens]
+                self._cumulative_logprob += sum(chosen(row).logprob for row in rows)
+        return old_chars, new
 
 
 def num_visible_chars(seq: Sequence) -> int:
@@ -214,20 +232,6 @@ def ended_by_token(seq: Sequence) -> bool:
     return seq.status is SequenceStatus.FINISHED_STOPPED and not isinstance(seq.stop_reason, str)
 
 
-def chosen(row: dict[int, TokenLogprob]) -> TokenLogprob:
-    """The entry of the token that was sampled: it comes first."""
-    return next(iter(row.values()))
-
-
-def with_text(row: Logprobs, spelling: Spelling | None) -> dict[int, TokenLogprob]:
-    """A token's log-probability and those of likely others, by token id. Without `spelling` they have no text."""
-    return {id_: TokenLogprob(id_, value, rank, *(spelling[id_] if spelling else (None,))) for id_, value, rank in row}
-
-
 def _token_ids(seq: Sequence, start: int, end: int) -> list[int]:
     ids: list[int] = seq.output_token_ids[start:end].tolist()
     return ids
-
-
-def _now(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)

@@ -6,58 +6,36 @@ scheduling, and for nothing else, since the host does not know it. The device do
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
-from typing import Any
-
-from folovllm.engine.core import EngineCore
+from folovllm.engine.core import EngineCore, StartedStep
 from folovllm.engine.scheduler import Scheduler
-from folovllm.executor.abstract import Pending
-from folovllm.executor.packed_executor import PackedExecutor
 from folovllm.outputs import RequestOutput
-from folovllm.request import Sequence
-from folovllm.step.schedule import NothingScheduled, SchedulerOutput
+from folovllm.step.schedule import NothingScheduled
 
 
-@dataclass(slots=True)
-class InFlight:
-    """A step that was started and whose tokens were not taken in yet."""
+class OverlappedEngine:
+    """The other step over the parts of an `EngineCore`: it starts a step before it collects the tokens of the one before."""
 
-    output: SchedulerOutput
-    seqs: list[Sequence]  # those of `output.scheduled_seqs`
-    pending: Pending | None  # None: it has not sampled yet, and waits for its masks
-    start: float
-
-
-class OverlappedEngine(EngineCore):
-    """An `EngineCore` that starts a step before it takes in the tokens of the one before."""
-
-    scheduler: Scheduler
-    executor: PackedExecutor
-
-    def __init__(self, *parts: Any) -> None:
-        """Takes the parts that `EngineCore` takes."""
-        super().__init__(*parts)
-        self._in_flight: InFlight | None = None
-        self._unsampled: InFlight | None = None  # started up to its logits
-        self._last_arrival = 0.0
+    def __init__(self, core: EngineCore) -> None:
+        assert isinstance(core.scheduler, Scheduler), "steps overlap over `Scheduler`, which knows when to wait"
+        self.core = core
+        self.scheduler = core.scheduler
+        self._start = core.start
+        self._in_flight: StartedStep | None = None
 
     def step(self) -> list[RequestOutput]:
         """Start the next step, then hand out what the step before it sampled.
 
         Raises:
             NothingScheduled: requests are unfinished, but no step was started and none was in flight.
-            RequestFailed: as `EngineCore.step`.
         """
-        before = self.num_steps
+        core, before = self.core, self.core.num_steps
         try:
             outputs = self.step_overlapped()
         finally:
-            if self.events.on:
-                self.events.drain()
-        outputs = self._report(outputs)
-        idle = self._in_flight is None and self.num_steps == before and not self.scheduler.has_preempted
-        if idle and self.has_unfinished_requests():
+            if core.events.on:
+                core.events.drain()
+        idle = self._in_flight is None and core.num_steps == before and not self.scheduler.has_preempted
+        if idle and core.output.requests:
             raise NothingScheduled
         return outputs
 
@@ -81,42 +59,14 @@ class OverlappedEngine(EngineCore):
             outputs += self._collect()
         return outputs
 
-    def _start(self, output: SchedulerOutput) -> InFlight:
-        """Start a step on the device; the tokens that it samples are in flight from here on.
-
-        If some of its answers have a grammar, it gets as far as its logits: what they may sample depends on the tokens
-        that are still in flight. So the device has work while the host waits for these.
-        """
-        seqs = self.scheduler.sequences(output)
-        if self.has_grammars and self.logits_mask.needs_mask(output, seqs):
-            self.executor.forward(output)
-            started = self._unsampled = InFlight(output, seqs, None, time.monotonic())
-        else:
-            started = InFlight(output, seqs, self.executor.submit(output), time.monotonic())
-        return started
+    def has_unfinished_requests(self) -> bool:
+        """Whether requests are being served."""
+        return bool(self.core.output.requests)
 
     def _collect(self) -> list[RequestOutput]:
-        """Wait for the step in flight, if there is one, and hand its tokens to their sequences.
-
-        A sequence that ended while the step was under way gets nothing more. As soon as the tokens are known, the step after
-        it samples, if it waits for that.
-        """
-        step = self._in_flight
-        if step is None or step is self._unsampled:
-            self._sample_deferred()
-        if step is None:
+        """Wait for the step in flight, if there is one, and hand its tokens to their sequences."""
+        if self._in_flight is None:
             return []
-        assert step.pending is not None
-        result = step.pending.wait()
+        outputs = self.core.collect(self._in_flight)
         self._in_flight = None  # only now: what cannot arrive is an error in every later step too
-        if self.has_grammars:
-            self.logits_mask.accept_tokens(step.seqs, result.token_ids)
-        self._sample_deferred()
-        start, self._last_arrival = max(step.start, self._last_arrival), time.monotonic()
-        return self._take_in(step.output, step.seqs, result, start)
-
-    def _sample_deferred(self) -> None:
-        """Let the waiting step sample, if there is one: the mask has taken in all tokens before its own."""
-        if self._unsampled is not None:
-            step, self._unsampled = self._unsampled, None
-            step.pending = self.executor.sample(self.logits_mask.bitmasks(step.output, step.seqs))
+        return outputs

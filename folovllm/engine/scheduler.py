@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from folovllm.cache.manager import KVCacheManager
-from folovllm.engine.step_builder import BatchRows, StepBuilder
+from folovllm.engine.sampling_spec import sampling_spec, scores_of
 from folovllm.engine.stop import check_stop_conditions
-from folovllm.events import Aborted, Admitted, Budget, Preempted, Refused
-from folovllm.request import Sequence, SequenceStatus
-from folovllm.step.schedule import SchedulerOutput
+from folovllm.events import Aborted, Admitted, Budget, Preempted, Refused, StepBegan
+from folovllm.request import Sequence, SequenceOutput, SequenceStatus
+from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
+
+NO_TOKENS = np.empty(0, np.int32)  # of a sequence whose one token is in flight
 
 
 class SchedulerLike(Protocol):
@@ -42,8 +48,123 @@ class SchedulerLike(Protocol):
     def sequences(self, output: SchedulerOutput) -> list[Sequence]:
         """The sequences of the step that was decided last, in their order."""
 
-    def postprocess(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
-        """Take in the tokens that a step sampled for each of its sequences; returns those that got any."""
+    def postprocess(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> list[SequenceOutput]:
+        """Append the tokens that a step sampled, sequence by sequence; returns what came of it, as `Scheduler.postprocess`."""
+
+
+@dataclass(slots=True)
+class BatchRow:
+    """A running sequence's place in the devices' tables."""
+
+    number: int
+    seq: Sequence
+    num_sent: int = 0  # entries of its block table that the devices know
+
+
+class BatchRows:
+    """The rows of running sequences, and what each sequence brings into a step: a `ScheduledSequence`.
+
+    Invariants: a sequence has one row, its own, from its first step until it no longer runs; the devices know all of
+    its block table but what the next `ScheduledSequence.new_blocks` will say.
+    """
+
+    def __init__(self, num_rows: int, kv: KVCacheManager, waiting: Callable[[], SequenceOf[Sequence]] = tuple) -> None:
+        self.num_rows = num_rows
+        self.kv, self.events = kv, kv.events
+        self.waiting = waiting  # the sequences that wait for a row
+        self.num_steps = 0  # scheduled so far
+        self.has_preempted = False  # whether a sequence was preempted in the last step
+        self._free = list(reversed(range(num_rows)))
+        self._rows: dict[int, BatchRow] = {}  # by seq_id
+
+    def release(self, running: Iterable[Sequence]) -> None:
+        """Take back the rows of sequences that no longer run."""
+        for seq_id in self._rows.keys() - {seq.seq_id for seq in running}:
+            self._free.append(self._rows.pop(seq_id).number)
+
+    def owners(self, output: SchedulerOutput) -> list[Sequence]:
+        """The sequences of the step that was scheduled last, in its order."""
+        return [self._rows[scheduled.seq_id].seq for scheduled in output.scheduled_seqs]
+
+    def maker(self) -> Callable[[Sequence, int], ScheduledSequence]:
+        """Return what makes the `ScheduledSequence`s of the next step."""
+        return self.scheduled
+
+    def scheduled(self, seq: Sequence, num_new_tokens: int) -> ScheduledSequence:
+        """The next `num_new_tokens` of `seq`, whose blocks are in its table by now."""
+        row, sampling = self._rows.get(seq.seq_id), None
+        if row is None:
+            if not self._free:
+                raise RuntimeError("more sequences run than max_num_seqs allows: the scheduler let too many in")
+            row = self._rows[seq.seq_id] = BatchRow(self._free.pop(), seq)
+            sampling = sampling_spec(seq)
+        start, num_sent, table = seq.num_computed_tokens, row.num_sent, seq.block_table
+        new_blocks: tuple[int, ...] = ()
+        if len(table) > num_sent:
+            new_blocks, row.num_sent = tuple(table[num_sent:]), len(table)
+        end = start + num_new_tokens
+        num_samples = int(end >= seq.num_tokens)  # the last token that the host knows, or one that is in flight
+        tokens = seq.tokens(start, end) if start < seq.num_tokens else NO_TOKENS
+        scores = None if seq.params.prompt_logprobs is None else scores_of(seq, start, end)
+        return ScheduledSequence(
+            seq.seq_id, row.number, start, end, tokens, new_blocks, num_sent, num_samples, sampling, scores
+        )
+
+
+class StepBuilder:
+    """Collects the `ScheduledSequence`s of one step, and keeps its token budget."""
+
+    def __init__(self, rows: BatchRows, running: Collection[Sequence], budget: int) -> None:
+        self._start = time.monotonic() if rows.events.on else 0.0
+        rows.release(running)
+        self.budget = budget  # tokens that the step may still compute
+        self.preempted: list[int] = []  # by seq_id
+        self._rows, self._make = rows, rows.maker()
+        self._running = running
+        self._scheduled_seqs: dict[int, ScheduledSequence] = {}  # by seq_id
+        self._added: list[Sequence] = []
+
+    def add(self, seq: Sequence, num_new_tokens: int) -> None:
+        """Schedule the next `num_new_tokens` of `seq`; they count as computed from here on."""
+        self._scheduled_seqs[seq.seq_id] = self._make(seq, num_new_tokens)
+        self._added.append(seq)
+        seq.num_computed_tokens += num_new_tokens
+        self.budget -= num_new_tokens
+
+    def withdraw(self, victim: Sequence) -> int:
+        """Note a preemption. If the victim was scheduled already, it leaves the step and gives its budget back.
+
+        Returns:
+            The tokens that it gives back.
+        """
+        self.preempted.append(victim.seq_id)
+        scheduled = self._scheduled_seqs.pop(victim.seq_id, None)
+        num_tokens = 0 if scheduled is None else scheduled.num_new_tokens
+        self.budget += num_tokens
+        return num_tokens
+
+    def take_added(self) -> list[Sequence]:
+        """The sequences added since the last call. Called when the step preempts no more, so that they stay in it."""
+        added, self._added = self._added, []
+        return added
+
+    def output(self) -> SchedulerOutput:
+        """Return the finished step, a value."""
+        rows, scheduled_seqs = self._rows, tuple(self._scheduled_seqs.values())
+        extras = None if rows.kv.step_extras is None else rows.kv.step_extras(scheduled_seqs)
+        output = SchedulerOutput(scheduled_seqs, tuple(self.preempted), extras)
+        if rows.events.on:
+            self._report(output)
+        rows.num_steps += bool(scheduled_seqs)
+        rows.has_preempted = bool(self.preempted)
+        return output
+
+    def _report(self, output: SchedulerOutput) -> None:
+        rows, waiting = self._rows, self._rows.waiting()
+        if waiting and len(self._running) >= rows.num_rows:
+            rows.events.emit(Refused(waiting[0].seq_id, "sequences"))
+        if output.scheduled_seqs:
+            rows.events.emit(StepBegan(rows.num_steps, self._start, time.monotonic(), output, max(0, self.budget)))
 
 
 TokensOfStep = Callable[[Sequence, int], int]  # (sequence, budget) -> tokens to compute in this step
@@ -74,7 +195,7 @@ class Scheduler:
         self.events = kv.events
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self._rows = BatchRows(max_num_seqs, self.events, lambda: self.waiting)
+        self._rows = BatchRows(max_num_seqs, kv, lambda: self.waiting)
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self._tokens_of_step = tokens_of_step
@@ -116,7 +237,7 @@ class Scheduler:
             `builder.output()`.
         """
         builder = StepBuilder(self._rows, self.running, self._max_num_batched_tokens)
-        for seq in sorted(self.running, key=lambda seq: seq.num_uncomputed_tokens > 1):
+        for seq in sorted(self.running, key=lambda seq: seq.num_tokens - seq.num_computed_tokens > 1):
             n = self._tokens_of_step(seq, builder.budget)
             if n and self._grow(seq, n, builder):
                 builder.add(seq, n)
@@ -148,7 +269,8 @@ class Scheduler:
         budget, size, num_free = self._max_num_batched_tokens, self.kv.block_size, self.kv.num_free
         if num_free > len(self.running) + budget // size:  # room for any step: no need to look closer
             return False
-        return num_free < sum(min(seq.num_uncomputed_tokens, budget) // size + 1 for seq in self.running)
+        missing = [max(1, seq.num_tokens - seq.num_computed_tokens) for seq in self.running]
+        return num_free < sum(min(n, budget) // size + 1 for n in missing)
 
     def _grow(self, seq: Sequence, num_new_tokens: int, builder: StepBuilder) -> bool:
         """Find cache for a running sequence. Without a free block, sequences that rank behind it give way, and at last itself.
@@ -192,31 +314,35 @@ class Scheduler:
             self.events.emit(Refused(seq.seq_id, budget))
         return 0
 
-    def postprocess(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
-        """Take in the tokens that a step sampled: for each of its sequences, in order, a list of them.
+    def postprocess(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> list[SequenceOutput]:
+        """Append the tokens that a step sampled, and end what they end (vLLM's `update_from_output`).
 
-        For each: the K/V of its computed tokens is written now (`kv.cache_blocks(seq)`). The list is empty in the middle of
-        a prompt, after which there is nothing to sample. Each token is appended, to the sequence and to its detokenizer,
-        and `check_stop_conditions` asked: a sequence that ends takes its status, leaves `running` and frees its cache in
-        this very step, so that the next one can use it; what is left of its list is dropped.
+        `sampled` has each sequence of the step, in order, with a list of tokens. For each: the K/V of its computed tokens is
+        written now (`kv.cache_blocks(seq)`). The list is empty in the middle of a prompt, after which there is nothing to
+        sample. Each token is appended, to the sequence and to its detokenizer, and `check_stop_conditions` asked: a sequence
+        that ends takes its status, leaves `running` and frees its cache in this very step, so that the next one can use it;
+        what is left of its list is dropped.
 
         Returns:
-            The sequences that got a token.
+            For each sequence that got a token, in the order of `sampled`: `SequenceOutput(seq, new_token_ids, status)`, with the
+            tokens that were appended and the status with which it ended, None if it goes on. Nobody else looks for what is new.
         """
-        updated = []
+        outputs = []
         for seq, token_ids in sampled:
             self.kv.cache_blocks(seq)
+            new_token_ids, status = list[int](), None
             for token_id in token_ids:
                 seq.append_token(token_id)
                 seq.detokenizer.append(token_id)
+                new_token_ids.append(token_id)
                 if (status := check_stop_conditions(seq)) is not None:
                     seq.finish(status)
                     self.running.remove(seq)
                     self.kv.free(seq)
                     break
-            if token_ids:
-                updated.append(seq)
-        return updated
+            if new_token_ids:
+                outputs.append(SequenceOutput(seq, new_token_ids, status))
+        return outputs
 
 
 def will_finish(seq: Sequence) -> bool:
@@ -245,7 +371,7 @@ def chunk(seq: Sequence, budget: int, threshold: int = 0) -> int:
     So a long prompt is computed over several steps, beside the decodes of others (chunked prefill; Sarathi-Serve,
     Agrawal et al., OSDI 2024). An empty budget leaves 0: not in this step.
     """
-    n = min(seq.num_uncomputed_tokens, budget)
+    n = min(max(1, seq.num_tokens - seq.num_computed_tokens), budget)
     return min(n, threshold) if threshold else n
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable
 
-from folovllm.engine.step_builder import BatchRows, StepBuilder
+from folovllm.engine.sampling_spec import sampling_spec, scores_of
 from folovllm.engine.stop import check_stop_conditions
 from folovllm.event_stream import Events
-from folovllm.events import Aborted, Admitted
-from folovllm.request import Sequence, SequenceStatus
-from folovllm.step.schedule import SchedulerOutput
+from folovllm.events import Aborted, Admitted, Refused, StepBegan
+from folovllm.request import Sequence, SequenceOutput, SequenceStatus
+from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
 
 
 class SerialScheduler:
@@ -22,7 +23,7 @@ class SerialScheduler:
         self.events = Events() if events is None else events
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
-        self._rows = BatchRows(1, self.events, lambda: self.waiting)
+        self._num_steps = 0
 
     def add(self, seq: Sequence) -> None:
         """Queue a new sequence."""
@@ -40,29 +41,41 @@ class SerialScheduler:
 
     def schedule(self) -> SchedulerOutput:
         """All tokens of the current sequence that are not computed yet."""
+        start_time = time.monotonic()
         if not self.running and self.waiting:
             seq = self.waiting.popleft()
             seq.status = SequenceStatus.RUNNING
             self.running.append(seq)
             if self.events.on:
                 self.events.emit(Admitted(seq.seq_id, 0))
-        builder = StepBuilder(self._rows, self.running, budget=0)
-        for seq in self.running:
-            builder.add(seq, seq.num_uncomputed_tokens)
-        return builder.output()
+        output = SchedulerOutput(tuple(map(self._scheduled, self.running)))
+        if self.events.on and output.scheduled_seqs:
+            if self.waiting:
+                self.events.emit(Refused(self.waiting[0].seq_id, "sequences"))
+            self.events.emit(StepBegan(self._num_steps, start_time, time.monotonic(), output, 0))
+        self._num_steps += len(output.scheduled_seqs)
+        return output
+
+    def _scheduled(self, seq: Sequence) -> ScheduledSequence:
+        start, end = seq.num_computed_tokens, seq.num_tokens
+        sampling = None if start else sampling_spec(seq)  # with its first step
+        seq.num_computed_tokens = end
+        scores = scores_of(seq, start, end)
+        return ScheduledSequence(seq.seq_id, 0, start, end, seq.tokens(start, end), (), 0, 1, sampling, scores)
 
     def sequences(self, output: SchedulerOutput) -> list[Sequence]:
         """The sequences of the step that was decided last."""
-        return self._rows.owners(output)
+        return list(self.running)
 
-    def postprocess(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
+    def postprocess(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> list[SequenceOutput]:
         """Append the token; leave when it ends the answer."""
-        updated = []
-        for seq, (token_id,) in sampled:
-            seq.append_token(token_id)
-            seq.detokenizer.append(token_id)
-            updated.append(seq)
-            if (status := check_stop_conditions(seq)) is not None:
-                seq.status = status
-                self.running.remove(seq)
-        return updated
+        outputs = []
+        for seq, token_ids in sampled:
+            for token_id in token_ids:  # one; none if it broke a grammar
+                seq.append_token(token_id)
+                seq.detokenizer.append(token_id)
+                if (status := check_stop_conditions(seq)) is not None:
+                    seq.status = status
+                    self.running.remove(seq)
+                outputs.append(SequenceOutput(seq, [token_id], status))
+        return outputs

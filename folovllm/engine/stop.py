@@ -20,7 +20,7 @@ def check_stop_conditions(seq: Sequence) -> SequenceStatus | None:
 
     Text is decoded only for requests that have stop strings: it costs time.
     """
-    params, token = seq.params, int(seq.token_ids[-1])
+    params, token = seq.params, seq.last_token
     if seq.num_output_tokens < params.min_tokens:
         if params.stop:
             seq.detokenizer.skip_search()

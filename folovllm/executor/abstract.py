@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
+from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.schedule import SchedulerOutput, StepResult
 
 T = TypeVar("T")
@@ -24,14 +25,17 @@ class Executor(Protocol):
     def num_kv_blocks(self) -> int:
         """Number of blocks (or slots) of the KV cache; 0 where each sequence has its own growing cache."""
 
+    def submit(self, output: SchedulerOutput) -> Pending:
+        """Start one step. Raises `NothingScheduled` if it is empty."""
+
+    def forward(self, output: SchedulerOutput) -> None:
+        """Start one step up to its logits. The next call must be `sample`."""
+
+    def sample(self, masks: TokenBitmasks) -> Pending:
+        """Sample for the step that `forward` started. Rows in `masks` sample only tokens that their mask allows."""
+
     def execute_model(self, output: SchedulerOutput) -> StepResult:
-        """Run one step. Raises `NothingScheduled` if it is empty."""
-
-    def expert_load(self) -> list[list[int]]:
-        """Wait for all steps so far, and return how many tokens each expert of each layer received, [L][E].
-
-        Call it only with `count_experts`.
-        """
+        """Run one step and wait for its tokens. Raises `NothingScheduled` if it is empty."""
 
     def collective_rpc(self, function: Callable[..., T], *arguments: Any) -> list[T]:
         """Call `function(worker, *arguments)` on every rank, behind all steps so far. Returns the results by rank.

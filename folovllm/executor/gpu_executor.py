@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from folovllm.executor.abstract import T
+from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.schedule import NothingScheduled, SchedulerOutput, StepResult
 from folovllm.worker.gpu_worker import GPUWorker
+
+
+@dataclass(slots=True, frozen=True)
+class Completed:
+    """A step that has run."""
+
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        """Return what it sampled."""
+        return self.result
 
 
 class GPUExecutor:
@@ -22,14 +35,23 @@ class GPUExecutor:
         """Number of blocks (or slots) of the KV cache; 0 where each sequence has its own growing cache."""
         return self._worker.num_kv_blocks
 
+    def submit(self, output: SchedulerOutput) -> Completed:
+        """Run one step; nothing here overlaps. Raises `NothingScheduled` if it is empty."""
+        return Completed(self.execute_model(output))
+
+    def forward(self, output: SchedulerOutput) -> None:
+        """Keep one step until its bitmasks come with `sample`."""
+        self._kept = output
+
+    def sample(self, masks: TokenBitmasks) -> Completed:
+        """Run the step that was kept, with the bitmasks of its samples."""
+        return self.submit(self._kept.with_masks(masks))
+
     def execute_model(self, output: SchedulerOutput) -> StepResult:
         """Run one step. Raises `NothingScheduled` if it is empty."""
         if not output.scheduled_seqs:
             raise NothingScheduled
         return self._worker.execute_model(output)
-
-    def expert_load(self) -> list[list[int]]:
-        return self._worker.expert_load()
 
     def collective_rpc(self, function: Callable[..., T], *arguments: Any) -> list[T]:
         return [function(self._worker, *arguments)]

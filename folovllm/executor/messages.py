@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from folovllm.model_config import num_experts_of
-from folovllm.sampling_row import RowField, SamplingUpdate, line_width
+from folovllm.sample.sampling_row import RowField, SamplingUpdate, line_width
 from folovllm.setup import EngineSetup
+from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.packed import LINES, Field, Int32, PackedStep, Parts, Sample, split
-from folovllm.step.schedule import TokenBitmasks
 
 STOP: Int32 = np.empty(0, np.int32)  # the last message
 HEADER = len(LINES) + 7  # int32 numbers before a step
@@ -51,7 +51,7 @@ def decode_step(message: Int32) -> PackedStep | TokenBitmasks:
     sampling_updates = SamplingUpdate(parts.sampling_updates, num_rows, num_with_line)
     return PackedStep(
         parts.fields, num_seqs, num_decodes, parts.tokens, parts.updates, parts.samples, sampling_updates, parts.scores,
-        parts.logprobs, parts.states, *map(bool, rest[:3]),
+        parts.logprobs, parts.extras, *map(bool, rest[:3]),
     )  # fmt: skip
 
 

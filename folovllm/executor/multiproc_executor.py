@@ -28,11 +28,12 @@ from folovllm.executor.messages import (
     longest_messages,
 )
 from folovllm.executor.packed_executor import PackedExecutor
+from folovllm.executor.plain_setup import plain
 from folovllm.executor.rank import Answer, Assignment, Failure, MakeRank, Ready, spin_seconds
 from folovllm.executor.ring import Ring, wait_for
-from folovllm.setup import EngineSetup, plain
+from folovllm.setup import EngineSetup
+from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.packed import Int32, PackedStep
-from folovllm.step.schedule import TokenBitmasks
 
 GRACE = 5.0  # seconds that ranks have to end by themselves
 FAILURE_TIMEOUT = 1.0  # seconds to wait for the rank that failed first, after another one reported lost peers

@@ -7,17 +7,23 @@ from collections.abc import Callable
 from typing import Any
 
 from folovllm.executor.abstract import Pending, T
+from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.packed import PackedStep, StepPacker
-from folovllm.step.schedule import NothingScheduled, SchedulerOutput, StepResult, TokenBitmasks
+from folovllm.step.schedule import NothingScheduled, SchedulerOutput, StepResult
 from folovllm.worker.gpu_worker import GPUWorker
-from folovllm.worker.graph_runner import GraphRunner
-from folovllm.worker.pending_step import PendingStep
+from folovllm.worker.graph_runner import GraphRunner, PendingStep
 
 PackedWorker = GPUWorker[PackedStep | TokenBitmasks, PendingStep | None]
 
 
 class PackedExecutor(ABC):
-    """Packs each step once. A subclass sends it."""
+    """Packs each step once. A subclass sends it.
+
+    Attributes:
+        _send: starts a packed step, or samples for the one that deferred its sampling. Returns a `Pending` unless this one defers it.
+    """
+
+    _send: Callable[[PackedStep | TokenBitmasks], Any]
 
     def __init__(self, max_num_seqs: int, num_kv_blocks: int, buckets: list[int]) -> None:
         self.num_kv_blocks = num_kv_blocks
@@ -26,19 +32,18 @@ class PackedExecutor(ABC):
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:
         """Run one step. Raises `NothingScheduled` if it is empty."""
-        if output.masks is None:
-            return self.submit(output).wait()
-        self.forward(output)
-        return self.sample(output.masks).wait()
+        return self.submit(output).wait()
 
     def submit(self, output: SchedulerOutput) -> Pending:
         """Start one step and return at once. Raises `NothingScheduled` if it is empty."""
-        pending: Pending = self._send(self._pack(output))
+        if not output.scheduled_seqs:
+            raise NothingScheduled
+        pending: Pending = self._send(self._packer.pack(output))
         return pending
 
     def forward(self, output: SchedulerOutput) -> None:
         """Start one step up to its logits and return at once. The next call must be `sample`."""
-        step = self._pack(output)
+        step = self._packer.pack(output)
         step.defers_sampling = True
         self._send(step)
 
@@ -47,22 +52,9 @@ class PackedExecutor(ABC):
         pending: Pending = self._send(masks)
         return pending
 
-    def _pack(self, output: SchedulerOutput) -> PackedStep:
-        if not output.scheduled_seqs:
-            raise NothingScheduled
-        return self._packer.pack(output)
-
-    def expert_load(self) -> list[list[int]]:
-        """Wait for all steps so far, and return the token counts of experts [L][E]. No step may wait for its masks."""
-        return self.collective_rpc(GPUWorker.expert_load)[0]
-
     @abstractmethod
     def collective_rpc(self, function: Callable[..., T], *arguments: Any) -> list[T]:
         """Call `function(worker, *arguments)` on every rank (`Executor`)."""
-
-    @abstractmethod
-    def _send(self, step: PackedStep | TokenBitmasks) -> Any:
-        """Start a packed step, or sample for the one that deferred its sampling. Returns a `Pending` unless this one defers it."""
 
     @abstractmethod
     def shutdown(self) -> None:
@@ -75,6 +67,7 @@ class LocalExecutor(PackedExecutor):
     def __init__(self, max_num_seqs: int, worker: PackedWorker, runner: GraphRunner) -> None:
         self._worker = worker
         worker.load_model()
+        self._send = worker.execute_model
         super().__init__(max_num_seqs, worker.num_kv_blocks, runner.buckets)
 
     def collective_rpc(self, function: Callable[..., T], *arguments: Any) -> list[T]:
@@ -83,6 +76,4 @@ class LocalExecutor(PackedExecutor):
     def shutdown(self) -> None:
         """Drop the model and its cache. A second call does nothing."""
         self.__dict__.pop("_worker", None)
-
-    def _send(self, step: PackedStep | TokenBitmasks) -> PendingStep | None:
-        return self._worker.execute_model(step)
+        self.__dict__.pop("_send", None)

@@ -22,8 +22,7 @@ from folovllm.executor.packed_executor import PackedWorker
 from folovllm.executor.ring import Ring, wait_for
 from folovllm.setup import EngineSetup
 from folovllm.step.packed import Int32
-from folovllm.worker.graph_runner import GraphRunner
-from folovllm.worker.pending_step import PendingStep
+from folovllm.worker.graph_runner import GraphRunner, PendingStep
 
 # Makes a rank's worker and its runner. It must be a module's function, because it is pickled by its name.
 MakeRank = Callable[[EngineSetup, ProcessGroup], tuple[PackedWorker, GraphRunner]]

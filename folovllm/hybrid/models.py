@@ -35,6 +35,10 @@ class HybridModel(LlamaModel):
         """Return the one table of angles for each layer; only layers of full attention read it."""
         own, parameters = copy(config), dict(rope_parameters(config))
         part = float(parameters.pop("partial_rotary_factor", getattr(config, "partial_rotary_factor", 1.0)))
+        if not 0 < part <= 1:
+            raise ValueError(
+                f"partial_rotary_factor is {part} in the model's configuration, and must be above 0 and at most 1"
+            )
         own.rope_parameters = parameters
         table = PartialRotaryEmbedding(rope_frequencies(own, int(part * head_dim_of(config))), max_model_len)
         return [table] * config.num_hidden_layers
@@ -53,6 +57,7 @@ class HybridForCausalLM(LlamaForCausalLM):
     left_out: ClassVar[tuple[str, ...]] = ("mtp.", "model.visual.")
 
     def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
+        check_linear_attention(config)
         if layers.kernels:
             from folovllm.hybrid.fused import hybrid_kernels  # here, for not every machine has Triton
 
@@ -62,6 +67,8 @@ class HybridForCausalLM(LlamaForCausalLM):
         # the gates b and a cannot be scaled later.
         places: dict[Any, Any] = {LlamaModel: HybridModel, LlamaDecoderLayer: LlamaDecoderLayer}
         super().__init__(config, layers.having({**places, **norms}), max_model_len)
+        self.layer_types: list[str] = config.layer_types
+        self.is_nested = False  # whether the checkpoint has the text model beside another one
 
     @classmethod
     def attention_classes(cls, config: PretrainedConfig) -> list[Callable[..., Any]]:
@@ -71,14 +78,27 @@ class HybridForCausalLM(LlamaForCausalLM):
         return [linear if kind == LINEAR else cls.attention_class for kind in config.layer_types]
 
     def own_name(self, name: str) -> str | None:
-        return None if name.startswith(self.left_out) else super().own_name(name)
+        if name.startswith(self.left_out):
+            return None
+        self.is_nested |= name.startswith("model.language_model.")
+        return super().own_name(name)
+
+    def stored_name(self, name: str) -> str:
+        before, layer, behind = name.partition(".self_attn.")
+        if layer and self.layer_types[int(before.rpartition(".")[2])] == LINEAR:
+            name = f"{before}.linear_attn.{behind}"
+        return (
+            f"model.language_model.{name.removeprefix('model.')}"
+            if self.is_nested and name.startswith("model.")
+            else name
+        )
 
     def weights_loaded(self) -> None:
         """Add 1 to the norms' weights, which checkpoints keep around 0."""
         super().weights_loaded()
         for module in self.modules():
             if isinstance(module, Gemma3RMSNorm):
-                module.weight.data.add_(1)
+                module.weight_loaded()
 
     @classmethod
     def shard(
@@ -112,12 +132,41 @@ class HybridForCausalLM(LlamaForCausalLM):
         return usual(name, weight)
 
 
+SIZES = (
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim",
+)  # fmt: skip
+
+
+def check_linear_attention(config: PretrainedConfig) -> None:
+    """Raise ValueError, which names the field, if the sizes of linear attention make no layer."""
+    for name in SIZES:
+        value = getattr(config, name, None)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(
+                f"{name} is {value!r} in the model's configuration, and must be a whole number of at least 1"
+            )
+    if config.linear_num_value_heads % config.linear_num_key_heads:
+        raise ValueError(
+            f"linear_num_value_heads, {config.linear_num_value_heads}, must be a multiple of linear_num_key_heads, "
+            f"{config.linear_num_key_heads}"
+        )
+
+
 class Qwen3NextForCausalLM(HybridForCausalLM):
     """Qwen3-Next. The input projections of its checkpoints go key head by key head: [q, k, v, z] of the first one, then of the next."""
 
     def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
         super().__init__(config, layers, max_model_len)
         self.reorder = partial(self.shard, config, rank=0, size=1, usual=lambda _, weight: weight[:])
+        group = config.linear_num_value_heads // config.linear_num_key_heads * config.linear_value_head_dim
+        self._rows = [config.linear_key_head_dim] * 2 + [group] * 2  # of q, k, v, z of a key head
+
+    def stored_weight(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        if not name.endswith("in_proj_qkvz.weight"):
+            return weight
+        heads = sum(self._rows)
+        order = rows_part_by_part(torch.arange(len(weight)), self._rows, len(weight) // heads, rank=0)
+        return torch.empty_like(weight).index_copy_(0, order.to(weight.device), weight)
 
 
 def rows_part_by_part(weight: Weight, sizes: Sequence[int], num_heads: int, rank: int) -> torch.Tensor:

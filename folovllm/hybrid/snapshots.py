@@ -8,14 +8,18 @@ at the end of a block. It belongs to that block, is found by its serial number, 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+
+import numpy as np
 
 from folovllm.cache.block_manager import Block
 from folovllm.cache.prefix_cache import PrefixCache, PrefixCachingBlockManager
 from folovllm.event_stream import Events
 from folovllm.events import SnapshotCached, SnapshotEvicted
+from folovllm.layers.state_layer import NO_SNAPSHOT, STATES
 from folovllm.request import Sequence
-from folovllm.step.schedule import NO_SNAPSHOT
+from folovllm.step.schedule import Extras, ScheduledSequence
 
 
 @dataclass(slots=True)
@@ -131,22 +135,35 @@ class SnapshotBlockManager(PrefixCachingBlockManager):
         self.prefix_cache = SnapshotPrefixCache(block_size, self.events, self.snapshots)
         # By seq_id: tokens and slot of each snapshot that a step in flight saves.
         self._pending: dict[int, list[tuple[int, int]]] = {}
+        # By seq_id, for the step that is being scheduled: the slots that it loads and saves.
+        self._loads: dict[int, int] = {}
+        self._saves: dict[int, int] = {}
+
+    def step_extras(self, scheduled_seqs: SequenceOf[ScheduledSequence]) -> Extras | None:
+        """The copies of states that a step makes (`folovllm.layers.state_layer.STATES`)."""
+        loads, saves = self._loads, self._saves
+        copies = [
+            (i, loads.pop(scheduled.seq_id, NO_SNAPSHOT), saves.pop(scheduled.seq_id, NO_SNAPSHOT))
+            for i, scheduled in enumerate(scheduled_seqs)
+            if scheduled.seq_id in loads or scheduled.seq_id in saves
+        ]
+        return {STATES: np.array(copies, np.int32)} if copies else None
 
     def usable(self, seq: Sequence, found: list[Block]) -> list[Block]:
         """The blocks up to the last snapshot, which becomes the state of `seq`."""
         self.snapshots.clock += 1
         blocks, snapshot = self.snapshots.longest_prefix(found)
-        seq.load_state = NO_SNAPSHOT if snapshot is None else snapshot.slot
+        if snapshot is not None:
+            self._loads[seq.seq_id] = snapshot.slot
         return blocks
 
     def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> bool:
         """Allocate blocks, and a slot for a snapshot where the step ends at a border. False if there are too few blocks."""
         if not super().allocate_slots(seq, num_new_tokens):
             return False
-        seq.save_state = NO_SNAPSHOT
         end = seq.num_computed_tokens + num_new_tokens
         if end % self.interval == 0 and (slot := self.snapshots.allocate()) is not None:
-            seq.save_state = slot
+            self._saves[seq.seq_id] = slot
             self._pending.setdefault(seq.seq_id, []).append((end, slot))
         return True
 
@@ -170,5 +187,6 @@ class SnapshotBlockManager(PrefixCachingBlockManager):
         """Free what `seq` holds, also the slots of snapshots that could not be found yet."""
         for _, slot in self._pending.pop(seq.seq_id, ()):
             self.snapshots.free(slot)
-        seq.load_state = seq.save_state = NO_SNAPSHOT
+        self._loads.pop(seq.seq_id, None)
+        self._saves.pop(seq.seq_id, None)
         super().free(seq)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from folovllm.cli.flags import engine_flags, in_a_folder, with_flags
+from folovllm.cli.flags import engine_flags, with_flags, writable
 
 
 def inspect(
@@ -20,7 +20,7 @@ def inspect(
     ] = None,
     html: Annotated[
         Path | None,
-        typer.Option(help="Write the page, with the recordings in it, to this one file.", callback=in_a_folder),
+        typer.Option(help="Write the page, with the recordings in it, to this one file.", callback=writable),
     ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen at; by default this machine alone can look.")

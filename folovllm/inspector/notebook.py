@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 HEIGHT = 640  # pixels
 
 
-class Film:
+class RecordedRun:
     """What an engine did while a block of code ran; a notebook shows it as the inspector's page.
 
     with film(llm) as run:
@@ -42,9 +42,9 @@ class Film:
 
 
 @contextmanager
-def film(engine: LLM | LLMEngine, title: str = "") -> Iterator[Film]:
+def film(engine: LLM | LLMEngine, title: str = "") -> Iterator[RecordedRun]:
     """Record what an engine does in the block."""
-    taken = Film(title)
+    taken = RecordedRun(title)
     inner: Any = getattr(engine, "engine", engine)
     recorder = Recorder(inner, taken._data.extend, title=title)
     try:
@@ -53,7 +53,7 @@ def film(engine: LLM | LLMEngine, title: str = "") -> Iterator[Film]:
         recorder.close()
 
 
-def show(*recordings: Film | LLM | LLMEngine | str | Path, height: int = HEIGHT) -> Any:
+def show(*recordings: RecordedRun | LLM | LLMEngine | str | Path, height: int = HEIGHT) -> Any:
     """A recording, or two in a race, as a cell's output: IPython's `HTML` with the whole page in a frame.
 
     Args:
@@ -74,12 +74,12 @@ def show(*recordings: Film | LLM | LLMEngine | str | Path, height: int = HEIGHT)
     return HTML(f'{frame} style="border: 1px solid #8888" sandbox="allow-scripts"></iframe></div>')
 
 
-def _text(recording: Film | LLM | LLMEngine | str | Path) -> tuple[str, str]:
+def _text(recording: RecordedRun | LLM | LLMEngine | str | Path) -> tuple[str, str]:
     """Its name and its lines."""
-    if not isinstance(recording, Film | str | Path):
+    if not isinstance(recording, RecordedRun | str | Path):
         with film(recording, "now") as recording:
             pass
-    if isinstance(recording, Film):
+    if isinstance(recording, RecordedRun):
         return recording.title or "this run", recording.text
     path = Path(recording)
     read(path)

@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from folovllm.electives import named
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.inspector.lines import TokenTexts
 from folovllm.inspector.live import is_beginning
 from folovllm.inspector.recorder import Recorder
-from folovllm.server import messages as msg
+from folovllm.plugins import named
 
 PERIOD = 1 / 15  # seconds between two messages
 
@@ -20,8 +19,7 @@ PERIOD = 1 / 15  # seconds between two messages
 class LiveLines:
     """Beside the engine: the lines of what it does while it has subscribers, in pieces.
 
-    A piece that begins with a header is a beginning, where subscribers join; the others continue what came before. A stream
-    never goes back, so no keyframe follows a beginning: of an engine with 66,000 blocks one has three megabytes.
+    A piece that begins with a header is a beginning, where subscribers join; the others continue what came before.
     """
 
     def __init__(self, engine: LLMEngine, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,7 +34,7 @@ class LiveLines:
         """Begin, or begin anew: a subscriber joins."""
         if self._recorder is None:
             self._texts = TokenTexts(self._engine.tokenizer) if self._texts is None else self._texts
-            self._recorder = Recorder(self._engine, self._add, title="live", key_every=0, texts=self._texts)
+            self._recorder = Recorder(self._engine, self._add, title="live", texts=self._texts)
         else:
             self._recorder.begin_again()
 
@@ -83,39 +81,43 @@ class PacedEngine:
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine, self.live = engine, LiveLines(engine)
-        self._pace = msg.Pace()
+        self._delay, self._is_held = 0.0, False
         self._steps_left = 0  # while it is held
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def set(self, pace: msg.Pace) -> None:
-        """Go at another pace from here on."""
-        self._steps_left = self._steps_left + pace.step if pace.is_held else 0
-        self._pace = pace
+    def set_pace(self, delay: float = 0.0, is_held: bool = False, steps: int = 0) -> None:
+        """Wait `delay` seconds between steps from here on; held, take `steps` more steps alone."""
+        self._steps_left = self._steps_left + steps if is_held else 0
+        self._delay, self._is_held = delay, is_held
 
-    def call(self, call: msg.Call) -> msg.Called:
-        """Call a function of an elective with the engine itself."""
-        try:
-            return msg.Called(named(call.place)(self._engine, call.query))
-        except ValueError as error:
-            return msg.Called(error=str(error))
+    def watch(self, is_on: bool) -> None:
+        """Begin a recording, or begin it anew; or end it."""
+        if is_on:
+            self.live.begin()
+        else:
+            self.live.end("closed")
+
+    def call_function(self, function: str, query: dict[str, list[str]]) -> Any:
+        """Return what an elective's function ("module:name") returns for the engine itself and a query."""
+        return named(function)(self._engine, query)
 
     @property
     def is_slow(self) -> bool:
         """Whether a reader can see each step."""
-        return self._pace.is_held or self._pace.delay > 0
+        return self._is_held or self._delay > 0
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work, and may do it."""
-        return not (self._pace.is_held and self._steps_left == 0) and self._engine.has_unfinished_requests()
+        return not (self._is_held and self._steps_left == 0) and self._engine.has_unfinished_requests()
 
     def step(self) -> None:
         """Compute, unless it is held."""
         if not self.has_unfinished_requests():
             self._engine.abort_request([])  # ends none, and lets listeners hear of new requests while it is held
             return
-        self._steps_left -= self._pace.is_held
+        self._steps_left -= self._is_held
         self._engine.step()
-        if not self._pace.is_held:
-            time.sleep(self._pace.delay)
+        if not self._is_held:
+            time.sleep(self._delay)

@@ -13,19 +13,17 @@ from folovllm.inspector.live import Subscribers
 from folovllm.inspector.scenes import Scene
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.errors import Unavailable
-from folovllm.server.messages import Pace
 
 if TYPE_CHECKING:  # the page is there before torch is
     from folovllm.server.async_engine import AsyncEngine
     from folovllm.server.stream import Stream
-    from folovllm.server.transport import Transport
 
 LONGEST = 160  # tokens of a prompt and its answer: few enough to watch
 MOST_PROMPTS, MOST_TOKENS, MOST_DELAY, MOST_STEPS = 64, LONGEST, 2.0, 1000
 
 
 @dataclass(slots=True, frozen=True)
-class Slider:
+class Control:
     """A control of the page: a number from `min` to `max`, a choice, or else a switch."""
 
     default: Any
@@ -54,19 +52,19 @@ class Slider:
         return {"name": name, "kind": self.kind, "value": value} | asdict(self)
 
 
-SLIDERS = {  # by field of `EngineConfig`
-    "milestone": Slider("m5", "the preset", tuple(PRESETS)),
-    "num_kv_blocks": Slider(48, "blocks of the KV cache", min=2, max=512),
-    "block_size": Slider(8, "tokens a block holds", (1, 4, 8, 16, 32)),
-    "max_num_seqs": Slider(6, "most sequences in a step", min=1, max=64),
-    "max_num_batched_tokens": Slider(64, "most tokens in a step", min=8, max=1024, step=8),
-    "enable_chunked_prefill": Slider(True, "compute long prompts over several steps"),
-    "enable_prefix_caching": Slider(True, "find the K/V of prefixes that were computed before"),
-    "draft_tokens": Slider(
+CONTROLS = {  # by field of `EngineConfig`
+    "milestone": Control("m5", "the preset", tuple(PRESETS)),
+    "num_kv_blocks": Control(48, "blocks of the KV cache", min=2, max=512),
+    "block_size": Control(8, "tokens a block holds", (1, 4, 8, 16, 32)),
+    "max_num_seqs": Control(6, "most sequences in a step", min=1, max=64),
+    "max_num_batched_tokens": Control(64, "most tokens in a step", min=8, max=1024, step=8),
+    "enable_chunked_prefill": Control(True, "compute long prompts over several steps"),
+    "enable_prefix_caching": Control(True, "find the K/V of prefixes that were computed before"),
+    "draft_tokens": Control(
         0, "tokens that a proposer drafts for each step (none: 0), and the model verifies", (0, 1, 2, 4, 8)
     ),
-    "experts": Slider(False, "the embedded mixture of experts instead of the dense model"),
-    "states": Slider(False, "the embedded hybrid model, with a snapshot every 16 tokens, instead of the dense model"),
+    "experts": Control(False, "the embedded mixture of experts instead of the dense model"),
+    "states": Control(False, "the embedded hybrid model, with a snapshot every 16 tokens, instead of the dense model"),
 }
 Settings = dict[str, Any]  # a value for each
 
@@ -74,9 +72,9 @@ Settings = dict[str, Any]  # a value for each
 def changed(settings: Settings, changes: dict[str, Any]) -> Settings:
     """The settings with others in their place. Raises ValueError for one that does not exist, or a value that is not allowed."""
     for name, value in changes.items():
-        if name not in SLIDERS:
-            raise ValueError(f"there is no setting {name!r}: known are {', '.join(SLIDERS)}")
-        SLIDERS[name].check(name, value)
+        if name not in CONTROLS:
+            raise ValueError(f"there is no setting {name!r}: known are {', '.join(CONTROLS)}")
+        CONTROLS[name].check(name, value)
     return settings | changes
 
 
@@ -117,16 +115,15 @@ class Playground:
 
     def __init__(self, overrides: dict[str, Any]) -> None:
         """`overrides` are fields of `EngineConfig`; those that the page has sliders for are where these begin."""
-        chosen = {name: value for name, value in overrides.items() if name in SLIDERS}
-        self.settings = changed({name: slider.default for name, slider in SLIDERS.items()}, chosen)
-        others = {name: value for name, value in overrides.items() if name not in SLIDERS}
+        chosen = {name: value for name, value in overrides.items() if name in CONTROLS}
+        self.settings = changed({name: slider.default for name, slider in CONTROLS.items()}, chosen)
+        others = {name: value for name, value in overrides.items() if name not in CONTROLS}
         self._overrides = {"num_threads": 1, "use_tqdm": False} | others
         self.delay, self.is_held = 0.1, False
         self.loading: str | None = "the engine is not there yet"
         self.has_flags = bool(overrides)
         self.subscribers = Subscribers(self._watch)
         self._engine: AsyncEngine | None = None
-        self._transport: Transport | None = None
         self._streams: list[Stream] = []  # nobody reads them: the page sees the answers in the recording
         self._arriving: asyncio.Task[None] | None = None  # the requests of a scene
         self._turn = asyncio.Lock()
@@ -149,7 +146,7 @@ class Playground:
         """What the page shows beside the recording. `loading` is what the engine waits for, until it is there."""
         model = self._overrides.get("model")
         sliders = {
-            name: slider for name, slider in SLIDERS.items() if model is None or name not in ("experts", "states")
+            name: slider for name, slider in CONTROLS.items() if model is None or name not in ("experts", "states")
         }
         return {
             "fields": [slider.described(name, self.settings[name]) for name, slider in sliders.items()],
@@ -170,33 +167,31 @@ class Playground:
             self._stop_arrivals()
             settings = changed(self.settings, changes)
             config = EngineConfig(**self._overrides | config_fields(settings, self._overrides.get("model")))
-            transport, engine = await self._started(config)
-            old, self._engine, self._transport, self.settings = self._engine, engine, transport, settings
+            engine = await self._started(config)
+            old, self._engine, self.settings = self._engine, engine, settings
             self._streams = []
             engine.on_seen = self.subscribers.publish
-            transport.send(Pace(self.delay, self.is_held))
+            engine.call("set_pace", self.delay, self.is_held)
             if old is not None:
                 old.on_seen = lambda pieces: None
                 await old.close()
             self.subscribers.begin_anew()
 
-    async def _started(self, config: EngineConfig) -> tuple[Transport, AsyncEngine]:
+    async def _started(self, config: EngineConfig) -> AsyncEngine:
         """An engine that runs. `loading` says what it waits for meanwhile, and is None afterwards, also where there can be none."""
         try:
             self.loading = "PyTorch is imported (1 of 2)"
-            modules = ("folovllm.server.transport", "folovllm.server.async_engine")
-            transports, engines = [await asyncio.to_thread(importlib.import_module, name) for name in modules]
+            engines = await asyncio.to_thread(importlib.import_module, "folovllm.server.async_engine")
             self.loading = "the engine is built (2 of 2)"
-            transport = transports.ProcessTransport() if self.runs_mine else transports.ThreadTransport()
-            engine = engines.AsyncEngine(config, transport=transport)
+            engine: AsyncEngine = engines.AsyncEngine(config, transport="process" if self.runs_mine else "thread")
             await engine.start()
         finally:
             self.loading = None
-        return transport, engine
+        return engine
 
     async def play(self, scene: Scene) -> None:
         """Build the engine of a scene, the last of several, and let its requests come one after the other, as in its recording."""
-        await self.build({name: slider.default for name, slider in SLIDERS.items()} | scene.engines[-1])
+        await self.build({name: slider.default for name, slider in CONTROLS.items()} | scene.engines[-1])
         self._arriving = asyncio.create_task(self._arrive(scene))
 
     async def _arrive(self, scene: Scene) -> None:
@@ -248,8 +243,8 @@ class Playground:
             raise ValueError(f"step must be from 0 to {MOST_STEPS}, not {step!r}")
         self.delay = self.delay if delay is None else delay
         self.is_held = self.is_held if paused is None else paused
-        if self._transport is not None:
-            self._transport.send(Pace(self.delay, self.is_held, step))
+        if self._engine is not None and self._engine.is_open:
+            self._engine.call("set_pace", self.delay, self.is_held, step)
 
     async def close(self) -> None:
         """End it."""

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from folovllm.events import Event
-from folovllm.inspector.lines import FORMAT, KEY_EVERY, VERSION, LineWriter, TokenTexts, as_file
+from folovllm.inspector.lines import FORMAT, VERSION, LineWriter, TokenTexts, as_file
 from folovllm.models.shapes import state_layers
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ class Recorder:
         *,
         title: str = "",
         is_virtual: bool = False,
-        key_every: int = KEY_EVERY,
         texts: TokenTexts | None = None,
         scene: dict[str, Any] | None = None,
     ) -> None:
@@ -48,7 +47,7 @@ class Recorder:
         started = None if is_virtual else datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         header = header_of(engine, title, started) | ({} if scene is None else {"scene": scene})
         texts = TokenTexts(engine.tokenizer) if texts is None else texts
-        self._lines = LineWriter(header, texts, time.monotonic(), key_every)
+        self._lines = LineWriter(header, texts)
         self._thread = threading.Thread(target=self._work, name="recorder", daemon=True)
         self._thread.start()
         engine.subscribe(self, experts=True)
@@ -139,7 +138,10 @@ def header_of(engine: LLMEngine, title: str, started: str | None) -> dict[str, A
     }
     if layers := state_layers(setup.hf_config, setup.dtype):
         state_bytes = sum(layer.state_bytes for layer in layers) // config.tensor_parallel_size
-        described |= {"state_tokens": state_bytes // setup.kv_bytes_per_token, "num_snapshots": setup.num_snapshots}
+        described |= {
+            "state_tokens": state_bytes // max(1, setup.kv_bytes_per_token),
+            "num_snapshots": setup.num_snapshots,
+        }
     return {
         "format": FORMAT,
         "version": VERSION,

@@ -46,9 +46,11 @@ class Trace:
                     self._turn(event.seq_id, "running")
                 case ev.Preempted():
                     self._turn(event.seq_id, "waiting (preempted)")
-                    self._instant(f"preempted for {self._name(event.for_seq_id)}", event.seq_id)
+                    self._put(
+                        REQUESTS, event.seq_id, f"preempted for {self._name(event.for_seq_id)}", self._now, "i", s="t"
+                    )
                 case ev.PrefixHit():
-                    self._instant(f"{event.num_tokens} tokens cached", event.seq_id)
+                    self._put(REQUESTS, event.seq_id, f"{event.num_tokens} tokens cached", self._now, "i", s="t")
                 case ev.StepBegan():
                     self._begin(event)
                 case ev.StepEnded():
@@ -58,11 +60,19 @@ class Trace:
 
     def events(self) -> list[dict[str, Any]]:
         """The trace; what still runs ends with the last step."""
-        running = [_span(REQUESTS, seq_id, *entry, self._now) for seq_id, entry in self._since.items()]
-        names = [_meta("process_name", ENGINE, 0, "engine"), _meta("process_name", REQUESTS, 0, "requests")]
-        names += [_meta("thread_name", ENGINE, track, name) for track, name in TRACKS.items()]
-        names += [_meta("thread_name", REQUESTS, seq_id, self._name(seq_id)) for seq_id in self._added]
-        return [*names, *self._spans, *running]
+        for seq_id, (state, _) in list(self._since.items()):
+            self._turn(seq_id, state)
+        names = [(ENGINE, 0, "process_name", "engine"), (REQUESTS, 0, "process_name", "requests")]
+        names += [(ENGINE, track, "thread_name", name) for track, name in TRACKS.items()]
+        names += [(REQUESTS, seq_id, "thread_name", self._name(seq_id)) for seq_id in self._added]
+        meta = [{"ph": "M", "pid": pid, "tid": tid, "name": k, "args": {"name": name}} for pid, tid, k, name in names]
+        return [*meta, *self._spans]
+
+    def _put(self, pid: int, tid: int, name: str, at: float, kind: str, **more: Any) -> None:
+        self._spans.append({"ph": kind, "pid": pid, "tid": tid, "name": name, "ts": round(at * 1e6, 1)} | more)
+
+    def _span(self, pid: int, tid: int, name: str, start: float, end: float, **args: int) -> None:
+        self._put(pid, tid, name, start, "X", dur=round(max(0.0, end - start) * 1e6, 1), args=args)
 
     def _add(self, added: ev.RequestAdded, state: str) -> None:
         self._now = max(self._now, added.time)
@@ -72,7 +82,7 @@ class Trace:
     def _begin(self, event: ev.StepBegan) -> None:
         self._scheduled[event.step] = event.scheduled
         tokens = {"tokens": event.output.num_tokens, "budget left": event.budget_left}
-        self._spans.append(_span(ENGINE, SCHEDULE, f"step {event.step}", event.start, event.scheduled, tokens))
+        self._span(ENGINE, SCHEDULE, f"step {event.step}", event.start, event.scheduled, **tokens)
         self._now = max(self._now, event.scheduled)
 
     def _end(self, event: ev.StepEnded) -> None:
@@ -86,44 +96,24 @@ class Trace:
             name = f"verify {num_drafts}" if num_drafts else "decode"
             if n > 1 + num_drafts or scheduled.start < len(added.prompt_token_ids):
                 name, prefill = f"prefill {n}", prefill + n
-            self._spans.append(_span(REQUESTS, scheduled.seq_id, name, start, event.arrived))
+            self._span(REQUESTS, scheduled.seq_id, name, start, event.arrived)
         tokens = {"sequences": len(event.output.scheduled_seqs), "prefill tokens": prefill}
-        self._spans.append(_span(ENGINE, DEVICE, f"step {event.step}", start, event.arrived, tokens))
-        self._spans.append(_span(ENGINE, POSTPROCESS, f"step {event.step}", event.arrived, event.end))
+        self._span(ENGINE, DEVICE, f"step {event.step}", start, event.arrived, **tokens)
+        self._span(ENGINE, POSTPROCESS, f"step {event.step}", event.arrived, event.end)
         for name, value in (("KV blocks used", event.kv_blocks_used), ("waiting", event.waiting)):
-            counter = {"ph": "C", "pid": ENGINE, "name": name, "ts": _microseconds(event.end), "args": {name: value}}
-            self._spans.append(counter)
+            self._put(ENGINE, 0, name, event.end, "C", args={name: value})
         self._now = max(self._now, event.end)
 
     def _turn(self, seq_id: int, state: str | None) -> None:
         """A sequence waits or runs from now on, or is gone."""
         if (entry := self._since.pop(seq_id, None)) is not None:
-            self._spans.append(_span(REQUESTS, seq_id, *entry, self._now))
+            self._span(REQUESTS, seq_id, *entry, self._now)
         if state is not None:
             self._since[seq_id] = (state, self._now)
-
-    def _instant(self, name: str, seq_id: int) -> None:
-        at = _microseconds(self._now)
-        self._spans.append({"ph": "i", "s": "t", "pid": REQUESTS, "tid": seq_id, "name": name, "ts": at})
 
     def _name(self, seq_id: int) -> str:
         added = self._added.get(seq_id)
         return f"#{seq_id}" if added is None else f"{added.request_id}{f'.{added.answer}' if added.answer else ''}"
-
-
-def _microseconds(seconds: float) -> float:
-    return round(seconds * 1e6, 1)
-
-
-def _span(
-    pid: int, tid: int, name: str, start: float, end: float, args: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    dur = _microseconds(max(0.0, end - start))
-    return {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": _microseconds(start), "dur": dur, "args": args or {}}
-
-
-def _meta(kind: str, pid: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": pid, "tid": tid, "name": kind, "args": {"name": name}}
 
 
 @contextmanager

@@ -25,7 +25,7 @@ import triton.language as tl
 
 from folovllm.kernels.gumbel_max import gumbel, philox
 from folovllm.kernels.penalties import FILTERS, FLAGS, NUM_FIELDS, WORDS, StepRows, adjusted_logits, float_field
-from folovllm.sampling_row import RowField
+from folovllm.sample.sampling_row import RowField
 
 TILE = 4096  # tokens that a program reads at a time
 PROGRAMS = 512  # about the number of programs of a launch, each with some tiles of a row

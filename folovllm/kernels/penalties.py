@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from folovllm import sampling_row
-from folovllm.sampling_row import RowField
+import folovllm.sample.sampling_row as sampling_row
+from folovllm.sample.sampling_row import RowField
 
 FLAGS, FREE_FROM = tl.constexpr(int(RowField.FLAGS)), tl.constexpr(int(RowField.FREE_FROM))
 REPETITION = tl.constexpr(int(RowField.REPETITION))

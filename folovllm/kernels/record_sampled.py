@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from folovllm import sampling_row
+import folovllm.sample.sampling_row as sampling_row
 from folovllm.kernels.penalties import COMPLETES, COUNT, FLAGS, NUM_FIELDS, WORDS_AT
 
 MAX_BAD_WORDS, RECENT = tl.constexpr(sampling_row.MAX_BAD_WORDS), tl.constexpr(sampling_row.RECENT)

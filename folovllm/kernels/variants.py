@@ -8,12 +8,12 @@ from functools import cache
 
 import torch
 
-from folovllm.electives import KERNEL_VARIANTS, is_installed, named
+from folovllm.plugins import KERNEL_VARIANTS, is_installed, named
 
 
 @dataclass(frozen=True, slots=True)
 class KernelVariant:
-    """A faster kernel that a package registers in `folovllm.electives.KERNEL_VARIANTS`.
+    """A faster kernel that a package registers in `folovllm.plugins.KERNEL_VARIANTS`.
 
     Attributes:
         serves: called before the plain kernel is launched; returns whether this one can compute it and is faster. The code that

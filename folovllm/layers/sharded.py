@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from folovllm.distributed.group import Group
 from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
+from folovllm.layers.fusable import fusable
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import PLAIN, LinearMethod, RankSum, RowParallelLinear
 
@@ -31,18 +32,7 @@ class ShardedRowLinear(RowParallelLinear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, inputs / size] -> [T, outputs], whole on every rank."""
-        return self.linear_method.summed(self, x, self.group)
-
-    def fused(
-        self,
-        x: torch.Tensor,
-        norm_eps: float | None = None,
-        gated: bool = False,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The same plus `residual` [T, outputs], which is whole on every rank and may be written over."""
-        assert norm_eps is None and not gated, "no rank has a whole row before the sum"
-        return self.linear_method.summed(self, x, self.group, residual)
+        return fusable(self.linear_method).summed(self, x, self.group)
 
 
 class ShardedEmbedding(VocabParallelEmbedding):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from math import prod
 
 import numpy as np
@@ -11,8 +13,10 @@ from torch import nn
 
 from folovllm.forward_batch import ForwardBatch
 from folovllm.setup import EngineSetup
-from folovllm.step.packed import Int32
+from folovllm.step.schedule import Extras, Int32
 
+STATES = "states"  # the owner of copies of states in a step's extras: index, snapshot to load before it, snapshot to save to after it
+NO_SNAPSHOT = -1  # in the place of a number of a snapshot
 Shape = tuple[tuple[int, ...], torch.dtype]  # of one sequence's state
 
 
@@ -62,14 +66,19 @@ class StatePool:
         self._first_snapshot = setup.max_num_seqs + 1
         slots = self._first_snapshot + setup.num_snapshots
         shapes = layers[0].state_shapes() if layers else ()
-        try:
-            self.tensors = [
-                torch.zeros(len(layers), slots, *shape, dtype=dtype, device=setup.device) for shape, dtype in shapes
-            ]  # [L, slots, ...]
-        except RuntimeError as error:
+        needed = slots * sum(layer.state_bytes for layer in layers)
+        on_gpu, config = setup.device.type == "cuda", setup.config
+        free = torch.cuda.mem_get_info(setup.device)[0] if on_gpu else config.kv_cache_memory
+        if config.num_kv_blocks and not on_gpu:  # then the cache has a size of its own
+            free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if needed > free:
             raise ValueError(
-                f"there is no memory for the states of {slots - 1} sequences and snapshots: lower max_num_seqs or num_snapshots"
-            ) from error
+                f"the states of {slots - 1:,} sequences and snapshots take {needed:,} bytes, and there are {free:,}: lower "
+                f"max_num_seqs or num_snapshots{'' if on_gpu else ', or raise kv_cache_memory'}"
+            )
+        self.tensors = [
+            torch.zeros(len(layers), slots, *shape, dtype=dtype, device=setup.device) for shape, dtype in shapes
+        ]  # [L, slots, ...]
         for i, layer in enumerate(layers):
             layer.states = tuple(tensor[i] for tensor in self.tensors)
 
@@ -78,15 +87,17 @@ class StatePool:
         """The memory of all slots."""
         return sum(tensor.nbytes for tensor in self.tensors)
 
-    def load(self, copies: Int32) -> None:
-        """Copy snapshots to rows, before a step. `copies`: `PackedStep.states`."""
-        rows, loads, _ = copies
-        self._copy(self._first_snapshot + loads[loads >= 0], rows[loads >= 0])
+    def load(self, extras: Extras, rows: Sequence[int] | Int32) -> None:
+        """Copy snapshots to `rows` [S], before a step with these extras."""
+        if (copies := extras.get(STATES)) is not None:
+            index, loads, _ = copies.T
+            self._copy(self._first_snapshot + loads[loads >= 0], np.asarray(rows)[index[loads >= 0]])
 
-    def save(self, copies: Int32) -> None:
-        """Copy rows to snapshots, after a step."""
-        rows, _, saves = copies
-        self._copy(rows[saves >= 0], self._first_snapshot + saves[saves >= 0])
+    def save(self, extras: Extras, rows: Sequence[int] | Int32) -> None:
+        """Copy `rows` [S] to snapshots, after such a step."""
+        if (copies := extras.get(STATES)) is not None:
+            index, _, saves = copies.T
+            self._copy(np.asarray(rows)[index[saves >= 0]], self._first_snapshot + saves[saves >= 0])
 
     def _copy(self, source: Int32, target: Int32) -> None:
         if not len(source):

@@ -14,14 +14,15 @@ import torch
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.cpu.ops import CpuKernels, Heads, Layer, at, linear_of
 from folovllm.layers.embed_head import ParallelLMHead
+from folovllm.layers.fusable import FusablePlain
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.linear import LinearBase, Plain, RowParallelLinear
+from folovllm.layers.linear import LinearBase, RowParallelLinear
 from folovllm.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 from folovllm.models.qwen2 import Qwen2Attention
 from folovllm.models.qwen3 import Qwen3Attention
 
 
-class CpuPlain(Plain):
+class CpuPlain(FusablePlain):
     """Plain weights. The library's product for one row reaches a third of the memory's bandwidth in bfloat16 and float32."""
 
     def __init__(self, kernels: CpuKernels) -> None:

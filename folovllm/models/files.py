@@ -2,69 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
-from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import Tokenizer
+import torch
 
 from folovllm.config import DEFAULT_MODEL, EngineConfig
-from folovllm.electives import DOWNLOADS, FILE_FORMATS, MODELS, require
-from folovllm.files import in_one_line, reading
-from folovllm.model_config import FULL
-from folovllm.models.json_files import check_content, read_json
+from folovllm.model_config import UnsupportedModel, num_kv_heads_of
+from folovllm.models.quick_start import PlainConfig, QuickTokenizer
+from folovllm.plugins import DOWNLOADS, FILE_FORMATS, MODELS, require
 from folovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ASSETS = Path(__file__).parent.parent / "assets"
-BY_NAME = (
-    "stories-5m",
-    "stories-moe",
-    "stories-hybrid",
-    *DOWNLOADS,
-)  # embedded or downloaded: the hub has none of them
+BY_NAME = ("stories-5m", "stories-moe", "stories-hybrid", *DOWNLOADS)  # the hub has none of them
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "config.json",
-)
+MOST_LAYERS = 10_000
 
-# Which configurations and tokenizers are read without transformers.
-PLAIN_KINDS = ("llama", "qwen3")  # for which `AutoTokenizer` takes the class that the files name
-PLAIN_NEEDS = (
-    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-    "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings",
-)  # fmt: skip
-WITH_RULES = (
-    "rope_scaling", "partial_rotary_factor", "sliding_window", "use_sliding_window", "quantization_config",
-    "attention_dropout", "auto_map",
-)  # fmt: skip
-TOKENIZER_CLASSES = {
-    "PreTrainedTokenizerFast": "PreTrainedTokenizerFast",
-    "TokenizersBackend": "PreTrainedTokenizerFast",
-}
-TOKENIZER_CLASSES |= {"Qwen2Tokenizer": "Qwen2Tokenizer", "Qwen2TokenizerFast": "Qwen2Tokenizer"}
-TOKENIZER_CHANGES = (
-    "add_bos_token",
-    "add_eos_token",
-    "add_prefix_space",
-    "split_special_tokens",
-    "auto_map",
-    "fix_mistral_regex",
-    "model_specific_special_tokens",
-)
-QWENS_OWN = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")  # where the files name none
-QWENS_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # transformers' name of its warning
+
+
+class UnreadableFile(ValueError):
+    """A user's file is at fault. The sentence names the file or its folder."""
+
+
+@contextmanager
+def reading(what: object, key: str = "") -> Iterator[None]:
+    """Turn what a library raises while a user's file is read into one sentence with its name. The cause stays attached.
+
+    Libraries raise nearly everything there is at a damaged file; those in Rust also panic, which is no `Exception`. An
+    unwritten exercise and a full device are not the file's fault, and pass.
+
+    Args:
+        what: the file, or what is read from it.
+        key: the field or tensor that is read, for messages that do not name it.
+
+    Raises:
+        UnreadableFile: something went wrong. One from within the block is passed on as it is.
+    """
+    try:
+        yield
+    except (
+        UnreadableFile,
+        UnsupportedModel,
+        NotImplementedError,
+        torch.OutOfMemoryError,
+        KeyboardInterrupt,
+        SystemExit,
+        GeneratorExit,
+    ):
+        raise
+    except BaseException as error:
+        said = in_one_line(error)
+        place = "" if key in said else f"{printable(key, 100)}: "
+        raise UnreadableFile(f"cannot read {what}: {place}{said}") from error
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return a library's message for the end of a sentence, with the exception's type where the message needs it."""
+    kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
+    return printable(f"{kind}{error}", 300).removesuffix(":")
+
+
+def printable(text: str, most: int) -> str:
+    """Return the beginning of a stranger's text, in one line that any terminal may show: no control codes, no half characters."""
+    short = textwrap.shorten(text, most, placeholder=" ...")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
 
 
 def resolve_model(name: str) -> Path:
@@ -117,47 +127,34 @@ def load_hf_config(path: Path, config: EngineConfig) -> Any:
     """
     with reading(f"the configuration in {path}"):
         fields = read_json(path / "config.json")
-        check_heads(fields)
-        if config.model_impl == "native" and (plain := plain_config(fields)) is not None:
-            return plain
+        for each in (fields, fields.get("text_config")):  # transformers makes lists of this length
+            layers = each.get("num_hidden_layers") if isinstance(each, dict) else None
+            if isinstance(layers, int) and layers > MOST_LAYERS:
+                raise ValueError(f"num_hidden_layers is {layers}, and must be at most {MOST_LAYERS:,}")
+        if path.parent == ASSETS and config.model_impl == "native" and fields["model_type"] == "qwen3":
+            return PlainConfig(**fields)
         from transformers import AutoConfig  # here, for that takes seconds
 
         hf_config = text_part(AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code))
         if absent := [name for name in NEEDED if getattr(hf_config, name, None) is None]:
             raise ValueError(f"config.json lacks {', '.join(absent)}: it is not the configuration of a decoder of text")
-        check_content("config.json", hf_config.to_dict())  # a null may have taken the place of a default
+        if odd := [name for name in NEEDED if not 0 < getattr(hf_config, name) < 2**31]:
+            raise ValueError(f"{odd[0]} is {getattr(hf_config, odd[0])}")
+        heads, kv_heads = hf_config.num_attention_heads, num_kv_heads_of(hf_config)
+        if kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
     return hf_config
 
 
-class PlainConfig(SimpleNamespace):
-    """The fields that the engine reads of a `PretrainedConfig`, under the same names."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """All fields."""
-        return dict(vars(self))
-
-
-def plain_config(fields: dict[str, Any]) -> PlainConfig | None:
-    """What the fields of a `config.json` say; None if it takes transformers to know that.
-
-    transformers needs up to 6 s to be imported and to read such a file. It is asked wherever the file leaves something out, or
-    something in it follows a rule that only transformers knows.
-    """
-    said = fields.get("rope_parameters") or {"rope_theta": fields.get("rope_theta")}
-    rope = {"rope_type": "default", **said}
-    all_full = [FULL] * (fields.get("num_hidden_layers") or 0)
-    is_plain = (
-        fields.get("model_type") in PLAIN_KINDS
-        and all(fields.get(name) is not None for name in PLAIN_NEEDS)
-        and not any(fields.get(name) for name in WITH_RULES)
-        and (fields.get("layer_types") or all_full) == all_full
-        and rope.keys() == {"rope_type", "rope_theta"}
-        and rope["rope_type"] == "default"
-        and rope["rope_theta"] is not None
-        and fields["hidden_size"] % fields["num_attention_heads"] == 0
-        and ("eos_token_id" in fields or fields["model_type"] != "llama")  # a Llama's would be 2
-    )
-    return PlainConfig(**fields | {"rope_parameters": rope}) if is_plain else None
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ValueError, which names the file, if it holds none."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file.name} is no JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file.name} must hold an object {{...}}")
+    return content
 
 
 def text_part(hf_config: Any) -> Any:
@@ -178,14 +175,6 @@ def text_part(hf_config: Any) -> Any:
     return text
 
 
-def check_heads(fields: dict[str, Any]) -> None:
-    """Raise ValueError if a `config.json` states query heads that its KV heads cannot share."""
-    kv_heads = fields.get("num_key_value_heads") or 1
-    heads = fields.get("num_attention_heads") or kv_heads
-    if heads % kv_heads:
-        raise ValueError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-
-
 def tokenizer_folder(path: Path) -> Path:
     """Where the tokenizer of a model folder is: there, but the embedded models have one for all."""
     return ASSETS / DEFAULT_MODEL if path.parent == ASSETS else path
@@ -197,130 +186,18 @@ def load_tokenizer(path: Path, config: EngineConfig) -> PreTrainedTokenizerBase:
     if not any((where / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ValueError(f"{where} has no tokenizer (tokenizer.json): name one with tokenizer=...")
     with reading(f"the tokenizer in {where}"):
-        files = {name: read_json(where / name) for name in TOKENIZER_FILES if (where / name).is_file()}
-        if (quick := quick_tokenizer(where, files)) is not None:
-            return quick
+        if where == ASSETS / DEFAULT_MODEL:
+            return QuickTokenizer(where, read_json(where / "tokenizer_config.json")["eos_token"])
         from transformers import AutoTokenizer  # here, for that takes seconds
 
-        return AutoTokenizer.from_pretrained(where, trust_remote_code=config.trust_remote_code)
-
-
-class QuickTokenizer:
-    """Encodes and decodes as transformers' tokenizer of these files, and is that tokenizer for all else.
-
-    The library `tokenizers` does the work of most models' tokenizers; what transformers puts around it takes up to 6 s to be
-    imported. A chat template or a list of special tokens needs transformers' tokenizer, which is loaded then.
-
-    The `backend_tokenizer` is a copy of the one in there: neither sees what is changed at the other.
-    """
-
-    def __init__(self, where: Path, kind: str, eos_token: str | None) -> None:
-        self.backend_tokenizer = Tokenizer.from_file(str(where / "tokenizer.json"))
-        self.eos_token_id = None if eos_token is None else self.backend_tokenizer.token_to_id(eos_token)
-        self._where, self._kind = where, kind
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of a text. Other threads run meanwhile, which they do not while `Tokenizer.encode` does."""
-        (encoding,) = self.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        ids: list[int] = encoding.ids
-        return ids
-
-    def decode(
-        self, token_ids: list[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
-    ) -> str:
-        """The text of token ids. Spaces stay as they are."""
-        text: str = self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        return text
-
-    @cached_property
-    def whole(self) -> Any:
-        """transformers' tokenizer. Its class is imported by name: `AutoTokenizer` may import models as well.
-
-        Raises:
-            ValueError: transformers cannot read the files. (An AttributeError would lead back to here, by `__getattr__`.)
-        """
-        import transformers
-
-        with reading(f"the tokenizer in {self._where}"):
-            return getattr(transformers, self._kind).from_pretrained(self._where)
-
-    def __len__(self) -> int:
-        return len(self.whole)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What transformers' tokenizer returns."""
-        return self.whole(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.whole, name)
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=config.trust_remote_code)
+        tokenizer.deprecation_warnings[TOO_LONG] = True  # as if it had been said: our own sentence says it, once
+        return tokenizer
 
 
 def whole(tokenizer: Any) -> Any:
     """transformers' tokenizer, for what must have the very object."""
     return tokenizer.whole if isinstance(tokenizer, QuickTokenizer) else tokenizer
-
-
-def quick_tokenizer(where: Path, files: Mapping[str, dict[str, Any]]) -> QuickTokenizer | None:
-    """The tokenizer in this folder, if transformers does just what `tokenizer.json` says; else None.
-
-    Args:
-        files: what the folder's files say that are there, by their names.
-    """
-    model, said, content = (files.get(name) for name in ("config.json", "tokenizer_config.json", "tokenizer.json"))
-    if not (model and said and content) or "added_tokens.json" in files:
-        return None
-    kind = TOKENIZER_CLASSES.get(said.get("tokenizer_class") or "")
-    if kind == "Qwen2Tokenizer":
-        said = QWENS_OWN | said
-    if model.get("model_type") not in PLAIN_KINDS or kind is None or any(said.get(name) for name in TOKENIZER_CHANGES):
-        return None
-    if "special_tokens_map.json" in files and "added_tokens_decoder" not in said:
-        return None
-    as_it_stands = said.get("clean_up_tokenization_spaces") is False and is_plain(content)
-    if not (as_it_stands and knows_special_tokens(said, content) and (kind != "Qwen2Tokenizer" or is_qwens(content))):
-        return None
-    return QuickTokenizer(where, kind, text_of(said.get("eos_token")))
-
-
-def is_plain(content: dict[str, Any]) -> bool:
-    """Whether a `tokenizer.json` encodes by byte pairs, and adds and cuts off nothing."""
-    after = (content.get("post_processor") or {"type": "ByteLevel"})["type"]
-    model = content["model"]["type"]
-    return not content.get("truncation") and not content.get("padding") and (model, after) == ("BPE", "ByteLevel")
-
-
-def knows_special_tokens(said: dict[str, Any], content: dict[str, Any]) -> bool:
-    """Whether the special tokens that `tokenizer_config.json` names are just those of `tokenizer.json`."""
-    added = {token["id"]: token for token in content["added_tokens"]}
-    special = {token["content"] for token in added.values() if token["special"]}
-    extra, listed = said.get("extra_special_tokens") or (), said.get("added_tokens_decoder")
-    named = [*(said.get("additional_special_tokens") or ()), *(extra.values() if isinstance(extra, dict) else extra)]
-    named += [said[name] for name in said if name.endswith("_token") and name not in TOKENIZER_CHANGES]
-    return {*map(text_of, named)} <= {*special, None} and (
-        listed is None or added == {int(id_): {"id": int(id_), **token} for id_, token in listed.items()}
-    )
-
-
-def is_qwens(content: dict[str, Any]) -> bool:
-    """Whether a `tokenizer.json` is what transformers' `Qwen2Tokenizer` would make of its vocabulary and merges."""
-    model, words = content["model"], content.get("pre_tokenizer") or {}
-    split, as_bytes = (*words.get("pretokenizers", ()), {}, {})[:2]
-    return (
-        not any(model.get(name) for name in ("dropout", "unk_token", "fuse_unk", "byte_fallback", "ignore_merges"))
-        and not (model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"))
-        and content.get("normalizer") == {"type": "NFC"}
-        and len(words.get("pretokenizers", ())) == 2
-        and (split.get("pattern"), split.get("behavior"), split.get("invert")) == ({"Regex": QWENS_WORDS}, "Isolated", False)
-        and (as_bytes.get("type"), as_bytes.get("add_prefix_space"), as_bytes.get("use_regex")) == ("ByteLevel", False, False)
-        and (content.get("decoder") or {}).get("type") == "ByteLevel"
-    )  # fmt: skip
-
-
-def text_of(token: str | dict[str, Any] | None) -> str | None:
-    """A special token, as a configuration names it."""
-    return token["content"] if isinstance(token, dict) else token
 
 
 def generation_defaults(path: Path) -> dict[str, Any]:
@@ -337,13 +214,14 @@ def generation_defaults(path: Path) -> dict[str, Any]:
 
 def eos_token_ids(path: Path, hf_config: Any, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """All ids that end a text: the generation config's, else the model config's, and the tokenizer's."""
-    declared: Any = None
-    if (path / "generation_config.json").is_file():
-        with reading(f"generation_config.json in {path}"):
-            declared = read_json(path / "generation_config.json").get("eos_token_id")
-    if declared is None:
-        declared = getattr(hf_config, "eos_token_id", None)
-    ids = {declared} if isinstance(declared, int) else set(declared or ())
-    if tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return frozenset(id_ for id_ in ids if 0 <= id_ < hf_config.vocab_size)  # an id without a logit is never sampled
+    with reading(f"the ids that end a text in {path}"):
+        file = path / "generation_config.json"
+        declared = (read_json(file) if file.is_file() else {}).get("eos_token_id")
+        if declared is None:
+            declared = getattr(hf_config, "eos_token_id", None)
+        ids = {declared} if isinstance(declared, int) else set(declared or ())
+        if tokenizer.eos_token_id is not None:
+            ids.add(tokenizer.eos_token_id)
+        return frozenset(
+            id_ for id_ in ids if 0 <= id_ < hf_config.vocab_size
+        )  # an id without a logit is never sampled

@@ -16,9 +16,10 @@ from folovllm.kernels.rms_norm import add_rms_norm, rms_norm
 from folovllm.kernels.skinny_linear import serves, skinny_linear
 from folovllm.kernels.summed_linear import fits, summed_linear
 from folovllm.layers.activation import GeluAndMul, SiluAndMul
+from folovllm.layers.fusable import FusablePlain
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
-from folovllm.layers.linear import LinearBase, Plain
+from folovllm.layers.linear import LinearBase
 from folovllm.models.gemma3 import Gemma3RMSNorm
 from folovllm.models.llama import LlamaAttention
 from folovllm.models.qwen2 import Qwen2Attention
@@ -53,7 +54,7 @@ class FusedGeluAndMul(GeluAndMul):
         return gelu_and_mul(gate_up)
 
 
-class SkinnyLinear(Plain):
+class SkinnyLinear(FusablePlain):
     """Plain weights. With few tokens a kernel of our own reads them as fast as memory gives, and applies norm, gate and residual."""
 
     def fused(

@@ -15,6 +15,7 @@ from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.activation import silu_and_mul
 from folovllm.kernels.skinny_linear import skinny_linear
 from folovllm.layers.embed_head import ParallelLMHead
+from folovllm.layers.fusable import fusable, fused, fuses
 from folovllm.layers.layer_set import LayerSet
 from folovllm.models.fused import FusedLlamaAttention, SkinnyLinear, fused_layers, is_few
 from folovllm.models.llama import LlamaDecoderLayer, LlamaMLP, LlamaModel
@@ -26,8 +27,8 @@ class SkinnyMLP(LlamaMLP):
     """Computes gate, up and activation in one kernel where the batch is small."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.gate_up_proj.fuses(x):
-            return self.down_proj(self.gate_up_proj.fused(x, gated=True))
+        if fuses(self.gate_up_proj, x):
+            return self.down_proj(fused(self.gate_up_proj, x, gated=True))
         return super().forward(x)
 
 
@@ -53,8 +54,8 @@ class DeferredNormDecoderLayer(LlamaDecoderLayer):
         if not self.folded or not isinstance(attention, FusedLlamaAttention):
             return super().forward(x, residual, batch)
         eps = self.input_layernorm.eps
-        if attention.qkv_proj.fuses(x):
-            attended = attend(attention, attention.qkv_proj.fused(x, eps), batch)
+        if fuses(attention.qkv_proj, x):
+            attended = attend(attention, fused(attention.qkv_proj, x, eps), batch)
         else:
             attended = attention.attn(attention.prepare(attention.qkv_proj(x), batch, x, eps), batch)
         return self.after_attention(x, attended), None
@@ -73,13 +74,13 @@ class DeferredNormDecoderLayer(LlamaDecoderLayer):
     def after_attention(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """What attention found [N, Hq, D] and the MLP's answer, both added to the stream [N, H], which is written over."""
         attention, mlp = self.self_attn, self.mlp
-        x = attention.o_proj.fused(attended.flatten(1), residual=x)
+        x = fused(attention.o_proj, attended.flatten(1), residual=x)
         eps = self.post_attention_layernorm.eps
-        if mlp.gate_up_proj.fuses(x):
-            hidden = mlp.gate_up_proj.fused(x, eps, gated=True)
+        if fuses(mlp.gate_up_proj, x):
+            hidden = fused(mlp.gate_up_proj, x, eps, gated=True)
         else:
             hidden = silu_and_mul(mlp.gate_up_proj(x), x, eps)
-        return mlp.down_proj.fused(hidden, residual=x)
+        return fused(mlp.down_proj, hidden, residual=x)
 
     def weights_loaded(self) -> None:
         """(x * g) W^T is x (W * g)^T: the norms' weights go into the projections' columns, and become ones.
@@ -91,11 +92,11 @@ class DeferredNormDecoderLayer(LlamaDecoderLayer):
             (self.post_attention_layernorm, self.mlp.gate_up_proj),
         )
         back = (self.self_attn.o_proj, self.mlp.down_proj)
-        self.folded = all(linear.linear_method.can_fold(linear) for _, linear in pairs) and all(
+        self.folded = all(fusable(linear.linear_method).can_fold(linear) for _, linear in pairs) and all(
             linear.bias is None for linear in back
         )
         for norm, linear in pairs if self.folded else ():
-            linear.linear_method.fold(linear, norm.weight.data)
+            fusable(linear.linear_method).fold(linear, norm.weight.data)
             norm.weight.data.fill_(1)
 
 

@@ -24,9 +24,16 @@ if TYPE_CHECKING:
 class Gemma3RMSNorm(RMSNorm):
     """Multiplies by 1 + what the checkpoint has, which would lose digits in half precision: in float32."""
 
+    stored: Tensor  # [size], what the checkpoint has
+
     def __init__(self, size: int, eps: float = 1e-6) -> None:
         super().__init__(size, eps)
         self.weight = nn.Parameter(torch.empty(size, dtype=torch.float32))
+
+    def weight_loaded(self, factor: float = 1.0) -> None:
+        """Turn what was loaded into the factors of a token: (1 + weight) * factor."""
+        self.stored = self.weight.detach().clone()
+        self.weight.data.add_(1).mul_(factor)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """As `RMSNorm`; rounded to the dtype of `x` once, at the end."""
@@ -93,4 +100,4 @@ class Gemma3ForCausalLM(Qwen3ForCausalLM):
         super().weights_loaded()
         for name, module in self.named_modules():
             if isinstance(module, Gemma3RMSNorm):
-                module.weight.data.add_(1).mul_(self.query_scale if name.endswith("q_norm") else 1)
+                module.weight_loaded(self.query_scale if name.endswith("q_norm") else 1.0)

@@ -236,6 +236,16 @@ class LlamaForCausalLM(nn.Module):
             name = name.replace(theirs, ours)
         return name
 
+    def stored_name(self, name: str) -> str:
+        """What the checkpoint calls a tensor of ours: the inverse of `own_name`."""
+        for theirs, ours in self.renamed.items():
+            name = name.replace(ours, theirs)
+        return name
+
+    def stored_weight(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """A loaded tensor of ours, by our name, as the checkpoint has it: itself, or a copy where it is kept in another form."""
+        return weight
+
     def weights_loaded(self) -> None:
         """Call this when the weights have changed: some linear methods and layers keep them in another form."""
         for module in self.modules():

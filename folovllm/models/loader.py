@@ -4,53 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from tqdm import tqdm
 
-from folovllm.distributed.group import Group
-from folovllm.distributed.sharding import keep_experts_whole, local_config, shard_merged, shard_named
-from folovllm.electives import EXTRA_TENSORS, is_installed, named
-from folovllm.files import UnreadableFile, in_one_line, reading
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import FLOATS, PLAIN, LinearBase, LinearMethod, Plain
-from folovllm.layers.sharded import sharded
-from folovllm.model_config import head_dim_of
-from folovllm.models.json_files import read_json
+from folovllm.models.files import read_json, reading
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.models.registry import PLAIN_LAYERS, build_model, get_model_class
+from folovllm.models.registry import PLAIN_LAYERS, build_model
 from folovllm.setup import EngineSetup
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 IN_FLOATS = (".weight", "proj.bias", "weight_scale", "weight_scale_inv")  # unless the linear method says otherwise
-PIECE = 32 << 20  # bytes that are pinned at a time
-IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a constant that old Llama checkpoints carry
 
 LinearMethods = dict[str, LinearMethod]  # by the name of a module
-Taker = Callable[
-    [LlamaForCausalLM, str, torch.Tensor], None
-]  # gives a tensor of this name to its layer; may raise ValueError
 Tensors = Iterable[tuple[str, torch.Tensor]]  # by the names of a checkpoint
-Shard = Callable[
-    [str, Any], torch.Tensor
-]  # a tensor's name, and the tensor (or a `StoredTensor`) -> the part to keep, in the model's order
-
-
-class StoredTensor:
-    """A tensor that is still in its file. Indexing reads what is indexed, and nothing else."""
-
-    def __init__(self, stored: Any) -> None:
-        self._stored = stored
-        self.shape = torch.Size(stored.get_shape())
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        """As a tensor's, with slices."""
-        return cast(torch.Tensor, self._stored[index])
+# A tensor's name, and the tensor as it is stored -> the part to keep, in the model's order.
+Shard = Callable[[str, Any], torch.Tensor]
 
 
 def load_native_model(
@@ -63,42 +39,14 @@ def load_native_model(
 
     A model that exists (`into`) gets the `weights` of another checkpoint.
     """
-    model = into or build_model(setup.hf_config, setup.dtype, setup.device, setup.max_model_len, layers)
+    with reading(f"the model in {setup.path}"):
+        model = into or build_model(setup.hf_config, setup.dtype, setup.device, setup.max_model_len, layers)
     if setup.config.random_weights and weights is None:
-        init_random_weights(model, setup.config.seed)
+        from folovllm.models.random_weights import init_random_weights
+
+        init_random_weights(model, setup.config.seed, checkpoint_places(model))
     else:
         load_model(model, setup.path if weights is None else weights, use_tqdm=setup.config.use_tqdm and into is None)
-    return model
-
-
-def load_sharded_model(
-    setup: EngineSetup,
-    group: Group,
-    layers: LayerSet = PLAIN_LAYERS,
-    into: LlamaForCausalLM | None = None,
-    weights: Path | Tensors | None = None,
-) -> LlamaForCausalLM:
-    """As `load_native_model`, the rank's part of the model. Only this part of the checkpoint is read.
-
-    `setup` and `layers` are those of the whole model. Random weights are sharded too: they do not depend on the number of ranks.
-    """
-    expert_parallel = setup.config.enable_expert_parallel
-    config = local_config(setup.hf_config, group.size, expert_parallel)
-    shard = partial(shard_named, head_dim=head_dim_of(setup.hf_config), rank=group.rank, size=group.size)
-    shard = partial(shard_merged, hf_config=setup.hf_config, shard=shard)
-    shard = partial(
-        get_model_class(setup.hf_config).shard, setup.hf_config, rank=group.rank, size=group.size, usual=shard
-    )
-    if expert_parallel:
-        shard = partial(keep_experts_whole, shard=shard)
-    part = sharded(layers, group, setup.vocab_size)
-    model = into or build_model(config, setup.dtype, setup.device, setup.max_model_len, part)
-    if setup.config.random_weights and weights is None:
-        whole = build_model(setup.hf_config, setup.dtype, "meta", setup.max_model_len, replace(layers, counters=None))
-        init_random_weights(model, setup.config.seed, whole, shard)
-    else:
-        show = setup.config.use_tqdm and group.rank == 0 and into is None
-        load_model(model, setup.path if weights is None else weights, use_tqdm=show, shard=shard)
     return model
 
 
@@ -118,13 +66,17 @@ def load_model(
     """
     places = checkpoint_places(model)
     linear_methods = {name.rpartition(".")[0]: place.linear_method for name, place in places.items()}  # of each module
-    shard = shard or model.reorder
-    part = None if shard is None else partial(part_of, places, shard)
-    source = f"the checkpoint in {path}" if isinstance(path, Path) else "the given set of weights"
+    part = None
+    if (shard := shard or model.reorder) is not None:
+        from folovllm.models.extra_tensors import part_of
+
+        part = partial(part_of, places, linear_methods, shard)
     if isinstance(path, Path):
-        tensors = read_tensors(checkpoint_files(path), linear_methods, part, model.own_name)
+        source, tensors = f"the checkpoint in {path}", read_tensors(path, linear_methods, part, model.own_name)
     else:
-        tensors = given_tensors(path, part, model.own_name)
+        from folovllm.models.given_tensors import given_tensors
+
+        source, tensors = "the given set of weights", given_tensors(path, linear_methods, part, model.own_name)
     embedding = model.model.embed_tokens.weight
     tied, copied_head = model.lm_head.weight is embedding, None
     with tqdm(total=len(places), desc="Loading weights", unit="tensor", disable=not use_tqdm) as progress:
@@ -132,15 +84,15 @@ def load_model(
             with reading(source, name):
                 if tied and name == "lm_head.weight":
                     copied_head = tensor
-                elif is_ignored(name, linear_methods):
-                    linear_methods.get(name.rpartition(".")[0], PLAIN).check_ignored(name, tensor)
-                elif name not in places and (taker := taker_of(name)) is not None:
-                    taker(model, name, tensor)
-                elif not is_empty_bias(name, tensor, places, linear_methods):
-                    copy_weight(name, arranged(name, tensor, places), places)
+                elif name in places:
+                    copy_weight(name, tensor, places)
                     progress.update()
+                else:
+                    from folovllm.models.extra_tensors import take_extra
+
+                    take_extra(model, name, tensor, linear_methods)
     if places:
-        raise ValueError(f"{source} lacks {some_of(places)}")
+        raise ValueError(f"{source} lacks {some_of(map(model.stored_name, places))}")
     if copied_head is not None and not _same(copied_head, embedding):
         raise ValueError(
             f"{source} holds a 'lm_head.weight' of its own: set tie_word_embeddings to false in its config"
@@ -188,33 +140,21 @@ def checkpoint_places(model: LlamaForCausalLM) -> dict[str, Place]:
     return places
 
 
-def part_of(places: dict[str, Place], shard: Shard, name: str, tensor: Any) -> torch.Tensor:
-    """Return the part of a checkpoint's tensor that `shard` keeps; its linear method knows how the tensor is laid out."""
-    if name not in places and taker_of(name) is not None:
-        return tensor[:] if tensor.shape else tensor[...]
-    linear_method = places[name].linear_method if name in places else PLAIN
-    return linear_method.shard(name.rpartition(".")[2], tensor, partial(shard, name))
-
-
 def copy_weight(name: str, tensor: torch.Tensor, places: dict[str, Place]) -> None:
     """Copy one tensor of the checkpoint to its place and cross that off."""
+    place = places.get(name)
+    if place is not None and not isinstance(place.linear_method, Plain):
+        from folovllm.models.extra_tensors import arranged
+
+        tensor = arranged(name, tensor, place.linear_method, place.view)
     place = take_place(name, tensor.shape, places)
-    copy_in_pieces(place.view, tensor)
+    if place.view.is_cuda and not tensor.is_cuda and tensor.dim():
+        from folovllm.models.pinned import copy_in_pieces
+
+        copy_in_pieces(place.view, tensor)
+    else:
+        place.view.copy_(tensor)
     require_finite(name, place.view)
-
-
-def copy_in_pieces(view: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy a tensor; from the host to a GPU piece by piece through pinned memory.
-
-    While the GPU fetches a piece, all of the host's threads read the next one from its file. Copied whole, one thread of the
-    driver would do both.
-    """
-    if not view.is_cuda or tensor.is_cuda or not tensor.dim():
-        view.copy_(tensor)
-        return
-    rows = max(1, PIECE * len(tensor) // max(1, tensor.nbytes))
-    for part, piece in zip(view.split(rows), tensor.split(rows), strict=True):
-        part.copy_(piece.to(part.dtype).pin_memory(), non_blocking=True)
 
 
 def take_place(name: str, shape: torch.Size, places: dict[str, Place]) -> Place:
@@ -225,36 +165,6 @@ def take_place(name: str, shape: torch.Size, places: dict[str, Place]) -> Place:
     if place.view.shape != shape:
         raise ValueError(f"{name!r} has shape {list(shape)}, the model expects {list(place.view.shape)}")
     return place
-
-
-def arranged(name: str, tensor: torch.Tensor, places: dict[str, Place]) -> torch.Tensor:
-    """Return a tensor of the checkpoint as its place takes it; its linear method knows how.
-
-    Codes are put in order where the model is: 30 billion of 4 bits would keep a CPU busy for most of a minute.
-    """
-    place = places.get(name)
-    if place is None or isinstance(place.linear_method, Plain):
-        return tensor
-    return place.linear_method.arrange(name.rpartition(".")[2], tensor.to(place.view.device), place.view.shape)
-
-
-def taker_of(name: str) -> Taker | None:
-    """Return what takes a tensor for which the model has no place, such as a scale of an FP8 cache; None if nobody knows it."""
-    takers = (named(place)(name) for place in EXTRA_TENSORS if is_installed(place))
-    return next((taker for taker in takers if taker is not None), None)
-
-
-def is_ignored(name: str, linear_methods: LinearMethods) -> bool:
-    """Whether a checkpoint may hold a tensor that no model here needs."""
-    module, _, kind = name.rpartition(".")
-    return name.endswith(IGNORED_SUFFIX) or (module in linear_methods and kind in linear_methods[module].ignores)
-
-
-def is_empty_bias(name: str, tensor: torch.Tensor, places: dict[str, Place], linear_methods: LinearMethods) -> bool:
-    """Whether it is a bias of zeros for a quantized layer that has none, as writers of GPTQ checkpoints leave them."""
-    module, _, kind = name.rpartition(".")
-    quantized = module in linear_methods and not isinstance(linear_methods[module], Plain)
-    return kind == "bias" and quantized and name not in places and not tensor.any()
 
 
 def require_finite(name: str, weight: torch.Tensor) -> None:
@@ -305,35 +215,27 @@ def checkpoint_files(path: Path) -> list[Path]:
 def indexed_names(index: Path) -> set[str]:
     """The files that an index names, each of them beside it: a downloaded folder must not open what lies elsewhere."""
     with reading(index):
-        names = list((read_json(index).get("weight_map") or {}).values())
-        for name in names:
-            if not isinstance(name, str) or Path(name).name != name or name == "..":
-                raise ValueError(f"it names {name!r}, which must be the name of a file in the same folder")
-        if not names:
-            raise ValueError("its weight_map names no file")
-    return set(names)
+        names = set(read_json(index)["weight_map"].values())
+        if outside := [name for name in names if Path(name).name != name or name == ".."]:
+            raise ValueError(f"it names {outside[0]!r}, which must be the name of a file in the same folder")
+    return names
 
 
 @contextmanager
 def opened(file: Path) -> Iterator[Any]:
     """A safetensors file, memory-mapped. Raises ValueError, with its name, for whatever goes wrong while it is read."""
-    with reading(file):
-        try:
-            with safe_open(file, framework="pt") as handle:
-                yield handle
-        except SafetensorError as error:
-            said = in_one_line(error)
-            raise UnreadableFile(f"{file} is damaged or incomplete ({said}): download it again") from error
+    with reading(file), safe_open(file, framework="pt") as handle:
+        yield handle
 
 
 def read_tensors(
-    files: list[Path], linear_methods: LinearMethods, shard: Shard | None, own_name: Callable[[str], str | None]
+    path: Path, linear_methods: LinearMethods, shard: Shard | None, own_name: Callable[[str], str | None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor, one after the other, each a view of the memory-mapped file until it is copied.
 
     `own_name` says what the model calls a tensor; where that is None it is not read.
     """
-    for file in files:
+    for file in checkpoint_files(path):
         with opened(file) as handle:
             for stored_name in handle.keys():  # noqa: SIM118  # a handle is no dict
                 if (name := own_name(stored_name)) is None:
@@ -341,41 +243,8 @@ def read_tensors(
                 with reading(file, stored_name):
                     stored = handle.get_slice(stored_name)
                     require_stored(name, stored.get_dtype(), linear_methods)
-                    if shard is None or is_ignored(name, linear_methods):
-                        tensor = handle.get_tensor(stored_name)
-                    else:
-                        tensor = shard(name, StoredTensor(stored))
+                    tensor = handle.get_tensor(stored_name) if shard is None else shard(name, stored)
                 yield name, tensor
-
-
-def given_tensors(
-    tensors: Tensors, shard: Shard | None, own_name: Callable[[str], str | None]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """As `read_tensors`, of tensors in memory."""
-    for given_name, tensor in tensors:
-        if (name := own_name(given_name)) is not None:
-            yield name, tensor if shard is None else shard(name, tensor)
-
-
-def init_random_weights(
-    model: LlamaForCausalLM, seed: int, whole: LlamaForCausalLM | None = None, shard: Shard | None = None
-) -> None:
-    """Fill the model with random weights on its own device, to time a geometry: N(0, 0.02), and ones in the norms.
-
-    Where `model` is a part, `whole` (of which only shapes matter) is what is made up, and `shard` cuts each tensor.
-    """
-    places, shard = checkpoint_places(model), shard or model.reorder
-    generator = torch.Generator(model.lm_head.weight.device).manual_seed(seed)
-    some = model.lm_head.weight
-    for name, full in checkpoint_places(model if whole is None else whole).items():
-        tensor = torch.empty(full.view.shape, dtype=full.view.dtype, device=some.device)
-        if name.endswith("norm.weight"):
-            tensor.fill_(1.0)
-        else:
-            full.linear_method.fill(name.rpartition(".")[2], tensor, generator)
-        if name in places:  # else another rank's
-            places[name].view.copy_(tensor if shard is None else part_of(places, shard, name, tensor))
-    model.weights_loaded()
 
 
 def _same(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from folovllm.config import EngineConfig
-from folovllm.electives import EXPERTS, MODELS, QUANTIZATION, require
 from folovllm.layers.layer_set import LayerSet, LinearMethodOf
 from folovllm.model_config import UnsupportedModel, hidden_act_of, num_experts_of
+from folovllm.plugins import EXPERTS, MODELS, QUANTIZATION, require
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -71,7 +72,7 @@ def quantization_of(hf_config: PretrainedConfig, config: EngineConfig | None = N
         ValueError: one of them does, and the package is not installed.
     """
     said = getattr(hf_config, "quantization_config", None) is not None
-    if said or (config is not None and (config.quantization is not None or config.quantize_activations)):
+    if said or (config is not None and not {"quantization", "quantize_activations"}.isdisjoint(config.extras)):
         found: Quantization = require(QUANTIZATION, "a quantized model (`quantization_config`)")()
         return found
     return Quantization()
@@ -89,11 +90,15 @@ def get_model_class(hf_config: PretrainedConfig) -> type[LlamaForCausalLM]:
     names: list[str] = getattr(hf_config, "architectures", None) or []
     known = ARCHITECTURES | MODELS
     name = next((name for name in names if name in known), None)
+    found: type[LlamaForCausalLM]
     if name is None:
         raise UnsupportedModel(
             f"no model for architecture {', '.join(names) or '(none named)'}: the known ones are {', '.join(sorted(known))}"
         )
-    found: type[LlamaForCausalLM] = require(f"{known[name]}:{name}", f"a model of architecture {name}")
+    if name in ARCHITECTURES:
+        found = getattr(import_module(ARCHITECTURES[name]), name)
+    else:
+        found = require(f"{MODELS[name]}:{name}", f"a model of architecture {name}")
     if found.takes_experts and num_experts_of(hf_config):
         found = require(EXPERTS, f"a model of architecture {name} with experts")(found)
     return found

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import prod
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 
-from folovllm.layers.linear import PLAIN
+from folovllm.layers.fusable import PLAIN, fusable
 from folovllm.layers.state_layer import StateLayer
 from folovllm.model_config import expert_size_of, head_dim_of, num_experts_of, num_kv_heads_of, num_linear_of
 from folovllm.models.registry import build_model, quantization_of
-from folovllm.require import is_whole
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,7 +54,7 @@ def linear_bytes(
     linear_method_of = quantization.linear_methods_of(hf_config, {}, renamed) or (lambda name: None)
     for i in range(hf_config.num_hidden_layers):
         for name, (outputs, inputs) in shapes.items():
-            linear_method = linear_method_of(f"model.layers.{i}.{name}") or PLAIN
+            linear_method = fusable(linear_method_of(f"model.layers.{i}.{name}") or PLAIN)
             total += linear_method.num_bytes(outputs, inputs, dtype)
     return total
 
@@ -72,17 +70,3 @@ def token_mixers(config: PretrainedConfig, dtype: torch.dtype) -> list[nn.Module
 def state_layers(config: PretrainedConfig, dtype: torch.dtype) -> list[StateLayer]:
     """The layers that keep a state for each sequence, without weights."""
     return [mixer for mixer in token_mixers(config, dtype) if isinstance(mixer, StateLayer)]
-
-
-def check_num_weights(config: PretrainedConfig, num_bytes: int) -> None:
-    """Raise ValueError, before memory is taken, if so many bytes of files cannot hold the model: a weight has a bit at least."""
-    if not is_whole(getattr(config, "intermediate_size", None)):
-        return  # a family that only transformers knows
-    shapes, experts = linear_shapes(config).values(), expert_shapes(config).values()
-    in_layer = sum(map(prod, shapes)) + num_experts_of(config) * sum(map(prod, experts))
-    weights = config.vocab_size * config.hidden_size + config.num_hidden_layers * in_layer
-    if weights > 8 * num_bytes:
-        raise ValueError(
-            f"the configuration describes a model of {weights:,} weights, which {num_bytes:,} bytes of files cannot hold: "
-            "they are damaged or incomplete, or of another model"
-        )

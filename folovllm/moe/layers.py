@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from folovllm.layers.activation import SiluAndMul
+from folovllm.layers.fusable import FusablePlain
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.linear import LinearBase, MergedColumnParallelLinear, Plain, RankSum, RowParallelLinear
+from folovllm.layers.linear import LinearBase, MergedColumnParallelLinear, RankSum, RowParallelLinear
 from folovllm.model_config import UnsupportedModel, expert_size_of, num_experts_of
 from folovllm.moe.expert_load import ExpertLoad
 
@@ -71,7 +72,7 @@ def combine(answers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return torch.einsum("tkh,tk->th", answers.float(), weights.float()).to(answers.dtype)
 
 
-class Given(Plain):
+class Given(FusablePlain):
     """Keeps the weight in a tensor that is there already: one expert's part of the stack of all of them."""
 
     def __init__(self, weight: torch.Tensor) -> None:

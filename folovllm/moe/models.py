@@ -32,12 +32,25 @@ def choose_moe(config: PretrainedConfig, layers: LayerSet) -> MoE:
     return layers.make(MoE, config, layers)
 
 
+def check_experts(config: PretrainedConfig) -> None:
+    """Raise ValueError, which names the field, if a token cannot be routed to as many experts as the configuration says."""
+    count, asked = num_experts_of(config), getattr(config, "num_experts_per_tok", None)
+    field = "num_experts" if getattr(config, "num_experts", None) is not None else "num_local_experts"
+    if count < 1:
+        raise ValueError(f"{field} is {count} in the model's configuration, and must be at least 1")
+    if not isinstance(asked, int) or not 1 <= asked <= count:
+        raise ValueError(
+            f"num_experts_per_tok is {asked!r} in the model's configuration, and must be between 1 and {field}, {count}"
+        )
+
+
 class MoeForCausalLM(LlamaForCausalLM):
     """`LlamaForCausalLM`, and in the place of each MLP a mixture of experts."""
 
     def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
         if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
             raise UnsupportedModel("layers with experts among layers without are not supported: all must have them")
+        check_experts(config)
         # All layers record in this one.
         load = ExpertLoad() if layers.counters is None else CountedLoad(config, layers.counters)
         if layers.kernels:

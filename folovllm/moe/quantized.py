@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +13,38 @@ from torch import nn
 from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.linear import LinearBase, LinearMethod
 from folovllm.moe.layers import ask_one_by_one
+
+
+class StackedLinearMethod(Protocol):
+    """What experts ask of the linear method of their stacks, beside what any layer does."""
+
+    def check_stack(self, layer: LinearBase) -> None:
+        """Raise ValueError unless the parts of `layer` can be used one by one. The message completes a sentence."""
+
+    def dequantized(self, layer: LinearBase, dtype: torch.dtype, parts: slice = ...) -> torch.Tensor:
+        """W [outputs, inputs] of some of the `output_sizes` in `dtype`, a copy. Works after `check_stack`."""
+
+    def grouped_product(
+        self,
+        layer: LinearBase,
+        x: torch.Tensor,
+        num_experts: int,
+        order: torch.Tensor,
+        starts: torch.Tensor,
+        gated: bool = False,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Multiply each token by the matrices of its experts, which are the parts of `layer`. Works after `check_stack`.
+
+        Args:
+            x: [T, inputs], or [pairs, inputs] where each (token, expert) pair has a row of its own.
+            order, starts: the pairs sorted by expert, and where each expert's begin (`moe.layers.sort_by_expert`).
+            gated: an expert is two parts, gate and up; the result is silu(gate) * up.
+            out: [pairs, outputs] to write to. Rows of pairs whose expert is elsewhere stay as they are.
+
+        Returns:
+            [pairs, outputs], in the order of pairs, not of experts.
+        """
 
 
 class ExpertStack(LinearBase):
@@ -25,9 +58,14 @@ class ExpertStack(LinearBase):
     def __init__(self, input_size: int, output_sizes: list[int], linear_method: LinearMethod) -> None:
         super().__init__(input_size, output_sizes, linear_method=linear_method)
         try:
-            linear_method.check_stack(self)
+            self.stacked.check_stack(self)
         except ValueError as error:
             raise ValueError(f"experts with such weights are not supported: {error}") from error
+
+    @property
+    def stacked(self) -> StackedLinearMethod:
+        """The linear method, as experts see it."""
+        return cast(StackedLinearMethod, self.linear_method)
 
 
 class QuantizedExperts(nn.Module):
@@ -49,8 +87,8 @@ class QuantizedExperts(nn.Module):
 
     def ask(self, e: int, x: torch.Tensor) -> torch.Tensor:
         """Expert `e`, counted from this rank's first: [n, H] -> [n, H]."""
-        gate_up = self.gate_ups.linear_method.dequantized(self.gate_ups, x.dtype, slice(2 * e, 2 * e + 2))
-        down = self.downs.linear_method.dequantized(self.downs, x.dtype, slice(e, e + 1))
+        gate_up = self.gate_ups.stacked.dequantized(self.gate_ups, x.dtype, slice(2 * e, 2 * e + 2))
+        down = self.downs.stacked.dequantized(self.downs, x.dtype, slice(e, e + 1))
         return F.linear(self.act_fn(F.linear(x, gate_up)), down)
 
 
@@ -59,11 +97,9 @@ class GroupedQuantizedExperts(QuantizedExperts):
 
     def forward(self, x: torch.Tensor, order: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
         gate_ups, downs = self.gate_ups, self.downs
-        hidden = gate_ups.linear_method.grouped_product(
-            gate_ups, x.contiguous(), self.num_held, order, starts, gated=True
-        )
+        hidden = gate_ups.stacked.grouped_product(gate_ups, x.contiguous(), self.num_held, order, starts, gated=True)
         answers = x.new_zeros(len(order), x.shape[1]) if self.is_part else None
-        return downs.linear_method.grouped_product(downs, hidden, self.num_held, order, starts, out=answers)
+        return downs.stacked.grouped_product(downs, hidden, self.num_held, order, starts, out=answers)
 
 
 def expert_linear_methods(

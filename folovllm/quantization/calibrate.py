@@ -32,7 +32,7 @@ def calibration_seqs(setup: EngineSetup) -> list[ScheduledSequence]:
         first, last = -(-start // setup.block_size), -(-end // setup.block_size)
         steps.append(
             whole._replace(
-                start=start, num_new_tokens=end - start, token_ids=tokens[start:end], new_blocks=whole.new_blocks[first:last],
+                start=start, end=end, token_ids=tokens[start:end], new_blocks=whole.new_blocks[first:last],
                 first_new_block=first, sampling=None if start else whole.sampling,
             )
         )  # fmt: skip

@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from folovllm.config import EngineConfig
-from folovllm.files import reading
+from folovllm.layers.fusable import fusable
 from folovllm.layers.layer_set import LinearMethodOf
 from folovllm.layers.linear import LinearMethod
+from folovllm.models.files import reading
 from folovllm.models.registry import Quantization, renamed_by
 from folovllm.models.shapes import expert_shapes, linear_shapes
 from folovllm.quantization.gguf_codes import read_gguf_types
@@ -264,7 +265,7 @@ def check_ranks(hf_config: PretrainedConfig, part: PretrainedConfig, linear_meth
             linear_method = linear_method_of(f"model.layers.{i}.{name}")
             try:
                 if linear_method is not None:
-                    linear_method.check_part(outputs, inputs)
+                    fusable(linear_method).check_part(outputs, inputs)
             except ValueError as error:
                 instead = "set enable_expert_parallel, or " if "experts" in name else ""
                 raise ValueError(

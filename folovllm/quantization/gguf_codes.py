@@ -9,17 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from folovllm.files import reading
 from folovllm.layers.layer_set import LinearMethodOf
 from folovllm.layers.linear import LinearMethod
+from folovllm.models.files import reading
 from folovllm.quantization import packing
-from folovllm.quantization.gguf_reader import GGUFTensor
 from folovllm.quantization.int4 import Int4
 from folovllm.quantization.scaled import Int8
+
+if TYPE_CHECKING:
+    from gguf.gguf_reader import ReaderTensor
 
 Tensors = dict[str, torch.Tensor]
 
@@ -102,7 +104,7 @@ def read_gguf_types(said: Mapping[str, Any]) -> LinearMethodOf:
 
 
 def coded_weights(
-    file: Path, tensors: Mapping[str, GGUFTensor], rows: Callable[[str, torch.Tensor], torch.Tensor]
+    file: Path, tensors: Mapping[str, ReaderTensor], rows: Callable[[str, torch.Tensor], torch.Tensor]
 ) -> tuple[Tensors, dict[str, Any]]:
     """Return the quantized projections of a file, and their `quantization_config`.
 
@@ -123,7 +125,7 @@ def coded_weights(
     for name, kind in types.items():
         tensor = tensors[f"{name}.weight"]
         with reading(file, name):
-            blocks = torch.tensor(tensor.data).reshape(tensor.shape[0], -1, block_bytes(tensor))
+            blocks = torch.tensor(tensor.data).reshape(len(tensor.data), -1, block_bytes(tensor))
             for part, content in TYPES[kind].split(blocks).items():
                 weights[f"{name}.{part}"] = rows(f"{name}.weight", content).contiguous()
     return weights, {"quantization_config": {"quant_method": "gguf", "types": types}}
@@ -136,7 +138,7 @@ def alike(name: str, kinds: Mapping[str, str]) -> bool:
     return len({kinds.get(f"{parent}.{part}") for part in beside}) == 1
 
 
-def block_bytes(tensor: GGUFTensor) -> int:
+def block_bytes(tensor: ReaderTensor) -> int:
     """Return the bytes of a block of this tensor's type."""
     from gguf import GGML_QUANT_SIZES
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 
-from folovllm.layers.linear import ALL, FLOATS
+from folovllm.layers.fusable import ALL
+from folovllm.layers.linear import FLOATS
 from folovllm.quantization import packing
 from folovllm.quantization.linear_method import QuantizedLinearMethod, on_gpu, rows_of
 from folovllm.quantization.weight import QuantizedWeight
@@ -53,13 +54,12 @@ class Int4(QuantizedLinearMethod):
         super().create(layer)
         outputs, groups = sum(layer.output_sizes), layer.input_size // self.group_size_of(layer.input_size)
         words = torch.empty(outputs, layer.input_size // packing.PER_WORD, dtype=torch.int32)
-        layer.grouped = Grouped(words, torch.empty(outputs, groups, dtype=torch.float32))
+        kept = Grouped(words, torch.empty(outputs, groups, dtype=torch.float32))
+        layer.grouped = kept  # type: ignore[assignment]  # torch keeps what is no tensor as it is
         if self.with_zeros:
-            layer.grouped.zeros = torch.empty(
-                outputs, groups, dtype=torch.float32 if self.with_minimum else torch.uint8
-            )
+            kept.zeros = torch.empty(outputs, groups, dtype=torch.float32 if self.with_minimum else torch.uint8)
         if self.order_name:
-            layer.grouped.order = torch.empty(len(layer.output_sizes), layer.input_size, dtype=torch.int32)
+            kept.order = torch.empty(len(layer.output_sizes), layer.input_size, dtype=torch.int32)
 
     def group_size_of(self, inputs: int) -> int:
         """Return how many inputs share a scale. Raises ValueError where these do not fill a row, or the kernel's reads."""
@@ -73,7 +73,7 @@ class Int4(QuantizedLinearMethod):
 
     def places(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
         """Return the rows of each part."""
-        kept: Grouped = layer.grouped
+        kept = grouped_of(layer)
         sizes, tensors = layer.output_sizes, zip(self.names, (kept.words, kept.scales, kept.zeros), strict=True)
         places = {name: torch.split(tensor, sizes) for name, tensor in tensors if tensor is not None}
         return places | ({} if self.order_name is None or kept.order is None else {self.order_name: tuple(kept.order)})
@@ -115,7 +115,7 @@ class Int4(QuantizedLinearMethod):
     def loaded(self, layer: LinearBase) -> None:
         """Sort the inputs, if the checkpoint has an order; keep scales and zeros in the shortest dtype that holds them."""
         super().loaded(layer)
-        kept: Grouped = layer.grouped
+        kept = grouped_of(layer)
         if self.order_name:
             kept.sort(self.order_name)
         kept.scales = narrowest(kept.scales)
@@ -123,7 +123,7 @@ class Int4(QuantizedLinearMethod):
             kept.zeros = narrowest(kept.zeros)
         elif kept.zeros is not None and (kept.zeros == 8).all():
             kept.zeros = None
-        if not layer.is_stack:  # single experts of a stack are unpacked
+        if not getattr(layer, "is_stack", False):  # single experts of a stack are unpacked
             kept.pack_for_library(layer.dtype)
 
     def check_stack(self, layer: LinearBase) -> None:
@@ -132,15 +132,15 @@ class Int4(QuantizedLinearMethod):
             raise ValueError("each sorts its inputs in an order of its own (desc_act)")
 
     def dequantized(self, layer: LinearBase, dtype: torch.dtype, parts: slice = ALL) -> torch.Tensor:
-        w: torch.Tensor = layer.grouped.rows(rows_of(layer.output_sizes, parts)).dequantized(dtype)
+        w: torch.Tensor = grouped_of(layer).rows(rows_of(layer.output_sizes, parts)).dequantized(dtype)
         return w
 
     def weight_of(self, layer: LinearBase) -> QuantizedWeight:
-        weight: QuantizedWeight = layer.grouped.weight()
+        weight: QuantizedWeight = grouped_of(layer).weight()
         return weight
 
     def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        y: torch.Tensor = layer.grouped.product(self.folded(layer, x), residual)
+        y: torch.Tensor = grouped_of(layer).product(self.folded(layer, x), residual)
         return y if layer.bias is None else y.add_(layer.bias)
 
     def fused(
@@ -156,7 +156,7 @@ class Int4(QuantizedLinearMethod):
 
     def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
         """Return True on a GPU for few tokens, no bias, and inputs that are not sorted."""
-        if layer.bias is not None or layer.grouped.order is not None or not on_gpu(x):
+        if layer.bias is not None or grouped_of(layer).order is not None or not on_gpu(x):
             return False
         from folovllm.quantization.kernels.quant_gemv import FEW
 
@@ -250,6 +250,11 @@ class Grouped:
         """Return the weight as kernels read it."""
         assert self.words is not None
         return QuantizedWeight(self.words, self.scales, 1, self.group_size, self.zeros)
+
+
+def grouped_of(layer: LinearBase) -> Grouped:
+    """Return what `create` gave the layer."""
+    return cast(Grouped, layer.grouped)
 
 
 class LibraryWeight:

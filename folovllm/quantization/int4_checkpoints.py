@@ -13,7 +13,7 @@ from folovllm.quantization.linear_method import StoredView
 
 if TYPE_CHECKING:
     from folovllm.distributed.sharding import Weight
-    from folovllm.layers.linear import Cut
+    from folovllm.layers.fusable import Cut
 
 
 @dataclass(frozen=True)

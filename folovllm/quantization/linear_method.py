@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from folovllm.layers.linear import LinearMethod
+from folovllm.layers.fusable import ALL, FusableLinearMethod
 
 if TYPE_CHECKING:
     from folovllm.distributed.sharding import Weight
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from folovllm.quantization.weight import QuantizedWeight
 
 
-class QuantizedLinearMethod(LinearMethod):
+class QuantizedLinearMethod(FusableLinearMethod):
     """Quantized weights. What is folded into them cannot change the codes, so it is kept: `layer.columns`, factors of `x` [inputs] or None."""
 
     def create(self, layer: LinearBase) -> None:
@@ -37,6 +37,17 @@ class QuantizedLinearMethod(LinearMethod):
     @abstractmethod
     def weight_of(self, layer: LinearBase) -> QuantizedWeight:
         """Return the weight as kernels read it. Works after `check_stack`."""
+
+    def check_stack(self, layer: LinearBase) -> None:
+        """Raise ValueError unless the parts of `layer` can be used one by one, as experts are. This one always raises.
+
+        The message completes a sentence of the caller.
+        """
+        raise ValueError(f"{type(self).__name__} does not unpack a part of a layer")
+
+    def dequantized(self, layer: LinearBase, dtype: torch.dtype, parts: slice = ALL) -> torch.Tensor:
+        """W [outputs, inputs] of some of the `output_sizes` in `dtype`, a copy. Works after `check_stack`."""
+        raise NotImplementedError(f"{type(self).__name__} does not unpack")
 
     def grouped_product(
         self,

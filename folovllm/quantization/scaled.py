@@ -14,14 +14,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from folovllm.kv_format import LARGEST
-from folovllm.layers.linear import ALL, FLOATS
+from folovllm.layers.fusable import ALL
+from folovllm.layers.linear import FLOATS
 from folovllm.quantization.linear_method import QuantizedLinearMethod, StoredView, on_gpu, rows_of
 from folovllm.quantization.weight import QuantizedWeight
 from folovllm.require import is_whole
 
 if TYPE_CHECKING:
     from folovllm.distributed.sharding import Weight
-    from folovllm.layers.linear import Cut, LinearBase
+    from folovllm.layers.fusable import Cut
+    from folovllm.layers.linear import LinearBase
 
 
 FROM_UNSIGNED = -0x7F7F7F80  # 0x80808080: flips the highest bit of four bytes, which subtracts 128 from each

@@ -1,4 +1,4 @@
-"""What the core calls of this package, by name (`folovllm.electives.ROLLOUTS`)."""
+"""What the core calls of this package, by name (`folovllm.plugins.ROLLOUTS`)."""
 
 from folovllm.rollouts.sleep import sleep, wake_up
 from folovllm.rollouts.weights import get_weights, update_weights

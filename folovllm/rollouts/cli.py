@@ -7,13 +7,13 @@ from typing import Annotated, Any
 
 import typer
 
-from folovllm.cli.flags import in_a_folder, pick, with_flags
+from folovllm.cli.flags import pick, with_flags, writable
 from folovllm.rollouts.demo_options import Options
 
 
 def demo(
     save: Annotated[
-        Path | None, typer.Option("--save", help="Write the curve to this JSON file.", callback=in_a_folder)
+        Path | None, typer.Option("--save", help="Write the curve to this JSON file.", callback=writable)
     ] = None,
     **given: Any,
 ) -> None:

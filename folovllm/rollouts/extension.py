@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from folovllm.extensions import Extension
+from folovllm.engine.extension import Extension
 from folovllm.model_config import num_experts_of, num_linear_of, windows_of
 from folovllm.rollouts.attention import InvariantBackend
 from folovllm.rollouts.layers import tiled_layers

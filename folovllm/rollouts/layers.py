@@ -13,13 +13,14 @@ import torch.nn.functional as F
 
 from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.embed_head import ParallelLMHead
+from folovllm.layers.fusable import FusablePlain
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
-from folovllm.layers.linear import LinearBase, Plain
+from folovllm.layers.linear import LinearBase
 from folovllm.rollouts.tiles import Compute, in_tiles
 
 
-class InvariantPlain(Plain):
+class InvariantPlain(FusablePlain):
     """Plain weights; `linear(x, weight, bias)` is a product whose rows do not depend on the batch."""
 
     def __init__(self, linear: Compute) -> None:

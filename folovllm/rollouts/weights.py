@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from safetensors.torch import save_file
 
-from folovllm.faults import RequestFailed
-from folovllm.layers.linear import LinearBase, Plain
-from folovllm.models.files import load_hf_config, resolve_model
+from folovllm.layers.linear import PLAIN, LinearBase, Plain
+from folovllm.models.files import load_hf_config, read_json, resolve_model
 from folovllm.models.gemma3 import Gemma3RMSNorm
-from folovllm.models.json_files import read_json
+from folovllm.models.given_tensors import require_usable
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import SINGLE, Tensors, checkpoint_places, some_of, take_place
 from folovllm.models.registry import build_model, default_dtype, quantization_of
-from folovllm.outputs import RequestOutput
 from folovllm.rollouts.generation import next_generation
 from folovllm.worker.gpu_worker import GPUWorker
 from folovllm.worker.graph_runner import GraphRunner
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
     from folovllm.setup import EngineSetup
 
 QUANTIZED = "quantization_config"
+QUANTIZED_DTYPES = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn)  # of codes
 Worker = GPUWorker[Any, Any]
 Weights = str | Path | Mapping[str, torch.Tensor] | Tensors
 InFlight = Literal["wait", "abort", "keep"]  # vLLM's words
@@ -52,18 +51,18 @@ def update_weights(engine: LLMEngine, weights: Weights, in_flight: InFlight = "w
             comes from the engine's next steps, also after a failure.
 
     Raises:
-        RequestFailed: a request failed while it was waited for. The weights are the old ones; update again.
         ValueError: a checkpoint is quantized otherwise than the model, and nothing has changed; or weights are missing, left
             over, or of another shape. Some may have been copied by then: update again. Of a mapping, what is missing or of another
             shape is found before anything is changed or ended.
     """
+    if not isinstance(weights, str | Path | Iterator):
+        weights = dict(weights)  # all of them are there, so all are checked before one is copied
     with readable(engine, weights) as source:
         if in_flight not in ("wait", "abort", "keep"):
             raise ValueError(f'in_flight must be "wait", "abort" or "keep", not {in_flight!r}')
         require_awake(engine)
         if isinstance(weights, Mapping) and engine.setup.config.tensor_parallel_size == 1:
-            shapes = {name: tensor.shape for name, tensor in weights.items()}
-            engine.executor.collective_rpc(require_fitting, engine.setup, shapes)
+            engine.executor.collective_rpc(require_fitting, engine.setup, weights)
         end_requests(engine, in_flight)
         try:
             engine.executor.collective_rpc(load_weights, source)
@@ -71,18 +70,22 @@ def update_weights(engine: LLMEngine, weights: Weights, in_flight: InFlight = "w
             next_generation(engine)
 
 
-def require_fitting(worker: Worker, setup: EngineSetup, shapes: dict[str, torch.Size]) -> None:
-    """Raise ValueError if, of a rank's weights, these shapes leave one out or do not fit one. Shapes of codes are not compared."""
+def require_fitting(worker: Worker, setup: EngineSetup, weights: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError if these leave out one of the model's weights, do not fit one, or are no numbers of its kind.
+
+    Shapes of quantized weights are not compared.
+    """
     model = inner_runner(worker).model
     if quantized_layers(model):  # repacked, so its places are not those of a checkpoint
         model = build_model(setup.hf_config, setup.dtype, "meta")
     places = checkpoint_places(model)
-    for given_name, shape in shapes.items():
+    for given_name, tensor in weights.items():
         if (name := model.own_name(given_name)) in places:
+            require_usable(given_name, tensor, places[name].linear_method)
             is_plain = isinstance(places[name].linear_method, Plain)
-            take_place(name, shape if is_plain else places[name].view.shape, places)
+            take_place(name, tensor.shape if is_plain else places[name].view.shape, places)
     if places:
-        raise ValueError(f"the given set of weights lacks {some_of(places)}")
+        raise ValueError(f"the given set of weights lacks {some_of(map(model.stored_name, places))}")
 
 
 def require_awake(engine: LLMEngine) -> None:
@@ -95,15 +98,9 @@ def require_awake(engine: LLMEngine) -> None:
 def end_requests(engine: LLMEngine, in_flight: InFlight) -> None:
     """Finish or abort the requests, or keep them. The outputs of each step wait in `engine.undelivered` for who calls `step`."""
     while in_flight != "keep" and engine.request_ids:
-        outputs: list[RequestOutput] = []
-        try:
-            outputs = engine.core.step() if in_flight == "wait" else engine.abort_request(engine.request_ids)
-        except RequestFailed as failed:
-            outputs, failed.outputs = failed.outputs, []
-            raise
-        finally:
-            if outputs:
-                engine.undelivered.append(outputs)
+        outputs = engine.loop.step() if in_flight == "wait" else engine.abort_request(engine.request_ids)
+        if outputs:
+            engine.undelivered.append(outputs)
 
 
 @contextmanager
@@ -126,12 +123,20 @@ def readable(engine: LLMEngine, weights: Weights | None) -> Iterator[Path | Tens
             yield named
             return
         with tempfile.TemporaryDirectory() as folder:
-            save_file({name: tensor.detach().contiguous().cpu() for name, tensor in named}, Path(folder) / SINGLE)
+            save_file(dict(map(on_host, named)), Path(folder) / SINGLE)
             yield Path(folder)
     except Exception:
         for _ in named:
             pass
         raise
+
+
+def on_host(named: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
+    """Return a name and a copy of its tensor that a file can hold. Raises ValueError if it holds no weights."""
+    name, tensor = named
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in QUANTIZED_DTYPES:
+        require_usable(name, tensor, PLAIN)
+    return name, tensor.detach().contiguous().cpu()
 
 
 def require_same_codes(engine: LLMEngine, folder: Path) -> None:
@@ -175,10 +180,11 @@ def create_again(layer: LinearBase, like: torch.Tensor) -> None:
 def get_weights(engine: LLMEngine) -> dict[str, torch.Tensor]:
     """Return the weights by the checkpoint's names. They are the engine's own memory: copy what must outlast an update.
 
-    If a norm was folded into the product behind it, the norm's weights are ones here too.
+    What the engine keeps in another form is a copy: norms that add 1 (Gemma 3, Qwen3.5), projections in another order
+    (Qwen3-Next). If a norm was folded into the product behind it, the norm's weights are ones here too.
 
     Raises:
-        ValueError: the model is in several parts, quantized or not ours, or its norms are not as the checkpoint has them.
+        ValueError: the model is in several parts, quantized or not ours.
     """
     require_awake(engine)
     if engine.setup.config.tensor_parallel_size > 1:
@@ -192,14 +198,16 @@ def own_weights(worker: Worker) -> dict[str, torch.Tensor]:
     model = inner_runner(worker).model
     if quantized_layers(model):
         raise ValueError("get_weights: quantized weights are kept in another form than the checkpoint's: read that")
-    if any(isinstance(module, Gemma3RMSNorm) for module in model.modules()):  # all models that `reorder` are among them
-        raise ValueError("get_weights: this model adds 1 to the norms of its checkpoint: read that")
     return weights_of(model)
 
 
 def weights_of(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
-    """Return a model's parameters, as they are, by the checkpoint's names. They are views, not copies."""
-    return {name: place.view for name, place in checkpoint_places(model).items()}
+    """Return a model's parameters by the checkpoint's names and as the checkpoint has them: views, where it keeps them in this form."""
+    norms = {f"{name}.weight": m.stored for name, m in model.named_modules() if isinstance(m, Gemma3RMSNorm)}
+    return {
+        model.stored_name(name): norms.get(name, model.stored_weight(name, place.view))
+        for name, place in checkpoint_places(model).items()
+    }
 
 
 def quantized_layers(model: LlamaForCausalLM) -> list[LinearBase]:

@@ -8,8 +8,9 @@ import torch
 
 from folovllm.sample.sampler import Sampler, SamplerOutput, SamplingBatch
 from folovllm.sample.sampler_state import SamplerState
-from folovllm.sampling_row import pack_rows
-from folovllm.step.schedule import SamplingSpec, TokenBitmasks
+from folovllm.sample.sampling_row import pack_rows
+from folovllm.step.bitmasks import TokenBitmasks
+from folovllm.step.schedule import SamplingSpec
 
 
 class SamplingRows:

@@ -1,6 +1,6 @@
 """The sampling state on the device: fields, lines and token bitmasks by row. Any row is sampled without the host.
 
-The layout of a row, and what the host writes, are in `folovllm/sampling_row.py`. After that a step needs only its rows and their
+The layout of a row, and what the host writes, are in `folovllm/sample/sampling_row.py`. After that a step needs only its rows and their
 positions:
 
     state = SamplerState(max_num_seqs, vocab_size, device)
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from folovllm.sample.sampler import Sampler, SamplingBatch
-from folovllm.sampling_row import (
+from folovllm.sample.sampling_row import (
     ALLOWED,
     BAD_ENDS_AT,
     BAD_TOKENS_AT,

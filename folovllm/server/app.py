@@ -6,33 +6,34 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
-from starlette.applications import Starlette
+from fastapi import Depends, FastAPI
+from fastapi.responses import HTMLResponse, PlainTextResponse
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
 
 import folovllm
-from folovllm.electives import SLEEP_ROUTES, require
 from folovllm.engine.input_processor import encode_within
-from folovllm.faults import require_fault
 from folovllm.inputs import Prompt
 from folovllm.inspector.web import FILES, PAGE
 from folovllm.models.files import generation_defaults, whole
+from folovllm.plugins import SLEEP_ROUTES, require
 from folovllm.sampling_params import SamplingParams
+from folovllm.server import replies
 from folovllm.server.admission import Admission
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
-from folovllm.server.errors import ApiError, as_api_error
+from folovllm.server.errors import ApiError, EngineDead, Unavailable, as_api_error
 from folovllm.server.guard import HostGuard
 from folovllm.server.http import CLIENT_GONE, error_response, json_response, read_body, require_json
 from folovllm.server.metrics import Metrics
-from folovllm.server.openapi import ENDPOINTS, document
+from folovllm.server.openapi import Chat, ChatChunk, Completion, json_route, schemas
 from folovllm.server.pages import InspectorRoutes, chat_page
 from folovllm.server.protocol import (
     ChatRequest,
@@ -43,69 +44,89 @@ from folovllm.server.protocol import (
     TokenizeRequest,
     parse,
 )
-from folovllm.server.replies import (
-    ChatWriter,
-    CompletionWriter,
-    Detokenized,
-    EchoWriter,
-    ModelCard,
-    ModelList,
-    Tokens,
-    Version,
-    tokenizer_info,
-)
 from folovllm.server.requests import TAGS, chat_params, chat_prompt, completion_params, prompts_of, reading_of
 from folovllm.server.response_handler import ResponseHandler
 from folovllm.server.sse import unless_gone
 
-Handler = Callable[[Request], Awaitable[Response]]
+Handler = Callable[..., Awaitable[Response]]
 R = TypeVar("R", bound=msgspec.Struct)
 FIELDS = (*CompletionRequest.__struct_fields__, *ChatRequest.__struct_fields__)
 BODY_SECONDS = 60.0  # that a request may take to arrive
 MOST_IDS = 1 << 20  # that are made a text by one request, while other texts wait
 
 
-def build_app(engine: AsyncEngine, config: ServerConfig) -> Starlette:
+def build_app(engine: AsyncEngine, config: ServerConfig) -> FastAPI:
     """The application around an engine that was started."""
     api = Api(engine, config)
-    routes = [
-        Route(
-            each.path.replace("{name}", "{name:path}"),
-            api.guarded(getattr(api, each.handler), needs_key=not each.is_open),
-            methods=["POST" if each.takes else "GET"],
-        )
-        for each in ENDPOINTS
-    ]
+    # Where a key is needed any name will do: a page from elsewhere does not have the key.
+    names = ["*"] if config.api_key else [config.host, *config.allowed_host, *config.inspector_host]
+    middleware = [Middleware(HostGuard, names=names, flag="--allowed-host", origins=config.cors_origin)]
+    if config.cors_origin:
+        methods = ["GET", "POST"]
+        middleware += [
+            Middleware(CORSMiddleware, allow_origins=config.cors_origin, allow_methods=methods, allow_headers=["*"])
+        ]
+    app = FastAPI(
+        title="FoloVLLM",
+        version=folovllm.__version__,
+        description="OpenAI's API, and a little more.",
+        docs_url=None,  # these two pages would fetch their scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+        middleware=middleware,
+        exception_handlers=dict.fromkeys((HTTPException, ClientDisconnect, *REFUSALS, Exception), on_error),
+    )
+    key = [Depends(api.check_key)] if config.api_key else []
+
+    def add(path: str, handler: Handler, needs_key: bool = True, **options: Any) -> None:
+        methods = options.pop("methods", ["POST" if "openapi_extra" in options else "GET"])
+        options |= {"dependencies": key if needs_key else [], "response_model": None}
+        app.add_api_route(path, handler, methods=methods, **options)
+        if methods == ["GET"]:
+            app.add_api_route(path, handler, methods=["HEAD"], **options | {"include_in_schema": False})
+
+    add("/", api.page, needs_key=False, response_class=HTMLResponse)
+    add("/health", api.health, needs_key=False, response_class=Response)
+    add("/version", api.version, needs_key=False, **json_route(replies.Version))
+    add("/metrics", api.metrics, needs_key=False, response_class=PlainTextResponse)
+    add("/v1/models", api.models, **json_route(replies.ModelList))
+    add("/v1/models/{name:path}", api.model, **json_route(replies.ModelCard))
+    add("/v1/completions", api.completions, **json_route(Completion, CompletionRequest, streams=Completion))
+    add("/v1/chat/completions", api.chat, **json_route(Chat, ChatRequest, streams=ChatChunk))
+    add("/tokenize", api.tokenize, **json_route(replies.Tokens, TokenizeRequest))
+    add("/detokenize", api.detokenize, **json_route(replies.Detokenized, DetokenizeRequest))
+    add("/tokenizer_info", api.tokenizer_info, **json_route(replies.TokenizerInfo))
     if config.inspector:
         inspector = InspectorRoutes(engine, bool(config.api_key))
-        routes += [  # the page and its files say nothing of the engine: a browser asks for them without a key
-            Route(PAGE, api.guarded(inspector.page)),
-            Route(FILES, api.guarded(inspector.file)),
-            Route(f"{PAGE}/events", api.guarded(inspector.events, needs_key=True)),
-        ]
+        # The page and its files say nothing of the engine: a browser asks for them without a key.
+        add(PAGE, inspector.page, needs_key=False, include_in_schema=False)
+        add(FILES, inspector.file, needs_key=False, include_in_schema=False)
+        add(f"{PAGE}/events", inspector.events, include_in_schema=False)
     if config.enable_sleep_mode:
-        routes += [
-            Route(each.path, api.guarded(api.calling(each.place), needs_key=True), methods=[each.method])
-            for each in require(SLEEP_ROUTES, "enable_sleep_mode")
-        ]
-    cors = Middleware(
-        CORSMiddleware, allow_origins=config.cors_origin, allow_methods=["GET", "POST"], allow_headers=["*"]
-    )
-    return Starlette(
-        routes=routes,
-        middleware=[guard(config), *([cors] if config.cors_origin else [])],
-        exception_handlers={HTTPException: api.no_such_address},
-    )
+        for route in require(SLEEP_ROUTES, "enable_sleep_mode"):
+            add(route.path, api.calling(route.place), methods=[route.method], include_in_schema=False)
+    app.openapi().setdefault("components", {})["schemas"] = schemas()
+    return app
 
 
-def guard(config: ServerConfig) -> Middleware:
-    """The check of who asks. Where a key is needed any name will do: a page from elsewhere does not have the key."""
-    names = ["*"] if config.api_key else [config.host, *config.allowed_host, *config.inspector_host]
-    return Middleware(HostGuard, names=names, flag="--allowed-host", origins=config.cors_origin)
+REFUSALS = (ApiError, ValueError, EngineDead, Unavailable)  # another exception is a bug, and in the log
+
+
+async def on_error(request: Request, error: Exception) -> Response:
+    """The response to an error: FastAPI's own (an unknown address, another method), a refusal, or a bug."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_GONE)
+    if isinstance(error, HTTPException):
+        here = [route.path for route in request.app.routes if route.path.startswith("/v1/") and "{" not in route.path]
+        not_found = f"not found; this server has {', '.join(dict.fromkeys(here))}"
+        wrong = "this address takes another method" if error.status_code == 405 else not_found
+        message = f"{request.method} {request.url.path}: {wrong}"
+        error = ApiError(error.status_code, message, headers=dict(error.headers or {}))
+    return error_response(as_api_error(error, FIELDS))
 
 
 class Api:
-    """The handlers of `ENDPOINTS`, which says what each does. Errors are raised; `guarded` makes responses of them."""
+    """The handlers. FastAPI's document shows their docstrings. Errors are raised; `on_error` makes responses of them."""
 
     def __init__(self, engine: AsyncEngine, config: ServerConfig) -> None:
         self._engine, self._config = engine, config
@@ -116,89 +137,71 @@ class Api:
         self._created = int(time.time())
         self._tags_are_special = not set(engine.tokenizer.all_special_tokens).isdisjoint(TAGS)
 
-    def guarded(self, handler: Handler, needs_key: bool = False) -> Handler:
-        """Wrap a handler: it checks the key first, if one is needed, and answers every error."""
-
-        async def guard(request: Request) -> Response:
-            try:
-                if needs_key:
-                    self._check_key(request)
-                return await handler(request)
-            except ClientDisconnect:
-                return Response(status_code=CLIENT_GONE)
-            except BaseException as error:
-                require_fault(error)
-                return error_response(as_api_error(error, FIELDS))
-
-        return guard
-
-    def _check_key(self, request: Request) -> None:
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    async def check_key(
+        self, credentials: Annotated[HTTPAuthorizationCredentials | None, Depends(HTTPBearer(auto_error=False))]
+    ) -> None:
+        """Raise ApiError (401) unless the request brings a key that is known."""
+        given = "" if credentials is None else credentials.credentials
         # With all keys, so that the time tells nothing.
         known = [secrets.compare_digest(given.encode(), key) for key in self._keys]
-        if self._keys and not (scheme.lower() == "bearer" and any(known)):
+        if not any(known):
             message = "this server wants a key that it knows: send Authorization: Bearer YOUR_KEY"
             raise ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
-    async def no_such_address(self, request: Request, error: Exception) -> Response:
-        """Starlette's own refusals: an unknown address, a method that it does not have."""
-        assert isinstance(error, HTTPException)
-        here = [route.path for route in request.app.routes if route.path.startswith("/v1/") and "{" not in route.path]
-        wrong = (
-            "this address takes another method"
-            if error.status_code == 405
-            else f"not found; this server has {', '.join(here)}"
-        )
-        message = f"{request.method} {request.url.path}: {wrong}"
-        return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
-
-    async def page(self, request: Request) -> Response:
+    async def page(self) -> Response:
+        """A page to chat in a browser."""
         return chat_page(self._config.inspector)
 
-    async def health(self, request: Request) -> Response:
-        self._engine.require_open()
-        return Response(status_code=200)
+    async def health(self) -> Response:
+        """Whether there is an engine that takes requests, or sleeps: 200, or 503."""
+        try:
+            self._engine.require_running()
+        except EngineDead as error:
+            raise ApiError(503, str(error), code="engine_dead") from error
+        return Response()
 
-    async def version(self, request: Request) -> Response:
-        return json_response(Version(folovllm.__version__))
+    async def version(self) -> Response:
+        """The version of this server."""
+        return json_response(replies.Version(folovllm.__version__))
 
-    async def openapi(self, request: Request) -> Response:
-        return Response(document(needs_key=bool(self._keys)), media_type="application/json")
-
-    async def metrics(self, request: Request) -> Response:
-        engine = self._engine
-        await engine.ask_experts()
-        speculates = engine.config.speculative_config is not None
-        page = Metrics(self._names[0], engine.stats, engine.counters, engine.expert_load, speculates)
+    async def metrics(self) -> Response:
+        """Figures for Prometheus."""
+        engine, load = self._engine, list[list[int]]()
+        if engine.config.extras.get("count_experts") and engine.is_open:
+            load = await engine.call("expert_load")
+        speculates = "speculative_config" in engine.config.extras
+        page = Metrics(self._names[0], engine.stats, engine.counters, load, speculates)
         return Response(page.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def models(self, request: Request) -> Response:
-        return json_response(ModelList("list", [self._card(name) for name in self._names]))
+    async def models(self) -> Response:
+        """The model, by all its names."""
+        return json_response(replies.ModelList("list", [self._card(name) for name in self._names]))
 
-    async def model(self, request: Request) -> Response:
-        name = request.path_params["name"]
+    async def model(self, name: str) -> Response:
+        """One of its names."""
         self._check_model(name)
         return json_response(self._card(name))
 
-    def _card(self, name: str) -> ModelCard:
-        return ModelCard(name, "model", self._created, "folovllm", self._engine.setup.max_model_len)
+    def _card(self, name: str) -> replies.ModelCard:
+        return replies.ModelCard(name, "model", self._created, "folovllm", self._engine.setup.max_model_len)
 
     def _check_model(self, name: str | None) -> None:
         if name is not None and name not in self._names:
-            raise ApiError(
-                404, f"there is no model {name!r} here: ask for {self._names[0]}", "model", "model_not_found"
-            )
+            message = f"there is no model {name!r} here: ask for {self._names[0]}"
+            raise ApiError(404, message, "model", "model_not_found")
 
     async def completions(self, request: Request) -> Response:
+        """Continue prompts."""
         asked = await self._read(request, CompletionRequest)
         prompts = prompts_of(asked)
         params = completion_params(asked, self._defaults)
         name, n = asked.model or self._names[0], params.n
         decode = self._engine.tokenizer.decode
-        writer = EchoWriter(name, asked, n, decode) if asked.echo else CompletionWriter(name, asked, n)
+        writer = replies.EchoWriter(name, asked, n, decode) if asked.echo else replies.CompletionWriter(name, asked, n)
         return await self._answer(request, asked, prompts, params, writer)
 
     async def chat(self, request: Request) -> Response:
+        """Answer a conversation."""
         asked = await self._read(request, ChatRequest)
         params = chat_params(asked, self._defaults)
         self._check_room(1, params)
@@ -207,7 +210,7 @@ class Api:
         params, make_reader = reading_of(
             asked, params, str(prompt.get("prompt")), self._config.reasoning_parser, self._tags_are_special
         )
-        writer = ChatWriter(asked.model or self._names[0], asked, params.n, make_reader)
+        writer = replies.ChatWriter(asked.model or self._names[0], asked, params.n, make_reader)
         return await self._answer(request, asked, [prompt], params, writer)
 
     async def _answer(
@@ -216,7 +219,7 @@ class Api:
         asked: Sampling,
         prompts: list[Prompt],
         params: SamplingParams,
-        writer: CompletionWriter,
+        writer: replies.CompletionWriter,
     ) -> Response:
         """Answer all prompts. The engine hears of none before all are checked and there is room for all."""
         engine = self._engine
@@ -240,11 +243,12 @@ class Api:
         self._admission.check(num_prompts * params.n, num_tokens)
 
     async def tokenize(self, request: Request) -> Response:
+        """The ids of a prompt or a conversation."""
         asked = await self._read(request, TokenizeRequest)
         engine = self._engine
         ids: list[int] = await engine.in_thread(self._ids, asked)
         texts = engine.tokenizer.convert_ids_to_tokens(ids) if asked.return_token_strs else None
-        return json_response(Tokens(len(ids), engine.setup.max_model_len, ids, texts))
+        return json_response(replies.Tokens(len(ids), engine.setup.max_model_len, ids, texts))
 
     def _ids(self, asked: TokenizeRequest) -> list[int]:
         tokenizer, limit = self._engine.tokenizer, self._engine.setup.max_model_len
@@ -255,6 +259,7 @@ class Api:
         return encode_within(limit, tokenizer, asked.prompt, add_special_tokens=asked.add_special_tokens)
 
     async def detokenize(self, request: Request) -> Response:
+        """The text of ids."""
         asked = await self._read(request, DetokenizeRequest)
         size = self._engine.setup.vocab_size
         if (count := len(asked.tokens)) > MOST_IDS:
@@ -262,17 +267,21 @@ class Api:
         if bad := [id_ for id_ in asked.tokens if not 0 <= id_ < size]:
             raise ApiError(400, f"token id {bad[0]} is outside the vocabulary: ids go from 0 to {size - 1}", "tokens")
         text = await self._engine.in_thread(self._engine.tokenizer.decode, asked.tokens)
-        return json_response(Detokenized(text))
+        return json_response(replies.Detokenized(text))
 
-    async def tokenizer_info(self, request: Request) -> Response:
-        return json_response(tokenizer_info(whole(self._engine.tokenizer)))
+    async def tokenizer_info(self) -> Response:
+        """How texts become ids."""
+        return json_response(replies.tokenizer_info(whole(self._engine.tokenizer)))
 
-    def calling(self, place: str) -> Handler:
-        """Return the handler of an `EngineRoute`."""
+    def calling(self, function: str) -> Handler:
+        """Return the handler of an `EngineRoute`. It reads its query alone: a body is refused."""
 
         async def call(request: Request) -> Response:
-            value = await self._engine.call(place, dict(request.query_params))
-            return Response(status_code=200) if value is None else json_response(value)
+            if await read_body(request, self._config.max_body_size):
+                raise ApiError(400, f"{request.url.path} takes no body: give its fields in the address, as ?name=value")
+            query = {name: request.query_params.getlist(name) for name in request.query_params}
+            value = await self._engine.call("call_function", function, query)
+            return Response() if value is None else json_response(value)
 
         return call
 

@@ -21,20 +21,7 @@ from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.errors import EngineDead, Unavailable
-from folovllm.server.messages import (
-    Abort,
-    AskExperts,
-    Call,
-    Called,
-    EngineMessage,
-    ExpertLoad,
-    Failure,
-    Ready,
-    SchedulerStats,
-    Seen,
-    Step,
-    Watch,
-)
+from folovllm.server.messages import Abort, Call, Called, EngineMessage, Failure, Ready, SchedulerStats, Seen, Step
 from folovllm.server.stream import OpenRequests, OutputCollector, Stream, add_message
 from folovllm.server.transport import ProcessTransport, ThreadTransport, Transport
 from folovllm.setup import EngineSetup
@@ -91,9 +78,8 @@ class AsyncEngine:
         self.death: Exception | None = None
         self.is_over = asyncio.Event()  # nothing more comes: it was drained, closed, or died
         self.stats = SchedulerStats()
-        self.expert_load: list[list[int]] = []  # [L][E], when `ask_experts` last returned
-        self._asking: asyncio.Future[None] | None = None
-        self._calls: deque[asyncio.Future[Called]] = deque()  # sent and not answered, in order
+        self.is_sleeping = False  # its memory was given back for a while (X6)
+        self._calls: deque[asyncio.Future[Any]] = deque()  # sent and not answered, in order
         self.counters = self._open.counters
         self.on_seen: Callable[[list[bytes]], object] = lambda pieces: None  # gets what `watch` asks for
 
@@ -129,7 +115,6 @@ class AsyncEngine:
         Raises:
             ValueError: the id is in use, or the request can never be served.
             EngineDead, Unavailable: the engine has ended, or takes no new requests.
-            RequestFailed: there was a fault at this request; the engine goes on, and the log has the fault.
         """
         seqs = await self.prepare(prompt, params, priority=priority, cache_salt=cache_salt)
         stream = self.submit(seqs, request_id)
@@ -219,7 +204,6 @@ class AsyncEngine:
         self._abort_all()
         await self._transport.stop()
         self.is_over.set()
-        self._experts_told()
         self._end_calls(Unavailable("the engine was closed"))
         self._grammars.close()
         self._readers.shutdown(wait=False)
@@ -236,45 +220,37 @@ class AsyncEngine:
 
         A second `watch(True)` begins it anew, for a reader that joins.
         """
-        self._transport.send(Watch(is_on))
+        if self.is_open:
+            self.call("watch", is_on)
 
-    async def ask_experts(self) -> None:
-        """Bring `expert_load` up to date, where experts are counted: the engine reads it between two steps."""
-        self._require_loop()
-        if not self.config.count_experts or self.death is not None or self._is_closed:
-            return
-        if self._asking is None:
-            self._asking = asyncio.get_running_loop().create_future()
-            self._transport.send(AskExperts())
-        await asyncio.shield(self._asking)  # of several that wait, one may leave
-
-    async def call(self, place: str, query: dict[str, str]) -> Any:
-        """Call a function of an elective beside the engine, between two steps (`EngineRoute`).
+    def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
+        """Call a method of the engine (`PacedEngine`), between two steps. The future has what it returns.
 
         Raises:
-            ValueError: the function did, with this sentence.
-            EngineDead, Unavailable: the engine has ended.
+            ValueError: in the future, with the method's sentence.
+            EngineDead, Unavailable: the engine has ended, now or before it answered.
         """
-        self.require_open()
-        called: asyncio.Future[Called] = asyncio.get_running_loop().create_future()
+        self.require_running()
+        called: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls.append(called)
-        self._transport.send(Call(place, query))
-        answer = await called
-        if answer.error is not None:
-            raise ValueError(answer.error)
-        return answer.value
+        self._transport.send(Call(method, list(arguments)))
+        return called
+
+    def _on_called(self, answer: Called) -> None:
+        self.is_sleeping = answer.is_sleeping
+        if (call := self._calls.popleft()).done():  # its client has left
+            return
+        if answer.error is None:
+            call.set_result(answer.value)
+        else:
+            call.set_exception(ValueError(answer.error))
 
     def _end_calls(self, error: Exception) -> None:
         """Tell those that wait for a call that nothing will come."""
         while self._calls:
             if not (call := self._calls.popleft()).done():
                 call.set_exception(error)
-
-    def _experts_told(self) -> None:
-        """Wake those that wait for `expert_load`: it has come, or never will."""
-        if self._asking is not None:
-            self._asking.set_result(None)
-            self._asking = None
+                call.exception()  # nobody need look at it
 
     def _require_loop(self) -> None:
         """Raise RuntimeError in another event loop than that of `start`: what happens there would wake nobody here."""
@@ -290,6 +266,12 @@ class AsyncEngine:
 
     def require_open(self) -> None:
         """Raise `EngineDead` or `Unavailable` unless new requests are taken, RuntimeError in another event loop than that of `start`."""
+        self.require_running()
+        if self.is_sleeping:
+            raise Unavailable("the engine sleeps: wake it up first, a server by POST /wake_up")
+
+    def require_running(self) -> None:
+        """As `require_open`, but a sleeping engine will do."""
         self._require_loop()
         if self.death is not None:
             raise EngineDead(str(self.death))
@@ -321,19 +303,14 @@ class AsyncEngine:
             case Step():
                 try:
                     self.stats = message.stats
-                    for number in self._open.update(message, time.monotonic()):
-                        self._transport.send(Abort(number))
+                    self._open.update(message, time.monotonic())
                 except Exception as error:
                     logger.exception("a step's outputs could not be taken in")
                     self._die(Failure(f"{type(error).__name__}: {error}"))
             case Seen():
                 self.on_seen(message.pieces)
-            case ExpertLoad():
-                self.expert_load = message.counts
-                self._experts_told()
             case Called():
-                if not (call := self._calls.popleft()).done():  # its client may have left
-                    call.set_result(message)
+                self._on_called(message)
             case Failure():
                 self._die(message)
             case Ready() if not self._ready.done():
@@ -345,7 +322,6 @@ class AsyncEngine:
             return
         self.death = EngineDead(failure.message)
         self.is_over.set()
-        self._experts_told()
         self._end_calls(self.death)
         if not self._ready.done():
             self._ready.set_exception(ValueError(failure.message) if failure.is_user_error else self.death)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from math import inf
 
 from folovllm.server.reasoning import PARSERS
 from folovllm.structured_outputs import GrammarLimits
+
+HOST_NAME = re.compile(r"[\w.-]+", re.ASCII)
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,5 +76,19 @@ class ServerConfig:
             raise ValueError(f"drain_seconds must be 0 or more, not {self.drain_seconds}")
         if self.reasoning_parser not in (None, *PARSERS):
             raise ValueError(f"reasoning_parser must be one of {', '.join(PARSERS)}, not {self.reasoning_parser!r}")
-        if not all(self.api_key):
-            raise ValueError("an api_key must not be empty")
+        for key in self.api_key:
+            if not key.isprintable() or key != key.strip() or not key:
+                raise ValueError(
+                    f"api_key {key!r} can come in no header: give printable characters, no space around them"
+                )
+        for name in (*self.allowed_host, *self.inspector_host):
+            if name != "*" and not HOST_NAME.fullmatch(name):
+                raise ValueError(
+                    f"allowed_host {name!r} is no name: give one as page.example, without http:// and port"
+                )
+        for origin in self.cors_origin:
+            if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"cors_origin {origin!r} is no origin: give one as https://page.example, without a path"
+                )
+        self.cors_origin = [origin.lower() for origin in self.cors_origin]  # as browsers write it

@@ -10,10 +10,9 @@ from typing import Protocol
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.events import Event
-from folovllm.faults import RequestFailed
+from folovllm.executor.plain_setup import plain
 from folovllm.server.aggregator import Aggregator
-from folovllm.server.messages import Abort, Add, EngineMessage, Failure, Ready, Refused, Step, Stop, Work, failure_of
-from folovllm.setup import plain
+from folovllm.server.messages import Abort, Add, EngineMessage, Failure, Ready, Refused, Step, Stop, Work
 
 logger = logging.getLogger("folovllm")
 MakeEngine = Callable[[EngineConfig], LLMEngine]
@@ -81,8 +80,7 @@ class EngineLoop:
         has no work (`has_unfinished_requests`): so an idle engine takes no time, and one that works loses none. `Stop` ends
         the turn at once; an `Abort` goes to `abort_request([str(number)])`, an `Add` to `self.add`, which may refuse it.
 
-        `self.step()` takes the step, and returns the requests that failed in it: they count as refused, too. The message is
-        `self.outputs(refused)`, one for each step, whatever was in it.
+        `self._engine.step()` takes the step. The message is `self.outputs(refused)`, one for each step, whatever was in it.
 
         Returns:
             False: it was told to stop.
@@ -95,29 +93,17 @@ class EngineLoop:
                 self._engine.abort_request([str(command.number)])
             elif (refusal := self.add(command)) is not None:
                 refused.append(refusal)
-        refused += self.step()
+        self._engine.step()
         self._link.send(self.outputs(refused))
         return True
 
-    def add(self, add: Add | Refused) -> Refused | None:
-        """Queue a request, or say why it cannot be. A ValueError is about what it asks for; else the fault is the server's."""
-        if isinstance(add, Refused):  # the link could not read it
-            return add
+    def add(self, add: Add) -> Refused | None:
+        """Queue a request. Returns the refusal if the engine raises ValueError: the request asks for what cannot be."""
         try:
             self._engine.add_checked(add.request)
         except ValueError as error:
             return Refused(add.number, str(error))
-        except BaseException as error:
-            return failure_of(add.number, error)
         return None
-
-    def step(self) -> list[Refused]:
-        """Compute. Returns the requests that failed in the step, each at a fault of its own."""
-        try:
-            self._engine.step()
-        except RequestFailed as failed:
-            return [Refused(int(id_), str(RequestFailed([id_])), is_fault=True) for id_ in failed.request_ids]
-        return []
 
     def outputs(self, refused: list[Refused] | None = None) -> Step:
         """All that happened since the last time, as one message."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass, field
 
 import msgspec
-
-from folovllm.faults import RequestFailed
 
 logger = logging.getLogger("folovllm")
 INVALID = "invalid_request_error"  # of every other status
@@ -21,7 +20,7 @@ class EngineDead(RuntimeError):
 
 
 class Unavailable(RuntimeError):
-    """The engine takes no new requests: it drains, or was closed."""
+    """The engine takes no new requests: it drains, sleeps, or was closed."""
 
 
 class ErrorInfo(msgspec.Struct):
@@ -39,28 +38,24 @@ class ErrorBody(msgspec.Struct):
     error: ErrorInfo
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
-    """An answer that is no success.
+    """An answer that is no success: a status of HTTP, and a sentence that says what to do.
 
-    Args:
-        status: of HTTP.
-        message: a sentence that says what to do.
+    Attributes:
         param: the field that is meant.
         code: a word for programs.
         headers: of the response.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = headers or {}
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return self.message
 
     def body(self) -> bytes:
         """The JSON that says it."""
@@ -68,20 +63,19 @@ class ApiError(Exception):
         return msgspec.json.encode(ErrorBody(info))
 
 
-def as_api_error(error: BaseException, fields: tuple[str, ...] = ()) -> ApiError:
+def as_api_error(error: Exception, fields: tuple[str, ...] = ()) -> ApiError:
     """What a client is told of an error: a ValueError is the client's fault, and what nobody expected is logged.
 
     `fields` are those that the first word may name.
     """
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, Unavailable | EngineDead):
-        code = "engine_dead" if isinstance(error, EngineDead) else "shutting_down"
-        return ApiError(503, str(error), code=code)
+    if isinstance(error, Unavailable):
+        return ApiError(503, str(error), code="unavailable")
+    if isinstance(error, EngineDead):
+        return ApiError(500, f"the engine has ended: {error}", code="engine_dead")
     if isinstance(error, ValueError):
         first = str(error).partition(" ")[0]
         return ApiError(400, str(error), param=first if first in fields else None)
-    if isinstance(error, RequestFailed):
-        return ApiError(500, str(error))  # the log has its cause
     logger.error("a request failed", exc_info=error)
     return ApiError(500, "the server failed at this request, and its log says how")

@@ -30,39 +30,30 @@ class HostGuard:
         self._app, self._flag = app, flag
         self._names = {"localhost", socket.gethostname().lower(), *(name.lower() for name in names)}
         self._origins = {origin.lower() for origin in origins or ()}
-        self._hint = "a page of {0} may not ask here"
-        if origins is not None:
-            self._hint += ": start the server with --cors-origin {0} to let it"
+        self._hint = "" if origins is None else ": start the server with --cors-origin {0} to let it"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer 400 or 403, or let it pass."""
-        try:
-            if scope["type"] == "http":
+        app = self._app
+        if scope["type"] == "http":
+            try:
                 self._check(Headers(scope=scope), scope["http_version"])
-        except ApiError as error:
-            await error_response(error)(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+            except ApiError as error:
+                app = error_response(error)
+        await app(scope, receive, send)
 
     def _check(self, headers: Headers, version: str) -> None:
         hosts = headers.getlist("host")
         if len(hosts) > 1 or (not hosts and version != "1.0"):
             raise ApiError(400, f"send one Host header, not {len(hosts)}")
         host = "".join(hosts).lower()
-        name = host_name(host)
+        name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         if hosts and self._names.isdisjoint((name, "*")) and not is_address(name):
             instead = f"use localhost or an address in numbers, or start it with {self._flag} {name}"
             raise ApiError(403, f"this server does not know the name {name!r}: {instead}", code="unknown_host")
         origin = headers.get("origin", "").lower()
         if origin and origin.partition("://")[2] != host and self._origins.isdisjoint((origin, "*")):
-            raise ApiError(403, self._hint.format(origin), code="other_origin")
-
-
-def host_name(host: str) -> str:
-    """The name in a Host header, without its port."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0].lower()
-    return host.partition(":")[0].lower()
+            raise ApiError(403, f"a page of {{0}} may not ask here{self._hint}".format(origin), code="other_origin")
 
 
 def is_address(name: str) -> bool:

@@ -28,20 +28,15 @@ def require_json(request: Request) -> None:
 async def read_body(request: Request, limit: int) -> bytes:
     """The body. Raises ApiError (413) if it is longer than limit, in bytes.
 
-    The answer waits until the rest has come, which is dropped: most clients read no answer before they have sent all, and
-    a connection that is closed with bytes unread loses the answer, too. After DROPPED bytes too many it waits no longer.
+    Up to DROPPED bytes too many are read and dropped first: most clients read no answer before they have sent all.
     """
-    body = bytearray()
-    announced = request.headers.get("content-length", "0")
-    size = int(announced) if announced.isdecimal() else 0
-    if size <= limit + DROPPED:
-        size = 0
-        async for piece in request.stream():
-            size += len(piece)
-            if size <= limit:
-                body += piece
-            elif size > limit + DROPPED:
-                break
+    body, size = bytearray(), 0
+    async for piece in request.stream():
+        size += len(piece)
+        if size <= limit:
+            body += piece
+        elif size > limit + DROPPED:
+            break
     if size > limit:
         message = f"the body is longer than {limit} bytes: send less, or start the server with --max-body-size"
         raise ApiError(413, message, headers={"Connection": "close"})

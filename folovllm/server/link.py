@@ -1,4 +1,4 @@
-"""The engine's end of a socket; and the commands of those who watch the engine, of which its loop knows nothing."""
+"""The engine's end of a socket. It makes the calls of the server by itself: the engine's loop knows nothing of them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ CHUNK = 1 << 20  # bytes that are read at once
 
 
 class SocketLink:
-    """Reads without waiting while the engine has work; writes until all is written.
-
-    It carries out the commands of those who watch by itself, between two turns of the loop.
-    """
+    """Reads without waiting while the engine has work; writes until all is written."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._socket = connection
@@ -55,37 +52,32 @@ class SocketLink:
     def receive(self, wait: bool) -> list[msg.Work]:
         """What has arrived for the loop, in order. With `wait` it waits for a command, which may be for this link alone."""
         if self._engine is not None:
-            self._tell(self._engine.live.take(all_of_it=wait or self._engine.is_slow))
+            self._send_seen(self._engine.live.take(all_of_it=wait or self._engine.is_slow))
         while self._poll.poll(None if wait and not self._unread else 0):
             self._read()
         work: list[msg.Work] = []
         for command in map(msg.decode_command, self._unread):
-            if isinstance(command, msg.Work):
-                work.append(command)
+            if isinstance(command, msg.Call):
+                self.send(self._call(command))
             else:
-                self._carry_out(command)
+                work.append(command)
         self._unread.clear()
-        if self._engine is not None and any(isinstance(command, msg.Stop) for command in work):
-            self._tell(self._engine.live.end("closed"))
+        if any(isinstance(command, msg.Stop) for command in work):
+            self._end_recording("closed")
         return work
 
-    def _carry_out(self, command: msg.Watch | msg.Pace | msg.AskExperts | msg.Call) -> None:
-        """Do what those who watch ask for. Nobody knows of an engine that is not made yet."""
-        if self._engine is None:
-            return
-        if isinstance(command, msg.Pace):
-            self._engine.set(command)
-        elif isinstance(command, msg.AskExperts):
-            self.send(msg.ExpertLoad(self._engine.expert_load()))
-        elif isinstance(command, msg.Call):
-            self.send(self._engine.call(command))
-        elif command.is_on:
-            self._engine.live.begin()
-        else:
-            self._tell(self._engine.live.end("closed"))
+    def _call(self, call: msg.Call) -> msg.Called:
+        """Call a method of the engine. Its ValueError is the caller's mistake; any other exception ends the engine."""
+        engine, value, error = self._engine, None, None
+        assert engine is not None, "the server makes no call before it has heard `Ready`"
+        try:
+            value = getattr(engine, call.method)(*call.arguments)
+        except ValueError as mistake:
+            error = str(mistake)
+        return msg.Called(value, error, engine.is_sleeping)
 
     def _read(self) -> None:
-        """Take in what is there; the end of the stream is a `Stop`."""
+        """Read what is there; the end of the stream is a `Stop`."""
         data = self._socket.recv(CHUNK)
         self._unread.extend(self._frames.feed(data))
         if not data:
@@ -93,12 +85,16 @@ class SocketLink:
             self._unread.append(msg.encode(msg.Stop()))
 
     def send(self, message: msg.EngineMessage) -> None:
-        """Say something; before a failure, the last that was seen."""
-        if isinstance(message, msg.Failure) and self._engine is not None:
-            self._tell(self._engine.live.end(message.message))
+        """Send a message; before a failure, the last that was seen."""
+        if isinstance(message, msg.Failure):
+            self._end_recording(message.message)
         self._socket.sendall(msg.frame(msg.encode(message)))
 
-    def _tell(self, pieces: list[bytes]) -> None:
+    def _end_recording(self, how: str) -> None:
+        if self._engine is not None:
+            self._send_seen(self._engine.live.end(how))
+
+    def _send_seen(self, pieces: list[bytes]) -> None:
         if pieces:
             self.send(msg.Seen(pieces))
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 
-from folovllm.faults import RequestFailed, log_fault
 from folovllm.request import Request
 
 Row = list[tuple[int, float, int]]  # of one token: (token id, log-probability, rank); the chosen comes first
@@ -31,29 +30,11 @@ class Stop(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """End, whatever is being served."""
 
 
-class Watch(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Begin a recording of what the engine does, or end it. Said again, `is_on` begins it anew."""
-
-    is_on: bool
-
-
-class Pace(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """How fast to go, so that a reader can follow: seconds between steps; if held, `step` more steps may be taken."""
-
-    delay: float = 0.0
-    is_held: bool = False
-    step: int = 0
-
-
 class Call(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Call the function at `place` ("module:function") with the engine and a query. The answer is a `Called`, in order."""
+    """Call a method of the engine (`PacedEngine`). The reply is a `Called`; replies come in the order of the calls."""
 
-    place: str
-    query: dict[str, str]
-
-
-class AskExperts(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """How often was each expert asked? The answer is an `ExpertLoad`."""
+    method: str
+    arguments: list[Any]
 
 
 class Ready(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -76,11 +57,10 @@ class Delta(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Refused(msgspec.Struct, array_like=True, frozen=True):
-    """A request that the engine did not take or could not finish, and why."""
+    """A request that the engine did not take, and why."""
 
     number: int
     message: str
-    is_fault: bool = False  # of the server; else the request asks for what cannot be
 
 
 class SchedulerStats(msgspec.Struct, array_like=True):
@@ -113,17 +93,12 @@ class Seen(msgspec.Struct, array_like=True, tag=True, frozen=True):
     pieces: list[bytes]
 
 
-class ExpertLoad(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """How often each expert of each layer, [L][E], was asked since the start."""
-
-    counts: list[list[int]]
-
-
 class Called(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """What a `Call` returned, or the sentence of its ValueError."""
+    """What a `Call` returned, or the sentence of its ValueError; and whether the engine sleeps now."""
 
     value: Any = None
     error: str | None = None
+    is_sleeping: bool = False
 
 
 class Failure(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -134,31 +109,13 @@ class Failure(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 NOT_SENT = 'the configuration, or a proposer in it, does not exist in the engine\'s process: take transport="thread"'
-Work = Add | Abort | Stop | Refused  # the last: an `Add` that could not be read
-Command = Add | Abort | Stop | Watch | Pace | AskExperts | Call
-EngineMessage = Ready | Step | Seen | ExpertLoad | Called | Failure
+Work = Add | Abort | Stop  # for the engine's loop; its link makes the calls itself
+Command = Work | Call
+EngineMessage = Ready | Step | Seen | Called | Failure
 
 encode = msgspec.msgpack.Encoder(enc_hook=lambda number: number.item()).encode  # NumPy's numbers are numbers too
-_decode_command = msgspec.msgpack.Decoder(Command).decode
+decode_command = msgspec.msgpack.Decoder(Command).decode
 decode_message = msgspec.msgpack.Decoder(EngineMessage).decode
-
-
-def failure_of(number: int, error: BaseException) -> Refused:
-    """Log a fault of one request, and return what its sender is told. As `require_fault`, raises what cannot be its fault."""
-    log_fault(number, error)
-    return Refused(number, str(RequestFailed([str(number)])), is_fault=True)
-
-
-def decode_command(message: bytes) -> Command | Refused:
-    """The command in a message; of an `Add` that cannot be read, its refusal. Raises ValueError if it is no command at all."""
-    try:
-        return _decode_command(message)
-    except BaseException as error:
-        kind, number, *_ = msgspec.msgpack.decode(message)
-        if kind != Add.__name__:
-            raise
-        return failure_of(number, error)
-
 
 _LENGTH = struct.Struct("<I")
 

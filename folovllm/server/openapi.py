@@ -1,59 +1,22 @@
-"""Every address of the server, what it takes and what it returns; and `/openapi.json`, which describes them. The types of `protocol.py` and `replies.py` describe themselves."""
+"""What `/openapi.json` says of the JSON that msgspec's types read and write. The rest of the document is FastAPI's."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from dataclasses import dataclass
-from functools import cache
-from http import HTTPStatus
 from typing import Any
 
 import msgspec
 
-import folovllm
 from folovllm.cli.flags import described_fields
 from folovllm.sampling_params import SamplingParams
 from folovllm.server import replies
 from folovllm.server.errors import ErrorBody
 from folovllm.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
-HTML, TEXT, NOTHING = "text/html", "text/plain", ""
-BODY = (400, 408, 413, 415, 426)  # what may be wrong with a request that has one
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """An address, and the method of `Api` that answers. `returns` is a type of JSON, or the media type of what is no JSON."""
-
-    path: str
-    handler: str
-    does: str
-    returns: Any
-    takes: type | None = None  # JSON in the body of a POST; a GET has none
-    streams: Any = None  # what each event of a stream holds
-    errors: tuple[int, ...] = ()
-    is_open: bool = False  # to those without a key, too
-
-
-ENDPOINTS = (
-    Endpoint("/", "page", "A page to chat in a browser.", HTML, is_open=True),
-    Endpoint("/health", "health", "Whether new requests are taken.", NOTHING, errors=(503,), is_open=True),
-    Endpoint("/version", "version", "The version of this server.", replies.Version, is_open=True),
-    Endpoint("/openapi.json", "openapi", "This description.", dict[str, Any], is_open=True),
-    Endpoint("/metrics", "metrics", "Figures for Prometheus.", TEXT, is_open=True),
-    Endpoint("/v1/models", "models", "The model, by all its names.", replies.ModelList),
-    Endpoint("/v1/models/{name}", "model", "One of its names.", replies.ModelCard, errors=(404,)),
-    Endpoint(
-        "/v1/completions", "completions", "Continue prompts.", replies.Answer[replies.CompletionChoice],
-        CompletionRequest, streams=replies.Answer[replies.CompletionChoice], errors=(*BODY, 404, 429, 503),
-    ),
-    Endpoint(
-        "/v1/chat/completions", "chat", "Answer a conversation.", replies.Answer[replies.ChatChoice],
-        ChatRequest, streams=replies.Answer[replies.ChatDelta], errors=(*BODY, 404, 429, 503),
-    ),
-    Endpoint("/tokenize", "tokenize", "The ids of a prompt or a conversation.", replies.Tokens, TokenizeRequest, errors=(*BODY, 404, 503)),
-    Endpoint("/detokenize", "detokenize", "The text of ids.", replies.Detokenized, DetokenizeRequest, errors=(*BODY, 404, 503)),
-    Endpoint("/tokenizer_info", "tokenizer_info", "How texts become ids.", replies.TokenizerInfo),
+Completion = replies.CompletionResponse[replies.CompletionChoice]
+Chat, ChatChunk = replies.CompletionResponse[replies.ChatChoice], replies.CompletionResponse[replies.ChatDelta]
+TYPES = (
+    ErrorBody, CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, Completion, Chat, ChatChunk,
+    replies.Version, replies.ModelList, replies.ModelCard, replies.Tokens, replies.Detokenized, replies.TokenizerInfo,
 )  # fmt: skip
 STRANGERS = (
     "A field that is not listed is refused with its name, unless the server runs with --ignore-unknown-fields, or it is one "
@@ -62,70 +25,37 @@ STRANGERS = (
 EVENTS = (
     "With `stream`: server-sent events, each with this in its `data`; an error may be the last; then `data: [DONE]`."
 )
+REFERENCES, SCHEMAS = msgspec.json.schema_components(TYPES, ref_template="#/components/schemas/{name}")
 
 
-@cache
-def document(needs_key: bool) -> bytes:
-    """The description as JSON, after OpenAPI 3.1.0. `needs_key`: the server was started with keys."""
-    kinds = dict.fromkeys(
-        [ErrorBody, *(kind for each in ENDPOINTS for kind in (each.takes, each.returns, each.streams))]
-    )
-    named = [kind for kind in kinds if kind is not None and not isinstance(kind, str)]
-    references, schemas = msgspec.json.schema_components(named, ref_template="#/components/schemas/{name}")
-    refer = {str(kind): reference for kind, reference in zip(named, references, strict=True)}
+def content_of(kind: Any, media_type: str = "application/json") -> dict[str, Any]:
+    """A body of this type, as a document describes it."""
+    return {media_type: {"schema": REFERENCES[TYPES.index(kind)]}}
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "The request cannot be served.", "content": content_of(ErrorBody)},
+    "5XX": {"description": "The server failed, or its engine has ended or sleeps.", "content": content_of(ErrorBody)},
+}
+
+
+def json_route(returns: Any, takes: type | None = None, streams: Any = None) -> dict[str, Any]:
+    """The options of a FastAPI route that returns JSON of this type, or events with `streams`, for a body of type `takes`."""
+    good: dict[str, Any] = {"description": "The answer.", "content": content_of(returns)}
+    if streams is not None:
+        good = {"description": EVENTS, "content": good["content"] | content_of(streams, "text/event-stream")}
+    options: dict[str, Any] = {"responses": {200: good} | ERRORS}
+    if takes is not None:
+        options["openapi_extra"] = {"requestBody": {"required": True, "content": content_of(takes)}}
+    return options
+
+
+def schemas() -> dict[str, Any]:
+    """The schemas of all types, with the sentences of `SamplingParams` at the fields that have its names."""
     for kind in (CompletionRequest, ChatRequest):
-        describe(schemas[kind.__name__])
-    paths: defaultdict[str, dict[str, Any]] = defaultdict(dict)
-    for endpoint in ENDPOINTS:
-        paths[endpoint.path]["post" if endpoint.takes else "get"] = operation(endpoint, refer, needs_key)
-    return msgspec.json.encode(
-        {
-            "openapi": "3.1.0",
-            "info": {
-                "title": "FoloVLLM",
-                "version": folovllm.__version__,
-                "description": "OpenAI's API, and a little more.",
-            },
-            "paths": paths,
-            "components": {"schemas": schemas, "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
-        }
-    )
-
-
-def describe(schema: dict[str, Any]) -> None:
-    """Add the sentences of `SamplingParams` to the fields that have its names."""
-    schema["description"] += " " + STRANGERS
-    for field, sentence in described_fields(SamplingParams):
-        if field.name in schema["properties"]:
-            schema["properties"][field.name]["description"] = sentence
-
-
-def operation(endpoint: Endpoint, refer: dict[str, Any], needs_key: bool) -> dict[str, Any]:
-    """One address with one method."""
-
-    def schema(kind: Any) -> dict[str, Any]:
-        return {"schema": refer[str(kind)]}
-
-    returns = endpoint.returns
-    content: dict[str, Any] = {returns: {}} if isinstance(returns, str) else {"application/json": schema(returns)}
-    good: dict[str, Any] = {"description": endpoint.does}
-    if endpoint.streams is not None:
-        content["text/event-stream"] = schema(endpoint.streams)
-        good["description"] += " " + EVENTS
-    if returns != NOTHING:
-        good["content"] = content
-    errors = sorted({*endpoint.errors, 403, 500} | (set() if endpoint.is_open else {401}))
-    described: dict[str, Any] = {"summary": endpoint.does, "responses": {"200": good}}
-    for status in errors:
-        phrase = HTTPStatus(status).phrase
-        described["responses"][str(status)] = {
-            "description": phrase,
-            "content": {"application/json": schema(ErrorBody)},
-        }
-    if endpoint.takes:
-        described["requestBody"] = {"required": True, "content": {"application/json": schema(endpoint.takes)}}
-    if "{name}" in endpoint.path:
-        described["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
-    if needs_key and not endpoint.is_open:
-        described["security"] = [{"key": []}]
-    return described
+        schema = SCHEMAS[kind.__name__]
+        schema["description"] = f"{kind.__doc__} {STRANGERS}"
+        for field, sentence in described_fields(SamplingParams):
+            if field.name in schema["properties"]:
+                schema["properties"][field.name]["description"] = sentence
+    return SCHEMAS

@@ -11,8 +11,10 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
-from folovllm.engine.output_processor import OutputDelta, RequestState, with_text
+from folovllm.engine.logprobs import with_text
+from folovllm.engine.output_processor import RequestState
 from folovllm.outputs import TokenLogprob
+from folovllm.server.deltas import OutputDelta
 from folovllm.server.protocol import ChatRequest, CompletionRequest, Sampling
 from folovllm.server.reasoning import ReasoningSplitter
 from folovllm.server.tool_calls import ToolCall, ToolCallParser
@@ -117,7 +119,7 @@ class ChatDelta(msgspec.Struct):
     stop_reason: str | int | None = None
 
 
-class Answer(msgspec.Struct, Generic[C], omit_defaults=True):
+class CompletionResponse(msgspec.Struct, Generic[C], omit_defaults=True):
     """A response, or one chunk of a stream."""
 
     id: str
@@ -213,6 +215,8 @@ class AnswerReader:
     def read(self, answer: OutputDelta, is_whole: bool = False) -> tuple[ChatMessage, str | None]:
         """What a piece of the answer adds, or the whole message; and the finish reason."""
         message, reason = ChatMessage(content=answer.text), answer.finish_reason
+        if self._calls is not None:
+            self._calls.is_whole = is_whole
         if self._thoughts is not None or self._calls is not None:
             thought, content, calls = self._split(answer.text, last=reason is not None)
             message = ChatMessage("", content or msgspec.UNSET, thought or None, calls or None)
@@ -297,8 +301,8 @@ class CompletionWriter:
     def _event(self, choices: list[Any], usage: Usage | None) -> bytes:
         return event(msgspec.json.encode(self._answer(self.CHUNK, choices, usage)))
 
-    def _answer(self, kind: str, choices: list[Any], usage: Usage | None) -> Answer[Any]:
-        return Answer(self.id, kind, self._created, self._model, choices, usage)
+    def _answer(self, kind: str, choices: list[Any], usage: Usage | None) -> CompletionResponse[Any]:
+        return CompletionResponse(self.id, kind, self._created, self._model, choices, usage)
 
     def usage(self) -> Usage:
         """Tokens, so far, of the requests that the response is made of."""
@@ -375,7 +379,7 @@ class ChatWriter(CompletionWriter):
         self._readers: defaultdict[int, AnswerReader] = defaultdict(make_reader)
         self._has_frames = make_reader is AnswerReader
 
-    def _answer(self, kind: str, choices: list[Any], usage: Usage | None) -> Answer[Any]:
+    def _answer(self, kind: str, choices: list[Any], usage: Usage | None) -> CompletionResponse[Any]:
         answer = super()._answer(kind, choices, usage)
         if self._shows_prompt:  # then it is a whole response
             answer.prompt_logprobs = shown_prompt(self.requests[0])

@@ -37,6 +37,7 @@ LONGEST_STOP = 1024  # characters; as many are looked through again with each to
 FORMATS = (
     '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}'
 )
+RESERVED = ("self", "messages", "conversations")  # what transformers hands to the template beside its arguments
 COMPLETION_TOKENS = 16  # OpenAI's default; a chat's answer may fill the context
 
 
@@ -162,8 +163,8 @@ def chat_prompt(tokenizer: Any, limit: int, request: ChatRequest | TokenizeReque
 
 def template_kwargs(tokenizer: Any, given: dict[str, Any]) -> dict[str, Any]:
     """What a client may tell the template: its own variables, not the arguments of the method that fills it in."""
-    own = inspect.signature(tokenizer.apply_chat_template).parameters
-    if taken := sorted(own.keys() & given.keys()):
+    own = {*inspect.signature(tokenizer.apply_chat_template).parameters, *RESERVED}
+    if taken := sorted(own & given.keys()):
         raise ApiError(400, f"chat_template_kwargs must not hold {taken[0]!r}: leave it out", "chat_template_kwargs")
     return given
 

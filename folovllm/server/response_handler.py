@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 from starlette.responses import Response
 from starlette.types import Receive
 
-from folovllm.engine.output_processor import OutputDelta
 from folovllm.request import Sequence
 from folovllm.server.async_engine import AsyncEngine
+from folovllm.server.deltas import OutputDelta
 from folovllm.server.errors import as_api_error
 from folovllm.server.protocol import StreamOptions
 from folovllm.server.replies import DONE, CompletionWriter, event

@@ -15,6 +15,7 @@ from folovllm.config import EngineConfig
 from folovllm.server.app import build_app
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
+from folovllm.server.errors import EngineDead
 from folovllm.server.http_protocol import BoundedProtocol
 from folovllm.server.listener import Server, ending_signals, listen
 from folovllm.structured_outputs import GrammarLimits
@@ -40,6 +41,8 @@ def run_server(config: ServerConfig, engine_config: EngineConfig) -> int:
     try:
         with listener, asyncio.Runner(loop_factory=uvicorn.Config("", loop="auto").get_loop_factory()) as runner:
             return runner.run(serve(config, engine_config, listener))
+    except EngineDead as error:  # while it was built
+        raise ValueError(f"the engine cannot be built: {error}") from error
     finally:
         for sign, handler in handlers.items():  # uvloop would leave its own
             signal.signal(sign, handler)
@@ -74,7 +77,7 @@ def in_process_of_its_own(config: ServerConfig, engine_config: EngineConfig) -> 
     """Whether the engine gets a process: as asked for; else if it runs on a GPU, so that its Python does not hold up the server's."""
     if config.engine_process is not None:
         return config.engine_process
-    from folovllm.engine.setup import choose_device
+    from folovllm.setup import choose_device
 
     return choose_device(engine_config.device).type == "cuda"
 

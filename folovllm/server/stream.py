@@ -6,17 +6,15 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
 
-from folovllm.engine.output_processor import OutputDelta, RequestState, with_text
+from folovllm.engine.logprobs import with_text
+from folovllm.engine.output_processor import RequestState
 from folovllm.engine.stop import check_stop_conditions
-from folovllm.faults import RequestFailed, log_fault
 from folovllm.outputs import RequestOutput, TokenLogprob
 from folovllm.request import CachedPrefix, Request, Sequence, SequenceStatus
-from folovllm.server.messages import Add, Delta, Refused, Row, Step, failure_of
+from folovllm.server.deltas import OutputDelta, catch_up, new_deltas
+from folovllm.server.messages import Add, Delta, Row, Step
 from folovllm.server.metrics import Counters
-
-T = TypeVar("T")
 
 
 def add_message(number: int, request: Request) -> Add:
@@ -156,23 +154,16 @@ class Stream(RequestState):
         self._on_close(self)
 
     def take(self) -> list[OutputDelta]:
-        """What is new since the last look, an answer at a time. Raises what ended the stream, if that was an error.
+        """What is new since the last look, an answer at a time. Raises what ended the stream, if that was an error."""
+        self._look()
+        return new_deltas(self)
 
-        RequestFailed if its text cannot be made; the stream is over then.
-        """
-        return self._look(self.deltas)
-
-    def _look(self, report: Callable[[], T]) -> T:
+    def _look(self) -> None:
         self._has_mail = False
         self.is_over = self._error is not None or self.is_finished
         if self._error is not None:
             raise self._error
-        try:
-            return report()
-        except BaseException as error:
-            log_fault(self.number, error)
-            self.is_over = True
-            raise RequestFailed([str(self.number)]) from error
+        catch_up(self)
 
     def __aiter__(self) -> Stream:
         return self
@@ -181,7 +172,8 @@ class Stream(RequestState):
         if self.is_over:
             raise StopAsyncIteration
         await self._collector.get()
-        return self._look(self.output)
+        self._look()
+        return self.output()
 
 
 class OpenRequests:
@@ -205,27 +197,16 @@ class OpenRequests:
         self.num_queued_tokens += stream.metrics.num_prompt_tokens
         self.is_empty.clear()
 
-    def update(self, step: Step, now: float) -> list[int]:
-        """Give each request what the step brought for it. Those that end leave.
-
-        Returns:
-            The numbers of those that failed at it here: the engine still works on them.
-        """
+    def update(self, step: Step, now: float) -> None:
+        """Give each request what the step brought for it. Those that end leave."""
         before: Counter[float] = Counter()  # when answers got the tokens before these: mostly one step ago, all of them
-        failed: list[Refused] = []
         for delta in step.deltas:
-            stream = self.by_number.get(delta.number)
-            if stream is None:  # aborted here, and the engine has not heard of it yet
-                continue
-            try:
+            if (stream := self.by_number.get(delta.number)) is not None:  # else it was aborted here
                 self._give(stream, delta, now, before)
-            except BaseException as error:
-                failed.append(failure_of(stream.number, error))
-                self._refuse(failed[-1])
         self.counters.record_step(now, before, step.queue_times)
         for refused in step.refused:
-            self._refuse(refused)
-        return [each.number for each in failed]
+            if (stream := self.by_number.get(refused.number)) is not None:
+                self.fail(stream, ValueError(refused.message))
 
     def _give(self, stream: Stream, delta: Delta, now: float, before: Counter[float]) -> None:
         """Give a request new tokens; `before` counts the times at which its answer got those before them."""
@@ -239,10 +220,6 @@ class OpenRequests:
         stream.feed(delta, now)
         if stream.is_finished:
             self.end(stream)
-
-    def _refuse(self, refused: Refused) -> None:
-        if (stream := self.by_number.get(refused.number)) is not None:
-            self.fail(stream, RequestFailed([str(refused.number)]) if refused.is_fault else ValueError(refused.message))
 
     def end(self, stream: Stream) -> None:
         """The engine works on it no more."""

@@ -35,8 +35,9 @@ class ToolCall(msgspec.Struct, omit_defaults=True):
 class ToolCallParser:
     """Cuts text that comes in pieces into content and calls, wherever the pieces are torn.
 
-    Between two tags stands a call, or several. Their arguments are JSON objects, handed on as the model writes them, as soon as
-    the name is known. Text that turns out to be no call is content. Space around calls is dropped.
+    Between two tags stands a call, or several. Their arguments are JSON objects, handed on as the model writes them. In a stream
+    they are handed on as soon as the name is known: arguments that turn out to be no JSON have been delivered by then. In a whole
+    answer (`is_whole`) such a call is content, as all text is that turns out to be no call. Space around calls is dropped.
 
     Each character is looked at once: what is kept of the text between two pieces is shorter than a tag.
     """
@@ -44,6 +45,7 @@ class ToolCallParser:
     def __init__(self, only_one: bool = False) -> None:
         """`only_one`: calls after the first are dropped."""
         self._only_one = only_one
+        self.is_whole = False  # the text comes in one piece
         self.num_calls = 0
         self._text, self._at = "", 0  # what was not read begins at `_at`
         self._step = self._read_content  # reads on; returns whether another step may
@@ -104,7 +106,8 @@ class ToolCallParser:
         self._body.append(self._take(0, 2))
         if self._object.depth == 1 and not (last or self._object.is_broken):
             return False
-        head = HEAD.fullmatch("".join(self._body)) if self._object.depth == 2 else None
+        may_begin = self._object.depth == 2 and not self.is_whole
+        head = HEAD.fullmatch("".join(self._body)) if may_begin else None
         name = None if head is None else name_in(head[1])
         self._step = self._read_whole if name is None else self._read_arguments
         if name is not None:
@@ -112,7 +115,7 @@ class ToolCallParser:
         return True
 
     def _read_whole(self, last: bool) -> bool:
-        """An object that is written in another order, up to its end: a call, or text."""
+        """An object of a whole answer, or one that is written in another order, up to its end: a call, or text."""
         if self._object.depth:  # else its end was read with its head
             self._body.append(self._take(0))
         call = call_in("".join(self._body)) if self._object.depth == 0 else None
@@ -214,8 +217,16 @@ def call_in(text: str) -> tuple[str, str] | None:
         if isinstance(arguments, str):
             is_object = isinstance(json.loads(arguments, parse_constant=refuse_constant), dict)
         else:
-            is_object, arguments = isinstance(arguments, dict), json.dumps(arguments, allow_nan=False)
+            is_object, arguments = isinstance(arguments, dict), arguments_in(text, arguments)
         f"{name}{arguments}".encode()
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return (name, arguments) if isinstance(name, str) and is_object else None
+
+
+def arguments_in(text: str, arguments: object) -> str:
+    """The arguments as they are written in a call, where they come behind the name; else written anew."""
+    if (head := HEAD.match(text)) is None:
+        return json.dumps(arguments, allow_nan=False)
+    start = head.end() - 1
+    return text[start : json.JSONDecoder().raw_decode(text, start)[1]]

@@ -15,10 +15,9 @@ import numpy as np
 import torch
 
 from folovllm.config import EngineConfig
-from folovllm.engine.setup import set_up
 from folovllm.model_config import num_linear_of, num_positions
 from folovllm.models.files import load_hf_config, resolve_model
-from folovllm.setup import EngineSetup
+from folovllm.setup import EngineSetup, set_up
 from folovllm.spec_decode.proposer import Proposer, RowState
 from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput, TokenIds
 
@@ -207,7 +206,7 @@ class DraftModel(Proposer):
             tuple(draft.blocks[first:needed]),
             sampling_without_history(state.sampling) if draft.is_new else None,
         )
-        return ScheduledSequence(state.seq_id, draft.row, start, num_new, tokens, blocks, first, num_samples, sampling)
+        return ScheduledSequence(state.seq_id, draft.row, start, end, tokens, blocks, first, num_samples, sampling)
 
 
 def sampling_without_history(spec: SamplingSpec) -> SamplingSpec:

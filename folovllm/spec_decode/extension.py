@@ -7,9 +7,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from folovllm.build import make_packed_worker
-from folovllm.extensions import Extension
+from folovllm.build_packed import make_packed_worker
+from folovllm.engine.extension import Extension
 from folovllm.spec_decode import attention
+from folovllm.spec_decode.config import SpeculativeConfig
 from folovllm.spec_decode.draft_model import DraftModel, draft_setup
 from folovllm.spec_decode.measure import clock_for, measure_drafting, measure_steps
 from folovllm.spec_decode.multi_step import DraftTokens, MultiStepExecutor, MultiStepRunner
@@ -24,9 +25,9 @@ from folovllm.spec_decode.verify_runner import VerifyingModelRunner
 
 if TYPE_CHECKING:
     from folovllm.attention.backends.abstract import AttentionBackend
+    from folovllm.engine.extension import MakeGraphRunner, MakeScheduler
     from folovllm.engine.logits_mask import LogitsMask
     from folovllm.executor.abstract import Executor
-    from folovllm.extensions import MakeGraphRunner, MakeScheduler
     from folovllm.setup import EngineSetup
     from folovllm.worker.model_runner import ModelRunner
 
@@ -36,8 +37,7 @@ class SpeculativeDecoding(Extension):
 
     def __init__(self, setup: EngineSetup) -> None:
         super().__init__(setup)
-        assert setup.config.speculative_config is not None
-        self._config = setup.config.speculative_config
+        self._config: SpeculativeConfig = setup.config.extras["speculative_config"]
         self._proposer: Proposer | None = None
         self._drafted: DraftTokens | None = None
 

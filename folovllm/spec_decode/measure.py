@@ -97,7 +97,7 @@ class Timer:
             start = self._clock()
             tokens = np.array([0, *proposer.propose_all([state], [k])[0]], np.int32)
             scheduled = ScheduledSequence(
-                -1, 0, self._start, len(tokens), tokens, (), len(self._blocks), len(tokens), None
+                -1, 0, self._start, self._start + len(tokens), tokens, (), len(self._blocks), len(tokens), None
             )
             self._executor.execute_model(SchedulerOutput((scheduled,)))
             return self._clock() - start
@@ -115,4 +115,6 @@ class Timer:
         """Yield scheduled sequences, new ones where `sampling` is given; after each token one is sampled."""
         blocks, first = ((), len(self._blocks)) if sampling is None else (self._blocks, 0)
         for row, n in enumerate(lengths):
-            yield ScheduledSequence(-1 - row, row, self._start, n, np.zeros(n, np.int32), blocks, first, n, sampling)
+            yield ScheduledSequence(
+                -1 - row, row, self._start, self._start + n, np.zeros(n, np.int32), blocks, first, n, sampling
+            )

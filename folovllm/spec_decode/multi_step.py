@@ -17,8 +17,9 @@ import torch
 
 from folovllm.executor.packed_executor import LocalExecutor
 from folovllm.setup import EngineSetup
+from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.packed import Int32, PackedStep, choose_bucket, is_plain_decode, split
-from folovllm.step.schedule import SchedulerOutput, StepResult, TokenBitmasks
+from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.worker.buckets import Bucket, decode_bucket, padding_of
 from folovllm.worker.gpu_worker import GPUWorker
 from folovllm.worker.graph_runner import GraphRunner

@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from folovllm.engine.scheduler import Scheduler
-from folovllm.engine.step_builder import BatchRows
+from folovllm.engine.scheduler import BatchRows, Scheduler
 from folovllm.events import DraftsVerified
-from folovllm.request import Sequence
+from folovllm.request import Sequence, SequenceOutput
 from folovllm.spec_decode.speculation import Speculation
 from folovllm.spec_decode.verify import max_samples
 from folovllm.step.packed import IN_FLIGHT_TOKENS
@@ -65,7 +64,7 @@ class SpeculativeScheduler(Scheduler):
     def __init__(self, *, speculation: Speculation, **rest: Any) -> None:
         super().__init__(**rest)
         self.speculation = speculation
-        self._rows: DraftRows = DraftRows(self._max_num_seqs, self.events, lambda: self.waiting)
+        self._rows: DraftRows = DraftRows(self._max_num_seqs, self.kv, lambda: self.waiting)
         self._num_samples = min(self._max_num_batched_tokens, max_samples(self._max_num_seqs))  # of a step, at most
         self._plain_tokens = self._tokens_of_step
         self._num_done = 0  # steps whose tokens have arrived
@@ -104,24 +103,21 @@ class SpeculativeScheduler(Scheduler):
         """Return whether the next step waits for the tokens in flight: it does while drafts are verified."""
         return self._verifying is not None or Scheduler.must_wait(self)
 
-    def postprocess(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
-        """Append the tokens that a step sampled, and take back the blocks of rejected draft tokens.
-
-        After an exception the step goes on with the next call, which gets the pairs behind the one that raised it.
-        """
+    def postprocess(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> list[SequenceOutput]:
+        """Append the tokens that a step sampled, and take back the blocks of rejected draft tokens."""
         num_running, step = len(self.running), self._verifying
         if step is None or step.number != self._num_done:
-            updated = Scheduler.postprocess(self, sampled)
+            outputs = Scheduler.postprocess(self, sampled)
         else:
             if self.events.on:
                 self._resolve(step.scheduled_seqs)
             tokens = self._one_by_one(sampled, step.num_draft_tokens)
-            updated = list(dict.fromkeys(Scheduler.postprocess(self, tokens)))
+            outputs = joined(Scheduler.postprocess(self, tokens))
             self._verifying = None
         self._num_done += 1
         if len(self.running) < num_running:
-            self.speculation.finish([seq for seq in updated if seq.status.is_finished])
-        return updated
+            self.speculation.finish([output.seq for output in outputs if output.status is not None])
+        return outputs
 
     def abort(self, *seqs: Sequence) -> None:
         """End sequences at once, and tell the speculation."""
@@ -143,7 +139,7 @@ class SpeculativeScheduler(Scheduler):
         """
         for seq, token_ids in sampled:
             num_drafted = num_draft_tokens.get(seq.seq_id)
-            if num_drafted is None:
+            if num_drafted is None or not token_ids:  # none: a grammar was broken
                 yield seq, token_ids
                 continue
             num_accepted, num_known = len(token_ids) - 1, seq.num_tokens
@@ -185,3 +181,12 @@ class SpeculativeScheduler(Scheduler):
         """Return how many blocks the table of `seq` lacks for its next tokens."""
         needed = -(-(seq.num_computed_tokens + num_new_tokens) // self.kv.block_size)
         return max(0, needed - len(seq.block_table))
+
+
+def joined(outputs: Iterable[SequenceOutput]) -> list[SequenceOutput]:
+    """Return one output for each sequence; `outputs` has one for each token."""
+    found: dict[int, SequenceOutput] = {}  # by seq_id
+    for seq, token_ids, status in outputs:
+        before = found[seq.seq_id].new_token_ids if seq.seq_id in found else []
+        found[seq.seq_id] = SequenceOutput(seq, before + token_ids, status)
+    return list(found.values())

@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from folovllm.engine.logits_mask import LogitsMask
-from folovllm.engine.step_builder import sampling_spec
+from folovllm.engine.sampling_spec import sampling_spec
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.spec_decode.policy import LengthPolicy, TimedSteps
 from folovllm.spec_decode.proposer import Proposer, RowState

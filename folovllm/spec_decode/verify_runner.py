@@ -9,8 +9,9 @@ import torch
 
 from folovllm.forward_batch import ForwardBatch
 from folovllm.spec_decode.verify import max_samples
+from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.packed import Int32, Sample, fields_of, sample_levels, samples_of
-from folovllm.step.schedule import Logprobs, ScheduledSequence, SchedulerOutput, StepResult, TokenBitmasks
+from folovllm.step.schedule import Logprobs, ScheduledSequence, SchedulerOutput, StepResult
 from folovllm.worker.model_runner import ModelRunner
 
 

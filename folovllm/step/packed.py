@@ -17,15 +17,16 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from folovllm.sampling_row import MEMORY, RowField, SamplingUpdate, pack_rows
-from folovllm.sampling_row import Int32 as Int32  # for those who import it from here
-from folovllm.step.schedule import NO_SNAPSHOT, SamplingSpec, ScheduledSequence, SchedulerOutput, tokens_to_score
+from folovllm.sample.sampling_row import MEMORY, RowField, SamplingUpdate, pack_rows
+from folovllm.sample.sampling_row import Int32 as Int32  # for those who import it from here
+from folovllm.step.schedule import Extras, SamplingSpec, ScheduledSequence, SchedulerOutput, tokens_to_score
 
 if TYPE_CHECKING:
     import torch
 
 IN_FLIGHT = -1  # stands for a token that is on the device and not yet on the host
 NOTHING = -1
+OWNER_BYTES = 16  # of an owner's name in a packed step
 IN_FLIGHT_TOKENS = np.array([IN_FLIGHT], np.int32)
 
 
@@ -76,10 +77,10 @@ class Parts(NamedTuple, Generic[Part]):
     sampling_updates: Part  # [D], sampling state of new rows: `SamplingUpdate.buffer`
     scores: Part  # [4, n]: `tokens_to_score`
     logprobs: Part  # [2, n]: index of each sample that reports log-probabilities, and how many it reports
-    states: Part  # [3, n], copies of rows' states: row, snapshot to load before the step, snapshot to save to after it
+    extras: Part  # [E], what only some steps carry: `pack_extras`
 
 
-LINES = Parts(len(Field), 1, len(Sample), 3, 1, 4, 2, 3)
+LINES = Parts(len(Field), 1, len(Sample), 3, 1, 4, 2, 1)
 
 
 def split(buffer: Array, columns: Parts[int]) -> Parts[Array]:
@@ -99,7 +100,7 @@ def num_numbers(columns: Parts[int]) -> int:
 
 NO_UPDATES = SamplingUpdate(np.empty(0, np.int32), 0, 0)
 NO_SAMPLES, NO_SCORES = np.empty((len(Sample), 0), np.int32), np.empty((4, 0), np.int32)
-NOBODY, NO_COPIES = np.empty((2, 0), np.int32), np.empty((3, 0), np.int32)
+NOBODY, NO_EXTRAS = np.empty((2, 0), np.int32), np.empty(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -127,7 +128,7 @@ class PackedStep:
     sampling_updates: SamplingUpdate = NO_UPDATES  # of new rows
     scores: Int32 = field(default_factory=lambda: NO_SCORES)
     logprobs: Int32 = field(default_factory=lambda: NOBODY)
-    states: Int32 = field(default_factory=lambda: NO_COPIES)
+    extras: Int32 = field(default_factory=lambda: NO_EXTRAS)
     is_special: bool = False
     has_memory: bool = False
     defers_sampling: bool = False
@@ -151,7 +152,7 @@ class PackedStep:
             self.sampling_updates.buffer,
             self.scores,
             self.logprobs,
-            self.states,
+            self.extras,
         )
 
     @property
@@ -167,7 +168,7 @@ class PackedStep:
             self.tokens,
             self.updates.ravel(),
             self.logprobs.ravel(),
-            self.states.ravel(),
+            self.extras,
         ]
         if not self.is_decode:
             parts[3:4] = [self.samples.ravel(), self.updates.ravel(), self.sampling_updates.buffer, self.scores.ravel()]
@@ -192,7 +193,8 @@ class StepPacker:
         width = choose_bucket(len(scheduled_seqs), self._buckets)
         is_decode = width and all(map(is_plain_decode, scheduled_seqs))
         step = self.pack_decode(scheduled_seqs, width) if is_decode else self._pack_mixed(scheduled_seqs)
-        step.states = state_copies(scheduled_seqs)
+        if output.extras is not None:
+            step.extras = pack_extras(output.extras)
         if self._special or self._logprobs:
             sampled = [scheduled.row for scheduled in scheduled_seqs if scheduled.num_samples]
             special = [self._special[row] for row in sampled if row in self._special]
@@ -317,7 +319,7 @@ def is_plain_decode(scheduled: ScheduledSequence) -> bool:
     It does if it has one new token, samples one token, has no new sampling parameters and at most one new block. A chunk of one
     token in the middle of a prompt samples nothing, so it is no decode.
     """
-    is_one = scheduled.num_new_tokens == 1 and scheduled.num_samples == 1
+    is_one = scheduled.end - scheduled.start == 1 and scheduled.num_samples == 1
     return is_one and scheduled.sampling is None and len(scheduled.new_blocks) < 2
 
 
@@ -359,14 +361,25 @@ def sample_levels(samples: Int32) -> list[npt.NDArray[np.int64]]:
     return [(level == n).nonzero()[0] for n in range(int(level.max(initial=-1)) + 1)]
 
 
-def state_copies(scheduled_seqs: Sequence[ScheduledSequence]) -> Int32:
-    """Return the copies of states, [3, n]: row, snapshot to load, snapshot to save to."""
-    copies = [
-        (scheduled.row, scheduled.load_state, scheduled.save_state)
-        for scheduled in scheduled_seqs
-        if (scheduled.load_state, scheduled.save_state) != (NO_SNAPSHOT, NO_SNAPSHOT)
-    ]
-    return np.array(copies, np.int32).reshape(-1, 3).T if copies else NO_COPIES
+def pack_extras(extras: Extras) -> Int32:
+    """Return what only some steps carry as one line of numbers: each owner's name, the shape of its matrix, and the matrix."""
+    parts = []
+    for owner, matrix in extras.items():
+        name = np.frombuffer(owner.encode().ljust(OWNER_BYTES), np.int32)
+        parts += [name, np.array(matrix.shape, np.int32), matrix.ravel()]
+    return np.concatenate(parts)
+
+
+def unpack_extras(numbers: Int32) -> Extras:
+    """Return what `pack_extras` packed."""
+    extras, at, width = {}, 0, OWNER_BYTES // 4
+    while at < len(numbers):
+        owner = numbers[at : at + width].tobytes().decode().rstrip()
+        rows, columns = numbers[at + width : at + width + 2].tolist()
+        at += width + 2
+        extras[owner] = numbers[at : at + rows * columns].reshape(rows, columns)
+        at += rows * columns
+    return extras
 
 
 def block_updates(scheduled_seqs: Sequence[ScheduledSequence]) -> Int32:

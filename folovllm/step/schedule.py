@@ -5,18 +5,21 @@ None of them refers to a `Sequence`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from folovllm.step.bitmasks import MASKS, TokenBitmasks
 
 Int32 = npt.NDArray[np.int32]
 TokenIds = Int32
 # (token id, log-probability, rank): the sampled one first, then the most likely
 Logprobs = list[tuple[int, float, int]]
-NO_SNAPSHOT = -1  # in the place of a number of a snapshot
+# What only some steps carry, by owner: matrices of int32 numbers [n, k] whose first column is an index of a scheduled sequence.
+Extras = Mapping[str, Int32]
 
 
 class NothingScheduled(RuntimeError):
@@ -88,33 +91,6 @@ class SamplingSpec:
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
-def about_to_end(bad_words: Sequence[Sequence[int]], answer: Sequence[int] | TokenIds) -> list[int]:
-    """Return the tokens that must not come next: the last token of each bad word whose other tokens end `answer`."""
-    last = [int(token) for token in answer[-max(map(len, bad_words), default=1) :]]
-    return [word[-1] for word in bad_words if last[len(last) - len(word) + 1 :] == [*word[:-1]]]
-
-
-@dataclass(slots=True, frozen=True, eq=False)
-class TokenBitmasks:
-    """Masks for n sampled tokens. Rows that are not listed sample without a mask. With deferred sampling they follow the forward pass.
-
-    A row that samples several tokens has a mask for each, in their order.
-    """
-
-    rows: Int32  # [n]
-    bits: Int32  # [n, ceil(V / 32)]: bit t % 32 of number t // 32 is set where token t may be sampled
-
-    def places(self, rows: npt.ArrayLike) -> npt.NDArray[np.signedinteger[Any]]:
-        """Return the samples that have these masks, [n], in a step whose samples have these `rows` [R]."""
-        return np.isin(rows, self.rows).nonzero()[0]
-
-    def of_samples(self, rows: Int32) -> Int32:
-        """Return a mask for each sample [R, ceil(V / 32)] of such a step. Samples without a mask allow all tokens."""
-        bits = np.full((len(rows), self.bits.shape[1]), -1, np.int32)
-        bits[self.places(rows)] = self.bits
-        return bits
-
-
 class Scores(NamedTuple):
     """Prompt tokens whose log-probabilities the request wants and this step computes."""
 
@@ -124,25 +100,23 @@ class Scores(NamedTuple):
 
 
 class ScheduledSequence(NamedTuple):
-    """One sequence's part of a step: its tokens `start` to `start + num_new_tokens`."""
+    """One sequence's part of a step: its tokens `start` to `end`."""
 
     seq_id: int  # the sequence's number, unique for the whole life of the engine
     row: int  # the running sequence's place in the batch; it keeps its row until it stops running
     start: int
-    num_new_tokens: int
+    end: int  # tokens in the cache after the step, and the position of the token to sample
     token_ids: TokenIds  # [num_new_tokens] int32, a view; empty if the one token is still on the device
     new_blocks: tuple[int, ...]  # the end of its block table: the entries that no earlier step has sent
     first_new_block: int  # index in the table of the first new block
     num_samples: int  # tokens to sample in this step; 0 in the middle of a prompt
     sampling: SamplingSpec | None  # in the sequence's first step in this row
     scores: Scores | None = None
-    load_state: int = NO_SNAPSHOT  # the snapshot with which the row's state begins, in the first step in this row
-    save_state: int = NO_SNAPSHOT  # the snapshot that becomes a copy of the row's state after the step
 
     @property
-    def end(self) -> int:
-        """Tokens in the cache after the step, and the position of the token to sample."""
-        return self.start + self.num_new_tokens
+    def num_new_tokens(self) -> int:
+        """Tokens that the step computes of it."""
+        return self.end - self.start
 
     def __repr__(self) -> str:
         return f"ScheduledSequence(seq {self.seq_id}, row {self.row}: tokens {self.start} to {self.end}, {self.num_samples} sampled)"
@@ -165,7 +139,19 @@ class SchedulerOutput:
 
     scheduled_seqs: tuple[ScheduledSequence, ...] = ()
     preempted: tuple[int, ...] = ()  # `seq_id`s of sequences whose cache this step took
-    masks: TokenBitmasks | None = None  # of requests with a grammar, if they are known before the step starts
+    extras: Extras | None = None  # most steps have none, and cost nothing more
+
+    def with_masks(self, masks: TokenBitmasks) -> SchedulerOutput:
+        """Return the step with the bitmasks of its samples."""
+        rows = [scheduled.row for scheduled in self.scheduled_seqs]
+        return replace(self, extras={**(self.extras or {}), MASKS: masks.by_index(rows)})
+
+    @property
+    def masks(self) -> TokenBitmasks | None:
+        """The bitmasks of its samples, if it has any."""
+        if self.extras is None or MASKS not in self.extras:
+            return None
+        return TokenBitmasks.from_index(self.extras[MASKS], [scheduled.row for scheduled in self.scheduled_seqs])
 
     @property
     def num_tokens(self) -> int:

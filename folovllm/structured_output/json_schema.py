@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 Schema = dict[str, Any]
+LARGEST = 2**63 - 1024  # the largest float64 below 2**63, up to which llguidance counts
 ONE = ("additionalProperties", "items", "additionalItems")  # keywords whose value is a schema
 SEVERAL = ("allOf", "anyOf", "oneOf", "prefixItems", "items")  # a list of them
 NAMED = ("properties", "patternProperties", "$defs", "definitions")  # a dictionary of them
@@ -22,7 +23,7 @@ def with_an_end(schema: Schema) -> Schema:
     """Return a schema of the same documents without commas that lead nowhere. Raises ValueError if no document is finite."""
     if not is_finite(schema):
         raise ValueError("its references lead back to themselves, so no document under it is finite")
-    rewritten: Schema = _map(schema, _without_empty_patterns)
+    rewritten: Schema = _map(schema, lambda inner: _with_bounds(_without_empty_patterns(inner)))
     return rewritten
 
 
@@ -39,6 +40,13 @@ def _map(schema: Any, change: Callable[[Schema], Schema]) -> Any:
         elif key in ONE:
             found[key] = _map(value, change)
     return change(found)
+
+
+def _with_bounds(schema: Schema) -> Schema:
+    """Bound a whole number to 64 bits where the schema does not: a model may go on with its digits for ever."""
+    types, said = schema.get("type"), {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum", "const"}
+    is_whole = "integer" in types and "number" not in types if isinstance(types, list) else types == "integer"
+    return {**schema, "minimum": -LARGEST, "maximum": LARGEST} if is_whole and said.isdisjoint(schema) else schema
 
 
 def _without_empty_patterns(schema: Schema) -> Schema:

@@ -16,8 +16,9 @@ import numpy as np
 
 from folovllm.engine.logits_mask import LogitsMask
 from folovllm.request import Sequence
-from folovllm.sampling_row import mask_of, mask_width
-from folovllm.step.schedule import SchedulerOutput, TokenBitmasks
+from folovllm.sample.sampling_row import mask_of, mask_width
+from folovllm.step.bitmasks import TokenBitmasks
+from folovllm.step.schedule import SchedulerOutput
 from folovllm.structured_output import guidance
 from folovllm.structured_output.choice import ChoiceGrammar, Choices
 from folovllm.structured_output.grammar_matcher import Bitmask, Grammar, GrammarMatcher, ReasoningPrefix

@@ -64,11 +64,10 @@ class GPUWorker(Generic[Step, Result]):
         with self.current, torch.inference_mode():
             return self.runner.execute_model(step)
 
-    def expert_load(self) -> list[list[int]]:
-        """Wait for all steps so far, and return how many tokens each expert of each layer received, [L][E]."""
-        assert self._counters is not None, "experts are not counted"
-        counts: list[list[int]] = self._counters["experts"].tolist()
-        return counts
+    def counted(self, name: str) -> list[Any]:
+        """Wait for all steps so far, and return what the model counted under this name."""
+        assert self._counters is not None, "nothing is counted"
+        return self._counters[name].tolist()
 
     @property
     def current(self) -> torch.cuda.device | nullcontext[None]:

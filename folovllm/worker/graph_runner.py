@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -14,6 +15,7 @@ from folovllm.models.llama import LlamaForCausalLM
 from folovllm.sample.logprobs import SampledLogprobs, gather_logprobs
 from folovllm.sample.sampler_state import SamplerState
 from folovllm.setup import EngineSetup
+from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.packed import (
     Field,
     PackedStep,
@@ -22,13 +24,14 @@ from folovllm.step.packed import (
     StepPacker,
     sample_levels,
     split,
+    unpack_extras,
 )
-from folovllm.step.schedule import SchedulerOutput, TokenBitmasks
+from folovllm.step.schedule import SchedulerOutput, StepResult
 from folovllm.worker.buckets import Bucket, buckets_for, decode_bucket, pad, padding_of
 from folovllm.worker.device_tables import DeviceTables
 from folovllm.worker.dry_run import compile_at_once
 from folovllm.worker.model_runner import ModelRunner
-from folovllm.worker.pending_step import Computed, PendingStep, Verifier
+from folovllm.worker.pending_step import Computed, Verifier, result_of
 from folovllm.worker.step_graph import GraphPool, GraphStore, HostRing, StepGraph
 from folovllm.worker.step_sampler import StepSampler
 from folovllm.worker.warm_up import late_draft, small_steps, steps_with_drafts
@@ -36,6 +39,31 @@ from folovllm.worker.warm_up import late_draft, small_steps, steps_with_drafts
 logger = logging.getLogger("folovllm")
 
 Work = Callable[[Bucket, torch.Tensor], None]  # device work on the buffer of a step in a bucket
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class PendingStep:
+    """A step that was started. The copy of its tokens to the host is queued."""
+
+    step: PackedStep
+    tokens: torch.Tensor  # [R] int64 in host memory; like `logprobs` and `scores` it is complete after `arrived`
+    arrived: torch.cuda.Event | None
+    logprobs: SampledLogprobs | None
+    scores: SampledLogprobs | None
+    verifier: Verifier | None
+
+    def is_here(self) -> bool:
+        """Return whether `wait` would return at once."""
+        return self.arrived is None or self.arrived.query()
+
+    def wait(self) -> StepResult:
+        """Wait for the tokens and return them."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        tokens = self.tokens.tolist()
+        if self.step.is_decode and self.logprobs is None:
+            return StepResult([[token] for token in tokens], {})
+        return result_of(self.step, tokens, self.logprobs, self.scores, self.verifier)
 
 
 class GraphRunner:
@@ -146,7 +174,7 @@ class GraphRunner:
         The cache's scales come first, because keys with an offset need other kernels. Their values here are not used.
         """
         setup = self._setup
-        if setup.config.calculate_kv_scales:
+        if setup.config.extras.get("calculate_kv_scales"):
             self._runner.calculate_kv_scales()
         self._runner.warmup_model()
         self._runner.allocate_kv_cache(-(-min(setup.max_model_len, setup.max_num_batched_tokens) // setup.block_size))
@@ -231,16 +259,20 @@ class GraphRunner:
             computed, self._late = self._late, None
             self._sample(computed, step)
             return self._sent(computed)
-        if step.states.size:
-            self._runner.states.load(step.states)
-        pending = None
-        if step.defers_sampling:
-            self._late = self._compute(step, self._bucket_of(step))
-        else:
-            pending = self._start(step)
-        if step.states.size:
-            self._runner.states.save(step.states)
+        if not step.extras.size:
+            return self._begin(step)
+        extras, rows = unpack_extras(step.extras), step.fields[Field.ROW]
+        self._runner.states.load(extras, rows)
+        pending = self._begin(step)
+        self._runner.states.save(extras, rows)
         return pending
+
+    def _begin(self, step: PackedStep) -> PendingStep | None:
+        """Start a step, up to its logits if its masks come later."""
+        if not step.defers_sampling:
+            return self._start(step)
+        self._late = self._compute(step, self._bucket_of(step))
+        return None
 
     def _start(self, step: PackedStep) -> PendingStep:
         """Start a step that computes and samples at once."""

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging as hf_logging
 
-from folovllm.files import reading
+from folovllm.models.files import reading
 from folovllm.models.loader import checkpoint_files, require_finite, require_float_weights
 from folovllm.sample.logprobs import gather_logprobs, num_scored_at_once
 from folovllm.sample.rows import SamplingRows

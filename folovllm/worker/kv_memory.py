@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 
 import torch
@@ -44,7 +45,7 @@ def num_blocks_that_fit(
         of_use = setup.max_num_seqs * blocks_per_seq
         if setup.config.enable_prefix_caching:
             of_use = max(of_use, MOST_CACHED)
-        num_blocks = min(memory // bytes_per_block, of_use)
+        num_blocks = min(memory // bytes_per_block, of_use) if bytes_per_block else of_use  # 0: no layer has K and V
     if num_blocks < blocks_per_seq:
         fits = max(0, num_blocks) * setup.block_size
         beside = f" beside {state_bytes:,} bytes of states (max_num_seqs, num_snapshots)" if state_bytes else ""
@@ -58,6 +59,16 @@ def num_blocks_that_fit(
         "KV cache: %d blocks of %d tokens, %.2f GiB", num_blocks, setup.block_size, num_blocks * bytes_per_block / 2**30
     )
     return num_blocks
+
+
+def require_memory(device: torch.device, num_bytes: int, what: str, limit: int | None = None) -> None:
+    """Raise ValueError if tables of `num_bytes` do not fit: on a GPU into what is free, on a CPU into `limit`, or the machine."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+    else:
+        free = limit or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_bytes > free:
+        raise ValueError(f"{what} take {num_bytes:,} bytes, and there are {free:,}: lower max_num_seqs")
 
 
 def most_blocks_of_a_sequence(setup: EngineSetup) -> int:

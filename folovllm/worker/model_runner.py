@@ -11,17 +11,16 @@ import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend
 from folovllm.attention.backends.registry import make_backend
-from folovllm.electives import CALIBRATION, require
 from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.attention import attention_layers
 from folovllm.layers.state_layer import StatePool
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import Tensors
+from folovllm.plugins import CALIBRATION, require
 from folovllm.sample.logprobs import SampledLogprobs, by_sequence, score
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.setup import EngineSetup
-from folovllm.step.packed import state_copies
 from folovllm.step.schedule import Logprobs, ScheduledSequence, SchedulerOutput, StepResult, one_each, tokens_to_score
 from folovllm.worker.input_batch import InputBatch, SlotsOf
 from folovllm.worker.kv_memory import num_blocks_that_fit
@@ -81,7 +80,7 @@ class ModelRunner:
 
     def fit_kv_cache(self, captured: float = 0.0) -> int:
         """Find out how many blocks fit, and allocate them; returns their number. `captured`: see `num_blocks_that_fit`."""
-        if self._setup.config.calculate_kv_scales:
+        if self._setup.config.extras.get("calculate_kv_scales"):
             self.calculate_kv_scales()
         num_blocks = num_blocks_that_fit(self._setup, self.warmup_model, captured, self.states.num_bytes)
         self.allocate_kv_cache(num_blocks)
@@ -136,12 +135,10 @@ class ModelRunner:
         self._sampling_rows.set(
             {scheduled.row: scheduled.sampling for scheduled in scheduled_seqs if scheduled.sampling is not None}
         )
-        batch, wanted, copies = (
-            self._build(scheduled_seqs),
-            tokens_to_score(scheduled_seqs),
-            state_copies(scheduled_seqs),
-        )
-        self.states.load(copies)
+        batch, wanted = self._build(scheduled_seqs), tokens_to_score(scheduled_seqs)
+        rows = [scheduled.row for scheduled in scheduled_seqs]
+        if output.extras is not None:
+            self.states.load(output.extras, rows)
         scores = {}
         if wanted:
             _, after, tokens, counts = torch.tensor(wanted, device=self._setup.device).T
@@ -149,7 +146,8 @@ class ModelRunner:
             scores = by_sequence(found.to_host(), wanted)
         else:
             logits = self.forward(batch)  # [S, V]
-        self.states.save(copies)
+        if output.extras is not None:
+            self.states.save(output.extras, rows)
         return self._sample(output, logits, scores)
 
     def _build(self, scheduled_seqs: Sequence[ScheduledSequence]) -> ForwardBatch:

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import numpy as np
 
 from folovllm.model_config import num_experts_of
-from folovllm.sampling_row import mask_width
+from folovllm.sample.sampling_row import mask_width
 from folovllm.setup import EngineSetup
+from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.packed import PackedStep, StepPacker
-from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput, TokenBitmasks
+from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput
 
 WARM_UP_TOKENS = 256  # more tokens or sequences than this change no kernel of a plain model
 LONG_STEP = 4096  # from here on attention may have another kernel, for long prompts
@@ -72,7 +73,7 @@ def dummy_seqs(lengths: list[int], block_size: int, sampling: SamplingSpec = FIL
             seq_id=-1,
             row=row,
             start=0,
-            num_new_tokens=length,
+            end=length,
             token_ids=np.zeros(length, np.int32),
             new_blocks=tuple(range(-(-length // block_size))),
             first_new_block=0,

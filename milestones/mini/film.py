@@ -14,11 +14,11 @@ Line = list[Any]
 
 def recording(trace: Trace, title: str, model: str, texts: dict[int, str], stage: int) -> str:
     """The recording as a file's text. `texts` has the text of each token."""
-    film = _Film(trace, stage)
-    lines: list[Any] = [_header(trace, title, model, stage), ["texts", {str(id): text for id, text in texts.items()}]]
-    lines.append(["key", 0, 0, film.beginning()])
-    lines += [["turn", number, film.at(number)[1], film.turn(number)] for number in range(len(trace.steps))]
-    lines.append(["done", len(trace.steps), film.at(len(trace.steps) - 1)[1], "closed"])
+    steps = _Steps(trace, stage)
+    lines: list[Any] = [_header(trace, title, model, stage), ["Texts", {str(id): text for id, text in texts.items()}]]
+    lines.append(["Turn", 0, 0.0, [steps.beginning()]])
+    lines += [["Turn", number + 1, steps.at(number)[1], steps.turn(number)] for number in range(len(trace.steps))]
+    lines.append(["Done", len(trace.steps) + 1, steps.at(len(trace.steps) - 1)[1], "closed"])
     return "".join(json.dumps(line) + "\n" for line in lines)
 
 
@@ -42,11 +42,11 @@ def _header(trace: Trace, title: str, model: str, stage: int) -> dict[str, Any]:
         "graph_widths": [],
         "mine": True,
     }
-    kind = {"format": "folovllm recording", "version": 1, "holds_prompts": True}
+    kind = {"format": "folovllm recording", "version": 2, "holds_prompts": True}
     return kind | {"title": title, "started": None, "engine": engine}
 
 
-class _Film:
+class _Steps:
     """Finds what happened between two steps: from the tables, who took, found and gave back which block."""
 
     def __init__(self, trace: Trace, stage: int) -> None:
@@ -61,16 +61,15 @@ class _Film:
         self.refs = [0] * (trace.limits.num_blocks if stage >= 2 else 0)
         self.open: list[tuple[int, Step]] = []  # steps that have begun and not ended
 
-    def at(self, number: int) -> tuple[int, int]:
-        """Begin and end of a call of `step`, in microseconds since the first."""
+    def at(self, number: int) -> tuple[float, float]:
+        """Begin and end of a call of `step`, in seconds since the first."""
         zero = self.trace.times[0][0]
         began, ended = self.trace.times[number]
-        return round((began - zero) * 1e6), round((ended - zero) * 1e6)
+        return round(began - zero, 6), round(ended - zero, 6)
 
-    def beginning(self) -> dict[str, Any]:
-        n = len(self.refs)
-        empty: dict[str, Any] = {"steps": 0, "free": "1" * n, "refs": [0] * n, "named": [], "sequences": []}
-        return empty | {"tokens": {}, "block_tokens": {}}
+    def beginning(self) -> Line:
+        limits = self.trace.limits
+        return ["Snapshot", len(self.refs), limits.block_size, limits.max_seqs, limits.max_tokens, 0, [], []]
 
     def turn(self, number: int) -> list[Line]:
         """What happened in a call of `step`."""
@@ -81,7 +80,7 @@ class _Film:
         if step.work:
             began, _ = self.at(number)
             left = self.trace.limits.max_tokens - sum(n for _, _, n in step.work)
-            events.append(["begin", number, began, began, scheduled, max(0, left)])
+            events.append(["StepBegan", number, began, began, scheduled, max(0, left)])
             self.open.append((number, step))
         if self.open and (self.stage < 6 or self.open[0][0] < number or step.tokens):
             events += self._ended(number, step)
@@ -91,15 +90,15 @@ class _Film:
         zero, (_, ended) = self.trace.times[0][0], self.trace.times[number]
         while self.waiting and self.trace.arrived.get(self.waiting[0], ended) < ended:
             ask = self.asks[self.waiting.pop(0)]
-            when = round((self.trace.arrived[ask.id] - zero) * 1e6)
-            yield ["add", self.seqs[ask.id], ask.id, 0, list(ask.prompt), ask.max_tokens, 0, when]
+            when = round(self.trace.arrived[ask.id] - zero, 6)
+            yield ["RequestAdded", self.seqs[ask.id], ask.id, 0, list(ask.prompt), ask.max_tokens, 0, when]
 
     def _given_back(self, step: Step) -> Iterator[Line]:
         """Who held blocks and has none in this step."""
         for id in step.preempted:
             self.running.discard(id)
             by = next((i for i, _, _ in step.work if i in self.running), id)
-            yield ["preempt", self.seqs[id], self.seqs[by], self.computed.pop(id, 0)]
+            yield ["Preempted", self.seqs[id], self.seqs[by], self.computed.pop(id, 0)]
         for id in [id for id in self.tables if id not in step.tables]:
             yield from self._release(id)
 
@@ -107,10 +106,11 @@ class _Film:
         table = self.tables.pop(id, [])
         for block in table:
             self.refs[block] -= 1
-        if free := [block for block in reversed(table) if not self.refs[block]]:
-            yield ["free", *free]
+        for block in reversed(table):
+            if not self.refs[block]:
+                yield ["BlockFreed", block]
         if table:
-            yield ["table", self.seqs[id], table, [self.refs[block] for block in table]]
+            yield ["TableFreed", self.seqs[id], [[block, self.refs[block]] for block in table]]
 
     def _admitted(self, step: Step) -> Iterator[Line]:
         for id, start, _ in step.work:
@@ -120,25 +120,24 @@ class _Film:
             found = step.tables.get(id, [])[: start // self.trace.limits.block_size]
             for block in found:
                 if not self.refs[block]:
-                    yield ["claim", block]
+                    yield ["BlockClaimed", block]
                 self.refs[block] += 1
-                yield ["adopt", block, self.seqs[id], self.refs[block]]
+                yield ["BlockAdopted", block, self.seqs[id], self.refs[block]]
             if start:
-                yield ["hit", self.seqs[id], start]
-            yield ["admit", self.seqs[id], start]
+                yield ["PrefixHit", self.seqs[id], start]
+            yield ["Admitted", self.seqs[id], start]
             self.tables[id] = []
         tables = (block for table in step.tables.values() for block in table)
-        if new := [block for block in dict.fromkeys(tables) if not self.refs[block]]:
-            yield ["new", *new]
-            for block in new:
-                self.refs[block] = 1
+        for block in [block for block in dict.fromkeys(tables) if not self.refs[block]]:
+            yield from (["BlockClaimed", block], ["BlockTaken", block])
+            self.refs[block] = 1
 
     def _scheduled(self, step: Step) -> Iterator[Line]:
         in_flight = {id for _, other in self.open for id, start, n in other.work if start + n == self.known[id]}
-        for id, start, n in step.work:
+        for row, (id, start, n) in enumerate(step.work):
             num_samples = int(start + n == self.known[id] + (id in in_flight))
             first, table = len(self.tables.get(id, [])), step.tables.get(id, [])
-            yield [self.seqs[id], start, n, num_samples, first, table[first:]]
+            yield [self.seqs[id], row, start, start + n, num_samples, first, table[first:], -1, -1]
             self.computed[id] = start + n
         for id, table in step.tables.items():
             self.tables[id] = list(table)
@@ -149,11 +148,11 @@ class _Film:
         for id in ids:
             self.known[id] += 1
         waits = len(self.seqs.keys() - self.running - self.done - {*self.waiting})
-        used, tokens = sum(map(bool, self.refs)), [step.tokens[id] for id in ids]
-        yield ["end", begun, began, ended, ended, [self.seqs[id] for id in ids], tokens, waits, used]
+        used, sampled = sum(map(bool, self.refs)), [[self.seqs[id], [step.tokens[id]]] for id in ids]
+        yield ["StepEnded", begun, began, ended, ended, sampled, waits, used]
         for id in ids:
             if self.known[id] == len(self.asks[id].prompt) + self.asks[id].max_tokens:
                 yield from self._release(id)
                 self.running.discard(id)
                 self.done.add(id)
-                yield ["finish", self.seqs[id], "length"]
+                yield ["Finished", self.seqs[id], "length"]

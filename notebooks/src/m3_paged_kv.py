@@ -489,13 +489,13 @@ def leaking(self, seq):
 
 
 scheduler_preempt = scheduler.preempt
-from folovllm import build
+from folovllm import build_batch
 
 breaks = {
     "as it is": None,
     "blocks taken for neighbours": patch.object(BlockManager, "slots", staticmethod(contiguous)),
     "the last block read to its end": patch.object(torch_paged, "gather_blocks", whole_blocks),
-    "the first gives way": patch.object(build, "preempt", first_gives_way),
+    "the first gives way": patch.object(build_batch, "preempt", first_gives_way),
     "one block never comes back": patch.object(BlockManager, "deallocate", leaking),
 }
 said = {}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from folovllm import LLM, SamplingParams
-from folovllm.cli.conversation import Chat, OwnEngine
+from folovllm.cli.conversation import Chat
 from tests.helpers import tiny_checkpoint
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -103,7 +103,7 @@ def test_a_model_without_a_template(tmp_path: Path) -> None:
 def test_the_terminals_loop_says_what_chat_says(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A question that is too long leaves the conversation as it was. (`test_cli.py` has the loop's other behaviours.)"""
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello\n" + "x" * 200 + "\n"))
-    chat = Chat(OwnEngine(llm, PARAMS))
+    chat = Chat(llm, PARAMS)
     chat.run()
     assert chat.messages == [
         *HELLO,

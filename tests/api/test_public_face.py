@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from tests.helpers import tiny_checkpoint
@@ -14,11 +16,12 @@ def m1_is_the_latest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("folovllm.config.LATEST", "m1")
 
 
-def test_generate(capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As it stands, with more tokens: the bar beside the answer, which shows both speeds, is drawn ten times a second."""
     from folovllm import LLM, SamplingParams
 
     llm = LLM(MODEL, milestone="m1")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # elsewhere there is no bar
     out = llm.generate(["Hello", "1+1=?"], SamplingParams(temperature=0.6, max_tokens=100, ignore_eos=True))[0]
     answer = out.outputs[0]
     assert isinstance(answer.text, str) and len(answer.token_ids) == 100 and answer.finish_reason == "length"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -290,7 +291,7 @@ class TestOneEngine:
         args = EngineConfig(
             model=PATH, **FIELDS | {"milestone": "m6", "attention_backend": "torch_paged", "max_num_seqs": 2}
         )
-        assert isinstance(LLMEngine.from_engine_args(args).core, OverlappedEngine)
+        assert isinstance(LLMEngine.from_engine_args(args).loop, OverlappedEngine)
 
 
 class TestBeamSearch:
@@ -318,6 +319,35 @@ class TestBeamSearch:
         for beam in output.sequences:
             assert (end in beam.tokens[5:]) == (beam.tokens[-1] == end) == (beam.finish_reason == "stop")
         assert any(beam.finish_reason == "stop" for beam in output.sequences)
+
+    @pytest.mark.parametrize(
+        ("width", "penalty", "expected"),
+        [
+            (2, 1.0, [[11, 30], [2]]),  # the end takes no open beam's place, and the best answer is found
+            (1, 1.0, [[2]]),  # ended and open beams compete in the end: one of ten tokens is less likely than the end
+            (3, 0.0, [[2], [11, 30], [10, 20]]),  # by their log-probability alone
+        ],
+    )
+    def test_ended_beams_are_set_aside(
+        self, llm: LLM, monkeypatch: pytest.MonkeyPatch, width: int, penalty: float, expected: list[list[int]]
+    ) -> None:
+        likely = {
+            7: {10: 0.40, 2: 0.35, 11: 0.25},
+            10: dict.fromkeys((20, 21, 22, 23), 0.2),
+            11: {30: 0.97, 31: 0.01, 32: 0.01},
+        }
+        rest = {40: 0.97, 41: 0.01, 42: 0.01}
+
+        def next_tokens(generate: Any, beams: list[Any], count: int) -> list[dict[int, float]]:
+            rows = [likely.get(beam.tokens[-1], rest) for beam in beams]
+            return [{token: math.log(p) for token, p in row.items()} for row in rows]
+
+        monkeypatch.setattr("folovllm.beam_search._next_tokens", next_tokens)
+        monkeypatch.setattr("folovllm.beam_search.eos_token_ids", lambda *_: frozenset({2}))
+        params = BeamSearchParams(beam_width=width, max_tokens=10, length_penalty=penalty)
+        (output,) = llm.beam_search([[7] * 10], params)
+        assert [beam.tokens[10:12] for beam in output.sequences] == expected
+        assert all((beam.tokens[-1] == 2) == (beam.finish_reason == "stop") for beam in output.sequences)
 
     def test_a_full_context_ends_a_beam(self) -> None:
         with LLM(PATH, **FIELDS, max_model_len=8) as llm:

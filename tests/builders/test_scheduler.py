@@ -64,10 +64,13 @@ class Bench:
             [40 + seq.num_tokens] if scheduled.num_samples else []
             for scheduled, seq in zip(output.scheduled_seqs, seqs, strict=True)
         ]
-        updated = self.scheduler.postprocess(list(zip(seqs, draws, strict=True)))
-        assert list(updated) == [seq for seq, drawn in zip(seqs, draws, strict=True) if drawn], (
-            "who got a token is returned"
-        )
+        outputs = self.scheduler.postprocess(list(zip(seqs, draws, strict=True)))
+        expected = [
+            (seq, drawn, seq.status if seq.status.is_finished else None)
+            for seq, drawn in zip(seqs, draws, strict=True)
+            if drawn
+        ]
+        assert list(outputs) == expected, "who got a token is returned, with the token and how it ended"
         self.check()
         return seqs
 

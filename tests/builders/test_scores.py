@@ -14,7 +14,7 @@ import torch
 
 from folovllm.cache.block_manager import BlockManager
 from folovllm.engine.scheduler import Scheduler, preempt, whole_prompt
-from folovllm.request import Sequence, SequenceStatus
+from folovllm.request import Sequence, SequenceOutput, SequenceStatus
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
 from milestones.builders import load_file, scorer, scores
 from milestones.counting import CountBytes, ToyModel, count_kernel
@@ -42,7 +42,7 @@ def test_the_cost_model_gives_what_was_measured() -> None:
 
     def seconds(sequences: int, length: int) -> float:
         ids = np.zeros(1, np.int32)
-        scheduled_seqs = [ScheduledSequence(i, i, length - 1, 1, ids, (), 0, 1, None) for i in range(sequences)]
+        scheduled_seqs = [ScheduledSequence(i, i, length - 1, length, ids, (), 0, 1, None) for i in range(sequences)]
         return Costs().seconds(SchedulerOutput(tuple(scheduled_seqs)))
 
     assert seconds(256, 745) == pytest.approx(6.661e-3, rel=0.02)
@@ -75,13 +75,13 @@ class TestNoScore:
 
     def test_an_engine_that_ends_each_answer_after_a_token(self) -> None:
         class Hasty(Scheduler):
-            def postprocess(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
-                updated = super().postprocess(sampled)
-                for seq in [seq for seq in updated if not seq.status.is_finished]:
+            def postprocess(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> list[SequenceOutput]:
+                outputs = super().postprocess(sampled)
+                for seq in [seq for seq, _, status in outputs if status is None]:
                     seq.finish(SequenceStatus.FINISHED_LENGTH)
                     self.running.remove(seq)
                     self.kv.free(seq)
-                return updated
+                return outputs
 
         with pytest.raises(ValueError, match="an answer ended after 1 of its 160 tokens"):
             scorer(COURSE.builder("m2"))(lambda kv, seqs, budget, tokens: Hasty(kv, seqs, budget, tokens, preempt))

@@ -94,7 +94,7 @@ OWN = {  # what a learner may have written: other bodies than the reference's, i
     "folovllm/engine/scheduler.py": [
         ("        builder = StepBuilder(", "        grow = self._grow  # self._grow asks kv.allocate_slots\n        builder = StepBuilder("),
         ("self._grow(seq, n, builder):", "grow(seq, n, builder):"),
-        ("        updated = []\n        for seq, token_ids in sampled:", "        updated, pairs = [], list(sampled)\n        for seq, token_ids in pairs:"),
+        ("        outputs = []\n        for seq, token_ids in sampled:", "        outputs, pairs = [], list(sampled)\n        for seq, token_ids in pairs:"),
         ("    victim = max(candidates, key=scheduler.rank)", "    victim = last_of(candidates, scheduler)\n    assert victim.status is SequenceStatus.RUNNING or candidates"),
         ("def whole_prompt(", "def last_of(candidates, scheduler):  # mine\n    return max(candidates, key=scheduler.rank)\n\n\ndef whole_prompt("),
     ],

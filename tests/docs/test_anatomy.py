@@ -53,16 +53,6 @@ def test_the_watched_model_answers_as_the_engine_does(tools: dict[str, ModuleTyp
     assert output.outputs[0].token_ids == [token for token, _ in answer.watched()[0]]
 
 
-def test_letters_that_do_not_fit_are_found(tools: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = tools["shapes"]
-    steps = shapes.recorded(shapes.SMALL)
-    assert [step["scores"][1] for step in steps] == ["[4, 18, 18]", "[4, 1, 19]", "[4, 1, 20]"]
-    monkeypatch.setitem(shapes.ROWS, "lm_head", ("", "[S, H]", "[T, V]"))
-    sizes = {**shapes.letters(shapes.SMALL), "T": 18, "n": 18, "S": 1, "N": 8, "B": 16}
-    with pytest.raises(ValueError, match=r"lm_head has shapes \[1, 4096\], and \[T, V\] would be \[18, 4096\]"):
-        shapes._compare(steps[0], sizes)
-
-
 def test_every_module_has_a_row_of_shapes(tools: dict[str, ModuleType]) -> None:
     """Of the first layer and around the layers; what only holds others has none."""
     shapes, anatomy = tools["shapes"], tools["anatomy"]

@@ -94,40 +94,6 @@ def test_every_link_leads_somewhere(page: Path) -> None:
     assert [target for target in links(page) if not (page.parent / target).exists()] == []
 
 
-def test_what_is_said_above_a_block() -> None:
-    """A reason or a line to run first. Of a console the prompts are run, a named file has its name, an excerpt is nothing to type."""
-    text = (
-        "<!-- no-run: downloads a model -->\n```bash\nfolovllm chat\n```\n\n"
-        "<!-- before: x = 1 -->\n\n```python\n# my_backends.py\nprint(x)\n```\n\n"
-        "<!-- code folovllm.config:PRESETS -->\n\n```python\nPRESETS = nope\n```\n\n<!-- end -->\n\n"
-        "```console\n$ true\noutput\n$ false\n```\n"
-    )
-    first, second, third = blocks(README, text)
-    assert (first.no_run, first.before, first.line, first.file_name) == ("downloads a model", "", 2, "block_2.py")
-    assert (second.script, second.file_name) == ("x = 1\n# my_backends.py\nprint(x)\n\n", "my_backends.py")
-    assert third.script == "true\nfalse\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("<!-- no-run: I would rather not -->\n```bash\ntrue\n```\n", "'I would rather not' is no reason"),
-        ("```\nfolovllm generate\n```\n", "without a language"),
-    ],
-)
-def test_commands_that_would_escape(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        blocks(README, text)
-
-
-@pytest.mark.slow
-def test_a_failure_is_one(tmp_path: Path) -> None:
-    commands = Path(sys.executable).parent
-    assert run(Block(README, 1, "bash", "false\ntrue\n"), tmp_path, commands).startswith("status 1")
-    assert "NameError" in run(Block(README, 1, "python", "nope\n"), tmp_path, commands)
-    assert run(Block(README, 1, "bash", "true\n"), tmp_path, commands) == ""
-
-
 def test_the_reading_order_is_that_of_the_source() -> None:
     """But for the minutes, which may lag behind; and no exercise is in a file that it leaves out."""
     spec = importlib.util.spec_from_file_location("reading_order", ROOT / "docs/_tools/reading_order.py")

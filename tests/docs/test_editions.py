@@ -101,14 +101,6 @@ class TestDifferences:
         (said,) = alike.differences(SOURCE, CHINESE.replace(old, new))
         assert said.startswith(f"{kind}: the source has ")
 
-    def test_formulas_and_diagrams_keep_their_words_to_themselves(self, alike: ModuleType) -> None:
-        source = "$$\\text{out} = a^2$$\n\n```mermaid\nA[text]\n```\n\nOn 22 November 2026.\n"
-        assert (
-            alike.differences(source, "$$\\text{输出} = a^2$$\n\n```mermaid\nA[文本]\n```\n\n2026 年 11 月 22 日。\n")
-            == []
-        )
-        assert alike.differences(source, source.replace("a^2", "a^3"))
-
 
 class TestStates:
     @pytest.fixture
@@ -147,22 +139,3 @@ class TestStates:
         )
         assert self.run(tool, pair, "stamp") == 0 and pair.states()["waste"] == "stale"  # type: ignore[attr-defined]
         assert self.run(tool, pair, "stamp", "--section", "waste") == 1, "stamped, and the old figure is in it"
-
-    def test_other_line_breaks_are_no_change(self, editions: ModuleType) -> None:
-        assert editions.hash_of("a b\nc") == editions.hash_of("a\nb c") != editions.hash_of("a b d")
-        mark = "<!-- code a:b -->\n\n{}\n\n<!-- end -->\n"
-        assert editions.hash_of(mark.format("old")) == editions.hash_of(mark.format("new"))
-
-
-def test_parts_of_a_source(editions: ModuleType) -> None:
-    page = "Above.\n\n# A `b` [c](d.md)\n\n```bash\n# no heading\n```\n\n## A b\n\n## A b\n"
-    assert list(editions.sections(page)) == ["top", "a-b-c", "a-b", "a-b_1"]
-    cells = editions.cells("# %% [markdown]\n# # M4\n#\n# Text.\n\n# %%\nx = 1\n\n# %% [markdown]\n# One, two.\n")
-    assert cells == {"m4": "# M4\n\nText.\n", "one-two": "One, two.\n"}
-
-
-def test_tables_get_chinese_words(editions: ModuleType) -> None:
-    source = "<!-- symbols x -->\n\n| | what it does | file |\n|---|---|---|\n| `f` | file it | a |\n\n<!-- end -->\n"
-    assert "| | 做什么 | 文件 |\n|---|---|---|\n| `f` | file it | a |" in editions.filled_from(source, source)
-    with pytest.raises(ValueError, match="has no <!-- code a:b -->"):
-        editions.filled_from(source, "<!-- code a:b -->\n<!-- end -->\n")

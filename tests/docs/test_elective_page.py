@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from folovllm import LLM, SamplingParams, extensions
+from folovllm import LLM, SamplingParams
+from folovllm.engine import extension as extensions
 from tests.helpers import tiny_checkpoint
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "adding_an_elective.md"

@@ -83,9 +83,3 @@ def test_notebooks_and_docstrings_use_the_fields_words() -> None:
     texts = notebooks | {file: docstrings(file) for file in (ROOT / "folovllm").rglob("*.py")}
     said = {str(file.relative_to(ROOT)): found(text, OUT) for file, text in texts.items()}
     assert {name: words for name, words in said.items() if words} == {}
-
-
-def test_what_is_looked_for_is_found() -> None:
-    assert found("It\ndraws a token.", OUT) and found("Recorded steps.", OUT) and not found("A recording.", OUT)
-    assert found("two right guesses", ON_PAGES) and not found("Guess the speed.", ON_PAGES)
-    assert len(long_sentences("a b c. " + "word " * 46 + ". d e.\n\n| " + "word " * 50 + "|\n|---|\n")) == 1

@@ -68,16 +68,3 @@ def test_no_row_of_a_table_is_text(page: Path) -> None:
 @pytest.mark.parametrize("page", DOCS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_comments_are_shown_in_full(page: Path) -> None:
     assert len(wide := wide_comments(page.read_text("utf-8"))) == 0, wide
-
-
-def test_how_pages_are_read() -> None:
-    table = "| a | b |\n|---|---|\n| 1 | 2 |\n"
-    assert rows_as_text(table) == rows_as_text("```\n| a |\n```\n") == []
-    assert rows_as_text(table + "\n| 3 | 4 |\n") == ["| 3 | 4 |"], "a blank line breaks a table"
-    text = f"# Two words\n\nIt's `one` [more](link.md), $x^2$.\n\n{table}\n```python\nx = 1\n\ny = 2\n```\n"
-    assert (num_words(text), num_code_lines(text)) == (2 + 3 + 4, 3)
-    assert num_code_lines("```mermaid\nflowchart LR\n```\n") == 0
-    long = "x" * 100
-    assert wide_comments(f"```bash\n{long} # {long}\n```\n") and not wide_comments(
-        f"```bash\n{long} # short\n{long}{long}\n```\n"
-    )

@@ -10,13 +10,11 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from folovllm.cache.slot_manager import SlotManager
-from folovllm.layers.embed_head import ParallelLMHead
 from milestones.pictures import step
-from milestones.running_example import Run, ScheduledSequence, engine_for, example, play
+from milestones.running_example import Run, ScheduledSequence, example, play
 from tests.docs.blocks import ROOT
 
 MILESTONES = ("m1", "m2", "m3", "m4", "m5", "m6")
@@ -77,11 +75,6 @@ def test_static_batching_keeps_c_outside(tools: dict[str, ModuleType]) -> None:
     assert static.answers == tools["pictures"].run("m2").answers
 
 
-def test_an_engine_may_be_changed() -> None:
-    run = play("m3", num_kv_blocks=15)
-    assert not any(turn.preempted for turn in run.turns), "with half as much memory again C stays"
-
-
 def test_wrong_code_can_be_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """A learner sees what the mistake does: here slots are counted from the share's own start."""
     wrong = lambda table, size, start, end: np.arange(table[0] * size, table[0] * size + end - start)  # noqa: E731
@@ -113,20 +106,6 @@ class TestWhatChapters1To3Say:
         assert {name: len(run.turns) for name, run in runs.items()} == {"M1": 23, "static": 17, "M2": 14, "M3": 12}
         first = {name: next(turn.number for turn in run.turns if "C" in turn.drawn) for name, run in runs.items()}
         assert first == {"M1": 16, "static": 10, "M2": 7, "M3": 2}
-
-    def test_which_budget_refused_whom(self, tools: dict[str, ModuleType]) -> None:
-        """Chapter 2 has an example of each of the three."""
-        run = tools["pictures"].run
-        assert run("m1").turns[0].refused == {"B": "sequences"}
-        assert run("m2").turns[0].refused == {"B": "tokens"} and run("m2").turns[2].refused == {"C": "blocks"}
-
-    def test_step_7_of_m2(self, tools: dict[str, ModuleType]) -> None:
-        run = tools["pictures"].run("m2")
-        assert run.turns[6].finished == ("B",)
-        assert [(scheduled.name, scheduled.slots) for scheduled in run.turns[7].scheduled_seqs] == [
-            ("A", (15,)),
-            ("C", tuple(range(20, 29))),
-        ]
 
     def test_the_blocks_of_m3(self, tools: dict[str, ModuleType]) -> None:
         turns = tools["pictures"].run("m3").turns
@@ -163,20 +142,3 @@ class TestWhatChapters4To6Say:
         assert (five.turns[2].hits, five.turns[7].hits) == ({"C": 8}, {"C": 12})
         chunk = five.turns[1].scheduled_seqs[1]
         assert (chunk.name, chunk.start, chunk.end) == ("B", 3, 12), "chapter 4 asks for its cu_seqlens"
-
-    def test_what_each_of_four_ranks_would_find_best(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The first token of B's answer, in quarters of the vocabulary."""
-        seen: list[torch.Tensor] = []
-        head = ParallelLMHead.forward
-
-        def noted(self: ParallelLMHead, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-            seen.append(head(self, hidden, out).clone())
-            return seen[-1]
-
-        monkeypatch.setattr(ParallelLMHead, "forward", noted)
-        engine, request = engine_for("m2"), example().request("B")
-        engine.generate([list(request.prompt_token_ids)])
-        engine.close()
-        best, row = seen[0][0].view(4, 1024).max(-1)
-        assert row.tolist() == [373, 654, 277, 77] and int(seen[0][0].argmax()) == request.answer_token_ids[0] == 1678
-        assert all(f"{logit:.2f}" in chapter("6_speed_and_scale") for logit in best.tolist())

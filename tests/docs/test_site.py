@@ -65,11 +65,6 @@ class Fetched(HTMLParser):
             self.addresses.append(values.get(FETCHED.get(tag, "")) or "")
 
 
-def test_what_counts_as_fetched() -> None:
-    html = '<a href="https://a.b"></a><script src="//x.y/z.js"></script><link rel="prev" href="https://q"><img src="i.png">'
-    assert list(filter(None, Fetched(html).addresses)) == ["//x.y/z.js", "i.png"]
-
-
 @pytest.mark.slow
 def test_no_page_names_an_address_to_fetch(site: Path) -> None:
     fetched = [

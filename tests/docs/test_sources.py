@@ -54,10 +54,3 @@ def test_it_is_answered_or_says_why_not(what: str, entry: Any) -> None:
         return
     places = [entry] if isinstance(entry, str) else entry
     assert places and not [said for place in places if (said := missing(place))]
-
-
-def test_what_is_missing_is_found() -> None:
-    assert missing("nowhere.md#x") == "there is no docs/nowhere.md"
-    assert missing("0_what_happens.md#nothing") == "0_what_happens.md has no heading #nothing"
-    assert missing("0_what_happens.md#configjson-field-by-field") == ""
-    assert slug("RoPE: position as `rotation`, and é") == "rope-position-as-rotation-and-e"

@@ -115,7 +115,7 @@ def preempted(address: str) -> tuple[Recording, list[Watched]]:
     """What the page sees up to the first turn with a preemption, and who waits then."""
     with urllib.request.urlopen(f"{address}/events", timeout=60) as stream:
         post(f"{address}/playground/prompts", {"prompts": ["Once upon", "The sea"], "max_tokens": 40, "seed": 1})
-        found = until_done(stream, lambda line: '["preempt"' in line)
+        found = until_done(stream, lambda line: '["Preempted"' in line)
     watcher = Watcher()
     for turn in found.turns():
         watcher(turn.events)

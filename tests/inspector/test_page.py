@@ -18,10 +18,9 @@ import pytest
 
 from folovllm.cli import main
 from folovllm.inspector import film, show
-from folovllm.inspector.page import SCRIPT, SOURCE, STATIC, STYLE, inline_source, served_page, whole_page
-from folovllm.inspector.replay import parse, read
+from folovllm.inspector.page import STATIC, inline_source, whole_page
+from folovllm.inspector.replay import read
 from folovllm.inspector.trace import DEVICE, ENGINE, POSTPROCESS, REQUESTS, SCHEDULE, Trace
-from folovllm.sampling_params import SamplingParams
 from tests.helpers import tiny_checkpoint
 from tests.m5.test_events import GREEDY, World, engine
 
@@ -62,13 +61,6 @@ class TestOneFile:
         (said,) = re.findall(r'<script type="application/json" id="source">(.*?)</script>', page)
         assert json.loads(said) == {"kind": "inline", "recordings": [{"name": "</script>.jsonl", "text": text}]}
 
-    def test_a_server_sends_the_same_page(self) -> None:
-        page = served_page({"kind": "live"}, "inspector/static/")
-        names = re.findall(r'(?:src|href)="(inspector/static/[^"]*)"', page)
-        assert names and all((STATIC / Path(name).name).is_file() for name in names)
-        index = (STATIC / "index.html").read_text()
-        assert all(index.count(line) == 1 for line in (STYLE, SOURCE, SCRIPT))
-
 
 @pytest.mark.skipif(find_spec("IPython") is None, reason="needs IPython: the extra `notebooks`")
 class TestNotebook:
@@ -83,14 +75,6 @@ class TestNotebook:
             (page,) = re.findall(r"<iframe srcdoc='(.*?)'", frame, re.S)
             assert "importmap" in unescape(page) and "folovllm recording" in unescape(page)
             assert 'sandbox="allow-scripts"' in frame, "what a model wrote cannot reach the notebook"
-
-    def test_an_engine_as_it_stands(self) -> None:
-        served = engine("m5")
-        served.generate([[1] * 9], GREEDY)
-        (page,) = re.findall(r"srcdoc='(.*?)'", show(served).data, re.S)
-        (said,) = re.findall(r'id="source">(.*?)</script>', unescape(page))
-        found = parse(json.loads(said)["recordings"][0]["text"], "now")
-        assert found.lines[1][0] == "key" and found.lines[1][3]["named"]
 
     def test_what_cannot_be_shown(self, tmp_path: Path) -> None:
         (tmp_path / "x").write_text("no")
@@ -108,7 +92,7 @@ class TestTrace:
             world.turn()
         return trace.events(), world
 
-    @pytest.mark.parametrize("milestone", ["m1", "m3", "m5", "m6"])
+    @pytest.mark.parametrize("milestone", ["m3", "m6"])
     def test_tracks(self, milestone: str) -> None:
         found, world = self.spans(milestone)
         spans = [e for e in found if e["ph"] == "X"]
@@ -178,7 +162,7 @@ class TestCommands:
             (["inspect", "none.jsonl"], "cannot read none.jsonl"),
             (
                 ["inspect", "old.jsonl"],
-                "old.jsonl is a recording of version 0, and this reads version 1: record it anew",
+                "old.jsonl is a recording of version 0, and this reads version 2: record it anew",
             ),
             (["inspect", "--html", "x.html"], "--html writes recordings into one page"),
             (["inspect", *7 * [str(DATA / "m2.jsonl")]], "a race has up to 6 recordings, not 7"),
@@ -222,7 +206,7 @@ def test_ctrl_c_leaves_a_recording_that_replays(tmp_path: Path) -> None:
     ]
     process = subprocess.Popen([*command, "--no-use-tqdm", "--record", str(record)], stderr=subprocess.PIPE)
     try:
-        while not (record.exists() and record.read_bytes().count(b'["turn"') > 20):
+        while not (record.exists() and record.read_bytes().count(b'["Turn"') > 20):
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=30)
@@ -231,14 +215,3 @@ def test_ctrl_c_leaves_a_recording_that_replays(tmp_path: Path) -> None:
     found = read(record)
     assert found.how is not None and found.how.startswith("Interrupted: interrupted: 0 of 1 prompts")
     assert len(list(found.turns())) > 20
-
-
-def test_who_is_recorded_says_the_same() -> None:
-    """A recorded engine gives the tokens that it gives otherwise."""
-    params = SamplingParams(temperature=0.8, seed=3, max_tokens=6)
-    served = engine("m5")
-    plain = served.generate([[1] * 9], params)
-    with film(served):
-        taken = served.generate([[1] * 9], params)
-    assert isinstance(plain, list) and isinstance(taken, list)
-    assert plain[0].outputs[0].token_ids == taken[0].outputs[0].token_ids

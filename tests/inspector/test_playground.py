@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import subprocess
 import sys
 import threading
@@ -16,16 +15,13 @@ import pytest
 from starlette.testclient import TestClient
 
 from folovllm.engine.scheduler import Scheduler
-from folovllm.inspector.playground import SLIDERS, Playground
+from folovllm.events import ExpertsAsked, RequestAdded
+from folovllm.inspector.playground import CONTROLS, Playground
 from folovllm.inspector.replay import Recording, parse
 from folovllm.inspector.scenes import scenes
 from folovllm.inspector.serve import playground_app, replay_app
-from folovllm.sampling_params import SamplingParams
-from folovllm.server.link import SocketLink
-from folovllm.server.messages import Abort, Pace, encode, frame
 from tests.helpers import tiny_checkpoint
 from tests.inspector.test_live import replayed
-from tests.x1.scripted import ScriptedEngine, request_of
 
 MODEL = {"model": str(tiny_checkpoint()), "device": "cpu"}
 SMALL = {"num_kv_blocks": 12, "block_size": 4, "max_num_seqs": 4}
@@ -67,7 +63,7 @@ def play(story: Callable[[Playground, Page], Awaitable[None]], **overrides: Any)
         try:
             async with asyncio.timeout(60):
                 page = Page(playground)
-                await page.see(lambda line: b'["key"' in line)
+                await page.see(lambda line: b'["Turn"' in line)
                 await story(playground, page)
         finally:
             await playground.close()
@@ -82,10 +78,10 @@ def has(name: str) -> Callable[[bytes], bool]:
 def test_prompts_are_answered_and_seen() -> None:
     async def story(playground: Playground, page: Page) -> None:
         names = await playground.ask(["ab", "cde"], max_tokens=4, temperature=0.0)
-        while page.count("finish") < 2:
-            await page.see(has("finish"))
-        added = [e for line in page.recording().lines if line[0] == "turn" for e in line[3] if e[0] == "add"]
-        assert [event[2] for event in added] == names
+        while page.count("Finished") < 2:
+            await page.see(has("Finished"))
+        added = [e for turn in page.recording().turns() for e in turn.events if isinstance(e, RequestAdded)]
+        assert [event.request_id for event in added] == names
         replayed(page.recording())
 
     play(story)
@@ -95,12 +91,12 @@ def test_every_milestone_in_the_same_memory() -> None:
     async def story(playground: Playground, page: Page) -> None:
         for number, milestone in enumerate(("m1", "m2", "m3", "m4", "m5", "m6"), 2):
             await playground.build({"milestone": milestone})
-            await page.see(has("key"))
+            await page.see(has("Snapshot"))
             header = page.recording().header["engine"]
             assert header["milestone"] == milestone
             assert header["num_kv_blocks"] * header["block_size"] == (0 if milestone == "m1" else 48)
             await playground.ask(["ab"], max_tokens=3)
-            await page.see(has("finish"))
+            await page.see(has("Finished"))
             assert page.num_headers == number, "the stream began anew"
 
     play(story)
@@ -119,26 +115,8 @@ def test_a_setting_that_cannot_be_leaves_the_engine() -> None:
             with pytest.raises(ValueError, match=says):
                 await playground.build(changes)
         await playground.ask(["ab"], max_tokens=3)
-        await page.see(has("finish"))
+        await page.see(has("Finished"))
         assert page.num_headers == 1
-
-    play(story)
-
-
-@pytest.mark.parametrize("milestone", SLIDERS["milestone"].choices)
-def test_the_ends_of_the_sliders_are_engines(milestone: str) -> None:
-    """In M3 and M6 any two of them at each of their ends, with and without chunks and a cache of prefixes; else least and most."""
-    names = ("num_kv_blocks", "block_size", "max_num_batched_tokens")
-    ends = [(s.choices or (s.min, s.max))[:: len(s.choices) - 1 or 1] for s in (SLIDERS[name] for name in names)]
-
-    async def story(playground: Playground, page: Page) -> None:
-        for at in ((0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0)) if milestone in ("m3", "m6") else ((0, 0, 0), (1, 1, 0)):
-            values = {name: end[i] for name, end, i in zip(names, ends, at, strict=True)}
-            chunks = dict.fromkeys(("enable_chunked_prefill", "enable_prefix_caching"), at[1] == 1)
-            await playground.build(values | chunks | {"milestone": milestone})
-            await page.see(has("key"))
-            await playground.ask(["a"], max_tokens=2)
-            await page.see(has("finish"))
 
     play(story)
 
@@ -150,13 +128,13 @@ def test_a_scene_is_played() -> None:
         scene = scenes()["memory"]
         playground.change_pace(delay=0.0)
         await playground.play(scene)
-        while page.count("finish") < len(scene.requests):
-            await page.see(has("finish"))
-        assert page.count("preempt") > 0 and playground.settings["num_kv_blocks"] == 12
+        while page.count("Finished") < len(scene.requests):
+            await page.see(has("Finished"))
+        assert page.count("Preempted") > 0 and playground.settings["num_kv_blocks"] == 12
         playground.change_pace(delay=2.0)
         await playground.play(scene)
-        while page.count("add") < 3:
-            await page.see(has("add"))
+        while page.count("RequestAdded") < 3:
+            await page.see(has("RequestAdded"))
         playground.abort(None)
         assert playground._arriving is None
 
@@ -167,19 +145,19 @@ def test_drafts_experts_and_states() -> None:
     async def story(playground: Playground, page: Page) -> None:
         await playground.build({"num_kv_blocks": 48, "draft_tokens": 2})
         await playground.ask(["Once upon a time"], max_tokens=12)
-        await page.see(has("finish"))
-        assert page.count("guess") > 0
+        await page.see(has("Finished"))
+        assert page.count("DraftsVerified") > 0
         await playground.build({"draft_tokens": 0, "experts": True})
         await playground.ask(["Once upon a time"], max_tokens=3)
-        await page.see(has("finish"))
+        await page.see(has("Finished"))
         (first, *_, last) = [
-            e[1] for line in page.recording().lines if line[0] == "turn" for e in line[3] if e[0] == "experts"
+            e.counts for turn in page.recording().turns() for e in turn.events if isinstance(e, ExpertsAsked)
         ]
         assert sum(map(sum, first)) == 0 and sum(map(sum, last)) > 0
         await playground.build({"experts": False, "states": True})
         await playground.ask(["Once upon a time, in a small house near the sea, there lived a girl"], max_tokens=3)
-        await page.see(has("finish"))
-        assert page.count("snapshot") > 0
+        await page.see(has("Finished"))
+        assert page.count("SnapshotCached") > 0
         replayed(page.recording())
 
     play(story, model=None)
@@ -196,8 +174,8 @@ def test_prompts_that_cannot_be_served_are_refused_together() -> None:
             with pytest.raises(ValueError, match=says):
                 await playground.ask(prompts, **options)
         await playground.ask(["ab"], max_tokens=2)
-        await page.see(has("finish"))
-        assert page.count("add") == 1
+        await page.see(has("Finished"))
+        assert page.count("RequestAdded") == 1
 
     play(story)
 
@@ -206,22 +184,22 @@ def test_held_it_takes_the_steps_that_it_is_given() -> None:
     async def story(playground: Playground, page: Page) -> None:
         playground.change_pace(paused=True)
         (name,) = await playground.ask(["ab"], max_tokens=8, temperature=0.0)
-        await page.see(has("add"))  # who waits is seen
-        assert page.count("begin") == 0
+        await page.see(has("RequestAdded"))  # who waits is seen
+        assert page.count("StepBegan") == 0
         playground.change_pace(step=2)
-        while page.count("end") < 2:
-            await page.see(has("end"))
+        while page.count("StepEnded") < 2:
+            await page.see(has("StepEnded"))
         playground.abort(name)
-        await page.see(has("abort"))
-        assert page.count("end") == 2
+        await page.see(has("Aborted"))
+        assert page.count("StepEnded") == 2
         await playground.ask(["cd"], max_tokens=3)
         await playground.ask(["ef"], max_tokens=3)
         playground.abort(None)
-        while page.count("abort") < 3:
-            await page.see(has("abort"))
+        while page.count("Aborted") < 3:
+            await page.see(has("Aborted"))
         await playground.ask(["gh"], max_tokens=3)
         playground.change_pace(paused=False)
-        await page.see(has("finish"))
+        await page.see(has("Finished"))
 
     play(story)
 
@@ -231,7 +209,7 @@ def test_wrong_code_ends_the_engine_and_another_can_be_built(monkeypatch: pytest
         with monkeypatch.context() as patch:
             patch.setattr(Scheduler, "schedule", lambda self: 1 // 0)
             await playground.ask(["ab"])
-            await page.see(has("done"))
+            await page.see(has("Done"))
             assert "ZeroDivisionError" in str(page.recording().how)
             while playground.error is None:
                 await asyncio.sleep(0)
@@ -241,7 +219,7 @@ def test_wrong_code_ends_the_engine_and_another_can_be_built(monkeypatch: pytest
         await playground.build({})
         assert playground.described()["error"] is None
         await playground.ask(["ab"], max_tokens=2)
-        await page.see(has("finish"))
+        await page.see(has("Finished"))
 
     play(story)
 
@@ -266,58 +244,6 @@ assert "torch" not in sys.modules
     assert done.returncode == 0, done.stderr
 
 
-def test_loading_is_told_until_the_engine_is_there() -> None:
-    async def story() -> None:
-        playground = Playground(MODEL | SMALL)
-        assert playground.described()["loading"]
-        building = asyncio.create_task(playground.build({}))
-        told = set()
-        while not building.done():
-            told.add(playground.described()["loading"])
-            await asyncio.sleep(0)
-        await building
-        assert playground.described()["loading"] is None
-        assert "the engine is built (2 of 2)" in told
-        await playground.close()
-
-    asyncio.run(story())
-
-
-class TestPace:
-    def test_steps_are_counted_while_it_is_held(self) -> None:
-        engine = ScriptedEngine()
-        engine.subscribe(lambda events: None)
-        here, there = socket.socketpair()
-        link = SocketLink(there)
-        served = link.watched(engine)  # type: ignore[arg-type]
-        served.add_checked(request_of(1, [1], SamplingParams(max_tokens=99)))
-        for command, steps in (
-            (Pace(is_held=True, step=1), 1),
-            (None, 1),
-            (Pace(is_held=True, step=2), 2),
-            (None, 3),
-            (None, 3),
-            (Pace(is_held=True, step=2), 4),
-            (Pace(is_held=False), 5),
-            (Pace(is_held=True), 5),  # what was granted before is forgotten
-            (Pace(), 6),
-        ):
-            for each in [] if command is None else [Abort(7), command]:
-                here.sendall(frame(encode(each)))
-            assert link.receive(False) == ([] if command is None else [Abort(7)])
-            served.step()
-            assert engine.num_steps == steps
-        here.close()
-        there.close()
-
-    @pytest.mark.parametrize(
-        "wrong", [{"delay": -1}, {"delay": 60}, {"delay": float("nan")}, {"step": -1}, {"step": 10_000}]
-    )
-    def test_what_cannot_be(self, wrong: dict[str, Any]) -> None:
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            Playground(MODEL).change_pace(**wrong)
-
-
 @pytest.fixture
 def client() -> Iterator[TestClient]:
     """A client of a playground, whose engine ends with it."""
@@ -335,7 +261,7 @@ class TestAddresses:
         assert client.post("/inspector/playground", json={}).status_code == 200
         said = client.get("/inspector/playground").json()
         assert [field["name"] for field in said["fields"]] == [
-            name for name in SLIDERS if name not in ("experts", "states")
+            name for name in CONTROLS if name not in ("experts", "states")
         ]
         assert (said["mine"], said["error"], said["paused"]) == (0, None, 0)
         assert client.post("/inspector/playground", json={"block_size": 16}).json()["fields"][2]["value"] == 16

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,7 +19,7 @@ from tests.x3.engines import Anything, speculation_of, speculative
 from tests.x3.test_events import NoJudge
 
 pytestmark = pytest.mark.slow
-EVERY = ["m1", "m2", "m3", "m5", "m6"]
+EVERY = ["m1", "m2", "m6"]
 KINDS = ("free", "cached", "owned", "shared", "lost", "torn")
 
 STATES = """
@@ -45,23 +43,11 @@ return {states, strayed, tokens};
 """
 
 
-GHOSTS = """
-const {readRecording} = await import("/lines.js");
-const {ghostsAt} = await import("/ghosts.js");
-const recording = await readRecording(it);
-return recording.moments.map((_, at) => {
-  const state = recording.stateAt(at);
-  return [...ghostsAt(recording, at, state)].map(([id, own]) =>
-    [id, own.map(({kind, place, block}) => [kind, place, block]), state.sequences.get(id).drafted, state.sequences.get(id).accepted]);
-});
-"""
-
-
 class Watched(Taped):
     """A world that is recorded; after each moment it notes what the cache manager says, too."""
 
     def __init__(self, served: LLMEngine, seed: int) -> None:
-        super().__init__(served, seed, key_every=256)
+        super().__init__(served, seed)
         self.own = dict[int, list[Cell]]()
 
     def note(self) -> None:
@@ -90,7 +76,7 @@ def cell_of(cell: Cell) -> list[Any]:
         kind = "torn" if cell.ref_count else "free" if cell.hash is None else "cached"
     else:
         kind = "lost" if cell.ref_count == 0 else "owned" if cell.ref_count == 1 else "shared"
-    hash_ = None if cell.hash is None else f"{cell.hash:016x}"
+    hash_ = None if cell.hash is None else f"{cell.hash:016x}"[:8]
     return [cell.ref_count, int(cell.is_free), hash_, cell.serial, cell.parent, kind]
 
 
@@ -137,7 +123,7 @@ def test_every_cell_is_the_engines_own(here: Shown, milestone: str) -> None:
         assert tokens[str(seq.seq_id)] == seq.token_ids.tolist()
 
 
-@pytest.mark.parametrize("milestone", ["m2", "m5", "m6"])
+@pytest.mark.parametrize("milestone", ["m5", "m6"])
 def test_wrong_guesses_leave_no_trace(here: Shown, milestone: str) -> None:
     """Blocks that were cut off, and tokens that are computed no more."""
     world = Watched(engine(milestone, **speculative(Anything(), k=5)), 2)
@@ -149,60 +135,10 @@ def test_wrong_guesses_leave_no_trace(here: Shown, milestone: str) -> None:
     assert speculation_of(world.engine).num_draft_tokens > speculation_of(world.engine).num_accepted > 0
     for seq in (*world.engine.scheduler.running, *world.engine.scheduler.waiting):
         assert told["tokens"][str(seq.seq_id)] == seq.token_ids.tolist()
-    kinds = assert_ghosts_lie_where_the_engine_has_them(world, here.run(GHOSTS, world.data.decode()))
-    assert kinds == {"accepted", "bonus", "rejected"} | ({"proposed"} if milestone == "m6" else set())
 
 
-def assert_ghosts_lie_where_the_engine_has_them(world: Watched, moments: list[Any]) -> set[str]:
-    """What counts is in the cache and in the text, what was rejected in neither; and all guesses are told. Returns their kinds."""
-    guessed, accepted, under_way, found = Counter[int](), Counter[int](), dict[int, int](), set[str]()
-    turns = [line[3] for line in map(json.loads, world.data.splitlines()[1:]) if line[0] == "turn"]
-    states = [state_of(watcher) for watcher in world.states]
-    for at, events in enumerate(turns, 1):
-        checks = {event[1]: event[2:] for event in events if event[0] == "guess"}
-        for event in events:
-            if event[0] == "begin":
-                under_way |= {
-                    scheduled[0]: scheduled[3] - 1
-                    for scheduled in event[4]
-                    if isinstance(scheduled, list) and scheduled[3] > 1
-                }
-            elif event[0] == "guess":
-                del under_way[event[1]]
-        for id_, (asked, right, rejected) in checks.items():
-            assert len(rejected) == asked - right
-            guessed[id_], accepted[id_] = guessed[id_] + asked, accepted[id_] + right
-        state = states[at]
-        seqs, before = ({seq[0]: seq for seq in states[i]["seqs"]} for i in (at, at - 1))
-        ghosts = {id_: (own, counts) for id_, own, *counts in moments[at]}
-        assert {id_ for id_ in checks if id_ in seqs} <= ghosts.keys()
-        for id_, (own, counts) in ghosts.items():
-            _, _, num_tokens, num_computed, table, _ = seqs[id_]
-            number = Counter(kind for kind, *_ in own)
-            assert counts == [guessed[id_], accepted[id_]] and number["proposed"] == under_way.get(id_, 0)
-            if id_ in checks:
-                assert [number["accepted"], number["rejected"], number["bonus"]] == [
-                    checks[id_][1],
-                    len(checks[id_][2]),
-                    1,
-                ]
-                assert number["accepted"] + 1 == num_tokens - before[id_][2], "the tokens of this moment"
-            for kind, place, block in own:
-                in_cache = place < num_computed
-                assert in_cache if kind in ("accepted", "proposed") else not in_cache or block is None, kind
-                if in_cache and block is not None:
-                    assert table[place // world.watcher.block_size] == block
-                elif block is not None:
-                    assert state["cells"][block][1] or table[place // world.watcher.block_size] == block, (
-                        "another's block"
-                    )
-            found |= number.keys()
-    return found
-
-
-@pytest.mark.parametrize("milestone", ["m5", "m6"])
-def test_a_recording_that_begins_while_requests_run(here: Shown, milestone: str) -> None:
-    world = Watched(engine(milestone), 3)
+def test_a_recording_that_begins_while_requests_run(here: Shown) -> None:
+    world = Watched(engine("m6"), 3)
     for _ in range(25):
         world.turn()
     late = Watched(world.engine, 4)

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from folovllm.inspector.page import inline_source, whole_page
-from folovllm.inspector.playground import SLIDERS
+from folovllm.inspector.playground import CONTROLS
 from folovllm.inspector.scenes import Scene, scenes
 from tests.inspector.browser import DRAWN, HOST, SAMPLES, SHOWN, STATIC, Shown, shown
 
@@ -37,7 +37,7 @@ def opened(here: Shown, files: list[Path], folder: Path, options: str = "") -> A
 
 
 class TestPlaying:
-    @pytest.mark.parametrize("name", ["memory", "chunks", "milestones"])
+    @pytest.mark.parametrize("name", ["memory", "milestones"])
     def test_it_plays_once_up_to_its_question(self, browser: Any, tmp_path: Path, name: str) -> None:
         scene = scenes()[name]
         with shown(browser) as here:
@@ -55,28 +55,12 @@ class TestPlaying:
             page.wait_for_function(f"{TICK} > {stop}")
             assert not page.locator(".asks").is_visible()
 
-    def test_a_reader_who_wants_no_motion_plays_it_by_hand(self, browser: Any, tmp_path: Path) -> None:
-        with shown(browser, reduced_motion="reduce") as here:
-            page = opened(here, scenes()["memory"].files, tmp_path)
-            page.wait_for_timeout(300)
-            assert page.evaluate(TICK) == scenes()["memory"].start and not page.evaluate("inspector.player.playing")
-            page.locator("button.play").click()
-            page.wait_for_function("inspector.player.playing")
-
     def test_a_link_to_a_moment_wins(self, browser: Any, tmp_path: Path) -> None:
         with shown(browser) as here:
             page = opened(here, scenes()["memory"].files, tmp_path, "t=30")
             assert page.evaluate(TICK) == 30 and not page.evaluate("inspector.player.playing")
             assert page.locator("a.chapter").get_attribute("href") == "../3_paged_kv/"
             assert not page.locator(".experts, .states").locator("visible=true").count()
-
-    def test_the_player_covers_no_chart(self, browser: Any, tmp_path: Path) -> None:
-        for width in (390, 1280):
-            with shown(browser, viewport={"width": width, "height": 700}) as here:
-                page = opened(here, scenes()["memory"].files, tmp_path)
-                charts, player = (page.locator(name).bounding_box() for name in (".scroll", ".player"))
-                assert charts["y"] + charts["height"] <= player["y"] + 1
-                assert player["y"] + player["height"] <= 701 and page.evaluate("document.body.scrollWidth") <= width
 
 
 class TestExperts:
@@ -91,9 +75,6 @@ class TestExperts:
                 sum(read) == 12
                 and facts == f"this step reads the weights of {sum(map(bool, read))} of {len(read)} experts"
             )
-        with shown(browser) as here:
-            page = opened(here, scenes()["experts"].files, tmp_path, "embed&t=46")
-            assert page.locator(".experts").is_visible() and not page.locator(".requests").is_visible()
 
 
 class TestStates:
@@ -115,7 +96,7 @@ class TestPlayground:
         """It plays from its recording; the engine takes it over once it is there and somebody asks for it."""
         asked: list[tuple[str, Any]] = []
         answers = iter(["PyTorch is imported (1 of 2)", None, None])
-        fields = [slider.described(name, slider.default) for name, slider in SLIDERS.items()]
+        fields = [slider.described(name, slider.default) for name, slider in CONTROLS.items()]
         told: dict[str, Any] = {"fields": fields, "mine": 0, "error": None, "delay": 0.2, "paused": 0}
 
         def control(route: Any) -> None:
@@ -199,7 +180,7 @@ class TestChinese:
                   it.forEach((name) => template(name));
                   return [...missing]"""
                 assert here.run(check, names) == []
-        helps = {slider.help for slider in SLIDERS.values()}
+        helps = {slider.help for slider in CONTROLS.values()}
         assert helps <= STRINGS.keys()
 
     def test_each_has_the_names_of_its_source(self) -> None:

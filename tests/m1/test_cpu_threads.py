@@ -13,8 +13,9 @@ import torch
 
 from folovllm import LLM, SamplingParams
 from folovllm.config import EngineConfig
-from folovllm.engine import setup as cpu_threads
-from folovllm.engine.setup import EngineSetup, choose_threads, most_threads, set_up, use_threads
+from folovllm.engine import cpu_threads, time_threads
+from folovllm.engine.cpu_threads import choose_threads, most_threads, use_threads
+from folovllm.setup import EngineSetup, set_up
 from tests.helpers import tiny_checkpoint
 
 
@@ -24,7 +25,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     asked = [8]
     monkeypatch.setattr(cpu_threads, "_process", cpu_threads._Process())
     monkeypatch.setattr("os.cpu_count", lambda: 8)
-    monkeypatch.setattr(cpu_threads, "num_cores", lambda: 8)
+    monkeypatch.setattr(time_threads, "num_cores", lambda: 8)
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     monkeypatch.setattr(torch, "get_num_threads", lambda: asked[-1])
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
@@ -49,7 +50,7 @@ def products_take(monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float]) ->
         shapes.append((weight.shape[0], weight.shape[1]))
         return seconds[torch.get_num_threads()]
 
-    monkeypatch.setattr(cpu_threads, "seconds_of", seconds_of)
+    monkeypatch.setattr(time_threads, "seconds_of", seconds_of)
     return shapes
 
 
@@ -78,7 +79,7 @@ class TestTheEnginesChoice:
     def test_a_busy_machine_in_most_rounds(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Two threads that wait for each other in three rounds of five are not faster, however short the others."""
         rounds = iter([1.0, 0.5, 1.0, 9.0, 1.0, 9.0, 1.0, 0.5, 1.0, 9.0])
-        monkeypatch.setattr(cpu_threads, "seconds_of", lambda *_: next(rounds))
+        monkeypatch.setattr(time_threads, "seconds_of", lambda *_: next(rounds))
         assert choose_threads(large(), 2) == 1
 
     def test_the_largest_product_is_timed_or_a_part_of_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +99,7 @@ class TestTheEnginesChoice:
     def test_no_more_than_a_container_has(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A quota is not felt in a measurement so short; and torch counts the machine's cores."""
         products_take(monkeypatch, {1: 1.0, 2: 0.5, 4: 0.25})
-        monkeypatch.setattr(cpu_threads, "num_cores", lambda: 2)
+        monkeypatch.setattr(time_threads, "num_cores", lambda: 2)
         assert use_threads(large()) == 2
 
     def test_it_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import shutil
 from collections.abc import Callable
 from fractions import Fraction
@@ -16,8 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from folovllm import LLM, EngineConfig, SamplingParams
 from folovllm.cli import main
-from folovllm.models.files import generation_defaults, load_hf_config
-from folovllm.models.json_files import FIELDS
+from folovllm.models.files import generation_defaults
 from tests.helpers import tiny_checkpoint
 from tests.workloads import run_to_end
 
@@ -71,6 +72,20 @@ class TestPrompts:
         with pytest.raises(ValueError, match=says):
             llm.generate(prompt, SHORT, use_tqdm=False)
         assert not llm.engine.has_unfinished_requests()
+
+    def test_a_long_prompt_gets_our_sentence_alone(self, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+        (folder / "tokenizer_config.json").write_text(
+            json.dumps(json.loads((folder / "tokenizer_config.json").read_text()) | {"model_max_length": 4})
+        )
+        transformers_log = logging.getLogger("transformers")
+        transformers_log.addHandler(caplog.handler)
+        try:
+            other = LLM(str(folder), milestone="m1", use_tqdm=False)
+            with other, pytest.raises(ValueError, match="shorten it"):
+                other.generate("x" * 600, SHORT, use_tqdm=False)
+        finally:
+            transformers_log.removeHandler(caplog.handler)
+        assert "longer than" not in caplog.text
 
     def test_one_bad_prompt_leaves_no_trace_of_the_good_ones(self, llm: LLM) -> None:
         steps = llm.engine.stats().steps
@@ -209,7 +224,7 @@ BROKEN: list[tuple[str, Callable[[Path], Any], str]] = [
     ("config contradicts itself", lambda p: edit_config(p, num_hidden_layers=99), "cannot read the configuration"),
     ("no tokenizer", lambda p: (p / "tokenizer.json").unlink(), "no tokenizer"),
     ("no weights", lambda p: (p / "model.safetensors").unlink(), "model.safetensors"),
-    ("truncated weights", truncate, "damaged or incomplete|cannot load the model"),
+    ("truncated weights", truncate, "cannot read|cannot load the model"),
     ("weights are missing", lambda p: edit_config(p, num_hidden_layers=4, layer_types=None), "lacks model.layers.3"),
     ("a pickle", lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin"), "safetensors"),
 ]
@@ -250,78 +265,34 @@ def test_small_files_are_read_before_weights(folder: Path, monkeypatch: pytest.M
 
 
 NESTED = '{"a":' * 50_000 + "1" + "}" * 50_000
-DAMAGED: list[tuple[str, str | dict[str, Any], str]] = [  # file; its text, or fields that are altered; what is said
-    ("config.json", "5", r"config.json must hold an object \{...\}, not 5"),
-    ("config.json", NESTED, "config.json is nested too deeply"),
-    ("config.json", '{"model_type": "vit"}', "config.json lacks vocab_size, max_position.*decoder of text"),
-    ("config.json", {"hidden_size": 2**70}, "config.json: hidden_size is 1180591620717411303424"),
-    ("config.json", "{", "cannot read the configuration"),
-    ("config.json", {"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
-    ("config.json", {"num_hidden_layers": 2**30}, "config.json: num_hidden_layers is 1073741824, .* 1 to 10,000"),
-    ("config.json", {"rope_scaling": {"rope_type": "llama3", "factor": None}}, "rope_scaling: factor is null"),
-    ("config.json", {"rope_parameters": {"rope_theta": float("inf")}}, "rope_parameters: rope_theta is Infinity"),
-    ("config.json", {"rope_theta": None, "rope_parameters": None}, "config.json: rope_parameters: rope_theta is null"),
-    ("config.json", {"intermediate_size": 2**30}, "a model of .* weights, which .* bytes of files cannot hold"),
-    ("config.json", {"num_hidden_layers": 10_000, "layer_types": None}, "bytes of files cannot hold"),
-    ("config.json", {"quantization_config": {"quant_method": []}}, "quant_method|quantization"),
-    ("config.json", {"dtype": "int8"}, 'config.json: dtype is "int8", and must be one of float64, float32'),
-    ("config.json", {"attention_dropout": "a"}, "cannot read the configuration.*attention_dropout"),
-    ("generation_config.json", "{", "generation_config.json"),
-    ("generation_config.json", "[]", "generation_config.json"),
-    ("generation_config.json", NESTED, "generation_config.json is nested too deeply"),
-    ("generation_config.json", {"quantization_config": 7}, "quantization_config is 7, and must be an object"),
-    ("generation_config.json", {"eos_token_id": "x"}, 'generation_config.json: eos_token_id is "x"'),
-    ("tokenizer.json", "[]", "cannot read the tokenizer.*tokenizer.json must hold an object"),
-    ("tokenizer.json", "{", "cannot read the tokenizer"),
-    ("tokenizer.json", "{}", "cannot read the tokenizer"),
-    ("tokenizer.json", {"added_tokens": 5}, "tokenizer.json: added_tokens is 5, and must be a list of objects"),
-    ("tokenizer_config.json", "null", "tokenizer_config.json must hold an object .* not null"),
-    ("tokenizer_config.json", NESTED, "tokenizer_config.json is nested too deeply"),
-    ("tokenizer_config.json", {"rope_scaling": 5}, "rope_scaling is 5, and must be an object"),
-    ("tokenizer_config.json", {"chat_template": 5}, "tokenizer_config.json: chat_template is 5, and must be a text"),
-    ("tokenizer_config.json", {"model_max_length": {}}, "tokenizer_config.json: model_max_length is .* a number"),
-    ("special_tokens_map.json", "[]", "special_tokens_map.json must hold an object"),
-    ("added_tokens.json", "[]", "added_tokens.json must hold an object"),
-    ("model.safetensors.index.json", "{", "index.json"),
-    ("model.safetensors.index.json", "{}", "index.json"),
-    ("model.safetensors.index.json", "[]", "index.json: .*must hold an object"),
-    ("model.safetensors.index.json", NESTED, "index.json: .*nested too deeply"),
-    ("model.safetensors.index.json", {"weight_map": [1]}, "index.json: .*weight_map is .* an object"),
-]
+DAMAGED: dict[str, tuple[str | dict[str, Any], ...]] = {  # by file: its text, or fields that are altered
+    "config.json": (
+        "5", NESTED, '{"model_type": "vit"}', "{", {"hidden_size": 2**70}, {"num_key_value_heads": 3},
+        {"num_key_value_heads": -1}, {"num_hidden_layers": 2**30, "layer_types": None},
+        {"num_hidden_layers": 2**30}, {"rope_scaling": {"rope_type": "llama3", "factor": None}},
+        {"intermediate_size": 2**30}, {"attention_dropout": "a"},
+    ),
+    "generation_config.json": ("{", "[]", NESTED, {"eos_token_id": "x"}),
+    "tokenizer.json": ("[]", "{", "{}", {"added_tokens": 5}),
+    "tokenizer_config.json": ("null", NESTED),
+    "special_tokens_map.json": ("[]",),
+    "added_tokens.json": ("[]",),
+    "model.safetensors.index.json": ("{", "{}", "[]", NESTED, {"weight_map": [1]}, {"weight_map": {"a": 5}}),
+}  # fmt: skip
+DAMAGES = [(file, damage) for file, damages in DAMAGED.items() for damage in damages]
 
 
 @pytest.mark.parametrize("model_impl", ["hf", "native"])
-@pytest.mark.parametrize(("file", "damage", "says"), DAMAGED, ids=[f"{d[0]} {str(d[1])[:40]}" for d in DAMAGED])
-def test_damaged_json(folder: Path, file: str, damage: str | dict[str, Any], says: str, model_impl: str) -> None:
-    """One line that names the file, and the field where it is one."""
+@pytest.mark.parametrize(("file", "damage"), DAMAGES, ids=[f"{d[0]} {str(d[1])[:40]}" for d in DAMAGES])
+def test_damaged_json(folder: Path, file: str, damage: str | dict[str, Any], model_impl: str) -> None:
+    """One line that names the folder, with the library's own words."""
     if isinstance(damage, dict):
         before = json.loads((folder / file).read_text()) if (folder / file).is_file() else {}
         damage = json.dumps({**before, **damage})
     (folder / file).write_text(damage)
-    with pytest.raises(ValueError, match=says) as caught:
+    with pytest.raises(ValueError, match=re.escape(str(folder))) as caught:
         LLM(str(folder), milestone="m1", model_impl=model_impl, use_tqdm=False)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
-
-
-ODD = (None, 0, -1, float("nan"), float("inf"), 2**70, 1e300, "x", [], {}, True, 1.5, [None], {"a": []})
-
-
-@pytest.mark.parametrize("model_impl", ["hf", "native"])
-@pytest.mark.parametrize("field", FIELDS["config.json"])
-def test_each_field_of_a_configuration(folder: Path, field: str, model_impl: str) -> None:
-    """It holds a value of its kind, is as good as absent, or the sentence names the file and the field."""
-    before = json.loads((folder / "config.json").read_text())
-    for value in ODD:
-        (folder / "config.json").write_text(json.dumps({**before, field: value}))
-        try:
-            config = load_hf_config(folder, EngineConfig(milestone="m1", model_impl=model_impl))
-        except ValueError as error:
-            words = (field, "model type") if field == "model_type" else (field,)
-            assert "config" in str(error) and any(word in str(error) for word in words), f"{value!r}: {error}"
-            assert "\n" not in str(error) and len(str(error)) < 600
-        else:
-            now = config.to_dict().get(field)
-            assert now is None or FIELDS["config.json"][field].fits(now), f"{value!r} has become {now!r}"
 
 
 def test_a_recommendation_that_no_request_may_have_is_named(folder: Path) -> None:
@@ -354,7 +325,7 @@ def test_a_damaged_model_is_one_line_in_the_terminal(
     assert error.startswith("error: ") and str(folder) in error and (damage in error or damage != "config.json"), error
 
 
-@pytest.mark.parametrize("name", ["../other.safetensors", "/tmp/other.safetensors", "..", "sub/x.safetensors", 5])
+@pytest.mark.parametrize("name", ["../other.safetensors", "/tmp/other.safetensors", "..", "sub/x.safetensors"])
 @pytest.mark.parametrize("model_impl", ["hf", "native"])
 def test_an_index_names_files_beside_it(folder: Path, name: Any, model_impl: str) -> None:
     """A model that someone else made must not make us open files elsewhere."""
@@ -412,10 +383,15 @@ def test_an_end_of_text_outside_the_vocabulary(folder: Path) -> None:
         ({"max_num_seqs": 2.0}, "max_num_seqs must be at least 1"),
         ({"long_prefill_token_threshold": -1}, "long_prefill_token_threshold must be at least 0"),
         ({"kv_cache_memory": None}, "kv_cache_memory must be at least 1"),
-        ({"seed": None}, "seed must be a whole number"),
+        ({"seed": None}, "seed must be between 0 and .*whole number"),
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization"),
-        ({"gpu_memory_utilization": None}, "gpu_memory_utilization must be a number"),
+        ({"gpu_memory_utilization": None}, "gpu_memory_utilization must be above 0 and at most 1"),
         ({"milestone": ["m1"]}, "milestone must be a text"),
+        *(
+            ({name: ""}, f"{name} is an empty text")
+            for name in ("milestone", "tokenizer", "device", "attention_backend")
+        ),
+        *(({name: ""}, f"unknown {name} ''") for name in ("dtype", "kv_cache_dtype", "kv_cache", "scheduling")),
         ({"model": 5}, "model must be a text"),
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching must be True or False, not 'no'"),
     ],
@@ -448,7 +424,7 @@ def test_a_gpu_where_there_is_none() -> None:
 
 def test_bfloat16_is_refused_on_a_card_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Left to itself the engine takes float16 there; asked for bfloat16, it says what to do before any kernel is compiled."""
-    from folovllm.engine.setup import choose_dtype
+    from folovllm.setup import choose_dtype
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")

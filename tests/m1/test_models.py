@@ -13,12 +13,12 @@ import torch
 from transformers import AutoConfig
 
 from folovllm import LLM, SamplingParams
-from folovllm.electives import MODELS
 from folovllm.layers.attention import Attention
 from folovllm.layers.rotary_embedding import RotaryEmbedding
 from folovllm.model_config import head_dim_of, num_positions, windows_of
-from folovllm.models.json_files import read_json
+from folovllm.models.files import read_json
 from folovllm.models.registry import ARCHITECTURES, build_model
+from folovllm.plugins import MODELS
 from tests.helpers import (
     FAMILIES,
     Driver,

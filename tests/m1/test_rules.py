@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import NoBadWordsLogitsProcessor, SequenceBiasLogitsProcessor
 
-from folovllm.engine.input_processor import bad_word_tokens
+from folovllm.engine.bad_words import bad_word_tokens
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler
+from folovllm.sample.sampling_row import MAX_BAD_TOKENS
 from folovllm.sampling_params import SamplingParams
-from folovllm.sampling_row import MAX_BAD_TOKENS
 from folovllm.step.schedule import SamplingSpec
 from tests.helpers import tiny_checkpoint, tiny_tokenizer
 from tests.sampling import adjusted, state_of

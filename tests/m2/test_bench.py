@@ -19,7 +19,7 @@ from folovllm.bench.throughput import bench_throughput, metrics_of
 from folovllm.bench.workload import BenchRequest, Workload, load_workload
 from folovllm.cli import main
 from folovllm.config import EngineConfig
-from folovllm.engine.setup import set_up
+from folovllm.setup import set_up
 from tests.helpers import no_file_beyond, tiny_checkpoint
 from tests.workloads import assert_nothing_left, make_engine
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 
-from folovllm import LLM, SamplingParams
+from folovllm import LLM, BeamSearchParams, SamplingParams
 from folovllm.engine.input_processor import encode_within
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.interrupts import Interrupted
 from folovllm.outputs import RequestOutput
 from folovllm.request import child_seed
 from folovllm.step.schedule import NothingScheduled, SchedulerOutput
@@ -96,24 +95,6 @@ def test_snapshots_of_steps(model: Path) -> None:
     assert [s.index for s in engine.history] == list(range(6)) and all(s.seconds > 0 for s in engine.history)
 
 
-def test_what_slots_waste(model: Path) -> None:
-    engine = make_engine(model, max_num_seqs=4)
-    per_token = 2 * 3 * 2 * 32 * 4  # K and V, 3 layers, 2 heads of 32, float32
-    stats = engine.stats()
-    assert (stats.kv_blocks_total, stats.kv_blocks_used) == (4, 0)
-    assert stats.kv_bytes_total == 4 * MAX_MODEL_LEN * per_token and stats.kv_waste == 0
-    for name, prompt in zip("ab", prompts([10, 22]), strict=True):
-        engine.add_request(name, prompt, LONG)
-    engine.step()
-    stats = engine.stats()
-    assert (stats.running, stats.kv_blocks_used, stats.kv_tokens_stored) == (2, 2, 32)
-    assert stats.kv_bytes_reserved == 2 * MAX_MODEL_LEN * per_token and stats.kv_bytes_used == 32 * per_token
-    assert stats.kv_waste == 1 - 32 / (2 * MAX_MODEL_LEN)
-    for name in "ab":
-        engine.abort_request(name)
-    assert_nothing_left(engine)
-
-
 def test_memory_bounds_the_batch(model: Path) -> None:
     per_slot = MAX_MODEL_LEN * 2 * 3 * 2 * 32 * 4
     engine = make_engine(model, max_num_seqs=8, kv_cache_memory=3 * per_slot + 1)
@@ -166,11 +147,13 @@ class TestAborts:
             return outputs
 
         monkeypatch.setattr(llm.engine, "step", interrupted)
-        with pytest.raises(Interrupted, match="1 of 2 prompts are answered") as caught:
-            llm.generate(["a", "b"], [LONG, GREEDY], use_tqdm=False)
-        first, second = caught.value.outputs
-        assert first is None and second is not None and second.finished and second.prompt == "b"
+        answered: list[str | None] = []
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["b", "a"], [GREEDY, LONG], on_answer=lambda output: answered.append(output.prompt))
+        assert answered == ["b"], "what had been answered has come by on_answer"
         assert_nothing_left(llm.engine)
+        monkeypatch.undo()
+        assert llm.generate(["c"], GREEDY)[0].outputs[0].token_ids, "the next call works"
 
     def test_ctrl_c_is_heard_while_prompts_are_added(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         add = llm.engine.add_request
@@ -183,9 +166,8 @@ class TestAborts:
             add(request_id, *rest, **options)
 
         monkeypatch.setattr(llm.engine, "add_request", interrupted)
-        with pytest.raises(Interrupted):
+        with pytest.raises(KeyboardInterrupt):
             llm.generate(["a", "b", "c"], LONG, use_tqdm=False)
-        assert len(added) == 1
         assert_nothing_left(llm.engine)
 
 
@@ -201,27 +183,39 @@ def test_answers_come_in_the_order_of_the_prompts_as_soon_as_they_can(llm: LLM) 
     assert [goes_on for _, goes_on in seen] == [True, True, False, False], "a and b are there while c is written"
 
 
-def test_in_a_fork_an_engine_says_so_at_once(llm: LLM) -> None:
-    """Where it would wait for threads that only its parent has."""
-    llm._turn.acquire()  # another thread of the parent is answering
-    child = os.fork()
-    if child == 0:
-        try:
-            llm.generate("a", GREEDY, use_tqdm=False)
-        except RuntimeError as error:
-            os._exit(0 if "is a fork of it" in str(error) else 2)
-        finally:
-            os._exit(1)
-    llm._turn.release()
-    deadline = time.monotonic() + 30
-    while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    if ended[0] == 0:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-        pytest.fail("it waits")
-    assert ended[1] == 0
-    assert llm.generate("a", GREEDY, use_tqdm=False)[0].finished, "the parent goes on"
+class TestOneCallAtATime:
+    """A call beside another one is refused at once, and neither loses anything."""
+
+    CALLS: ClassVar = {
+        "generate": lambda llm: llm.generate("a", GREEDY),
+        "beam_search": lambda llm: llm.beam_search(["a"], BeamSearchParams(beam_width=1, max_tokens=2)),
+        "update_weights": lambda llm: llm.update_weights({}),
+        "get_weights": lambda llm: llm.get_weights(),
+        "sleep": lambda llm: llm.sleep(),
+        "wake_up": lambda llm: llm.wake_up(),
+    }
+
+    @pytest.mark.parametrize("name", CALLS)
+    def test_from_a_second_thread(self, llm: LLM, name: str) -> None:
+        alone = llm.generate(["a", "b"], GREEDY)
+        refused: list[str] = []
+
+        def beside(output: RequestOutput) -> None:
+            with ThreadPoolExecutor(1) as pool, pytest.raises(RuntimeError) as error:
+                pool.submit(self.CALLS[name], llm).result()
+            refused.append(str(error.value))
+
+        assert [o["token_ids"] for o in llm.generate(["a", "b"], GREEDY, on_answer=beside)] == [
+            o["token_ids"] for o in alone
+        ]
+        assert len(refused) == 2 and all("one call at a time" in said for said in refused)
+        assert_nothing_left(llm.engine)
+
+    def test_from_within_on_answer(self, llm: LLM) -> None:
+        with pytest.raises(RuntimeError, match="one call at a time"):
+            llm.generate("a", GREEDY, on_answer=lambda output: llm.generate("b", GREEDY))
+        assert_nothing_left(llm.engine)
+        assert llm.generate("a", GREEDY)[0].finished
 
 
 class TestFarTooLong:
@@ -296,15 +290,3 @@ def test_priority_is_an_option(model: Path) -> None:
             engine.add_request(name, [1, 2, 3], GREEDY, priority=priority, stream=False)
         order[scheduling] = [output.request_id for _ in range(18) for output in engine.step()]
     assert order == {"fcfs": ["a", "b", "c"], "priority": ["c", "a", "b"]}
-
-
-def test_engines_in_one_process(model: Path, llm: LLM) -> None:
-    engines = [make_engine(model, **each) for each in ({}, {"max_num_seqs": 1}, {"milestone": "m1"})]
-    tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    for engine in engines:
-        engine.add_request("r", [1, 2, 3], GREEDY)
-    while any(engine.has_unfinished_requests() for engine in engines):
-        for i, engine in enumerate(engines):
-            for output in engine.step():
-                tokens[i] += output.outputs[0].delta_token_ids
-    assert tokens[0] == tokens[1] == tokens[2] == alone(llm, [1, 2, 3], GREEDY)

@@ -20,7 +20,7 @@ def item(num_prompt_tokens: int, start: int, count: int, slot: int, row: int | N
     """Tokens `start` to `start + count` of a sequence whose tokens are 10, 11, ...: the first share of its row."""
     row = slot if row is None else row
     tokens, draws = make_seq(num_prompt_tokens).token_ids[start : start + count], start + count == num_prompt_tokens
-    return ScheduledSequence(70 + row, row, start, count, tokens, (slot,), 0, int(draws), SamplingSpec())
+    return ScheduledSequence(70 + row, row, start, start + count, tokens, (slot,), 0, int(draws), SamplingSpec())
 
 
 def later(scheduled: ScheduledSequence) -> ScheduledSequence:

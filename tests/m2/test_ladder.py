@@ -19,8 +19,8 @@ from folovllm.bench.ladder import (
     bench_reference,
     beside,
     check_answers,
+    contenders_up_to,
     for_cpu,
-    rungs,
     show_ladder,
 )
 from folovllm.bench.report import Metric, Result, Run, load
@@ -49,23 +49,30 @@ def made_up(*rates: float) -> Result:
 
 
 def test_all_presets_up_to_the_one_named() -> None:
-    assert [name for name, _ in rungs("m3", common())] == ["m1", "m2", "m3"]
-    assert [fields["milestone"] for _, fields in rungs("m6", common())] == ["m1", "m2", "m3", "m4", "m5", "m6"]
+    assert [name for name, _ in contenders_up_to("m3", common())] == ["m1", "m2", "m3"]
+    assert [fields["milestone"] for _, fields in contenders_up_to("m6", common())] == [
+        "m1",
+        "m2",
+        "m3",
+        "m4",
+        "m5",
+        "m6",
+    ]
     with pytest.raises(ValueError, match="unknown milestone 'm7'"):
-        rungs("m7", common())
+        contenders_up_to("m7", common())
 
 
 def test_on_a_cpu_memory_is_short_and_prompts_come_in_chunks(workload: str) -> None:
     """Room for four of the longest request. What was asked for stays."""
     fields = {**common(), "model": str(tiny_checkpoint(max_position_embeddings=2048))}
     del fields["max_model_len"]
-    found = dict(for_cpu(rungs("m6", fields), "mixed", 9))
+    found = dict(for_cpu(contenders_up_to("m6", fields), "mixed", 9))
     longest, a_token = found["m1"]["max_model_len"], 3 * 2 * 2 * 32 * 4
     assert 1048 <= longest <= 1112
     assert all(f["kv_cache_memory"] == 4 * longest * a_token for f in found.values())
     assert {name for name, f in found.items() if f.get("max_num_batched_tokens") == 128} == {"m5", "m6"}
     asked = {**common(), "kv_cache_memory": 1 << 20, "max_num_batched_tokens": 99}
-    assert all(fields.items() >= asked.items() for _, fields in for_cpu(rungs("m6", asked), workload, None))
+    assert all(fields.items() >= asked.items() for _, fields in for_cpu(contenders_up_to("m6", asked), workload, None))
 
 
 @pytest.mark.m5
@@ -76,7 +83,7 @@ def test_every_rung_has_something_to_gain(tmp_path: Path) -> None:
     (tmp_path / "alike.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     fields, name = common(), str(tmp_path / "alike.jsonl")
     del fields["max_model_len"]
-    chosen = [rung for rung in for_cpu(rungs("m5", fields), name, None) if rung[0] in ("m2", "m3", "m5")]
+    chosen = [rung for rung in for_cpu(contenders_up_to("m5", fields), name, None) if rung[0] in ("m2", "m3", "m5")]
     slots, blocks, reuse = (run.metrics for run in bench_ladder(Plan(chosen, name)).runs)
     assert slots["sequences a step"].median <= 4 < blocks["sequences a step"].median
     assert blocks[WASTE].median < 10 < slots[WASTE].median
@@ -87,7 +94,7 @@ def test_every_rung_has_something_to_gain(tmp_path: Path) -> None:
 
 @pytest.mark.m6
 def test_every_rung_gives_the_same_tokens(workload: str) -> None:
-    result = bench_ladder(Plan(rungs("m6", common()), workload))
+    result = bench_ladder(Plan(contenders_up_to("m6", common()), workload))
     assert [run.name for run in result.runs] == ["m1", "m2", "m3", "m4", "m5", "m6"]
     assert all(run.metrics[AGREEMENT].median == 100 for run in result.runs[1:])
     assert all(run.metrics["output tokens"].median > 0 and not run.partial for run in result.runs)
@@ -102,7 +109,7 @@ def test_other_tokens_are_refused() -> None:
 
 def test_a_limit_leaves_a_partial_rung(tmp_path: Path) -> None:
     (tmp_path / "w.jsonl").write_text('{"prompt_len": 3, "output_len": 60}\n' * 200)
-    result = bench_ladder(Plan(rungs("m1", common()), str(tmp_path / "w.jsonl"), limit=0.1))
+    result = bench_ladder(Plan(contenders_up_to("m1", common()), str(tmp_path / "w.jsonl"), limit=0.1))
     assert result.runs[0].partial and "of the roofline" not in result.runs[0].metrics
 
 
@@ -114,7 +121,7 @@ def test_the_reference_runs_without_the_learners_code(
     (tmp_path / "numpy.py").write_text("raise SystemExit('a stranger')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FOLOVLLM_MINE", "/absent")  # would stop a process that inherited it
-    plan = Plan(rungs("m1", common()), workload)
+    plan = Plan(contenders_up_to("m1", common()), workload)
     reference = bench_reference(plan)
     assert os.environ["FOLOVLLM_MINE"] == "/absent" and [run.name for run in reference.runs] == ["m1"]
     both = beside(made_up(1.0), reference)

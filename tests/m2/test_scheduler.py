@@ -50,6 +50,11 @@ def names(seqs: Any) -> list[str]:
     return [seq.request_id for seq in seqs]
 
 
+def said(outputs: Any) -> list[tuple[str, list[int], str | None]]:
+    """What was returned: (request, new tokens, how it ended)."""
+    return [(seq.request_id, list(ids), None if status is None else status.value) for seq, ids, status in outputs]
+
+
 class WatchedCache(CountingCache):
     """Also notes the status with which a sequence came to ask for room."""
 
@@ -280,9 +285,9 @@ class TestPostprocess:
         seqs = a, b, c, d = [run(scheduler, *own) for own in (("a", 9, 0), ("b", 3, 2), ("c", 4, 3), ("d", 5, 4))]
         self.compute((a, 4), (b, 1), (c, 1), (d, 1))
         cache.calls.clear()
-        updated = scheduler.postprocess([(d, [EOS]), (c, [70]), (a, []), (b, [71, EOS, 72])])
+        outputs = scheduler.postprocess([(d, [EOS]), (c, [70]), (a, []), (b, [71, EOS, 72])])
         got = {
-            "updated": names(updated),
+            "returned": said(outputs),
             "answers of a, b, c, d": [seq.output_token_ids for seq in seqs],
             "status of a, b, c, d": [seq.status.value for seq in seqs],
             "running": names(scheduler.running),
@@ -290,7 +295,7 @@ class TestPostprocess:
             "published": [says for call, says in cache.calls if call == "cache_blocks"],
         }
         answers = [
-            ["d", "c", "b"],
+            [("d", [EOS], "stop"), ("c", [70], None), ("b", [71, EOS], "stop")],
             [[], [71, EOS], [70], [EOS]],
             ["running", "stop", "running", "stop"],
             ["a", "c"],
@@ -304,8 +309,10 @@ class TestPostprocess:
         """As speculation brings them. What comes after the end of an answer is dropped."""
         scheduler = make_scheduler()
         a, b = run(scheduler, "a", 4, 3), run(scheduler, "b", 4, 3)
-        updated = scheduler.postprocess([(a, [71, 72]), (b, [73, EOS, 74])])
-        assert names(updated) == ["a", "b"], "each sequence once, however many tokens it got"
+        outputs = scheduler.postprocess([(a, [71, 72]), (b, [73, EOS, 74])])
+        assert said(outputs) == [("a", [71, 72], None), ("b", [73, EOS], "stop")], (
+            "each sequence once, with all tokens that joined its answer and no other"
+        )
         assert names(scheduler.running) == ["a"], "b ended in the middle of its list"
         assert a.output_token_ids.tolist() == [71, 72], "all of a list belongs to the answer, in its order"
         assert b.output_token_ids.tolist() == [73, EOS], "what follows the end of an answer is no part of it"
@@ -325,15 +332,15 @@ class TestPostprocess:
         scheduler = make_scheduler(cache)
         stops, goes_on, full = (run(scheduler, n, 4, 3, max_tokens=m) for n, m in (("s", 9), ("g", 9), ("f", 1)))
         cache.calls.clear()
-        updated = scheduler.postprocess([(stops, [EOS]), (goes_on, [71]), (full, [72])])
-        assert names(updated) == ["s", "g", "f"], "who ends got a token, too"
+        outputs = scheduler.postprocess([(stops, [EOS]), (goes_on, [71]), (full, [72])])
+        assert said(outputs) == [("s", [EOS], "stop"), ("g", [71], None), ("f", [72], "length")], (
+            "who ends got a token, too, and is returned with the status of its end"
+        )
         assert stops.status is SequenceStatus.FINISHED_STOPPED, "it drew its EOS"
         assert full.status is SequenceStatus.FINISHED_LENGTH, "it may have one token, and has it"
         assert goes_on.status is SequenceStatus.RUNNING and names(scheduler.running) == ["g"], "only g runs on"
-        freed = [call for call in cache.calls if call[0] == "free"]
-        assert freed == [("free", "s"), ("free", "f")], (
-            "who ends gives its cache back in this very step, and nobody else"
-        )
+        freed = sorted(name for call, name in cache.calls if call == "free")
+        assert freed == ["f", "s"], "who ends gives its cache back in this very step, and nobody else"
         assert list(cache.held) == [goes_on], "g keeps its cache"
 
     def test_a_stop_string(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,11 +15,6 @@ def test_first_freed_first_taken() -> None:
     free.append(first)
     assert [free.popleft().block_id for _ in range(4)] == [1, 2, 3, 0]
     assert len(free) == 0
-
-
-def test_empty() -> None:
-    with pytest.raises(IndexError, match="no free block"):
-        FreeList([]).popleft()
 
 
 @given(st.lists(st.tuples(st.sampled_from(("take", "remove", "append")), st.integers(0, 7)), max_size=60))

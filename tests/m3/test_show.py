@@ -38,21 +38,6 @@ def test_a_character_a_block() -> None:
     assert draw_pool(watcher).plain == f"     0 {cells}{b}{'·' * 59}"
 
 
-def test_shared_blocks() -> None:
-    engine = started(8, 9)
-    first, second = engine.scheduler.running
-    second.block_table[0] = first.block_table[0]
-    assert draw_pool(watched(engine)).plain.startswith("     0 #")
-
-
-def test_a_large_pool_is_cut_off() -> None:
-    engine = started(60, 60, 60, 60, block_size=1, num_kv_blocks=2000)
-    for seq in engine.scheduler.running:
-        seq.block_table = [i * 32 + seq.block_table[0] // 60 for i in range(60)]
-    lines = draw_pool(watched(engine)).plain.splitlines()
-    assert len(lines) == 17 and lines[-1].strip() == "and 14 lines more"
-
-
 def test_slots_and_no_pool_at_all() -> None:
     slots = started(9, 4, milestone="m2", num_kv_blocks=3, block_size=None)
     assert len(draw_pool(watched(slots)).plain.split()[1]) == 3

@@ -66,7 +66,7 @@ from folovllm.quantization.kernels.quantize_rows import quantize_rows
 from folovllm.quantization.weight import QuantizedWeight
 from folovllm.rollouts.kernels.attention import attention_tile, invariant_attention
 from folovllm.rollouts.kernels.linear import invariant_linear
-from folovllm.sampling_row import line_width, mask_width
+from folovllm.sample.sampling_row import line_width, mask_width
 from folovllm.spec_decode.kernels.verify_attention import SplitKVVerify
 
 # (D, B) to compile for: those that ask for the most where the limit is low, and few where compiling is slow.

@@ -3,28 +3,16 @@
 import pytest
 import torch
 
-from folovllm.attention.backends.abstract import AttentionConfig, BackendUnavailable
-from folovllm.attention.backends.flash_attn import FlashAttentionBackend
-from folovllm.attention.backends.torch_naive import TorchNaiveBackend
-from folovllm.attention.backends.triton import TritonBackend
 from folovllm.kernels.decode import DecodeConfig, SplitKVDecode
 from folovllm.kernels.prefill import prefill
 from tests.m4.cases import DEVICE, Paged, assert_close, starts
-from tools.bench_attention import make_batch, sequence_lengths
+from tools.bench_attention import sequence_lengths
 
 pytestmark = pytest.mark.gpu
 LENS = [1, 16, 17, 63, 64, 65, 255, 256, 257, 0, 512, 513, 1000, 2047, 4095]
 NEW = [1, 9, 17, 40, 1, 64, 100, 256, 129, 0, 300, 513, 1, 2047, 70]
 SHAPES = [(16, 16, 8, 128), (256, 16, 8, 128), (256, 9, 3, 64), (48, 4, 4, 32), (16, 8, 1, 256)]  # B, Hq, Hkv, D
 HALF = [torch.bfloat16, torch.float16]
-
-
-def flash_attn_or_skip(config):
-    """Skip with the backend's own reason."""
-    try:
-        FlashAttentionBackend.check_available(config)
-    except BackendUnavailable as error:
-        pytest.skip(str(error))
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -116,40 +104,3 @@ def test_one_graph_serves_all_lengths():
         out.fill_(float("nan"))
         graph.replay()
         assert_close(out, paged.attention(query, [1] * 8))
-
-
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("backend", [TritonBackend, FlashAttentionBackend], ids=lambda b: b.name)
-@pytest.mark.parametrize("decode", [False, True])
-def test_backends_agree(backend, decode, dtype):
-    """All of them against plain torch, lengths mixed; prompts whole."""
-    torch.manual_seed(0)
-    config = AttentionConfig(16, 8, 128, dtype, DEVICE, 256, 32)
-    if backend is not TritonBackend:
-        flash_attn_or_skip(config)
-    backend.check_available(config)
-    batch = make_batch([1, 255, 256, 257, 700, 1500], 256, decode, DEVICE)
-    cache = torch.randn(2, batch.block_tables.numel(), 8, 256, 128, device=DEVICE, dtype=dtype).permute(0, 1, 3, 2, 4)
-    query = torch.randn(int(batch.query_start_loc[-1]), 16, 128, device=DEVICE, dtype=dtype)
-    instance = backend(config)
-    instance.plan(batch)
-    assert_close(instance.forward(query, cache, batch), TorchNaiveBackend(config).forward(query, cache, batch))
-
-
-@pytest.mark.parametrize("backend", [TritonBackend, FlashAttentionBackend], ids=lambda b: b.name)
-def test_mixed_batch(backend):
-    """Decodes and prefills in one step, each to its kernel."""
-    torch.manual_seed(0)
-    config = AttentionConfig(16, 8, 128, torch.bfloat16, DEVICE, 256, 32)
-    if backend is FlashAttentionBackend:
-        flash_attn_or_skip(config)
-    lens, new = [700, 256, 1, 900, 300], [1, 1, 1, 400, 300]
-    paged = Paged.make(lens, 256, 8, 128, torch.bfloat16)
-    batch = make_batch(lens, 256, True, DEVICE)
-    batch.block_tables, batch.query_start_loc = paged.block_tables, starts(new)
-    batch.num_decodes, batch.max_query_len, batch.query_lens_host = 3, 400, new
-    paged.kv_cache.nan_to_num_()  # flash-attn multiplies what lies behind a sequence by 0
-    query = torch.randn(sum(new), 16, 128, device=DEVICE, dtype=torch.bfloat16)
-    instance = backend(config)
-    instance.plan(batch)
-    assert_close(instance.forward(query, paged.kv_cache, batch), paged.attention(query, new))

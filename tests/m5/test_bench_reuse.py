@@ -27,7 +27,6 @@ def test_the_second_request_is_faster() -> None:
 def test_sharing_with_the_cache_off_and_on() -> None:
     off, on = bench_sharing(contender(), prefix=64, count=4, output_len=3, repeats=2).runs
     assert on.metrics["tokens found, prefix shared"].median == pytest.approx(100 * 3 * 64 / (4 * 96))
-    assert 0 < on.metrics["hashing and look-ups, nothing shared"].median < 50
     assert off.metrics["prefix shared"].median > 0 and "tokens found, prefix shared" not in off.metrics
 
 

@@ -68,15 +68,6 @@ class TestSmallLinear:
             assert (actual - expected).norm() <= most * expected.norm()
         assert torch.equal(stream, before)
 
-    @pytest.mark.parametrize("scale", [0.0, 1e-18, 1e-4, 1e15])
-    def test_norm_of_very_small_and_very_large_numbers(self, scale: float) -> None:
-        generator = torch.Generator().manual_seed(0)
-        x = scale * torch.randn(2, 33, generator=generator).to(DEVICE)
-        weight = torch.randn(5, 33, generator=generator).to(DEVICE)
-        assert torch.allclose(
-            skinny_linear(x, weight, 1e-6).double(), product(x, weight, 1e-6), rtol=1e-4, atol=1e-5 * scale * 1e3
-        )
-
     @pytest.mark.parametrize("first", [0, 1, 2])  # pairs begin at even places; elsewhere each number is read by itself
     @pytest.mark.parametrize("apart", [8, 9])
     def test_pairs_in_a_larger_tensor(self, first: int, apart: int) -> None:
@@ -85,12 +76,6 @@ class TestSmallLinear:
         assert torch.allclose(skinny_linear(x, weight), x @ weight.T, atol=1e-2)
         weight = torch.randn(5 * 6 + 2, device=DEVICE, dtype=torch.float16)[first:][:30].view(5, 6)
         assert torch.allclose(skinny_linear(x, weight), x @ weight.T, atol=1e-2)
-
-    def test_writes_where_it_is_told(self) -> None:
-        x, weight, out = torch.randn(2, 64, device=DEVICE), torch.randn(10, 64, device=DEVICE), torch.empty(4, 10)
-        out = out.fill_(torch.nan).to(DEVICE)
-        skinny_linear(x, weight, out=out[:2])
-        assert torch.allclose(out[:2], x @ weight.T, atol=1e-4) and out[2:].isnan().all()
 
     def test_serves_few_tokens(self) -> None:
         """Four only where it is ahead of the library: not in a layer of Qwen3-8B, but in one of Qwen3-4B."""

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from folovllm import LLM, SamplingParams
-from folovllm.bench.contenders import write_geometry
-from folovllm.config import DEFAULT_MODEL, EngineConfig
-from folovllm.engine.llm_engine import make_engine
 from folovllm.worker.gpu_worker import GPUWorker
 from tests.helpers import prompts, tiny_checkpoint
 
@@ -71,28 +65,6 @@ def test_what_torch_keeps_goes_back_to_the_card_before_there_are_weights(monkeyp
     monkeypatch.setattr(runner, "load_model", lambda: order.append("weights"))
     GPUWorker(torch.device("cuda"), runner).load_model()
     assert order == ["given back", "weights"]
-
-
-@pytest.mark.gpu
-def test_a_larger_model_has_room_for_its_cache_behind_a_smaller_one_that_is_closed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two layers of an 8B model, in 4 bits and in 16: what the first one's weights leave is too small for the second's."""
-    model = write_geometry("qwen3-8b", tmp_path)
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2, "vocab_size": 8192}), "utf-8")
-    total = 6 * 2**30  # a card that no other process uses
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (total - torch.cuda.memory_reserved(), total))
-    fields: dict[str, Any] = {
-        "model": str(model), "tokenizer": DEFAULT_MODEL, "random_weights": True, "milestone": "m6", "use_tqdm": False,
-        "gpu_memory_utilization": 0.9,
-    }  # fmt: skip
-    blocks = {}
-    for bits, more in ("4", {"quantization": "int4"}), ("16", {}):
-        engine = make_engine(EngineConfig(**fields, **more))
-        blocks[bits] = engine.executor.num_kv_blocks
-        engine.close()
-    assert blocks["16"] > blocks["4"] / 2, blocks
 
 
 @pytest.mark.multi_gpu

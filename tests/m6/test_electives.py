@@ -1,7 +1,9 @@
-"""The hooks of `folovllm.electives`, with doubles that are no electives."""
+"""The hooks of `folovllm.plugins`, with doubles that are no plugins."""
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -9,13 +11,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from folovllm import LLM, SamplingParams, electives
+from folovllm import LLM, EngineConfig, SamplingParams, plugins
 from folovllm.files import cache_dir
 from folovllm.kernels import variants
 from folovllm.kernels.variants import KernelVariant, kernel_variant
+from folovllm.layers.fusable import FusablePlain
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.linear import LinearBase, Plain, RankSum
-from folovllm.models import files, loader, registry
+from folovllm.layers.linear import LinearBase, RankSum
+from folovllm.models import extra_tensors, files, registry
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import load_native_model
 from folovllm.models.registry import Quantization
@@ -29,7 +32,7 @@ def llm(**fields: Any) -> LLM:
     return LLM(str(tiny_checkpoint()), milestone="m6", device="cpu", num_kv_blocks=40, use_tqdm=False, **fields)
 
 
-class Halved(Plain):
+class Halved(FusablePlain):
     """Weights that the checkpoint has twice as large."""
 
     def loaded(self, layer: LinearBase) -> None:
@@ -53,6 +56,37 @@ class Halving(Quantization):
 
     def check(self, hf_config: Any, part: Any, config: Any) -> None:
         self.asked.append("check")
+
+
+class TestOptions:
+    """Keywords of `EngineConfig` that electives own."""
+
+    def test_they_are_carried_as_extras(self) -> None:
+        config = EngineConfig(kv_cache_dtype="fp8", batch_invariant=True, num_snapshots=None, milestone="m3")
+        assert config.extras == {"kv_cache_dtype": "fp8_e4m3", "batch_invariant": True}, "what is not the default"
+        assert (config.kv_cache_dtype, config.batch_invariant, config.snapshot_interval) == ("fp8_e4m3", True, 512)
+        for copy in (replace(config), pickle.loads(pickle.dumps(config))):
+            assert copy == config and copy.extras == config.extras
+        assert replace(config, extras={}) == EngineConfig(milestone="m3")
+
+    def test_an_owner_checks_them_beside_the_rest(self) -> None:
+        for fields, says in (
+            ({"num_snapshots": 0}, "num_snapshots must be at least 1"),
+            ({"batch_invariant": "no"}, "batch_invariant must be True or False"),
+            ({"kv_cache_dtype": "fp8", "milestone": "m1"}, "leave kv_cache_dtype out"),
+            ({"count_experts": True, "kv_cache": "growing", "max_num_seqs": 1, "milestone": "m1"}, "needs batches"),
+        ):
+            with pytest.raises(ValueError, match=says):
+                EngineConfig(**fields)
+
+    def test_a_name_of_nobody(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with pytest.raises(TypeError, match="unexpected keyword argument 'batch_size'"):
+            EngineConfig(batch_size=1)
+        with pytest.raises(AttributeError, match="batch_size"):
+            _ = EngineConfig().batch_size
+        monkeypatch.setattr(plugins, "OPTIONS", ("folovllm.gone.options:Options",))
+        with pytest.raises(TypeError, match="'batch_invariant'"):  # the package that owns it is not installed
+            EngineConfig(batch_invariant=True)
 
 
 class TestQuantization:
@@ -137,7 +171,7 @@ def test_a_model_counts_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     worker: GPUWorker[int, int] = GPUWorker(torch.device("cpu"), Runner(), counters)
     worker.load_model()
     worker.execute_model(3)
-    assert worker.expert_load() == [[3]]
+    assert worker.counted("experts") == [[3]]
 
 
 def taker_of(name: str) -> Any:
@@ -149,11 +183,11 @@ TAKEN: Any = SimpleNamespace(append=lambda model, name, tensor: setattr(model, "
 
 
 def test_a_tensor_without_a_place_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "EXTRA_TENSORS", (f"{__name__}:taker_of", "folovllm.gone:taker_of"))
+    monkeypatch.setattr(extra_tensors, "EXTRA_TENSORS", (f"{__name__}:taker_of", "folovllm.gone:taker_of"))
     whole = torch.ones(3)
-    assert loader.part_of({}, lambda name, tensor: tensor[:1], "model.norm.temperature", whole) is not None
-    taker = loader.taker_of("model.norm.temperature")
-    assert taker is not None and loader.taker_of("model.norm.other") is None
+    assert extra_tensors.part_of({}, {}, lambda name, tensor: tensor[:1], "model.norm.temperature", whole) is not None
+    taker = extra_tensors.taker_of("model.norm.temperature")
+    assert taker is not None and extra_tensors.taker_of("model.norm.other") is None
     model = SimpleNamespace()
     taker(model, "model.norm.temperature", whole)  # type: ignore[arg-type]
     assert model.temperature is whole
@@ -200,10 +234,10 @@ class TestKernelVariants:
 
 def test_every_place_of_the_table_is_there() -> None:
     """Whatever is installed can be found under the name that the table has for it."""
-    places = [electives.QUANTIZATION, *electives.EXTRA_TENSORS, electives.CALIBRATION]
-    places += [*electives.DOWNLOADS.values(), *electives.FILE_FORMATS.values()]
-    places += [f"{module}:{name}" for name, module in electives.MODELS.items()]
+    places = [plugins.QUANTIZATION, *plugins.EXTRA_TENSORS, plugins.CALIBRATION]
+    places += [*plugins.DOWNLOADS.values(), *plugins.FILE_FORMATS.values()]
+    places += [f"{module}:{name}" for name, module in plugins.MODELS.items()]
     pytest.importorskip("triton.experimental.gluon", reason="Triton is for Linux only")
-    places += [place for _, place in electives.KERNEL_VARIANTS.values()]
-    for place in filter(electives.is_installed, places):
-        assert electives.named(place) is not None
+    places += [place for _, place in plugins.KERNEL_VARIANTS.values()]
+    for place in filter(plugins.is_installed, places):
+        assert plugins.named(place) is not None

@@ -38,7 +38,7 @@ def assert_clean(served: LLMEngine) -> None:
     rows = served.scheduler._rows
     rows.release([])
     assert len(rows._free) == served.setup.max_num_seqs
-    assert getattr(served, "_in_flight", None) is None
+    assert getattr(served.loop, "_in_flight", None) is None
 
 
 def test_a_decode_that_may_need_a_block_waits_where_none_is_free() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from folovllm.cache.block_manager import BlockManager
-from folovllm.engine.step_builder import BatchRows
+from folovllm.engine.scheduler import BatchRows, Scheduler, wait, whole_prompt
+from folovllm.executor.messages import decode_step, encode_step
 from folovllm.forward_batch import ForwardBatch
 from folovllm.request import Sequence
 from folovllm.sample.sampler_state import seeds_of
@@ -26,8 +28,9 @@ from folovllm.step.packed import (
     is_plain_decode,
     sample_levels,
     split,
+    unpack_extras,
 )
-from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput
+from folovllm.step.schedule import Extras, SamplingSpec, ScheduledSequence, SchedulerOutput
 from folovllm.worker.device_tables import DeviceTables
 from folovllm.worker.input_batch import InputBatch
 from tests.sequences import make_seq
@@ -84,8 +87,8 @@ class TestPackDecode:
 
     def test_a_worked_case(self) -> None:
         """Width 3, six rows. The first's token 2 is known; the second's token 4 is in flight and begins block 5; then padding."""
-        first = ScheduledSequence(1, 4, 2, 1, np.array([7], np.int32), (), 1, 1, None)
-        second = ScheduledSequence(2, 2, 4, 1, np.empty(0, np.int32), (5,), 1, 1, None)
+        first = ScheduledSequence(1, 4, 2, 3, np.array([7], np.int32), (), 1, 1, None)
+        second = ScheduledSequence(2, 2, 4, 5, np.empty(0, np.int32), (5,), 1, 1, None)
         step = self.packed(first, second, width=3)
         got = {field.name: step.fields[field].tolist() for field in Field}
         got["TEMPERATURE"] = step.fields[Field.TEMPERATURE].view(np.float32).tolist()
@@ -99,8 +102,8 @@ class TestPackDecode:
         worked_case("m6.3", got, expected, says)
 
     def test_padding_is_no_decode_and_the_matrix_is_all_that_travels(self) -> None:
-        first = ScheduledSequence(1, 4, 2, 1, np.array([7], np.int32), (), 1, 1, None)
-        second = ScheduledSequence(2, 2, 4, 1, np.array([1], np.int32), (5,), 1, 1, None)
+        first = ScheduledSequence(1, 4, 2, 3, np.array([7], np.int32), (), 1, 1, None)
+        second = ScheduledSequence(2, 2, 4, 5, np.array([1], np.int32), (5,), 1, 1, None)
         step = self.packed(first, second, width=4)
         assert step.is_decode and (step.num_seqs, step.num_decodes) == (2, 2), "two sequences decode; padding is none"
         assert step.fields.dtype == np.int32 and step.fields.shape == (len(Field), 4), "int32, [len(Field), width]"
@@ -108,7 +111,7 @@ class TestPackDecode:
         assert step.flatten().tolist() == step.fields.ravel().tolist(), "tokens and updates are empty"
 
     def test_a_token_in_flight_is_the_devices_to_fill_in(self) -> None:
-        in_flight = ScheduledSequence(1, 1, 3, 1, np.empty(0, np.int32), (), 1, 1, None)
+        in_flight = ScheduledSequence(1, 1, 3, 4, np.empty(0, np.int32), (), 1, 1, None)
         device = Device()
         device.tables.last_token[1] = 77
         step = device.packer.pack_decode((in_flight,), 2)
@@ -119,7 +122,7 @@ class TestPackDecode:
 
 
 def test_a_token_in_flight_beside_a_prompt() -> None:
-    in_flight = ScheduledSequence(1, 1, 3, 1, np.empty(0, np.int32), (), 1, 1, None)
+    in_flight = ScheduledSequence(1, 1, 3, 4, np.empty(0, np.int32), (), 1, 1, None)
     prompt = ScheduledSequence(2, 0, 0, 2, np.array([5, 6], np.int32), (3,), 0, 1, SamplingSpec())
     device = Device()
     device.tables.last_token[1] = 77
@@ -128,11 +131,11 @@ def test_a_token_in_flight_beside_a_prompt() -> None:
 
 
 def test_what_is_no_plain_decode() -> None:
-    plain = ScheduledSequence(1, 0, 8, 1, np.array([1], np.int32), (6,), 2, 1, None)
+    plain = ScheduledSequence(1, 0, 8, 9, np.array([1], np.int32), (6,), 2, 1, None)
     assert is_plain_decode(plain) and is_plain_decode(plain._replace(new_blocks=()))
     assert not is_plain_decode(plain._replace(new_blocks=(5, 6), first_new_block=1)), "two blocks: one field is too few"
     assert not is_plain_decode(plain._replace(sampling=SamplingSpec())), "how a new row is drawn must travel too"
-    assert not is_plain_decode(plain._replace(num_new_tokens=2))
+    assert not is_plain_decode(plain._replace(end=10))
     assert not is_plain_decode(plain._replace(num_samples=0)), (
         "a chunk of one token: a captured step would draw after it"
     )
@@ -140,7 +143,7 @@ def test_what_is_no_plain_decode() -> None:
 
 def test_samples_of_a_step_with_drafts() -> None:
     """A draft of two tokens behind one that is in flight, a chunk that samples nothing, and a prompt."""
-    draft = ScheduledSequence(1, 4, 7, 3, np.array([IN_FLIGHT, 50, 51], np.int32), (), 2, 3, None)
+    draft = ScheduledSequence(1, 4, 7, 10, np.array([IN_FLIGHT, 50, 51], np.int32), (), 2, 3, None)
     chunk = ScheduledSequence(2, 1, 0, 2, np.array([5, 6], np.int32), (3,), 0, 0, SamplingSpec())
     prompt = ScheduledSequence(3, 0, 0, 2, np.array([8, 9], np.int32), (4,), 0, 1, SamplingSpec(logprobs=2))
     packer = StepPacker(ROWS, [])
@@ -186,7 +189,8 @@ def test_the_next_owner_of_a_row_asks_for_itself() -> None:
 def test_a_packed_step_is_the_plain_one(seed: int, with_buckets: bool) -> None:
     """Random prefills, chunks and decodes over several steps: every tensor that counts is the same."""
     rng = random.Random(seed)
-    manager, device, rows = BlockManager(ROWS * MAX_BLOCKS, BLOCK_SIZE), Device(with_buckets), BatchRows(ROWS)
+    manager, device = BlockManager(ROWS * MAX_BLOCKS, BLOCK_SIZE), Device(with_buckets)
+    rows = BatchRows(ROWS, manager)
     plain = InputBatch(BlockManager.slots, BLOCK_SIZE, CPU)
     seqs = [make_seq([rng.randrange(200) for _ in range(rng.randint(1, 20))], 30) for _ in range(ROWS)]
     for _ in range(6):
@@ -219,3 +223,27 @@ def assert_same_batch(actual: ForwardBatch, expected: ForwardBatch) -> None:
         assert torch.equal(row[:blocks], table[:blocks])
     assert actual.query_lens_host[:n] == expected.query_lens_host
     assert actual.seq_lens_host[:n] == expected.seq_lens_host
+
+
+class Labelled(BlockManager):
+    """A cache manager whose steps carry two matrices, of owners of its own, for each sequence with an even number of tokens."""
+
+    def step_extras(self, scheduled_seqs: SequenceOf[ScheduledSequence]) -> Extras | None:  # type: ignore[override]
+        own = [[i, scheduled.seq_id] for i, scheduled in enumerate(scheduled_seqs) if scheduled.end % 2 == 0]
+        return {"labels": np.array(own, np.int32), "an owner's name": np.array(own, np.int32)[:, :1]} if own else None
+
+
+def test_what_only_some_steps_carry_reaches_every_rank() -> None:
+    kv = Labelled(8, BLOCK_SIZE)
+    scheduler = Scheduler(kv, 4, 64, whole_prompt, wait)
+    odd, even = make_seq(3), make_seq(4)
+    for seq, expected in ((odd, {}), (even, {"labels": [[0, even.seq_id]], "an owner's name": [[0]]})):
+        scheduler.add(seq)
+        output = scheduler.schedule()
+        step = StepPacker(4, [1, 2]).pack(output)
+        assert (output.extras is None) == (not step.extras.size) == (not expected), "most steps carry nothing"
+        sent = decode_step(encode_step(step))
+        assert isinstance(sent, PackedStep)
+        assert {owner: found.tolist() for owner, found in unpack_extras(sent.extras).items()} == expected
+        assert sent.tokens.tolist() == seq.token_ids.tolist(), "what stands before it is as ever"
+        scheduler.abort(seq)

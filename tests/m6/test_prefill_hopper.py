@@ -129,27 +129,16 @@ def test_short_prompts_stay_where_they_were(head_dim):
 
 
 def test_long_prompts_are_sent_to_it(monkeypatch):
-    """By the longest of the batch, and only where the backend was told that it may."""
+    """By the longest of the batch, and only where it may: in M4 and M5 a prompt of any length is the reader's own kernel's."""
     calls = []
     variant = KernelVariant(
         lambda config, *step: is_ahead(config.head_dim, *step), lambda *args, **_: calls.append("hopper")
     )
     monkeypatch.setattr(triton_backend, "prefill", lambda *args, **_: calls.append("prefill"))
-    config = AttentionConfig(2, 1, 128, torch.float32, DEVICE, 16, 4)
+    monkeypatch.setattr(triton_backend, "kernel_variant", lambda kernel, device: variant)
     for lens, hopper in (([5000], True), ([7, 5000], True), ([5], False)):
-        backend = triton_backend.TritonBackend(config)
-        backend._variant = variant
-        batch = make_batch(lens, 16, False, DEVICE)
-        backend.forward(torch.zeros(sum(lens), 2, 128, device=DEVICE), torch.zeros(2, 1, 16, 1, 128), batch)
-        backend._variant = None
-        backend.forward(torch.zeros(sum(lens), 2, 128, device=DEVICE), torch.zeros(2, 1, 16, 1, 128), batch)
-        assert calls == ["hopper" if hopper else "prefill", "prefill"]
-        calls.clear()
-
-
-@pytest.mark.parametrize("asked", [False, True])
-def test_who_may_use_it(monkeypatch, asked):
-    """M6 does; in M4 and M5, a prompt of any length is the reader's own kernel's."""
-    monkeypatch.setattr(triton_backend, "kernel_variant", lambda kernel, device: VARIANT)
-    config = AttentionConfig(2, 1, 128, torch.float32, DEVICE, 16, 4, long_prompts=asked)
-    assert (triton_backend.TritonBackend(config)._variant is not None) is asked
+        for may in (True, False):
+            config = AttentionConfig(2, 1, 128, torch.float32, DEVICE, 16, 4, long_prompts=may)
+            batch, query = make_batch(lens, 16, False, DEVICE), torch.zeros(sum(lens), 2, 128, device=DEVICE)
+            triton_backend.TritonBackend(config).forward(query, torch.zeros(2, 1, 16, 1, 128), batch)
+            assert calls.pop() == ("hopper" if hopper and may else "prefill") and not calls

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from folovllm.engine.llm_engine import LLMEngine
 from folovllm.forward_batch import ForwardBatch
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.packed import Field, PackedStep, Parts, Sample, samples_of, split
@@ -20,8 +18,9 @@ from folovllm.worker import buckets, graph_runner
 from folovllm.worker.buckets import Bucket, pad, prompt_bucket, prompt_buckets
 from folovllm.worker.device_tables import DeviceTables
 from folovllm.worker.graph_runner import GraphRunner
-from tests.helpers import prompts, tiny_checkpoint
-from tests.m6.test_overlap import COUNT, assert_clean, engine, essence
+from tests.helpers import prompts
+from tests.m6 import test_sampling_rows
+from tests.m6.test_overlap import COUNT, assert_clean, engine
 from tests.workloads import ARRIVALS, serve, workload
 
 CPU = torch.device("cpu")
@@ -142,7 +141,7 @@ def unpacked(tables: DeviceTables, parts: Parts[torch.Tensor], num_decodes: int)
     {"block_size": 16, "num_kv_blocks": 12, "max_num_batched_tokens": 130},
 ], ids=str)  # fmt: skip
 def test_answers_are_those_of_m1(pool: dict[str, Any], captured: list[Bucket]) -> None:
-    """Over chunks, preemptions and prefix hits, in a cache that is poison wherever no step has written."""
+    """Over chunks, preemptions, prefix hits and aborts, for every way to draw, in a cache that is poison wherever no step has written."""
     served = engine(**pool)
     served.executor._worker.runner._runner.kv_cache.fill_(torch.nan)  # type: ignore[attr-defined]
     for kind, arrival in (("seeded", "at_once"), ("greedy", "random_steps")):
@@ -151,6 +150,8 @@ def test_answers_are_those_of_m1(pool: dict[str, Any], captured: list[Bucket]) -
         assert_clean(served)
         assert captured
         captured.clear()
+    test_sampling_rows.check(test_sampling_rows.serve_and_abort(served))
+    assert_clean(served)
 
 
 def test_a_graph_is_captured_once_and_every_width_serves(captured: list[Bucket]) -> None:
@@ -183,40 +184,6 @@ def test_what_is_not_captured(captured: list[Bucket], monkeypatch: pytest.Monkey
     assert not any(engine().executor._worker.runner._others.values())  # type: ignore[attr-defined]
 
 
-@settings(max_examples=4, deadline=None)
-@given(seed=st.integers(0, 10**6))
-def test_random_traffic(seed: int) -> None:
-    """Arrivals, aborts, chunks, draws of every kind: the same answers as with eager steps."""
-    with pytest.MonkeyPatch.context() as patch:
-        capture(patch, (3, 9, 20), (0, 1, 4))
-        assert traffic(engine(**TIGHT), seed) == traffic(engine(enforce_eager=True, **TIGHT), seed)
-
-
-TIGHT: dict[str, Any] = {"block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 24, "max_num_seqs": 6}
-
-
-def traffic(served: LLMEngine, seed: int) -> dict[str, list[Any]]:
-    """Serve random requests, of which some are aborted at random steps; what each answered."""
-    rng, answers = random.Random(seed), dict[str, list[Any]]()
-    for step in range(40):
-        if rng.random() < 0.5 and step < 30:
-            params = SamplingParams(
-                max_tokens=rng.randint(1, 12), seed=step, temperature=rng.choice([0.0, 1.0]), n=rng.choice([1, 1, 2]),
-                repetition_penalty=rng.choice([1.0, 1.3]), top_k=rng.choice([-1, 5]), logprobs=rng.choice([None, 2]),
-                stop_token_ids=rng.choice([[], list(range(20))]),
-            )  # fmt: skip
-            shared = rng.choice([[], [7] * 9])
-            served.add_request(f"r{step}", shared + prompts([rng.randint(1, 40)], seed=step)[0], params, stream=False)
-        victim = f"r{rng.randint(0, 40)}"
-        if rng.random() < 0.1 and victim in served.core.output.requests:
-            served.abort_request(victim)
-        answers |= {o.request_id: essence(o) for o in served.step()}
-    while served.has_unfinished_requests():
-        answers |= {o.request_id: essence(o) for o in served.step()}
-    assert_clean(served)
-    return answers
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("arrival", ARRIVALS)
 @pytest.mark.parametrize("pool", [{}, {"block_size": 4, "num_kv_blocks": 64, "max_num_batched_tokens": 70}], ids=str)
@@ -229,35 +196,3 @@ def test_on_a_gpu(pool: dict[str, Any], arrival: str) -> None:
         load.check(serve(served, load.requests, arrival), tol=0.05)
     assert used
     assert_clean(served)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("num_decodes", [0, 1, 16, 17, 60])
-def test_a_gpus_graph_is_as_good_as_eager(num_decodes: int) -> None:
-    """Logits of one step with three prompts, captured and kernel by kernel; prompt lengths around buckets' edges."""
-    served = engine(device="cuda", dtype="float32", attention_backend="triton", max_num_seqs=80, max_model_len=512,
-                    model=str(tiny_checkpoint(max_position_embeddings=1024)))  # fmt: skip
-    runner = served.executor._worker.runner  # type: ignore[attr-defined]
-    found = []
-
-    def both(step: PackedStep, bucket: Bucket | None, run: Any = runner._compute) -> Any:
-        computed = run(step, bucket)
-        if bucket is not None and not bucket.is_decode:
-            found.append((computed.logits.clone(), run(step, None).logits.clone()))
-        return computed
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "_compute", both)
-        for i in range(num_decodes):
-            params = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-            served.add_request(f"d{i}", prompts([5 + i], seed=i)[0], params, stream=False)
-        for turn, lengths in enumerate(([3, 40, 1], [100, 24, 4], [250, 300, 9], [64, 1, 63], [511, 500, 480])):
-            for i, length in enumerate(lengths):
-                params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-                served.add_request(f"{turn} {i}", prompts([length], seed=50 + turn)[0], params, stream=False)
-            served.step()
-            served.step()
-    torch.cuda.synchronize()
-    assert len(found) >= 4
-    for captured_logits, eager in found:
-        assert torch.allclose(captured_logits, eager, atol=5e-3 * float(eager.abs().max())), "up to TF32"

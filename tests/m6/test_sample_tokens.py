@@ -11,8 +11,8 @@ import torch
 
 from folovllm.sample.sampler import Sampler
 from folovllm.sample.sampler_state import SamplerState
+from folovllm.sample.sampling_row import WORDS_AT
 from folovllm.sampling_params import SamplingParams
-from folovllm.sampling_row import WORDS_AT
 from tests.m6.devices import DEVICE
 from tests.sampling import set_rows, spec_of
 

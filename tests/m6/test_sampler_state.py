@@ -8,14 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from folovllm.engine.step_builder import sampling_spec
+from folovllm.engine.sampling_spec import sampling_spec
 from folovllm.request import Sequence
 from folovllm.sample.logprobs import gather_logprobs
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler
 from folovllm.sample.sampler_state import SamplerState, bits_of
-from folovllm.sampling_params import SamplingParams
-from folovllm.sampling_row import (
+from folovllm.sample.sampling_row import (
     COMPLETES,
     COUNT,
     COUNTED,
@@ -28,13 +27,15 @@ from folovllm.sampling_row import (
     WORDS,
     WORDS_AT,
     RowField,
+    about_to_end,
     flags_of,
     mask_of,
     pack_rows,
     row_fields,
     row_line,
 )
-from folovllm.step.schedule import SamplingSpec, about_to_end
+from folovllm.sampling_params import SamplingParams
+from folovllm.step.schedule import SamplingSpec
 from tests.sampling import CPU, int32, sequence, set_rows, spec_of, state_of
 
 V = 120

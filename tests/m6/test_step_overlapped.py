@@ -33,6 +33,7 @@ class Loop(OverlappedEngine):
     def __init__(self, steps: list[str], waits: set[int], turns: int, last: str = "") -> None:
         self.log: list[str] = []
         self.scheduler: Any = Script(self.log, steps, waits)
+        self.core: Any = None
         self._in_flight: Any = None
         self._turns, self._last = turns, f"collect {last}"
 

@@ -12,17 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from folovllm.bench import host_time
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.executor.messages import decode_result, decode_step, encode_result, encode_step
-from folovllm.sampling_params import SamplingParams
-from folovllm.sampling_row import pack_rows
+from folovllm.sample.sampling_row import pack_rows
 from folovllm.step.packed import Field, PackedStep, Sample
 from folovllm.step.schedule import SamplingSpec, StepResult
-from tests.helpers import prompts, tiny_checkpoint
+from tests.helpers import tiny_checkpoint
 from tests.m6 import test_prompt_logprobs, test_sampling_rows
 from tests.m6.test_overlap import assert_clean
-from tests.workloads import ARRIVALS, Request, make_engine, serve, workload
+from tests.workloads import ARRIVALS, make_engine, serve, workload
 
 SMALL = {"block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 20}  # preemption, and prompts in chunks
 ENGINES: dict[str, dict[str, Any]] = {
@@ -71,32 +69,6 @@ class TestTwoRanks:
         for request, output in zip(requests, serve(served, requests), strict=True):
             test_prompt_logprobs.check(output, request.prompt, request.params.prompt_logprobs, family_of(name))
 
-    def test_it_tells_its_own_time_from_its_ranks(self, served: LLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(host_time, "STEPS", 6)
-        assert all(time.host > 0 and time.waiting > 0 for time in host_time.step_times(served))
-        assert_clean(served)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("warm")
-def test_fused_layers() -> None:
-    """What the kernels' layers fuse, each rank does on its part; the interpreter runs them."""
-    pytest.importorskip("triton", reason="Triton exists on Linux only")
-    if torch.cuda.is_available():
-        pytest.skip("Triton compiles where a GPU is")
-    path = tiny_checkpoint(num_heads=2, head_dim=16, hidden_size=24, intermediate_size=20, num_hidden_layers=1)
-    fields = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 32, "num_kv_blocks": 16}
-    fields["enforce_eager"] = True  # to capture steps takes several of each
-    params = SamplingParams(max_tokens=2, ignore_eos=True), SamplingParams(max_tokens=2, seed=3, ignore_eos=True)
-    answers = []
-    for backend, size in (("torch_paged", 1), ("triton", 2)):
-        fields |= {"attention_backend": backend, "tensor_parallel_size": size}
-        served = make_engine(path, milestone="m6", dtype="float32", **fields)
-        outputs = serve(served, [Request(p, one) for p, one in zip(prompts([5, 1]), params, strict=True)])
-        answers.append([output.outputs[0].token_ids for output in outputs])
-        served.close()
-    assert answers[0] == answers[1]
-
 
 # --- what crosses from process to process ---------------------------------------------------------------------------
 
@@ -115,29 +87,15 @@ def test_a_step_crosses(rows: list[list[int]], logprobs: list[int]) -> None:
     assert isinstance(back, PackedStep)
     assert (back.num_seqs, back.num_decodes, back.is_special) == (3, 1, bool(rows))
     assert (back.has_memory, back.defers_sampling) == (False, True)
-    assert (back.sampling_updates.num_rows, back.sampling_updates.num_with_line) == (
-        step.sampling_updates.num_rows,
-        step.sampling_updates.num_with_line,
-    )
+    mine, other = step.sampling_updates, back.sampling_updates
+    assert (mine.num_rows, mine.num_with_line) == (other.num_rows, other.num_with_line)
     for mine, other in zip(step.parts, back.parts, strict=True):
         assert np.array_equal(mine, other) and mine.shape == other.shape
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.lists(st.integers(0, 300), max_size=3),
-            st.lists(st.lists(st.floats(-50, 0, width=32), min_size=1, max_size=4), max_size=2),
-        )
-    )
-)
-def test_a_result_crosses(rows: list[tuple[list[int], list[list[float]]]]) -> None:
-    logprobs = {
-        i: [list(zip(range(len(v)), v, range(7, 99), strict=False)) for v in of_share]
-        for i, (_, of_share) in enumerate(rows)
-        if of_share
-    }
-    result = StepResult([tokens for tokens, _ in rows], logprobs)
+@pytest.mark.parametrize("logprobs", [{}, {1: [[(3, -0.5, 1)], [(4, -2.25, 7), (9, -0.125, 1)]]}])
+def test_a_result_crosses(logprobs: dict[int, list[list[tuple[int, float, int]]]]) -> None:
+    result = StepResult([[5], [6, 300], []], logprobs)
     assert decode_result(encode_result(result)) == result
 
 

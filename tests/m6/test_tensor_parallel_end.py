@@ -160,14 +160,16 @@ def script() -> Iterator[Start]:
     """Starts programs of their own that have an engine, and names its ranks. None outlives a test that fails."""
     started: list[subprocess.Popen[str]] = []
 
-    def start(folder: Path, what: str, **environment: str) -> tuple[subprocess.Popen[str], list[int]]:
+    def start(
+        folder: Path, what: str, waits: bool = True, **environment: str
+    ) -> tuple[subprocess.Popen[str], list[int]]:
         process = subprocess.Popen(
             two_ranks(what), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             start_new_session=True, env=os.environ | {"TMPDIR": str(folder)} | environment,
         )  # fmt: skip
         started.append(process)
         assert process.stdout is not None
-        return process, [int(pid) for pid in process.stdout.readline().split()]
+        return process, [int(pid) for pid in process.stdout.readline().split()] if waits else []
 
     yield start
     for process in started:
@@ -205,28 +207,16 @@ def test_ctrl_c_and_a_killed_parent(script: Start, tmp_path: Path, number: int) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_parent_is_killed_while_its_ranks_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("send", "number"), [(os.kill, signal.SIGKILL), (os.killpg, signal.SIGTERM)])
+def test_the_parent_is_killed_while_its_ranks_start(script: Start, tmp_path: Path, send: Any, number: int) -> None:
     """By a signal to itself, or to all: no rank stays, and nothing among the temporary files."""
-    starter = subprocess.Popen(
-        two_ranks("starts"), cwd=ROOT, env=os.environ | {"TMPDIR": str(tmp_path)},
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
-    assert starter.stdin is not None and starter.stdout is not None
-    for send, number, wait in (
-        (os.kill, signal.SIGKILL, 0.3),
-        (os.killpg, signal.SIGTERM, 0.5),
-        (os.killpg, signal.SIGHUP, 0),
-    ):
-        print("start", file=starter.stdin, flush=True)
-        parent = int(starter.stdout.readline())
-        while len(in_session(parent)) < 2:  # its first rank is there
-            time.sleep(0.01)
-        time.sleep(wait)
-        ranks = in_session(parent)
-        send(parent, number)
-        assert_gone(ranks)
-        assert list(tmp_path.iterdir()) == []
-    starter.communicate(timeout=60)
+    parent, _ = script(tmp_path, "once", waits=False)
+    while len(ranks := in_session(parent.pid)) < 2:  # its first rank is there
+        time.sleep(0.01)
+    send(parent.pid, number)
+    parent.wait(timeout=60)
+    assert_gone(ranks)
+    assert list(tmp_path.iterdir()) == []
 
 
 def in_session(leader: int) -> list[int]:

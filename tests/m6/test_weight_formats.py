@@ -16,8 +16,9 @@ from transformers import AutoConfig
 
 from folovllm.distributed.sharding import Weight, local_config, shard_named
 from folovllm.layers.activation import SiluAndMul
+from folovllm.layers.fusable import FusableLinearMethod, fusable, fused
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.linear import LinearBase, LinearMethod, MergedColumnParallelLinear, Plain
+from folovllm.layers.linear import LinearBase, MergedColumnParallelLinear, Plain
 from folovllm.layers.sharded import sharded
 from folovllm.models.loader import load_model
 from folovllm.models.registry import build_model
@@ -46,7 +47,7 @@ class PerOutput:
         return self.stored[index[0] if isinstance(index, tuple) else index]
 
 
-class EightBits(LinearMethod):
+class EightBits(FusableLinearMethod):
     """Codes in 8 bits, which the checkpoint has transposed, and a scale for each output. Nothing is fused."""
 
     def create(self, layer: LinearBase) -> None:
@@ -156,14 +157,16 @@ class TestApply:
     def test_a_norm_a_gate_and_a_residual(self, bias: bool) -> None:
         layer, x, residual = self.layer(bias), torch.randn(3, 6), torch.randn(3, 8)
         normed = x / (x.square().mean(1, keepdim=True) + 0.1).sqrt()
-        torch.testing.assert_close(layer.fused(x, norm_eps=0.1), layer(normed))
-        torch.testing.assert_close(layer.fused(x, gated=True), SiluAndMul()(layer(x)))
+        torch.testing.assert_close(fused(layer, x, norm_eps=0.1), layer(normed))
+        torch.testing.assert_close(fused(layer, x, gated=True), SiluAndMul()(layer(x)))
         expected = residual + layer(x)
-        torch.testing.assert_close(layer.fused(x, residual=residual.clone()), expected)
+        torch.testing.assert_close(fused(layer, x, residual=residual.clone()), expected)
 
     def test_folding_moves_a_factor_from_the_inputs_to_the_columns(self) -> None:
         layer, x, scale = self.layer(False), torch.randn(3, 6), torch.randn(6)
         expected = layer(x * scale)
-        assert layer.linear_method.can_fold(layer) and not layer.linear_method.can_fold(self.layer(True))
-        layer.linear_method.fold(layer, scale)
+        assert fusable(layer.linear_method).can_fold(layer) and not fusable(layer.linear_method).can_fold(
+            self.layer(True)
+        )
+        fusable(layer.linear_method).fold(layer, scale)
         torch.testing.assert_close(layer(x), expected)

@@ -1,34 +1,20 @@
 """Serve with two ranks, as a user's script does: nothing stands under `if __name__ == "__main__"`, and nothing is closed.
 
 `python -m tests.m6.two_ranks MODEL DO` names the processes of its ranks, and answers one request (`once`) or does not end
-(`forever`). `starts` starts an engine in a process of its own for each line that it reads, and torch is imported once for
-all of them. `write FOLDER` is for torchrun: each rank writes its answers into a file.
+(`forever`). `write FOLDER` is for torchrun: each rank writes its answers into a file.
 """
 
 import json
 import os
-import signal
 import sys
-import time
 from pathlib import Path
 
-import folovllm.executor.multiproc_executor  # noqa: F401 -- for the forks of `starts`
 from folovllm import LLM, SamplingParams
 
 MODEL, DO, *FOLDER = sys.argv[1:]
 FIELDS = {"device": "cpu", "max_model_len": 512, "max_num_seqs": 4, "use_tqdm": False, "tensor_parallel_size": 2}
 
-if DO == "starts":
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # who runs the tests may ignore it, as nohup does
-    while sys.stdin.readline():
-        child = os.fork()
-        if child == 0:
-            os.setsid()
-            LLM(MODEL, **FIELDS)
-            time.sleep(60)
-        print(child, flush=True)
-        os.waitpid(child, 0)
-elif DO == "write":
+if DO == "write":
     with LLM(MODEL, **FIELDS) as llm:
         params = [
             SamplingParams(max_tokens=12, seed=5, ignore_eos=True),

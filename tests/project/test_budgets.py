@@ -23,7 +23,14 @@ def now() -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    "part", ["core", *budgets.PARTS, "folovllm/", "import circles", "arrows from core to electives"]
+    "part",
+    [
+        "core",
+        *(part for part in budgets.PARTS if part in STORED),
+        "folovllm/",
+        "import circles",
+        "arrows from core to electives",
+    ],
 )
 def test_it_does_not_grow(part: str, now: dict[str, tuple[int, ...]]) -> None:
     most = max(STORED[part], budgets.BUDGETS[part][0])

@@ -7,13 +7,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from folovllm.config import EngineConfig
-from folovllm.engine.setup import set_up
 from folovllm.events import Aborted, Admitted, Event, Finished, GivenUp, Listener, RequestAdded, Snapshot, StepEnded
 from folovllm.request import Request
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.engine_loop import EngineLoop, plain
 from folovllm.server.messages import Abort, Add, Command, EngineMessage, Ready
 from folovllm.server.transport import Deliver
+from folovllm.setup import set_up
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, StepResult, no_tokens
 from tests.helpers import tiny_checkpoint
 
@@ -34,7 +34,7 @@ class ScriptedEngine:
         self.aborted: list[str] = []
         self.refuses: str | None = None
         self.num_steps = 0
-        self.is_closed = False
+        self.is_closed = self.is_sleeping = False
         self._num_seqs = 0
 
     def subscribe(self, listener: Listener) -> None:

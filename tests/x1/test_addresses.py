@@ -9,13 +9,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from fastapi.routing import APIRoute
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import validate
-from starlette.routing import Route
 
 from folovllm.server.app import build_app
 from folovllm.server.config import ServerConfig
-from folovllm.server.openapi import document
 from folovllm.server.pages import PAGE
 from folovllm.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tests.x1.background import PATIENCE, Background, events_in, served
@@ -50,12 +49,10 @@ def check(described: dict[str, Any], where: dict[str, Any], value: Any) -> None:
 class TestDescription:
     def test_it_is_openapi(self, described: dict[str, Any]) -> None:
         validate(described)
-        validate(json.loads(document(needs_key=False)))
 
     def test_every_address_is_there_and_no_other(self, server: Background, described: dict[str, Any]) -> None:
-        routes = [route for route in build_app(server.engine, CONFIG).routes if isinstance(route, Route)]
-        pairs = [(route.path.replace(":path", ""), route.methods or set()) for route in routes]
-        real = {(path, method.lower()) for path, methods in pairs for method in methods - {"HEAD"}}
+        routes = [route for route in build_app(server.engine, CONFIG).routes if isinstance(route, APIRoute)]
+        real = {(route.path_format, method.lower()) for route in routes for method in route.methods - {"HEAD"}}
         assert real == {(path, method) for path, methods in described["paths"].items() for method in methods}
 
     def test_who_needs_a_key(self, server: Background, described: dict[str, Any]) -> None:
@@ -63,16 +60,13 @@ class TestDescription:
         for path, methods in described["paths"].items():
             ((method, operation),) = methods.items()
             status, _ = server.ask(path.replace("{name}", "little"), {} if method == "post" else None, Authorization="")
-            assert (status == 401) == ("security" in operation) == ("401" in operation["responses"]), path
-        assert not any(
-            "security" in each for path in json.loads(document(False))["paths"].values() for each in path.values()
-        )
+            assert (status == 401) == ("security" in operation), path
+        assert "security" not in json.dumps(build_app(server.engine, ServerConfig()).openapi()["paths"])
 
     @pytest.mark.parametrize(
         ("path", "body"),
         [
             ("/version", None),
-            ("/openapi.json", None),
             ("/v1/models", None),
             ("/v1/models/little", None),
             ("/v1/models/other", None),
@@ -96,7 +90,9 @@ class TestDescription:
     ) -> None:
         status, said = server.ask(path, body)
         place = re.sub(r"^/v1/models/.*", "/v1/models/{name}", path)
-        answer = described["paths"][place]["get" if body is None else "post"]["responses"][str(status)]
+        answer = described["paths"][place]["get" if body is None else "post"]["responses"][
+            "200" if status == 200 else "4XX"
+        ]
         check(described, answer["content"]["application/json"]["schema"], said)
 
     @pytest.mark.parametrize(
@@ -115,9 +111,8 @@ class TestDescription:
     def test_other_refusals(self, server: Background, described: dict[str, Any]) -> None:
         post = described["paths"]["/tokenize"]["post"]["responses"]
         status, said = server.ask("/tokenize", {"prompt": "x"}, **{"Content-Type": "text/plain"})
-        check(described, post[str(status)]["content"]["application/json"]["schema"], said)
-        described_too = described["paths"]["/v1/completions"]["post"]["responses"].keys()
-        assert status == 415 and {"400", "408", "413", "429", "503"} <= described_too
+        check(described, post["4XX"]["content"]["application/json"]["schema"], said)
+        assert status == 415
 
     def test_requests_are_what_is_read(self, described: dict[str, Any]) -> None:
         """Every field of the types, with what it must be; and of a prompt all its forms."""

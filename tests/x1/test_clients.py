@@ -192,6 +192,7 @@ class TestChat:
             ({"messages": [{"content": "x"}]}, "each message needs a role"),
             ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is not supported"),
             ({"chat_template_kwargs": {"tokenize": True}}, "must not hold 'tokenize'"),
+            ({"chat_template_kwargs": {"messages": []}}, "must not hold 'messages'"),
             ({"logprobs": True, "top_logprobs": 99}, "at most"),
         ],
     )

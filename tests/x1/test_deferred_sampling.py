@@ -21,9 +21,10 @@ from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine, make_engine
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
+from folovllm.sample.sampling_row import mask_of, mask_width
 from folovllm.sampling_params import SamplingParams
-from folovllm.sampling_row import mask_of, mask_width
-from folovllm.step.schedule import SchedulerOutput, TokenBitmasks
+from folovllm.step.bitmasks import TokenBitmasks
+from folovllm.step.schedule import SchedulerOutput
 from folovllm.worker.step_graph import SLOTS, CudaGraph, HostRing
 from tests.helpers import VOCAB_SIZE, prompts, tiny_checkpoint
 from tests.m6.devices import DEVICE

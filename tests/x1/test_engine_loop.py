@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 from folovllm.config import EngineConfig
-from folovllm.faults import RequestFailed
 from folovllm.request import Request
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.engine_loop import EngineLoop, run_engine
@@ -26,7 +25,6 @@ class LoggingEngine(ScriptedEngine):
         super().__init__(EngineConfig(model=str(tiny_checkpoint())))
         self.log = [] if log is None else log
         self.fails: Exception | None = None
-        self.fails_after: Exception | None = None
 
     def add_checked(self, request: Request) -> None:
         self.log.append(f"add {request.request_id}")
@@ -42,8 +40,6 @@ class LoggingEngine(ScriptedEngine):
         if self.fails is not None:
             raise self.fails
         super().step()
-        if self.fails_after is not None:
-            raise self.fails_after
 
 
 class ScriptedLink:
@@ -80,7 +76,7 @@ def turn(loop: EngineLoop) -> bool:
     """One turn; what the engine says about single requests must not leave it as an exception."""
     try:
         return loop.turn()
-    except (ValueError, RequestFailed) as error:
+    except ValueError as error:
         said = f"`turn` let an exception of the engine out: {type(error).__name__}: {error}"
         pytest.fail(f"{said}. It is about single requests: tell their senders, and go on", pytrace=False)
 
@@ -170,19 +166,6 @@ class TestTurn:
         loop, engine, _ = loop_of([Add(7, request)])
         turn(loop)
         assert engine.requests["7"]["request"] == request, "parameters, priority and salt arrive at the engine"
-
-    def test_who_fails_in_a_step_is_told_and_the_others_go_on(self) -> None:
-        loop, engine, link = loop_of([add(0), add(1)], [add(2)])
-        turn(loop)
-        engine.refuses = "no"
-        engine.fails_after = RequestFailed(["1"])
-        assert turn(loop), "a request that fails ends nothing: the step itself is complete"
-        step = link.sent[-1]
-        assert isinstance(step, Step), "a turn says one Step"
-        assert sorted((each.number, each.is_fault) for each in step.refused) == [(1, True), (2, False)], (
-            "the sender of request 1 is told, and that of request 2, which was refused in the same turn"
-        )
-        assert 0 in [delta.number for delta in step.deltas], "request 0 gets its token in the same step"
 
 
 def run(link: ScriptedLink, engine: LoggingEngine, change: Callable[[], None] = lambda: None) -> bool:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.server.config import ServerConfig
 from folovllm.server.transport import ThreadTransport
 from tests.helpers import tiny_checkpoint
-from tests.x1.background import PATIENCE, Background, served
-from tests.x1.faulty import PanicException
+from tests.x1.background import PATIENCE, Background, events_in, served
 from tests.x1.scripted import HandTransport, ScriptedEngine
 
 ROOM = 16  # sequences that may wait
@@ -136,29 +133,16 @@ class TestWaitsForItself:
             async for _ in engine.generate([1, 2], SamplingParams(max_tokens=1)):
                 pass
 
-        for call in (ask, engine.drain, engine.ask_experts):
+        async def call() -> None:
+            await engine.call("expert_load")
+
+        for asked in (ask, engine.drain, call):
             with pytest.raises(RuntimeError, match="event loop in which it was started"):
-                asyncio.run(asyncio.wait_for(call(), PATIENCE))
+                asyncio.run(asyncio.wait_for(asked(), PATIENCE))
 
-    def test_an_answer_that_asks(self) -> None:
-        """`on_answer` runs between two steps. Its own thread waits for it, another one may ask."""
-        said = list[str]()
-        params = SamplingParams(max_tokens=2)
-        with LLM(str(tiny_checkpoint()), max_model_len=64, use_tqdm=False) as llm:
 
-            def ask(_: Any) -> None:
-                with pytest.raises(RuntimeError, match="on_answer"):
-                    llm.generate([[1, 2]], params, use_tqdm=False)
-                said.append("refused")
-
-            llm.generate([[1, 2], [3]], params, use_tqdm=False, on_answer=ask)
-            assert said == ["refused", "refused"]
-            other = threading.Thread(
-                target=lambda: said.append(llm.generate([[1]], params, use_tqdm=False)[0].request_id)
-            )
-            other.start()
-            other.join(PATIENCE)
-            assert len(said) == 3 and len(llm.generate([[1]], params, use_tqdm=False)) == 1
+class PanicException(BaseException):
+    """As a library in Rust raises it: no `Exception`."""
 
 
 class TestHealth:
@@ -173,6 +157,8 @@ class TestHealth:
         with Background(
             ServerConfig(), ThreadTransport(lambda config: Ending(config)), model=str(tiny_checkpoint())
         ) as server:
+            _, said = server.ask("/v1/completions", {"prompt": [5], "stream": True})
+            assert "the engine has ended: " in events_in(said)[0]["error"]["message"]
             status, said = server.ask("/v1/completions", {"prompt": [5], "max_tokens": 1})
-            assert (status, said["error"]["code"]) == (503, "engine_dead")
+            assert (status, said["error"]["code"]) == (500, "engine_dead")
             assert server.ask("/health")[0] == 503

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
+from folovllm.server.config import ServerConfig
 from folovllm.server.errors import ApiError
 from folovllm.server.messages import (
     Abort,
@@ -163,6 +164,24 @@ class TestMessages:
     def test_numpy_numbers_are_numbers(self) -> None:
         add = Add(1, request_of(1, [1], SamplingParams(seed=np.int64(3), stop_token_ids=[np.int32(4)])))
         assert decode_command(encode(add)).request.params.stop_token_ids == [4]
+
+
+@pytest.mark.parametrize(
+    ("flag", "wrong"),
+    [
+        ("allowed_host", ["http://x", "", "page.test:80"]),
+        ("inspector_host", ["http://x"]),
+        ("api_key", ["", "\n", " k", "k\n"]),
+        ("cors_origin", ["page.test", "", "http://page.test/", "https://"]),
+    ],
+)
+def test_flags_that_could_match_nothing(flag: str, wrong: list[str]) -> None:
+    for value in wrong:
+        with pytest.raises(ValueError, match=r"give (one as|printable)"):
+            ServerConfig(**{flag: [value]})
+    ServerConfig(
+        allowed_host=["*", "gpu-box", "a.b_c"], cors_origin=["*", "null", "HTTP://page:80"], api_key=["a b", "é"]
+    )
 
 
 def test_a_histogram_counts_what_is_at_most_a_bound() -> None:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from folovllm.engine.output_processor import OutputDelta
 from folovllm.sampling_params import SamplingParams
+from folovllm.server.deltas import OutputDelta
 from folovllm.server.errors import ApiError
 from folovllm.server.protocol import ChatRequest
 from folovllm.server.reasoning import ReasoningSplitter
@@ -81,8 +81,6 @@ ANSWERS = [  # parser, prompt, text, thought, content, calls
     (None, "", "<tool_call>x<tool_call></tool_call>", None, "<tool_call>x<tool_call></tool_call>", None),
     (None, "", f"a <tool_call>{F}\n{G}, {F}}}</tool_call>b", None, "ab", [["f", "{}"], ["g", '{"b": 1}'], ["f", "{}"]]),
     (None, "", f"<tool_call>{G}{{oops}}</tool_call>", None, "{oops}", [["g", '{"b": 1}']]),
-    (None, "", '<tool_call>{"name": "f", "arguments": {"a": 1}</tool_call>b', None, "b", [["f", '{"a": 1}']]),
-    (None, "", '<tool_call>{"name": "f", "arguments": {"a": 1</tool_call>b', None, "b", [["f", '{"a": 1']]),
     (None, "", '<tool_call>{"arguments": {"s": "</tool_call>"}, "name": "f"}', None, "", [["f", '{"s": "</tool_call>"}']]),
     *((None, "", text, None, text, None) for text in NO_CALLS),
     (None, "", '<tool_call>\n{"name": "é\\"n", "arguments": {"s": "\\\\"}}\n</tool_call>', None, "", [['é"n', '{"s": "\\\\"}']]),
@@ -121,6 +119,28 @@ def test_letter_by_letter_and_whole(
     assert (whole.reasoning_content, whole.content or "") == (thought, content)
     assert all(call.index is None and call.id for call in whole.tool_calls or ())
     assert reason == ("tool_calls" if calls else "stop")
+
+
+BROKEN = [
+    '{"x": NaN}',
+    "{x: 1}",
+    '{"x": tru}',
+    '{"x": 1,}',
+    '{"x": [1}]}',
+    '{"x": 1',
+    '{"a": 1}</tool_call>b',
+    '{"a": 1</tool_call>b',
+]
+
+
+@pytest.mark.parametrize("arguments", BROKEN)
+def test_arguments_that_are_no_json(arguments: str) -> None:
+    """A whole answer has no call, and the text as it stands. A stream has delivered them by the time it is known."""
+    text = f'So: <tool_call>{{"name": "f", "arguments": {arguments}}}</tool_call>'
+    whole, reason = reader().read(OutputDelta(0, text, None, "stop", None), is_whole=True)
+    assert (whole.content, whole.tool_calls, reason) == (text, None, "stop")
+    streamed, reason = read([*text, ""], reader())
+    assert streamed.tool_calls is not None and streamed.tool_calls[0][0] == "f" and reason == "tool_calls"  # type: ignore[index]
 
 
 FRAGMENTS = [  # of answers: tags and calls, torn and whole, and what stands around them

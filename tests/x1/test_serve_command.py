@@ -166,7 +166,7 @@ class TestKilled:
             assert server.health() == 503
             with pytest.raises(openai.InternalServerError, match="killed by signal 9") as refused:
                 server.client.completions.create(model="stories-5m", prompt="x")
-            assert refused.value.status_code == 503
+            assert refused.value.status_code == 500
             if not flags:
                 server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(PATIENCE) == 1
@@ -190,7 +190,7 @@ class TestStart:
             assert f"cannot listen at 127.0.0.1:{port}" in self.fails(capsys, "--port", str(port))
 
     def test_a_host_that_is_empty(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert "--host is empty: name an address" in self.fails(capsys, "--host", "")
+        assert "--host is empty" in self.fails(capsys, "--host", "")
         with pytest.raises(SystemExit):
             main(["inspect", "--host", "", "--no-browser"])
         assert "--host is empty" in capsys.readouterr().err

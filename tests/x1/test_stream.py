@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from folovllm.config import EngineConfig
 from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.input_processor import InputProcessor
-from folovllm.engine.setup import set_up
 from folovllm.models.files import load_tokenizer
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
+from folovllm.server.deltas import catch_up
 from folovllm.server.messages import Delta
 from folovllm.server.stream import OutputCollector, Stream
+from folovllm.setup import set_up
 from tests.helpers import tiny_checkpoint
 from tests.tiny import worked_case
 
@@ -273,6 +274,7 @@ class TestFeed:
         rows = [[(token, -(2.0**i), 1)] for i, token in enumerate(ids_of("abc"))]
         stream.feed(Delta(0, 0, ids_of("abc"), None, 0, rows), 1.0)
         stream.feed(Delta(0, 0, [], "stop"), 1.0)
+        catch_up(stream)
         (answer,) = stream.output().outputs
         assert (answer.cumulative_logprob, len(answer.logprobs or ())) == (-3.0, 2), "c was drawn behind the end"
 

@@ -18,14 +18,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from folovllm import extensions
 from folovllm.config import EngineConfig
+from folovllm.engine import extension as extensions
 from folovllm.engine.llm_engine import make_engine
 from folovllm.engine.overlap import OverlappedEngine
 from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
+from folovllm.sample.sampling_row import mask_width
 from folovllm.sampling_params import SamplingParams
-from folovllm.sampling_row import mask_width
 from folovllm.server.async_engine import AsyncEngine
 from folovllm.structured_output.guidance import GuidanceGrammar, check_grammar, make_tokenizer, tokenizer_json
 from folovllm.structured_output.manager import StructuredOutputManager
@@ -223,9 +223,9 @@ class TestOthers:
     def test_overlap_goes_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """A step is started before the tokens of the one before are looked at, and draws after it."""
         made = make_engine(EngineConfig(model=str(tiny_checkpoint()), device="cpu", use_tqdm=False, max_model_len=64))
-        assert isinstance(made.core, OverlappedEngine)
+        assert isinstance(made.loop, OverlappedEngine)
         happened: list[str] = []
-        for owner, name in ((made.executor, "forward"), (made.executor, "sample"), (made.core, "_take_in")):
+        for owner, name in ((made.executor, "forward"), (made.executor, "sample"), (made.scheduler, "postprocess")):
             inner = getattr(owner, name)
             spy = lambda *args, name=name, inner=inner: (happened.append(name), inner(*args))[1]  # noqa: E731
             monkeypatch.setattr(owner, name, spy)
@@ -234,7 +234,16 @@ class TestOthers:
         while made.has_unfinished_requests() and len(happened) < 9:
             made.step()
         made.close()
-        assert happened[:8] == ["forward", "sample", "forward", "sample", "_take_in", "forward", "sample", "_take_in"]
+        assert happened[:8] == [
+            "forward",
+            "sample",
+            "forward",
+            "sample",
+            "postprocess",
+            "forward",
+            "sample",
+            "postprocess",
+        ]
 
     def test_arrivals_and_aborts(self) -> None:
         """Requests come and are aborted at any moment; what is left is answered as by the plain loop."""
@@ -525,6 +534,22 @@ class TestFormsThatEnd:
     def test_a_form_without_an_end_is_refused(self, form: dict[str, Any], says: str) -> None:
         with pytest.raises(ValueError, match=says):
             GuidanceGrammar.compile(StructuredOutputsParams(**form), library_tokenizer())
+
+    @pytest.mark.parametrize(
+        ("schema", "most"),
+        [
+            ({"type": "integer"}, 19),
+            ({"type": ["integer", "null"]}, 19),
+            ({"type": "integer", "minimum": 0, "maximum": 99}, 2),
+            ({"type": "number"}, 40),  # a fraction may go on
+        ],
+    )
+    def test_a_whole_number_has_64_bits_unless_its_schema_says_otherwise(
+        self, schema: dict[str, Any], most: int
+    ) -> None:
+        grammar = GuidanceGrammar.compile(StructuredOutputsParams(json=schema), library_tokenizer())
+        digits = "1" + "0" * 39
+        assert grammar.num_allowed(tiny_tokenizer().encode(digits)) == most
 
     def test_white_space_in_an_embedded_schema_is_bounded(self) -> None:
         text = 'start: "%json {" %json {"type": "array", "items": {"const": 1}} %json { }'

@@ -84,31 +84,6 @@ def test_scales_of_a_cache_come_along(tmp_path: Path) -> None:
     assert {(a.scales.key, a.scales.value) for a in (layer.self_attn.attn for layer in layers)} == {(0.25, 0.25)}
 
 
-def test_a_model_that_was_trained_on_is_another_model(tmp_path: Path) -> None:
-    """The same folder and config, other weights: neither a begun folder nor a finished one is of it."""
-    model = changed(tmp_path / "model", lambda t: None)
-    to_int8(model, tmp_path)
-    tensors = load_file(model / "model.safetensors")
-    save_file({name: t * 1.5 for name, t in tensors.items()}, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"was begun with weights .* or another folder"):
-        to_int8(model, tmp_path)
-
-
-def test_a_damaged_layer_can_be_made_again(tmp_path: Path) -> None:
-    """A copy that was cut off, say: the sentence tells what to do, and that works, in a finished folder too."""
-    out = to_int8(tiny_checkpoint(), tmp_path)
-    whole = {file.name: file.read_bytes() for file in out.iterdir()}
-    layer = out / "model-00002-of-00004.safetensors"
-    (out / "config.json").unlink()
-    layer.write_bytes(whole[layer.name][:-100])
-    with pytest.raises(ValueError, match=f"{layer.name} is damaged .*remove it, and the same command makes it again"):
-        to_int8(tiny_checkpoint(), tmp_path)
-    for _ in ("begun", "finished"):
-        layer.unlink()
-        to_int8(tiny_checkpoint(), tmp_path)
-        assert {file.name: file.read_bytes() for file in out.iterdir()} == whole
-
-
 def test_an_embedded_model_takes_its_tokenizer_along(tmp_path: Path) -> None:
     """All of them share one, which lies in the folder of another."""
     to_int8("stories-draft", tmp_path)
@@ -125,23 +100,3 @@ def test_awq_of_a_checkpoint_with_merged_matrices(tmp_path: Path) -> None:
     report = quantize(str(model), options, tmp_path / "out", text, use_tqdm=False)
     assert report.quality is not None and report.quality.after < 2 * report.quality.before
     assert Driver(report.folder).step({0: prompts([20])[0]})[0].isfinite().all()
-
-
-@pytest.mark.parametrize("record", ["{", "[]", '{"quality": {"x": 1}}', '{"made_from": 5, "quality": null}'])
-def test_a_damaged_record_is_named(record: str, tmp_path: Path) -> None:
-    """The folder's own notes, in a finished one."""
-    to_int8(tiny_checkpoint(), tmp_path)
-    file = tmp_path / "out" / "quantize.json"
-    before = json.loads(file.read_text())
-    file.write_text(json.dumps(before | json.loads(record)) if record.startswith('{"quality') else record)
-    with pytest.raises(ValueError, match=r"cannot read .*(quantize.json|the quality in)"):
-        to_int8(tiny_checkpoint(), tmp_path)
-
-
-def test_a_layer_with_other_tensors_is_named(tmp_path: Path) -> None:
-    out = to_int8(tiny_checkpoint(), tmp_path)
-    (out / "config.json").unlink()
-    layer = out / "model-00002-of-00004.safetensors"
-    save_file({name: t for name, t in load_file(layer).items() if "scale" not in name}, layer)
-    with pytest.raises(ValueError, match=r"cannot read layer 1 in .*the same command makes it again"):
-        to_int8(tiny_checkpoint(), tmp_path)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from folovllm import EngineConfig
-from folovllm.engine.setup import set_up
 from folovllm.layers.linear import LinearBase
 from folovllm.models.loader import load_native_model
 from folovllm.quantization import int4, scaled
+from folovllm.setup import set_up
 from tests.contract import DEVICE
 from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.workloads import Workload, answered, make_engine, mixed_requests, serve

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from folovllm import LLM
 from folovllm.cli import main
-from folovllm.files import UnreadableFile, reading
+from folovllm.models.files import UnreadableFile, reading
 from tests.fuzz_files import FORMATS, fuzz
 from tests.helpers import tiny_checkpoint
 from tests.x2.quantized import BYTE_KINDS as KINDS

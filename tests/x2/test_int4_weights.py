@@ -11,11 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from folovllm import EngineConfig
-from folovllm.engine.setup import set_up
 from folovllm.layers.linear import LinearBase
-from folovllm.models.loader import Place, arranged, load_native_model
+from folovllm.models.extra_tensors import arranged
+from folovllm.models.loader import load_native_model
 from folovllm.quantization.int4 import Int4
 from folovllm.quantization.int4_checkpoints import Awq, Gptq, PackedInt4
+from folovllm.setup import set_up
 from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, prompts
 from tests.x2.quantized import GPTQ, GROUP, SORTED, Tensors, quantize, tiny, to_awq, to_sorted_gptq, write_quantized
 from tests.x2.quantized import INT4_KINDS as KINDS
@@ -122,12 +123,10 @@ def test_torch_multiplies_in_16_bits_on_cpu(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["qweight", "qzeros", "scales"])
 def test_codes_are_put_in_order_on_the_device_of_the_model(kind: str) -> None:
-    """On a GPU it is nothing; on the CPU beside it, a minute of a large model. Plain weights go there as they are."""
+    """On a GPU it is nothing; on the CPU beside it, a minute of a large model."""
     parts = to_awq(*(torch.zeros(16, n, dtype=torch.uint8) for n in (64, 2, 2)))
-    place = Place(torch.empty(16, 64 // {"qweight": 8}.get(kind, 32), device="meta"), Awq(GROUP))
-    assert arranged(f"layer.{kind}", parts[kind], {f"layer.{kind}": place}).device.type == "meta"
-    plain = torch.zeros(16, 64)
-    assert arranged("layer.weight", plain, {"layer.weight": Place(place.view)}) is plain
+    view = torch.empty(16, 64 // {"qweight": 8}.get(kind, 32), device="meta")
+    assert arranged(f"layer.{kind}", parts[kind], Awq(GROUP), view).device.type == "meta"
 
 
 @pytest.mark.parametrize("format", [Gptq(32), Awq(32), PackedInt4(32, with_zeros=True)])

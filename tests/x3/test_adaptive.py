@@ -11,8 +11,8 @@ import pytest
 
 from folovllm import LLM, SamplingParams
 from folovllm.config import EngineConfig
-from folovllm.engine.setup import set_up
 from folovllm.executor.abstract import Pending
+from folovllm.setup import set_up
 from folovllm.spec_decode.measure import Timer, measure_drafting
 from folovllm.spec_decode.ngram import NgramProposer
 from folovllm.spec_decode.policy import AdaptiveLength, FixedLength, LengthPolicy, TimedSteps

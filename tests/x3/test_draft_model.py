@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from folovllm.config import EngineConfig
-from folovllm.engine.setup import set_up
 from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
+from folovllm.setup import set_up
 from folovllm.spec_decode.draft_model import DraftModel
 from folovllm.spec_decode.extension import make_multi_step_executor
 from folovllm.spec_decode.multi_step import DraftTokens

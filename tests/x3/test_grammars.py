@@ -9,11 +9,12 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from folovllm.sampling_row import mask_width
+from folovllm.sample.sampling_row import mask_width
 from folovllm.spec_decode.policy import FixedLength
 from folovllm.spec_decode.proposer import Proposer, RowState
 from folovllm.spec_decode.speculation import Speculation
-from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, TokenBitmasks
+from folovllm.step.bitmasks import TokenBitmasks
+from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
 from folovllm.structured_output import guidance
 from folovllm.structured_output import manager as manager_module
 from folovllm.structured_output.grammar_matcher import Bitmask, GrammarMatcher
@@ -62,7 +63,7 @@ def manager_of(seq: Any) -> StructuredOutputManager:
 
 def step(seq: Any, drafts: list[int]) -> SchedulerOutput:
     tokens = np.array([0, *drafts], np.int32)
-    return SchedulerOutput((ScheduledSequence(seq.seq_id, 5, 2, len(tokens), tokens, (), 0, len(tokens), None),))
+    return SchedulerOutput((ScheduledSequence(seq.seq_id, 5, 2, 2 + len(tokens), tokens, (), 0, len(tokens), None),))
 
 
 def test_a_grammar_is_asked_for_no_more_than_it_allows_and_never_for_an_end() -> None:

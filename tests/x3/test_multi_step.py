@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from folovllm.config import EngineConfig
-from folovllm.engine.setup import set_up
+from folovllm.setup import set_up
 from folovllm.spec_decode.extension import make_multi_step_executor
 from folovllm.spec_decode.multi_step import DraftTokens, MultiStepExecutor, parts
 from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput, StepResult, no_tokens
@@ -57,7 +57,7 @@ class Writers:
                 if i < length:
                     blocks = self._blocks(row, start, start + 1)
                     scheduled_seqs.append(
-                        ScheduledSequence(row, row, start, 1, tokens, blocks, -(-start // BLOCK), 1, None)
+                        ScheduledSequence(row, row, start, start + 1, tokens, blocks, -(-start // BLOCK), 1, None)
                     )
             found.append(SchedulerOutput(tuple(scheduled_seqs)))
         self._ends = [end + length for end, length in zip(self._ends, lengths, strict=True)]
@@ -94,7 +94,7 @@ def test_only_plain_decodes() -> None:
     (step,) = writers.steps([1, 1], 1)
     first, second = step.scheduled_seqs
     for scheduled in (
-        first._replace(num_new_tokens=2),
+        first._replace(end=first.end + 1),
         first._replace(num_samples=0),
         first._replace(sampling=SPECS["greedy"]),
         first._replace(new_blocks=(1, 2)),

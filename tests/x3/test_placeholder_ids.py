@@ -99,8 +99,8 @@ def test_who_watches_sees_tokens() -> None:
         for scheduled in event.output.scheduled_seqs
     ]
     assert max(map(len, drafts)) > 2 and all(tokens.max(initial=0) < VOCAB_SIZE for tokens in drafts)
-    turns = [turn for name, *_, turn in map(json.loads, data.decode().splitlines()) if name == "turn"]
-    rejected = [token for turn in turns for name, *_, last in turn if name == "guess" for token in last]
+    turns = [turn for name, *_, turn in map(json.loads, data.decode().splitlines()) if name == "Turn"]
+    rejected = [token for turn in turns for name, *_, last in turn if name == "DraftsVerified" for token in last]
     assert len(rejected) > 20 and max(rejected) < VOCAB_SIZE
 
 

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from folovllm import build
+from folovllm import build_batch
 from folovllm.attention.backends.abstract import AttentionConfig
 from folovllm.attention.backends.torch_naive import TorchNaiveBackend
 from folovllm.attention.backends.triton import TritonBackend
 from folovllm.config import EngineConfig
-from folovllm.engine.setup import set_up
-from folovllm.extensions import extension_of
+from folovllm.engine.extension import extension_of
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.decode import DecodeConfig
 from folovllm.kv_format import FP8, UNSCALED, KVScales, decode, encode
 from folovllm.sampling_params import SamplingParams
+from folovllm.setup import set_up
 from folovllm.spec_decode.attention import TritonVerifyBackend
 from folovllm.spec_decode.kernels.verify_attention import SplitKVVerify, tile_shape
 from tests.helpers import prompts, tiny_checkpoint
@@ -244,7 +244,7 @@ class TestEngine:
         if drafts:
             fields |= {"speculative_method": "ngram", "num_speculative_tokens": drafts}  # type: ignore[dict-item]
         setup = set_up(EngineConfig(**fields))  # type: ignore[arg-type]
-        backend = build.attention_backend(setup, extension_of(setup))
+        backend = build_batch.attention_backend(setup, extension_of(setup))
         assert type(backend) is (TritonVerifyBackend if drafts else TritonBackend)
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="test_on_a_gpu.py does more")

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from folovllm import EngineConfig
 from folovllm.bench.contenders import write_geometry
-from folovllm.engine.setup import set_up
 from folovllm.layers.linear import LinearBase
 from folovllm.models.loader import load_native_model
 from folovllm.models.shapes import expert_shapes, linear_bytes, linear_shapes
@@ -21,6 +20,7 @@ from folovllm.moe.quantized import ExpertStack, GroupedQuantizedExperts, Quantiz
 from folovllm.quantization.quantizer.methods import method_for
 from folovllm.quantization.quantizer.options import QuantizeOptions
 from folovllm.quantization.quantizer.run import quantize as quantize_folder
+from folovllm.setup import set_up
 from tests.contract import DEVICE
 from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.workloads import answered, make_engine, mixed_requests, serve

@@ -20,6 +20,7 @@ from folovllm.engine.metrics import imbalance
 from folovllm.events import Event, ExpertsAsked
 from folovllm.moe.expert_load import CountedLoad
 from folovllm.server.async_engine import AsyncEngine
+from folovllm.server.errors import Unavailable
 from folovllm.server.metrics import Metrics
 from tests.helpers import assert_tokens_equal, hf_greedy, prompts, tiny_checkpoint
 from tests.x4.checkpoints import moe_checkpoint
@@ -114,9 +115,10 @@ def test_prometheus_gets_counts() -> None:
         config = EngineConfig(model=str(moe_checkpoint()), milestone="m5", count_experts=True, **SMALL)
         async with AsyncEngine(config) as engine:
             *_, output = [output async for output in engine.generate({"prompt_token_ids": PROMPTS[0]}, PARAMS)]
-            await asyncio.gather(engine.ask_experts(), engine.ask_experts())
-            text = Metrics("tiny", engine.stats, engine.counters, engine.expert_load, False).text().decode()
-        await engine.ask_experts()  # of a closed one: nobody waits for ever
+            load, _ = await asyncio.gather(engine.call("expert_load"), engine.call("expert_load"))
+            text = Metrics("tiny", engine.stats, engine.counters, load, False).text().decode()
+        with pytest.raises(Unavailable):
+            engine.call("expert_load")
         return text, by_transformers("qwen3_moe", computed([output]))
 
     text, expected = asyncio.run(scrape())

@@ -18,12 +18,12 @@ from transformers import AutoConfig
 from folovllm import LLM, SamplingParams
 from folovllm.bench.contenders import write_geometry
 from folovllm.bench.roofline import MatrixSizes, experts_read
-from folovllm.build import layer_set
+from folovllm.build_batch import layer_set
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import make_engine
-from folovllm.engine.setup import set_up
 from folovllm.models.registry import PLAIN_LAYERS, build_model
 from folovllm.moe.layers import MoE, route
+from folovllm.setup import set_up
 from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.workloads import ARRIVALS, MAX_MODEL_LEN, answered, mixed_requests, serve
 from tests.x4.checkpoints import FAMILIES, assert_ranks_have_experts, moe_checkpoint
@@ -190,3 +190,19 @@ def test_a_token_that_is_nan_is_so_alone(backend: str) -> None:
     assert actual[2].isnan().all()
     others = [0, 1, 3, 4]
     torch.testing.assert_close(actual[others], expected[others])
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "says"),
+    [
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9 .* between 1 and num_experts, 8"),
+        ("mixtral", {"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+        ("mixtral", {"num_local_experts": 0}, "is 0 in the model's configuration, and must be at least 1"),
+    ],
+)
+def test_no_token_asks_more_experts_than_there_are(family: str, fields: dict[str, Any], says: str) -> None:
+    config = AutoConfig.from_pretrained(moe_checkpoint(family))
+    for name, value in fields.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=says):
+        build_model(config, torch.float32, "meta")

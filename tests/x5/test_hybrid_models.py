@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from folovllm import LLM, SamplingParams
 from folovllm.config import EngineConfig
-from folovllm.engine.setup import set_up
 from folovllm.hybrid.gated_delta_net import GatedDeltaNet
+from folovllm.inspector.recorder import recording
 from folovllm.layers.attention import Attention
 from folovllm.models.loader import load_native_model
-from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
+from folovllm.models.registry import build_model
+from folovllm.setup import set_up
+from tests.helpers import Driver, assert_logits_equal, hf_logits, hf_model, prompts, tiny_checkpoint
 from tests.workloads import ARRIVALS, Workload, answered, make_engine, mixed_requests, serve
 from tests.x5.checkpoints import FAMILIES, hybrid_checkpoint, random_geometry
 
@@ -141,6 +144,37 @@ def test_states_count_in_the_memory_of_a_cpu() -> None:
     assert engine.stats().kv_blocks_total == 16
     with pytest.raises(ValueError, match=f"has room for 60 tokens beside {3 * state:,} bytes of states"):
         make_engine(path, kv_cache_memory=3 * state + 63 * token, **fields)
+
+
+def test_a_model_of_linear_layers_alone(tmp_path: Path) -> None:
+    """No layer has K and V: blocks take no memory. It answers as transformers, also while it is recorded."""
+    path = hybrid_checkpoint(layers="LLL")
+    with LLM(str(path), device="cpu", use_tqdm=False) as llm, recording(llm.engine, tmp_path / "steps.jsonl"):
+        output = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))[0]
+    answer = output["token_ids"]
+    tokens = torch.tensor([[1, 2, 3, *answer]])
+    logits = hf_model(path)(tokens, use_cache=False).logits[0]  # transformers' cache cannot be of such layers alone
+    assert logits[2:-1].argmax(-1).tolist() == answer
+
+
+@pytest.mark.parametrize("milestone", ["m2", "m6"])
+def test_states_that_fit_into_no_memory_are_refused_before_they_are_made(milestone: str) -> None:
+    with pytest.raises(ValueError, match=r"bytes, and there are .* lower max_num_seqs"):
+        LLM(str(hybrid_checkpoint()), milestone=milestone, device="cpu", use_tqdm=False, max_num_seqs=99_999_999)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("linear_num_key_heads", 3, "linear_num_value_heads, 4, must be a multiple of linear_num_key_heads, 3"),
+        ("linear_key_head_dim", 0, "linear_key_head_dim is 0"),
+    ],
+)
+def test_sizes_that_make_no_layer(field: str, value: int, says: str) -> None:
+    config = AutoConfig.from_pretrained(hybrid_checkpoint())
+    setattr(config, field, value)
+    with pytest.raises(ValueError, match=says):
+        build_model(config, torch.float32, "meta")
 
 
 def test_quantized_linears() -> None:

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from folovllm.config import EngineConfig
-from folovllm.engine.setup import set_up
 from folovllm.executor.messages import decode_step, encode_step
 from folovllm.forward_batch import ForwardBatch
-from folovllm.models.loader import load_native_model, load_sharded_model
-from folovllm.step.packed import PackedStep, StepPacker
+from folovllm.layers.state_layer import STATES
+from folovllm.models.loader import load_native_model
+from folovllm.models.sharded_loader import load_sharded_model
+from folovllm.setup import set_up
+from folovllm.step.packed import PackedStep, StepPacker, unpack_extras
 from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput
 from tests.m6.ranks import ThreadGroup, on_ranks
 from tests.workloads import make_engine, serve
@@ -60,12 +62,13 @@ def test_copies_of_states_reach_another_process(width: list[int]) -> None:
     """In a step of a prompt, and in one of decodes alone, which has another layout."""
     tokens = np.arange(1, dtype=np.int32)
     sampling = None if width else SamplingSpec()
-    scheduled = ScheduledSequence(0, 0, 7, 1, tokens, (), 0, 1, sampling, None, -1 if width else 5, 3)
-    step = StepPacker(1, width).pack(SchedulerOutput((scheduled,)))
+    scheduled, copies = ScheduledSequence(0, 0, 7, 8, tokens, (), 0, 1, sampling), [[0, -1 if width else 5, 3]]
+    extras = {STATES: np.array(copies, np.int32)}
+    step = StepPacker(1, width).pack(SchedulerOutput((scheduled,), extras=extras))
     assert step.is_decode == bool(width)
     sent = decode_step(encode_step(step))
     assert isinstance(sent, PackedStep)
-    assert sent.states.tolist() == [[0], [-1 if width else 5], [3]]
+    assert {owner: matrix.tolist() for owner, matrix in unpack_extras(sent.extras).items()} == {STATES: copies}
 
 
 def test_two_processes_answer_as_transformers() -> None:

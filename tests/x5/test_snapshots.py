@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 
 from folovllm import events as ev
@@ -14,6 +15,7 @@ from folovllm.config import EngineConfig
 from folovllm.hybrid.snapshots import Snapshot, SnapshotBlockManager, SnapshotCache, snapshot_to_evict
 from folovllm.inspector.recorder import Recorder
 from folovllm.inspector.replay import parse
+from folovllm.layers.state_layer import STATES
 from folovllm.request import SequenceStatus
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts
@@ -166,7 +168,7 @@ class TestManager:
         seq = make_seq(list(range(30)))
         kv.get_computed_blocks(seq)
         assert (seq.num_computed_tokens, len(seq.block_table)) == (24, 6)
-        assert seq.load_state >= 0
+        assert kv._loads[seq.seq_id] >= 0
 
     def test_a_snapshot_cannot_be_found_before_its_step_has_ended(self) -> None:
         """K/V can: a layer stores them before it attends. A state is whole only at the end of the step."""
@@ -176,10 +178,10 @@ class TestManager:
         seq.num_computed_tokens = 8
         kv.cache_scheduled_blocks([seq])
         kv.get_computed_blocks(other)
-        assert (other.num_computed_tokens, other.load_state) == (0, -1)
+        assert other.num_computed_tokens == 0 and not kv._loads
         kv.cache_blocks(seq)
         kv.get_computed_blocks(other)
-        assert (other.num_computed_tokens, other.load_state) == (8, seq.save_state)
+        assert other.num_computed_tokens == 8 and kv._loads == {other.seq_id: kv._saves[seq.seq_id]}
 
     def test_a_hit_after_eviction(self) -> None:
         """A block that is taken for something else takes its snapshot with it."""
@@ -196,16 +198,16 @@ class TestManager:
     def test_preemption_gives_up_what_nobody_could_find(self) -> None:
         kv, seq = manager(num_snapshots=1), make_seq(list(range(9)))
         assert kv.allocate_slots(seq, 4)
-        assert seq.save_state == 0
+        assert kv._saves == {seq.seq_id: 0}
         kv.free(seq)
-        assert (seq.save_state, seq.load_state, len(kv.snapshots)) == (-1, -1, 0)
+        assert (kv._saves, kv._loads, len(kv.snapshots)) == ({}, {}, 0)
         assert kv.snapshots.allocate() == 0
 
     def test_no_slot_is_left(self) -> None:
         """All slots belong to steps under way: the state is not saved, and nobody waits for it."""
         kv, first, second = manager(num_snapshots=1), make_seq(list(range(9))), make_seq(list(range(20, 29)))
         assert kv.allocate_slots(first, 4) and kv.allocate_slots(second, 4)
-        assert (first.save_state, second.save_state) == (0, -1)
+        assert kv._saves == {first.seq_id: 0}
 
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -289,7 +291,8 @@ def told(events: list[ev.Event]) -> list[Any]:
     found: list[Any] = []
     for event in events:
         if isinstance(event, ev.StepBegan):
-            found.append([(s.seq_id, s.row, s.load_state, s.save_state) for s in event.output.scheduled_seqs])
+            copies = {STATES: np.empty((0, 3))} | dict(event.output.extras or {})
+            found.append(([(s.seq_id, s.row) for s in event.output.scheduled_seqs], copies[STATES].tolist()))
         elif isinstance(event, ev.SnapshotCached | ev.SnapshotEvicted):
             found.append(event)
     return found

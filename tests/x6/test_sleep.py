@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ def test_it_does_not_sleep_twice_nor_over_requests() -> None:
         with pytest.raises(ValueError, match="level must be 1 or 2"):
             llm.sleep(3)
         llm.engine.add_request("a", PROMPT, SamplingParams(max_tokens=4))
-        with pytest.raises(ValueError, match="requests of its own"):
+        with pytest.raises(ValueError, match="serves requests"):
             llm.sleep()
         llm.engine.abort_request("a")
         llm.sleep()
@@ -168,5 +169,19 @@ def test_a_gpu_gets_its_memory_back(level: int) -> None:
         llm.sleep(level)
         left = torch.cuda.memory_reserved() - reserved
         assert left < 0.05 * in_use, f"{left / MIB:.0f} MiB of {in_use / MIB:.0f} are still in use"
+        llm.wake_up()
+        assert tokens(llm) == before
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_a_model_that_has_gone_does_not_wake_up(named: bool, tmp_path: Path) -> None:
+    shutil.copytree(tiny_checkpoint(), tmp_path, dirs_exist_ok=True)
+    with engine(tmp_path) as llm:
+        before = tokens(llm)
+        llm.sleep(level=2)
+        (tmp_path / "config.json").rename(tmp_path / "gone.json")
+        with pytest.raises(ValueError, match=r"there is no config\.json"):
+            llm.wake_up(tmp_path if named else None)
+        (tmp_path / "gone.json").rename(tmp_path / "config.json")
         llm.wake_up()
         assert tokens(llm) == before

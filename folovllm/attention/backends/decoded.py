@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from folovllm.attention.backends.abstract import AttentionBackend
+from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
 from folovllm.forward_batch import ForwardBatch
 from folovllm.kv_format import FP8, KVScales, decode
+
+FP8_CAPABILITY = (8, 9)  # the first compute capability that converts FP8 numbers
 
 
 class DecodedCache(AttentionBackend):
@@ -43,3 +45,17 @@ class DecodedCache(AttentionBackend):
         here = torch.arange(tables.shape[1], device=tables.device) < torch.tensor(counts, device=tables.device)[:, None]
         tables[here] = torch.arange(len(used), dtype=tables.dtype, device=tables.device)
         return self._inner.forward(query, torch.stack(parts), replace(batch, block_tables=tables))
+
+
+def check_fp8(backend: type[AttentionBackend], config: AttentionConfig) -> None:
+    """Raise `BackendUnavailable` if neither a kernel nor plain torch can read an FP8 cache here."""
+    if not backend.reads_fp8 and backend.name not in ("torch_naive", "torch_paged"):
+        raise BackendUnavailable(
+            f'{backend.name} cannot read a cache in 8 bits: choose "triton" or "torch_paged", or leave kv_cache_dtype out'
+        )
+    capability = torch.cuda.get_device_capability(config.device) if config.device.type == "cuda" else FP8_CAPABILITY
+    if backend.reads_fp8 and capability < FP8_CAPABILITY:
+        raise BackendUnavailable(
+            f"this GPU (compute capability {capability[0]}.{capability[1]}) has no numbers of 8 bits, which come with 8.9: "
+            "leave kv_cache_dtype out"
+        )

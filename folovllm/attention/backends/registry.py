@@ -6,10 +6,8 @@ import logging
 from dataclasses import replace
 from importlib import import_module
 
-import torch
-
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
-from folovllm.attention.backends.decoded import DecodedCache
+from folovllm.attention.backends.decoded import DecodedCache, check_fp8
 
 logger = logging.getLogger("folovllm")
 
@@ -20,7 +18,6 @@ BACKENDS: dict[str, str] = {
     "triton": "folovllm.attention.backends.triton:TritonBackend",
     "flash_attn": "folovllm.attention.backends.flash_attn:FlashAttentionBackend",
 }
-FP8_CAPABILITY = (8, 9)  # the first compute capability that converts FP8 numbers
 BLOCK_SIZES = (16, 32, 64, 128, 256)  # to choose from
 # The faster first, as measured in docs/performance_log.md. Triton's interpreter must be chosen by name.
 AUTO_ORDER = {"cuda": ("triton", "flash_attn", "torch_paged"), "cpu": ("torch_paged",)}
@@ -80,23 +77,9 @@ def _checked(backend: type[AttentionBackend], config: AttentionConfig) -> int:
     size = config.block_size or next(size for size in BLOCK_SIZES if backend.supports_block_size(size))
     backend.check_available(replace(config, block_size=size))
     if config.is_fp8:
-        _check_fp8(backend, config)
+        check_fp8(backend, config)
     if not backend.supports_block_size(size):
         raise BackendUnavailable(
             f"{backend.name} cannot use blocks of {size} tokens: leave block_size open, or choose another backend"
         )
     return size
-
-
-def _check_fp8(backend: type[AttentionBackend], config: AttentionConfig) -> None:
-    """Raise `BackendUnavailable` if neither a kernel nor plain torch can read an FP8 cache here."""
-    if not backend.reads_fp8 and backend.name not in ("torch_naive", "torch_paged"):
-        raise BackendUnavailable(
-            f'{backend.name} cannot read a cache in 8 bits: choose "triton" or "torch_paged", or leave kv_cache_dtype out'
-        )
-    capability = torch.cuda.get_device_capability(config.device) if config.device.type == "cuda" else FP8_CAPABILITY
-    if backend.reads_fp8 and capability < FP8_CAPABILITY:
-        raise BackendUnavailable(
-            f"this GPU (compute capability {capability[0]}.{capability[1]}) has no numbers of 8 bits, which come with 8.9: "
-            "leave kv_cache_dtype out"
-        )

@@ -62,8 +62,7 @@ export class Lane {
     const state = recording.stateAt(at);
     const news = new Set();
     for (const event of recording.moments[at]) {
-      if (["new", "take", "claim"].includes(event[0])) event.slice(1).forEach((block) => news.add(block));
-      else if (event[0] === "adopt") news.add(event[1]);
+      if (["BlockTaken", "BlockClaimed", "BlockAdopted"].includes(event[0])) news.add(event[1]);
     }
     this.frame = { recording, at, state, theme, news, ghosts: ghostsAt(recording, at, state), selected: this.selected };
     this.#tell(isPlaying);

@@ -1,11 +1,11 @@
 // A recording: all that happened in an engine, turn by turn, and the way to any moment of it.
-// Moment 0 is the first keyframe, moment n + 1 is the engine after turn n.
+// Moment 0 is the snapshot with which it begins, moment n is the engine after turn n.
 import { placeOf } from "./dom.js";
 import { lettersOf } from "./palette.js";
-import { EngineState, numDrawn, shareOf } from "./reducer.js";
+import { EngineState } from "./reducer.js";
 
 const FORMAT = "folovllm recording";
-const VERSION = 1;
+const VERSION = 2;
 const KEYFRAME_EVERY = 256; // moments
 const MAX_KEYFRAME_CELLS = 4e6; // of all keyframes together: some 200 MB
 
@@ -24,7 +24,7 @@ export class Recording {
   #keyframes = [];
   #every = KEYFRAME_EVERY;
   #refusal = ""; // of the moment before
-  #sizes = [0]; // of each moment's line
+  #sizes = []; // of each moment's line
   #numInfos = 0;
   #began = new Map(); // step -> its "begin", until it has ended
 
@@ -48,7 +48,7 @@ export class Recording {
     this.reach = 0; // the last block that was ever in use
     this.first = 0; // the first moment that is still known
     this.size = 0; // characters of the lines that are known
-    this.start = Infinity; // microseconds
+    this.start = Infinity; // seconds
     this.#head = new EngineState(this.engine.num_kv_blocks, this.engine.block_size);
   }
 
@@ -60,11 +60,9 @@ export class Recording {
   take(line, size = 0) {
     const [name, , time] = line;
     this.size += size;
-    if (name === "turn") this.#sizes.push(size);
-    if (name === "texts") for (const [id, text] of Object.entries(line[1])) this.texts.set(Number(id), text);
-    else if (name === "turn") this.#append(line[3], time);
-    else if (name === "key" && this.length === 0) this.#begin(line);
-    else if (name === "done") this.how = line[3];
+    if (name === "Texts") for (const [id, text] of Object.entries(line[1])) this.texts.set(Number(id), text);
+    else if (name === "Turn") this.#append(line[3], time, size);
+    else if (name === "Done") this.how = line[3];
   }
 
   /** The state at a moment: from where the viewer stands, or from the nearest keyframe before it. */
@@ -170,34 +168,33 @@ export class Recording {
     return this.ended.slice(Math.max(0, n - most), n).reverse();
   }
 
-  #begin(line) {
-    const key = line[3];
-    this.stepsBefore = key.steps;
-    this.blockTokens = key.block_tokens ?? {};
-    for (const [seq, request, answer, numPrompt, maxTokens, priority, added] of key.sequences) {
-      const tokens = key.tokens?.[seq] ?? [];
-      const info = this.#info([seq, request, answer, tokens.slice(0, numPrompt), maxTokens, priority, added], 0);
-      info.drawn = tokens.slice(numPrompt);
+  #begin([, , , , , numSteps, blocks, sequences]) {
+    this.stepsBefore = numSteps;
+    for (const [i, , , , , , tokens] of blocks) this.blockTokens[i] = int32s(tokens);
+    for (const [[, ...added], , , , , tokens] of sequences) {
+      const info = this.#info(added, 0);
+      info.drawn = tokens.slice(info.prompt.length);
       if (info.drawn.length) info.first = 0;
     }
-    this.#append([line], line[2]);
   }
 
-  #append(events, time) {
+  #append(events, time, size) {
     const at = this.moments.length;
     this.moments.push(events);
+    this.#sizes.push(size);
     const row = { flags: 0, prefill: 0, decode: 0, idle: 0, width: 0, schedule: 0, device: 0, take: 0, first: 0, drafts: 0 };
     for (const event of events) {
       NOTES[event[0]]?.(this, event, at, row);
-      if (event[0] === "begin") this.#stepBegan(event, at, row);
-      else if (event[0] === "end") this.#stepEnded(event, at, row);
-      else if (event[0] === "experts") [row.experts, this.hasExperts] = [event[1], true];
-      else if (event[0] === "add") this.#info(event.slice(1), at);
-      else if (event[0] === "refuse") this.#refused(event, at, row);
-      else if (event[0] === "guess") this.#verified(event, at);
+      if (event[0] === "StepBegan") this.#stepBegan(event, at, row);
+      else if (event[0] === "StepEnded") this.#stepEnded(event, at, row);
+      else if (event[0] === "ExpertsAsked") [row.experts, this.hasExperts] = [event[1], true];
+      else if (event[0] === "RequestAdded") this.#info(event.slice(1), at);
+      else if (event[0] === "Refused") this.#refused(event, at, row);
+      else if (event[0] === "DraftsVerified") this.#verified(event, at);
+      else if (event[0] === "Snapshot") this.#begin(event);
       this.#head.apply(event);
-      if (event[0] === "key") this.reach = Math.max(0, this.#head.isFree.lastIndexOf(0), this.#head.hash.findLastIndex(Boolean));
-      else if (["claim", "take", "new"].includes(event[0])) for (const block of event.slice(1)) this.reach = Math.max(this.reach, block);
+      if (event[0] === "Snapshot") this.reach = Math.max(0, this.#head.isFree.lastIndexOf(0), this.#head.hash.findLastIndex(Boolean));
+      else if (event[0] === "BlockClaimed" || event[0] === "BlockTaken") this.reach = Math.max(this.reach, event[1]);
     }
     this.experts.push(row.experts ?? this.experts.at(-1) ?? null);
     this.#refusal = row.refusal ?? "";
@@ -224,7 +221,7 @@ export class Recording {
       first: null, // had its first token,
       end: Infinity, // and ended
       reason: null,
-      at: [], // its shares: the moment of each,
+      at: [], // its part in steps: the moment of each,
       from: [], // its first token
       size: [], // and how many,
       drafts: [], // how many of them were draft tokens,
@@ -245,16 +242,16 @@ export class Recording {
     this.infos.get(seqId)?.marks.push({ at, kind: "refuse", n: budget });
   }
 
-  #stepBegan([, step, start, scheduled, shares, budgetLeft], at, row) {
+  #stepBegan([, step, start, scheduled, sequences, budgetLeft], at, row) {
     this.start = Math.min(this.start, start);
     this.#began.set(step, scheduled);
-    row.schedule = (scheduled - start) / 1e6;
+    row.schedule = scheduled - start;
     row.idle = budgetLeft;
-    for (const share of shares) {
-      const [seqId, from, size, draws] = shareOf(this.#head, share);
-      const info = this.infos.get(seqId);
-      const drafts = Math.max(0, draws - 1);
-      row[isPrefill(share, info) ? "prefill" : "decode"] += size;
+    for (const each of sequences) {
+      const [seqId, , from, end, numSamples] = each;
+      const [info, size] = [this.infos.get(seqId), end - from];
+      const drafts = Math.max(0, numSamples - 1);
+      row[isPrefill(each, info) ? "prefill" : "decode"] += size;
       row.drafts += drafts;
       if (!info) continue;
       info.at.push(at);
@@ -263,20 +260,20 @@ export class Recording {
       info.drafts.push(drafts);
     }
     this.hasDrafts ||= row.drafts > 0;
-    row.width = row.prefill || row.drafts ? 0 : this.engine.graph_widths?.find((width) => width >= shares.length) ?? 0;
+    row.width = row.prefill || row.drafts ? 0 : this.engine.graph_widths?.find((width) => width >= sequences.length) ?? 0;
   }
 
-  #stepEnded([, step, start, arrived, end, seqIds, tokens], at, row) {
-    seqIds.forEach((id, i) => {
-      const info = this.infos.get(id);
-      if (!info || info.end !== Infinity) return;
-      for (const id of [tokens[i]].flat()) info.drawn.push(id);
-      if (info.first !== null || !numDrawn(tokens[i])) return;
+  #stepEnded([, step, start, arrived, end, sampled], at, row) {
+    for (const [seqId, tokens] of sampled) {
+      const info = this.infos.get(seqId);
+      if (!info || info.end !== Infinity) continue;
+      info.drawn.push(...tokens);
+      if (info.first !== null || !tokens.length) continue;
       info.first = at;
-      row.first = info.ttft = (end - info.time) / 1e6;
-    });
-    row.device = (arrived - Math.max(start, this.#began.get(step) ?? start)) / 1e6;
-    row.take = (end - arrived) / 1e6;
+      row.first = info.ttft = end - info.time;
+    }
+    row.device = arrived - Math.max(start, this.#began.get(step) ?? start);
+    row.take = end - arrived;
     row.end = end;
     this.#began.delete(step);
   }
@@ -295,7 +292,7 @@ export class Recording {
   /** The numbers that the state gives. */
   #measure(row, time) {
     const head = this.#head;
-    row.time = Math.max(this.columns.time.at(-1) ?? 0, ((row.end ?? time) - Math.min(this.start, time)) / 1e6);
+    row.time = Math.max(this.columns.time.at(-1) ?? 0, (row.end ?? time) - Math.min(this.start, time));
     row.step = head.numSteps;
     row.running = row.wasted = 0;
     for (const seq of head.sequences.values()) {
@@ -313,20 +310,24 @@ export class Recording {
 
 const DECODER = new TextDecoder();
 
-/** Whether a share computes a prompt, or what a preemption lost; else it decodes, or verifies draft tokens. */
-export function isPrefill(share, info) {
-  return typeof share !== "number" && (share[2] > Math.max(1, share[3]) || !info || share[1] < info.prompt.length);
+function int32s(base64) {
+  return new Int32Array(Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0)).buffer);
+}
+
+/** Whether a step computes a sequence's prompt, or what a preemption lost; else it decodes, or verifies draft tokens. */
+export function isPrefill([, , start, end, numSamples], info) {
+  return end - start > Math.max(1, numSamples) || !info || start < info.prompt.length;
 }
 
 // What a sequence's history learns from an event, and the moment's flags.
 const NOTES = {
-  admit: (recording, [, seq, n], at, row) => mark(recording, seq, row, { at, kind: "admit", n }),
-  hit: (recording, [, seq, n], at, row) => mark(recording, seq, row, { at, kind: "hit", n }),
-  preempt: (recording, [, seq, other, n], at, row) => mark(recording, seq, row, { at, kind: "preempt", n, other }),
-  add: (recording, event, at, row) => (row.flags |= KINDS.add),
-  evict: (recording, event, at, row) => (row.flags |= KINDS.evict),
-  finish: (recording, [, seq, reason], at, row) => ended(recording, seq, row, { at, kind: "finish", n: reason }),
-  abort: (recording, [, seq], at, row) => ended(recording, seq, row, { at, kind: "abort", n: "abort" }),
+  Admitted: (recording, [, seq, n], at, row) => mark(recording, seq, row, { at, kind: "admit", n }),
+  PrefixHit: (recording, [, seq, n], at, row) => mark(recording, seq, row, { at, kind: "hit", n }),
+  Preempted: (recording, [, seq, other, n], at, row) => mark(recording, seq, row, { at, kind: "preempt", n, other }),
+  RequestAdded: (recording, event, at, row) => (row.flags |= KINDS.add),
+  BlockEvicted: (recording, event, at, row) => (row.flags |= KINDS.evict),
+  Finished: (recording, [, seq, reason], at, row) => ended(recording, seq, row, { at, kind: "finish", n: reason }),
+  Aborted: (recording, [, seq], at, row) => ended(recording, seq, row, { at, kind: "abort", n: "abort" }),
 };
 
 function mark(recording, seqId, row, what) {

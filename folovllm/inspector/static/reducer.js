@@ -1,6 +1,7 @@
 // The reducer: turns the events of a recording into the state behind them, as folovllm/watcher.py does. It asks nobody, and
 // so it shows what wrong code does, too: a block that is free and held, or neither.
-// The events are those of docs/reference/recording.md: lists that begin with their name.
+// The events are those of docs/reference/recording.md: lists that begin with their name. A scheduled sequence is
+// [seq_id, row, start, end, num_samples, first_new_block, new_blocks, load_state, save_state].
 
 /** How an engine stands: its blocks and the sequences that it serves. */
 export class EngineState {
@@ -14,7 +15,7 @@ export class EngineState {
     this.totals = { preempted: 0, lost: 0, evicted: 0, finished: 0, aborted: 0, drawn: 0, asked: 0, hit: 0, drafted: 0, accepted: 0 };
     this.refCount = new Int32Array(numBlocks);
     this.isFree = new Uint8Array(numBlocks).fill(1);
-    this.hash = new Array(numBlocks).fill(null); // the name under which others find a block, as 16 hexadecimal digits
+    this.hash = new Array(numBlocks).fill(null); // the name under which others find a block, its first hexadecimal digits
     this.serial = new Float64Array(numBlocks);
     this.parent = new Float64Array(numBlocks); // the serial of the block before it
     this.freedAt = new Float64Array(numBlocks); // by `clock`
@@ -85,121 +86,103 @@ function newSequence(seqId, numPrompt) {
   };
 }
 
-/** A share as [sequence, start, tokens, draws, first new block, new blocks]; a number is a decode that says nothing new. */
-export function shareOf(state, share) {
-  return typeof share === "number" ? [share, state.sequences.get(share)?.numComputed ?? 0, 1, 1] : share;
-}
-
-/** How many tokens one entry of "end" brings: a number is one token. */
-export function numDrawn(tokens) {
-  return typeof tokens === "number" ? 1 : tokens.length;
-}
-
 // Events about a sequence do nothing where it has ended meanwhile.
 const REDUCERS = {
-  key(state, [, , , key]) {
-    state.numSteps = key.steps;
-    key.refs.forEach((count, i) => (state.refCount[i] = count));
-    for (let i = 0; i < key.free.length; i++) state.isFree[i] = key.free[i] === "1" ? 1 : 0;
+  Snapshot(state, [, , , , , numSteps, blocks, sequences]) {
+    state.numSteps = numSteps;
+    for (const [i, count, isFree, hash, serial, parent] of blocks) {
+      [state.refCount[i], state.isFree[i]] = [count, isFree];
+      [state.hash[i], state.serial[i], state.parent[i]] = [hash === null ? null : digits(hash), serial, parent];
+    }
     state.numUsed = state.isFree.reduce((used, free) => used - free, state.numBlocks);
-    state.hash.fill(null);
-    for (const [i, hash, serial, parent] of key.named) [state.hash[i], state.serial[i], state.parent[i]] = [hash, serial, parent];
-    state.sequences = new Map();
-    for (const [seqId, , , numPrompt, , , , isRunning, numTokens, numComputed, table, refused] of key.sequences) {
-      const seq = Object.assign(newSequence(seqId, numPrompt), { isRunning: !!isRunning, numTokens, numComputed, refused });
-      seq.table = table.slice();
-      state.sequences.set(seqId, seq);
+    for (const [[, seqId, , , prompt], isRunning, numTokens, numComputed, table] of sequences) {
+      state.sequences.set(seqId, Object.assign(newSequence(seqId, prompt.length), { isRunning, numTokens, numComputed, table: table.slice() }));
     }
   },
-  add: (state, [, seqId, , , prompt]) => state.sequences.set(seqId, newSequence(seqId, prompt.length)),
-  refuse: (state, [, seqId, budget]) => Object.assign(state.sequences.get(seqId) ?? {}, { refused: budget }),
-  admit(state, [, seqId, cached]) {
+  RequestAdded: (state, [, seqId, , , prompt]) => state.sequences.set(seqId, newSequence(seqId, prompt.length)),
+  Refused: (state, [, seqId, budget]) => Object.assign(state.sequences.get(seqId) ?? {}, { refused: budget }),
+  Admitted(state, [, seqId, cached]) {
     const seq = state.sequences.get(seqId);
     if (!seq) return;
     Object.assign(seq, { isRunning: true, numComputed: cached, cached, refused: null, victimOf: null });
     state.totals.asked += seq.numTokens;
   },
-  hit: (state, [, , tokens]) => (state.totals.hit += tokens),
-  preempt(state, [, seqId, victimOf, lost]) {
+  PrefixHit: (state, [, , tokens]) => (state.totals.hit += tokens),
+  Preempted(state, [, seqId, victimOf, lost]) {
     state.totals.preempted++;
     state.totals.lost += lost;
     Object.assign(state.sequences.get(seqId) ?? {}, { isRunning: false, row: -1, numComputed: 0, drafts: 0, victimOf, lost });
   },
-  finish(state, [, seqId]) {
+  Finished(state, [, seqId]) {
     state.sequences.delete(seqId);
     state.totals.finished++;
   },
-  abort(state, [, seqId]) {
+  Aborted(state, [, seqId]) {
     state.sequences.delete(seqId);
     state.totals.aborted++;
   },
-  begin(state, [, , , , shares, , states]) {
-    for (const [seqId, row] of states ?? []) Object.assign(state.sequences.get(seqId) ?? {}, { row });
-    for (const share of shares) {
-      const [seqId, start, tokens, draws, first, blocks] = shareOf(state, share);
+  StepBegan(state, [, , , , scheduled]) {
+    for (const [seqId, row, , end, numSamples, first, blocks] of scheduled) {
       const seq = state.sequences.get(seqId);
       if (!seq) continue;
-      seq.numComputed = start + tokens;
-      seq.drafts = Math.max(0, draws - 1);
-      if (blocks) seq.table.splice(first, Infinity, ...blocks);
+      Object.assign(seq, { row, numComputed: end, drafts: Math.max(0, numSamples - 1) });
+      if (blocks.length || first < seq.table.length) seq.table.splice(first, Infinity, ...blocks);
     }
   },
-  end(state, [, , , , , seqIds, tokens]) {
-    seqIds.forEach((id, i) => {
-      const seq = state.sequences.get(id);
-      if (!seq) return;
-      seq.numTokens += numDrawn(tokens[i]);
-      state.totals.drawn += numDrawn(tokens[i]);
-    });
+  StepEnded(state, [, , , , , sampled]) {
+    for (const [seqId, tokens] of sampled) {
+      const seq = state.sequences.get(seqId);
+      if (!seq) continue;
+      seq.numTokens += tokens.length;
+      state.totals.drawn += tokens.length;
+    }
     state.numSteps++;
   },
-  claim: forEachBlock((state, i) => {
+  BlockClaimed(state, [, i]) {
     state.numUsed += state.isFree[i];
     state.isFree[i] = 0;
-  }),
-  take: forEachBlock((state, i) => (state.refCount[i] = 1)),
-  new: (state, event) => [REDUCERS.claim, REDUCERS.take].forEach((reduce) => reduce(state, event)),
-  free: forEachBlock((state, i) => {
+  },
+  BlockTaken: (state, [, i]) => (state.refCount[i] = 1),
+  BlockFreed(state, [, i]) {
     state.numUsed -= 1 - state.isFree[i];
     state.isFree[i] = 1;
     state.freedAt[i] = ++state.clock;
-  }),
-  adopt(state, [, block, , refCount]) {
+  },
+  BlockAdopted(state, [, block, , refCount]) {
     state.refCount[block] = refCount;
   },
-  publish(state, [, i, seqId, place, hash, serial, parent]) {
-    [state.hash[i], state.serial[i], state.parent[i]] = [hash, serial, parent];
+  BlockCached(state, [, i, seqId, place, hash, serial, parent]) {
+    [state.hash[i], state.serial[i], state.parent[i]] = [digits(hash), serial, parent];
     [state.originSeq[i], state.originPlace[i]] = [seqId, place];
   },
-  evict: forEachBlock((state, i) => {
+  BlockEvicted(state, [, i]) {
     [state.hash[i], state.serial[i], state.parent[i], state.originSeq[i]] = [null, 0, 0, -1];
     state.totals.evicted++;
-  }),
-  snapshot: (state, [, number, tokens, serial]) => state.snapshots.set(number, { tokens, serial }),
-  drop: (state, [, number]) => state.snapshots.delete(number),
-  pass(state, [, seqId, place, block, left]) {
+  },
+  SnapshotCached: (state, [, number, tokens, serial]) => state.snapshots.set(number, { tokens, serial }),
+  SnapshotEvicted: (state, [, number]) => state.snapshots.delete(number),
+  BlockPassed(state, [, seqId, place, block, left]) {
     state.refCount[block] = left;
     const table = state.sequences.get(seqId)?.table ?? [];
     if (place < table.length) table[place] = -1;
   },
-  table(state, [, seqId, blocks, left]) {
-    blocks.forEach((block, i) => (state.refCount[block] = left ? left[i] : 0));
+  TableFreed(state, [, seqId, blocks]) {
+    for (const [block, left] of blocks) state.refCount[block] = left;
     Object.assign(state.sequences.get(seqId) ?? {}, { table: [] });
   },
-  cut(state, [, seqId, block]) {
+  TableCut(state, [, seqId, block]) {
     state.refCount[block] = 0;
     state.freedAt[block] = -state.clock; // the next one to be taken
     state.sequences.get(seqId)?.table.pop();
   },
-  guess(state, [, seqId, drafted, accepted]) {
+  DraftsVerified(state, [, seqId, drafted, accepted]) {
     for (const counts of [state.totals, state.sequences.get(seqId) ?? {}]) [counts.drafted, counts.accepted] = [counts.drafted + drafted, counts.accepted + accepted];
     const seq = state.sequences.get(seqId);
     if (seq) [seq.numComputed, seq.drafts] = [seq.numComputed - drafted + accepted, 0];
   },
 };
 
-function forEachBlock(change) {
-  return (state, event) => {
-    for (let i = 1; i < event.length; i++) change(state, event[i]);
-  };
+/** The first half of a hash, as hexadecimal digits: JavaScript's numbers do not hold all 64 bits. */
+function digits(hash) {
+  return BigInt(hash).toString(16).padStart(16, "0").slice(0, 8);
 }

@@ -49,5 +49,5 @@ export class StatesView {
 
 /** The states that begin in a moment as copies of snapshots: [sequence, row, snapshot]. */
 export function loadsOf(events) {
-  return events.flatMap(([kind, , , , , , states]) => (kind === "begin" ? states ?? [] : [])).filter(([, , load]) => load >= 0);
+  return events.flatMap(([kind, , , , scheduled]) => (kind === "StepBegan" ? scheduled : [])).filter((each) => each[7] >= 0).map((each) => [each[0], each[1], each[7]]);
 }

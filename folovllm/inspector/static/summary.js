@@ -12,16 +12,16 @@ export function sentencesOf(recording, at, state) {
   for (const event of recording.moments[at]) (by[event[0]] ??= []).push(event);
   const said = [];
   const say = (kind, text, values) => said.push({ kind, parts: fill(text, values) });
-  for (const event of by.preempt ?? []) sayPreempted(say, event, recording);
-  if (recording.columns.flags[at] & KINDS.refuse) sayRefused(say, by.refuse.at(-1), recording, state);
-  sayMany(by.add, say, sayArrival, "{names} came, and wait.");
-  for (const event of by.admit ?? []) sayAdmitted(say, event, recording, at);
+  for (const event of by.Preempted ?? []) sayPreempted(say, event, recording);
+  if (recording.columns.flags[at] & KINDS.refuse) sayRefused(say, by.Refused.at(-1), recording, state);
+  sayMany(by.RequestAdded, "add", say, sayArrival, "{names} came, and wait.");
+  for (const event of by.Admitted ?? []) sayAdmitted(say, event, recording, at);
   sayStates(say, recording.moments[at], state);
-  sayEvicted(say, (by.evict ?? []).flatMap((event) => event.slice(1)));
-  sayVerified(say, by.guess ?? []);
-  for (const event of by.begin ?? []) sayStep(say, event, recording);
-  sayMany(by.finish, say, (say, event) => sayFinished(say, event, recording), "{names} have finished.");
-  sayMany(by.abort, say, (say, [kind, seq]) => say(kind, "{seq} was aborted from outside.", { seq: { seq } }), "{names} were aborted from outside.");
+  sayEvicted(say, (by.BlockEvicted ?? []).map(([, block]) => block));
+  sayVerified(say, by.DraftsVerified ?? []);
+  for (const event of by.StepBegan ?? []) sayStep(say, event, recording);
+  sayMany(by.Finished, "finish", say, (say, event) => sayFinished(say, event, recording), "{names} have finished.");
+  sayMany(by.Aborted, "abort", say, (say, [, seq]) => say("abort", "{seq} was aborted from outside.", { seq: { seq } }), "{names} were aborted from outside.");
   const isOver = at === recording.length - 1 && recording.how !== null && recording.how !== "closed";
   if (isOver) say("abort", "Here the run ended: {how}.", { how: recording.how });
   if (!said.length) say("quiet", quiet(by, at));
@@ -29,9 +29,9 @@ export function sentencesOf(recording, at, state) {
 }
 
 function quiet(by, at) {
-  if (by.key?.[0][3].sequences.length) return "The recording begins while requests are served.";
-  if (by.key || (by.experts && at === 1)) return "The engine waits for its first request.";
-  return by.end ? "The tokens of the last step have arrived." : "No step was made.";
+  if (by.Snapshot?.[0][7].length) return "The recording begins while requests are served.";
+  if (by.Snapshot || (by.ExpertsAsked && at === 1)) return "The engine waits for its first request.";
+  return by.StepEnded ? "The tokens of the last step have arrived." : "No step was made.";
 }
 
 /** Which budget refused, in words. */
@@ -56,33 +56,33 @@ function names(seqIds) {
   return listed(seqIds, (seq) => ({ seq }));
 }
 
-function sayMany(events, say, one, all) {
+function sayMany(events, kind, say, one, all) {
   if (!events) return;
   if (events.length <= 2) for (const event of events) one(say, event);
-  else say(events[0][0], all, { names: names(events.map(([, seq]) => seq)) });
+  else say(kind, all, { names: names(events.map(([, seq]) => seq)) });
 }
 
-function sayArrival(say, [kind, seq, , , prompt, maxTokens]) {
-  say(kind, "{seq} came: {prompt} of prompt, at most {most} to answer.", { seq: { seq }, prompt: plural(prompt.length, "token"), most: count(maxTokens) });
+function sayArrival(say, [, seq, , , prompt, maxTokens]) {
+  say("add", "{seq} came: {prompt} of prompt, at most {most} to answer.", { seq: { seq }, prompt: plural(prompt.length, "token"), most: count(maxTokens) });
 }
 
-function sayFinished(say, [kind, seq, reason], recording) {
+function sayFinished(say, [, seq, reason], recording) {
   const how = reason === "length" ? t("at its full length") : t("by itself");
   const values = { seq: { seq }, how, tokens: plural(recording.infos.get(seq)?.drawn.length ?? 0, "token") };
-  say(kind, recording.engine.num_kv_blocks ? "{seq} finished {how}, with {tokens}; its blocks are given back." : "{seq} finished {how}, with {tokens}.", values);
+  say("finish", recording.engine.num_kv_blocks ? "{seq} finished {how}, with {tokens}; its blocks are given back." : "{seq} finished {how}, with {tokens}.", values);
 }
 
-function sayPreempted(say, [kind, seq, by, lost], { engine }) {
+function sayPreempted(say, [, seq, by, lost], { engine }) {
   const tokens = plural(lost, "token");
   let price = t("it had computed nothing yet.");
   if (lost && engine.enable_prefix_caching) price = t("{tokens} given up; of these it finds again what is still cached when it returns.", { tokens });
   else if (lost) price = t("{tokens} lost, to be computed again.", { tokens });
   const values = { seq: { seq }, by: { seq: by }, price };
-  say(kind, seq === by ? "No free block for {seq}, and nobody ranks behind it: it was preempted itself; {price}" : "{seq} was preempted for {by}; {price}", values);
+  say("preempt", seq === by ? "No free block for {seq}, and nobody ranks behind it: it was preempted itself; {price}" : "{seq} was preempted for {by}; {price}", values);
 }
 
-function sayRefused(say, [kind, seq, budget], recording, state) {
-  say(kind, "{seq}, first in line, must wait: {why}.", { seq: { seq }, why: whyRefused(budget, state, recording.engine) });
+function sayRefused(say, [, seq, budget], recording, state) {
+  say("refuse", "{seq}, first in line, must wait: {why}.", { seq: { seq }, why: whyRefused(budget, state, recording.engine) });
 }
 
 function sayAdmitted(say, [, seq, cached], recording, at) {
@@ -103,26 +103,26 @@ function sayStates(say, events, state) {
     say("hit", "The state of {seq} begins as a copy of the snapshot after {tokens}.", { seq: { seq }, tokens: tokensOf(state.sequences.get(seq)?.cached ?? 0) });
   }
   events.forEach(([kind, , tokens, serial], i) => {
-    if (kind === "snapshot") say(kind, "A snapshot was taken: the state of {seq} after {tokens}.", { tokens: tokensOf(tokens), seq: { seq: state.originSeq[state.serial.indexOf(serial)] } });
-    const text = events[i + 1]?.[0] === "evict" ? "A snapshot after {tokens} goes with its block." : "A snapshot after {tokens} makes room for a new one; its block stays.";
-    if (kind === "drop") say(kind, text, { tokens: tokensOf(tokens) });
+    if (kind === "SnapshotCached") say("snapshot", "A snapshot was taken: the state of {seq} after {tokens}.", { tokens: tokensOf(tokens), seq: { seq: state.originSeq[state.serial.indexOf(serial)] } });
+    const text = events[i + 1]?.[0] === "BlockEvicted" ? "A snapshot after {tokens} goes with its block." : "A snapshot after {tokens} makes room for a new one; its block stays.";
+    if (kind === "SnapshotEvicted") say("drop", text, { tokens: tokensOf(tokens) });
   });
 }
 
-function sayStep(say, [, , , , shares, budgetLeft], recording) {
+function sayStep(say, [, , , , scheduled, budgetLeft], recording) {
   const budget = recording.engine.num_kv_blocks && recording.engine.max_num_batched_tokens; // M1 has none
   const [prefills, decodes] = [[], []];
   let [tokens, drafts] = [0, 0];
-  for (const share of shares) {
-    tokens += share[2] ?? 1;
-    drafts += Math.max(0, (share[3] ?? 1) - 1);
-    (isPrefill(share, recording.infos.get(share[0] ?? share)) ? prefills : decodes).push(share);
+  for (const each of scheduled) {
+    tokens += each[3] - each[2];
+    drafts += Math.max(0, each[4] - 1);
+    (isPrefill(each, recording.infos.get(each[0])) ? prefills : decodes).push(each);
   }
   const parts = prefills.length === 1 ? onePrefill(prefills[0], recording) : prefills.length ? manyPrefills(prefills) : [];
   if (decodes.length) {
     if (parts.length) parts.push(t("; "));
     const text = drafts ? "{names} verified {drafts}" : decodes.length === 1 ? "{names} decoded one token" : "{names} decoded one token each";
-    parts.push(...fill(text, { names: names(decodes.map((share) => share[0] ?? share)), drafts: plural(drafts, "draft token") }));
+    parts.push(...fill(text, { names: names(decodes.map(([seq]) => seq)), drafts: plural(drafts, "draft token") }));
   }
   const isFull = budgetLeft === 0 && budget && tokens > 1;
   say("begin", isFull ? "{parts}; that is the whole budget of {budget} tokens." : "{parts}.", { parts, budget: count(budget || 0) });
@@ -133,17 +133,16 @@ function sayVerified(say, events) {
   if (events.length) say("guess", "Draft tokens accepted: {each}; and a bonus token each.", { each });
 }
 
-function onePrefill([seq, start, n], recording) {
+function onePrefill([seq, , start, end], recording) {
   const prompt = recording.infos.get(seq)?.prompt.length ?? 0;
-  const end = start + n;
-  const values = { seq: { seq }, from: count(start), to: count(end), tokens: plural(n, "token") };
+  const values = { seq: { seq }, from: count(start), to: count(end), tokens: plural(end - start, "token") };
   if (start === 0 && end === prompt) return fill("The step computed the whole prompt of {seq} ({tokens})", values);
   return fill(end < prompt || start > 0 ? "The step computed tokens {from} to {to} of {seq}" : "The step computed {tokens} of {seq}", values);
 }
 
-function manyPrefills(shares) {
-  const total = shares.reduce((sum, [, , n]) => sum + n, 0);
-  return fill("The step computed {tokens} of {names}", { tokens: plural(total, "token"), names: names(shares.map(([seq]) => seq)) });
+function manyPrefills(scheduled) {
+  const total = scheduled.reduce((sum, [, , start, end]) => sum + end - start, 0);
+  return fill("The step computed {tokens} of {names}", { tokens: plural(total, "token"), names: names(scheduled.map(([seq]) => seq)) });
 }
 
 /** The sentences as one text. */

@@ -198,7 +198,7 @@ def unpack_kernel(
 
 def tiles(num_tokens: int, width: int, group: int, kind: str, itemsize: int, capability: int) -> dict[str, int]:
     """Tokens, outputs and inputs of a program's tile, its warps, how many tiles are on their way, and programs that there
-    should be: of 8 bits what was fastest on an H200 (`tools/bench_weights.py`), of 4 bits chosen by registers and memory.
+    should be: of 8 bits what was fastest on an H200, of 4 bits chosen by registers and memory.
 
     With few tokens a program has few outputs, so that there are enough programs to keep the memory busy, and each asks for
     many inputs at a time. A tile of 8 bits lies within a `group` of inputs, one of words where a group has at least the 16

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,9 +34,7 @@ def quantize(
     """Write a model with fewer bits, for this engine, vLLM and transformers.
 
     It takes a decoder layer at a time: memory holds one layer, and the text's
-    hidden states. Each finished layer is a file in DIR; after Ctrl-C the same
-    command goes on with the next one. At the end it prints perplexity and size,
-    before and after.
+    hidden states. At the end it prints perplexity and size, before and after.
 
     gptq and awq have 4 bits a weight, fp8 and int8 have 8. Embedding and head stay as they are.
     """
@@ -51,12 +48,7 @@ def quantize(
     options = QuantizeOptions(**chosen)
     from folovllm.quantization.quantizer.run import quantize as run
 
-    try:
-        show(run(model or DEFAULT_MODEL, options, out, calibration, device))
-    except KeyboardInterrupt:
-        done = len(list(out.glob("model-*.safetensors")))
-        print(f"interrupted: {done} layers are in {out}; the same command goes on from there", file=sys.stderr)
-        raise
+    show(run(model or DEFAULT_MODEL, options, out, calibration, device))
 
 
 def show(report: Report) -> None:

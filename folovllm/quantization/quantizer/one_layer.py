@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from copy import deepcopy
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from folovllm.layers.linear import LinearBase
+from folovllm.models.extra_tensors import IGNORED_SUFFIX
 from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from folovllm.models.loader import (
-    IGNORED_SUFFIX,
     checkpoint_files,
     checkpoint_places,
     copy_weight,
@@ -67,17 +66,6 @@ class Checkpoint:
             require_finite(name, tensor)
         if tied and HEAD in rest and not torch.equal(rest[HEAD], rest[EMBEDDING]):
             raise ValueError(f"{self.path} holds a {HEAD!r} of its own: set tie_word_embeddings to false in its config")
-
-    def mark(self) -> str:
-        """A hash of the first row of each tensor: a model that was trained on, or merged with another, has other rows."""
-        found = sha256()
-        for file in sorted(set(self._file_of.values())):
-            with opened(file) as handle:
-                for name in sorted(handle.keys()):
-                    stored = handle.get_slice(name)
-                    row = stored[:1] if stored.get_shape() else handle.get_tensor(name)
-                    found.update(row.reshape(-1).view(torch.uint8).numpy().tobytes())
-        return found.hexdigest()[:16]
 
     def layer(self, index: int) -> Tensors:
         """The tensors of a decoder layer, named from the layer on: "self_attn.q_proj.weight"."""

@@ -1,14 +1,13 @@
 """`quantize`: a model's folder in, a folder with fewer bits out, a decoder layer at a time.
 
 A finished layer is a file. It is read back before the next one begins, so what is measured in the end is what was
-written, and a second run goes on where the first one stopped.
+written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from hashlib import sha256
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,10 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from folovllm.config import EngineConfig
-from folovllm.engine.setup import choose_device
-from folovllm.files import reading
 from folovllm.model_config import expert_size_of, head_dim_of, num_experts_of, windows_of
 from folovllm.models.files import eos_token_ids, load_hf_config, load_tokenizer, resolve_model
 from folovllm.models.registry import build_model, renamed_by
-from folovllm.models.shapes import check_num_weights, linear_shapes
+from folovllm.models.shapes import linear_shapes
 from folovllm.quantization.quantizer.calibration import read_texts, split_rows
 from folovllm.quantization.quantizer.folder import OutputFolder
 from folovllm.quantization.quantizer.methods import Method, method_for
@@ -38,6 +35,7 @@ from folovllm.quantization.quantizer.one_layer import (
 )
 from folovllm.quantization.quantizer.options import BLOCK, QuantizeOptions
 from folovllm.quantization.quantizer.perplexity import Quality, compare
+from folovllm.setup import choose_device
 
 OWN_TEXT = "calibration.jsonl"  # in the embedded model's folder
 
@@ -58,17 +56,15 @@ class Streams:
 def walk(
     checkpoint: Checkpoint, layer: OneLayer, method: Method, folder: OutputFolder, streams: Streams, use_tqdm: bool
 ) -> None:
-    """Quantise all layers that `folder` does not hold yet, and carry the hidden states through all of them."""
+    """Quantise all layers into `folder`, and carry the hidden states through them."""
     with tqdm(range(folder.num_layers), desc="Quantising", unit="layer", disable=not use_tqdm) as layers:
         for index in layers:
             source = checkpoint.layer(index)
             layer.load(source)
             streams.before = layer.run(streams.before)
-            if not folder.has_layer(index):
-                inputs = layer.inputs(streams.calibration) if method.options.is_calibrated else None
-                folder.write_layer(index, encoded(method, layer, source, inputs))
-            with reading(f"layer {index} in {folder.path} (remove its file, and the same command makes it again)"):
-                layer.load(decoded(method, layer, folder.read_layer(index)))
+            inputs = layer.inputs(streams.calibration) if method.options.is_calibrated else None
+            folder.write_layer(index, encoded(method, layer, source, inputs))
+            layer.load(decoded(method, layer, folder.read_layer(index)))
             streams.after = layer.run(streams.after)
             if method.options.is_calibrated:
                 streams.calibration = layer.run(streams.calibration)
@@ -142,7 +138,7 @@ def quantize(
     device: str | None = None,
     use_tqdm: bool = True,
 ) -> Report:
-    """Quantise a model and write it to `out`, or go on with what is there.
+    """Quantise a model and write it to `out`.
 
     Args:
         model: as `LLM` takes it.
@@ -150,20 +146,15 @@ def quantize(
         device: as `LLM` takes it.
 
     Raises:
-        ValueError: something cannot be had (a sentence says what), or `out` was made with other options.
+        ValueError: something cannot be had (a sentence says what), or `out` is not empty or cannot be written.
     """
     path = resolve_model(model)
     hf_config = load_hf_config(path, EngineConfig(model=model))
     check_model(hf_config, options)
     checkpoint = Checkpoint(path)
-    with reading(f"the model in {path}"):
-        check_num_weights(hf_config, checkpoint.num_bytes)
     rows, on = rows_of(path, hf_config, options, calibration), choose_device(device)
     checkpoint.check(build_model(hf_config, torch.float32, "meta", options.length))
-    folder = OutputFolder(out, hf_config.num_hidden_layers, made_from(checkpoint, options, rows))
-    if (done := folder.finished()) is not None:
-        with reading(f"the quality in {out}"):
-            return Report(out, checkpoint.num_bytes, folder.num_bytes(), Quality(**done) if done else None)
+    folder = OutputFolder(out, hf_config.num_hidden_layers)
     streams = start_streams(checkpoint.rest(), *(ids.to(on) for ids in rows))
     # 16 bits would hide small errors, and it is one layer.
     layer = OneLayer(hf_config, torch.float32, on, options.length)
@@ -171,7 +162,7 @@ def quantize(
     method = method_for(options, checkpoint.rest()[EMBEDDING].dtype, routers)
     walk(checkpoint, layer, method, folder, streams, use_tqdm)
     quality = measure(checkpoint.rest(), hf_config, streams, rows[1].to(on)) if len(rows[1]) else None
-    folder.finish(path, checkpoint.rest(), method.config(), asdict(quality) if quality else {})
+    folder.finish(path, checkpoint.rest(), method.config())
     return Report(out, checkpoint.num_bytes, folder.num_bytes(), quality)
 
 
@@ -241,13 +232,3 @@ def rows_of(
     tokenizer = load_tokenizer(path, EngineConfig(model=str(path)))
     ends = eos_token_ids(path, hf_config, tokenizer)
     return split_rows(read_texts(file), tokenizer, options.samples, options.length, min(ends, default=0))
-
-
-def made_from(
-    checkpoint: Checkpoint, options: QuantizeOptions, rows: tuple[torch.Tensor, torch.Tensor]
-) -> dict[str, Any]:
-    """What decides the output, in words that a file can hold: a folder made from something else is not gone on with."""
-    text, config = b"".join(ids.numpy().tobytes() for ids in rows), (checkpoint.path / "config.json").read_bytes()
-    marks = {"config.json": config, "calibration text": text}
-    said = {"model": checkpoint.path.name, **asdict(options), "weights": checkpoint.mark()}
-    return said | {name: sha256(all).hexdigest()[:16] for name, all in marks.items()}

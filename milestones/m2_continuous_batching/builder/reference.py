@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from folovllm.cache.manager import KVCacheManager
-from folovllm.engine.scheduler import TokensOfStep
-from folovllm.engine.step_builder import BatchRows, StepBuilder
+from folovllm.engine.scheduler import BatchRows, StepBuilder, TokensOfStep
 from folovllm.engine.stop import check_stop_conditions
-from folovllm.request import Sequence, SequenceStatus
+from folovllm.request import Sequence, SequenceOutput, SequenceStatus
 from folovllm.step.schedule import SchedulerOutput
 
 PATIENCE = 50  # so often a request may be overtaken; then it goes first
@@ -27,7 +26,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._overtaken: dict[Sequence, int] = {}  # of those that wait: how often
-        self._rows = BatchRows(max_num_seqs, kv.events, lambda: self.waiting)
+        self._rows = BatchRows(max_num_seqs, kv, lambda: self.waiting)
         self._max_num_seqs = max_num_seqs
         self._budget = max_num_batched_tokens
         self._tokens_of_step = tokens_of_step
@@ -82,19 +81,21 @@ class Scheduler:
         """Whose the shares of the step are that was decided last, in their order."""
         return self._rows.owners(output)
 
-    def postprocess(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
-        """Take in the drawn tokens; who ends gives its cache back at once. Returns the sequences that got a token."""
-        updated = []
+    def postprocess(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> list[SequenceOutput]:
+        """Append the sampled tokens; who ends gives its cache back at once. Returns what each sequence got, and how it ended."""
+        outputs = []
         for seq, token_ids in sampled:
             self.kv.cache_blocks(seq)
+            new_token_ids, status = list[int](), None
             for token_id in token_ids:
                 seq.append_token(token_id)
                 seq.detokenizer.append(token_id)
+                new_token_ids.append(token_id)
                 if (status := check_stop_conditions(seq)) is not None:
                     seq.finish(status)
                     self.running.remove(seq)
                     self.kv.free(seq)
                     break
-            if token_ids:
-                updated.append(seq)
-        return updated
+            if new_token_ids:
+                outputs.append(SequenceOutput(seq, new_token_ids, status))
+        return outputs

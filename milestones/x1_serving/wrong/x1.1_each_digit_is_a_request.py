@@ -11,6 +11,6 @@ class EngineLoop:
                 self._engine.abort_request(str(command.number))
             elif (refusal := self.add(command)) is not None:
                 refused.append(refusal)
-        refused += self.step()
+        self._engine.step()
         self._link.send(self.outputs(refused))
         return True

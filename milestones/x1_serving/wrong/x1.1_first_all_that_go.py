@@ -15,6 +15,6 @@ class EngineLoop:
                 r = self.add(c)
                 if r is not None:
                     refused.append(r)
-        refused += self.step()
+        self._engine.step()
         self._link.send(self.outputs(refused))
         return True

@@ -12,6 +12,6 @@ class EngineLoop:
                 self._engine.abort_request([str(command.number)])
             else:
                 self.add(command)
-        self.step()
+        self._engine.step()
         self._link.send(self.outputs())
         return True

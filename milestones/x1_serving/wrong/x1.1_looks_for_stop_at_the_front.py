@@ -12,6 +12,6 @@ class EngineLoop:
                 self._engine.abort_request([str(c.number)])
             elif isinstance(c, Add) and (r := self.add(c)) is not None:
                 refused.append(r)
-        refused += self.step()
+        self._engine.step()
         self._link.send(self.outputs(refused))
         return True

@@ -13,7 +13,7 @@ class EngineLoop:
                 self._engine.abort_request([str(command.number)])
             elif (refusal := self.add(command)) is not None:
                 refused.append(refusal)
-        refused += self.step()
+        self._engine.step()
         news = self.outputs(refused)
         if news.deltas:
             self._link.send(news)

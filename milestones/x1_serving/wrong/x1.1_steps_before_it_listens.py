@@ -7,7 +7,7 @@ class EngineLoop:
 
         refused = []
         commands = self._link.receive(wait=not self._engine.has_unfinished_requests())
-        refused += self.step()
+        self._engine.step()
         for command in commands:
             if isinstance(command, Stop):
                 return False

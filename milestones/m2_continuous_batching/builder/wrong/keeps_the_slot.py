@@ -6,18 +6,18 @@ from collections.abc import Iterable
 
 from folovllm.builders.reference import Scheduler as Right
 from folovllm.engine.stop import check_stop_conditions
-from folovllm.request import Sequence
+from folovllm.request import Sequence, SequenceOutput
 
 
 class Scheduler(Right):
-    def postprocess(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> list[Sequence]:
-        updated = []
+    def postprocess(self, sampled: Iterable[tuple[Sequence, list[int]]]) -> list[SequenceOutput]:
+        outputs = []
         for seq, token_ids in sampled:
             for token_id in token_ids:
                 seq.append_token(token_id)
                 seq.detokenizer.append(token_id)
-                updated.append(seq)
                 if (status := check_stop_conditions(seq)) is not None:
                     seq.finish(status)
                     self.running.remove(seq)
-        return updated
+                outputs.append(SequenceOutput(seq, [token_id], status))
+        return outputs

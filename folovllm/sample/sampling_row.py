@@ -6,14 +6,14 @@ writes it. `folovllm/sample/sampler_state.py` is the device's side.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
-from folovllm.step.schedule import SamplingSpec, about_to_end
+from folovllm.step.schedule import SamplingSpec, TokenIds
 
 Int32 = npt.NDArray[np.int32]
 
@@ -155,6 +155,12 @@ def row_line(spec: SamplingSpec) -> Int32:
     (ids,) = words.nonzero()
     line = np.stack([WORDS_AT + ids, words[ids]])
     return np.concatenate([line, *_bad_words(spec)], axis=1) if spec.bad_words else line
+
+
+def about_to_end(bad_words: Sequence[Sequence[int]], answer: Sequence[int] | TokenIds) -> list[int]:
+    """Return the tokens that must not come next: the last token of each bad word whose other tokens end `answer`."""
+    last = [int(token) for token in answer[-max(map(len, bad_words), default=1) :]]
+    return [word[-1] for word in bad_words if last[len(last) - len(word) + 1 :] == [*word[:-1]]]
 
 
 def _bad_words(spec: SamplingSpec) -> list[Int32]:

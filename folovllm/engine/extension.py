@@ -1,28 +1,20 @@
-"""The electives: what turns each on, and what one may put in the place of the core's parts.
-
-Here the core names an elective by a string; its module is imported when it is asked for. What lower layers ask for is in
-`folovllm.electives`; elsewhere the core names none (`tests/project/test_floors.py`).
-"""
+"""What an elective may put in the place of an engine's parts. Which elective does, `folovllm.plugins` says."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
-from folovllm.electives import is_installed, named, require
+from folovllm.plugins import COMMANDS, EXTENSIONS, is_installed, named, require
 
 if TYPE_CHECKING:
     import typer
-    from transformers import PreTrainedTokenizerBase
 
     from folovllm.attention.backends.abstract import AttentionBackend
-    from folovllm.config import EngineConfig
     from folovllm.engine.logits_mask import LogitsMask
     from folovllm.engine.scheduler import Scheduler
     from folovllm.executor.abstract import Executor
-    from folovllm.faults import Faults
     from folovllm.layers.layer_set import LayerSet
     from folovllm.setup import EngineSetup
     from folovllm.worker.graph_runner import GraphRunner
@@ -30,30 +22,6 @@ if TYPE_CHECKING:
 
     MakeScheduler = Callable[..., Scheduler]
     MakeGraphRunner = Callable[..., GraphRunner]
-
-# name: (where its `Extension` is, what turns it on)
-EXTENSIONS: dict[str, tuple[str, Callable[[EngineConfig], bool]]] = {
-    "speculative decoding (X3)": (
-        "folovllm.spec_decode.extension:SpeculativeDecoding",
-        lambda config: config.speculative_config is not None,
-    ),
-    "batch_invariant (X6)": (
-        "folovllm.rollouts.extension:BatchInvariance",
-        lambda config: config.batch_invariant,
-    ),
-}
-LOGITS_MASK = (
-    "folovllm.structured_output.manager:StructuredOutputManager"  # structured output (X1): any request may ask for it
-)
-
-# Modules with commands: each has `add_to(app)`.
-COMMANDS = (
-    "folovllm.server.cli",
-    "folovllm.inspector.cli",
-    "folovllm.quantization.quantizer.cli",
-    "folovllm.rollouts.cli",
-    "folovllm.bench.cli",
-)
 
 
 @dataclass(slots=True, frozen=True)
@@ -119,38 +87,6 @@ def extension_of(setup: EngineSetup) -> Extension:
         raise ValueError(f"{' and '.join(asked)} do not work together: choose one of them")
     found: Extension = require(*asked.values(), *asked)(setup) if asked else Extension(setup)
     return found
-
-
-class DeferredMask:
-    """A `LogitsMask` that allows all until a request asks for structured output; from then on it is the one that `make` returns."""
-
-    def __init__(self, all_allowed: LogitsMask, make: Callable[[], LogitsMask]) -> None:
-        self._mask = all_allowed
-        self._make = cache(make)
-
-    def add(self, seqs: Sequence[Any]) -> None:
-        """Begin with the sequences of a new request."""
-        if seqs[0].params.structured_outputs is not None:
-            self._mask = self._make()
-            self._mask.add(seqs)
-
-    def prepare(self, model_end_ids: Collection[int]) -> None:
-        """Do now what the first request would wait for."""
-        self._mask = self._make()
-        self._mask.prepare(model_end_ids)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._mask, name)
-
-
-def make_logits_mask(tokenizer: PreTrainedTokenizerBase, vocab_size: int, faults: Faults) -> LogitsMask:
-    """The mask of structured output (X1), imported with the first request for it."""
-    from folovllm.engine.logits_mask import LogitsMask
-
-    def make() -> LogitsMask:
-        return named(LOGITS_MASK)(tokenizer, vocab_size) if is_installed(LOGITS_MASK) else LogitsMask()
-
-    return cast("LogitsMask", DeferredMask(LogitsMask(), make))
 
 
 def add_commands(app: typer.Typer) -> None:

@@ -1,0 +1,135 @@
+"""What an engine can do beside serving requests: answer a list at once, and tell of its events, steps, cache and experts."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence as SequenceOf
+
+from folovllm.cache.manager import KVCacheManager, PrefixCacheStats
+from folovllm.engine.core import EngineCore
+from folovllm.engine.metrics import EngineStats, StepLog, StepStats, engine_stats
+from folovllm.engine.snapshot import snapshot
+from folovllm.events import ExpertsAsked, Listener
+from folovllm.inputs import Prompt, as_requests, is_one_prompt
+from folovllm.outputs import RequestOutput
+from folovllm.require import also_takes
+from folovllm.sampling_params import SamplingParams
+from folovllm.setup import EngineSetup
+
+
+class EngineCalls(ABC):
+    """The part of an `LLMEngine` that serving needs nothing of."""
+
+    setup: EngineSetup
+    core: EngineCore
+    _log: StepLog | None = None
+
+    @abstractmethod
+    def require_open(self) -> None:
+        """Raise RuntimeError if the engine was closed."""
+
+    @abstractmethod
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, stream: bool = True
+    ) -> None:
+        """Queue a request."""
+
+    @abstractmethod
+    def abort_request(self, request_id: SequenceOf[str]) -> list[RequestOutput]:
+        """End those of the requests that are being served."""
+
+    @abstractmethod
+    def step(self) -> list[RequestOutput]:
+        """Compute a step."""
+
+    @also_takes("generate")
+    def generate(
+        self,
+        prompts: Prompt | SequenceOf[Prompt],
+        sampling_params: SamplingParams | SequenceOf[SamplingParams] | None = None,
+    ) -> RequestOutput | list[RequestOutput]:
+        """Answer one prompt (one output) or a list of them (a list). `LLM.generate` can do more."""
+        requests = as_requests(prompts, SamplingParams() if sampling_params is None else sampling_params)
+        ids = [f"generate-{index}" for index in range(len(requests))]
+        finished: dict[str, RequestOutput] = {}
+        try:
+            for request_id, request in zip(ids, requests, strict=True):
+                self.add_request(request_id, request.prompt, request.params, stream=False)
+            while len(finished) < len(ids):
+                finished |= {output.request_id: output for output in self.step()}
+        finally:
+            self.abort_request(ids)  # where an error left some
+        outputs = [finished[request_id] for request_id in ids]
+        return outputs[0] if is_one_prompt(prompts) else outputs
+
+    @property
+    def request_ids(self) -> list[str]:
+        """The ids of the requests that are being served."""
+        return list(self.core.output.requests)
+
+    def get_num_unfinished_requests(self) -> int:
+        """How many requests are being served."""
+        return len(self.core.output.requests)
+
+    def subscribe(self, listener: Listener, experts: bool = False) -> None:
+        """Call `listener(events)` after each step with what happened (`folovllm.events`), and now with the present state.
+
+        With `experts`, what happened includes how often experts were asked (`ExpertsAsked`), where `count_experts` is set.
+        """
+        state = snapshot(self.setup, self.core.scheduler.kv, self.core.num_steps, self.core.output.requests.values())
+        experts = experts and bool(self.setup.config.extras.get("count_experts"))
+        self.core.events.subscribe(listener, state, experts)
+        if experts:
+            self.core.events.emit(ExpertsAsked(self.expert_load()))
+            self.core.events.drain()
+
+    def unsubscribe(self, listener: Listener) -> None:
+        """Tell `listener` nothing more. ValueError if it does not listen."""
+        self.core.events.unsubscribe(listener)
+
+    @property
+    def history(self) -> list[StepStats] | None:
+        """The steps so far, or None. Set it to [] to have each step's figures appended from now on, and to None to stop."""
+        return None if self._log is None else self._log.steps
+
+    @history.setter
+    def history(self, steps: list[StepStats] | None) -> None:
+        if self._log is not None:
+            self.unsubscribe(self._log)
+        self._log = None
+        if steps is not None:
+            self._log = StepLog(steps)
+            self.subscribe(self._log, experts=True)
+
+    def stats(self) -> EngineStats:
+        """Requests and KV cache as they are now."""
+        self.require_open()
+        return engine_stats(self.setup, self.core.scheduler, self.core.num_steps, self.core.num_preemptions)
+
+    def expert_load(self) -> list[list[int]]:
+        """How often each expert of each layer was asked since the start; waits for the steps under way.
+
+        L lists of E numbers; a token asks k experts of a layer. ValueError where that is not counted.
+        """
+        self.require_open()
+        if not self.setup.config.extras.get("count_experts"):
+            raise ValueError("experts are not counted: set count_experts=True")
+        from folovllm.worker.gpu_worker import GPUWorker  # here: M1 has no use of it
+
+        return self.core.executor.collective_rpc(GPUWorker.counted, "experts")[0]
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes, as after a change of the weights. Raises ValueError where there is no cache."""
+        self._prefix_caching_manager().reset()
+        self.core.events.drain()
+        return True  # vLLM's may fail
+
+    def prefix_cache_stats(self) -> PrefixCacheStats:
+        """Hits and evictions so far. Raises ValueError where there is no cache."""
+        return self._prefix_caching_manager().stats
+
+    def _prefix_caching_manager(self) -> KVCacheManager:
+        kv = self.core.scheduler.kv
+        if kv is None or not self.setup.config.enable_prefix_caching:
+            raise ValueError("there is no prefix cache: set enable_prefix_caching=True, or take milestone m5")
+        return kv

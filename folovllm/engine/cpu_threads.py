@@ -1,0 +1,80 @@
+"""How many threads torch computes with on a CPU."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+import torch
+
+from folovllm.setup import EngineSetup
+
+SMALL = 1 << 19  # weights: a product with fewer is over before a second thread has woken up
+
+logger = logging.getLogger("folovllm")
+
+
+@dataclass(slots=True)
+class _Process:
+    """The numbers that we and the user set in this process (default: `OMP_NUM_THREADS`, else the cores)."""
+
+    chosen: int = 0
+    limit: int = 0
+
+
+_process = _Process()
+
+
+def use_threads(setup: EngineSetup) -> int | None:
+    """Set torch's number of threads to `num_threads`, or choose it on a CPU. Returns it; None if it was left alone.
+
+    Threads that share a product wait for each other at its end. Where other programs run too, one of them may have no core
+    just then, and the others wait until it has: milliseconds, for a product of microseconds. So a small model gets one
+    thread, whatever torch's default is, and a larger one gets as many as a short measurement shows to be of use.
+
+    The number is torch's own: it holds for the whole process, other engines and the user's code included, until the
+    next engine is made. The ranks of tensor parallelism divide it among themselves.
+
+    Raises:
+        ValueError: more threads than cores were asked for.
+    """
+    asked, cores, limit = setup.config.num_threads, os.cpu_count() or 1, most_threads()
+    if asked is None and setup.device.type != "cpu":
+        return None
+    if asked is not None and asked > cores:
+        raise ValueError(f"num_threads {asked} is more than the {cores} cores of this machine: lower it")
+    _process.chosen = asked or choose_threads(setup, limit)
+    torch.set_num_threads(_process.chosen)
+    if asked is None:
+        logger.info("num_threads is %d (torch's own limit: %d)", _process.chosen, limit)
+    return _process.chosen
+
+
+def most_threads() -> int:
+    """The number that the user allows: `OMP_NUM_THREADS` or `torch.set_num_threads`, else torch's default."""
+    current = torch.get_num_threads()
+    if current != _process.chosen:  # not ours
+        _process.limit = current
+    return _process.limit
+
+
+def choose_threads(setup: EngineSetup, limit: int) -> int:
+    """One for a small model; else double the number as long as that makes the largest product of a layer faster.
+
+    The numbers are those of all ranks together, at most `limit` and the cores that this process may use.
+    """
+    ranks = 1 if "TORCHELASTIC_RUN_ID" in os.environ else setup.config.tensor_parallel_size  # torchrun's divide nothing
+    outputs, inputs = largest_product(setup, ranks)
+    is_small = outputs * inputs < SMALL
+    if is_small and ranks == 1:
+        return 1
+    from folovllm.engine.time_threads import fastest  # here, for a small model does without
+
+    return fastest(outputs, inputs, setup.dtype, ranks, limit, is_small)
+
+
+def largest_product(setup: EngineSetup, ranks: int) -> tuple[int, int]:
+    """Outputs and inputs of the MLP's first product, as one rank has it."""
+    inputs = int(setup.hf_config.hidden_size)
+    return int(getattr(setup.hf_config, "intermediate_size", None) or 4 * inputs) // ranks, inputs

@@ -1,0 +1,88 @@
+"""What a checkpoint may hold beside plain, whole weights: parts for a rank, codes, and tensors without a place in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from folovllm.layers.fusable import fusable
+from folovllm.layers.linear import PLAIN, LinearMethod, Plain
+from folovllm.models.llama import LlamaForCausalLM
+from folovllm.plugins import EXTRA_TENSORS, is_installed, named
+
+IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a constant that old Llama checkpoints carry
+
+LinearMethods = Mapping[str, LinearMethod]  # by the name of a module
+# Gives a tensor of this name to its layer; may raise ValueError.
+Taker = Callable[[LlamaForCausalLM, str, torch.Tensor], None]
+# A tensor's name, and the tensor (or a slice of a file) -> the part to keep, in the model's order.
+Shard = Callable[[str, Any], torch.Tensor]
+
+
+class StoredTensor:
+    """A tensor that is still in its file. Indexing reads what is indexed, and nothing else."""
+
+    def __init__(self, stored: Any) -> None:
+        self._stored = stored
+        self.shape = torch.Size(stored.get_shape())
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """As a tensor's, with slices."""
+        return cast(torch.Tensor, self._stored[index])
+
+
+def part_of(
+    places: Container[str], linear_methods: LinearMethods, shard: Shard, name: str, tensor: Any
+) -> torch.Tensor:
+    """Return the part of a checkpoint's tensor that `shard` keeps; its linear method knows how the tensor is laid out.
+
+    `places` are the names that the model has a place for. What is ignored, or taken by others, is read whole.
+    """
+    module, _, kind = name.rpartition(".")
+    if not isinstance(tensor, torch.Tensor):
+        tensor = StoredTensor(tensor)
+    if is_ignored(name, linear_methods) or (name not in places and taker_of(name) is not None):
+        return tensor[:] if tensor.shape else tensor[...]
+    linear_method = linear_methods[module] if name in places else PLAIN
+    return fusable(linear_method).shard(kind, tensor, partial(shard, name))
+
+
+def arranged(name: str, tensor: torch.Tensor, linear_method: LinearMethod, view: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the checkpoint as its place, `view`, takes it; its linear method knows how.
+
+    Codes are put in order where the model is: 30 billion of 4 bits would keep a CPU busy for most of a minute.
+    """
+    return linear_method.arrange(name.rpartition(".")[2], tensor.to(view.device), view.shape)
+
+
+def take_extra(model: LlamaForCausalLM, name: str, tensor: torch.Tensor, linear_methods: LinearMethods) -> None:
+    """Give a tensor for which the model has no place to who knows it. Raises ValueError if nobody does."""
+    linear_method = linear_methods.get(name.rpartition(".")[0], PLAIN)
+    if is_ignored(name, linear_methods):
+        fusable(linear_method).check_ignored(name, tensor)
+    elif (taker := taker_of(name)) is not None:
+        taker(model, name, tensor)
+    elif not is_empty_bias(name, tensor, linear_method):
+        raise ValueError(f"the checkpoint holds {name!r}, for which the model has no place (or had it twice)")
+
+
+def taker_of(name: str) -> Taker | None:
+    """Return what takes a tensor for which the model has no place, such as a scale of an FP8 cache; None if nobody knows it."""
+    takers = (named(place)(name) for place in EXTRA_TENSORS if is_installed(place))
+    return next((taker for taker in takers if taker is not None), None)
+
+
+def is_ignored(name: str, linear_methods: LinearMethods) -> bool:
+    """Whether a checkpoint may hold a tensor that no model here needs."""
+    module, _, kind = name.rpartition(".")
+    return name.endswith(IGNORED_SUFFIX) or (
+        module in linear_methods and kind in fusable(linear_methods[module]).ignores
+    )
+
+
+def is_empty_bias(name: str, tensor: torch.Tensor, linear_method: LinearMethod) -> bool:
+    """Whether it is a bias of zeros for a quantized layer that has none, as writers of GPTQ checkpoints leave them."""
+    return name.endswith(".bias") and not isinstance(linear_method, Plain) and not tensor.any()

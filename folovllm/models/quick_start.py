@@ -1,0 +1,65 @@
+"""The embedded models' configurations and tokenizers without transformers, which needs up to 6 s to be imported."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tokenizers import Tokenizer
+
+
+class PlainConfig(SimpleNamespace):
+    """The fields that the engine reads of a `PretrainedConfig`, under the same names."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields."""
+        return dict(vars(self))
+
+
+class QuickTokenizer:
+    """Encodes and decodes as transformers' tokenizer of these files, and is that tokenizer for all else.
+
+    The library `tokenizers` does the work of most models' tokenizers; what transformers puts around it takes up to 6 s to be
+    imported. A chat template or a list of special tokens needs transformers' tokenizer, which is loaded then.
+
+    The `backend_tokenizer` is a copy of the one in there: neither sees what is changed at the other.
+    """
+
+    def __init__(self, where: Path, eos_token: str) -> None:
+        self.backend_tokenizer = Tokenizer.from_file(str(where / "tokenizer.json"))
+        self.eos_token_id = self.backend_tokenizer.token_to_id(eos_token)
+        self._where = where
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The token ids of a text. Other threads run meanwhile, which they do not while `Tokenizer.encode` does."""
+        (encoding,) = self.backend_tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
+        return ids
+
+    def decode(
+        self, token_ids: list[int], skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = False
+    ) -> str:
+        """The text of token ids. Spaces stay as they are."""
+        text: str = self.backend_tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    @cached_property
+    def whole(self) -> Any:
+        """transformers' tokenizer."""
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(self._where)
+
+    def __len__(self) -> int:
+        return len(self.whole)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What transformers' tokenizer returns."""
+        return self.whole(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.whole, name)

@@ -1,0 +1,39 @@
+"""Random weights, to time a geometry without its checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from folovllm.layers.fusable import fusable
+from folovllm.models.extra_tensors import Shard, part_of
+from folovllm.models.llama import LlamaForCausalLM
+
+
+def init_random_weights(
+    model: LlamaForCausalLM,
+    seed: int,
+    places: Mapping[str, Any],
+    whole: Mapping[str, Any] | None = None,
+    shard: Shard | None = None,
+) -> None:
+    """Fill the model with random weights on its own device, to time a geometry: N(0, 0.02), and ones in the norms.
+
+    `places` are the model's `checkpoint_places`. Where it is a part, `whole` are those of the whole model (of which only
+    shapes matter), and `shard` cuts each tensor.
+    """
+    shard = shard or model.reorder
+    linear_methods = {name.rpartition(".")[0]: place.linear_method for name, place in places.items()}
+    generator = torch.Generator(model.lm_head.weight.device).manual_seed(seed)
+    some = model.lm_head.weight
+    for name, full in (places if whole is None else whole).items():
+        tensor = torch.empty(full.view.shape, dtype=full.view.dtype, device=some.device)
+        if name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+        else:
+            fusable(full.linear_method).fill(name.rpartition(".")[2], tensor, generator)
+        if name in places:  # else another rank's
+            places[name].view.copy_(tensor if shard is None else part_of(places, linear_methods, shard, name, tensor))
+    model.weights_loaded()

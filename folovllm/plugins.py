@@ -1,0 +1,170 @@
+"""The one table of electives: what the core may load of each, by strings, and what turns it on.
+
+The core names an elective here and nowhere else (`tests/project/test_floors.py`). A module is imported when its hook is asked
+for, and each package may be missing: then a hook does nothing, or says which package is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import Field
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, ClassVar, Protocol
+
+from folovllm.require import check_fields
+
+# Parts of an engine: by name where its `engine.extension.Extension` is, and whether an `EngineConfig` asks for it.
+EXTENSIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "speculative decoding (X3)": (
+        "folovllm.spec_decode.extension:SpeculativeDecoding",
+        lambda config: "speculative_config" in config.extras,
+    ),
+    "batch_invariant (X6)": (
+        "folovllm.rollouts.extension:BatchInvariance",
+        lambda config: "batch_invariant" in config.extras,
+    ),
+}
+# Keywords of `EngineConfig` that electives own: dataclasses of them (`Options`).
+OPTIONS = (
+    "folovllm.quantization.options:QuantizationOptions",
+    "folovllm.spec_decode.options:SpeculationOptions",
+    "folovllm.moe.options:ExpertOptions",
+    "folovllm.hybrid.options:HybridOptions",
+    "folovllm.rollouts.options:RolloutOptions",
+)
+# Structured output (X1): an `engine.logits_mask.LogitsMask`. Any request may ask for it.
+LOGITS_MASK = "folovllm.structured_output.manager:StructuredOutputManager"
+# Modules with commands: each has `add_to(app)`.
+COMMANDS = (
+    "folovllm.server.cli",
+    "folovllm.inspector.cli",
+    "folovllm.quantization.quantizer.cli",
+    "folovllm.rollouts.cli",
+    "folovllm.bench.cli",
+)
+
+# Quantization (X2): a subclass of `folovllm.models.registry:Quantization`.
+QUANTIZATION = "folovllm.quantization.config:CheckpointQuantization"
+# Tensors of a checkpoint for which a model has no place: from a tensor's name to what takes it (`models.extra_tensors.Taker`), or None.
+EXTRA_TENSORS = ("folovllm.quantization.checkpoint_kv_scales:taker_of",)
+# A module that measures the scales of an FP8 cache (`ModelRunner.calculate_kv_scales`).
+CALIBRATION = "folovllm.quantization.calibrate"
+
+# Weight sources: what returns the folder of a model, `find(name)`, which `find(name, download=True)` may fetch ...
+DOWNLOADS = dict.fromkeys(("smollm2", "smollm2-gguf"), "folovllm.quantization.smollm2:smollm2_dir")
+# ... or of a file with this suffix, `find(path)`.
+FILE_FORMATS = {".gguf": "folovllm.quantization.gguf_file:gguf_dir"}
+
+# Rollouts (X6): functions of an engine, which change its weights or let it sleep (`LLM.update_weights`).
+ROLLOUTS = "folovllm.rollouts.calls"
+SLEEP_ROUTES = "folovllm.rollouts.routes:ROUTES"  # of a server with `--enable-sleep-mode`
+
+# Models by the architecture that `config.json` names: the module that has a class of this name.
+MODELS = {
+    "MixtralForCausalLM": "folovllm.moe.models",
+    "Qwen2MoeForCausalLM": "folovllm.moe.models",
+    "Qwen3MoeForCausalLM": "folovllm.moe.models",
+    "Qwen3NextForCausalLM": "folovllm.hybrid.models",
+    "Qwen3_5ForCausalLM": "folovllm.hybrid.models",
+    "Qwen3_5MoeForCausalLM": "folovllm.hybrid.models",
+}
+# Layers with states (X5): the cache manager that finds prefixes as far as there are snapshots of states.
+SNAPSHOTS = "folovllm.hybrid.snapshots:SnapshotBlockManager"
+# Mixture of experts (X4): from a model's class to the same with experts in the places of its MLPs.
+EXPERTS = "folovllm.moe.models:with_experts"
+
+# Kernels for cards of one compute capability: the plain kernel that they stand for, and a `KernelVariant`.
+KERNEL_VARIANTS = {
+    "prefill": ((9, 0), "folovllm.hopper.prefill:VARIANT"),
+    "grouped_linear": ((9, 0), "folovllm.hopper.grouped:VARIANT"),
+    "quant_matmul": ((9, 0), "folovllm.hopper.int4:VARIANT"),
+}
+
+
+class Options(Protocol):
+    """A dataclass of an elective's keywords of `EngineConfig`, each with its default and a sentence under "Attributes".
+
+    It raises ValueError for a bad value when it is made; the types of switches, texts and counts are checked before. It may have
+    a static `check_model(extras, hf_config)`, which raises ValueError if the model cannot have what `EngineConfig.extras` asks for.
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+    def check(self, config: Any) -> None:
+        """Raise ValueError where the values do not fit the rest of the `EngineConfig`."""
+
+
+def option_classes() -> list[type[Any]]:
+    """The `Options` of the electives that are installed."""
+    return [named(place) for place in OPTIONS if is_installed(place)]
+
+
+def option_default(name: str) -> Any:
+    """The default of a keyword that an elective owns. Raises AttributeError if none does."""
+    for options in option_classes():
+        if (own := options.__dataclass_fields__.get(name)) is not None:
+            return own.default
+    raise AttributeError(f"EngineConfig has no {name!r}")
+
+
+def make_options(given: dict[str, Any]) -> list[Options]:
+    """Make the options of which some are given. Takes what is given out of `given`: what is left is nobody's."""
+    made = []
+    for kind in option_classes():
+        names = kind.__dataclass_fields__
+        if own := {name: given.pop(name) for name in names if name in given}:
+            check_fields(kind, own)
+            made.append(kind(**own))
+    return made
+
+
+def options_of(own: Collection[str], given: dict[str, Any], extras: dict[str, Any]) -> list[Options]:
+    """Make the electives' options that are given, as keywords or as the `extras` of another configuration, which become theirs.
+
+    Takes out of `given` what is none of our `own` fields. Raises TypeError for a name that nobody knows.
+    """
+    from folovllm.vllm_arguments import drop_neutral
+
+    others = extras | {name: given.pop(name) for name in given.keys() - own}
+    options = make_options(others)
+    drop_neutral("engine", others)
+    if others:
+        raise TypeError(f"EngineConfig got an unexpected keyword argument {next(iter(others))!r}")
+    extras.clear()
+    for each in options:
+        extras |= changed(each)
+    return options
+
+
+def check_model(config: Any, hf_config: Any) -> None:
+    """Raise ValueError if an `EngineConfig` asks for an option of an elective that this model cannot have."""
+    for kind in option_classes():
+        if (check := getattr(kind, "check_model", None)) is not None:
+            check(config.extras, hf_config)
+
+
+def changed(options: Options) -> dict[str, Any]:
+    """The values that are not the defaults."""
+    values = {name: (getattr(options, name), own.default) for name, own in options.__dataclass_fields__.items()}
+    return {name: value for name, (value, default) in values.items() if value != default}
+
+
+def is_installed(place: str) -> bool:
+    """Whether the package of a module is there: each elective may be deleted. What Python left in its folder does not count."""
+    spec = find_spec(".".join(place.partition(":")[0].split(".")[:2]))
+    return spec is not None and spec.origin is not None
+
+
+def named(place: str) -> Any:
+    """What stands at "module:name", or the module "module". It is imported here."""
+    module, _, name = place.partition(":")
+    return getattr(import_module(module), name) if name else import_module(module)
+
+
+def require(place: str, purpose: str) -> Any:
+    """As `named`. Raises ValueError, which says that `purpose` needs the package, where that is not installed."""
+    if not is_installed(place):
+        package = ".".join(place.partition(":")[0].split(".")[:2])
+        raise ValueError(f"{purpose} needs the package {package}, which is not installed here")
+    return named(place)
