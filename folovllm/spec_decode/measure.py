@@ -16,7 +16,7 @@ from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOut
 
 CONTEXT = 128  # tokens that each sequence has already, if the context and the cache allow it
 ROUNDS = 3
-PATIENCE = 0.4  # seconds for a curve: a slow machine gets fewer points of it
+TIME_LIMIT = 0.4  # seconds for a curve: a slow machine gets fewer points of it
 WAIT = 1.5e-4  # seconds that a GPU stands still behind a step with drafts, until the host has scheduled the next one
 MOST = 512  # tokens of a step: beyond, both curves are taken to be straight
 
@@ -70,8 +70,8 @@ class Timer:
         self._blocks = tuple(range(-(-(self._start + most + 1) // setup.block_size)))
 
     def curve(self, steps: list[list[int]], seconds_of: Callable[[SchedulerOutput], float]) -> Curve:
-        """Return the seconds of `steps`, each given by the tokens of its sequences: of two at least, and of more until `PATIENCE` is over."""
-        end = self._clock() + PATIENCE
+        """Return the seconds of `steps`, each given by the tokens of its sequences: of two at least, and of more until `TIME_LIMIT` is over."""
+        end = self._clock() + TIME_LIMIT
         widths: list[float] = []
         seconds: list[float] = []
         for lengths in steps:

@@ -9,7 +9,14 @@ from folovllm.sampling_params import SamplingParams
 from folovllm.spec_decode import automaton
 from folovllm.spec_decode.automaton import NOWHERE, Place, SuffixAutomaton
 from folovllm.spec_decode.proposer import RowState
-from folovllm.spec_decode.suffix import ANSWER_ENDS, PATIENCE, AnswersBySalt, PastAnswers, SuffixProposer, most_frequent
+from folovllm.spec_decode.suffix import (
+    ANSWER_ENDS,
+    LEARNT_AT_ONCE,
+    AnswersBySalt,
+    PastAnswers,
+    SuffixProposer,
+    most_frequent,
+)
 from folovllm.step.schedule import SamplingSpec
 from tests.helpers import tiny_checkpoint
 from tests.tiny import worked_case
@@ -225,23 +232,23 @@ class TestProposer:
     def test_what_ended_is_learnt_when_drafts_are_asked_for_and_little_at_a_time(self) -> None:
         proposer = SuffixProposer()
         for i in range(4):
-            self.answer(proposer, i, *range(100 * i, 100 * i + PATIENCE // 2 - 1))
+            self.answer(proposer, i, *range(100 * i, 100 * i + LEARNT_AT_ONCE // 2 - 1))
         assert proposer._past.num_tokens == 0, "while nobody asks it costs nothing"
         proposer.admit(self.state(9, 1, 2))
         learnt = []
         for _ in range(3):
             self.draft(proposer, self.state(9, 1, 2), 4)
             learnt.append(proposer._past.num_tokens)
-        assert learnt == [PATIENCE, 2 * PATIENCE, 2 * PATIENCE]
+        assert learnt == [LEARNT_AT_ONCE, 2 * LEARNT_AT_ONCE, 2 * LEARNT_AT_ONCE]
 
     def test_a_look_learns_too_and_a_long_answer_comes_in_parts(self) -> None:
-        proposer, answer = SuffixProposer(), [7, *range(10, 10 + 2 * PATIENCE), 5]
+        proposer, answer = SuffixProposer(), [7, *range(10, 10 + 2 * LEARNT_AT_ONCE), 5]
         self.answer(proposer, 1, *answer)
         proposer.admit(self.state(9, 1, 2))
-        for known in (PATIENCE, 2 * PATIENCE, len(answer) + 1):
+        for known in (LEARNT_AT_ONCE, 2 * LEARNT_AT_ONCE, len(answer) + 1):
             proposer.propose_all([], [])
             assert proposer._past.num_tokens == known
-        at = PATIENCE - 3
+        at = LEARNT_AT_ONCE - 3
         assert self.draft(proposer, self.state(9, 1, 2, *answer[:at]), 8) == answer[at : at + 8], "as if learnt at once"
         assert self.draft(proposer, self.state(9, 1, 2, *answer[:-2]), 8) == answer[-2:], (
             "it ends where the answer ended"
