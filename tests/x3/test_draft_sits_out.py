@@ -11,10 +11,9 @@ import pytest
 
 from folovllm.request import Sequence
 from folovllm.spec_decode.draft_model import DraftModel
-from folovllm.spec_decode.policy import FixedLength
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from tests.x3.drafting_loop import Clock
-from tests.x3.test_two_percent import CHECKED, MS, PLAIN, WAIT, Served, copied, story
+from tests.x3.test_two_percent import CHECKED, MS, WAIT, Served, copied, story
 
 A_RUN, A_STEP = 0.25 * MS, 0.03 * MS  # of the small model: to start it, and each step
 
@@ -111,14 +110,6 @@ def test_others_in_the_batch_are_still_served() -> None:
     assert drafting.speculation.num_accepted > 200 and drafting.writer.runs[other] > 20
 
 
-def test_a_small_model_that_writes_what_grammars_allow_is_asked_each_time() -> None:
-    drafting = Drafting(1)
-    drafting.speculation.policy = FixedLength(6)
-    drafting.is_known = lambda text: True  # type: ignore[method-assign]
-    drafting.serve([story(1, 245)], 45)
-    assert drafting.speculation.num_accepted > 150
-
-
 class Knowing(Drafting):
     """The small model knows all texts, or none; no answer has a grammar."""
 
@@ -147,22 +138,15 @@ def test_a_good_small_model_is_found_with_the_first_request_and_serves_all_other
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-def test_a_small_model_that_is_always_wrong_costs_a_few_steps_once(batch: int) -> None:
-    """The first opinion costs three steps with drafts; all others are paid by the budget."""
-    drafting = Knowing(batch, False)
+@pytest.mark.parametrize("chance", [0.0, 0.1, 0.5])
+def test_a_small_model_that_is_seldom_right_costs_a_few_steps_once(batch: int, chance: float) -> None:
+    """To see that takes some steps with drafts. All later ones cost under 2% of the time."""
+    drafting = Knowing(batch, chance > 0)
+    drafting.writer.chance = chance
     (plain,), seconds = without_grammars(Served(batch), batch, 1), without_grammars(drafting, batch, 14)
     a_try = 16 * A_STEP + A_RUN + WAIT + CHECKED.at(16 * batch)
-    assert 0 < seconds[0] - plain < 4 * a_try + 8 * PLAIN.seconds[0]
-    assert sum(seconds[1:]) < 1.01 * 13 * plain
-    assert drafting.speculation.num_drafts < 6 * batch + 20
-
-
-def test_a_small_model_that_is_seldom_right_is_asked_now_and_then() -> None:
-    drafting = Knowing(1, True)
-    drafting.writer.chance = 0.1
-    (plain,), seconds = without_grammars(Served(1), 1, 1), without_grammars(drafting, 1, 14)
-    assert sum(seconds[1:]) < 1.01 * 13 * plain
-    assert max(drafting.writer.runs) > 10, "its drafts may have become better"
+    assert 0 < seconds[0] - plain < 8 * a_try
+    assert sum(seconds[1:]) < 1.02 * 13 * plain
 
 
 def test_a_small_model_that_becomes_wrong_within_an_answer_is_left_alone() -> None:
