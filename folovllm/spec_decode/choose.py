@@ -15,8 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
-WEIGHT = 0.1  # of a new measurement against all before it
-LEAST = 0.1  # of the table: a corrected time is never less
 HARDLY = 1e-9  # a chance that is never less, since it divides
 
 
@@ -45,33 +43,24 @@ class Curve(NamedTuple):
 
 @dataclass
 class StepCost:
-    """Seconds of steps: two curves measured when the engine starts, and what running steps have corrected since.
+    """Seconds of steps, as measured when the engine starts."""
 
-    There are three kinds of steps: plain ones; those that verify draft tokens; and those for which the proposer was asked and
-    had none. A correction is added and not multiplied, since most of it is the host's and comes once a step: a grammar, a
-    penalty, the loss of overlap.
-    """
-
-    plain: Curve  # steps without draft tokens
-    verifying: Curve  # steps that verify draft tokens
+    plain: Curve  # steps without draft tokens, which overlap
+    verifying: Curve  # steps that verify draft tokens: the host waits for them
     per_draft_token: float = 0.0  # seconds that the proposer takes for each draft token, of all sequences together
-    first_draft_token: float = 0.0  # and for the first one, more than that
-    plain_more: float = 0.0  # seconds that running steps take more than `plain`, whatever their width
-    verifying_more: float = 0.0  # the same of `verifying`
-    # seconds that a step takes more than a plain one if the proposer was asked and had nothing
-    no_draft_more: float = 0.0
+    first_draft_token: float = 0.0  # and for the first one, or to find that it has none, more than that
 
     def of_plain(self, num_tokens: float) -> float:
         """Return the seconds of a step without draft tokens."""
-        return corrected(self.plain.at(num_tokens), self.plain_more)
-
-    def of_no_draft(self, num_tokens: float) -> float:
-        """Return the seconds of a step for which the proposer was asked and had no draft."""
-        return corrected(self.of_plain(num_tokens), self.no_draft_more)
+        return self.plain.at(num_tokens)
 
     def of_verifying(self, num_tokens: float) -> float:
         """Return the seconds of a step that verifies draft tokens, with `num_tokens` in all; without arrays."""
-        return corrected(self.verifying.at(num_tokens), self.verifying_more)
+        return self.verifying.at(num_tokens)
+
+    def of_drafting(self, length: int) -> float:
+        """Return the proposer's seconds for a step whose longest draft has `length` tokens."""
+        return self.first_draft_token + self.per_draft_token * length
 
     def of_speculative(self, num_tokens: Floats, depths: npt.NDArray[np.integer], hits: Floats) -> Floats:
         """Return the average seconds [n] of steps for which the proposer is asked, its own time included.
@@ -84,35 +73,9 @@ class StepCost:
         """
         num_seqs, silent = len(hits), float(np.prod(1 - hits))
         some = max(1 - silent, HARDLY)  # the chance that some sequence has a draft
-        table = self.verifying.of(num_seqs + (num_tokens - num_seqs) / some)
-        verifying = np.maximum(table + self.verifying_more, LEAST * table)
+        verifying = self.verifying.of(num_seqs + (num_tokens - num_seqs) / some)
         drafting = self.first_draft_token + self.per_draft_token * depths
-        return silent * self.of_no_draft(num_seqs) + some * verifying + drafting
-
-    def record_plain(self, num_seqs: int, seconds: float, weight: float = WEIGHT) -> None:
-        """Correct the time of a plain step by a measured one, which counts at most twice the expected time."""
-        expected = self.of_plain(num_seqs)
-        self.plain_more += weight * (min(seconds, 2 * expected) - expected)
-
-    def record_no_draft(self, num_seqs: int, seconds: float) -> None:
-        """Correct the time of a step without a draft for which the proposer was asked (bound as in `record_plain`)."""
-        expected = self.of_no_draft(num_seqs)
-        self.no_draft_more += WEIGHT * (min(seconds, 2 * expected) - expected)
-
-    def record_verifying(self, num_seqs: int, num_draft_tokens: int, seconds: float) -> None:
-        """Correct the time of a step that verified draft tokens (bound as in `record_plain`).
-
-        A plain step of the same sequences takes no longer, so its time is corrected as well. Else any draft would seem to pay:
-        while drafts are made, hardly a plain step is timed.
-        """
-        expected = self.of_verifying(num_seqs + num_draft_tokens)
-        self.verifying_more += WEIGHT * (min(seconds, 2 * expected) - expected)
-        self.plain_more -= WEIGHT * max(0.0, self.of_plain(num_seqs) - seconds)
-
-
-def corrected(table: float, more: float) -> float:
-    """Return the seconds of the table and what is added to them, but never near zero."""
-    return max(table + more, LEAST * table)
+        return silent * self.of_plain(num_seqs) + some * verifying + drafting
 
 
 def best_draft_lengths(hits: Floats, acceptances: Floats, cost: StepCost, most: int, margin: float = 1.0) -> list[int]:

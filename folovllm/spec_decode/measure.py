@@ -16,7 +16,8 @@ from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOut
 
 CONTEXT = 128  # tokens that each sequence has already, if the context and the cache allow it
 ROUNDS = 3
-PATIENCE = 0.4  # seconds for a curve: a slow machine gets fewer points of it
+TIME_LIMIT = 0.4  # seconds for a curve: a slow machine gets fewer points of it
+WAIT = 1.5e-4  # seconds that a GPU stands still behind a step with drafts, until the host has scheduled the next one
 MOST = 512  # tokens of a step: beyond, both curves are taken to be straight
 
 
@@ -31,9 +32,12 @@ def measure_steps(executor: Executor, setup: EngineSetup, most: int) -> StepCost
     plain = [[1] * n for n in widths if n <= setup.max_num_seqs]
     verifying = [[most + 1] * (n // (most + 1)) + [n % (most + 1)] * (n % (most + 1) > 0) for n in widths]
     time_of = Timer(executor, setup, most)
-    without = time_of.curve(plain)
-    found = time_of.curve([lengths for lengths in verifying if len(lengths) <= setup.max_num_seqs])
-    seconds = tuple(max(t, without.at(n)) for n, t in zip(*found, strict=True))  # a step that verifies is never cheaper
+    without = time_of.curve(plain, time_of.overlapped)
+    found = time_of.curve([lengths for lengths in verifying if len(lengths) <= setup.max_num_seqs], time_of.waited)
+    wait = 0.0 if setup.device.type == "cpu" else WAIT
+    seconds = tuple(
+        wait + max(t, without.at(n)) for n, t in zip(*found, strict=True)
+    )  # never cheaper than a plain step
     return StepCost(without, Curve(found.widths, seconds))
 
 
@@ -65,26 +69,28 @@ class Timer:
         self._start = max(0, min(CONTEXT, room - most - 1))
         self._blocks = tuple(range(-(-(self._start + most + 1) // setup.block_size)))
 
-    def curve(self, steps: list[list[int]]) -> Curve:
-        """Return the seconds of `steps`, each given by the tokens of its sequences: of two at least, and of more until `PATIENCE` is over."""
-        end = self._clock() + PATIENCE
+    def curve(self, steps: list[list[int]], seconds_of: Callable[[SchedulerOutput], float]) -> Curve:
+        """Return the seconds of `steps`, each given by the tokens of its sequences: of two at least, and of more until `TIME_LIMIT` is over."""
+        end = self._clock() + TIME_LIMIT
         widths: list[float] = []
         seconds: list[float] = []
         for lengths in steps:
             if len(widths) >= 2 and self._clock() > end:
                 break
             widths.append(float(sum(lengths)))
-            seconds.append(max([self._seconds(lengths), *seconds[-1:]]))  # noise must not make more tokens cheaper
+            seconds.append(
+                max([self._seconds(lengths, seconds_of), *seconds[-1:]])
+            )  # noise must not make more tokens cheaper
         return Curve(tuple(widths), tuple(seconds))
 
-    def _seconds(self, lengths: list[int]) -> float:
+    def _seconds(self, lengths: list[int], seconds_of: Callable[[SchedulerOutput], float]) -> float:
         """Return the fastest of some rounds, after one that is not timed, since it allocates what such a step needs."""
         self._executor.execute_model(
             SchedulerOutput(tuple(self._scheduled_seqs([1] * len(lengths), SamplingSpec(temperature=0))))
         )
         output = SchedulerOutput(tuple(self._scheduled_seqs(lengths, None)))
         self._executor.execute_model(output)
-        return min(self._timed(output) for _ in range(ROUNDS))
+        return min(seconds_of(output) for _ in range(ROUNDS))
 
     def drafting(self, proposer: Proposer, k: int) -> float:
         """Return the seconds of `k` draft tokens and the step that verifies them: the fastest of some rounds, after one that is not timed."""
@@ -106,10 +112,22 @@ class Timer:
         proposer.finish(state.seq_id)
         return min(found[1:])
 
-    def _timed(self, output: SchedulerOutput) -> float:
+    def waited(self, output: SchedulerOutput) -> float:
+        """Return the seconds of a step that the host waits for."""
         start = self._clock()
         self._executor.execute_model(output)
         return self._clock() - start
+
+    def overlapped(self, output: SchedulerOutput) -> float:
+        """Return the seconds of a step where each begins before the host hears of the one before."""
+        start = self._clock()
+        before = self._executor.submit(output)
+        for _ in range(ROUNDS):
+            after = self._executor.submit(output)
+            before.wait()
+            before = after
+        before.wait()
+        return (self._clock() - start) / (1 + ROUNDS)
 
     def _scheduled_seqs(self, lengths: list[int], sampling: SamplingSpec | None) -> Iterator[ScheduledSequence]:
         """Yield scheduled sequences, new ones where `sampling` is given; after each token one is sampled."""

@@ -5,24 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
 from folovllm.spec_decode.choose import StepCost, best_draft_lengths
-
-
-class TimedSteps(NamedTuple):
-    """The time of a step, or of several plain ones of the same sequences."""
-
-    seconds: float  # of all of them, the proposer's included
-    num_steps: int
-    num_seqs: int
-    num_draft_tokens: int
-    num_accepted: int
-    length: int  # the longest draft that the proposer was asked for; 0: it was not asked
-    proposing: float  # of the seconds, the proposer's on the host
-    is_typical: bool  # the proposer had no long text to observe first
 
 
 class LengthPolicy(ABC):
@@ -31,12 +17,10 @@ class LengthPolicy(ABC):
     Attributes:
         most: the most draft tokens for a sequence in a step.
         rest: steps for which the scheduler need not ask again after `lengths` has said 0 for all.
-        may_wake: whether a new sequence may shorten a rest.
     """
 
     most = 64
     rest = 0
-    may_wake = True
 
     @abstractmethod
     def lengths(self, seq_ids: Sequence[int]) -> list[int]:
@@ -50,14 +34,11 @@ class LengthPolicy(ABC):
         """Return whether to verify so many jump-forward tokens, which a grammar forces, in a step of `num_seqs` sequences."""
         return True
 
-    def constrain(self, seq_id: int) -> None:
-        """Record that a grammar constrains a sequence. It may be called again."""
-
     def observe(self, seq_id: int, num_draft_tokens: int, num_accepted: int) -> None:
         """Record what came of a draft; 0 tokens: the proposer was asked for one and had none."""
 
-    def observe_steps(self, steps: TimedSteps) -> None:
-        """Record what steps took."""
+    def observe_asked(self, num_seqs: int, lengths: Sequence[int], num_draft_tokens: int, seconds: float) -> None:
+        """Record what the proposer took for a step of `num_seqs` sequences when it was asked for drafts of `lengths`."""
 
     def forget(self, seq_id: int) -> None:
         """Drop what is kept for a sequence that has ended."""
@@ -113,127 +94,95 @@ TRUSTED = Acceptance(8.0, 0.0, 7.6, 0.4)  # of a draft model that was not asked 
 class AdaptiveLength(LengthPolicy):
     """Drafts as many tokens as pay, for each sequence; none where none pay, and then it backs off.
 
-    `best_draft_lengths` decides from the acceptance averages and `cost`; a decision holds for some steps. A sequence that gets no
-    draft is probed now and then: the proposer is asked for a few tokens, for one sequence in turn. The interval between probes
-    starts at `SHORTEST` and grows `GROWTH`-fold with each probe; a probe that is accepted as a whole resets it. While other
-    sequences have drafts, it is `LONGEST` at most. While no sequence has one, the scheduler rests between probes, and a rest
-    above `LONGEST` ends when what was lost on drafts is `SHARE` of the time.
+    `best_draft_lengths` decides from the acceptance averages and `cost`; a decision holds for some steps. Where no sequence gets
+    a draft, the scheduler rests, and behind a rest comes a probe: the proposer is asked for a few tokens of one sequence, in
+    turn. A rest takes `BACK_OFF` times as long as drafts have cost since the last one, so they cost under 2% of the time.
     """
 
     KEEP, KEEP_COMMON = 0.9, 0.99  # decay of an observation in a step: in its sequence's average, in that of all
     OF_NEW = 2.0  # weight of the average of all, in steps, where a sequence begins
-    MARGIN = 1.02  # the least gain for which anything is drafted
-    HOLD = 8  # steps that a decision holds
-    FIRST = 3  # the same if some sequence is new
-    SHORTEST, GROWTH, LONGEST = 8, 4, 64  # steps from one probe to the next: 8, then 32, ...
+    MARGIN = 1.1  # the least gain for which anything is drafted
+    HOLD = 4  # steps that a decision holds
     PROBE = 4  # draft tokens of a probe
-    SHARE = 0.005  # the fraction of the time that may be lost on drafts
-    SAVED = 16  # plain steps: of the time that drafts have won, this much may be lost again before a long rest
-    AT_MOST = 1 << 14  # steps of a rest
-    FEW = 4  # new sequences that get drafts at once; one more for each sequence that has averages
+    PROBE_EACH = 16  # decisions from one probe to the next while other sequences have drafts
+    BACK_OFF = 100
+    SHORTEST, LONGEST = 8, 1 << 14  # steps of a rest
+    SAVED = 16  # plain steps: of the time that drafts have won, this much may be lost again without a rest
 
     def __init__(self, cost: StepCost, most: int, first: Acceptance = UNKNOWN) -> None:
         """`most`: draft tokens for a sequence in a step. `first`: the averages to begin with, `TRUSTED` for a draft model."""
-        self.cost, self.most = cost, most
-        self._common = {False: replace(first), True: replace(UNKNOWN)}  # by whether a grammar constrains a sequence
+        self.cost, self.most, self.rest = cost, most, 0
+        self._common = replace(first)
         self._own: dict[int, Acceptance] = {}  # by seq_id
-        self._constrained: set[int] = set()  # by seq_id
-        # A draft model reads all new texts in one step, other proposers one after the other.
-        self._reads_each = first is UNKNOWN
+        # What a draft model takes was measured. A lookup's time on the host is averaged while it runs.
+        self._is_lookup, self._seconds_to_ask = first is UNKNOWN, 0.0
         self._decided: dict[int, int] = {}  # by seq_id
         self._hold = 0  # steps that the decision still holds
-        self._pause = self._until_probe = self.SHORTEST
-        self._has_rested: bool | None = None  # whether the last decision was to rest; None: there was none
-        self._lost = 0.0  # seconds
-        self._num_probes, self._probed = 0, -1  # so far; the last one's seq_id
+        self._has_rested = False
+        self._lost = 0.0  # seconds that drafts have cost; below zero they have won some
+        self._won_by_token = 0.0  # seconds, for each draft token of the coming step that is accepted
+        self._num_decisions = self._num_probes = 0
 
     def lengths(self, seq_ids: Sequence[int]) -> list[int]:
         """Return the lengths of the decision that holds, or of a new one."""
         self._hold -= 1
         if self._hold >= 0 and self._decided.keys() >= set(seq_ids):
             return [self._decided[seq_id] for seq_id in seq_ids]
+        if self._is_lookup:
+            self.cost.first_draft_token = self._seconds_to_ask * len(seq_ids)
         hits, rates = np.array([(own.hit, own.rate) for own in map(self.acceptance, seq_ids)]).T
         lengths = best_draft_lengths(hits, rates, self.cost, self.most, self.MARGIN)
-        if self._reads_each:
-            new = [i for i, seq_id in enumerate(seq_ids) if lengths[i] and seq_id not in self._own]
-            for i in new[self.FEW + len(self._own) :]:
-                lengths[i] = 0
-        pays, self.rest = any(lengths), 0
-        self._hold = pays * (self.HOLD if self._own.keys() >= set(seq_ids) else self.FIRST) - 1
-        self._decided = dict(zip(seq_ids, lengths, strict=True))
-        if self._has_rested is None or not (self._has_rested or pays):  # in the first rest plain steps are timed
-            self._hold = -1
+        self._decided, self._hold, self.rest = dict(zip(seq_ids, lengths, strict=True)), 0, 0
+        if any(lengths):
+            self._hold, self._num_decisions = self.HOLD - 1, self._num_decisions + 1
+            if 0 in lengths and self._num_decisions % self.PROBE_EACH == 0:
+                self._probe(lengths)
+        elif self._has_rested:
+            self._probe(lengths)
+        else:
             self._rest(len(seq_ids))
-            return [0] * len(seq_ids)
-        self._has_rested = False
-        self._until_probe -= self._hold + 1
-        if 0 in lengths and (not pays or self._until_probe <= 0):
-            self._probe(seq_ids, lengths)
+        self._has_rested = self.rest > 0
         return lengths
 
     def _rest(self, num_seqs: int) -> None:
-        """Set how long to back off: until the next probe is due, but above `LONGEST` no longer than what was lost requires.
+        """Set how long to back off, by what was lost."""
+        steps = self.BACK_OFF * self._lost / self.cost.of_plain(num_seqs)
+        self.rest, self._lost = int(max(self.SHORTEST, min(steps, self.LONGEST))), min(self._lost, 0.0)
 
-        What was lost beyond `SAVED` plain steps is always brought down to a small part of the time.
-        """
-        self._has_rested, self.may_wake = True, self._lost <= 0.0
-        lost = self._lost / self.cost.of_plain(num_seqs)  # in steps
-        rest = max(min(self._pause, max(self.LONGEST, lost / self.SHARE)), (lost - self.SAVED) / self.SHARE)
-        self.rest, self._lost = int(min(rest, self.AT_MOST)), min(self._lost, 0.0)
-
-    def _probe(self, seq_ids: Sequence[int], lengths: list[int]) -> None:
+    def _probe(self, lengths: list[int]) -> None:
         """Add to `lengths` a few tokens for one of the sequences that get none, in turn."""
         idle = [i for i, length in enumerate(lengths) if not length]
-        place = idle[self._num_probes % len(idle)]
-        lengths[place], self._probed = min(self.PROBE, self.most), seq_ids[place]
+        lengths[idle[self._num_probes % len(idle)]] = min(self.PROBE, self.most)
         self._num_probes += 1
-        self._until_probe = min(self._pause, self.LONGEST)
-        self._pause = min(self.GROWTH * self._pause, self.AT_MOST)
 
     def acceptance(self, seq_id: int) -> Acceptance:
-        """Return the averages of a sequence; for a new one those of all sequences that have a grammar, or have none, as it does."""
-        return self._own.get(seq_id) or self._common[seq_id in self._constrained]
+        """Return the averages of a sequence; for a new one those of all sequences."""
+        return self._own.get(seq_id, self._common)
 
     def pays(self, num_seqs: int, num_tokens: int) -> bool:
         """Compare costs alone: these tokens are accepted for certain."""
         width, cost = num_seqs + num_tokens, self.cost
         return width * cost.of_plain(num_seqs) > self.MARGIN * num_seqs * cost.of_verifying(width)
 
-    def constrain(self, seq_id: int) -> None:
-        """Keep the averages of such sequences apart, since most proposers know no grammars."""
-        self._constrained.add(seq_id)
-
     def observe(self, seq_id: int, num_draft_tokens: int, num_accepted: int) -> None:
-        """Update the averages of the sequence and of all. A probe that was accepted as a whole ends the back-off."""
-        common = self._common[seq_id in self._constrained]
+        """Update the averages of the sequence and of all, and count what accepted tokens have won."""
         if seq_id not in self._own:
-            self._own[seq_id] = common.of_new(self.OF_NEW)
+            self._own[seq_id] = self._common.of_new(self.OF_NEW)
         self._own[seq_id].update(num_draft_tokens, num_accepted, self.KEEP)
-        common.update(num_draft_tokens, num_accepted, self.KEEP_COMMON)
-        if seq_id == self._probed and 0 < num_draft_tokens == num_accepted:
-            self._pause = self._until_probe = self.SHORTEST
+        self._common.update(num_draft_tokens, num_accepted, self.KEEP_COMMON)
+        self._lost -= self._won_by_token * num_accepted
 
-    def observe_steps(self, steps: TimedSteps) -> None:
-        """Correct the cost, and add up the time lost or won against plain steps that sample as many tokens."""
-        n, k, cost = steps.num_seqs, steps.num_draft_tokens, self.cost
-        if not (steps.length or k):
-            is_rest = steps.num_steps > 1
-            cost.record_plain(n, (steps.seconds - is_rest * steps.proposing) / steps.num_steps, 0.3 if is_rest else 0.1)
-            self._lost += is_rest * steps.proposing  # what the decision to rest took
-            return
-        drafting = cost.first_draft_token + cost.per_draft_token * steps.length if steps.length else 0.0
-        expected = drafting + (cost.of_verifying(n + k) if k else cost.of_no_draft(n))
-        if steps.is_typical and k:
-            cost.record_verifying(n, k, steps.seconds - drafting)
-        elif steps.is_typical:
-            cost.record_no_draft(n, steps.seconds - drafting)
-        if steps.length:
-            plain = cost.of_plain(n)
-            spent = steps.proposing + min(steps.seconds - steps.proposing, 2 * expected)
-            self._lost += spent - plain * (1 + steps.num_accepted / n)
-            if self._lost < -self.SAVED * plain:
-                self._lost, self._pause = -self.SAVED * plain, min(self._pause, self.LONGEST)
+    def observe_asked(self, num_seqs: int, lengths: Sequence[int], num_draft_tokens: int, seconds: float) -> None:
+        """Count what the step takes more than a plain one. Of what was won, `SAVED` plain steps count at most."""
+        cost, plain = self.cost, self.cost.of_plain(num_seqs)
+        if self._is_lookup:  # one that read a long text first says little of others
+            each = min(seconds / len(lengths), 2 * self._seconds_to_ask or plain)
+            self._seconds_to_ask += 0.1 * (each - self._seconds_to_ask)
+        else:
+            seconds = max(seconds, cost.of_drafting(max(lengths)))
+        verifying = cost.of_verifying(num_seqs + num_draft_tokens) - plain if num_draft_tokens else 0.0
+        self._lost = max(self._lost, -self.SAVED * plain) + seconds + verifying
+        self._won_by_token = plain / num_seqs
 
     def forget(self, seq_id: int) -> None:
         self._own.pop(seq_id, None)
-        self._constrained.discard(seq_id)

@@ -72,7 +72,7 @@ class SpeculativeScheduler(Scheduler):
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, and tell the speculation."""
-        self.speculation.add(seq, self._rows.num_steps, is_alone=not (self.running or self.waiting))
+        self.speculation.add(seq, self._rows.num_steps)
         super().add(seq)
 
     def schedule(self) -> SchedulerOutput:
@@ -89,7 +89,6 @@ class SpeculativeScheduler(Scheduler):
             self._rows.drafts, self._tokens_of_step = drafts, self._tokens_with_draft
             self.running.sort(key=lambda seq: seq.seq_id in drafts)
         output = Scheduler.schedule(self)
-        self.speculation.began(output)
         if drafts:
             self._rows.drafts, self._tokens_of_step = {}, self._plain_tokens
             scheduled_seqs = [scheduled for scheduled in output.scheduled_seqs if scheduled.num_samples > 1]

@@ -5,17 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from folovllm.engine.logits_mask import LogitsMask
 from folovllm.engine.sampling_spec import sampling_spec
 from folovllm.request import Sequence, SequenceStatus
-from folovllm.spec_decode.policy import LengthPolicy, TimedSteps
+from folovllm.spec_decode.policy import LengthPolicy
 from folovllm.spec_decode.proposer import Proposer, RowState
-from folovllm.step.schedule import SamplingSpec, SchedulerOutput
+from folovllm.step.schedule import SamplingSpec
 
-SOON = 8  # steps after which the policy is asked about a new sequence, where it may wake
-MUCH = 64  # tokens: to observe more takes the proposer longer than usual
 FULL = 64  # steps until the policy is asked again where a step had no room for draft tokens
 
 
@@ -35,27 +33,11 @@ class Known:
         )
 
 
-@dataclass(slots=True)
-class Begun:
-    """A step that is timed, or a rest that begins with it."""
-
-    start: float
-    number: int
-    seq_ids: list[int] = field(default_factory=list)
-    num_draft_tokens: int = 0
-    num_accepted: int = 0
-    length: int = 0  # as in `TimedSteps`
-    proposing: float = 0.0
-    is_typical: bool = True
-    has_prompts: bool = False
-
-
 class Speculation:
-    """Asks the policy for draft lengths and the proposer for drafts, and reports to both what the steps sampled and took.
+    """Asks the policy for draft lengths and the proposer for drafts, and reports to both what came of them.
 
-    A step's time is that from its `propose` to the next one. With overlap the step before ends in it, and a step that verifies
-    drafts as well. While the policy rests, a step costs nothing here: no sequence is looked at, and the proposer gets the
-    sampled tokens when it is asked again.
+    While the policy rests, a step costs nothing here: no sequence is looked at, and the proposer gets the sampled tokens when
+    it is asked again.
 
     Attributes:
         asleep_until: the number of a step; `propose` need not be called for those before it.
@@ -70,14 +52,13 @@ class Speculation:
         logits_mask: LogitsMask,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`clock` gives the seconds that steps take."""
+        """`clock` gives the seconds that the proposer takes."""
         self.proposer, self.policy = proposer, policy
         self.num_drafts = self.num_draft_tokens = self.num_accepted = 0
         self.asleep_until, self.asked = 0, False
         self._mask, self._clock = logits_mask, clock
         self._known: dict[int, Known] = {}  # by seq_id
         self._rest_until = 0  # `asleep_until` of the proposer alone: drafts of a grammar may be due earlier
-        self._begun: Begun | None = None
         self._by_proposer: set[int] = set()  # whose drafts of the last step are the proposer's, by seq_id
 
     def propose(self, running: SequenceOf[Sequence], room: int, number: int) -> dict[int, list[int]]:
@@ -86,24 +67,20 @@ class Speculation:
         The newest may be in flight. Then it is drafted, too, so that the step need not wait for it. A draft ends where the
         answer reaches its greatest length, or the grammar allows no more. `room`: draft tokens that the step may verify at most.
         """
-        start = self._clock()
-        self._observe_steps(running, start, number)
-        self._begun, self.asked, self._by_proposer = Begun(start, number), False, set()
+        self.asked, self._by_proposer = False, set()
         seqs = [seq for seq in running if seq.num_tokens - seq.num_computed_tokens < 2]
         if not seqs or room <= 0:
             self.asleep_until = number + (FULL if seqs else 0)
             return {}
         constrained = [seq for seq in seqs if seq.params.structured_outputs is not None]
-        for seq in constrained:
-            self.policy.constrain(seq.seq_id)
         drafts = self._by_policy(seqs, number) if number >= self._rest_until else {}
         drafts = self._jump_forward(constrained, len(seqs), drafts)
-        self._begun.proposing = self._clock() - start
         self.asleep_until = number if constrained else self._rest_until
         return drafts
 
     def _by_policy(self, seqs: list[Sequence], number: int) -> dict[int, list[int]]:
         """Return the proposer's drafts, of the lengths that the policy gives."""
+        start = self._clock()
         lengths = self.policy.lengths([seq.seq_id for seq in seqs])
         if not any(lengths):
             self._rest_until = number + 1 + self.policy.rest
@@ -117,8 +94,7 @@ class Speculation:
         ks = [k for seq, k in wanted if k > num_in_flight(seq)]
         if not asked:
             return {}
-        assert self._begun is not None
-        self._begun.length, self.asked = max(ks), True
+        self.asked = True
         found = self.proposer.propose_all([self._know(seq).state() for seq in asked], ks)
         drafts = {}
         for seq, k, draft in zip(asked, ks, found, strict=True):
@@ -129,6 +105,7 @@ class Speculation:
                 self._by_proposer.add(seq.seq_id)
             else:
                 self.policy.observe(seq.seq_id, 0, 0)  # a draft that the grammar rejects counts as no draft
+        self.policy.observe_asked(len(seqs), ks, sum(map(len, drafts.values())), self._clock() - start)
         return drafts
 
     def _jump_forward(
@@ -150,48 +127,18 @@ class Speculation:
             return {}
         return drafts | forced
 
-    def began(self, output: SchedulerOutput) -> None:
-        """Record what the step of the last `propose` computes."""
-        step = self._begun
-        if step is not None:
-            step.seq_ids = [scheduled.seq_id for scheduled in output.scheduled_seqs]
-            step.num_draft_tokens = sum(
-                scheduled.num_samples - 1 for scheduled in output.scheduled_seqs if scheduled.num_samples > 1
-            )
-            step.has_prompts = output.num_tokens != len(step.seq_ids) + step.num_draft_tokens
-
-    def _observe_steps(self, running: SequenceOf[Sequence], now: float, number: int) -> None:
-        """Report to the policy what the steps since the last `propose` took, if they were of the same sequences."""
-        step = self._begun
-        if step is None or step.has_prompts or number <= step.number:
-            return
-        if number == step.number + 1 or step.seq_ids == [seq.seq_id for seq in running]:
-            self.policy.observe_steps(
-                TimedSteps(
-                    now - step.start, number - step.number, len(step.seq_ids), step.num_draft_tokens, step.num_accepted,
-                    step.length, step.proposing, step.is_typical,
-                )
-            )  # fmt: skip
-
     def verified(self, seq: Sequence, num_draft_tokens: int, num_accepted: int) -> None:
         """Record what came of a draft."""
         self.num_drafts += 1
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted += num_accepted
-        if self._begun is not None:
-            self._begun.num_accepted += num_accepted
         if seq.seq_id in self._by_proposer:
             self.policy.observe(seq.seq_id, num_draft_tokens, num_accepted)
 
-    def add(self, seq: Sequence, number: int, is_alone: bool) -> None:
-        """Add a sequence before step `number`; `is_alone`: the engine was idle before, and that time belongs to no step."""
-        if is_alone:
-            self._begun = None
-        if self.policy.may_wake:
-            self._rest_until = min(self._rest_until, number + SOON)
+    def add(self, seq: Sequence, number: int) -> None:
+        """Add a sequence before step `number`: a rest does not hold up drafts of its grammar."""
         if seq.params.structured_outputs is not None:
             self.asleep_until = number
-        self.asleep_until = min(self.asleep_until, self._rest_until)
 
     def finish(self, seqs: Iterable[Sequence]) -> None:
         """Drop sequences that have ended. The proposer may learn from those that ended by themselves."""
@@ -207,22 +154,15 @@ class Speculation:
             self.policy.forget(seq.seq_id)
 
     def _know(self, seq: Sequence) -> Known:
-        """Give the proposer all tokens of a sequence. Where these are many, the time of the step is not typical."""
+        """Give the proposer all tokens of a sequence."""
         known = self._known.get(seq.seq_id)
         if known is None:
             known = self._known[seq.seq_id] = Known(seq, sampling_spec(seq), seq.num_prompt_tokens)
             self.proposer.admit(known.state())
-            self._mark_untypical()
         if known.num_observed < seq.num_tokens:
-            if seq.num_tokens > known.num_observed + MUCH:
-                self._mark_untypical()
             self.proposer.observe(seq.seq_id, seq.tokens(known.num_observed, seq.num_tokens).tolist())
             known.num_observed = seq.num_tokens
         return known
-
-    def _mark_untypical(self) -> None:
-        if self._begun is not None:
-            self._begun.is_typical = False
 
 
 def num_in_flight(seq: Sequence) -> int:

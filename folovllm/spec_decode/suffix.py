@@ -15,7 +15,7 @@ from folovllm.spec_decode.proposer import Proposer, RowState
 from folovllm.step.schedule import TokenIds
 
 ANSWER_ENDS = -1  # stands behind a past answer; no token has this id
-PATIENCE = 64  # tokens of past answers that are learnt in one step, which waits for that
+LEARNT_AT_ONCE = 64  # tokens of past answers that are learnt in one step, which waits for that
 RECENT = 64  # tokens of a text that are looked for in past answers
 
 Generations = tuple[SuffixAutomaton, ...]
@@ -181,8 +181,8 @@ class SuffixProposer(Proposer):
         self._ended.append((cache_salt, answer))
 
     def _learn(self) -> None:
-        """Remember answers that ended, the oldest first, `PATIENCE` tokens of them."""
-        left = PATIENCE
+        """Remember answers that ended, the oldest first, `LEARNT_AT_ONCE` tokens of them."""
+        left = LEARNT_AT_ONCE
         while self._ended and left:
             salt, ended = self._ended.popleft()
             answer = ended if isinstance(ended, list) else [*ended.tolist(), ANSWER_ENDS]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,17 +10,13 @@ import pytest
 
 from folovllm import LLM, SamplingParams
 from folovllm.config import EngineConfig
-from folovllm.executor.abstract import Pending
 from folovllm.setup import set_up
 from folovllm.spec_decode.measure import Timer, measure_drafting
-from folovllm.spec_decode.ngram import NgramProposer
-from folovllm.spec_decode.policy import AdaptiveLength, FixedLength, LengthPolicy, TimedSteps
+from folovllm.spec_decode.policy import AdaptiveLength, FixedLength
 from folovllm.spec_decode.proposer import CompositeProposer, RowState
 from folovllm.spec_decode.suffix import SuffixProposer
-from folovllm.step.schedule import SamplingSpec, SchedulerOutput
+from folovllm.step.schedule import SamplingSpec
 from tests.helpers import tiny_checkpoint
-from tests.sequences import make_seq
-from tests.x3.drafting_loop import Clock, small_scheduler
 from tests.x3.engines import Anything
 from tests.x3.test_choose import costs
 
@@ -60,52 +55,6 @@ def test_the_cost_of_steps_is_measured(milestone: str) -> None:
         assert cost.verifying.widths == (1, 2, 4, 8)
         for curve in (cost.plain, cost.verifying):
             assert 0 < curve.seconds[0] <= curve.seconds[-1]
-
-
-class Resting(LengthPolicy):
-    """Wants no drafts, or some after every second rest; notes what it is told of steps."""
-
-    def __init__(self, length: int) -> None:
-        self.heard, self.length, self.num_asked = list[TimedSteps](), length, 0
-
-    def lengths(self, seq_ids: Sequence[int]) -> list[int]:
-        self.num_asked += 1
-        length = self.length if self.num_asked % 2 == 0 else 0
-        self.rest = 0 if length else 8
-        return [length] * len(seq_ids)
-
-    def observe_steps(self, steps: TimedSteps) -> None:
-        self.heard.append(steps)
-
-
-@pytest.mark.parametrize("length", [0, 2])
-@pytest.mark.parametrize("ahead", [0, 1], ids=["in turn", "overlapped"])
-def test_a_step_in_a_rest_or_behind_it_takes_its_own_time_alone(ahead: int, length: int) -> None:
-    """Each step takes a second, and a draft five. Overlapped steps end in those behind them; no second is lost or counted twice."""
-
-    class Slow(NgramProposer):
-        def propose(self, state: RowState, k: int) -> list[int]:
-            nonlocal now
-            now += 5.0
-            return super().propose(state, k)
-
-    now, policy, under_way = 0.0, Resting(length), []
-    scheduler = small_scheduler(Slow(), policy, max_num_seqs=1, clock=lambda: now)
-    scheduler.add(make_seq(3, max_tokens=60))
-    began = -1.0
-    for _ in range(40):
-        before, start = len(policy.heard), now
-        under_way.append(scheduler.sequences(scheduler.schedule()))
-        began = start if policy.num_asked and began < 0 else began
-        if len(policy.heard) > before:
-            assert sum(steps.seconds for steps in policy.heard) == start - began
-        while len(under_way) > (0 if scheduler.must_wait() else ahead):
-            now += 1.0
-            scheduler.postprocess([(seq, [1]) for seq in under_way.pop(0)])
-    if not ahead:
-        assert all(steps.seconds == steps.num_steps + steps.proposing for steps in policy.heard)
-        assert {steps.proposing for steps in policy.heard if steps.length} == ({5.0} if length else set())
-    assert len(policy.heard) >= 4
 
 
 @pytest.mark.parametrize(("method", "longest"), [("ngram", 2), ("draft_model", 2), ("draft_model", 8)])
@@ -165,27 +114,3 @@ def test_on_a_gpu(method: str) -> None:
     assert counts.num_draft_tokens > 0
     if method == "draft_model":
         assert counts.num_accepted > 0.4 * counts.num_draft_tokens
-
-
-def test_each_step_on_a_cpu_is_charged_with_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There a step is computed as it begins, before the end of the step before it is heard of."""
-    clock = Clock()
-    monkeypatch.setattr("folovllm.spec_decode.measure.time.process_time", clock)
-    config = {"method": "ngram", "num_speculative_tokens": 3}
-    llm = LLM(str(tiny_checkpoint()), **COMMON, speculative_config=config)
-    submit, heard = llm.engine.executor.submit, list[TimedSteps]()  # type: ignore[attr-defined]
-
-    def timed(output: SchedulerOutput) -> Pending:
-        clock.now += 1.0 + 0.25 * output.num_tokens
-        return submit(output)
-
-    with llm:
-        policy = llm.engine.scheduler.speculation.policy  # type: ignore[attr-defined]
-        monkeypatch.setattr(llm.engine.executor, "submit", timed)
-        monkeypatch.setattr(policy, "observe_steps", heard.append)
-        monkeypatch.setattr(policy, "lengths", lambda seq_ids: [3 * (len(heard) % 5 < 3)] * len(seq_ids))
-        bias = dict.fromkeys((5, 6), 100.0)
-        llm.generate([[5, 6] * 8], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logit_bias=bias))
-    assert {steps.num_draft_tokens for steps in heard} >= {0, 3}, "plain steps, and such with drafts"
-    for steps in heard:
-        assert steps.seconds == pytest.approx(1.25 * steps.num_steps + 0.25 * steps.num_draft_tokens)

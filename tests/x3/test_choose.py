@@ -4,7 +4,6 @@ from itertools import product
 from math import prod
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,8 +14,8 @@ from tests.tiny import worked_case
 def costs(
     widths: tuple[float, ...], seconds: tuple[float, ...], no_draft: float = 0.0, per_draft_token: float = 0.0
 ) -> StepCost:
-    verifying = Curve(widths, tuple(s + no_draft for s in seconds))
-    return StepCost(Curve(widths, seconds), verifying, per_draft_token, no_draft_more=no_draft)
+    curve = Curve(widths, seconds)
+    return StepCost(curve, curve, per_draft_token, first_draft_token=no_draft)
 
 
 FLAT = costs((1.0, 64.0), (1.0, 1.063), no_draft=0.05)  # a GPU at small batch: a token more is nearly free
@@ -99,7 +98,7 @@ class TestBestDraftLengths:
             silent = prod(1 - h for h, _ in rows)
             some = 1 - silent
             return tokens / (
-                silent * cost.of_no_draft(len(rows)) + some * cost.of_verifying(len(rows) + width / some)
+                silent * cost.of_plain(len(rows)) + some * cost.of_verifying(len(rows) + width / some) + wait
                 if any(chosen)
                 else cost.of_plain(len(rows))
             )
@@ -111,53 +110,9 @@ class TestBestDraftLengths:
         )
 
 
-class TestStepCost:
+class TestCurve:
     def test_between_and_behind_the_table(self) -> None:
         curve, at = Curve((1.0, 3.0, 5.0), (1.0, 2.0, 6.0)), np.array([0.5, 1.0, 2.0, 3.0, 4.0, 5.0, 7.0])
         assert curve.of(at).tolist() == [1.0, 1.0, 1.5, 2.0, 4.0, 6.0, 10.0]
         assert [curve.at(n) for n in at] == curve.of(at).tolist()
         assert [Curve((2.0,), (3.0,)).at(n) for n in (1.0, 5.0)] == [3.0, 3.0], "one point: no slope"
-
-    def test_what_steps_take_corrects_the_table(self) -> None:
-        cost = costs((1.0, 2.0), (1.0, 1.0))
-        for _ in range(60):
-            cost.record_verifying(1, 2, 1.6)
-        assert cost.verifying_more == pytest.approx(0.6, rel=0.01)
-        assert cost.of_speculative(np.array([3.0]), np.array([2]), np.array([1.0])) == pytest.approx(1.6, rel=0.01)
-        assert cost.plain_more == 0.0
-
-    def test_a_step_that_waited_in_vain_cost_the_wait_and_no_more(self) -> None:
-        cost = costs((1.0, 9.0), (1.0, 1.0))
-        for _ in range(60):
-            cost.record_plain(1, 3.0)  # a grammar, say
-        assert cost.of_plain(1) == pytest.approx(3.0, rel=0.01) and cost.of_no_draft(1) == cost.of_plain(1)
-        for _ in range(60):
-            cost.record_no_draft(1, 3.5)
-        assert cost.of_no_draft(1) == pytest.approx(3.5, rel=0.01) and cost.of_plain(1) == pytest.approx(3.0, rel=0.01)
-        assert cost.verifying_more == 0.0, "nothing was verified"
-
-    def test_a_plain_step_takes_no_longer_than_one_that_verifies(self) -> None:
-        """Else any draft would seem to pay: such steps are timed often, and plain ones meanwhile not at all."""
-        cost = costs((1.0, 9.0), (1.0, 1.0))
-        cost.record_plain(1, 9.0, weight=1.0)
-        for _ in range(60):
-            cost.record_verifying(1, 2, 2.0)
-        assert cost.of_plain(1) == pytest.approx(2.0, rel=0.01)
-
-    def test_a_step_that_verifies_may_take_less_than_a_plain_one_of_as_many_tokens(self) -> None:
-        """On a CPU nine tokens of one sequence take less than nine sequences with a token each. One sequence takes as long as ever."""
-        cost = StepCost(Curve((1.0, 8.0), (1.0, 6.0)), Curve((1.0, 9.0), (1.0, 7.0)))
-        for _ in range(60):
-            cost.record_verifying(1, 8, 3.0)
-        assert cost.plain_more == 0.0 and cost.of_verifying(9) == pytest.approx(3.0, rel=0.01)
-
-    def test_a_table_that_is_too_high_is_never_corrected_to_nothing(self) -> None:
-        cost = costs((1.0, 2.0), (1.0, 9.0))
-        for _ in range(99):
-            cost.record_plain(2, 0.0)
-        assert cost.of_plain(1) > 0 and cost.of_plain(2) < 2
-
-    def test_an_interrupted_step_changes_little(self) -> None:
-        cost = costs((1.0, 2.0), (1.0, 1.0))
-        cost.record_verifying(1, 1, 1000.0)
-        assert cost.verifying_more <= 0.1

@@ -11,10 +11,9 @@ import pytest
 
 from folovllm.request import Sequence
 from folovllm.spec_decode.draft_model import DraftModel
-from folovllm.spec_decode.policy import FixedLength
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from tests.x3.drafting_loop import Clock
-from tests.x3.test_never_loses import CHECKED, MS, PLAIN, WAIT, Served, copied, story
+from tests.x3.test_two_percent import CHECKED, MS, WAIT, Served, copied, story
 
 A_RUN, A_STEP = 0.25 * MS, 0.03 * MS  # of the small model: to start it, and each step
 
@@ -87,9 +86,9 @@ def plain_seconds(texts: list[list[int]], turns: int) -> float:
 @pytest.mark.parametrize("batch", [1, 8])
 def test_where_grammars_cut_every_draft_token_away_nothing_is_lost(batch: int) -> None:
     texts, drafting = [story(i, 245) for i in range(batch)], Drafting(batch)
-    seconds = sum(drafting.serve(texts, 45) for _ in range(3))
+    seconds = sum(drafting.serve(texts, 45) for _ in range(8))
     assert not drafting.speculation.num_accepted
-    assert seconds < 1.02 * plain_seconds(texts, 3)
+    assert seconds < 1.02 * plain_seconds(texts, 8)
 
 
 @pytest.mark.parametrize(("batch", "gain"), [(1, 1.5), (16, 1.3)])
@@ -98,7 +97,7 @@ def test_what_a_grammar_forces_pays_for_itself(batch: int, gain: float) -> None:
     seconds = sum(drafting.serve(texts, 45) for _ in range(3))
     assert plain_seconds(texts, 3) > gain * seconds
     runs = [drafting.writer.runs[seq_id] for seq_id in sorted(drafting.writer.runs)]
-    assert max(runs) <= 7 and max(runs[-batch:]) <= 3, "of 275 steps; answers behind the first ones know better"
+    assert max(runs) <= 7, "of 275 steps"
 
 
 def test_others_in_the_batch_are_still_served() -> None:
@@ -108,17 +107,7 @@ def test_others_in_the_batch_are_still_served() -> None:
     drafting.is_known = lambda text: text is texts[1]  # type: ignore[method-assign]
     drafting.serve(texts, 45, without_grammar=[1])
     (other,) = drafting.writer.knows
-    (constrained,) = drafting.writer.runs.keys() - {other}
-    assert drafting.speculation.num_accepted > 200
-    assert drafting.writer.runs[constrained] < 12 < 20 < drafting.writer.runs[other]
-
-
-def test_a_small_model_that_writes_what_grammars_allow_is_asked_each_time() -> None:
-    drafting = Drafting(1)
-    drafting.speculation.policy = FixedLength(6)
-    drafting.is_known = lambda text: True  # type: ignore[method-assign]
-    drafting.serve([story(1, 245)], 45)
-    assert drafting.speculation.num_accepted > 150
+    assert drafting.speculation.num_accepted > 200 and drafting.writer.runs[other] > 20
 
 
 class Knowing(Drafting):
@@ -149,22 +138,15 @@ def test_a_good_small_model_is_found_with_the_first_request_and_serves_all_other
 
 
 @pytest.mark.parametrize("batch", [1, 8])
-def test_a_small_model_that_is_always_wrong_costs_a_few_steps_once(batch: int) -> None:
-    """The first opinion costs three steps with drafts; all others are paid by the budget."""
-    drafting = Knowing(batch, False)
+@pytest.mark.parametrize("chance", [0.0, 0.1, 0.5])
+def test_a_small_model_that_is_seldom_right_costs_a_few_steps_once(batch: int, chance: float) -> None:
+    """To see that takes some steps with drafts. All later ones cost under 2% of the time."""
+    drafting = Knowing(batch, chance > 0)
+    drafting.writer.chance = chance
     (plain,), seconds = without_grammars(Served(batch), batch, 1), without_grammars(drafting, batch, 14)
     a_try = 16 * A_STEP + A_RUN + WAIT + CHECKED.at(16 * batch)
-    assert 0 < seconds[0] - plain < 4 * a_try + 8 * PLAIN.seconds[0]
-    assert sum(seconds[1:]) < 1.01 * 13 * plain
-    assert drafting.speculation.num_drafts < 6 * batch + 20
-
-
-def test_a_small_model_that_is_seldom_right_is_asked_now_and_then() -> None:
-    drafting = Knowing(1, True)
-    drafting.writer.chance = 0.1
-    (plain,), seconds = without_grammars(Served(1), 1, 1), without_grammars(drafting, 1, 14)
-    assert sum(seconds[1:]) < 1.01 * 13 * plain
-    assert max(drafting.writer.runs) > 10, "its drafts may have become better"
+    assert 0 < seconds[0] - plain < 8 * a_try
+    assert sum(seconds[1:]) < 1.02 * 13 * plain
 
 
 def test_a_small_model_that_becomes_wrong_within_an_answer_is_left_alone() -> None:
@@ -180,16 +162,5 @@ def test_a_small_model_that_becomes_good_is_found_later() -> None:
     plain, drafting = Served(1), Knowing(1, False)
     without_grammars(drafting, 1, 2)
     drafting.is_good = True
-    without_grammars(drafting, 1, 12)
+    without_grammars(drafting, 1, 24)
     assert without_grammars(plain, 1, 1)[0] > 1.5 * without_grammars(drafting, 1, 1)[0]
-
-
-@pytest.mark.parametrize("batch", [1, 4])
-def test_the_time_in_which_there_was_nothing_to_do_is_no_steps(batch: int) -> None:
-    """An engine schedules once more when its last answer has ended. Then seconds pass, for which no draft must pay."""
-    drafting, plain = Knowing(batch, True), Served(batch)
-    for turn in range(4):
-        (seconds,), (others,) = without_grammars(plain, batch, 1), without_grammars(drafting, batch, 1)
-        assert seconds > 1.5 * others, f"turn {turn}"
-        assert not drafting.scheduler.schedule().scheduled_seqs
-        drafting.clock.now += 5.0

@@ -231,21 +231,6 @@ class Ones(Proposer):
         return [1] * k
 
 
-def test_a_draft_that_the_grammar_rejects_counts_as_none() -> None:
-    seen: list[tuple[int, int]] = []
-
-    class Listening(FixedLength):
-        def observe(self, seq_id: int, num_draft_tokens: int, num_accepted: int) -> None:
-            seen.append((num_draft_tokens, num_accepted))
-
-    seq = sequence([1, 1, 1], 8)
-    seq.num_computed_tokens = 2
-    manager = StructuredOutputManager(None, 32)  # type: ignore[arg-type]
-    manager._matchers[seq] = GrammarMatcher(DeadEnd(), end_ids=[1])
-    assert Speculation(Ones(), Listening(2), manager).propose([seq], 8, 0) == {}
-    assert seen == [(0, 0)], "or it would be asked again and again"
-
-
 class Forces:
     """A grammar that goes on with these tokens and nothing else, and then allows all."""
 
@@ -272,6 +257,15 @@ class Noting(FixedLength):
 
     def observe(self, seq_id: int, num_draft_tokens: int, num_accepted: int) -> None:
         self.seen.append((num_draft_tokens, num_accepted))
+
+
+def test_a_draft_that_the_grammar_rejects_counts_as_none() -> None:
+    seq, policy = sequence([1, 1, 1], 8), Noting(2)
+    seq.num_computed_tokens = 2
+    manager = StructuredOutputManager(None, 32)  # type: ignore[arg-type]
+    manager._matchers[seq] = GrammarMatcher(DeadEnd(), end_ids=[1])
+    assert Speculation(Ones(), policy, manager).propose([seq], 8, 0) == {}
+    assert policy.seen == [(0, 0)], "or it would be asked again and again"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The suffix automaton against plain searches, and what is drafted with it."""
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,7 +10,14 @@ from folovllm.sampling_params import SamplingParams
 from folovllm.spec_decode import automaton
 from folovllm.spec_decode.automaton import NOWHERE, Place, SuffixAutomaton
 from folovllm.spec_decode.proposer import RowState
-from folovllm.spec_decode.suffix import ANSWER_ENDS, PATIENCE, AnswersBySalt, PastAnswers, SuffixProposer, most_frequent
+from folovllm.spec_decode.suffix import (
+    ANSWER_ENDS,
+    LEARNT_AT_ONCE,
+    AnswersBySalt,
+    PastAnswers,
+    SuffixProposer,
+    most_frequent,
+)
 from folovllm.step.schedule import SamplingSpec
 from tests.helpers import tiny_checkpoint
 from tests.tiny import worked_case
@@ -140,26 +148,20 @@ class TestFollow:
             )
 
 
-def draft(text: list[int], k: int = 8, least: float = 0.2) -> list[int]:
-    grown = automaton_of(text)
-    return most_frequent(grown, grown.longest_repeat(), k, least).token_ids
-
-
 class TestMostFrequent:
-    def test_the_majority(self) -> None:
-        assert draft([1, 2, 5, 1, 2, 6, 1, 2, 5, 9, 1, 2], k=1) == [5], "5 followed twice, 6 once"
-
-    def test_of_equals_the_newest(self) -> None:
-        assert draft([1, 2, 5, 1, 2, 6, 1, 2], k=1) == [6]
-
-    def test_length_follows_the_match(self) -> None:
-        text = list(range(40))
-        assert len(draft(text + text[:2], k=40, least=0.2)) == 8, "L * (1 / least - 1) tokens for a match of L = 2"
-        assert len(draft(text + text[:5], k=40, least=0.2)) == 20
-
-    def test_uncertain_continuations_end_it(self) -> None:
-        text = [1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 1, 2, 3, 8, 9, 1, 2]
-        assert draft(text, k=3, least=0.4) == [3], "after 1 2 3 came 4, 6 and 8: none is likely"
+    @pytest.mark.parametrize(
+        ("text", "k", "least", "expected"),
+        [
+            ([1, 2, 5, 1, 2, 6, 1, 2, 5, 9, 1, 2], 1, 0.2, [5]),  # 5 followed twice, 6 once
+            ([1, 2, 5, 1, 2, 6, 1, 2], 1, 0.2, [6]),  # of equals the newest
+            ([*range(40), 0, 1], 40, 0.2, [*range(2, 10)]),  # L * (1 / least - 1) tokens for a match of L = 2
+            ([*range(40), 0, 1, 2, 3, 4], 40, 0.2, [*range(5, 25)]),
+            ([1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 1, 2, 3, 8, 9, 1, 2], 3, 0.4, [3]),  # after 1 2 3 came 4, 6 and 8
+        ],
+    )
+    def test_a_draft_goes_on_as_the_text_did(self, text: list[int], k: int, least: float, expected: list[int]) -> None:
+        grown = automaton_of(text)
+        assert most_frequent(grown, grown.longest_repeat(), k, least).token_ids == expected
 
     def test_nothing_behind_the_end_of_an_answer(self) -> None:
         grown = automaton_of([1, 2, 3, ANSWER_ENDS, 4, 5])
@@ -225,38 +227,35 @@ class TestProposer:
     def test_what_ended_is_learnt_when_drafts_are_asked_for_and_little_at_a_time(self) -> None:
         proposer = SuffixProposer()
         for i in range(4):
-            self.answer(proposer, i, *range(100 * i, 100 * i + PATIENCE // 2 - 1))
+            self.answer(proposer, i, *range(100 * i, 100 * i + LEARNT_AT_ONCE // 2 - 1))
         assert proposer._past.num_tokens == 0, "while nobody asks it costs nothing"
         proposer.admit(self.state(9, 1, 2))
         learnt = []
         for _ in range(3):
             self.draft(proposer, self.state(9, 1, 2), 4)
             learnt.append(proposer._past.num_tokens)
-        assert learnt == [PATIENCE, 2 * PATIENCE, 2 * PATIENCE]
+        assert learnt == [LEARNT_AT_ONCE, 2 * LEARNT_AT_ONCE, 2 * LEARNT_AT_ONCE]
 
     def test_a_look_learns_too_and_a_long_answer_comes_in_parts(self) -> None:
-        proposer, answer = SuffixProposer(), [7, *range(10, 10 + 2 * PATIENCE), 5]
+        proposer, answer = SuffixProposer(), [7, *range(10, 10 + 2 * LEARNT_AT_ONCE), 5]
         self.answer(proposer, 1, *answer)
         proposer.admit(self.state(9, 1, 2))
-        for known in (PATIENCE, 2 * PATIENCE, len(answer) + 1):
+        for known in (LEARNT_AT_ONCE, 2 * LEARNT_AT_ONCE, len(answer) + 1):
             proposer.propose_all([], [])
             assert proposer._past.num_tokens == known
-        at = PATIENCE - 3
+        at = LEARNT_AT_ONCE - 3
         assert self.draft(proposer, self.state(9, 1, 2, *answer[:at]), 8) == answer[at : at + 8], "as if learnt at once"
         assert self.draft(proposer, self.state(9, 1, 2, *answer[:-2]), 8) == answer[-2:], (
             "it ends where the answer ended"
         )
 
-    def test_the_answer_of_one_that_nobody_asked_about(self) -> None:
+    @pytest.mark.parametrize("was_asked", [True, False])
+    def test_answers_of_another_salt_are_not_seen(self, was_asked: bool) -> None:
         proposer = SuffixProposer(least=0.1)
-        proposer.remember(np.array([5, 6, 7, 8], np.int32), "a")
-        for seq_id, (salt, found) in enumerate([("a", [7, 8]), ("b", [])]):
-            proposer.admit(self.state(seq_id, 3, 4, salt=salt))
-            assert self.draft(proposer, self.state(seq_id, 3, 4, 5, 6, salt=salt), 4) == found, f"salt {salt}"
-
-    def test_answers_of_another_salt_are_not_seen(self) -> None:
-        proposer = SuffixProposer(least=0.1)
-        self.answer(proposer, 1, 5, 6, 7, 8, salt="a")
+        if was_asked:
+            self.answer(proposer, 1, 5, 6, 7, 8, salt="a")
+        else:
+            proposer.remember(np.array([5, 6, 7, 8], np.int32), "a")
         for seq_id, (salt, found) in enumerate([("b", []), (None, []), ("a", [7, 8])], 2):
             state = self.state(seq_id, 3, 4, 5, 6, salt=salt)
             proposer.admit(state)

@@ -101,14 +101,27 @@ class TestPlan:
 class TestKernel:
     """Chunks of 32 keys in tiles of 16; all that no sequence owns is NaN."""
 
-    def test_around_every_border(self) -> None:
-        """Twice, with blocks of no power of two."""
-        out, expected, _ = check(LENS, NEW, heads=(2, 1), block_size=24, turns=2)
-        assert_close(out, expected)
-
-    @pytest.mark.parametrize("block_size", [8, 64])
-    def test_blocks_shorter_than_a_tile_and_longer_than_a_chunk(self, block_size: int) -> None:
-        out, expected, _ = check([70, 33], [8, 2], block_size=block_size)
+    @pytest.mark.parametrize(
+        ("lens", "new", "how"),
+        [
+            (LENS, NEW, {"heads": (2, 1), "block_size": 24, "turns": 2}),
+            ([70, 33], [8, 2], {"block_size": 8}),
+            ([70, 33], [8, 2], {"block_size": 64}),
+            ([70, 9], [5, 8], {"heads": (2, 2), "dim": 64, "dtype": torch.float16}),
+            ([70, 9], [5, 8], {"heads": (7, 1), "dim": 64, "dtype": torch.float16}),
+            ([70, 9], [5, 8], {"heads": (8, 1), "dim": 128, "dtype": torch.float16}),
+            ([18, 41, 17], [18, 9, 1], {"most": 4}),
+            *(([300, 5], [5, 4], {"config": None, "num_programs": num}) for num in (1, 200, None)),
+        ],
+        ids=[
+            "around every border, in blocks of no power of two, twice", "blocks shorter than a tile",
+            "blocks longer than a chunk", "a head for each", "seven heads in a group", "wide heads",
+            "a prompt, more than a tile has room for", "one program", "more programs than work", "its own sizes",
+        ],
+    )  # fmt: skip
+    def test_equals_plain_attention(self, lens: list[int], new: list[int], how: dict[str, Any]) -> None:
+        """In half precision, too: partial results stay in float32."""
+        out, expected, _ = check(lens, new, **how)
         assert_close(out, expected)
 
     @pytest.mark.parametrize("rows", [2, 3, 5, 16])
@@ -116,23 +129,6 @@ class TestKernel:
         """Each length once at the end of a chunk, and once all but the first row behind it."""
         out, expected, kernel = check([160, 95 + rows, rows], [rows] * 3, heads=(2, 1), most=rows)
         assert kernel.tokens >= rows, "one tile each"
-        assert_close(out, expected)
-
-    @pytest.mark.parametrize(("heads", "dim"), [((2, 2), 64), ((7, 1), 64), ((8, 1), 128)])
-    def test_grouped_heads(self, heads: tuple[int, int], dim: int) -> None:
-        """In half precision; partial results stay in float32."""
-        out, expected, _ = check([70, 9], [5, 8], heads, dim, dtype=torch.float16)
-        assert_close(out, expected)
-
-    def test_more_tokens_than_a_tile_has_room_for(self) -> None:
-        """A prompt in a captured step: its tiles see more from one to the next."""
-        out, expected, _ = check([18, 41, 17], [18, 9, 1], most=4)
-        assert_close(out, expected)
-
-    @pytest.mark.parametrize("num_programs", [1, 200, None])
-    def test_its_own_sizes(self, num_programs: int | None) -> None:
-        """One program that does it all, more than there is work for, and as many as it chooses."""
-        out, expected, _ = check([300, 5], [5, 4], config=None, num_programs=num_programs)
         assert_close(out, expected)
 
 

@@ -1,4 +1,4 @@
-"""What speculation costs where nothing repeats itself, and what it brings where all does, over an H200 in virtual time.
+"""Where drafts do not pay they cost under 2% of the time, and where all repeats itself they pay: over an H200 in virtual time.
 
 The scheduler, the proposers and those who decide are the engine's own. A step takes what one of the embedded model takes
 there, and proposers take what their Python takes: nothing of it is hidden behind the device.
@@ -16,6 +16,7 @@ import pytest
 from folovllm.cache.block_manager import BlockManager
 from folovllm.engine.scheduler import Scheduler, chunk, preempt, unless_finished
 from folovllm.request import Sequence
+from folovllm.spec_decode import measure
 from folovllm.spec_decode.choose import Curve, StepCost
 from folovllm.spec_decode.ngram import NgramProposer
 from folovllm.spec_decode.policy import TRUSTED, UNKNOWN, AdaptiveLength
@@ -35,6 +36,10 @@ WAIT = 0.15 * MS  # the device stands still behind a step with drafts until the 
 A_MASK = 0.08 * MS  # of an answer with a grammar, for each step
 A_TOKEN, A_DRAFT = 0.004 * MS, 0.015 * MS  # of a proposer: to take a token in, and to draft
 A_CHOICE, A_CHOICE_OF_ONE = 0.03 * MS, 0.002 * MS
+
+
+def scaled(curve: Curve, scale: float, more: float = 0.0) -> Curve:
+    return Curve(curve.widths, tuple(scale * seconds + more for seconds in curve.seconds))
 
 
 class Slow(Proposer):
@@ -104,8 +109,7 @@ class Served:
             self.scheduler: Scheduler = Scheduler(**common)
             return
         kinds = {"ngram": NgramProposer, "suffix": SuffixProposer}
-        tables = (Curve(widths, tuple(scale * s for s in seconds)) for widths, seconds in (PLAIN, CHECKED))
-        cost = StepCost(*tables)
+        cost = StepCost(scaled(PLAIN, scale), scaled(CHECKED, scale, measure.WAIT))  # as they are measured
         self.policy = Choosing(cost, 15, self.clock, first=TRUSTED if draft else UNKNOWN)
         proposer = draft or CompositeProposer([Slow(kinds[name](), self.clock) for name in methods.split("+")])
         self.speculation = Speculation(proposer, self.policy, self if grammars else NoGrammar(), self.clock)
@@ -182,9 +186,14 @@ def stories(batch: int, num_turns: int, length: int = 245) -> list[list[list[int
     return [[story(1000 * turn + i, length) for i in range(batch)] for turn in range(num_turns)]
 
 
+def repeated(seed: int, length: int, chance: float) -> list[int]:
+    """A text that comes again and again; each of its tokens is a new one with a `chance`."""
+    die, text = Random(seed), story(seed, 60)
+    return [die.randrange(100, 700) if die.random() < chance else text[i % 60] for i in range(length)]
+
+
 @pytest.mark.parametrize(
-    ("batch", "methods"),
-    [(1, "ngram"), (1, "ngram+suffix"), (16, "ngram+suffix"), (256, "ngram")],
+    ("batch", "methods"), [(1, "ngram"), (1, "ngram+suffix"), (16, "ngram+suffix"), (256, "ngram")]
 )
 def test_new_texts_lose_under_two_percent(batch: int, methods: str) -> None:
     """From the first step of the engine on: several answers of 200 tokens for each sequence."""
@@ -192,17 +201,21 @@ def test_new_texts_lose_under_two_percent(batch: int, methods: str) -> None:
     assert drafting < 1.02 * plain
 
 
-@pytest.mark.parametrize("batch", [1, 8, 16])
-def test_the_first_answers_alone_lose_a_few_steps(batch: int) -> None:
-    """Looks and tries have a few steps of one sequence to lose at the start, and each of them ends once it began."""
-    _, plain, drafting = both(batch, "ngram+suffix", stories(batch, 1), 45)
-    assert drafting - plain < 8 * PLAIN.seconds[0] + 0.01 * plain + (60 + 245) * A_TOKEN * 2
+@pytest.mark.parametrize("scale", [1.0, 10.0])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_at_any_acceptance_under_two_percent_are_lost(batch: int, scale: float) -> None:
+    """Between texts that always pay and such that never do are those at which a wrong cost would draft at a loss."""
+    for chance in (0.05, 0.1, 0.15, 0.2, 0.4):
+        texts = [
+            repeated(i, 345, chance) for i in range(24 * batch)
+        ]  # many, since the last few have a step to themselves
+        _, plain, drafting = both(batch, "ngram", [texts], 45, scale=scale)
+        assert drafting < 1.02 * plain, f"{chance}"
 
 
-@pytest.mark.parametrize("methods", ["ngram", "ngram+suffix"])
-def test_a_long_prompt_is_read_once_and_paid_for(methods: str) -> None:
-    """To read 2,000 tokens takes 50 steps; then nobody looks until that was a hundredth of the time."""
-    _, plain, seconds = both(4, methods, stories(4, 12, 2100), 2000, scale=2.0)
+def test_a_long_prompt_is_read_once_and_paid_for() -> None:
+    """To read 2,000 tokens takes 50 steps; then nobody asks until that was a hundredth of the time."""
+    _, plain, seconds = both(4, "ngram+suffix", stories(4, 12, 2100), 2000, scale=2.0)
     assert seconds - plain < 0.01 * plain + 2 * 2100 * A_TOKEN * 2
 
 
@@ -210,10 +223,8 @@ def test_a_long_prompt_is_read_once_and_paid_for(methods: str) -> None:
     ("batch", "gain", "methods"), [(1, 2.2, "ngram"), (1, 2.2, "ngram+suffix"), (16, 2.0, "ngram")]
 )
 def test_texts_that_repeat_themselves_gain(batch: int, gain: float, methods: str) -> None:
-    """With grammars, from the first answers on; and in a model of which a step takes ten times as long, without grammars."""
+    """With grammars; and in a model of which a step takes ten times as long, without grammars."""
     turns = [[copied(1000 * turn + i, 320) for i in range(batch)] for turn in range(4)]
-    _, plain, drafting = both(batch, methods, turns[:1], 150, grammars=True)
-    assert plain > 0.9 * gain * drafting
     _, plain, drafting = both(batch, methods, turns, 150, grammars=True)
     assert plain > gain * drafting
     _, plain, drafting = both(batch, methods, turns, 150, scale=10.0)
@@ -244,24 +255,5 @@ def test_after_new_texts_come_some_that_repeat_themselves() -> None:
 def test_the_end_of_an_answer_does_not_silence_the_next_one() -> None:
     """Behind what repeats itself come some words that do not, for which many ask in vain: what was won pays for that."""
     texts = [copied(i, 290) + story(i, 12) for i in range(8)]
-    drafting, plain, seconds = both(1, "ngram+suffix", [[text] for text in texts], 150, grammars=True)
+    _, plain, seconds = both(1, "ngram+suffix", [[text] for text in texts], 150, grammars=True)
     assert plain > 2.0 * seconds
-    counts = drafting.speculation
-    assert counts.num_accepted > 0.6 * 8 * 140, "nearly all of what is copied"
-
-
-def test_between_stories_and_grammars_neither_spoils_the_other() -> None:
-    """Turns of new texts without a grammar, and of such as repeat themselves with one: each is known by itself."""
-    plain, drafting = Served(1, grammars=True), Served(1, "ngram+suffix", grammars=True)
-    lost = won = plain_of_grammars = 0.0
-    for turn in range(12):
-        text = [story(turn, 245)]
-        lost += drafting.serve(text, 45, without_grammar=[0]) - plain.serve(text, 45, without_grammar=[0])
-        text = [copied(turn, 320)]
-        seconds = plain.serve(text, 150)
-        plain_of_grammars += seconds
-        won += seconds - drafting.serve(text, 150)
-    stories_alone = Served(1)
-    whole = sum(stories_alone.serve([story(turn, 245)], 45) for turn in range(12))
-    assert lost < 0.02 * whole + 12 * AdaptiveLength.SAVED * PLAIN.seconds[0], "what was saved may be lost in each turn"
-    assert won > 0.3 * plain_of_grammars
