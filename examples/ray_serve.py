@@ -45,8 +45,8 @@ class Engine:
 
     async def __init__(self, model: str | None, device: str, pieces_per_second: float) -> None:
         from folovllm import AsyncEngine, EngineConfig
-        from folovllm.server.app import build_app
-        from folovllm.server.config import ServerConfig
+        from folovllm.electives.server.app import build_app
+        from folovllm.electives.server.config import ServerConfig
 
         config = EngineConfig(**({"model": model} if model else {}), device=device, use_tqdm=False)
         self.engine = AsyncEngine(config, transport="process" if device == "cuda" else "thread")

@@ -8,7 +8,7 @@ import importlib as _importlib
 import os as _os
 
 if _os.environ.get("FOLOVLLM_MINE"):  # the learner's files first; in every process, hence here
-    from folovllm import _overlay
+    from folovllm.learn import overlay as _overlay
 
     _overlay.install()
 
@@ -29,9 +29,9 @@ __all__ = ["LLM", "EngineConfig", "RequestOutput", "SamplingParams"]
 _HOMES = {"LLM": "llm", "EngineConfig": "config", "RequestOutput": "outputs", "SamplingParams": "sampling_params"}
 _HOMES |= {"ModelConfig": "older_config"}  # a name of the texts this course grew from; the others are vLLM's
 _HOMES |= {"LLMEngine": "engine.llm_engine", "EngineArgs": "config", "RequestOutputKind": "sampling_params"}
-_HOMES |= {"TextPrompt": "inputs", "TokensPrompt": "inputs", "CompletionOutput": "outputs"}
-_HOMES |= {"StructuredOutputsParams": "structured_outputs"}
-_HOMES |= {"BeamSearchParams": "beam_search", "AsyncEngine": "server.async_engine"}
+_HOMES |= {"TextPrompt": "engine.inputs", "TokensPrompt": "engine.inputs", "CompletionOutput": "outputs"}
+_HOMES |= {"StructuredOutputsParams": "engine.structured_outputs"}
+_HOMES |= {"BeamSearchParams": "engine.beam_search", "AsyncEngine": "electives.server.async_engine"}
 
 
 def __getattr__(name: str) -> object:

@@ -1,6 +1,6 @@
 """`python -m folovllm` is `folovllm`."""
 
-from folovllm.cli import main
+from folovllm.apps.cli import main
 
 if __name__ == "__main__":
     main()

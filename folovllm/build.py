@@ -1,7 +1,7 @@
 """How an engine is put together: which class stands in which place, by configuration.
 
 It reads like the table of the milestones: each `make_*` function selects one component, and its docstring says which
-milestone brought which class. M2 to M5's are in `folovllm.build_batch`, M6's in `folovllm.build_packed`, which M1 does not
+milestone brought which class. M2 to M5's are in `folovllm.engine.build_batch`, M6's in `folovllm.engine.build_packed`, which M1 does not
 import. No other code asks for a milestone.
 """
 
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 from folovllm.config import EngineConfig
 from folovllm.engine.core import EngineCore
 from folovllm.engine.deferred_mask import make_logits_mask
+from folovllm.engine.event_stream import Events
 from folovllm.engine.logits_mask import LogitsMask
 from folovllm.engine.scheduler import SchedulerLike
-from folovllm.event_stream import Events
+from folovllm.engine.setup import EngineSetup
 from folovllm.executor.abstract import Executor
 from folovllm.layers.layer_set import LayerSet
 from folovllm.models.loader import load_native_model
 from folovllm.sample.sampler import Sampler
-from folovllm.setup import EngineSetup
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def load_builders(config: EngineConfig) -> None:
     """Import the components that a learner wrote. Raises what `builders.load` raises, before any work."""
     for name in config.builder_names:
-        from folovllm import builders
+        from folovllm.learn import builders
 
         builders.load(name)
 
@@ -79,7 +79,7 @@ def make_scheduler(
         from folovllm.engine.serial_scheduler import SerialScheduler
 
         return SerialScheduler(events)
-    from folovllm import build_batch
+    from folovllm.engine import build_batch
 
     assert extension is not None
     return build_batch.make_scheduler(setup, extension, executor, mask, events)
@@ -88,7 +88,7 @@ def make_scheduler(
 def make_executor(setup: EngineSetup, extension: Extension | None) -> Executor:
     """Make the executor: one device (M1), one that is sent packed steps, or several that share the model (M6)."""
     if setup.config.packed_steps:
-        from folovllm.build_packed import make_packed_executor
+        from folovllm.engine.build_packed import make_packed_executor
 
         assert extension is not None
         return make_packed_executor(setup, extension)
@@ -108,7 +108,7 @@ def make_runner(
 
         return HFModelRunner(setup)
     if setup.config.kv_cache != "growing" and "decode_loop" not in setup.config.builder_names:
-        from folovllm.build_batch import make_model_runner
+        from folovllm.engine.build_batch import make_model_runner
 
         assert extension is not None
         return make_model_runner(setup, extension, counters)
@@ -121,13 +121,13 @@ def make_serial_runner(
     """Make the runner of our model for one sequence (M1), with a loop that a learner wrote where there is one."""
     layers, sampler = LayerSet(), Sampler()
     if setup.config.compile or extension is not None:
-        from folovllm import build_batch
+        from folovllm.engine import build_batch
 
         layers, sampler = build_batch.layers_of(setup, extension, counters), build_batch.make_sampler(setup)
     load_model = partial(load_native_model, setup, layers)
     if "decode_loop" in setup.config.builder_names:
-        from folovllm import builders
-        from folovllm.worker.loop_runner import LoopRunner
+        from folovllm.learn import builders
+        from folovllm.learn.loop_runner import LoopRunner
 
         return LoopRunner(setup, load_model, sampler, builders.load("decode_loop"))
     from folovllm.worker.serial_model_runner import SerialModelRunner

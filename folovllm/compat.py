@@ -8,10 +8,10 @@ print(engine.generate("Once upon a time", SamplingParams(max_tokens=20))["text"]
 from __future__ import annotations
 
 from folovllm.config import EngineArgs
+from folovllm.engine.inputs import TextPrompt, TokensPrompt
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.inputs import TextPrompt, TokensPrompt
+from folovllm.engine.older_config import ModelConfig
 from folovllm.llm import LLM
-from folovllm.older_config import ModelConfig
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 
 __all__ = [

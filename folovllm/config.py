@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from folovllm import plugins
-from folovllm.require import ABOVE_0, Limits, check_fields, require
+from folovllm.engine.require import ABOVE_0, Limits, check_fields, require
 
 DEFAULT_MODEL = "stories-5m"  # embedded in the package
 DEFAULT_MAX_MODEL_LEN = 4096
@@ -100,7 +100,7 @@ class EngineConfig:
         random_weights: make weights up instead of loading them (for timing a geometry).
         use_tqdm: show progress while loading (and, on the command line, while answering).
         builders: components of your own instead of the engine's, by name and separated by commas: "block_manager" is
-            `BlockManager` in mine/folovllm/builders/block_manager.py.
+            `BlockManager` in mine/folovllm/learn/builders/block_manager.py.
         extras: the options of electives (`folovllm.plugins`), where they are not the defaults. Each is a keyword of its own, too, and can
             be read as an attribute.
 
@@ -254,7 +254,7 @@ def check_combinations(config: EngineConfig) -> None:
     for sentence, holds in wrong.items():
         require(not holds, sentence)
     if config.builder_names:
-        from folovllm import builders  # here, for few engines have any
+        from folovllm.learn import builders  # here, for few engines have any
 
         for name in config.builder_names:
             builders.require_place(name, config)

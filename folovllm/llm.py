@@ -11,12 +11,12 @@ from typing import Any, Self
 
 from folovllm.config import EngineConfig
 from folovllm.engine.ctrl_c import ctrl_c
+from folovllm.engine.inputs import Prompt, Request, as_requests
+from folovllm.engine.llm_calls import LLMCalls
 from folovllm.engine.llm_engine import LLMEngine, make_engine
-from folovllm.inputs import Prompt, Request, as_requests
-from folovllm.llm_calls import LLMCalls
+from folovllm.engine.require import also_takes
 from folovllm.models.files import generation_defaults
 from folovllm.outputs import RequestOutput
-from folovllm.require import also_takes
 from folovllm.sampling_params import SamplingParams
 
 

@@ -12,73 +12,73 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, ClassVar, Protocol
 
-from folovllm.require import check_fields
+from folovllm.engine.require import check_fields
 
 # Parts of an engine: by name where its `engine.extension.Extension` is, and whether an `EngineConfig` asks for it.
 EXTENSIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "speculative decoding (X3)": (
-        "folovllm.spec_decode.extension:SpeculativeDecoding",
+        "folovllm.electives.spec_decode.extension:SpeculativeDecoding",
         lambda config: "speculative_config" in config.extras,
     ),
     "batch_invariant (X6)": (
-        "folovllm.rollouts.extension:BatchInvariance",
+        "folovllm.electives.rollouts.extension:BatchInvariance",
         lambda config: "batch_invariant" in config.extras,
     ),
 }
 # Keywords of `EngineConfig` that electives own: dataclasses of them (`Options`).
 OPTIONS = (
-    "folovllm.quantization.options:QuantizationOptions",
-    "folovllm.spec_decode.options:SpeculationOptions",
-    "folovllm.moe.options:ExpertOptions",
-    "folovllm.hybrid.options:HybridOptions",
-    "folovllm.rollouts.options:RolloutOptions",
+    "folovllm.electives.quantization.options:QuantizationOptions",
+    "folovllm.electives.spec_decode.options:SpeculationOptions",
+    "folovllm.electives.moe.options:ExpertOptions",
+    "folovllm.electives.hybrid.options:HybridOptions",
+    "folovllm.electives.rollouts.options:RolloutOptions",
 )
 # Structured output (X1): an `engine.logits_mask.LogitsMask`. Any request may ask for it.
-LOGITS_MASK = "folovllm.structured_output.manager:StructuredOutputManager"
+LOGITS_MASK = "folovllm.electives.structured_output.manager:StructuredOutputManager"
 # Modules with commands: each has `add_to(app)`.
 COMMANDS = (
-    "folovllm.server.cli",
-    "folovllm.inspector.cli",
-    "folovllm.quantization.quantizer.cli",
-    "folovllm.rollouts.cli",
-    "folovllm.bench.cli",
+    "folovllm.electives.server.cli",
+    "folovllm.apps.inspector.cli",
+    "folovllm.electives.quantization.quantizer.cli",
+    "folovllm.electives.rollouts.cli",
+    "folovllm.apps.bench.cli",
 )
 
 # Quantization (X2): a subclass of `folovllm.models.registry:Quantization`.
-QUANTIZATION = "folovllm.quantization.config:CheckpointQuantization"
+QUANTIZATION = "folovllm.electives.quantization.config:CheckpointQuantization"
 # Tensors of a checkpoint for which a model has no place: from a tensor's name to what takes it (`models.extra_tensors.Taker`), or None.
-EXTRA_TENSORS = ("folovllm.quantization.checkpoint_kv_scales:taker_of",)
+EXTRA_TENSORS = ("folovllm.electives.quantization.checkpoint_kv_scales:taker_of",)
 # A module that measures the scales of an FP8 cache (`ModelRunner.calculate_kv_scales`).
-CALIBRATION = "folovllm.quantization.calibrate"
+CALIBRATION = "folovllm.electives.quantization.calibrate"
 
 # Weight sources: what returns the folder of a model, `find(name)`, which `find(name, download=True)` may fetch ...
-DOWNLOADS = dict.fromkeys(("smollm2", "smollm2-gguf"), "folovllm.quantization.smollm2:smollm2_dir")
+DOWNLOADS = dict.fromkeys(("smollm2", "smollm2-gguf"), "folovllm.electives.quantization.smollm2:smollm2_dir")
 # ... or of a file with this suffix, `find(path)`.
-FILE_FORMATS = {".gguf": "folovllm.quantization.gguf_file:gguf_dir"}
+FILE_FORMATS = {".gguf": "folovllm.electives.quantization.gguf_file:gguf_dir"}
 
 # Rollouts (X6): functions of an engine, which change its weights or let it sleep (`LLM.update_weights`).
-ROLLOUTS = "folovllm.rollouts.calls"
-SLEEP_ROUTES = "folovllm.rollouts.routes:ROUTES"  # of a server with `--enable-sleep-mode`
+ROLLOUTS = "folovllm.electives.rollouts.calls"
+SLEEP_ROUTES = "folovllm.electives.rollouts.routes:ROUTES"  # of a server with `--enable-sleep-mode`
 
 # Models by the architecture that `config.json` names: the module that has a class of this name.
 MODELS = {
-    "MixtralForCausalLM": "folovllm.moe.models",
-    "Qwen2MoeForCausalLM": "folovllm.moe.models",
-    "Qwen3MoeForCausalLM": "folovllm.moe.models",
-    "Qwen3NextForCausalLM": "folovllm.hybrid.models",
-    "Qwen3_5ForCausalLM": "folovllm.hybrid.models",
-    "Qwen3_5MoeForCausalLM": "folovllm.hybrid.models",
+    "MixtralForCausalLM": "folovllm.electives.moe.models",
+    "Qwen2MoeForCausalLM": "folovllm.electives.moe.models",
+    "Qwen3MoeForCausalLM": "folovllm.electives.moe.models",
+    "Qwen3NextForCausalLM": "folovllm.electives.hybrid.models",
+    "Qwen3_5ForCausalLM": "folovllm.electives.hybrid.models",
+    "Qwen3_5MoeForCausalLM": "folovllm.electives.hybrid.models",
 }
 # Layers with states (X5): the cache manager that finds prefixes as far as there are snapshots of states.
-SNAPSHOTS = "folovllm.hybrid.snapshots:SnapshotBlockManager"
+SNAPSHOTS = "folovllm.electives.hybrid.snapshots:SnapshotBlockManager"
 # Mixture of experts (X4): from a model's class to the same with experts in the places of its MLPs.
-EXPERTS = "folovllm.moe.models:with_experts"
+EXPERTS = "folovllm.electives.moe.models:with_experts"
 
 # Kernels for cards of one compute capability: the plain kernel that they stand for, and a `KernelVariant`.
 KERNEL_VARIANTS = {
-    "prefill": ((9, 0), "folovllm.hopper.prefill:VARIANT"),
-    "grouped_linear": ((9, 0), "folovllm.hopper.grouped:VARIANT"),
-    "quant_matmul": ((9, 0), "folovllm.hopper.int4:VARIANT"),
+    "prefill": ((9, 0), "folovllm.electives.hopper.prefill:VARIANT"),
+    "grouped_linear": ((9, 0), "folovllm.electives.hopper.grouped:VARIANT"),
+    "quant_matmul": ((9, 0), "folovllm.electives.hopper.int4:VARIANT"),
 }
 
 
@@ -124,7 +124,7 @@ def options_of(own: Collection[str], given: dict[str, Any], extras: dict[str, An
 
     Takes out of `given` what is none of our `own` fields. Raises TypeError for a name that nobody knows.
     """
-    from folovllm.vllm_arguments import drop_neutral
+    from folovllm.engine.vllm_arguments import drop_neutral
 
     others = extras | {name: given.pop(name) for name in given.keys() - own}
     options = make_options(others)

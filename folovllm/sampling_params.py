@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Self
 
-from folovllm.require import ABOVE_0, Limits, also_takes, check_fields, require
-from folovllm.structured_outputs import StructuredOutputsParams
+from folovllm.engine.require import ABOVE_0, Limits, also_takes, check_fields, require
+from folovllm.engine.structured_outputs import StructuredOutputsParams
 
 SMALLEST_TEMPERATURE = 1e-5  # below it is greedy: the same choice, and no quotient that overflows
 LIMITS = {  # no sample from finite logits overflows within them
@@ -119,7 +119,7 @@ class SamplingParams:
         if any(type(own := getattr(self, name)) is not list or own for name in LISTS) or any(
             getattr(self, name) is not None for name in OTHERS
         ):
-            from folovllm.sampling_rules import take_rules  # here, for most requests have none
+            from folovllm.sample.sampling_rules import take_rules  # here, for most requests have none
 
             take_rules(self)
         if self.temperature < SMALLEST_TEMPERATURE:

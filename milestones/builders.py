@@ -33,7 +33,7 @@ def build(
         ),
     ] = "",
 ) -> None:
-    """Begin a whole component of your own, beside the exercises: an empty file in mine/folovllm/builders/.
+    """Begin a whole component of your own, beside the exercises: an empty file in mine/folovllm/learn/builders/.
 
     What you wrote there is never touched. No exercise needs it.
     """
@@ -99,7 +99,7 @@ def template(builder: Builder, course: Course) -> str:
 
 def load_file(file: Path, symbol: str) -> Any:
     """What a file defines under this name. ValueError where it does not, or not all of it."""
-    from folovllm.builders import component
+    from folovllm.learn.builders import component
 
     name = "component_" + "".join(c if c.isalnum() else "_" for c in str(file.with_suffix("")))
     spec = importlib.util.spec_from_file_location(name, file)

@@ -140,7 +140,7 @@ class Report:
     @pytest.hookimpl(trylast=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
         if self.mine:
-            from folovllm._overlay import strays
+            from folovllm.learn.overlay import strays
 
             if found := list(strays(self.mine.folder)):
                 pytest.fail(

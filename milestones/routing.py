@@ -37,7 +37,7 @@ class Routing:
 @contextmanager
 def recorded() -> Iterator[list[Choice]]:
     """Within this, what the router says is noted: layer after layer, step after step. On a CPU, in this very process."""
-    from folovllm.moe import layers as moe
+    from folovllm.electives.moe import layers as moe
 
     noted: list[Choice] = []
     route = moe.route
@@ -53,7 +53,7 @@ def recorded() -> Iterator[list[Choice]]:
 def routings(texts: Iterable[str], model: str = MODEL, most: int = 512) -> list[Routing]:
     """Run each text, cut off after `most` tokens, through the model in a step of its own."""
     from folovllm import LLM, SamplingParams
-    from folovllm.model_config import num_experts_of
+    from folovllm.models.model_config import num_experts_of
 
     found = []
     with LLM(
@@ -81,6 +81,6 @@ def read_by(groups: Iterable[npt.NDArray[np.int64]]) -> float:
 
 def expected(num_experts: int, asked: int, num_tokens: int) -> float:
     """The same if each expert were as likely as any other, for every token anew: E (1 - (1 - k / E)^n)."""
-    from folovllm.bench.roofline import MatrixSizes, experts_read
+    from folovllm.apps.bench.roofline import MatrixSizes, experts_read
 
     return experts_read(MatrixSizes(0, 0, 0, 0, num_experts, asked), num_tokens)

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from folovllm.engine.events import Event
     from folovllm.engine.llm_engine import LLMEngine
-    from folovllm.events import Event
 
 FILE = Path(__file__).with_suffix(".json")
 Place = tuple[str, int]  # whose token, and at which position
@@ -184,8 +184,8 @@ class Observer:
     """A listener that makes a `Turn` of the events of each step."""
 
     def __init__(self, engine: LLMEngine) -> None:
-        from folovllm.build_batch import cache_manager
-        from folovllm.watcher import Watcher
+        from folovllm.apps.inspector.watcher import Watcher
+        from folovllm.engine.build_batch import cache_manager
 
         self._watcher, self._slots = Watcher(), cache_manager(engine.setup.config).slots
         self._events: list[Event] = []
@@ -203,7 +203,7 @@ class Observer:
 
     def turn(self, number: int, outside: tuple[str, ...]) -> Turn:
         """What happened since the last call; who is kept outside, it cannot see."""
-        from folovllm import events as ev
+        from folovllm.engine import events as ev
 
         events: list[Any] = self._events
         self._events, added = [], [event for event in events if isinstance(event, ev.RequestAdded)]

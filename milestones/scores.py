@@ -19,9 +19,9 @@ from folovllm.cache.prefix_cache import PrefixCachingBlockManager
 from folovllm.cache.slot_manager import SlotManager
 from folovllm.engine.scheduler import Scheduler, chunk, preempt, wait, whole_prompt
 from folovllm.engine.serial_scheduler import SerialScheduler
+from folovllm.learn.loop_runner import TokenLoop
 from folovllm.step.packed import Field, choose_bucket
 from folovllm.step.schedule import SchedulerOutput
-from folovllm.worker.loop_runner import TokenLoop
 from folovllm.worker.step_graph import AllGraphs, StepGraph
 from milestones.counting import ToyModel, count_kernel
 from milestones.virtual import Costs, Run, load_trace, serve

@@ -75,7 +75,7 @@ class Builder:
 
     milestone: str
     title: str
-    name: str  # of the file in mine/folovllm/builders/, and what `EngineConfig.builders` says of it
+    name: str  # of the file in mine/folovllm/learn/builders/, and what `EngineConfig.builders` says of it
     symbol: str  # what the engine looks for in that file
     protocol: str  # module:qualified name
     tests: tuple[str, ...]
@@ -98,7 +98,7 @@ class Builder:
     @property
     def path(self) -> Path:
         """Of the learner's file, in `mine/`."""
-        return Path(PACKAGE, "builders", f"{self.name}.py")
+        return Path(PACKAGE, "learn", "builders", f"{self.name}.py")
 
     @property
     def statement(self) -> str:

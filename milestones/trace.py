@@ -23,10 +23,10 @@ PROMPT = "Tell me a story about Lily and a red kite."
 
 # What checks a user's values and files, reports, or is for other libraries' users: no part of how a token is made.
 ASIDE_FILES = (
-    "__init__.py", "children.py", "config.py", "cores.py", "plugins.py", "engine/metrics.py",
-    "event_stream.py", "events.py", "engine/extension.py", "engine/deferred_mask.py", "files.py", "inputs.py", "models/files.py",
+    "__init__.py", "distributed/children.py", "config.py", "distributed/cores.py", "plugins.py", "engine/metrics.py",
+    "engine/event_stream.py", "engine/events.py", "engine/extension.py", "engine/deferred_mask.py", "models/written_files.py", "engine/inputs.py", "models/files.py",
     "models/shapes.py", "outputs.py",
-    "require.py", "sampling_params.py", "spelling.py",
+    "engine/require.py", "sampling_params.py", "engine/spelling.py",
 )  # fmt: skip
 ASIDE_NAMES = re.compile(
     r"Speeds|added|[Qq]uantization|(use|most|choose)_threads|largest_product|(.*\.)?_?(require|check|validate|speeds|(un)?subscribe|snapshot|heed)|.*<locals>"

@@ -28,9 +28,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from folovllm import LLM, SamplingParams
-from folovllm.quantization.gguf_reader import MAGIC, read_gguf
-from folovllm.quantization.quantizer.options import QuantizeOptions
-from folovllm.quantization.quantizer.run import quantize
+from folovllm.electives.quantization.gguf_reader import MAGIC, read_gguf
+from folovllm.electives.quantization.quantizer.options import QuantizeOptions
+from folovllm.electives.quantization.quantizer.run import quantize
 from tests.helpers import CHAT_TEMPLATE, tiny_checkpoint
 from tests.x2.quantized import BYTE_KINDS as INT8
 from tests.x2.quantized import INT4_KINDS as INT4

@@ -31,13 +31,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from folovllm.attention.backends.abstract import AttentionConfig
 from folovllm.attention.backends.registry import get_backend
 from folovllm.attention.backends.torch_cat import GrowingKVCache
-from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.attention import Attention
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.state_layer import StateLayer
-from folovllm.model_config import head_dim_of
 from folovllm.models.loader import load_model
+from folovllm.models.model_config import head_dim_of
 from folovllm.models.registry import PLAIN_LAYERS, build_model
+from folovllm.step.forward_batch import ForwardBatch
 
 transformers.utils.logging.disable_progress_bar()
 FAMILIES = ("qwen3", "llama", "qwen2", "mistral", "phi3")

@@ -5,12 +5,12 @@ from importlib import import_module
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "folovllm"
-NO_KERNELS = {"folovllm.kernels.dry_run", "folovllm.kernels.numpy_triton"}
+NO_KERNELS = {"folovllm.kernels.dry_run", "folovllm.learn.numpy_triton"}
 
 
 def kernel_modules() -> list[str]:
     """Dotted names of the files in `kernels/` and `hopper/` of any package. Imports nothing."""
-    files = [*PACKAGE.rglob("kernels/*.py"), *PACKAGE.glob("hopper/*.py")]
+    files = [*PACKAGE.rglob("kernels/*.py"), *PACKAGE.glob("electives/hopper/*.py")]
     names = {
         ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) for file in files if file.stem != "__init__"
     }

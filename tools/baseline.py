@@ -25,9 +25,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from folovllm.bench.contenders import GEOMETRIES, write_geometry
-from folovllm.bench.serving import Point, Sweep, serving
-from folovllm.bench.workload import load_workload
+from folovllm.apps.bench.contenders import GEOMETRIES, write_geometry
+from folovllm.apps.bench.serving import Point, Sweep, serving
+from folovllm.apps.bench.workload import load_workload
 
 HERE = Path(__file__).resolve().parents[1]
 CHILD = HERE / "tools" / "baseline_child.py"

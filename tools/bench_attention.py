@@ -20,7 +20,7 @@ import torch
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
 from folovllm.attention.backends.registry import get_backend
 from folovllm.attention.backends.triton import TritonBackend
-from folovllm.forward_batch import ForwardBatch
+from folovllm.step.forward_batch import ForwardBatch
 from tools.gpu import card_rates, microseconds
 
 LAYERS = 28
@@ -123,7 +123,7 @@ def bench_backends(bandwidth: float) -> None:
 
 def bench_verification(bandwidth: float) -> None:
     """Print a decode, and verification by the prefill kernel and by the kernel of its own, for each batch and context."""
-    from folovllm.spec_decode.attention import TritonVerifyBackend
+    from folovllm.electives.spec_decode.attention import TritonVerifyBackend
 
     for context in (512, 4096, 32768):
         for batch in (1, 8, 64):

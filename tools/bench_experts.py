@@ -16,10 +16,10 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from folovllm.moe.kernels.grouped_linear import grouped_linear
-from folovllm.moe.kernels.route import choose, combine
-from folovllm.quantization.kernels.grouped_quant import grouped_quant
-from folovllm.quantization.weight import QuantizedWeight
+from folovllm.electives.moe.kernels.grouped_linear import grouped_linear
+from folovllm.electives.moe.kernels.route import choose, combine
+from folovllm.electives.quantization.kernels.grouped_quant import grouped_quant
+from folovllm.electives.quantization.weight import QuantizedWeight
 from tools.gpu import card_rates, microseconds
 
 HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8

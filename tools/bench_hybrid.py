@@ -14,13 +14,13 @@ from types import SimpleNamespace
 
 import torch
 
-from folovllm.forward_batch import ForwardBatch
-from folovllm.hybrid.fused import hybrid_kernels
-from folovllm.hybrid.gated_delta_net import GatedDeltaNet
-from folovllm.hybrid.kernels.delta_rule import DeltaHeads, delta_rule
-from folovllm.hybrid.kernels.gated_norm import gated_norm
-from folovllm.hybrid.kernels.short_conv import short_conv
+from folovllm.electives.hybrid.fused import hybrid_kernels
+from folovllm.electives.hybrid.gated_delta_net import GatedDeltaNet
+from folovllm.electives.hybrid.kernels.delta_rule import DeltaHeads, delta_rule
+from folovllm.electives.hybrid.kernels.gated_norm import gated_norm
+from folovllm.electives.hybrid.kernels.short_conv import short_conv
 from folovllm.models.fused_layer import skinny_layers
+from folovllm.step.forward_batch import ForwardBatch
 from tools.bench_experts import LAYERS, microseconds_a_layer
 from tools.gpu import card_rates
 

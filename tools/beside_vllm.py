@@ -20,8 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from folovllm.bench.contenders import GEOMETRIES, write_geometry
-from folovllm.bench.workload import load_workload, mixed_workload
+from folovllm.apps.bench.contenders import GEOMETRIES, write_geometry
+from folovllm.apps.bench.workload import load_workload, mixed_workload
 
 WORKS = {  # requests at once, tokens of a prompt, tokens of an answer
     **{f"{n} at once": (n, 512, 256) for n in (1, 4, 16, 64, 256)},

@@ -25,18 +25,17 @@ ROOT = Path(__file__).resolve().parents[1]
 NAMES = Path(__file__).with_name("elective_names.toml")
 # Who owns a file, by its path in the package; the first part that matches. What no part names is core.
 PARTS = {
-    "hopper": ["hopper/*"],
-    "X1": ["server/*", "structured_output/*"],
-    "X2": ["quantization/*"],
-    "X3": ["spec_decode/*"],
-    "X4": ["moe/*"],
-    "X5": ["hybrid/*"],
-    "X6": ["rollouts/*"],
-    "X7": ["kv_transfer/*"],
-    "inspector, bench, cli": ["inspector/*", "bench/*", "cli/*", "watcher.py"],
+    "hopper": ["electives/hopper/*"],
+    "X1": ["electives/server/*", "electives/structured_output/*"],
+    "X2": ["electives/quantization/*"],
+    "X3": ["electives/spec_decode/*"],
+    "X4": ["electives/moe/*"],
+    "X5": ["electives/hybrid/*"],
+    "X6": ["electives/rollouts/*"],
+    "X7": ["electives/kv_transfer/*"],
+    "inspector, bench, cli": ["apps/*"],
     "learn": ["learn/*"],
 }
-FOLDERS = ("electives/", "apps/")  # which a part's patterns leave out
 BUDGETS = {
     "M1": (45, 4_200), "M1 to M3": (57, 5_600), "core": (17_600,), "X1": (4_300,), "X2": (4_200,), "X3": (2_350,), "X4": (906,), "X5": (1_139,),
     "X6": (1_575,), "X7": (1_500,), "hopper": (764,), "inspector, bench, cli": (3_700,), "folovllm/": (37_000,),
@@ -51,8 +50,6 @@ PRESETS = {
 
 def part_of(file: str) -> str:
     """The part that owns a file, by its path in the package."""
-    for folder in FOLDERS:
-        file = file.removeprefix(folder)
     return next((part for part, patterns in PARTS.items() if any(fnmatch(file, p) for p in patterns)), "core")
 
 

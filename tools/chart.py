@@ -20,7 +20,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from folovllm.bench.report import Result, device_line, digits, load
+from folovllm.apps.bench.report import Result, device_line, digits, load
 
 DATA = Path(__file__).resolve().parents[1] / "docs/data"
 LADDER = {

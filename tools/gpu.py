@@ -8,7 +8,7 @@ from statistics import median
 
 import torch
 
-from folovllm.bench.roofline import Rates, measure_rates
+from folovllm.apps.bench.roofline import Rates, measure_rates
 
 
 def microseconds(work: Callable[[], object], replays: int = 20, as_graph: bool = True) -> float:

@@ -14,11 +14,11 @@ import torch
 import torch.nn.functional as F
 
 from folovllm import LLM, SamplingParams
+from folovllm.electives.rollouts.demo import engine_logprobs, prompt_of
+from folovllm.electives.rollouts.demo_options import COLOURS
+from folovllm.electives.rollouts.grpo import importance_ratio
+from folovllm.electives.rollouts.trainer import Policy
 from folovllm.models.registry import PLAIN_LAYERS
-from folovllm.rollouts.demo import engine_logprobs, prompt_of
-from folovllm.rollouts.demo_options import COLOURS
-from folovllm.rollouts.grpo import importance_ratio
-from folovllm.rollouts.trainer import Policy
 
 SHAPES = ((192, 512), (256, 768), (256, 1536), (768, 256), (1024, 3072))  # inputs, outputs
 ROWS = (1, 2, 3, 4, 8, 16, 32, 64)

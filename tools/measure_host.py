@@ -16,8 +16,8 @@ from unittest.mock import patch
 
 from folovllm import EngineConfig, SamplingParams, build
 from folovllm.engine.llm_engine import LLMEngine, make_engine
+from folovllm.engine.setup import EngineSetup
 from folovllm.executor.packed_executor import PackedExecutor
-from folovllm.setup import EngineSetup
 from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.packed import Field, PackedStep
 from folovllm.step.schedule import StepResult

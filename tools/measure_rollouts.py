@@ -19,10 +19,10 @@ import torch
 from safetensors.torch import save_file
 
 from folovllm import LLM, SamplingParams
-from folovllm.bench.contenders import random_model
+from folovllm.apps.bench.contenders import random_model
+from folovllm.electives.rollouts.demo import engine_logprobs
+from folovllm.electives.rollouts.trainer import Policy
 from folovllm.models.registry import PLAIN_LAYERS
-from folovllm.rollouts.demo import engine_logprobs
-from folovllm.rollouts.trainer import Policy
 
 ROUNDS = 5
 PROMPT = list(range(100, 228))

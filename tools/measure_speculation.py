@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from folovllm import LLM, SamplingParams
-from folovllm.structured_outputs import StructuredOutputsParams
+from folovllm.engine.structured_outputs import StructuredOutputsParams
 
 FOLDER = Path(__file__).parent / "speculation"
 

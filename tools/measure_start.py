@@ -155,7 +155,7 @@ def write(geometry: str, folder: Path) -> str:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from folovllm.bench.contenders import GEOMETRIES
+    from folovllm.apps.bench.contenders import GEOMETRIES
 
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**GEOMETRIES[geometry]), dtype=torch.bfloat16)

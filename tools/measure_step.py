@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from folovllm.bench.contenders import GEOMETRIES, parse_contenders, random_model
-from folovllm.bench.serve import finish, running
+from folovllm.apps.bench.contenders import GEOMETRIES, parse_contenders, random_model
+from folovllm.apps.bench.serve import finish, running
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.sampling_params import SamplingParams

@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from folovllm.apps.inspector.playground import CONTROLS, config_fields
+from folovllm.apps.inspector.recorder import Recorder
+from folovllm.apps.inspector.scenes import Scene, Words, scenes
 from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import LLMEngine, make_engine
-from folovllm.inspector.playground import CONTROLS, config_fields
-from folovllm.inspector.recorder import Recorder
-from folovllm.inspector.scenes import Scene, Words, scenes
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from milestones.running_example import example

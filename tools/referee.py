@@ -32,9 +32,9 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from folovllm.bench.contenders import GEOMETRIES
-from folovllm.bench.roofline import measure_rates
-from folovllm.bench.serve import running
+from folovllm.apps.bench.contenders import GEOMETRIES
+from folovllm.apps.bench.roofline import measure_rates
+from folovllm.apps.bench.serve import running
 from folovllm.config import DEFAULT_MODEL, EngineConfig
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.sampling_params import SamplingParams

@@ -17,8 +17,8 @@ from typing import Any
 
 from PIL import Image
 
-from folovllm.inspector.page import one_file
-from folovllm.inspector.scenes import scenes
+from folovllm.apps.inspector.page import one_file
+from folovllm.apps.inspector.scenes import scenes
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURES, BOOK = ROOT / "docs" / "img", ROOT / "docs" / "assets" / "recordings"

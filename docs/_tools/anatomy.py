@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-from folovllm.bench.contenders import GEOMETRIES
-from folovllm.model_config import head_dim_of
+from folovllm.apps.bench.contenders import GEOMETRIES
 from folovllm.models.files import ASSETS
 from folovllm.models.llama import LlamaForCausalLM
+from folovllm.models.model_config import head_dim_of
 from folovllm.models.registry import build_model
 
 SMALL, LARGE = "stories-5m", "Qwen3-0.6B"

@@ -17,11 +17,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from folovllm.attention.backends.abstract import AttentionConfig
 from folovllm.attention.backends.torch_cat import GrowingKVCache, TorchCatBackend
-from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.attention import attention_layers
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import load_model
 from folovllm.models.registry import build_model
+from folovllm.step.forward_batch import ForwardBatch
 
 QUESTION = "What is the capital of Peru?"
 

@@ -147,7 +147,7 @@ def _first_line(node: ast.AST) -> int:
 
 def flag_table(target: str) -> str:
     """Flags, defaults and meanings of a dataclass, from the same source as `--help`."""
-    from folovllm.cli.flags import default_of, described_fields, flag_name
+    from folovllm.apps.cli.flags import default_of, described_fields, flag_name
 
     module, _, name = target.partition(":")
     rows = ["| flag | default | |", "|---|---|---|"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from folovllm.bench.contenders import GEOMETRIES
+from folovllm.apps.bench.contenders import GEOMETRIES
 from milestones import expert_pictures
 from milestones.pictures import Picture
 from milestones.routing import Routing, expected, read_by, routing_of, routings

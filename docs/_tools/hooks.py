@@ -24,8 +24,8 @@ from mkdocs.utils import get_relative_url
 sys.path[:0] = [str(Path(__file__).parent)]
 from editions import COURSE, MARK, Pair, chinese_picture  # noqa: E402
 
-from folovllm.inspector.page import one_file  # noqa: E402
-from folovllm.inspector.scenes import scenes  # noqa: E402
+from folovllm.apps.inspector.page import one_file  # noqa: E402
+from folovllm.apps.inspector.scenes import scenes  # noqa: E402
 from milestones.language import messages  # noqa: E402
 
 ZH = "zh"

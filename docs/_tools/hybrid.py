@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from folovllm.bench.contenders import GEOMETRIES
+from folovllm.apps.bench.contenders import GEOMETRIES
 from folovllm.config import EngineConfig
+from folovllm.engine.setup import EngineSetup, set_up
 from folovllm.layers.state_layer import StatePool
 from folovllm.models.registry import build_model
-from folovllm.setup import EngineSetup, set_up
 
 HYBRID, FULL = "Qwen3.5-9B", "the same with full attention alone"
 ASSETS = Path(__file__).resolve().parents[2] / "folovllm/assets"

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from folovllm.bench.contenders import GEOMETRIES
+from folovllm.apps.bench.contenders import GEOMETRIES
 from tools.gpu import microseconds
 
 GEOMETRY = GEOMETRIES["qwen3-0.6b"]

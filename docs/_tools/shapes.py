@@ -20,8 +20,8 @@ from torch import nn
 from folovllm.attention.backends.abstract import AttentionConfig
 from folovllm.attention.backends.torch_paged import TorchPagedBackend, gather_blocks
 from folovllm.cache.block_manager import BlockManager
-from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.attention import attention_layers
+from folovllm.step.forward_batch import ForwardBatch
 from folovllm.step.schedule import SamplingSpec, ScheduledSequence
 from folovllm.worker.input_batch import InputBatch
 

@@ -25,13 +25,13 @@ import matplotlib.pyplot as plt
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from folovllm.bench.http_load import Reply  # noqa: E402
-from folovllm.bench.serving import Point, drive  # noqa: E402
-from folovllm.bench.workload import BenchRequest  # noqa: E402
+from folovllm.apps.bench.http_load import Reply  # noqa: E402
+from folovllm.apps.bench.serving import Point, drive  # noqa: E402
+from folovllm.apps.bench.workload import BenchRequest  # noqa: E402
 from folovllm.config import EngineConfig  # noqa: E402
+from folovllm.electives.server.async_engine import AsyncEngine  # noqa: E402
+from folovllm.electives.server.transport import ThreadTransport  # noqa: E402
 from folovllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: E402
-from folovllm.server.async_engine import AsyncEngine  # noqa: E402
-from folovllm.server.transport import ThreadTransport  # noqa: E402
 from folovllm.step.schedule import SchedulerOutput  # noqa: E402
 from tools.measure_host import NoDevice, Sampled, engine_over  # noqa: E402
 

@@ -20,18 +20,18 @@ import matplotlib.pyplot as plt
 from transformers import AutoConfig
 
 from folovllm.config import DEFAULT_MODEL
-from folovllm.kv_format import FP8
+from folovllm.electives.quantization.quantizer.gptq import gptq
+from folovllm.electives.quantization.quantizer.groups import dequantize_groups, quantize_groups
+from folovllm.electives.quantization.quantizer.one_layer import Inputs
+from folovllm.electives.quantization.quantizer.options import QuantizeOptions
+from folovllm.electives.quantization.quantizer.perplexity import perplexity, token_losses
+from folovllm.electives.quantization.quantizer.run import rows_of
+from folovllm.electives.quantization.quantizer.whole import logits_of
+from folovllm.kernels.kv_format import FP8
 from folovllm.models.files import resolve_model
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import load_model
 from folovllm.models.registry import build_model
-from folovllm.quantization.quantizer.gptq import gptq
-from folovllm.quantization.quantizer.groups import dequantize_groups, quantize_groups
-from folovllm.quantization.quantizer.one_layer import Inputs
-from folovllm.quantization.quantizer.options import QuantizeOptions
-from folovllm.quantization.quantizer.perplexity import perplexity, token_losses
-from folovllm.quantization.quantizer.run import rows_of
-from folovllm.quantization.quantizer.whole import logits_of
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "data" / "x2_fewer_bits_cpu.json"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from folovllm.event_stream import Events
-from folovllm.events import BlockState
+from folovllm.engine.event_stream import Events
+from folovllm.engine.events import BlockState
 from folovllm.request import Sequence
 from folovllm.step.schedule import Extras, ScheduledSequence
 

@@ -13,8 +13,8 @@ import xxhash
 
 from folovllm.cache.block_manager import Block, BlockManager
 from folovllm.cache.manager import PrefixCacheStats
-from folovllm.event_stream import Events
-from folovllm.events import BlockAdopted, BlockCached, BlockEvicted, PrefixHit
+from folovllm.engine.event_stream import Events
+from folovllm.engine.events import BlockAdopted, BlockCached, BlockEvicted, PrefixHit
 from folovllm.request import CachedPrefix, Sequence, SequenceStatus
 from folovllm.step.schedule import TokenIds
 

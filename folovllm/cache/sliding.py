@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.manager import KVCacheManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager, notes_of
-from folovllm.event_stream import Events
-from folovllm.events import BlockPassed
-from folovllm.model_config import window_of
+from folovllm.engine.event_stream import Events
+from folovllm.engine.events import BlockPassed
+from folovllm.models.model_config import window_of
 from folovllm.request import Sequence
 
 if TYPE_CHECKING:

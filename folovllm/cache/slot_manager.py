@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from folovllm.cache.manager import KVCacheManager
-from folovllm.event_stream import Events
-from folovllm.events import BlockClaimed, BlockFreed, BlockState, BlockTaken, TableFreed
+from folovllm.engine.event_stream import Events
+from folovllm.engine.events import BlockClaimed, BlockFreed, BlockState, BlockTaken, TableFreed
 from folovllm.request import Sequence
 
 

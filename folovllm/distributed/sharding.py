@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from folovllm.model_config import head_dim_of, num_experts_of, num_kv_heads_of, num_linear_of
+from folovllm.models.model_config import head_dim_of, num_experts_of, num_kv_heads_of, num_linear_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

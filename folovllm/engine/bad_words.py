@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from folovllm.inputs import encode
-from folovllm.require import require
+from folovllm.engine.inputs import encode
+from folovllm.engine.require import require
 from folovllm.sample.sampling_row import MAX_BAD_TOKENS, MAX_BAD_WORDS
 from folovllm.sampling_params import SamplingParams
 

@@ -7,14 +7,14 @@ from collections.abc import Sequence as SequenceOf
 
 from folovllm.cache.manager import KVCacheManager, PrefixCacheStats
 from folovllm.engine.core import EngineCore
+from folovllm.engine.events import ExpertsAsked, Listener
+from folovllm.engine.inputs import Prompt, as_requests, is_one_prompt
 from folovllm.engine.metrics import EngineStats, StepLog, StepStats, engine_stats
+from folovllm.engine.require import also_takes
+from folovllm.engine.setup import EngineSetup
 from folovllm.engine.snapshot import snapshot
-from folovllm.events import ExpertsAsked, Listener
-from folovllm.inputs import Prompt, as_requests, is_one_prompt
 from folovllm.outputs import RequestOutput
-from folovllm.require import also_takes
 from folovllm.sampling_params import SamplingParams
-from folovllm.setup import EngineSetup
 
 
 class EngineCalls(ABC):
@@ -72,7 +72,7 @@ class EngineCalls(ABC):
         return len(self.core.output.requests)
 
     def subscribe(self, listener: Listener, experts: bool = False) -> None:
-        """Call `listener(events)` after each step with what happened (`folovllm.events`), and now with the present state.
+        """Call `listener(events)` after each step with what happened (`folovllm.engine.events`), and now with the present state.
 
         With `experts`, what happened includes how often experts were asked (`ExpertsAsked`), where `count_experts` is set.
         """

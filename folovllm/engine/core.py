@@ -6,12 +6,12 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from folovllm.engine.event_stream import Events
 from folovllm.engine.logits_mask import LogitsMask, abort_broken
 from folovllm.engine.logprobs import keep_logprobs
 from folovllm.engine.metrics import report_step
 from folovllm.engine.output_processor import OutputProcessor, RequestState
 from folovllm.engine.scheduler import SchedulerLike
-from folovllm.event_stream import Events
 from folovllm.executor.abstract import Executor, Pending
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence

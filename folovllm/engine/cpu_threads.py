@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from folovllm.setup import EngineSetup
+from folovllm.engine.setup import EngineSetup
 
 SMALL = 1 << 19  # weights: a product with fewer is over before a second thread has woken up
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from folovllm.engine.spelling import Spelling
 from folovllm.sampling_params import SamplingParams
-from folovllm.spelling import Spelling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from folovllm.attention.backends.abstract import AttentionBackend
     from folovllm.engine.logits_mask import LogitsMask
     from folovllm.engine.scheduler import Scheduler
+    from folovllm.engine.setup import EngineSetup
     from folovllm.executor.abstract import Executor
     from folovllm.layers.layer_set import LayerSet
-    from folovllm.setup import EngineSetup
     from folovllm.worker.graph_runner import GraphRunner
     from folovllm.worker.model_runner import ModelRunner
 

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from folovllm.engine.detokenizer import IncrementalDetokenizer, make_detokenizer
 from folovllm.engine.detokenizer_stream import make_stream_detokenizer
-from folovllm.inputs import Prompt, PromptParts, encode, parse_prompt
+from folovllm.engine.inputs import Prompt, PromptParts, encode, parse_prompt
+from folovllm.engine.require import is_whole, require
+from folovllm.engine.setup import EngineSetup
+from folovllm.engine.spelling import Spelling
 from folovllm.models.files import eos_token_ids
 from folovllm.request import Request, Sequence
-from folovllm.require import is_whole, require
 from folovllm.sampling_params import SamplingParams
-from folovllm.setup import EngineSetup
-from folovllm.spelling import Spelling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,20 +15,20 @@ from folovllm import build
 from folovllm.config import EngineConfig
 from folovllm.engine.calls import EngineCalls
 from folovllm.engine.cpu_threads import use_threads
+from folovllm.engine.event_stream import Events
 from folovllm.engine.input_processor import InputProcessor
+from folovllm.engine.inputs import Prompt
+from folovllm.engine.older_config import ModelConfig
 from folovllm.engine.output_processor import RequestState
+from folovllm.engine.require import also_takes
 from folovllm.engine.scheduler import SchedulerLike
+from folovllm.engine.setup import set_up
 from folovllm.engine.snapshot import added
-from folovllm.event_stream import Events
 from folovllm.executor.abstract import Executor
-from folovllm.inputs import Prompt
 from folovllm.models.files import load_tokenizer, whole
-from folovllm.older_config import ModelConfig
 from folovllm.outputs import RequestOutput
 from folovllm.request import Request, Sequence
-from folovllm.require import also_takes
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
-from folovllm.setup import set_up
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

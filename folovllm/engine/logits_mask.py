@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
 
-from folovllm.event_stream import Events
-from folovllm.events import GivenUp
+from folovllm.engine.event_stream import Events
+from folovllm.engine.events import GivenUp
 from folovllm.request import Sequence, SequenceOutput, SequenceStatus
 from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.schedule import SchedulerOutput
@@ -27,7 +27,7 @@ class LogitsMask:
     def add(self, seqs: SequenceOf[Sequence]) -> None:
         """Begin with the sequences of a new request. Raises ValueError if what it asks for cannot be had."""
         if seqs[0].params.structured_outputs is not None:
-            raise ValueError("structured_outputs needs folovllm/structured_output, which is not installed")
+            raise ValueError("structured_outputs needs folovllm/electives/structured_output, which is not installed")
 
     def needs_mask(self, output: SchedulerOutput, seqs: SequenceOf[Sequence]) -> bool:
         """Whether a step samples for any sequence that may not have every token. `seqs`: those of the step, in order."""

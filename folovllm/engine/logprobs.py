@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from folovllm.engine.spelling import Spelling
 from folovllm.outputs import TokenLogprob
 from folovllm.request import Sequence
-from folovllm.spelling import Spelling
 from folovllm.step.schedule import Logprobs, Scores
 
 

@@ -7,9 +7,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Any
 
-from folovllm.engine.scheduler import SchedulerLike
-from folovllm.event_stream import Events
-from folovllm.events import (
+from folovllm.engine.event_stream import Events
+from folovllm.engine.events import (
     Aborted,
     DraftsVerified,
     Event,
@@ -20,9 +19,10 @@ from folovllm.events import (
     StepBegan,
     StepEnded,
 )
+from folovllm.engine.scheduler import SchedulerLike
+from folovllm.engine.setup import EngineSetup
 from folovllm.executor.abstract import Executor
 from folovllm.request import SequenceOutput
-from folovllm.setup import EngineSetup
 from folovllm.step.schedule import SchedulerOutput
 from folovllm.worker.gpu_worker import GPUWorker
 

@@ -8,8 +8,8 @@ from typing import Self
 
 from tqdm import tqdm
 
+from folovllm.engine.events import Event, StepEnded
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.events import Event, StepEnded
 
 
 class Progress:

@@ -12,9 +12,9 @@ from typing import Protocol
 import numpy as np
 
 from folovllm.cache.manager import KVCacheManager
+from folovllm.engine.events import Aborted, Admitted, Budget, Preempted, Refused, StepBegan
 from folovllm.engine.sampling_spec import sampling_spec, scores_of
 from folovllm.engine.stop import check_stop_conditions
-from folovllm.events import Aborted, Admitted, Budget, Preempted, Refused, StepBegan
 from folovllm.request import Sequence, SequenceOutput, SequenceStatus
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
 

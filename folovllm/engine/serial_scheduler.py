@@ -6,10 +6,10 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
+from folovllm.engine.event_stream import Events
+from folovllm.engine.events import Aborted, Admitted, Refused, StepBegan
 from folovllm.engine.sampling_spec import sampling_spec, scores_of
 from folovllm.engine.stop import check_stop_conditions
-from folovllm.event_stream import Events
-from folovllm.events import Aborted, Admitted, Refused, StepBegan
 from folovllm.request import Sequence, SequenceOutput, SequenceStatus
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from folovllm.cache.manager import KVCacheManager
+from folovllm.engine.events import RequestAdded, SequenceState, Snapshot
 from folovllm.engine.output_processor import RequestState
-from folovllm.events import RequestAdded, SequenceState, Snapshot
+from folovllm.engine.setup import EngineSetup
 from folovllm.request import Sequence, SequenceStatus
-from folovllm.setup import EngineSetup
 
 
 def snapshot(

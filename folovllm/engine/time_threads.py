@@ -8,7 +8,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from folovllm.cores import num_cores
+from folovllm.distributed.cores import num_cores
 
 MOST_TIMED = 1 << 22  # weights; of a larger product a part is timed
 ROWS = 16  # a small batch, or the end of a prompt

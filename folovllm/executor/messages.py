@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from folovllm.model_config import num_experts_of
+from folovllm.engine.setup import EngineSetup
+from folovllm.models.model_config import num_experts_of
 from folovllm.sample.sampling_row import RowField, SamplingUpdate, line_width
-from folovllm.setup import EngineSetup
 from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.packed import LINES, Field, Int32, PackedStep, Parts, Sample, split
 

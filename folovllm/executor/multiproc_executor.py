@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from folovllm.children import import_path, python_command
+from folovllm.distributed.children import import_path, python_command
 from folovllm.distributed.group import child_environment
+from folovllm.engine.setup import EngineSetup
 from folovllm.executor.abstract import T
 from folovllm.executor.messages import (
     CALL,
@@ -31,7 +32,6 @@ from folovllm.executor.packed_executor import PackedExecutor
 from folovllm.executor.plain_setup import plain
 from folovllm.executor.rank import Answer, Assignment, Failure, MakeRank, Ready, spin_seconds
 from folovllm.executor.ring import Ring, wait_for
-from folovllm.setup import EngineSetup
 from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.packed import Int32, PackedStep
 

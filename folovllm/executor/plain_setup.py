@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from types import SimpleNamespace
 
-from folovllm.setup import EngineSetup
+from folovllm.engine.setup import EngineSetup
 
 
 def plain(setup: EngineSetup) -> EngineSetup:

@@ -17,10 +17,10 @@ import torch
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from folovllm.distributed.group import PeersLost, ProcessGroup
+from folovllm.engine.setup import EngineSetup
 from folovllm.executor.messages import CALL, decode_step, encode_result, longest_messages
 from folovllm.executor.packed_executor import PackedWorker
 from folovllm.executor.ring import Ring, wait_for
-from folovllm.setup import EngineSetup
 from folovllm.step.packed import Int32
 from folovllm.worker.graph_runner import GraphRunner, PendingStep
 

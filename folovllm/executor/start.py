@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 
-from folovllm.children import end_with_parent
+from folovllm.distributed.children import end_with_parent
 
 
 def main() -> None:

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from folovllm.distributed.group import ProcessGroup
+from folovllm.engine.setup import EngineSetup
 from folovllm.executor.packed_executor import LocalExecutor
 from folovllm.executor.rank import MakeRank, rank_setup
-from folovllm.setup import EngineSetup
 
 
 class TorchrunExecutor(LocalExecutor):

@@ -8,7 +8,7 @@ import warnings
 from importlib.util import find_spec
 
 if find_spec("triton") is None:  # macOS, Windows
-    from folovllm.kernels import numpy_triton
+    from folovllm.learn import numpy_triton
 
     numpy_triton.install()
 

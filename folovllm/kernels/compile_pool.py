@@ -18,7 +18,7 @@ from typing import Any
 from triton import AsyncCompileMode, knobs
 from triton.runtime.cache import get_cache_manager
 
-from folovllm.children import import_path, python_command
+from folovllm.distributed.children import import_path, python_command
 from folovllm.kernels.compile_worker import Task
 
 PACKAGE = "folovllm."

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from folovllm.children import end_with_parent
+from folovllm.distributed.children import end_with_parent
 
 WITHOUT = ("torch", "torch.distributed")  # imports of the kernels' modules that are stubs here
 

@@ -26,7 +26,7 @@ from triton.runtime import driver
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
-from folovllm.cores import num_cores
+from folovllm.distributed.cores import num_cores
 from folovllm.kernels.carveout import divide_memory
 from folovllm.kernels.compile_pool import CompilePool, InPool
 from folovllm.kernels.compile_worker import Task, hash_from_below

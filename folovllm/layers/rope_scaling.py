@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from folovllm.model_config import UnsupportedModel, rope_kind, rope_parameters
+from folovllm.models.model_config import UnsupportedModel, rope_kind, rope_parameters
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from folovllm.model_config import rope_kind, rope_parameters
+from folovllm.models.model_config import rope_kind, rope_parameters
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from folovllm.forward_batch import ForwardBatch
-from folovllm.setup import EngineSetup
+from folovllm.engine.setup import EngineSetup
+from folovllm.step.forward_batch import ForwardBatch
 from folovllm.step.schedule import Extras, Int32
 
 STATES = "states"  # the owner of copies of states in a step's extras: index, snapshot to load before it, snapshot to save to after it

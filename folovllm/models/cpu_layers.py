@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.cpu.ops import CpuKernels, Heads, Layer, at, linear_of
 from folovllm.layers.embed_head import ParallelLMHead
 from folovllm.layers.fusable import FusablePlain
@@ -20,6 +19,7 @@ from folovllm.layers.linear import LinearBase, RowParallelLinear
 from folovllm.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 from folovllm.models.qwen2 import Qwen2Attention
 from folovllm.models.qwen3 import Qwen3Attention
+from folovllm.step.forward_batch import ForwardBatch
 
 
 class CpuPlain(FusablePlain):

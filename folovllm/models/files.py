@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from folovllm.config import DEFAULT_MODEL, EngineConfig
-from folovllm.model_config import UnsupportedModel, num_kv_heads_of
+from folovllm.models.model_config import UnsupportedModel, num_kv_heads_of
 from folovllm.models.quick_start import PlainConfig, QuickTokenizer
 from folovllm.plugins import DOWNLOADS, FILE_FORMATS, MODELS, require
 from folovllm.sampling_params import SamplingParams

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.activation import gelu_and_mul, silu_and_mul
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
@@ -24,6 +23,7 @@ from folovllm.models.gemma3 import Gemma3RMSNorm
 from folovllm.models.llama import LlamaAttention
 from folovllm.models.qwen2 import Qwen2Attention
 from folovllm.models.qwen3 import Qwen3Attention
+from folovllm.step.forward_batch import ForwardBatch
 
 if TYPE_CHECKING:
     from folovllm.distributed.group import Group

@@ -11,7 +11,6 @@ from typing import cast
 
 import torch
 
-from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.activation import silu_and_mul
 from folovllm.kernels.skinny_linear import skinny_linear
 from folovllm.layers.embed_head import ParallelLMHead
@@ -19,6 +18,7 @@ from folovllm.layers.fusable import fusable, fused, fuses
 from folovllm.layers.layer_set import LayerSet
 from folovllm.models.fused import FusedLlamaAttention, SkinnyLinear, fused_layers, is_few
 from folovllm.models.llama import LlamaDecoderLayer, LlamaMLP, LlamaModel
+from folovllm.step.forward_batch import ForwardBatch
 
 MANY = 1024  # tokens that nobody reads: from here on the last layer leaves them out
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.activation import GeluAndMul
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.rotary_embedding import RotaryEmbedding
-from folovllm.model_config import UnsupportedModel, head_dim_of
 from folovllm.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaModel
+from folovllm.models.model_config import UnsupportedModel, head_dim_of
 from folovllm.models.qwen3 import Qwen3ForCausalLM
+from folovllm.step.forward_batch import ForwardBatch
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

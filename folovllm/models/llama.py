@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import nn
 
-from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.attention import Attention
 from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
@@ -19,7 +18,7 @@ from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.linear import LinearBase, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from folovllm.layers.rotary_embedding import RotaryEmbedding, rope_amplitude, rope_frequencies
-from folovllm.model_config import (
+from folovllm.models.model_config import (
     UnsupportedModel,
     head_dim_of,
     hidden_act_of,
@@ -27,6 +26,7 @@ from folovllm.model_config import (
     num_positions,
     windows_of,
 )
+from folovllm.step.forward_batch import ForwardBatch
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

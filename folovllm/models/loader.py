@@ -14,12 +14,12 @@ import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
+from folovllm.engine.setup import EngineSetup
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import FLOATS, PLAIN, LinearBase, LinearMethod, Plain
 from folovllm.models.files import SIZES, read_json, reading
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.registry import PLAIN_LAYERS, build_model
-from folovllm.setup import EngineSetup
 
 NO_ROOM = "allocate memory|Storage size calculation overflowed"  # of torch's messages on a CPU
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.rotary_embedding import RotaryEmbedding
 from folovllm.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP, LlamaModel
+from folovllm.step.forward_batch import ForwardBatch
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -12,7 +12,7 @@ import torch
 
 from folovllm.config import EngineConfig
 from folovllm.layers.layer_set import LayerSet, LinearMethodOf
-from folovllm.model_config import UnsupportedModel, hidden_act_of, num_experts_of
+from folovllm.models.model_config import UnsupportedModel, hidden_act_of, num_experts_of
 from folovllm.plugins import EXPERTS, MODELS, QUANTIZATION, require
 
 if TYPE_CHECKING:

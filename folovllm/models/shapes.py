@@ -10,7 +10,7 @@ import torch
 
 from folovllm.layers.fusable import PLAIN, fusable
 from folovllm.layers.state_layer import StateLayer
-from folovllm.model_config import expert_size_of, head_dim_of, num_experts_of, num_kv_heads_of, num_linear_of
+from folovllm.models.model_config import expert_size_of, head_dim_of, num_experts_of, num_kv_heads_of, num_linear_of
 from folovllm.models.registry import build_model, quantization_of
 
 if TYPE_CHECKING:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from folovllm.distributed.group import Group
 from folovllm.distributed.sharding import keep_experts_whole, local_config, shard_merged, shard_named
+from folovllm.engine.setup import EngineSetup
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.sharded import sharded
-from folovllm.model_config import head_dim_of
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import Tensors, built, checkpoint_places, load_model
+from folovllm.models.model_config import head_dim_of
 from folovllm.models.random_weights import init_random_weights
 from folovllm.models.registry import PLAIN_LAYERS, build_model, get_model_class
-from folovllm.setup import EngineSetup
 
 
 def load_sharded_model(

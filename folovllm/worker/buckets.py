@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from folovllm.setup import EngineSetup
+from folovllm.engine.setup import EngineSetup
 from folovllm.step.packed import (
     NO_SAMPLES,
     Field,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from folovllm.forward_batch import ForwardBatch
+from folovllm.step.forward_batch import ForwardBatch
 from folovllm.step.packed import IN_FLIGHT, NOTHING, Field, Int32, Parts, Sample
 
 

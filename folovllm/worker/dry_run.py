@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from folovllm.engine.setup import EngineSetup
 from folovllm.models.llama import LlamaModel
-from folovllm.setup import EngineSetup
 
 
 def compile_at_once(setup: EngineSetup, model: LlamaModel, work: Callable[[], None]) -> None:

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from folovllm.engine.setup import EngineSetup
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.sample.logprobs import SampledLogprobs, gather_logprobs
 from folovllm.sample.sampler_state import SamplerState
-from folovllm.setup import EngineSetup
 from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.packed import (
     Field,

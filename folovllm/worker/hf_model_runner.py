@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.utils import logging as hf_logging
 
+from folovllm.engine.setup import EngineSetup
 from folovllm.models.files import reading
 from folovllm.models.loader import checkpoint_files, require_finite, require_float_weights
 from folovllm.sample.logprobs import gather_logprobs, num_scored_at_once
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler
-from folovllm.setup import EngineSetup
 from folovllm.step.schedule import Logprobs, SchedulerOutput, Scores, StepResult, one_each
 
 

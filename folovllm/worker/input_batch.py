@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from folovllm.forward_batch import ForwardBatch
+from folovllm.step.forward_batch import ForwardBatch
 from folovllm.step.schedule import ScheduledSequence
 
 Ints = npt.NDArray[np.int64]

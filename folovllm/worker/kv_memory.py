@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 
-from folovllm.model_config import most_held, window_of
-from folovllm.setup import EngineSetup
+from folovllm.engine.setup import EngineSetup
+from folovllm.models.model_config import most_held, window_of
 
 logger = logging.getLogger("folovllm")
 

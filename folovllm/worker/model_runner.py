@@ -11,7 +11,7 @@ import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend
 from folovllm.attention.backends.registry import make_backend
-from folovllm.forward_batch import ForwardBatch
+from folovllm.engine.setup import EngineSetup
 from folovllm.layers.attention import attention_layers
 from folovllm.layers.state_layer import StatePool
 from folovllm.models.llama import LlamaForCausalLM
@@ -20,7 +20,7 @@ from folovllm.plugins import CALIBRATION, require
 from folovllm.sample.logprobs import SampledLogprobs, by_sequence, score
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler, SamplingBatch
-from folovllm.setup import EngineSetup
+from folovllm.step.forward_batch import ForwardBatch
 from folovllm.step.schedule import Logprobs, ScheduledSequence, SchedulerOutput, StepResult, one_each, tokens_to_score
 from folovllm.worker.input_batch import InputBatch, SlotsOf
 from folovllm.worker.kv_memory import num_blocks_that_fit

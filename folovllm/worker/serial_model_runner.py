@@ -9,15 +9,15 @@ import torch
 
 from folovllm.attention.backends.registry import get_backend
 from folovllm.attention.backends.torch_cat import GrowingKVCache
-from folovllm.forward_batch import ForwardBatch
+from folovllm.engine.setup import EngineSetup
 from folovllm.layers.attention import attention_layers
 from folovllm.layers.state_layer import StatePool
-from folovllm.model_config import num_linear_of
 from folovllm.models.llama import LlamaForCausalLM
+from folovllm.models.model_config import num_linear_of
 from folovllm.sample.logprobs import by_sequence, score
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler
-from folovllm.setup import EngineSetup
+from folovllm.step.forward_batch import ForwardBatch
 from folovllm.step.schedule import Logprobs, SchedulerOutput, StepResult, TokenIds, one_each, tokens_to_score
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from folovllm.model_config import num_experts_of
+from folovllm.engine.setup import EngineSetup
+from folovllm.models.model_config import num_experts_of
 from folovllm.sample.sampling_row import mask_width
-from folovllm.setup import EngineSetup
 from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.packed import PackedStep, StepPacker
 from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput

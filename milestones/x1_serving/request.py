@@ -14,9 +14,9 @@ def run(preset: str, enter: Callable[[str], None]) -> None:
 
 
 async def _serve(preset: str, enter: Callable[[str], None]) -> None:
-    from folovllm.server.app import build_app
-    from folovllm.server.async_engine import AsyncEngine
-    from folovllm.server.config import ServerConfig
+    from folovllm.electives.server.app import build_app
+    from folovllm.electives.server.async_engine import AsyncEngine
+    from folovllm.electives.server.config import ServerConfig
 
     body = json.dumps({"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "stream": True}).encode()
     gone = asyncio.Event()

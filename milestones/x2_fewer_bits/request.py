@@ -11,8 +11,8 @@ def run(preset: str, enter: Callable[[str], None]) -> None:
     """Quantise the embedded model with a little text, and answer one prompt by the engine of a preset."""
     from folovllm import LLM, SamplingParams
     from folovllm.config import DEFAULT_MODEL
-    from folovllm.quantization.quantizer.options import QuantizeOptions
-    from folovllm.quantization.quantizer.run import quantize
+    from folovllm.electives.quantization.quantizer.options import QuantizeOptions
+    from folovllm.electives.quantization.quantizer.run import quantize
 
     with tempfile.TemporaryDirectory() as folder:
         enter("quantising")

@@ -430,7 +430,7 @@ assert len(history) < len(static_history) and idle < static_idle
 # page says why. Choose *steps* for the picture above, a row a request.
 
 # %%
-from folovllm.inspector import film, show
+from folovllm.apps.inspector import film, show
 
 with film(llm, "In groups of four") as in_groups:
     serve(llm, static_groups_of=4)

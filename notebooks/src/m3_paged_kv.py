@@ -26,10 +26,10 @@ import numpy as np
 import torch
 
 from folovllm import LLM, SamplingParams
-from folovllm.bench.memory import measure
-from folovllm.bench.workload import mixed_workload
-from folovllm.cli.show import draw_pool
-from folovllm.watcher import Watcher
+from folovllm.apps.bench.memory import measure
+from folovllm.apps.bench.workload import mixed_workload
+from folovllm.apps.cli.show import draw_pool
+from folovllm.apps.inspector.watcher import Watcher
 from milestones import pictures
 from milestones.running_example import example, play
 
@@ -404,7 +404,7 @@ assert short_of_memory == serve(paged.engine, hungry), "with memory for all: the
 # block for what it holds.
 
 # %%
-from folovllm.inspector import film, show
+from folovllm.apps.inspector import film, show
 
 with film(tight, "Sixteen blocks for six requests") as run:
     serve(tight.engine, hungry)
@@ -489,7 +489,7 @@ def leaking(self, seq):
 
 
 scheduler_preempt = scheduler.preempt
-from folovllm import build_batch
+from folovllm.engine import build_batch
 
 breaks = {
     "as it is": None,

@@ -42,8 +42,8 @@ from folovllm.attention.backends.abstract import AttentionConfig, BackendUnavail
 from folovllm.attention.backends.flash_attn import FlashAttentionBackend
 from folovllm.attention.backends.registry import BACKENDS, get_backend
 from folovllm.attention.backends.torch_paged import TorchPagedBackend, attend, gather_blocks
-from folovllm.bench.roofline import measure_rates
-from folovllm.forward_batch import ForwardBatch
+from folovllm.apps.bench.roofline import measure_rates
+from folovllm.step.forward_batch import ForwardBatch
 from folovllm.kernels import decode, online_softmax, prefill, rms_norm, store
 from folovllm.kernels.online_softmax import LOG2_E
 from milestones.pictures import DARK

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from folovllm import LLM, SamplingParams
-from folovllm.bench.reuse import bench_sharing, time_to_first_token, watch_gaps
+from folovllm.apps.bench.reuse import bench_sharing, time_to_first_token, watch_gaps
 from milestones.pictures import lanes, step
 from milestones.running_example import play
 

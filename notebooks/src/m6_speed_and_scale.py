@@ -578,7 +578,7 @@ for blocks in (10, 40):
 # Everything on one clock, in the inspector: step through it with the arrow keys.
 
 # %%
-from folovllm.inspector import film
+from folovllm.apps.inspector import film
 
 films = []
 

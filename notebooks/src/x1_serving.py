@@ -27,9 +27,9 @@ import matplotlib.pyplot as plt
 import torch
 
 from folovllm import LLM, AsyncEngine, RequestOutputKind, SamplingParams
-from folovllm.server import engine_loop, sse, stream
-from folovllm.server.engine_loop import EngineLoop
-from folovllm.server.messages import Frames, Stop, frame
+from folovllm.electives.server import engine_loop, sse, stream
+from folovllm.electives.server.engine_loop import EngineLoop
+from folovllm.electives.server.messages import Frames, Stop, frame
 
 torch.set_num_threads(1)  # so that two runs of this notebook can be compared
 plt.rcParams.update({"figure.dpi": 72, "axes.spines.top": False, "axes.spines.right": False, "font.size": 10})
@@ -191,8 +191,8 @@ print(f"{lines} lines; a quick reader got {len(quick)} pieces, a slow one {len(s
 # `start` puts a copy of this notebook into `mine/`, and there it runs your code. What each function promises:
 
 # %%
-from folovllm.server.admission import Admission
-from folovllm.structured_output.choice import choice_mask
+from folovllm.electives.server.admission import Admission
+from folovllm.electives.structured_output.choice import choice_mask
 
 EXERCISES = {
     "x1.1": [EngineLoop.turn, engine_loop.run_engine],
@@ -231,7 +231,7 @@ print("|".join(pieces))
 # %%
 import folovllm.build
 from folovllm.engine.llm_engine import make_engine as make_any_engine
-from folovllm.server.transport import ThreadTransport
+from folovllm.electives.server.transport import ThreadTransport
 from folovllm.step.schedule import NothingScheduled, StepResult
 
 
@@ -574,4 +574,4 @@ await engine.close()
 # ## Where this leads
 #
 # `folovllm serve` puts HTTP in front of this: the [page about serving](../docs/reference/serving.md) has its flags. With structured output the engine's
-# sampler gets a mask for each step: try `folovllm.structured_output.choice.choice_mask` with a vocabulary of your own.
+# sampler gets a mask for each step: try `folovllm.electives.structured_output.choice.choice_mask` with a vocabulary of your own.

@@ -26,17 +26,17 @@ from transformers import AutoConfig
 
 from folovllm import LLM, SamplingParams
 from folovllm.config import DEFAULT_MODEL
-from folovllm.kv_format import FP8, encode
-from folovllm.quantization import packing
+from folovllm.kernels.kv_format import FP8, encode
+from folovllm.electives.quantization import packing
 from folovllm.models.files import resolve_model
 from folovllm.models.loader import load_model
 from folovllm.models.registry import build_model
-from folovllm.quantization.quantizer import awq, gptq, groups
-from folovllm.quantization.quantizer.one_layer import Inputs
-from folovllm.quantization.quantizer.options import QuantizeOptions
-from folovllm.quantization.quantizer.perplexity import perplexity, token_losses
-from folovllm.quantization.quantizer.run import quantize, rows_of
-from folovllm.quantization.quantizer.whole import logits_of
+from folovllm.electives.quantization.quantizer import awq, gptq, groups
+from folovllm.electives.quantization.quantizer.one_layer import Inputs
+from folovllm.electives.quantization.quantizer.options import QuantizeOptions
+from folovllm.electives.quantization.quantizer.perplexity import perplexity, token_losses
+from folovllm.electives.quantization.quantizer.run import quantize, rows_of
+from folovllm.electives.quantization.quantizer.whole import logits_of
 
 torch.set_num_threads(1)  # so that two runs of this notebook can be compared
 torch.set_grad_enabled(False)
@@ -133,7 +133,7 @@ assert lines <= 80, lines
 # `start` puts a copy of this notebook into `mine/`, and there it runs your code. What each function promises:
 
 # %%
-from folovllm.quantization.calibrate import scales_of
+from folovllm.electives.quantization.calibrate import scales_of
 
 EXERCISES = {
     "x2.1": [groups.find_scales, groups.round_to_codes, groups.dequantize_groups],
@@ -147,7 +147,7 @@ for id, functions in EXERCISES.items():
         print(f"{id}  {f.__module__}:{f.__qualname__}\n    {inspect.getdoc(f).splitlines()[0]}")
 
 # %% [markdown]
-# (x2.3 is Triton code: `code`, `load_scales` and `multiply_chunk` in `folovllm/quantization/kernels/int4_linear.py`.) One of them in full, signature and docstring:
+# (x2.3 is Triton code: `code`, `load_scales` and `multiply_chunk` in `folovllm/electives/quantization/kernels/int4_linear.py`.) One of them in full, signature and docstring:
 
 # %%
 print(f"def round_columns{inspect.signature(gptq.round_columns)}:\n")

@@ -30,12 +30,12 @@ from transformers.utils.logging import disable_progress_bar
 from folovllm import LLM, SamplingParams
 from folovllm.cache.block_manager import BlockManager
 from folovllm.models.files import resolve_model
-from folovllm.spec_decode.automaton import SuffixAutomaton
-from folovllm.spec_decode.choose import best_draft_lengths
-from folovllm.spec_decode.ngram import Lookup
-from folovllm.spec_decode.oracle import Oracle
-from folovllm.spec_decode.proposer import Proposer
-from folovllm.spec_decode.verify import accept
+from folovllm.electives.spec_decode.automaton import SuffixAutomaton
+from folovllm.electives.spec_decode.choose import best_draft_lengths
+from folovllm.electives.spec_decode.ngram import Lookup
+from folovllm.electives.spec_decode.oracle import Oracle
+from folovllm.electives.spec_decode.proposer import Proposer
+from folovllm.electives.spec_decode.verify import accept
 
 disable_progress_bar()
 torch.set_num_threads(1)
@@ -254,7 +254,7 @@ def draw_steps(made, tokens):
     plt.show()
 
 
-from folovllm.spec_decode.ngram import NgramProposer
+from folovllm.electives.spec_decode.ngram import NgramProposer
 
 shown = Shown(NgramProposer(1, 3))
 tokens, counts = answer(prompt, shown)
@@ -266,7 +266,7 @@ print(f"{len(tokens)} tokens; {counts.num_accepted} of {counts.num_draft_tokens}
 # draft tokens are underlined, the bonus has a frame, and what was rejected is struck out; in the cache the same tokens stand at the foot of their slots.
 
 # %%
-from folovllm.inspector import film, show
+from folovllm.apps.inspector import film, show
 
 DRAFT = {"method": "draft_model", "model": "stories-draft", "num_speculative_tokens": 4, "adaptive": False}
 SMALL = {**MODEL, "milestone": "m5", "max_model_len": 96, "num_kv_blocks": 14, "block_size": 8}
@@ -306,7 +306,7 @@ plt.show()
 # Eighty tokens are few, so chance shows; the curves are the expectation. More draft tokens give more tokens, and cost more. With the costs of this computer, measured above, the best number is the one with the most tokens a second:
 
 # %%
-from folovllm.spec_decode.choose import Curve, StepCost
+from folovllm.electives.spec_decode.choose import Curve, StepCost
 
 curve = Curve(tuple(map(float, widths)), tuple(np.maximum.accumulate(took)))
 for a in (0.1, 0.3, 0.5, 0.7, 0.9):
@@ -370,7 +370,7 @@ assert written < 40
 # **Keep what was not verified.** An engine that keeps all draft tokens, right or wrong: nothing crashes, and nothing warns. The text is simply the proposer's, with a word of the model here and there.
 
 # %%
-from folovllm.spec_decode import verify
+from folovllm.electives.spec_decode import verify
 
 with patch.object(verify, "accept", lambda sampled, draft: [*draft, sampled[len(draft)]]):
     wrong, _ = answer(ids, Oracle({tuple(ids): text}, 0.7, 4096), count=60)

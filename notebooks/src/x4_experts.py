@@ -32,10 +32,10 @@ from transformers.utils.logging import disable_progress_bar
 
 from folovllm import LLM, SamplingParams
 from folovllm.kernels.grouped_tiles import find_tile
-from folovllm.moe.kernels.grouped_linear import grouped_linear, multiply_tile
-from folovllm.moe.kernels.route import combine_kernel
-from folovllm.moe import layers as moe
-from folovllm.moe.layers import Experts, combine, route, sort_by_expert
+from folovllm.electives.moe.kernels.grouped_linear import grouped_linear, multiply_tile
+from folovllm.electives.moe.kernels.route import combine_kernel
+from folovllm.electives.moe import layers as moe
+from folovllm.electives.moe.layers import Experts, combine, route, sort_by_expert
 from folovllm.models.files import resolve_model
 from milestones import expert_pictures
 from milestones.routing import expected, read_by, routing_of, routings

@@ -24,10 +24,10 @@ import matplotlib.pyplot as plt
 import torch
 
 from folovllm import LLM, SamplingParams
-from folovllm.hybrid import snapshots
-from folovllm.hybrid.delta_rule import delta_rule, delta_rule_chunk, delta_rule_step, l2norm
-from folovllm.hybrid.short_conv import convolve
-from folovllm.hybrid.snapshots import SnapshotCache, snapshot_to_evict
+from folovllm.electives.hybrid import snapshots
+from folovllm.electives.hybrid.delta_rule import delta_rule, delta_rule_chunk, delta_rule_step, l2norm
+from folovllm.electives.hybrid.short_conv import convolve
+from folovllm.electives.hybrid.snapshots import SnapshotCache, snapshot_to_evict
 
 torch.set_num_threads(1)
 torch.manual_seed(0)
@@ -271,8 +271,8 @@ assert answers["every 32"] == answers["none"], "a snapshot changes no text"
 # This recording of the engine has a snapshot every 16 tokens: a dark bar at the end of a block. It stops at a question; guess, then press *See what happens*.
 
 # %%
-from folovllm.inspector import show
-from folovllm.inspector.scenes import scenes
+from folovllm.apps.inspector import show
+from folovllm.apps.inspector.scenes import scenes
 
 show(*scenes()["states"].files)
 
@@ -332,7 +332,7 @@ assert compare("a hit that is not cut", broken, right) > 1e-5
 # **A slot that is not begun anew.** The state of the sequence before is left in the slot, as if nobody looked whether a sequence begins.
 
 # %%
-from folovllm.hybrid import gated_delta_net
+from folovllm.electives.hybrid import gated_delta_net
 
 OTHER = "Tom and his dog ran to the park. It was a hot day, so they sat under a big tree. "
 with LLM(milestone="m3", max_model_len=512, **MODEL) as llm:

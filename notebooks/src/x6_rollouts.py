@@ -29,12 +29,12 @@ from transformers.utils.logging import disable_progress_bar
 from folovllm import LLM, SamplingParams
 from folovllm.models.files import resolve_model
 from folovllm.models.registry import PLAIN_LAYERS
-from folovllm.rollouts import demo, weights
-from folovllm.rollouts.attention import attend_in_tiles
-from folovllm.rollouts.demo_options import Options
-from folovllm.rollouts.generation import generation_root
-from folovllm.rollouts.grpo import group_advantages, importance_ratio
-from folovllm.rollouts.trainer import Policy
+from folovllm.electives.rollouts import demo, weights
+from folovllm.electives.rollouts.attention import attend_in_tiles
+from folovllm.electives.rollouts.demo_options import Options
+from folovllm.electives.rollouts.generation import generation_root
+from folovllm.electives.rollouts.grpo import group_advantages, importance_ratio
+from folovllm.electives.rollouts.trainer import Policy
 
 disable_progress_bar()
 torch.set_num_threads(1)

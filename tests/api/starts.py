@@ -16,7 +16,7 @@ def parameters() -> None:
 
 
 def commands() -> None:
-    from folovllm.cli import main
+    from folovllm.apps.cli import main
 
     helps = (["--help"], ["generate", "--help"], ["bench", "--help"])
     for arguments in (*helps, ["generate", "x", "--top-p", "3"], ["--version"]):

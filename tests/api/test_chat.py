@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from folovllm import LLM, SamplingParams
-from folovllm.cli.conversation import Chat
+from folovllm.apps.cli.conversation import Chat
 from tests.helpers import tiny_checkpoint
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from folovllm.cli import main
-from folovllm.cli.conversation import Chat
-from folovllm.cli.flags import described_fields, pick
+from folovllm.apps.cli import main
+from folovllm.apps.cli.conversation import Chat
+from folovllm.apps.cli.flags import described_fields, pick
 from folovllm.config import EngineConfig
 from folovllm.engine.ctrl_c import ctrl_c
-from folovllm.events import Listener, StepEnded
+from folovllm.engine.events import Listener, StepEnded
 from folovllm.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, StepResult
@@ -304,8 +304,8 @@ class TestEncodings:
         assert done.returncode == 0 and b"Usage" in done.stdout, done.stderr
 
     def test_other_files_with_a_mark(self, tmp_path: Path) -> None:
-        from folovllm.bench.workload import load_workload
-        from folovllm.quantization.quantizer.calibration import read_texts
+        from folovllm.apps.bench.workload import load_workload
+        from folovllm.electives.quantization.quantizer.calibration import read_texts
 
         file = tmp_path / "lines.jsonl"
         file.write_text('\ufeff{"text": "a", "prompt_len": 3, "output_len": 6}\n', encoding="utf-8")
@@ -468,7 +468,7 @@ class TestMine:
 
     SHOW = """
 import sys
-from folovllm.cli import main
+from folovllm.apps.cli import main
 for arguments in {commands}:
     try:
         main(arguments)
@@ -522,7 +522,7 @@ print(sys.modules["folovllm.outputs"].__file__)
             assert "not written yet: m2.2: f. " in error and "Traceback" not in error
 
     def test_without_mine_it_says_how_to_start(self, tmp_path: Path) -> None:
-        code = "import folovllm._overlay as o; o.__file__ = '/x/y/z'\nfrom folovllm.cli import main; main(['--mine'])"
+        code = "import folovllm.learn.overlay as o; o.__file__ = '/x/y/z'\nfrom folovllm.apps.cli import main; main(['--mine'])"
         done = self.python(tmp_path, code)
         assert done.returncode == 2 and "milestones start m1" in done.stderr
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from folovllm import LLM, EngineConfig, SamplingParams
-from folovllm.beam_search import BeamSearchParams
+from folovllm.engine.beam_search import BeamSearchParams
+from folovllm.engine.inputs import TextPrompt, TokensPrompt
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.inputs import TextPrompt, TokensPrompt
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import RequestOutputKind
 from tests.helpers import hf_model, prompts, tiny_checkpoint
@@ -314,7 +314,7 @@ class TestBeamSearch:
         free = BeamSearchParams(beam_width=2, max_tokens=3, ignore_eos=True)
         (output,) = llm.beam_search(["Hello"], free)
         end = output.sequences[0].tokens[5]
-        monkeypatch.setattr("folovllm.beam_search.eos_token_ids", lambda *_: frozenset({end}))
+        monkeypatch.setattr("folovllm.engine.beam_search.eos_token_ids", lambda *_: frozenset({end}))
         (output,) = llm.beam_search(["Hello"], replace(free, ignore_eos=False))
         for beam in output.sequences:
             assert (end in beam.tokens[5:]) == (beam.tokens[-1] == end) == (beam.finish_reason == "stop")
@@ -342,8 +342,8 @@ class TestBeamSearch:
             rows = [likely.get(beam.tokens[-1], rest) for beam in beams]
             return [{token: math.log(p) for token, p in row.items()} for row in rows]
 
-        monkeypatch.setattr("folovllm.beam_search._next_tokens", next_tokens)
-        monkeypatch.setattr("folovllm.beam_search.eos_token_ids", lambda *_: frozenset({2}))
+        monkeypatch.setattr("folovllm.engine.beam_search._next_tokens", next_tokens)
+        monkeypatch.setattr("folovllm.engine.beam_search.eos_token_ids", lambda *_: frozenset({2}))
         params = BeamSearchParams(beam_width=width, max_tokens=10, length_penalty=penalty)
         (output,) = llm.beam_search([[7] * 10], params)
         assert [beam.tokens[10:12] for beam in output.sequences] == expected

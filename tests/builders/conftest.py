@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from folovllm import _overlay, builders
+from folovllm.learn import builders
+from folovllm.learn import overlay as _overlay
 from milestones.manifest import Course
 from milestones.mine import Mine
 
@@ -36,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def component(request: pytest.FixtureRequest, folder: Path) -> Any:
     """What the test's module is about, by its name: test_block_manager.py gets `BlockManager`."""
     name = request.path.stem.removeprefix("test_")
-    if not (folder / "folovllm" / "builders" / f"{name}.py").is_file():
+    if not (folder / "folovllm" / "learn" / "builders" / f"{name}.py").is_file():
         pytest.skip(f"{name} is not begun here: `python -m milestones build` says how")
     try:
         return builders.load(name)

@@ -43,11 +43,11 @@ class TestCommands:
     def test_a_file_is_written_once(self, mine: Path) -> None:
         said = self.run("build", "m3")
         assert "new, yours to write" in said and "--milestone m3 --builders block_manager" in said
-        file = mine / "folovllm/builders/block_manager.py"
+        file = mine / "folovllm/learn/builders/block_manager.py"
         assert file.read_text("utf-8") == template(COURSE.builder("m3"), COURSE)
         file.write_text("mine")
         assert "left as it is" in self.run("build", "m3") and file.read_text("utf-8") == "mine"
-        assert "folovllm/builders/block_manager.py" in self.run("build")
+        assert "folovllm/learn/builders/block_manager.py" in self.run("build")
 
     def test_hints_come_one_at_a_time(self) -> None:
         assert "1 of 3 hints; the same command gives the next" in self.run("hint", "m3.builder")

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from folovllm import LLM, EngineConfig, builders
-from folovllm.builders import BUILDERS
+from folovllm import LLM, EngineConfig
+from folovllm.learn import builders
+from folovllm.learn.builders import BUILDERS
 from milestones.manifest import Course
 from tests.builders.engines import WITHOUT_MINE, texts
 
@@ -23,7 +24,7 @@ COURSE = Course(Path(__file__).resolve().parents[2])
 @contextmanager
 def written(name: str, folder: Path, change: Callable[[str], str | None]) -> Iterator[None]:
     """Within this, the component's file holds something else, or is gone."""
-    file, module = folder / f"folovllm/builders/{name}.py", f"folovllm.builders.{name}"
+    file, module = folder / f"folovllm/learn/builders/{name}.py", f"folovllm.learn.builders.{name}"
     kept = file.read_text("utf-8")
     text = change(kept)
     sys.modules.pop(module, None)
@@ -73,7 +74,7 @@ def test_an_unknown_name() -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (None, "there is no folovllm/builders/block_manager.py"),
+        (None, "there is no folovllm/learn/builders/block_manager.py"),
         ("x = 1", "has no BlockManager"),
         (
             "from folovllm.cache.manager import KVCacheManager\nclass BlockManager(KVCacheManager): ...",

@@ -79,7 +79,7 @@ def test_update_keeps_what_was_written_and_the_electives_that_were_not_started(m
 
 def test_no_preset_is_called_x1(mine: Mine) -> None:
     """The highest started *milestone* chooses the preset, however many electives were started."""
-    script = "import folovllm._overlay as o; print(o.started_milestone())"
+    script = "import folovllm.learn.overlay as o; print(o.started_milestone())"
     environment = os.environ | {"FOLOVLLM_MINE": str(mine.folder)}
     for started, preset in ((["x1"], "None"), (["m1", "x1", "x2"], "m1"), (["x2", "m2", "m1"], "m2")):
         mine.start("x1")

@@ -262,7 +262,7 @@ def test_a_reference_that_was_never_cut_out_is_not_carried(sample: Course) -> No
 
 
 def test_a_component_of_ones_own_says_todays_names(mine: Mine) -> None:
-    own = Path("folovllm/builders/mine.py")
+    own = Path("folovllm/learn/builders/mine.py")
     (mine.folder / own).parent.mkdir()
     text = "from folovllm.pool import Pool\n\n\nclass Mine(Pool):\n    def take(self): return self.free  # take\n"
     (mine.folder / own).write_text(text)

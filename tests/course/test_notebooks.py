@@ -67,7 +67,7 @@ def test_the_kernels_notebook_starts_without_triton() -> None:
     """numpy's stand-in is there before the notebook imports Triton."""
     cells = [cell.source for cell in parse(ROOT / "notebooks/src/m4_kernels.py").cells if cell.cell_type == "code"]
     imports = next(cell for cell in cells if "import triton" in cell)
-    code = f"import sys\nsys.modules['triton'] = None\n{imports}\nassert triton.jit.__module__ == 'folovllm.kernels.numpy_triton'"
+    code = f"import sys\nsys.modules['triton'] = None\n{imports}\nassert triton.jit.__module__ == 'folovllm.learn.numpy_triton'"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "-1", "MPLBACKEND": "agg"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

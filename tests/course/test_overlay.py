@@ -159,7 +159,7 @@ def test_a_file_that_is_gone_is_no_false_green(mine: Mine) -> None:
 
 def test_damaged_notes_are_named(mine: Mine) -> None:
     notes = mine.folder / ".course.json"
-    script = "from folovllm._overlay import started_milestone; started_milestone()"
+    script = "from folovllm.learn.overlay import started_milestone; started_milestone()"
     for text in ("{", "[]"):
         notes.write_text(text)
         status, said = run_pytest(mine, "--mine")

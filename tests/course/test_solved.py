@@ -179,7 +179,7 @@ def test_solved_exercises_survive_a_rebuilt_reference(
     assert any(
         line.startswith("m2.5 InputBatch.flatten is cut out afresh") and "rows are sorted" in line for line in said
     )
-    assert "take_slots" in (mine.read(Path("folovllm/builders/scheduler.py")) or "")
+    assert "take_slots" in (mine.read(Path("folovllm/learn/builders/scheduler.py")) or "")
     monkeypatch.setenv("PYTHONPATH", str(rebuilt.root))
     exercises = [rebuilt.exercise(id) for id in TOUCHED] if own else list(rebuilt.exercises)
     assert not own or sum(solved.differs(mine, s) for e in exercises[:-1] for s in e.symbols if e.id != "m2.5") >= 6

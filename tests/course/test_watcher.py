@@ -38,7 +38,7 @@ def put_in(answer: WrongAnswer, patch: pytest.MonkeyPatch) -> None:
             continue  # it defines another symbol of the exercise
         patch.setattr(reduce(getattr, owner, module), name, getattr(wrong, name) if owner else wrong)
         if not owner:
-            patch.setattr(f"folovllm.build_batch.{name}", wrong, raising=False)
+            patch.setattr(f"folovllm.engine.build_batch.{name}", wrong, raising=False)
 
 
 @pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer.id)

@@ -75,6 +75,9 @@ def test_errors_name_the_package(core: Path, tmp_path: Path) -> None:
     done = run(core, "-c", ERRORS, str(tmp_path))
     *errors, source, _ = done.stdout.splitlines()
     assert done.returncode == 0 and len(errors) == 2, done.stdout + done.stderr[-3000:]
-    assert "a quantized model (`quantization_config`) needs the package folovllm.quantization, which is" in errors[0]
-    assert "Qwen3MoeForCausalLM needs the package folovllm.moe, which is not installed here" in errors[1]
-    assert source == "the model smollm2 needs the package folovllm.quantization, which is not installed here"
+    assert (
+        "a quantized model (`quantization_config`) needs the package folovllm.electives.quantization, which is"
+        in errors[0]
+    )
+    assert "Qwen3MoeForCausalLM needs the package folovllm.electives.moe, which is not installed here" in errors[1]
+    assert source == "the model smollm2 needs the package folovllm.electives.quantization, which is not installed here"

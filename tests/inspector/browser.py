@@ -14,7 +14,7 @@ import pytest
 
 from tests.docs.browser import CHROMIUM
 
-STATIC = Path(__file__).resolve().parents[2] / "folovllm" / "inspector" / "static"
+STATIC = Path(__file__).resolve().parents[2] / "folovllm" / "apps" / "inspector" / "static"
 SAMPLES = Path(__file__).parent / "data"
 HOST = "http://inspector.test/"
 DRAWN = "new Promise(requestAnimationFrame)"  # what was asked for before is drawn in that frame

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from folovllm import events as ev
+from folovllm.apps.inspector import live, paced
+from folovllm.apps.inspector.live import Subscribers, as_event, is_beginning
+from folovllm.apps.inspector.paced import LiveLines
+from folovllm.apps.inspector.replay import Recording, parse
+from folovllm.apps.inspector.watcher import Watcher
+from folovllm.electives.server.config import ServerConfig
+from folovllm.electives.server.transport import ThreadTransport
+from folovllm.engine import events as ev
 from folovllm.engine.llm_engine import make_engine
-from folovllm.inspector import live, paced
-from folovllm.inspector.live import Subscribers, as_event, is_beginning
-from folovllm.inspector.paced import LiveLines
-from folovllm.inspector.replay import Recording, parse
-from folovllm.server.config import ServerConfig
-from folovllm.server.transport import ThreadTransport
-from folovllm.watcher import Watcher
 from tests.helpers import tiny_checkpoint
 from tests.inspector.test_recording import tokens_of
 from tests.m5.test_events import World, engine

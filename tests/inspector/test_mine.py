@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from folovllm.inspector.replay import Recording, parse
-from folovllm.watcher import Watched, Watcher
+from folovllm.apps.inspector.replay import Recording, parse
+from folovllm.apps.inspector.watcher import Watched, Watcher
 from tests.helpers import tiny_checkpoint
 from tests.inspector.browser import SAMPLES
 

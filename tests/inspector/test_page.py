@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 
-from folovllm.cli import main
-from folovllm.inspector import film, show
-from folovllm.inspector.page import STATIC, inline_source, whole_page
-from folovllm.inspector.replay import read
-from folovllm.inspector.trace import DEVICE, ENGINE, POSTPROCESS, REQUESTS, SCHEDULE, Trace
+from folovllm.apps.cli import main
+from folovllm.apps.inspector import film, show
+from folovllm.apps.inspector.page import STATIC, inline_source, whole_page
+from folovllm.apps.inspector.replay import read
+from folovllm.apps.inspector.trace import DEVICE, ENGINE, POSTPROCESS, REQUESTS, SCHEDULE, Trace
 from tests.helpers import tiny_checkpoint
 from tests.m5.test_events import GREEDY, World, engine
 
@@ -126,8 +126,8 @@ class TestTrace:
 WITHOUT_A_SERVER = """
 import sys
 sys.modules |= dict.fromkeys(["starlette", "uvicorn", "prometheus_client"])
-import folovllm.inspector.replay
-from folovllm.cli import main
+import folovllm.apps.inspector.replay
+from folovllm.apps.cli import main
 main()
 """
 STATES = ("waiting", "running", "waiting (preempted)")

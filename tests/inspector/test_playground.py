@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from folovllm.apps.inspector.playground import CONTROLS, Playground
+from folovllm.apps.inspector.replay import Recording, parse
+from folovllm.apps.inspector.scenes import scenes
+from folovllm.apps.inspector.serve import playground_app, replay_app
+from folovllm.engine.events import ExpertsAsked, RequestAdded
 from folovllm.engine.scheduler import Scheduler
-from folovllm.events import ExpertsAsked, RequestAdded
-from folovllm.inspector.playground import CONTROLS, Playground
-from folovllm.inspector.replay import Recording, parse
-from folovllm.inspector.scenes import scenes
-from folovllm.inspector.serve import playground_app, replay_app
 from tests.helpers import tiny_checkpoint
 from tests.inspector.test_live import replayed
 
@@ -229,8 +229,8 @@ def test_the_page_and_its_scenes_need_no_torch() -> None:
     code = """
 import sys
 from starlette.testclient import TestClient
-from folovllm.inspector.playground import Playground
-from folovllm.inspector.serve import playground_app
+from folovllm.apps.inspector.playground import Playground
+from folovllm.apps.inspector.serve import playground_app
 client = TestClient(playground_app(Playground({}), "127.0.0.1"), base_url="http://localhost:8001")
 assert '"kind":"playground"' in client.get("/inspector").text
 assert client.get("/inspector/static/main.js").status_code == 200

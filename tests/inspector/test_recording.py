@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from folovllm import events as ev
+from folovllm.apps.inspector.lines import LineWriter, Texts, TokenTexts, tokens_of_entry
+from folovllm.apps.inspector.lines import Turn as TurnLine
+from folovllm.apps.inspector.recorder import Recorder, header_of, recording
+from folovllm.apps.inspector.replay import Recording, parse, read
+from folovllm.apps.inspector.watcher import Watcher
+from folovllm.engine import events as ev
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.inspector.lines import LineWriter, Texts, TokenTexts, tokens_of_entry
-from folovllm.inspector.lines import Turn as TurnLine
-from folovllm.inspector.recorder import Recorder, header_of, recording
-from folovllm.inspector.replay import Recording, parse, read
-from folovllm.watcher import Watcher
 from tests.helpers import tiny_tokenizer
 from tests.inspector.browser import SAMPLES
 from tests.m5.test_events import GREEDY, World, engine

@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from folovllm.inspector.playground import CONTROLS, changed
-from folovllm.inspector.replay import read
-from folovllm.inspector.scenes import Scene, scenes
+from folovllm.apps.inspector.playground import CONTROLS, changed
+from folovllm.apps.inspector.replay import read
+from folovllm.apps.inspector.scenes import Scene, scenes
 from tests.inspector.test_live import replayed
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from folovllm.apps.inspector.watcher import Cell, Watcher
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.watcher import Cell, Watcher
 from tests.course import test_watcher as wrong
 from tests.inspector.browser import HOST, Shown, shown
 from tests.inspector.test_recording import Taped

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from folovllm.inspector.page import inline_source, whole_page
-from folovllm.inspector.playground import CONTROLS
-from folovllm.inspector.scenes import Scene, scenes
+from folovllm.apps.inspector.page import inline_source, whole_page
+from folovllm.apps.inspector.playground import CONTROLS
+from folovllm.apps.inspector.scenes import Scene, scenes
 from tests.inspector.browser import DRAWN, HOST, SAMPLES, SHOWN, STATIC, Shown, shown
 
 pytestmark = pytest.mark.slow

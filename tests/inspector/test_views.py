@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from folovllm.inspector.page import inline_source, whole_page
-from folovllm.inspector.recorder import Recorder
+from folovllm.apps.inspector.page import inline_source, whole_page
+from folovllm.apps.inspector.recorder import Recorder
 from tests.inspector.browser import DRAWN, HOST, SAMPLES, SHOWN, STATIC, Shown, lines_of, shown
 from tests.m5.test_events import World, engine
 

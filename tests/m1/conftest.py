@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import typer.main
 
-from folovllm import cli
+from folovllm.apps import cli
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from folovllm import cores
+from folovllm.distributed import cores
 
 
 @pytest.fixture(autouse=True)

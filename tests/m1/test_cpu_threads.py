@@ -15,7 +15,7 @@ from folovllm import LLM, SamplingParams
 from folovllm.config import EngineConfig
 from folovllm.engine import cpu_threads, time_threads
 from folovllm.engine.cpu_threads import choose_threads, most_threads, use_threads
-from folovllm.setup import EngineSetup, set_up
+from folovllm.engine.setup import EngineSetup, set_up
 from tests.helpers import tiny_checkpoint
 
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from folovllm import LLM, EngineConfig, SamplingParams
-from folovllm.cli import main
+from folovllm.apps.cli import main
 from folovllm.models.files import generation_defaults
 from tests.helpers import tiny_checkpoint
 from tests.workloads import run_to_end
@@ -425,7 +425,7 @@ def test_a_gpu_where_there_is_none() -> None:
 
 def test_bfloat16_is_refused_on_a_card_that_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """Left to itself the engine takes float16 there; asked for bfloat16, it says what to do before any kernel is compiled."""
-    from folovllm.setup import choose_dtype
+    from folovllm.engine.setup import choose_dtype
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from folovllm.files import write_whole
+from folovllm.models.written_files import write_whole
 from tests.helpers import no_file_beyond
 
 

@@ -15,8 +15,8 @@ from transformers import AutoConfig
 from folovllm import LLM, SamplingParams
 from folovllm.layers.attention import Attention
 from folovllm.layers.rotary_embedding import RotaryEmbedding
-from folovllm.model_config import head_dim_of, num_positions, windows_of
 from folovllm.models.files import read_json
+from folovllm.models.model_config import head_dim_of, num_positions, windows_of
 from folovllm.models.registry import ARCHITECTURES, build_model
 from folovllm.plugins import MODELS
 from tests.helpers import (

@@ -9,7 +9,7 @@ from huggingface_hub import snapshot_download
 from huggingface_hub.errors import LocalEntryNotFoundError
 from transformers import AutoTokenizer
 
-from folovllm.quantization.smollm2 import smollm2_dir
+from folovllm.electives.quantization.smollm2 import smollm2_dir
 from tests.helpers import Driver, assert_tokens_equal, assert_varied, hf_greedy
 
 PROMPTS = [

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from folovllm.bench import roofline, throughput
+from folovllm.apps.bench import roofline, throughput
 from tests.m1.conftest import commands_built_once  # noqa: F401
 
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 from rich.console import Console
 
-from folovllm.bench import ladder, reuse, throughput
-from folovllm.bench.cli import finish
-from folovllm.bench.contenders import parse_contenders, random_model
-from folovllm.bench.report import Metric, Result, Run, load, show
-from folovllm.bench.roofline import Rates, roofline_seconds
-from folovllm.bench.serve import run_workload
-from folovllm.bench.throughput import bench_throughput, metrics_of
-from folovllm.bench.workload import BenchRequest, Workload, load_workload
-from folovllm.cli import main
+from folovllm.apps.bench import ladder, reuse, throughput
+from folovllm.apps.bench.cli import finish
+from folovllm.apps.bench.contenders import parse_contenders, random_model
+from folovllm.apps.bench.report import Metric, Result, Run, load, show
+from folovllm.apps.bench.roofline import Rates, roofline_seconds
+from folovllm.apps.bench.serve import run_workload
+from folovllm.apps.bench.throughput import bench_throughput, metrics_of
+from folovllm.apps.bench.workload import BenchRequest, Workload, load_workload
+from folovllm.apps.cli import main
 from folovllm.config import EngineConfig
-from folovllm.setup import set_up
+from folovllm.engine.setup import set_up
 from tests.helpers import no_file_beyond, tiny_checkpoint
 from tests.workloads import assert_nothing_left, make_engine
 

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from folovllm.bench.ladder import (
+from folovllm.apps.bench.ladder import (
     Plan,
     bench_ladder,
     bench_reference,
@@ -23,9 +23,9 @@ from folovllm.bench.ladder import (
     for_cpu,
     show_ladder,
 )
-from folovllm.bench.report import Metric, Result, Run, load
-from folovllm.bench.throughput import AGREEMENT, LONGEST_GAP, PER_CPU_SECOND, REUSED, WASTE
-from folovllm.cli import build_app
+from folovllm.apps.bench.report import Metric, Result, Run, load
+from folovllm.apps.bench.throughput import AGREEMENT, LONGEST_GAP, PER_CPU_SECOND, REUSED, WASTE
+from folovllm.apps.cli import build_app
 from tests.helpers import tiny_checkpoint
 from tools.chart import draw
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from folovllm.bench.memory import bench_memory, measure
-from folovllm.bench.report import load
-from folovllm.bench.workload import mixed_workload
-from folovllm.cli import main
+from folovllm.apps.bench.memory import bench_memory, measure
+from folovllm.apps.bench.report import load
+from folovllm.apps.bench.workload import mixed_workload
+from folovllm.apps.cli import main
 from tests.helpers import tiny_checkpoint
 
 

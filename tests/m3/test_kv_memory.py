@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from folovllm.config import EngineConfig
+from folovllm.engine.setup import set_up
 from folovllm.layers.attention import attention_layers
-from folovllm.setup import set_up
 from folovllm.worker.kv_memory import most_blocks_of_a_sequence, num_blocks_that_fit
 from tests.helpers import tiny_checkpoint
 from tests.workloads import make_engine

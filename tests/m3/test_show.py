@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from folovllm.cli import main
-from folovllm.cli.show import draw_pool
+from folovllm.apps.cli import main
+from folovllm.apps.cli.show import draw_pool
+from folovllm.apps.inspector.watcher import Watcher
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.sampling_params import SamplingParams
-from folovllm.watcher import Watcher
 from tests.helpers import prompts, tiny_checkpoint
 from tests.workloads import make_engine
 

@@ -29,17 +29,31 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from folovllm.distributed.one_shot_buffers import OneShotBuffers
-from folovllm.hopper.grouped import grouped_hopper
-from folovllm.hopper.int4 import int4_hopper
-from folovllm.hopper.prefill import prefill_hopper
-from folovllm.hybrid.kernels.delta_rule import DeltaHeads, delta_rule
-from folovllm.hybrid.kernels.gated_norm import gated_norm
-from folovllm.hybrid.kernels.short_conv import short_conv
+from folovllm.electives.hopper.grouped import grouped_hopper
+from folovllm.electives.hopper.int4 import int4_hopper
+from folovllm.electives.hopper.prefill import prefill_hopper
+from folovllm.electives.hybrid.kernels.delta_rule import DeltaHeads, delta_rule
+from folovllm.electives.hybrid.kernels.gated_norm import gated_norm
+from folovllm.electives.hybrid.kernels.short_conv import short_conv
+from folovllm.electives.moe.kernels.grouped_linear import grouped_linear
+from folovllm.electives.moe.kernels.moe_gemv import moe_gemv
+from folovllm.electives.moe.kernels.route import choose, combine
+from folovllm.electives.quantization import weight as quantized
+from folovllm.electives.quantization.kernels.grouped_quant import grouped_quant
+from folovllm.electives.quantization.kernels.int4_linear import int4_linear
+from folovllm.electives.quantization.kernels.quant_gemv import quant_gemv
+from folovllm.electives.quantization.kernels.quant_matmul import quant_matmul, unpacked
+from folovllm.electives.quantization.kernels.quantize_rows import quantize_rows
+from folovllm.electives.quantization.weight import QuantizedWeight
+from folovllm.electives.rollouts.kernels.attention import attention_tile, invariant_attention
+from folovllm.electives.rollouts.kernels.linear import invariant_linear
+from folovllm.electives.spec_decode.kernels.verify_attention import SplitKVVerify
 from folovllm.kernels import multiprocessors, pdl, variants
 from folovllm.kernels.activation import gelu_and_mul, silu_and_mul
 from folovllm.kernels.decode import DecodeConfig, SplitKVDecode
 from folovllm.kernels.filter_logits import FilterWorkspace
 from folovllm.kernels.gumbel_max import gumbel_max
+from folovllm.kernels.kv_format import FP8, UNSCALED, KVScales
 from folovllm.kernels.penalties import StepRows
 from folovllm.kernels.prefetching_decode import prefetching_decode
 from folovllm.kernels.prefill import prefill
@@ -53,21 +67,7 @@ from folovllm.kernels.skinny_linear import serves, skinny_linear
 from folovllm.kernels.store import store_kvcache
 from folovllm.kernels.summed_linear import fits, summed_linear
 from folovllm.kernels.unpack_step import unpack_decode, unpack_ragged
-from folovllm.kv_format import FP8, UNSCALED, KVScales
-from folovllm.moe.kernels.grouped_linear import grouped_linear
-from folovllm.moe.kernels.moe_gemv import moe_gemv
-from folovllm.moe.kernels.route import choose, combine
-from folovllm.quantization import weight as quantized
-from folovllm.quantization.kernels.grouped_quant import grouped_quant
-from folovllm.quantization.kernels.int4_linear import int4_linear
-from folovllm.quantization.kernels.quant_gemv import quant_gemv
-from folovllm.quantization.kernels.quant_matmul import quant_matmul, unpacked
-from folovllm.quantization.kernels.quantize_rows import quantize_rows
-from folovllm.quantization.weight import QuantizedWeight
-from folovllm.rollouts.kernels.attention import attention_tile, invariant_attention
-from folovllm.rollouts.kernels.linear import invariant_linear
 from folovllm.sample.sampling_row import line_width, mask_width
-from folovllm.spec_decode.kernels.verify_attention import SplitKVVerify
 
 # (D, B) to compile for: those that ask for the most where the limit is low, and few where compiling is slow.
 SHAPES = {75: [(128, 16)], 80: [(128, 16)], 86: [(128, 16), (256, 256)], 89: [(128, 16)],

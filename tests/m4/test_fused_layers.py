@@ -12,8 +12,8 @@ from folovllm.layers.activation import GeluAndMul, SiluAndMul
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.rotary_embedding import RotaryEmbedding
-from folovllm.model_config import head_dim_of
 from folovllm.models.fused import fused_layers
+from folovllm.models.model_config import head_dim_of
 from tests.helpers import FAMILIES, Driver, assert_logits_equal, prompts, tiny_checkpoint
 from tests.m4.cases import DEVICE, assert_close
 from tests.tiny import worked_case

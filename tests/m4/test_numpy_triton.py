@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from folovllm.kernels import numpy_triton
-from folovllm.kernels.numpy_triton import TYPES, jit
+from folovllm.learn import numpy_triton
+from folovllm.learn.numpy_triton import TYPES, jit
 from tests.conftest import CUDA
 from tests.m4.kernel_results import CASES, result
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from folovllm.bench.reuse import bench_gaps, bench_sharing, bench_ttft
-from folovllm.cli import build_app
+from folovllm.apps.bench.reuse import bench_gaps, bench_sharing, bench_ttft
+from folovllm.apps.cli import build_app
 from tests.helpers import tiny_checkpoint
 
 

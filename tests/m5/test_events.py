@@ -13,16 +13,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from folovllm import events as ev
+from folovllm.apps.inspector.watcher import Cell, Watcher
 from folovllm.cache.block_manager import BlockManager
 from folovllm.config import EngineConfig
+from folovllm.engine import events as ev
 from folovllm.engine.llm_engine import LLMEngine, make_engine
 from folovllm.engine.metrics import StepLog
 from folovllm.engine.scheduler import Scheduler
 from folovllm.request import SequenceStatus
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.schedule import NothingScheduled, SchedulerOutput, StepResult
-from folovllm.watcher import Cell, Watcher
 from tests.helpers import tiny_checkpoint
 
 RECORDS = [kind for _, kind in inspect.getmembers(ev, inspect.isclass) if issubclass(kind, ev.Tagged)]

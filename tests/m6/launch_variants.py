@@ -27,7 +27,7 @@ from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import make_engine
 from folovllm.kernels import pdl
 from folovllm.kernels.filter_logits import FilterWorkspace
-from folovllm.kv_format import UNSCALED
+from folovllm.kernels.kv_format import UNSCALED
 from folovllm.layers.attention import attention_layers
 from folovllm.worker import graph_runner
 from folovllm.worker.buckets import decode_bucket, every_bucket

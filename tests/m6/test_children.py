@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import folovllm
-from folovllm.children import import_path
+from folovllm.distributed.children import import_path
 
 OWN = str(Path(folovllm.__file__).parents[1])
 

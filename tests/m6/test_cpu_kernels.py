@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from folovllm import build_batch
 from folovllm.attention.backends.abstract import AttentionConfig
 from folovllm.attention.backends.torch_naive import TorchNaiveBackend
+from folovllm.engine import build_batch
 from folovllm.kernels.cpu import library
 from folovllm.kernels.cpu.ops import MAX_ROWS, CpuKernels, Heads
 from folovllm.layers.layernorm import RMSNorm

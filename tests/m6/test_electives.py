@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from folovllm import LLM, EngineConfig, SamplingParams, plugins
-from folovllm.files import cache_dir
 from folovllm.kernels import variants
 from folovllm.kernels.variants import KernelVariant, kernel_variant
 from folovllm.layers.fusable import FusablePlain
@@ -22,6 +21,7 @@ from folovllm.models import extra_tensors, files, registry
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import load_native_model
 from folovllm.models.registry import Quantization
+from folovllm.models.written_files import cache_dir
 from folovllm.worker.gpu_worker import GPUWorker
 from tests.helpers import tiny_checkpoint
 

@@ -24,11 +24,11 @@ from folovllm.layers.embed_head import ParallelLMHead
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.rotary_embedding import rotate
 from folovllm.layers.sharded import sharded
-from folovllm.model_config import head_dim_of
 from folovllm.models import fused, fused_layer
 from folovllm.models.fused_layer import DeferredNormDecoderLayer, skinny_layers
 from folovllm.models.llama import LlamaDecoderLayer
 from folovllm.models.loader import load_model
+from folovllm.models.model_config import head_dim_of
 from folovllm.models.registry import build_model
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, hf_logits, prompts, tiny_checkpoint

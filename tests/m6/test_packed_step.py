@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from folovllm.cache.block_manager import BlockManager
 from folovllm.engine.scheduler import BatchRows, Scheduler, wait, whole_prompt
 from folovllm.executor.messages import decode_step, encode_step
-from folovllm.forward_batch import ForwardBatch
 from folovllm.request import Sequence
 from folovllm.sample.sampler_state import seeds_of
+from folovllm.step.forward_batch import ForwardBatch
 from folovllm.step.packed import (
     IN_FLIGHT,
     NOTHING,

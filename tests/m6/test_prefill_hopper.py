@@ -15,7 +15,7 @@ from tools.bench_attention import make_batch
 pytest.importorskip("triton.experimental.gluon")
 
 from folovllm.attention.backends import triton as triton_backend
-from folovllm.hopper.prefill import VARIANT, is_ahead, prefill_hopper
+from folovllm.electives.hopper.prefill import VARIANT, is_ahead, prefill_hopper
 from folovllm.kernels.variants import KernelVariant
 
 on_hopper = pytest.mark.skipif(

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from folovllm.forward_batch import ForwardBatch
 from folovllm.sampling_params import SamplingParams
+from folovllm.step.forward_batch import ForwardBatch
 from folovllm.step.packed import Field, PackedStep, Parts, Sample, samples_of, split
 from folovllm.worker import buckets, graph_runner
 from folovllm.worker.buckets import Bucket, pad, prompt_bucket, prompt_buckets

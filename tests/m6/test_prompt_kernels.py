@@ -17,10 +17,10 @@ from tests.m6.devices import DEVICE
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from folovllm.attention.backends.triton import TritonBackend
-from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.prefill import PrefillConfig, prefill
 from folovllm.kernels.prefill_tiles import NOTHING, list_tiles
 from folovllm.kernels.unpack_step import unpack_ragged
+from folovllm.step.forward_batch import ForwardBatch
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16])

@@ -15,15 +15,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from folovllm.build_packed import make_packed_worker
 from folovllm.config import EngineConfig
 from folovllm.distributed.sharding import local_config, shard_vocab, vocab_shard_size
+from folovllm.engine.build_packed import make_packed_worker
+from folovllm.engine.setup import set_up
 from folovllm.layers.embed_head import ParallelLMHead
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.sharded import sharded
 from folovllm.models.loader import load_native_model
 from folovllm.models.sharded_loader import load_sharded_model
-from folovllm.setup import set_up
 from folovllm.step.packed import Field
 from folovllm.worker.step_sampler import TensorParallelSampler
 from folovllm.worker.warm_up import dummy_seqs

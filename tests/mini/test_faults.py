@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from folovllm import LLM
-from folovllm.inspector.replay import parse
-from folovllm.watcher import Watcher
+from folovllm.apps.inspector.replay import parse
+from folovllm.apps.inspector.watcher import Watcher
 from milestones.cli import app
 from milestones.mine import Mine
 from milestones.mini import harness, score

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from folovllm import events as ev
-from folovllm.inspector.page import one_file
-from folovllm.inspector.replay import parse
-from folovllm.watcher import Watcher
+from folovllm.apps.inspector.page import one_file
+from folovllm.apps.inspector.replay import parse
+from folovllm.apps.inspector.watcher import Watcher
+from folovllm.engine import events as ev
 from milestones.mini.film import recording
 from tests.mini.conftest import reference
 

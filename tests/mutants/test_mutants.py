@@ -55,7 +55,7 @@ def test_what_becomes_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, test: str, what: str
 ) -> None:
     (tmp_path / "folovllm").mkdir()
-    for name in ("__init__.py", "_overlay.py"):
+    for name in ("__init__.py", "learn/overlay.py"):
         shutil.copy(mutants.ROOT / "folovllm" / name, tmp_path / "folovllm")
     (tmp_path / "folovllm/numbers.py").write_text(MODULE)
     (tmp_path / "test_numbers.py").write_text(TESTS)

@@ -20,9 +20,9 @@ from gguf import GGUFWriter
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from folovllm.cli import main
-from folovllm.quantization import smollm2
-from folovllm.quantization.gguf_file import BLOCK_NAMES, publish
+from folovllm.apps.cli import main
+from folovllm.electives.quantization import smollm2
+from folovllm.electives.quantization.gguf_file import BLOCK_NAMES, publish
 from tests.helpers import no_file_beyond
 
 HEADS, KV_HEADS, HIDDEN = 4, 2, 32

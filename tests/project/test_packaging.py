@@ -103,7 +103,7 @@ class TestBook:
             ("<!-- code folovllm.config:NOPE -->\n<!-- end -->\n", "there is no"),
             ("<!-- code folovllm.config:EngineConfig.nope -->\n<!-- end -->\n", "there is no"),
             ("<!-- code folovllm.nope:X -->\n<!-- end -->\n", "there is no"),
-            ("<!-- symbols folovllm.cli.flags:flag_name -->\n<!-- end -->\n", "is not in the reading order"),
+            ("<!-- symbols folovllm.apps.cli.flags:flag_name -->\n<!-- end -->\n", "is not in the reading order"),
             # Marks come in pairs: else the text between two of them would be lost.
             ("<!-- picture x -->\n<!-- end -->\n", "<!-- end -->"),
             ("<!-- milestones -->\nno end\n", "<!-- end -->"),

@@ -14,11 +14,11 @@ from typing import Any, Self
 import uvicorn
 
 from folovllm.config import EngineConfig
-from folovllm.server.app import build_app
-from folovllm.server.async_engine import AsyncEngine
-from folovllm.server.config import ServerConfig
-from folovllm.server.http_protocol import BoundedProtocol
-from folovllm.server.listener import Server, listen
+from folovllm.electives.server.app import build_app
+from folovllm.electives.server.async_engine import AsyncEngine
+from folovllm.electives.server.config import ServerConfig
+from folovllm.electives.server.http_protocol import BoundedProtocol
+from folovllm.electives.server.listener import Server, listen
 
 PATIENCE = 30.0  # seconds until a test gives up
 START = 120.0  # and until it gives up a server that is to start

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from folovllm.spelling import byte_alphabet
+from folovllm.engine.spelling import byte_alphabet
 
 END = "<|endoftext|>"
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -7,13 +7,23 @@ from collections.abc import Iterable
 from typing import Any
 
 from folovllm.config import EngineConfig
-from folovllm.events import Aborted, Admitted, Event, Finished, GivenUp, Listener, RequestAdded, Snapshot, StepEnded
+from folovllm.electives.server.engine_loop import EngineLoop, plain
+from folovllm.electives.server.messages import Abort, Add, Command, EngineMessage, Ready
+from folovllm.electives.server.transport import Deliver
+from folovllm.engine.events import (
+    Aborted,
+    Admitted,
+    Event,
+    Finished,
+    GivenUp,
+    Listener,
+    RequestAdded,
+    Snapshot,
+    StepEnded,
+)
+from folovllm.engine.setup import set_up
 from folovllm.request import Request
 from folovllm.sampling_params import SamplingParams
-from folovllm.server.engine_loop import EngineLoop, plain
-from folovllm.server.messages import Abort, Add, Command, EngineMessage, Ready
-from folovllm.server.transport import Deliver
-from folovllm.setup import set_up
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, StepResult, no_tokens
 from tests.helpers import tiny_checkpoint
 

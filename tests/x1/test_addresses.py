@@ -13,10 +13,10 @@ from fastapi.routing import APIRoute
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import validate
 
-from folovllm.server.app import build_app
-from folovllm.server.config import ServerConfig
-from folovllm.server.pages import PAGE
-from folovllm.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from folovllm.electives.server.app import build_app
+from folovllm.electives.server.config import ServerConfig
+from folovllm.electives.server.pages import PAGE
+from folovllm.electives.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tests.x1.background import PATIENCE, Background, events_in, served
 
 KEY = "a-key"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from folovllm.server.admission import RETRY_AFTER, Admission
-from folovllm.server.errors import ApiError
+from folovllm.electives.server.admission import RETRY_AFTER, Admission
+from folovllm.electives.server.errors import ApiError
 from tests.tiny import worked_case
 
 

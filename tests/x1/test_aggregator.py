@@ -6,12 +6,12 @@ from collections import defaultdict
 
 import pytest
 
-from folovllm import events as ev
+from folovllm.electives.server.aggregator import Aggregator, Served, deltas_of
+from folovllm.electives.server.messages import Delta, SchedulerStats
+from folovllm.engine import events as ev
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
-from folovllm.server.aggregator import Aggregator, Served, deltas_of
-from folovllm.server.messages import Delta, SchedulerStats
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, StepResult, no_tokens
 from tests.m5.test_events import World, engine
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from folovllm.config import EngineConfig
+from folovllm.electives.server.async_engine import AsyncEngine
+from folovllm.electives.server.errors import EngineDead, Unavailable
+from folovllm.electives.server.messages import Delta, Failure, SchedulerStats, Step
+from folovllm.electives.server.stream import Stream
+from folovllm.electives.server.transport import ThreadTransport
 from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
-from folovllm.server.async_engine import AsyncEngine
-from folovllm.server.errors import EngineDead, Unavailable
-from folovllm.server.messages import Delta, Failure, SchedulerStats, Step
-from folovllm.server.stream import Stream
-from folovllm.server.transport import ThreadTransport
 from tests.helpers import tiny_checkpoint
 from tests.x1.scripted import A, HandTransport, ScriptedEngine
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from folovllm.bench.http_load import Reply, Server, read_reply
-from folovllm.bench.report import load, show
-from folovllm.bench.serving import Load, Point, Sweep, arrivals, drive, flags_of, shifted
-from folovllm.bench.workload import BenchRequest, Workload
-from folovllm.cli import main
+from folovllm.apps.bench.http_load import Reply, Server, read_reply
+from folovllm.apps.bench.report import load, show
+from folovllm.apps.bench.serving import Load, Point, Sweep, arrivals, drive, flags_of, shifted
+from folovllm.apps.bench.workload import BenchRequest, Workload
+from folovllm.apps.cli import main
 from tests.x1.background import Background
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from openai import OpenAI
 
-from folovllm.server.config import ServerConfig
+from folovllm.electives.server.config import ServerConfig
 from tests.docs.browser import CHROMIUM
 from tests.x1.background import PATIENCE, Background, eventually, served
 

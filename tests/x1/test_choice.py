@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from folovllm.structured_output.choice import choice_mask
+from folovllm.electives.structured_output.choice import choice_mask
 from tests.tiny import worked_case
 
 TOKENS = [b"y", b"ye", b"yes", b"es", b"s", b"n", b"no", b"o", b" ", b"yes", b"yesno"]

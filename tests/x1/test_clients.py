@@ -13,9 +13,9 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 
 import folovllm
+from folovllm.electives.server.config import ServerConfig
 from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
-from folovllm.server.config import ServerConfig
 from tests.x1.background import Background, eventually, served
 
 KEY = "a-key"

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from folovllm.electives.structured_output.grammar_matcher import GrammarMatcher
+from folovllm.electives.structured_output.manager import StructuredOutputManager
 from folovllm.engine import output_processor
 from folovllm.engine.detokenizer import NoText
 from folovllm.engine.output_processor import num_visible_chars
@@ -15,8 +17,6 @@ from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
 from folovllm.sampling_params import SamplingParams
-from folovllm.structured_output.grammar_matcher import GrammarMatcher
-from folovllm.structured_output.manager import StructuredOutputManager
 from tests.helpers import VOCAB_SIZE, tiny_checkpoint, tiny_tokenizer
 from tests.sequences import make_seq
 from tests.workloads import assert_nothing_left

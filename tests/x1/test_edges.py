@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from folovllm.server.app import build_app
-from folovllm.server.config import ServerConfig
+from folovllm.electives.server.app import build_app
+from folovllm.electives.server.config import ServerConfig
 from tests.helpers import tiny_checkpoint
 from tests.x1.background import PATIENCE, Background, eventually, served
 
@@ -184,7 +184,7 @@ def test_what_comes_before_the_answer_ends_the_connection(
 
 def test_refused_but_still_sending(server: Background, monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes after a refusal is dropped, so that the client can read it; then the connection is closed."""
-    monkeypatch.setattr("folovllm.server.http_protocol.LAST_SECONDS", 0.05)
+    monkeypatch.setattr("folovllm.electives.server.http_protocol.LAST_SECONDS", 0.05)
     with connect(server, b"GET / HTTP/1.1\r\nX: " + b"y" * MEGABYTE) as connection:
         begun = time.monotonic()
         with pytest.raises(OSError):
@@ -208,7 +208,7 @@ def test_nobody_is_waited_for_behind_an_answer(
     """Bytes that begin no request keep a connection no longer than a head without end does; the answer comes all the same."""
     with connect(server, wire) as connection:
         said = b"" if behind[:1] == b"G" else connection.recv(1 << 16)
-        monkeypatch.setattr("folovllm.server.http_protocol.HEADER_SECONDS", 0.05)
+        monkeypatch.setattr("folovllm.electives.server.http_protocol.HEADER_SECONDS", 0.05)
         connection.sendall(behind)
         said += read_all(connection)
     assert said.count(b"HTTP/1.1 ") == 1 and said.startswith(b"HTTP/1.1 %d" % status)

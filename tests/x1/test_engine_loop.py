@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 
 from folovllm.config import EngineConfig
+from folovllm.electives.server.engine_loop import EngineLoop, run_engine
+from folovllm.electives.server.messages import Abort, Add, Command, EngineMessage, Failure, Ready, Step, Stop
 from folovllm.request import Request
 from folovllm.sampling_params import SamplingParams
-from folovllm.server.engine_loop import EngineLoop, run_engine
-from folovllm.server.messages import Abort, Add, Command, EngineMessage, Failure, Ready, Step, Stop
 from tests.helpers import tiny_checkpoint
 from tests.tiny import worked_case
 from tests.x1.scripted import A, ScriptedEngine, request_of

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from folovllm.electives.server.aggregator import Served
+from folovllm.electives.server.config import ServerConfig
+from folovllm.electives.server.stream import OutputCollector, Stream
 from folovllm.engine.output_processor import RequestState
-from folovllm.server.aggregator import Served
-from folovllm.server.config import ServerConfig
-from folovllm.server.stream import OutputCollector, Stream
 from tests.helpers import tiny_checkpoint
 from tests.x1.background import PATIENCE, Background, events_in, eventually, served
 
@@ -149,7 +149,7 @@ class TestNonsense:
         assert said.startswith(b"HTTP/1.1 413") and json.loads(said.partition(b"\r\n\r\n")[2])["error"]["message"]
 
     def test_a_body_without_end_is_not(self, server: Background, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("folovllm.server.http.DROPPED", 1000)
+        monkeypatch.setattr("folovllm.electives.server.http.DROPPED", 1000)
         with raw(server, {"prompt": "x" * 100_000}, cut=30_000) as connection:
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 413")
 
@@ -165,15 +165,15 @@ class TestClientsThatSayNothing:
         story = STORY | {"stream": True}
         with raw(server, story | {"max_tokens": 1}) as connection:
             assert read_to_the_end(connection)
-            monkeypatch.setattr("folovllm.server.http_protocol.HEADER_SECONDS", 0.05)
-            monkeypatch.setattr("folovllm.server.app.BODY_SECONDS", 0.05)
+            monkeypatch.setattr("folovllm.electives.server.http_protocol.HEADER_SECONDS", 0.05)
+            monkeypatch.setattr("folovllm.electives.server.app.BODY_SECONDS", 0.05)
             connection.sendall(bytes_of(story))
             assert read_to_the_end(connection) == whole_story
         for begun in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"):
             with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection:
                 connection.sendall(begun)
                 assert connection.recv(1) == b""
-        monkeypatch.setattr("folovllm.server.http_protocol.HEADER_SECONDS", PATIENCE)
+        monkeypatch.setattr("folovllm.electives.server.http_protocol.HEADER_SECONDS", PATIENCE)
         with raw(server, STORY, cut=1) as connection:
             assert connection.recv(1 << 16).startswith(b"HTTP/1.1 408")
 

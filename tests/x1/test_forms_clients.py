@@ -14,8 +14,8 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel, Field
 
+from folovllm.electives.server.config import ServerConfig
 from folovllm.models.files import resolve_model
-from folovllm.server.config import ServerConfig
 from tests.x1.background import Background, served
 
 MODEL = "little"

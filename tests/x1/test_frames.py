@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from folovllm.server.messages import Frames, frame
+from folovllm.electives.server.messages import Frames, frame
 from tests.tiny import worked_case
 
 

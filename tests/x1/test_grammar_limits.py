@@ -18,17 +18,17 @@ import pytest
 from tokenizers import decoders
 from transformers import AutoTokenizer
 
+from folovllm.electives.server.config import ServerConfig
+from folovllm.electives.structured_output.choice import ChoiceGrammar, Choices
+from folovllm.electives.structured_output.guidance import LIMITS
+from folovllm.electives.structured_output.vocabulary import Vocabulary, read_vocabulary
+from folovllm.engine.structured_outputs import GrammarLimits, StructuredOutputsParams
 from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
-from folovllm.server.config import ServerConfig
-from folovllm.structured_output.choice import ChoiceGrammar, Choices
-from folovllm.structured_output.guidance import LIMITS
-from folovllm.structured_output.vocabulary import Vocabulary, read_vocabulary
-from folovllm.structured_outputs import GrammarLimits, StructuredOutputsParams
 from tests.helpers import tiny_checkpoint
 from tests.x1.background import PATIENCE, Background, eventually, served
 
-CHECKER = "folovllm.structured_output.grammar_check"
+CHECKER = "folovllm.electives.structured_output.grammar_check"
 OBJECT = {"type": "object"}
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from folovllm.server.config import ServerConfig
+from folovllm.electives.server.config import ServerConfig
 from tests.x1.background import Background, served
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[eval]'")

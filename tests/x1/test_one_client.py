@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from folovllm.electives.server.async_engine import AsyncEngine
+from folovllm.electives.server.config import ServerConfig
+from folovllm.electives.server.transport import ThreadTransport
 from folovllm.sampling_params import SamplingParams
-from folovllm.server.async_engine import AsyncEngine
-from folovllm.server.config import ServerConfig
-from folovllm.server.transport import ThreadTransport
 from tests.helpers import tiny_checkpoint
 from tests.x1.background import PATIENCE, Background, events_in, served
 from tests.x1.scripted import HandTransport, ScriptedEngine

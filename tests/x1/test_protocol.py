@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from folovllm.sampling_params import RequestOutputKind, SamplingParams
-from folovllm.server.config import ServerConfig
-from folovllm.server.errors import ApiError
-from folovllm.server.messages import (
+from folovllm.electives.server.config import ServerConfig
+from folovllm.electives.server.errors import ApiError
+from folovllm.electives.server.messages import (
     Abort,
     Add,
     Delta,
@@ -21,9 +20,10 @@ from folovllm.server.messages import (
     decode_message,
     encode,
 )
-from folovllm.server.metrics import Histogram
-from folovllm.server.protocol import ChatRequest, CompletionRequest, parse
-from folovllm.server.requests import chat_params, completion_params, prompts_of
+from folovllm.electives.server.metrics import Histogram
+from folovllm.electives.server.protocol import ChatRequest, CompletionRequest, parse
+from folovllm.electives.server.requests import chat_params, completion_params, prompts_of
+from folovllm.sampling_params import RequestOutputKind, SamplingParams
 from tests.x1.scripted import request_of
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect
 
-from folovllm.server.sse import unless_gone
+from folovllm.electives.server.sse import unless_gone
 from tests.tiny import worked_case
 
 GONE = {"type": "http.disconnect"}

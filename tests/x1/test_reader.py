@@ -12,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from folovllm.electives.server.deltas import OutputDelta
+from folovllm.electives.server.errors import ApiError
+from folovllm.electives.server.protocol import ChatRequest
+from folovllm.electives.server.reasoning import ReasoningSplitter
+from folovllm.electives.server.replies import AnswerReader, ChatMessage
+from folovllm.electives.server.requests import call_grammar, checked, offered, reading_of
+from folovllm.electives.server.tool_calls import ToolCallParser
+from folovllm.engine.structured_outputs import StructuredOutputsParams
 from folovllm.sampling_params import SamplingParams
-from folovllm.server.deltas import OutputDelta
-from folovllm.server.errors import ApiError
-from folovllm.server.protocol import ChatRequest
-from folovllm.server.reasoning import ReasoningSplitter
-from folovllm.server.replies import AnswerReader, ChatMessage
-from folovllm.server.requests import call_grammar, checked, offered, reading_of
-from folovllm.server.tool_calls import ToolCallParser
-from folovllm.structured_outputs import StructuredOutputsParams
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>'
 
@@ -223,7 +223,7 @@ def test_a_long_call_costs_what_it_is_long(monkeypatch: pytest.MonkeyPatch) -> N
     """Each letter of a name or of a body is looked at once, and its beginning is matched once, however small the pieces are."""
     matched = list[int]()
     head = Mock(fullmatch=lambda text: matched.append(len(text)))
-    monkeypatch.setattr("folovllm.server.tool_calls.HEAD", head)
+    monkeypatch.setattr("folovllm.electives.server.tool_calls.HEAD", head)
     for text in (
         '<tool_call>{"name": "' + "n" * 20_000,
         f'<tool_call>{{"x": {G * 500}',

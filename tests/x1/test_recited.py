@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from folovllm.server.config import ServerConfig
+from folovllm.electives.server.config import ServerConfig
 from tests.x1.background import Background, events_in, served
 from tests.x1.reciting import END, Piece, reciter
 

@@ -19,9 +19,9 @@ import openai
 import pytest
 from openai import OpenAI
 
-from folovllm.cli import main
-from folovllm.server.config import ServerConfig
-from folovllm.server.listener import listen
+from folovllm.apps.cli import main
+from folovllm.electives.server.config import ServerConfig
+from folovllm.electives.server.listener import listen
 from tests.x1.background import PATIENCE, eventually, within
 
 LONG: Any = {

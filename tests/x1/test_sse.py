@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from folovllm.server.sse import EventStream
+from folovllm.electives.server.sse import EventStream
 
 
 class Client:

@@ -13,14 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from folovllm.config import EngineConfig
+from folovllm.electives.server.deltas import catch_up
+from folovllm.electives.server.messages import Delta
+from folovllm.electives.server.stream import OutputCollector, Stream
 from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.input_processor import InputProcessor
+from folovllm.engine.setup import set_up
 from folovllm.models.files import load_tokenizer
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
-from folovllm.server.deltas import catch_up
-from folovllm.server.messages import Delta
-from folovllm.server.stream import OutputCollector, Stream
-from folovllm.setup import set_up
 from tests.helpers import tiny_checkpoint
 from tests.tiny import worked_case
 

@@ -20,17 +20,17 @@ from hypothesis import strategies as st
 
 from folovllm import plugins
 from folovllm.config import EngineConfig
+from folovllm.electives.server.async_engine import AsyncEngine
+from folovllm.electives.structured_output.guidance import GuidanceGrammar, check_grammar, make_tokenizer, tokenizer_json
+from folovllm.electives.structured_output.manager import StructuredOutputManager
+from folovllm.electives.structured_output.vocabulary import read_vocabulary
 from folovllm.engine.llm_engine import make_engine
 from folovllm.engine.overlap import OverlappedEngine
+from folovllm.engine.structured_outputs import StructuredOutputsParams
 from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
 from folovllm.sample.sampling_row import mask_width
 from folovllm.sampling_params import SamplingParams
-from folovllm.server.async_engine import AsyncEngine
-from folovllm.structured_output.guidance import GuidanceGrammar, check_grammar, make_tokenizer, tokenizer_json
-from folovllm.structured_output.manager import StructuredOutputManager
-from folovllm.structured_output.vocabulary import read_vocabulary
-from folovllm.structured_outputs import StructuredOutputsParams
 from tests.helpers import prompts, tiny_checkpoint, tiny_tokenizer
 from tests.m6.test_overlap import assert_clean
 from tests.sequences import make_seq

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from folovllm import EngineConfig
+from folovllm.electives.quantization import packing
+from folovllm.electives.quantization.quantizer.groups import dequantize_groups, quantize_groups
+from folovllm.engine.setup import set_up
 from folovllm.models.loader import load_native_model
 from folovllm.models.sharded_loader import load_sharded_model
-from folovllm.quantization import packing
-from folovllm.quantization.quantizer.groups import dequantize_groups, quantize_groups
-from folovllm.setup import set_up
 from tests.helpers import tiny_checkpoint
 from tests.m6.ranks import ThreadGroup, on_ranks
 

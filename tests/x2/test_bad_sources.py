@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from folovllm.quantization.quantizer.options import QuantizeOptions
-from folovllm.quantization.quantizer.run import quantize
+from folovllm.electives.quantization.quantizer.options import QuantizeOptions
+from folovllm.electives.quantization.quantizer.run import quantize
 from tests.helpers import Driver, prompts, tiny_checkpoint
 from tests.workloads import make_engine
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from folovllm import EngineConfig
+from folovllm.electives.quantization import int4, scaled
+from folovllm.engine.setup import set_up
 from folovllm.layers.linear import LinearBase
 from folovllm.models.loader import load_native_model
-from folovllm.quantization import int4, scaled
-from folovllm.setup import set_up
 from tests.contract import DEVICE
 from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.workloads import Workload, answered, make_engine, mixed_requests, serve
@@ -70,8 +70,8 @@ def test_the_fused_layers_of_m6_over_kernels(
 ) -> None:
     """Norms fold, for products take their weights along; few tokens, some and many (6) have a kernel each."""
     pytest.importorskip("triton", reason="Triton is for Linux only")
+    from folovllm.electives.quantization.kernels import int4_linear, quant_gemv, quant_matmul
     from folovllm.models.fused_layer import skinny_layers
-    from folovllm.quantization.kernels import int4_linear, quant_gemv, quant_matmul
 
     for module in (scaled, int4):
         monkeypatch.setattr(module, "on_gpu", lambda x: True)

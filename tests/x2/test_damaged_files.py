@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from folovllm import LLM
-from folovllm.cli import main
+from folovllm.apps.cli import main
 from folovllm.models.files import UnreadableFile, reading
 from tests.fuzz_files import FORMATS, fuzz
 from tests.helpers import tiny_checkpoint

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from folovllm.electives.quantization.scaled import Fp8Both, rounded
 from folovllm.layers.linear import LinearBase
-from folovllm.quantization.scaled import Fp8Both, rounded
 from tests.contract import DEVICE
 from tests.helpers import tiny_checkpoint
 from tests.workloads import make_engine
@@ -40,8 +40,8 @@ def test_what_a_token_becomes_depends_on_that_token_alone() -> None:
 @pytest.mark.parametrize("columns", [False, True])
 def test_kernel_rounds_alike(group: int | None, columns: bool) -> None:
     pytest.importorskip("triton", reason="Triton is for Linux only")
-    from folovllm.quantization.kernels.quantize_rows import quantize_rows
-    from folovllm.quantization.weight import has_fp8
+    from folovllm.electives.quantization.kernels.quantize_rows import quantize_rows
+    from folovllm.electives.quantization.weight import has_fp8
 
     if not has_fp8(torch.device(DEVICE)):
         pytest.skip("this card has no numbers of FP8")
@@ -61,8 +61,8 @@ def test_kernel_rounds_alike(group: int | None, columns: bool) -> None:
 @pytest.mark.parametrize("tokens", [1, 5, 16, 300])
 def test_product_on_a_gpu(blocks: bool, tokens: int) -> None:
     """By the library, in bfloat16, for any number of tokens."""
-    from folovllm.quantization.kernels.quantize_rows import fp8_matmul, serves
-    from folovllm.quantization.weight import QuantizedWeight
+    from folovllm.electives.quantization.kernels.quantize_rows import fp8_matmul, serves
+    from folovllm.electives.quantization.weight import QuantizedWeight
 
     generator = torch.Generator().manual_seed(2)
     weight = (torch.randn(256, 1024, generator=generator) * 64).clamp_(-400, 400).to(E4M3)

@@ -15,15 +15,15 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter, RopeScalingType, dequantize, quantize
 
 from folovllm import EngineConfig
-from folovllm.cli import main
+from folovllm.apps.cli import main
+from folovllm.electives.quantization.gguf_codes import TYPES
+from folovllm.electives.quantization.gguf_file import convert
+from folovllm.electives.quantization.gguf_reader import read_gguf
+from folovllm.electives.quantization.int4 import Grouped
+from folovllm.engine.setup import set_up
 from folovllm.layers.linear import LinearBase
 from folovllm.layers.rotary_embedding import rope_frequencies
 from folovllm.models.files import load_hf_config, resolve_model
-from folovllm.quantization.gguf_codes import TYPES
-from folovllm.quantization.gguf_file import convert
-from folovllm.quantization.gguf_reader import read_gguf
-from folovllm.quantization.int4 import Grouped
-from folovllm.setup import set_up
 from tests.helpers import Driver, assert_logits_equal, prompts
 from tests.project.test_download import _add_tokenizer, _pairs
 

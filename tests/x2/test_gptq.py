@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from folovllm.quantization.quantizer.awq import output_error
-from folovllm.quantization.quantizer.gptq import act_order, gptq, inverse_factor, round_columns
-from folovllm.quantization.quantizer.groups import dequantize_groups, find_scales, quantize_groups
+from folovllm.electives.quantization.quantizer.awq import output_error
+from folovllm.electives.quantization.quantizer.gptq import act_order, gptq, inverse_factor, round_columns
+from folovllm.electives.quantization.quantizer.groups import dequantize_groups, find_scales, quantize_groups
 from tests.tiny import worked_case
 
 ONE, EIGHT = torch.ones(1, 1), torch.full((1, 1), 8, dtype=torch.uint8)

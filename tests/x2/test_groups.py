@@ -7,7 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from folovllm.quantization.quantizer.groups import dequantize_groups, find_scales, quantize_groups, round_to_codes
+from folovllm.electives.quantization.quantizer.groups import (
+    dequantize_groups,
+    find_scales,
+    quantize_groups,
+    round_to_codes,
+)
 from tests.tiny import worked_case
 
 SLACK = {torch.float32: 1e-4, torch.float16: 0.13, torch.bfloat16: 1.01}  # steps: up to 2 ** 8 of a rounded scale

@@ -10,7 +10,7 @@ from tests.tiny import worked_case
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from folovllm.quantization.kernels.int4_linear import int4_linear
+from folovllm.electives.quantization.kernels.int4_linear import int4_linear
 
 
 def packed(codes: torch.Tensor, group_size: int) -> torch.Tensor:

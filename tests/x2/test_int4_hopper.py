@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton.experimental.gluon", reason="Triton is for Linux only")
 
-from folovllm.hopper import int4
-from folovllm.hopper.int4 import MOST, int4_hopper, serves, tiling
+from folovllm.electives.hopper import int4
+from folovllm.electives.hopper.int4 import MOST, int4_hopper, serves, tiling
+from folovllm.electives.quantization.int4 import Grouped
+from folovllm.electives.quantization.kernels.quant_matmul import MANY, unpacked
 from folovllm.kernels.split_sum import MOST_TILES
-from folovllm.quantization.int4 import Grouped
-from folovllm.quantization.kernels.quant_matmul import MANY, unpacked
 from folovllm.worker.warm_up import small_steps
 from tests.x2.test_int4_kernels import Kept, made_up, weight_of
 

@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from folovllm.quantization.packing import pack_planes
+from folovllm.electives.quantization.packing import pack_planes
 from tests.contract import DEVICE
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from folovllm.quantization.kernels.int4_linear import int4_linear
-from folovllm.quantization.kernels.quant_gemv import quant_gemv
-from folovllm.quantization.kernels.quant_matmul import quant_matmul, unpacked
-from folovllm.quantization.weight import QuantizedWeight
+from folovllm.electives.quantization.kernels.int4_linear import int4_linear
+from folovllm.electives.quantization.kernels.quant_gemv import quant_gemv
+from folovllm.electives.quantization.kernels.quant_matmul import quant_matmul, unpacked
+from folovllm.electives.quantization.weight import QuantizedWeight
 
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 ROUNDING = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from folovllm import EngineConfig
+from folovllm.electives.quantization.int4 import Int4
+from folovllm.electives.quantization.int4_checkpoints import Awq, Gptq, PackedInt4
+from folovllm.engine.setup import set_up
 from folovllm.layers.linear import LinearBase
 from folovllm.models.extra_tensors import arranged
 from folovllm.models.loader import load_native_model
-from folovllm.quantization.int4 import Int4
-from folovllm.quantization.int4_checkpoints import Awq, Gptq, PackedInt4
-from folovllm.setup import set_up
 from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, prompts
 from tests.x2.quantized import GPTQ, GROUP, SORTED, Tensors, quantize, tiny, to_awq, to_sorted_gptq, write_quantized
 from tests.x2.quantized import INT4_KINDS as KINDS

@@ -8,15 +8,15 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from folovllm.quantization.packing import pack_planes
+from folovllm.electives.quantization.packing import pack_planes
 from tests.contract import DEVICE
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from folovllm.quantization.kernels import integer_gemv as module
-from folovllm.quantization.kernels.integer_gemv import integer_gemv, takes
-from folovllm.quantization.kernels.quant_gemv import quant_gemv
-from folovllm.quantization.weight import QuantizedWeight
+from folovllm.electives.quantization.kernels import integer_gemv as module
+from folovllm.electives.quantization.kernels.integer_gemv import integer_gemv, takes
+from folovllm.electives.quantization.kernels.quant_gemv import quant_gemv
+from folovllm.electives.quantization.weight import QuantizedWeight
 
 DTYPES = [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
 ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-8}  # of a result

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from folovllm.kv_format import FP8, KVScales, decode, encode
-from folovllm.quantization.calibrate import scales_of
+from folovllm.electives.quantization.calibrate import scales_of
+from folovllm.kernels.kv_format import FP8, KVScales, decode, encode
 from tests.tiny import worked_case
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from folovllm import EngineConfig
+from folovllm.engine.setup import set_up
 from folovllm.models.sharded_loader import load_sharded_model
-from folovllm.setup import set_up
 from tests.helpers import Driver, assert_logits_equal, tiny_checkpoint
 from tests.m6.ranks import ThreadGroup, on_ranks
 from tests.x2.quantized import (

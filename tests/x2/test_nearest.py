@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from folovllm.quantization.quantizer.methods import FP8, round_blocks, round_channels, spread_blocks
+from folovllm.electives.quantization.quantizer.methods import FP8, round_blocks, round_channels, spread_blocks
 
 
 def test_int8_by_hand() -> None:

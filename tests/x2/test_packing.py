@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from folovllm.quantization import packing
+from folovllm.electives.quantization import packing
 from tests.tiny import worked_case
 
 

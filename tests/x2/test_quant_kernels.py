@@ -13,11 +13,11 @@ pytest.importorskip("triton", reason="Triton is for Linux only")
 import triton
 import triton.language as tl
 
-from folovllm.quantization.kernels import integer_gemv
-from folovllm.quantization.kernels import quant_gemv as few
-from folovllm.quantization.kernels import quant_matmul as many
-from folovllm.quantization.kernels.gemv_tiles import as_halves
-from folovllm.quantization.weight import QuantizedWeight, has_fp8
+from folovllm.electives.quantization.kernels import integer_gemv
+from folovllm.electives.quantization.kernels import quant_gemv as few
+from folovllm.electives.quantization.kernels import quant_matmul as many
+from folovllm.electives.quantization.kernels.gemv_tiles import as_halves
+from folovllm.electives.quantization.weight import QuantizedWeight, has_fp8
 
 E4M3 = torch.float8_e4m3fn
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]

@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from folovllm.cli import main
-from folovllm.quantization.quantizer.calibration import read_texts
-from folovllm.quantization.quantizer.methods import method_for
-from folovllm.quantization.quantizer.one_layer import PREFIX, Checkpoint, Inputs, OneLayer
-from folovllm.quantization.quantizer.options import CALIBRATED, QuantizeOptions
-from folovllm.quantization.quantizer.perplexity import compare, perplexity, token_losses
-from folovllm.quantization.quantizer.run import Report, decoded, quantize, rows_of
-from folovllm.quantization.quantizer.whole import logits_of
+from folovllm.apps.cli import main
+from folovllm.electives.quantization.quantizer.calibration import read_texts
+from folovllm.electives.quantization.quantizer.methods import method_for
+from folovllm.electives.quantization.quantizer.one_layer import PREFIX, Checkpoint, Inputs, OneLayer
+from folovllm.electives.quantization.quantizer.options import CALIBRATED, QuantizeOptions
+from folovllm.electives.quantization.quantizer.perplexity import compare, perplexity, token_losses
+from folovllm.electives.quantization.quantizer.run import Report, decoded, quantize, rows_of
+from folovllm.electives.quantization.quantizer.whole import logits_of
 from tests.helpers import Driver, assert_logits_equal, hf_model, prompts, tiny_checkpoint
 from tests.workloads import make_engine, mixed_requests, serve
 

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from folovllm import EngineConfig
+from folovllm.electives.quantization.config import CheckpointQuantization
+from folovllm.electives.quantization.scaled import Fp8, Int8
+from folovllm.engine.setup import EngineSetup, set_up
 from folovllm.models.loader import load_model
 from folovllm.models.shapes import linear_bytes, linear_shapes
-from folovllm.quantization.config import CheckpointQuantization
-from folovllm.quantization.scaled import Fp8, Int8
-from folovllm.setup import EngineSetup, set_up
 from tests.helpers import Driver, assert_logits_equal, tiny_checkpoint
 from tests.x2.quantized import ALIGNED, BLOCK, E4M3, FP8_BLOCKS, FP8_WIDE, compressed, quantize_8, write_quantized
 from tests.x2.quantized import BYTE_KINDS as KINDS

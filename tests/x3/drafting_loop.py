@@ -8,20 +8,20 @@ from collections.abc import Sequence as SequenceOf
 from functools import partial
 from typing import Any
 
-from folovllm import events as ev
+from folovllm.apps.inspector.watcher import Watcher
 from folovllm.cache.block_manager import BlockManager
+from folovllm.electives.spec_decode.policy import LengthPolicy
+from folovllm.electives.spec_decode.proposer import Proposer, RowState
+from folovllm.electives.spec_decode.scheduler import SpeculativeScheduler
+from folovllm.electives.spec_decode.speculation import Speculation
+from folovllm.electives.spec_decode.verify import accept
+from folovllm.engine import events as ev
 from folovllm.engine.detokenizer import IncrementalDetokenizer
 from folovllm.engine.scheduler import chunk, preempt, unless_finished, will_finish
 from folovllm.request import Request, Sequence
 from folovllm.sampling_params import SamplingParams
-from folovllm.spec_decode.policy import LengthPolicy
-from folovllm.spec_decode.proposer import Proposer, RowState
-from folovllm.spec_decode.scheduler import SpeculativeScheduler
-from folovllm.spec_decode.speculation import Speculation
-from folovllm.spec_decode.verify import accept
 from folovllm.step.packed import IN_FLIGHT
 from folovllm.step.schedule import SchedulerOutput, StepResult
-from folovllm.watcher import Watcher
 from tests.m3.test_state_machines import assert_blocks_add_up
 from tests.sequences import EOS
 

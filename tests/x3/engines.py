@@ -11,12 +11,12 @@ import pytest
 import xxhash
 
 from folovllm.config import EngineConfig
+from folovllm.electives.spec_decode.oracle import Oracle
+from folovllm.electives.spec_decode.proposer import Proposer, RowState
+from folovllm.electives.spec_decode.speculation import Speculation
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.llm_engine import make_engine as make_any_engine
 from folovllm.outputs import RequestOutput
-from folovllm.spec_decode.oracle import Oracle
-from folovllm.spec_decode.proposer import Proposer, RowState
-from folovllm.spec_decode.speculation import Speculation
 from tests.helpers import VOCAB_SIZE, tiny_checkpoint
 from tests.workloads import MAX_MODEL_LEN, Request, serve
 

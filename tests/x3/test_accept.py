@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from folovllm.spec_decode.verify import accept
+from folovllm.electives.spec_decode.verify import accept
 from tests.tiny import worked_case
 
 Tokens = st.lists(st.integers(0, 2), max_size=6)

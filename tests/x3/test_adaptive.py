@@ -10,11 +10,11 @@ import pytest
 
 from folovllm import LLM, SamplingParams
 from folovllm.config import EngineConfig
-from folovllm.setup import set_up
-from folovllm.spec_decode.measure import Timer, measure_drafting
-from folovllm.spec_decode.policy import AdaptiveLength, FixedLength
-from folovllm.spec_decode.proposer import CompositeProposer, RowState
-from folovllm.spec_decode.suffix import SuffixProposer
+from folovllm.electives.spec_decode.measure import Timer, measure_drafting
+from folovllm.electives.spec_decode.policy import AdaptiveLength, FixedLength
+from folovllm.electives.spec_decode.proposer import CompositeProposer, RowState
+from folovllm.electives.spec_decode.suffix import SuffixProposer
+from folovllm.engine.setup import set_up
 from folovllm.step.schedule import SamplingSpec
 from tests.helpers import tiny_checkpoint
 from tests.x3.engines import Anything

@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from folovllm.spec_decode.choose import Curve, StepCost, best_draft_lengths
+from folovllm.electives.spec_decode.choose import Curve, StepCost, best_draft_lengths
 from tests.tiny import worked_case
 
 

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
-from folovllm.spec_decode.policy import FixedLength
-from folovllm.spec_decode.proposer import Proposer, RowState
+from folovllm.electives.spec_decode.policy import FixedLength
+from folovllm.electives.spec_decode.proposer import Proposer, RowState
 from tests.sequences import EOS, make_seq
 from tests.x3.drafting_loop import Device, Loop, small_scheduler
 

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from folovllm.config import EngineConfig
+from folovllm.electives.spec_decode.draft_model import DraftModel
+from folovllm.electives.spec_decode.extension import make_multi_step_executor
+from folovllm.electives.spec_decode.multi_step import DraftTokens
+from folovllm.electives.spec_decode.proposer import RowState
+from folovllm.engine.setup import set_up
 from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
-from folovllm.setup import set_up
-from folovllm.spec_decode.draft_model import DraftModel
-from folovllm.spec_decode.extension import make_multi_step_executor
-from folovllm.spec_decode.multi_step import DraftTokens
-from folovllm.spec_decode.proposer import RowState
 from folovllm.step.schedule import SamplingSpec
 from tests.helpers import VOCAB_SIZE, tiny_checkpoint
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from folovllm.electives.spec_decode.draft_model import DraftModel
 from folovllm.request import Sequence
-from folovllm.spec_decode.draft_model import DraftModel
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from tests.x3.drafting_loop import Clock
 from tests.x3.test_two_percent import CHECKED, MS, WAIT, Served, copied, story

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from folovllm.electives.spec_decode import extension
+from folovllm.electives.spec_decode import scheduler as speculative_scheduler
+from folovllm.electives.spec_decode.proposer import RowState
+from folovllm.engine.events import DraftsVerified, Event, StepEnded
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.events import DraftsVerified, Event, StepEnded
 from folovllm.sampling_params import SamplingParams
-from folovllm.spec_decode import extension
-from folovllm.spec_decode import scheduler as speculative_scheduler
-from folovllm.spec_decode.proposer import RowState
 from folovllm.step.schedule import SchedulerOutput
 from folovllm.worker.warm_up import dummy_seqs
 from tests.helpers import prompts

@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from folovllm.cli.show import step_line
+from folovllm.apps.cli.show import step_line
+from folovllm.apps.inspector import lines
+from folovllm.apps.inspector.lines import Turn
+from folovllm.apps.inspector.replay import Recording
+from folovllm.apps.inspector.trace import REQUESTS, Trace
 from folovllm.config import EngineConfig
-from folovllm.events import DraftsVerified, Event, StepBegan, StepEnded
-from folovllm.inspector import lines
-from folovllm.inspector.lines import Turn
-from folovllm.inspector.replay import Recording
-from folovllm.inspector.trace import REQUESTS, Trace
-from folovllm.server.aggregator import Aggregator
-from folovllm.spec_decode.config import SpeculativeConfig
-from folovllm.spec_decode.policy import FixedLength
+from folovllm.electives.server.aggregator import Aggregator
+from folovllm.electives.spec_decode.config import SpeculativeConfig
+from folovllm.electives.spec_decode.policy import FixedLength
+from folovllm.engine.events import DraftsVerified, Event, StepBegan, StepEnded
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from tests.inspector.test_recording import Taped, assert_replays
 from tests.m5.test_events import NoDevice, engine

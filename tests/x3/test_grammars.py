@@ -9,18 +9,18 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
+from folovllm.electives.spec_decode.policy import FixedLength
+from folovllm.electives.spec_decode.proposer import Proposer, RowState
+from folovllm.electives.spec_decode.speculation import Speculation
+from folovllm.electives.structured_output import guidance
+from folovllm.electives.structured_output import manager as manager_module
+from folovllm.electives.structured_output.grammar_matcher import Bitmask, GrammarMatcher
+from folovllm.electives.structured_output.guidance import GuidanceGrammar
+from folovllm.electives.structured_output.manager import StructuredOutputManager
+from folovllm.engine.structured_outputs import StructuredOutputsParams
 from folovllm.sample.sampling_row import mask_width
-from folovllm.spec_decode.policy import FixedLength
-from folovllm.spec_decode.proposer import Proposer, RowState
-from folovllm.spec_decode.speculation import Speculation
 from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
-from folovllm.structured_output import guidance
-from folovllm.structured_output import manager as manager_module
-from folovllm.structured_output.grammar_matcher import Bitmask, GrammarMatcher
-from folovllm.structured_output.guidance import GuidanceGrammar
-from folovllm.structured_output.manager import StructuredOutputManager
-from folovllm.structured_outputs import StructuredOutputsParams
 from tests.helpers import VOCAB_SIZE, tiny_tokenizer
 from tests.x3.drafting_loop import sequence
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from folovllm.attention.backends.torch_paged import TorchPagedBackend
+from folovllm.electives.spec_decode.proposer import Proposer, RowState
+from folovllm.engine.structured_outputs import StructuredOutputsParams
 from folovllm.sampling_params import SamplingParams
-from folovllm.spec_decode.proposer import Proposer, RowState
-from folovllm.structured_outputs import StructuredOutputsParams
 from folovllm.worker import graph_runner
 from folovllm.worker.buckets import Bucket, draft_bucket, draft_buckets
 from folovllm.worker.graph_runner import GraphRunner

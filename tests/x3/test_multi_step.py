@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from folovllm.config import EngineConfig
-from folovllm.setup import set_up
-from folovllm.spec_decode.extension import make_multi_step_executor
-from folovllm.spec_decode.multi_step import DraftTokens, MultiStepExecutor, parts
+from folovllm.electives.spec_decode.extension import make_multi_step_executor
+from folovllm.electives.spec_decode.multi_step import DraftTokens, MultiStepExecutor, parts
+from folovllm.engine.setup import set_up
 from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput, StepResult, no_tokens
 from tests.helpers import tiny_checkpoint
 

@@ -7,8 +7,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from folovllm.spec_decode.ngram import Lookup, NgramProposer
-from folovllm.spec_decode.proposer import RowState
+from folovllm.electives.spec_decode.ngram import Lookup, NgramProposer
+from folovllm.electives.spec_decode.proposer import RowState
 from folovllm.step.schedule import SamplingSpec
 from tests.tiny import worked_case
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from folovllm.apps.inspector.recorder import Recorder
+from folovllm.electives.spec_decode.multi_step import DraftTokens
+from folovllm.engine.events import Event, StepEnded
 from folovllm.engine.llm_engine import LLMEngine
-from folovllm.events import Event, StepEnded
-from folovllm.inspector.recorder import Recorder
 from folovllm.sampling_params import SamplingParams
-from folovllm.spec_decode.multi_step import DraftTokens
 from tests.helpers import VOCAB_SIZE, prompts, tiny_checkpoint
 from tests.workloads import Request, serve, workload
 from tests.x3.engines import Pair, make_engine, speculation_of

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from folovllm.spec_decode.choose import Curve, StepCost
-from folovllm.spec_decode.policy import (
+from folovllm.electives.spec_decode.choose import Curve, StepCost
+from folovllm.electives.spec_decode.policy import (
     Acceptance,
     AdaptiveLength,
     LengthPolicy,
 )
-from folovllm.spec_decode.proposer import Proposer, RowState
+from folovllm.electives.spec_decode.proposer import Proposer, RowState
 from folovllm.step.schedule import TokenIds
 from tests.sequences import make_seq
 from tests.x3.drafting_loop import small_scheduler

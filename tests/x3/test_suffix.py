@@ -5,12 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from folovllm.llm import LLM
-from folovllm.sampling_params import SamplingParams
-from folovllm.spec_decode import automaton
-from folovllm.spec_decode.automaton import NOWHERE, Place, SuffixAutomaton
-from folovllm.spec_decode.proposer import RowState
-from folovllm.spec_decode.suffix import (
+from folovllm.electives.spec_decode import automaton
+from folovllm.electives.spec_decode.automaton import NOWHERE, Place, SuffixAutomaton
+from folovllm.electives.spec_decode.proposer import RowState
+from folovllm.electives.spec_decode.suffix import (
     ANSWER_ENDS,
     LEARNT_AT_ONCE,
     AnswersBySalt,
@@ -18,6 +16,8 @@ from folovllm.spec_decode.suffix import (
     SuffixProposer,
     most_frequent,
 )
+from folovllm.llm import LLM
+from folovllm.sampling_params import SamplingParams
 from folovllm.step.schedule import SamplingSpec
 from tests.helpers import tiny_checkpoint
 from tests.tiny import worked_case

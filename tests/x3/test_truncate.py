@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from folovllm.cache.block_manager import BlockManager
-from folovllm.event_stream import Events
-from folovllm.events import Event, Snapshot, TableCut
+from folovllm.engine.event_stream import Events
+from folovllm.engine.events import Event, Snapshot, TableCut
 from folovllm.request import Sequence
 from tests.sequences import make_seq
 from tests.tiny import worked_case

@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 
 from folovllm.cache.block_manager import BlockManager
+from folovllm.electives.spec_decode import measure
+from folovllm.electives.spec_decode.choose import Curve, StepCost
+from folovllm.electives.spec_decode.ngram import NgramProposer
+from folovllm.electives.spec_decode.policy import TRUSTED, UNKNOWN, AdaptiveLength
+from folovllm.electives.spec_decode.proposer import CompositeProposer, Proposer, RowState
+from folovllm.electives.spec_decode.scheduler import SpeculativeScheduler
+from folovllm.electives.spec_decode.speculation import Speculation
+from folovllm.electives.spec_decode.suffix import SuffixProposer
+from folovllm.electives.spec_decode.verify import accept
 from folovllm.engine.scheduler import Scheduler, chunk, preempt, unless_finished
+from folovllm.engine.structured_outputs import StructuredOutputsParams
 from folovllm.request import Sequence
-from folovllm.spec_decode import measure
-from folovllm.spec_decode.choose import Curve, StepCost
-from folovllm.spec_decode.ngram import NgramProposer
-from folovllm.spec_decode.policy import TRUSTED, UNKNOWN, AdaptiveLength
-from folovllm.spec_decode.proposer import CompositeProposer, Proposer, RowState
-from folovllm.spec_decode.scheduler import SpeculativeScheduler
-from folovllm.spec_decode.speculation import Speculation
-from folovllm.spec_decode.suffix import SuffixProposer
-from folovllm.spec_decode.verify import accept
 from folovllm.step.schedule import SchedulerOutput, TokenIds
-from folovllm.structured_outputs import StructuredOutputsParams
 from tests.x3.drafting_loop import Clock, NoGrammar, sequence
 
 MS = 1e-3

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from folovllm.electives.server.async_engine import AsyncEngine
+from folovllm.electives.spec_decode.proposer import Proposer, RowState
 from folovllm.sampling_params import SamplingParams
-from folovllm.server.async_engine import AsyncEngine
-from folovllm.spec_decode.proposer import Proposer, RowState
 from tests.workloads import serve
 from tests.x3.engines import Anything, make_engine, make_proposer, speculation_of, speculative
 from tests.x3.test_lossless import demanding_pair

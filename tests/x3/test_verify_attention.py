@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from folovllm import build_batch
 from folovllm.attention.backends.abstract import AttentionConfig
 from folovllm.attention.backends.torch_naive import TorchNaiveBackend
 from folovllm.attention.backends.triton import TritonBackend
 from folovllm.config import EngineConfig
+from folovllm.electives.spec_decode.attention import TritonVerifyBackend
+from folovllm.electives.spec_decode.kernels.verify_attention import SplitKVVerify, tile_shape
+from folovllm.engine import build_batch
 from folovllm.engine.extension import extension_of
-from folovllm.forward_batch import ForwardBatch
+from folovllm.engine.setup import set_up
 from folovllm.kernels.decode import DecodeConfig
-from folovllm.kv_format import FP8, UNSCALED, KVScales, decode, encode
+from folovllm.kernels.kv_format import FP8, UNSCALED, KVScales, decode, encode
 from folovllm.sampling_params import SamplingParams
-from folovllm.setup import set_up
-from folovllm.spec_decode.attention import TritonVerifyBackend
-from folovllm.spec_decode.kernels.verify_attention import SplitKVVerify, tile_shape
+from folovllm.step.forward_batch import ForwardBatch
 from tests.helpers import prompts, tiny_checkpoint
 from tests.m4.cases import DEVICE, Paged, assert_close, starts
 from tests.m4.conftest import like_a_gpu  # noqa: F401

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from folovllm import EngineConfig
+from folovllm.engine.setup import set_up
 from folovllm.models.loader import load_native_model
 from folovllm.models.sharded_loader import load_sharded_model
-from folovllm.setup import set_up
 from tests.helpers import tiny_checkpoint
 from tests.m6.ranks import ThreadGroup, on_ranks
 

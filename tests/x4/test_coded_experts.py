@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from folovllm import EngineConfig
-from folovllm.bench.contenders import write_geometry
+from folovllm.apps.bench.contenders import write_geometry
+from folovllm.electives.moe.quantized import ExpertStack, GroupedQuantizedExperts, QuantizedExperts
+from folovllm.electives.quantization.quantizer.methods import method_for
+from folovllm.electives.quantization.quantizer.options import QuantizeOptions
+from folovllm.electives.quantization.quantizer.run import quantize as quantize_folder
+from folovllm.engine.setup import set_up
 from folovllm.layers.linear import LinearBase
 from folovllm.models.loader import load_native_model
 from folovllm.models.shapes import expert_shapes, linear_bytes, linear_shapes
-from folovllm.moe.quantized import ExpertStack, GroupedQuantizedExperts, QuantizedExperts
-from folovllm.quantization.quantizer.methods import method_for
-from folovllm.quantization.quantizer.options import QuantizeOptions
-from folovllm.quantization.quantizer.run import quantize as quantize_folder
-from folovllm.setup import set_up
 from tests.contract import DEVICE
 from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.workloads import answered, make_engine, mixed_requests, serve

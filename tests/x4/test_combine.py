@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from folovllm.moe.layers import combine
+from folovllm.electives.moe.layers import combine
 from tests import contract
 from tests.tiny import worked_case
 
@@ -24,7 +24,7 @@ def test_a_worked_case() -> None:
 
 def test_a_worked_case_of_the_kernel() -> None:
     pytest.importorskip("triton")
-    from folovllm.moe.kernels.route import combine as by_kernel
+    from folovllm.electives.moe.kernels.route import combine as by_kernel
 
     got = by_kernel(torch.tensor(ANSWERS, device=ON), torch.tensor(WEIGHTS, device=ON))
     worked_case("x4.4 kernel", got, SUMS, SAYS)
@@ -33,7 +33,7 @@ def test_a_worked_case_of_the_kernel() -> None:
 def test_tiles_that_reach_past_H() -> None:
     """Six columns in tiles of four. Behind the last row lies what is another's."""
     pytest.importorskip("triton")
-    from folovllm.moe.kernels.route import combine_kernel
+    from folovllm.electives.moe.kernels.route import combine_kernel
 
     generator = torch.Generator().manual_seed(0)
     answers, weights = torch.randn(2, 3, 6, generator=generator), torch.rand(2, 3, generator=generator)
@@ -50,7 +50,7 @@ def test_in_half_precision_the_sum_is_float32(kernel: bool) -> None:
     """Eight answers of about 1; in float16 each product, each sum and each weight would lose some bits."""
     if kernel:
         pytest.importorskip("triton")
-        from folovllm.moe.kernels.route import combine as adds
+        from folovllm.electives.moe.kernels.route import combine as adds
     else:
         adds = combine
     generator = torch.Generator().manual_seed(0)

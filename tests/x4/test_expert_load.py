@@ -13,15 +13,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from folovllm import LLM, SamplingParams
-from folovllm.cli.show import step_line
+from folovllm.apps.cli.show import step_line
 from folovllm.config import EngineConfig
+from folovllm.electives.moe.expert_load import CountedLoad
+from folovllm.electives.server.async_engine import AsyncEngine
+from folovllm.electives.server.errors import Unavailable
+from folovllm.electives.server.metrics import Metrics
+from folovllm.engine.events import Event, ExpertsAsked
 from folovllm.engine.llm_engine import make_engine
 from folovllm.engine.metrics import imbalance
-from folovllm.events import Event, ExpertsAsked
-from folovllm.moe.expert_load import CountedLoad
-from folovllm.server.async_engine import AsyncEngine
-from folovllm.server.errors import Unavailable
-from folovllm.server.metrics import Metrics
 from tests.helpers import assert_tokens_equal, hf_greedy, prompts, tiny_checkpoint
 from tests.x4.checkpoints import moe_checkpoint
 

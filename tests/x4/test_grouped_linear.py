@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from folovllm.moe.layers import combine, route, sort_by_expert
+from folovllm.electives.moe.layers import combine, route, sort_by_expert
 from tests import contract
 
 ON = contract.DEVICE
@@ -41,7 +41,7 @@ SHAPES = [  # T, k, E, N, K
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_kernel_multiplies_as_a_loop(shape: tuple[int, ...], gated: bool) -> None:
-    from folovllm.moe.kernels.grouped_linear import grouped_linear
+    from folovllm.electives.moe.kernels.grouped_linear import grouped_linear
 
     num_tokens, top_k, num_experts, n, k = shape
     dtype = torch.bfloat16 if k >= 1000 else torch.float32
@@ -61,7 +61,7 @@ def test_the_kernel_multiplies_as_a_loop(shape: tuple[int, ...], gated: bool) ->
 def test_boxes_of_weights_give_the_same(shape: tuple[int, ...], gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What only Hopper runs, in small tiles: whole ones, those half full, and boxes that reach past the matrix."""
     pytest.importorskip("triton.tools")
-    from folovllm.hopper import grouped as hopper
+    from folovllm.electives.hopper import grouped as hopper
 
     num_tokens, top_k, num_experts, n, k = shape
     for name, size in {"TILE_M": 32, "REST": 16, "ROWS": 32, "TILE_K": 16}.items():
@@ -79,7 +79,7 @@ def test_boxes_of_weights_give_the_same(shape: tuple[int, ...], gated: bool, mon
 @given(st.lists(st.integers(-1, 3), min_size=0, max_size=40), st.sampled_from([4, 24]))
 def test_any_crowd(asked: list[int], num_experts: int) -> None:
     """All at one expert, none at another, none at all; pairs of other ranks' experts leave `out` as it was."""
-    from folovllm.moe.kernels.grouped_linear import grouped_linear
+    from folovllm.electives.moe.kernels.grouped_linear import grouped_linear
 
     experts = torch.tensor(asked, dtype=torch.int64, device=ON).view(-1, 1)
     x = torch.randn(len(asked), 16, generator=torch.Generator().manual_seed(1)).to(ON)
@@ -102,7 +102,7 @@ ROUTED = [  # T, E, k: one chunk of tokens, several, and so many that their coun
 @pytest.mark.parametrize("normalise", [True, False])
 def test_the_kernel_chooses_and_sorts_as_torch(shape: tuple[int, int, int], normalise: bool) -> None:
     """Also of the experts of one rank: the pairs of the others come last."""
-    from folovllm.moe.kernels.route import choose
+    from folovllm.electives.moe.kernels.route import choose
 
     num_tokens, num_experts, top_k = shape
     logits = torch.randn(num_tokens, num_experts, generator=torch.Generator().manual_seed(3)).to(ON)
@@ -117,7 +117,7 @@ def test_the_kernel_chooses_and_sorts_as_torch(shape: tuple[int, int, int], norm
 
 
 def test_counts_of_many_chunks_are_read_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    from folovllm.moe.kernels import route as module
+    from folovllm.electives.moe.kernels import route as module
 
     monkeypatch.setattr(module, "STEP", 2)
     monkeypatch.setattr(module, "CHUNK_PAIRS", 16)
@@ -128,7 +128,7 @@ def test_counts_of_many_chunks_are_read_in_turns(monkeypatch: pytest.MonkeyPatch
 
 
 def test_of_equal_logits_the_kernel_chooses_the_same() -> None:
-    from folovllm.moe.kernels.route import choose
+    from folovllm.electives.moe.kernels.route import choose
 
     logits = torch.randint(0, 3, (9, 60), generator=torch.Generator().manual_seed(0)).float().to(ON)
     assert torch.equal(route(logits, 4, normalise=True)[1], choose(logits, 4, True, range(60))[1])
@@ -136,7 +136,7 @@ def test_of_equal_logits_the_kernel_chooses_the_same() -> None:
 
 @pytest.mark.parametrize("shape", [(1, 8, 72), (3, 2, 1500), (0, 2, 8)])  # T, k, H
 def test_the_kernel_adds_up_as_torch(shape: tuple[int, int, int]) -> None:
-    from folovllm.moe.kernels.route import combine as combined
+    from folovllm.electives.moe.kernels.route import combine as combined
 
     generator = torch.Generator().manual_seed(4)
     answers, weights = torch.randn(shape, generator=generator).to(ON), torch.rand(shape[:2], generator=generator).to(ON)

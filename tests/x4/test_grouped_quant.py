@@ -6,17 +6,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from folovllm.electives.moe.layers import sort_by_expert
+from folovllm.electives.moe.quantized import ExpertStack
+from folovllm.electives.quantization.int4 import Int4
+from folovllm.electives.quantization.scaled import Fp8, Int8
 from folovllm.layers.linear import LinearMethod
-from folovllm.moe.layers import sort_by_expert
-from folovllm.moe.quantized import ExpertStack
-from folovllm.quantization.int4 import Int4
-from folovllm.quantization.scaled import Fp8, Int8
 from tests.contract import DEVICE
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from folovllm.quantization.kernels import grouped_quant as grouped
-from folovllm.quantization.weight import has_fp8
+from folovllm.electives.quantization.kernels import grouped_quant as grouped
+from folovllm.electives.quantization.weight import has_fp8
 
 BLOCK = Fp8("weight_scale_inv", (16, 16))
 SMALL: dict[str, tuple[LinearMethod, int, int]] = {  # N, K

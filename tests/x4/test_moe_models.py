@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from folovllm import LLM, SamplingParams
-from folovllm.bench.contenders import write_geometry
-from folovllm.bench.roofline import MatrixSizes, experts_read
-from folovllm.build_batch import layer_set
+from folovllm.apps.bench.contenders import write_geometry
+from folovllm.apps.bench.roofline import MatrixSizes, experts_read
 from folovllm.config import EngineConfig
+from folovllm.electives.moe.layers import MoE, route
+from folovllm.engine.build_batch import layer_set
 from folovllm.engine.llm_engine import make_engine
+from folovllm.engine.setup import set_up
 from folovllm.models.registry import PLAIN_LAYERS, build_model
-from folovllm.moe.layers import MoE, route
-from folovllm.setup import set_up
 from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts, tiny_checkpoint
 from tests.workloads import ARRIVALS, MAX_MODEL_LEN, answered, mixed_requests, serve
 from tests.x4.checkpoints import FAMILIES, assert_ranks_have_experts, moe_checkpoint
@@ -38,7 +38,7 @@ def test_logits_equal_hugging_face(family: str, experts: str) -> None:
     path, layers, ways = moe_checkpoint(family), PLAIN_LAYERS, ([21], [13, 1, 7])
     if experts == "grouped":
         pytest.importorskip("triton", reason="Triton is for Linux only")
-        from folovllm.moe.fused import EXPERT_KERNELS
+        from folovllm.electives.moe.fused import EXPERT_KERNELS
 
         path, layers, ways = moe_checkpoint(family, 1), layers.having(EXPERT_KERNELS), ([5, 1],)
     (ids,) = prompts([sum(ways[0])])

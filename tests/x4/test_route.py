@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from folovllm.moe.layers import route
+from folovllm.electives.moe.layers import route
 from tests.tiny import worked_case
 
 

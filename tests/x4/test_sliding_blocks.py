@@ -10,14 +10,14 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from folovllm import events as ev
 from folovllm.cache import prefix_cache
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager
 from folovllm.cache.sliding import GONE, SlidingBlockManager, SlidingPrefixCachingBlockManager, sliding
 from folovllm.config import EngineConfig
+from folovllm.engine import events as ev
 from folovllm.engine.llm_engine import make_engine
-from folovllm.model_config import most_held
+from folovllm.models.model_config import most_held
 from tests.helpers import tiny_checkpoint
 from tests.sequences import make_seq
 from tests.workloads import answered, mixed_requests, serve

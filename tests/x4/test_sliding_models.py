@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from folovllm.bench.roofline import tokens_read
+from folovllm.apps.bench.roofline import tokens_read
 from folovllm.config import EngineConfig
+from folovllm.electives.quantization.quantizer.whole import logits_of
 from folovllm.engine.llm_engine import make_engine
 from folovllm.layers.layer_set import LayerSet
 from folovllm.models.registry import build_model
-from folovllm.quantization.quantizer.whole import logits_of
 from folovllm.sampling_params import SamplingParams
 from tests import contract
 from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, hf_logits, prompts, tiny_checkpoint

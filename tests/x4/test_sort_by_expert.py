@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from folovllm.moe.layers import sort_by_expert
+from folovllm.electives.moe.layers import sort_by_expert
 from tests.tiny import worked_case
 
 

@@ -13,8 +13,8 @@ from tests.tiny import worked_case
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
+from folovllm.electives.moe.kernels.grouped_linear import grouped_linear, multiply_tile  # noqa: E402
 from folovllm.kernels.grouped_tiles import find_tile  # noqa: E402
-from folovllm.moe.kernels.grouped_linear import grouped_linear, multiply_tile  # noqa: E402
 
 ON = contract.DEVICE
 

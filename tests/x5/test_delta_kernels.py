@@ -10,15 +10,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from folovllm.forward_batch import ForwardBatch
-from folovllm.hybrid.delta_rule import delta_rule as in_torch
-from folovllm.hybrid.delta_rule import l2norm
-from folovllm.hybrid.fused import FusedGatedDeltaNet
-from folovllm.hybrid.gated_delta_net import GatedDeltaNet, GatedRMSNorm
-from folovllm.hybrid.kernels import gated_norm
-from folovllm.hybrid.kernels.delta_chunks import CHUNK
-from folovllm.hybrid.kernels.delta_rule import DeltaHeads, delta_rule
+from folovllm.electives.hybrid.delta_rule import delta_rule as in_torch
+from folovllm.electives.hybrid.delta_rule import l2norm
+from folovllm.electives.hybrid.fused import FusedGatedDeltaNet
+from folovllm.electives.hybrid.gated_delta_net import GatedDeltaNet, GatedRMSNorm
+from folovllm.electives.hybrid.kernels import gated_norm
+from folovllm.electives.hybrid.kernels.delta_chunks import CHUNK
+from folovllm.electives.hybrid.kernels.delta_rule import DeltaHeads, delta_rule
 from folovllm.layers.layer_set import LayerSet
+from folovllm.step.forward_batch import ForwardBatch
 from tests import contract
 from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, hf_logits, prompts
 from tests.workloads import Request, answered, make_engine, serve

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from folovllm.hybrid.delta_rule import CHUNK, delta_rule, delta_rule_chunk, delta_rule_step, l2norm
+from folovllm.electives.hybrid.delta_rule import CHUNK, delta_rule, delta_rule_chunk, delta_rule_step, l2norm
 from tests.tiny import worked_case
 
 HALF = -0.6931472  # log(1/2)

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from folovllm import LLM, SamplingParams
+from folovllm.apps.inspector.recorder import recording
 from folovllm.config import EngineConfig
-from folovllm.hybrid.gated_delta_net import GatedDeltaNet
-from folovllm.inspector.recorder import recording
+from folovllm.electives.hybrid.gated_delta_net import GatedDeltaNet
+from folovllm.engine.setup import set_up
 from folovllm.layers.attention import Attention
 from folovllm.models.loader import load_native_model
 from folovllm.models.registry import build_model
-from folovllm.setup import set_up
 from tests.helpers import Driver, assert_logits_equal, hf_logits, hf_model, prompts, tiny_checkpoint
 from tests.workloads import ARRIVALS, Workload, answered, make_engine, mixed_requests, serve
 from tests.x5.checkpoints import FAMILIES, hybrid_checkpoint, random_geometry
@@ -189,7 +189,7 @@ def test_quantized_linears() -> None:
 
 def test_codes_are_put_in_order_with_their_scales(tmp_path: Path) -> None:
     """Qwen3-Next's projections go key head by key head. With a code of 8 bits for each weight they give what the rounded floats give."""
-    pytest.importorskip("folovllm.quantization")
+    pytest.importorskip("folovllm.electives.quantization")
     path, scheme = (
         hybrid_checkpoint("qwen3_next", "LF"),
         {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True},

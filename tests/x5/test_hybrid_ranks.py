@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from folovllm.config import EngineConfig
+from folovllm.engine.setup import set_up
 from folovllm.executor.messages import decode_step, encode_step
-from folovllm.forward_batch import ForwardBatch
 from folovllm.layers.state_layer import STATES
 from folovllm.models.loader import load_native_model
 from folovllm.models.sharded_loader import load_sharded_model
-from folovllm.setup import set_up
+from folovllm.step.forward_batch import ForwardBatch
 from folovllm.step.packed import PackedStep, StepPacker, unpack_extras
 from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput
 from tests.m6.ranks import ThreadGroup, on_ranks

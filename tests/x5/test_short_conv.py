@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from folovllm.hybrid.short_conv import convolve
+from folovllm.electives.hybrid.short_conv import convolve
 from tests.tiny import worked_case
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from folovllm import events as ev
+from folovllm.apps.inspector.recorder import Recorder
+from folovllm.apps.inspector.replay import parse
 from folovllm.cache.block_manager import Block
 from folovllm.config import EngineConfig
-from folovllm.hybrid.snapshots import Snapshot, SnapshotBlockManager, SnapshotCache, snapshot_to_evict
-from folovllm.inspector.recorder import Recorder
-from folovllm.inspector.replay import parse
+from folovllm.electives.hybrid.snapshots import Snapshot, SnapshotBlockManager, SnapshotCache, snapshot_to_evict
+from folovllm.engine import events as ev
 from folovllm.layers.state_layer import STATES
 from folovllm.request import SequenceStatus
 from folovllm.sampling_params import SamplingParams

@@ -8,10 +8,10 @@ import pytest
 from transformers import AutoConfig
 
 from folovllm import LLM, SamplingParams
-from folovllm.bench.roofline import Rates, roofline_seconds
-from folovllm.bench.workload import BenchRequest, Workload
+from folovllm.apps.bench.roofline import Rates, roofline_seconds
+from folovllm.apps.bench.workload import BenchRequest, Workload
 from folovllm.config import EngineConfig
-from folovllm.setup import set_up
+from folovllm.engine.setup import set_up
 from tests.helpers import Driver, assert_logits_equal, hf_logits, prompts
 
 MODEL = Path(__file__).parents[2] / "folovllm" / "assets" / "stories-hybrid"

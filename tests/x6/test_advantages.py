@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from folovllm.rollouts.grpo import group_advantages
+from folovllm.electives.rollouts.grpo import group_advantages
 from tests.tiny import worked_case
 
 

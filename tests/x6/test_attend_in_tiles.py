@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from folovllm.attention.ops import create_causal_mask, naive_attention
-from folovllm.rollouts.attention import CONTEXT, QUERIES, attend_in_tiles
+from folovllm.electives.rollouts.attention import CONTEXT, QUERIES, attend_in_tiles
 from tests.tiny import worked_case
 
 

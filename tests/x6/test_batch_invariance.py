@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from folovllm import LLM, SamplingParams
-from folovllm.rollouts.trainer import Policy
+from folovllm.electives.rollouts.trainer import Policy
 from tests.helpers import tiny_checkpoint
 from tests.x5.checkpoints import hybrid_checkpoint
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from folovllm import LLM, SamplingParams
-from folovllm.rollouts import demo
-from folovllm.rollouts.demo_options import Options
+from folovllm.electives.rollouts import demo
+from folovllm.electives.rollouts.demo_options import Options
 
 SMALL = Options(groups=2, answers=2, max_tokens=12, iterations=2)
 

@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from folovllm.cache.prefix_cache import compute_hash
-from folovllm.rollouts.generation import generation_root
+from folovllm.electives.rollouts.generation import generation_root
 from tests.tiny import worked_case
 
 SALT = 0x1234_5678_9ABC_DEF0

@@ -7,7 +7,7 @@ from math import log
 import pytest
 import torch
 
-from folovllm.rollouts.grpo import importance_ratio, policy_loss
+from folovllm.electives.rollouts.grpo import importance_ratio, policy_loss
 from tests.tiny import worked_case
 
 

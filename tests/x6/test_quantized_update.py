@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from folovllm import LLM, EngineConfig, SamplingParams
-from folovllm.build_packed import make_packed_worker
-from folovllm.rollouts.sleep import tensors_of
-from folovllm.rollouts.weights import load_weights, readable
-from folovllm.setup import set_up
+from folovllm.electives.rollouts.sleep import tensors_of
+from folovllm.electives.rollouts.weights import load_weights, readable
+from folovllm.engine.build_packed import make_packed_worker
+from folovllm.engine.setup import set_up
 from tests.helpers import tiny_checkpoint
 from tests.m6.ranks import ThreadGroup
 from tests.x2.quantized import BYTE_KINDS, FP8_WIDE, INT4_KINDS, Quantize, tiny, write_quantized

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from folovllm import LLM, SamplingParams
-from folovllm.rollouts.sleep import tensors_of
+from folovllm.electives.rollouts.sleep import tensors_of
 from tests.helpers import tiny_checkpoint
 from tests.x5.checkpoints import hybrid_checkpoint
 from tests.x6.test_weights import PROMPT, engine, shuffled, tokens

@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-pytest.importorskip("folovllm.server.app")
-from folovllm.server.config import ServerConfig
+pytest.importorskip("folovllm.electives.server.app")
+from folovllm.electives.server.config import ServerConfig
 from tests.x1.background import PATIENCE, Background
 
 STORY = {"prompt": "Once", "max_tokens": 8, "temperature": 0}

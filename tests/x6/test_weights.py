@@ -126,7 +126,7 @@ def test_a_prefix_of_older_weights_is_not_found(
         hits = llm.engine.prefix_cache_stats().requests_hit
         assert tokens(llm) == expected
         assert llm.engine.prefix_cache_stats().requests_hit == hits + 1, "the new generation finds its own prefixes"
-    monkeypatch.setattr("folovllm.rollouts.weights.next_generation", lambda engine: None)
+    monkeypatch.setattr("folovllm.electives.rollouts.weights.next_generation", lambda engine: None)
     with engine(first) as llm:
         tokens(llm)
         llm.update_weights(other)
@@ -328,7 +328,7 @@ TRAINER = """
 import sys
 import torch.distributed as dist
 from safetensors.torch import load_file
-from folovllm.rollouts.transfer import broadcast_weights
+from folovllm.electives.rollouts.transfer import broadcast_weights
 
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=2)
 broadcast_weights(load_file(sys.argv[2]))
@@ -339,7 +339,7 @@ dist.destroy_process_group()
 def test_another_process_sends_weights_over_gloo(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
     import torch.distributed as dist
 
-    from folovllm.rollouts.transfer import receive_weights
+    from folovllm.electives.rollouts.transfer import receive_weights
 
     first, other = checkpoints
     with engine(other) as llm:

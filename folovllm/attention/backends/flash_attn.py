@@ -8,8 +8,8 @@ from importlib.util import find_spec
 import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
-from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.store import store_kvcache
+from folovllm.step.forward_batch import ForwardBatch
 
 
 class FlashAttentionBackend(AttentionBackend):

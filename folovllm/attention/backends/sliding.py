@@ -6,7 +6,7 @@ import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend
 from folovllm.attention.ops import create_causal_mask, gather_kv, naive_attention
-from folovllm.forward_batch import ForwardBatch
+from folovllm.step.forward_batch import ForwardBatch
 
 
 def attend_window(

@@ -7,7 +7,7 @@ import torch
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
 from folovllm.attention.backends.sliding import SlidingBackend, attend_window
 from folovllm.attention.ops import append_kv, create_causal_mask, naive_attention
-from folovllm.forward_batch import ForwardBatch
+from folovllm.step.forward_batch import ForwardBatch
 
 
 class GrowingKVCache:

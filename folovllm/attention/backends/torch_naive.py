@@ -7,7 +7,7 @@ import torch
 from folovllm.attention.backends.abstract import AttentionBackend
 from folovllm.attention.backends.sliding import SlidingBackend
 from folovllm.attention.ops import create_causal_mask, gather_kv, naive_attention, reshape_and_cache_kv
-from folovllm.forward_batch import ForwardBatch
+from folovllm.step.forward_batch import ForwardBatch
 
 
 class TorchNaiveBackend(AttentionBackend):

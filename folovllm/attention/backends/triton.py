@@ -9,7 +9,6 @@ from functools import partial
 import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
-from folovllm.forward_batch import ForwardBatch
 from folovllm.kernels.decode import DecodeConfig, SplitKVDecode
 from folovllm.kernels.fp8_cache import INTERPRETED
 from folovllm.kernels.prefetching_decode import prefetching_decode, serves
@@ -18,6 +17,7 @@ from folovllm.kernels.prefill_tiles import list_tiles
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.store import store_kvcache
 from folovllm.kernels.variants import kernel_variant
+from folovllm.step.forward_batch import ForwardBatch
 
 
 def interpreted() -> bool:

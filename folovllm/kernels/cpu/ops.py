@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from folovllm.forward_batch import ForwardBatch
+from folovllm.step.forward_batch import ForwardBatch
 
 MAX_ROWS = 16  # for more rows arithmetic takes the time, and the library is faster
 POINTER, INDEX, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from folovllm.worker.loop_runner import Forward, LayerCache, SampleToken, TokenLoop
+from folovllm.learn.loop_runner import Forward, LayerCache, SampleToken, TokenLoop
 
 SMALLEST = 16  # tokens for which a new cache has room
 

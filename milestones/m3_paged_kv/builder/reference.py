@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from folovllm.cache.manager import KVCacheManager
-from folovllm.event_stream import Events
+from folovllm.engine.event_stream import Events
 from folovllm.request import Sequence, SequenceStatus
 
 GROWTH = 2  # blocks by which a sequence may grow before the next one gives up its own

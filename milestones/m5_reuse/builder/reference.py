@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from folovllm.cache.manager import KVCacheManager, PrefixCacheStats
 from folovllm.cache.prefix_cache import notes_of
-from folovllm.event_stream import Events
+from folovllm.engine.event_stream import Events
 from folovllm.request import Sequence, SequenceStatus
 
 

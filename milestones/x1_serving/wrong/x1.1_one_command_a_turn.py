@@ -3,7 +3,7 @@
 
 class EngineLoop:
     def turn(self):
-        from folovllm.server.messages import Abort, Stop
+        from folovllm.electives.server.messages import Abort, Stop
 
         refused = []
         for command in self._link.receive(wait=not self._engine.has_unfinished_requests())[:1]:

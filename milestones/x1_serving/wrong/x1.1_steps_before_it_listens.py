@@ -3,7 +3,7 @@
 
 class EngineLoop:
     def turn(self):
-        from folovllm.server.messages import Abort, Stop
+        from folovllm.electives.server.messages import Abort, Stop
 
         refused = []
         commands = self._link.receive(wait=not self._engine.has_unfinished_requests())

@@ -1,6 +1,6 @@
 """Puts the new snapshot in the place of the old one: the old slot belongs to nobody any more, and the pool shrinks."""
 
-from folovllm.hybrid.snapshots import Snapshot
+from folovllm.electives.hybrid.snapshots import Snapshot
 
 
 class SnapshotCache:

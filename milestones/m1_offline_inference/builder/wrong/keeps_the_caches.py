@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from folovllm.builders.reference import DecodeLoop as Right
-from folovllm.builders.reference import DoublingCache
-from folovllm.worker.loop_runner import SampleToken, Forward
+from folovllm.learn.builders.reference import DecodeLoop as Right
+from folovllm.learn.builders.reference import DoublingCache
+from folovllm.learn.loop_runner import SampleToken, Forward
 
 
 class DecodeLoop(Right):

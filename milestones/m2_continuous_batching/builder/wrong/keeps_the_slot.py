@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from folovllm.builders.reference import Scheduler as Right
+from folovllm.learn.builders.reference import Scheduler as Right
 from folovllm.engine.stop import check_stop_conditions
 from folovllm.request import Sequence, SequenceOutput
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from folovllm.builders.reference import Scheduler as Right
+from folovllm.learn.builders.reference import Scheduler as Right
 from folovllm.step.schedule import SchedulerOutput
 
 

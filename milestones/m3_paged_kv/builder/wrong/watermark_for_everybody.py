@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from folovllm.builders.reference import BlockManager as Right
+from folovllm.learn.builders.reference import BlockManager as Right
 from folovllm.request import Sequence
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from folovllm.builders.reference import prefill as right
+from folovllm.learn.builders.reference import prefill as right
 
 
 def prefill(

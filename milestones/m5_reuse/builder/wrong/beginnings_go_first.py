@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from folovllm.builders.reference import Node
-from folovllm.builders.reference import PrefixCache as Right
+from folovllm.learn.builders.reference import Node
+from folovllm.learn.builders.reference import PrefixCache as Right
 
 
 class PrefixCache(Right):

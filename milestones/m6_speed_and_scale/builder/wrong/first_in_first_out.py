@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from folovllm.builders.reference import GraphCache as Right
+from folovllm.learn.builders.reference import GraphCache as Right
 from folovllm.worker.step_graph import StepGraph
 
 

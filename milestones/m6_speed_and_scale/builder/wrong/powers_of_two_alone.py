@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from folovllm.builders.reference import GraphCache as Right
+from folovllm.learn.builders.reference import GraphCache as Right
 
 
 class GraphCache(Right):

@@ -3,7 +3,7 @@
 import os as _os
 
 if _os.environ.get("FOLOVLLM_MINE"):
-    from folovllm import _overlay
+    from folovllm.learn import overlay as _overlay
 
     _overlay.install()
 

@@ -5,7 +5,7 @@ import sys
 
 def main() -> None:
     if "--mine" in sys.argv:
-        from folovllm import _overlay
+        from folovllm.learn import overlay as _overlay
 
         _overlay.install("mine")
     from folovllm import pool

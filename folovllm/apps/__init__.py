@@ -1,0 +1,1 @@
+"""What uses the engine: the command line, the benchmarks, the inspector."""

@@ -1,0 +1,200 @@
+"""`folovllm bench ladder`: one workload through every milestone, so that each step up can be seen.
+
+On a GPU the last milestone also runs with every other attention backend that the machine has. On CPU in float32 greedy
+answers must be the same on every rung; a ladder whose rungs answer differently is refused, not drawn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from folovllm.apps.bench.contenders import Contender, parse_contenders
+from folovllm.apps.bench.report import Result, digits, load, machine_line, ratio, workload_line
+from folovllm.apps.bench.throughput import (
+    AGREEMENT,
+    LONGEST_GAP,
+    PER_CPU_SECOND,
+    REUSED,
+    ROOFLINE,
+    WASTE,
+    bench_throughput,
+)
+from folovllm.apps.bench.workload import load_workload
+from folovllm.attention.backends.abstract import BackendUnavailable
+from folovllm.attention.backends.registry import BACKENDS
+from folovllm.config import PRESETS, EngineConfig
+from folovllm.distributed.children import import_path, python_command
+from folovllm.engine.setup import choose_device, set_up
+from folovllm.models.model_config import num_positions
+
+FIRST_WITH_BACKENDS = "m4"
+SLOTS = 4  # of a CPU: few enough that M3 has something to gain
+CHUNK = 128  # tokens a step of a CPU where prompts come in chunks: some 15 ms
+RATE = "output tokens"
+COLUMNS = {  # a metric and its heading
+    RATE: "output",
+    PER_CPU_SECOND: "a CPU\nsecond",
+    "sequences a step": "at\nonce",
+    "TTFT median": "first\ntoken",
+    "TPOT median": "each\ntoken",
+    LONGEST_GAP: "longest\nwait",
+    WASTE: "cache\nempty",
+    REUSED: "prompt\nfound",
+    ROOFLINE: "of the\nroofline",
+    AGREEMENT: "same\ntokens",
+}
+LEGEND = (
+    "At once: requests in a step, mean. First and each token: medians, with all waiting. Longest wait: of a running "
+    "request for its next token. Cache empty: reserved, and nothing in it. Prompt found: in the cache, not computed."
+)
+ALL_AGREE = "All rungs gave the same tokens."
+FOR_GPUS = "On a CPU M4 runs what M3 runs, and M6 has no device to overlap with: both are for GPUs."
+
+
+@dataclass(slots=True, frozen=True)
+class Plan:
+    """What to run. The process that measures the reference gets it as JSON."""
+
+    contenders: list[Contender]
+    workload: str
+    requests: int | None = None
+    limit: float | None = 60.0
+    repeats: int = 1
+
+
+def contenders_up_to(upto: str, common: dict[str, Any]) -> list[Contender]:
+    """List the presets up to `upto`; on a GPU, the other attention backends follow.
+
+    Raises:
+        ValueError: no such milestone.
+    """
+    if upto not in PRESETS:
+        raise ValueError(f"unknown milestone {upto!r}: choose one of {', '.join(PRESETS)}")
+    found = parse_contenders(",".join(name for name in PRESETS if name <= upto), common)
+    on_gpu = choose_device(common.get("device")).type == "cuda"
+    return found + (other_backends(found[-1]) if on_gpu and upto >= FIRST_WITH_BACKENDS else [])
+
+
+def for_cpu(contenders: list[Contender], workload_name: str, count: int | None) -> list[Contender]:
+    """Give the rungs little memory and small chunks, so that a CPU shows what each of them is for.
+
+    The KV cache has room for `SLOTS` requests as long as the workload's longest, in slots or in the same bytes of
+    blocks, and where prompts come in chunks a step has `CHUNK` tokens. What a contender's fields say already stays.
+    """
+    setup = set_up(EngineConfig(**contenders[0][1]))
+    longest = load_workload(workload_name, setup.vocab_size, count).longest
+    context = setup.config.max_model_len or min(longest, num_positions(setup.hf_config))
+    little = {"max_model_len": context, "kv_cache_memory": SLOTS * context * setup.kv_bytes_per_token}
+    found = []
+    for name, fields in contenders:
+        chunked = EngineConfig(**fields).enable_chunked_prefill
+        found.append((name, little | ({"max_num_batched_tokens": CHUNK} if chunked else {}) | fields))
+    return found
+
+
+def other_backends(contender: Contender) -> list[Contender]:
+    """List the same engine with each paged backend that runs here and that "auto" did not choose."""
+    name, overrides = contender
+    chosen, found = set_up(EngineConfig(**overrides)).backend, []
+    for backend in ("torch_paged", *list(BACKENDS)[list(BACKENDS).index("torch_paged") + 1 :]):
+        fields = {**overrides, "attention_backend": backend}
+        try:
+            set_up(EngineConfig(**fields))
+        except BackendUnavailable:
+            continue  # what a machine does not have is no rung
+        if backend != chosen:
+            found.append((f"{name} {backend}", fields))
+    return found
+
+
+def bench_ladder(plan: Plan) -> Result:
+    """Measure each rung, and check that the answers agree where they must.
+
+    Raises:
+        ValueError: greedy float32 answers on CPU differ between rungs.
+    """
+    result = bench_throughput(plan.contenders, plan.workload, plan.requests, plan.repeats, plan.limit)
+    result.benchmark = "ladder"
+    on_gpu = choose_device(plan.contenders[0][1].get("device")).type == "cuda"
+    for run in result.runs:  # a GPU's work is not the CPU's; a small model stays in a CPU's cache, which no copy shows
+        run.metrics.pop(PER_CPU_SECOND if on_gpu else ROOFLINE, None)
+    if not on_gpu and plan.contenders[0][1].get("dtype", "auto") in ("auto", "float32"):
+        check_answers(result)  # rounding cannot explain a difference
+    return result
+
+
+def check_answers(result: Result) -> None:
+    """Raise ValueError where a rung's greedy tokens are not the first's."""
+    for run in result.runs:
+        same = run.metrics.get(AGREEMENT)
+        if same is not None and same.median < 100:
+            raise ValueError(
+                f"{run.name} gave only {same.median:.1f}% of {result.runs[0].name}'s tokens: greedy answers in float32 "
+                "must be the same on every rung; its tests will say more"
+            )
+
+
+def bench_reference(plan: Plan) -> Result:
+    """Measure the ladder of the package's own code, in a process without `FOLOVLLM_MINE`.
+
+    Raises:
+        RuntimeError: that process failed; its last line says why.
+    """
+    environment = {key: value for key, value in os.environ.items() if key != "FOLOVLLM_MINE"}
+    environment["PYTHONPATH"] = import_path()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "reference.json"
+        command = python_command("folovllm.apps.bench.ladder", json.dumps(asdict(plan)), str(file))
+        child = subprocess.run(command, env=environment, stderr=subprocess.PIPE)
+        if child.returncode:
+            raise RuntimeError(f"the reference's ladder failed: {child.stderr.decode(errors='replace')[-500:].strip()}")
+        return load(file)
+
+
+def beside(mine: Result, reference: Result) -> Result:
+    """Put two ladders into one, with two runs a rung: the reference's, then the learner's."""
+    runs = [
+        renamed
+        for own, other in zip(mine.runs, reference.runs, strict=True)
+        for renamed in (replace(other, name=f"{other.name} reference"), replace(own, name=f"{own.name} mine"))
+    ]
+    return replace(mine, runs=runs)
+
+
+def show_ladder(result: Result, console: Console | None = None) -> None:
+    """Print a row for each rung. The ratio compares its tokens a second with the first rung's."""
+    console = console or Console(highlight=False)
+    title = f"bench ladder: {workload_line(result.workload)}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
+    table.add_column("")
+    units = {name: metric.unit for run in result.runs for name, metric in run.metrics.items()}
+    all_agree = {run.metrics[AGREEMENT].median for run in result.runs if AGREEMENT in run.metrics} == {100}
+    columns = [name for name in COLUMNS if name in units and not (name == AGREEMENT and all_agree)]
+    for name in columns:
+        table.add_column(f"{COLUMNS[name]}\n{units[name]}", justify="right", no_wrap=True, vertical="bottom")
+        if name == RATE:
+            table.add_column("", justify="right", style="bold", no_wrap=True)
+    for run in result.runs:
+        rate, *others = (digits(run.metrics[name].median) if name in run.metrics else "-" for name in columns)
+        table.add_row(run.title, rate, ratio(result.runs[0].metrics[RATE], run.metrics[RATE]), *others)
+    console.print(table)
+    on_cpu = all(PER_CPU_SECOND in run.metrics for run in result.runs)
+    idle = on_cpu and any(run.config.get("milestone") in ("m4", "m6") for run in result.runs)
+    for note in [LEGEND] + [ALL_AGREE] * all_agree + [FOR_GPUS] * idle:
+        console.print(note, style="dim", markup=False)
+    console.print(machine_line(result), style="dim", soft_wrap=True)
+
+
+if __name__ == "__main__":  # the child process of `bench_reference`
+    bench_ladder(Plan(**json.loads(sys.argv[1]))).save(Path(sys.argv[2]))

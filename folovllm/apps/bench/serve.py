@@ -1,0 +1,123 @@
+"""Serve requests on a clock: what every benchmark does with an engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from folovllm.apps.bench.workload import Workload
+from folovllm.config import EngineConfig
+from folovllm.engine.llm_engine import LLMEngine, make_engine
+from folovllm.engine.metrics import EngineStats, StepLog
+from folovllm.outputs import RequestOutput
+from folovllm.sampling_params import SamplingParams
+
+LOOK_EVERY = 16  # steps between two looks at the cache
+
+
+@contextmanager
+def running(config: EngineConfig) -> Iterator[LLMEngine]:
+    """Make an engine, and close it at the end of the block: the next engine measures what memory is free."""
+    engine = make_engine(config)
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def exactly(count: int, temperature: float = 0.0, seed: int | None = None) -> SamplingParams:
+    """Ask for `count` tokens, whatever the model says."""
+    return SamplingParams(temperature=temperature, max_tokens=count, ignore_eos=True, seed=seed)
+
+
+def finish(engine: LLMEngine) -> None:
+    """Step until nobody is waiting any more."""
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def warm_up(engine: LLMEngine, workload: Workload) -> None:
+    """Serve four requests of other tokens: what is made on first use is made before the clock runs."""
+    for index, request in enumerate(workload.requests[:4]):
+        other = [(token + 1) % engine.setup.vocab_size for token in request.prompt]
+        engine.add_request(f"warm-up {index}", other, exactly(4, workload.temperature), stream=False)
+    finish(engine)
+
+
+def empty_prefix_cache(engine: LLMEngine) -> None:
+    """Start cold: a repeat must not find what the pass before left."""
+    if engine.setup.config.enable_prefix_caching:
+        engine.reset_prefix_cache()
+
+
+@dataclass(slots=True)
+class Observed:
+    """What one pass of a workload through an engine showed."""
+
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0  # of this process, all threads: what a busy machine does not disturb
+    outputs: dict[str, RequestOutput] = field(default_factory=dict)  # of finished requests
+    prompt_tokens: int = 0  # of all requests whose prefill was done in time
+    output_tokens: int = 0  # generated in time, by unfinished requests too
+    steps: int = 0
+    batch: int = 0  # sum over the steps of how many ran
+    looks: list[EngineStats] = field(default_factory=list)  # at the cache, while a part of it was held
+    longest_gap: float = 0.0  # seconds of the longest step that gave a running request its next token
+    reused: int = 0  # prompt tokens that were found in the cache
+    partial: bool = False
+
+    def count(self, output: RequestOutput) -> None:
+        """Add one request's tokens."""
+        self.output_tokens += output.metrics.num_generated_tokens
+        if output.metrics.num_generated_tokens:
+            self.prompt_tokens += output.metrics.num_prompt_tokens
+            self.reused += output.num_cached_tokens
+
+
+def run_workload(
+    engine: LLMEngine, workload: Workload, limit: float | None = None, look_every: int = LOOK_EVERY
+) -> Observed:
+    """Serve the requests as they arrive; after `limit` seconds, abort the rest and count what was generated.
+
+    Raises:
+        ValueError: a request does not fit into the engine's context.
+    """
+    if workload.longest > engine.setup.max_model_len:
+        raise ValueError(
+            f"the workload's longest request has {workload.longest} tokens, and the context is "
+            f"{engine.setup.max_model_len}: choose another workload or model, or raise max_model_len"
+        )
+    seen, queue, log = Observed(), list(reversed(list(enumerate(workload.requests)))), StepLog()
+    engine.subscribe(log)
+    start, cpu_start = time.perf_counter(), time.process_time()
+    while queue or engine.has_unfinished_requests():
+        now = time.perf_counter() - start
+        if limit is not None and now > limit:
+            seen.partial = True
+            break
+        while queue and queue[-1][1].arrival <= now:
+            index, request = queue.pop()
+            params = exactly(request.output_len, workload.temperature, seed=index)
+            engine.add_request(str(index), request.prompt, params, stream=False)
+        if not engine.has_unfinished_requests():
+            time.sleep(min(0.01, queue[-1][1].arrival - now))
+            continue
+        _step(engine, seen, log, look_every)
+    seen.seconds, seen.cpu_seconds = time.perf_counter() - start, time.process_time() - cpu_start
+    engine.unsubscribe(log)
+    for index in range(len(workload.requests) - len(queue)):
+        seen.count(seen.outputs.get(str(index)) or engine.abort_request(str(index)))
+    return seen
+
+
+def _step(engine: LLMEngine, seen: Observed, log: StepLog, look_every: int) -> None:
+    seen.outputs |= {output.request_id: output for output in engine.step()}
+    for step in log.take():
+        seen.batch += step.running
+        if step.num_decode_tokens:
+            seen.longest_gap = max(seen.longest_gap, step.seconds)
+        if seen.steps % look_every == 0 and (stats := engine.stats()).kv_bytes_reserved:
+            seen.looks.append(stats)
+        seen.steps += 1

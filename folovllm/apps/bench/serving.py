@@ -1,0 +1,241 @@
+"""`folovllm bench serve`: loads on servers, one after the other, and what their clients see.
+
+A server is one of our own for each preset, or one that runs already.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+import subprocess
+import tempfile
+import urllib.request
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tqdm import tqdm
+
+from folovllm.apps.bench.contenders import Contender, used_settings
+from folovllm.apps.bench.http_load import Reply, Server
+from folovllm.apps.bench.report import Metric, Result, Run, latencies
+from folovllm.apps.bench.workload import BenchRequest, Workload
+from folovllm.config import EngineConfig
+from folovllm.distributed.children import import_path, python_command
+
+Ask = Callable[[BenchRequest], Coroutine[Any, Any, object]]
+END = 10.0  # seconds that our server has to end
+VOCABULARY = 4_000  # ids that every model has
+WARM_UP = 3  # requests
+
+
+@dataclass(slots=True, frozen=True)
+class Point:
+    """One load: requests a second that come whether or not others are answered, or clients that ask one after the other."""
+
+    rate: float | None = None
+    clients: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.rate:g}/s" if self.rate is not None else f"{self.clients} clients"
+
+
+def arrivals(rate: float, count: int, seed: int = 0) -> list[float]:
+    """Seconds at which requests come: a Poisson process, whose gaps are exponential; the first comes at once."""
+    rng, now, times = random.Random(seed), 0.0, list[float]()
+    for _ in range(count):
+        times.append(now)
+        now += rng.expovariate(rate)
+    return times
+
+
+async def drive(requests: list[BenchRequest], point: Point, ask: Ask) -> None:
+    """Ask for all, when the load says so, and wait for all.
+
+    With a rate, a request does not wait for those before it: a server that is too slow sees its queue grow, as it would in
+    life. Clients in a closed loop spare it that, each waits for its answer.
+    """
+    loop = asyncio.get_running_loop()
+    async with asyncio.TaskGroup() as group:
+        if point.rate is None:
+            waiting = iter(requests)
+
+            async def one_after_the_other() -> None:
+                for request in waiting:
+                    await ask(request)
+
+            for _ in range(point.clients or 1):
+                group.create_task(one_after_the_other())
+        else:
+            start = loop.time()
+            for request, time in zip(requests, arrivals(point.rate, len(requests)), strict=True):
+                await asyncio.sleep(max(0.0, start + time - loop.time()))
+                group.create_task(ask(request))
+
+
+@dataclass(slots=True)
+class Load:
+    """What one point of a sweep showed."""
+
+    point: Point
+    replies: list[Reply] = field(default_factory=list)
+    begin: float = 0.0
+
+    @property
+    def answered(self) -> list[Reply]:
+        """Those whose whole answer came."""
+        return [reply for reply in self.replies if reply.is_over and reply.error is None and reply.times]
+
+    def metrics(self) -> dict[str, Metric]:
+        """Figures of those that were answered; rates are over the time from the first request to the last token."""
+        answered = self.answered
+        seconds = max((reply.times[-1] for reply in answered), default=self.begin) - self.begin
+        failed = sum(reply.is_over and reply.error is not None for reply in self.replies)
+        metrics = {"answered": Metric.of([len(answered)]), "failed": Metric.of([failed], "", False)}
+        if not answered or seconds <= 0:
+            return metrics
+        metrics["requests"] = Metric.of([len(answered) / seconds], "/s")
+        tokens = sum(reply.num_tokens for reply in answered)
+        metrics["output tokens"] = Metric.of([tokens / seconds], "tok/s")
+        metrics["tokens a piece"] = Metric.of([tokens / sum(len(reply.times) for reply in answered)], "", False)
+        metrics |= latencies("TTFT", [[reply.ttft for reply in answered]])
+        metrics |= latencies("TPOT", [[reply.tpot for reply in answered if reply.num_tokens > 1]])
+        return metrics | latencies("ITL", [[gap for reply in answered for gap in reply.gaps]])
+
+    @property
+    def first_error(self) -> str | None:
+        """Why the first one failed that did."""
+        return next((reply.error for reply in self.replies if reply.error is not None), None)
+
+
+def first_model(url: str, api_key: str | None) -> str:
+    """The first model that a server names. Raises ValueError where none answers."""
+    address = f"{url.rstrip('/').removesuffix('/v1')}/v1/models"
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=END) as response:
+            return str(json.load(response)["data"][0]["id"])
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"no server answers at {address}: {error}") from error
+
+
+def shifted(workload: Workload, by: int, vocab_size: int) -> list[BenchRequest]:
+    """The same requests with other tokens: what they share among themselves they still share, and with no pass before."""
+    return [
+        replace(request, prompt=[(token + by) % vocab_size for token in request.prompt])
+        for request in workload.requests
+    ]
+
+
+def flags_of(fields: dict[str, Any]) -> list[str]:
+    """Fields of an `EngineConfig` as flags of the command."""
+    flags: list[str] = []
+    for name, value in fields.items():
+        flag = name.replace("_", "-")
+        if value is True or value is False:
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            flags += [f"--{flag}", str(value)]
+    return flags
+
+
+@contextmanager
+def own_server(fields: dict[str, Any], engine_process: bool | None) -> Iterator[str]:
+    """The address of a server with these settings, until the end of the block. Raises ValueError where it does not start."""
+    rest = dict(fields)
+    model = [rest.pop("model")] if rest.get("model") else []
+    command = [*python_command("folovllm", "serve"), *model, "--port", "0", "--served-model-name", "model"]
+    command += flags_of(rest | {"engine_process": engine_process})
+    with serving(command, env=dict(os.environ) | {"PYTHONPATH": import_path()}) as url:
+        yield url
+
+
+@contextmanager
+def serving(command: list[str], **options: Any) -> Iterator[str]:
+    """The address that `folovllm serve`, run by this command, prints; at the end of the block the server ends.
+
+    It has a session of its own, since a Ctrl-C is ours alone: the server ends when its figures are taken.
+
+    Raises:
+        ValueError: it does not start; the sentence has the end of its log.
+    """
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, **options
+        )
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if address := re.search(r"serving .* at (http://\S+)/v1", line):
+                    yield address[1]
+                    return
+            process.wait()
+            log.seek(0)
+            raise ValueError(f"folovllm serve did not start: {log.read()[-2000:].strip() or process.returncode}")
+        finally:
+            process.terminate()
+            try:
+                process.wait(END)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            process.stdout.close()
+
+
+@dataclass(slots=True)
+class Sweep:
+    """What is asked of each server: the requests, point by point."""
+
+    workload: Workload
+    points: list[Point]
+    engine_process: bool | None = None
+
+    def run(self, contenders: list[Contender]) -> tuple[Result, bool]:
+        """Start a server of our own for each; returns what was found, and whether nobody stopped it before the end."""
+        targets = [(name, used_settings(EngineConfig(**fields)), fields) for name, fields in contenders]
+        return self._run((name, shown, own_server(fields, self.engine_process)) for name, shown, fields in targets)
+
+    def run_at(self, url: str, model: str | None, api_key: str | None) -> tuple[Result, bool]:
+        """The same for a server that is there. Raises ValueError where none answers."""
+        model = model or first_model(url, api_key)
+        return self._run([(model, {"url": url}, nullcontext(url))], model, api_key)
+
+    def _run(self, targets: Any, model: str = "model", api_key: str | None = None) -> tuple[Result, bool]:
+        result = Result("serve", self.workload.describe())
+        try:
+            for name, shown, address in targets:
+                with address as url:
+                    for load in self._loads(name, Server(url, model, api_key)):
+                        settings = shown | {"rate": load.point.rate, "clients": load.point.clients}
+                        result.runs.append(Run(f"{name} at {load.point}", settings, load.metrics()))
+        except KeyboardInterrupt:  # the loads before this one count
+            return result, False
+        return result, True
+
+    def _loads(self, name: str, server: Server) -> Iterator[Load]:
+        """Warm the server up, then a load for each point. Raises ValueError if it answers none of the first requests."""
+        first = Load(Point(clients=1))
+        self._drive(server, first, shifted(self.workload, 1, VOCABULARY)[:WARM_UP], f"{name}, warm-up")
+        if not first.answered:
+            raise ValueError(f"{name} answered nothing: {first.first_error}")
+        for number, point in enumerate(self.points, 2):
+            load = Load(point)
+            self._drive(server, load, shifted(self.workload, number, VOCABULARY), f"{name} at {point}")
+            yield load
+
+    def _drive(self, server: Server, load: Load, requests: list[BenchRequest], title: str) -> None:
+        with tqdm(total=len(requests), desc=title, leave=False, dynamic_ncols=True) as bar:
+
+            async def ask(request: BenchRequest) -> None:
+                await server.ask(request, self.workload.temperature, load.replies)
+                bar.update()
+
+            async def all_of_it() -> None:
+                load.begin = asyncio.get_running_loop().time()
+                await drive(requests, load.point, ask)
+
+            asyncio.run(all_of_it())

@@ -1,0 +1,105 @@
+"""What `folovllm generate` prints: answers on stdout, times on stderr."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections import deque
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from folovllm.engine.inputs import Prompt
+    from folovllm.llm import LLM
+    from folovllm.outputs import RequestMetrics, RequestOutput
+    from folovllm.sampling_params import SamplingParams
+
+
+def tolerate_encodings() -> None:
+    """Set up the standard streams so that no character ends a command: one that the output cannot have is printed as `\\u2615`.
+
+    Bytes that are not in the input's encoding become surrogates; a prompt that has some is refused, in a sentence. A byte
+    order mark is dropped.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        encoding = "utf-8-sig" if sys.stdin.encoding.lower() == "utf-8" else None
+        sys.stdin.reconfigure(encoding=encoding, errors="surrogateescape")
+
+
+def print_next(llm: LLM, untold: deque[str], as_json: bool, between: str, output: RequestOutput) -> None:
+    """Print the answer to the first prompt of `untold`, and take the prompt out."""
+    output.prompt = untold.popleft()
+    print(as_json_line(output), flush=True) if as_json else show(output, llm, between)
+
+
+def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams, opening: str) -> None:
+    """What `llm.generate` does with one prompt, for a terminal: `opening`, then the answer as it grows, on stdout.
+
+    After Ctrl-C what was said stays.
+    """
+    from folovllm.engine.ctrl_c import ctrl_c
+
+    llm.engine.add_request("0", prompt, params)
+    Console(highlight=False).print(Text(opening, style="bold"), soft_wrap=True, end="")
+    with ctrl_c() as pressed:
+        while (goes_on := llm.engine.has_unfinished_requests()) and not pressed.is_set():
+            for output in llm.engine.step():
+                print(output.outputs[0].delta_text, end="", flush=True)
+    if goes_on:
+        output = llm.engine.abort_request("0")
+        print(output.outputs[0].delta_text, end="")
+    print()
+    show_times(output, llm)
+    if goes_on:
+        raise KeyboardInterrupt
+
+
+def show(output: RequestOutput, llm: LLM, between: str) -> None:
+    """Prompt and answers on stdout, the times on stderr."""
+    for answer in output.outputs:
+        text = Text.assemble((f"{output.prompt}{between}", "bold"), answer.text)
+        Console(highlight=False).print(text, soft_wrap=True)
+    show_times(output, llm)
+
+
+def show_times(output: RequestOutput, llm: LLM) -> None:
+    """How long it took, on stderr, and on a CPU with how many threads."""
+    threads = f" · {count} thread{'s' * (count > 1)}" if (count := llm.engine.num_threads) else ""
+    stderr().print(times(output.metrics) + threads, style="dim")
+
+
+def times(metrics: RequestMetrics) -> str:
+    """`37 tokens · TTFT 12.0 ms · TPOT 3.1 ms · 290.1 tokens/s`; a time that there is not, is left out."""
+    parts = [f"{metrics.num_generated_tokens} tokens"]
+    latencies = {"TTFT": metrics.ttft, "TPOT": metrics.tpot}
+    parts += [f"{name} {seconds * 1e3:.1f} ms" for name, seconds in latencies.items() if seconds is not None]
+    if metrics.tokens_per_second:
+        parts.append(f"{metrics.tokens_per_second:.1f} tokens/s")
+    return " · ".join(parts)
+
+
+def as_json_line(output: RequestOutput) -> str:
+    """An output as JSON, times in seconds, with every character as it is where stdout can have it."""
+    answers = [asdict(answer) for answer in output.outputs]
+    for answer in answers:
+        del answer["delta_text"], answer["delta_token_ids"]  # of the last step: no one streams here
+    measured = ("ttft", "tpot", "latency", "tokens_per_second", "num_prompt_tokens", "num_generated_tokens")
+    said = {
+        "prompt": output.prompt,
+        "prompt_token_ids": output.prompt_token_ids,
+        "outputs": answers,
+        "num_cached_tokens": output.num_cached_tokens,
+        "metrics": {name: getattr(output.metrics, name) for name in measured},
+    }
+    return json.dumps(said, ensure_ascii=not (sys.stdout.encoding or "utf-8").lower().startswith("utf"))
+
+
+def stderr() -> Console:
+    return Console(stderr=True, highlight=False)  # made when needed: tests and shells replace sys.stderr

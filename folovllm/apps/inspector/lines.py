@@ -1,0 +1,213 @@
+"""The lines of a recording: a header, and then tagged structs. The format is described in docs/reference/recording.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as SequenceOf
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from folovllm.engine import events as ev
+from folovllm.engine.spelling import BYTE, byte_alphabet
+from folovllm.step.schedule import SchedulerOutput, TokenIds
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FORMAT, VERSION = "folovllm recording", 2
+NO_SNAPSHOT = -1  # in the place of a number of a snapshot
+Text = str | list[int]
+
+
+class Scheduled(ev.Tagged, frozen=True, tag=False):
+    """What a recording keeps of a `ScheduledSequence`."""
+
+    seq_id: int
+    row: int
+    start: int
+    end: int
+    num_samples: int
+    first_new_block: int
+    new_blocks: list[int]
+    load_state: int = NO_SNAPSHOT
+    save_state: int = NO_SNAPSHOT
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return self.end - self.start
+
+
+class StepBegan(ev.Tagged, frozen=True):
+    """`events.StepBegan`, with what is kept of its sequences."""
+
+    step: int
+    start: float
+    scheduled: float
+    scheduled_seqs: list[Scheduled]
+    budget_left: int
+
+
+class StepEnded(ev.Tagged, frozen=True):
+    """`events.StepEnded`, with the tokens that each sequence got."""
+
+    step: int
+    start: float
+    arrived: float
+    end: float
+    sampled: list[tuple[int, list[int]]]  # (seq_id, token ids); without sequences that got none
+    waiting: int
+    kv_blocks_used: int
+
+
+class DraftsVerified(ev.Tagged, frozen=True):
+    """`events.DraftsVerified`, with the token ids that were rejected."""
+
+    seq_id: int
+    num_draft_tokens: int
+    num_accepted: int
+    rejected: list[int]
+
+
+Entry = (
+    ev.RequestAdded | ev.Refused | ev.Admitted | ev.PrefixHit | ev.Preempted | ev.Finished | ev.Aborted | ev.ExpertsAsked
+    | ev.BlockClaimed | ev.BlockFreed | ev.BlockTaken | ev.BlockAdopted | ev.BlockCached | ev.BlockEvicted | ev.BlockPassed
+    | ev.TableFreed | ev.TableCut | ev.SnapshotCached | ev.SnapshotEvicted | ev.GivenUp | ev.Snapshot
+    | StepBegan | StepEnded | DraftsVerified
+)  # fmt: skip
+
+
+class Texts(ev.Tagged, frozen=True):
+    """What token ids look like, before the first line that needs them."""
+
+    texts: dict[str, Text]
+
+
+class Turn(ev.Tagged, frozen=True):
+    """What happened in one call of the engine's `step`, or from outside."""
+
+    number: int
+    time: float  # at which it was handed over
+    events: list[Entry]
+
+
+class Done(ev.Tagged, frozen=True):
+    """The end."""
+
+    num_turns: int
+    time: float
+    how: str
+
+
+Line = Texts | Turn | Done
+encode = msgspec.json.Encoder(enc_hook=lambda numbers: numbers.tolist()).encode  # numpy's, which a learner may hand in
+
+
+class LineWriter:
+    """Turns one engine's events into lines, one batch of them (a turn) after the other. It may run in a thread of its own."""
+
+    def __init__(self, header: dict[str, Any], texts: TokenTexts) -> None:
+        """`header` is the first line."""
+        self.num_turns = 0
+        self._header, self._texts = header, texts
+        self._known: set[int] = set()  # token ids whose texts are written
+        self._drafts: dict[int, TokenIds] = {}  # by seq_id: the newest step's, which are known when they are verified
+
+    def lines(self, events: SequenceOf[ev.Event], time: float) -> Iterator[bytes]:
+        """The lines of one batch. A `Snapshot` gives a header before it, and all texts anew: a reader may join there."""
+        if isinstance(events[0], ev.Snapshot):
+            self._known.clear()
+            yield encode(self._header)
+        entries = [self._entry(event) for event in events]
+        if new := {token for entry in entries for token in tokens_of_entry(entry)} - self._known:
+            self._known |= new
+            yield encode(Texts(self._texts.of(new)))
+        yield encode(Turn(self.num_turns, time, entries))
+        self.num_turns += 1
+
+    def done(self, how: str, time: float) -> bytes:
+        """The last line."""
+        return encode(Done(self.num_turns, time, how))
+
+    def _entry(self, event: ev.Event) -> Any:
+        """The event as it is written."""
+        match event:
+            case ev.StepBegan(step, start, scheduled, output, budget_left):
+                copies = copies_of(output)
+                seqs = [
+                    Scheduled(
+                        s.seq_id, s.row, s.start, s.end, s.num_samples, s.first_new_block, list(s.new_blocks),
+                        *copies.get(i, ()),
+                    )
+                    for i, s in enumerate(output.scheduled_seqs)
+                ]  # fmt: skip
+                verified = [s for s in output.scheduled_seqs if s.num_samples > 1]
+                self._drafts |= {s.seq_id: s.token_ids[1 - s.num_samples :] for s in verified}
+                return StepBegan(step, start, scheduled, seqs, budget_left)
+            case ev.StepEnded(step, start, arrived, end, output, result, waiting, used):
+                pairs = zip(output.scheduled_seqs, result.token_ids, strict=True)
+                sampled = [(scheduled.seq_id, ids) for scheduled, ids in pairs if ids]
+                return StepEnded(step, start, arrived, end, sampled, waiting, used)
+            case ev.DraftsVerified(seq_id, num_draft_tokens, num_accepted):
+                drafts = self._drafts.pop(seq_id, np.empty(0, np.int32))
+                return DraftsVerified(seq_id, num_draft_tokens, num_accepted, drafts[num_accepted:].tolist())
+        return event
+
+
+def copies_of(output: SchedulerOutput) -> dict[int, tuple[int, int]]:
+    """The snapshots that a step loads and saves, by index of the scheduled sequence."""
+    copies = (output.extras or {}).get("states")
+    return {} if copies is None else {i: (load, save) for i, load, save in copies.tolist()}
+
+
+def tokens_of_entry(entry: Entry) -> Iterable[int]:
+    """The token ids that an entry shows."""
+    match entry:
+        case ev.RequestAdded():
+            return map(int, entry.prompt_token_ids)
+        case StepEnded():
+            return (token for _, ids in entry.sampled for token in ids)
+        case DraftsVerified():
+            return entry.rejected
+        case ev.Snapshot():
+            blocks = np.frombuffer(b"".join([block.token_ids for block in entry.blocks]), np.int32)
+            return {*np.unique(blocks).tolist(), *(int(token) for seq in entry.sequences for token in seq.token_ids)}
+    return ()
+
+
+class TokenTexts:
+    """The text of each token of a vocabulary, or its bytes where it is no whole character.
+
+    The vocabulary is read once: a tokenizer is not for two threads.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        special = set(tokenizer.all_special_tokens)
+        self._pieces = {id_: (piece, piece in special) for piece, id_ in tokenizer.get_vocab().items()}
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._bytes = byte_alphabet() if backend is not None and "ByteLevel" in repr(backend.decoder) else {}
+
+    def of(self, token_ids: Iterable[int]) -> dict[str, Text]:
+        """A text for each id that has one."""
+        return {str(id_): self._text(*self._pieces[id_]) for id_ in sorted(token_ids) if id_ in self._pieces}
+
+    def _text(self, piece: str, is_special: bool) -> Text:
+        if is_special:
+            return piece
+        if self._bytes and all(letter in self._bytes for letter in piece):
+            data = bytes(self._bytes[letter] for letter in piece)
+        elif match := BYTE.fullmatch(piece):
+            data = bytes([int(match[1], 16)])
+        else:
+            return piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ")  # SentencePiece's space
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return list(data)
+
+
+def as_file(lines: Iterable[bytes]) -> bytes:
+    """Lines as they stand in a file."""
+    return b"".join(line + b"\n" for line in lines)

@@ -1,0 +1,123 @@
+"""The live view of an engine, on the engine's side: the lines of what it does, and how fast it may go."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from folovllm.apps.inspector.lines import TokenTexts
+from folovllm.apps.inspector.live import is_beginning
+from folovllm.apps.inspector.recorder import Recorder
+from folovllm.engine.llm_engine import LLMEngine
+from folovllm.plugins import named
+
+PERIOD = 1 / 15  # seconds between two messages
+
+
+class LiveLines:
+    """Beside the engine: the lines of what it does while it has subscribers, in pieces.
+
+    A piece that begins with a header is a beginning, where subscribers join; the others continue what came before.
+    """
+
+    def __init__(self, engine: LLMEngine, clock: Callable[[], float] = time.monotonic) -> None:
+        self._engine, self._clock = engine, clock
+        self._recorder: Recorder | None = None
+        self._texts: TokenTexts | None = None  # made for the first subscriber
+        self._pieces: list[bytearray] = []
+        self._lock = threading.Lock()
+        self._taken_at = clock()
+
+    def begin(self) -> None:
+        """Begin, or begin anew: a subscriber joins."""
+        if self._recorder is None:
+            self._texts = TokenTexts(self._engine.tokenizer) if self._texts is None else self._texts
+            self._recorder = Recorder(self._engine, self._add, title="live", texts=self._texts)
+        else:
+            self._recorder.begin_again()
+
+    def end(self, how: str) -> list[bytes]:
+        """End, since the last subscriber left or the engine ends. Returns the pieces that are left."""
+        if self._recorder is None:
+            return []
+        self._recorder.close(how)
+        self._recorder = None
+        return self._pop()
+
+    def take(self, all_of_it: bool) -> list[bytes]:
+        """The pieces since the last time, none before `PERIOD` has passed. With `all_of_it` at once, as nothing comes soon."""
+        if self._recorder is None:
+            return []
+        now = self._clock()
+        if all_of_it:
+            self._recorder.wait()
+        elif now - self._taken_at < PERIOD:
+            return []
+        self._taken_at = now
+        return self._pop()
+
+    def _pop(self) -> list[bytes]:
+        with self._lock:
+            pieces, self._pieces = self._pieces, []
+        return [bytes(piece) for piece in pieces]
+
+    def _add(self, data: bytes) -> None:
+        """In the recorder's thread."""
+        with self._lock:
+            if self._pieces and not is_beginning(data) and not is_beginning(self._pieces[-1]):
+                self._pieces[-1] += data
+            else:
+                self._pieces.append(bytearray(data))
+
+
+class PacedEngine:
+    """An engine that waits between steps, or takes none, as those who watch it ask. All else is the engine's own.
+
+    Attributes:
+        live: what they see of it.
+    """
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine, self.live = engine, LiveLines(engine)
+        self._delay, self._is_held = 0.0, False
+        self._steps_left = 0  # while it is held
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def set_pace(self, delay: float = 0.0, is_held: bool = False, steps: int = 0) -> None:
+        """Wait `delay` seconds between steps from here on; held, take `steps` more steps alone."""
+        self._steps_left = self._steps_left + steps if is_held else 0
+        self._delay, self._is_held = delay, is_held
+
+    def watch(self, is_on: bool) -> None:
+        """Begin a recording, or begin it anew; or end it."""
+        if is_on:
+            self.live.begin()
+        else:
+            self.live.end("closed")
+
+    def call_function(self, function: str, query: dict[str, list[str]]) -> Any:
+        """Return what an elective's function ("module:name") returns for the engine itself and a query."""
+        return named(function)(self._engine, query)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether a reader can see each step."""
+        return self._is_held or self._delay > 0
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has work, and may do it."""
+        return not (self._is_held and self._steps_left == 0) and self._engine.has_unfinished_requests()
+
+    def step(self) -> None:
+        """Compute, unless it is held."""
+        if not self.has_unfinished_requests():
+            self._engine.abort_request([])  # ends none, and lets listeners hear of new requests while it is held
+            return
+        self._steps_left -= self._is_held
+        self._engine.step()
+        if not self._is_held:
+            time.sleep(self._delay)

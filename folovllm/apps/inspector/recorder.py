@@ -1,0 +1,152 @@
+"""A listener that writes a recording, in a thread of its own: the engine's loop only hands over what happened."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from folovllm.apps.inspector.lines import FORMAT, VERSION, LineWriter, TokenTexts, as_file
+from folovllm.engine.events import Event
+from folovllm.models.shapes import state_layers
+
+if TYPE_CHECKING:
+    from folovllm.engine.llm_engine import LLMEngine
+
+MOST_WAITING = 1024  # batches that the thread may be behind; then the engine waits for it
+Batch = tuple[SequenceOf[Event], float]
+
+
+class Recorder:
+    """Listens to an engine from now on, and hands the lines of its recording to `write`, as UTF-8.
+
+    `write` is called in the recorder's thread. What it raises ends the recording and not the engine: `close` raises it.
+    """
+
+    def __init__(
+        self,
+        engine: LLMEngine,
+        write: Callable[[bytes], object],
+        *,
+        title: str = "",
+        is_virtual: bool = False,
+        texts: TokenTexts | None = None,
+        scene: dict[str, Any] | None = None,
+    ) -> None:
+        """`is_virtual`: the engine reads a made-up clock, so the header has no date. `scene` is what the header says of one."""
+        self._engine, self._write = engine, write
+        self._queue: queue.Queue[Batch | None] = queue.Queue(MOST_WAITING)
+        self._error: Exception | None = None
+        started = None if is_virtual else datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        header = header_of(engine, title, started) | ({} if scene is None else {"scene": scene})
+        texts = TokenTexts(engine.tokenizer) if texts is None else texts
+        self._lines = LineWriter(header, texts)
+        self._thread = threading.Thread(target=self._work, name="recorder", daemon=True)
+        self._thread.start()
+        engine.subscribe(self, experts=True)
+
+    def __call__(self, events: SequenceOf[Event]) -> None:
+        """Queue what happened for the thread. Waits only if it is far behind."""
+        self._queue.put((events, time.monotonic()))
+
+    def begin_again(self) -> None:
+        """Write a beginning for those who join now: header, texts, and a keyframe that has all."""
+        self._engine.unsubscribe(self)
+        self._engine.subscribe(self, experts=True)
+
+    def wait(self) -> None:
+        """Wait until all that happened so far is written."""
+        self._queue.join()
+
+    def close(self, how: str = "closed") -> None:
+        """Write what is left, and the end. A second call does nothing. Raises OSError if something could not be written."""
+        if not self._thread.is_alive():
+            return
+        self._engine.unsubscribe(self)
+        now = time.monotonic()
+        self._queue.put(None)
+        self._thread.join()
+        if self._error is None:
+            self._write(as_file([self._lines.done(how, now)]))
+        else:
+            raise self._error
+
+    def _work(self) -> None:
+        while (batch := self._queue.get()) is not None:
+            if self._error is None:
+                try:
+                    self._write(as_file(self._lines.lines(*batch)))
+                except Exception as error:  # of a full disk, say: the engine goes on
+                    self._error = error
+            self._queue.task_done()
+
+
+@contextmanager
+def recording(engine: LLMEngine, path: str | Path, title: str = "") -> Iterator[Recorder]:
+    """Record an engine into a file for as long as the block runs, until Ctrl-C too.
+
+    Raises:
+        ValueError: the file cannot be written. That it could not be written to its end is raised after the block.
+    """
+    try:
+        file = open(path, "wb")  # noqa: SIM115 -- closed below
+    except OSError as error:
+        raise ValueError(f"cannot record into {path}: {error.strerror}. Name a file in a folder with room") from error
+
+    def write(data: bytes) -> None:
+        file.write(data)
+        file.flush()  # who reads it meanwhile sees whole turns
+
+    with file:
+        recorder = Recorder(engine, write, title=title or Path(path).stem)
+        try:
+            yield recorder
+        except BaseException as error:
+            recorder.close(f"{type(error).__name__}: {error}".rstrip(": "))
+            raise
+        recorder.close()
+
+
+def header_of(engine: LLMEngine, title: str, started: str | None) -> dict[str, Any]:
+    """The first line of a recording."""
+    setup, config = engine.setup, engine.setup.config
+    num_kv_blocks = engine.executor.num_kv_blocks
+    described = {
+        "model": config.model,
+        "milestone": config.milestone,
+        "kv_cache": config.kv_cache,
+        "block_size": setup.block_size,
+        "num_kv_blocks": num_kv_blocks,
+        "max_num_seqs": setup.max_num_seqs,
+        "max_num_batched_tokens": setup.max_num_batched_tokens,
+        "max_model_len": setup.max_model_len,
+        "scheduling": config.scheduling,
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "enable_chunked_prefill": config.enable_chunked_prefill,
+        "async_scheduling": config.async_scheduling,
+        "attention_backend": setup.backend,
+        "device": setup.device.type,
+        "graph_widths": list(getattr(engine.executor, "graph_widths", ())),  # where steps are packed
+        "mine": bool(os.environ.get("FOLOVLLM_MINE")),
+    }
+    if layers := state_layers(setup.hf_config, setup.dtype):
+        state_bytes = sum(layer.state_bytes for layer in layers) // config.tensor_parallel_size
+        described |= {
+            "state_tokens": state_bytes // max(1, setup.kv_bytes_per_token),
+            "num_snapshots": setup.num_snapshots,
+        }
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "holds_prompts": True,
+        "title": title,
+        "started": started,
+        "engine": described,
+    }

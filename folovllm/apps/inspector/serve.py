@@ -1,0 +1,248 @@
+"""`folovllm inspect` as a small server of its own: it replays recordings, or runs the playground.
+
+Nothing here imports torch: the page and its scenes are there at once, and the playground builds its engine behind them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import webbrowser
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, RedirectResponse, Response
+from starlette.routing import Route
+
+from folovllm.apps.inspector.playground import Playground
+from folovllm.apps.inspector.scenes import scenes
+from folovllm.apps.inspector.web import FILES, PAGE, SAFE, file_response, page_response
+from folovllm.electives.server.errors import ApiError, as_api_error
+from folovllm.electives.server.guard import HostGuard
+from folovllm.electives.server.http import CLIENT_GONE, error_response, json_response, read_body, require_json
+from folovllm.electives.server.http_protocol import BoundedProtocol
+from folovllm.electives.server.listener import Server, ending_signals, listen
+from folovllm.electives.server.sse import EventStream
+
+Handler = Callable[[Request], Awaitable[Response]]
+CONTROL = f"{PAGE}/playground"
+BOOK = Path(__file__).resolve().parents[3] / "docs"  # of a checkout
+LONGEST_BODY = 1 << 20  # bytes
+
+
+class AskRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Prompts from the page."""
+
+    prompts: list[str]
+    max_tokens: int = 64
+    temperature: float = 0.7
+    seed: int | None = None
+
+
+class AbortRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """A request that is to end; None: all."""
+
+    request: str | None = None
+
+
+class SceneRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """A scene that the engine is to play."""
+
+    scene: str
+
+
+class PaceRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """How fast the engine is to go."""
+
+    delay: float | None = None
+    paused: bool | None = None
+    step: int = 0
+
+
+async def _file(request: Request) -> Response:
+    return file_response(request.path_params["name"])
+
+
+async def _home(request: Request) -> Response:
+    return RedirectResponse(PAGE)
+
+
+async def _error(request: Request, error: Exception) -> Response:
+    """The response to an error, whether Starlette's own (an unknown address, another method) or ours."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=CLIENT_GONE)
+    if isinstance(error, HTTPException):
+        error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+    return error_response(as_api_error(error))
+
+
+HANDLED = (ClientDisconnect, HTTPException, ApiError, ValueError, RuntimeError)  # another is a bug: 500, and in the log
+
+
+def replay_app(recordings: list[Path], host: str) -> Starlette:
+    """The page with recordings, which it fetches."""
+    described = [{"name": path.name, "url": f"inspector/recordings/{i}"} for i, path in enumerate(recordings)]
+
+    async def page(request: Request) -> Response:
+        return page_response({"kind": "files", "recordings": described})
+
+    async def recording(request: Request) -> Response:
+        if (number := request.path_params["number"]) >= len(recordings):
+            raise HTTPException(404)
+        return FileResponse(recordings[number], media_type="application/jsonl", headers=SAFE)
+
+    return _app(host, page, [Route(f"{PAGE}/recordings/{{number:int}}", recording)])
+
+
+def playground_app(playground: Playground, host: str) -> Starlette:
+    """The page with an engine of its own."""
+
+    async def page(request: Request) -> Response:
+        return page_response(_source(playground.has_flags))
+
+    async def events(request: Request) -> Response:
+        subscriber = playground.subscribers.add()
+        return EventStream(
+            playground.subscribers.events(subscriber), partial(playground.subscribers.remove, subscriber)
+        )
+
+    async def control(request: Request) -> Response:
+        if request.method == "POST":
+            await playground.build(await _json(request, dict[str, Any]))
+        return json_response(playground.described())
+
+    async def prompts(request: Request) -> Response:
+        asked = await _json(request, AskRequest)
+        return json_response(
+            {"requests": await playground.ask(asked.prompts, asked.max_tokens, asked.temperature, asked.seed)}
+        )
+
+    async def scene(request: Request) -> Response:
+        asked = await _json(request, SceneRequest)
+        if asked.scene not in scenes():
+            raise ValueError(f"there is no scene {asked.scene!r}: known are {', '.join(scenes())}")
+        await playground.play(scenes()[asked.scene])
+        return json_response(playground.described())
+
+    async def abort(request: Request) -> Response:
+        playground.abort((await _json(request, AbortRequest)).request)
+        return json_response({})
+
+    async def pace(request: Request) -> Response:
+        asked = await _json(request, PaceRequest)
+        playground.change_pace(delay=asked.delay, paused=asked.paused, step=asked.step)
+        return json_response({"delay": playground.delay, "paused": int(playground.is_held)})
+
+    routes = [Route(f"{PAGE}/events", events), Route(CONTROL, control, methods=["GET", "POST"])]
+    routes += [Route(f"{PAGE}/scenes/{{name}}", _recording), Route(f"{PAGE}/book/{{name}}.md", _chapter)]
+    for name, handler in (("prompts", prompts), ("scene", scene), ("abort", abort), ("pace", pace)):
+        routes.append(Route(f"{CONTROL}/{name}", handler, methods=["POST"]))
+    return _app(host, page, routes)
+
+
+def _source(live: bool) -> dict[str, Any]:
+    """Where the page finds events, controls, scenes and chapters; `live`: it shows the engine at once."""
+    told = [
+        scene.told()
+        | {"recordings": [{"name": file.name, "url": f"inspector/scenes/{file.name}"} for file in scene.files]}
+        for scene in scenes().values()
+    ]
+    source = {"kind": "playground", "events": "inspector/events", "control": "inspector/playground", "scenes": told}
+    return source | {"live": live, "book": "inspector/book/{}.md" if BOOK.is_dir() else None}
+
+
+async def _recording(request: Request) -> Response:
+    """A recording of a scene."""
+    files = {file.name: file for scene in scenes().values() for file in scene.files}
+    if (file := files.get(request.path_params["name"])) is None:
+        raise HTTPException(404)
+    return FileResponse(file, media_type="application/jsonl", headers=SAFE)
+
+
+async def _chapter(request: Request) -> Response:
+    """A chapter that a scene names, as its text stands in the checkout."""
+    name = request.path_params["name"]
+    if name not in {scene.chapter for scene in scenes().values()} or not (file := BOOK / f"{name}.md").is_file():
+        raise HTTPException(404)
+    return FileResponse(file, media_type="text/plain", headers=SAFE)
+
+
+def _app(host: str, page: Handler, routes: list[Route]) -> Starlette:
+    """An application with the page, its files and these addresses."""
+    everywhere = [Route("/", _home), Route(PAGE, page), Route(FILES, _file)]
+    return Starlette(
+        routes=everywhere + routes,
+        middleware=[Middleware(HostGuard, names=[host], flag="--host")],
+        exception_handlers=dict.fromkeys(HANDLED, _error),
+    )
+
+
+async def _json(request: Request, kind: Any) -> Any:
+    """The body. Only JSON: a page from elsewhere may send other kinds to any address, unasked."""
+    require_json(request)
+    body = await read_body(request, LONGEST_BODY)
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.DecodeError as error:
+        raise ApiError(400, f"the body cannot be read: {error}") from error
+
+
+def run(recordings: list[Path], overrides: dict[str, Any], host: str, port: int, browser: bool) -> None:
+    """Show recordings, or without any a playground, until Ctrl-C.
+
+    Raises:
+        ValueError: the address, or the engine, cannot be had.
+    """
+    with listen(host, port) as listener:
+        if recordings:
+            what = f"showing {', '.join(path.name for path in recordings)}"
+            asyncio.run(_serve(replay_app(recordings, host), listener, what, browser))
+        else:
+            asyncio.run(_play(Playground(overrides), listener, host, browser))
+
+
+async def _play(playground: Playground, listener: socket.socket, host: str, browser: bool) -> None:
+    """Serve the playground while its engine is built, and end both. Raises ValueError where there can be no engine."""
+    app = playground_app(playground, host)
+    serving = asyncio.create_task(_serve(app, listener, "a playground", browser, playground.subscribers.close))
+    building = asyncio.create_task(playground.build({}))
+    try:
+        await asyncio.wait((serving, building), return_when=asyncio.FIRST_COMPLETED)
+        if building.done():
+            building.result()
+        await serving
+    finally:
+        serving.cancel()
+        await asyncio.gather(serving, building, return_exceptions=True)  # an engine that is half built cannot be ended
+        await playground.close()
+
+
+async def _serve(
+    app: Starlette, listener: socket.socket, what: str, browser: bool, at_end: Callable[[], None] = lambda: None
+) -> None:
+    """Serve until a signal comes; then `at_end` ends the streams, which would hold up the server's end."""
+    options: dict[str, Any] = {"lifespan": "off", "log_level": "warning", "access_log": False}
+    server = Server(uvicorn.Config(app, http=BoundedProtocol, ws="none", **options))
+
+    def end() -> None:
+        server.force_exit = server.should_exit  # a second signal does not wait
+        server.should_exit = True
+        at_end()
+
+    for sign in ending_signals():
+        asyncio.get_running_loop().add_signal_handler(sign, end)
+    listener.listen()
+    host, port = listener.getsockname()[:2]
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}{PAGE}"
+    print(f"{what} at {address} (Ctrl-C ends it)", flush=True)
+    if browser:
+        await asyncio.to_thread(webbrowser.open, address)
+    await server.serve(sockets=[listener])

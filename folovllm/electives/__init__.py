@@ -1,0 +1,1 @@
+"""What goes beyond the six milestones: each package may be deleted, and none imports another."""

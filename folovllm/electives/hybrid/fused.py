@@ -1,0 +1,53 @@
+"""The layers of hybrid models with Triton kernels: Gated DeltaNet decodes in three launches between its projections."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from folovllm.electives.hybrid.gated_attention import GatedAttention
+from folovllm.electives.hybrid.gated_delta_net import GatedDeltaNet, GatedRMSNorm
+from folovllm.electives.hybrid.kernels.delta_rule import DeltaHeads, delta_rule
+from folovllm.electives.hybrid.kernels.gated_norm import gated_norm
+from folovllm.electives.hybrid.kernels.short_conv import short_conv
+from folovllm.layers.layer_set import LayerSet
+from folovllm.models.fused import FusedQwen3Attention
+from folovllm.step.forward_batch import ForwardBatch
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class FusedGatedDeltaNet(GatedDeltaNet):
+    """Computes the whole batch by two kernels, where `GatedDeltaNet` goes from sequence to sequence."""
+
+    def __init__(self, config: PretrainedConfig, layers: LayerSet, is_one_tensor: bool = False) -> None:
+        super().__init__(config, layers, is_one_tensor)
+        self.heads = DeltaHeads(self.num_k_heads, self.num_v_heads, self.k_dim, self.v_dim)
+
+    def forward_core(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Convolve and apply the delta rule: [T, C] -> [T, Hv, Dv] in the dtype of the model."""
+        assert batch.rows is not None
+        conv, state = self.states
+        shape = batch.query_start_loc, batch.seq_lens, batch.rows, batch.num_decodes, batch.max_query_len
+        mixed = short_conv(qkv, conv, self.conv1d.weight, *shape)
+        return delta_rule(mixed, (a, b, self.A_log, self.dt_bias), state, self.heads, *shape)
+
+
+class FusedGatedRMSNorm(GatedRMSNorm):
+    """Norms and gates in one pass."""
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return gated_norm(x, gate, self.weight, self.eps)
+
+
+class FusedGatedAttention(FusedQwen3Attention, GatedAttention):
+    """Norms, rotates and stores in one pass."""
+
+
+def hybrid_kernels(head_dim: int) -> dict[type[nn.Module], type[nn.Module]]:
+    """Return the fused class of each layer class. The attention kernel needs a `head_dim` that is a power of two."""
+    attention = {GatedAttention: FusedGatedAttention} if head_dim & (head_dim - 1) == 0 else {}
+    return attention | {GatedRMSNorm: FusedGatedRMSNorm, GatedDeltaNet: FusedGatedDeltaNet}

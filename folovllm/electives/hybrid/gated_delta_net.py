@@ -1,0 +1,157 @@
+"""Gated DeltaNet, a layer of linear attention, in the place of attention (Yang et al. 2024; as Qwen3-Next and Qwen3.5 have it)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from folovllm.electives.hybrid.delta_rule import delta_rule, delta_rule_step, l2norm
+from folovllm.electives.hybrid.short_conv import convolve
+from folovllm.layers.layer_set import LayerSet
+from folovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
+from folovllm.layers.state_layer import Shape, StateLayer, lacks_initial_state
+from folovllm.models.model_config import UnsupportedModel
+from folovllm.step.forward_batch import ForwardBatch
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class GatedRMSNorm(nn.Module):
+    """RMSNorm of each head, times silu of a gate."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Two [T, Hv, Dv] -> [T, Hv, Dv] in the dtype of `gate`, rounded where transformers rounds."""
+        normed = F.rms_norm(x.float(), x.shape[-1:], eps=self.eps).to(gate.dtype) * self.weight
+        return (normed * F.silu(gate.float())).to(gate.dtype)
+
+
+class ShortConvWeight(nn.Module):
+    """Holds the weight of the short convolution, [C, 1, K] as in checkpoints."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, width))
+
+
+class GatedDeltaNet(StateLayer):
+    """Projections, short convolution, gated delta rule, gated norm, projection.
+
+    Each key head serves Hv / Hk neighbouring value heads. The state of a sequence has a fixed size: the last K - 1 inputs
+    of the convolution, C = 2 Hk Dk + Hv Dv channels each, and a matrix [Dk, Dv] in float32 for each value head.
+    """
+
+    def __init__(self, config: PretrainedConfig, layers: LayerSet, is_one_tensor: bool = False) -> None:
+        """`is_one_tensor`: whether each input projection is one tensor in the checkpoint."""
+        super().__init__()
+        if config.hidden_act != "silu":
+            raise UnsupportedModel(f"hidden_act {config.hidden_act!r} is not supported: only 'silu' is")
+        self.is_one_tensor = is_one_tensor
+        self.num_k_heads, self.num_v_heads = config.linear_num_key_heads, config.linear_num_value_heads
+        self.k_dim, self.v_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        keys, values = self.num_k_heads * self.k_dim, self.num_v_heads * self.v_dim
+        self.sizes = [keys, keys, values]  # of queries, keys and values of all heads
+        qkvz, ba = [sum(self.sizes), values], [self.num_v_heads, self.num_v_heads]
+        qkvz, ba = ([sum(qkvz)], [sum(ba)]) if is_one_tensor else (qkvz, ba)
+        methods = [layers.linear_method_of(f"self_attn.{name}") for name in ("in_proj_qkvz", "in_proj_ba")]
+        self.in_proj_qkvz, self.in_proj_ba = (
+            layers.make(MergedColumnParallelLinear, config.hidden_size, sizes, False, method)
+            for sizes, method in zip((qkvz, ba), methods, strict=True)
+        )
+        self.conv1d = ShortConvWeight(sum(self.sizes), config.linear_conv_kernel_dim)
+        self.A_log = nn.Parameter(torch.empty(self.num_v_heads, dtype=torch.float32))
+        self.dt_bias = nn.Parameter(torch.empty(self.num_v_heads, dtype=torch.float32))
+        self.norm = layers.make(GatedRMSNorm, self.v_dim, config.rms_norm_eps)
+        self.out_proj = layers.make(
+            RowParallelLinear, values, config.hidden_size, False, layers.linear_method_of("self_attn.out_proj")
+        )
+
+    def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[T, H] -> inputs of the convolution [T, C], output gate [T, Hv, Dv], and `beta` and `g` before their functions, [T, Hv]."""
+        qkv, z = self.in_proj_qkvz(x).split([sum(self.sizes), self.sizes[2]], dim=1)
+        ba = self.in_proj_ba(x)
+        if self.is_one_tensor:  # key head by key head: codes of so few rows cannot be put in order when they are read
+            ba = ba.unflatten(1, (self.num_k_heads, 2, -1)).transpose(1, 2).flatten(1)
+        b, a = ba.chunk(2, dim=1)
+        return qkv, z.unflatten(1, (self.num_v_heads, self.v_dim)), b, a
+
+    def state_shapes(self) -> tuple[Shape, ...]:
+        """The convolution's last inputs [K - 1, C], and the matrices [Hv, Dk, Dv]."""
+        channels, _, width = self.conv1d.weight.shape
+        return (
+            ((width - 1, channels), self.conv1d.weight.dtype),
+            ((self.num_v_heads, self.k_dim, self.v_dim), torch.float32),
+        )
+
+    @property
+    def state_flops(self) -> int:
+        """Of the convolution; then k S, the outer product that is added, and q S, each two for a number of a matrix."""
+        return 2 * self.conv1d.weight.numel() + 6 * self.num_v_heads * self.k_dim * self.v_dim
+
+    def forward(self, x: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[T, H] -> [T, H]. Updates the states of the batch's sequences in place."""
+        qkv, z, b, a = self.project(x)
+        out = self.norm(self.forward_core(qkv, b, a, batch), z)
+        return self.out_proj(out.flatten(1))
+
+    def forward_core(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """Convolve and apply the delta rule, sequence by sequence, decodes all at once: [T, C] -> [T, Hv, Dv] float32.
+
+        The one step here that kernels replace.
+        """
+        assert batch.rows is not None
+        rows, fresh = batch.rows.long(), lacks_initial_state(batch)
+        n, outputs = batch.num_decodes, []
+        if n:
+            outputs.append(self.decode(qkv[:n], b[:n], a[:n], rows[:n], fresh[:n]))
+        start = n
+        for i in range(n, batch.num_seqs):
+            end = start + batch.query_lens_host[i]
+            outputs.append(self.prefill(qkv[start:end], b[start:end], a[start:end], rows[i], fresh[i]))
+            start = end
+        return torch.cat(outputs)
+
+    def decode(
+        self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, rows: torch.Tensor, fresh: torch.Tensor
+    ) -> torch.Tensor:
+        """One token of each sequence, [S, C] -> [S, Hv, Dv]."""
+        conv, state = self.read_states(rows, fresh)
+        mixed, conv = convolve(qkv[:, None], conv, self.conv1d.weight[:, 0])
+        out, state = delta_rule_step(state, *self.split_heads(mixed[:, 0]), *self.gates(b, a))
+        self.states[0][rows], self.states[1][rows] = conv, state
+        return out
+
+    def prefill(
+        self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, row: torch.Tensor, fresh: torch.Tensor
+    ) -> torch.Tensor:
+        """Several tokens of one sequence, [n, C] -> [n, Hv, Dv]."""
+        conv, state = self.read_states(row, fresh)
+        mixed, conv = convolve(qkv, conv, self.conv1d.weight[:, 0])
+        out, state = delta_rule(state, *self.split_heads(mixed), *self.gates(b, a))
+        self.states[0][row], self.states[1][row] = conv, state
+        return out
+
+    def read_states(self, rows: torch.Tensor, fresh: torch.Tensor) -> list[torch.Tensor]:
+        """Copies of the states in these slots, and zeros for sequences that begin. A slot may hold NaN, so nothing multiplies it by 0."""
+        return [states[rows].masked_fill(fresh[(..., *[None] * (states.dim() - 1))], 0.0) for states in self.states]
+
+    def split_heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[n, C] -> queries and keys [n, Hv, Dk], of length 1 before the queries' factor 1 / sqrt(Dk), and values [n, Hv, Dv]."""
+        query, key, value = mixed.split(self.sizes, dim=1)
+        groups = self.num_v_heads // self.num_k_heads
+        query, key = (
+            l2norm(x.unflatten(1, (self.num_k_heads, self.k_dim))).repeat_interleave(groups, 1) for x in (query, key)
+        )
+        return query * self.k_dim**-0.5, key, value.unflatten(1, (self.num_v_heads, self.v_dim))
+
+    def gates(self, b: torch.Tensor, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two [n, Hv] -> the logarithm of the decay, and `beta`."""
+        return -self.A_log.exp() * F.softplus(a.float() + self.dt_bias), b.float().sigmoid()

@@ -1,0 +1,50 @@
+"""Counts how many tokens are routed to each expert of each layer, on the device; the host reads the counts only on request."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from folovllm.models.model_config import num_experts_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class ExpertLoad(nn.Module):
+    """The hook that all layers of a model call with their routing. This one counts nothing."""
+
+    def record(self, experts: torch.Tensor) -> None:
+        """Record the routing of the next layer, [T, k] numbers of experts among those of all ranks."""
+
+    def end(self, slots: torch.Tensor) -> None:
+        """End a step. slots: [T], -1 for padding of a captured step."""
+
+
+class CountedLoad(ExpertLoad):
+    """Adds a step's routing to `counts` [L, E] int64. It can be captured, since nothing here waits for the device.
+
+    The choices of all layers are added at the end of a step, by a few kernels in all. Every rank sees all tokens and counts
+    all experts, so all ranks have the same counts.
+    """
+
+    def __init__(self, config: PretrainedConfig, counters: dict[str, torch.Tensor]) -> None:
+        """`counters` get the counts under the name "experts" (`LayerSet.counters`)."""
+        super().__init__()
+        self.counts = torch.zeros(config.num_hidden_layers, num_experts_of(config), dtype=torch.int64)
+        counters["experts"] = self.counts
+        self._chosen: list[torch.Tensor] = []  # by the layers of this step so far, [T, k] each
+
+    def record(self, experts: torch.Tensor) -> None:
+        self._chosen.append(experts)
+
+    def end(self, slots: torch.Tensor) -> None:
+        """Add the choices of a step. Numbers of no expert, which NaN may lead to, are not counted."""
+        newest = self._chosen[-len(self.counts) :]  # a step that failed may have left some before
+        chosen = torch.stack(newest)  # [L, T, k]
+        self._chosen.clear()
+        counts = (slots >= 0)[:, None] & (chosen >= 0) & (chosen < self.counts.shape[1])
+        chosen = chosen.clamp(0, self.counts.shape[1] - 1)
+        self.counts.scatter_add_(1, chosen.flatten(1), counts.flatten(1).to(self.counts.dtype))

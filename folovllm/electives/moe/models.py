@@ -1,0 +1,119 @@
+"""Models whose MLPs are mixtures of experts: the frame of their dense families, with another layer in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from torch import nn
+
+from folovllm.distributed.sharding import EXPERTS
+from folovllm.electives.moe.expert_load import CountedLoad, ExpertLoad
+from folovllm.electives.moe.layers import Experts, MoE
+from folovllm.electives.moe.quantized import QuantizedExperts, expert_linear_methods
+from folovllm.layers.layer_set import LayerSet
+from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
+from folovllm.models.model_config import UnsupportedModel, num_experts_of
+from folovllm.models.qwen2 import Qwen2Attention
+from folovllm.models.qwen3 import Qwen3Attention
+from folovllm.step.forward_batch import ForwardBatch
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig
+
+
+def choose_moe(config: PretrainedConfig, layers: LayerSet) -> MoE:
+    """Return the mixture of experts in place of an MLP, of the layer set's kind."""
+    methods = expert_linear_methods(layers.coded, range(num_experts_of(config)))
+    if methods is not None:
+        layers = layers.having({Experts: partial(layers.places.get(QuantizedExperts, QuantizedExperts), methods)})
+    return layers.make(MoE, config, layers)
+
+
+def check_experts(config: PretrainedConfig) -> None:
+    """Raise ValueError, which names the field, if a token cannot be routed to as many experts as the configuration says."""
+    count, asked = num_experts_of(config), getattr(config, "num_experts_per_tok", None)
+    field = "num_experts" if getattr(config, "num_experts", None) is not None else "num_local_experts"
+    if count < 1:
+        raise ValueError(f"{field} is {count} in the model's configuration, and must be at least 1")
+    if not isinstance(asked, int) or not 1 <= asked <= count:
+        raise ValueError(
+            f"num_experts_per_tok is {asked!r} in the model's configuration, and must be between 1 and {field}, {count}"
+        )
+
+
+class MoeForCausalLM(LlamaForCausalLM):
+    """`LlamaForCausalLM`, and in the place of each MLP a mixture of experts."""
+
+    def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
+        if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
+            raise UnsupportedModel("layers with experts among layers without are not supported: all must have them")
+        check_experts(config)
+        # All layers record in this one.
+        load = ExpertLoad() if layers.counters is None else CountedLoad(config, layers.counters)
+        if layers.kernels:
+            from folovllm.electives.moe.fused import EXPERT_KERNELS  # here, for not every machine has Triton
+
+            layers = layers.having(EXPERT_KERNELS)
+        # The router and the experts read one normed stream, so the norm's weights cannot move into a projection.
+        own: dict[Any, Callable[..., nn.Module]] = {
+            LlamaMLP: choose_moe,
+            LlamaDecoderLayer: LlamaDecoderLayer,
+            ExpertLoad: lambda: load,
+        }
+        super().__init__(config, layers.having(own), max_model_len)
+        self.load = load
+        held = self.moe().held
+        stacks = {  # of experts in codes
+            "gate_ups": [f"{e}.{part}" for e in held for part in self.packed_modules_mapping["gate_up_proj"]],
+            "downs": [f"{e}.down_proj" for e in held],
+        }
+        self.packed_modules_mapping = {**self.packed_modules_mapping, **stacks}
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor:
+        hidden = super().forward(batch)
+        self.load.end(batch.slot_mapping)
+        return hidden
+
+    def own_name(self, name: str) -> str | None:
+        """Return our name of a tensor; None for an expert that another rank holds."""
+        named = super().own_name(name)
+        if named is None or EXPERTS not in named:
+            return named
+        number = named.partition(EXPERTS)[2].split(".")[0]
+        return None if number.isdecimal() and int(number) not in self.moe().held else named
+
+    def moe(self) -> MoE:
+        """Return the mixture of experts of the first layer; all are alike."""
+        return cast(MoE, cast(LlamaDecoderLayer, self.model.layers[0]).mlp)
+
+
+@cache
+def with_experts(dense: type[LlamaForCausalLM]) -> type[LlamaForCausalLM]:
+    """Return `dense` with a mixture of experts in the place of each MLP. What else `dense` changes in the frame stays."""
+    return type(dense.__name__, (MoeForCausalLM, dense), {})
+
+
+class MixtralForCausalLM(MoeForCausalLM):
+    """Mixtral (8x7B, 8x22B; Jiang et al. 2024): Mistral with 8 experts of which each token asks 2, under other names."""
+
+    renamed: ClassVar[dict[str, str]] = {
+        ".block_sparse_moe.": ".mlp.",
+        ".w1.": ".gate_proj.",
+        ".w3.": ".up_proj.",
+        ".w2.": ".down_proj.",
+    }
+
+
+class Qwen2MoeForCausalLM(MoeForCausalLM):
+    """Qwen2-MoE (Qwen1.5-MoE-A2.7B), with an expert that every token asks beside those of its choice."""
+
+    attention_class = Qwen2Attention
+
+
+class Qwen3MoeForCausalLM(MoeForCausalLM):
+    """Qwen3-MoE (Qwen3-30B-A3B): 128 experts of which each token asks 8."""
+
+    attention_class = Qwen3Attention

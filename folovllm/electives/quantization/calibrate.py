@@ -1,0 +1,66 @@
+"""Calibrate the scales of an FP8 KV cache on the K/V of some tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from folovllm.engine.setup import EngineSetup
+from folovllm.kernels.kv_format import LARGEST, KVScales, decode, encode
+from folovllm.step.schedule import ScheduledSequence
+from folovllm.worker.warm_up import dummy_seqs
+
+TOKENS = 512  # to calibrate with
+HEADROOM = 2.0  # a prompt may bring larger numbers than these
+
+
+def calibration_seqs(setup: EngineSetup) -> list[ScheduledSequence]:
+    """Return one sequence of tokens from all over the vocabulary, cut into steps that the engine has room for.
+
+    It is the same at every start, for any size of steps and on any number of ranks.
+    """
+    length, most = min(TOKENS, setup.max_model_len), setup.max_num_batched_tokens
+    (whole,) = dummy_seqs([length], setup.block_size)
+    vocab_size = getattr(setup.hf_config, "whole_vocab_size", setup.vocab_size)  # a rank's own is a part
+    tokens = np.random.default_rng(0).integers(0, vocab_size, length, dtype=np.int32)
+    steps = []
+    for start in range(0, length, most):
+        end = min(start + most, length)
+        first, last = -(-start // setup.block_size), -(-end // setup.block_size)
+        steps.append(
+            whole._replace(
+                start=start, end=end, token_ids=tokens[start:end], new_blocks=whole.new_blocks[first:last],
+                first_new_block=first, sampling=None if start else whole.sampling,
+            )
+        )  # fmt: skip
+    return steps
+
+
+def scales_of(kv_caches: Sequence[torch.Tensor]) -> list[KVScales]:
+    """For each layer's cache [2, N, B, Hkv, D] in 16 or 32 bits, scales that bring its largest K and V to half the range.
+
+    Powers of two: they move exponents and leave mantissas alone, so a number loses nothing but its last bits.
+    """
+    largest = torch.stack([cache.abs().amax(dim=(1, 2, 3, 4)) for cache in kv_caches]).float()  # [L, 2]
+    scales = torch.exp2((largest * HEADROOM / LARGEST).clamp(min=2.0**-40).log2().ceil())
+    return [KVScales(key, value) for key, value in scales.tolist()]
+
+
+def centred_scales_of(kv_caches: Sequence[torch.Tensor], num_tokens: int) -> list[KVScales]:
+    """The same, and what all keys of a layer should lose: for each cache, whose first `num_tokens` slots hold one sequence.
+
+    It is about their mean over the sequence. The error of an 8-bit number is a fraction of its size, and what keys have in common
+    is large and tells no two of them apart (SageAttention; Zhang et al., 2024). It is not quite the mean: a
+    sequence's first key often takes half of all attention and hardly depends on its token, so it is left without an error.
+    """
+    found = []
+    for cache in kv_caches:
+        key, value = cache.flatten(1, 2)[:, :num_tokens].float()  # [num_tokens, Hkv, D] each
+        mean = key.mean(0)
+        (scales,) = scales_of([torch.stack([key - mean, value])[:, None]])
+        first = decode(encode(key[0] - mean, scales.key_factor), scales.key, torch.float32)
+        found.append(replace(scales, offset=key[0] - first))
+    return found

@@ -1,0 +1,273 @@
+"""The linear method of each layer of a quantized checkpoint, by the `quantization_config` in its `config.json`.
+
+Each `quant_method` has a reader, which turns that object into a function from the name of a layer in the checkpoint to its
+`LinearMethod`, or to None where the layer is not quantized. Embedding and head never are.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from folovllm.config import EngineConfig
+from folovllm.electives.quantization.gguf_codes import read_gguf_types
+from folovllm.electives.quantization.int4_checkpoints import Awq, Gptq, PackedInt4, SortedGptq
+from folovllm.electives.quantization.scaled import Fp8, Fp8Both, Int8, PackedInt8
+from folovllm.layers.fusable import fusable
+from folovllm.layers.layer_set import LinearMethodOf
+from folovllm.layers.linear import LinearMethod
+from folovllm.models.files import reading
+from folovllm.models.registry import Quantization, renamed_by
+from folovllm.models.shapes import expert_shapes, linear_shapes
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+ROUTERS = ("gate", "shared_expert_gate")  # GPTQ and AWQ leave these plain and do not name them
+Said = Mapping[str, Any]  # a `quantization_config`
+# compressed-tensors' of weights: num_bits, type, strategy, symmetric, group_size, block_structure, actorder
+Scheme = Mapping[str, Any]
+ACTIVATIONS = "quantize_activations"  # our own key in a `quantization_config`
+NOT_FP8 = "quantize_activations needs weights in FP8, which this model has not: leave it out"
+
+
+def read_fp8(said: Said) -> LinearMethodOf:
+    """Read transformers' FP8 (Qwen, DeepSeek: blocks, or one scale for all), and AutoFP8's, which calls the scale otherwise."""
+    if block := said.get("weight_block_size"):
+        linear_method = Fp8("weight_scale_inv", (block[0], block[1]))
+    else:
+        by_transformers = "weight_block_size" in said or "modules_to_not_convert" in said
+        linear_method = Fp8("weight_scale_inv" if by_transformers else "weight_scale")
+    plain = [*(said.get("modules_to_not_convert") or []), *(said.get("ignored_layers") or [])]
+    return lambda name: None if is_named(name, plain) else linear_method
+
+
+def read_gptq(said: Said) -> LinearMethodOf:
+    """Read GPTQ as AutoGPTQ, GPTQModel and transformers write it."""
+    layout = said.get("checkpoint_format", "gptq")
+    if layout not in ("gptq", "gptq_v2"):
+        raise ValueError(f"GPTQ's checkpoint_format {layout!r} is not supported: 'gptq' and 'gptq_v2' are")
+    if odd := [name for name in ("dynamic", "lm_head") if said.get(name)]:
+        raise ValueError(f"GPTQ checkpoints with {odd[0]} are not supported: all projections must be quantized alike")
+    size = group_size_4("gptq", said.get("bits"), said)
+    kind = SortedGptq if said.get("desc_act") and size else Gptq  # where a row is one group, no order matters
+    linear_method = kind(size, one_less=layout == "gptq")
+    return lambda name: None if is_named(name, ROUTERS) else linear_method
+
+
+def read_awq(said: Said) -> LinearMethodOf:
+    """Read AWQ as AutoAWQ writes it."""
+    version = str(said.get("version", "gemm")).lower()
+    if version != "gemm" or not said.get("zero_point", True):
+        raise ValueError(f"AWQ's version {version!r}, or without zero points, is not supported: 'gemm' with them is")
+    linear_method = Awq(group_size_4("awq", said.get("bits", said.get("w_bit")), said))
+    plain = [*(said.get("modules_to_not_convert") or []), *ROUTERS]
+    return lambda name: None if is_named(name, plain) else linear_method
+
+
+def group_size_4(method: str, bits: int | None, said: Said) -> int | None:
+    """Return the size of groups of 4-bit weights; None where a row is one. Raises ValueError for other bits."""
+    if bits != 4:
+        raise ValueError(f"{method} with {bits} bits is not supported: with 4 it is")
+    size = said.get("group_size", said.get("q_group_size", 128))
+    return None if size == -1 else size
+
+
+def read_compressed_tensors(said: Said) -> LinearMethodOf:
+    """Read compressed-tensors, which llm-compressor writes: groups of layers, each with a scheme. Activations stay as they are.
+
+    Raises:
+        ValueError: a scheme is not supported; the sentence says which.
+    """
+    groups = [
+        (group["targets"], linear_method_of_scheme(group["weights"], group.get("format") or said.get("format")))
+        for group in said["config_groups"].values()
+        if group.get("weights")
+    ]
+
+    def linear_method_of(name: str) -> LinearMethod | None:
+        if is_named(name, said.get("ignore") or []):
+            return None
+        found = (method for targets, method in groups if "Linear" in targets or is_named(name, targets))
+        return next(found, None)
+
+    return linear_method_of
+
+
+def linear_method_of_scheme(scheme: Scheme, packing: str | None) -> LinearMethod:
+    """Return the linear method of a scheme of weights. `packing` is how the checkpoint stores them."""
+    kind = f"{scheme.get('type', 'int')}{scheme.get('num_bits', 8)}"
+    if make := SCHEMES.get((kind, str(packing))):
+        if scheme.get("symmetric", True) or kind == "int4":
+            return make(scheme)
+        kind = f"asymmetric {kind}"
+    known = ", ".join(f"{kind} {packing}" for kind, packing in SCHEMES)
+    raise ValueError(f"weights quantized by compressed-tensors as {kind} {packing} are not supported: known is {known}")
+
+
+def block_of(scheme: Scheme) -> tuple[int, int] | None:
+    """Return how many outputs and inputs share a scale; None: all inputs of an output, or the whole layer."""
+    match scheme.get("strategy"):
+        case "tensor" | "channel" | None:
+            return None
+        case "block":
+            rows, columns = scheme["block_structure"]
+            return rows, columns
+        case "group":
+            return 1, scheme["group_size"]
+        case other:
+            raise ValueError(f"weights quantized by compressed-tensors with strategy {other!r} are not supported")
+
+
+def packed_int4(scheme: Scheme) -> LinearMethod:
+    """Return the linear method of int4 weights. With actorder "group" the inputs of a group lie anywhere, which is not supported."""
+    if scheme.get("actorder") in ("group", True):
+        raise ValueError("int4 weights with actorder 'group' are not supported: 'static' or 'weight' is")
+    if (strategy := scheme.get("strategy")) not in ("group", "channel"):
+        raise ValueError(f"int4 weights with strategy {strategy!r} are not supported: 'group' and 'channel' are")
+    group_size = scheme["group_size"] if strategy == "group" else None
+    return PackedInt4(group_size, with_zeros=not scheme.get("symmetric", True))
+
+
+# By type and bits, and how they are written down.
+SCHEMES: dict[tuple[str, str], Callable[[Scheme], LinearMethod]] = {
+    ("float8", "float-quantized"): lambda scheme: Fp8("weight_scale", block_of(scheme)),
+    ("float8", "naive-quantized"): lambda scheme: Fp8("weight_scale", block_of(scheme)),
+    ("int4", "pack-quantized"): packed_int4,
+    ("int8", "int-quantized"): lambda scheme: Int8("weight_scale", block_of(scheme)),
+    ("int8", "naive-quantized"): lambda scheme: Int8("weight_scale", block_of(scheme)),
+    ("int8", "pack-quantized"): lambda scheme: PackedInt8("weight_scale", block_of(scheme)),
+}
+
+
+READERS: dict[str, Callable[[Said], LinearMethodOf]] = {  # by `quant_method`
+    "fp8": read_fp8,
+    "gptq": read_gptq,
+    "awq": read_awq,
+    "gguf": read_gguf_types,
+    "compressed-tensors": read_compressed_tensors,
+}
+
+
+def made_up_integers(layout: str, **weights: Any) -> dict[str, Any]:
+    """Return the `quantization_config` of integer codes in one of compressed-tensors' layouts, with plain routers."""
+    group = {"targets": ["Linear"], "weights": {"type": "int", **weights}}
+    return {
+        "quant_method": "compressed-tensors", "format": layout, "ignore": ["re:.*gate$"], "config_groups": {"0": group}
+    }  # fmt: skip
+
+
+MADE_UP: dict[str, dict[str, Any]] = {  # by what random weights may be asked to be
+    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ROUTERS},
+    "int8": made_up_integers("int-quantized", num_bits=8, strategy="channel"),
+    "int4": made_up_integers("pack-quantized", num_bits=4, strategy="group", group_size=128),
+}
+
+
+def is_named(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a layer is one of these, or lies within one: by a part of its name, or a regular expression behind "re:"."""
+    return any(
+        re.match(pattern[3:], name) if pattern.startswith("re:") else f".{pattern}." in f".{name}."
+        for pattern in patterns
+    )
+
+
+def said_of(hf_config: PretrainedConfig) -> Said | None:
+    """Return a model's `quantization_config`, if it has one."""
+    said = getattr(hf_config, "quantization_config", None)
+    return said if said is None or isinstance(said, Mapping) else said.to_dict()
+
+
+def with_activations(linear_method: LinearMethod | None) -> LinearMethod | None:
+    """Return the linear method that quantizes activations too. Raises ValueError if weights are not in FP8."""
+    if linear_method is None:
+        return None
+    if type(linear_method) is not Fp8:
+        raise ValueError(NOT_FP8)
+    return Fp8Both(linear_method.scale_name, linear_method.block)
+
+
+def as_in_checkpoint(name: str, renamed: Mapping[str, str]) -> str:
+    """Return the checkpoint's name of one of our layers."""
+    name += "."
+    for theirs, ours in renamed.items():
+        name = name.replace(ours, theirs)
+    return name.removesuffix(".")
+
+
+class CheckpointQuantization(Quantization):
+    """Reads the `quantization_config` of checkpoints; random weights may be asked to be in one of `MADE_UP`."""
+
+    def configured(self, hf_config: Any, config: EngineConfig) -> Any:
+        """Return the model's configuration, with what `config` asks for. A checkpoint's quantization must be what is asked."""
+        asked, said = config.quantization, said_of(hf_config)
+        method = None if said is None else said.get("quant_method")
+        if asked is not None and said is None and config.random_weights:
+            if asked not in MADE_UP:
+                raise ValueError(f"quantization={asked!r} cannot be made up: choose one of {', '.join(MADE_UP)}")
+            hf_config.quantization_config = said = MADE_UP[asked]
+            method = said["quant_method"]
+        elif asked is not None and asked != method:
+            what = "is not quantized" if method is None else f"is quantized by {method!r}"
+            raise ValueError(f"quantization={asked!r} was asked for, and this checkpoint {what}: leave it out")
+        if config.quantize_activations:
+            if said is None or method not in ("fp8", "compressed-tensors"):
+                raise ValueError(NOT_FP8)  # of some weights in "compressed-tensors" `linear_methods_of` says so
+            hf_config.quantization_config = {**said, ACTIVATIONS: True}
+        return hf_config
+
+    def linear_methods_of(
+        self, hf_config: PretrainedConfig, packed: Mapping[str, Sequence[str]], renamed: Mapping[str, str]
+    ) -> LinearMethodOf | None:
+        if (said := said_of(hf_config)) is None:
+            return None
+        method = said.get("quant_method")
+        with reading("the quantization_config in config.json"):
+            if str(method) not in READERS:
+                raise ValueError(
+                    f"this checkpoint is quantized by {method!r} (quant_method in its config.json), which is not supported: the "
+                    f"known ones are {', '.join(READERS)}"
+                )
+            linear_method_of = READERS[str(method)](said)
+
+        def of_merged(name: str) -> LinearMethod | None:
+            parent, _, leaf = name.rpartition(".")
+            parts = packed.get(leaf, [leaf])
+            with reading("the quantization_config in config.json"):  # its patterns are compiled only now
+                first, *others = (linear_method_of(as_in_checkpoint(f"{parent}.{part}", renamed)) for part in parts)
+            if any(other != first for other in others):
+                raise ValueError(
+                    f"{', '.join(parts)} of {parent} are one layer here, so all must be quantized in one way, or none of them"
+                )
+            return with_activations(first) if said.get(ACTIVATIONS) else first
+
+        return of_merged
+
+    def check(self, hf_config: PretrainedConfig, part: PretrainedConfig, config: EngineConfig) -> None:
+        """Raise ValueError, before a weight is read. Transformers' own model reads what it can, and no GGUF."""
+        if config.model_impl == "native":
+            if (linear_method_of := self.linear_methods_of(hf_config, {}, renamed_by(hf_config))) is not None:
+                check_ranks(hf_config, part, linear_method_of)
+        elif (said_of(hf_config) or {}).get("quant_method") == "gguf":
+            raise ValueError(
+                "transformers' model, which M1 runs, cannot keep a GGUF file's codes: take a later milestone or "
+                'model_impl="native", or smollm2, which is unpacked'
+            )
+
+
+def check_ranks(hf_config: PretrainedConfig, part: PretrainedConfig, linear_method_of: LinearMethodOf) -> None:
+    """Raise ValueError if ranks cannot share the layers. `part` is the configuration of one rank's part (`local_config`)."""
+    whole, parts = (linear_shapes(config) | expert_shapes(config) for config in (hf_config, part))
+    cut = {name: shape for name, shape in parts.items() if shape != whole[name]}
+    for i in range(part.num_hidden_layers):
+        for name, (outputs, inputs) in cut.items():
+            linear_method = linear_method_of(f"model.layers.{i}.{name}")
+            try:
+                if linear_method is not None:
+                    fusable(linear_method).check_part(outputs, inputs)
+            except ValueError as error:
+                instead = "set enable_expert_parallel, or " if "experts" in name else ""
+                raise ValueError(
+                    f"so many ranks cannot share {name}: {error}; {instead}lower tensor_parallel_size"
+                ) from error

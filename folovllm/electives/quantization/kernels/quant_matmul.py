@@ -1,0 +1,266 @@
+"""Quantized weights on the tensor cores, which take floats of 16 bits: unpacked on the way.
+
+With some tokens, each program unpacks the weights that it needs, so only these are read (`quant_matmul`). With thousands every
+weight would be unpacked again and again: then all of them are, once, and the library multiplies (`unpacked`).
+
+Weights of 4 bits come as words. A tile of words is eight tiles of weights, one for each place in a word, and each meets its own
+inputs: no weight has to move to another thread. And the scale of a group meets sums, where it can: a weight that is multiplied
+first would go to the tensor cores by way of shared memory, behind a barrier.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from folovllm.electives.quantization.kernels.int4_linear import EXPONENT, code, load_scales
+from folovllm.electives.quantization.kernels.unpack_codes import nibble
+from folovllm.electives.quantization.weight import QuantizedWeight, kind_of
+from folovllm.kernels.fp8_cache import INTERPRETED
+from folovllm.kernels.multiprocessors import capability_of
+from folovllm.kernels.split_sum import counters, num_parts, parts_for, store_sum, token_tiles
+from folovllm.kernels.variants import kernel_variant
+
+MANY = 129  # tokens, from which on weights are unpacked first: a second tile would unpack all of them again
+
+# Two numbers of FP8, bytes 0 and 1 of $1, as bfloat16: the bits of a bfloat16 whose exponent counts from another number, 120
+# less. The instruction that converts to bfloat16 takes one number at a time, at an eighth of the rate of what is here.
+PAIR_TO_BFLOAT16 = tl.constexpr("""{ .reg .b32 both, bits, power, zero;
+    cvt.u32.u16 both, $1;
+    prmt.b32 both, both, 0, 0x1404;
+    shr.u32 bits, both, 4;
+    and.b32 bits, bits, 0x07F007F0;
+    mov.b32 zero, 0x80008000;
+    lop3.b32 bits, both, zero, bits, 0xEA;
+    mov.b32 power, 0x7B807B80;
+    fma.rn.bf16x2 $0, bits, power, zero; }""")
+
+
+@triton.jit
+def unpack(numbers, KIND: tl.constexpr, DTYPE: tl.constexpr):
+    """Bytes as numbers of DTYPE, not yet multiplied by their scales. All numbers of 8 bits are exact in any DTYPE."""
+    if KIND == "int8":
+        numbers = numbers.to(DTYPE)
+    elif DTYPE == tl.bfloat16 and not INTERPRETED:  # noqa: SIM300
+        numbers = tl.inline_asm_elementwise(PAIR_TO_BFLOAT16, "=r,h", [numbers], tl.bfloat16, True, 2)
+    elif KIND == "fp8":
+        numbers = numbers.to(tl.float8e4nv, bitcast=True).to(DTYPE)
+    else:  # the bits of a float16 whose exponent counts from another number: 8 less
+        wide = numbers.to(tl.int16)
+        numbers = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        numbers = (numbers * 256.0).to(DTYPE)
+    return numbers
+
+
+@triton.jit
+def add_words(
+    total, x_ptr, word_ptr, scale_ptr, zero_ptr, rows, tile, exponent, K: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `add_tile`, of WORDS words of 4-bit weights, whose scales are multiplied first. The tile may cross groups."""
+    OF_GROUP: tl.constexpr = GROUP // 8  # words
+    word = tile * WORDS + tl.arange(0, WORDS)
+    inside = word < K // 8
+    if OF_GROUP % WORDS == 0:  # one group, of which the tile is a part
+        group = tile // (OF_GROUP // WORDS)
+        scale, offset = load_scales(scale_ptr, zero_ptr, rows * (K // GROUP) + group, rows >= 0)
+    else:
+        group = word // OF_GROUP
+        scale, offset = load_scales(scale_ptr, zero_ptr, rows * (K // GROUP) + group[None, :], inside[None, :])
+    words = tl.load(word_ptr + rows * (K // 8) + word[None, :], mask=inside[None, :], other=0)
+    # The input that a word's first weight meets; those of the next are GROUP / 8 further on.
+    input = group * GROUP + word % OF_GROUP
+    for i in tl.static_range(8):
+        x = tl.load(x_ptr + (input + i * OF_GROUP)[:, None], mask=inside[:, None], other=0)
+        weights = code(words, i, exponent) * scale
+        if zero_ptr is not None:
+            weights += offset
+        total = tl.dot(weights.to(x.dtype), x, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def add_group(
+    total, x_ptr, word_ptr, scale_ptr, zero_ptr, rows, tile, exponent, K: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The same of words of one group, whose zeros are numbers of 4 bits: the scale meets the sum of the products.
+
+    The tensor cores take whole numbers, which are exact.
+    """
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    OF_GROUP: tl.constexpr = GROUP // 8  # words
+    word, group = tl.arange(0, WORDS), tile // (OF_GROUP // WORDS)
+    words = tl.load(word_ptr + rows * (K // 8) + tile * WORDS + word[None, :])
+    x_ptr += (group * GROUP + tile % (OF_GROUP // WORDS) * WORDS + word)[:, None]
+    at = rows * (K // GROUP) + group
+    if zero_ptr is not None:
+        zero = tl.load(zero_ptr + at).to(DTYPE) - 8
+    part = tl.zeros(total.shape, tl.float32)
+    for i in tl.static_range(8):
+        numbers = nibble(words, i, exponent, DTYPE)
+        if zero_ptr is not None:
+            numbers -= zero
+        part = tl.dot(numbers, tl.load(x_ptr + i * OF_GROUP), part, input_precision=PRECISION)
+    return total + part * tl.load(scale_ptr + at).to(tl.float32)
+
+
+@triton.jit
+def add_tile(
+    total, x_ptr, weight_ptr, scale_ptr, zero_ptr, rows, tile, scale, exponent, K: tl.constexpr, GROUP_ROWS: tl.constexpr,
+    GROUP: tl.constexpr, KIND: tl.constexpr, TILE_K: tl.constexpr,
+):  # fmt: skip
+    """`total` [TILE_N, TILE_M], and the products of a tile of inputs with weights of some `rows` [TILE_N, 1].
+
+    `x_ptr` [1, TILE_M] is where the inputs of each token begin. `scale` [TILE_N, 1] is that of whole rows (`scale_of_rows`).
+    The weights are the first factor: on Hopper only that may come from registers, in which they are unpacked. Each tile's
+    product meets its scale at once, which makes the program wait for it. Products that follow each other without that
+    would have their weights overwritten while the tensor cores still read them (github.com/triton-lang/triton/issues/9433).
+    """
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    PRECISION: tl.constexpr = "ieee" if DTYPE == tl.float32 else "tf32"  # noqa: SIM300
+    if KIND == "int4":
+        WORDS: tl.constexpr = TILE_K // 8
+        whole: tl.constexpr = GROUP // 8 % WORDS == 0
+        codes: tl.constexpr = zero_ptr is None or zero_ptr.dtype.element_ty == tl.uint8
+        add: tl.constexpr = add_group if whole and codes else add_words
+        total = add(total, x_ptr, weight_ptr, scale_ptr, zero_ptr, rows, tile, exponent, K, GROUP, WORDS, PRECISION)
+    else:
+        k = tile * TILE_K + tl.arange(0, TILE_K)
+        if K % TILE_K == 0:
+            numbers = tl.load(weight_ptr + rows * K + k[None, :])
+            x = tl.load(x_ptr + k[:, None])
+        else:
+            numbers = tl.load(weight_ptr + rows * K + k[None, :], mask=k[None, :] < K, other=0)
+            x = tl.load(x_ptr + k[:, None], mask=k[:, None] < K, other=0)
+        numbers = unpack(numbers, KIND, DTYPE)
+        if GROUP < K:  # a tile lies within a group
+            scale = tl.load(scale_ptr + rows // GROUP_ROWS * tl.cdiv(K, GROUP) + tile * TILE_K // GROUP)
+        total += tl.dot(numbers, x, input_precision=PRECISION) * scale
+    return total
+
+
+@triton.jit
+def scale_of_rows(
+    scale_ptr, rows, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
+    """The scales of `rows` [TILE_N, 1] if each has one for all inputs; else 1, for `add_tile` finds those of a tile."""
+    return 1.0 if KIND == "int4" or GROUP < K else tl.load(scale_ptr + rows // GROUP_ROWS)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_parts"])
+def quant_matmul_kernel(
+    x_ptr, weight_ptr, scale_ptr, zero_ptr, residual_ptr, part_ptr, done_ptr, out_ptr, stride_x, num_tokens, num_parts, exponent,
+    OUTPUTS: tl.constexpr, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
+    RESIDUAL: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Program (p, q, s): outputs p * BN to p * BN + BN of tokens q * BM to q * BM + BM; SPLIT: of every num_parts-th tile
+    of BK inputs, from s on.
+    """
+    outputs = tl.program_id(0) * BN + tl.arange(0, BN)
+    tokens = tl.program_id(1) * BM + tl.arange(0, BM)
+    rows = tl.minimum(outputs, OUTPUTS - 1).to(tl.int64)[:, None]
+    x_ptr += tl.minimum(tokens, num_tokens - 1)[None, :].to(tl.int64) * stride_x
+    acc = tl.zeros([BN, BM], tl.float32)
+    scale = scale_of_rows(scale_ptr, rows, K, GROUP_ROWS, GROUP, KIND)
+    first, step = (tl.program_id(2), num_parts) if SPLIT else (0, 1)
+    for tile in range(first, tl.cdiv(K, BK), step):
+        acc = add_tile(
+            acc, x_ptr, weight_ptr, scale_ptr, zero_ptr, rows, tile, scale, exponent, K, GROUP_ROWS, GROUP, KIND, BK)  # fmt: skip
+    store_sum(
+        acc, part_ptr, done_ptr, residual_ptr, out_ptr, num_tokens, num_parts, OUTPUTS, SPLIT, RESIDUAL)  # fmt: skip
+
+
+@triton.jit
+def unpack_kernel(
+    weight_ptr, scale_ptr, zero_ptr, out_ptr, exponent, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr,
+    KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (p, q): of output p what is in the elements q * BLOCK to q * BLOCK + BLOCK of its row: words, or bytes."""
+    DTYPE: tl.constexpr = out_ptr.dtype.element_ty
+    row, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if KIND == "int4":
+        OF_GROUP: tl.constexpr = GROUP // 8  # words
+        inside, group = k < K // 8, k // OF_GROUP
+        words = tl.load(weight_ptr + row * (K // 8) + k, mask=inside, other=0)
+        scale, offset = load_scales(scale_ptr, zero_ptr, row * (K // GROUP) + group, inside)
+        for i in tl.static_range(8):
+            weights = code(words, i, exponent) * scale
+            if zero_ptr is not None:
+                weights += offset
+            tl.store(out_ptr + row * K + group * GROUP + i * OF_GROUP + k % OF_GROUP, weights.to(DTYPE), mask=inside)
+    else:
+        numbers = unpack(tl.load(weight_ptr + row * K + k, mask=k < K, other=0), KIND, tl.float32)
+        scales = tl.load(scale_ptr + row // GROUP_ROWS * tl.cdiv(K, GROUP) + k // GROUP, mask=k < K, other=0.0)
+        tl.store(out_ptr + row * K + k, (numbers * scales).to(DTYPE), mask=k < K)
+
+
+def tiles(num_tokens: int, width: int, group: int, kind: str, itemsize: int, capability: int) -> dict[str, int]:
+    """Tokens, outputs and inputs of a program's tile, its warps, how many tiles are on their way, and programs that there
+    should be: of 8 bits what was fastest on an H200, of 4 bits chosen by registers and memory.
+
+    With few tokens a program has few outputs, so that there are enough programs to keep the memory busy, and each asks for
+    many inputs at a time. A tile of 8 bits lies within a `group` of inputs, one of words where a group has at least the 16
+    words that the tensor cores take at a time. Of float32, of which an item has 4 bytes, there is one tile at a time: small
+    cards have no shared memory for more.
+    """
+    m = max(16, triton.next_power_of_2(num_tokens)) if num_tokens <= 64 else 128
+    shape = {"BM": m, "BN": 64, "num_warps": 4, "num_stages": 3}
+    if kind == "int4":
+        most = 32 if m <= 64 else 16  # words: cards with 99 KiB of shared memory hold no more of 128 tokens
+        words = min(most, max(16, group // 8 & -(group // 8)))
+        shape |= {"BK": 8 * words, "programs": 396 if m <= 64 else 264}
+    elif m <= 64:
+        shape |= {"BK": 128, "programs": 264, "num_stages": 4 if m == 16 else 3}
+    else:  # before Hopper, `x` is in registers too
+        shape |= {"BN": 128, "BK": 64 if capability >= 90 else 32, "num_warps": 8, "programs": 132}
+    if kind != "int4":
+        within = group & -group if group < width else triton.next_power_of_2(width)
+        shape["BK"] = min(shape["BK"], within)
+    return shape | ({"num_stages": 1} if itemsize == 4 else {})
+
+
+def quant_matmul(x: torch.Tensor, weight: QuantizedWeight, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """`x` [T, inputs] times the transpose of W, plus `residual` [T, outputs]; accumulated in float32."""
+    num_tokens, width = x.shape
+    rows, kind = len(weight.weight), kind_of(weight.weight)
+    out = x.new_empty(num_tokens, rows)
+    shape = tiles(num_tokens, width, weight.columns, kind, x.itemsize, capability_of(x.device))
+    row_tiles, programs = triton.cdiv(rows, shape["BN"]), shape.pop("programs")
+    most = width // (4 * shape["BK"])  # four tiles are worth a program
+    parts = num_parts(row_tiles * token_tiles(num_tokens, shape["BM"]), programs, most)
+    grid = (row_tiles, triton.cdiv(num_tokens, shape["BM"]), parts)
+    quant_matmul_kernel[grid](
+        x, weight.stored, weight.scale, weight.zeros, out if residual is None else residual, parts_for(x, out, parts),
+        counters(x.device), out, x.stride(0), num_tokens, parts, EXPONENT, OUTPUTS=rows, K=width, GROUP_ROWS=weight.rows,
+        GROUP=weight.columns, KIND=kind, RESIDUAL=residual is not None, SPLIT=parts > 1, **shape,
+    )  # fmt: skip
+    return out
+
+
+def unpacked(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
+    """W [outputs, inputs] in `dtype`."""
+    (rows, elements), kind = weight.weight.shape, kind_of(weight.weight)
+    width, most = (8 * elements, 512) if kind == "int4" else (elements, 2048)
+    out = torch.empty(rows, width, dtype=dtype, device=weight.weight.device)
+    block = min(most, triton.next_power_of_2(elements))
+    unpack_kernel[(rows, triton.cdiv(elements, block))](
+        weight.stored, weight.scale, weight.zeros, out, EXPONENT, K=width, GROUP_ROWS=weight.rows, GROUP=weight.columns,
+        KIND=kind, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def multiply(x: torch.Tensor, weight: QuantizedWeight, residual: torch.Tensor | None = None) -> torch.Tensor:
+    """Return the product, and maybe write over `residual`; by the library if there are so many tokens that the tensor cores are
+    busy for longer than it takes to unpack. It has the weights in the dtype of `x` for as long as that takes. For sizes
+    between these a card may have a variant.
+    """
+    if len(x) < MANY:
+        return quant_matmul(x, weight, residual)
+    variant = kernel_variant("quant_matmul", x.device) if kind_of(weight.weight) == "int4" else None
+    if variant is not None and variant.serves(x, weight.scale, weight.zeros):
+        return variant.launch(x, weight.weight, weight.scale, weight.zeros, residual)
+    dense = unpacked(weight, x.dtype)
+    return torch.nn.functional.linear(x, dense) if residual is None else residual.addmm_(x, dense.t())

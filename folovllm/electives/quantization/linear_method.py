@@ -1,0 +1,109 @@
+"""The base class of all linear methods of quantized weights: factors of the inputs, and the product of experts."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from folovllm.layers.fusable import ALL, FusableLinearMethod
+
+if TYPE_CHECKING:
+    from folovllm.distributed.sharding import Weight
+    from folovllm.electives.quantization.weight import QuantizedWeight
+    from folovllm.layers.linear import LinearBase
+
+
+class QuantizedLinearMethod(FusableLinearMethod):
+    """Quantized weights. What is folded into them cannot change the codes, so it is kept: `layer.columns`, factors of `x` [inputs] or None."""
+
+    def create(self, layer: LinearBase) -> None:
+        layer.columns, layer.dtype = None, torch.get_default_dtype()  # of activations
+
+    def loaded(self, layer: LinearBase) -> None:
+        """Forget what was folded into earlier weights."""
+        layer.columns = None
+
+    def can_fold(self, layer: LinearBase) -> bool:
+        """Return False with a bias, and in float16, as plain weights do."""
+        return layer.bias is None and layer.dtype != torch.float16
+
+    def fold(self, layer: LinearBase, scale: torch.Tensor) -> None:
+        """Keep the factors; every product multiplies its `x` by them."""
+        layer.columns = scale.clone() if layer.columns is None else layer.columns * scale
+
+    @abstractmethod
+    def weight_of(self, layer: LinearBase) -> QuantizedWeight:
+        """Return the weight as kernels read it. Works after `check_stack`."""
+
+    def check_stack(self, layer: LinearBase) -> None:
+        """Raise ValueError unless the parts of `layer` can be used one by one, as experts are. This one always raises.
+
+        The message completes a sentence of the caller.
+        """
+        raise ValueError(f"{type(self).__name__} does not unpack a part of a layer")
+
+    def dequantized(self, layer: LinearBase, dtype: torch.dtype, parts: slice = ALL) -> torch.Tensor:
+        """W [outputs, inputs] of some of the `output_sizes` in `dtype`, a copy. Works after `check_stack`."""
+        raise NotImplementedError(f"{type(self).__name__} does not unpack")
+
+    def grouped_product(
+        self,
+        layer: LinearBase,
+        x: torch.Tensor,
+        num_experts: int,
+        order: torch.Tensor,
+        starts: torch.Tensor,
+        gated: bool = False,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        from folovllm.electives.quantization.kernels.grouped_quant import grouped_quant
+
+        return grouped_quant(x, self.weight_of(layer), num_experts, order, starts, gated, out)
+
+    def folded(self, layer: LinearBase, x: torch.Tensor) -> torch.Tensor:
+        """Return `x` times what was folded into the weights."""
+        return x if layer.columns is None else x * layer.columns
+
+
+class StoredView:
+    """A checkpoint's tensor seen as [outputs, inputs], whose numbers stand for `units` of outputs and of inputs each.
+
+    An index is in outputs and inputs, and begins and ends between units; what it gives has as many dimensions as the tensor. If
+    all inputs share a number, every rank has it.
+    """
+
+    def __init__(self, stored: Weight, units: tuple[int, int], outputs: int = 0) -> None:
+        """`outputs`: which dimension they are. A tensor of one dimension has a number for each output."""
+        self.stored, self.units, self.outputs = stored, units, outputs
+        others = stored.shape[1 - outputs] if len(stored.shape) == 2 else 1
+        self.shape = torch.Size([stored.shape[outputs] * units[0], others * units[1]])
+        self._is_shared = others == 1
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
+        rows = shrunk(rows, self.units[0])
+        if len(self.stored.shape) == 1:
+            return self.stored[rows]
+        slices = rows, (slice(None) if self._is_shared else shrunk(columns, self.units[1]))
+        return self.stored[slices] if self.outputs == 0 else self.stored[slices[::-1]].t()
+
+
+def shrunk(span: slice, size: int) -> slice:
+    """Return a slice in units of `size`. Raises ValueError if it begins or ends within one."""
+    if any(end is not None and end % size for end in (span.start, span.stop)):
+        raise ValueError(f"a part begins or ends within {size} numbers that belong together")
+    return slice(*(None if end is None else end // size for end in (span.start, span.stop)))
+
+
+def rows_of(sizes: Sequence[int], parts: slice) -> slice:
+    """Return the rows of some parts; `sizes` has the rows of each part."""
+    first, end, _ = parts.indices(len(sizes))
+    return slice(sum(sizes[:first]), sum(sizes[:end]))
+
+
+def on_gpu(x: torch.Tensor) -> bool:
+    """Return whether kernels should multiply these. In the interpreter their many programs would take minutes."""
+    return x.is_cuda

@@ -1,0 +1,285 @@
+"""A quantised layer as checkpoints have it: which tensors stand for its weights, and what `config.json` says of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from folovllm.electives.quantization import packing
+from folovllm.electives.quantization.quantizer.awq import search_clip, search_scale
+from folovllm.electives.quantization.quantizer.gptq import LOWEST_ZERO, act_order, gptq
+from folovllm.electives.quantization.quantizer.groups import (
+    dequantize_groups,
+    find_scales,
+    quantize_groups,
+    round_to_codes,
+)
+from folovllm.electives.quantization.quantizer.one_layer import Inputs, OneLayer, Tensors
+from folovllm.electives.quantization.quantizer.options import BLOCK, QuantizeOptions
+
+BITS = 4
+FP8 = torch.float8_e4m3fn
+LARGEST = {torch.int8: 127.0, FP8: torch.finfo(FP8).max}
+NORMS = {"self_attn.qkv_proj": "input_layernorm", "mlp.gate_up_proj": "post_attention_layernorm"}
+LINEARS = {"self_attn.o_proj": "self_attn.v_proj", "mlp.down_proj": "mlp.up_proj"}  # who reads: who wrote it
+NOT_CLIPPED = ("q_proj", "k_proj")  # their outputs are multiplied by each other (AutoAWQ leaves them, too)
+
+
+class Method(ABC):
+    """One kind of checkpoint. Weights and what `decode` returns are [outputs, inputs] float32."""
+
+    def __init__(self, options: QuantizeOptions, dtype: torch.dtype, plain: Sequence[str]) -> None:
+        """`dtype` is the checkpoint's: of all that is not quantised, and of scales. `plain`: layers that are not, but the head."""
+        self.options, self.dtype, self.plain = options, dtype, ["lm_head", *plain]
+
+    def prepare(self, layer: OneLayer, inputs: dict[str, Inputs]) -> None:
+        """Change the layer's weights, not its outputs, before they are encoded. Does nothing here."""
+
+    @abstractmethod
+    def encode(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> Tensors:
+        """The tensors for the weights of the projection `name`, by the last part of their names."""
+
+    @abstractmethod
+    def decode(self, tensors: Tensors) -> torch.Tensor:
+        """The weights that these tensors stand for."""
+
+    @abstractmethod
+    def config(self) -> dict[str, Any]:
+        """`quantization_config`."""
+
+
+class Gptq(Method):
+    """GPTQ's layout, first version: zeros are stored as one less. Codes by GPTQ, or by rounding alone."""
+
+    def encode(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> Tensors:
+        """`qweight` [inputs / 8, outputs], `qzeros` [groups, outputs / 8], `scales` [groups, outputs], `g_idx` [inputs]."""
+        gram = None if inputs is None else inputs.gram
+        if gram is not None and self.options.act_order:
+            order = act_order(gram)
+            codes, scales, zeros = self.codes(w[:, order], gram[order][:, order])
+        else:
+            order = torch.arange(w.shape[1], device=w.device)
+            codes, scales, zeros = self.codes(w, gram)
+        back = order.argsort()  # where each input came in the order
+        return {
+            "qweight": packing.pack_gptq(codes[:, back]),
+            "qzeros": packing.pack_gptq_zeros(zeros),
+            "scales": scales.t().contiguous(),
+            "g_idx": (back // self.options.group_size).to(torch.int32),
+        }
+
+    def codes(self, w: torch.Tensor, gram: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return codes, scales and zeros of `gptq`; without `gram` each weight is rounded for itself."""
+        o, w = self.options, w.to(self.dtype)
+        if gram is not None:
+            return gptq(w, gram, BITS, o.group_size, not o.asymmetric, o.damping)
+        scales, zeros = find_scales(w, BITS, o.group_size, not o.asymmetric)
+        zeros.clamp_(min=LOWEST_ZERO)
+        return round_to_codes(w, scales, zeros, BITS), scales, zeros
+
+    def decode(self, tensors: Tensors) -> torch.Tensor:
+        """(code - zero) * scale, both of the group that `g_idx` names."""
+        group = tensors["g_idx"].long()
+        steps = packing.unpack_gptq(tensors["qweight"]).float()
+        zeros = packing.unpack_gptq_zeros(tensors["qzeros"]).float()
+        return (steps - zeros[:, group]) * tensors["scales"].t().float()[:, group]
+
+    def config(self) -> dict[str, Any]:
+        """As GPTQModel writes it."""
+        o = self.options
+        said = {"bits": BITS, "group_size": o.group_size, "desc_act": o.act_order, "sym": not o.asymmetric}
+        return {
+            "quant_method": "gptq",
+            **said,
+            "lm_head": False,
+            "checkpoint_format": "gptq",
+            "damp_percent": o.damping,
+        }
+
+
+class Awq(Method):
+    """AWQ's layout. Every group has a zero."""
+
+    def prepare(self, layer: OneLayer, inputs: dict[str, Inputs]) -> None:
+        """Search a scale for each input, and fold it into the weights and into what comes before."""
+        fold_scales(layer, inputs, BITS, self.options.group_size, self.dtype)
+
+    def encode(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> Tensors:
+        """`qweight` [inputs, outputs / 8], `qzeros` [groups, outputs / 8], `scales` [groups, outputs]."""
+        size = self.options.group_size
+        if inputs is not None and not self.options.no_clip and not name.endswith(NOT_CLIPPED):
+            w = search_clip(w, inputs.gram, BITS, size)
+        codes, scales, zeros = quantize_groups(w.to(self.dtype), BITS, size, symmetric=False)
+        packed = {"qweight": packing.pack_awq(codes), "qzeros": packing.pack_awq(zeros)}
+        return {**packed, "scales": scales.t().contiguous()}
+
+    def decode(self, tensors: Tensors) -> torch.Tensor:
+        """(code - zero) * scale."""
+        codes, zeros = (packing.unpack_awq(tensors[name]) for name in ("qweight", "qzeros"))
+        return dequantize_groups(codes, tensors["scales"].t().float(), zeros)
+
+    def config(self) -> dict[str, Any]:
+        """As AutoAWQ writes it."""
+        said = {"bits": BITS, "group_size": self.options.group_size, "zero_point": True, "version": "gemm"}
+        return {"quant_method": "awq", **said, "modules_to_not_convert": None}
+
+
+def round_groups(w: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
+    """What codes of `bits` bits with zeros make of `w`: [outputs, inputs]."""
+    return dequantize_groups(*quantize_groups(w, bits, group_size, symmetric=False))
+
+
+def fold_scales(layer: OneLayer, inputs: dict[str, Inputs], bits: int, group_size: int, dtype: torch.dtype) -> None:
+    """Search a scale for the inputs of each linear layer and fold it in: the decoder layer's outputs stay as they are.
+
+    Where query heads share K and V, the outputs of attention are no outputs of V, and `o_proj` stays as it is (in AutoAWQ, too).
+    So does what reads a part of one merged matrix (Phi-3's).
+    `inputs` are divided along. `dtype` is that in which norms will be stored.
+    """
+    before = {name: place for parts in layer.parts.values() for name, place in parts.items()}
+    tensors = layer.tensors()
+    rounding = partial(round_groups, bits=bits, group_size=group_size)
+    for name, linear in layer.linears.items():
+        w, found = linear.weight.data, inputs[name]
+        writer = None if name in NORMS else before.get(LINEARS[name])
+        if name not in NORMS and (writer is None or len(writer) != w.shape[1]):
+            continue
+        scale = search_scale(w, found.gram, found.magnitude, rounding)
+        if writer is None:
+            scale = divide_norm(tensors[f"{NORMS[name]}.weight"], scale, dtype)
+        else:
+            writer /= scale[:, None]
+            if (bias := tensors.get(f"{LINEARS[name]}.bias")) is not None:
+                bias /= scale
+        w *= scale
+        found.divide(scale)
+
+
+def divide_norm(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Divide a norm's `weight` by `scale`, both [inputs], and round it to `dtype`.
+
+    Returns the scales by which it has really become smaller: so the linear layer makes up for the rounding.
+    """
+    divided = (weight / scale).to(dtype).to(weight.dtype)
+    real = torch.where(divided == 0, scale, weight / divided)
+    weight.copy_(divided)
+    return real
+
+
+class Fp8Blocks(Method):
+    """FP8 with a scale for each block of 128 x 128, as Qwen's and DeepSeek's checkpoints have it."""
+
+    def encode(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> Tensors:
+        """`weight` [outputs, inputs] float8_e4m3fn, `weight_scale_inv` [output blocks, input blocks] float32."""
+        codes, scales = round_blocks(w, BLOCK)
+        return {"weight": codes, "weight_scale_inv": scales}
+
+    def decode(self, tensors: Tensors) -> torch.Tensor:
+        """Code times scale, whatever the scale's name says."""
+        codes = tensors["weight"].float()
+        return codes * spread_blocks(tensors["weight_scale_inv"], codes.shape, BLOCK)
+
+    def config(self) -> dict[str, Any]:
+        """As Qwen's checkpoints have it."""
+        said = {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+        return {"quant_method": "fp8", **said, "modules_to_not_convert": self.plain}
+
+
+class Fp8Channels(Method):
+    """FP8 with a scale for each output, in compressed-tensors' layout. vLLM rounds the inputs to FP8, too."""
+
+    def encode(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> Tensors:
+        """`weight` [outputs, inputs] float8_e4m3fn, `weight_scale` [outputs, 1]."""
+        codes, scales = round_channels(w, FP8, self.dtype)
+        return {"weight": codes, "weight_scale": scales}
+
+    def decode(self, tensors: Tensors) -> torch.Tensor:
+        """Code times scale."""
+        return tensors["weight"].float() * tensors["weight_scale"].float()
+
+    def config(self) -> dict[str, Any]:
+        """As llm-compressor writes it for FP8_DYNAMIC."""
+        inputs = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "token", "dynamic": True}
+        return compressed_tensors("float-quantized", "float", inputs, self.plain)
+
+
+class Int8Channels(Method):
+    """INT8 with a scale for each output. Four codes share an int32: the one layout in which vLLM reads weights alone."""
+
+    def encode(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> Tensors:
+        """`weight_packed` [outputs, inputs / 4] int32, `weight_scale` [outputs, 1], `weight_shape` [2]."""
+        codes, scales = round_channels(w, torch.int8, self.dtype)
+        packed = (codes ^ -128).view(torch.int32)  # 128 more than they are, as unsigned bytes, the first one lowest
+        return {"weight_packed": packed, "weight_scale": scales, "weight_shape": torch.tensor(w.shape)}
+
+    def decode(self, tensors: Tensors) -> torch.Tensor:
+        """Code times scale."""
+        codes = tensors["weight_packed"].view(torch.int8) ^ -128
+        return codes.float() * tensors["weight_scale"].float()
+
+    def config(self) -> dict[str, Any]:
+        """As llm-compressor writes it for W8A16."""
+        return compressed_tensors("pack-quantized", "int", None, self.plain)
+
+
+def compressed_tensors(layout: str, kind: str, inputs: dict[str, Any] | None, plain: list[str]) -> dict[str, Any]:
+    """The `quantization_config` of weights in 8 bits with a scale for each output."""
+    weights = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "channel", "dynamic": False}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    said = {"format": layout, "quantization_status": "compressed", "ignore": plain}
+    return {"quant_method": "compressed-tensors", **said, "config_groups": {"group_0": group}}
+
+
+def method_for(options: QuantizeOptions, dtype: torch.dtype, plain: Sequence[str] = ()) -> Method:
+    """The method that the options ask for, as of `Method`. GPTQ and AWQ know no scales in float32."""
+    kinds: dict[str, type[Method]] = {"gptq": Gptq, "awq": Awq, "fp8": Fp8Blocks, "int8": Int8Channels}
+    kind = Fp8Channels if options.per_channel else kinds[options.format]
+    in_16_bits = kind in (Gptq, Awq) and dtype == torch.float32
+    return kind(options, torch.float16 if in_16_bits else dtype, plain)
+
+
+def round_channels(w: torch.Tensor, to: torch.dtype, scale_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round `w` [outputs, inputs] with a scale for each output.
+
+    Args:
+        to: torch.int8 (127 steps on both sides of 0) or torch.float8_e4m3fn (the largest is 448).
+
+    Returns:
+        codes [outputs, inputs] in `to`; scales [outputs, 1]. A weight is code * scale.
+    """
+    scale = scale_for(w.float().abs().amax(dim=1, keepdim=True), to).to(scale_dtype)
+    return nearest_code(w.float() / scale.float(), to), scale
+
+
+def round_blocks(w: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Round `w` [outputs, inputs] to FP8 with a scale for each block of `size` x `size`; those at the edges are smaller.
+
+    Returns:
+        codes [outputs, inputs]; scales [output blocks, input blocks] float32. DeepSeek's checkpoints and Qwen's call such a
+        scale `weight_scale_inv`, though a weight is code * scale here too.
+    """
+    rows, columns = (-(-n // size) for n in w.shape)
+    padded = F.pad(w.float().abs(), (0, columns * size - w.shape[1], 0, rows * size - w.shape[0]))
+    scale = scale_for(padded.view(rows, size, columns, size).amax(dim=(1, 3)), FP8)
+    return nearest_code(w.float() / spread_blocks(scale, w.shape, size), FP8), scale
+
+
+def spread_blocks(scale: torch.Tensor, shape: torch.Size, size: int) -> torch.Tensor:
+    """A block's scale for each of its numbers: [output blocks, input blocks] -> [outputs, inputs]."""
+    return scale.repeat_interleave(size, dim=0).repeat_interleave(size, dim=1)[: shape[0], : shape[1]]
+
+
+def scale_for(largest: torch.Tensor, to: torch.dtype) -> torch.Tensor:
+    """The scale that brings `largest` to the largest number of `to`; 1 where all are 0."""
+    return torch.where(largest > 0, largest / LARGEST[to], 1.0)
+
+
+def nearest_code(x: torch.Tensor, to: torch.dtype) -> torch.Tensor:
+    """The nearest number of 8 bits, half to even; what is too large becomes the largest."""
+    x = x.clamp(-LARGEST[to], LARGEST[to])
+    return (x.round() if to == torch.int8 else x).to(to)

@@ -1,0 +1,190 @@
+"""A decoder layer at a time: the engine's own layer, filled again and again from a checkpoint."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from folovllm.electives.quantization.checkpoint_kv_scales import taker_of
+from folovllm.electives.quantization.config import ROUTERS
+from folovllm.electives.quantization.quantizer.whole import TOKENS_AT_ONCE, attend_within, whole_batch
+from folovllm.layers.linear import LinearBase
+from folovllm.models.extra_tensors import IGNORED_SUFFIX
+from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM
+from folovllm.models.loader import (
+    checkpoint_files,
+    checkpoint_places,
+    copy_weight,
+    opened,
+    require_finite,
+    require_stored,
+    take_place,
+)
+from folovllm.models.registry import build_model
+
+PREFIX = "model.layers."
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+Tensors = dict[str, torch.Tensor]
+
+
+class Checkpoint:
+    """The tensors of a folder, by layer. Only what is asked for is read."""
+
+    def __init__(self, path: Path) -> None:
+        self._file_of: dict[str, Path] = {}
+        files = checkpoint_files(path)
+        for file in files:
+            with opened(file) as handle:
+                self._file_of |= dict.fromkeys(handle.keys(), file)
+        self.path, self.num_bytes = path, sum(file.stat().st_size for file in files)
+
+    def check(self, model: LlamaForCausalLM) -> None:
+        """Read all headers, and what is in no layer, before any work: layers are checked one by one, as they are loaded.
+
+        Args:
+            model: whole and empty, on the meta device.
+
+        Raises:
+            ValueError: a tensor is missing, left over, of another shape, in codes, or (in no layer) not finite.
+        """
+        places, tied = checkpoint_places(model), model.lm_head.weight is model.model.embed_tokens.weight
+        for file in set(self._file_of.values()):
+            with opened(file) as handle:
+                for name in handle.keys():  # noqa: SIM118  # a handle is no dict
+                    stored = handle.get_slice(name)
+                    require_stored(name, stored.get_dtype(), {})
+                    if not (taker_of(name) or name.endswith(IGNORED_SUFFIX) or (tied and name == HEAD)):
+                        take_place(name, torch.Size(stored.get_shape()), places)
+        if places:
+            raise ValueError(f"the checkpoint in {self.path} lacks {', '.join(sorted(places)[:5])}")
+        rest = self.rest()
+        for name, tensor in rest.items():
+            require_finite(name, tensor)
+        if tied and HEAD in rest and not torch.equal(rest[HEAD], rest[EMBEDDING]):
+            raise ValueError(f"{self.path} holds a {HEAD!r} of its own: set tie_word_embeddings to false in its config")
+
+    def layer(self, index: int) -> Tensors:
+        """The tensors of a decoder layer, named from the layer on: "self_attn.q_proj.weight"."""
+        prefix = f"{PREFIX}{index}."
+        names = [name for name in self._file_of if name.startswith(prefix) and not name.endswith(IGNORED_SUFFIX)]
+        return {name.removeprefix(prefix): tensor for name, tensor in self._read(names).items()}
+
+    def rest(self) -> Tensors:
+        """What is in no layer: embedding, last norm and, if it is not tied, the head."""
+        return self._read([name for name in self._file_of if not name.startswith(PREFIX)])
+
+    def _read(self, names: list[str]) -> Tensors:
+        with ExitStack() as stack:
+            files = {self._file_of[name] for name in names}
+            handles = {file: stack.enter_context(opened(file)) for file in files}
+            return {name: handles[self._file_of[name]].get_tensor(name) for name in names}
+
+
+class Inputs:
+    """Sums over all calibration tokens; the inputs themselves are not kept."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._squares = torch.zeros(size, size, device=device)  # 4 size^2 bytes
+        self._sizes = torch.zeros(size, device=device)
+        self.num_tokens = 0
+
+    def add(self, x: torch.Tensor) -> None:
+        """Count tokens in, [T, size]."""
+        x = x.float()
+        self._squares.addmm_(x.t(), x)
+        self._sizes += x.abs().sum(dim=0)
+        self.num_tokens += len(x)
+
+    def divide(self, scale: torch.Tensor) -> None:
+        """Be the statistics of the inputs divided by `scale` [size]."""
+        self._squares /= torch.outer(scale, scale)
+        self._sizes /= scale
+
+    @property
+    def gram(self) -> torch.Tensor:
+        """x^T x / T: [size, size] float32."""
+        return self._squares / self.num_tokens
+
+    @property
+    def magnitude(self) -> torch.Tensor:
+        """The mean absolute value of each input: [size] float32."""
+        return self._sizes / self.num_tokens
+
+
+class OneLayer:
+    """The engine's decoder layer, and the checkpoint's names for its parts.
+
+    `linears` are the merged layers ("self_attn.qkv_proj"); `parts` says for each which of the checkpoint's projections it
+    holds, and where: "self_attn.q_proj" -> a view of its rows. `routers`, of a mixture of experts, are in neither: they stay
+    plain, for a small error in them would ask other experts.
+    """
+
+    def __init__(self, hf_config: Any, dtype: torch.dtype, device: torch.device, length: int) -> None:
+        one = deepcopy(hf_config)
+        one.num_hidden_layers = 1
+        model = build_model(one, dtype, device, length)
+        prefix = f"{PREFIX}0."
+        places = checkpoint_places(model)
+        self.module: LlamaDecoderLayer = model.model.layers[0]  # type: ignore[assignment]
+        self._places = {name.removeprefix(prefix): place for name, place in places.items() if name.startswith(prefix)}
+        linears = {name: m for name, m in self.module.named_modules() if isinstance(m, LinearBase)}
+        self.routers = [name for name in linears if name.rpartition(".")[2] in ROUTERS]
+        self.linears = {name: m for name, m in linears.items() if name not in self.routers}
+        self.parts: dict[str, Tensors] = {}
+        for name, linear in self.linears.items():
+            parent, _, leaf = name.rpartition(".")
+            leaves = model.packed_modules_mapping.get(leaf, [leaf])
+            rows = linear.weight.data.split(linear.output_sizes)
+            self.parts[name] = {f"{parent}.{part}": view for part, view in zip(leaves, rows, strict=True)}
+        found = {
+            f"{name}.weight" for name in (*self.routers, *(part for parts in self.parts.values() for part in parts))
+        }
+        if others := [name for name, place in self._places.items() if place.view.dim() > 1 and name not in found]:
+            raise ValueError(
+                f"{others[0]} is in no linear layer: a model that has such weights cannot be quantised here"
+            )
+        attend_within(self.module, length)
+
+    def load(self, tensors: Tensors) -> None:
+        """Fill the layer. Raises ValueError if a tensor is missing, left over or of another shape."""
+        places = dict(self._places)
+        for name, tensor in tensors.items():
+            if not taker_of(f"{PREFIX}0.{name}"):  # is copied from folder to folder
+                copy_weight(name, tensor, places)
+        if places:
+            raise ValueError(f"the checkpoint lacks {', '.join(sorted(places))} in one of its layers")
+
+    def tensors(self) -> Tensors:
+        """What the layer holds now, by the checkpoint's names: views."""
+        return {name: place.view for name, place in self._places.items()}
+
+    @torch.no_grad()
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        """Hidden states before the layer, [n, length, H], to those after it; some sequences at a time."""
+        if len(x) == 0:  # no text
+            return x
+        return torch.cat([self._forward(some) for some in x.split(max(1, TOKENS_AT_ONCE // x.shape[1]))])
+
+    @torch.no_grad()
+    def inputs(self, x: torch.Tensor) -> dict[str, Inputs]:
+        """What each of `linears` reads when the layer is given `x` [n, length, H]."""
+        found = {name: Inputs(linear.input_size, x.device) for name, linear in self.linears.items()}
+        hooks = [
+            linear.register_forward_pre_hook(lambda _, args, name=name: found[name].add(args[0]))
+            for name, linear in self.linears.items()
+        ]
+        try:
+            self.run(x)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found
+
+    def _forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch = whole_batch(torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device))
+        out, residual = self.module(x.flatten(0, 1), None, batch)
+        return (out + residual).view_as(x)

@@ -1,0 +1,234 @@
+"""`quantize`: a model's folder in, a folder with fewer bits out, a decoder layer at a time.
+
+A finished layer is a file. It is read back before the next one begins, so what is measured in the end is what was
+written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from folovllm.config import EngineConfig
+from folovllm.electives.quantization.quantizer.calibration import read_texts, split_rows
+from folovllm.electives.quantization.quantizer.folder import OutputFolder
+from folovllm.electives.quantization.quantizer.methods import Method, method_for
+from folovllm.electives.quantization.quantizer.one_layer import (
+    EMBEDDING,
+    HEAD,
+    NORM,
+    PREFIX,
+    Checkpoint,
+    Inputs,
+    OneLayer,
+    Tensors,
+)
+from folovllm.electives.quantization.quantizer.options import BLOCK, QuantizeOptions
+from folovllm.electives.quantization.quantizer.perplexity import Quality, compare
+from folovllm.engine.setup import choose_device
+from folovllm.models.files import eos_token_ids, load_hf_config, load_tokenizer, resolve_model
+from folovllm.models.model_config import expert_size_of, head_dim_of, num_experts_of, windows_of
+from folovllm.models.registry import build_model, renamed_by
+from folovllm.models.shapes import linear_shapes
+
+OWN_TEXT = "calibration.jsonl"  # in the embedded model's folder
+
+
+@dataclass(slots=True)
+class Streams:
+    """Hidden states between two layers, [n, length, H] each.
+
+    `calibration` comes from layers that are quantised already, as the next layer will see it. The text that measures goes
+    through both models: `before` and `after`.
+    """
+
+    calibration: torch.Tensor
+    before: torch.Tensor
+    after: torch.Tensor
+
+
+def walk(
+    checkpoint: Checkpoint, layer: OneLayer, method: Method, folder: OutputFolder, streams: Streams, use_tqdm: bool
+) -> None:
+    """Quantise all layers into `folder`, and carry the hidden states through them."""
+    with tqdm(range(folder.num_layers), desc="Quantising", unit="layer", disable=not use_tqdm) as layers:
+        for index in layers:
+            source = checkpoint.layer(index)
+            layer.load(source)
+            streams.before = layer.run(streams.before)
+            inputs = layer.inputs(streams.calibration) if method.options.is_calibrated else None
+            folder.write_layer(index, encoded(method, layer, source, inputs))
+            layer.load(decoded(method, layer, folder.read_layer(index)))
+            streams.after = layer.run(streams.after)
+            if method.options.is_calibrated:
+                streams.calibration = layer.run(streams.calibration)
+
+
+def encoded(method: Method, layer: OneLayer, source: Tensors, inputs: dict[str, Inputs] | None) -> Tensors:
+    """The tensors that stand for the layer: codes for its projections, all else as it is now, in the dtypes of `source`.
+
+    `inputs` are what the layer's linear layers read; None where codes come from rounding alone.
+    """
+    if inputs is not None:
+        method.prepare(layer, inputs)
+    now = layer.tensors()
+    tensors = {name: now.get(name, tensor).to(tensor.dtype) for name, tensor in source.items()}
+    for name, parts in layer.parts.items():
+        for part, w in parts.items():
+            del tensors[f"{part}.weight"]
+            found = method.encode(part, w.float(), inputs[name] if inputs else None)
+            tensors |= {f"{part}.{kind}": tensor for kind, tensor in found.items()}
+    return tensors
+
+
+def decoded(method: Method, layer: OneLayer, tensors: Tensors) -> Tensors:
+    """The layer's plain tensors again, from those that stand for them."""
+    tensors = dict(tensors)
+    for parts in layer.parts.values():
+        for part in parts:
+            kinds = {name: name.removeprefix(f"{part}.") for name in tensors if name.startswith(f"{part}.")}
+            codes = {kind: tensors.pop(name) for name, kind in kinds.items() if kind != "bias"}
+            tensors[f"{part}.weight"] = method.decode(codes)
+    return tensors
+
+
+def measure(rest: Tensors, hf_config: Any, streams: Streams, ids: torch.Tensor) -> Quality:
+    """Compare both models at the end of the stack: last norm, head, and the loss on `ids` [n, length]."""
+    like = streams.before
+    norm, head = rest[NORM].to(like), rest[EMBEDDING if hf_config.tie_word_embeddings else HEAD].to(like)
+
+    def logits(x: torch.Tensor) -> torch.Tensor:
+        return F.linear(F.rms_norm(x, x.shape[-1:], norm, hf_config.rms_norm_eps), head)
+
+    def pieces() -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        for before, after, some in zip(streams.before.split(1), streams.after.split(1), ids.split(1), strict=True):
+            yield logits(before), logits(after), some
+
+    return compare(pieces())
+
+
+def start_streams(rest: Tensors, calibration: torch.Tensor, measuring: torch.Tensor) -> Streams:
+    """What the first layer is given: rows of the embedding for the ids, [n, length] each."""
+    embedding = rest[EMBEDDING]
+    first, second = (embedding[ids.cpu()].float().to(ids.device) for ids in (calibration, measuring))
+    return Streams(first, second, second)
+
+
+@dataclass(slots=True, frozen=True)
+class Report:
+    """What came out. Bytes are those of all tensors; `quality` is None where no text was given."""
+
+    folder: Path
+    bytes_before: int
+    bytes_after: int
+    quality: Quality | None
+
+
+def quantize(
+    model: str,
+    options: QuantizeOptions,
+    out: Path,
+    calibration: Path | None = None,
+    device: str | None = None,
+    use_tqdm: bool = True,
+) -> Report:
+    """Quantise a model and write it to `out`.
+
+    Args:
+        model: as `LLM` takes it.
+        calibration: JSON lines with a text each; by default the model's own, which the embedded one has.
+        device: as `LLM` takes it.
+
+    Raises:
+        ValueError: something cannot be had (a sentence says what), or `out` is not empty or cannot be written.
+    """
+    path = resolve_model(model)
+    hf_config = load_hf_config(path, EngineConfig(model=model))
+    check_model(hf_config, options)
+    checkpoint = Checkpoint(path)
+    rows, on = rows_of(path, hf_config, options, calibration), choose_device(device)
+    checkpoint.check(build_model(hf_config, torch.float32, "meta", options.length))
+    folder = OutputFolder(out, hf_config.num_hidden_layers)
+    streams = start_streams(checkpoint.rest(), *(ids.to(on) for ids in rows))
+    # 16 bits would hide small errors, and it is one layer.
+    layer = OneLayer(hf_config, torch.float32, on, options.length)
+    routers = [f"{PREFIX}{i}.{router}" for i in range(folder.num_layers) for router in layer.routers]
+    method = method_for(options, checkpoint.rest()[EMBEDDING].dtype, routers)
+    walk(checkpoint, layer, method, folder, streams, use_tqdm)
+    quality = measure(checkpoint.rest(), hf_config, streams, rows[1].to(on)) if len(rows[1]) else None
+    folder.finish(path, checkpoint.rest(), method.config())
+    return Report(out, checkpoint.num_bytes, folder.num_bytes(), quality)
+
+
+def check_model(hf_config: Any, options: QuantizeOptions) -> None:
+    """Raise ValueError where the model is quantised already, is not of equal layers, or its sizes do not fit the format."""
+    if getattr(hf_config, "quantization_config", None) is not None:
+        raise ValueError("the model is quantized already: start from the one with plain weights")
+    if hf_config.model_type == "gemma3_text":
+        raise ValueError("Gemma scales its embeddings, and its norms in another way: it cannot be quantised here")
+    seen = {min(window or options.length, options.length) for window in windows_of(hf_config)}
+    if len(seen) > 1:
+        raise ValueError(
+            f"some layers see {min(seen)} tokens and others more, but here one layer stands for all: texts of that length "
+            f"make no difference, choose --length {min(seen)}"
+        )
+    if num_experts_of(hf_config):
+        check_experts(hf_config, options)
+    elif options.format == "fp8" and not options.per_channel:
+        check_blocks(hf_config)
+    heads = hf_config.num_attention_heads * head_dim_of(hf_config)
+    for size in (hf_config.hidden_size, hf_config.intermediate_size, heads):
+        if options.format in ("gptq", "awq") and size % options.group_size:
+            raise ValueError(
+                f"groups of {options.group_size} do not divide {size} inputs: choose --group-size 64 or 32"
+            )
+
+
+def check_blocks(hf_config: Any) -> None:
+    """Raise ValueError where blocks would be cut off: transformers takes all of a matrix to be of one size, and vLLM refuses."""
+    for name, shape in linear_shapes(hf_config).items():
+        if any(size > BLOCK and size % BLOCK for size in shape):
+            raise ValueError(
+                f"blocks of {BLOCK} x {BLOCK} do not divide {name} of {shape[0]} x {shape[1]}, and vLLM and transformers read "
+                "whole ones only: add --per-channel"
+            )
+
+
+def check_experts(hf_config: Any, options: QuantizeOptions) -> None:
+    """Raise ValueError where a mixture of experts cannot have the format."""
+    if options.format in ("gptq", "awq"):
+        raise ValueError(
+            f"a mixture of experts is rounded alone, since most experts would see too little of a text: {options.format} is "
+            "not for it, choose --format fp8 or int8"
+        )
+    if renamed_by(hf_config):
+        raise ValueError(
+            "checkpoints of this family have names of their own for experts: they cannot be quantised here"
+        )
+    sizes = (hf_config.hidden_size, expert_size_of(hf_config))
+    if options.format == "fp8" and not options.per_channel and any(size % BLOCK for size in sizes):
+        raise ValueError(
+            f"blocks of {BLOCK} x {BLOCK} do not divide experts of {sizes[1]} x {sizes[0]}: add --per-channel"
+        )
+
+
+def rows_of(
+    path: Path, hf_config: Any, options: QuantizeOptions, calibration: Path | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens to calibrate with and tokens to measure with, [n, length] each; no rows where there is no text."""
+    own = path / OWN_TEXT
+    file = calibration or (own if own.is_file() else None)
+    if file is None and options.is_calibrated:
+        raise ValueError(f"--format {options.format} needs a text: --calibration text.jsonl")
+    if file is None:
+        none = torch.empty(0, options.length, dtype=torch.int64)
+        return none, none
+    tokenizer = load_tokenizer(path, EngineConfig(model=str(path)))
+    ends = eos_token_ids(path, hf_config, tokenizer)
+    return split_rows(read_texts(file), tokenizer, options.samples, options.length, min(ends, default=0))

@@ -1,0 +1,281 @@
+"""Weights of 8 bits times scales: FP8 (E4M3) and INT8.
+
+A scale is for a tensor, for an output, or for a block: of 128 x 128 in Qwen's and DeepSeek's checkpoints in FP8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from folovllm.electives.quantization.linear_method import QuantizedLinearMethod, StoredView, on_gpu, rows_of
+from folovllm.electives.quantization.weight import QuantizedWeight
+from folovllm.engine.require import is_whole
+from folovllm.kernels.kv_format import LARGEST
+from folovllm.layers.fusable import ALL
+from folovllm.layers.linear import FLOATS
+
+if TYPE_CHECKING:
+    from folovllm.distributed.sharding import Weight
+    from folovllm.layers.fusable import Cut
+    from folovllm.layers.linear import LinearBase
+
+
+FROM_UNSIGNED = -0x7F7F7F80  # 0x80808080: flips the highest bit of four bytes, which subtracts 128 from each
+
+
+@dataclass(frozen=True)
+class Scaled(QuantizedLinearMethod):
+    """W is `weight` [outputs, inputs], codes, times `scale`, float32: one for each output, or for each block of W.
+
+    Activations stay as they are. A scale for the whole layer is kept once for each output.
+
+    Attributes:
+        scale_name: what the checkpoint calls the scale.
+        block: how many outputs and inputs share a scale; None: all inputs of an output.
+    """
+
+    scale_name: str = "weight_scale"
+    block: tuple[int, int] | None = None
+
+    codes: ClassVar[torch.dtype]
+    code_names: ClassVar[tuple[str, ...]]  # the dtype as safetensors call it
+    spread: ClassVar[float]  # standard deviation of made-up codes
+    # Activations stay as they are, and codes of which zero is zero need none to be named.
+    ignores: ClassVar[tuple[str, ...]] = ("input_scale", "activation_scale", "weight_zero_point")
+
+    def __post_init__(self) -> None:
+        """Raise ValueError where a checkpoint's block is none."""
+        if self.block is not None and not all(is_whole(size) and size > 0 for size in self.block):
+            raise ValueError(
+                f"a block of weights with a scale is {self.block}, and must be two whole numbers of at least 1"
+            )
+
+    def create(self, layer: LinearBase) -> None:
+        """Make the codes, and the scales: [outputs, 1], or a row for each row of blocks. A part begins a new row."""
+        super().create(layer)
+        codes = torch.empty(sum(layer.output_sizes), layer.input_size, dtype=self.codes)
+        layer.weight = nn.Parameter(codes, requires_grad=False)
+        _, columns = self.block_of(layer.input_size)
+        shape = (sum(self.scale_rows(layer)), -(-layer.input_size // columns))
+        layer.scale = nn.Parameter(torch.empty(shape, dtype=torch.float32), requires_grad=False)
+
+    def block_of(self, inputs: int) -> tuple[int, int]:
+        """Return how many outputs and inputs share a scale."""
+        return self.block or (1, inputs)
+
+    def scale_rows(self, layer: LinearBase) -> list[int]:
+        """Return the rows of scales of each of `output_sizes`."""
+        rows, _ = self.block_of(layer.input_size)
+        return [-(-size // rows) for size in layer.output_sizes]
+
+    def places(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
+        """Return the rows of each part, of codes and of scales."""
+        codes = torch.split(layer.weight.data, layer.output_sizes)
+        return {"weight": codes, self.scale_name: torch.split(layer.scale.data, self.scale_rows(layer))}
+
+    def stored(self, kind: str) -> tuple[str, ...]:
+        """Codes have their own dtype, scales any float."""
+        return self.code_names if kind == "weight" else FLOATS
+
+    def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """A single scale, [] or [1], is that of all outputs; one for each output may come without its last dimension."""
+        if kind != self.scale_name:
+            return tensor
+        if tensor.numel() == 1:
+            return tensor.reshape(1, 1).expand(shape)
+        return tensor[:, None] if len(tensor.shape) == 1 else tensor
+
+    def fill(self, kind: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+        """Make up codes with a standard deviation of `spread`, and scales that bring it to 0.02."""
+        if kind == self.scale_name:
+            tensor.fill_(0.02 / self.spread)
+        elif kind == "weight":
+            drawn = torch.empty(tensor.shape, device=tensor.device).normal_(0.0, self.spread, generator=generator)
+            tensor.copy_(drawn.clamp_(-127, 127))
+        else:
+            super().fill(kind, tensor, generator)
+
+    def num_bytes(self, outputs: int, inputs: int, dtype: torch.dtype) -> int:
+        rows, columns = self.block_of(inputs)
+        return outputs * inputs + 4 * -(-outputs // rows) * -(-inputs // columns)
+
+    def check_part(self, outputs: int, inputs: int) -> None:
+        rows, columns = self.block_of(inputs)
+        if outputs % rows or inputs % columns:
+            raise ValueError(
+                f"a rank's part [{outputs}, {inputs}] would not hold whole blocks of {rows} x {columns} weights with a scale"
+            )
+
+    def shard(self, kind: str, tensor: Weight, cut: Cut) -> torch.Tensor:
+        """Cut codes and scales. A single scale is kept by all ranks."""
+        if kind != self.scale_name:
+            return cut(tensor)
+        if tensor.shape.numel() == 1:
+            return tensor[:] if tensor.shape else tensor[...]
+        return cut(StoredView(tensor, self.block or (1, 1)))
+
+    def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.folded(layer, x)
+        if not self.has_kernels(layer, x):
+            y = F.linear(x, self.dequantized(layer, x.dtype), layer.bias)
+            return y if residual is None else residual.add_(y)
+        from folovllm.electives.quantization.kernels.quant_matmul import multiply
+
+        y = multiply(x, self.weight_of(layer), residual)
+        return y if layer.bias is None else y.add_(layer.bias)
+
+    def fused(
+        self, layer: LinearBase, x: torch.Tensor, norm_eps: float | None, gated: bool, residual: torch.Tensor | None
+    ) -> torch.Tensor:
+        from folovllm.electives.quantization.kernels.quant_gemv import quant_gemv
+
+        return quant_gemv(x, self.weight_of(layer), norm_eps, gated, residual, layer.columns)
+
+    def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
+        """Return True for few tokens and no bias, on a card whose tensor cores serve few tokens."""
+        if layer.bias is not None or not self.has_kernels(layer, x):
+            return False
+        from folovllm.electives.quantization.kernels.quant_gemv import FEW, serves
+
+        return len(x) in FEW and serves(x)
+
+    def has_kernels(self, layer: LinearBase, x: torch.Tensor) -> bool:
+        """Return whether a kernel multiplies: on a GPU, where it can read the scales."""
+        return self.is_aligned(layer) and on_gpu(x)
+
+    def is_aligned(self, layer: LinearBase) -> bool:
+        """Return whether a kernel can read the scales: blocks are multiples of 16 inputs, and none crosses two parts of the layer."""
+        rows, columns = self.block_of(layer.input_size)
+        overlap = any(size % rows for size in layer.output_sizes[:-1])
+        return layer.input_size % 16 == columns % 16 == 0 and not overlap
+
+    def check_stack(self, layer: LinearBase) -> None:
+        if not self.is_aligned(layer):
+            rows, columns = self.block_of(layer.input_size)
+            raise ValueError(
+                f"blocks of {rows} x {columns} weights with a scale do not divide [{layer.output_sizes[0]}, "
+                f"{layer.input_size}] into multiples of 16 inputs"
+            )
+
+    def weight_of(self, layer: LinearBase) -> QuantizedWeight:
+        return QuantizedWeight(layer.weight, layer.scale, *self.block_of(layer.input_size))
+
+    def dequantized(self, layer: LinearBase, dtype: torch.dtype, parts: slice = ALL) -> torch.Tensor:
+        sizes, scale_rows, (rows, columns) = layer.output_sizes, self.scale_rows(layer), self.block_of(layer.input_size)
+        weight, scales = layer.weight[rows_of(sizes, parts)].to(dtype), layer.scale[rows_of(scale_rows, parts)]
+        if rows == 1 and layer.input_size % columns == 0:
+            weight.unflatten(1, (-1, columns)).mul_(scales[:, :, None])
+            return weight
+        each = torch.split(weight, sizes[parts]), torch.split(scales, scale_rows[parts])
+        for part, scale in zip(*each, strict=True):
+            wide = scale.repeat_interleave(columns, 1)[:, : layer.input_size]  # [rows of blocks, inputs]
+            for block, factors in zip(part.split(rows), wide, strict=True):
+                block *= factors
+        return weight
+
+
+@dataclass(frozen=True)
+class Fp8(Scaled):
+    """Codes are E4M3, half the bytes of 16 bits; activations stay as they are, also where a checkpoint has scales for them."""
+
+    codes = torch.float8_e4m3fn
+    code_names = ("F8_E4M3",)
+    spread = 64.0
+
+
+@dataclass(frozen=True)
+class Fp8Both(Fp8):
+    """Activations are rounded to E4M3 too, with a scale for each token, or for each 128 inputs of it where weights have blocks.
+
+    Then a GPU multiplies FP8 by FP8, which it does at twice the rate, and unpacks nothing. Whatever the batch, each product
+    rounds its inputs in the same way, so that a token's answer does not depend on who else is there. That error is ten
+    times that of bfloat16, so it must have been asked for.
+    """
+
+    def create(self, layer: LinearBase) -> None:
+        """Make codes and scales. Raises ValueError where groups of activations would not be whole."""
+        if layer.input_size % (self.group_of(layer) or 1):
+            raise ValueError(
+                f"quantize_activations needs inputs in whole groups of {self.group_of(layer)}, not {layer.input_size}: "
+                "leave it out"
+            )
+        super().create(layer)
+
+    def group_of(self, layer: LinearBase) -> int | None:
+        """Return how many inputs of a token share a scale; None: all."""
+        return None if self.block is None else min(self.block[1], layer.input_size)
+
+    def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
+        """Return False: few tokens take the same product as many."""
+        return False
+
+    def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """Multiply in FP8, or rounded numbers in the dtype of `x`, where the library has no such product."""
+        if self.has_kernels(layer, x):
+            y = self.product_on_gpu(layer, x)
+        else:
+            y = F.linear(rounded(self.folded(layer, x), self.group_of(layer)), self.dequantized(layer, x.dtype))
+        y = y if layer.bias is None else y.add_(layer.bias)
+        return y if residual is None else residual.add_(y)
+
+    def product_on_gpu(self, layer: LinearBase, x: torch.Tensor) -> torch.Tensor:
+        """Return x W^T."""
+        from folovllm.electives.quantization.kernels.quant_matmul import unpacked
+        from folovllm.electives.quantization.kernels.quantize_rows import fp8_matmul, serves
+
+        weight = self.weight_of(layer)
+        if x.dtype == torch.bfloat16 and serves(weight):
+            return fp8_matmul(x, weight, layer.columns)
+        return F.linear(rounded(self.folded(layer, x), self.group_of(layer)), unpacked(weight, x.dtype))
+
+    def check_stack(self, layer: LinearBase) -> None:
+        """Raise ValueError: the experts' kernel does not round activations."""
+        raise ValueError("quantize_activations is for dense models: leave it out")
+
+
+@dataclass(frozen=True)
+class Int8(Scaled):
+    """Codes are int8. Activations stay as they are."""
+
+    codes = torch.int8
+    code_names = ("I8",)
+    spread = 32.0
+
+
+@dataclass(frozen=True)
+class PackedInt8(Int8):
+    """The checkpoint has four codes in an int32, the first in its lowest byte, and 128 more than they are."""
+
+    ignores = (*Int8.ignores, "weight_shape")
+
+    def places(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
+        """Codes are seen in fours."""
+        if layer.input_size % 4:
+            raise ValueError(f"packed weights of 8 bits need a multiple of 4 inputs, not {layer.input_size}")
+        places = super().places(layer)
+        return {"weight_packed": [part.view(torch.int32) for part in places.pop("weight")], **places}
+
+    def stored(self, kind: str) -> tuple[str, ...]:
+        return ("I32",) if kind == "weight_packed" else super().stored(kind)
+
+    def fill(self, kind: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
+        packed = kind == "weight_packed"
+        super().fill("weight" if packed else kind, tensor.view(torch.int8) if packed else tensor, generator)
+
+    def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Codes get their sign."""
+        return tensor ^ FROM_UNSIGNED if kind == "weight_packed" else super().arrange(kind, tensor, shape)
+
+
+def rounded(x: torch.Tensor, group: int | None) -> torch.Tensor:
+    """Return `x` [T, K] rounded to codes of E4M3, in its own dtype; the largest of a row, or of each `group`, is exact."""
+    parts = x.float().unflatten(1, (-1, group or x.shape[1]))
+    largest = parts.abs().amax(-1, keepdim=True)
+    scale = torch.where(largest > 0, largest / LARGEST, 1.0)
+    return ((parts / scale).to(torch.float8_e4m3fn).float() * scale).flatten(1).to(x.dtype)

@@ -1,0 +1,339 @@
+"""`AsyncEngine`: many coroutines ask, one engine answers all of them, a step at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import pickle
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, Self, TypeVar
+
+from folovllm.config import EngineConfig
+from folovllm.electives.server.errors import EngineDead, Unavailable
+from folovllm.electives.server.messages import (
+    Abort,
+    Call,
+    Called,
+    EngineMessage,
+    Failure,
+    Ready,
+    SchedulerStats,
+    Seen,
+    Step,
+)
+from folovllm.electives.server.stream import OpenRequests, OutputCollector, Stream, add_message
+from folovllm.electives.server.transport import ProcessTransport, ThreadTransport, Transport
+from folovllm.electives.structured_output.grammar_check import GrammarChecker
+from folovllm.engine.input_processor import InputProcessor
+from folovllm.engine.inputs import Prompt
+from folovllm.engine.setup import EngineSetup
+from folovllm.engine.structured_outputs import GrammarLimits, StructuredOutputsParams
+from folovllm.models.files import generation_defaults, load_tokenizer
+from folovllm.outputs import RequestOutput
+from folovllm.request import Sequence
+from folovllm.sampling_params import SamplingParams
+
+logger = logging.getLogger("folovllm")
+T = TypeVar("T")
+TRANSPORTS = {"thread": ThreadTransport, "process": ProcessTransport}
+
+
+class AsyncEngine:
+    """An engine that runs beside an event loop.
+
+        async with AsyncEngine("Qwen/Qwen3-0.6B") as engine:
+            async for output in engine.generate("Hello", SamplingParams(output_kind=RequestOutputKind.DELTA)):
+                print(output.outputs[0].text, end="")
+
+    Use it only in the event loop that started it: any other raises RuntimeError. Prompts are tokenized and text is made here,
+    beside the engine, which only looks for stop strings.
+
+    Args:
+        model: a name, or an `EngineConfig` that says all; the embedded model if left out.
+        transport: "thread" (this process; for notebooks, CPUs, tests), "process" (one of its own, over a Unix socket), or
+            a `Transport`.
+        grammar_limits: what it may take to check a request's grammar.
+        overrides: fields of the `EngineConfig`.
+    """
+
+    def __init__(
+        self,
+        model: str | EngineConfig | None = None,
+        *,
+        transport: str | Transport = "thread",
+        grammar_limits: GrammarLimits | None = None,
+        **overrides: Any,
+    ) -> None:
+        """Raises ValueError for a configuration that cannot be. Nothing is started."""
+        if isinstance(model, EngineConfig):
+            if overrides:
+                raise ValueError(f"an EngineConfig says all: put {', '.join(overrides)} into it")
+            self.config = model
+        else:
+            self.config = EngineConfig(**(overrides if model is None else {"model": model, **overrides}))
+        if isinstance(transport, str) and transport not in TRANSPORTS:
+            raise ValueError(f"unknown transport {transport!r}: choose one of {', '.join(TRANSPORTS)}")
+        self._transport = TRANSPORTS[transport]() if isinstance(transport, str) else transport
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._numbers = itertools.count()
+        self._open = OpenRequests()
+        self._readers = ThreadPoolExecutor(1, "tokenizer")
+        self._grammars = GrammarChecker(grammar_limits or GrammarLimits(), self._readers)
+        self._is_draining = self._is_closed = False
+        self.death: Exception | None = None
+        self.is_over = asyncio.Event()  # nothing more comes: it was drained, closed, or died
+        self.stats = SchedulerStats()
+        self.is_sleeping = False  # its memory was given back for a while (X6)
+        self._calls: deque[asyncio.Future[Any]] = deque()  # sent and not answered, in order
+        self.counters = self._open.counters
+        self.on_seen: Callable[[list[bytes]], object] = lambda pieces: None  # gets what `watch` asks for
+
+    async def start(self) -> None:
+        """Build the engine. Raises ValueError where something cannot be had, EngineDead where it ends otherwise."""
+        self._loop = loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[Ready] = loop.create_future()
+        try:
+            await self._transport.start(self.config, self._deliver)
+            ready = await self._ready
+            self.setup: EngineSetup = pickle.loads(ready.setup)
+            # Not the engine's own tokenizer, in a thread: the library's objects are not for two at once.
+            self.tokenizer = await asyncio.to_thread(load_tokenizer, self.setup.path, self.setup.config)
+            self._processor = InputProcessor(self.setup, self.tokenizer)
+            self._grammars.use(self.tokenizer, self.setup.vocab_size, self._processor.eos_token_ids)
+        except BaseException:
+            await self._transport.stop()
+            raise
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Answer one prompt; what is new comes as it is sampled, as `params.output_kind` says.
+
+        A reader that is slower than the engine gets longer pieces. Closing the generator ends the request.
+
+        Raises:
+            ValueError: the id is in use, or the request can never be served.
+            EngineDead, Unavailable: the engine has ended, or takes no new requests.
+        """
+        seqs = await self.prepare(prompt, params, priority=priority, cache_salt=cache_salt)
+        stream = self.submit(seqs, request_id)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            stream.close()
+
+    async def prepare(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, priority: int = 0, cache_salt: str | None = None
+    ) -> list[Sequence]:
+        """Tokenize and check a request; returns its sequences, and sends nothing yet. Errors are those of `generate`.
+
+        A text is tokenized in a thread, since a long one takes a while.
+        """
+        self.require_open()
+        params = self.default_params() if params is None else params
+        if params.structured_outputs is not None:
+            await self.check_structured_outputs(params.structured_outputs)
+        process = partial(self._processor.process, "", prompt, params, priority, cache_salt)
+        is_text = isinstance(prompt, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None)
+        return await self.in_thread(process) if is_text else process()
+
+    async def check_structured_outputs(self, asked: StructuredOutputsParams) -> None:
+        """Raise ValueError if answers cannot have this grammar, or it is too complex. What was checked, it knows."""
+        await self._grammars.check(asked)
+
+    def check_amounts(self, params: SamplingParams) -> None:
+        """Raise ValueError if a request asks for more of something than this engine gives: answers, log-probabilities."""
+        self._processor.check_amounts(params)
+
+    async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call a function that reads long texts, beside the event loop; one at a time."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, function, *arguments)
+
+    def submit(
+        self, seqs: list[Sequence], request_id: str | None = None, collector: OutputCollector | None = None
+    ) -> Stream:
+        """Hand a prepared request to the engine. The caller must close the stream. Several streams may share a `collector`."""
+        self.require_open()
+        number = next(self._numbers)
+        request_id = f"request-{number}" if request_id is None else request_id
+        if request_id in self._open.by_id:
+            raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
+        now = time.monotonic()
+        stream = Stream(number, request_id, seqs, now, collector or OutputCollector(), self._abort)
+        self._transport.send(add_message(number, seqs[0].request))
+        self._open.add(stream)  # only now: what cannot be sent takes no place in the queue
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its reader gets what there is, with finish_reason "abort". Does nothing if the request is over."""
+        if (stream := self._open.by_id.get(request_id)) is not None:
+            self._abort(stream)
+
+    def _abort(self, stream: Stream) -> None:
+        if stream.number in self._open.by_number:
+            stream.abort(time.monotonic())
+            self._open.end(stream)
+            self._transport.send(Abort(stream.number))
+
+    def _abort_all(self) -> None:
+        for stream in list(self._open.by_number.values()):
+            self._abort(stream)
+
+    async def drain(self, seconds: float | None = None) -> bool:
+        """Take no new requests, and wait until those that run have ended. After `seconds` the rest is aborted.
+
+        Returns whether all have ended by themselves.
+        """
+        self._require_loop()
+        self._is_draining = True
+        try:
+            async with asyncio.timeout(seconds):
+                await self._open.is_empty.wait()
+        except TimeoutError:
+            self._abort_all()
+            return False
+        finally:
+            self.is_over.set()
+        return self.death is None
+
+    async def close(self) -> None:
+        """End the engine and the requests that it still works on. A second call does nothing."""
+        self._is_draining = self._is_closed = True
+        self._abort_all()
+        await self._transport.stop()
+        self.is_over.set()
+        self._end_calls(Unavailable("the engine was closed"))
+        self._grammars.close()
+        self._readers.shutdown(wait=False)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    def watch(self, is_on: bool) -> None:
+        """Begin a recording of the engine (`folovllm.apps.inspector`), or end it. `on_seen` gets its pieces, about 15 times a second.
+
+        A second `watch(True)` begins it anew, for a reader that joins.
+        """
+        if self.is_open:
+            self.call("watch", is_on)
+
+    def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
+        """Call a method of the engine (`PacedEngine`), between two steps. The future has what it returns.
+
+        Raises:
+            ValueError: in the future, with the method's sentence.
+            EngineDead, Unavailable: the engine has ended, now or before it answered.
+        """
+        self.require_running()
+        called: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._calls.append(called)
+        self._transport.send(Call(method, list(arguments)))
+        return called
+
+    def _on_called(self, answer: Called) -> None:
+        self.is_sleeping = answer.is_sleeping
+        if (call := self._calls.popleft()).done():  # its client has left
+            return
+        if answer.error is None:
+            call.set_result(answer.value)
+        else:
+            call.set_exception(ValueError(answer.error))
+
+    def _end_calls(self, error: Exception) -> None:
+        """Tell those that wait for a call that nothing will come."""
+        while self._calls:
+            if not (call := self._calls.popleft()).done():
+                call.set_exception(error)
+                call.exception()  # nobody need look at it
+
+    def _require_loop(self) -> None:
+        """Raise RuntimeError in another event loop than that of `start`: what happens there would wake nobody here."""
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError(
+                "an AsyncEngine is for the event loop in which it was started: make another one for this loop"
+            )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether new requests are taken."""
+        return self.death is None and not self._is_draining
+
+    def require_open(self) -> None:
+        """Raise `EngineDead` or `Unavailable` unless new requests are taken, RuntimeError in another event loop than that of `start`."""
+        self.require_running()
+        if self.is_sleeping:
+            raise Unavailable("the engine sleeps: wake it up first, a server by POST /wake_up")
+
+    def require_running(self) -> None:
+        """As `require_open`, but a sleeping engine will do."""
+        self._require_loop()
+        if self.death is not None:
+            raise EngineDead(str(self.death))
+        if self._is_draining:
+            raise Unavailable("the engine is shutting down and takes no new requests: ask another, or later")
+
+    @property
+    def num_open(self) -> int:
+        """Requests that the engine works on."""
+        return len(self._open.by_number)
+
+    @property
+    def num_queued(self) -> int:
+        """Sequences of open requests that have no token yet."""
+        return self._open.num_queued
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """The tokens of their prompts."""
+        return self._open.num_queued_tokens
+
+    def default_params(self) -> SamplingParams:
+        """The parameters of a request that gives none: what the model recommends, else our defaults."""
+        return SamplingParams.from_optional(**generation_defaults(self.setup.path))
+
+    def _deliver(self, message: EngineMessage) -> None:
+        """Take in a message from the engine. An error here would leave readers waiting for ever, so it ends the engine."""
+        match message:
+            case Step():
+                try:
+                    self.stats = message.stats
+                    self._open.update(message, time.monotonic())
+                except Exception as error:
+                    logger.exception("a step's outputs could not be taken in")
+                    self._die(Failure(f"{type(error).__name__}: {error}"))
+            case Seen():
+                self.on_seen(message.pieces)
+            case Called():
+                self._on_called(message)
+            case Failure():
+                self._die(message)
+            case Ready() if not self._ready.done():
+                self._ready.set_result(message)
+
+    def _die(self, failure: Failure) -> None:
+        """The engine has ended: tell all who wait for it."""
+        if self.death is not None or self._is_closed:
+            return
+        self.death = EngineDead(failure.message)
+        self.is_over.set()
+        self._end_calls(self.death)
+        if not self._ready.done():
+            self._ready.set_exception(ValueError(failure.message) if failure.is_user_error else self.death)
+        for stream in list(self._open.by_number.values()):
+            self._open.fail(stream, EngineDead(failure.message))

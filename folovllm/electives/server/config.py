@@ -1,0 +1,94 @@
+"""`ServerConfig`: what a server has beside its engine."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from math import inf
+
+from folovllm.electives.server.reasoning import PARSERS
+from folovllm.engine.structured_outputs import GrammarLimits
+
+HOST_NAME = re.compile(r"[\w.-]+", re.ASCII)
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", re.ASCII | re.IGNORECASE)
+
+
+@dataclass(slots=True, kw_only=True)
+class ServerConfig:
+    """How the engine is offered; each field is a flag of `folovllm serve`.
+
+    Attributes:
+        host: address to listen at; by default this machine alone can ask.
+        port: port to listen at; 0 takes a free one.
+        served_model_name: names that requests may call the model by; the first is shown. If left out, the model's as given.
+        api_key: a key that requests must bring (`Authorization: Bearer ...`); several may be given. The variable
+            FOLOVLLM_API_KEY, keys with commas between them, says the same and is not seen in the list of processes.
+        cors_origin: an origin whose pages may ask from a browser; "*" is any. Several may be given.
+        allowed_host: a name by which a server without a key may be asked, beside localhost, this machine's own, that of `host`
+            and addresses in numbers; "*" is any. Several may be given.
+        engine_process: run the engine in a process of its own; if left out, where it has a GPU.
+        max_queued_requests: most sequences (prompts times `n`) that wait for their first token; a request beyond is answered 429.
+        max_queued_tokens: most tokens in all their prompts together.
+        max_body_size: longest request, in bytes.
+        grammar_seconds: most processor time to check a request's grammar, JSON schema or regular expression, in a process
+            of its own; what takes more is refused.
+        grammar_memory: most memory for that, in MiB.
+        drain_seconds: at SIGTERM, how long answers that run may take to end.
+        reasoning_parser: take what the model thinks out of its answers, into `reasoning_content`: qwen3, or deepseek_r1 for
+            models whose answers begin in thought without a tag.
+        inspector: show what the engine does, prompts and answers too, at /inspector.
+        enable_sleep_mode: answer POST /sleep, POST /wake_up and GET /is_sleeping, as vLLM does (X6).
+        inspector_host: the same as `allowed_host`.
+        ignore_unknown_fields: pass over fields of requests that nobody knows, instead of refusing them.
+
+    Raises:
+        ValueError: a value is out of range; the sentence says what does.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: list[str] = field(default_factory=list)
+    api_key: list[str] = field(default_factory=list)
+    cors_origin: list[str] = field(default_factory=list)
+    allowed_host: list[str] = field(default_factory=list)
+    engine_process: bool | None = None
+    max_queued_requests: int = 1024
+    max_queued_tokens: int = 1 << 20
+    max_body_size: int = 16 << 20
+    grammar_seconds: float = GrammarLimits.seconds
+    grammar_memory: int = GrammarLimits.memory
+    drain_seconds: float = 30.0
+    reasoning_parser: str | None = None
+    inspector: bool = False
+    enable_sleep_mode: bool = False
+    inspector_host: list[str] = field(default_factory=list)
+    ignore_unknown_fields: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port < 65536:
+            raise ValueError(f"port must be between 0 and 65535, not {self.port}")
+        for name in ("max_queued_requests", "max_queued_tokens", "max_body_size", "grammar_memory"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if not 0 < self.grammar_seconds < inf:
+            raise ValueError(f"grammar_seconds must be above 0, not {self.grammar_seconds}")
+        if not self.drain_seconds >= 0:
+            raise ValueError(f"drain_seconds must be 0 or more, not {self.drain_seconds}")
+        if self.reasoning_parser not in (None, *PARSERS):
+            raise ValueError(f"reasoning_parser must be one of {', '.join(PARSERS)}, not {self.reasoning_parser!r}")
+        for key in self.api_key:
+            if not key.isprintable() or key != key.strip() or not key:
+                raise ValueError(
+                    f"api_key {key!r} can come in no header: give printable characters, no space around them"
+                )
+        for name in (*self.allowed_host, *self.inspector_host):
+            if name != "*" and not HOST_NAME.fullmatch(name):
+                raise ValueError(
+                    f"allowed_host {name!r} is no name: give one as page.example, without http:// and port"
+                )
+        for origin in self.cors_origin:
+            if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"cors_origin {origin!r} is no origin: give one as https://page.example, without a path"
+                )
+        self.cors_origin = [origin.lower() for origin in self.cors_origin]  # as browsers write it

@@ -1,0 +1,110 @@
+"""The engine's end of a socket. It makes the calls of the server by itself: the engine's loop knows nothing of them."""
+
+from __future__ import annotations
+
+import pickle
+import select
+import socket
+from collections import deque
+from typing import cast
+
+from folovllm.apps.inspector.paced import PacedEngine
+from folovllm.config import EngineConfig
+from folovllm.electives.server import messages as msg
+from folovllm.electives.server.engine_loop import MakeEngine, run_engine
+from folovllm.engine.llm_engine import LLMEngine, make_engine
+
+CHUNK = 1 << 20  # bytes that are read at once
+
+
+class SocketLink:
+    """Reads without waiting while the engine has work; writes until all is written."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._frames = msg.Frames()
+        self._unread: deque[bytes] = deque()
+        self._poll = select.poll()
+        self._poll.register(connection, select.POLLIN)
+        self._engine: PacedEngine | None = None  # once it is made
+
+    def first(self) -> bytes:
+        """The first message to a process: no command, but the configuration."""
+        while not self._unread:
+            self._read()
+        return self._unread.popleft()
+
+    def serve(self, config: EngineConfig, make_engine: MakeEngine) -> bool:
+        """Build an engine that can be watched through this link, and serve it. Returns whether it ended as it was told to."""
+
+        def make(config: EngineConfig) -> LLMEngine:
+            engine = make_engine(config)
+            engine.prepare_structured_outputs()
+            return self.watched(engine)
+
+        return run_engine(config, self, make)
+
+    def watched(self, engine: LLMEngine) -> LLMEngine:
+        """The engine, as those who watch it through this link have it paced."""
+        self._engine = PacedEngine(engine)
+        return cast(LLMEngine, self._engine)
+
+    def receive(self, wait: bool) -> list[msg.Work]:
+        """What has arrived for the loop, in order. With `wait` it waits for a command, which may be for this link alone."""
+        if self._engine is not None:
+            self._send_seen(self._engine.live.take(all_of_it=wait or self._engine.is_slow))
+        while self._poll.poll(None if wait and not self._unread else 0):
+            self._read()
+        work: list[msg.Work] = []
+        for command in map(msg.decode_command, self._unread):
+            if isinstance(command, msg.Call):
+                self.send(self._call(command))
+            else:
+                work.append(command)
+        self._unread.clear()
+        if any(isinstance(command, msg.Stop) for command in work):
+            self._end_recording("closed")
+        return work
+
+    def _call(self, call: msg.Call) -> msg.Called:
+        """Call a method of the engine. Its ValueError is the caller's mistake; any other exception ends the engine."""
+        engine, value, error = self._engine, None, None
+        assert engine is not None, "the server makes no call before it has heard `Ready`"
+        try:
+            value = getattr(engine, call.method)(*call.arguments)
+        except ValueError as mistake:
+            error = str(mistake)
+        return msg.Called(value, error, engine.is_sleeping)
+
+    def _read(self) -> None:
+        """Read what is there; the end of the stream is a `Stop`."""
+        data = self._socket.recv(CHUNK)
+        self._unread.extend(self._frames.feed(data))
+        if not data:
+            self._poll.unregister(self._socket)
+            self._unread.append(msg.encode(msg.Stop()))
+
+    def send(self, message: msg.EngineMessage) -> None:
+        """Send a message; before a failure, the last that was seen."""
+        if isinstance(message, msg.Failure):
+            self._end_recording(message.message)
+        self._socket.sendall(msg.frame(msg.encode(message)))
+
+    def _end_recording(self, how: str) -> None:
+        if self._engine is not None:
+            self._send_seen(self._engine.live.end(how))
+
+    def _send_seen(self, pieces: list[bytes]) -> None:
+        if pieces:
+            self.send(msg.Seen(pieces))
+
+
+def serve_socket(fd: int, make_engine: MakeEngine = make_engine) -> bool:
+    """Build the engine that the first message describes, and serve it. Returns whether it ended as it was told to."""
+    link = SocketLink(socket.socket(fileno=fd))
+    try:
+        config: EngineConfig = pickle.loads(link.first())
+    except (AttributeError, ImportError) as error:  # a class of the user's main program, say
+        link.send(msg.Failure(f"{msg.NOT_SENT} ({error})", True))
+        return False
+    return link.serve(config, make_engine)

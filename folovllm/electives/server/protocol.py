@@ -1,0 +1,155 @@
+"""The JSON of requests, after OpenAI's API: what each address takes."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from folovllm.electives.server.errors import ApiError
+
+# For readers of /openapi.json, where the type alone says less than what is taken.
+KINDS = ({"type": "integer"}, {"type": "string"}, {"type": "array", "items": {"type": "integer"}})
+Several = Annotated[list[Any], msgspec.Meta(extra_json_schema={"anyOf": [{"items": kind} for kind in KINDS]})]
+ROLE = {"role": {"type": "string"}, "content": {"type": ["string", "array", "null"], "items": {"type": "object"}}}
+Message = Annotated[dict[str, Any], msgspec.Meta(extra_json_schema={"required": ["role"], "properties": ROLE})]
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """What a stream shows beside the text."""
+
+    include_usage: bool = False  # in a last chunk that has no text
+    continuous_usage_stats: bool = False  # in every chunk
+
+
+class Sampling(msgspec.Struct, kw_only=True):
+    """What both kinds of requests have. None stands for a field that is not there."""
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    logit_bias: dict[str, float] | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+
+class CompletionRequest(Sampling, kw_only=True):
+    """`POST /v1/completions`."""
+
+    prompt: str | Several
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    @property
+    def wants_prompt_alone(self) -> bool:
+        """Whether it is to be the prompt alone, with log-probabilities if these are asked for, and no answer."""
+        return bool(self.echo) and self.max_tokens == 0
+
+
+class ChatRequest(Sampling, kw_only=True):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[Message]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    max_completion_tokens: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """`POST /tokenize`: a prompt or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool = False
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+# Sent by clients for the sake of other servers: whatever they say, nothing changes here.
+HARMLESS = (
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "parallel_tool_calls",
+)  # fmt: skip
+# What this server cannot do, and the values that ask for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar", "reasoning_effort", "chat_template"), ()),
+    **dict.fromkeys(("audio", "prediction", "web_search_options"), ()),
+    "best_of": (1,), "echo": (False,), "suffix": ("",), "use_beam_search": (False,), "modalities": (["text"],),
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
+}  # fmt: skip
+
+
+def parse(body: bytes, kind: type[R], ignore_unknown: bool = False) -> R:
+    """The request in a body. Raises ApiError (400) that names the field which is wrong, unknown, or of no use here."""
+    try:
+        given = msgspec.json.decode(body)
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+        raise ApiError(400, f"the body is not valid JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise ApiError(400, "the body must be a JSON object: {...}")
+    known = kind.__struct_fields__
+    fields = {name: value for name, value in given.items() if name in known}
+    for name in given.keys() - fields.keys():
+        check_stray(name, given[name], kind.__name__, ignore_unknown)
+    try:
+        return msgspec.convert(fields, kind)
+    except (msgspec.ValidationError, RecursionError) as error:
+        message, _, path = str(error).partition(" - at `$.")
+        param = re.split(r"[^\w]", path)[0] or None
+        raise ApiError(400, f"{path.rstrip('`') or 'the request'}: {message}", param) from error
+
+
+def check_stray(name: str, value: Any, kind: str, ignore_unknown: bool) -> None:
+    """Raise ApiError for a field that the request does not have, unless it asks for nothing."""
+    if name in HARMLESS or value is None:
+        return
+    if name in NEUTRAL:
+        if value not in NEUTRAL[name]:
+            instead = "say structured_outputs" if name.startswith("guided_") else "leave it out"
+            raise ApiError(400, f"{name} is not supported by this server: {instead}", name, "unsupported_parameter")
+    elif not ignore_unknown:
+        what = kind.removesuffix("Request").lower()
+        raise ApiError(400, f"unknown field {name!r} in a {what} request: leave it out", name, "unknown_parameter")

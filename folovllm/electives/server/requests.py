@@ -1,0 +1,304 @@
+"""From a request of OpenAI's API to prompts, `SamplingParams`, and how its answers are read: its fields, messages and tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from folovllm.electives.server import reasoning
+from folovllm.electives.server.errors import ApiError
+from folovllm.electives.server.protocol import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
+from folovllm.electives.server.reasoning import ReasoningSplitter
+from folovllm.electives.server.replies import AnswerReader
+from folovllm.electives.server.tool_calls import CLOSING, OPENING, ToolCallParser
+from folovllm.electives.structured_output.guidance import WHITESPACE
+from folovllm.engine.chat_template import render, with_plain_content
+from folovllm.engine.input_processor import encode_within, too_long
+from folovllm.engine.inputs import Prompt, TokensPrompt
+from folovllm.engine.structured_outputs import StructuredOutputsParams
+from folovllm.sampling_params import RequestOutputKind, SamplingParams
+
+A_CALL = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": "a JSON object, as text"}}'
+TAGS = (reasoning.OPENING, reasoning.CLOSING, OPENING, CLOSING)
+ToolChoice = str | dict[str, Any] | None
+CHOICES = ("none", "auto", "required")
+SAME = set(Sampling.__struct_fields__) & SamplingParams.__dataclass_fields__.keys()  # handed on as they are
+ONE_PROMPT: tuple[Any, ...] = (str, list[int])
+PROMPTS = (*ONE_PROMPT, list[str], list[list[int]])
+MOST = {"stop": 64, "stop_token_ids": 1024}  # entries: each token of an answer is compared with all of them
+MOST |= {"allowed_token_ids": 1 << 18, "logit_bias": 1 << 16}  # each is looked at within the event loop
+LONGEST_STOP = 1024  # characters; as many are looked through again with each token
+FORMATS = (
+    '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}'
+)
+COMPLETION_TOKENS = 16  # OpenAI's default; a chat's answer may fill the context
+
+
+def completion_params(request: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+    """How a completion is sampled. `defaults` are the model's recommendations.
+
+    `echo` with `logprobs` takes the prompt's as well. A prompt alone costs a token that nobody sees.
+    """
+    own: dict[str, Any] = {"max_tokens": request.max_tokens, "logprobs": request.logprobs}
+    if request.wants_prompt_alone:
+        own |= {"max_tokens": 1, "prompt_only": True}
+    if request.echo and request.logprobs is not None:
+        own["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
+    return _params(request, {"max_tokens": COMPLETION_TOKENS} | dict(defaults), own)
+
+
+def chat_params(request: ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
+    """How an answer in a conversation is sampled."""
+    most, other = request.max_completion_tokens, request.max_tokens
+    if most is not None and other is not None and most != other:
+        raise ApiError(400, "max_tokens and max_completion_tokens differ: give one of them", "max_completion_tokens")
+    if request.top_logprobs is not None and not request.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
+    own = {
+        "max_tokens": other if most is None else most,
+        "logprobs": request.top_logprobs or 0 if request.logprobs else None,
+    }
+    return _params(request, {"max_tokens": None} | dict(defaults), own)
+
+
+def _params(request: Sampling, defaults: dict[str, Any], own: dict[str, Any]) -> SamplingParams:
+    if request.stream_options is not None and not request.stream:
+        raise ApiError(400, "stream_options needs stream: true", "stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise ApiError(400, "prompt_logprobs are for whole answers: leave out stream", "prompt_logprobs")
+    _require_few(request)
+    given = {name: getattr(request, name) for name in SAME} | own
+    given["structured_outputs"] = _structured_output(request)
+    kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
+    return SamplingParams(
+        **(defaults | {name: value for name, value in given.items() if value is not None}), output_kind=kind
+    )
+
+
+def _require_few(request: Sampling) -> None:
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    for name, most in MOST.items():
+        count = len(stop if name == "stop" else getattr(request, name) or ())
+        if count > most:
+            raise ApiError(400, f"{name} has {count} entries: give {most} at most", name)
+    if (longest := max(map(len, stop), default=0)) > LONGEST_STOP:
+        raise ApiError(400, f"stop has a text of {longest} characters: give {LONGEST_STOP} at most", "stop")
+
+
+def _structured_output(request: Sampling) -> StructuredOutputsParams | None:
+    """What the answer must be: by `response_format`, `structured_outputs`, or tools that must be called. None: anything.
+
+    Raises ApiError for an unknown kind, or for two of them.
+    """
+    asked = _of_format(request.response_format)
+    if request.structured_outputs is not None:
+        if asked is not None:
+            raise ApiError(400, "response_format and structured_outputs: give one of them", "structured_outputs")
+        asked = _made(request.structured_outputs, "structured_outputs")
+    if not isinstance(request, ChatRequest) or not (tools := offered(request.tools, request.tool_choice)):
+        return asked
+    several = request.parallel_tool_calls is not False
+    if must_call(request.tool_choice):
+        return StructuredOutputsParams(grammar=call_grammar(tools, request.tool_choice, several))
+    if asked is not None and request.response_format is not None:  # a document, or a call
+        return StructuredOutputsParams(grammar=call_grammar(tools, request.tool_choice, several, asked.schema()))
+    return asked
+
+
+def _of_format(given: dict[str, Any] | None) -> StructuredOutputsParams | None:
+    kind = None if given is None else given.get("type")
+    if given is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return StructuredOutputsParams(json_object=True)
+    described = given.get("json_schema")
+    if kind != "json_schema" or not isinstance(described, dict) or not isinstance(described.get("schema"), dict | bool):
+        raise ApiError(400, f"response_format must be {FORMATS}", "response_format")
+    strict = described.get("strict")
+    return _made({"json": described["schema"], "strict": False if strict is None else strict}, "response_format")
+
+
+def _made(fields: dict[str, Any], param: str) -> StructuredOutputsParams:
+    """The parameters that a request describes. Raises ApiError that names `param`."""
+    try:
+        return StructuredOutputsParams(**fields)
+    except TypeError as error:
+        raise ApiError(400, f"{param}: unknown field {str(error).split()[-1]}", param) from error
+    except ValueError as error:
+        raise ApiError(400, str(error), param) from error
+
+
+def prompts_of(request: CompletionRequest) -> list[Prompt]:
+    """The prompts of a completion: a text, texts, ids, or lists of ids."""
+    for kind in PROMPTS:
+        try:
+            prompts = msgspec.convert(request.prompt, kind)
+        except msgspec.ValidationError:
+            continue
+        return [prompts] if kind in ONE_PROMPT else prompts
+    raise ApiError(400, "prompt must be a text, a list of texts, token ids, or a list of lists of token ids", "prompt")
+
+
+def chat_prompt(tokenizer: Any, limit: int, request: ChatRequest | TokenizeRequest) -> TokensPrompt:
+    """The prompt that the model's template makes of a conversation. Raises ValueError where the template refuses it."""
+    if (count := len(request.messages or ()) + len(request.tools or ())) > limit:  # each takes a token at least
+        raise too_long(f"at least {count}", limit)
+    text = render(
+        tokenizer,
+        [checked(message, i) for i, message in enumerate(request.messages or [])],
+        add_generation_prompt=request.add_generation_prompt and not request.continue_final_message,
+        continue_final_message=request.continue_final_message,
+        tools=offered(request.tools, request.tool_choice) or None,
+        chat_template_kwargs=request.chat_template_kwargs,
+    )
+    return TokensPrompt(prompt=text, prompt_token_ids=encode_within(limit, tokenizer, text, add_special_tokens=False))
+
+
+def checked(message: dict[str, Any], number: int) -> dict[str, Any]:
+    """A message whose content is text, as a text or in parts, as templates want it. Raises ApiError that names its `number`."""
+    if problem := _problem(message):
+        raise ApiError(400, f"messages[{number}]: {problem}", "messages")
+    plain = dict(message)
+    if calls := plain.pop("tool_calls", None):
+        plain["tool_calls"] = [_with_object(call) for call in calls]
+    content = message.get("content")
+    return {**plain, "content": "" if content is None else content}
+
+
+def _problem(message: dict[str, Any]) -> str | None:
+    """What is wrong with a message, and what to do."""
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls") or []
+    if not isinstance(role, str):
+        return 'each message needs a role: {"role": "user", "content": "..."}'
+    for name in ("function_call", "audio"):
+        if message.get(name):
+            return f"{name} in a message is not supported by this server: leave it out"
+    if not isinstance(content, str | list | None):
+        return "the content of a message must be a text, or a list of text parts"
+    if not isinstance(calls, list) or not all(map(_is_call, calls)):
+        return f"tool_calls in a message must be a list of {A_CALL}"
+    if content is None and role != "assistant":
+        return f"a message of {role!r} needs content: a text, or a list of text parts"
+    return None
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return False
+    return isinstance(function.get("name"), str) and isinstance(function.get("arguments"), str | dict | None)
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    """A call whose arguments are an object, which templates write their own way. What is none, as `max_tokens` may cut one, stays text."""
+    arguments: Any = call["function"].get("arguments") or {}
+    try:
+        read = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        read = arguments
+    return {**call, "function": {**call["function"], "arguments": read if isinstance(read, dict) else arguments}}
+
+
+def offered(tools: list[dict[str, Any]] | None, choice: ToolChoice) -> list[dict[str, Any]]:
+    """The tools that the model is to know of: none if it may call none. Raises ApiError for what is no tool."""
+    for tool in tools or ():
+        if tool.get("type") != "function" or not _is_function(tool.get("function")):
+            shape = '{"type": "function", "function": {"name": ..., "parameters": {a JSON schema}}}'
+            raise ApiError(400, f"each of the tools must be {shape}", "tools")
+    named = name_of(choice)
+    if choice is not None and named is None and choice not in CHOICES:
+        wanted = f'{", ".join(CHOICES)} or {{"type": "function", "function": {{"name": ...}}}}'
+        raise ApiError(400, f"tool_choice must be {wanted}, not {choice!r}", "tool_choice")
+    if not tools and choice not in (None, "none", "auto"):
+        raise ApiError(400, "tool_choice needs tools", "tool_choice")
+    if named is not None and named not in [tool["function"]["name"] for tool in tools or ()]:
+        raise ApiError(400, f"tool_choice names {named!r}, which is none of the tools", "tool_choice")
+    return [] if choice == "none" else list(tools or ())
+
+
+def _is_function(function: Any) -> bool:
+    named = isinstance(function, dict) and isinstance(function.get("name"), str)
+    return named and isinstance(function.get("parameters") or {}, dict)
+
+
+def name_of(choice: ToolChoice) -> str | None:
+    """The one function that must be called, if the choice names one."""
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def must_call(choice: ToolChoice) -> bool:
+    """Whether the answer must be a call."""
+    return choice == "required" or name_of(choice) is not None
+
+
+def call_grammar(
+    tools: list[dict[str, Any]], choice: ToolChoice, several: bool, instead: dict[str, Any] | bool | None = None
+) -> str:
+    """A grammar, in Lark's notation, of an answer that consists of calls.
+
+    Args:
+        choice: names the one function that may be called, or allows all.
+        several: whether there may be more calls than one; a named function is called once.
+        instead: a JSON schema of what may be said in place of a call.
+    """
+    named = name_of(choice)
+    functions = [tool["function"] for tool in tools if named in (None, tool["function"]["name"])]
+    lines = ["start: answer | calls" if instead is not None else "start: calls"]
+    lines += ['calls: call ("\\n" call)*' if several and named is None else "calls: call"]
+    lines += ["call: " + " | ".join(f"call_{i}" for i in range(len(functions)))]
+    for i, function in enumerate(functions):
+        head = f'{OPENING}\n{{"name": {json.dumps(function["name"])}, "arguments": '
+        schema = function.get("parameters") or {"type": "object", "properties": {}}
+        lines.append(f"call_{i}: {json.dumps(head)} arguments_{i} {json.dumps('}' + chr(10) + CLOSING)}")
+        lines.append(f"arguments_{i}: %json {_json(schema, bool(function.get('strict')), is_object=True)}")
+    if instead is not None:
+        lines.append(f"answer: %json {_json(instead, True)}")
+    return "\n".join(lines)
+
+
+def _json(schema: dict[str, Any] | bool, strict: bool, is_object: bool = False) -> str:
+    """A schema with how its documents are written."""
+    if isinstance(schema, bool):
+        schema = {}
+    options = {"lenient": not strict, "whitespace_pattern": WHITESPACE}
+    kind = {"type": "object"} if is_object and "type" not in schema else {}
+    return json.dumps({**schema, **kind, "x-guidance": options})
+
+
+def reading_of(
+    asked: ChatRequest, params: SamplingParams, prompt: str, parser: str | None, tags_are_special: bool
+) -> tuple[SamplingParams, Callable[[], AnswerReader]]:
+    """How the text of the answers is read, and the sampling parameters that this needs.
+
+    Tags must be text, even where the tokenizer takes them for special tokens; and the grammar of an answer begins behind
+    its thought.
+
+    Args:
+        parser: which way the model thinks; None: thoughts stay in the content.
+    """
+    has_tools = bool(offered(asked.tools, asked.tool_choice))
+    if parser is None and not has_tools:
+        return params, AnswerReader
+    if asked.skip_special_tokens is None and tags_are_special:
+        params = replace(params, skip_special_tokens=False)
+    splitter = None if parser is None else ReasoningSplitter(parser, prompt, begun(asked))
+    if splitter is not None and params.structured_outputs is not None and not splitter.is_over:
+        params = replace(params, structured_outputs=replace(params.structured_outputs, after=reasoning.CLOSING))
+
+    def make_reader() -> AnswerReader:
+        return AnswerReader(copy(splitter), ToolCallParser(asked.parallel_tool_calls is False) if has_tools else None)
+
+    return params, make_reader
+
+
+def begun(asked: ChatRequest) -> str:
+    """What the client wrote of the answer that is asked for."""
+    content = asked.messages[-1].get("content") if asked.continue_final_message and asked.messages else None
+    return str(with_plain_content({"content": content})["content"] or "")

@@ -1,0 +1,120 @@
+"""From flags to a server that runs: the socket, the engine, signals, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import socket
+from dataclasses import replace
+
+import uvicorn
+
+from folovllm.config import EngineConfig
+from folovllm.electives.server.app import build_app
+from folovllm.electives.server.async_engine import AsyncEngine
+from folovllm.electives.server.config import ServerConfig
+from folovllm.electives.server.errors import EngineDead
+from folovllm.electives.server.http_protocol import BoundedProtocol
+from folovllm.electives.server.listener import Server, ending_signals, listen
+from folovllm.engine.structured_outputs import GrammarLimits
+
+LINGER = 5.0  # seconds that /health says 503 before a server without an engine ends
+LAST_WORDS = 5  # seconds that responses have to reach their readers once the engine is done with them
+BACKLOG = 2048
+
+
+def run_server(config: ServerConfig, engine_config: EngineConfig) -> int:
+    """Serve until a signal comes or the engine ends; returns the exit code.
+
+    Raises:
+        ValueError: something cannot be had: the address, the model, or this place (under torchrun every rank would serve).
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ValueError(
+            "a server starts its ranks by itself: run `folovllm serve --tensor-parallel-size N`, without torchrun"
+        )
+    keys = [key for key in os.environ.get("FOLOVLLM_API_KEY", "").split(",") if key]
+    config = replace(config, api_key=[*config.api_key, *keys])
+    listener, handlers = listen(config.host, config.port), {sign: signal.getsignal(sign) for sign in ending_signals()}
+    try:
+        with listener, asyncio.Runner(loop_factory=uvicorn.Config("", loop="auto").get_loop_factory()) as runner:
+            return runner.run(serve(config, engine_config, listener))
+    except EngineDead as error:  # while it was built
+        raise ValueError(f"the engine cannot be built: {error}") from error
+    finally:
+        for sign, handler in handlers.items():  # uvloop would leave its own
+            signal.signal(sign, handler)
+
+
+async def serve(config: ServerConfig, engine_config: EngineConfig, listener: socket.socket) -> int:
+    end = End()
+    engine = AsyncEngine(
+        engine_config,
+        transport="process" if in_process_of_its_own(config, engine_config) else "thread",
+        grammar_limits=GrammarLimits(config.grammar_seconds, config.grammar_memory),
+    )
+    async with engine:
+        app = build_app(engine, config)
+        server = Server(
+            uvicorn.Config(
+                app, http=BoundedProtocol, ws="none", lifespan="off", log_level="warning", access_log=False,
+                backlog=BACKLOG, timeout_graceful_shutdown=LAST_WORDS,
+            )
+        )  # fmt: skip
+        ending = asyncio.create_task(end.of(server, engine, config.drain_seconds))
+        gc.collect()
+        gc.freeze()  # what exists by now stays: to search it in each collection would hold up all requests
+        listener.listen(BACKLOG)  # a client that reads the next line may connect at once
+        announce(engine, config, listener)
+        await server.serve(sockets=[listener])
+        await ending
+    return 1 if engine.death is not None else 0
+
+
+def in_process_of_its_own(config: ServerConfig, engine_config: EngineConfig) -> bool:
+    """Whether the engine gets a process: as asked for; else if it runs on a GPU, so that its Python does not hold up the server's."""
+    if config.engine_process is not None:
+        return config.engine_process
+    from folovllm.engine.setup import choose_device
+
+    return choose_device(engine_config.device).type == "cuda"
+
+
+def announce(engine: AsyncEngine, config: ServerConfig, listener: socket.socket) -> None:
+    """Say where the server is, once it is there."""
+    host, port = listener.getsockname()[:2]
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    names = ", ".join(config.served_model_name or [engine.config.model])
+    print(f"serving {names} at http://{address}/v1, a page to chat at http://{address} (Ctrl-C ends it)", flush=True)
+
+
+class End:
+    """What ends a server: a first signal lets running answers end, a second one does not wait."""
+
+    def __init__(self) -> None:
+        self._asked = asyncio.Event()
+        self._is_serving = False
+        for sign in ending_signals():
+            asyncio.get_running_loop().add_signal_handler(sign, self._hear, sign)
+
+    def _hear(self, sign: int) -> None:
+        if self._asked.is_set() or not self._is_serving:
+            os._exit(128 + sign)  # the engine's process goes with its parent
+        self._asked.set()
+
+    async def of(self, server: uvicorn.Server, engine: AsyncEngine, drain_seconds: float) -> None:
+        """Wait for a signal and drain, or for the engine's death; then stop the server."""
+        self._is_serving = True
+        asked, is_over = asyncio.ensure_future(self._asked.wait()), asyncio.ensure_future(engine.is_over.wait())
+        await asyncio.wait((asked, is_over), return_when=asyncio.FIRST_COMPLETED)
+        if is_over.done():
+            await asyncio.wait((asked,), timeout=LINGER)
+        else:
+            if count := engine.num_open:
+                print(f"{count} running: up to {drain_seconds:g} s to end; a second signal does not wait", flush=True)
+            await engine.drain(drain_seconds)
+        asked.cancel()
+        is_over.cancel()
+        server.should_exit = True

@@ -1,0 +1,177 @@
+"""Where the engine runs: in a thread of this process, or in a process of its own. Both are at the other end of a Unix socket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pickle
+import socket
+import subprocess
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import suppress
+
+from folovllm.config import EngineConfig
+from folovllm.distributed.children import import_path, python_command
+from folovllm.electives.server.engine_loop import MakeEngine
+from folovllm.electives.server.link import SocketLink
+from folovllm.electives.server.messages import (
+    NOT_SENT,
+    Command,
+    EngineMessage,
+    Failure,
+    Frames,
+    Stop,
+    decode_message,
+    encode,
+    frame,
+)
+from folovllm.engine.llm_engine import make_engine
+
+logger = logging.getLogger("folovllm")
+Deliver = Callable[[EngineMessage], None]
+GRACE = 5.0  # seconds that the engine has to end by itself
+BUFFER = 4 << 20  # bytes on their way: the engine need not wait for a server that is busy
+
+
+class Transport(asyncio.Protocol, ABC):
+    """The server's end of a pair of sockets: starts the engine, carries commands to it, and its messages into the event loop.
+
+    A subclass says what runs at the other end.
+    """
+
+    def __init__(self) -> None:
+        self._writer: asyncio.WriteTransport | None = None
+        self._frames = Frames()
+
+    async def start(self, config: EngineConfig, deliver: Deliver) -> None:
+        """Start the engine. `deliver` is called in the event loop with each of its messages; the first is `Ready` or a `Failure`."""
+        here, there = socket.socketpair()
+        for end in (here, there):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER)
+        try:
+            self._launch(config, here, there)
+        except BaseException:
+            here.close()
+            there.close()
+            raise
+        self._deliver = deliver
+        self._writer, _ = await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=here)
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._frames.feed(data):
+            self._deliver(decode_message(message))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Deliver the end as a `Failure`. The engine has said before why it ended, or it was killed."""
+        self._deliver_end(tries=40)
+
+    def _deliver_end(self, tries: int) -> None:
+        """Ask how the engine ended every 50 ms: the socket of a killed process is closed before its exit code is known."""
+        if (how := self._end()) is None and tries:
+            asyncio.get_running_loop().call_later(0.05, self._deliver_end, tries - 1)
+        else:
+            self._deliver(Failure(how or "the engine has ended"))
+
+    @abstractmethod
+    def _launch(self, config: EngineConfig, here: socket.socket, there: socket.socket) -> None:
+        """Start the engine at the end `there`, which it closes when it ends."""
+
+    @abstractmethod
+    def _end(self) -> str | None:
+        """Return how the engine ended, once its socket is closed; None if that is not known yet."""
+
+    def send(self, command: Command) -> None:
+        """Tell the engine something. What is said to a dead one is lost."""
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(frame(encode(command)))
+
+    async def stop(self) -> None:
+        """End the engine, and return when it has ended. A second call does nothing."""
+        self.send(Stop())
+        await asyncio.to_thread(self._join)
+        if self._writer is not None:
+            self._writer.close()
+
+    @abstractmethod
+    def _join(self) -> None:
+        """Wait until the engine has ended, if it was started."""
+
+
+class ThreadTransport(Transport):
+    """The engine in a thread of this process: for notebooks, CPUs and tests."""
+
+    def __init__(self, make_engine: MakeEngine = make_engine) -> None:
+        super().__init__()
+        self._make_engine = make_engine
+        self._thread: threading.Thread | None = None
+
+    def _launch(self, config: EngineConfig, here: socket.socket, there: socket.socket) -> None:
+        self._thread = threading.Thread(target=self._run, args=[config, there], name="engine", daemon=True)
+        self._thread.start()
+
+    def _run(self, config: EngineConfig, there: socket.socket) -> None:
+        with there, suppress(BrokenPipeError):  # the event loop was closed before the engine: nobody is left to be told
+            link = SocketLink(there)
+            try:
+                link.serve(config, self._make_engine)
+            except Exception:
+                raise
+            except BaseException as error:  # the panic of a library in Rust. A process would be seen to end
+                logger.exception("the engine has ended")
+                link.send(Failure(f"{type(error).__name__}: {error}"))
+
+    def _end(self) -> str:
+        return "the engine's thread ended"
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+
+
+class ProcessTransport(Transport):
+    """The engine in a process of its own: two Pythons, two cores.
+
+    Args:
+        command: the program to run, which serves the socket whose number is its last argument.
+    """
+
+    def __init__(self, command: list[str] | None = None) -> None:
+        super().__init__()
+        self._command = command or python_command("folovllm.electives.server.engine_process")
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The engine's process."""
+        return None if self._process is None else self._process.pid
+
+    def _launch(self, config: EngineConfig, here: socket.socket, there: socket.socket) -> None:
+        """The first message is the configuration. Raises ValueError if it cannot be sent, with a proposer of the user's in it say."""
+        try:
+            first = frame(pickle.dumps(config))
+        except Exception as error:
+            raise ValueError(f"{NOT_SENT} ({error})") from error
+        command, environment = [*self._command, str(there.fileno())], os.environ | {"PYTHONPATH": import_path()}
+        with there:
+            self._process = subprocess.Popen(
+                command, env=environment, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL
+            )
+        here.sendall(first)
+
+    def _end(self) -> str | None:
+        code = None if self._process is None else self._process.poll()
+        if code is None:
+            return None
+        return f"the engine's process ended{f' with exit code {code}' if code >= 0 else f', killed by signal {-code}'}"
+
+    def _join(self) -> None:
+        """What does not end within `GRACE` is killed."""
+        if self._process is not None:
+            try:
+                self._process.wait(GRACE)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()

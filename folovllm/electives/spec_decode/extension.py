@@ -1,0 +1,139 @@
+"""The extension that adds speculative decoding to an engine: its runners, its scheduler, and the kernel that verifies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from folovllm.electives.spec_decode import attention
+from folovllm.electives.spec_decode.config import SpeculativeConfig
+from folovllm.electives.spec_decode.draft_model import DraftModel, draft_setup
+from folovllm.electives.spec_decode.measure import clock_for, measure_drafting, measure_steps
+from folovllm.electives.spec_decode.multi_step import DraftTokens, MultiStepExecutor, MultiStepRunner
+from folovllm.electives.spec_decode.ngram import NgramProposer
+from folovllm.electives.spec_decode.policy import TRUSTED, UNKNOWN, AdaptiveLength, FixedLength, LengthPolicy
+from folovllm.electives.spec_decode.proposer import CompositeProposer, Proposer
+from folovllm.electives.spec_decode.scheduler import SpeculativeScheduler
+from folovllm.electives.spec_decode.speculation import Speculation
+from folovllm.electives.spec_decode.suffix import SuffixProposer
+from folovllm.electives.spec_decode.verify import DraftVerifier, max_samples
+from folovllm.electives.spec_decode.verify_runner import VerifyingModelRunner
+from folovllm.engine.build_packed import make_packed_worker
+from folovllm.engine.extension import Extension
+
+if TYPE_CHECKING:
+    from folovllm.attention.backends.abstract import AttentionBackend
+    from folovllm.engine.extension import MakeGraphRunner, MakeScheduler
+    from folovllm.engine.logits_mask import LogitsMask
+    from folovllm.engine.setup import EngineSetup
+    from folovllm.executor.abstract import Executor
+    from folovllm.worker.model_runner import ModelRunner
+
+
+class SpeculativeDecoding(Extension):
+    """Several tokens of a sequence in a step: proposed in the driver, verified on the device."""
+
+    def __init__(self, setup: EngineSetup) -> None:
+        super().__init__(setup)
+        self._config: SpeculativeConfig = setup.config.extras["speculative_config"]
+        self._proposer: Proposer | None = None
+        self._drafted: DraftTokens | None = None
+
+    def prepare(self) -> None:
+        """Make the proposer. A draft model has weights and a cache of its own."""
+        config = self._config
+        if "draft_model" in config.methods:
+            # A multi-step decode samples a token behind the draft, and may begin with one in flight.
+            self._drafted = DraftTokens.for_multi_step(config.num_speculative_tokens + 2, self.setup)
+        if isinstance(config.method, str):
+            proposers = [self._make_proposer(name) for name in config.methods]
+            self._proposer = proposers[0] if len(proposers) == 1 else CompositeProposer(proposers)
+        else:
+            self._proposer = CompositeProposer([config.method], self.setup.vocab_size)
+
+    def _make_proposer(self, name: str) -> Proposer:
+        """Return the proposer of that name. Raises ValueError where it cannot be made."""
+        if name == "ngram":
+            return NgramProposer(self._config.prompt_lookup_min, self._config.prompt_lookup_max)
+        if name == "suffix":
+            return SuffixProposer()
+        assert self._config.model is not None
+        return self._draft(self._config.model)
+
+    def _draft(self, model: str) -> Proposer:
+        """Return the draft model, with rows and blocks for as many sequences as the large one has, in a part of its memory."""
+        assert self._drafted is not None
+        draft, config = draft_setup(self.setup, model), self.setup.config
+        on_device = config.packed_steps and config.tensor_parallel_size == 1  # where the large model finds the drafts
+        return DraftModel(
+            make_multi_step_executor(draft, self._drafted),
+            draft.max_num_seqs,
+            draft.max_num_batched_tokens,
+            draft.max_model_len,
+            draft.block_size,
+            self._drafted if on_device else None,
+        )
+
+    def num_samples(self) -> int:
+        """Return the samples of sequences with drafts, and one for each sequence that is admitted to the same step."""
+        return max_samples(self.setup.max_num_seqs) + self.setup.max_num_seqs
+
+    def attention_backend(self, usual: Callable[[], AttentionBackend]) -> AttentionBackend:
+        """Return Triton's backend with a kernel that verifies, where the device has it, else the usual one."""
+        if self.setup.backend != "triton" or not attention.serves(self.setup.device):
+            return usual()
+        most_tokens = self._config.num_speculative_tokens + 1
+        return attention.TritonVerifyBackend(self.setup.attention, most_tokens, max_samples(self.setup.max_num_seqs))
+
+    def model_runner(self, usual: type[ModelRunner]) -> type[ModelRunner]:
+        """Return a runner that samples several tokens of a sequence."""
+        return VerifyingModelRunner
+
+    def graph_runner(self, usual: MakeGraphRunner) -> MakeGraphRunner:
+        """Return the graph runner with a verifier, which resolves placeholder ids of a draft model."""
+        return partial(usual, verifier=DraftVerifier(max_samples(self.setup.max_num_seqs), self._drafted))
+
+    def scheduler(self, usual: MakeScheduler, executor: Executor, logits_mask: LogitsMask) -> MakeScheduler:
+        """Return a scheduler that asks the proposer. What steps cost on this executor decides the draft lengths."""
+        assert self._proposer is not None
+        speculation = Speculation(self._proposer, self._policy(executor), logits_mask, clock_for(self.setup))
+        return partial(SpeculativeScheduler, speculation=speculation)
+
+    def _policy(self, executor: Executor) -> LengthPolicy:
+        """Return the length policy. Under torchrun all ranks must decide the same, so times must not matter there."""
+        config, setup = self._config, self.setup
+        most = config.num_speculative_tokens
+        if not config.adaptive or not config.methods or "TORCHELASTIC_RUN_ID" in os.environ:
+            return FixedLength(most)
+        cost = measure_steps(executor, setup, most)
+        if "draft_model" not in config.methods:
+            return AdaptiveLength(cost, most, UNKNOWN)
+        assert self._proposer is not None
+        measure_drafting(executor, setup, self._proposer, most, cost)
+        return AdaptiveLength(cost, most, TRUSTED)
+
+    def close(self) -> None:
+        """Close the proposer, and a draft model with it."""
+        if self._proposer is not None:
+            self._proposer.close()
+
+
+class Drafting(Extension):
+    """The extension of a draft model's own worker: several decode steps in one call."""
+
+    def __init__(self, setup: EngineSetup, drafted: DraftTokens) -> None:
+        super().__init__(setup)
+        self._drafted = drafted
+
+    def graph_runner(self, usual: MakeGraphRunner) -> MakeGraphRunner:
+        """Return a runner that writes what it samples into `drafted`."""
+        return partial(MultiStepRunner, drafted=self._drafted)
+
+
+def make_multi_step_executor(setup: EngineSetup, drafted: DraftTokens) -> MultiStepExecutor:
+    """Return the executor of a draft model, which takes several decode steps in one call."""
+    worker, runner = make_packed_worker(setup, extension=Drafting(setup, drafted))
+    assert isinstance(runner, MultiStepRunner)
+    return MultiStepExecutor(setup.max_num_seqs, worker, runner)

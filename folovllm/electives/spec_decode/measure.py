@@ -1,0 +1,138 @@
+"""Times steps with and without draft tokens on this machine, once, when an engine starts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from folovllm.electives.spec_decode.choose import Curve, StepCost
+from folovllm.electives.spec_decode.proposer import Proposer, RowState
+from folovllm.electives.spec_decode.verify import max_samples
+from folovllm.engine.setup import EngineSetup
+from folovllm.executor.abstract import Executor
+from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput
+
+CONTEXT = 128  # tokens that each sequence has already, if the context and the cache allow it
+ROUNDS = 3
+TIME_LIMIT = 0.4  # seconds for a curve: a slow machine gets fewer points of it
+WAIT = 1.5e-4  # seconds that a GPU stands still behind a step with drafts, until the host has scheduled the next one
+MOST = 512  # tokens of a step: beyond, both curves are taken to be straight
+
+
+def measure_steps(executor: Executor, setup: EngineSetup, most: int) -> StepCost:
+    """Return the measured cost of steps of 1, 2, 4, ... tokens: of as many sequences, and of few with up to `most` draft tokens each.
+
+    The sequences are made up and share their blocks; no request uses what they leave in the cache.
+    """
+    most = min(most, setup.max_model_len - 2)
+    widest = min(setup.max_num_batched_tokens, setup.max_num_seqs * (most + 1), max_samples(setup.max_num_seqs), MOST)
+    widths = [1 << i for i in range(widest.bit_length())]
+    plain = [[1] * n for n in widths if n <= setup.max_num_seqs]
+    verifying = [[most + 1] * (n // (most + 1)) + [n % (most + 1)] * (n % (most + 1) > 0) for n in widths]
+    time_of = Timer(executor, setup, most)
+    without = time_of.curve(plain, time_of.overlapped)
+    found = time_of.curve([lengths for lengths in verifying if len(lengths) <= setup.max_num_seqs], time_of.waited)
+    wait = 0.0 if setup.device.type == "cpu" else WAIT
+    seconds = tuple(
+        wait + max(t, without.at(n)) for n, t in zip(*found, strict=True)
+    )  # never cheaper than a plain step
+    return StepCost(without, Curve(found.widths, seconds))
+
+
+def measure_drafting(executor: Executor, setup: EngineSetup, proposer: Proposer, most: int, cost: StepCost) -> None:
+    """Set in `cost` what drafting takes beside the step that verifies: the line through one draft token and `most`.
+
+    Such a step may begin before the host knows its draft tokens, so both are timed together. The text has no token twice.
+    """
+    most = max(1, min(most, setup.max_model_len - 2))
+    time_of = Timer(executor, setup, most)
+    one, every = (max(0.0, time_of.drafting(proposer, k) - cost.of_verifying(1 + k)) for k in (1, most))
+    cost.per_draft_token = max(0.0, every - one) / max(1, most - 1)
+    cost.first_draft_token = one - cost.per_draft_token
+
+
+def clock_for(setup: EngineSetup) -> Callable[[], float]:
+    """Return the clock for steps: on a CPU, where one process computes, its own seconds, for other programs may keep the cores busy."""
+    is_here = setup.device.type == "cpu" and setup.config.tensor_parallel_size == 1
+    return time.process_time if is_here else time.perf_counter
+
+
+class Timer:
+    """Times made-up steps."""
+
+    def __init__(self, executor: Executor, setup: EngineSetup, most: int) -> None:
+        self._executor = executor
+        self._clock, self._vocab_size = clock_for(setup), setup.vocab_size
+        room = min(setup.max_model_len - 1, executor.num_kv_blocks * setup.block_size)
+        self._start = max(0, min(CONTEXT, room - most - 1))
+        self._blocks = tuple(range(-(-(self._start + most + 1) // setup.block_size)))
+
+    def curve(self, steps: list[list[int]], seconds_of: Callable[[SchedulerOutput], float]) -> Curve:
+        """Return the seconds of `steps`, each given by the tokens of its sequences: of two at least, and of more until `TIME_LIMIT` is over."""
+        end = self._clock() + TIME_LIMIT
+        widths: list[float] = []
+        seconds: list[float] = []
+        for lengths in steps:
+            if len(widths) >= 2 and self._clock() > end:
+                break
+            widths.append(float(sum(lengths)))
+            seconds.append(
+                max([self._seconds(lengths, seconds_of), *seconds[-1:]])
+            )  # noise must not make more tokens cheaper
+        return Curve(tuple(widths), tuple(seconds))
+
+    def _seconds(self, lengths: list[int], seconds_of: Callable[[SchedulerOutput], float]) -> float:
+        """Return the fastest of some rounds, after one that is not timed, since it allocates what such a step needs."""
+        self._executor.execute_model(
+            SchedulerOutput(tuple(self._scheduled_seqs([1] * len(lengths), SamplingSpec(temperature=0))))
+        )
+        output = SchedulerOutput(tuple(self._scheduled_seqs(lengths, None)))
+        self._executor.execute_model(output)
+        return min(seconds_of(output) for _ in range(ROUNDS))
+
+    def drafting(self, proposer: Proposer, k: int) -> float:
+        """Return the seconds of `k` draft tokens and the step that verifies them: the fastest of some rounds, after one that is not timed."""
+        text = np.arange(self._start + 1, dtype=np.int32) % self._vocab_size
+        state = RowState(-1, text, len(text), SamplingSpec(temperature=0))
+        self._executor.execute_model(SchedulerOutput(tuple(self._scheduled_seqs([1], state.sampling))))
+        proposer.admit(state)
+
+        def seconds() -> float:
+            start = self._clock()
+            tokens = np.array([0, *proposer.propose_all([state], [k])[0]], np.int32)
+            scheduled = ScheduledSequence(
+                -1, 0, self._start, self._start + len(tokens), tokens, (), len(self._blocks), len(tokens), None
+            )
+            self._executor.execute_model(SchedulerOutput((scheduled,)))
+            return self._clock() - start
+
+        found = [seconds() for _ in range(1 + ROUNDS)]
+        proposer.finish(state.seq_id)
+        return min(found[1:])
+
+    def waited(self, output: SchedulerOutput) -> float:
+        """Return the seconds of a step that the host waits for."""
+        start = self._clock()
+        self._executor.execute_model(output)
+        return self._clock() - start
+
+    def overlapped(self, output: SchedulerOutput) -> float:
+        """Return the seconds of a step where each begins before the host hears of the one before."""
+        start = self._clock()
+        before = self._executor.submit(output)
+        for _ in range(ROUNDS):
+            after = self._executor.submit(output)
+            before.wait()
+            before = after
+        before.wait()
+        return (self._clock() - start) / (1 + ROUNDS)
+
+    def _scheduled_seqs(self, lengths: list[int], sampling: SamplingSpec | None) -> Iterator[ScheduledSequence]:
+        """Yield scheduled sequences, new ones where `sampling` is given; after each token one is sampled."""
+        blocks, first = ((), len(self._blocks)) if sampling is None else (self._blocks, 0)
+        for row, n in enumerate(lengths):
+            yield ScheduledSequence(
+                -1 - row, row, self._start, self._start + n, np.zeros(n, np.int32), blocks, first, n, sampling
+            )

@@ -1,0 +1,188 @@
+"""How many tokens to draft for each request: by an acceptance average, a measured cost curve, and a back-off."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from folovllm.electives.spec_decode.choose import StepCost, best_draft_lengths
+
+
+class LengthPolicy(ABC):
+    """Decides how many tokens to draft, and learns whether it paid. A subclass needs `lengths` alone.
+
+    Attributes:
+        most: the most draft tokens for a sequence in a step.
+        rest: steps for which the scheduler need not ask again after `lengths` has said 0 for all.
+    """
+
+    most = 64
+    rest = 0
+
+    @abstractmethod
+    def lengths(self, seq_ids: Sequence[int]) -> list[int]:
+        """Return how many tokens to draft for each sequence of the coming step.
+
+        Where steps overlap, the newest tokens are not known yet. The engine may draft fewer, where the text or the step's budget
+        has no room.
+        """
+
+    def pays(self, num_seqs: int, num_tokens: int) -> bool:
+        """Return whether to verify so many jump-forward tokens, which a grammar forces, in a step of `num_seqs` sequences."""
+        return True
+
+    def observe(self, seq_id: int, num_draft_tokens: int, num_accepted: int) -> None:
+        """Record what came of a draft; 0 tokens: the proposer was asked for one and had none."""
+
+    def observe_asked(self, num_seqs: int, lengths: Sequence[int], num_draft_tokens: int, seconds: float) -> None:
+        """Record what the proposer took for a step of `num_seqs` sequences when it was asked for drafts of `lengths`."""
+
+    def forget(self, seq_id: int) -> None:
+        """Drop what is kept for a sequence that has ended."""
+
+
+class FixedLength(LengthPolicy):
+    """The same number for all sequences, in each step."""
+
+    def __init__(self, k: int) -> None:
+        self.most = k
+
+    def lengths(self, seq_ids: Sequence[int]) -> list[int]:
+        return [self.most] * len(seq_ids)
+
+
+@dataclass
+class Acceptance:
+    """Running averages of what came of drafts. Old observations fade, so that they follow the text."""
+
+    drafts: float  # steps in which the proposer had a draft
+    silent: float  # steps in which it was asked and had none
+    accepted: float  # draft tokens that were accepted
+    rejected: float  # draft tokens that were the first to be rejected in a step
+
+    @property
+    def hit(self) -> float:
+        """Return the chance that the proposer has a draft."""
+        return self.drafts / (self.drafts + self.silent)
+
+    @property
+    def rate(self) -> float:
+        """Return the chance that a draft token is accepted if those before it were."""
+        return self.accepted / (self.accepted + self.rejected)
+
+    def update(self, num_draft_tokens: int, num_accepted: int, keep: float) -> None:
+        """Add a step. Earlier steps count `keep` times as much as until now."""
+        self.drafts = keep * self.drafts + (num_draft_tokens > 0)
+        self.silent = keep * self.silent + (num_draft_tokens == 0)
+        if num_draft_tokens:
+            self.accepted = keep * self.accepted + num_accepted
+            self.rejected = keep * self.rejected + (num_accepted < num_draft_tokens)
+
+    def of_new(self, weight: float) -> Acceptance:
+        """Return the same averages with the weight of `weight` steps, for a new sequence to begin with."""
+        hit, rate = self.hit, self.rate
+        return Acceptance(weight * hit, weight * (1 - hit), weight * rate, weight * (1 - rate))
+
+
+UNKNOWN = Acceptance(0.0, 1.0, 0.5, 0.5)  # of a proposer that has had no draft yet
+TRUSTED = Acceptance(8.0, 0.0, 7.6, 0.4)  # of a draft model that was not asked yet
+
+
+class AdaptiveLength(LengthPolicy):
+    """Drafts as many tokens as pay, for each sequence; none where none pay, and then it backs off.
+
+    `best_draft_lengths` decides from the acceptance averages and `cost`; a decision holds for some steps. Where no sequence gets
+    a draft, the scheduler rests, and behind a rest comes a probe: the proposer is asked for a few tokens of one sequence, in
+    turn. A rest takes `BACK_OFF` times as long as drafts have cost since the last one, so they cost under 2% of the time.
+    """
+
+    KEEP, KEEP_COMMON = 0.9, 0.99  # decay of an observation in a step: in its sequence's average, in that of all
+    OF_NEW = 2.0  # weight of the average of all, in steps, where a sequence begins
+    MARGIN = 1.1  # the least gain for which anything is drafted
+    HOLD = 4  # steps that a decision holds
+    PROBE = 4  # draft tokens of a probe
+    PROBE_EACH = 16  # decisions from one probe to the next while other sequences have drafts
+    BACK_OFF = 100
+    SHORTEST, LONGEST = 8, 1 << 14  # steps of a rest
+    SAVED = 16  # plain steps: of the time that drafts have won, this much may be lost again without a rest
+
+    def __init__(self, cost: StepCost, most: int, first: Acceptance = UNKNOWN) -> None:
+        """`most`: draft tokens for a sequence in a step. `first`: the averages to begin with, `TRUSTED` for a draft model."""
+        self.cost, self.most, self.rest = cost, most, 0
+        self._common = replace(first)
+        self._own: dict[int, Acceptance] = {}  # by seq_id
+        # What a draft model takes was measured. A lookup's time on the host is averaged while it runs.
+        self._is_lookup, self._seconds_to_ask = first is UNKNOWN, 0.0
+        self._decided: dict[int, int] = {}  # by seq_id
+        self._hold = 0  # steps that the decision still holds
+        self._has_rested = False
+        self._lost = 0.0  # seconds that drafts have cost; below zero they have won some
+        self._won_by_token = 0.0  # seconds, for each draft token of the coming step that is accepted
+        self._num_decisions = self._num_probes = 0
+
+    def lengths(self, seq_ids: Sequence[int]) -> list[int]:
+        """Return the lengths of the decision that holds, or of a new one."""
+        self._hold -= 1
+        if self._hold >= 0 and self._decided.keys() >= set(seq_ids):
+            return [self._decided[seq_id] for seq_id in seq_ids]
+        if self._is_lookup:
+            self.cost.first_draft_token = self._seconds_to_ask * len(seq_ids)
+        hits, rates = np.array([(own.hit, own.rate) for own in map(self.acceptance, seq_ids)]).T
+        lengths = best_draft_lengths(hits, rates, self.cost, self.most, self.MARGIN)
+        self._decided, self._hold, self.rest = dict(zip(seq_ids, lengths, strict=True)), 0, 0
+        if any(lengths):
+            self._hold, self._num_decisions = self.HOLD - 1, self._num_decisions + 1
+            if 0 in lengths and self._num_decisions % self.PROBE_EACH == 0:
+                self._probe(lengths)
+        elif self._has_rested:
+            self._probe(lengths)
+        else:
+            self._rest(len(seq_ids))
+        self._has_rested = self.rest > 0
+        return lengths
+
+    def _rest(self, num_seqs: int) -> None:
+        """Set how long to back off, by what was lost."""
+        steps = self.BACK_OFF * self._lost / self.cost.of_plain(num_seqs)
+        self.rest, self._lost = int(max(self.SHORTEST, min(steps, self.LONGEST))), min(self._lost, 0.0)
+
+    def _probe(self, lengths: list[int]) -> None:
+        """Add to `lengths` a few tokens for one of the sequences that get none, in turn."""
+        idle = [i for i, length in enumerate(lengths) if not length]
+        lengths[idle[self._num_probes % len(idle)]] = min(self.PROBE, self.most)
+        self._num_probes += 1
+
+    def acceptance(self, seq_id: int) -> Acceptance:
+        """Return the averages of a sequence; for a new one those of all sequences."""
+        return self._own.get(seq_id, self._common)
+
+    def pays(self, num_seqs: int, num_tokens: int) -> bool:
+        """Compare costs alone: these tokens are accepted for certain."""
+        width, cost = num_seqs + num_tokens, self.cost
+        return width * cost.of_plain(num_seqs) > self.MARGIN * num_seqs * cost.of_verifying(width)
+
+    def observe(self, seq_id: int, num_draft_tokens: int, num_accepted: int) -> None:
+        """Update the averages of the sequence and of all, and count what accepted tokens have won."""
+        if seq_id not in self._own:
+            self._own[seq_id] = self._common.of_new(self.OF_NEW)
+        self._own[seq_id].update(num_draft_tokens, num_accepted, self.KEEP)
+        self._common.update(num_draft_tokens, num_accepted, self.KEEP_COMMON)
+        self._lost -= self._won_by_token * num_accepted
+
+    def observe_asked(self, num_seqs: int, lengths: Sequence[int], num_draft_tokens: int, seconds: float) -> None:
+        """Count what the step takes more than a plain one. Of what was won, `SAVED` plain steps count at most."""
+        cost, plain = self.cost, self.cost.of_plain(num_seqs)
+        if self._is_lookup:  # one that read a long text first says little of others
+            each = min(seconds / len(lengths), 2 * self._seconds_to_ask or plain)
+            self._seconds_to_ask += 0.1 * (each - self._seconds_to_ask)
+        else:
+            seconds = max(seconds, cost.of_drafting(max(lengths)))
+        verifying = cost.of_verifying(num_seqs + num_draft_tokens) - plain if num_draft_tokens else 0.0
+        self._lost = max(self._lost, -self.SAVED * plain) + seconds + verifying
+        self._won_by_token = plain / num_seqs
+
+    def forget(self, seq_id: int) -> None:
+        self._own.pop(seq_id, None)

@@ -1,0 +1,92 @@
+"""Answers that must be one of a few texts: which tokens may come next."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+
+from folovllm.electives.structured_output.grammar_matcher import Bitmask, Grammar, set_bits
+from folovllm.electives.structured_output.vocabulary import Vocabulary
+
+NO_TEXT = b"\xff"  # a byte that no text holds: it stands behind all texts that go on from the same beginning
+MOST_MASKS = 64  # that are kept of a choice
+
+
+def choice_mask(
+    vocabulary: Mapping[bytes, Sequence[int]], choices: Collection[bytes], so_far: bytes, end_ids: Sequence[int]
+) -> list[int]:
+    """The tokens with which an answer that is `so_far` may go on if it must become one of `choices`.
+
+    A token may come if `so_far` and its bytes together begin one of the choices, or are all of it. How a choice is cut into
+    tokens is left to the model: "yes" may come as "yes", as "y" and "es", or letter by letter. Where `so_far` is one of the
+    choices the answer may end, beside going on where a longer choice begins with it.
+
+    A vocabulary has 150,000 tokens and a choice a few bytes: so look up what each choice can go on with, and do not try
+    every token.
+
+    Args:
+        vocabulary: token ids by the bytes that they stand for; several tokens may have the same.
+        choices: what the answer may be, none of them empty.
+        so_far: the bytes of the answer; they begin one of the choices.
+        end_ids: tokens that end an answer.
+
+    Returns:
+        Their ids, ascending, each once.
+    """
+    allowed = set(end_ids) if so_far in choices else set()
+    for choice in choices:
+        if choice.startswith(so_far):
+            rest = choice[len(so_far) :]
+            for length in range(1, len(rest) + 1):
+                allowed.update(vocabulary.get(rest[:length], ()))
+    return sorted(allowed)
+
+
+class Choices:
+    """The texts that an answer may be, in order, and the masks that answers needed; all answers of a grammar share them."""
+
+    def __init__(self, vocabulary: Vocabulary, choices: Collection[bytes], end_ids: Sequence[int]) -> None:
+        self.vocabulary, self._sorted, self._end_ids = vocabulary, sorted(choices), end_ids
+        self.mask = lru_cache(MOST_MASKS)(self._mask)
+
+    def begin_with(self, so_far: bytes) -> Sequence[bytes]:
+        """Those of the choices that begin with these bytes, found without a look at the others."""
+        first = bisect_left(self._sorted, so_far)
+        return self._sorted[first : bisect_left(self._sorted, so_far + NO_TEXT, first)]
+
+    def has(self, so_far: bytes) -> bool:
+        """Whether this is one of the choices."""
+        first = bisect_left(self._sorted, so_far)
+        return self._sorted[first : first + 1] == [so_far]
+
+    def can_become(self, so_far: bytes) -> bool:
+        """Whether one of the choices begins with these bytes."""
+        first = bisect_left(self._sorted, so_far)
+        return first < len(self._sorted) and self._sorted[first].startswith(so_far)
+
+    def _mask(self, so_far: bytes, width: int) -> Bitmask:
+        """The mask [width] of an answer that is `so_far`."""
+        within_reach = {choice[: len(so_far) + self.vocabulary.longest] for choice in self.begin_with(so_far)}
+        words = np.zeros(width, np.int32)
+        set_bits(words, choice_mask(self.vocabulary.ids_of, within_reach, so_far, self._end_ids))
+        return words
+
+
+class ChoiceGrammar(Grammar):
+    """An answer that must be one of a few texts. It forces no tokens: a text may be cut into tokens in several ways."""
+
+    def __init__(self, choices: Choices) -> None:
+        self._choices, self._so_far = choices, b""
+
+    def fill(self, words: Bitmask) -> None:
+        words[:] = self._choices.mask(self._so_far, len(words))
+
+    def is_accepting(self) -> bool:
+        return self._choices.has(self._so_far)
+
+    def accept_token(self, token_id: int) -> bool:
+        self._so_far += self._choices.vocabulary.bytes_of.get(token_id, NO_TEXT)
+        return self._choices.can_become(self._so_far)

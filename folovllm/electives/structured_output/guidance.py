@@ -1,0 +1,241 @@
+"""Grammars by llguidance: JSON schemas, regular expressions, context-free grammars.
+
+It walks the tokenizer's tokens as a tree of bytes beside a parser, so that a mask takes microseconds
+(https://github.com/guidance-ai/llguidance). This is the one file that knows it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Collection, Sequence
+from copy import copy
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from folovllm.electives.structured_output.grammar_matcher import Bitmask, Grammar
+from folovllm.electives.structured_output.json_schema import byte_tokenizer, with_an_end
+from folovllm.engine.structured_outputs import StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Between the parts of a document: no more than a model needs to write one nicely, so that it cannot go on for ever.
+WHITESPACE = r" |\n {0,16}"
+
+# What the lexer may cost: some 20 ms a mask, and 50 MB for a grammar. The library's own limits are two to five times as far.
+LIMITS = {
+    "initial_lexer_fuel": 300_000,
+    "step_lexer_fuel": 100_000,
+    "max_lexer_states": 50_000,
+    "verbose_errors": False,
+}
+KIND = {"regex": "regex", "grammar": "grammar"}  # and else a JSON schema
+NO_TOKENIZER = "json, regex and grammar cannot be had with this tokenizer"
+WALKS, STEPS = 4, 25  # of `check_grammar`: as long as grammars are that grow more ambiguous with each token
+BYTE_WALKS, BYTE_STEPS = 16, 120  # of `require_way_on`: some 10 ms
+STRUCTURE = frozenset(b'{}[]:,"0aet')  # bytes that lead through a document
+FEW = 16  # masks that are made one after the other: more of them on several threads
+
+
+def library() -> Any:
+    """llguidance. Raises ValueError where it is not installed."""
+    try:
+        import llguidance
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            'json, regex and grammar need llguidance: pip install "folovllm[serve]", or pip install llguidance'
+        ) from error
+    return llguidance
+
+
+def is_installed() -> bool:
+    """Whether grammars can be had."""
+    return find_spec("llguidance") is not None
+
+
+def tokenizer_json(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The tokenizer as its library writes it. Raises ValueError for one of another library."""
+    try:
+        backend = copy(tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        return str(backend.to_str())
+    except Exception as error:  # the binding knows no narrower class
+        raise ValueError(f"{NO_TOKENIZER}: {error}") from error
+
+
+def make_tokenizer(written: str, vocab_size: int, end_ids: Sequence[int]) -> Any:
+    """The tokenizer that `tokenizer_json` wrote, for llguidance: about a second's work. Raises ValueError for one that it cannot read."""
+    library()
+    from llguidance import LLTokenizer
+
+    try:
+        return LLTokenizer(written, n_vocab=vocab_size, eos_token=list(end_ids))
+    except Exception as error:  # the binding knows no narrower class
+        raise ValueError(f"{NO_TOKENIZER}: {error}") from error
+
+
+def source_of(asked: StructuredOutputsParams) -> str:
+    """The grammar in llguidance's own notation. Raises ValueError if it cannot be had."""
+    compiler = library().LLMatcher
+    if asked.regex is not None:
+        return str(compiler.grammar_from_regex(asked.regex))
+    if asked.grammar is not None:
+        from llguidance import grammar_from
+
+        try:
+            return str(grammar_from("grammar", bounded(asked.grammar)))
+        except ValueError as error:
+            raise ValueError(f"structured_outputs holds a grammar that cannot be used: {error}") from error
+    pattern = WHITESPACE if asked.whitespace_pattern is None else asked.whitespace_pattern
+    options = {"whitespace_flexible": False} if asked.disable_any_whitespace else {"whitespace_pattern": pattern}
+    schema = asked.schema()
+    if schema is False:
+        raise ValueError("structured_outputs holds the JSON schema false, under which no document is valid")
+    overrides = {**options, "lenient": not asked.strict}
+    try:
+        written = json.dumps({} if schema is True else with_an_end(schema))
+    except (TypeError, AttributeError, IndexError, RecursionError):
+        written = str(asked.json)  # no schema: the library says what is wrong with it
+    except ValueError as error:
+        raise ValueError(f"structured_outputs holds a JSON schema that cannot be used: {error}") from error
+    return str(compiler.grammar_from_json_schema(written, overrides=overrides))
+
+
+def bounded(grammar: str) -> str:
+    """Return a grammar whose JSON schemas (`%json {...}`) have no more white space than `WHITESPACE`."""
+    own = json.dumps({"x-guidance": {"whitespace_pattern": WHITESPACE}})[1:-1]
+
+    def bound(found: re.Match[str]) -> str:
+        return f"%json {{{own}{'' if found[1] else ', '}" if found[0].startswith("%") else found[0]
+
+    return re.sub(r'"(?:\\.|[^"\\\n])*"|%json\s*\{\s*(?=(\})?)(?!\s*"x-guidance")', bound, grammar)
+
+
+def require_way_on(asked: StructuredOutputsParams, grammar: str) -> None:
+    """Raise ValueError if a walk through the grammar, byte by byte, comes to where nothing follows and no text may end.
+
+    Walks prefer what ends strings and numbers, so that they see much of a document in a few steps.
+    """
+    guidance = library()
+    start = guidance.LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=guidance.LLParserLimits(**LIMITS))
+    for seed in range(BYTE_WALKS):
+        chance, place = random.Random(seed), start.deep_copy()
+        for _ in range(BYTE_STEPS):
+            mask = place.compute_bitmask()
+            if place.is_stopped():
+                break
+            allowed = [byte for byte in range(256) if mask[byte // 8] >> byte % 8 & 1]
+            if not allowed:  # but the end
+                break
+            likely = [byte for byte in allowed if byte in STRUCTURE]
+            place.consume_token(chance.choice(likely if likely and chance.random() < 0.7 else allowed))
+        if place.get_error().startswith("NoExtensionBias"):
+            raise ValueError(
+                f"structured_outputs holds a {KIND.get(asked.kind, 'JSON schema')} that cannot be used: an answer may come to where nothing can follow, "
+                "and is not complete there"
+            )
+
+
+def check_grammar(asked: StructuredOutputsParams, tokenizer: Any) -> None:
+    """Raise ValueError if this grammar is none, has no text, or becomes too complex within a few tokens.
+
+    The library finds out what a grammar costs only as an answer goes through it: so a few go, each where chance leads.
+    """
+    start = GuidanceGrammar.compile(asked, tokenizer).inner
+    for seed in range(WALKS):
+        chance, place = random.Random(seed), start.deep_copy()
+        for _ in range(STEPS):
+            mask = np.unpackbits(np.frombuffer(place.compute_bitmask(), np.uint8), bitorder="little")
+            if place.is_stopped():
+                break
+            place.consume_token(int(chance.choice(mask.nonzero()[0])))
+        require_good(asked, place.get_error())
+
+
+def require_good(asked: StructuredOutputsParams, error: str) -> None:
+    """Raise ValueError with the library's `error`, if there is one."""
+    if error and not error.startswith("WARNING"):
+        kind = KIND.get(asked.kind, "JSON schema")
+        says = "no text matches it" if error.startswith("NoExtension") else " ".join(error.split())[:500]
+        raise ValueError(f"structured_outputs holds a {kind} that cannot be used: {says}")
+
+
+class GuidanceGrammar(Grammar):
+    """An answer's place in a grammar of the library."""
+
+    sees_ahead: ClassVar[bool] = True
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner  # an LLMatcher
+
+    @classmethod
+    def compile(cls, asked: StructuredOutputsParams, tokenizer: Any) -> GuidanceGrammar:
+        """At the beginning of an answer, with its first mask. Raises ValueError if the grammar cannot be used, or has no text."""
+        guidance = library()
+        grammar = source_of(asked)
+        inner = guidance.LLMatcher(tokenizer, grammar, log_level=0, limits=guidance.LLParserLimits(**LIMITS))
+        inner.compute_bitmask()
+        require_good(asked, inner.get_error())
+        require_way_on(asked, grammar)
+        return cls(inner)
+
+    def fill(self, words: Bitmask) -> None:
+        self.inner.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+
+    def is_accepting(self) -> bool:
+        return bool(self.inner.is_accepting())
+
+    def accept_token(self, token_id: int) -> bool:
+        """Take in a token. Beyond its limits the library takes any end for one that the grammar allows."""
+        return bool(self.inner.consume_token(token_id)) and not self.inner.is_error()
+
+    def num_allowed(self, token_ids: Sequence[int]) -> int:
+        return int(self.inner.validate_tokens(list(token_ids)))
+
+    def forced(self) -> list[int]:
+        """Jump-forward tokens: the tokenizer cuts a text that the grammar forces in one way only."""
+        return list(self.inner.compute_ff_tokens())
+
+    def copy(self) -> GuidanceGrammar:
+        return GuidanceGrammar(self.inner.deep_copy())
+
+    def is_exhausted(self) -> bool:
+        start = self.inner.deep_copy()
+        start.compute_bitmask()
+        return bool(start.is_error())
+
+
+def fill_bitmasks(places: Collection[tuple[Grammar, int, list[int]]], bits: Bitmask) -> None:
+    """Write the masks of grammars to lines of `bits` [n, ceil(V / 32)].
+
+    Each comes with the line of its first mask, and with tokens: behind each of them there is a mask, in the lines that
+    follow, up to one that the grammar does not allow. Only a grammar that `sees_ahead` may have tokens.
+    """
+    is_parallel = sum(1 + len(tokens) for _, _, tokens in places) > FEW
+    single: list[tuple[Any, int]] = []
+    ahead: list[tuple[Any, int, list[int]]] = []
+    for grammar, i, tokens in places:
+        if not isinstance(grammar, GuidanceGrammar) or not (is_parallel or tokens):
+            grammar.fill(bits[i])
+        elif not is_parallel:
+            grammar.inner.unsafe_compute_mask_ptr_with_draft_token(bits[i:].ctypes.data, bits[i].nbytes, tokens)
+        elif tokens:
+            ahead.append((grammar.inner, i, tokens))
+        else:
+            single.append((grammar.inner, i))
+    if single:
+        _threads().unsafe_compute_mask_ptr(single, bits.ctypes.data, bits[0].nbytes, len(bits))
+    if ahead:
+        _threads().unsafe_compute_mask_ptr_with_draft_token(ahead, bits.ctypes.data, bits[0].nbytes, len(bits))
+
+
+@cache
+def _threads() -> Any:
+    """Those on which masks are made, for all engines of this process."""
+    return library().LLExecutor()

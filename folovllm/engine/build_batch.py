@@ -1,0 +1,176 @@
+"""How the parts of M2 to M5 are chosen: what serves a batch, and the kernels that its model is built from.
+
+In some places a class that a learner wrote can stand (`folovllm.learn.builders`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from folovllm.attention.backends.abstract import AttentionBackend
+from folovllm.attention.backends.registry import make_backend
+from folovllm.cache.block_manager import BlockManager
+from folovllm.cache.manager import KVCacheManager
+from folovllm.cache.prefix_cache import PrefixCachingBlockManager
+from folovllm.cache.sliding import sliding
+from folovllm.cache.slot_manager import SlotManager
+from folovllm.config import EngineConfig
+from folovllm.engine.cpu_threads import largest_product
+from folovllm.engine.event_stream import Events
+from folovllm.engine.extension import Extension
+from folovllm.engine.logits_mask import LogitsMask
+from folovllm.engine.scheduler import (
+    Scheduler,
+    SchedulerLike,
+    TokensOfStep,
+    chunk,
+    preempt,
+    unless_finished,
+    up_to_border,
+    wait,
+    whole_prompt,
+)
+from folovllm.engine.setup import EngineSetup
+from folovllm.executor.abstract import Executor
+from folovllm.layers.layer_set import LayerSet
+from folovllm.learn import builders
+from folovllm.models.loader import load_native_model
+from folovllm.models.written_files import cache_dir
+from folovllm.plugins import SNAPSHOTS, named
+from folovllm.sample.sampler import Sampler
+from folovllm.worker.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from folovllm.kernels.cpu.ops import CpuKernels
+
+LARGE = 50_000_000  # bytes of weights: below this, kernels for a CPU gain less than their compiling takes
+
+
+def make_scheduler(
+    setup: EngineSetup, extension: Extension, executor: Executor, mask: LogitsMask, events: Events
+) -> SchedulerLike:
+    """Make the scheduler of a batch that changes at every step (M2)."""
+    config = setup.config
+    make_kv, tokens = sliding(cache_manager(config), setup.hf_config), tokens_of_step(config)
+    if setup.num_snapshots:
+        interval = setup.snapshot_interval
+        make_kv = partial(named(SNAPSHOTS), num_snapshots=setup.num_snapshots, interval=interval)
+        tokens = up_to_border(tokens, interval)
+    kv = make_kv(executor.num_kv_blocks, setup.block_size, events)
+    if own := learners(config, "scheduler"):
+        return own(kv, setup.max_num_seqs, setup.max_num_batched_tokens, tokens)
+    return extension.scheduler(Scheduler, executor, mask)(
+        kv=kv,
+        max_num_seqs=setup.max_num_seqs,
+        max_num_batched_tokens=setup.max_num_batched_tokens,
+        tokens_of_step=tokens,
+        on_full=wait if config.kv_cache == "slots" else preempt,  # M2; M3
+        by_priority=config.scheduling == "priority",
+    )
+
+
+def cache_manager(config: EngineConfig) -> type[KVCacheManager]:
+    """Choose the manager of the KV cache: slots (M2), blocks (M3), blocks that are found again (M5)."""
+    if own := learners(config, "block_manager") or learners(config, "prefix_cache"):
+        return own
+    if config.kv_cache == "slots":
+        return SlotManager
+    return PrefixCachingBlockManager if config.enable_prefix_caching else BlockManager
+
+
+def tokens_of_step(config: EngineConfig) -> TokensOfStep:
+    """How much of a prompt a step takes: all of it (M2), or what the budget has left (M5); steps that overlap stop in time (M6)."""
+    tokens: TokensOfStep = chunk if config.enable_chunked_prefill else whole_prompt
+    if config.enable_chunked_prefill and config.long_prefill_token_threshold:
+        tokens = partial(chunk, threshold=config.long_prefill_token_threshold)
+    return unless_finished(tokens) if config.async_scheduling else tokens
+
+
+def make_model_runner(
+    setup: EngineSetup, extension: Extension, counters: dict[str, torch.Tensor] | None
+) -> ModelRunner:
+    """Make the runner of our model for a batch (M2)."""
+    load_model = partial(load_native_model, setup, layers_of(setup, extension, counters))
+    kind, slots = extension.model_runner(ModelRunner), cache_manager(setup.config).slots
+    return kind(setup, load_model, make_sampler(setup), slots, attention_backend(setup, extension))
+
+
+def layers_of(setup: EngineSetup, extension: Extension | None, counters: dict[str, torch.Tensor] | None) -> LayerSet:
+    """Return what the model is built from; an extension may put its own in the place."""
+    usual = partial(layer_set, setup, counters)
+    return usual() if extension is None else extension.layer_set(usual)
+
+
+def attention_backend(setup: EngineSetup, extension: Extension) -> AttentionBackend:
+    """Make the attention backend that the configuration names (M2 to M4); M1's runners have their own."""
+    if own := learners(setup.config, "prefill"):
+        from folovllm.attention.backends.triton import TritonBackend
+
+        return TritonBackend(setup.attention, own)
+    return extension.attention_backend(partial(make_backend, setup.backend, setup.attention))
+
+
+def layer_set(setup: EngineSetup, counters: dict[str, torch.Tensor] | None = None) -> LayerSet:
+    """What the model is built from, and where it counts what it does (`LayerSet`)."""
+    return replace(kernels_for(setup), counters=counters)
+
+
+def kernels_for(setup: EngineSetup) -> LayerSet:
+    """Plain torch (M1), one kernel instead of several operations (M4), kernels for few tokens, and products that norm and
+    add as they go (M6); or layers that are compiled, where that is asked for.
+    """
+    if setup.config.compile:
+        from folovllm.layers.compiled import compiled_layers
+
+        return replace(compiled_layers(), kernels=setup.device.type == "cuda")
+    if (kernels := cpu_kernels(setup)) is not None:
+        from folovllm.models.cpu_layers import cpu_layers
+
+        return cpu_layers(kernels)
+    if "triton" not in setup.backend and "flash_attn" not in setup.backend:
+        return LayerSet()
+    from folovllm.models.fused import fused_layers
+    from folovllm.models.fused_layer import skinny_layers
+
+    return (skinny_layers if setup.config.packed_steps else fused_layers)(setup.attention.head_dim)
+
+
+def cpu_kernels(setup: EngineSetup) -> CpuKernels | None:
+    """Load the kernels for a CPU (M6); None without a compiler, or for a small model, which would wait for it and gain little."""
+    wanted = setup.device.type == "cpu" and setup.backend == "torch_paged" and setup.config.packed_steps
+    if not wanted or weight_bytes(setup) < LARGE:
+        return None
+    from folovllm.kernels.cpu.library import load
+    from folovllm.kernels.cpu.ops import CpuKernels
+
+    library = load(setup.dtype, cache_dir)
+    return None if library is None else CpuKernels(library, setup.dtype)
+
+
+def weight_bytes(setup: EngineSetup) -> int:
+    """Bytes of the head and of all MLPs, about: most of a model."""
+    outputs, inputs = largest_product(setup, 1)
+    return inputs * (setup.vocab_size + 3 * setup.num_layers * outputs) * setup.dtype.itemsize
+
+
+def make_sampler(setup: EngineSetup) -> Sampler:
+    """Make the sampler (M1), compiled if the configuration asks for it."""
+    if setup.config.compile:
+        from folovllm.sample.compiled import CompiledSampler
+
+        return CompiledSampler()
+    return Sampler()
+
+
+def counters_of(setup: EngineSetup) -> dict[str, torch.Tensor] | None:
+    """Return a dict that the model fills with its counters of experts (`LayerSet.counters`), or None if nobody wants them."""
+    return {} if setup.config.extras.get("count_experts") else None
+
+
+def learners(config: EngineConfig, place: str) -> Any:
+    """The component that a learner wrote for a place, or None: the engine's own stands there. Raises what `builders.load` raises."""
+    return builders.load(place) if place in config.builder_names else None

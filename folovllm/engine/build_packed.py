@@ -1,0 +1,76 @@
+"""How the parts of M6 are chosen: workers that get a step as one buffer, on one device or several."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import partial
+
+from folovllm.distributed.group import Group
+from folovllm.distributed.sharding import local_config
+from folovllm.engine.build_batch import attention_backend, cache_manager, counters_of, layer_set, learners, make_sampler
+from folovllm.engine.extension import Extension, extension_of
+from folovllm.engine.setup import EngineSetup
+from folovllm.executor.abstract import Executor
+from folovllm.executor.packed_executor import LocalExecutor, PackedWorker
+from folovllm.models.loader import load_native_model
+from folovllm.models.sharded_loader import load_sharded_model
+from folovllm.sample.sampler_state import SamplerState
+from folovllm.sample.sampling_row import line_width, mask_width
+from folovllm.worker.gpu_worker import GPUWorker
+from folovllm.worker.graph_runner import GraphRunner
+from folovllm.worker.kv_memory import require_memory
+from folovllm.worker.model_runner import ModelRunner
+from folovllm.worker.step_graph import AllGraphs
+from folovllm.worker.step_sampler import LocalSampler, StepSampler, TensorParallelSampler
+
+
+def make_packed_executor(setup: EngineSetup, extension: Extension) -> Executor:
+    """Make the executor that is sent packed steps, or several that share the model."""
+    if setup.config.tensor_parallel_size == 1:
+        return LocalExecutor(setup.max_num_seqs, *make_packed_worker(setup, extension=extension))
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        from folovllm.executor.torchrun_executor import TorchrunExecutor
+
+        return TorchrunExecutor(setup, make_packed_worker)
+    from folovllm.executor.multiproc_executor import MultiprocExecutor
+
+    return MultiprocExecutor(setup, make_packed_worker)
+
+
+def make_packed_worker(
+    setup: EngineSetup, group: Group | None = None, extension: Extension | None = None
+) -> tuple[PackedWorker, GraphRunner]:
+    """A worker for packed steps, with the whole model or, with a group, a rank's part of it (M6).
+
+    `setup` describes the whole model, but for the device, which is the rank's own.
+    """
+    extension = extension or extension_of(setup)
+    plain = extension.model_runner(ModelRunner)
+    sampler, slots, counters = make_sampler(setup), cache_manager(setup.config).slots, counters_of(setup)
+    backend, graphs = attention_backend(setup, extension), (learners(setup.config, "graph_cache") or AllGraphs)
+    step_sampler: StepSampler
+    layers = extension.layer_set(partial(layer_set, setup, counters))
+    if group is None:
+        step_sampler = LocalSampler(
+            setup.vocab_size, sampler, use_kernel=setup.device.type == "cuda" and not setup.config.compile
+        )
+        inner = plain(setup, partial(load_native_model, setup, layers), sampler, slots, backend)
+    else:
+        step_sampler = TensorParallelSampler(setup.vocab_size, group)
+        part = replace(
+            setup,
+            hf_config=local_config(
+                setup.hf_config, group.size, bool(setup.config.extras.get("enable_expert_parallel"))
+            ),
+        )
+        inner = plain(
+            part, partial(load_sharded_model, setup, group, layers), sampler, slots, backend, step_sampler.whole
+        )
+    bytes_per_row = 4 * (line_width(setup.vocab_size) + mask_width(setup.vocab_size))
+    require_memory(
+        setup.device, setup.max_num_seqs * bytes_per_row, f"the sampling states of {setup.max_num_seqs} sequences"
+    )
+    row_sampler = SamplerState(setup.max_num_seqs, setup.vocab_size, setup.device, sampler, extension.num_samples())
+    runner = extension.graph_runner(GraphRunner)(setup, inner, step_sampler, row_sampler, graphs(setup.max_num_seqs))
+    return GPUWorker(setup.device, runner, counters), runner

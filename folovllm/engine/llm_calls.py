@@ -1,0 +1,136 @@
+"""The calls of `LLM` beside `generate`: conversations, beam search, and other weights."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from folovllm.engine.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
+from folovllm.engine.chat_template import Message, as_conversations, render
+from folovllm.engine.input_processor import encode_within
+from folovllm.engine.inputs import Prompt, Request, TokensPrompt, as_requests
+from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.require import also_takes
+from folovllm.outputs import RequestOutput
+from folovllm.plugins import ROLLOUTS, require
+from folovllm.sampling_params import SamplingParams
+
+
+class LLMCalls(ABC):
+    """What `LLM` can do beside `generate`, which all of it builds on."""
+
+    engine: LLMEngine
+
+    @abstractmethod
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer prompts; results come in their order."""
+
+    @abstractmethod
+    def _answer(
+        self, requests: Sequence[Request], bar: bool, on_answer: Callable[[RequestOutput], object]
+    ) -> list[RequestOutput]: ...
+
+    @abstractmethod
+    def _one_call(self) -> AbstractContextManager[None]: ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, which is transformers'."""
+        return self.engine.get_tokenizer()
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the model can be asked through `chat`."""
+        return getattr(self.engine.tokenizer, "chat_template", None) is not None
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """`engine`, by vLLM's name."""
+        return self.engine
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.tokenizer
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes. Raises ValueError where there is no cache."""
+        return self.engine.reset_prefix_cache()
+
+    def update_weights(self, weights: Any, in_flight: str = "wait") -> None:
+        """Give the model other weights: a checkpoint's folder, or tensors by its names (`folovllm.electives.rollouts.weights`)."""
+        with self._one_call():
+            _rollouts().update_weights(self.engine, weights, in_flight)
+
+    def get_weights(self) -> dict[str, Any]:
+        """The weights by the checkpoint's names. They are the engine's own memory: an update changes them."""
+        with self._one_call():
+            return _rollouts().get_weights(self.engine)
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of cache and weights back; level 1 keeps the weights on the host (`folovllm.electives.rollouts.sleep`)."""
+        with self._one_call():
+            _rollouts().sleep(self.engine, level)
+
+    def wake_up(self, weights: Any = None, tags: Collection[str] | None = None) -> None:
+        """End the sleep, or that of the parts in `tags` ("weights", "kv_cache"). After level 2 the weights are loaded again, or given here."""
+        with self._one_call():
+            _rollouts().wake_up(self.engine, weights, tags)
+
+    @also_takes("request")
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several: lists of {"role", "content"}, put through the model's chat template.
+
+        The options are those of `chat_template.render`. In the outputs `prompt` is the text that the template made.
+        """
+        prompts = [
+            self._render(
+                conversation,
+                chat_template=chat_template,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            for conversation in as_conversations(messages)
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def render_chat(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        """The token ids of a conversation, up to where the answer begins; the options are those of `chat`."""
+        return list(self._render(messages, **options)["prompt_token_ids"])
+
+    def _render(self, messages: Sequence[Message], **options: Any) -> TokensPrompt:
+        text = render(self.tokenizer, messages, **options)
+        ids = encode_within(self.engine.setup.max_model_len, self.tokenizer, text, add_special_tokens=False)
+        return TokensPrompt(prompt=text, prompt_token_ids=ids)
+
+    def beam_search(self, prompts: Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
+        """For each prompt the `beam_width` most likely answers that a search over beams finds."""
+
+        def answer(prompts: Sequence[Prompt], params: SamplingParams) -> list[RequestOutput]:
+            return self._answer(as_requests(prompts, params), False, lambda output: None)
+
+        with self._one_call():
+            return search_beams(self.engine, answer, prompts, params)
+
+
+def _rollouts() -> Any:
+    return require(ROLLOUTS, "a change of weights, or sleep,")

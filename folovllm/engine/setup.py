@@ -1,0 +1,170 @@
+"""What is known before a weight is loaded, and decided then: an `EngineConfig` that met a model and a machine."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from folovllm import plugins
+from folovllm.attention.backends.abstract import AttentionConfig
+from folovllm.attention.backends.registry import choose_backend, get_backend
+from folovllm.config import EngineConfig
+from folovllm.distributed.gpus import check_gpus
+from folovllm.distributed.sharding import local_config
+from folovllm.kernels.kv_format import FP8
+from folovllm.learn import builders
+from folovllm.models.model_config import head_dim_of, num_kv_heads_of, num_linear_of, num_positions
+from folovllm.models.registry import quantization_of
+
+NAIVE = ("torch_naive", "native")  # the backend's name for what a growing cache does with our layers
+FEWEST_SNAPSHOTS = 16  # of states, where nobody gives a number
+
+logger = logging.getLogger("folovllm")
+
+
+@dataclass(slots=True, frozen=True)
+class EngineSetup:
+    """Every choice of an engine: nothing is left open."""
+
+    config: EngineConfig
+    path: Path
+    hf_config: Any
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    attention: AttentionConfig
+    backend: str  # name of the attention backend; "" where Hugging Face attends
+    block_size: int  # tokens a block, or a slot, holds
+
+    @property
+    def num_layers(self) -> int:
+        """L: decoder layers."""
+        return int(self.hf_config.num_hidden_layers)
+
+    @property
+    def vocab_size(self) -> int:
+        """V: rows of the embedding, the bound of all token ids."""
+        return int(self.hf_config.vocab_size)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of K and V that one token takes over all layers, on one rank."""
+        a = self.attention
+        return (
+            2
+            * (self.num_layers - num_linear_of(self.hf_config))
+            * a.num_kv_heads
+            * a.head_dim
+            * (a.kv_dtype or self.dtype).itemsize
+        )
+
+    @property
+    def num_snapshots(self) -> int:
+        """Snapshots of states that are kept; 0 where prefixes are not cached, or no layer keeps a state."""
+        if not (self.config.enable_prefix_caching and num_linear_of(self.hf_config)):
+            return 0
+        return self.config.num_snapshots or max(FEWEST_SNAPSHOTS, self.max_num_seqs)
+
+    @property
+    def snapshot_interval(self) -> int:
+        """Tokens between the snapshots of a sequence: a whole number of blocks."""
+        return -(-self.config.snapshot_interval // self.block_size) * self.block_size
+
+
+def set_up(config: EngineConfig) -> EngineSetup:
+    """Decide what `config` left open. Raises ValueError, before any work, if the configuration cannot be served."""
+    from folovllm.models.files import load_hf_config, resolve_model  # here, for ranks do without transformers
+
+    path = resolve_model(config.model)
+    hf_config = load_hf_config(path, config)
+    quantization = quantization_of(hf_config, config)
+    hf_config = quantization.configured(hf_config, config)
+    device = choose_device(config.device)
+    max_model_len = config.resolve_max_model_len(num_positions(hf_config))
+    budget = config.resolve_max_num_batched_tokens(max_model_len)
+    dtype = choose_dtype(config.dtype, device, hf_config)
+    assert config.max_num_seqs is not None
+    wanted_block_size = max_model_len if config.kv_cache == "slots" else config.block_size
+    if config.extras:
+        plugins.check_model(config, hf_config)
+    if config.builder_names:
+        builders.require_no_states(config.builder_names, num_linear_of(hf_config))
+    ranks, share = config.tensor_parallel_size, hf_config
+    if ranks > 1:  # one rank's part
+        check_gpus(device, ranks)
+        share = local_config(hf_config, ranks, bool(config.extras.get("enable_expert_parallel")))
+    quantization.check(hf_config, share, config)
+    attention = AttentionConfig(
+        num_heads=share.num_attention_heads,
+        num_kv_heads=num_kv_heads_of(share),
+        head_dim=head_dim_of(share),
+        dtype=dtype,
+        device=device,
+        block_size=wanted_block_size,
+        max_num_seqs=config.max_num_seqs,
+        long_prompts=config.packed_steps,
+        kv_dtype=FP8 if "kv_cache_dtype" in config.extras else None,
+    )
+    backend, block_size = _choose_attention(config, attention, max_model_len)
+    attention = replace(attention, block_size=block_size)
+    if config.max_model_len is None:
+        logger.info("max_model_len is %d (the model's own limit: %d)", max_model_len, num_positions(hf_config))
+    return EngineSetup(
+        config=config, path=path, hf_config=hf_config, device=device, dtype=dtype, max_model_len=max_model_len,
+        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=budget, attention=attention, backend=backend,
+        block_size=block_size,
+    )  # fmt: skip
+
+
+def _choose_attention(config: EngineConfig, attention: AttentionConfig, max_model_len: int) -> tuple[str, int]:
+    """The backend's name, and the tokens of a block, or of a cache that grows."""
+    if config.kv_cache == "growing":
+        if config.attention_backend != "auto" and (config.attention_backend, config.model_impl) != NAIVE:
+            get_backend(str(config.attention_backend))  # an unknown name has an error of its own
+            raise ValueError(
+                'kv_cache="growing" attends naively with our layers, and in its own way with those of transformers: '
+                'leave attention_backend out, take "torch_naive" and model_impl="native", or use milestone="m2"'
+            )
+        return ("" if config.model_impl == "hf" else "torch_cat"), max_model_len
+    return choose_backend(config.attention_backend or "auto", attention)
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device asked for, or CUDA where there is one, else the CPU."""
+    if name is None:
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"unknown device {name!r}: choose cuda or cpu") from error
+    if device.type not in ("cuda", "cpu"):
+        raise ValueError(f"device {name!r} is not supported: choose cuda or cpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda' was asked for, but PyTorch sees no CUDA GPU here: use device='cpu'")
+    return torch.device("cuda", 0) if device == torch.device("cuda") else device
+
+
+def choose_dtype(name: str, device: torch.device, hf_config: Any) -> torch.dtype:
+    """The dtype asked for; "auto" is float32 on CPU and the checkpoint's own on a GPU.
+
+    Raises ValueError for bfloat16 on a card that has no instructions for it: kernels do not compile there.
+    """
+    if name == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        card = torch.cuda.get_device_name(device)
+        raise ValueError(f"bfloat16 needs a card of compute capability 8.0 or later, and {card} is older: use float16")
+    if name != "auto":
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    if device.type == "cpu":
+        return torch.float32
+    own = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None)
+    if isinstance(own, str):
+        own = getattr(torch, own)
+    if own is torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+        return torch.float16
+    return own or torch.bfloat16

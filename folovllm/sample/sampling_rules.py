@@ -1,0 +1,73 @@
+"""Rules of sampling that few requests have: stop strings, chosen and forbidden tokens, grammars, and prompts that are cut."""
+
+from __future__ import annotations
+
+from numbers import Integral, Real
+from reprlib import repr as shown
+from typing import Any
+
+from folovllm.engine.require import is_whole, require
+from folovllm.engine.structured_outputs import StructuredOutputsParams
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+def take_rules(params: Any) -> None:
+    """Put the rules of a `SamplingParams` into one form, and check them. Raises ValueError with what works."""
+    if isinstance(params.stop, str):
+        params.stop = [params.stop]
+    for name in ("stop", "stop_token_ids", "bad_words"):
+        if getattr(params, name) is None:
+            setattr(params, name, [])
+    if isinstance(params.structured_outputs, dict):
+        params.structured_outputs = StructuredOutputsParams(**params.structured_outputs)
+    _check_kinds(params)
+    params.logit_bias = _bias(params.logit_bias) if params.logit_bias else None
+    has_bad_text = any(REPLACEMENT in stop for stop in params.stop)
+    rules = {
+        "truncate_prompt_tokens must be at least 1, or -1 (what fits), not 0": params.truncate_prompt_tokens != 0,
+        "a stop string must not be empty": all(params.stop),
+        f"a stop string must not hold {REPLACEMENT!r}: it stands for bytes that are no text": not has_bad_text,
+        "stop strings are found in text: leave detokenize at True": not params.stop or params.detokenize,
+        "allowed_token_ids must not be empty, or nothing could be sampled: leave it out": params.allowed_token_ids
+        != [],
+        "a bad word must not be empty": all(word.strip() for word in params.bad_words),
+    }
+    for sentence, holds in rules.items():
+        require(holds, sentence)
+
+
+def _check_kinds(params: Any) -> None:
+    texts = {
+        "stop": "stop strings must be given as a list of texts",
+        "bad_words": "bad_words must be a list of texts",
+    }
+    for name, says in texts.items():
+        require(_is_list(value := getattr(params, name), str), f"{says}, not {shown(value)}")
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        is_none = (value := getattr(params, name)) is None
+        says = f"{name} must be a list of token ids (whole numbers), not {shown(value)}"
+        require(is_none or _is_list(value, Integral), says)
+    form = params.structured_outputs
+    says = f"structured_outputs is a StructuredOutputsParams, not {form!r}"
+    require(isinstance(form, StructuredOutputsParams | None), says)
+
+
+def _is_list(value: Any, kind: type) -> bool:
+    return isinstance(value, list | tuple) and all(isinstance(v, kind) and not isinstance(v, bool) for v in value)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and value is not True and value is not False
+
+
+def _bias(given: Any) -> dict[int, float]:
+    """Biases by token id; JSON's names of fields, which are texts, are ids too."""
+    says = f"logit_bias must give token ids a number from -100 to 100 each, as in {{1234: -5.0}}, not {shown(given)}"
+    require(isinstance(given, dict), says)
+    for token, value in given.items():
+        is_id = is_whole(token) or (isinstance(token, str) and token.isdecimal() and len(token) < 20)
+        require(is_id and _is_number(value) and -100 <= value <= 100, says)
+    biases = {int(token): float(value) for token, value in given.items()}
+    require(len(biases) == len(given), "logit_bias names a token twice, as 7 and 007 do: give each token one number")
+    return biases
