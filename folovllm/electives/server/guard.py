@@ -17,7 +17,7 @@ class HostGuard:
     """Middleware that refuses requests by a name that is not known, and requests of pages from elsewhere.
 
     A page from elsewhere can let its own name point here and then ask as if it were ours (DNS rebinding); the Host
-    header still has that name. An address in numbers is no name.
+    header, which every browser sends, still has that name. An address in numbers is no name.
 
     Args:
         app: the application behind it.
@@ -33,27 +33,22 @@ class HostGuard:
         self._hint = "" if origins is None else ": start the server with --cors-origin {0} to let it"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer 400 or 403, or let it pass."""
+        """Answer 403, or let it pass."""
         app = self._app
-        if scope["type"] == "http":
-            try:
-                self._check(Headers(scope=scope), scope["http_version"])
-            except ApiError as error:
-                app = error_response(error)
+        if scope["type"] == "http" and (refusal := self._refusal(Headers(scope=scope))) is not None:
+            app = error_response(refusal)
         await app(scope, receive, send)
 
-    def _check(self, headers: Headers, version: str) -> None:
-        hosts = headers.getlist("host")
-        if len(hosts) > 1 or (not hosts and version != "1.0"):
-            raise ApiError(400, f"send one Host header, not {len(hosts)}")
-        host = "".join(hosts).lower()
+    def _refusal(self, headers: Headers) -> ApiError | None:
+        host = ",".join(headers.getlist("host")).lower()
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
-        if hosts and self._names.isdisjoint((name, "*")) and not is_address(name):
+        if "host" in headers and self._names.isdisjoint((name, "*")) and not is_address(name):
             instead = f"use localhost or an address in numbers, or start it with {self._flag} {name}"
-            raise ApiError(403, f"this server does not know the name {name!r}: {instead}", code="unknown_host")
+            return ApiError(403, f"this server does not know the name {name!r}: {instead}", code="unknown_host")
         origin = headers.get("origin", "").lower()
         if origin and origin.partition("://")[2] != host and self._origins.isdisjoint((origin, "*")):
-            raise ApiError(403, f"a page of {{0}} may not ask here{self._hint}".format(origin), code="other_origin")
+            return ApiError(403, f"a page of {{0}} may not ask here{self._hint}".format(origin), code="other_origin")
+        return None
 
 
 def is_address(name: str) -> bool:

@@ -21,8 +21,8 @@ def require_json(request: Request) -> None:
         raise ApiError(426, message, headers={"Connection": "close", "Upgrade": "HTTP/1.1"})
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "the body must be JSON: send the header Content-Type: application/json")
-    if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
-        raise ApiError(415, f"the body is coded as {coding!r}: send it as it is, without Content-Encoding")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise ApiError(415, "the body must be JSON as it stands: send it without Content-Encoding")
 
 
 async def read_body(request: Request, limit: int) -> bytes:
