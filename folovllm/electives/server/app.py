@@ -207,7 +207,7 @@ class Api:
         engine = self._engine
         self._check_room(len(prompts), params)  # before the work of reading them
         if params.structured_outputs is not None:  # a check may take long, and ends when the client leaves
-            await unless_gone(request.receive, engine.check_structured_outputs(params.structured_outputs))
+            await unless_gone(request.receive, engine.grammars.check(params.structured_outputs))
         prepared = []
         for prompt in prompts:
             prepared.append(await engine.prepare(prompt, params, priority=body.priority, cache_salt=body.cache_salt))
@@ -220,7 +220,7 @@ class Api:
 
     def _check_room(self, num_prompts: int, params: SamplingParams, num_tokens: int = 0) -> None:
         """Raise unless the queue has room for `n` sequences of each prompt."""
-        self._engine.check_amounts(params)
+        self._engine.processor.check_amounts(params)
         self._admission.check(num_prompts * params.n, num_tokens)
 
     async def tokenize(self, request: Request) -> Response:
