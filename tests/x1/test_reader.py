@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from folovllm.electives.server.deltas import OutputDelta
+from folovllm.electives.server.stream import OutputDelta
 from folovllm.electives.server.errors import ApiError
 from folovllm.electives.server.protocol import ChatRequest
 from folovllm.electives.server.reasoning import ReasoningSplitter

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from folovllm.config import EngineConfig
-from folovllm.electives.server.deltas import catch_up
 from folovllm.electives.server.messages import Delta
 from folovllm.electives.server.stream import OutputCollector, Stream
 from folovllm.engine.detokenizer import IncrementalDetokenizer
@@ -274,7 +273,7 @@ class TestFeed:
         rows = [[(token, -(2.0**i), 1)] for i, token in enumerate(ids_of("abc"))]
         stream.feed(Delta(0, 0, ids_of("abc"), None, 0, rows), 1.0)
         stream.feed(Delta(0, 0, [], "stop"), 1.0)
-        catch_up(stream)
+        stream.look()
         (answer,) = stream.output().outputs
         assert (answer.cumulative_logprob, len(answer.logprobs or ())) == (-3.0, 2), "c was drawn behind the end"
 

@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
-from folovllm.electives.server.deltas import OutputDelta
 from folovllm.electives.server.protocol import ChatRequest, CompletionRequest, Sampling
 from folovllm.electives.server.reasoning import ReasoningSplitter
+from folovllm.electives.server.stream import OutputDelta
 from folovllm.electives.server.tool_calls import ToolCall, ToolCallParser
 from folovllm.engine.logprobs import with_text
 from folovllm.engine.output_processor import RequestState

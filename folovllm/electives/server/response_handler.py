@@ -8,12 +8,11 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from folovllm.electives.server.async_engine import AsyncEngine
-from folovllm.electives.server.deltas import OutputDelta
 from folovllm.electives.server.errors import as_api_error
 from folovllm.electives.server.protocol import StreamOptions
 from folovllm.electives.server.replies import DONE, CompletionWriter, event
 from folovllm.electives.server.sse import EventStream, unless_gone
-from folovllm.electives.server.stream import OutputCollector, Stream
+from folovllm.electives.server.stream import OutputCollector, OutputDelta, Stream
 from folovllm.request import Sequence
 
 
