@@ -49,8 +49,8 @@ class Background:
     async def _main(self) -> None:
         async with AsyncEngine(EngineConfig(**self._overrides), transport=self._transport) as self.engine:
             app = build_app(self.engine, self._config)
-            options: dict[str, Any] = {"lifespan": "off", "log_level": "warning", "timeout_graceful_shutdown": 1}
-            self._server = Server(uvicorn.Config(app, http=BoundedProtocol, ws="none", **options))
+            options: dict[str, Any] = {"lifespan": "off", "timeout_graceful_shutdown": 1, "log_config": None}
+            self._server = Server(uvicorn.Config(app, http=BoundedProtocol, ws="none", access_log=False, **options))
             self._loop = asyncio.get_running_loop()
             self._listener.listen()
             self._ready.set()

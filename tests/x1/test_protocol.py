@@ -64,11 +64,6 @@ class TestRequests:
                 params(make(**fields), {})  # type: ignore[arg-type]
             assert (refused.value.status, refused.value.param) == (400, next(iter(fields)))
 
-    def test_as_much_as_that_is_taken(self) -> None:
-        asked = completion(stop=["a" * 1024, *map(str, range(63))], stop_token_ids=list(range(1024)))
-        params = completion_params(asked, {})
-        assert (len(params.stop), len(params.stop_token_ids)) == (64, 1024)
-
     def test_defaults(self) -> None:
         """A completion ends after 16 tokens, as OpenAI's; a chat's answer may fill the context; the model may recommend else."""
         assert completion_params(completion(), {}).max_tokens == 16

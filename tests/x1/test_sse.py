@@ -58,30 +58,3 @@ def test_a_stream_is_closed_however_it_ends() -> None:
         assert closed == [1, 2, 3]
 
     asyncio.run(asyncio.wait_for(main(), 30))
-
-
-def test_a_slow_socket_holds_up_its_own_stream_alone() -> None:
-    """Nothing is read ahead of a `send` that waits."""
-
-    async def main() -> None:
-        made: list[int] = []
-        may_send = asyncio.Event()
-
-        async def count() -> AsyncIterator[bytes]:
-            for i in range(5):
-                made.append(i)
-                yield b"x"
-
-        async def send(message: Any) -> None:
-            if message.get("body"):
-                await may_send.wait()
-
-        task = asyncio.ensure_future(EventStream(count(), lambda: None)({"method": "GET"}, Client().receive, send))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert made == [0]
-        may_send.set()
-        await task
-        assert made == [0, 1, 2, 3, 4]
-
-    asyncio.run(asyncio.wait_for(main(), 30))

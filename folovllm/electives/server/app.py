@@ -216,7 +216,7 @@ class Api:
         handler = ResponseHandler(engine, prepared, writer, params.n)
         if body.stream:
             return handler.events(body.stream_options or protocol.StreamOptions())
-        return await handler.whole(request.receive)
+        return await handler.full(request.receive)
 
     def _check_room(self, num_prompts: int, params: SamplingParams, num_tokens: int = 0) -> None:
         """Raise unless the queue has room for `n` sequences of each prompt."""

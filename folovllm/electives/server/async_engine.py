@@ -168,10 +168,6 @@ class AsyncEngine:
             self._open.end(stream)
             self._transport.send(msg.Abort(stream.number))
 
-    def _abort_all(self) -> None:
-        for stream in list(self._open.by_number.values()):
-            self._abort(stream)
-
     async def drain(self, seconds: float | None = None) -> bool:
         """Take no new requests, and wait until those that run have ended; after `seconds` the rest is aborted. Returns whether none was."""
         self._require_loop()
@@ -180,7 +176,8 @@ class AsyncEngine:
             async with asyncio.timeout(seconds):
                 await self._open.is_empty.wait()
         except TimeoutError:
-            self._abort_all()
+            for stream in list(self._open.by_number.values()):
+                self._abort(stream)
             return False
         finally:
             self.is_over.set()
@@ -189,10 +186,12 @@ class AsyncEngine:
     async def close(self) -> None:
         """End the engine and the requests that it still works on. A second call does nothing."""
         self._is_draining = self._is_closed = True
-        self._abort_all()
+        for stream in list(self._open.by_number.values()):
+            self._abort(stream)
         await self._transport.stop()
         self.is_over.set()
-        self._end_calls(Unavailable("the engine was closed"))
+        while self._calls:
+            self._end_call(None, Unavailable("the engine was closed"))
         self.grammars.close()
         self._readers.shutdown(wait=False)
 
@@ -224,21 +223,15 @@ class AsyncEngine:
         self._transport.send(msg.Call(method, list(arguments)))
         return called
 
-    def _on_called(self, answer: msg.Called) -> None:
-        self.is_sleeping = answer.is_sleeping
-        if (call := self._calls.popleft()).done():  # its client has left
+    def _end_call(self, value: Any, error: Exception | None) -> None:
+        """Answer the call that waits longest. Its client may have left."""
+        if (call := self._calls.popleft()).done():
             return
-        if answer.error is None:
-            call.set_result(answer.value)
+        if error is None:
+            call.set_result(value)
         else:
-            call.set_exception(ValueError(answer.error))
-
-    def _end_calls(self, error: Exception) -> None:
-        """Tell those that wait for a call that nothing will come."""
-        while self._calls:
-            if not (call := self._calls.popleft()).done():
-                call.set_exception(error)
-                call.exception()  # nobody need look at it
+            call.set_exception(error)
+            call.exception()  # nobody need look at it
 
     def _require_loop(self) -> None:
         """Raise RuntimeError in another event loop than that of `start`: what happens there would wake nobody here."""
@@ -292,7 +285,8 @@ class AsyncEngine:
             case msg.Seen():
                 self.on_seen(message.pieces)
             case msg.Called():
-                self._on_called(message)
+                self.is_sleeping = message.is_sleeping
+                self._end_call(message.value, None if message.error is None else ValueError(message.error))
             case msg.Failure():
                 self._die(message)
             case msg.Ready() if not self._ready.done():
@@ -304,7 +298,8 @@ class AsyncEngine:
             return
         self.death = EngineDead(failure.message)
         self.is_over.set()
-        self._end_calls(self.death)
+        while self._calls:
+            self._end_call(None, self.death)
         if not self._ready.done():
             self._ready.set_exception(ValueError(failure.message) if failure.is_user_error else self.death)
         for stream in list(self._open.by_number.values()):

@@ -147,6 +147,6 @@ class Metrics(Collector):
     ) -> Metric:
         """A family whose values have `labels` beside those of all."""
         family = kind(name, text, labels=(*LABELS, *labels))
-        for own, value in values:
-            family.add_metric((self.model, "0", *own), value)
+        for more, value in values:
+            family.add_metric((self.model, "0", *more), value)
         return family

@@ -198,7 +198,7 @@ def tokenizer_info(tokenizer: Any) -> TokenizerInfo:
     return TokenizerInfo(type(tokenizer).__name__, len(tokenizer), template, *named, extra, added)
 
 
-class AnswerReader:
+class MessageReader:
     """One answer, whole or piece by piece: both are read the same way. Without `thoughts` and `calls` all text is content."""
 
     def __init__(self, thoughts: ReasoningSplitter | None = None, calls: ToolCallParser | None = None) -> None:
@@ -235,9 +235,9 @@ class CompletionWriter:
     OBJECT: ClassVar[str] = "text_completion"
     CHUNK: ClassVar[str] = "text_completion"
 
-    def __init__(self, model: str, asked: Sampling, n: int) -> None:
+    def __init__(self, model: str, request: Sampling, n: int) -> None:
         """`model`: the name that the response shows; `n` answers to each prompt."""
-        self._model, self._n, self._shows_prompt = model, n, asked.prompt_logprobs is not None
+        self._model, self._n, self._shows_prompt = model, n, request.prompt_logprobs is not None
         self.requests: Sequence[RequestState] = ()  # one for each prompt, from when the engine has them
         self.id = f"{self.PREFIX}-{uuid.uuid4().hex}"
         self._created = int(time.time())
@@ -246,7 +246,7 @@ class CompletionWriter:
         self._frames: dict[int, tuple[bytes, bytes]] = {}  # by answer: its events' bytes before and after the text
         self._has_frames = True  # False where an answer's events differ by more than their text
 
-    def whole(self, answers: Iterable[tuple[int, OutputDelta]]) -> bytes:
+    def full(self, answers: Iterable[tuple[int, OutputDelta]]) -> bytes:
         """The response."""
         choices = [choice for index, answer in answers for choice in self.choices(index, answer, is_whole=True)]
         return msgspec.json.encode(self._body(self.OBJECT, choices, self.usage()))
@@ -302,10 +302,10 @@ class CompletionWriter:
 class EchoWriter(CompletionWriter):
     """A `CompletionWriter` whose answers begin with their prompts (`echo`): as text, and with log-probabilities where asked for."""
 
-    def __init__(self, model: str, asked: CompletionRequest, n: int, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, model: str, request: CompletionRequest, n: int, decode: Callable[[list[int]], str]) -> None:
         """`decode` is for prompts that came as ids."""
-        super().__init__(model, asked, n)
-        self._decode, self._num_logprobs, self._prompt_alone = decode, asked.logprobs, asked.wants_prompt_alone
+        super().__init__(model, request, n)
+        self._decode, self._num_logprobs, self._prompt_alone = decode, request.logprobs, request.wants_prompt_alone
         self._has_frames = not self._prompt_alone
 
     def usage(self) -> Usage:
@@ -350,11 +350,11 @@ class ChatWriter(CompletionWriter):
     OBJECT = "chat.completion"
     CHUNK = "chat.completion.chunk"
 
-    def __init__(self, model: str, asked: ChatRequest, n: int, make_reader: Callable[[], AnswerReader]) -> None:
-        super().__init__(model, asked, n)
-        self._num_top = asked.top_logprobs or 0
-        self._readers: defaultdict[int, AnswerReader] = defaultdict(make_reader)
-        self._has_frames = make_reader is AnswerReader
+    def __init__(self, model: str, request: ChatRequest, n: int, make_reader: Callable[[], MessageReader]) -> None:
+        super().__init__(model, request, n)
+        self._num_top = request.top_logprobs or 0
+        self._readers: defaultdict[int, MessageReader] = defaultdict(make_reader)
+        self._has_frames = make_reader is MessageReader
 
     def _body(self, kind: str, choices: list[Any], usage: Usage | None) -> ResponseBody[Any]:
         answer = super()._body(kind, choices, usage)
