@@ -191,11 +191,11 @@ def tokenizer_info(tokenizer: Any) -> TokenizerInfo:
     """What `/tokenizer_info` tells of a tokenizer, by the names of `tokenizer_config.json`. No path of this machine is among them."""
     flags = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
     added = {str(id_): {flag: getattr(t, flag) for flag in flags} for id_, t in tokenizer.added_tokens_decoder.items()}
-    named = [tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token]
-    extra = [token for token in tokenizer.all_special_tokens if token not in named]
+    bos, eos, pad, unk = (getattr(tokenizer, f"{kind}_token") for kind in ("bos", "eos", "pad", "unk"))
+    extra = [token for token in tokenizer.all_special_tokens if token not in (bos, eos, pad, unk)]
     template = getattr(tokenizer, "chat_template", None)
     template = template if isinstance(template, str) else None
-    return TokenizerInfo(type(tokenizer).__name__, len(tokenizer), template, *named, extra, added)
+    return TokenizerInfo(type(tokenizer).__name__, len(tokenizer), template, bos, eos, pad, unk, extra, added)
 
 
 class MessageReader:
