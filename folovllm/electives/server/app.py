@@ -19,13 +19,11 @@ from starlette.responses import Response
 
 import folovllm
 from folovllm.apps.inspector.web import FILES, PAGE
-from folovllm.electives.server import protocol, replies
+from folovllm.electives.server import http, protocol, replies
 from folovllm.electives.server.admission import Admission
 from folovllm.electives.server.async_engine import AsyncEngine
 from folovllm.electives.server.config import ServerConfig
 from folovllm.electives.server.errors import ApiError, EngineDead, Unavailable, as_api_error
-from folovllm.electives.server.guard import HostGuard
-from folovllm.electives.server.http import CLIENT_GONE, error_response, json_response, read_body, require_json
 from folovllm.electives.server.metrics import Metrics
 from folovllm.electives.server.openapi import json_route, schemas
 from folovllm.electives.server.pages import InspectorRoutes, chat_page
@@ -62,7 +60,7 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> FastAPI:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     # Where a key is needed any name will do: a page from elsewhere does not have the key.
     names = ["*"] if config.api_key else [config.host, *config.allowed_host, *config.inspector_host]
-    app.add_middleware(HostGuard, names=names, flag="--allowed-host", origins=origins)
+    app.add_middleware(http.HostGuard, names=names, flag="--allowed-host", origins=origins)
     key = [Depends(api.check_key)] if config.api_key else []
 
     def add(path: str, handler: Handler, needs_key: bool = True, **options: Any) -> None:
@@ -100,14 +98,14 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> FastAPI:
 async def on_error(request: Request, error: Exception) -> Response:
     """The response to an error: FastAPI's own (an unknown address, another method), a refusal, or a bug."""
     if isinstance(error, ClientDisconnect):
-        return Response(status_code=CLIENT_GONE)
+        return Response(status_code=http.CLIENT_GONE)
     if isinstance(error, HTTPException):
         here = [route.path for route in request.app.routes if route.path.startswith("/v1/") and "{" not in route.path]
         not_found = f"not found; this server has {', '.join(dict.fromkeys(here))}"
         wrong = "this address takes another method" if error.status_code == 405 else not_found
         message = f"{request.method} {request.url.path}: {wrong}"
         error = ApiError(error.status_code, message, headers=dict(error.headers or {}))
-    return error_response(as_api_error(error, FIELDS))
+    return http.error_response(as_api_error(error, FIELDS))
 
 
 class Api:
@@ -146,7 +144,7 @@ class Api:
 
     async def version(self) -> Response:
         """The version of this server."""
-        return json_response(replies.Version(folovllm.__version__))
+        return http.json_response(replies.Version(folovllm.__version__))
 
     async def metrics(self) -> Response:
         """Figures for Prometheus."""
@@ -159,11 +157,11 @@ class Api:
 
     async def models(self) -> Response:
         """The model, by all its names."""
-        return json_response(replies.ModelList("list", [self._card(name) for name in self._names]))
+        return http.json_response(replies.ModelList("list", [self._card(name) for name in self._names]))
 
     async def model(self, name: str) -> Response:
         """One of its names."""
-        return json_response(self._card(name))
+        return http.json_response(self._card(name))
 
     def _card(self, name: str) -> replies.ModelCard:
         self._check_model(name)
@@ -237,7 +235,7 @@ class Api:
 
         ids = await engine.in_thread(encode)
         texts = tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
-        return json_response(replies.Tokens(len(ids), limit, ids, texts))
+        return http.json_response(replies.Tokens(len(ids), limit, ids, texts))
 
     async def detokenize(self, request: Request) -> Response:
         """The text of ids."""
@@ -248,31 +246,31 @@ class Api:
         if bad := [id_ for id_ in body.tokens if not 0 <= id_ < size]:
             raise ApiError(400, f"token id {bad[0]} is outside the vocabulary: ids go from 0 to {size - 1}", "tokens")
         text = await self._engine.in_thread(self._engine.tokenizer.decode, body.tokens)
-        return json_response(replies.Detokenized(text))
+        return http.json_response(replies.Detokenized(text))
 
     async def tokenizer_info(self) -> Response:
         """How texts become ids."""
-        return json_response(replies.tokenizer_info(whole(self._engine.tokenizer)))
+        return http.json_response(replies.tokenizer_info(whole(self._engine.tokenizer)))
 
     def calling(self, function: str) -> Handler:
         """Return the handler of an `EngineRoute`. It reads its query alone: a body is refused."""
 
         async def call(request: Request) -> Response:
-            if await read_body(request, self._config.max_body_size):
+            if await http.read_body(request, self._config.max_body_size):
                 raise ApiError(400, f"{request.url.path} takes no body: give its fields in the address, as ?name=value")
             query = {name: request.query_params.getlist(name) for name in request.query_params}
             value = await self._engine.call("call_function", function, query)
-            return Response() if value is None else json_response(value)
+            return Response() if value is None else http.json_response(value)
 
         return call
 
     async def _read(self, request: Request, kind: type[R]) -> R:
         """Parse the request in the body. It must be JSON: a web page may send other types to any server, unasked."""
         self._engine.require_open()
-        require_json(request)
+        http.require_json(request)
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                data = await read_body(request, self._config.max_body_size)
+                data = await http.read_body(request, self._config.max_body_size)
         except TimeoutError as error:
             raise ApiError(408, f"the body did not come within {BODY_SECONDS:.0f} s: send it faster") from error
         body = protocol.parse(data, kind, self._config.ignore_unknown_fields)

@@ -16,7 +16,6 @@ from folovllm.electives.server.app import build_app
 from folovllm.electives.server.async_engine import AsyncEngine
 from folovllm.electives.server.config import ServerConfig
 from folovllm.electives.server.errors import EngineDead
-from folovllm.electives.server.http_protocol import BoundedProtocol
 from folovllm.electives.server.listener import Server, ending_signals, listen
 from folovllm.engine.setup import choose_device
 from folovllm.engine.structured_outputs import GrammarLimits
@@ -57,13 +56,7 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, listener: soc
         grammar_limits=GrammarLimits(config.grammar_seconds, config.grammar_memory),
     )
     async with engine:
-        app = build_app(engine, config)
-        server = Server(
-            uvicorn.Config(
-                app, http=BoundedProtocol, ws="none", lifespan="off", log_level="warning", access_log=False,
-                backlog=BACKLOG, timeout_graceful_shutdown=LAST_WORDS,
-            )
-        )  # fmt: skip
+        server = Server(build_app(engine, config), backlog=BACKLOG, timeout_graceful_shutdown=LAST_WORDS)
         ending = asyncio.create_task(shutdown.wait(server, engine, config.drain_seconds))
         gc.collect()
         gc.freeze()  # what exists by now stays: to search it in each collection would hold up all requests

@@ -110,15 +110,10 @@ class ThreadTransport(Transport):
 
 
 class ProcessTransport(Transport):
-    """The engine in a process of its own: two Pythons, two cores.
+    """The engine in a process of its own: two Pythons, two cores."""
 
-    Args:
-        command: the program to run, which serves the socket whose number is its last argument.
-    """
-
-    def __init__(self, command: list[str] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._command = command or python_command("folovllm.electives.server.engine_process")
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -132,7 +127,8 @@ class ProcessTransport(Transport):
             first = msg.frame(pickle.dumps(config))
         except Exception as error:
             raise ValueError(f"{msg.NOT_SENT} ({error})") from error
-        command, environment = [*self._command, str(there.fileno())], os.environ | {"PYTHONPATH": import_path()}
+        command = [*python_command("folovllm.electives.server.engine_process"), str(there.fileno())]
+        environment = os.environ | {"PYTHONPATH": import_path()}
         with there:
             self._process = subprocess.Popen(
                 command, env=environment, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL
