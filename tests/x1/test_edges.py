@@ -171,12 +171,8 @@ def test_refused_but_still_sending(server: Background, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("wire", "behind", "status"),
-    [
-        (get("/health"), b"\r\n", 200),
-        (post(b"{", "Content-Type: text/plain\r\nContent-Length: 99\r\n"), b"}", 415),
-        (post(LONG | {"max_tokens": 60}), b"GET /health", 200),
-    ],
-    ids=["blank lines", "a body of no use", "half a head"],
+    [(get("/health"), b"\r\n", 200), (post(LONG | {"max_tokens": 60}), b"GET /health", 200)],
+    ids=["blank lines", "half a head"],
 )
 def test_nobody_is_waited_for_behind_an_answer(
     server: Background, wire: bytes, behind: bytes, status: int, monkeypatch: pytest.MonkeyPatch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from functools import partial, wraps
 from types import coroutine
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from starlette.requests import ClientDisconnect
 
-from folovllm.electives.server.sse import unless_gone
+from folovllm.electives.server.sse import EventStream, unless_gone
 from tests.tiny import worked_case
 
 GONE = {"type": "http.disconnect"}
@@ -228,3 +228,32 @@ class TestUnlessGone:
         await turns()
         client.goes.set()
         assert await race == "ClientDisconnect", "the client was gone first, whatever the work says then"
+
+
+class TestEventStream:
+    @in_a_loop
+    async def test_it_is_closed_however_it_ends(self) -> None:
+        got, closed = list[dict[str, Any]](), list[str]()
+
+        async def events() -> AsyncIterator[bytes]:
+            for event in (b"one", b"two"):
+                await asyncio.sleep(0)
+                yield event
+
+        async def send(message: Any) -> None:
+            got.append(message)
+
+        async def broken(message: Any) -> None:
+            raise OSError("the socket is closed")
+
+        async def respond(client: Client, send: Any, name: str) -> None:
+            await EventStream(events(), lambda: closed.append(name))({"method": "GET"}, client.receive, send)
+
+        gone = Client()  # before the first event
+        gone.goes.set()
+        await respond(Client(), send, "at its end")
+        assert [message.get("body") for message in got] == [None, b"one", b"two", b""]
+        await respond(gone, send, "client gone")
+        with pytest.raises(OSError, match="is closed"):
+            await respond(Client(), broken, "socket closed")
+        assert closed == ["at its end", "client gone", "socket closed"]
