@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.docs.blocks import ROOT, blocks
-from tests.docs.test_commands import LEFT_OUT, PRELUDE
+from tests.docs.test_commands import PRELUDE
 
 README = ROOT / "README.md"
 REASONS = ("installs", "opens a browser", "downloads")  # why a block of README may be left out elsewhere
@@ -36,7 +36,9 @@ def in_place(line: str, port: int) -> str:
     if line.startswith("folovllm chat"):
         return f"echo Hello | {line}"
     if line.startswith("folovllm inspect"):
-        return f"{line.partition('#')[0]} --port {port} --no-browser &\nanswers localhost:{port}\nkill $!\nwait $! || true"
+        return (
+            f"{line.partition('#')[0]} --port {port} --no-browser &\nanswers localhost:{port}\nkill $!\nwait $! || true"
+        )
     if line.startswith("folovllm serve"):
         command = line.partition("&")[0]
         return f"{command} --port {port} & trap 'kill $!' EXIT\nanswers localhost:{port}/health"
@@ -58,12 +60,25 @@ def test_a_block_that_is_left_out_says_why() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.skipif(sys.platform != "linux" or not shutil.which("curl"), reason="README's commands are Linux's, with curl")
+@pytest.mark.skipif(
+    sys.platform != "linux" or not shutil.which("curl"), reason="README's commands are Linux's, with curl"
+)
 def test_its_commands_work_in_its_order(tmp_path: Path) -> None:
-    copy = shutil.copytree(ROOT, tmp_path / "folovllm", ignore=shutil.ignore_patterns(".*", "mine", "site", "*.egg-info"))
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("FOLOVLLM_", "PYTEST_", "MAKE", "MFLAGS", "PYTHON"))}
-    without = [entry for entry in kept["PATH"].split(os.pathsep) if not entry.startswith(str(Path(sys.executable).parent))]
-    environment = kept | {"PATH": os.pathsep.join(without), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MODEL": "stories-5m"}
+    copy = shutil.copytree(
+        ROOT, tmp_path / "folovllm", ignore=shutil.ignore_patterns(".*", "mine", "site", "*.egg-info")
+    )
+    kept = {
+        k: v for k, v in os.environ.items() if not k.startswith(("FOLOVLLM_", "PYTEST_", "MAKE", "MFLAGS", "PYTHON"))
+    }
+    without = [
+        entry for entry in kept["PATH"].split(os.pathsep) if not entry.startswith(str(Path(sys.executable).parent))
+    ]
+    environment = kept | {
+        "PATH": os.pathsep.join(without),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "MODEL": "stories-5m",
+    }
     script = ["set -euo pipefail", "trap 'echo \"fails: $BASH_COMMAND\"' ERR", PRELUDE, ANSWERS]
     for number, block in enumerate(blocks(README)):
         if block.language == "python":

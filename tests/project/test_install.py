@@ -25,7 +25,9 @@ def write_index(folder: Path, version: str) -> str:
     info = f"torch-{version}.dist-info"
     with zipfile.ZipFile(folder / "torch" / name, "w") as wheel:
         wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
         wheel.writestr(f"{info}/RECORD", "")
     (folder / "torch" / "index.html").write_text(f'<a href="{name.replace("+", "%2B")}">{name}</a>')
     return folder.as_uri()
