@@ -46,7 +46,7 @@ COMMANDS = (
 
 # Quantization (X2): a subclass of `folovllm.models.registry:Quantization`.
 QUANTIZATION = "folovllm.electives.quantization.config:CheckpointQuantization"
-# Tensors of a checkpoint for which a model has no place: from a tensor's name to what takes it (`models.extra_tensors.Taker`), or None.
+# Tensors of a checkpoint for which a model has no place: from a tensor's name to what takes it (`models.extra_tensors.WeightLoader`), or None.
 EXTRA_TENSORS = ("folovllm.electives.quantization.checkpoint_kv_scales:taker_of",)
 # A module that measures the scales of an FP8 cache (`ModelRunner.calculate_kv_scales`).
 CALIBRATION = "folovllm.electives.quantization.calibrate"

@@ -88,11 +88,11 @@ def load_model(
 
         part = partial(part_of, places, linear_methods, shard)
     if isinstance(path, Path):
-        source, tensors = f"the checkpoint in {path}", read_tensors(path, linear_methods, part, model.own_name)
+        source, tensors = f"the checkpoint in {path}", read_tensors(path, linear_methods, part, model.local_name)
     else:
         from folovllm.models.given_tensors import given_tensors
 
-        source, tensors = "the given set of weights", given_tensors(path, linear_methods, part, model.own_name)
+        source, tensors = "the given set of weights", given_tensors(path, linear_methods, part, model.local_name)
     embedding = model.model.embed_tokens.weight
     tied, copied_head = model.lm_head.weight is embedding, None
     with tqdm(total=len(places), desc="Loading weights", unit="tensor", disable=not use_tqdm) as progress:
@@ -108,7 +108,7 @@ def load_model(
 
                     take_extra(model, name, tensor, linear_methods)
     if places:
-        raise ValueError(f"{source} lacks {some_of(map(model.stored_name, places))}")
+        raise ValueError(f"{source} lacks {some_of(map(model.checkpoint_name, places))}")
     if copied_head is not None and not _same(copied_head, embedding):
         raise ValueError(
             f"{source} holds a 'lm_head.weight' of its own: set tie_word_embeddings to false in its config"
@@ -117,53 +117,53 @@ def load_model(
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Destination:
     """Where one of the checkpoint's tensors goes: a view of a parameter or of a part of it."""
 
     view: torch.Tensor
     linear_method: LinearMethod = PLAIN
 
 
-def checkpoint_places(model: LlamaForCausalLM) -> dict[str, Place]:
+def checkpoint_places(model: LlamaForCausalLM) -> dict[str, Destination]:
     """Where each of the checkpoint's tensors goes, by its name.
 
     The checkpoint has a tensor for each projection, our layers have merged ones. So for each module of
     `model.named_modules()`:
 
-    - a `LinearBase` says with `module.places()`, for each kind ("weight", perhaps "bias"), one view for each of its parts.
+    - a `LinearBase` says with `module.weight_views()`, for each kind ("weight", perhaps "bias"), one view for each of its parts.
       The parts' names are in `model.packed_modules_mapping`, by the last word of the module's name: "qkv_proj" ->
       ["q_proj", "k_proj", "v_proj"]. A layer that is not merged is not in it, and is its own only part. The name of a
       tensor is that of its part, beside the merged layer, then the kind: "model.layers.0.self_attn.q_proj.weight". The
-      view's place is `Place(view, module.linear_method)`.
-    - any other module has its own parameters (`module.named_parameters(recurse=False)`): "model.norm.weight". Their place is
-      `Place(parameter.data)`, and a parameter that was there already (tied weights) has no second one.
+      view's destination is `Destination(view, module.linear_method)`.
+    - any other module has its own parameters (`module.named_parameters(recurse=False)`): "model.norm.weight". Their destination is
+      `Destination(parameter.data)`, and a parameter that was there already (tied weights) has no second one.
     """
-    places: dict[str, Place] = {}
+    places: dict[str, Destination] = {}
     seen: set[int] = set()
     for module_name, module in model.named_modules():
         if isinstance(module, LinearBase):
             parent, _, leaf = module_name.rpartition(".")
             parts = [f"{parent}.{part}" for part in model.packed_modules_mapping.get(leaf, [leaf])]
-            for kind, views in module.places().items():
+            for kind, views in module.weight_views().items():
                 places |= {
-                    f"{p}.{kind}": Place(view, module.linear_method) for p, view in zip(parts, views, strict=True)
+                    f"{p}.{kind}": Destination(view, module.linear_method) for p, view in zip(parts, views, strict=True)
                 }
             continue
         for kind, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in seen:
-                places[f"{module_name}.{kind}"] = Place(parameter.data)
+                places[f"{module_name}.{kind}"] = Destination(parameter.data)
                 seen.add(id(parameter))
     return places
 
 
-def copy_weight(name: str, tensor: torch.Tensor, places: dict[str, Place]) -> None:
+def copy_weight(name: str, tensor: torch.Tensor, places: dict[str, Destination]) -> None:
     """Copy one tensor of the checkpoint to its place and cross that off."""
     place = places.get(name)
     if place is not None and not isinstance(place.linear_method, Plain):
-        from folovllm.models.extra_tensors import arranged
+        from folovllm.models.extra_tensors import repacked
 
-        tensor = arranged(name, tensor, place.linear_method, place.view)
-    place = take_place(name, tensor.shape, places)
+        tensor = repacked(name, tensor, place.linear_method, place.view)
+    place = pop_destination(name, tensor.shape, places)
     if place.view.is_cuda and not tensor.is_cuda and tensor.dim():
         from folovllm.models.pinned import copy_in_pieces
 
@@ -173,7 +173,7 @@ def copy_weight(name: str, tensor: torch.Tensor, places: dict[str, Place]) -> No
     require_finite(name, place.view)
 
 
-def take_place(name: str, shape: torch.Size, places: dict[str, Place]) -> Place:
+def pop_destination(name: str, shape: torch.Size, places: dict[str, Destination]) -> Destination:
     """Return the place of a tensor of this shape, crossed off. Raises ValueError if there is none, or it is of another shape."""
     place = places.pop(name, None)
     if place is None:
@@ -245,16 +245,16 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 def read_tensors(
-    path: Path, linear_methods: LinearMethods, shard: Shard | None, own_name: Callable[[str], str | None]
+    path: Path, linear_methods: LinearMethods, shard: Shard | None, local_name: Callable[[str], str | None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor, one after the other, each a view of the memory-mapped file until it is copied.
 
-    `own_name` says what the model calls a tensor; where that is None it is not read.
+    `local_name` says what the model calls a tensor; where that is None it is not read.
     """
     for file in checkpoint_files(path):
         with opened(file) as handle:
             for stored_name in handle.keys():  # noqa: SIM118  # a handle is no dict
-                if (name := own_name(stored_name)) is None:
+                if (name := local_name(stored_name)) is None:
                     continue
                 with reading(file, stored_name):
                     stored = handle.get_slice(stored_name)

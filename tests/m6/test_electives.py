@@ -186,10 +186,10 @@ def test_a_tensor_without_a_place_is_offered(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(extra_tensors, "EXTRA_TENSORS", (f"{__name__}:taker_of", "folovllm.gone:taker_of"))
     whole = torch.ones(3)
     assert extra_tensors.part_of({}, {}, lambda name, tensor: tensor[:1], "model.norm.temperature", whole) is not None
-    taker = extra_tensors.taker_of("model.norm.temperature")
-    assert taker is not None and extra_tensors.taker_of("model.norm.other") is None
+    load = extra_tensors.weight_loader_of("model.norm.temperature")
+    assert load is not None and extra_tensors.weight_loader_of("model.norm.other") is None
     model = SimpleNamespace()
-    taker(model, "model.norm.temperature", whole)  # type: ignore[arg-type]
+    load(model, "model.norm.temperature", whole)  # type: ignore[arg-type]
     assert model.temperature is whole
 
 
