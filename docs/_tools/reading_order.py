@@ -170,7 +170,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("electives/quantization/kernels/int4_linear.py", "", ""),
         ("electives/quantization/kernels/quant_matmul.py", "", ""),
         ("electives/hopper/int4.py", "", ""),
-        ("kernels/kv_format.py", "", "model_executor/layers/quantization/kv_cache.py"),
+        ("step/kv_format.py", "", "model_executor/layers/quantization/kv_cache.py"),
         ("electives/quantization/calibrate.py", "", ""),
         ("kernels/fp8_cache.py", "", ""),
         ("attention/backends/decoded.py", "", ""),

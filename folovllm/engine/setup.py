@@ -15,10 +15,10 @@ from folovllm.attention.backends.registry import choose_backend, get_backend
 from folovllm.config import EngineConfig
 from folovllm.distributed.gpus import check_gpus
 from folovllm.distributed.sharding import local_config
-from folovllm.kernels.kv_format import FP8
 from folovllm.learn import builders
 from folovllm.models.model_config import head_dim_of, num_kv_heads_of, num_linear_of, num_positions
 from folovllm.models.registry import quantization_of
+from folovllm.step.kv_format import FP8
 
 NAIVE = ("torch_naive", "native")  # the backend's name for what a growing cache does with our layers
 FEWEST_SNAPSHOTS = 16  # of states, where nobody gives a number

@@ -53,7 +53,6 @@ from folovllm.kernels.activation import gelu_and_mul, silu_and_mul
 from folovllm.kernels.decode import DecodeConfig, SplitKVDecode
 from folovllm.kernels.filter_logits import FilterWorkspace
 from folovllm.kernels.gumbel_max import gumbel_max
-from folovllm.kernels.kv_format import FP8, UNSCALED, KVScales
 from folovllm.kernels.penalties import StepRows
 from folovllm.kernels.prefetching_decode import prefetching_decode
 from folovllm.kernels.prefill import prefill
@@ -68,6 +67,7 @@ from folovllm.kernels.store import store_kvcache
 from folovllm.kernels.summed_linear import fits, summed_linear
 from folovllm.kernels.unpack_step import unpack_decode, unpack_ragged
 from folovllm.sample.sampling_row import line_width, mask_width
+from folovllm.step.kv_format import FP8, UNSCALED, KVScales
 
 # (D, B) to compile for: those that ask for the most where the limit is low, and few where compiling is slow.
 SHAPES = {75: [(128, 16)], 80: [(128, 16)], 86: [(128, 16), (256, 256)], 89: [(128, 16)],

@@ -32,7 +32,6 @@ RECORDS = (
     "engine.spelling",
     "engine.structured_outputs",
     "engine.vllm_arguments",
-    "kernels.kv_format",
     "models.model_config",
     "models.written_files",
     "sample.sampling_row",

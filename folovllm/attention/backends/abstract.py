@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from folovllm.kernels.kv_format import FP8, UNSCALED, KVScales, encode
 from folovllm.step.forward_batch import ForwardBatch
+from folovllm.step.kv_format import FP8, UNSCALED, KVScales, encode
 
 if TYPE_CHECKING:
     from folovllm.kernels.preparation import Preparation

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
-from folovllm.kernels.kv_format import FP8, KVScales, decode
 from folovllm.step.forward_batch import ForwardBatch
+from folovllm.step.kv_format import FP8, KVScales, decode
 
 FP8_CAPABILITY = (8, 9)  # the first compute capability that converts FP8 numbers
 

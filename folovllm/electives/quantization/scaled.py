@@ -16,9 +16,9 @@ from torch import nn
 from folovllm.electives.quantization.linear_method import QuantizedLinearMethod, StoredView, on_gpu, rows_of
 from folovllm.electives.quantization.weight import QuantizedWeight
 from folovllm.engine.require import is_whole
-from folovllm.kernels.kv_format import LARGEST
 from folovllm.layers.fusable import ALL
 from folovllm.layers.linear import FLOATS
+from folovllm.step.kv_format import LARGEST
 
 if TYPE_CHECKING:
     from folovllm.distributed.sharding import Weight
