@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -58,15 +58,25 @@ def repacked(name: str, tensor: torch.Tensor, linear_method: LinearMethod, view:
     return linear_method.repack(name.rpartition(".")[2], tensor.to(view.device), view.shape)
 
 
-def take_extra(model: LlamaForCausalLM, name: str, tensor: torch.Tensor, linear_methods: LinearMethods) -> None:
-    """Give a tensor for which the model has no place to who knows it. Raises ValueError if nobody does."""
-    linear_method = linear_methods.get(name.rpartition(".")[0], PLAIN)
-    if is_ignored(name, linear_methods):
-        fusable(linear_method).check_ignored(name, tensor)
-    elif (load := weight_loader_of(name)) is not None:
-        load(model, name, tensor)
-    elif not is_empty_bias(name, tensor, linear_method):
-        raise ValueError(f"the checkpoint holds {name!r}, for which the model has no place (or had it twice)")
+def load_extra(
+    model: LlamaForCausalLM, tensors: Iterable[tuple[str, torch.Tensor]], linear_methods: LinearMethods
+) -> None:
+    """Give tensors for which the model has no place to what knows them. The model has all its weights by then.
+
+    Raises ValueError if nothing knows one, or if it is a head that differs from the embedding that is the model's head.
+    """
+    embedding = model.model.embed_tokens.weight
+    for name, tensor in tensors:
+        linear_method = linear_methods.get(name.rpartition(".")[0], PLAIN)
+        if is_ignored(name, linear_methods):
+            fusable(linear_method).check_ignored(name, tensor)
+        elif name == "lm_head.weight" and model.lm_head.weight is embedding:
+            if not torch.equal(tensor.to(embedding), embedding):
+                raise ValueError(f"{name!r} is not the embedding: set tie_word_embeddings to false in config.json")
+        elif (load := weight_loader_of(name)) is not None:
+            load(model, name, tensor)
+        elif not is_empty_bias(name, tensor, linear_method):
+            raise ValueError(f"the checkpoint holds {name!r}, for which the model has no place (or had it twice)")
 
 
 def weight_loader_of(name: str) -> WeightLoader | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +16,10 @@ from tqdm import tqdm
 from folovllm.engine.setup import EngineSetup
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import FLOATS, PLAIN, LinearBase, LinearMethod, Plain
-from folovllm.models.files import SIZES, read_json, reading
+from folovllm.models.files import read_json, reading
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.registry import PLAIN_LAYERS, build_model
 
-NO_ROOM = "allocate memory|Storage size calculation overflowed"  # of torch's messages on a CPU
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 IN_FLOATS = (".weight", "proj.bias", "weight_scale", "weight_scale_inv")  # unless the linear method says otherwise
 
@@ -52,18 +50,9 @@ def load_native_model(
 
 
 def built(setup: EngineSetup, hf_config: Any, layers: LayerSet) -> LlamaForCausalLM:
-    """Return the empty model, or a rank's part of it. Raises ValueError, which names the folder, for one that cannot be or has no room."""
+    """Return the empty model, or a rank's shard of it. Raises ValueError, which names the folder, if there is no such model, or no room."""
     with reading(f"the model in {setup.path}"):
-        try:
-            return build_model(hf_config, setup.dtype, setup.device, setup.max_model_len, layers)
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError | NotImplementedError) or not re.search(NO_ROOM, str(error)):
-                raise
-            sizes = {k: v for k, v in vars(hf_config).items() if k.endswith(SIZES) and type(v) is int}
-            name = max(sizes, key=sizes.__getitem__)
-            raise ValueError(
-                f"its weights do not fit into memory; its largest size is {name}, {sizes[name]:,}"
-            ) from error
+        return build_model(hf_config, setup.dtype, setup.device, setup.max_model_len, layers)
 
 
 def load_model(
@@ -93,26 +82,22 @@ def load_model(
         from folovllm.models.given_tensors import given_tensors
 
         source, tensors = "the given set of weights", given_tensors(path, linear_methods, part, model.local_name)
-    embedding = model.model.embed_tokens.weight
-    tied, copied_head = model.lm_head.weight is embedding, None
+    extra = []
     with tqdm(total=len(places), desc="Loading weights", unit="tensor", disable=not use_tqdm) as progress:
         for name, tensor in tensors:
+            if name not in places:
+                extra.append((name, tensor))
+                continue
             with reading(source, name):
-                if tied and name == "lm_head.weight":
-                    copied_head = tensor
-                elif name in places:
-                    copy_weight(name, tensor, places)
-                    progress.update()
-                else:
-                    from folovllm.models.extra_tensors import take_extra
-
-                    take_extra(model, name, tensor, linear_methods)
+                copy_weight(name, tensor, places)
+            progress.update()
     if places:
         raise ValueError(f"{source} lacks {some_of(map(model.checkpoint_name, places))}")
-    if copied_head is not None and not _same(copied_head, embedding):
-        raise ValueError(
-            f"{source} holds a 'lm_head.weight' of its own: set tie_word_embeddings to false in its config"
-        )
+    if extra:
+        from folovllm.models.extra_tensors import load_extra
+
+        with reading(source):
+            load_extra(model, extra, linear_methods)
     model.weights_loaded()
 
 
@@ -261,12 +246,6 @@ def read_tensors(
                     require_stored(name, stored.get_dtype(), linear_methods)
                     tensor = handle.get_tensor(stored_name) if shard is None else shard(name, stored)
                 yield name, tensor
-
-
-def _same(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether two [V, H] hold the same. They are compared in pieces, so that neither is copied whole."""
-    pieces = zip(tensor.split(4096), parameter.split(4096), strict=False)
-    return tensor.shape == parameter.shape and all(torch.equal(a.to(b), b) for a, b in pieces)
 
 
 def some_of(names: Iterable[str]) -> str:

@@ -20,7 +20,7 @@ from folovllm.layers.linear import LinearBase, RankSum
 from folovllm.models import extra_tensors, files, registry
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import load_native_model
-from folovllm.models.registry import Quantization
+from folovllm.models.quantization import Quantization
 from folovllm.models.written_files import cache_dir
 from folovllm.worker.gpu_worker import GPUWorker
 from tests.helpers import tiny_checkpoint

@@ -182,7 +182,8 @@ def require_same_codes(engine: LLMEngine, folder: Path) -> None:
     if not file.is_file() or not (getattr(own, QUANTIZED, None) or read_json(file).get(QUANTIZED)):
         return
     given = load_hf_config(folder, config)
-    given = quantization_of(given, config).configured(given, config)
+    if (quantization := quantization_of(given, config)) is not None:
+        given = quantization.configured(given, config)
     built = [build_model(each, engine.setup.dtype, "meta") for each in (own, given)]
     before, after = ([m.linear_method for m in model.modules() if isinstance(m, LinearBase)] for model in built)
     if before != after:
