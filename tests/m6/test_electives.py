@@ -17,7 +17,7 @@ from folovllm.kernels.variants import KernelVariant, kernel_variant
 from folovllm.layers.fusable import FusablePlain
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import LinearBase, RankSum
-from folovllm.models import extra_tensors, files, registry
+from folovllm.models import extra_tensors, files, registry, sources
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import load_native_model
 from folovllm.models.quantization import Quantization
@@ -174,7 +174,7 @@ def test_a_model_counts_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker.counted("experts") == [[3]]
 
 
-def taker_of(name: str) -> Any:
+def weight_loader_of(name: str) -> Any:
     """Knows one tensor for which the model has no place."""
     return TAKEN.append if name == "model.norm.temperature" else None
 
@@ -183,7 +183,7 @@ TAKEN: Any = SimpleNamespace(append=lambda model, name, tensor: setattr(model, "
 
 
 def test_a_tensor_without_a_place_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extra_tensors, "EXTRA_TENSORS", (f"{__name__}:taker_of", "folovllm.gone:taker_of"))
+    monkeypatch.setattr(extra_tensors, "EXTRA_TENSORS", (f"{__name__}:weight_loader_of", "folovllm.gone:weight_loader_of"))
     whole = torch.ones(3)
     assert extra_tensors.part_of({}, {}, lambda name, tensor: tensor[:1], "model.norm.temperature", whole) is not None
     load = extra_tensors.weight_loader_of("model.norm.temperature")
@@ -199,8 +199,8 @@ def find(name: str | Path, download: bool = False) -> Path:
 
 
 def test_weight_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(files, "DOWNLOADS", {"by-name": f"{__name__}:find", "lost": "folovllm.gone:find"})
-    monkeypatch.setattr(files, "FILE_FORMATS", {".own": f"{__name__}:find"})
+    monkeypatch.setattr(sources, "DOWNLOADS", {"by-name": f"{__name__}:find", "lost": "folovllm.gone:find"})
+    monkeypatch.setattr(sources, "FILE_FORMATS", {".own": f"{__name__}:find"})
     (tmp_path / "model.own").touch()
     assert files.resolve_model("by-name") == cache_dir() / "by-name"
     assert files.resolve_model(str(tmp_path / "model.own")) == cache_dir() / "model"

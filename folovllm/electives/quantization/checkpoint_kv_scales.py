@@ -15,7 +15,7 @@ from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:(?:attn\.|[kv]_proj\.)?([kv])_scale|([kv])_proj\.output_scale)")
 
 
-def taker_of(name: str) -> WeightLoader | None:
+def weight_loader_of(name: str) -> WeightLoader | None:
     """Return the function that gives a scale to its layer, for the loader; None for other tensors (`folovllm.plugins`)."""
     return take_kv_scale if NAME.fullmatch(name) else None
 
