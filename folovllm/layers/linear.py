@@ -35,10 +35,6 @@ class LinearMethod(ABC):
         """The dtypes, by safetensors' names, that a checkpoint may have such a tensor in."""
         return FLOATS
 
-    def repack(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """The tensor that was read (and cut) as its place, a view of this `shape`, takes it."""
-        return tensor
-
     def loaded(self, layer: LinearBase) -> None:
         """Repack the weights after all of them were loaded. `weight_views` is not called again."""
 
@@ -134,13 +130,3 @@ class QKVParallelLinear(MergedColumnParallelLinear):
     ) -> None:
         sizes = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
         super().__init__(hidden_size, sizes, bias, linear_method)
-
-
-class RankSum(nn.Module):
-    """Adds up what the ranks computed, for layers that are no linear layer. Here there is one rank; for several: `layers.sharded`."""
-
-    rank, size = 0, 1
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a sum [T, H] -> the sum."""
-        return x

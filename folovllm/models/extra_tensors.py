@@ -55,7 +55,7 @@ def repacked(name: str, tensor: torch.Tensor, linear_method: LinearMethod, view:
 
     Codes are put in order where the model is: 30 billion of 4 bits would keep a CPU busy for most of a minute.
     """
-    return linear_method.repack(name.rpartition(".")[2], tensor.to(view.device), view.shape)
+    return fusable(linear_method).repack(name.rpartition(".")[2], tensor.to(view.device), view.shape)
 
 
 def load_extra(

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from folovllm.engine.setup import EngineSetup
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.sample.logprobs import SampledLogprobs, gather_logprobs
+from folovllm.sample.logprobs import SampledLogprobs, gather_logprobs, score
 from folovllm.sample.sampler_state import SamplerState
 from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.packed import (
@@ -384,10 +384,13 @@ class GraphRunner:
         batch = self._tables.unpack(parts, step.num_decodes, longest, most, host)
         batch.logits_indices = batch.logits_indices.long()
         batch.only_last = not (step.scores.size or step.has_drafts)
+        hidden = self._runner.forward_hidden(batch)
+        logits = self.model.compute_logits(hidden, batch)
         if not step.scores.size:
-            return self._runner.forward(batch), None
+            return logits, None
         after, tokens = parts.scores[1:3].long()
-        logits, found = self._runner.forward_and_score(batch, after, tokens, int(step.scores[3].max()))
+        logits_after, k = partial(self._runner.logits_after, hidden, batch), int(step.scores[3].max())
+        found = score(logits_after, after, tokens, k, self._setup.vocab_size)
         return logits, found.to_host(non_blocking=True)
 
     def _sample(self, computed: Computed, masks: TokenBitmasks | None) -> None:

@@ -14,9 +14,9 @@ import torch
 from folovllm import LLM, EngineConfig, SamplingParams, plugins
 from folovllm.kernels import variants
 from folovllm.kernels.variants import KernelVariant, kernel_variant
-from folovllm.layers.fusable import FusablePlain
+from folovllm.layers.fusable import FusablePlain, RankSum
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.linear import LinearBase, RankSum
+from folovllm.layers.linear import LinearBase
 from folovllm.models import extra_tensors, files, registry, sources
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import load_native_model
@@ -183,7 +183,9 @@ TAKEN: Any = SimpleNamespace(append=lambda model, name, tensor: setattr(model, "
 
 
 def test_a_tensor_without_a_place_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extra_tensors, "EXTRA_TENSORS", (f"{__name__}:weight_loader_of", "folovllm.gone:weight_loader_of"))
+    monkeypatch.setattr(
+        extra_tensors, "EXTRA_TENSORS", (f"{__name__}:weight_loader_of", "folovllm.gone:weight_loader_of")
+    )
     whole = torch.ones(3)
     assert extra_tensors.part_of({}, {}, lambda name, tensor: tensor[:1], "model.norm.temperature", whole) is not None
     load = extra_tensors.weight_loader_of("model.norm.temperature")

@@ -9,6 +9,7 @@ from functools import partial
 import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
+from folovllm.attention.backends.decoded import as_bytes
 from folovllm.kernels.decode import DecodeConfig, SplitKVDecode
 from folovllm.kernels.fp8_cache import INTERPRETED
 from folovllm.kernels.prefetching_decode import prefetching_decode, serves
@@ -109,7 +110,7 @@ class TritonBackend(AttentionBackend):
     def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Write `key` and `value` [T, Hkv, D] to their slots; slot -1 is skipped."""
         if self.config.is_fp8:
-            key, value, kv_cache = self.as_bytes(key, value, kv_cache)
+            key, value, kv_cache = as_bytes(self.scales, key, value, kv_cache)
         store_kvcache(key, value, kv_cache, slot_mapping)
 
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
