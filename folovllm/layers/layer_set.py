@@ -47,11 +47,7 @@ class LayerSet:
 
     def linear_method_of(self, name: str) -> LinearMethod:
         """Return the linear method of a layer by its name within the module that is being built."""
-        return self.coded(name) or self.linear_method
-
-    def coded(self, name: str) -> LinearMethod | None:
-        """Return the same where the layer is quantized, else None."""
-        return None if self.quantized is None else self.quantized(self.prefix + name)
+        return (self.quantized and self.quantized(self.prefix + name)) or self.linear_method
 
     def having(self, replacements: Replacements, linear_method: LinearMethod | None = None) -> LayerSet:
         """Return this set with these replacements too."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,7 +61,11 @@ def get_model_class(hf_config: PretrainedConfig) -> type[LlamaForCausalLM]:
         raise UnsupportedModel(
             f"no model for architecture {', '.join(names) or '(none named)'}: the known ones are {', '.join(sorted(known))}"
         )
-    found: type[LlamaForCausalLM] = require(f"{known[name]}:{name}", f"a model of architecture {name}")
+    found: type[LlamaForCausalLM]
+    if name in ARCHITECTURES:
+        found = getattr(import_module(ARCHITECTURES[name]), name)
+    else:
+        found = require(f"{MODELS[name]}:{name}", f"a model of architecture {name}")
     if found.takes_experts and num_experts_of(hf_config):
         found = require(EXPERTS, f"a model of architecture {name} with experts")(found)
     return found

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from folovllm.attention.backends.registry import get_backend
-from folovllm.attention.backends.torch_cat import GrowingKVCache
+from folovllm.attention.backends.torch_cat import GrowingKVCache, TorchCatBackend
 from folovllm.engine.setup import EngineSetup
 from folovllm.layers.attention import attention_layers
 from folovllm.layers.state_layer import StatePool
@@ -38,7 +37,7 @@ class SerialModelRunner:
         """Give each attention layer an empty cache, and layers that keep a state one slot."""
         if num_linear_of(self._setup.hf_config):
             StatePool(self._setup, self.model)
-        backend = get_backend("torch_cat")(self._setup.attention)
+        backend = TorchCatBackend(self._setup.attention)
         for attention in attention_layers(self.model):
             cache = GrowingKVCache()
             attention.bind(backend)

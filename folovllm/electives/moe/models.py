@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 def choose_moe(config: PretrainedConfig, layers: LayerSet) -> MoE:
     """Return the mixture of experts in place of an MLP, of the layer set's kind."""
-    methods = expert_linear_methods(layers.coded, range(num_experts_of(config)))
-    if methods is not None:
+    if (methods := expert_linear_methods(layers, num_experts_of(config))) is not None:
         layers = layers.having({Experts: partial(layers.replacements.get(QuantizedExperts, QuantizedExperts), methods)})
     return layers.make(MoE, config, layers)
 
