@@ -173,9 +173,9 @@ def load_tokenizer(path: Path, config: EngineConfig) -> PreTrainedTokenizerBase:
         return tokenizer
 
 
-def whole(tokenizer: Any) -> Any:
+def full_tokenizer(tokenizer: Any) -> Any:
     """transformers' tokenizer, for what must have the very object."""
-    return tokenizer.whole if isinstance(tokenizer, QuickTokenizer) else tokenizer
+    return tokenizer.full if isinstance(tokenizer, QuickTokenizer) else tokenizer
 
 
 def generation_defaults(path: Path) -> dict[str, Any]:

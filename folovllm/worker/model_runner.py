@@ -40,13 +40,13 @@ class ModelRunner:
         sampler: Sampler,
         slots: SlotsOf,
         backend: AttentionBackend,
-        whole: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
+        full_logits: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
     ) -> None:
-        """`load` builds the model with its weights, or loads other `weights` `into` it; `backend` computes attention, `whole` gathers logits of a sharded vocabulary."""
+        """`load` builds the model with its weights, or loads other `weights` `into` it; `backend` computes attention, `full_logits` gathers logits of a sharded vocabulary."""
         self._setup = setup
         self._load = load
         self._sampler = sampler
-        self._whole = whole
+        self._full_logits = full_logits
         self._input_batch = InputBatch(slots, setup.block_size, setup.device)
         self._sampling_rows = SamplingRows(setup.max_num_seqs, setup.vocab_size, setup.device, sampler)
         self._backend = backend
@@ -173,7 +173,7 @@ class ModelRunner:
 
     def logits_after(self, hidden: torch.Tensor, batch: ForwardBatch, at: torch.Tensor) -> torch.Tensor:
         """Return the logits [m, V] after the tokens with the indices `at` [m] in a step, from its hidden states [T, H]."""
-        return self._whole(self.model.compute_logits(hidden, replace(batch, logits_indices=at)))
+        return self._full_logits(self.model.compute_logits(hidden, replace(batch, logits_indices=at)))
 
     def supports_graph(self) -> bool:
         """Return whether the attention backend can be part of a captured step."""
@@ -205,7 +205,7 @@ class ModelRunner:
             self._backend.plan(batch)
             hidden = self.model(batch)
             batch.logits_indices = torch.arange(num_samples, device=setup.device) % len(hidden)
-            logits = self._whole(self.model.compute_logits(hidden, batch))
+            logits = self._full_logits(self.model.compute_logits(hidden, batch))
             rows = dummy_seqs([1] * num_samples, setup.block_size)
             specs = [scheduled.sampling for scheduled in rows if scheduled.sampling is not None]
             self._sampler(logits, SamplingBatch.from_specs(specs, [1] * len(specs), setup.device))
