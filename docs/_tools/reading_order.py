@@ -108,8 +108,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/variants.py", "", ""),
         ("electives/hopper/prefill.py", "", ""),
         ("kernels/dry_run.py", "", ""),
-        ("kernels/compile_pool.py", "", ""),
-        ("kernels/compile_worker.py", "", ""),
         ("worker/dry_run.py", "", ""),
         ("engine/overlap.py", "", "v1/core/sched/async_scheduler.py"),
         ("engine/detokenizer_stream.py", "", "v1/engine/detokenizer.py"),

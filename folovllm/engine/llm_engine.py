@@ -25,7 +25,7 @@ from folovllm.engine.scheduler import SchedulerLike
 from folovllm.engine.setup import set_up
 from folovllm.engine.snapshot import added
 from folovllm.executor.abstract import Executor
-from folovllm.models.files import load_tokenizer, whole
+from folovllm.models.files import full_tokenizer, load_tokenizer
 from folovllm.outputs import RequestOutput
 from folovllm.request import Request, Sequence
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
@@ -168,7 +168,7 @@ class LLMEngine(EngineCalls):
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer, which is transformers'."""
-        return whole(self.tokenizer)
+        return full_tokenizer(self.tokenizer)
 
     def step(self) -> list[RequestOutput]:
         """Schedule, compute, sample, and hand out what is new. Without work it returns an empty list."""

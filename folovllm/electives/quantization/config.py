@@ -18,7 +18,8 @@ from folovllm.layers.fusable import fusable
 from folovllm.layers.layer_set import LinearMethodOf
 from folovllm.layers.linear import LinearMethod
 from folovllm.models.files import reading
-from folovllm.models.registry import Quantization, renamed_by
+from folovllm.models.quantization import Quantization
+from folovllm.models.registry import renamed_by
 from folovllm.models.shapes import expert_shapes, linear_shapes
 
 if TYPE_CHECKING:

@@ -74,7 +74,7 @@ class Scaled(QuantizedLinearMethod):
         rows, _ = self.block_of(layer.input_size)
         return [-(-size // rows) for size in layer.output_sizes]
 
-    def places(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
+    def weight_views(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
         """Return the rows of each part, of codes and of scales."""
         codes = torch.split(layer.weight.data, layer.output_sizes)
         return {"weight": codes, self.scale_name: torch.split(layer.scale.data, self.scale_rows(layer))}
@@ -83,7 +83,7 @@ class Scaled(QuantizedLinearMethod):
         """Codes have their own dtype, scales any float."""
         return self.code_names if kind == "weight" else FLOATS
 
-    def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    def repack(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """A single scale, [] or [1], is that of all outputs; one for each output may come without its last dimension."""
         if kind != self.scale_name:
             return tensor
@@ -254,11 +254,11 @@ class PackedInt8(Int8):
 
     ignores = (*Int8.ignores, "weight_shape")
 
-    def places(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
+    def weight_views(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
         """Codes are seen in fours."""
         if layer.input_size % 4:
             raise ValueError(f"packed weights of 8 bits need a multiple of 4 inputs, not {layer.input_size}")
-        places = super().places(layer)
+        places = super().weight_views(layer)
         return {"weight_packed": [part.view(torch.int32) for part in places.pop("weight")], **places}
 
     def stored(self, kind: str) -> tuple[str, ...]:
@@ -268,9 +268,9 @@ class PackedInt8(Int8):
         packed = kind == "weight_packed"
         super().fill("weight" if packed else kind, tensor.view(torch.int8) if packed else tensor, generator)
 
-    def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    def repack(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Codes get their sign."""
-        return tensor ^ FROM_UNSIGNED if kind == "weight_packed" else super().arrange(kind, tensor, shape)
+        return tensor ^ FROM_UNSIGNED if kind == "weight_packed" else super().repack(kind, tensor, shape)
 
 
 def rounded(x: torch.Tensor, group: int | None) -> torch.Tensor:
