@@ -267,8 +267,8 @@ def _in_engine(ledger: Ledger) -> Iterator[None]:
     try:
         with engine_runs():
             yield
-    except Rejected:
-        raise
+    except Rejected as error:
+        raise Rejected(f"step {ledger.number}: {error}") from error
     except Exception as error:
         error.add_note(f"mini: step {ledger.number} raised this; these wait for tokens: {', '.join(ledger.unfinished)}")
         raise

@@ -79,8 +79,9 @@ def test_other_tokens_have_another_name(mini: Mini) -> None:
 
 def test_a_thousand_names(mini: Mini) -> None:
     """1,000 requests of a block each, and no two blocks alike. Names of two bytes confuse some of them."""
-    asks = [Ask(f"r{i}", (i % 256, i // 256, 7), (0,), i // 25, num_certain=0) for i in range(1000)]
-    mini.play(asks, Limits(2100, 2, 25, 100))
+    texts = prompts([5] * 1000, seed=11)
+    asks = [Ask(f"r{i}", text, (0,), i // 25, num_certain=0) for i, text in enumerate(texts)]
+    mini.play(asks, Limits(2100, 4, 25, 200))
 
 
 def test_what_is_found_is_not_computed_again(mini: Mini) -> None:
