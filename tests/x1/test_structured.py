@@ -501,6 +501,7 @@ ENDS: list[dict[str, Any]] = [
     {"type": "object", "properties": {"a": {"const": 1}}, "patternProperties": {"^(?s:.*)$": {"enum": [1, 2]}}},
     {"$defs": {"o": {**OBJECT_OF, **ONE_NAME}}, "type": "array", "items": {"$ref": "#/$defs/o"}, "minItems": 2},
     {**OBJECT_OF, "patternProperties": {"^a": False, "^b$": {"const": 1}}},
+    {**OBJECT_OF, "properties": {"a": {}, "b c": {"const": 1}}, "patternProperties": {"^\\S+$": False}},
     {"patternProperties": {"^a$": False}, "type": "object", "maxProperties": 1, "additionalProperties": {"const": 1}},
     {"type": "integer", "minimum": -(2**63), "maximum": 5 - 2**63 + 2**20},
     {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 5},
@@ -516,6 +517,8 @@ NO_END: list[tuple[dict[str, Any], str]] = [
         "forbids",
     ),
     ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}}, "back to themselves"),
+    ({"grammar": 'start: "a" %json {"$ref": "#"}'}, "back to themselves"),
+    ({"grammar": 'start: "a" | b\nb: "%json {" %json {"enum": ["%json {", -9223372036854775808]}'}, "kept exactly"),
 ]
 
 
@@ -585,3 +588,11 @@ class TestFormsThatEnd:
         grammar = GuidanceGrammar.compile(StructuredOutputsParams(grammar=text), library_tokenizer())
         assert grammar.num_allowed(tiny_tokenizer().encode("%json {[ 1 ,\n 1]7")) == 17
         assert grammar.num_allowed(tiny_tokenizer().encode("%json {[  1")) == 9
+
+    @pytest.mark.parametrize(("pattern", "most"), [("[ \\n]*", 16), (" {2,}", 18), (" +| ?", 17), ("[ *+]{0,3}", 3)])
+    def test_a_pattern_of_white_space_that_has_no_end_is_bounded(self, pattern: str, most: int) -> None:
+        schema = {"type": "array", "items": {"const": 1}}
+        embedded = json.dumps(schema | {"x-guidance": {"whitespace_pattern": pattern}})
+        for form in ({"json": schema, "whitespace_pattern": pattern}, {"grammar": f"start: %json {embedded}"}):
+            grammar = GuidanceGrammar.compile(StructuredOutputsParams(**form), library_tokenizer())
+            assert grammar.num_allowed(tiny_tokenizer().encode("[" + " " * 40)) == 1 + most
