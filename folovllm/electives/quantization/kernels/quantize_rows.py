@@ -8,19 +8,26 @@ import triton.language as tl
 
 from folovllm.electives.quantization.weight import QuantizedWeight
 from folovllm.kernels.fp8_cache import LARGEST, to_cache
+from folovllm.kernels.pdl import available, let_next_start, wait_for_inputs
 
 MULTIPLE = 16  # of tokens that the library multiplies: the others are zeros
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def quantize_rows_kernel(
-    x_ptr, columns_ptr, code_ptr, scale_ptr, stride_x, num_tokens, K: tl.constexpr, GROUP: tl.constexpr,
-    WIDTH: tl.constexpr,
+    x_ptr, columns_ptr, code_ptr, scale_ptr, stride_x, num_tokens, eps, K: tl.constexpr, GROUP: tl.constexpr,
+    WIDTH: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program p: token p, zeros behind the last. Scales of a group lie together; that of nothing but zeros is one."""
+    """Program p: token p, zeros behind the last. Scales of a group lie together; that of nothing but zeros is one.
+
+    NORM: scales are divided by the root mean square of the token's `x`, so that codes times scales are the normed `x`.
+    """
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
     token, k = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     inside = (k < K) & (token < num_tokens)
     x = tl.load(x_ptr + token * stride_x + k, mask=inside, other=0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(x * x, 0) / K + eps) if NORM else 1.0
     if columns_ptr is not None:
         x *= tl.load(columns_ptr + k, mask=inside, other=0).to(tl.float32)
     SIZE: tl.constexpr = WIDTH if GROUP == K else GROUP
@@ -30,11 +37,11 @@ def quantize_rows_kernel(
     scale = tl.where(largest > 0, largest / LARGEST, 1.0)
     at = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
     tl.store(code_ptr + token * K + at, to_cache(x, (1 / scale)[:, None], code_ptr), mask=at < K)
-    tl.store(scale_ptr + group.to(tl.int64) * tl.num_programs(0) + token, scale, mask=group * SIZE < K)
+    tl.store(scale_ptr + group.to(tl.int64) * tl.num_programs(0) + token, scale * inverse, mask=group * SIZE < K)
 
 
 def quantize_rows(
-    x: torch.Tensor, group: int | None = None, columns: torch.Tensor | None = None
+    x: torch.Tensor, group: int | None = None, columns: torch.Tensor | None = None, norm_eps: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`x` [T, K], times `columns` [K], as codes of E4M3 and float32 scales: code * scale is about x.
 
@@ -46,9 +53,11 @@ def quantize_rows(
     rows = triton.cdiv(num_tokens, MULTIPLE) * MULTIPLE
     codes = x.new_empty(rows, width, dtype=torch.float8_e4m3fn)
     scales = x.new_empty(width // (group or width), rows, dtype=torch.float32)
+    pdl = available(x.device)
     quantize_rows_kernel[(rows,)](
-        x, columns, codes, scales, x.stride(0), num_tokens, K=width, GROUP=group or width,
-        WIDTH=triton.next_power_of_2(width), num_warps=4 if width <= 4096 else 8,
+        x, columns, codes, scales, x.stride(0), num_tokens, norm_eps or 0.0, K=width, GROUP=group or width,
+        WIDTH=triton.next_power_of_2(width), NORM=norm_eps is not None, PDL=pdl, num_warps=4 if width <= 4096 else 8,
+        **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return codes, scales.t() if group else scales.view(rows, 1)
 
