@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 
 from folovllm.electives.quantization.kernels.gemv_tiles import (
+    as_codes,
     as_halves,
     finish,
     inverse_root,
@@ -37,6 +38,8 @@ from folovllm.electives.quantization.kernels.gemv_tiles import (
     load_residual,
     load_row_scales,
     load_tile,
+    rounded_tile,
+    row_scales,
     sixteen,
     sum_parts,
 )
@@ -64,9 +67,10 @@ def quant_gemv_kernel(
     x_ptr, word_ptr, scale_ptr, zero_ptr, columns_ptr, residual_ptr, out_ptr, stride_x, num_rows, eps, exponent,
     K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
     RESIDUAL: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr,
-    TIMES: tl.constexpr, HALVES: tl.constexpr, PDL: tl.constexpr,
+    TIMES: tl.constexpr, HALVES: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program p: outputs p * ROWS * TIMES to (p + 1) * ROWS * TIMES of all M tokens, ROWS at a time. HALVES: `x` in float16.
+    ROUND: `x` is rounded to E4M3, with a scale for each token, which every program finds for itself.
 
     NORM, GATED and RESIDUAL as in `skinny_linear_kernel`. GATED: the lines are ROWS rows of gate, then those of up.
     GROUP_ROWS outputs and GROUP inputs share a scale; with GROUP = K it is multiplied last, unless there are zeros.
@@ -88,7 +92,10 @@ def quant_gemv_kernel(
     for c in tl.static_range(len(words) // 2 if HALVES else 0):
         xs = append(xs, load_tile(x_ptr, columns_ptr, stride_x, c * STEP, NUM, GROUP, KIND, M, PARTS, SPLITS, WORDS))
     if HALVES:
-        xs, peak = as_halves(xs)
+        xs, peak = as_codes(xs) if ROUND else as_halves(xs)
+    elif ROUND:
+        x_scale, x_factor = row_scales(x_ptr, columns_ptr, stride_x, K, M, 256 * SPLITS // M)
+        inverse *= tl.reshape(tl.broadcast_to(x_scale, [8 // PARTS // M, M]), [1, 8 // PARTS])
     for i in tl.static_range(TIMES):
         if i + 1 < TIMES:
             next_words, next_factors = load_lines(
@@ -100,6 +107,8 @@ def quant_gemv_kernel(
         for c in tl.static_range(len(words) // 2):
             x = xs[c] if HALVES else load_tile(
                 x_ptr, columns_ptr, stride_x, c * STEP, NUM, GROUP, KIND, M, PARTS, SPLITS, WORDS)  # fmt: skip
+            if ROUND and not HALVES:
+                x = rounded_tile(x, x_factor)
             numbers = sixteen(words[2 * c], words[2 * c + 1], exponent, KIND, x.dtype)
             acc = add_products(acc, numbers, x, factors[c] if BY_TILE else (), PRECISION)
         y = sum_parts(acc * peak if HALVES else acc, PARTS) * scale
@@ -114,6 +123,9 @@ def serves(x: torch.Tensor) -> bool:
 
 
 FEW = (1, 2, 4)  # tokens; above, `quant_matmul` is faster
+MOST_ROUNDED = (
+    8192  # inputs: each program rounds all, and of longer rows `fp8_linear` and a kernel that rounds are faster
+)
 REGISTERS = 84  # of codes, in each thread
 MAX_WARPS = 16
 PROGRAMS = 600
@@ -146,12 +158,14 @@ def quant_gemv(
     gated: bool = False,
     residual: torch.Tensor | None = None,
     columns: torch.Tensor | None = None,
+    rounds: bool = False,
 ) -> torch.Tensor:
     """`x` [T, K] times the transpose of W, for T in FEW; accumulated in float32.
 
     Args:
         norm_eps, gated, residual: as in `skinny_linear`. Rows of `x` may be apart; nothing else is.
         columns: [K], factors of the (normed) `x`. Their product is rounded to its dtype.
+        rounds: `x` is rounded to E4M3, as `quantize_rows` does it, with a scale for each token.
     """
     words, block, kind = weight.weight.view(torch.int32), (weight.rows, weight.columns), kind_of(weight.weight)
     if takes(x, block, kind):
@@ -166,7 +180,7 @@ def quant_gemv(
     quant_gemv_kernel[(triton.cdiv(rows, 16 // tile["PARTS"] // (1 + gated) * tile["TIMES"]),)](
         x, words, weight.scale, weight.zeros, columns, out if residual is None else residual, out, x.stride(0), rows,
         norm_eps or 0.0, EXPONENT, K=width, GROUP_ROWS=block[0], GROUP=block[1], KIND=kind, NORM=norm_eps is not None, GATED=gated,
-        RESIDUAL=residual is not None, M=num_tokens, **tile, num_warps=tile["SPLITS"],
+        RESIDUAL=residual is not None, M=num_tokens, ROUND=rounds, **tile, num_warps=tile["SPLITS"],
         **launch_options(x.device, num_tokens),
     )  # fmt: skip
     return out
