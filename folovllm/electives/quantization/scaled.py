@@ -319,10 +319,9 @@ class Fp8Both(Fp8):
     ) -> torch.Tensor:
         if not self.rounds(layer, layer.input_size):
             return super().fused(layer, x, norm_eps, gated, residual)
-        from folovllm.electives.quantization.kernels.quant_gemv import FEW, MOST_ROUNDED, quant_gemv
+        from folovllm.electives.quantization.kernels.quant_gemv import can_round, quant_gemv
 
-        is_short = not self.is_static and self.group_of(layer.input_size) is None and layer.input_size <= MOST_ROUNDED
-        if len(x) in FEW and is_short:
+        if not self.is_static and can_round(x, self.group_of(layer.input_size)):
             return quant_gemv(x, self.weight_of(layer), norm_eps, gated, residual, layer.columns, rounds=True)
         y = self.multiply(layer, self.round(layer, x, norm_eps), residual)
         return y if not gated else self.activate(layer, y)

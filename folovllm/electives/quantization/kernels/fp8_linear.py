@@ -14,71 +14,58 @@ import triton.language as tl
 from folovllm.electives.quantization.weight import QuantizedWeight
 from folovllm.kernels.multiprocessors import num_sms
 from folovllm.kernels.pdl import available, let_next_start, wait_for_inputs
+from folovllm.kernels.skinny_linear import append
 from folovllm.kernels.split_sum import counters, num_parts, parts_for, store_sum, token_tiles
 
+PER_SM = 2  # programs that should be on each multiprocessor
 MANY = 129  # tokens, from which on the library is faster
 MANY_ROWS = 16_384  # outputs that keep a GPU busy without shared tiles
 
 
 @triton.jit
-def block_scales(
-    x_scale_ptr, scale_ptr, stride_scale, rows, token, tile, K: tl.constexpr, GROUP: tl.constexpr, BK: tl.constexpr
-):  # fmt: skip
-    """The scales of a tile of inputs: of some `rows` of blocks times those of `token` [1, BM]. Past the last tile its own."""
-    group = tl.minimum(tile * BK // GROUP, K // GROUP - 1)
-    return tl.load(scale_ptr + rows * (K // GROUP) + group) * tl.load(x_scale_ptr + group * stride_scale + token)
-
-
-@triton.jit
-def ask_early(weight_ptr, rows, first, step, K: tl.constexpr, BK: tl.constexpr, NUM: tl.constexpr):
-    """Ask the L2 cache for the first tiles of weights, while `x` is still being made."""
-    line = tl.arange(0, BK // 128)[None, :] * 128
-    for i in tl.static_range(NUM):
-        at = tl.minimum((first + i * step) * BK, K - BK)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [(weight_ptr + rows * K + at + line).to(tl.int64)], tl.int32,
-            False, 1)  # fmt: skip
+def add_tile(acc, x_ptr, weight_ptr, scales, K: tl.constexpr, BK: tl.constexpr, k):
+    """`acc` and the products of BK inputs from `k` on, times `scales` where they have their own."""
+    at = k + tl.arange(0, BK)
+    if K % BK == 0:
+        weights, x = tl.load(weight_ptr + at[None, :]), tl.load(x_ptr + at[:, None])
+    else:
+        weights = tl.load(weight_ptr + at[None, :], mask=at[None, :] < K, other=0.0)
+        x = tl.load(x_ptr + at[:, None], mask=at[:, None] < K, other=0.0)
+    return acc + tl.dot(weights, x) * scales
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_parts", "stride_scale"])
 def fp8_linear_kernel(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, residual_ptr, part_ptr, done_ptr, out_ptr, stride_scale, num_tokens, num_parts,
     OUTPUTS: tl.constexpr, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, RESIDUAL: tl.constexpr,
-    SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TIMES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, q, s): outputs p * BN to p * BN + BN of tokens q * BM to q * BM + BM; SPLIT: of every num_parts-th tile
-    of BK inputs, from s on. A tile lies within a group. Scales of `x` are [K / GROUP, tokens], `stride_scale` apart.
+    """Program (p, q, s): outputs p * BN to p * BN + BN of tokens q * BM to q * BM + BM; SPLIT: of every num_parts-th step
+    of inputs, from s on. A step has TIMES tiles of BK inputs, each within a group; so the scales of several are waited for at
+    once. Scales of `x` are [K / GROUP, tokens], `stride_scale` apart.
     """
     let_next_start(PDL)
     outputs = tl.program_id(0) * BN + tl.arange(0, BN)
     tokens = tl.program_id(1) * BM + tl.arange(0, BM)
     rows = tl.minimum(outputs, OUTPUTS - 1).to(tl.int64)[:, None]
     token = tl.minimum(tokens, num_tokens - 1)[None, :].to(tl.int64)
+    # One row of blocks has all outputs of a tile, or not.
+    blocks = tl.program_id(0) * BN // GROUP_ROWS if GROUP_ROWS % BN == 0 else rows // GROUP_ROWS
     acc = tl.zeros([BN, BM], tl.float32)
-    k = tl.arange(0, BK)
     first, step = (tl.program_id(2), num_parts) if SPLIT else (0, 1)
-    if PDL and BK >= 128:
-        ask_early(weight_ptr, rows, first, step, K, BK, AHEAD)
     wait_for_inputs(PDL)
-    if GROUP < K:  # one row of blocks has all outputs of a tile, or not
-        blocks = tl.program_id(0) * BN // GROUP_ROWS if GROUP_ROWS % BN == 0 else rows // GROUP_ROWS
-        factor = block_scales(x_scale_ptr, scale_ptr, stride_scale, blocks, token, first, K, GROUP, BK)
-    for tile in range(first, tl.cdiv(K, BK), step):
-        at = tile * BK + k
-        if K % BK == 0:
-            weights = tl.load(weight_ptr + rows * K + at[None, :])
-            x = tl.load(x_ptr + token * K + at[:, None])
-        else:
-            weights = tl.load(weight_ptr + rows * K + at[None, :], mask=at[None, :] < K, other=0.0)
-            x = tl.load(x_ptr + token * K + at[:, None], mask=at[:, None] < K, other=0.0)
-        if GROUP < K:  # the next tile's scales are on their way while this one is multiplied
-            now, factor = factor, block_scales(
-                x_scale_ptr, scale_ptr, stride_scale, blocks, token, tile + step, K, GROUP, BK)  # fmt: skip
-            acc += tl.dot(weights, x) * now
-        else:
-            acc += tl.dot(weights, x)
+    for number in range(first, tl.cdiv(K, BK * TIMES), step):
+        scales = ()
+        for i in tl.static_range(TIMES if GROUP < K else 0):
+            group = (number * TIMES + i) * BK // GROUP
+            of_rows = tl.load(scale_ptr + blocks * (K // GROUP) + group)
+            scales = append(scales, of_rows * tl.load(x_scale_ptr + group * stride_scale + token))
+        for i in tl.static_range(TIMES):
+            acc = add_tile(
+                acc, x_ptr + token * K, weight_ptr + rows * K, scales[i] if GROUP < K else 1.0, K, BK,
+                (number * TIMES + i) * BK)  # fmt: skip
     if GROUP == K:
-        acc *= tl.load(scale_ptr + rows // GROUP_ROWS) * tl.load(x_scale_ptr + token)
+        acc *= tl.load(scale_ptr + blocks) * tl.load(x_scale_ptr + token)
     store_sum(acc, part_ptr, done_ptr, residual_ptr, out_ptr, num_tokens, num_parts, OUTPUTS, SPLIT, RESIDUAL)
 
 
@@ -91,7 +78,9 @@ def tile_for(num_tokens: int, rows: int, width: int, group: int) -> dict[str, in
     k = 256 if m < 64 or (m == 64 and rows < MANY_ROWS) else 128
     stages = 3 if m == 64 and k == 256 else 4
     within = group & -group if group < width else triton.next_power_of_2(width)
-    return {"BM": m, "BN": 64, "BK": min(k, within), "num_warps": 4, "num_stages": stages, "AHEAD": stages}
+    if group < width and width % (4 * within) == 0:
+        return {"BM": m, "BN": 64, "BK": within, "TIMES": 4, "num_warps": 4, "num_stages": 2}
+    return {"BM": m, "BN": 64, "BK": min(k, within), "TIMES": 1, "num_warps": 4, "num_stages": stages}
 
 
 def fp8_linear(
@@ -107,8 +96,8 @@ def fp8_linear(
     """
     num_tokens, (rows, width) = len(out), weight.weight.shape
     tile = tile_for(num_tokens, rows, width, weight.columns)
-    row_tiles, most = triton.cdiv(rows, tile["BN"]), max(1, width // (2 * tile["BK"]))
-    parts = num_parts(row_tiles * token_tiles(num_tokens, tile["BM"]), 2 * num_sms(codes.device), most)
+    row_tiles, most = triton.cdiv(rows, tile["BN"]), max(1, width // (2 * tile["BK"] * tile["TIMES"]))
+    parts = num_parts(row_tiles * token_tiles(num_tokens, tile["BM"]), PER_SM * num_sms(codes.device), most)
     pdl = available(codes.device)
     fp8_linear_kernel[(row_tiles, triton.cdiv(num_tokens, tile["BM"]), parts)](
         codes, scales, weight.weight, weight.scale, out if residual is None else residual, parts_for(out, out, parts),

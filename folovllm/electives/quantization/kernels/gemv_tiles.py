@@ -12,7 +12,7 @@ import triton.language as tl
 from folovllm.electives.quantization.kernels.int4_linear import load_scales
 from folovllm.electives.quantization.kernels.quantize_rows import factors_of, to_e4m3
 from folovllm.electives.quantization.kernels.unpack_codes import four_bytes, in_turn, nibble
-from folovllm.kernels.skinny_linear import append, silu_product
+from folovllm.kernels.skinny_linear import append, repeat, silu_product
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def load_tile(
 
 @triton.jit
 def as_halves(xs):
-    """Tiles of `x` [SPLITS, n, 8] as float16, divided by the largest of each column; and that, [SPLITS, 1, 8].
+    """Tiles of `x` [SPLITS, n, 8] as float16, divided by the largest of each column; and that, one [SPLITS, 1, 8].
 
     A float16 has three bits more than a bfloat16: a quotient is off by 2^-11 of itself at most, where a bfloat16 is by 2^-8.
     Below 2^-14 of the largest it is off by 2^-25 of that. The divisor is held within 2^-125 and 2^125, where one over it is a
@@ -155,41 +155,31 @@ def as_halves(xs):
     inverse = 1.0 / peak
     for c in tl.static_range(len(xs)):
         halves = append(halves, (xs[c].to(tl.float32) * inverse).to(tl.float16))
-    return halves, peak
+    return halves, (peak,)
 
 
 @triton.jit
-def as_codes(xs):
-    """Tiles of one token's `x` rounded to E4M3, as float16, and the scale of the token."""
-    peak, codes = tl.zeros(xs[0].shape, tl.float32), ()
+def as_codes(xs, GROUP: tl.constexpr, PARTS: tl.constexpr):
+    """Tiles of one token's `x` rounded to E4M3, as float16, and the scale of each, [SPLITS or 1, 1, 8 or 1].
+
+    A scale is that of the token, or of each 128 inputs if GROUP is that: two tiles of 64, which parts 2 i and 2 i + 1 have.
+    """
+    peaks, codes, scales, SPLITS = (), (), (), xs[0].shape[0]
+    peak = tl.zeros([SPLITS, 8], tl.float32)
     for c in tl.static_range(len(xs)):
-        peak = tl.maximum(peak, tl.abs(xs[c].to(tl.float32)))
-    scale, factor = factors_of(tl.max(tl.max(tl.max(peak, 2), 1), 0))
+        largest = tl.max(tl.abs(xs[c].to(tl.float32)), 1)
+        peak = tl.maximum(peak, largest)
+        if GROUP == 128:
+            pairs = tl.reshape(largest, [SPLITS, PARTS // 2, 2, 8 // PARTS])
+            pairs = tl.broadcast_to(tl.max(pairs, 2, keep_dims=True), [SPLITS, PARTS // 2, 2, 8 // PARTS])
+            largest = tl.reshape(pairs, [SPLITS, 8])
+        peaks = append(peaks, largest)
+    if GROUP != 128:
+        peaks = repeat(tl.max(tl.max(peak, 1, keep_dims=True), 0, keep_dims=True), len(xs))
     for c in tl.static_range(len(xs)):
-        codes = append(codes, to_e4m3(xs[c].to(tl.float32) * factor).to(tl.float16))
-    return codes, scale
-
-
-@triton.jit
-def row_scales(x_ptr, columns_ptr, stride_x, K: tl.constexpr, M: tl.constexpr, AT_ONCE: tl.constexpr):
-    """Of each token: the scale of `x` times the columns' factors in E4M3, and one over it, [1, M]."""
-    row_ptr, peak = x_ptr + tl.arange(0, M)[:, None] * stride_x, tl.zeros([M, AT_ONCE], tl.float32)
-    for start in tl.static_range(0, K, AT_ONCE):
-        k = start + tl.arange(0, AT_ONCE)[None, :]
-        x = load_or_zero(row_ptr + k, k < K, start + AT_ONCE <= K)
-        if columns_ptr is not None:
-            x *= load_or_zero(columns_ptr + k, k < K, start + AT_ONCE <= K)
-        peak = tl.maximum(peak, tl.abs(x.to(tl.float32)))
-    scale, factor = factors_of(tl.max(peak, 1))
-    return scale[None, :], factor[None, :]
-
-
-@triton.jit
-def rounded_tile(x, factor):
-    """A tile of `x` [SPLITS, n, 8] times what belongs to its column, of [1, M], rounded to E4M3, in its own dtype."""
-    M: tl.constexpr = factor.shape[1]
-    each = tl.reshape(tl.broadcast_to(factor, [8 // M, M]), [1, 1, 8])
-    return to_e4m3(x.to(tl.float32) * each).to(x.dtype)
+        scale, factor = factors_of(peaks[c][:, None, :])
+        codes, scales = append(codes, to_e4m3(xs[c].to(tl.float32) * factor).to(tl.float16)), append(scales, scale)
+    return codes, scales
 
 
 @triton.jit

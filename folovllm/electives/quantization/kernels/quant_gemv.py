@@ -38,8 +38,6 @@ from folovllm.electives.quantization.kernels.gemv_tiles import (
     load_residual,
     load_row_scales,
     load_tile,
-    rounded_tile,
-    row_scales,
     sixteen,
     sum_parts,
 )
@@ -70,7 +68,7 @@ def quant_gemv_kernel(
     TIMES: tl.constexpr, HALVES: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program p: outputs p * ROWS * TIMES to (p + 1) * ROWS * TIMES of all M tokens, ROWS at a time. HALVES: `x` in float16.
-    ROUND: `x` is rounded to E4M3, with a scale for each token, which every program finds for itself.
+    ROUND, with HALVES: `x` is rounded to E4M3, with scales for GROUP inputs, which every program finds for itself.
 
     NORM, GATED and RESIDUAL as in `skinny_linear_kernel`. GATED: the lines are ROWS rows of gate, then those of up.
     GROUP_ROWS outputs and GROUP inputs share a scale; with GROUP = K it is multiplied last, unless there are zeros.
@@ -92,10 +90,7 @@ def quant_gemv_kernel(
     for c in tl.static_range(len(words) // 2 if HALVES else 0):
         xs = append(xs, load_tile(x_ptr, columns_ptr, stride_x, c * STEP, NUM, GROUP, KIND, M, PARTS, SPLITS, WORDS))
     if HALVES:
-        xs, peak = as_codes(xs) if ROUND else as_halves(xs)
-    elif ROUND:
-        x_scale, x_factor = row_scales(x_ptr, columns_ptr, stride_x, K, M, 256 * SPLITS // M)
-        inverse *= tl.reshape(tl.broadcast_to(x_scale, [8 // PARTS // M, M]), [1, 8 // PARTS])
+        xs, peaks = as_codes(xs, GROUP, PARTS) if ROUND else as_halves(xs)
     for i in tl.static_range(TIMES):
         if i + 1 < TIMES:
             next_words, next_factors = load_lines(
@@ -107,11 +102,14 @@ def quant_gemv_kernel(
         for c in tl.static_range(len(words) // 2):
             x = xs[c] if HALVES else load_tile(
                 x_ptr, columns_ptr, stride_x, c * STEP, NUM, GROUP, KIND, M, PARTS, SPLITS, WORDS)  # fmt: skip
-            if ROUND and not HALVES:
-                x = rounded_tile(x, x_factor)
             numbers = sixteen(words[2 * c], words[2 * c + 1], exponent, KIND, x.dtype)
-            acc = add_products(acc, numbers, x, factors[c] if BY_TILE else (), PRECISION)
-        y = sum_parts(acc * peak if HALVES else acc, PARTS) * scale
+            if ROUND and BY_TILE:
+                acc += tl.dot(numbers, x) * (factors[c][0][:, :, None] * peaks[c])
+            else:
+                acc = add_products(acc, numbers, x, factors[c] if BY_TILE else (), PRECISION)
+        if HALVES and not (ROUND and BY_TILE):
+            acc *= peaks[0]
+        y = sum_parts(acc, PARTS) * scale
         finish(y, residual, out_ptr, first, num_rows, inverse, GATED, M)
         if i + 1 < TIMES:
             words, factors, scale, first = next_words, next_factors, next_scale, first + ROWS
@@ -122,6 +120,12 @@ def serves(x: torch.Tensor) -> bool:
     return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
+def can_round(x: torch.Tensor, group: int | None) -> bool:
+    """Whether `quant_gemv` rounds these and is the fastest way: one token, since every program rounds all of its inputs anew."""
+    return len(x) == 1 and x.shape[1] <= MOST_ROUNDED and group in (None, 128) and serves(x)
+
+
+MOST_ROUNDED = 8192  # inputs
 FEW = (1, 2, 4)  # tokens; above, `quant_matmul` is faster
 MOST_ROUNDED = (
     8192  # inputs: each program rounds all, and of longer rows `fp8_linear` and a kernel that rounds are faster
@@ -165,7 +169,8 @@ def quant_gemv(
     Args:
         norm_eps, gated, residual: as in `skinny_linear`. Rows of `x` may be apart; nothing else is.
         columns: [K], factors of the (normed) `x`. Their product is rounded to its dtype.
-        rounds: `x` is rounded to E4M3, as `quantize_rows` does it, with a scale for each token.
+        rounds: `x` is rounded to E4M3, as `quantize_rows` does it, with a scale for the token or for groups like the weights'.
+            Where `can_round` says so.
     """
     words, block, kind = weight.weight.view(torch.int32), (weight.rows, weight.columns), kind_of(weight.weight)
     if takes(x, block, kind):
@@ -175,7 +180,7 @@ def quant_gemv(
     out = x.new_empty(num_tokens, rows)
     row_bytes = 4 * words.shape[1]
     has_groups = block[1] < width or kind == "int4"
-    halves = kind == "fp8" and num_tokens == 1 and x.itemsize == 2
+    halves = rounds or (kind == "fp8" and num_tokens == 1 and x.itemsize == 2)
     tile = tile_of(num_tokens, len(words), row_bytes, row_bytes * block[1] // width if has_groups else 64, halves)
     quant_gemv_kernel[(triton.cdiv(rows, 16 // tile["PARTS"] // (1 + gated) * tile["TIMES"]),)](
         x, words, weight.scale, weight.zeros, columns, out if residual is None else residual, out, x.stride(0), rows,

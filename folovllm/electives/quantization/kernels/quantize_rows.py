@@ -27,8 +27,8 @@ def to_e4m3(x):
 @triton.jit
 def factors_of(largest):
     """Return the scale of a row or group whose largest magnitude is given, and what its numbers are multiplied by to be codes."""
-    some = largest > 0
-    return tl.where(some, largest / LARGEST, 1.0), tl.where(some, LARGEST / largest, 1.0)
+    largest = tl.where(largest > 0, largest, LARGEST)
+    return largest / LARGEST, LARGEST / largest
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
