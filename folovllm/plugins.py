@@ -33,8 +33,8 @@ OPTIONS = (
     "folovllm.electives.hybrid.options:HybridOptions",
     "folovllm.electives.rollouts.options:RolloutOptions",
 )
-# Structured output (X1): an `engine.logits_mask.LogitsMask`. Any request may ask for it.
-LOGITS_MASK = "folovllm.electives.structured_output.manager:StructuredOutputManager"
+# Structured output (X1): a module with `add_grammar(engine, sequences)`, for a request that asks for it, and `manager_of(engine)`.
+STRUCTURED_OUTPUT = "folovllm.electives.structured_output.masked_executor"
 # Modules with commands: each has `add_to(app)`.
 COMMANDS = (
     "folovllm.electives.server.cli",
@@ -152,8 +152,16 @@ def changed(options: Options) -> dict[str, Any]:
 
 def is_installed(place: str) -> bool:
     """Whether the package of a module is there: each elective may be deleted. What Python left in its folder does not count."""
-    spec = find_spec(".".join(place.partition(":")[0].split(".")[:2]))
+    try:
+        spec = find_spec(package_of(place))
+    except ModuleNotFoundError:
+        return False
     return spec is not None and spec.origin is not None
+
+
+def package_of(place: str) -> str:
+    """The package that may be deleted with a module: "folovllm.electives.moe" of "folovllm.electives.moe.models:with_experts"."""
+    return ".".join(place.partition(":")[0].split(".")[:3])
 
 
 def named(place: str) -> Any:
@@ -165,6 +173,5 @@ def named(place: str) -> Any:
 def require(place: str, purpose: str) -> Any:
     """As `named`. Raises ValueError, which says that `purpose` needs the package, where that is not installed."""
     if not is_installed(place):
-        package = ".".join(place.partition(":")[0].split(".")[:2])
-        raise ValueError(f"{purpose} needs the package {package}, which is not installed here")
+        raise ValueError(f"{purpose} needs the package {package_of(place)}, which is not installed here")
     return named(place)

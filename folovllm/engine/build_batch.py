@@ -22,7 +22,6 @@ from folovllm.config import EngineConfig
 from folovllm.engine.cpu_threads import largest_product
 from folovllm.engine.event_stream import Events
 from folovllm.engine.extension import Extension
-from folovllm.engine.logits_mask import LogitsMask
 from folovllm.engine.scheduler import (
     Scheduler,
     SchedulerLike,
@@ -50,9 +49,7 @@ if TYPE_CHECKING:
 LARGE = 50_000_000  # bytes of weights: below this, kernels for a CPU gain less than their compiling takes
 
 
-def make_scheduler(
-    setup: EngineSetup, extension: Extension, executor: Executor, mask: LogitsMask, events: Events
-) -> SchedulerLike:
+def make_scheduler(setup: EngineSetup, extension: Extension, executor: Executor, events: Events) -> SchedulerLike:
     """Make the scheduler of a batch that changes at every step (M2)."""
     config = setup.config
     make_kv, tokens = sliding(cache_manager(config), setup.hf_config), tokens_of_step(config)
@@ -63,7 +60,7 @@ def make_scheduler(
     kv = make_kv(executor.num_kv_blocks, setup.block_size, events)
     if own := learners(config, "scheduler"):
         return own(kv, setup.max_num_seqs, setup.max_num_batched_tokens, tokens)
-    return extension.scheduler(Scheduler, executor, mask)(
+    return extension.scheduler(Scheduler, executor)(
         kv=kv,
         max_num_seqs=setup.max_num_seqs,
         max_num_batched_tokens=setup.max_num_batched_tokens,

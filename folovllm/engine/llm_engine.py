@@ -27,6 +27,7 @@ from folovllm.engine.snapshot import added
 from folovllm.executor.abstract import Executor
 from folovllm.models.files import load_tokenizer, whole
 from folovllm.outputs import RequestOutput
+from folovllm.plugins import STRUCTURED_OUTPUT, is_installed, named, require
 from folovllm.request import Request, Sequence
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -55,9 +56,9 @@ class LLMEngine(EngineCalls):
         self.tokenizer = load_tokenizer(self.setup.path, config)
         # It reads files, which may be damaged: so before the weights.
         self._processor = InputProcessor(self.setup, self.tokenizer)
-        self._extension = build.make_extension(self.setup)
-        executor = build.make_executor(self.setup, self._extension)
-        self.core = build.make_core(self.setup, self._extension, executor, self.tokenizer)
+        self.extension = build.make_extension(self.setup)
+        executor = build.make_executor(self.setup, self.extension)
+        self.core = build.make_core(self.setup, self.extension, executor)
         self.loop = build.make_loop(self.core, config)
         self._is_closed = False
         # Outputs of steps that `update_weights` ran: `step` returns them first.
@@ -130,7 +131,7 @@ class LLMEngine(EngineCalls):
 
     def _add(self, seqs: list[Sequence], kind: RequestOutputKind) -> None:
         if seqs[0].params.structured_outputs is not None:
-            self.core.add_grammar(seqs)
+            require(STRUCTURED_OUTPUT, "structured_outputs").add_grammar(self, seqs)
         request_id = seqs[0].request_id
         state = RequestState(request_id, seqs, kind, time.monotonic())
         if self.events.on:
@@ -177,7 +178,8 @@ class LLMEngine(EngineCalls):
 
     def prepare_structured_outputs(self) -> None:
         """Prepare for structured output. It takes about a second, for which the first such request would hold up all others."""
-        self.core.logits_mask.prepare(self._processor.eos_token_ids)
+        if is_installed(STRUCTURED_OUTPUT):
+            named(STRUCTURED_OUTPUT).manager_of(self).prepare(self._processor.eos_token_ids)
 
     def require_open(self) -> None:
         """Raise RuntimeError if the engine was closed."""
@@ -191,8 +193,8 @@ class LLMEngine(EngineCalls):
         self._is_closed = True
         self.abort_request(list(self.core.output.requests))
         self.executor.shutdown()
-        if self._extension is not None:
-            self._extension.close()
+        if self.extension is not None:
+            self.extension.close()
         gc.unfreeze()  # `make_engine` froze what refers to itself; only thawed can it be collected
         gc.collect()
         torch.cuda.empty_cache()  # to the card, for other programs
