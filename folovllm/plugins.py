@@ -56,8 +56,13 @@ DOWNLOADS = dict.fromkeys(("smollm2", "smollm2-gguf"), "folovllm.electives.quant
 # ... or of a file with this suffix, `find(path)`.
 FILE_FORMATS = {".gguf": "folovllm.electives.quantization.gguf_file:gguf_dir"}
 
-# Rollouts (X6): functions of an engine, which change its weights or let it sleep (`LLM.update_weights`).
-ROLLOUTS = "folovllm.electives.rollouts.calls"
+# Methods of `LLM` by name: functions of its engine. Rollouts (X6) change its weights, or let it sleep.
+CALLS = {
+    "update_weights": "folovllm.electives.rollouts.weights:update_weights",
+    "get_weights": "folovllm.electives.rollouts.weights:get_weights",
+    "sleep": "folovllm.electives.rollouts.sleep:sleep",
+    "wake_up": "folovllm.electives.rollouts.sleep:wake_up",
+}
 SLEEP_ROUTES = "folovllm.electives.rollouts.routes:ROUTES"  # of a server with `--enable-sleep-mode`
 
 # Models by the architecture that `config.json` names: the module that has a class of this name.
@@ -69,8 +74,8 @@ MODELS = {
     "Qwen3_5ForCausalLM": "folovllm.electives.hybrid.models",
     "Qwen3_5MoeForCausalLM": "folovllm.electives.hybrid.models",
 }
-# Layers with states (X5): the cache manager that finds prefixes as far as there are snapshots of states.
-SNAPSHOTS = "folovllm.electives.hybrid.snapshots:SnapshotBlockManager"
+# Layers with states (X5): what makes a cache manager that finds prefixes as far as there are snapshots of states.
+SNAPSHOTS = "folovllm.electives.hybrid.snapshots:with_snapshots"
 # Mixture of experts (X4): from a model's class to the same with experts in the places of its MLPs.
 EXPERTS = "folovllm.electives.moe.models:with_experts"
 

@@ -29,7 +29,6 @@ from folovllm.engine.scheduler import (
     chunk,
     preempt,
     unless_finished,
-    up_to_border,
     wait,
     whole_prompt,
 )
@@ -54,9 +53,7 @@ def make_scheduler(setup: EngineSetup, extension: Extension, executor: Executor,
     config = setup.config
     make_kv, tokens = sliding(cache_manager(config), setup.hf_config), tokens_of_step(config)
     if setup.num_snapshots:
-        interval = setup.snapshot_interval
-        make_kv = partial(named(SNAPSHOTS), num_snapshots=setup.num_snapshots, interval=interval)
-        tokens = up_to_border(tokens, interval)
+        make_kv, tokens = named(SNAPSHOTS)(setup, tokens)
     kv = make_kv(executor.num_kv_blocks, setup.block_size, events)
     if own := learners(config, "scheduler"):
         return own(kv, setup.max_num_seqs, setup.max_num_batched_tokens, tokens)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Protocol
 
 from folovllm.engine.event_stream import Events
 from folovllm.engine.events import GivenUp
@@ -29,6 +30,16 @@ class StartedStep:
     seqs: list[Sequence]  # those of `output.scheduled_seqs`
     start: float
     pending: Pending
+
+
+class Loop(Protocol):
+    """What `LLMEngine` asks of a loop."""
+
+    def step(self) -> list[RequestOutput]:
+        """Compute a step, and return what is new."""
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether `step` has work, or outputs to hand out."""
 
 
 class EngineCore:
@@ -89,7 +100,7 @@ class EngineCore:
             )  # where steps overlap, a step's time begins where the last one ended
             self._last_arrival = arrived
             report_step(
-                self.events, self.scheduler, self.executor, new,
+                self.events, self.scheduler, new,
                 step=self.num_steps, start=start, arrived=arrived, end=now, output=step.output, result=result,
             )  # fmt: skip
         if result.broken:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, overload
 
@@ -14,6 +13,7 @@ import torch
 from folovllm import build
 from folovllm.config import EngineConfig
 from folovllm.engine.calls import EngineCalls
+from folovllm.engine.core import Loop
 from folovllm.engine.cpu_threads import use_threads
 from folovllm.engine.event_stream import Events
 from folovllm.engine.input_processor import InputProcessor
@@ -59,11 +59,9 @@ class LLMEngine(EngineCalls):
         self.extension = build.make_extension(self.setup)
         executor = build.make_executor(self.setup, self.extension)
         self.core = build.make_core(self.setup, self.extension, executor)
-        self.loop = build.make_loop(self.core, config)
+        self.loop: Loop = build.make_loop(self.core, config)
         self._is_closed = False
-        # Outputs of steps that `update_weights` ran: `step` returns them first.
-        self.undelivered: deque[list[RequestOutput]] = deque()
-        self.is_sleeping = False  # whether the model's memory was given back for a while: then nothing can be served
+        self.refusal = ""  # why no request is taken for a while, if so
 
     @property
     def scheduler(self) -> SchedulerLike:
@@ -122,10 +120,10 @@ class LLMEngine(EngineCalls):
         self._add(self._processor.sequences(request), RequestOutputKind.FINAL_ONLY)
 
     def _require_new(self, request_id: str) -> None:
-        """Raise RuntimeError if the engine was closed, ValueError if it sleeps or the id is in use."""
+        """Raise RuntimeError if the engine was closed, ValueError if it takes none or the id is in use."""
         self.require_open()
-        if self.is_sleeping:
-            raise ValueError("the engine sleeps and takes no requests: wake it up first")
+        if self.refusal:
+            raise ValueError(self.refusal)
         if request_id in self.core.output.requests:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
 
@@ -165,7 +163,7 @@ class LLMEngine(EngineCalls):
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work, or outputs to hand out."""
-        return bool(self.undelivered or self.core.output.requests)
+        return self.loop.has_unfinished_requests()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer, which is transformers'."""
@@ -174,7 +172,7 @@ class LLMEngine(EngineCalls):
     def step(self) -> list[RequestOutput]:
         """Schedule, compute, sample, and hand out what is new. Without work it returns an empty list."""
         self.require_open()
-        return self.undelivered.popleft() if self.undelivered else self.loop.step()
+        return self.loop.step()
 
     def prepare_structured_outputs(self) -> None:
         """Prepare for structured output. It takes about a second, for which the first such request would hold up all others."""

@@ -21,7 +21,6 @@ from folovllm.models.registry import quantization_of
 from folovllm.step.kv_format import FP8
 
 NAIVE = ("torch_naive", "native")  # the backend's name for what a growing cache does with our layers
-FEWEST_SNAPSHOTS = 16  # of states, where nobody gives a number
 
 logger = logging.getLogger("folovllm")
 
@@ -69,12 +68,7 @@ class EngineSetup:
         """Snapshots of states that are kept; 0 where prefixes are not cached, or no layer keeps a state."""
         if not (self.config.enable_prefix_caching and num_linear_of(self.hf_config)):
             return 0
-        return self.config.num_snapshots or max(FEWEST_SNAPSHOTS, self.max_num_seqs)
-
-    @property
-    def snapshot_interval(self) -> int:
-        """Tokens between the snapshots of a sequence: a whole number of blocks."""
-        return -(-self.config.snapshot_interval // self.block_size) * self.block_size
+        return self.config.num_snapshots or max(16, self.max_num_seqs)
 
 
 def set_up(config: EngineConfig) -> EngineSetup:
