@@ -15,17 +15,14 @@ from folovllm.sampling_params import SamplingParams
 from folovllm.step.schedule import TokenIds
 
 if TYPE_CHECKING:
+    from folovllm.cache.cached_prefix import CachedPrefix
     from folovllm.engine.detokenizer import IncrementalDetokenizer
 
 _numbers = itertools.count()
 
 
 class SequenceStatus(Enum):
-    """WAITING -> RUNNING -> one of FINISHED_*; preemption leads back from RUNNING to WAITING.
-
-    Attributes:
-        is_finished: whether nothing more will happen to the sequence. It is asked several times a token.
-    """
+    """WAITING -> RUNNING -> one of FINISHED_*, which `is_finished`; preemption leads back from RUNNING to WAITING."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -51,17 +48,6 @@ class Request:
     cache_salt: str | None = None  # prefixes are shared only between equal salts
     bad_words: tuple[tuple[int, ...], ...] = ()  # runs of tokens that the answer must not hold
     prompt: str | None = None  # the text, if the prompt came as one
-
-
-@dataclass(slots=True)
-class CachedPrefix:
-    """The prefix cache's notes on a sequence. The sequence carries them; only the prefix cache uses them."""
-
-    root: int | None = None  # what stands before the first block, None: the cache's root when a hash is first needed
-    hashes: list[int] = field(default_factory=list)  # of the full blocks, as far as they were needed
-    tokens: list[bytes] = field(default_factory=list)  # of the same blocks
-    serials: list[int] = field(default_factory=list)  # of the blocks that are published, while they are held
-    num_hit_tokens: int | None = None  # found at the first admission
 
 
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)

@@ -11,7 +11,7 @@ from typing import Any
 from folovllm.engine.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from folovllm.engine.chat_template import Message, as_conversations, render
 from folovllm.engine.input_processor import encode_within
-from folovllm.engine.inputs import Prompt, Request, TokensPrompt, as_requests
+from folovllm.engine.inputs import Prompt, PromptRequest, TokensPrompt, as_requests
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.require import also_takes
 from folovllm.outputs import RequestOutput
@@ -35,7 +35,7 @@ class LLMCalls(ABC):
 
     @abstractmethod
     def _answer(
-        self, requests: Sequence[Request], bar: bool, on_answer: Callable[[RequestOutput], object]
+        self, requests: Sequence[PromptRequest], bar: bool, on_answer: Callable[[RequestOutput], object]
     ) -> list[RequestOutput]: ...
 
     @abstractmethod

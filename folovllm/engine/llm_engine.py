@@ -18,7 +18,6 @@ from folovllm.engine.cpu_threads import use_threads
 from folovllm.engine.event_stream import Events
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.inputs import Prompt
-from folovllm.engine.older_config import ModelConfig
 from folovllm.engine.output_processor import RequestState
 from folovllm.engine.require import also_takes
 from folovllm.engine.scheduler import SchedulerLike
@@ -41,12 +40,12 @@ class LLMEngine(EngineCalls):
     Use it from one thread at a time. After an exception inside `step` the engine's state is undefined: make a new one.
 
     Args:
-        config: all choices; or a `ModelConfig`, beside which `overrides` are fields of the `EngineConfig`.
+        config: all choices; or a `folovllm.compat.ModelConfig`, beside which `overrides` are fields of the `EngineConfig`.
     """
 
-    def __init__(self, config: EngineConfig | ModelConfig, **overrides: Any) -> None:
+    def __init__(self, config: Any, **overrides: Any) -> None:
         """Raises ValueError if `config` cannot be served; most causes are found before the weights are loaded."""
-        if isinstance(config, ModelConfig):
+        if not isinstance(config, EngineConfig):
             config = config.for_engine(**overrides)
         elif overrides:
             raise ValueError(f"an EngineConfig says all: put {', '.join(overrides)} into it")
