@@ -35,6 +35,8 @@ OPTIONS = (
 )
 # Structured output (X1): a module with `add_grammar(engine, sequences)`, for a request that asks for it, and `manager_of(engine)`.
 STRUCTURED_OUTPUT = "folovllm.electives.structured_output.masked_executor"
+# ... and what makes its parameters of what a user passes, or raises ValueError.
+STRUCTURED_PARAMS = "folovllm.electives.structured_output.params:as_params"
 # Modules with commands: each has `add_to(app)`.
 COMMANDS = (
     "folovllm.electives.server.cli",

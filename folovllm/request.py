@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -15,7 +15,6 @@ from folovllm.sampling_params import SamplingParams
 from folovllm.step.schedule import TokenIds
 
 if TYPE_CHECKING:
-    from folovllm.cache.cached_prefix import CachedPrefix
     from folovllm.engine.detokenizer import IncrementalDetokenizer
 
 _numbers = itertools.count()
@@ -64,7 +63,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)  # blocks in order
-    prefix: CachedPrefix | None = None  # the prefix cache's own notes
+    prefix: Any = None  # a `CachedPrefix`, which the prefix cache alone uses
     stop_reason: str | int | None = None
     logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)  # of the answer's tokens, if asked for
     prompt_logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)  # those that have come

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from folovllm.engine.inputs import Prompt, TokensPrompt, encode, is_one_prompt, parse_prompt
 from folovllm.engine.llm_engine import LLMEngine
@@ -65,9 +65,8 @@ def search_beams(
     wide = f"beam_width is {params.beam_width}, and this engine searches {most} beams at most"
     require(params.beam_width <= most, f"{wide}: ask for fewer, or raise max_logprobs to {2 * params.beam_width}")
     ends = frozenset() if params.ignore_eos else eos_token_ids(setup.path, setup.hf_config, tokenizer)
-    searches = [
-        BeamSearch(_token_ids(tokenizer, prompt)) for prompt in ([prompts] if is_one_prompt(prompts) else prompts)
-    ]
+    items = [prompts] if is_one_prompt(prompts) else cast("Sequence[Prompt]", prompts)
+    searches = [BeamSearch(_token_ids(tokenizer, prompt)) for prompt in items]
     for _ in range(params.max_tokens):
         if not (beams := [beam for search in searches for beam in search.open]):
             break

@@ -24,10 +24,10 @@ from folovllm.electives.server.async_engine import AsyncEngine
 from folovllm.electives.structured_output.guidance import GuidanceGrammar, check_grammar, make_tokenizer, tokenizer_json
 from folovllm.electives.structured_output.manager import StructuredOutputManager
 from folovllm.electives.structured_output.masked_executor import manager_of
+from folovllm.electives.structured_output.params import StructuredOutputsParams
 from folovllm.electives.structured_output.vocabulary import read_vocabulary
 from folovllm.engine.llm_engine import make_engine
 from folovllm.engine.overlap import OverlappedEngine
-from folovllm.engine.structured_outputs import StructuredOutputsParams
 from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
 from folovllm.sample.sampling_row import mask_width

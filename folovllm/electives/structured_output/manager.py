@@ -17,8 +17,8 @@ import numpy as np
 from folovllm.electives.structured_output import guidance
 from folovllm.electives.structured_output.choice import ChoiceGrammar, Choices
 from folovllm.electives.structured_output.grammar_matcher import Bitmask, Grammar, GrammarMatcher, ReasoningPrefix
+from folovllm.electives.structured_output.params import StructuredOutputsParams
 from folovllm.electives.structured_output.vocabulary import Vocabulary, read_vocabulary
-from folovllm.engine.structured_outputs import StructuredOutputsParams
 from folovllm.request import Sequence
 from folovllm.sample.sampling_row import mask_of, mask_width
 from folovllm.step.bitmasks import TokenBitmasks
