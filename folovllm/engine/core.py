@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Protocol
 
 from folovllm.engine.event_stream import Events
 from folovllm.engine.events import GivenUp
@@ -32,22 +31,12 @@ class StartedStep:
     pending: Pending
 
 
-class Loop(Protocol):
-    """What `LLMEngine` asks of a loop."""
-
-    def step(self) -> list[RequestOutput]:
-        """Compute a step, and return what is new."""
-
-    def has_unfinished_requests(self) -> bool:
-        """Whether `step` has work, or outputs to hand out."""
-
-
 class EngineCore:
     """Serves sequences step by step: `LLMEngine` brings requests in, and calls `step` until none is left.
 
     Attributes:
         output: the requests that are being served, and what each has to report.
-        num_started: steps that were started. num_steps: those whose tokens have arrived. num_preemptions: sequences that these steps preempted.
+        num_steps: steps whose tokens have arrived. num_preemptions: sequences that these steps preempted.
     """
 
     def __init__(self, scheduler: SchedulerLike, executor: Executor, events: Events) -> None:
@@ -55,7 +44,7 @@ class EngineCore:
         self.executor = executor
         self.events = events
         self.output = OutputProcessor(scheduler.abort)
-        self.num_started = self.num_steps = self.num_preemptions = 0
+        self.num_steps = self.num_preemptions = 0
         self._last_arrival = 0.0  # of a step's tokens
 
     def has_unfinished_requests(self) -> bool:
@@ -77,9 +66,7 @@ class EngineCore:
     def start(self, output: SchedulerOutput) -> StartedStep:
         """Have a step computed; `collect` processes its tokens."""
         seqs, start = self.scheduler.sequences(output), time.monotonic()
-        step = StartedStep(output, seqs, start, self.executor.submit(output))
-        self.num_started += 1
-        return step
+        return StartedStep(output, seqs, start, self.executor.submit(output))
 
     def collect(self, step: StartedStep) -> list[RequestOutput]:
         """Wait for the tokens of a step, hand them to their sequences, and return what is new of the requests.
@@ -95,14 +82,12 @@ class EngineCore:
                 keep_logprobs(step.seqs[i], step.output.scheduled_seqs[i].scores, result.logprobs[i])
         now = time.monotonic()
         if self.events.on:
-            start = max(
-                step.start, self._last_arrival
-            )  # where steps overlap, a step's time begins where the last one ended
+            # Where steps overlap, a step's time begins where the last one ended.
+            times = {"start": max(step.start, self._last_arrival), "arrived": arrived, "end": now}
             self._last_arrival = arrived
             report_step(
-                self.events, self.scheduler, new,
-                step=self.num_steps, start=start, arrived=arrived, end=now, output=step.output, result=result,
-            )  # fmt: skip
+                self.events, self.scheduler, new, step=self.num_steps, output=step.output, result=result, **times
+            )
         if result.broken:
             new += self._give_up([step.seqs[i] for i in result.broken])
         self.num_steps += 1

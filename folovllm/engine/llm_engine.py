@@ -13,7 +13,6 @@ import torch
 from folovllm import build
 from folovllm.config import EngineConfig
 from folovllm.engine.calls import EngineCalls
-from folovllm.engine.core import Loop
 from folovllm.engine.cpu_threads import use_threads
 from folovllm.engine.event_stream import Events
 from folovllm.engine.input_processor import InputProcessor
@@ -58,7 +57,7 @@ class LLMEngine(EngineCalls):
         self.extension = build.make_extension(self.setup)
         executor = build.make_executor(self.setup, self.extension)
         self.core = build.make_core(self.setup, self.extension, executor)
-        self.loop: Loop = build.make_loop(self.core, config)
+        self.loop = build.make_loop(self.core, config)
         self._is_closed = False
         self.refusal = ""  # why no request is taken for a while, if so
 

@@ -26,10 +26,7 @@ class OutputProcessor:
         self._abort = abort
 
     def process(self, new: Iterable[SequenceOutput], now: float) -> list[RequestOutput]:
-        """Return one output for each request that has something to report. Finished requests leave.
-
-        `new`: what a step brought, as the scheduler found it. It ended at `now`.
-        """
+        """Return one output for each request that has something to report of a step, which ended `now`. Finished requests leave."""
         updated: dict[str, RequestState] = {}
         for seq, token_ids, status in new:
             state = updated[seq.request_id] = self.requests[seq.request_id]
@@ -83,7 +80,7 @@ class RequestState:
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs:
-        """The log-probabilities of the prompt's tokens, None for the first. None if not asked for, or not complete yet."""
+        """The log-probabilities of the prompt's tokens, None for the first. None if not requested, or not complete yet."""
         seq = self.seqs[0]
         if seq.params.prompt_logprobs is None or seq.num_unscored_tokens:
             return None
@@ -114,7 +111,8 @@ class RequestState:
     def output(self) -> RequestOutput:
         """The request as it is, with what is new since the last call as deltas."""
         deltas_alone = self._kind is RequestOutputKind.DELTA
-        prompt_logprobs, m = self._report_prompt(once=deltas_alone), self.metrics
+        prompt_logprobs, m = None if deltas_alone and self._prompt_was_scored else self.prompt_logprobs, self.metrics
+        self._prompt_was_scored |= prompt_logprobs is not None
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -127,13 +125,6 @@ class RequestState:
             num_cached_tokens=self.seqs[0].num_cached_tokens,
             prompt_logprobs=prompt_logprobs,
         )
-
-    def _report_prompt(self, once: bool) -> PromptLogprobs:
-        if once and self._prompt_was_scored:
-            return None
-        logprobs = self.prompt_logprobs
-        self._prompt_was_scored = logprobs is not None
-        return logprobs
 
 
 class Answer:

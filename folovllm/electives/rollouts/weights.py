@@ -126,7 +126,7 @@ def end_requests(engine: LLMEngine, in_flight: InFlight) -> None:
                 undelivered.append(outputs)
     finally:
         if undelivered:
-            engine.loop = Undelivered(engine, undelivered)
+            engine.loop = Undelivered(engine, undelivered)  # type: ignore[assignment]
 
 
 class Undelivered:
