@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
+from folovllm.cache.cached_prefix import CachedPrefix
 from folovllm.electives.server.deltas import OutputDelta, catch_up, new_deltas
 from folovllm.electives.server.messages import Add, Delta, Row, Step
 from folovllm.electives.server.metrics import Counters
@@ -14,7 +15,7 @@ from folovllm.engine.logprobs import with_text
 from folovllm.engine.output_processor import RequestState
 from folovllm.engine.stop import check_stop_conditions
 from folovllm.outputs import RequestOutput, TokenLogprob
-from folovllm.request import CachedPrefix, Request, Sequence, SequenceStatus
+from folovllm.request import Request, Sequence, SequenceStatus
 
 
 def add_message(number: int, request: Request) -> Add:
