@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable
 import xxhash
 
 from folovllm.cache.block_manager import Block, BlockManager
+from folovllm.cache.cached_prefix import CachedPrefix
 from folovllm.cache.manager import PrefixCacheStats
 from folovllm.engine.event_stream import Events
 from folovllm.engine.events import BlockAdopted, BlockCached, BlockEvicted, PrefixHit
-from folovllm.request import CachedPrefix, Sequence, SequenceStatus
+from folovllm.request import Sequence, SequenceStatus
 from folovllm.step.schedule import TokenIds
 
 ROOT = 0  # the parent of every first block

@@ -9,9 +9,11 @@ Without a listener no event is made, and each place that could make one reads on
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from folovllm.engine.events import Event, Listener, Snapshot
 
+Source = Callable[[], Event]
 logger = logging.getLogger("folovllm")
 
 
@@ -22,30 +24,30 @@ class Events:
     its traceback, and it is told nothing more.
     """
 
-    __slots__ = ("_failed", "_listeners", "_pending", "_wanting_experts", "on", "wants_experts")
+    __slots__ = ("_failed", "_listeners", "_pending", "_sources", "on", "sources")
 
     def __init__(self) -> None:
         self.on = False  # whether anybody listens
-        self.wants_experts = False  # whether anybody wants `ExpertsAsked`
+        self.sources: list[Source] = []  # each makes an event before a step ends
         self._listeners: list[Listener] = []
-        self._wanting_experts: list[Listener] = []
+        self._sources: list[tuple[Listener, Source]] = []  # and who asked for it
         self._failed: list[Listener] = []  # until they unsubscribe
         self._pending: list[Event] = []
 
-    def subscribe(self, listener: Listener, snapshot: Snapshot, experts: bool = False) -> None:
-        """Let `listener` hear of all that happens from here on; first, how things stand. With `experts` there is `ExpertsAsked`."""
+    def subscribe(self, listener: Listener, snapshot: Snapshot, source: Source | None = None) -> None:
+        """Let `listener` hear of all that happens from here on; first, how things stand. `source` makes an event for it, once a step."""
         self.drain()
         listener([snapshot])
         self._listeners.append(listener)
-        if experts:
-            self._wanting_experts.append(listener)
+        if source is not None:
+            self._sources.append((listener, source))
         self._note_listeners()
 
     def unsubscribe(self, listener: Listener) -> None:
         """Hand over what has happened, and tell `listener` nothing more. ValueError if it does not listen."""
         self.drain()
         (self._failed if listener in self._failed else self._listeners).remove(listener)
-        self._wanting_experts = [other for other in self._wanting_experts if other != listener]
+        self._sources = [(other, source) for other, source in self._sources if other != listener]
         self._note_listeners()
 
     def emit(self, event: Event) -> None:
@@ -67,4 +69,4 @@ class Events:
 
     def _note_listeners(self) -> None:
         self.on = bool(self._listeners)
-        self.wants_experts = any(listener in self._listeners for listener in self._wanting_experts)
+        self.sources = list(dict.fromkeys(source for listener, source in self._sources if listener in self._listeners))

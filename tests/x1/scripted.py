@@ -34,7 +34,7 @@ class ScriptedEngine:
         self.aborted: list[str] = []
         self.refuses: str | None = None
         self.num_steps = 0
-        self.is_closed = self.is_sleeping = False
+        self.is_closed, self.refusal = False, ""
         self._num_seqs = 0
 
     def subscribe(self, listener: ev.Listener) -> None:

@@ -21,8 +21,8 @@ from transformers import AutoTokenizer
 from folovllm.electives.server.config import ServerConfig
 from folovllm.electives.structured_output.choice import ChoiceGrammar, Choices
 from folovllm.electives.structured_output.guidance import LIMITS
+from folovllm.electives.structured_output.params import GrammarLimits, StructuredOutputsParams
 from folovllm.electives.structured_output.vocabulary import Vocabulary, read_vocabulary
-from folovllm.engine.structured_outputs import GrammarLimits, StructuredOutputsParams
 from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import tiny_checkpoint

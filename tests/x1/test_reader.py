@@ -19,7 +19,7 @@ from folovllm.electives.server.replies import ChatMessage, MessageReader
 from folovllm.electives.server.requests import call_grammar, checked, offered, reading_of
 from folovllm.electives.server.stream import OutputDelta
 from folovllm.electives.server.tool_calls import ToolCallParser
-from folovllm.engine.structured_outputs import StructuredOutputsParams
+from folovllm.electives.structured_output.params import StructuredOutputsParams
 from folovllm.sampling_params import SamplingParams
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>'

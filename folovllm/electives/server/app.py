@@ -32,7 +32,7 @@ from folovllm.electives.server.response_handler import ResponseHandler
 from folovllm.electives.server.sse import unless_gone
 from folovllm.engine.input_processor import encode_within
 from folovllm.engine.inputs import Prompt
-from folovllm.models.files import generation_defaults, whole
+from folovllm.models.files import full_tokenizer, generation_defaults
 from folovllm.plugins import SLEEP_ROUTES, require
 from folovllm.sampling_params import SamplingParams
 
@@ -250,7 +250,7 @@ class Api:
 
     async def tokenizer_info(self) -> Response:
         """How texts become ids."""
-        return http.json_response(replies.tokenizer_info(whole(self._engine.tokenizer)))
+        return http.json_response(replies.tokenizer_info(full_tokenizer(self._engine.tokenizer)))
 
     def calling(self, function: str) -> Handler:
         """Return the handler of an `EngineRoute`. It reads its query alone: a body is refused."""

@@ -19,10 +19,10 @@ from folovllm.electives.server.errors import EngineDead, Unavailable
 from folovllm.electives.server.stream import OpenRequests, OutputCollector, Stream, add_message
 from folovllm.electives.server.transport import ProcessTransport, ThreadTransport, Transport
 from folovllm.electives.structured_output.grammar_check import GrammarChecker
+from folovllm.electives.structured_output.params import GrammarLimits
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.inputs import Prompt
 from folovllm.engine.setup import EngineSetup
-from folovllm.engine.structured_outputs import GrammarLimits
 from folovllm.models.files import generation_defaults, load_tokenizer
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from folovllm.electives.server.reasoning import PARSERS
-from folovllm.engine.structured_outputs import GrammarLimits
+from folovllm.electives.structured_output.params import GrammarLimits
 
 HOST_NAME = re.compile(r"\*|[\w.-]+", re.ASCII)
 ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#@]+", re.ASCII | re.IGNORECASE)

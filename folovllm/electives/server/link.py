@@ -70,7 +70,7 @@ class SocketLink:
             value = getattr(engine, call.method)(*call.arguments)
         except ValueError as mistake:
             error = str(mistake)
-        return msg.Called(value, error, engine.is_sleeping)
+        return msg.Called(value, error, bool(engine.refusal))
 
     def _read(self) -> None:
         """Read what is there; the end of the stream is a `Stop`."""

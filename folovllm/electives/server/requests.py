@@ -17,10 +17,10 @@ from folovllm.electives.server.reasoning import ReasoningSplitter
 from folovllm.electives.server.replies import MessageReader
 from folovllm.electives.server.tool_calls import CLOSING, OPENING, ToolCallParser
 from folovllm.electives.structured_output.guidance import WHITESPACE
+from folovllm.electives.structured_output.params import StructuredOutputsParams
 from folovllm.engine.chat_template import render, with_plain_content
 from folovllm.engine.input_processor import encode_within, too_long
 from folovllm.engine.inputs import Prompt, TokensPrompt
-from folovllm.engine.structured_outputs import StructuredOutputsParams
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 
 A_CALL = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": "a JSON object, as text"}}'

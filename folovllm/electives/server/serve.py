@@ -17,8 +17,8 @@ from folovllm.electives.server.async_engine import AsyncEngine
 from folovllm.electives.server.config import ServerConfig
 from folovllm.electives.server.errors import EngineDead
 from folovllm.electives.server.listener import Server, ending_signals, listen
+from folovllm.electives.structured_output.params import GrammarLimits
 from folovllm.engine.setup import choose_device
-from folovllm.engine.structured_outputs import GrammarLimits
 
 LINGER = 5.0  # seconds that /health says 503 before a server without an engine ends
 LAST_WORDS = 5  # seconds that responses have to reach their readers once the engine is done with them

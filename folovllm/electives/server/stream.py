@@ -9,13 +9,14 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import NamedTuple
 
+from folovllm.cache.cached_prefix import CachedPrefix
 from folovllm.electives.server.messages import Add, Delta, Row, Step
 from folovllm.electives.server.metrics import Counters
 from folovllm.engine.logprobs import with_text
 from folovllm.engine.output_processor import Answer, RequestState
 from folovllm.engine.stop import check_stop_conditions
 from folovllm.outputs import RequestOutput, TokenLogprob
-from folovllm.request import CachedPrefix, Request, Sequence, SequenceStatus
+from folovllm.request import Request, Sequence, SequenceStatus
 
 
 class OutputDelta(NamedTuple):

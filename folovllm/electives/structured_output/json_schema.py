@@ -67,7 +67,7 @@ def _without_forbidden_names(schema: Schema, shared: Schema) -> Schema:
     patterns = schema.get("patternProperties")
     if not isinstance(patterns, dict):
         return schema
-    kept = dict(patterns)
+    kept, properties = dict(patterns), schema.get("properties") or {}
     for pattern, inner in patterns.items():
         if re.fullmatch(FEW_NAMES, pattern) or not _has_no_document(inner, shared):
             continue
@@ -77,7 +77,8 @@ def _without_forbidden_names(schema: Schema, shared: Schema) -> Schema:
                 "describe the names that may be"
             )
         del kept[pattern]
-    return {**schema, "patternProperties": kept}
+        properties = {name: not _matches(pattern, name) and described for name, described in properties.items()}
+    return {**schema, "properties": properties, "patternProperties": kept}
 
 
 def _has_no_document(schema: Any, shared: Schema) -> bool:
