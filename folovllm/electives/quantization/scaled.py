@@ -203,7 +203,7 @@ class Fp8(Scaled):
     def weight_views(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
         if not self.online:
             return super().weight_views(layer)
-        if layer.floats is None:
+        if getattr(layer, "floats", None) is None:
             layer.floats = torch.empty_like(layer.weight, dtype=layer.dtype)
         return {"weight": torch.split(cast(torch.Tensor, layer.floats), layer.output_sizes)}
 
