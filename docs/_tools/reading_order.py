@@ -141,7 +141,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("electives/server/link.py", "", "v1/engine/core.py"),
         ("electives/server/engine_process.py", "", "v1/engine/utils.py"),
         ("electives/server/stream.py", "", "v1/engine/output_processor.py"),
-        ("electives/server/deltas.py", "", "v1/engine/output_processor.py"),
         ("electives/server/async_engine.py", "", "v1/engine/async_llm.py"),
         ("electives/server/admission.py", "", ""),
         ("electives/server/sse.py", "", ""),
