@@ -91,8 +91,9 @@ def source_of(asked: StructuredOutputsParams) -> str:
     if asked.grammar is not None:
         from llguidance import grammar_from
 
+        grammar = bounded(asked.grammar)
         try:
-            return str(grammar_from("grammar", bounded(asked.grammar)))
+            return str(grammar_from("grammar", grammar))
         except ValueError as error:
             raise ValueError(f"structured_outputs holds a grammar that cannot be used: {error}") from error
     space = WHITESPACE if asked.whitespace_pattern is None else bounded_pattern(asked.whitespace_pattern)
@@ -118,22 +119,56 @@ def rewritten(schema: Any, otherwise: str) -> str:
 def bounded(grammar: str) -> str:
     """Return a grammar whose JSON schemas (`%json {...}`) are as those of requests: they end, and bound their white space.
 
-    Raises ValueError for a schema that cannot end.
+    Raises ValueError for a schema that cannot end, or if the grammar cannot.
     """
-    parts, at = [], 0
+    parts, outline, at = "", "", 0
     for found in re.finditer(r'"(?:\\.|[^"\\\n])*"|%json\s*(?=\{)', grammar):
         if found[0].startswith("%") and found.start() >= at:  # not within a text, and not within another schema
             try:
                 schema, end = json.JSONDecoder().raw_decode(grammar, found.end())
             except (ValueError, RecursionError):  # no JSON: the library says so
-                break
+                return parts + grammar[at:]
             if isinstance(options := schema.get("x-guidance", {}), dict):
                 options = {"whitespace_pattern": WHITESPACE} | options
                 options = {key: bounded_pattern(v) if isinstance(v, str) else v for key, v in options.items()}
             schema["x-guidance"] = options
-            parts += [grammar[at : found.end()], rewritten(schema, json.dumps(schema))]
+            parts += grammar[at : found.end()] + rewritten(schema, json.dumps(schema))
+            outline += grammar[at : found.start()] + '""'
             at = end
-    return "".join(parts) + grammar[at:]
+    require_end(outline + grammar[at:])
+    return parts + grammar[at:]
+
+
+def has_finite(alternatives: str) -> bool:
+    """Return whether one of the alternatives needs no rule that is "NO"."""
+    needed = re.sub(r"NO\s*(\?|\*|\{\s*0?\s*,|~\s*0)", "", alternatives)
+    return any("NO" not in each for each in needed.split("|"))
+
+
+def require_end(grammar: str) -> None:
+    """Raise ValueError if no text of a grammar in Lark's notation is finite, since its rules need each other.
+
+    The least fixed point, as of a schema's references. What is not known here counts as finite.
+    """
+    grammar = re.sub(r'"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\\n])+/|//.*|->.*', '""', grammar)
+    _, *parts = re.split(r"^[?!]?([a-z_]\w*)[^:\n]*:(?!:)", grammar, flags=re.MULTILINE)
+    rules, finite = dict(zip(parts[::2], parts[1::2], strict=True)), set[str]()
+
+    def is_finite(body: str) -> bool:
+        body = re.sub(r"[A-Za-z_]\w*", lambda word: "NO" if word[0] in rules.keys() - finite else '""', body)
+        while (shorter := re.sub(r"\(([^()]*)\)|\[[^\[\]]*\]", inner, body)) != body:
+            body = shorter
+        return has_finite(body)
+
+    def inner(group: re.Match[str]) -> str:  # in round brackets, or in square ones: those are optional
+        return '""' if group[1] is None or has_finite(group[1]) else "NO"
+
+    while new := {name for name, body in rules.items() if name not in finite and is_finite(body)}:
+        finite |= new
+    if "start" in rules and "start" not in finite and "::" not in grammar:
+        raise ValueError(
+            "structured_outputs holds a grammar that cannot be used: its rules need each other, so no text of it is finite"
+        )
 
 
 def bounded_pattern(pattern: str) -> str:
