@@ -41,14 +41,14 @@ class Events:
         self._listeners.append(listener)
         if source is not None:
             self._sources.append((listener, source))
-        self._note_listeners()
+        self._update()
 
     def unsubscribe(self, listener: Listener) -> None:
         """Hand over what has happened, and tell `listener` nothing more. ValueError if it does not listen."""
         self.drain()
         (self._failed if listener in self._failed else self._listeners).remove(listener)
         self._sources = [(other, source) for other, source in self._sources if other != listener]
-        self._note_listeners()
+        self._update()
 
     def emit(self, event: Event) -> None:
         """Note what happened. Callers check first that there is a listener (`on`): else they make no event at all."""
@@ -65,8 +65,8 @@ class Events:
                     logger.exception("a listener to the engine's events failed; it is told nothing more")
                     self._listeners.remove(listener)
                     self._failed.append(listener)
-            self._note_listeners()
+            self._update()
 
-    def _note_listeners(self) -> None:
+    def _update(self) -> None:
         self.on = bool(self._listeners)
         self.sources = list(dict.fromkeys(source for listener, source in self._sources if listener in self._listeners))
