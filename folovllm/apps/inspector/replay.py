@@ -153,7 +153,7 @@ def _checked_header(first: str, name: str) -> dict[str, Any]:
     try:
         msgspec.convert(header.engine, Engine)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{name} does not describe its engine in its first line: {error}") from error
+        raise ValueError(f"{name} does not describe its engine in its first line: {in_one_line(error)}") from error
     return dict(msgspec.json.decode(first))
 
 
