@@ -103,8 +103,8 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> FastAPI:
         add(FILES, inspector.file, needs_key=False, include_in_schema=False)
         add(f"{PAGE}/events", inspector.events, include_in_schema=False)
     if config.enable_sleep_mode:
-        for route in require(SLEEP_ROUTES, "enable_sleep_mode"):
-            add(route.path, api.calling(route.place), methods=[route.method], include_in_schema=False)
+        for path, method, function in require(SLEEP_ROUTES, "enable_sleep_mode"):
+            add(path, api.calling(function), methods=[method], include_in_schema=False)
     app.openapi().setdefault("components", {})["schemas"] = schemas()
     return app
 
@@ -274,7 +274,7 @@ class Api:
         return json_response(replies.tokenizer_info(whole(self._engine.tokenizer)))
 
     def calling(self, function: str) -> Handler:
-        """Return the handler of an `EngineRoute`. It reads its query alone: a body is refused."""
+        """Return the handler of a route beside the engine (`plugins.SLEEP_ROUTES`). It reads its query alone: a body is refused."""
 
         async def call(request: Request) -> Response:
             if await read_body(request, self._config.max_body_size):
