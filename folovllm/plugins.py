@@ -46,10 +46,10 @@ COMMANDS = (
     "folovllm.apps.bench.cli",
 )
 
-# Quantization (X2): a subclass of `folovllm.models.registry:Quantization`.
+# Quantization (X2): a `folovllm.models.quantization:Quantization`.
 QUANTIZATION = "folovllm.electives.quantization.config:CheckpointQuantization"
-# Tensors of a checkpoint for which a model has no place: from a tensor's name to what takes it (`models.extra_tensors.Taker`), or None.
-EXTRA_TENSORS = ("folovllm.electives.quantization.checkpoint_kv_scales:taker_of",)
+# Tensors of a checkpoint for which a model has no place: from a tensor's name to what takes it (`models.extra_tensors.WeightLoader`), or None.
+EXTRA_TENSORS = ("folovllm.electives.quantization.checkpoint_kv_scales:weight_loader_of",)
 # A module that measures the scales of an FP8 cache (`ModelRunner.calculate_kv_scales`).
 CALIBRATION = "folovllm.electives.quantization.calibrate"
 

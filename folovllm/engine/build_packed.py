@@ -72,7 +72,7 @@ def make_packed_worker(
             ),
         )
         inner = plain(
-            part, partial(load_sharded_model, setup, group, layers), sampler, slots, backend, step_sampler.whole
+            part, partial(load_sharded_model, setup, group, layers), sampler, slots, backend, step_sampler.full_logits
         )
     bytes_per_row = 4 * (line_width(setup.vocab_size) + mask_width(setup.vocab_size))
     require_memory(

@@ -15,7 +15,7 @@ from folovllm.engine.metrics import EngineStats, StepLog, StepStats, engine_stat
 from folovllm.engine.require import also_takes
 from folovllm.engine.setup import EngineSetup
 from folovllm.engine.snapshot import snapshot
-from folovllm.models.files import whole
+from folovllm.models.files import full_tokenizer
 from folovllm.outputs import RequestOutput
 from folovllm.plugins import STRUCTURED_OUTPUT, is_installed, named
 from folovllm.sampling_params import SamplingParams
@@ -56,7 +56,7 @@ class EngineCalls:
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer, which is transformers'."""
-        return whole(self.tokenizer)
+        return full_tokenizer(self.tokenizer)
 
     def prepare_structured_outputs(self) -> None:
         """Prepare for structured output. It takes about a second, for which the first such request would hold up all others."""

@@ -72,7 +72,8 @@ def set_up(config: EngineConfig) -> EngineSetup:
     path = resolve_model(config.model)
     hf_config = load_hf_config(path, config)
     quantization = quantization_of(hf_config, config)
-    hf_config = quantization.configured(hf_config, config)
+    if quantization is not None:
+        hf_config = quantization.configured(hf_config, config)
     device = choose_device(config.device)
     max_model_len = config.resolve_max_model_len(num_positions(hf_config))
     dtype = choose_dtype(config.dtype, device, hf_config)
@@ -85,7 +86,8 @@ def set_up(config: EngineConfig) -> EngineSetup:
     if ranks > 1:  # one rank's part
         check_gpus(device, ranks)
         share = local_config(hf_config, ranks, bool(config.extras.get("enable_expert_parallel")))
-    quantization.check(hf_config, share, config)
+    if quantization is not None:
+        quantization.check(hf_config, share, config)
     attention = AttentionConfig(
         num_heads=share.num_attention_heads,
         num_kv_heads=num_kv_heads_of(share),

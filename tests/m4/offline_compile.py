@@ -62,9 +62,9 @@ from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
 from folovllm.kernels.record_sampled import record_sampled
 from folovllm.kernels.rms_norm import add_rms_norm
 from folovllm.kernels.sample_tokens import sample_tokens
-from folovllm.kernels.skinny_linear import serves, skinny_linear
+from folovllm.kernels.skinny_linear import is_supported, skinny_linear
 from folovllm.kernels.store import store_kvcache
-from folovllm.kernels.summed_linear import fits, summed_linear
+from folovllm.kernels.summed_linear import can_handle, summed_linear
 from folovllm.kernels.unpack_step import unpack_decode, unpack_ragged
 from folovllm.sample.sampling_row import line_width, mask_width
 from folovllm.step.kv_format import FP8, UNSCALED, KVScales
@@ -259,12 +259,12 @@ def launch_few_tokens() -> None:
         for count, width, norm, gated in (((heads + 2 * kv_heads) * 128, hidden, 1e-6, False), (hidden, heads * 128, None, False),
                                           (mlp, hidden, 1e-6, True), (hidden, mlp, None, False)):  # fmt: skip
             weight = new(count * (1 + gated), width)
-            for tokens in {max(n for n in (1, 2, 4) if serves(n, weight)), *[1] * (hidden == 1024)}:
+            for tokens in {max(n for n in (1, 2, 4) if is_supported(n, weight)), *[1] * (hidden == 1024)}:
                 skinny_linear(new(tokens, width), weight, norm, gated, None if norm else new(tokens, count))
         for width in (heads * 64, mlp // 2) if hidden < 8192 else ():  # of two ranks
             weight = new(hidden, width)
-            tokens = max(n for n in (1, 2, 4) if serves(n, weight))
-            if fits(tokens, weight):
+            tokens = max(n for n in (1, 2, 4) if is_supported(n, weight))
+            if can_handle(tokens, weight):
                 summed_linear(new(tokens, width), weight, buffers, new(tokens, hidden))
 
 

@@ -148,7 +148,7 @@ class TestCost:
         with Background(model=str(tiny_checkpoint()), max_model_len=256) as server:
             assert ask(server, structured_outputs={"choice": ["a", "b"]})[0] == 200
             assert checkers() == before
-            server.engine._grammars._limits = GrammarLimits(seconds=600, memory=8192)
+            server.engine.grammars._limits = GrammarLimits(seconds=600, memory=8192)
             body = json.dumps({"prompt": "a", "structured_outputs": BOMBS["a large prime"]})
             connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
             connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})

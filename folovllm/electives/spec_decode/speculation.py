@@ -116,7 +116,7 @@ class Speculation:
                 self._by_proposer.add(seq.seq_id)
             else:
                 self.policy.observe(seq.seq_id, 0, 0)  # a draft that the grammar rejects counts as no draft
-        self.policy.observe_asked(len(seqs), ks, sum(map(len, drafts.values())), self._clock() - start)
+        self.policy.observe_asked(len(seqs), max(ks), sum(map(len, drafts.values())), self._clock() - start)
         return drafts
 
     def _jump_forward(
