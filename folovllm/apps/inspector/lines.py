@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "folovllm recording", 2
 NO_SNAPSHOT = -1  # in the place of a number of a snapshot
 Text = str | list[int]
+SnapshotSlot = Annotated[int, msgspec.Meta(ge=NO_SNAPSHOT, lt=2**31)]  # a step's arrays are of int32
 
 
 class Scheduled(ev.Tagged, frozen=True, tag=False):
@@ -31,8 +32,8 @@ class Scheduled(ev.Tagged, frozen=True, tag=False):
     num_samples: int
     first_new_block: int
     new_blocks: list[int]
-    load_state: int = NO_SNAPSHOT
-    save_state: int = NO_SNAPSHOT
+    load_state: SnapshotSlot = NO_SNAPSHOT
+    save_state: SnapshotSlot = NO_SNAPSHOT
 
     @property
     def num_new_tokens(self) -> int:
