@@ -475,12 +475,12 @@ class TestErrors:
 
     def test_a_model_without_an_end(self, llm: LLM) -> None:
         processor = llm.engine._processor
-        before, processor._eos = processor._eos, frozenset()
+        before, processor.eos_token_ids = processor.eos_token_ids, frozenset()
         try:
             with pytest.raises(ValueError, match="give stop_token_ids"):
                 one(llm, regex="a")
         finally:
-            processor._eos = before
+            processor.eos_token_ids = before
 
     def test_of_the_wrong_kind(self) -> None:
         with pytest.raises(ValueError, match="structured_outputs is a StructuredOutputsParams"):
