@@ -66,7 +66,12 @@ class HFModelRunner:
                 f"{name!r} has shape {list(stored)}, the model expects {list(wanted)}: {setup.path} is damaged"
             )
         for name, parameter in model.named_parameters():
-            if parameter.dtype.itemsize == 1 and type(model.get_submodule(name.rpartition(".")[0])) is torch.nn.Linear:
+            module = model.get_submodule(name.rpartition(".")[0])
+            if (
+                parameter.dtype.itemsize == 1
+                and type(module) is torch.nn.Linear
+                and not hasattr(module, "weight_scale")
+            ):
                 raise ValueError(f"the checkpoint in {setup.path} lacks the scale of {name!r}, which is stored in FP8")
             if parameter.is_floating_point() and parameter.dtype.itemsize > 1:
                 require_finite(name, parameter.data)

@@ -30,7 +30,6 @@ RECORDS = (
     "engine.require",
     "engine.setup",
     "engine.spelling",
-    "engine.structured_outputs",
     "engine.vllm_arguments",
     "models.model_config",
     "models.written_files",

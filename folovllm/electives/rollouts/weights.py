@@ -6,6 +6,7 @@ The names are those of the checkpoint. Packed layers and ranks take their parts 
 from __future__ import annotations
 
 import tempfile
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -38,7 +39,9 @@ from folovllm.worker.model_runner import ModelRunner
 if TYPE_CHECKING:
     from folovllm.engine.llm_engine import LLMEngine
     from folovllm.engine.setup import EngineSetup
+    from folovllm.outputs import RequestOutput
 
+ASLEEP = "the engine sleeps and takes no requests: wake it up first"  # `LLMEngine.refusal`
 QUANTIZED = "quantization_config"
 QUANTIZED_DTYPES = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn)  # of codes
 Worker = GPUWorker[Any, Any]
@@ -117,16 +120,39 @@ def require_place(name: str, tensor: torch.Tensor, places: dict[str, Destination
 def require_awake(engine: LLMEngine) -> None:
     """Raise RuntimeError if the engine was closed, ValueError if it sleeps: then its weights are nowhere."""
     engine.require_open()
-    if engine.is_sleeping:
+    if engine.refusal == ASLEEP:
         raise ValueError("the engine sleeps: wake it up first, with other weights if you like (wake_up(weights))")
 
 
 def end_requests(engine: LLMEngine, in_flight: InFlight) -> None:
-    """Finish or abort the requests, or keep them. The outputs of each step wait in `engine.undelivered` for who calls `step`."""
-    while in_flight != "keep" and engine.request_ids:
-        outputs = engine.loop.step() if in_flight == "wait" else engine.abort_request(engine.request_ids)
-        if outputs:
-            engine.undelivered.append(outputs)
+    """Finish or abort the requests, or keep them. The outputs of each step wait for who calls `engine.step`."""
+    undelivered: deque[list[RequestOutput]] = deque()
+    try:
+        while in_flight != "keep" and engine.request_ids:
+            outputs = engine.loop.step() if in_flight == "wait" else engine.abort_request(engine.request_ids)
+            if outputs:
+                undelivered.append(outputs)
+    finally:
+        if undelivered:
+            engine.loop = Undelivered(engine, undelivered)  # type: ignore[assignment]
+
+
+class Undelivered:
+    """Stands for an engine's loop until it has handed out the outputs of earlier steps."""
+
+    def __init__(self, engine: LLMEngine, outputs: deque[list[RequestOutput]]) -> None:
+        self._engine, self._loop, self._outputs = engine, engine.loop, outputs
+
+    def step(self) -> list[RequestOutput]:
+        """Return the outputs of the next of these steps."""
+        outputs = self._outputs.popleft()
+        if not self._outputs:
+            self._engine.loop = self._loop
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        """There are outputs to hand out."""
+        return True
 
 
 @contextmanager
