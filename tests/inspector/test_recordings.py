@@ -48,7 +48,7 @@ def test_a_scene_stops_before_its_answer(scene: Scene) -> None:
     for file in scene.files:
         told = read(file).header["scene"]
         assert told == msgspec.to_builtins(scene.told()), "record it anew: python tools/recordings.py"
-    assert 0 <= scene.start < scene.stop < len(list(read(scene.files[0]).turns())) - 1
+    assert 0 <= scene.start < scene.stop < len(read(scene.files[0]).turns()) - 1
     assert all(text and text[-1] in "?？" for text in (scene.words.question, scene.zh.question))
     assert (ROOT / "docs" / f"{scene.chapter}.md").is_file()
     for settings in scene.engines:
