@@ -10,6 +10,7 @@ import msgspec
 
 from folovllm.apps.inspector.lines import FORMAT, VERSION, Done, Entry, Line, StepBegan, Turn
 from folovllm.engine import events as ev
+from folovllm.models.files import in_one_line
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
 DAMAGED = (msgspec.DecodeError, RecursionError, UnicodeEncodeError)
@@ -77,7 +78,7 @@ def parse(text: str, name: str) -> Recording:
         try:
             line = _line.decode(row)
         except msgspec.ValidationError as error:
-            raise ValueError(f"{where} is no line of a recording: {error}") from error
+            raise ValueError(f"{where} is no line of a recording: {in_one_line(error)}") from error
         except DAMAGED:
             if number > len(rows):  # the last line is empty, or was cut off
                 break
