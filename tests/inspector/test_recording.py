@@ -180,6 +180,10 @@ DEEP = "[" * 100_000
         (f'{json.dumps(HEADER)}\n["Turn",0,0,[]]\n', "does not begin with a snapshot"),
         (f'{json.dumps(HEADER)}\n["Turn",0,0,[["Sing",1]]]\n', "line 2 is no line of a recording: .*Sing"),
         (f'{json.dumps(HEADER)}\n["Turn",0,0,[["BlockFreed",1e99]]]\n', "line 2 is no line of a recording"),
+        (
+            f'{json.dumps(HEADER)}\n["Turn",0,0,[["StepBegan",0,0,0,[[1,0,0,1,1,0,[],{1 << 40},-1]],0]]]\n',
+            "line 2 is no line of",
+        ),
         (f'{json.dumps(HEADER)}\n["Turn",0,0,[{SNAPSHOT},["BlockFreed",9]]]\n', "line 2: block 9 of 4"),
         (f'{json.dumps(HEADER)}\n["Turn",0,0,[["Snapshot",4611686018427387904,4,1,8,0,[],[]]]]\n', "line 2: block 46"),
         (f'{json.dumps(HEADER)}\n["Turn",0,0,[{SNAPSHOT},["TableFreed",1,[[-5,0]]]]]\n', "line 2: block -5 of 4"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 FORMAT, VERSION = "folovllm recording", 2
 Text = str | list[int]
+SnapshotSlot = Annotated[int, msgspec.Meta(ge=-1, lt=2**31)]  # -1: none; a step's arrays are of int32
 
 
 class Scheduled(ev.Tagged, frozen=True, tag=False):
@@ -30,8 +31,8 @@ class Scheduled(ev.Tagged, frozen=True, tag=False):
     num_samples: int
     first_new_block: int
     new_blocks: list[int]
-    load_state: int = -1  # a number of a snapshot, or none
-    save_state: int = -1
+    load_state: SnapshotSlot = -1
+    save_state: SnapshotSlot = -1
 
 
 class StepBegan(ev.Tagged, frozen=True):

@@ -10,7 +10,7 @@ import msgspec
 
 from folovllm.apps.inspector.lines import FORMAT, VERSION, Done, Entry, Line, StepBegan, Turn
 from folovllm.engine import events as ev
-from folovllm.models.files import in_one_line
+from folovllm.models.messages import in_one_line
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
 DAMAGED = (msgspec.DecodeError, RecursionError, UnicodeEncodeError)
@@ -125,5 +125,5 @@ def _checked_header(first: str, name: str) -> dict[str, Any]:
     try:
         msgspec.convert(header.engine, Engine)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{name} does not describe its engine in its first line: {error}") from error
+        raise ValueError(f"{name} does not describe its engine in its first line: {in_one_line(error)}") from error
     return dict(msgspec.json.decode(first))
