@@ -146,7 +146,7 @@ def has_finite(alternatives: str) -> bool:
 
 
 def require_end(grammar: str) -> None:
-    """Raise ValueError if no text of a grammar in Lark's notation is finite, since its rules need each other.
+    """Raise ValueError if a rule of a grammar in Lark's notation has no finite text, since it needs itself.
 
     The least fixed point, as of a schema's references. What is not known here counts as finite.
     """
@@ -165,9 +165,9 @@ def require_end(grammar: str) -> None:
 
     while new := {name for name, body in rules.items() if name not in finite and is_finite(body)}:
         finite |= new
-    if "start" in rules and "start" not in finite and "::" not in grammar:
+    if (endless := sorted(rules.keys() - finite)) and "::" not in grammar:
         raise ValueError(
-            "structured_outputs holds a grammar that cannot be used: its rules need each other, so no text of it is finite"
+            f"structured_outputs holds a grammar that cannot be used: {endless[0]} leads back to itself, so no text of it is finite"
         )
 
 
