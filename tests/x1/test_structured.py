@@ -23,10 +23,11 @@ from folovllm.config import EngineConfig
 from folovllm.electives.server.async_engine import AsyncEngine
 from folovllm.electives.structured_output.guidance import GuidanceGrammar, check_grammar, make_tokenizer, tokenizer_json
 from folovllm.electives.structured_output.manager import StructuredOutputManager
+from folovllm.electives.structured_output.masked_executor import manager_of
+from folovllm.electives.structured_output.params import StructuredOutputsParams
 from folovllm.electives.structured_output.vocabulary import read_vocabulary
 from folovllm.engine.llm_engine import make_engine
 from folovllm.engine.overlap import OverlappedEngine
-from folovllm.engine.structured_outputs import StructuredOutputsParams
 from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
 from folovllm.sample.sampling_row import mask_width
@@ -279,11 +280,11 @@ class TestOthers:
         monkeypatch.setattr(plugins, "named", lambda place: asked.append(place) or named(place))
         with engine() as llm:
             llm.generate(INPUTS[0], FREE, use_tqdm=False)
-            assert plugins.LOGITS_MASK not in asked
+            assert plugins.STRUCTURED_OUTPUT not in asked
             for text in ("a", "b"):
                 answer = llm.generate(INPUTS[0], formed(choice=[text]), use_tqdm=False)[0]
                 assert answer.outputs[0].text == text
-            assert asked.count(plugins.LOGITS_MASK) == 1
+            assert plugins.STRUCTURED_OUTPUT in asked
 
     def test_nothing_is_left(self) -> None:
         with engine() as llm:
@@ -293,7 +294,7 @@ class TestOthers:
             llm.engine.abort_request("gone")
             assert not llm.engine.has_unfinished_requests()
             llm.generate(INPUTS[0], FREE, use_tqdm=False)
-            assert not llm.engine.core.logits_mask._mask._matchers
+            assert not manager_of(llm.engine)._matchers
 
 
 @pytest.fixture(scope="module")

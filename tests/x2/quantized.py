@@ -134,7 +134,7 @@ BYTE_KINDS: dict[str, tuple[Quantize, dict[str, Any]]] = {
     "fp8 blocks": (quantize_8(E4M3, "weight_scale_inv", BLOCK), FP8_BLOCKS),
     "fp8 tensor": (
         quantize_8(E4M3, "weight_scale", None, per_tensor=True),
-        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["re:.*lm_head"]},
+        {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": ["re:.*lm_head"]},
     ),
     "fp8 channel": (quantize_8(E4M3, "weight_scale", None), compressed(8, "float", "float-quantized", "channel")),
     "int8 channel": (quantize_8(torch.int8, "weight_scale", None), compressed(8, "int", "int-quantized", "channel")),

@@ -1,4 +1,4 @@
-"""Weights and activations in FP8: what is rounded, that it depends on a token alone, and who may ask for it."""
+"""FP8 times FP8: what is rounded, that it depends on a token alone, which product multiplies, and who asks for it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,57 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
-from folovllm.electives.quantization.scaled import Fp8Both, rounded
+from folovllm.electives.quantization.config import MADE_UP
+from folovllm.electives.quantization.scaled import Fp8, Fp8Both, rounded
 from folovllm.layers.linear import LinearBase
+from folovllm.models.loader import load_model
 from tests.contract import DEVICE
-from tests.helpers import tiny_checkpoint
+from tests.helpers import Driver, assert_logits_equal, tiny_checkpoint
 from tests.workloads import make_engine
 from tests.x2.quantized import compressed, quantize_8, write_quantized
 
 E4M3 = torch.float8_e4m3fn
 BLOCKS: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [16, 8], "modules_to_not_convert": ["lm_head"]}
+STATIC: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+CHANNEL = compressed(8, "float", "float-quantized", "channel")
+CHANNEL["config_groups"]["group_0"]["input_activations"] = {"num_bits": 8, "type": "float", "dynamic": True}
+
+
+def made(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def weight_of(rows: int, width: int, block: tuple[int, int] | None) -> tuple[Any, torch.Tensor]:
+    """A weight as kernels read it, and what it stands for, float64."""
+    from folovllm.electives.quantization.weight import QuantizedWeight
+
+    codes = (made((rows, width), 2) * 64).clamp_(-448, 448).to(E4M3)
+    high, wide = block or (1, width)
+    scale = made((-(-rows // high), width // wide), 3).abs_() / 1000
+    exact = codes.double() * scale.double().repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)
+    return QuantizedWeight(codes, scale, high, wide), exact
+
+
+def relative(result: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((result.double() - exact).norm() / exact.norm())
+
+
+def floats_of(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """What codes stand for, float64."""
+    return (codes.double().unflatten(1, (scales.shape[1], -1)) * scales[:, :, None].double()).flatten(1)
+
+
+@pytest.fixture
+def quantize_rows() -> Any:
+    pytest.importorskip("triton", reason="Triton is for Linux only")
+    from folovllm.electives.quantization.kernels.quantize_rows import quantize_rows
+    from folovllm.electives.quantization.weight import has_fp8
+
+    if not has_fp8(torch.device(DEVICE)):
+        pytest.skip("this card has no numbers of FP8")
+    return quantize_rows
 
 
 def test_the_largest_of_a_row_becomes_the_largest_code() -> None:
@@ -37,76 +78,154 @@ def test_what_a_token_becomes_depends_on_that_token_alone() -> None:
 
 
 @pytest.mark.parametrize("group", [None, 16])
-@pytest.mark.parametrize("columns", [False, True])
-def test_kernel_rounds_alike(group: int | None, columns: bool) -> None:
-    pytest.importorskip("triton", reason="Triton is for Linux only")
-    from folovllm.electives.quantization.kernels.quantize_rows import quantize_rows
-    from folovllm.electives.quantization.weight import has_fp8
+class TestRounding:
+    """The kernel against torch. A number between two codes may go either way: a product in another order is an ulp off."""
 
-    if not has_fp8(torch.device(DEVICE)):
-        pytest.skip("this card has no numbers of FP8")
-    generator = torch.Generator().manual_seed(1)
-    wide = torch.randn(3, 112, generator=generator).to(DEVICE)
-    x, factors = wide[:, :96], torch.rand(96, generator=generator).to(DEVICE) if columns else None
-    codes, scales = quantize_rows(x, group, factors)
-    assert codes.shape == (16, 96) and not codes[3:].float().any(), "the library multiplies 16 tokens or a multiple"
-    numbers = codes.float().unflatten(1, (scales.shape[1], -1)) * scales[:, :, None]
-    expected = rounded(x if factors is None else x * factors, group)
-    # A number between two codes may go either way: a product in another order is an ulp off.
-    assert ((numbers.flatten(1)[:3] - expected).abs() > 1e-5).sum() <= 2
+    @pytest.mark.parametrize("columns", [False, True])
+    def test_rows(self, quantize_rows: Any, group: int | None, columns: bool) -> None:
+        x, factors = made((3, 112), 1)[:, :96], made((96,), 4).abs() if columns else None
+        codes, scales = quantize_rows(x, group, factors)
+        assert codes.shape == (16, 96) and not codes[3:].float().any(), "the library multiplies 16 tokens or a multiple"
+        expected = rounded(x if factors is None else x * factors, group)
+        assert ((floats_of(codes, scales)[:3] - expected).abs() > 1e-5).sum() <= 2
+
+    def test_what_is_normed_or_gated_first(self, quantize_rows: Any, group: int | None) -> None:
+        x = made((3, 192), 1)
+        normed = F.rms_norm(x, (192,), eps=1e-6)
+        assert ((floats_of(*quantize_rows(x, group, None, 1e-6))[:3] - rounded(normed, group)).abs() > 1e-5).sum() <= 2
+        hidden = F.silu(x[:, :96]) * x[:, 96:]
+        assert ((floats_of(*quantize_rows(x, group, gated=True))[:3] - rounded(hidden, group)).abs() > 1e-5).sum() <= 2
+
+
+def test_a_scale_that_is_known(quantize_rows: Any) -> None:
+    """What is beyond the largest code becomes that."""
+    x = made((3, 96), 1)
+    codes, scales = quantize_rows(x, static=torch.full((2,), 0.004, device=DEVICE))
+    expected = (x / 0.004).clamp(-448, 448).to(E4M3).double() * 0.004
+    assert set(scales.flatten().tolist()) == {scales[0, 0].item()} and codes.float().abs().max() == 448
+    assert ((floats_of(codes, scales)[:3] - expected).abs() > 1e-5).sum() <= 2
+
+
+SHAPES = [  # tokens, outputs, inputs, block: outputs that fill no tile, tiles that programs share, more than one tile of tokens
+    (1, 80, 96, None), (3, 100, 768, None), (20, 64, 1536, None), (130, 80, 64, None), (5, 128, 256, (64, 64)), (20, 96, 320, (32, 64)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tokens", "rows", "width", "block"), SHAPES)
+@pytest.mark.parametrize("residual", [False, True])
+def test_product(
+    quantize_rows: Any, tokens: int, rows: int, width: int, block: tuple[int, int] | None, residual: bool
+) -> None:
+    """Codes are multiplied exactly, whatever the dtype of the result."""
+    from folovllm.electives.quantization.kernels.fp8_linear import fp8_product
+
+    weight, exact = weight_of(rows, width, block)
+    for dtype in (torch.float32, torch.float16):
+        codes, scales = quantize_rows(made((tokens, width), 1, dtype), block and block[1])
+        expected = floats_of(codes, scales)[:tokens] @ exact.T
+        added = made((tokens, rows), 5, dtype) if residual else None
+        expected += 0 if added is None else added.double()
+        result = fp8_product(codes, scales, weight, tokens, dtype, added)
+        assert result.dtype == dtype and relative(result, expected) < (1e-6 if dtype == torch.float32 else 1e-3)
+
+
+@pytest.mark.parametrize(("width", "block"), [(96, None), (512, None), (512, (16, 128)), (2048, (8, 128))])
+@pytest.mark.parametrize("gated", [False, True])
+def test_one_token_is_rounded_alike(quantize_rows: Any, width: int, block: tuple[int, int] | None, gated: bool) -> None:
+    """Each program rounds all inputs for itself, and has the codes that many tokens have."""
+    from folovllm.electives.quantization.kernels.quant_gemv import quant_gemv
+
+    weight, exact = weight_of(48, width, block)
+    for dtype in (torch.float32, torch.float16):
+        x, columns = made((1, width), 1, dtype), made((width,), 4, dtype).abs()
+        expected = floats_of(*quantize_rows(x, block and 128, columns, 1e-6))[:1] @ exact.T
+        if gated:
+            gate, up = expected.chunk(2, 1)
+            expected = F.silu(gate) * up
+        result = quant_gemv(x, weight, 1e-6, gated, None, columns, rounds=True)
+        assert relative(result, expected) < (1e-5 if dtype == torch.float32 else 2e-3)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("tokens", [1, 5, 16, 300])
-def test_product_on_a_gpu(blocks: bool, tokens: int) -> None:
-    """By the library, in bfloat16, for any number of tokens."""
-    from folovllm.electives.quantization.kernels.quantize_rows import fp8_matmul, serves
-    from folovllm.electives.quantization.weight import QuantizedWeight
-
-    generator = torch.Generator().manual_seed(2)
-    weight = (torch.randn(256, 1024, generator=generator) * 64).clamp_(-400, 400).to(E4M3)
-    rows, columns = (128, 128) if blocks else (1, 1024)
-    scale = torch.rand(256 // rows, 1024 // columns, generator=generator) / 1000
-    codes = QuantizedWeight(weight.to(DEVICE), scale.to(DEVICE), rows, columns)
-    if not serves(codes):
-        pytest.skip("this card does not multiply these")
-    x = torch.randn(tokens, 1024, generator=generator).bfloat16().to(DEVICE)
-    exact = weight.float() * scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
-    expected = rounded(x.float(), 128 if blocks else None).double().cpu() @ exact.double().T
-    error = (fp8_matmul(x, codes).double().cpu() - expected).norm() / expected.norm()
-    assert error < 0.01, "the codes of both are multiplied, and their scales"
+@pytest.mark.parametrize("block", [None, (128, 128)])
+@pytest.mark.parametrize("tokens", [1, 2, 5, 16, 64, 129, 300])
+def test_a_layer_on_a_gpu(quantize_rows: Any, tokens: int, block: tuple[int, int] | None) -> None:
+    """All ways to multiply, with norm, gate and residual, against torch with the same rounding."""
+    linear_method = Fp8Both("weight_scale", block)
+    weight, exact = weight_of(512, 1024, block)
+    with torch.device(DEVICE):
+        torch.set_default_dtype(torch.bfloat16)
+        layer = LinearBase(1024, [256, 256], linear_method=linear_method)
+        torch.set_default_dtype(torch.float32)
+    layer.weight.data, layer.scale.data = weight.weight, weight.scale
+    x, residual = made((tokens, 1024), 1, torch.bfloat16), made((tokens, 512), 5, torch.bfloat16)
+    plain = rounded(x.float(), block and block[1]).double() @ exact.T
+    gate, up = (plain * torch.rsqrt(x.double().square().mean(1, keepdim=True) + 1e-6)).chunk(2, 1)
+    assert linear_method.fuses(layer, x)
+    assert relative(linear_method.apply(layer, x, residual=residual.clone()), plain + residual.double()) < 0.005
+    assert relative(linear_method.apply(layer, x, 1e-6, gated=True), F.silu(gate) * up) < 0.01
 
 
 def checkpoint(folder: Path, config: dict[str, Any], dtype: torch.dtype = E4M3) -> Path:
     name, block = ("weight_scale_inv", (16, 8)) if config is BLOCKS else ("weight_scale", None)
-    return write_quantized(tiny_checkpoint("qwen3"), folder, quantize_8(dtype, name, block), config)[0]
+    quantize = quantize_8(dtype, name, block)
+
+    def with_inputs(weight: torch.Tensor) -> Any:
+        parts, floats = quantize(weight)
+        return parts | {"input_scale": torch.tensor(weight.shape[0] / 1000)}, floats
+
+    return write_quantized(tiny_checkpoint("qwen3"), folder, with_inputs if config is STATIC else quantize, config)[0]
+
+
+def methods_of(engine: Any) -> dict[str, Any]:
+    model = engine.executor._worker.runner.model
+    return {name: module.linear_method for name, module in model.named_modules() if isinstance(module, LinearBase)}
+
+
+@pytest.mark.parametrize("config", [BLOCKS, CHANNEL, STATIC], ids=["blocks", "channel", "static"])
+def test_what_a_checkpoint_means(config: dict[str, Any], tmp_path: Path) -> None:
+    """Activations are quantized, unless somebody asks for weights alone."""
+    model = checkpoint(tmp_path, config)
+    methods = methods_of(make_engine(model, milestone="m5"))
+    assert {type(method) for method in methods.values()} == {Fp8Both}
+    gated = next(method for name, method in methods.items() if name.endswith("gate_up_proj"))
+    assert gated.is_static == (config is STATIC) != gated.hands_on
+    assert {type(m) for m in methods_of(make_engine(model, quantize_activations=False)).values()} == {Fp8}
+
+
+def test_layers_that_are_merged_share_the_largest_scale_of_inputs(tmp_path: Path) -> None:
+    driver: Any = Driver(checkpoint(tmp_path, STATIC))
+    qkv = driver.model.model.layers[0].self_attn.qkv_proj
+    largest = max(qkv.output_sizes) / 1000
+    torch.testing.assert_close(qkv.input_scale, torch.full((3,), largest))
+
+
+def test_a_checkpoint_in_16_bits_is_quantized_while_it_is_loaded(tmp_path: Path) -> None:
+    """The same numbers as in a checkpoint that was quantized before, a scale for each output."""
+    source, online = tiny_checkpoint("qwen3"), MADE_UP["fp8"]
+    before = write_quantized(source, tmp_path / "before", quantize_8(E4M3, "weight_scale", None), CHANNEL)[0]
+    meanwhile = write_quantized(source, tmp_path / "while", lambda weight: ({"weight": weight}, weight), online)[0]
+    ours, theirs = Driver(meanwhile), Driver(before)
+    assert_logits_equal(ours.step({0: [5, 9, 3]})[0], theirs.step({0: [5, 9, 3]})[0])
+    assert ours.model.model.layers[0].mlp.down_proj.weight.dtype == E4M3  # type: ignore[union-attr]
+    load_model(ours.model, meanwhile, use_tqdm=False)
+    assert_logits_equal(ours.step({1: [5, 9, 3]})[1], theirs.step({1: [5, 9, 3]})[1])
 
 
 @pytest.mark.parametrize(
-    "config", [BLOCKS, compressed(8, "float", "float-quantized", "channel")], ids=["blocks", "channel"]
+    ("kind", "value", "says"),
+    [
+        ("weight_scale", None, r"lacks .*layers.0.mlp.down_proj.weight_scale"),
+        ("input_scale", None, r"lacks .*layers.0.mlp.down_proj.input_scale"),
+        ("input_scale", torch.tensor(float("nan")), r"layers.0.mlp.down_proj.input_scale' holds NaN"),
+        ("weight_scale", torch.full((3,), 0.1), r"layers.0.mlp.down_proj.weight_scale' has shape \[3, 1\]"),
+        ("input_scale", torch.ones(3), r"layers.0.mlp.down_proj.input_scale' has shape \[3\]"),
+    ],
 )
-def test_an_engine_that_is_asked_to_rounds_all_inputs(config: dict[str, Any], tmp_path: Path) -> None:
-    model = checkpoint(tmp_path, config)
-    engine = make_engine(model, milestone="m5", quantize_activations=True)
-    whole = engine.executor._worker.runner.model  # type: ignore[attr-defined]
-    linears = {name: module for name, module in whole.named_modules() if isinstance(module, LinearBase)}
-    assert {type(linear.linear_method) for linear in linears.values()} == {Fp8Both}
-    linear = next(iter(linears.values()))
-    x = torch.randn(5, linear.input_size, generator=torch.Generator().manual_seed(3))
-    exact = F.linear(x, linear.linear_method.dequantized(linear, x.dtype))
-    with torch.inference_mode():
-        error = (linear(x) - exact).norm() / exact.norm()
-        torch.testing.assert_close(linear(x)[2:3], linear(x[2:3]))
-    assert 0.005 < float(error) < 0.06
-
-
-def test_who_may_not_ask_is_told(tmp_path: Path) -> None:
-    needs = "needs weights in FP8, which this model has not: leave it out"
-    with pytest.raises(ValueError, match=needs):
-        make_engine(tiny_checkpoint("qwen3"), quantize_activations=True)
-    whole_numbers = compressed(8, "int", "int-quantized", "channel")
-    with pytest.raises(ValueError, match=needs):
-        make_engine(checkpoint(tmp_path, whole_numbers, torch.int8), milestone="m5", quantize_activations=True)
-    with pytest.raises(ValueError, match='needs model_impl="native"'):
-        make_engine(tiny_checkpoint("qwen3"), milestone="m1", quantize_activations=True)
+def test_a_bad_scale_is_named(kind: str, value: torch.Tensor | None, says: str, tmp_path: Path) -> None:
+    model, name = checkpoint(tmp_path, STATIC), f"model.layers.0.mlp.down_proj.{kind}"
+    tensors = load_file(model / "model.safetensors")
+    del tensors[name]
+    save_file(tensors | ({} if value is None else {name: value}), model / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=says):
+        make_engine(model, milestone="m5")

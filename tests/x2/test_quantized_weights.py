@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from folovllm import EngineConfig
 from folovllm.electives.quantization.config import CheckpointQuantization
-from folovllm.electives.quantization.scaled import Fp8, Int8
+from folovllm.electives.quantization.scaled import Fp8, Fp8Both, Int8
 from folovllm.engine.setup import EngineSetup, set_up
 from folovllm.models.loader import load_model
 from folovllm.models.shapes import linear_bytes, linear_shapes
@@ -32,7 +32,10 @@ class TestWhatACheckpointSays:
         return linear_method_of(name)
 
     def test_by_name(self) -> None:
-        assert self.linear_method_of(FP8_BLOCKS, "model.layers.0.self_attn.qkv_proj") == Fp8("weight_scale_inv", BLOCK)
+        both = Fp8Both("weight_scale_inv", BLOCK)
+        assert self.linear_method_of(FP8_BLOCKS, "model.layers.0.self_attn.qkv_proj") == both
+        alone = FP8_BLOCKS | {"activation_scheme": None}
+        assert self.linear_method_of(alone, "model.layers.0.self_attn.qkv_proj") == Fp8("weight_scale_inv", BLOCK)
         assert self.linear_method_of(KINDS["int8 channel"][1], "model.layers.0.mlp.down_proj") == Int8()
         said = FP8_BLOCKS | {"modules_to_not_convert": ["model.layers.1", "down_proj"]}
         assert self.linear_method_of(said, "model.layers.0.mlp.down_proj") is None
@@ -50,6 +53,7 @@ class TestWhatACheckpointSays:
                 "quantized by 'quip'.*not supported: the known ones are fp8, .*compressed-tensors",
             ),
             ({"bits": 4}, "quantized by None"),
+            ({"quant_method": "fp8", "activation_scheme": "odd"}, "activation_scheme 'odd' is not supported"),
             (compressed(8, "int", "int-quantized", "channel") | {"config_groups": []}, "quantization_config"),
             (compressed(5, "int", "pack-quantized", "group"), "int5 pack-quantized are not supported"),
             *(
@@ -169,8 +173,11 @@ class TestAsked:
         assert self.setup(model=coded, quantization="fp8").hf_config.quantization_config["quant_method"] == "fp8"
         with pytest.raises(ValueError, match="'awq' was asked for, and this checkpoint is quantized by 'fp8'"):
             self.setup(model=coded, quantization="awq")
-        with pytest.raises(ValueError, match="'fp8' was asked for, and this checkpoint is not quantized"):
-            self.setup(model=floats, quantization="fp8")
+        assert self.setup(model=floats, quantization="fp8").hf_config.quantization_config["online"]
+        with pytest.raises(ValueError, match='a checkpoint in 16 bits needs model_impl="native"'):
+            self.setup(model=floats, quantization="fp8", milestone="m1")
+        with pytest.raises(ValueError, match="'awq' was asked for, and this checkpoint is not quantized"):
+            self.setup(model=floats, quantization="awq")
         with pytest.raises(ValueError, match="'q' cannot be made up: choose one of fp8, int8"):
             self.setup(model=floats, random_weights=True, quantization="q")
 

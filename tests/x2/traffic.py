@@ -11,6 +11,7 @@ SIZES: dict[str, Any] = {"head_dim": 64, "hidden_size": 256, "intermediate_size"
 MODEL = {"model": str(tiny_checkpoint(num_hidden_layers=2, **SIZES))}
 CODES = MODEL | {"random_weights": True, "kv_cache_dtype": "fp8"}
 ENGINES: dict[str, dict[str, Any]] = {
+    "FP8 times FP8": MODEL | {"random_weights": True, "quantization": "fp8"},
     "8 bits, and an 8-bit cache": CODES | {"quantization": "int8"},
     "4 bits, and a cache with scales of its own": CODES | {"quantization": "int4", "calculate_kv_scales": True},
 }

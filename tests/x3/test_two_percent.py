@@ -23,8 +23,8 @@ from folovllm.electives.spec_decode.scheduler import SpeculativeScheduler
 from folovllm.electives.spec_decode.speculation import Speculation
 from folovllm.electives.spec_decode.suffix import SuffixProposer
 from folovllm.electives.spec_decode.verify import accept
+from folovllm.electives.structured_output.params import StructuredOutputsParams
 from folovllm.engine.scheduler import Scheduler, chunk, preempt, unless_finished
-from folovllm.engine.structured_outputs import StructuredOutputsParams
 from folovllm.request import Sequence
 from folovllm.step.schedule import SchedulerOutput, TokenIds
 from tests.x3.drafting_loop import Clock, NoGrammar, sequence

@@ -288,7 +288,7 @@ def int4_hopper_kernel(
     ], [4, 1], [REGISTERS[0], REGISTERS[1]])  # fmt: skip
 
 
-def tiling(num_tokens: int, rows: int, width: int, sms: int) -> tuple[int, int]:
+def kernel_config(num_tokens: int, rows: int, width: int, sms: int) -> tuple[int, int]:
     """Tokens of a tile, and programs.
 
     Tiles of 256 tokens unpack each weight once, but registers have no room for a second sum beside one: so a program must
@@ -302,7 +302,7 @@ def tiling(num_tokens: int, rows: int, width: int, sms: int) -> tuple[int, int]:
     return 128, min(sms, tiles * max(1, min(most, sms // tiles)))
 
 
-def serves(x: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> bool:
+def is_supported(x: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> bool:
     """Whether the kernel computes these: for so many tokens, in bfloat16, for groups of 128 inputs whose zeros, if any,
     are codes, and for an `x` that the copy engine can read. (For one group alone Triton 3.6 makes no kernel.)
     """
@@ -323,10 +323,10 @@ def int4_hopper(
     zeros: torch.Tensor | None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the product of `quant_matmul`, where `serves` says so."""
+    """Return the product of `quant_matmul`, where `is_supported` says so."""
     num_tokens, width = x.shape
     rows, out = len(words), x.new_empty(num_tokens, len(words))
-    tile, programs = tiling(num_tokens, rows, width, num_sms(x.device))
+    tile, programs = kernel_config(num_tokens, rows, width, num_sms(x.device))
     token_tiles = triton.cdiv(num_tokens, tile)
     work = triton.cdiv(rows, 2 * ROWS.value) * token_tiles * (width // GROUP.value)
     parts = x.new_empty(2 * programs, 2 * ROWS.value, tile, dtype=torch.float32)
@@ -339,4 +339,4 @@ def int4_hopper(
     return out
 
 
-VARIANT = KernelVariant(serves, int4_hopper)
+VARIANT = KernelVariant(is_supported, int4_hopper)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from folovllm.config import EngineConfig
@@ -18,7 +19,8 @@ from folovllm.layers.fusable import fusable
 from folovllm.layers.layer_set import LinearMethodOf
 from folovllm.layers.linear import LinearMethod
 from folovllm.models.files import reading
-from folovllm.models.registry import Quantization, renamed_by
+from folovllm.models.quantization import Quantization
+from folovllm.models.registry import renamed_by
 from folovllm.models.shapes import expert_shapes, linear_shapes
 
 if TYPE_CHECKING:
@@ -26,21 +28,34 @@ if TYPE_CHECKING:
 
 ROUTERS = ("gate", "shared_expert_gate")  # GPTQ and AWQ leave these plain and do not name them
 Said = Mapping[str, Any]  # a `quantization_config`
-# compressed-tensors' of weights: num_bits, type, strategy, symmetric, group_size, block_structure, actorder
+# compressed-tensors' of weights: num_bits, type, strategy, symmetric, group_size, block_structure, actorder; and of inputs
 Scheme = Mapping[str, Any]
-ACTIVATIONS = "quantize_activations"  # our own key in a `quantization_config`
-NOT_FP8 = "quantize_activations needs weights in FP8, which this model has not: leave it out"
+INPUTS = "input_activations"
+ACTIVATIONS, ONLINE = "quantize_activations", "online"  # our own keys in a `quantization_config`
 
 
 def read_fp8(said: Said) -> LinearMethodOf:
-    """Read transformers' FP8 (Qwen, DeepSeek: blocks, or one scale for all), and AutoFP8's, which calls the scale otherwise."""
-    if block := said.get("weight_block_size"):
-        linear_method = Fp8("weight_scale_inv", (block[0], block[1]))
-    else:
-        by_transformers = "weight_block_size" in said or "modules_to_not_convert" in said
-        linear_method = Fp8("weight_scale_inv" if by_transformers else "weight_scale")
+    """Read transformers' FP8 (Qwen, DeepSeek: blocks, or one scale for all), and AutoFP8's, which calls the scale otherwise.
+
+    Activations are quantized too, unless `activation_scheme` is null.
+    """
+    block = said.get("weight_block_size")
+    by_transformers = "weight_block_size" in said or "modules_to_not_convert" in said
+    linear_method = fp8(
+        "weight_scale_inv" if by_transformers else "weight_scale", block and (block[0], block[1]),
+        said.get("activation_scheme", "dynamic"), bool(said.get(ONLINE)),
+    )  # fmt: skip
     plain = [*(said.get("modules_to_not_convert") or []), *(said.get("ignored_layers") or [])]
     return lambda name: None if is_named(name, plain) else linear_method
+
+
+def fp8(scale_name: str, block: tuple[int, int] | None, activations: str | None, online: bool = False) -> Fp8:
+    """Return the linear method of weights in FP8. `activations`: "dynamic" or "static" scales; None: they stay as they are."""
+    if activations not in ("dynamic", "static", None):
+        raise ValueError(f"activation_scheme {activations!r} is not supported: 'dynamic' and 'static' are")
+    if activations is None:
+        return Fp8(scale_name, block, online)
+    return Fp8Both(scale_name, block, online, is_static=activations == "static")
 
 
 def read_gptq(said: Said) -> LinearMethodOf:
@@ -75,13 +90,20 @@ def group_size_4(method: str, bits: int | None, said: Said) -> int | None:
 
 
 def read_compressed_tensors(said: Said) -> LinearMethodOf:
-    """Read compressed-tensors, which llm-compressor writes: groups of layers, each with a scheme. Activations stay as they are.
+    """Read compressed-tensors, which llm-compressor writes: groups of layers, each with a scheme.
+
+    Activations are quantized with weights in FP8 alone.
 
     Raises:
         ValueError: a scheme is not supported; the sentence says which.
     """
     groups = [
-        (group["targets"], linear_method_of_scheme(group["weights"], group.get("format") or said.get("format")))
+        (
+            group["targets"],
+            linear_method_of_scheme(
+                {**group["weights"], INPUTS: group.get(INPUTS)}, group.get("format") or said.get("format")
+            ),
+        )
         for group in said["config_groups"].values()
         if group.get("weights")
     ]
@@ -130,10 +152,17 @@ def packed_int4(scheme: Scheme) -> LinearMethod:
     return PackedInt4(group_size, with_zeros=not scheme.get("symmetric", True))
 
 
+def fp8_of(scheme: Scheme) -> LinearMethod:
+    """Return the linear method of weights in FP8. Inputs of 8 bits have scales by token or group, or the checkpoint's own."""
+    inputs = scheme[INPUTS]
+    activations = None if not inputs else "dynamic" if inputs.get("dynamic") else "static"
+    return fp8("weight_scale", block_of(scheme), activations)
+
+
 # By type and bits, and how they are written down.
 SCHEMES: dict[tuple[str, str], Callable[[Scheme], LinearMethod]] = {
-    ("float8", "float-quantized"): lambda scheme: Fp8("weight_scale", block_of(scheme)),
-    ("float8", "naive-quantized"): lambda scheme: Fp8("weight_scale", block_of(scheme)),
+    ("float8", "float-quantized"): fp8_of,
+    ("float8", "naive-quantized"): fp8_of,
     ("int4", "pack-quantized"): packed_int4,
     ("int8", "int-quantized"): lambda scheme: Int8("weight_scale", block_of(scheme)),
     ("int8", "naive-quantized"): lambda scheme: Int8("weight_scale", block_of(scheme)),
@@ -158,8 +187,8 @@ def made_up_integers(layout: str, **weights: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-MADE_UP: dict[str, dict[str, Any]] = {  # by what random weights may be asked to be
-    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128], "modules_to_not_convert": ROUTERS},
+MADE_UP: dict[str, dict[str, Any]] = {  # by what random weights may be asked to be; FP8 a checkpoint in 16 bits, too
+    "fp8": {"quant_method": "fp8", ONLINE: True, "modules_to_not_convert": ROUTERS},
     "int8": made_up_integers("int-quantized", num_bits=8, strategy="channel"),
     "int4": made_up_integers("pack-quantized", num_bits=4, strategy="group", group_size=128),
 }
@@ -179,13 +208,11 @@ def said_of(hf_config: PretrainedConfig) -> Said | None:
     return said if said is None or isinstance(said, Mapping) else said.to_dict()
 
 
-def with_activations(linear_method: LinearMethod | None) -> LinearMethod | None:
-    """Return the linear method that quantizes activations too. Raises ValueError if weights are not in FP8."""
-    if linear_method is None:
-        return None
-    if type(linear_method) is not Fp8:
-        raise ValueError(NOT_FP8)
-    return Fp8Both(linear_method.scale_name, linear_method.block)
+def weights_alone(linear_method: LinearMethod | None) -> LinearMethod | None:
+    """Return the linear method that leaves activations as they are."""
+    if not isinstance(linear_method, Fp8Both):
+        return linear_method
+    return Fp8(linear_method.scale_name, linear_method.block, linear_method.online)
 
 
 def as_in_checkpoint(name: str, renamed: Mapping[str, str]) -> str:
@@ -200,21 +227,23 @@ class CheckpointQuantization(Quantization):
     """Reads the `quantization_config` of checkpoints; random weights may be asked to be in one of `MADE_UP`."""
 
     def configured(self, hf_config: Any, config: EngineConfig) -> Any:
-        """Return the model's configuration, with what `config` asks for. A checkpoint's quantization must be what is asked."""
+        """Return the model's configuration, with what `config` asks for.
+
+        A checkpoint's quantization must be what is asked. One in 16 bits can be asked to be FP8.
+        """
         asked, said = config.quantization, said_of(hf_config)
         method = None if said is None else said.get("quant_method")
-        if asked is not None and said is None and config.random_weights:
+        if asked is not None and said is None and (config.random_weights or asked == "fp8"):
             if asked not in MADE_UP:
                 raise ValueError(f"quantization={asked!r} cannot be made up: choose one of {', '.join(MADE_UP)}")
-            hf_config.quantization_config = said = MADE_UP[asked]
-            method = said["quant_method"]
+            if config.model_impl == "hf" and not config.random_weights:
+                raise ValueError('to quantize a checkpoint in 16 bits needs model_impl="native"')
+            said = MADE_UP[asked]
         elif asked is not None and asked != method:
             what = "is not quantized" if method is None else f"is quantized by {method!r}"
             raise ValueError(f"quantization={asked!r} was asked for, and this checkpoint {what}: leave it out")
-        if config.quantize_activations:
-            if said is None or method not in ("fp8", "compressed-tensors"):
-                raise ValueError(NOT_FP8)  # of some weights in "compressed-tensors" `linear_methods_of` says so
-            hf_config.quantization_config = {**said, ACTIVATIONS: True}
+        if said is not None:
+            hf_config.quantization_config = said if config.quantize_activations else {**said, ACTIVATIONS: False}
         return hf_config
 
     def linear_methods_of(
@@ -229,18 +258,24 @@ class CheckpointQuantization(Quantization):
                     f"this checkpoint is quantized by {method!r} (quant_method in its config.json), which is not supported: the "
                     f"known ones are {', '.join(READERS)}"
                 )
-            linear_method_of = READERS[str(method)](said)
+            found = READERS[str(method)](said)
+
+        def linear_method_of(name: str) -> LinearMethod | None:
+            with reading("the quantization_config in config.json"):  # its patterns are compiled only now
+                linear_method = found(as_in_checkpoint(name, renamed))
+            return linear_method if said.get(ACTIVATIONS, True) else weights_alone(linear_method)
 
         def of_merged(name: str) -> LinearMethod | None:
             parent, _, leaf = name.rpartition(".")
             parts = packed.get(leaf, [leaf])
-            with reading("the quantization_config in config.json"):  # its patterns are compiled only now
-                first, *others = (linear_method_of(as_in_checkpoint(f"{parent}.{part}", renamed)) for part in parts)
+            first, *others = (linear_method_of(f"{parent}.{part}") for part in parts)
             if any(other != first for other in others):
                 raise ValueError(
                     f"{', '.join(parts)} of {parent} are one layer here, so all must be quantized in one way, or none of them"
                 )
-            return with_activations(first) if said.get(ACTIVATIONS) else first
+            if leaf == "gate_up_proj" and isinstance(first, Fp8Both) and not first.is_static:
+                return replace(first, hands_on=linear_method_of(f"{parent}.down_proj") == first)
+            return first
 
         return of_merged
 

@@ -20,17 +20,17 @@ class QuantizationOptions:
         calculate_kv_scales: choose the scales of K/V in 8 bits by running made-up tokens, instead of taking the
             checkpoint's, or 1.
         quantization: how the weights are kept, which a checkpoint says by itself: "fp8", "compressed-tensors", "gptq", "awq".
-            With `random_weights` the kind to make up: "fp8" (in blocks of 128 x 128), "int8" (a scale for each output) or
-            "int4" (one for each 128 inputs of an output).
-        quantize_activations: of a model with weights in FP8, multiply FP8 by FP8: faster for many sequences, slower for one,
-            and less exact. Needs compute capability 8.9, with weights in blocks exactly 9.0 and CUDA 12.9; elsewhere it is
-            less exact and slower.
+            "fp8" of a checkpoint in 16 bits quantizes it while it is loaded: a scale for each output, and for each token of
+            the inputs. With `random_weights` the kind to make up: "fp8", "int8" (a scale for each output) or "int4" (one for
+            each 128 inputs of an output).
+        quantize_activations: of a model in FP8, multiply FP8 by FP8 where the checkpoint or `quantization` means that, on GPUs
+            from compute capability 8.9 on. False keeps only weights in FP8: more exact, and slower with several sequences.
     """
 
     kv_cache_dtype: str = "auto"
     calculate_kv_scales: bool = False
     quantization: str | None = None
-    quantize_activations: bool = False
+    quantize_activations: bool = True
 
     def __post_init__(self) -> None:
         if self.kv_cache_dtype == "fp8":
@@ -46,5 +46,3 @@ class QuantizationOptions:
             )
         if self.calculate_kv_scales and self.kv_cache_dtype == "auto":
             raise ValueError('calculate_kv_scales is of use with kv_cache_dtype="fp8_e4m3" only')
-        if self.quantize_activations and config.model_impl == "hf":
-            raise ValueError('quantize_activations needs model_impl="native"')

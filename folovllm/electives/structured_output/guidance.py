@@ -20,7 +20,7 @@ import numpy as np
 
 from folovllm.electives.structured_output.grammar_matcher import Bitmask, Grammar
 from folovllm.electives.structured_output.json_schema import byte_tokenizer, with_an_end
-from folovllm.engine.structured_outputs import StructuredOutputsParams
+from folovllm.electives.structured_output.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

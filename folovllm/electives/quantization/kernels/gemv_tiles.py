@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 
 from folovllm.electives.quantization.kernels.int4_linear import load_scales
+from folovllm.electives.quantization.kernels.quantize_rows import factors_of, to_e4m3
 from folovllm.electives.quantization.kernels.unpack_codes import four_bytes, in_turn, nibble
-from folovllm.kernels.skinny_linear import append, silu_product
+from folovllm.kernels.skinny_linear import append, repeat, silu_product
 
 
 @triton.jit
@@ -141,7 +142,7 @@ def load_tile(
 
 @triton.jit
 def as_halves(xs):
-    """Tiles of `x` [SPLITS, n, 8] as float16, divided by the largest of each column; and that, [SPLITS, 1, 8].
+    """Tiles of `x` [SPLITS, n, 8] as float16, divided by the largest of each column; and that, one [SPLITS, 1, 8].
 
     A float16 has three bits more than a bfloat16: a quotient is off by 2^-11 of itself at most, where a bfloat16 is by 2^-8.
     Below 2^-14 of the largest it is off by 2^-25 of that. The divisor is held within 2^-125 and 2^125, where one over it is a
@@ -154,7 +155,31 @@ def as_halves(xs):
     inverse = 1.0 / peak
     for c in tl.static_range(len(xs)):
         halves = append(halves, (xs[c].to(tl.float32) * inverse).to(tl.float16))
-    return halves, peak
+    return halves, (peak,)
+
+
+@triton.jit
+def as_codes(xs, GROUP: tl.constexpr, PARTS: tl.constexpr):
+    """Tiles of one token's `x` rounded to E4M3, as float16, and the scale of each, [SPLITS or 1, 1, 8 or 1].
+
+    A scale is that of the token, or of each 128 inputs if GROUP is that: two tiles of 64, which parts 2 i and 2 i + 1 have.
+    """
+    peaks, codes, scales, SPLITS = (), (), (), xs[0].shape[0]
+    peak = tl.zeros([SPLITS, 8], tl.float32)
+    for c in tl.static_range(len(xs)):
+        largest = tl.max(tl.abs(xs[c].to(tl.float32)), 1)
+        peak = tl.maximum(peak, largest)
+        if GROUP == 128:
+            pairs = tl.reshape(largest, [SPLITS, PARTS // 2, 2, 8 // PARTS])
+            pairs = tl.broadcast_to(tl.max(pairs, 2, keep_dims=True), [SPLITS, PARTS // 2, 2, 8 // PARTS])
+            largest = tl.reshape(pairs, [SPLITS, 8])
+        peaks = append(peaks, largest)
+    if GROUP != 128:
+        peaks = repeat(tl.max(tl.max(peak, 1, keep_dims=True), 0, keep_dims=True), len(xs))
+    for c in tl.static_range(len(xs)):
+        scale, factor = factors_of(peaks[c][:, None, :])
+        codes, scales = append(codes, to_e4m3(xs[c].to(tl.float32) * factor).to(tl.float16)), append(scales, scale)
+    return codes, scales
 
 
 @triton.jit

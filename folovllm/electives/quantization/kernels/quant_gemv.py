@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 
 from folovllm.electives.quantization.kernels.gemv_tiles import (
+    as_codes,
     as_halves,
     finish,
     inverse_root,
@@ -64,9 +65,10 @@ def quant_gemv_kernel(
     x_ptr, word_ptr, scale_ptr, zero_ptr, columns_ptr, residual_ptr, out_ptr, stride_x, num_rows, eps, exponent,
     K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr, NORM: tl.constexpr, GATED: tl.constexpr,
     RESIDUAL: tl.constexpr, M: tl.constexpr, PARTS: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr,
-    TIMES: tl.constexpr, HALVES: tl.constexpr, PDL: tl.constexpr,
+    TIMES: tl.constexpr, HALVES: tl.constexpr, ROUND: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program p: outputs p * ROWS * TIMES to (p + 1) * ROWS * TIMES of all M tokens, ROWS at a time. HALVES: `x` in float16.
+    ROUND, with HALVES: `x` is rounded to E4M3, with scales for GROUP inputs, which every program finds for itself.
 
     NORM, GATED and RESIDUAL as in `skinny_linear_kernel`. GATED: the lines are ROWS rows of gate, then those of up.
     GROUP_ROWS outputs and GROUP inputs share a scale; with GROUP = K it is multiplied last, unless there are zeros.
@@ -88,7 +90,7 @@ def quant_gemv_kernel(
     for c in tl.static_range(len(words) // 2 if HALVES else 0):
         xs = append(xs, load_tile(x_ptr, columns_ptr, stride_x, c * STEP, NUM, GROUP, KIND, M, PARTS, SPLITS, WORDS))
     if HALVES:
-        xs, peak = as_halves(xs)
+        xs, peaks = as_codes(xs, GROUP, PARTS) if ROUND else as_halves(xs)
     for i in tl.static_range(TIMES):
         if i + 1 < TIMES:
             next_words, next_factors = load_lines(
@@ -101,8 +103,13 @@ def quant_gemv_kernel(
             x = xs[c] if HALVES else load_tile(
                 x_ptr, columns_ptr, stride_x, c * STEP, NUM, GROUP, KIND, M, PARTS, SPLITS, WORDS)  # fmt: skip
             numbers = sixteen(words[2 * c], words[2 * c + 1], exponent, KIND, x.dtype)
-            acc = add_products(acc, numbers, x, factors[c] if BY_TILE else (), PRECISION)
-        y = sum_parts(acc * peak if HALVES else acc, PARTS) * scale
+            if ROUND and BY_TILE:
+                acc += tl.dot(numbers, x) * (factors[c][0][:, :, None] * peaks[c])
+            else:
+                acc = add_products(acc, numbers, x, factors[c] if BY_TILE else (), PRECISION)
+        if HALVES and not (ROUND and BY_TILE):
+            acc *= peaks[0]
+        y = sum_parts(acc, PARTS) * scale
         finish(y, residual, out_ptr, first, num_rows, inverse, GATED, M)
         if i + 1 < TIMES:
             words, factors, scale, first = next_words, next_factors, next_scale, first + ROWS
@@ -113,7 +120,16 @@ def serves(x: torch.Tensor) -> bool:
     return not x.is_cuda or torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 
+def can_round(x: torch.Tensor, group: int | None) -> bool:
+    """Whether `quant_gemv` rounds these and is the fastest way: one token, since every program rounds all of its inputs anew."""
+    return len(x) == 1 and x.shape[1] <= MOST_ROUNDED and group in (None, 128) and serves(x)
+
+
+MOST_ROUNDED = 8192  # inputs
 FEW = (1, 2, 4)  # tokens; above, `quant_matmul` is faster
+MOST_ROUNDED = (
+    8192  # inputs: each program rounds all, and of longer rows `fp8_linear` and a kernel that rounds are faster
+)
 REGISTERS = 84  # of codes, in each thread
 MAX_WARPS = 16
 PROGRAMS = 600
@@ -146,12 +162,15 @@ def quant_gemv(
     gated: bool = False,
     residual: torch.Tensor | None = None,
     columns: torch.Tensor | None = None,
+    rounds: bool = False,
 ) -> torch.Tensor:
     """`x` [T, K] times the transpose of W, for T in FEW; accumulated in float32.
 
     Args:
         norm_eps, gated, residual: as in `skinny_linear`. Rows of `x` may be apart; nothing else is.
         columns: [K], factors of the (normed) `x`. Their product is rounded to its dtype.
+        rounds: `x` is rounded to E4M3, as `quantize_rows` does it, with a scale for the token or for groups like the weights'.
+            Where `can_round` says so.
     """
     words, block, kind = weight.weight.view(torch.int32), (weight.rows, weight.columns), kind_of(weight.weight)
     if takes(x, block, kind):
@@ -161,12 +180,12 @@ def quant_gemv(
     out = x.new_empty(num_tokens, rows)
     row_bytes = 4 * words.shape[1]
     has_groups = block[1] < width or kind == "int4"
-    halves = kind == "fp8" and num_tokens == 1 and x.itemsize == 2
+    halves = rounds or (kind == "fp8" and num_tokens == 1 and x.itemsize == 2)
     tile = tile_of(num_tokens, len(words), row_bytes, row_bytes * block[1] // width if has_groups else 64, halves)
     quant_gemv_kernel[(triton.cdiv(rows, 16 // tile["PARTS"] // (1 + gated) * tile["TIMES"]),)](
         x, words, weight.scale, weight.zeros, columns, out if residual is None else residual, out, x.stride(0), rows,
         norm_eps or 0.0, EXPONENT, K=width, GROUP_ROWS=block[0], GROUP=block[1], KIND=kind, NORM=norm_eps is not None, GATED=gated,
-        RESIDUAL=residual is not None, M=num_tokens, **tile, num_warps=tile["SPLITS"],
+        RESIDUAL=residual is not None, M=num_tokens, ROUND=rounds, **tile, num_warps=tile["SPLITS"],
         **launch_options(x.device, num_tokens),
     )  # fmt: skip
     return out

@@ -260,7 +260,7 @@ def multiply(x: torch.Tensor, weight: QuantizedWeight, residual: torch.Tensor | 
     if len(x) < MANY:
         return quant_matmul(x, weight, residual)
     variant = kernel_variant("quant_matmul", x.device) if kind_of(weight.weight) == "int4" else None
-    if variant is not None and variant.serves(x, weight.scale, weight.zeros):
+    if variant is not None and variant.is_supported(x, weight.scale, weight.zeros):
         return variant.launch(x, weight.weight, weight.scale, weight.zeros, residual)
     dense = unpacked(weight, x.dtype)
     return torch.nn.functional.linear(x, dense) if residual is None else residual.addmm_(x, dense.t())
