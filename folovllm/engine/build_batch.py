@@ -55,7 +55,7 @@ def make_scheduler(setup: EngineSetup, extension: Extension, executor: Executor,
     if setup.num_snapshots:
         make_kv, tokens = named(SNAPSHOTS)(setup, tokens)
     kv = make_kv(executor.num_kv_blocks, setup.block_size, events)
-    if own := learners(config, "scheduler"):
+    if own := user_component(config, "scheduler"):
         return own(kv, setup.max_num_seqs, setup.max_num_batched_tokens, tokens)
     return extension.scheduler(Scheduler, executor)(
         kv=kv,
@@ -69,7 +69,7 @@ def make_scheduler(setup: EngineSetup, extension: Extension, executor: Executor,
 
 def cache_manager(config: EngineConfig) -> type[KVCacheManager]:
     """Choose the manager of the KV cache: slots (M2), blocks (M3), blocks that are found again (M5)."""
-    if own := learners(config, "block_manager") or learners(config, "prefix_cache"):
+    if own := user_component(config, "block_manager") or user_component(config, "prefix_cache"):
         return own
     if config.kv_cache == "slots":
         return SlotManager
@@ -101,7 +101,7 @@ def layers_of(setup: EngineSetup, extension: Extension | None, counters: dict[st
 
 def attention_backend(setup: EngineSetup, extension: Extension) -> AttentionBackend:
     """Make the attention backend that the configuration names (M2 to M4); M1's runners have their own."""
-    if own := learners(setup.config, "prefill"):
+    if own := user_component(setup.config, "prefill"):
         from folovllm.attention.backends.triton import TritonBackend
 
         return TritonBackend(setup.attention, own)
@@ -165,6 +165,6 @@ def counters_of(setup: EngineSetup) -> dict[str, torch.Tensor] | None:
     return {} if setup.config.extras.get("count_experts") else None
 
 
-def learners(config: EngineConfig, place: str) -> Any:
+def user_component(config: EngineConfig, place: str) -> Any:
     """The component that a learner wrote for a place, or None: the engine's own stands there. Raises what `builders.load` raises."""
     return builders.load(place) if place in config.builder_names else None

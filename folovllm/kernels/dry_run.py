@@ -46,8 +46,8 @@ def dry_run(device: torch.device, num_processes: int = 1, show_progress: bool = 
         Exception: the first error of the compiler or of loading.
     """
     num_threads = max(1, min(MOST_THREADS, num_cores() // num_processes))
-    set_device = torch.cuda.set_device if device.type == "cuda" else None
-    pool = ThreadPoolExecutor(num_threads, "compile", set_device, (device,))
+    set_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
+    pool = ThreadPoolExecutor(num_threads, "compile", set_device)
     try:
         with _turn:
             with compiled_in(pool) as requests, Zeros():

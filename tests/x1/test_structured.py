@@ -475,12 +475,12 @@ class TestErrors:
 
     def test_a_model_without_an_end(self, llm: LLM) -> None:
         processor = llm.engine._processor
-        before, processor._eos = processor._eos, frozenset()
+        before, processor.eos_token_ids = processor.eos_token_ids, frozenset()
         try:
             with pytest.raises(ValueError, match="give stop_token_ids"):
                 one(llm, regex="a")
         finally:
-            processor._eos = before
+            processor.eos_token_ids = before
 
     def test_of_the_wrong_kind(self) -> None:
         with pytest.raises(ValueError, match="structured_outputs is a StructuredOutputsParams"):
@@ -507,6 +507,12 @@ ENDS: list[dict[str, Any]] = [
     {"type": "integer", "minimum": -(2**63), "maximum": 5 - 2**63 + 2**20},
     {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 5},
     {**OBJECT_OF, "properties": {"next": {"$ref": "#"}, "a": {"const": 1}}, "required": ["a"]},
+    {
+        **OBJECT_OF,
+        "$defs": {"loop": {"$ref": "#/$defs/loop"}},
+        "properties": {"a": {"$ref": "#/$defs/loop"}, "b": {"type": "array", "items": {"$ref": "#/$defs/loop"}}},
+        "patternProperties": {"c.*d": {"$ref": "#/$defs/loop"}},
+    },
 ]
 NO_END: list[tuple[dict[str, Any], str]] = [
     ({"grammar": 'start: "a" X\nX: /a/ & /b/'}, "nothing can follow"),
@@ -518,7 +524,13 @@ NO_END: list[tuple[dict[str, Any], str]] = [
         "forbids",
     ),
     ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}}, "back to themselves"),
-    ({"grammar": 'start: "a" %json {"$ref": "#"}'}, "back to themselves"),
+    ({"grammar": 'start: "a" %json {"$ref": "#"}'}, "^structured_outputs holds a JSON schema .* back to themselves"),
+    ({"grammar": 'start: "(" start ")"'}, "no text of it is finite"),
+    ({"grammar": 'start: "x" | a\na: "b" a'}, ": a leads back to itself"),
+    (
+        {"grammar": 'start: a{10} | X (b | "x" start)+ // "x"\nX: /a|b/\na: b -> start\nb: a | %json {"a": 1} a'},
+        "finite",
+    ),
     ({"grammar": 'start: "a" | b\nb: "%json {" %json {"enum": ["%json {", -9223372036854775808]}'}, "kept exactly"),
 ]
 
@@ -544,6 +556,21 @@ class TestFormsThatEnd:
                 continue  # it went on in a long string
             jsonschema.validate(json.loads(text), schema)
 
+    @pytest.mark.parametrize(
+        "grammar",
+        [
+            'start: "(" start? ")"',
+            'start: ("(" start)* a\na: [start] X\nX: "a"..."c" | "start"'.replace("...", ".."),
+            'start: b "a" | (start "c" | b){0,3} start | b -> start\nb: "x" | b "y" // b: b',
+            'start: b ~ 0..2 "x"\n?b: "y" b?\n',
+            'root ::= "a" root | "b"',
+            'start: %json {"const": "start: start"} | start "x"',
+        ],
+    )
+    def test_a_grammar_with_an_end_is_taken(self, grammar: str) -> None:
+        form = StructuredOutputsParams(grammar=grammar)
+        assert GuidanceGrammar.compile(form, library_tokenizer()).num_allowed([0]) == 0
+
     @pytest.mark.parametrize(("form", "says"), NO_END, ids=str)
     def test_a_form_without_an_end_is_refused(self, form: dict[str, Any], says: str) -> None:
         with pytest.raises(ValueError, match=says):
@@ -561,6 +588,7 @@ class TestFormsThatEnd:
                 "maximum is -9999999999999999995, beyond",
             ),
             ({"type": "integer", "exclusiveMinimum": 1e19}, "exclusiveMinimum is 1e.19, beyond"),
+            ({"patternProperties": {"a.": {"$ref": "#/$defs/d"}}, "$defs": {"d": {"enum": [-(2**63)]}}}, "exactly"),
         ],
     )
     def test_a_number_that_the_library_writes_as_another_is_refused(self, schema: dict[str, Any], says: str) -> None:

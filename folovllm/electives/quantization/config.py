@@ -210,8 +210,9 @@ def said_of(hf_config: PretrainedConfig) -> Said | None:
 
 def weights_alone(linear_method: LinearMethod | None) -> LinearMethod | None:
     """Return the linear method that leaves activations as they are."""
-    both = type(linear_method) is Fp8Both
-    return Fp8(linear_method.scale_name, linear_method.block, linear_method.online) if both else linear_method
+    if not isinstance(linear_method, Fp8Both):
+        return linear_method
+    return Fp8(linear_method.scale_name, linear_method.block, linear_method.online)
 
 
 def as_in_checkpoint(name: str, renamed: Mapping[str, str]) -> str:

@@ -200,10 +200,10 @@ class Fp8(Scaled):
         super().create(layer)
         layer.floats = None  # type: ignore[assignment]  # only while weights are loaded
 
-    def places(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
+    def weight_views(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
         if not self.online:
-            return super().places(layer)
-        if layer.floats is None:
+            return super().weight_views(layer)
+        if getattr(layer, "floats", None) is None:
             layer.floats = torch.empty_like(layer.weight, dtype=layer.dtype)
         return {"weight": torch.split(cast(torch.Tensor, layer.floats), layer.output_sizes)}
 
@@ -260,16 +260,16 @@ class Fp8Both(Fp8):
         if self.is_static:
             layer.input_scale = torch.empty(len(layer.output_sizes), dtype=torch.float32)
 
-    def places(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
+    def weight_views(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
         scales = {"input_scale": cast(torch.Tensor, layer.input_scale).split(1)} if self.is_static else {}
-        return super().places(layer) | scales
+        return super().weight_views(layer) | scales
 
     def stored(self, kind: str) -> tuple[str, ...]:
         return FLOATS if kind == "input_scale" else super().stored(kind)
 
-    def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    def repack(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         is_one = kind == "input_scale" and tensor.numel() == 1
-        return tensor.reshape(1) if is_one else super().arrange(kind, tensor, shape)
+        return tensor.reshape(1) if is_one else super().repack(kind, tensor, shape)
 
     def shard(self, kind: str, tensor: Weight, cut: Cut) -> torch.Tensor:
         return tensor[...] if kind == "input_scale" else super().shard(kind, tensor, cut)
@@ -341,7 +341,8 @@ class Fp8Both(Fp8):
         """Return `x` in FP8; with `norm_eps` it is normed first."""
         from folovllm.electives.quantization.kernels.quantize_rows import quantize_rows
 
-        codes = quantize_rows(x, self.group_of(layer.input_size), layer.columns, norm_eps, layer.input_scale)
+        columns, scale = (cast(torch.Tensor | None, tensor) for tensor in (layer.columns, layer.input_scale))
+        codes = quantize_rows(x, self.group_of(layer.input_size), columns, norm_eps, scale)
         return Rounded(*codes, len(x), x.dtype)
 
     def multiply(self, layer: LinearBase, x: Rounded, residual: torch.Tensor | None) -> torch.Tensor:

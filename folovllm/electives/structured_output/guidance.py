@@ -7,6 +7,7 @@ It walks the tokenizer's tokens as a tree of bytes beside a parser, so that a ma
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import time
@@ -91,8 +92,9 @@ def source_of(asked: StructuredOutputsParams) -> str:
     if asked.grammar is not None:
         from llguidance import grammar_from
 
+        grammar = bounded(asked.grammar)
         try:
-            return str(grammar_from("grammar", bounded(asked.grammar)))
+            return str(grammar_from("grammar", grammar))
         except ValueError as error:
             raise ValueError(f"structured_outputs holds a grammar that cannot be used: {error}") from error
     space = WHITESPACE if asked.whitespace_pattern is None else bounded_pattern(asked.whitespace_pattern)
@@ -118,22 +120,56 @@ def rewritten(schema: Any, otherwise: str) -> str:
 def bounded(grammar: str) -> str:
     """Return a grammar whose JSON schemas (`%json {...}`) are as those of requests: they end, and bound their white space.
 
-    Raises ValueError for a schema that cannot end.
+    Raises ValueError for a schema that cannot end, or if the grammar cannot.
     """
-    parts, at = [], 0
+    parts, outline, at = "", "", 0
     for found in re.finditer(r'"(?:\\.|[^"\\\n])*"|%json\s*(?=\{)', grammar):
         if found[0].startswith("%") and found.start() >= at:  # not within a text, and not within another schema
             try:
                 schema, end = json.JSONDecoder().raw_decode(grammar, found.end())
             except (ValueError, RecursionError):  # no JSON: the library says so
-                break
+                return parts + grammar[at:]
             if isinstance(options := schema.get("x-guidance", {}), dict):
                 options = {"whitespace_pattern": WHITESPACE} | options
                 options = {key: bounded_pattern(v) if isinstance(v, str) else v for key, v in options.items()}
             schema["x-guidance"] = options
-            parts += [grammar[at : found.end()], rewritten(schema, json.dumps(schema))]
+            parts += grammar[at : found.end()] + rewritten(schema, json.dumps(schema))
+            outline += grammar[at : found.start()] + '""'
             at = end
-    return "".join(parts) + grammar[at:]
+    require_end(outline + grammar[at:])
+    return parts + grammar[at:]
+
+
+def has_finite(alternatives: str) -> bool:
+    """Return whether one of the alternatives needs no rule that is "NO"."""
+    needed = re.sub(r"NO\s*(\?|\*|\{\s*0?\s*,|~\s*0)", "", alternatives)
+    return any("NO" not in each for each in needed.split("|"))
+
+
+def require_end(grammar: str) -> None:
+    """Raise ValueError if a rule of a grammar in Lark's notation has no finite text, since it needs itself.
+
+    The least fixed point, as of a schema's references. What is not known here counts as finite.
+    """
+    grammar = re.sub(r'"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\\n])+/|//.*|->.*', '""', grammar)
+    _, *parts = re.split(r"^[?!]?([a-z_]\w*)[^:\n]*:(?!:)", grammar, flags=re.MULTILINE)
+    rules, finite = dict(zip(parts[::2], parts[1::2], strict=True)), set[str]()
+
+    def is_finite(body: str) -> bool:
+        body = re.sub(r"[A-Za-z_]\w*", lambda word: "NO" if word[0] in rules.keys() - finite else '""', body)
+        while (shorter := re.sub(r"\(([^()]*)\)|\[[^\[\]]*\]", inner, body)) != body:
+            body = shorter
+        return has_finite(body)
+
+    def inner(group: re.Match[str]) -> str:  # in round brackets, or in square ones: those are optional
+        return '""' if group[1] is None or has_finite(group[1]) else "NO"
+
+    while new := {name for name, body in rules.items() if name not in finite and is_finite(body)}:
+        finite |= new
+    if (endless := sorted(rules.keys() - finite)) and "::" not in grammar:
+        raise ValueError(
+            f"structured_outputs holds a grammar that cannot be used: {endless[0]} leads back to itself, so no text of it is finite"
+        )
 
 
 def bounded_pattern(pattern: str) -> str:
@@ -151,21 +187,10 @@ def require_way_on(asked: StructuredOutputsParams, grammar: str) -> None:
 
     Walks prefer what ends strings and numbers, so that they see much of a document in a few steps.
     """
-    guidance = library()
+    guidance, end = library(), time.process_time() + BYTE_SECONDS
     start = guidance.LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=guidance.LLParserLimits(**LIMITS))
-    end = time.process_time() + BYTE_SECONDS
     for seed in range(BYTE_WALKS):
-        chance, place = random.Random(seed), start.deep_copy()
-        for _ in range(BYTE_STEPS):
-            mask = place.compute_bitmask()
-            if place.is_stopped() or time.process_time() > end:
-                break
-            allowed = [byte for byte in range(256) if mask[byte // 8] >> byte % 8 & 1]
-            if not allowed:  # but the end
-                break
-            likely = [byte for byte in allowed if byte in STRUCTURE]
-            place.consume_token(chance.choice(likely if likely and chance.random() < 0.7 else allowed))
-        if place.get_error().startswith("NoExtensionBias"):
+        if error_of_walk(start, random.Random(seed), BYTE_STEPS, STRUCTURE, end).startswith("NoExtensionBias"):
             raise ValueError(
                 f"structured_outputs holds a {KIND.get(asked.kind, 'JSON schema')} that cannot be used: an answer may come to where nothing can follow, "
                 "and is not complete there"
@@ -179,13 +204,25 @@ def check_grammar(asked: StructuredOutputsParams, tokenizer: Any) -> None:
     """
     start = GuidanceGrammar.compile(asked, tokenizer).inner
     for seed in range(WALKS):
-        chance, place = random.Random(seed), start.deep_copy()
-        for _ in range(STEPS):
-            mask = np.unpackbits(np.frombuffer(place.compute_bitmask(), np.uint8), bitorder="little")
-            if place.is_stopped():
-                break
-            place.consume_token(int(chance.choice(mask.nonzero()[0])))
-        require_good(asked, place.get_error())
+        require_good(asked, error_of_walk(start, random.Random(seed), STEPS))
+
+
+def error_of_walk(
+    start: Any, chance: random.Random, steps: int, likely: Collection[int] = (), end: float = math.inf
+) -> str:
+    """Return what the library says against a walk of `steps` tokens, "" if nothing.
+
+    Most tokens are of `likely` where the grammar allows some of them. At `end`, in seconds of the process, the walk ends.
+    """
+    place = start.deep_copy()
+    for _ in range(steps):
+        mask = np.frombuffer(place.compute_bitmask(), np.uint8)
+        allowed = np.unpackbits(mask, bitorder="little").nonzero()[0].tolist()
+        if place.is_stopped() or not allowed or time.process_time() > end:
+            break
+        first = [token for token in allowed if token in likely]
+        place.consume_token(chance.choice(first if first and chance.random() < 0.7 else allowed))
+    return str(place.get_error())
 
 
 def require_good(asked: StructuredOutputsParams, error: str) -> None:

@@ -30,24 +30,17 @@ def with_an_end(schema: Schema) -> Schema:
     Raises:
         ValueError: no document is finite; a name may begin that cannot end; or a number is none of the library's.
     """
-    if not is_finite(schema):
-        raise ValueError("its references lead back to themselves, so no document under it is finite")
+    schema = _map(schema, _with_bounds)  # first of all: the library meets no other numbers below
+    endless = _endless_references(schema)
     shared: Schema = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
-    def change(inner: Schema) -> Schema:
-        _require_numbers(inner)
-        return _with_bounds(_without_empty_patterns(_without_forbidden_names(inner, shared)))
+    def change(inner: Schema) -> Schema | bool:
+        if inner.get("$ref") in endless:
+            return False
+        return _without_empty_patterns(_without_forbidden_names(inner, shared))
 
     rewritten: Schema = _map(schema, change)
     return rewritten
-
-
-def _require_numbers(schema: Schema) -> None:
-    """Raise ValueError for a number that an answer must hold, and that the library writes as another one."""
-    for number in _numbers_in([schema.get("const"), schema.get("enum")]):
-        whole = int(number) if isinstance(number, int) or number.is_integer() else 0
-        if abs(whole) > LARGEST or int(float(whole)) != whole:
-            raise ValueError(f"the number {number!r:.40} is beyond those that are kept exactly: write it as a text")
 
 
 def _numbers_in(value: Any) -> Iterator[int | float]:
@@ -89,7 +82,7 @@ def _has_no_document(schema: Any, shared: Schema) -> bool:
     return "nsatisfiable" in matcher.get_error()
 
 
-def _map(schema: Any, change: Callable[[Schema], Schema]) -> Any:
+def _map(schema: Any, change: Callable[[Schema], Schema | bool]) -> Any:
     """Return the schema with `change` made to it and to all schemas in it, the inner ones first."""
     if not isinstance(schema, dict):
         return schema
@@ -107,8 +100,13 @@ def _map(schema: Any, change: Callable[[Schema], Schema]) -> Any:
 def _with_bounds(schema: Schema) -> Schema:
     """Bound a whole number to 64 bits where the schema does not: a model may go on with its digits for ever.
 
-    Bounds that are no float64 move inwards to the next one. Raises ValueError for those beyond 64 bits that leave nothing.
+    Bounds that are no float64 move inwards to the next one. Raises ValueError for those beyond 64 bits that leave nothing, and
+    for a number that an answer must hold and that the library writes as another one.
     """
+    for number in _numbers_in([schema.get("const"), schema.get("enum")]):
+        whole = int(number) if isinstance(number, int) or number.is_integer() else 0
+        if abs(whole) > LARGEST or int(float(whole)) != whole:
+            raise ValueError(f"the number {number!r:.40} is beyond those that are kept exactly: write it as a text")
     schema = {key: _bound(key, value) if key in (*LEAST, *MOST) else value for key, value in schema.items()}
     types, said = schema.get("type"), {*LEAST, *MOST, "enum", "const"}
     is_whole = "integer" in types and "number" not in types if isinstance(types, list) else types == "integer"
@@ -175,8 +173,8 @@ def byte_tokenizer() -> Any:
     return LLTokenizer("byte")
 
 
-def is_finite(schema: Schema) -> bool:
-    """Return whether some document under the schema may be finite, as far as its references within it tell.
+def _endless_references(schema: Schema) -> set[Any]:
+    """Return the references within the schema to which no document is finite. Raises ValueError if no document of all of it is.
 
     The least fixed point: a reference is finite once its target is, where the references in it are that are known to be.
     """
@@ -184,7 +182,9 @@ def is_finite(schema: Schema) -> bool:
     references = {ref: target for ref in _references(schema) if (target := _target(schema, ref)) is not None}
     while new := {ref for ref, target in references.items() if ref not in finite and _ends(target, finite, references)}:
         finite |= new
-    return _ends(schema, finite, references)
+    if not _ends(schema, finite, references):
+        raise ValueError("its references lead back to themselves, so no document under it is finite")
+    return references.keys() - finite
 
 
 def _ends(schema: Any, finite: set[str], known: dict[str, Any]) -> bool:
