@@ -135,9 +135,8 @@ def text_part(hf_config: Any) -> Any:
     names = [name.replace("ForConditionalGeneration", "ForCausalLM") for name in names]
     if text is None or MODELS.keys().isdisjoint(names):
         return hf_config
-    text.architectures, quantized = names, getattr(hf_config, "quantization_config", None)
-    if quantized is not None:
-        text.quantization_config = quantized
+    shared = {"architectures": names, "quantization_config": getattr(hf_config, "quantization_config", None)}
+    text.update({name: value for name, value in shared.items() if value is not None})
     return text
 
 
