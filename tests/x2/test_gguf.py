@@ -117,7 +117,7 @@ def test_a_file_in_codes_answers_as_unpacked(tmp_path: Path, monkeypatch: pytest
 def test_what_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FOLOVLLM_CACHE", str(tmp_path / "cache"))
     (tmp_path / "damaged.gguf").write_bytes(b"GGUF" + bytes(100))
-    with pytest.raises(ValueError, match=r"cannot read .*damaged.gguf: it is not a GGUF file, or damaged"):
+    with pytest.raises(ValueError, match=r"cannot read .*damaged.gguf: it is not a GGUF file of version 2 or 3"):
         resolve_model(str(tmp_path / "damaged.gguf"))
     writer = GGUFWriter(tmp_path / "other.gguf", "mamba")
     writer.write_header_to_file()
@@ -223,13 +223,13 @@ def test_a_list_longer_than_the_file(tmp_path: Path) -> None:
     head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 1) + b"x"
     for kind, count in ((4, 2**40), (8, 2**20), (0, 2**20)):
         (tmp_path / "a.gguf").write_bytes(head + struct.pack("<IIQ", 9, kind, count))
-        with pytest.raises(ValueError, match=r"cannot read .*a.gguf: (a list of|the file ends)"):
+        with pytest.raises(ValueError, match=r"cannot read .*a.gguf: the file ends"):
             read_gguf(tmp_path / "a.gguf")
 
 
 STRANGE: list[tuple[str, Callable[[GGUFWriter], object], str]] = [
-    ("a list of lists", lambda w: w.add_array("x.y", [[1, 2], [3]]), "values of kind 9 within a list are not supported"),
-    ("no sizes", lambda w: w.kv_data[0].pop("llama.block_count"), "it lacks llama.block_count"),
+    ("a list of lists", lambda w: w.add_array("x.y", [[1, 2], [3]]), "values of kind 9 are not supported"),
+    ("no sizes", lambda w: w.kv_data[0].pop("llama.block_count"), "llama.block_count is None, and must be"),
     ("a text for a size", lambda w: w.kv_data[0].pop("llama.block_count") and w.add_string("llama.block_count", "x"),
      "llama.block_count is 'x', and must be a whole number"),
     ("an unknown tensor", lambda w: w.add_tensor("blk.0.ffn_gate_inp.weight", np.ones(4, np.float32)),
