@@ -7,7 +7,8 @@ import torch
 from transformers import AutoConfig
 
 from folovllm.electives.quantization.quantizer.awq import output_error, search_clip, search_scale
-from folovllm.electives.quantization.quantizer.methods import divide_norm, fold_scales, round_groups
+from folovllm.electives.quantization.quantizer.groups import round_groups
+from folovllm.electives.quantization.quantizer.methods import divide_norm, fold_scales
 from folovllm.electives.quantization.quantizer.one_layer import Checkpoint, OneLayer
 from tests.helpers import tiny_checkpoint
 from tests.tiny import worked_case

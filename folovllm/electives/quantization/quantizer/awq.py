@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from folovllm.electives.quantization.quantizer.groups import dequantize_groups, quantize_groups
+from folovllm.electives.quantization.quantizer.groups import round_groups
 
 Rounding = Callable[[torch.Tensor], torch.Tensor]  # weights [outputs, inputs] -> what their codes stand for
 GRID = 20  # steps between a scaling that does nothing and one by the whole magnitude
@@ -61,8 +61,7 @@ def search_clip(w: torch.Tensor, gram: torch.Tensor, bits: int, group_size: int)
     best, least = groups, torch.full(groups.shape[:2], float("inf"), device=w.device)
     for share in CLIPS:
         clipped = groups.clamp(-largest * share, largest * share)
-        rounded = dequantize_groups(*quantize_groups(clipped.flatten(1), bits, group_size, symmetric=False))
-        error = rounded.view_as(groups) - groups
+        error = round_groups(clipped.flatten(1), bits, group_size).view_as(groups) - groups
         loss = (torch.einsum("ogi,gij->ogj", error, squares) * error).sum(dim=2)
         best = torch.where((loss < least)[:, :, None], clipped, best)
         least = torch.minimum(loss, least)

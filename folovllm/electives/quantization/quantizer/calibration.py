@@ -53,7 +53,10 @@ def split_rows(
         ValueError: one of the parts does not fill a row.
     """
     kept = max(1, len(texts) // KEPT)
-    parts = [join(part, tokenizer, end_id) for part in (texts[:-kept], texts[-kept:])]
+    parts = []
+    for part in (texts[:-kept], texts[-kept:]):
+        ids = (id_ for text in part for id_ in (*tokenizer(text, add_special_tokens=False)["input_ids"], end_id))
+        parts.append(torch.tensor(list(ids), dtype=torch.int64))
     if min(map(len, parts)) < length:
         raise ValueError(
             f"the calibration text is too short for rows of {length} tokens: it has {len(parts[0])} to calibrate with and "
@@ -61,11 +64,3 @@ def split_rows(
         )
     calibration, measuring = (part[: len(part) // length * length].view(-1, length) for part in parts)
     return calibration[:samples], measuring[:samples]
-
-
-def join(texts: list[str], tokenizer: Any, end_id: int) -> torch.Tensor:
-    """The tokens of all texts, [n] int64."""
-    ids: list[int] = []
-    for text in texts:
-        ids += [*tokenizer(text, add_special_tokens=False)["input_ids"], end_id]
-    return torch.tensor(ids, dtype=torch.int64)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save
 
 from folovllm.electives.quantization.quantizer.one_layer import PREFIX, Tensors
 from folovllm.models.files import tokenizer_folder
-from folovllm.models.loader import INDEX, opened
+from folovllm.models.loader import INDEX
 from folovllm.models.written_files import write_whole
 
 COPIED = ("*.json", "*.jinja", "*.txt", "*.model")  # tokenizer and generation
@@ -29,6 +29,7 @@ class OutputFolder:
 
     def __init__(self, path: Path, num_layers: int) -> None:
         self.path, self.num_layers = path, num_layers
+        self._file_of: dict[str, str] = {}
         try:
             path.mkdir(parents=True, exist_ok=True)
             TemporaryFile(dir=path).close()
@@ -55,12 +56,7 @@ class OutputFolder:
     def finish(self, source: Path, rest: Tensors, quantization: dict[str, Any]) -> None:
         """Write what is in no layer, the index, the tokenizer, and last of all the configuration."""
         self._write(self.num_layers, rest)
-        files = [self._file(number) for number in range(self.num_layers + 1)]
-        where: dict[str, str] = {}
-        for file in files:
-            with opened(file) as handle:
-                where |= dict.fromkeys(handle.keys(), file.name)
-        index = {"metadata": {"total_size": self.num_bytes()}, "weight_map": where}
+        index = {"metadata": {"total_size": self.num_bytes()}, "weight_map": self._file_of}
         write_whole(self.path / INDEX, json.dumps(index, indent=2))
         for folder in dict.fromkeys((tokenizer_folder(source), source)):
             for file in (file for pattern in COPIED for file in folder.glob(pattern) if file.name not in NOT_COPIED):
@@ -74,4 +70,5 @@ class OutputFolder:
 
     def _write(self, number: int, tensors: Tensors) -> None:
         content = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-        write_whole(self._file(number), save(content, metadata={"format": "pt"}))
+        write_whole(file := self._file(number), save(content, metadata={"format": "pt"}))
+        self._file_of |= dict.fromkeys(content, file.name)

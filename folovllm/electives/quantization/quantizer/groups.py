@@ -66,6 +66,11 @@ def dequantize_groups(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Te
     return steps.to(scales.dtype) * spread(scales, group_size)
 
 
+def round_groups(w: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
+    """What codes of `bits` bits with zeros make of `w`: [outputs, inputs]."""
+    return dequantize_groups(*quantize_groups(w, bits, group_size, symmetric=False))
+
+
 def spread(per_group: torch.Tensor, group_size: int) -> torch.Tensor:
     """[outputs, groups] -> [outputs, inputs]: each group's number for each of its inputs."""
     return per_group.repeat_interleave(group_size, dim=1)

@@ -16,6 +16,7 @@ from folovllm.electives.quantization.quantizer.groups import (
     dequantize_groups,
     find_scales,
     quantize_groups,
+    round_groups,
     round_to_codes,
 )
 from folovllm.electives.quantization.quantizer.one_layer import Inputs, OneLayer, Tensors
@@ -57,13 +58,11 @@ class Gptq(Method):
 
     def encode(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> Tensors:
         """`qweight` [inputs / 8, outputs], `qzeros` [groups, outputs / 8], `scales` [groups, outputs], `g_idx` [inputs]."""
-        gram = None if inputs is None else inputs.gram
+        gram, order = None if inputs is None else inputs.gram, torch.arange(w.shape[1], device=w.device)
         if gram is not None and self.options.act_order:
             order = act_order(gram)
-            codes, scales, zeros = self.codes(w[:, order], gram[order][:, order])
-        else:
-            order = torch.arange(w.shape[1], device=w.device)
-            codes, scales, zeros = self.codes(w, gram)
+            gram = gram[order][:, order]
+        codes, scales, zeros = self.codes(w[:, order], gram)
         back = order.argsort()  # where each input came in the order
         return {
             "qweight": packing.pack_gptq(codes[:, back]),
@@ -92,13 +91,8 @@ class Gptq(Method):
         """As GPTQModel writes it."""
         o = self.options
         said = {"bits": BITS, "group_size": o.group_size, "desc_act": o.act_order, "sym": not o.asymmetric}
-        return {
-            "quant_method": "gptq",
-            **said,
-            "lm_head": False,
-            "checkpoint_format": "gptq",
-            "damp_percent": o.damping,
-        }
+        more = {"lm_head": False, "checkpoint_format": "gptq", "damp_percent": o.damping}
+        return {"quant_method": "gptq", **said, **more}
 
 
 class Awq(Method):
@@ -128,11 +122,6 @@ class Awq(Method):
         return {"quant_method": "awq", **said, "modules_to_not_convert": None}
 
 
-def round_groups(w: torch.Tensor, bits: int, group_size: int) -> torch.Tensor:
-    """What codes of `bits` bits with zeros make of `w`: [outputs, inputs]."""
-    return dequantize_groups(*quantize_groups(w, bits, group_size, symmetric=False))
-
-
 def fold_scales(layer: OneLayer, inputs: dict[str, Inputs], bits: int, group_size: int, dtype: torch.dtype) -> None:
     """Search a scale for the inputs of each linear layer and fold it in: the decoder layer's outputs stay as they are.
 
@@ -140,12 +129,12 @@ def fold_scales(layer: OneLayer, inputs: dict[str, Inputs], bits: int, group_siz
     So does what reads a part of one merged matrix (Phi-3's).
     `inputs` are divided along. `dtype` is that in which norms will be stored.
     """
-    before = {name: place for parts in layer.parts.values() for name, place in parts.items()}
+    projections = {name: rows for parts in layer.parts.values() for name, rows in parts.items()}
     tensors = layer.tensors()
     rounding = partial(round_groups, bits=bits, group_size=group_size)
     for name, linear in layer.linears.items():
         w, found = linear.weight.data, inputs[name]
-        writer = None if name in NORMS else before.get(LINEARS[name])
+        writer = None if name in NORMS else projections.get(LINEARS[name])
         if name not in NORMS and (writer is None or len(writer) != w.shape[1]):
             continue
         scale = search_scale(w, found.gram, found.magnitude, rounding)
@@ -232,16 +221,7 @@ def round_channels(w: torch.Tensor, to: torch.dtype, scale_dtype: torch.dtype) -
     Returns:
         codes [outputs, inputs] in `to`; scales [outputs, 1]. A weight is code * scale.
     """
-    scale = scale_for(w.float().abs().amax(dim=1, keepdim=True), to).to(scale_dtype)
-    return nearest_code(w.float() / scale.float(), to), scale
-
-
-def scale_for(largest: torch.Tensor, to: torch.dtype) -> torch.Tensor:
-    """The scale that brings `largest` to the largest number of `to`; 1 where all are 0."""
-    return torch.where(largest > 0, largest / LARGEST[to], 1.0)
-
-
-def nearest_code(x: torch.Tensor, to: torch.dtype) -> torch.Tensor:
-    """The nearest number of 8 bits, half to even; what is too large becomes the largest."""
-    x = x.clamp(-LARGEST[to], LARGEST[to])
-    return (x.round() if to == torch.int8 else x).to(to)
+    largest = w.float().abs().amax(dim=1, keepdim=True)
+    scale = torch.where(largest > 0, largest / LARGEST[to], 1.0).to(scale_dtype)  # 1 where all are 0
+    steps = (w.float() / scale.float()).clamp(-LARGEST[to], LARGEST[to])
+    return (steps.round() if to == torch.int8 else steps).to(to), scale

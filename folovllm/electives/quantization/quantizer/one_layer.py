@@ -140,13 +140,12 @@ class OneLayer:
             leaves = model.packed_modules_mapping.get(leaf, [leaf])
             rows = linear.weight.data.split(linear.output_sizes)
             self.parts[name] = {f"{parent}.{part}": view for part, view in zip(leaves, rows, strict=True)}
-        found = {
-            f"{name}.weight" for name in (*self.routers, *(part for parts in self.parts.values() for part in parts))
-        }
-        if others := [name for name, place in self._places.items() if place.view.dim() > 1 and name not in found]:
-            raise ValueError(
-                f"{others[0]} is in no linear layer: a model that has such weights cannot be quantised here"
-            )
+        found = {*self.routers, *(part for parts in self.parts.values() for part in parts)}
+        for name, place in self._places.items():
+            if place.view.dim() > 1 and name.removesuffix(".weight") not in found:
+                raise ValueError(
+                    f"{name} is in no linear layer: a model that has such weights cannot be quantised here"
+                )
         attend_within(self.module, length)
 
     def load(self, tensors: Tensors) -> None:
@@ -167,7 +166,12 @@ class OneLayer:
         """Hidden states before the layer, [n, length, H], to those after it; some sequences at a time."""
         if len(x) == 0:  # no text
             return x
-        return torch.cat([self._forward(some) for some in x.split(max(1, TOKENS_AT_ONCE // x.shape[1]))])
+        done = []
+        for some in x.split(max(1, TOKENS_AT_ONCE // x.shape[1])):
+            batch = whole_batch(torch.zeros(some.shape[:2], dtype=torch.int64, device=x.device))
+            out, residual = self.module(some.flatten(0, 1), None, batch)
+            done.append((out + residual).view_as(some))
+        return torch.cat(done)
 
     @torch.no_grad()
     def inputs(self, x: torch.Tensor) -> dict[str, Inputs]:
@@ -183,8 +187,3 @@ class OneLayer:
             for hook in hooks:
                 hook.remove()
         return found
-
-    def _forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch = whole_batch(torch.zeros(x.shape[:2], dtype=torch.int64, device=x.device))
-        out, residual = self.module(x.flatten(0, 1), None, batch)
-        return (out + residual).view_as(x)

@@ -6,7 +6,6 @@ written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from folovllm.electives.quantization.quantizer.one_layer import (
     OneLayer,
     Tensors,
 )
-from folovllm.electives.quantization.quantizer.options import QuantizeOptions
+from folovllm.electives.quantization.quantizer.options import CALIBRATED, QuantizeOptions
 from folovllm.electives.quantization.quantizer.perplexity import Quality, compare
 from folovllm.engine.setup import choose_device
 from folovllm.models.files import eos_token_ids, load_hf_config, load_tokenizer, resolve_model
@@ -105,18 +104,8 @@ def measure(rest: Tensors, hf_config: Any, streams: Streams, ids: torch.Tensor) 
     def logits(x: torch.Tensor) -> torch.Tensor:
         return F.linear(F.rms_norm(x, x.shape[-1:], norm, hf_config.rms_norm_eps), head)
 
-    def pieces() -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        for before, after, some in zip(streams.before.split(1), streams.after.split(1), ids.split(1), strict=True):
-            yield logits(before), logits(after), some
-
-    return compare(pieces())
-
-
-def start_streams(rest: Tensors, calibration: torch.Tensor, measuring: torch.Tensor) -> Streams:
-    """What the first layer is given: rows of the embedding for the ids, [n, length] each."""
-    embedding = rest[EMBEDDING]
-    first, second = (embedding[ids.cpu()].float().to(ids.device) for ids in (calibration, measuring))
-    return Streams(first, second, second)
+    pieces = zip(streams.before.split(1), streams.after.split(1), ids.split(1), strict=True)
+    return compare((logits(before), logits(after), some) for before, after, some in pieces)
 
 
 @dataclass(slots=True, frozen=True)
@@ -154,14 +143,17 @@ def quantize(
     rows, on = rows_of(path, hf_config, options, calibration), choose_device(device)
     checkpoint.check(build_model(hf_config, torch.float32, "meta", options.length))
     folder = OutputFolder(out, hf_config.num_hidden_layers)
-    streams = start_streams(checkpoint.rest(), *(ids.to(on) for ids in rows))
+    embedding = checkpoint.rest()[EMBEDDING]
+    calibrating, measuring = (embedding[ids].float().to(on) for ids in rows)
+    streams = Streams(calibrating, measuring, measuring)
     # 16 bits would hide small errors, and it is one layer.
     layer = OneLayer(hf_config, torch.float32, on, options.length)
     routers = [f"{PREFIX}{i}.{router}" for i in range(folder.num_layers) for router in layer.routers]
-    method = method_for(options, checkpoint.rest()[EMBEDDING].dtype, routers)
+    method = method_for(options, embedding.dtype, routers)
     walk(checkpoint, layer, method, folder, streams, use_tqdm)
-    quality = measure(checkpoint.rest(), hf_config, streams, rows[1].to(on)) if len(rows[1]) else None
-    folder.finish(path, checkpoint.rest(), method.config())
+    rest = checkpoint.rest()
+    quality = measure(rest, hf_config, streams, rows[1].to(on)) if len(rows[1]) else None
+    folder.finish(path, rest, method.config())
     return Report(out, checkpoint.num_bytes, folder.num_bytes(), quality)
 
 
@@ -177,27 +169,20 @@ def check_model(hf_config: Any, options: QuantizeOptions) -> None:
             f"some layers see {min(seen)} tokens and others more, but here one layer stands for all: texts of that length "
             f"make no difference, choose --length {min(seen)}"
         )
-    if num_experts_of(hf_config):
-        check_experts(hf_config, options)
-    heads = hf_config.num_attention_heads * head_dim_of(hf_config)
-    for size in (hf_config.hidden_size, hf_config.intermediate_size, heads):
-        if options.format in ("gptq", "awq") and size % options.group_size:
-            raise ValueError(
-                f"groups of {options.group_size} do not divide {size} inputs: choose --group-size 64 or 32"
-            )
-
-
-def check_experts(hf_config: Any, options: QuantizeOptions) -> None:
-    """Raise ValueError where a mixture of experts cannot have the format."""
-    if options.format in ("gptq", "awq"):
+    has_experts, in_groups = bool(num_experts_of(hf_config)), options.format in CALIBRATED
+    if has_experts and in_groups:
         raise ValueError(
             f"a mixture of experts is rounded alone, since most experts would see too little of a text: {options.format} is "
             "not for it, choose --format fp8 or int8"
         )
-    if renamed_by(hf_config):
-        raise ValueError(
-            "checkpoints of this family have names of their own for experts: they cannot be quantised here"
-        )
+    if has_experts and renamed_by(hf_config):
+        raise ValueError("this family has names of its own for experts: it cannot be quantised here")
+    heads = hf_config.num_attention_heads * head_dim_of(hf_config)
+    for size in (hf_config.hidden_size, hf_config.intermediate_size, heads):
+        if in_groups and size % options.group_size:
+            raise ValueError(
+                f"groups of {options.group_size} do not divide {size} inputs: choose --group-size 64 or 32"
+            )
 
 
 def rows_of(

@@ -34,11 +34,10 @@ class WholeSequences(AttentionBackend):
         """[n * length, Hq, D] -> the same shape."""
         # [n, heads, length, D]
         q, k, v = (x.unflatten(0, (-1, self.length)).transpose(1, 2) for x in (query, *self.new))
-        if self.window is None or self.window >= self.length:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        else:
+        mask = None
+        if self.window is not None:
             mask = create_causal_mask(self.length, self.length, q.device).triu(1 - self.window)
-            out = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=True)
         return out.transpose(1, 2).flatten(0, 1)
 
 
