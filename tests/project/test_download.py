@@ -48,29 +48,39 @@ def original() -> LlamaForCausalLM:
 @pytest.fixture(scope="module")
 def gguf_file(original: LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    writer = llama_writer(path, HIDDEN, 48)
+    theirs = {ours: gguf for gguf, ours in BLOCK_NAMES.items()} | {"embed_tokens": "token_embd", "norm": "output_norm"}
+    for name, weight in original.model.state_dict().items():
+        _, layer, module = re.fullmatch(r"(layers\.(\d+)\.)?(.*)\.weight", name).groups()  # type: ignore[union-attr]
+        name = f"blk.{layer}.{theirs[module]}.weight" if layer else f"{theirs[module]}.weight"
+        writer.add_tensor(name, in_pairs(name, weight).numpy())
+    finish(writer)
+    return path
+
+
+def llama_writer(path: Path, hidden: int, inner: int) -> GGUFWriter:
+    """A GGUF file of a Llama of two layers, without tensors yet."""
     writer = GGUFWriter(path, "llama")
     writer.add_block_count(2)
     writer.add_context_length(64)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(48)
+    writer.add_embedding_length(hidden)
+    writer.add_feed_forward_length(inner)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(KV_HEADS)
     writer.add_rope_freq_base(500.0)
     writer.add_layer_norm_rms_eps(1e-6)
     _add_tokenizer(writer)
-    theirs = {ours: gguf for gguf, ours in BLOCK_NAMES.items()} | {"embed_tokens": "token_embd", "norm": "output_norm"}
-    for name, weight in original.model.state_dict().items():
-        _, layer, module = re.fullmatch(r"(layers\.(\d+)\.)?(.*)\.weight", name).groups()  # type: ignore[union-attr]
-        name = f"blk.{layer}.{theirs[module]}.weight" if layer else f"{theirs[module]}.weight"
-        writer.add_tensor(name, _pairs(name, weight).numpy())
+    return writer
+
+
+def finish(writer: GGUFWriter) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
-def _pairs(name: str, weight: torch.Tensor) -> torch.Tensor:
+def in_pairs(name: str, weight: torch.Tensor) -> torch.Tensor:
     """llama.cpp's order of q and k: the two rows that RoPE turns together lie side by side."""
     heads = {"attn_q": HEADS, "attn_k": KV_HEADS}.get(name.split(".")[-2])
     if heads is None:

@@ -25,9 +25,9 @@ from folovllm.layers.linear import LinearBase
 from folovllm.layers.rotary_embedding import rope_frequencies
 from folovllm.models.files import load_hf_config, resolve_model
 from tests.helpers import Driver, assert_logits_equal, prompts
-from tests.project.test_download import _add_tokenizer, _pairs
+from tests.project.test_download import HEADS, KV_HEADS, finish, in_pairs, llama_writer
 
-HIDDEN, INNER, HEADS, KV_HEADS = 64, 96, 4, 2
+HIDDEN, INNER = 64, 96
 
 
 def blocks(kind: str, outputs: int, count: int) -> np.ndarray:
@@ -58,23 +58,14 @@ def write_gguf(
     path: Path, types: dict[str, str], change: Callable[[GGUFWriter], object] = lambda writer: None, seed: int = 0
 ) -> None:
     """A random Llama whose projections are quantized: by the last part of their names. `change` adds or removes something."""
-    writer = GGUFWriter(path, "llama")
-    writer.add_block_count(2)
-    writer.add_context_length(64)
-    writer.add_embedding_length(HIDDEN)
-    writer.add_feed_forward_length(INNER)
-    writer.add_head_count(HEADS)
-    writer.add_head_count_kv(KV_HEADS)
-    writer.add_rope_freq_base(500.0)
-    writer.add_layer_norm_rms_eps(1e-6)
-    _add_tokenizer(writer)
+    writer = llama_writer(path, HIDDEN, INNER)
     generator = torch.Generator().manual_seed(seed)
     kv = HIDDEN // HEADS * KV_HEADS
     shapes = {"attn_q": (HIDDEN, HIDDEN), "attn_k": (kv, HIDDEN), "attn_v": (kv, HIDDEN), "attn_output": (HIDDEN, HIDDEN),
               "ffn_gate": (INNER, HIDDEN), "ffn_up": (INNER, HIDDEN), "ffn_down": (HIDDEN, INNER)}  # fmt: skip
     for layer in range(2):
         for name, shape in shapes.items():
-            weight = _pairs(f"{name}.weight", torch.randn(shape, generator=generator) * 0.3).numpy()
+            weight = in_pairs(f"{name}.weight", torch.randn(shape, generator=generator) * 0.3).numpy()
             kind = GGMLQuantizationType[types.get(name, "F32")]
             writer.add_tensor(f"blk.{layer}.{name}.weight", quantize(weight, kind), raw_dtype=kind)
         for name in ("attn_norm", "ffn_norm"):
@@ -85,10 +76,7 @@ def write_gguf(
     )
     writer.add_tensor("output_norm.weight", torch.rand(HIDDEN, generator=generator).numpy())
     change(writer)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
 
 
 def test_a_file_in_codes_answers_as_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,11 +107,7 @@ def test_what_is_not_known_is_refused(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "damaged.gguf").write_bytes(b"GGUF" + bytes(100))
     with pytest.raises(ValueError, match=r"cannot read .*damaged.gguf: it is not a GGUF file of version 2 or 3"):
         resolve_model(str(tmp_path / "damaged.gguf"))
-    writer = GGUFWriter(tmp_path / "other.gguf", "mamba")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(GGUFWriter(tmp_path / "other.gguf", "mamba"))
     with pytest.raises(ValueError, match=r"architecture 'mamba' .* those of architecture 'llama'"):
         resolve_model(str(tmp_path / "other.gguf"))
     assert not list((tmp_path / "cache").rglob("*.safetensors"))
@@ -182,23 +166,16 @@ def test_angles_scaled_as_in_llama_3(factor: float, context: int, tmp_path: Path
     assert factor == pytest.approx(config.rope_parameters.get("factor", factor))
 
 
-def ones(writer: GGUFWriter) -> None:
-    writer.add_tensor("rope_freqs.weight", np.ones(HIDDEN // HEADS // 2, np.float32))
+@pytest.mark.parametrize("kind", ["default", "linear", "yarn"])
+def test_other_scaled_angles(kind: str, tmp_path: Path) -> None:
+    def change(writer: GGUFWriter) -> None:
+        if kind == "default":
+            writer.add_tensor("rope_freqs.weight", np.ones(HIDDEN // HEADS // 2, np.float32))
+        else:
+            writer.add_rope_scaling_type(RopeScalingType(kind))
+            writer.add_rope_scaling_factor(4.0)
+            writer.add_rope_scaling_orig_ctx_len(16)
 
-
-def linear(writer: GGUFWriter) -> None:
-    writer.add_rope_scaling_type(RopeScalingType.LINEAR)
-    writer.add_rope_scaling_factor(4.0)
-
-
-def yarn(writer: GGUFWriter) -> None:
-    writer.add_rope_scaling_type(RopeScalingType.YARN)
-    writer.add_rope_scaling_factor(4.0)
-    writer.add_rope_scaling_orig_ctx_len(16)
-
-
-@pytest.mark.parametrize(("change", "kind"), [(ones, "default"), (linear, "linear"), (yarn, "yarn")])
-def test_other_scaled_angles(change: Callable[[GGUFWriter], None], kind: str, tmp_path: Path) -> None:
     write_gguf(tmp_path / "a.gguf", {}, change)
     convert(tmp_path / "a.gguf", tmp_path / "model")
     parameters = load_hf_config(tmp_path / "model", EngineConfig()).rope_parameters
@@ -210,7 +187,7 @@ def test_biases_stay_biases(tmp_path: Path) -> None:
     bias = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(5))
     write_gguf(
         tmp_path / "a.gguf", {},
-        lambda writer: writer.add_tensor("blk.1.attn_q.bias", _pairs("attn_q.bias", bias[:, None])[:, 0].numpy()),
+        lambda writer: writer.add_tensor("blk.1.attn_q.bias", in_pairs("attn_q.bias", bias[:, None])[:, 0].numpy()),
     )  # fmt: skip
     convert(tmp_path / "a.gguf", tmp_path / "model")
     qkv = Driver(tmp_path / "model").model.model.layers[1].self_attn.qkv_proj  # type: ignore[union-attr]

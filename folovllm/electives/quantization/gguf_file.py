@@ -86,6 +86,7 @@ def convert(gguf_file: Path, out: Path, in_codes: bool = False) -> None:
     """
     import torch
     from safetensors.torch import save_file
+    from tqdm import tqdm
 
     from folovllm.electives.quantization.gguf_codes import coded_weights
     from folovllm.electives.quantization.gguf_reader import read_gguf
@@ -98,7 +99,7 @@ def convert(gguf_file: Path, out: Path, in_codes: bool = False) -> None:
         texts = {"tokenizer.json": _tokenizer(meta), "tokenizer_config.json": json.dumps(_tokenizer_config(meta))}
     weights, said = coded_weights(gguf_file, tensors, partial(_rows, config)) if in_codes else ({}, {})
     coded = said.get("quantization_config", {}).get("types", {})
-    for name, tensor in tensors.items():
+    for name, tensor in tqdm(tensors.items(), desc="Converting", unit=" tensors"):
         if name.removesuffix(".weight") not in coded:
             with reading(gguf_file, name):
                 weights[name] = _rows(config, name, _floats(tensor)).to(torch.bfloat16).contiguous()

@@ -176,7 +176,9 @@ def check_model(hf_config: Any, options: QuantizeOptions) -> None:
             "not for it, choose --format fp8 or int8"
         )
     if has_experts and renamed_by(hf_config):
-        raise ValueError("this family has names of its own for experts: it cannot be quantised here")
+        raise ValueError(
+            "checkpoints of this family have names of their own for experts: they cannot be quantised here"
+        )
     heads = hf_config.num_attention_heads * head_dim_of(hf_config)
     for size in (hf_config.hidden_size, hf_config.intermediate_size, heads):
         if in_groups and size % options.group_size:
