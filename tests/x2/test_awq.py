@@ -111,7 +111,7 @@ def test_folding_changes_weights_and_no_outputs(family: str) -> None:
     for kv_heads in (2, 4):
         path = tiny_checkpoint(family, hidden_size=64, intermediate_size=96, num_kv_heads=kv_heads, head_dim=16)
         layer, checkpoint = (
-            OneLayer(AutoConfig.from_pretrained(path), torch.float32, torch.device("cpu"), 12),
+            OneLayer(AutoConfig.from_pretrained(path), torch.device("cpu"), 12),
             Checkpoint(path),
         )
         layer.load(checkpoint.layer(0))

@@ -81,7 +81,7 @@ def written(request: pytest.FixtureRequest, text: Path, tmp_path_factory: pytest
 def plain_copy(kind: str, report: Report, to: Path) -> Path:
     """The folder once more, with the weights that its codes stand for."""
     config = json.loads((report.folder / "config.json").read_text())
-    layer = OneLayer(Driver(model_of(kind)).config, torch.float32, torch.device("cpu"), 8)
+    layer = OneLayer(Driver(model_of(kind)).config, torch.device("cpu"), 8)
     method, checkpoint = method_for(options(kind), torch.float32), Checkpoint(report.folder)
     tensors = checkpoint.rest()
     for index in range(config["num_hidden_layers"]):

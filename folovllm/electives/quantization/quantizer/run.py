@@ -146,8 +146,7 @@ def quantize(
     embedding = checkpoint.rest()[EMBEDDING]
     calibrating, measuring = (embedding[ids].float().to(on) for ids in rows)
     streams = Streams(calibrating, measuring, measuring)
-    # 16 bits would hide small errors, and it is one layer.
-    layer = OneLayer(hf_config, torch.float32, on, options.length)
+    layer = OneLayer(hf_config, on, options.length)
     routers = [f"{PREFIX}{i}.{router}" for i in range(folder.num_layers) for router in layer.routers]
     method = method_for(options, embedding.dtype, routers)
     walk(checkpoint, layer, method, folder, streams, use_tqdm)
