@@ -8,7 +8,7 @@ import torch
 from milestones.plugin import exercise_in
 from tests.tiny import MISSED, named, worked_case
 
-RIGHT, CLOCKWISE = [-3.0, -4.0, 1.0, 2.0], [3.0, 4.0, -1.0, -2.0]
+RIGHT, CLOCKWISE = [-25.0, -386.0, 25.0, 228.0], [35.0, 414.0, 5.0, -172.0]
 
 
 def failure(case: str, got: object, expected: object) -> str:
