@@ -40,6 +40,12 @@ class StreamDetokenizer(IncrementalDetokenizer):
         self._stream: DecodeStream | None = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._num_streamed = 0  # tokens that were taken in
 
+    def append(self, token_id: int) -> None:
+        if self.offsets is None:
+            self.token_ids.append(token_id)
+        else:
+            super().append(token_id)
+
     def advance(self) -> str:
         new = self.token_ids[self._num_streamed :]
         if not new:

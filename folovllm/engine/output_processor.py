@@ -110,7 +110,7 @@ class RequestState:
 
     def output(self) -> RequestOutput:
         """The request as it is, with what is new since the last call as deltas."""
-        deltas_alone = self._kind is RequestOutputKind.DELTA
+        deltas_alone, prefix = self._kind is RequestOutputKind.DELTA, self.seqs[0].prefix
         prompt_logprobs, m = None if deltas_alone and self._prompt_was_scored else self.prompt_logprobs, self.metrics
         self._prompt_was_scored |= prompt_logprobs is not None
         return RequestOutput(
@@ -122,7 +122,7 @@ class RequestState:
             metrics=RequestMetrics(  # a copy; `dataclasses.replace` takes ten times as long
                 m.arrival_time, m.first_token_time, m.finish_time, m.num_prompt_tokens, m.num_generated_tokens
             ),
-            num_cached_tokens=self.seqs[0].num_cached_tokens,
+            num_cached_tokens=0 if prefix is None else prefix.num_hit_tokens or 0,
             prompt_logprobs=prompt_logprobs,
         )
 
@@ -131,25 +131,21 @@ class Answer:
     """One answer of a request, and how much of it was reported.
 
     Attributes:
-        token_ids: those that it was told of. new_token_ids: of these the ones that were not reported.
+        token_ids, num_tokens: those that it was told of. new_token_ids: of these the ones that were not reported.
         num_chars: characters that were reported.
         has_news: whether there are such tokens, or an end, that were not reported. has_ended: whether it ended.
     """
 
     def __init__(self, seq: Sequence) -> None:
         self.seq = seq
-        self.token_ids, self.new_token_ids = list[int](), list[int]()
+        self.num_tokens, self.token_ids, self.new_token_ids = 0, list[int](), list[int]()
         self.has_news = self.has_ended = False
         self.num_chars = 0
         self._cumulative_logprob = 0.0  # of the tokens that were reported
 
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens it was told of."""
-        return len(self.token_ids)
-
     def update(self, token_ids: list[int], has_ended: bool) -> None:
         """Process the tokens that have joined the answer, and whether they ended it."""
+        self.num_tokens += len(token_ids)
         self.token_ids += token_ids
         self.new_token_ids += token_ids
         self.has_news, self.has_ended = True, has_ended
