@@ -110,7 +110,7 @@ class RequestState:
 
     def output(self) -> RequestOutput:
         """The request as it is, with what is new since the last call as deltas."""
-        finished, deltas_alone, prefix = self.finished, self._kind is RequestOutputKind.DELTA, self.seqs[0].prefix
+        finished, deltas_alone = self.finished, self._kind is RequestOutputKind.DELTA
         prompt_logprobs, m = None if deltas_alone and self._prompt_was_scored else self.prompt_logprobs, self.metrics
         self._prompt_was_scored |= prompt_logprobs is not None
         return RequestOutput(
@@ -122,7 +122,7 @@ class RequestState:
             metrics=RequestMetrics(  # a copy; `dataclasses.replace` takes ten times as long
                 m.arrival_time, m.first_token_time, m.finish_time, m.num_prompt_tokens, m.num_generated_tokens
             ),
-            num_cached_tokens=0 if prefix is None else prefix.num_hit_tokens or 0,
+            num_cached_tokens=getattr(self.seqs[0].prefix, "num_hit_tokens", None) or 0,
             prompt_logprobs=prompt_logprobs,
         )
 

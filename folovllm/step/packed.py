@@ -203,7 +203,8 @@ class StepPacker:
 
         Returns:
             A step whose `num_seqs` and `num_decodes` are both `len(scheduled_seqs)`, padding not counted; `tokens` [0] and
-            `updates` [3, 0] are empty, of int32 all the same, for `flatten` puts everything into one buffer.
+            `updates` [3, 0] are empty, of int32 all the same, for `flatten` puts everything into one buffer. Its arrays are
+            its own: the step before may still wait for its copy.
         """
         fields = np.zeros((len(Field), width), np.int32)
         fields[Field.ROW] = self._padding_row

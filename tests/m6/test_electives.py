@@ -109,7 +109,7 @@ class TestQuantization:
             assert len(engine.generate("Once", GREEDY)[0].outputs[0].token_ids) == 6
 
     @pytest.mark.parametrize(
-        "fields", [{"quantization": "int4", "random_weights": True}, {"quantize_activations": True}]
+        "fields", [{"quantization": "int4", "random_weights": True}, {"quantize_activations": False}]
     )
     def test_the_package_that_is_missing_is_named(
         self, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
@@ -210,7 +210,7 @@ def test_weight_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         files.resolve_model("lost")
 
 
-VARIANT = KernelVariant(serves=lambda n: n > 1, launch=lambda n: torch.ones(n))
+VARIANT = KernelVariant(is_supported=lambda n: n > 1, launch=lambda n: torch.ones(n))
 
 
 class TestKernelVariants:
