@@ -164,7 +164,8 @@ def as_codes(xs, GROUP: tl.constexpr, PARTS: tl.constexpr):
 
     A scale is that of the token, or of each 128 inputs if GROUP is that: two tiles of 64, which parts 2 i and 2 i + 1 have.
     """
-    peaks, codes, scales, SPLITS = (), (), (), xs[0].shape[0]
+    SPLITS: tl.constexpr = xs[0].shape[0]
+    peaks, codes, scales = (), (), ()
     peak = tl.zeros([SPLITS, 8], tl.float32)
     for c in tl.static_range(len(xs)):
         largest = tl.max(tl.abs(xs[c].to(tl.float32)), 1)

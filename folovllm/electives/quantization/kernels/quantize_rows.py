@@ -28,7 +28,7 @@ def to_e4m3(x):
 def factors_of(largest):
     """Return the scale of a row or group whose largest magnitude is given, and what its numbers are multiplied by to be codes."""
     largest = tl.where(largest > 0, largest, LARGEST)
-    return largest / LARGEST, LARGEST / largest
+    return largest / LARGEST, tl.full(largest.shape, LARGEST, tl.float32) / largest
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
