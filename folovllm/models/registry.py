@@ -72,7 +72,7 @@ def quantization_of(hf_config: PretrainedConfig, config: EngineConfig | None = N
         ValueError: one of them does, and the package is not installed.
     """
     said = getattr(hf_config, "quantization_config", None) is not None
-    if said or (config is not None and not {"quantization", "quantize_activations"}.isdisjoint(config.extras)):
+    if said or (config is not None and "quantization" in config.extras):
         found: Quantization = require(QUANTIZATION, "a quantized model (`quantization_config`)")()
         return found
     return Quantization()
