@@ -4,6 +4,8 @@
 PYTHON ?= python3
 MODEL  ?= $(if $(wildcard folovllm/assets/stories-5m/config.json),stories-5m,smollm2)
 WORKERS ?= 2
+# PyTorch's ordinary builds for Linux bring CUDA's libraries, several gigabytes. Where there is no NVIDIA GPU, its CPU builds do.
+TORCH_INDEX ?= $(if $(filter Linux,$(shell uname -s)),$(if $(shell command -v nvidia-smi 2> /dev/null),,https://download.pytorch.org/whl/cpu))
 PROMPT ?= Tell me a story about Lily and a red kite.
 
 BIN     := .venv/bin
@@ -15,11 +17,12 @@ EXTRAS  := serve dev notebooks docs ray eval
 # Ranks, learners' code and commands are tested in hundreds of processes: each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo learn test lint suite ci course ray release notebooks recordings screenshots docs lab clean
+.PHONY: help demo learn check test lint suite ci course ray release notebooks recordings screenshots docs lab clean
 
 help:
 	@echo "make demo       a text from a real model, with its speed"
 	@echo "make learn      what the course needs: pytest, JupyterLab; then: source .venv/bin/activate"
+	@echo "make check      the main job at each milestone, and one request to the server: a minute"
 	@echo "make test       ruff, mypy --strict (make lint), pytest (make suite)"
 	@echo "make ci         test, lm-eval, the course's own tests, Ray, notebooks, docs and every command in them"
 	@echo "make release    what must hold before a release beside make ci: the Chinese edition is in step, the notebooks run, the embedded model's training runs, all kernels fit on all cards"
@@ -29,12 +32,15 @@ help:
 	@echo "make docs       write the code that the book shows into its pages, and build it into site/"
 	@echo "make lab        open the notebooks in JupyterLab, yours in mine/ too"
 
-demo: .venv/.engine
+demo: .venv/.serve
 	@if [ $(MODEL) = smollm2 ]; then $(BIN)/folovllm download smollm2; fi
 	$(BIN)/folovllm generate "$(PROMPT)" --model $(MODEL) --temperature 0.7 --top-p 0.9 --seed 1 --max-tokens 120
 
 learn: .venv/.serve .venv/.dev .venv/.notebooks
 	@echo "Next: source .venv/bin/activate, then python -m milestones start m1"
+
+check: .venv/.serve .venv/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/test_check.py
 
 test: lint suite
 
@@ -90,10 +96,15 @@ clean:
 	rm -rf .venv site .mypy_cache .ruff_cache .pytest_cache
 
 # torch first and by its exact version: a range would let pip look at, and fetch, builds of several gigabytes.
-.venv/.engine: pyproject.toml constraints.txt
+.venv/.torch: constraints.txt
 	@echo "Installing into .venv: a minute or two the first time"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(INSTALL) torch==2.13.0
+	@test -z "$(TORCH_INDEX)" || $(INSTALL) --retries 1 --no-deps --index-url "$(TORCH_INDEX)" torch==2.13.0 || \
+		echo "$(TORCH_INDEX) cannot be reached: torch comes from the ordinary index, on Linux with CUDA (5 GB)"
+	$(INSTALL) --no-compile torch==2.13.0
+	@touch $@
+
+.venv/.engine: pyproject.toml constraints.txt .venv/.torch
 	$(INSTALL) -e .
 	@touch $@
 
@@ -103,8 +114,6 @@ $(addprefix .venv/.,$(EXTRAS)): .venv/.%: .venv/.engine
 
 # By one call of pip: each builds the project, and looks at each requirement of the others again. Of 25,000 files a small
 # part is ever imported, and compiled then.
-.venv/.all: pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(INSTALL) --no-compile torch==2.13.0
+.venv/.all: pyproject.toml constraints.txt .venv/.torch
 	$(INSTALL) --no-compile -e ".[$(shell echo $(EXTRAS) | tr ' ' ,)]"
 	@touch .venv/.engine $(addprefix .venv/.,$(EXTRAS)) $@

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING
 
 from folovllm.config import EngineConfig
 from folovllm.engine.core import EngineCore
-from folovllm.engine.deferred_mask import make_logits_mask
 from folovllm.engine.event_stream import Events
-from folovllm.engine.logits_mask import LogitsMask
 from folovllm.engine.scheduler import SchedulerLike
 from folovllm.engine.setup import EngineSetup
 from folovllm.executor.abstract import Executor
@@ -24,7 +22,6 @@ from folovllm.sample.sampler import Sampler
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerBase
 
     from folovllm.engine.extension import Extension
     from folovllm.engine.overlap import OverlappedEngine
@@ -54,12 +51,10 @@ def make_extension(setup: EngineSetup) -> Extension | None:
     return extension
 
 
-def make_core(
-    setup: EngineSetup, extension: Extension | None, executor: Executor, tokenizer: PreTrainedTokenizerBase
-) -> EngineCore:
+def make_core(setup: EngineSetup, extension: Extension | None, executor: Executor) -> EngineCore:
     """Make what serves requests, and its scheduler."""
-    events, mask = Events(), make_logits_mask(tokenizer, setup.vocab_size)
-    return EngineCore(make_scheduler(setup, extension, executor, mask, events), executor, events, mask)
+    events = Events()
+    return EngineCore(make_scheduler(setup, extension, executor, events), executor, events)
 
 
 def make_loop(core: EngineCore, config: EngineConfig) -> EngineCore | OverlappedEngine:
@@ -72,7 +67,7 @@ def make_loop(core: EngineCore, config: EngineConfig) -> EngineCore | Overlapped
 
 
 def make_scheduler(
-    setup: EngineSetup, extension: Extension | None, executor: Executor, mask: LogitsMask, events: Events
+    setup: EngineSetup, extension: Extension | None, executor: Executor, events: Events
 ) -> SchedulerLike:
     """Make the scheduler: one request after the other (M1), or a batch that changes at every step (M2)."""
     if setup.config.kv_cache == "growing":
@@ -82,7 +77,7 @@ def make_scheduler(
     from folovllm.engine import build_batch
 
     assert extension is not None
-    return build_batch.make_scheduler(setup, extension, executor, mask, events)
+    return build_batch.make_scheduler(setup, extension, executor, events)
 
 
 def make_executor(setup: EngineSetup, extension: Extension | None) -> Executor:

@@ -12,20 +12,15 @@ from folovllm.engine.require import ABOVE_0, Limits, check_fields, require
 DEFAULT_MODEL = "stories-5m"  # embedded in the package
 DEFAULT_MAX_MODEL_LEN = 4096
 
+REUSE = {"enable_prefix_caching": True, "enable_chunked_prefill": True}
 # A milestone is a preset of options; the options select the classes (`folovllm.build`).
 PRESETS: dict[str, dict[str, Any]] = {
     "m1": {"model_impl": "hf", "kv_cache": "growing", "max_num_seqs": 1},
     "m2": {"kv_cache": "slots", "attention_backend": "torch_naive", "max_num_seqs": 16},
     "m3": {"kv_cache": "paged", "attention_backend": "torch_paged"},
     "m4": {"kv_cache": "paged"},
-    "m5": {"kv_cache": "paged", "enable_prefix_caching": True, "enable_chunked_prefill": True},
-    "m6": {
-        "kv_cache": "paged",
-        "enable_prefix_caching": True,
-        "enable_chunked_prefill": True,
-        "enforce_eager": False,
-        "async_scheduling": True,
-    },
+    "m5": {"kv_cache": "paged", **REUSE},
+    "m6": {"kv_cache": "paged", **REUSE, "enforce_eager": False, "async_scheduling": True},
 }
 LATEST = "m6"
 
@@ -58,9 +53,9 @@ OTHER_NAMES = {"half": "float16", "float": "float32"}  # of dtypes
 
 @dataclass(slots=True, init=False)
 class EngineConfig:
-    """What to run and how; each field is also a keyword of `LLM` and a flag of the command line, and so is each option of an elective.
+    """What to run and how; each field, and each option of an elective, is a keyword of `LLM` and a flag of the command line.
 
-    Other engine arguments of vLLM's are accepted where they change nothing; elsewhere a ValueError says why not.
+    Other engine arguments of vLLM's are accepted where they change nothing.
 
     Attributes:
         model: a local directory or GGUF file, a hub id, or one of the names "stories-5m", "stories-moe" and
@@ -101,8 +96,7 @@ class EngineConfig:
         use_tqdm: show progress while loading (and, on the command line, while answering).
         builders: components of your own instead of the engine's, by name and separated by commas: "block_manager" is
             `BlockManager` in mine/folovllm/learn/builders/block_manager.py.
-        extras: the options of electives (`folovllm.plugins`), where they are not the defaults. Each is a keyword of its own, too, and can
-            be read as an attribute.
+        extras: the options of electives (`folovllm.plugins`), where they are not the defaults.
 
     Raises:
         ValueError: a value is out of range or two do not fit together; the sentence says what does.
@@ -232,24 +226,18 @@ def check_values(config: EngineConfig) -> None:
 
 def check_combinations(config: EngineConfig) -> None:
     """Raise ValueError for two choices that do not fit together; the sentence says what does."""
-    growing, paged, hf = config.kv_cache == "growing", config.kv_cache == "paged", config.model_impl == "hf"
+    growing, unpaged, hf = config.kv_cache == "growing", config.kv_cache != "paged", config.model_impl == "hf"
+    fcfs, batches, prefixes = config.scheduling == "fcfs", config.max_num_seqs != 1, config.enable_prefix_caching
+    m2, packed = 'or use milestone="m2"', "CUDA graphs, async_scheduling and tensor_parallel_size need"
     wrong = {
         'model_impl="hf" keeps its own growing cache: use milestone="m1", or model_impl="native"': hf and not growing,
-        'kv_cache="growing" serves in the order of arrival: leave scheduling at "fcfs", or use milestone="m2"': (
-            growing and config.scheduling != "fcfs"
-        ),
-        'kv_cache="growing" serves one request at a time: leave max_num_seqs at 1, or use milestone="m2"': (
-            growing and config.max_num_seqs != 1
-        ),
-        'enable_prefix_caching needs blocks: kv_cache="paged", as from milestone m3 on': (
-            config.enable_prefix_caching and not paged
-        ),
-        "enable_chunked_prefill needs batches: take milestone m2 or later": config.enable_chunked_prefill and growing,
-        'CUDA graphs, async_scheduling and tensor_parallel_size need kv_cache="paged", as from milestone m3 on': (
-            config.packed_steps and not paged
-        ),
-        'compile needs model_impl="native": it is our layers that are compiled': config.compile and hf,
-        'random_weights needs model_impl="native"': config.random_weights and hf,
+        f'kv_cache="growing" serves in the order of arrival: leave scheduling at "fcfs", {m2}': growing and not fcfs,
+        f'kv_cache="growing" serves one request at a time: leave max_num_seqs at 1, {m2}': growing and batches,
+        'enable_prefix_caching needs blocks: kv_cache="paged", as from milestone m3 on': unpaged and prefixes,
+        "enable_chunked_prefill needs batches: take milestone m2 or later": growing and config.enable_chunked_prefill,
+        f'{packed} kv_cache="paged", as from milestone m3 on': unpaged and config.packed_steps,
+        'compile needs model_impl="native": it is our layers that are compiled': hf and config.compile,
+        'random_weights needs model_impl="native"': hf and config.random_weights,
     }
     for sentence, holds in wrong.items():
         require(not holds, sentence)

@@ -5,19 +5,23 @@ from __future__ import annotations
 import itertools
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Self
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Self
 
 from folovllm.config import EngineConfig
 from folovllm.engine.ctrl_c import ctrl_c
-from folovllm.engine.inputs import Prompt, Request, as_requests
+from folovllm.engine.inputs import Prompt, PromptRequest, as_requests
 from folovllm.engine.llm_calls import LLMCalls
-from folovllm.engine.llm_engine import LLMEngine, make_engine
+from folovllm.engine.llm_engine import make_engine
 from folovllm.engine.require import also_takes
 from folovllm.models.files import generation_defaults
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from folovllm.engine.progress import Progress
 
 
 class LLM(LLMCalls):
@@ -27,7 +31,7 @@ class LLM(LLMCalls):
         model: the embedded one if left out; see `EngineConfig`, whose fields are all keywords here.
 
     Raises:
-        ValueError: something cannot be had here; raised before any weight is loaded where that is possible.
+        ValueError: something is not available here; raised before any weight is loaded where that is possible.
     """
 
     def __init__(self, model: str | None = None, **overrides: Any) -> None:
@@ -55,8 +59,7 @@ class LLM(LLMCalls):
 
         Args:
             prompts: a string, a list of token ids, a `TextPrompt` or a `TokensPrompt`, or a list of these.
-            sampling_params: one for all, or one for each prompt; None takes `get_default_sampling_params()`. Answers end
-                after 256 tokens unless `max_tokens` says otherwise (vLLM: 16).
+            sampling_params: one for all, or one for each prompt; None takes `get_default_sampling_params()`.
             use_tqdm: show progress with the speed of prefill and decode, in a terminal.
             on_answer: called with each answer in the order of the prompts, as soon as it and those before it are there.
             priority: one for all, or one for each prompt; smaller is served first, with `scheduling="priority"`.
@@ -71,31 +74,36 @@ class LLM(LLMCalls):
             return self._answer(requests, use_tqdm and sys.stderr.isatty(), on_answer)
 
     def _answer(
-        self, requests: Sequence[Request], bar: bool, on_answer: Callable[[RequestOutput], object]
+        self, requests: Sequence[PromptRequest], bar: bool, on_answer: Callable[[RequestOutput], object]
     ) -> list[RequestOutput]:
         """Add the requests, step until none is left, and return the answers in order."""
         ids = [f"generate-{next(self._ids)}" for _ in requests]
         answers: dict[str, RequestOutput] = {}
-        with ctrl_c() as pressed, progress(self.engine, len(ids), bar) as update:
+        waiting = deque(ids)  # for `on_answer`
+        with ctrl_c() as pressed, self._progress(len(ids), bar) as shown:
             try:
-                for id_, request in zip(ids, requests, strict=True):
-                    self.engine.add_request(
-                        id_, request.prompt, request.params, priority=request.priority, stream=False
-                    )
-                told = 0
+                for id_, (prompt, params, priority) in zip(ids, requests, strict=True):
+                    self.engine.add_request(id_, prompt, params, priority=priority, stream=False)
                 while self.engine.has_unfinished_requests():
                     finished = self.engine.step()
-                    update(len(finished))
                     answers |= {output.request_id: output for output in finished}
-                    while told < len(ids) and ids[told] in answers:
-                        told += 1
-                        on_answer(answers[ids[told - 1]])
+                    if shown is not None:
+                        shown.update(len(finished))
+                    while waiting and waiting[0] in answers:
+                        on_answer(answers[waiting.popleft()])
                     if pressed.is_set():
                         raise KeyboardInterrupt
             finally:  # an error or Ctrl-C leaves no request behind
                 self.engine.abort_request(ids)
         self.engine.require_open()  # it may have been closed meanwhile
         return [answers[id_] for id_ in ids]
+
+    def _progress(self, total: int, bar: bool) -> AbstractContextManager[Progress | None]:
+        if not bar:
+            return nullcontext()
+        from folovllm.engine.progress import Progress
+
+        return Progress(self.engine, total)
 
     @contextmanager
     def _one_call(self) -> Iterator[None]:
@@ -118,15 +126,3 @@ class LLM(LLMCalls):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-@contextmanager
-def progress(engine: LLMEngine, total: int, shown: bool) -> Iterator[Callable[[int], object]]:
-    """Yields what moves a progress bar of `total` requests; there is none unless it is `shown`."""
-    if not shown:
-        yield lambda finished: None
-        return
-    from folovllm.engine.progress import Progress
-
-    with Progress(engine, total) as bar:
-        yield bar.update

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -57,7 +57,7 @@ class RequestMetrics:
         return _field(self, {"total_time": "latency", "throughput": "tokens_per_second"}.get(name, name))  # older names
 
 
-@dataclass
+@dataclass(slots=True)
 class CompletionOutput:
     """One answer. While it streams, `delta_text` and `delta_token_ids` are what this step added.
 
@@ -68,8 +68,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None  # of all tokens so far, if the request asked for log-probabilities
-    # By token id: the chosen first, then by rank. The factory leaves the class without this attribute (`__getattr__`).
-    logprobs: list[dict[int, TokenLogprob]] | None = field(default_factory=type(None))
+    logprobs: list[dict[int, TokenLogprob]] | None = None  # by token id: the chosen first, then by rank
     finish_reason: str | None = None  # "stop", "length" or "abort"
     stop_reason: str | int | None = None  # the stop string or token id that ended it
     delta_text: str = ""
@@ -78,17 +77,6 @@ class CompletionOutput:
     def finished(self) -> bool:
         """Whether the answer is over."""
         return self.finish_reason is not None
-
-    def __getattr__(self, name: str) -> Any:
-        """Make a long field of an answer that goes on, when it is first read: `_later` has a function for each."""
-        makers: dict[str, Any] = vars(self).get("_later", {})
-        if name not in makers:
-            raise AttributeError(f"CompletionOutput has no {name!r}")
-        value = vars(self)[name] = makers[name]()
-        return value
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in fields(self)}
 
 
 @dataclass(slots=True)

@@ -33,8 +33,10 @@ OPTIONS = (
     "folovllm.electives.hybrid.options:HybridOptions",
     "folovllm.electives.rollouts.options:RolloutOptions",
 )
-# Structured output (X1): an `engine.logits_mask.LogitsMask`. Any request may ask for it.
-LOGITS_MASK = "folovllm.electives.structured_output.manager:StructuredOutputManager"
+# Structured output (X1): a module with `add_grammar(engine, sequences)`, for a request that asks for it, and `manager_of(engine)`.
+STRUCTURED_OUTPUT = "folovllm.electives.structured_output.masked_executor"
+# ... and what makes its parameters of what a user passes, or raises ValueError.
+STRUCTURED_PARAMS = "folovllm.electives.structured_output.params:as_params"
 # Modules with commands: each has `add_to(app)`.
 COMMANDS = (
     "folovllm.electives.server.cli",
@@ -44,10 +46,10 @@ COMMANDS = (
     "folovllm.apps.bench.cli",
 )
 
-# Quantization (X2): a subclass of `folovllm.models.registry:Quantization`.
+# Quantization (X2): a `folovllm.models.quantization:Quantization`.
 QUANTIZATION = "folovllm.electives.quantization.config:CheckpointQuantization"
-# Tensors of a checkpoint for which a model has no place: from a tensor's name to what takes it (`models.extra_tensors.Taker`), or None.
-EXTRA_TENSORS = ("folovllm.electives.quantization.checkpoint_kv_scales:taker_of",)
+# Tensors of a checkpoint for which a model has no place: from a tensor's name to what takes it (`models.extra_tensors.WeightLoader`), or None.
+EXTRA_TENSORS = ("folovllm.electives.quantization.checkpoint_kv_scales:weight_loader_of",)
 # A module that measures the scales of an FP8 cache (`ModelRunner.calculate_kv_scales`).
 CALIBRATION = "folovllm.electives.quantization.calibrate"
 
@@ -56,8 +58,13 @@ DOWNLOADS = dict.fromkeys(("smollm2", "smollm2-gguf"), "folovllm.electives.quant
 # ... or of a file with this suffix, `find(path)`.
 FILE_FORMATS = {".gguf": "folovllm.electives.quantization.gguf_file:gguf_dir"}
 
-# Rollouts (X6): functions of an engine, which change its weights or let it sleep (`LLM.update_weights`).
-ROLLOUTS = "folovllm.electives.rollouts.calls"
+# Methods of `LLM` by name: functions of its engine. Rollouts (X6) change its weights, or let it sleep.
+CALLS = {
+    "update_weights": "folovllm.electives.rollouts.weights:update_weights",
+    "get_weights": "folovllm.electives.rollouts.weights:get_weights",
+    "sleep": "folovllm.electives.rollouts.sleep:sleep",
+    "wake_up": "folovllm.electives.rollouts.sleep:wake_up",
+}
 SLEEP_ROUTES = "folovllm.electives.rollouts.routes:ROUTES"  # of a server with `--enable-sleep-mode`
 
 # Models by the architecture that `config.json` names: the module that has a class of this name.
@@ -69,8 +76,8 @@ MODELS = {
     "Qwen3_5ForCausalLM": "folovllm.electives.hybrid.models",
     "Qwen3_5MoeForCausalLM": "folovllm.electives.hybrid.models",
 }
-# Layers with states (X5): the cache manager that finds prefixes as far as there are snapshots of states.
-SNAPSHOTS = "folovllm.electives.hybrid.snapshots:SnapshotBlockManager"
+# Layers with states (X5): what makes a cache manager that finds prefixes as far as there are snapshots of states.
+SNAPSHOTS = "folovllm.electives.hybrid.snapshots:with_snapshots"
 # Mixture of experts (X4): from a model's class to the same with experts in the places of its MLPs.
 EXPERTS = "folovllm.electives.moe.models:with_experts"
 
@@ -152,8 +159,16 @@ def changed(options: Options) -> dict[str, Any]:
 
 def is_installed(place: str) -> bool:
     """Whether the package of a module is there: each elective may be deleted. What Python left in its folder does not count."""
-    spec = find_spec(".".join(place.partition(":")[0].split(".")[:2]))
+    try:
+        spec = find_spec(package_of(place))
+    except ModuleNotFoundError:
+        return False
     return spec is not None and spec.origin is not None
+
+
+def package_of(place: str) -> str:
+    """The package that may be deleted with a module: "folovllm.electives.moe" of "folovllm.electives.moe.models:with_experts"."""
+    return ".".join(place.partition(":")[0].split(".")[:3])
 
 
 def named(place: str) -> Any:
@@ -165,6 +180,5 @@ def named(place: str) -> Any:
 def require(place: str, purpose: str) -> Any:
     """As `named`. Raises ValueError, which says that `purpose` needs the package, where that is not installed."""
     if not is_installed(place):
-        package = ".".join(place.partition(":")[0].split(".")[:2])
-        raise ValueError(f"{purpose} needs the package {package}, which is not installed here")
+        raise ValueError(f"{purpose} needs the package {package_of(place)}, which is not installed here")
     return named(place)

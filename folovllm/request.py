@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -21,11 +21,7 @@ _numbers = itertools.count()
 
 
 class SequenceStatus(Enum):
-    """WAITING -> RUNNING -> one of FINISHED_*; preemption leads back from RUNNING to WAITING.
-
-    Attributes:
-        is_finished: whether nothing more will happen to the sequence. It is asked several times a token.
-    """
+    """WAITING -> RUNNING -> one of FINISHED_*, which `is_finished`; preemption leads back from RUNNING to WAITING."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -53,17 +49,6 @@ class Request:
     prompt: str | None = None  # the text, if the prompt came as one
 
 
-@dataclass(slots=True)
-class CachedPrefix:
-    """The prefix cache's notes on a sequence. The sequence carries them; only the prefix cache uses them."""
-
-    root: int | None = None  # what stands before the first block, None: the cache's root when a hash is first needed
-    hashes: list[int] = field(default_factory=list)  # of the full blocks, as far as they were needed
-    tokens: list[bytes] = field(default_factory=list)  # of the same blocks
-    serials: list[int] = field(default_factory=list)  # of the blocks that are published, while they are held
-    num_hit_tokens: int | None = None  # found at the first admission
-
-
 @dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Sequence:
     """Tokens of a prompt and of one answer, and how many of them are in the KV cache.
@@ -78,7 +63,7 @@ class Sequence:
     status: SequenceStatus = SequenceStatus.WAITING
     num_computed_tokens: int = 0
     block_table: list[int] = field(default_factory=list)  # blocks in order
-    prefix: CachedPrefix | None = None  # the prefix cache's own notes
+    prefix: Any = None  # a `CachedPrefix`, which the prefix cache alone uses
     stop_reason: str | int | None = None
     logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)  # of the answer's tokens, if asked for
     prompt_logprobs: list[dict[int, TokenLogprob]] = field(default_factory=list)  # those that have come

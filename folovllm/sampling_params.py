@@ -7,7 +7,6 @@ from enum import Enum
 from typing import Any, Self
 
 from folovllm.engine.require import ABOVE_0, Limits, also_takes, check_fields, require
-from folovllm.engine.structured_outputs import StructuredOutputsParams
 
 SMALLEST_TEMPERATURE = 1e-5  # below it is greedy: the same choice, and no quotient that overflows
 LIMITS = {  # no sample from finite logits overflows within them
@@ -107,7 +106,7 @@ class SamplingParams:
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None
     prompt_only: bool = field(default=False, metadata={"flag": False})
-    structured_outputs: StructuredOutputsParams | None = field(default=None, metadata={"flag": False})
+    structured_outputs: Any = field(default=None, metadata={"flag": False})
     output_kind: RequestOutputKind = field(default=RequestOutputKind.CUMULATIVE, metadata={"flag": False})
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
-"""The old path of `folovllm.engine.structured_outputs`, for code that imports it by that."""
+"""The old path of `folovllm.electives.structured_output.params`, for code that imports it by that."""
 
 import sys
 
-from folovllm.engine import structured_outputs
+from folovllm.plugins import named
 
-sys.modules[__name__] = structured_outputs
+sys.modules[__name__] = named("folovllm.electives.structured_output.params")

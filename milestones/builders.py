@@ -128,7 +128,11 @@ def scores(builder: Builder, mine: Mine | None = None) -> list[tuple[str, dict[s
     components = OURS[builder.name] | {"the course's reference": load_file(builder.reference, builder.symbol)}
     if mine and (file := mine.folder / builder.path).is_file():
         components["yours"] = load_file(file, builder.symbol)
-        if run_tests(mine, [*FIRST_FAILURE, "-q", *builder.tests], quiet=True)[0]:
+        status, outcomes = run_tests(mine, [*FIRST_FAILURE, "-q", *builder.tests], quiet=True)
+        if unwritten := next((id for _, id in outcomes.values() if id), None):
+            said = "yours has no score yet, for its tests meet an exercise that is not written: python -m milestones test {id}"
+            raise ValueError(t(said, id=unwritten))
+        if status:
             said = "yours does not pass its tests, so it has no score: python -m milestones test {id}"
             raise ValueError(t(said, id=builder.id))
     found = {label: score(component) for label, component in components.items()}

@@ -6,6 +6,7 @@ nothing and fails where a committed notebook's cells are not its source's.
 
 import argparse
 import builtins
+import logging
 import os
 import re
 import sys
@@ -55,20 +56,36 @@ def running(id: str) -> None:
 
 
 def _name_the_unwritten(mine: Mine) -> None:
-    """In a notebook, the error of an unwritten exercise is one line; every other error is shown as ever."""
+    """In a notebook, the error of an unwritten exercise is one line, and so is that of a cell which needs the cell that stopped there.
+
+    Every other error is shown as ever.
+    """
     shell = getattr(builtins, "get_ipython", lambda: None)()
     if shell is None:
         return
+    met: list[str] = []  # unwritten exercises, in the order in which cells stopped at them
 
-    def show(shell: Any, kind: Any, error: BaseException, trace: Any, tb_offset: int | None = None) -> None:
+    def unwritten(error: BaseException | None) -> str | None:
         blank = re.match(rf"(?:rank \d+ failed with )?(?:NotImplementedError: )?({EXERCISE_ID}): ", str(error))
         exercise = next((e for e in mine.course.exercises if blank and e.id == blank[1]), None)
-        if exercise:
-            print(f"{exercise} is not written yet: {mine.where(exercise)}", file=sys.stderr)
+        return exercise and f"{exercise} is not written yet: {mine.where(exercise)}"
+
+    def show(shell: Any, kind: Any, error: BaseException, trace: Any, tb_offset: int | None = None) -> None:
+        if sentence := unwritten(error):
+            met.append(sentence)
+            print(sentence, file=sys.stderr)
+        elif isinstance(error, NameError) and met:
+            print(
+                f"an earlier cell stopped before it made `{error.name}`: {met[-1]}. Then run both cells again",
+                file=sys.stderr,
+            )
         else:
             shell.showtraceback((kind, error, trace), tb_offset=tb_offset)
 
-    shell.set_custom_exc((RuntimeError,), show)  # NotImplementedError is one, and what a rank ended with is another
+    # NotImplementedError is a RuntimeError, and what a rank ended with is another.
+    shell.set_custom_exc((RuntimeError, NameError), show)
+    # The engine logs why a request ended; the sentence above says it.
+    logging.getLogger("folovllm").addFilter(lambda record: not unwritten((record.exc_info or (None, None))[1]))
 
 
 def address(root: Path) -> str:

@@ -24,7 +24,7 @@ PROMPT = "Tell me a story about Lily and a red kite."
 # What checks a user's values and files, reports, or is for other libraries' users: no part of how a token is made.
 ASIDE_FILES = (
     "__init__.py", "distributed/children.py", "config.py", "distributed/cores.py", "plugins.py", "engine/metrics.py",
-    "engine/event_stream.py", "engine/events.py", "engine/extension.py", "engine/deferred_mask.py", "models/written_files.py", "engine/inputs.py", "models/files.py",
+    "engine/event_stream.py", "engine/events.py", "engine/extension.py", "models/written_files.py", "engine/inputs.py", "models/files.py",
     "models/shapes.py", "outputs.py",
     "engine/require.py", "sampling_params.py", "engine/spelling.py",
 )  # fmt: skip

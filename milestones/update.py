@@ -94,7 +94,7 @@ class Update:
 
     def run(self) -> list[str]:
         """What was done, a line a file. Nothing is, where one file cannot be updated: half of the names would be yesterday's."""
-        files = self._targets() | {copy.path: copy for copy in self.copies if copy.base is None}
+        files = self._targets() | {self._today(copy): copy for copy in self.copies if copy.base is None}
         done = {path: self._outcome(path, copy) for path, copy in files.items()}
         if any(outcome.stuck for outcome in done.values()):
             for path, outcome in done.items():
@@ -108,12 +108,15 @@ class Update:
         """Write all files, after a backup of what was there."""
         mine, kept = self.mine, {main.path for path, main in self._targets().items() if main and main.path == path}
         gone = [copy.path for copy in self.copies if copy.base is not None and copy.path not in kept]
+        moved = [copy.path for copy in self.copies if copy.base is None and self._today(copy) != copy.path]
         over = [copy.path for copy in self.copies if self._cut_builder(copy)]
-        folder = mine.backup(*(path for path in sorted({*done, *gone, *over}) if (mine.folder / path).is_file()))
+        folder = mine.backup(
+            *(path for path in sorted({*done, *gone, *moved, *over}) if (mine.folder / path).is_file())
+        )
         for path, outcome in done.items():
             if outcome.text is not None:
                 mine.write(path, outcome.text, outcome.base)
-        for path in (*gone, *over):
+        for path in (*gone, *moved, *over):
             for file in (mine.folder / path, mine.folder / ".base" / path):
                 file.unlink(missing_ok=True)
         said = {path: outcome.said for path, outcome in done.items()}
@@ -257,9 +260,16 @@ class Update:
 
     def _own(self, copy: Copy) -> Outcome:
         """A file that is the learner's alone, as a builder is."""
-        ids = [builder.id for builder in self.course.builders if builder.path == copy.path]
+        path = self._today(copy)
+        ids = [builder.id for builder in self.course.builders if builder.path == path]
         text = self._renamed(copy, copy.text, tuple(ids or (e.id for e in self.course.exercises)))
-        return Outcome(t("updated"), text) if text != copy.text and not self._cut_builder(copy) else Outcome()
+        if self._cut_builder(copy) or (text, path) == (copy.text, copy.path):
+            return Outcome()
+        return Outcome(t("updated") if path == copy.path else t("new"), text)
+
+    def _today(self, copy: Copy) -> Path:
+        """Where a file of the learner's own belongs: with its package, which may have moved."""
+        return Path(*follow(self.told, copy.module)[0].split(".")).with_suffix(".py")
 
     def _notebooks(self) -> Iterator[tuple[Path, Outcome]]:
         """The learner's notebooks that said what has another name now."""
@@ -304,7 +314,9 @@ class Update:
         """What is to be written again, and why."""
         builders = {builder.path: builder.id for builder in self.course.builders}
         tasks = {f"{e.id} {symbol.name}": self._broken(symbol) for symbol, e in self.exercise.items()}
-        tasks |= {builders[copy.path]: self._cut_builder(copy) for copy in self.copies if copy.path in builders}
+        tasks |= {
+            builders[path]: self._cut_builder(copy) for copy in self.copies if (path := self._today(copy)) in builders
+        }
         for task, contracts in tasks.items():
             if contracts:
                 said = "{task} is cut out afresh, for it asks something else: {contract}; yours is in {folder}"
@@ -329,7 +341,7 @@ class Update:
 
     def _cut_builder(self, copy: Copy) -> list[str]:
         """What has changed about the protocol of the builder that the file is."""
-        protocols = [dotted(b.protocol) for b in self.course.builders if b.path == copy.path]
+        protocols = [dotted(b.protocol) for b in self.course.builders if b.path == self._today(copy)]
         told = [(follow(self.told[n:], dotted(c.new))[0], c) for n, c in enumerate(self.told, 1) if c.contract]
         return [change.contract for place, change in told if place in protocols]
 

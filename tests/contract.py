@@ -13,8 +13,8 @@ import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
 from folovllm.attention.backends.registry import BACKENDS, get_backend
-from folovllm.kernels.kv_format import UNSCALED
 from folovllm.step.forward_batch import ForwardBatch
+from folovllm.step.kv_format import UNSCALED
 
 PAGED = tuple(name for name in BACKENDS if name != "torch_cat")  # the others keep their K/V in blocks
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from folovllm import LLM, SamplingParams
-from folovllm.engine.structured_outputs import StructuredOutputsParams
+from folovllm.electives.structured_output.params import StructuredOutputsParams
 
 FOLDER = Path(__file__).parent / "speculation"
 

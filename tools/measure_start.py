@@ -96,17 +96,6 @@ class Compiled:
         if not cache_hit:
             self.new.append(times.total / 1e6)
 
-    def watch(self, workers: Any) -> None:
-        """Also time kernels that other processes compile. Triton finds those in its cache afterwards."""
-        compile_task: Callable[[Any, Any], None] = workers.compile
-
-        def timed(self_: Any, task: Any) -> None:
-            start = time.monotonic()
-            compile_task(self_, task)
-            self.new.append(time.monotonic() - start)
-
-        workers.compile = timed
-
 
 def package(module: Any) -> str:
     """The phase in which a module is imported."""
@@ -127,7 +116,6 @@ def start(model: str) -> None:
     from folovllm import LLM, SamplingParams
     from folovllm.config import DEFAULT_MODEL
     from folovllm.engine import llm_engine
-    from folovllm.kernels.compile_pool import CompilePool
     from folovllm.worker.graph_runner import GraphRunner
     from folovllm.worker.model_runner import ModelRunner
 
@@ -136,7 +124,6 @@ def start(model: str) -> None:
     for name, phase in PHASES.items():
         clock.watch(ModelRunner if name == "fit_kv_cache" else GraphRunner, name, phase)
     knobs.compilation.listener = compiled
-    compiled.watch(CompilePool)
     with LLM(model, tokenizer=DEFAULT_MODEL, model_impl="native", use_tqdm=False) as llm:
         clock.enter("first token")
         llm.generate([list(range(100))], SamplingParams(max_tokens=1), use_tqdm=False)

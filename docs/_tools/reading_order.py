@@ -108,8 +108,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("kernels/variants.py", "", ""),
         ("electives/hopper/prefill.py", "", ""),
         ("kernels/dry_run.py", "", ""),
-        ("kernels/compile_pool.py", "", ""),
-        ("kernels/compile_worker.py", "", ""),
         ("worker/dry_run.py", "", ""),
         ("engine/overlap.py", "", "v1/core/sched/async_scheduler.py"),
         ("engine/detokenizer_stream.py", "", "v1/engine/detokenizer.py"),
@@ -143,7 +141,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("electives/server/link.py", "", "v1/engine/core.py"),
         ("electives/server/engine_process.py", "", "v1/engine/utils.py"),
         ("electives/server/stream.py", "", "v1/engine/output_processor.py"),
-        ("electives/server/deltas.py", "", "v1/engine/output_processor.py"),
         ("electives/server/async_engine.py", "", "v1/engine/async_llm.py"),
         ("electives/server/admission.py", "", ""),
         ("electives/server/sse.py", "", ""),
@@ -172,7 +169,7 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("electives/quantization/kernels/int4_linear.py", "", ""),
         ("electives/quantization/kernels/quant_matmul.py", "", ""),
         ("electives/hopper/int4.py", "", ""),
-        ("kernels/kv_format.py", "", "model_executor/layers/quantization/kv_cache.py"),
+        ("step/kv_format.py", "", "model_executor/layers/quantization/kv_cache.py"),
         ("electives/quantization/calibrate.py", "", ""),
         ("kernels/fp8_cache.py", "", ""),
         ("attention/backends/decoded.py", "", ""),
@@ -253,10 +250,10 @@ The last two columns name the file that does the same (or most of it) in [nano-v
 `nanovllm/`, and in [vLLM](https://github.com/vllm-project/vllm)'s v1 engine, under `vllm/`. Each path was looked up in those repositories. vLLM
 moves its files now and then: search for the class when one is gone. A dash means that we know of no counterpart.
 
-What is not listed is not needed to follow the chapters: the command line (`cli.py`, `cli/terminal.py`, `cli/conversation.py`, `cli/flags.py`), names and arguments of vLLM's (`compat.py`,
-`chat_template.py`, `beam_search.py`), the flags of the server (`server/config.py`, `server/cli.py`), the checks of a user's values
-(`require.py`), the benchmarks (`bench/`), what fetches and converts a model (`models/files.py`,
-`quantization/smollm2.py`, `quantization/gguf_file.py`, `quantization/gguf_reader.py`), the helpers `files.py` and `children.py`, and the import finder of `mine/` (`_overlay.py`).
+What is not listed is not needed to follow the chapters: the command line and the benchmarks (`apps/cli/`, `apps/bench/`), names and arguments of vLLM's
+(`compat.py`, `engine/vllm_arguments.py`), the chat template and beam search (`engine/`), the flags of the server (`electives/server/config.py`, `electives/server/cli.py`),
+the checks of a user's values (`engine/require.py`), what fetches and converts a model (`models/files.py`, `electives/quantization/gguf_file.py`), small helpers
+(`models/written_files.py`, `distributed/children.py`), and the import finder of `mine/` (`learn/overlay.py`).
 """
 
 

@@ -12,9 +12,11 @@ import json
 import random
 import statistics
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import matplotlib
 import torch
@@ -25,15 +27,20 @@ import matplotlib.pyplot as plt
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from folovllm import build  # noqa: E402
 from folovllm.apps.bench.http_load import Reply  # noqa: E402
 from folovllm.apps.bench.serving import Point, drive  # noqa: E402
 from folovllm.apps.bench.workload import BenchRequest  # noqa: E402
 from folovllm.config import EngineConfig  # noqa: E402
 from folovllm.electives.server.async_engine import AsyncEngine  # noqa: E402
 from folovllm.electives.server.transport import ThreadTransport  # noqa: E402
+from folovllm.engine.llm_engine import LLMEngine, make_engine  # noqa: E402
+from folovllm.engine.setup import EngineSetup  # noqa: E402
+from folovllm.executor.packed_executor import PackedExecutor  # noqa: E402
 from folovllm.sampling_params import RequestOutputKind, SamplingParams  # noqa: E402
-from folovllm.step.schedule import SchedulerOutput  # noqa: E402
-from tools.measure_host import NoDevice, Sampled, engine_over  # noqa: E402
+from folovllm.step.bitmasks import TokenBitmasks  # noqa: E402
+from folovllm.step.packed import Field, PackedStep  # noqa: E402
+from folovllm.step.schedule import SchedulerOutput, StepResult  # noqa: E402
 
 DATA = ROOT / "docs" / "data" / "x1_serving_cpu.json"
 IMAGES = ROOT / "docs" / "img"
@@ -43,18 +50,53 @@ SECONDS = 12  # of arrivals
 RATES, LIMITS = (6, 10, 14, 16, 18, 20, 25, 30), (0, 8)
 
 
-class Device(NoDevice):
-    """One that is slower the more tokens a step has."""
+class Sampled:
+    """A step that ends at a time of the monotonic clock."""
+
+    def __init__(self, num_samples: list[int], die: random.Random, end: float) -> None:
+        self._num_samples, self._die, self._end = num_samples, die, end
+
+    def wait(self) -> StepResult:
+        """Return one token for each sequence that samples; no draft token is accepted."""
+        time.sleep(max(0.0, self._end - time.monotonic()))
+        tokens = iter(self._die.choices(range(300, 4000), k=len(self._num_samples)))
+        return StepResult([[token] if n else [] for token, n in zip(tokens, self._num_samples, strict=True)], {})
+
+
+class Device(PackedExecutor):
+    """Packs steps as for a device, and samples from a die. A step takes the longer the more tokens it has."""
+
+    def __init__(self, setup: EngineSetup, extension: object) -> None:
+        widths = [1, 2, 4, *range(8, setup.max_num_seqs + 8, 8)]
+        super().__init__(setup.max_num_seqs, setup.max_num_seqs * -(-setup.max_model_len // setup.block_size), widths)
+        self._die, self._free_at, self._seconds = random.Random(0), 0.0, 0.0
+
+    def shutdown(self) -> None: ...
+
+    def collective_rpc(self, function: Any, *arguments: Any) -> list[Any]:
+        return []
 
     def submit(self, output: SchedulerOutput) -> Sampled:
-        self.seconds = STEP + TOKEN * sum(scheduled.num_new_tokens for scheduled in output.scheduled_seqs)
+        self._seconds = STEP + TOKEN * sum(scheduled.num_new_tokens for scheduled in output.scheduled_seqs)
         return super().submit(output)
+
+    def _send(self, step: PackedStep | TokenBitmasks) -> Sampled:
+        assert isinstance(step, PackedStep)
+        step.flatten()
+        self._free_at = max(self._free_at, time.monotonic()) + self._seconds  # steps follow each other on the device
+        return Sampled(step.fields[Field.NUM_SAMPLES, : step.num_seqs].tolist(), self._die, self._free_at)
+
+
+def engine_over_device(config: EngineConfig) -> LLMEngine:
+    """An engine as `make_engine` makes it, but for the device."""
+    with patch.object(build, "make_executor", Device):
+        return make_engine(config)
 
 
 def engine(**fields: Any) -> AsyncEngine:
     """An engine over it, in a thread."""
     config = EngineConfig(max_num_seqs=16, max_num_batched_tokens=256, use_tqdm=False, **fields)
-    return AsyncEngine(config, transport=ThreadTransport(partial(engine_over, Device)))
+    return AsyncEngine(config, transport=ThreadTransport(engine_over_device))
 
 
 async def ask(engine: AsyncEngine, replies: list[Reply], limit: int, request: BenchRequest) -> None:

@@ -27,11 +27,11 @@ from folovllm.electives.quantization.quantizer.options import QuantizeOptions
 from folovllm.electives.quantization.quantizer.perplexity import perplexity, token_losses
 from folovllm.electives.quantization.quantizer.run import rows_of
 from folovllm.electives.quantization.quantizer.whole import logits_of
-from folovllm.kernels.kv_format import FP8
 from folovllm.models.files import resolve_model
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import load_model
 from folovllm.models.registry import build_model
+from folovllm.step.kv_format import FP8
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "docs" / "data" / "x2_fewer_bits_cpu.json"

@@ -191,7 +191,7 @@ class BlockManager(KVCacheManager):
             if self.events.on:
                 self.events.emit(TableCut(seq.seq_id, block.block_id))
 
-    def states(self) -> Iterable[BlockState]:
+    def block_states(self) -> Iterable[BlockState]:
         """The blocks that a sequence holds or that have a name."""
         for block in self.blocks:
             is_free = block._next is not None

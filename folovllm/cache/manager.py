@@ -91,7 +91,7 @@ class KVCacheManager(ABC):
         """Blocks that sequences hold."""
         return self.num_blocks - self.num_free
 
-    def states(self) -> Iterable[BlockState]:
+    def block_states(self) -> Iterable[BlockState]:
         """The blocks that hold something, for a new listener."""
         return ()
 

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable
 import xxhash
 
 from folovllm.cache.block_manager import Block, BlockManager
+from folovllm.cache.cached_prefix import CachedPrefix
 from folovllm.cache.manager import PrefixCacheStats
 from folovllm.engine.event_stream import Events
 from folovllm.engine.events import BlockAdopted, BlockCached, BlockEvicted, PrefixHit
-from folovllm.request import CachedPrefix, Sequence, SequenceStatus
+from folovllm.request import Sequence, SequenceStatus
 from folovllm.step.schedule import TokenIds
 
 ROOT = 0  # the parent of every first block
@@ -131,7 +132,7 @@ class PrefixCache:
 
     def serials(self, seq: Sequence) -> list[int]:
         """Serial numbers of the blocks of `seq` that are published, in order, while it holds them."""
-        return notes_of(seq).serials
+        return cached_prefix_of(seq).serials
 
     def _hash(self, seq: Sequence, i: int) -> int:
         """The hash of block i, a full one."""
@@ -143,14 +144,14 @@ class PrefixCache:
 
     def root_of(self, seq: Sequence) -> int:
         """Return the hash before the first block of `seq`, which it keeps from the first time it is needed."""
-        notes = notes_of(seq)
+        notes = cached_prefix_of(seq)
         if notes.root is None:
             notes.root = self.root(seq.request.cache_salt)
         return notes.root
 
     def _named(self, seq: Sequence, i: int) -> CachedPrefix:
-        """The notes of `seq`, with the hash of block i. A hash is made once, since the tokens of a full block never change."""
-        notes, size = notes_of(seq), self._block_size
+        """The cached prefix of `seq`, with the hash of block i. A hash is made once, since the tokens of a full block never change."""
+        notes, size = cached_prefix_of(seq), self._block_size
         if i >= len(notes.hashes):
             prefix = notes.hashes[-1] if notes.hashes else self.root_of(seq)
             new = seq.token_ids[len(notes.hashes) * size : seq.num_tokens // size * size]
@@ -161,8 +162,8 @@ class PrefixCache:
         return notes
 
 
-def notes_of(seq: Sequence) -> CachedPrefix:
-    """The notes on `seq`, empty the first time."""
+def cached_prefix_of(seq: Sequence) -> CachedPrefix:
+    """What the prefix cache knows of `seq`, nothing the first time."""
     if seq.prefix is None:
         seq.prefix = CachedPrefix()
     return seq.prefix
@@ -226,7 +227,7 @@ class PrefixCachingBlockManager(BlockManager):
         stats.requests_hit += hit > 0
         stats.tokens += seq.num_tokens
         stats.tokens_hit += hit
-        notes = notes_of(seq)
+        notes = cached_prefix_of(seq)
         notes.num_hit_tokens = hit if notes.num_hit_tokens is None else notes.num_hit_tokens
         if self.events.on and hit:
             self.events.emit(PrefixHit(seq.seq_id, hit))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from folovllm.cache.block_manager import BlockManager
 from folovllm.cache.manager import KVCacheManager
-from folovllm.cache.prefix_cache import PrefixCachingBlockManager, notes_of
+from folovllm.cache.prefix_cache import PrefixCachingBlockManager, cached_prefix_of
 from folovllm.engine.event_stream import Events
 from folovllm.engine.events import BlockPassed
 from folovllm.models.model_config import window_of
@@ -72,7 +72,7 @@ class SlidingPrefixCachingBlockManager(SlidingBlockManager, PrefixCachingBlockMa
 
     def num_behind(self, seq: Sequence) -> int:
         """As `SlidingBlockManager`, of those that have their name: it is given to blocks in the table."""
-        return min(super().num_behind(seq), len(notes_of(seq).serials))
+        return min(super().num_behind(seq), len(cached_prefix_of(seq).serials))
 
 
 WITH_WINDOW: dict[type[KVCacheManager], type[SlidingBlockManager]] = {

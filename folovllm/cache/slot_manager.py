@@ -66,7 +66,7 @@ class SlotManager(KVCacheManager):
             self.events.emit(TableFreed(seq.seq_id, tuple((i, 0) for i in seq.block_table)))
         seq.block_table.clear()
 
-    def states(self) -> Iterable[BlockState]:
+    def block_states(self) -> Iterable[BlockState]:
         """The blocks that sequences hold."""
         return (BlockState(i, 1, False) for i in sorted({*range(self.num_blocks)} - {*self._free}))
 

@@ -61,13 +61,13 @@ class ProcessGroup:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Small sums on GPUs use the one-shot kernel, all others NCCL or gloo."""
-        if self._one_shot is not None and self._one_shot.takes(x):
+        if self._one_shot is not None and self._one_shot.can_handle(x):
             return self._one_shot(x)
         return self._together(lambda: dist.all_reduce(x), x)
 
-    def takes_short_way(self, x: torch.Tensor) -> bool:
+    def is_one_shot(self, x: torch.Tensor) -> bool:
         """Return whether the one-shot kernel sums tensors like `x`."""
-        return self._one_shot is not None and self._one_shot.takes(x)
+        return self._one_shot is not None and self._one_shot.can_handle(x)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         everyone = x.new_empty(self.size * x.numel())
@@ -106,7 +106,7 @@ class OneShotAllReduce:
         self._buffer = symm_mem.empty(self.LARGEST, dtype=torch.uint8, device=device)
         self._handle = symm_mem.rendezvous(self._buffer, self._name)
 
-    def takes(self, x: torch.Tensor) -> bool:
+    def can_handle(self, x: torch.Tensor) -> bool:
         """Return whether `x` is small enough, and a multiple of the 16 bytes that the kernel moves at a time."""
         size = x.numel() * x.itemsize
         return size <= self.LARGEST and size % 16 == 0 and x.dtype in (torch.bfloat16, torch.float32)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
-from folovllm.engine.inputs import Prompt, TokensPrompt, as_prompt_list, encode, parse_prompt
+from folovllm.engine.inputs import Prompt, TokensPrompt, encode, is_one_prompt, parse_prompt
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.require import also_takes, require
 from folovllm.models.files import eos_token_ids
@@ -65,7 +65,8 @@ def search_beams(
     wide = f"beam_width is {params.beam_width}, and this engine searches {most} beams at most"
     require(params.beam_width <= most, f"{wide}: ask for fewer, or raise max_logprobs to {2 * params.beam_width}")
     ends = frozenset() if params.ignore_eos else eos_token_ids(setup.path, setup.hf_config, tokenizer)
-    searches = [BeamSearch(_token_ids(tokenizer, prompt)) for prompt in as_prompt_list(prompts)]
+    items = [prompts] if is_one_prompt(prompts) else cast("Sequence[Prompt]", prompts)
+    searches = [BeamSearch(_token_ids(tokenizer, prompt)) for prompt in items]
     for _ in range(params.max_tokens):
         if not (beams := [beam for search in searches for beam in search.open]):
             break

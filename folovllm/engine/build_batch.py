@@ -22,7 +22,6 @@ from folovllm.config import EngineConfig
 from folovllm.engine.cpu_threads import largest_product
 from folovllm.engine.event_stream import Events
 from folovllm.engine.extension import Extension
-from folovllm.engine.logits_mask import LogitsMask
 from folovllm.engine.scheduler import (
     Scheduler,
     SchedulerLike,
@@ -30,7 +29,6 @@ from folovllm.engine.scheduler import (
     chunk,
     preempt,
     unless_finished,
-    up_to_border,
     wait,
     whole_prompt,
 )
@@ -50,20 +48,16 @@ if TYPE_CHECKING:
 LARGE = 50_000_000  # bytes of weights: below this, kernels for a CPU gain less than their compiling takes
 
 
-def make_scheduler(
-    setup: EngineSetup, extension: Extension, executor: Executor, mask: LogitsMask, events: Events
-) -> SchedulerLike:
+def make_scheduler(setup: EngineSetup, extension: Extension, executor: Executor, events: Events) -> SchedulerLike:
     """Make the scheduler of a batch that changes at every step (M2)."""
     config = setup.config
     make_kv, tokens = sliding(cache_manager(config), setup.hf_config), tokens_of_step(config)
     if setup.num_snapshots:
-        interval = setup.snapshot_interval
-        make_kv = partial(named(SNAPSHOTS), num_snapshots=setup.num_snapshots, interval=interval)
-        tokens = up_to_border(tokens, interval)
+        make_kv, tokens = named(SNAPSHOTS)(setup, tokens)
     kv = make_kv(executor.num_kv_blocks, setup.block_size, events)
-    if own := learners(config, "scheduler"):
+    if own := user_component(config, "scheduler"):
         return own(kv, setup.max_num_seqs, setup.max_num_batched_tokens, tokens)
-    return extension.scheduler(Scheduler, executor, mask)(
+    return extension.scheduler(Scheduler, executor)(
         kv=kv,
         max_num_seqs=setup.max_num_seqs,
         max_num_batched_tokens=setup.max_num_batched_tokens,
@@ -75,7 +69,7 @@ def make_scheduler(
 
 def cache_manager(config: EngineConfig) -> type[KVCacheManager]:
     """Choose the manager of the KV cache: slots (M2), blocks (M3), blocks that are found again (M5)."""
-    if own := learners(config, "block_manager") or learners(config, "prefix_cache"):
+    if own := user_component(config, "block_manager") or user_component(config, "prefix_cache"):
         return own
     if config.kv_cache == "slots":
         return SlotManager
@@ -107,7 +101,7 @@ def layers_of(setup: EngineSetup, extension: Extension | None, counters: dict[st
 
 def attention_backend(setup: EngineSetup, extension: Extension) -> AttentionBackend:
     """Make the attention backend that the configuration names (M2 to M4); M1's runners have their own."""
-    if own := learners(setup.config, "prefill"):
+    if own := user_component(setup.config, "prefill"):
         from folovllm.attention.backends.triton import TritonBackend
 
         return TritonBackend(setup.attention, own)
@@ -171,6 +165,6 @@ def counters_of(setup: EngineSetup) -> dict[str, torch.Tensor] | None:
     return {} if setup.config.extras.get("count_experts") else None
 
 
-def learners(config: EngineConfig, place: str) -> Any:
+def user_component(config: EngineConfig, place: str) -> Any:
     """The component that a learner wrote for a place, or None: the engine's own stands there. Raises what `builders.load` raises."""
     return builders.load(place) if place in config.builder_names else None

@@ -8,7 +8,14 @@ from functools import partial
 
 from folovllm.distributed.group import Group
 from folovllm.distributed.sharding import local_config
-from folovllm.engine.build_batch import attention_backend, cache_manager, counters_of, layer_set, learners, make_sampler
+from folovllm.engine.build_batch import (
+    attention_backend,
+    cache_manager,
+    counters_of,
+    layer_set,
+    make_sampler,
+    user_component,
+)
 from folovllm.engine.extension import Extension, extension_of
 from folovllm.engine.setup import EngineSetup
 from folovllm.executor.abstract import Executor
@@ -48,7 +55,7 @@ def make_packed_worker(
     extension = extension or extension_of(setup)
     plain = extension.model_runner(ModelRunner)
     sampler, slots, counters = make_sampler(setup), cache_manager(setup.config).slots, counters_of(setup)
-    backend, graphs = attention_backend(setup, extension), (learners(setup.config, "graph_cache") or AllGraphs)
+    backend, graphs = attention_backend(setup, extension), (user_component(setup.config, "graph_cache") or AllGraphs)
     step_sampler: StepSampler
     layers = extension.layer_set(partial(layer_set, setup, counters))
     if group is None:
@@ -65,7 +72,7 @@ def make_packed_worker(
             ),
         )
         inner = plain(
-            part, partial(load_sharded_model, setup, group, layers), sampler, slots, backend, step_sampler.whole
+            part, partial(load_sharded_model, setup, group, layers), sampler, slots, backend, step_sampler.full_logits
         )
     bytes_per_row = 4 * (line_width(setup.vocab_size) + mask_width(setup.vocab_size))
     require_memory(

@@ -77,11 +77,15 @@ class EngineCalls(ABC):
         With `experts`, what happened includes how often experts were asked (`ExpertsAsked`), where `count_experts` is set.
         """
         state = snapshot(self.setup, self.core.scheduler.kv, self.core.num_steps, self.core.output.requests.values())
-        experts = experts and bool(self.setup.config.extras.get("count_experts"))
-        self.core.events.subscribe(listener, state, experts)
-        if experts:
-            self.core.events.emit(ExpertsAsked(self.expert_load()))
-            self.core.events.drain()
+        if not experts or not self.setup.config.extras.get("count_experts"):
+            self.core.events.subscribe(listener, state)
+            return
+        self.core.events.subscribe(listener, state, self._experts_asked)
+        self.core.events.emit(self._experts_asked())
+        self.core.events.drain()
+
+    def _experts_asked(self) -> ExpertsAsked:
+        return ExpertsAsked(self.expert_load())
 
     def unsubscribe(self, listener: Listener) -> None:
         """Tell `listener` nothing more. ValueError if it does not listen."""

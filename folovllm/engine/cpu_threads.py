@@ -29,15 +29,12 @@ _process = _Process()
 def use_threads(setup: EngineSetup) -> int | None:
     """Set torch's number of threads to `num_threads`, or choose it on a CPU. Returns it; None if it was left alone.
 
-    Threads that share a product wait for each other at its end. Where other programs run too, one of them may have no core
-    just then, and the others wait until it has: milliseconds, for a product of microseconds. So a small model gets one
-    thread, whatever torch's default is, and a larger one gets as many as a short measurement shows to be of use.
-
-    The number is torch's own: it holds for the whole process, other engines and the user's code included, until the
-    next engine is made. The ranks of tensor parallelism divide it among themselves.
+    Threads wait for each other at the end of a product: milliseconds, where other programs have the cores. So a small model
+    gets one thread, and a larger one as many as a short measurement shows to be of use. The number holds for the whole
+    process, until the next engine is made. The ranks of tensor parallelism divide it among themselves.
 
     Raises:
-        ValueError: more threads than cores were asked for.
+        ValueError: more threads than cores were requested.
     """
     asked, cores, limit = setup.config.num_threads, os.cpu_count() or 1, most_threads()
     if asked is None and setup.device.type != "cpu":
@@ -53,17 +50,13 @@ def use_threads(setup: EngineSetup) -> int | None:
 
 def most_threads() -> int:
     """The number that the user allows: `OMP_NUM_THREADS` or `torch.set_num_threads`, else torch's default."""
-    current = torch.get_num_threads()
-    if current != _process.chosen:  # not ours
-        _process.limit = current
+    if torch.get_num_threads() != _process.chosen:  # not ours
+        _process.limit = torch.get_num_threads()
     return _process.limit
 
 
 def choose_threads(setup: EngineSetup, limit: int) -> int:
-    """One for a small model; else double the number as long as that makes the largest product of a layer faster.
-
-    The numbers are those of all ranks together, at most `limit` and the cores that this process may use.
-    """
+    """One for a small model; else what `fastest` finds. The number is that of all ranks together."""
     ranks = 1 if "TORCHELASTIC_RUN_ID" in os.environ else setup.config.tensor_parallel_size  # torchrun's divide nothing
     outputs, inputs = largest_product(setup, ranks)
     is_small = outputs * inputs < SMALL

@@ -9,9 +9,11 @@ Without a listener no event is made, and each place that could make one reads on
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 from folovllm.engine.events import Event, Listener, Snapshot
 
+Source = Callable[[], Event]
 logger = logging.getLogger("folovllm")
 
 
@@ -22,31 +24,31 @@ class Events:
     its traceback, and it is told nothing more.
     """
 
-    __slots__ = ("_failed", "_listeners", "_pending", "_wanting_experts", "on", "wants_experts")
+    __slots__ = ("_failed", "_listeners", "_pending", "_sources", "on", "sources")
 
     def __init__(self) -> None:
         self.on = False  # whether anybody listens
-        self.wants_experts = False  # whether anybody wants `ExpertsAsked`
+        self.sources: list[Source] = []  # each makes an event before a step ends
         self._listeners: list[Listener] = []
-        self._wanting_experts: list[Listener] = []
+        self._sources: list[tuple[Listener, Source]] = []  # and who asked for it
         self._failed: list[Listener] = []  # until they unsubscribe
         self._pending: list[Event] = []
 
-    def subscribe(self, listener: Listener, snapshot: Snapshot, experts: bool = False) -> None:
-        """Let `listener` hear of all that happens from here on; first, how things stand. With `experts` there is `ExpertsAsked`."""
+    def subscribe(self, listener: Listener, snapshot: Snapshot, source: Source | None = None) -> None:
+        """Let `listener` hear of all that happens from here on; first, how things stand. `source` makes an event for it, once a step."""
         self.drain()
         listener([snapshot])
         self._listeners.append(listener)
-        if experts:
-            self._wanting_experts.append(listener)
-        self._note_listeners()
+        if source is not None:
+            self._sources.append((listener, source))
+        self._update()
 
     def unsubscribe(self, listener: Listener) -> None:
         """Hand over what has happened, and tell `listener` nothing more. ValueError if it does not listen."""
         self.drain()
         (self._failed if listener in self._failed else self._listeners).remove(listener)
-        self._wanting_experts = [other for other in self._wanting_experts if other != listener]
-        self._note_listeners()
+        self._sources = [(other, source) for other, source in self._sources if other != listener]
+        self._update()
 
     def emit(self, event: Event) -> None:
         """Note what happened. Callers check first that there is a listener (`on`): else they make no event at all."""
@@ -63,8 +65,8 @@ class Events:
                     logger.exception("a listener to the engine's events failed; it is told nothing more")
                     self._listeners.remove(listener)
                     self._failed.append(listener)
-            self._note_listeners()
+            self._update()
 
-    def _note_listeners(self) -> None:
+    def _update(self) -> None:
         self.on = bool(self._listeners)
-        self.wants_experts = any(listener in self._listeners for listener in self._wanting_experts)
+        self.sources = list(dict.fromkeys(source for listener, source in self._sources if listener in self._listeners))

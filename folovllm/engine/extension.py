@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from folovllm.plugins import COMMANDS, EXTENSIONS, is_installed, named, require
 
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     import typer
 
     from folovllm.attention.backends.abstract import AttentionBackend
-    from folovllm.engine.logits_mask import LogitsMask
     from folovllm.engine.scheduler import Scheduler
     from folovllm.engine.setup import EngineSetup
     from folovllm.executor.abstract import Executor
@@ -72,9 +71,12 @@ class Extension:
         """Return what makes the runner of a packed step (M6)."""
         return usual
 
-    def scheduler(self, usual: MakeScheduler, executor: Executor, logits_mask: LogitsMask) -> MakeScheduler:
+    def scheduler(self, usual: MakeScheduler, executor: Executor) -> MakeScheduler:
         """Return what makes the scheduler. The executor is there by now, and may be measured."""
         return usual
+
+    def limit_drafts(self, rules: Any) -> None:
+        """Hear of structured output's manager, when it is made: it knows which draft tokens are allowed, and which are certain."""
 
     def close(self) -> None:
         """Give back what `prepare` made."""

@@ -1,13 +1,12 @@
-"""What a prompt can be, and what one call may bring for many: everything becomes one `Request` a prompt."""
+"""What a prompt can be, and what one call may bring for many: everything becomes one `PromptRequest` a prompt."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sized
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, NotRequired, TypedDict, TypeGuard, cast
 
 from folovllm.sampling_params import SamplingParams
 
@@ -18,7 +17,6 @@ A_PROMPT = (
     'a prompt is a string or a list of token ids (whole numbers), or one of them as {"prompt": ...} or '
     '{"prompt_token_ids": ...}'
 )
-T = TypeVar("T")
 
 
 class TextPrompt(TypedDict):
@@ -39,8 +37,7 @@ class TokensPrompt(TypedDict):
 Prompt = str | SequenceOf[int] | TextPrompt | TokensPrompt
 
 
-@dataclass(slots=True, frozen=True)
-class PromptParts:
+class PromptParts(NamedTuple):
     """A prompt taken apart. One of `text` and `token_ids` is there at least; the ids count."""
 
     text: str | None = None
@@ -48,8 +45,7 @@ class PromptParts:
     cache_salt: str | None = None
 
 
-@dataclass(slots=True, frozen=True)
-class Request:
+class PromptRequest(NamedTuple):
     """One of the prompts of a call, with what belongs to it."""
 
     prompt: Prompt
@@ -81,12 +77,7 @@ def _token_ids(ids: Any) -> list[int]:
         raise ValueError(A_PROMPT) from error
 
 
-def as_prompt_list(prompts: Prompt | SequenceOf[Prompt]) -> list[Prompt]:
-    """One prompt or many as a list; a flat list of numbers is one prompt."""
-    return [cast("Prompt", prompts)] if is_one_prompt(prompts) else list(cast("SequenceOf[Prompt]", prompts))
-
-
-def is_one_prompt(prompts: Prompt | SequenceOf[Prompt]) -> bool:
+def is_one_prompt(prompts: Prompt | SequenceOf[Prompt]) -> TypeGuard[Prompt]:
     """Whether this is a prompt, and not a list of them. What is neither counts as one, and is refused as such later."""
     if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Sized):
         return True
@@ -97,25 +88,19 @@ def as_requests(
     prompts: Prompt | SequenceOf[Prompt],
     sampling_params: SamplingParams | SequenceOf[SamplingParams],
     priority: int | SequenceOf[int] = 0,
-) -> list[Request]:
-    """One `Request` a prompt.
-
-    Args:
-        prompts: one prompt or a list of prompts.
-        sampling_params: one for all, or one for each prompt.
-        priority: one for all, or one for each prompt.
+) -> list[PromptRequest]:
+    """The requests of a call with one prompt or a list of them; a flat list of numbers is one prompt.
 
     Raises:
-        ValueError: two lists are not of the same length, or something is of the wrong kind.
+        ValueError: parameters or priorities are neither one for all nor one for each prompt.
     """
-    items = as_prompt_list(prompts)
-    params = spread(sampling_params, SamplingParams, len(items), "sampling_params", "a SamplingParams")
-    priorities = spread(priority, int, len(items), "priority", "a whole number")
-    return [Request(*parts) for parts in zip(items, params, priorities, strict=True)]
+    items = [prompts] if is_one_prompt(prompts) else list(cast("SequenceOf[Prompt]", prompts))
+    params = _one_each(sampling_params, SamplingParams, len(items), "sampling_params", "a SamplingParams")
+    priorities = _one_each(priority, int, len(items), "priority", "a whole number")
+    return [PromptRequest(*parts) for parts in zip(items, params, priorities, strict=True)]
 
 
-def spread(value: Any, kind: type[T], count: int, name: str, what: str) -> list[T]:
-    """One `value` for each of `count` prompts; raises ValueError if it is neither `what` nor a list of `count`."""
+def _one_each(value: Any, kind: type, count: int, name: str, what: str) -> list[Any]:
     if isinstance(value, kind):
         return [value] * count
     if not isinstance(value, SequenceOf) or isinstance(value, str):

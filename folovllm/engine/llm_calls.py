@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import wraps
 from typing import Any
 
 from folovllm.engine.beam_search import BeamSearchOutput, BeamSearchParams, search_beams
 from folovllm.engine.chat_template import Message, as_conversations, render
 from folovllm.engine.input_processor import encode_within
-from folovllm.engine.inputs import Prompt, Request, TokensPrompt, as_requests
+from folovllm.engine.inputs import Prompt, PromptRequest, TokensPrompt, as_requests
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.engine.require import also_takes
 from folovllm.outputs import RequestOutput
-from folovllm.plugins import ROLLOUTS, require
+from folovllm.plugins import CALLS, require
 from folovllm.sampling_params import SamplingParams
 
 
@@ -34,7 +35,7 @@ class LLMCalls(ABC):
 
     @abstractmethod
     def _answer(
-        self, requests: Sequence[Request], bar: bool, on_answer: Callable[[RequestOutput], object]
+        self, requests: Sequence[PromptRequest], bar: bool, on_answer: Callable[[RequestOutput], object]
     ) -> list[RequestOutput]: ...
 
     @abstractmethod
@@ -63,25 +64,18 @@ class LLMCalls(ABC):
         """Forget all cached prefixes. Raises ValueError where there is no cache."""
         return self.engine.reset_prefix_cache()
 
-    def update_weights(self, weights: Any, in_flight: str = "wait") -> None:
-        """Give the model other weights: a checkpoint's folder, or tensors by its names (`folovllm.electives.rollouts.weights`)."""
-        with self._one_call():
-            _rollouts().update_weights(self.engine, weights, in_flight)
+    def __getattr__(self, name: str) -> Any:
+        """A call that an elective owns: a function of the engine in `folovllm.plugins.CALLS`, such as `update_weights` or `sleep`."""
+        if name not in CALLS:
+            raise AttributeError(f"LLM has no {name!r}")
+        function = require(CALLS[name], name)
 
-    def get_weights(self) -> dict[str, Any]:
-        """The weights by the checkpoint's names. They are the engine's own memory: an update changes them."""
-        with self._one_call():
-            return _rollouts().get_weights(self.engine)
+        @wraps(function)
+        def call(*arguments: Any, **named: Any) -> Any:
+            with self._one_call():
+                return function(self.engine, *arguments, **named)
 
-    def sleep(self, level: int = 1) -> None:
-        """Give the memory of cache and weights back; level 1 keeps the weights on the host (`folovllm.electives.rollouts.sleep`)."""
-        with self._one_call():
-            _rollouts().sleep(self.engine, level)
-
-    def wake_up(self, weights: Any = None, tags: Collection[str] | None = None) -> None:
-        """End the sleep, or that of the parts in `tags` ("weights", "kv_cache"). After level 2 the weights are loaded again, or given here."""
-        with self._one_call():
-            _rollouts().wake_up(self.engine, weights, tags)
+        return call
 
     @also_takes("request")
     def chat(
@@ -130,7 +124,3 @@ class LLMCalls(ABC):
 
         with self._one_call():
             return search_beams(self.engine, answer, prompts, params)
-
-
-def _rollouts() -> Any:
-    return require(ROLLOUTS, "a change of weights, or sleep,")

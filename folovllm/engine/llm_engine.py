@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, overload
 
@@ -18,15 +17,15 @@ from folovllm.engine.cpu_threads import use_threads
 from folovllm.engine.event_stream import Events
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.inputs import Prompt
-from folovllm.engine.older_config import ModelConfig
 from folovllm.engine.output_processor import RequestState
 from folovllm.engine.require import also_takes
 from folovllm.engine.scheduler import SchedulerLike
 from folovllm.engine.setup import set_up
 from folovllm.engine.snapshot import added
 from folovllm.executor.abstract import Executor
-from folovllm.models.files import load_tokenizer, whole
+from folovllm.models.files import full_tokenizer, load_tokenizer
 from folovllm.outputs import RequestOutput
+from folovllm.plugins import STRUCTURED_OUTPUT, is_installed, named, require
 from folovllm.request import Request, Sequence
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -40,12 +39,12 @@ class LLMEngine(EngineCalls):
     Use it from one thread at a time. After an exception inside `step` the engine's state is undefined: make a new one.
 
     Args:
-        config: all choices; or a `ModelConfig`, beside which `overrides` are fields of the `EngineConfig`.
+        config: all choices; or a `folovllm.compat.ModelConfig`, beside which `overrides` are fields of the `EngineConfig`.
     """
 
-    def __init__(self, config: EngineConfig | ModelConfig, **overrides: Any) -> None:
+    def __init__(self, config: Any, **overrides: Any) -> None:
         """Raises ValueError if `config` cannot be served; most causes are found before the weights are loaded."""
-        if isinstance(config, ModelConfig):
+        if not isinstance(config, EngineConfig):
             config = config.for_engine(**overrides)
         elif overrides:
             raise ValueError(f"an EngineConfig says all: put {', '.join(overrides)} into it")
@@ -55,14 +54,12 @@ class LLMEngine(EngineCalls):
         self.tokenizer = load_tokenizer(self.setup.path, config)
         # It reads files, which may be damaged: so before the weights.
         self._processor = InputProcessor(self.setup, self.tokenizer)
-        self._extension = build.make_extension(self.setup)
-        executor = build.make_executor(self.setup, self._extension)
-        self.core = build.make_core(self.setup, self._extension, executor, self.tokenizer)
+        self.extension = build.make_extension(self.setup)
+        executor = build.make_executor(self.setup, self.extension)
+        self.core = build.make_core(self.setup, self.extension, executor)
         self.loop = build.make_loop(self.core, config)
         self._is_closed = False
-        # Outputs of steps that `update_weights` ran: `step` returns them first.
-        self.undelivered: deque[list[RequestOutput]] = deque()
-        self.is_sleeping = False  # whether the model's memory was given back for a while: then nothing can be served
+        self.refusal = ""  # why no request is taken for a while, if so
 
     @property
     def scheduler(self) -> SchedulerLike:
@@ -121,16 +118,16 @@ class LLMEngine(EngineCalls):
         self._add(self._processor.sequences(request), RequestOutputKind.FINAL_ONLY)
 
     def _require_new(self, request_id: str) -> None:
-        """Raise RuntimeError if the engine was closed, ValueError if it sleeps or the id is in use."""
+        """Raise RuntimeError if the engine was closed, ValueError if it takes none or the id is in use."""
         self.require_open()
-        if self.is_sleeping:
-            raise ValueError("the engine sleeps and takes no requests: wake it up first")
+        if self.refusal:
+            raise ValueError(self.refusal)
         if request_id in self.core.output.requests:
             raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until it has finished")
 
     def _add(self, seqs: list[Sequence], kind: RequestOutputKind) -> None:
         if seqs[0].params.structured_outputs is not None:
-            self.core.add_grammar(seqs)
+            require(STRUCTURED_OUTPUT, "structured_outputs").add_grammar(self, seqs)
         request_id = seqs[0].request_id
         state = RequestState(request_id, seqs, kind, time.monotonic())
         if self.events.on:
@@ -164,20 +161,21 @@ class LLMEngine(EngineCalls):
 
     def has_unfinished_requests(self) -> bool:
         """Whether `step` has work, or outputs to hand out."""
-        return bool(self.undelivered or self.core.output.requests)
+        return self.loop.has_unfinished_requests()
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer, which is transformers'."""
-        return whole(self.tokenizer)
+        return full_tokenizer(self.tokenizer)
 
     def step(self) -> list[RequestOutput]:
         """Schedule, compute, sample, and hand out what is new. Without work it returns an empty list."""
         self.require_open()
-        return self.undelivered.popleft() if self.undelivered else self.loop.step()
+        return self.loop.step()
 
     def prepare_structured_outputs(self) -> None:
         """Prepare for structured output. It takes about a second, for which the first such request would hold up all others."""
-        self.core.logits_mask.prepare(self._processor.eos_token_ids)
+        if is_installed(STRUCTURED_OUTPUT):
+            named(STRUCTURED_OUTPUT).manager_of(self).prepare(self._processor.eos_token_ids)
 
     def require_open(self) -> None:
         """Raise RuntimeError if the engine was closed."""
@@ -191,8 +189,8 @@ class LLMEngine(EngineCalls):
         self._is_closed = True
         self.abort_request(list(self.core.output.requests))
         self.executor.shutdown()
-        if self._extension is not None:
-            self._extension.close()
+        if self.extension is not None:
+            self.extension.close()
         gc.unfreeze()  # `make_engine` froze what refers to itself; only thawed can it be collected
         gc.collect()
         torch.cuda.empty_cache()  # to the card, for other programs

@@ -21,18 +21,14 @@ from folovllm.engine.events import (
 )
 from folovllm.engine.scheduler import SchedulerLike
 from folovllm.engine.setup import EngineSetup
-from folovllm.executor.abstract import Executor
 from folovllm.request import SequenceOutput
 from folovllm.step.schedule import SchedulerOutput
-from folovllm.worker.gpu_worker import GPUWorker
 
 
-def report_step(
-    events: Events, scheduler: SchedulerLike, executor: Executor, new: Iterable[SequenceOutput], **ended: Any
-) -> None:
+def report_step(events: Events, scheduler: SchedulerLike, new: Iterable[SequenceOutput], **ended: Any) -> None:
     """Tell listeners that a step has ended, and which sequences with it. `ended`: the other fields of its `StepEnded`."""
-    if events.wants_experts:
-        events.emit(ExpertsAsked(executor.collective_rpc(GPUWorker.counted, "experts")[0]))
+    for source in events.sources:
+        events.emit(source())
     used = 0 if scheduler.kv is None else scheduler.kv.num_used
     events.emit(StepEnded(**ended, waiting=len(scheduler.waiting), kv_blocks_used=used))
     for seq, _, status in new:
@@ -76,9 +72,8 @@ class StepLog:
         self.steps = [] if steps is None else steps
         self._added: dict[int, RequestAdded] = {}  # by seq_id: the sequences that are served
         self._begun: dict[int, list[RequestAdded | None]] = {}  # by step in flight: whose its scheduled sequences are
-        self._num_draft_tokens = self._num_accepted = 0  # in the step that is being taken in
-        self._asked: SequenceOf[SequenceOf[int]] = ()  # how often each expert was asked by then
-        self._experts: tuple[tuple[int, ...], ...] = ()  # and of that in the step that is being taken in
+        self._figures: dict[str, Any] = {}  # fields of the step that is being processed, from events before its end
+        self._total: SequenceOf[SequenceOf[int]] = ()  # of the last `ExpertsAsked`
 
     def __call__(self, events: SequenceOf[Event]) -> None:
         """Take in what happened."""
@@ -87,14 +82,14 @@ class StepLog:
                 self._begun[event.step] = self._owners(event.output)
             elif isinstance(event, StepEnded):
                 self.steps.append(self._stats(event))
-                self._num_draft_tokens = self._num_accepted = 0
+                self._figures = {}
             elif isinstance(event, DraftsVerified):
-                self._num_draft_tokens += event.num_draft_tokens
-                self._num_accepted += event.num_accepted
+                for name in ("num_draft_tokens", "num_accepted"):
+                    self._figures[name] = self._figures.get(name, 0) + getattr(event, name)
             elif isinstance(event, ExpertsAsked):
-                pairs = zip(self._asked, event.counts, strict=bool(self._asked))
-                self._experts = tuple(tuple(b - a for a, b in zip(*layer, strict=True)) for layer in pairs)
-                self._asked = event.counts
+                pairs = zip(self._total, event.counts, strict=bool(self._total))
+                self._figures["experts"] = tuple(tuple(b - a for a, b in zip(*layer, strict=True)) for layer in pairs)
+                self._total = event.counts
             elif isinstance(event, RequestAdded):
                 self._added[event.seq_id] = event
             elif isinstance(event, Finished | Aborted):
@@ -133,9 +128,7 @@ class StepLog:
             preempted=len(event.output.preempted),
             kv_blocks_used=event.kv_blocks_used,
             scheduled_seqs=tuple(scheduled_seqs),
-            num_draft_tokens=self._num_draft_tokens,
-            num_accepted=self._num_accepted,
-            experts=self._experts,
+            **self._figures,
         )
 
 

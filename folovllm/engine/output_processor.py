@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from functools import partial
-from operator import attrgetter, getitem
-from typing import Any
+from operator import attrgetter
 
 from folovllm.engine.detokenizer import NoText
 from folovllm.engine.logprobs import chosen
@@ -28,10 +26,7 @@ class OutputProcessor:
         self._abort = abort
 
     def process(self, new: Iterable[SequenceOutput], now: float) -> list[RequestOutput]:
-        """Return one output for each request that has something to report. Finished requests leave.
-
-        `new`: what a step brought, as the scheduler found it. It ended at `now`.
-        """
+        """Return one output for each request that has something to report of a step, which ended `now`. Finished requests leave."""
         updated: dict[str, RequestState] = {}
         for seq, token_ids, status in new:
             state = updated[seq.request_id] = self.requests[seq.request_id]
@@ -85,7 +80,7 @@ class RequestState:
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs:
-        """The log-probabilities of the prompt's tokens, None for the first. None if not asked for, or not complete yet."""
+        """The log-probabilities of the prompt's tokens, None for the first. None if not requested, or not complete yet."""
         seq = self.seqs[0]
         if seq.params.prompt_logprobs is None or seq.num_unscored_tokens:
             return None
@@ -115,90 +110,66 @@ class RequestState:
 
     def output(self) -> RequestOutput:
         """The request as it is, with what is new since the last call as deltas."""
-        finished, deltas_alone = self.finished, self._kind is RequestOutputKind.DELTA
-        prompt_logprobs, m, prefix = self._report_prompt(once=deltas_alone), self.metrics, self.seqs[0].prefix
+        deltas_alone = self._kind is RequestOutputKind.DELTA
+        prompt_logprobs, m = None if deltas_alone and self._prompt_was_scored else self.prompt_logprobs, self.metrics
+        self._prompt_was_scored |= prompt_logprobs is not None
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[
-                answer.report(deltas_alone, copy_later=not finished)
-                for answer in self.answers
-                if not deltas_alone or answer.has_news
-            ],
-            finished=finished,
+            outputs=[answer.report(deltas_alone) for answer in self.answers if not deltas_alone or answer.has_news],
+            finished=self.finished,
             metrics=RequestMetrics(  # a copy; `dataclasses.replace` takes ten times as long
                 m.arrival_time, m.first_token_time, m.finish_time, m.num_prompt_tokens, m.num_generated_tokens
             ),
-            num_cached_tokens=0 if prefix is None else prefix.num_hit_tokens or 0,
+            num_cached_tokens=self.seqs[0].num_cached_tokens,
             prompt_logprobs=prompt_logprobs,
         )
 
-    def _report_prompt(self, once: bool) -> PromptLogprobs:
-        if once and self._prompt_was_scored:
-            return None
-        logprobs = self.prompt_logprobs
-        self._prompt_was_scored = logprobs is not None
-        return logprobs
-
 
 class Answer:
-    """One answer of a request, and how much of it was reported. A report costs what is new, however long the answer is.
+    """One answer of a request, and how much of it was reported.
 
     Attributes:
-        num_tokens: those that it was told of. new_token_ids: of these the ones that were not reported.
+        token_ids: those that it was told of. new_token_ids: of these the ones that were not reported.
         num_chars: characters that were reported.
         has_news: whether there are such tokens, or an end, that were not reported. has_ended: whether it ended.
     """
 
     def __init__(self, seq: Sequence) -> None:
         self.seq = seq
-        self.num_tokens, self.new_token_ids = 0, list[int]()
+        self.token_ids, self.new_token_ids = list[int](), list[int]()
         self.has_news = self.has_ended = False
         self.num_chars = 0
         self._cumulative_logprob = 0.0  # of the tokens that were reported
 
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens it was told of."""
+        return len(self.token_ids)
+
     def update(self, token_ids: list[int], has_ended: bool) -> None:
-        """Take in the tokens that have joined the answer, and whether they ended it."""
-        self.num_tokens += len(token_ids)
+        """Process the tokens that have joined the answer, and whether they ended it."""
+        self.token_ids += token_ids
         self.new_token_ids += token_ids
         self.has_news, self.has_ended = True, has_ended
 
-    def report(self, deltas_alone: bool, copy_later: bool) -> CompletionOutput:
-        """The answer as it is, or with `deltas_alone` what is new in it.
-
-        With `copy_later` a long field is copied only when it is read: the next report holds most of it again.
-        """
-        seq = self.seq
-        old_chars, new_token_ids = self.take_news()
-        old_tokens = self.num_tokens - len(new_token_ids)
-        first_char, first_token = (old_chars, old_tokens) if deltas_alone else (0, 0)
-        makers: dict[str, Callable[[], Any]] = {
-            "text": partial(seq.detokenizer.read, first_char, self.num_chars),
-            "token_ids": partial(_token_ids, seq, first_token, self.num_tokens),
-        }
+    def report(self, deltas_alone: bool) -> CompletionOutput:
+        """The answer as it is, or with `deltas_alone` what is new in it."""
+        seq, (old_chars, new) = self.seq, self.take_news()
+        first_char, first_token = (old_chars, self.num_tokens - len(new)) if deltas_alone else (0, 0)
         has_logprobs = seq.params.logprobs is not None
-        if has_logprobs:
-            makers["logprobs"] = partial(getitem, seq.logprobs, slice(first_token, self.num_tokens))
-        output = CompletionOutput(
+        return CompletionOutput(
             index=seq.index,
-            text="",
-            token_ids=[],
+            text=seq.detokenizer.read(first_char, self.num_chars),
+            token_ids=self.token_ids[first_token:],
             cumulative_logprob=self._cumulative_logprob if has_logprobs else None,
+            logprobs=seq.logprobs[first_token : self.num_tokens] if has_logprobs else None,
             finish_reason=seq.status.value if seq.status.is_finished else None,
             stop_reason=seq.stop_reason,
             delta_text=seq.detokenizer.read(old_chars, self.num_chars),
-            delta_token_ids=new_token_ids,
+            delta_token_ids=new,
         )
-        own = vars(output)
-        if copy_later:
-            own["_later"] = makers
-        for name, make in makers.items():
-            if copy_later:
-                del own[name]
-            else:
-                own[name] = make()
-        return output
 
     def take_news(self) -> tuple[int, list[int]]:
         """Count what is new as reported; returns at which character it begins, and its tokens."""
@@ -230,8 +201,3 @@ def num_visible_chars(seq: Sequence) -> int:
 def ended_by_token(seq: Sequence) -> bool:
     """Whether the last token is one that ends answers: an end-of-text id (no `stop_reason`), or one of the request's own."""
     return seq.status is SequenceStatus.FINISHED_STOPPED and not isinstance(seq.stop_reason, str)
-
-
-def _token_ids(seq: Sequence, start: int, end: int) -> list[int]:
-    ids: list[int] = seq.output_token_ids[start:end].tolist()
-    return ids

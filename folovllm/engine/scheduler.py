@@ -355,11 +355,6 @@ def unless_finished(tokens_of_step: TokensOfStep) -> TokensOfStep:
     return lambda seq, budget: 0 if will_finish(seq) else tokens_of_step(seq, budget)
 
 
-def up_to_border(tokens_of_step: TokensOfStep, interval: int) -> TokensOfStep:
-    """`tokens_of_step` for models with states: a step of a sequence ends where a snapshot is due, every `interval` tokens."""
-    return lambda seq, budget: min(tokens_of_step(seq, budget), interval - seq.num_computed_tokens % interval)
-
-
 def whole_prompt(seq: Sequence, budget: int) -> int:
     """All uncomputed tokens of `seq`, or none: a prompt is computed in one step."""
     return seq.num_uncomputed_tokens if seq.num_uncomputed_tokens <= budget else 0

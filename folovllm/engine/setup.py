@@ -15,13 +15,12 @@ from folovllm.attention.backends.registry import choose_backend, get_backend
 from folovllm.config import EngineConfig
 from folovllm.distributed.gpus import check_gpus
 from folovllm.distributed.sharding import local_config
-from folovllm.kernels.kv_format import FP8
 from folovllm.learn import builders
 from folovllm.models.model_config import head_dim_of, num_kv_heads_of, num_linear_of, num_positions
 from folovllm.models.registry import quantization_of
+from folovllm.step.kv_format import FP8
 
 NAIVE = ("torch_naive", "native")  # the backend's name for what a growing cache does with our layers
-FEWEST_SNAPSHOTS = 16  # of states, where nobody gives a number
 
 logger = logging.getLogger("folovllm")
 
@@ -55,26 +54,15 @@ class EngineSetup:
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of K and V that one token takes over all layers, on one rank."""
-        a = self.attention
-        return (
-            2
-            * (self.num_layers - num_linear_of(self.hf_config))
-            * a.num_kv_heads
-            * a.head_dim
-            * (a.kv_dtype or self.dtype).itemsize
-        )
+        a, layers = self.attention, self.num_layers - num_linear_of(self.hf_config)
+        return 2 * layers * a.num_kv_heads * a.head_dim * (a.kv_dtype or self.dtype).itemsize
 
     @property
     def num_snapshots(self) -> int:
         """Snapshots of states that are kept; 0 where prefixes are not cached, or no layer keeps a state."""
         if not (self.config.enable_prefix_caching and num_linear_of(self.hf_config)):
             return 0
-        return self.config.num_snapshots or max(FEWEST_SNAPSHOTS, self.max_num_seqs)
-
-    @property
-    def snapshot_interval(self) -> int:
-        """Tokens between the snapshots of a sequence: a whole number of blocks."""
-        return -(-self.config.snapshot_interval // self.block_size) * self.block_size
+        return self.config.num_snapshots or max(16, self.max_num_seqs)
 
 
 def set_up(config: EngineConfig) -> EngineSetup:
@@ -84,13 +72,12 @@ def set_up(config: EngineConfig) -> EngineSetup:
     path = resolve_model(config.model)
     hf_config = load_hf_config(path, config)
     quantization = quantization_of(hf_config, config)
-    hf_config = quantization.configured(hf_config, config)
+    if quantization is not None:
+        hf_config = quantization.configured(hf_config, config)
     device = choose_device(config.device)
     max_model_len = config.resolve_max_model_len(num_positions(hf_config))
-    budget = config.resolve_max_num_batched_tokens(max_model_len)
     dtype = choose_dtype(config.dtype, device, hf_config)
     assert config.max_num_seqs is not None
-    wanted_block_size = max_model_len if config.kv_cache == "slots" else config.block_size
     if config.extras:
         plugins.check_model(config, hf_config)
     if config.builder_names:
@@ -99,25 +86,25 @@ def set_up(config: EngineConfig) -> EngineSetup:
     if ranks > 1:  # one rank's part
         check_gpus(device, ranks)
         share = local_config(hf_config, ranks, bool(config.extras.get("enable_expert_parallel")))
-    quantization.check(hf_config, share, config)
+    if quantization is not None:
+        quantization.check(hf_config, share, config)
     attention = AttentionConfig(
         num_heads=share.num_attention_heads,
         num_kv_heads=num_kv_heads_of(share),
         head_dim=head_dim_of(share),
         dtype=dtype,
         device=device,
-        block_size=wanted_block_size,
+        block_size=max_model_len if config.kv_cache == "slots" else config.block_size,
         max_num_seqs=config.max_num_seqs,
         long_prompts=config.packed_steps,
         kv_dtype=FP8 if "kv_cache_dtype" in config.extras else None,
     )
     backend, block_size = _choose_attention(config, attention, max_model_len)
-    attention = replace(attention, block_size=block_size)
     if config.max_model_len is None:
         logger.info("max_model_len is %d (the model's own limit: %d)", max_model_len, num_positions(hf_config))
     return EngineSetup(
         config=config, path=path, hf_config=hf_config, device=device, dtype=dtype, max_model_len=max_model_len,
-        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=budget, attention=attention, backend=backend,
+        max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.resolve_max_num_batched_tokens(max_model_len), attention=replace(attention, block_size=block_size), backend=backend,
         block_size=block_size,
     )  # fmt: skip
 
@@ -136,9 +123,9 @@ def _choose_attention(config: EngineConfig, attention: AttentionConfig, max_mode
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device asked for, or CUDA where there is one, else the CPU."""
+    """The device requested, or CUDA where there is one, else the CPU."""
     if name is None:
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
@@ -151,20 +138,17 @@ def choose_device(name: str | None) -> torch.device:
 
 
 def choose_dtype(name: str, device: torch.device, hf_config: Any) -> torch.dtype:
-    """The dtype asked for; "auto" is float32 on CPU and the checkpoint's own on a GPU.
+    """The dtype requested; "auto" is float32 on CPU and the checkpoint's own on a GPU.
 
-    Raises ValueError for bfloat16 on a card that has no instructions for it: kernels do not compile there.
+    A card without instructions for bfloat16 gets float16 by "auto"; a request for bfloat16 is a ValueError there.
     """
-    if name == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        card = torch.cuda.get_device_name(device)
-        raise ValueError(f"bfloat16 needs a card of compute capability 8.0 or later, and {card} is older: use float16")
-    if name != "auto":
-        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
-    if device.type == "cpu":
+    if name == "auto" and device.type == "cpu":
         return torch.float32
-    own = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None)
-    if isinstance(own, str):
-        own = getattr(torch, own)
-    if own is torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+    own = getattr(hf_config, "dtype", None) or getattr(hf_config, "torch_dtype", None) or torch.bfloat16
+    dtype: torch.dtype = getattr(torch, str(own if name == "auto" else name).removeprefix("torch."))
+    if dtype is not torch.bfloat16 or device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False):
+        return dtype
+    if name == "auto":
         return torch.float16
-    return own or torch.bfloat16
+    card = torch.cuda.get_device_name(device)
+    raise ValueError(f"bfloat16 needs a card of compute capability 8.0 or later, and {card} is older: use float16")

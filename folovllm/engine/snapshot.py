@@ -21,7 +21,7 @@ def snapshot(
         max_num_seqs=setup.max_num_seqs,
         max_num_batched_tokens=setup.max_num_batched_tokens,
         num_steps=num_steps,
-        blocks=() if kv is None else tuple(kv.states()),
+        blocks=() if kv is None else tuple(kv.block_states()),
         sequences=tuple(
             SequenceState(
                 added=added(seq, request.metrics.arrival_time),

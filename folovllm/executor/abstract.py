@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
-from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.schedule import SchedulerOutput, StepResult
 
 T = TypeVar("T")
@@ -27,12 +26,6 @@ class Executor(Protocol):
 
     def submit(self, output: SchedulerOutput) -> Pending:
         """Start one step. Raises `NothingScheduled` if it is empty."""
-
-    def forward(self, output: SchedulerOutput) -> None:
-        """Start one step up to its logits. The next call must be `sample`."""
-
-    def sample(self, masks: TokenBitmasks) -> Pending:
-        """Sample for the step that `forward` started. Rows in `masks` sample only tokens that their mask allows."""
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:
         """Run one step and wait for its tokens. Raises `NothingScheduled` if it is empty."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from folovllm.executor.abstract import T
-from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.schedule import NothingScheduled, SchedulerOutput, StepResult
 from folovllm.worker.gpu_worker import GPUWorker
 
@@ -38,14 +37,6 @@ class GPUExecutor:
     def submit(self, output: SchedulerOutput) -> Completed:
         """Run one step; nothing here overlaps. Raises `NothingScheduled` if it is empty."""
         return Completed(self.execute_model(output))
-
-    def forward(self, output: SchedulerOutput) -> None:
-        """Keep one step until its bitmasks come with `sample`."""
-        self._kept = output
-
-    def sample(self, masks: TokenBitmasks) -> Completed:
-        """Run the step that was kept, with the bitmasks of its samples."""
-        return self.submit(self._kept.with_masks(masks))
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:
         """Run one step. Raises `NothingScheduled` if it is empty."""

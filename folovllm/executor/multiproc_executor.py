@@ -53,14 +53,14 @@ class Rank:
     failure: Failure | None = None
     answer: Answer | None = None  # to a call
 
-    def hear(self) -> None:
+    def receive(self) -> None:
         """Store the reports of the rank that have arrived."""
         try:
             while self.connection.poll():
-                said = self.connection.recv()
-                self.ready = said if isinstance(said, Ready) else self.ready
-                self.answer = said if isinstance(said, Answer) else self.answer
-                self.failure = said if isinstance(said, Failure) else self.failure
+                report = self.connection.recv()
+                self.ready = report if isinstance(report, Ready) else self.ready
+                self.answer = report if isinstance(report, Answer) else self.answer
+                self.failure = report if isinstance(report, Failure) else self.failure
         except (EOFError, OSError):  # the rank has ended; its exit code says how
             return
 
@@ -130,7 +130,7 @@ class Ranks:
         """
         if self._error is None:
             for rank in self._ranks:
-                rank.hear()
+                rank.receive()
             if any(rank.is_dead for rank in self._ranks):
                 self._error = self._cause()
                 self.kill()
@@ -149,7 +149,7 @@ class Ranks:
         return [answer.value for answer in answers]
 
     def _answer(self, rank: Rank) -> Answer | None:
-        rank.hear()
+        rank.receive()
         return rank.answer
 
     def stop(self) -> None:
@@ -197,13 +197,13 @@ class Ranks:
         while True:
             is_late = time.monotonic() > deadline
             for rank in self._ranks:
-                rank.hear()
+                rank.receive()
             for number, rank in enumerate(self._ranks):
                 if rank.failure is not None and (is_late or not rank.failure.is_consequence):
                     return self._error_of(number, rank.failure)
             for number, rank in enumerate(self._ranks):
                 code = rank.process.poll()
-                rank.hear()  # once more, for its last report
+                rank.receive()  # once more, for its last report
                 if rank.failure is None and code is not None:
                     how = f"with exit code {code}" if code >= 0 else f"killed by signal {-code}"
                     return WorkerDied(f"rank {number} (process {rank.process.pid}) ended without a report, {how}")

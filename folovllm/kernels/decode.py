@@ -21,13 +21,13 @@ import triton.language as tl
 
 from folovllm.kernels.decode_plan import ITEM, leave, plan_kernel, take_next
 from folovllm.kernels.fp8_cache import decode_split_fp8
-from folovllm.kernels.kv_format import UNSCALED, KVScales
 from folovllm.kernels.multiprocessors import num_sms
 from folovllm.kernels.online_softmax import LOG2_E, LOWEST, block_ids, normalize, online_softmax_tile, tile_offsets
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.qk_norm_rope import prepare_token
 from folovllm.kernels.window import first_seen, window_loop
+from folovllm.step.kv_format import UNSCALED, KVScales
 
 
 @triton.jit
@@ -199,7 +199,7 @@ class DecodeConfig:
 MAX_PARTS = 64  # results to merge a sequence
 
 
-def launch_shape(work: int, num_sms: int) -> tuple[int, int]:
+def launch_config(work: int, num_sms: int) -> tuple[int, int]:
     """Return the programs on each multiprocessor, and the warps of each, for `work` = sequences x KV heads.
 
     There is at least one program for each unit of work, and more to split it, but few if there is little to read: an idle program
@@ -235,7 +235,7 @@ class SplitKVDecode:
         self.seqs = triton.next_power_of_2(max_num_seqs)
         self.group = triton.next_power_of_2(num_heads // num_kv_heads)
         # Chunks grow with the batch's tokens, so this number of full chunks is enough for any lengths.
-        self.max_chunks = max(64, 8 * self._launch_shape(max_num_seqs)[0] // num_kv_heads)
+        self.max_chunks = max(64, 8 * self._launch_config(max_num_seqs)[0] // num_kv_heads)
         items = self.max_chunks + max_num_seqs
         rows = items * num_kv_heads * self.group
         self.items = torch.zeros(items, ITEM.value, dtype=torch.int32, device=device)
@@ -245,14 +245,14 @@ class SplitKVDecode:
         self.part_max, self.part_sum = torch.empty(2, rows, dtype=torch.float32, device=device)
         self.part_acc = torch.empty(rows, head_dim, dtype=torch.float32, device=device)
 
-    def _launch_shape(self, num_seqs: int) -> tuple[int, int]:
-        programs, warps = launch_shape(num_seqs * self.num_kv_heads, self.num_sms)
+    def _launch_config(self, num_seqs: int) -> tuple[int, int]:
+        programs, warps = launch_config(num_seqs * self.num_kv_heads, self.num_sms)
         return self.num_programs or self.num_sms * programs, warps
 
     def plan(self, seq_lens: torch.Tensor, num_seqs: int) -> None:
         """List the work of the first `num_seqs` sequences of `seq_lens` [S] int32, a contiguous tensor."""
         plan_kernel[(num_seqs,)](
-            seq_lens, self.items, self.header, num_seqs, self._launch_shape(num_seqs)[0], self.max_chunks,
+            seq_lens, self.items, self.header, num_seqs, self._launch_config(num_seqs)[0], self.max_chunks,
             HKV=self.num_kv_heads, TILE=self.config.tile, SEQS=self.seqs,
             MIN_CHUNK=self.config.min_chunk, MAX_CHUNK=self.config.max_chunk,
             QUEUE_CHUNK=self.config.queue_chunk, MAX_PARTS=MAX_PARTS, WINDOW=self.window,
@@ -270,7 +270,7 @@ class SplitKVDecode:
         """
         (k_cache, v_cache), (stride_block, stride_token, stride_head, _) = kv_cache.unbind(0), kv_cache.stride()[1:]
         raw = preparation or Preparation(query)  # without one the kernel reads no field of it
-        num_programs, num_warps = self._launch_shape(num_seqs)
+        num_programs, num_warps = self._launch_config(num_seqs)
         decode_kernel[(num_programs,)](
             query, k_cache, v_cache, out, block_tables, self.items, self.header, self.queue, self.done,
             self.part_max, self.part_sum, self.part_acc, query if raw.q_weight is None else raw.q_weight,

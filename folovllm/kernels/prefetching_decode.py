@@ -113,7 +113,7 @@ def prefetching_decode_kernel(
             tl.store(v_ptr + slot + head * STRIDE_HEAD + i, value)
 
 
-def serves(decode: SplitKVDecode, kv_cache: torch.Tensor, num_seqs: int) -> bool:
+def is_supported(decode: SplitKVDecode, kv_cache: torch.Tensor, num_seqs: int) -> bool:
     """Return whether this kernel is faster: kernels overlap, the sequences are few, and a tile fits into registers."""
     fits = decode.head_dim <= MAX_HEAD_DIM and decode.num_heads <= MAX_GROUP * decode.num_kv_heads
     is_plain = kv_cache.dtype in (torch.bfloat16, torch.float16) and not decode.window

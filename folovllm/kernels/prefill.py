@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 from folovllm.kernels.fp8_cache import prefill_loop_fp8
-from folovllm.kernels.kv_format import UNSCALED, KVScales
 from folovllm.kernels.online_softmax import LOG2_E, LOWEST, block_ids, normalize, online_softmax_tile, tile_offsets
 from folovllm.kernels.window import first_seen, window_loop
+from folovllm.step.kv_format import UNSCALED, KVScales
 
 
 @triton.jit

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from folovllm.kernels.kv_format import UNSCALED, KVScales
+from folovllm.step.kv_format import UNSCALED, KVScales
 
 
 @dataclass(slots=True, frozen=True)

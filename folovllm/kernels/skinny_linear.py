@@ -174,7 +174,7 @@ MAX_WARPS = 16
 MANY_ROWS = 1 << 14
 
 
-def tiling(num_tokens: int, num_rows: int, row_bytes: int) -> tuple[int, int, int]:
+def kernel_config(num_tokens: int, num_rows: int, row_bytes: int) -> tuple[int, int, int]:
     """Return (warps, rows, elements of a row that are read at a time) of a program. Gate and up together count as one row.
 
     A program has two rows, so that each chunk of `x` is used twice. With more than two tokens a long row comes alone, to leave
@@ -195,7 +195,7 @@ def skinny_linear(
     residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return `x` [T, K] times the transpose of `weight` [rows, K], for few T (`serves`). Sums are float32.
+    """Return `x` [T, K] times the transpose of `weight` [rows, K], for few T (`is_supported`). Sums are float32.
 
     With `norm_eps`, each row of `x` is first divided by its root mean square (RMSNorm without weights). With `gated`, `weight` is
     [2I, K] and the result is silu(first half) * second half, [T, I]. `residual` [T, rows], contiguous, is added. Rows of `x` may
@@ -204,7 +204,7 @@ def skinny_linear(
     num_tokens, width = x.shape
     rows = len(weight) // 2 if gated else len(weight)
     out = x.new_empty(num_tokens, rows) if out is None else out
-    num_warps, per_program, chunk = tiling(num_tokens, rows, width * x.itemsize * (1 + gated))
+    num_warps, per_program, chunk = kernel_config(num_tokens, rows, width * x.itemsize * (1 + gated))
     if x.itemsize == 2 and width % 2 == x.stride(0) % 2 == x.storage_offset() % 2 == weight.storage_offset() % 2 == 0:
         x, weight = x.view(torch.int32), weight.view(torch.int32)
     skinny_linear_kernel[(triton.cdiv(rows, per_program),)](
@@ -216,7 +216,7 @@ def skinny_linear(
     return out
 
 
-def serves(num_tokens: int, weight: torch.Tensor) -> bool:
+def is_supported(num_tokens: int, weight: torch.Tensor) -> bool:
     """Return whether `skinny_linear` is the faster product for this number of tokens: 1, 2, or 4 with a narrow weight.
 
     The narrow side is the hidden size in most layers. A thread sums for each token separately. So with four tokens wide layers

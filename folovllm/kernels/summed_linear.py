@@ -16,7 +16,7 @@ import triton.language as tl
 
 from folovllm.distributed.one_shot_buffers import MOST_PROGRAMS, VALUES, OneShotBuffers
 from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
-from folovllm.kernels.skinny_linear import add_products, load_inputs, load_rows, repeat, tiling, total_rows
+from folovllm.kernels.skinny_linear import add_products, kernel_config, load_inputs, load_rows, repeat, total_rows
 
 # Polls 8 bytes until they have the right number. The load bypasses caches that are not coherent with other GPUs.
 WAIT = tl.constexpr("""{
@@ -113,7 +113,7 @@ def summed_linear(
     num_tokens, width = x.shape
     rows = len(weight)
     out = x.new_empty(num_tokens, rows)
-    num_warps, per_program, chunk = tiling(num_tokens, rows, width * x.itemsize)
+    num_warps, per_program, chunk = kernel_config(num_tokens, rows, width * x.itemsize)
     if x.itemsize == 2 and width % 2 == x.stride(0) % 2 == x.storage_offset() % 2 == weight.storage_offset() % 2 == 0:
         x, weight = x.view(torch.int32), weight.view(torch.int32)
     summed_linear_kernel[(triton.cdiv(rows, per_program),)](
@@ -125,8 +125,8 @@ def summed_linear(
     return out
 
 
-def fits(num_tokens: int, weight: torch.Tensor) -> bool:
+def can_handle(num_tokens: int, weight: torch.Tensor) -> bool:
     """Return whether the buffers have an entry for each program, and room for all of its results."""
     rows = len(weight)
-    _, per_program, _ = tiling(num_tokens, rows, weight.shape[1] * weight.itemsize)
+    _, per_program, _ = kernel_config(num_tokens, rows, weight.shape[1] * weight.itemsize)
     return triton.cdiv(rows, per_program) <= MOST_PROGRAMS and num_tokens * per_program <= VALUES

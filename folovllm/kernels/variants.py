@@ -16,12 +16,12 @@ class KernelVariant:
     """A faster kernel that a package registers in `folovllm.plugins.KERNEL_VARIANTS`.
 
     Attributes:
-        serves: called before the plain kernel is launched; returns whether this one can compute it and is faster. The code that
+        is_supported: called before the plain kernel is launched; returns whether this one can compute it and is faster. The code that
             launches the plain kernel defines the arguments.
         launch: takes the plain kernel's arguments, and returns the same result up to rounding. Tests compare the two.
     """
 
-    serves: Callable[..., bool]
+    is_supported: Callable[..., bool]
     launch: Callable[..., torch.Tensor]
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from folovllm.attention.backends.abstract import AttentionBackend
-from folovllm.kernels.kv_format import UNSCALED, KVScales
 from folovllm.step.forward_batch import ForwardBatch
+from folovllm.step.kv_format import UNSCALED, KVScales
 
 
 class Attention(nn.Module):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.linear import LinearBase, LinearMethod, Plain
@@ -27,6 +28,10 @@ class FusableLinearMethod(LinearMethod):
 
     def check_ignored(self, name: str, tensor: torch.Tensor) -> None:
         """Raise ValueError if a tensor of a kind in `ignores` says what the product would need after all."""
+
+    def repack(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """Return a tensor that was read (and sharded) in the order of its destination, a view of this `shape`."""
+        return tensor
 
     def fill(self, kind: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
         """Make up a whole tensor as a checkpoint would have it, so that weights are about N(0, 0.02)."""
@@ -110,6 +115,16 @@ class FusablePlain(Plain, FusableLinearMethod):
 
 
 PLAIN = FusablePlain()
+
+
+class RankSum(nn.Module):
+    """Adds up what the ranks computed, for layers that are no linear layer. Here there is one rank; for several: `layers.sharded`."""
+
+    rank, size = 0, 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a sum [T, H] -> the sum."""
+        return x
 
 
 def fusable(linear_method: LinearMethod) -> FusableLinearMethod:

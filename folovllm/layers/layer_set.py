@@ -14,7 +14,7 @@ from folovllm.layers.linear import PLAIN, LinearMethod
 P = ParamSpec("P")
 M = TypeVar("M", bound=nn.Module)
 LinearMethodOf = Callable[[str], LinearMethod | None]  # the name of a linear layer -> its method; None: not quantized
-Stand = Mapping[Any, Callable[..., nn.Module]]  # a class of layers -> what makes the layer that stands in its place
+Replacements = Mapping[Any, Callable[..., nn.Module]]  # a class of layers -> what makes the layer that replaces it
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class LayerSet:
     takes tensors by name in which the model counts as it runs (`GPUWorker`): int64, and zero after the warm-up.
     """
 
-    places: Stand = field(default_factory=dict)
+    replacements: Replacements = field(default_factory=dict)
     linear_method: LinearMethod = PLAIN
     quantized: LinearMethodOf | None = None
     prefix: str = ""
@@ -37,8 +37,8 @@ class LayerSet:
     counters: dict[str, torch.Tensor] | None = None
 
     def make(self, kind: Callable[P, M], *args: P.args, **kwargs: P.kwargs) -> M:
-        """Make a layer of this kind, or of the subclass that stands in its place; both take the same arguments."""
-        layer: M = self.places.get(kind, kind)(*args, **kwargs)  # type: ignore[assignment]  # the mapping is by kind
+        """Make a layer of this kind, or of the subclass that replaces it; both take the same arguments."""
+        layer: M = self.replacements.get(kind, kind)(*args, **kwargs)  # type: ignore[assignment]  # the mapping is by kind
         return layer
 
     def within(self, name: str) -> LayerSet:
@@ -47,12 +47,10 @@ class LayerSet:
 
     def linear_method_of(self, name: str) -> LinearMethod:
         """Return the linear method of a layer by its name within the module that is being built."""
-        return self.coded(name) or self.linear_method
+        return (self.quantized and self.quantized(self.prefix + name)) or self.linear_method
 
-    def coded(self, name: str) -> LinearMethod | None:
-        """Return the same where the layer is quantized, else None."""
-        return None if self.quantized is None else self.quantized(self.prefix + name)
-
-    def having(self, places: Stand, linear_method: LinearMethod | None = None) -> LayerSet:
-        """Return this set with other layers in these places."""
-        return replace(self, places={**self.places, **places}, linear_method=linear_method or self.linear_method)
+    def having(self, replacements: Replacements, linear_method: LinearMethod | None = None) -> LayerSet:
+        """Return this set with these replacements too."""
+        return replace(
+            self, replacements={**self.replacements, **replacements}, linear_method=linear_method or self.linear_method
+        )

@@ -18,7 +18,7 @@ FLOATS = ("F64", "F32", "F16", "BF16")  # safetensors' names of the dtypes whose
 class LinearMethod(ABC):
     """How W [outputs, inputs] is stored, loaded and used; one object serves all layers and holds no weight.
 
-    A new linear method is a subclass of `layers.fusable.FusableLinearMethod` with `create`, `places` and
+    A new linear method is a subclass of `layers.fusable.FusableLinearMethod` with `create`, `weight_views` and
     `product`. The bias is the layer's own business. `kind` is the last part of a tensor's name in the checkpoint: "weight",
     "bias", "weight_scale".
     """
@@ -28,19 +28,15 @@ class LinearMethod(ABC):
         """Give the layer its parameters, uninitialised, from its `input_size` and `output_sizes`."""
 
     @abstractmethod
-    def places(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
+    def weight_views(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
         """Where a checkpoint's tensors go: the last part of a name -> for each of `output_sizes` a view to copy to."""
 
     def stored(self, kind: str) -> tuple[str, ...]:
         """The dtypes, by safetensors' names, that a checkpoint may have such a tensor in."""
         return FLOATS
 
-    def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """The tensor that was read (and cut) as its place, a view of this `shape`, takes it."""
-        return tensor
-
     def loaded(self, layer: LinearBase) -> None:
-        """Repack the weights after all of them were loaded. `places` is not called again."""
+        """Repack the weights after all of them were loaded. `weight_views` is not called again."""
 
     @abstractmethod
     def product(self, layer: LinearBase, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -58,7 +54,7 @@ class Plain(LinearMethod):
         """Make one parameter, whose rows follow `output_sizes`."""
         layer.weight = nn.Parameter(torch.empty(sum(layer.output_sizes), layer.input_size))
 
-    def places(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
+    def weight_views(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
         """The rows of each part."""
         return {"weight": torch.split(layer.weight.data, layer.output_sizes)}
 
@@ -93,10 +89,10 @@ class LinearBase(nn.Module):
         linear_method.create(self)
         self.bias = nn.Parameter(torch.empty(sum(output_sizes))) if bias else None
 
-    def places(self) -> dict[str, Sequence[torch.Tensor]]:
-        """Where a checkpoint's tensors go (`LinearMethod.places`), the bias too."""
+    def weight_views(self) -> dict[str, Sequence[torch.Tensor]]:
+        """Where a checkpoint's tensors go (`LinearMethod.weight_views`), the bias too."""
         bias = {} if self.bias is None else {"bias": torch.split(self.bias.data, self.output_sizes)}
-        return self.linear_method.places(self) | bias
+        return self.linear_method.weight_views(self) | bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[T, input_size] -> [T, outputs]."""
@@ -134,13 +130,3 @@ class QKVParallelLinear(MergedColumnParallelLinear):
     ) -> None:
         sizes = (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim)
         super().__init__(hidden_size, sizes, bias, linear_method)
-
-
-class RankSum(nn.Module):
-    """Adds up what the ranks computed, for layers that are no linear layer. Here there is one rank; for several: `layers.sharded`."""
-
-    rank, size = 0, 1
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a sum [T, H] -> the sum."""
-        return x

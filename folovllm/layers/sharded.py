@@ -9,9 +9,9 @@ import torch.nn.functional as F
 
 from folovllm.distributed.group import Group
 from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
-from folovllm.layers.fusable import fusable
+from folovllm.layers.fusable import RankSum, fusable
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.linear import PLAIN, LinearMethod, RankSum, RowParallelLinear
+from folovllm.layers.linear import PLAIN, LinearMethod, RowParallelLinear
 
 
 class ShardedRowLinear(RowParallelLinear):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ IGNORED_SUFFIX = "rotary_emb.inv_freq"  # a constant that old Llama checkpoints 
 
 LinearMethods = Mapping[str, LinearMethod]  # by the name of a module
 # Gives a tensor of this name to its layer; may raise ValueError.
-Taker = Callable[[LlamaForCausalLM, str, torch.Tensor], None]
+WeightLoader = Callable[[LlamaForCausalLM, str, torch.Tensor], None]
 # A tensor's name, and the tensor (or a slice of a file) -> the part to keep, in the model's order.
 Shard = Callable[[str, Any], torch.Tensor]
 
@@ -44,35 +44,45 @@ def part_of(
     module, _, kind = name.rpartition(".")
     if not isinstance(tensor, torch.Tensor):
         tensor = StoredTensor(tensor)
-    if is_ignored(name, linear_methods) or (name not in places and taker_of(name) is not None):
+    if is_ignored(name, linear_methods) or (name not in places and weight_loader_of(name) is not None):
         return tensor[:] if tensor.shape else tensor[...]
     linear_method = linear_methods[module] if name in places else PLAIN
     return fusable(linear_method).shard(kind, tensor, partial(shard, name))
 
 
-def arranged(name: str, tensor: torch.Tensor, linear_method: LinearMethod, view: torch.Tensor) -> torch.Tensor:
+def repacked(name: str, tensor: torch.Tensor, linear_method: LinearMethod, view: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the checkpoint as its place, `view`, takes it; its linear method knows how.
 
     Codes are put in order where the model is: 30 billion of 4 bits would keep a CPU busy for most of a minute.
     """
-    return linear_method.arrange(name.rpartition(".")[2], tensor.to(view.device), view.shape)
+    return fusable(linear_method).repack(name.rpartition(".")[2], tensor.to(view.device), view.shape)
 
 
-def take_extra(model: LlamaForCausalLM, name: str, tensor: torch.Tensor, linear_methods: LinearMethods) -> None:
-    """Give a tensor for which the model has no place to who knows it. Raises ValueError if nobody does."""
-    linear_method = linear_methods.get(name.rpartition(".")[0], PLAIN)
-    if is_ignored(name, linear_methods):
-        fusable(linear_method).check_ignored(name, tensor)
-    elif (taker := taker_of(name)) is not None:
-        taker(model, name, tensor)
-    elif not is_empty_bias(name, tensor, linear_method):
-        raise ValueError(f"the checkpoint holds {name!r}, for which the model has no place (or had it twice)")
+def load_extra(
+    model: LlamaForCausalLM, tensors: Iterable[tuple[str, torch.Tensor]], linear_methods: LinearMethods
+) -> None:
+    """Give tensors for which the model has no place to what knows them. The model has all its weights by then.
+
+    Raises ValueError if nothing knows one, or if it is a head that differs from the embedding that is the model's head.
+    """
+    embedding = model.model.embed_tokens.weight
+    for name, tensor in tensors:
+        linear_method = linear_methods.get(name.rpartition(".")[0], PLAIN)
+        if is_ignored(name, linear_methods):
+            fusable(linear_method).check_ignored(name, tensor)
+        elif name == "lm_head.weight" and model.lm_head.weight is embedding:
+            if not torch.equal(tensor.to(embedding), embedding):
+                raise ValueError(f"{name!r} is not the embedding: set tie_word_embeddings to false in config.json")
+        elif (load := weight_loader_of(name)) is not None:
+            load(model, name, tensor)
+        elif not is_empty_bias(name, tensor, linear_method):
+            raise ValueError(f"the checkpoint holds {name!r}, for which the model has no place (or had it twice)")
 
 
-def taker_of(name: str) -> Taker | None:
+def weight_loader_of(name: str) -> WeightLoader | None:
     """Return what takes a tensor for which the model has no place, such as a scale of an FP8 cache; None if nobody knows it."""
-    takers = (named(place)(name) for place in EXTRA_TENSORS if is_installed(place))
-    return next((taker for taker in takers if taker is not None), None)
+    loaders = (named(place)(name) for place in EXTRA_TENSORS if is_installed(place))
+    return next((load for load in loaders if load is not None), None)
 
 
 def is_ignored(name: str, linear_methods: LinearMethods) -> bool:

@@ -6,7 +6,6 @@ import json
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +14,13 @@ import torch
 from folovllm.config import DEFAULT_MODEL, EngineConfig
 from folovllm.models.model_config import UnsupportedModel, num_kv_heads_of
 from folovllm.models.quick_start import PlainConfig, QuickTokenizer
-from folovllm.plugins import DOWNLOADS, FILE_FORMATS, MODELS, require
+from folovllm.plugins import DOWNLOADS, MODELS
 from folovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ASSETS = Path(__file__).parent.parent / "assets"
-BY_NAME = ("stories-5m", "stories-moe", "stories-hybrid", *DOWNLOADS)  # the hub has none of them
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 MOST_LAYERS = 10_000
 SIZES = ("_size", "_dim", "_heads", "_experts", "_per_tok")  # how fields end that make tensors large
@@ -62,8 +60,8 @@ def reading(what: object, key: str = "") -> Iterator[None]:
         raise
     except BaseException as error:
         said = in_one_line(error)
-        place = "" if key in said else f"{printable(key, 100)}: "
-        raise UnreadableFile(f"cannot read {what}: {place}{said}") from error
+        field = "" if key in said else f"{printable(key, 100)}: "
+        raise UnreadableFile(f"cannot read {what}: {field}{said}") from error
 
 
 def in_one_line(error: BaseException) -> str:
@@ -79,7 +77,7 @@ def printable(text: str, most: int) -> str:
 
 
 def resolve_model(name: str) -> Path:
-    """Find the folder that holds a model: embedded, converted (from a GGUF file too), local, or from the Hugging Face hub.
+    """Find the folder that holds a model: embedded, local, or what `sources.fetch` returns.
 
     Raises:
         ValueError: there is no such folder and the hub cannot give it.
@@ -88,36 +86,14 @@ def resolve_model(name: str) -> Path:
         raise ValueError('a model has no name: give a folder, a hub id, or an embedded one, say "stories-5m"')
     if (ASSETS / name / "config.json").is_file():
         return ASSETS / name
-    if name in DOWNLOADS:
-        downloaded: Path = require(DOWNLOADS[name], f"the model {name}")(name)
-        return downloaded
     path = Path(name).expanduser()
-    if path.suffix in FILE_FORMATS and path.is_file():
-        converted: Path = require(FILE_FORMATS[path.suffix], f"the model {path}")(path)
-        return converted
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(f"{path} has no config.json: it is not a model in Hugging Face format")
-        return path
-    return _from_hub(name)
+    if not path.is_dir() or name in DOWNLOADS:
+        from folovllm.models.sources import fetch
 
-
-def _from_hub(name: str) -> Path:
-    """Download (or find in the hub's cache) the safetensors, configuration and tokenizer of a hub id."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
-        return Path(snapshot_download(name, allow_patterns=patterns))
-    except HFValidationError as error:
-        raise ValueError(f"no model folder at {name!r}, and it is not a hub id such as Qwen/Qwen3-0.6B") from error
-    except Exception as error:  # offline, unknown, gated: the hub's own sentence says which
-        near = "".join(f" (did you mean {other!r}?)" for other in get_close_matches(name, BY_NAME, 1, 0.7))
-        said = in_one_line(error)
-        raise ValueError(
-            f"no model folder at {name!r}{near}, and the Hugging Face hub did not give it: {said}"
-        ) from error
+        return fetch(name)
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path} has no config.json: it is not a model in Hugging Face format")
+    return path
 
 
 def load_hf_config(path: Path, config: EngineConfig) -> Any:
@@ -167,16 +143,13 @@ def text_part(hf_config: Any) -> Any:
 
     Only for an elective's models: their classes say which tensors of such a checkpoint they leave out.
     """
-    named_otherwise = [
-        name.replace("ForConditionalGeneration", "ForCausalLM")
-        for name in getattr(hf_config, "architectures", None) or []
-    ]
-    text = getattr(hf_config, "text_config", None)
-    if text is None or MODELS.keys().isdisjoint(named_otherwise):
+    text, names = getattr(hf_config, "text_config", None), getattr(hf_config, "architectures", None) or []
+    names = [name.replace("ForConditionalGeneration", "ForCausalLM") for name in names]
+    if text is None or MODELS.keys().isdisjoint(names):
         return hf_config
-    text.architectures = named_otherwise
-    if (quantization := getattr(hf_config, "quantization_config", None)) is not None:
-        text.quantization_config = quantization
+    text.architectures, quantized = names, getattr(hf_config, "quantization_config", None)
+    if quantized is not None:
+        text.quantization_config = quantized
     return text
 
 
@@ -200,9 +173,9 @@ def load_tokenizer(path: Path, config: EngineConfig) -> PreTrainedTokenizerBase:
         return tokenizer
 
 
-def whole(tokenizer: Any) -> Any:
+def full_tokenizer(tokenizer: Any) -> Any:
     """transformers' tokenizer, for what must have the very object."""
-    return tokenizer.whole if isinstance(tokenizer, QuickTokenizer) else tokenizer
+    return tokenizer.full if isinstance(tokenizer, QuickTokenizer) else tokenizer
 
 
 def generation_defaults(path: Path) -> dict[str, Any]:
@@ -227,6 +200,4 @@ def eos_token_ids(path: Path, hf_config: Any, tokenizer: PreTrainedTokenizerBase
         ids = {declared} if isinstance(declared, int) else set(declared or ())
         if tokenizer.eos_token_id is not None:
             ids.add(tokenizer.eos_token_id)
-        return frozenset(
-            id_ for id_ in ids if 0 <= id_ < hf_config.vocab_size
-        )  # an id without a logit is never sampled
+        return frozenset(id_ for id_ in ids if 0 <= id_ < hf_config.vocab_size)  # others are never sampled

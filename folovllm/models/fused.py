@@ -12,8 +12,8 @@ from folovllm.kernels.activation import gelu_and_mul, silu_and_mul
 from folovllm.kernels.preparation import Preparation
 from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
 from folovllm.kernels.rms_norm import add_rms_norm, rms_norm
-from folovllm.kernels.skinny_linear import serves, skinny_linear
-from folovllm.kernels.summed_linear import fits, summed_linear
+from folovllm.kernels.skinny_linear import is_supported, skinny_linear
+from folovllm.kernels.summed_linear import can_handle, summed_linear
 from folovllm.layers.activation import GeluAndMul, SiluAndMul
 from folovllm.layers.fusable import FusablePlain
 from folovllm.layers.layer_set import LayerSet
@@ -66,18 +66,18 @@ class SkinnyLinear(FusablePlain):
         self, layer: LinearBase, x: torch.Tensor, group: Group, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Multiply and add up over ranks, in one kernel where these have one-shot buffers."""
-        if group.one_shot_buffers is not None and self.fuses(layer, x) and fits(len(x), layer.weight):
+        if group.one_shot_buffers is not None and self.fuses(layer, x) and can_handle(len(x), layer.weight):
             return summed_linear(x, layer.weight, group.one_shot_buffers, residual)
         return super().summed(layer, x, group, residual)
 
     def fuses(self, layer: LinearBase, x: torch.Tensor) -> bool:
         """True for few tokens and no bias."""
-        return layer.bias is None and is_few(x, layer.weight)
+        return layer.bias is None and can_use_skinny(x, layer.weight)
 
 
-def is_few(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def can_use_skinny(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether `skinny_linear` should multiply these. In the interpreter its many programs would take minutes."""
-    return x.is_cuda and serves(len(x), weight)
+    return x.is_cuda and is_supported(len(x), weight)
 
 
 class FusedLlamaAttention(LlamaAttention):

@@ -16,7 +16,7 @@ from folovllm.kernels.skinny_linear import skinny_linear
 from folovllm.layers.embed_head import ParallelLMHead
 from folovllm.layers.fusable import fusable, fused, fuses
 from folovllm.layers.layer_set import LayerSet
-from folovllm.models.fused import FusedLlamaAttention, SkinnyLinear, fused_layers, is_few
+from folovllm.models.fused import FusedLlamaAttention, SkinnyLinear, can_use_skinny, fused_layers
 from folovllm.models.llama import LlamaDecoderLayer, LlamaMLP, LlamaModel
 from folovllm.step.forward_batch import ForwardBatch
 
@@ -152,7 +152,7 @@ class SkinnyHead(ParallelLMHead):
     """The largest product of a step, by the kernel for few tokens where that is ahead."""
 
     def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        if is_few(hidden, self.weight):
+        if can_use_skinny(hidden, self.weight):
             return skinny_linear(hidden, self.weight, out=out)
         return super().forward(hidden, out)
 

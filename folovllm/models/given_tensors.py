@@ -21,11 +21,11 @@ def given_tensors(
     tensors: Iterable[tuple[str, torch.Tensor]],
     linear_methods: LinearMethods,
     shard: Shard | None,
-    own_name: Callable[[str], str | None],
+    local_name: Callable[[str], str | None],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """As `read_tensors`, of tensors in memory."""
     for given_name, tensor in map(as_named, tensors):
-        if (name := own_name(given_name)) is not None:
+        if (name := local_name(given_name)) is not None:
             if not is_ignored(name, linear_methods):
                 require_usable(given_name, tensor, linear_methods.get(name.rpartition(".")[0], PLAIN))
             yield name, tensor if shard is None else shard(name, tensor)

@@ -230,14 +230,14 @@ class LlamaForCausalLM(nn.Module):
         only_decodes = len(batch.logits_indices) == len(hidden)  # then every token is its sequence's last
         return self.lm_head(hidden if only_decodes else hidden[batch.logits_indices], out)
 
-    def own_name(self, name: str) -> str | None:
+    def local_name(self, name: str) -> str | None:
         """What a tensor of the checkpoint is called here; None if it is another rank's."""
         for theirs, ours in self.renamed.items():
             name = name.replace(theirs, ours)
         return name
 
-    def stored_name(self, name: str) -> str:
-        """What the checkpoint calls a tensor of ours: the inverse of `own_name`."""
+    def checkpoint_name(self, name: str) -> str:
+        """What the checkpoint calls a tensor of ours: the inverse of `local_name`."""
         for theirs, ours in self.renamed.items():
             name = name.replace(ours, theirs)
         return name

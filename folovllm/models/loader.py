@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +16,10 @@ from tqdm import tqdm
 from folovllm.engine.setup import EngineSetup
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import FLOATS, PLAIN, LinearBase, LinearMethod, Plain
-from folovllm.models.files import SIZES, read_json, reading
+from folovllm.models.files import read_json, reading
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.registry import PLAIN_LAYERS, build_model
 
-NO_ROOM = "allocate memory|Storage size calculation overflowed"  # of torch's messages on a CPU
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 IN_FLOATS = (".weight", "proj.bias", "weight_scale", "weight_scale_inv")  # unless the linear method says otherwise
 
@@ -52,18 +50,9 @@ def load_native_model(
 
 
 def built(setup: EngineSetup, hf_config: Any, layers: LayerSet) -> LlamaForCausalLM:
-    """Return the empty model, or a rank's part of it. Raises ValueError, which names the folder, for one that cannot be or has no room."""
+    """Return the empty model, or a rank's shard of it. Raises ValueError, which names the folder, if there is no such model, or no room."""
     with reading(f"the model in {setup.path}"):
-        try:
-            return build_model(hf_config, setup.dtype, setup.device, setup.max_model_len, layers)
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError | NotImplementedError) or not re.search(NO_ROOM, str(error)):
-                raise
-            sizes = {k: v for k, v in vars(hf_config).items() if k.endswith(SIZES) and type(v) is int}
-            name = max(sizes, key=sizes.__getitem__)
-            raise ValueError(
-                f"its weights do not fit into memory; its largest size is {name}, {sizes[name]:,}"
-            ) from error
+        return build_model(hf_config, setup.dtype, setup.device, setup.max_model_len, layers)
 
 
 def load_model(
@@ -88,82 +77,78 @@ def load_model(
 
         part = partial(part_of, places, linear_methods, shard)
     if isinstance(path, Path):
-        source, tensors = f"the checkpoint in {path}", read_tensors(path, linear_methods, part, model.own_name)
+        source, tensors = f"the checkpoint in {path}", read_tensors(path, linear_methods, part, model.local_name)
     else:
         from folovllm.models.given_tensors import given_tensors
 
-        source, tensors = "the given set of weights", given_tensors(path, linear_methods, part, model.own_name)
-    embedding = model.model.embed_tokens.weight
-    tied, copied_head = model.lm_head.weight is embedding, None
+        source, tensors = "the given set of weights", given_tensors(path, linear_methods, part, model.local_name)
+    extra = []
     with tqdm(total=len(places), desc="Loading weights", unit="tensor", disable=not use_tqdm) as progress:
         for name, tensor in tensors:
+            if name not in places:
+                extra.append((name, tensor))
+                continue
             with reading(source, name):
-                if tied and name == "lm_head.weight":
-                    copied_head = tensor
-                elif name in places:
-                    copy_weight(name, tensor, places)
-                    progress.update()
-                else:
-                    from folovllm.models.extra_tensors import take_extra
-
-                    take_extra(model, name, tensor, linear_methods)
+                copy_weight(name, tensor, places)
+            progress.update()
     if places:
-        raise ValueError(f"{source} lacks {some_of(map(model.stored_name, places))}")
-    if copied_head is not None and not _same(copied_head, embedding):
-        raise ValueError(
-            f"{source} holds a 'lm_head.weight' of its own: set tie_word_embeddings to false in its config"
-        )
+        raise ValueError(f"{source} lacks {some_of(map(model.checkpoint_name, places))}")
+    if extra:
+        from folovllm.models.extra_tensors import load_extra
+
+        with reading(source):
+            load_extra(model, extra, linear_methods)
     model.weights_loaded()
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Destination:
     """Where one of the checkpoint's tensors goes: a view of a parameter or of a part of it."""
 
     view: torch.Tensor
     linear_method: LinearMethod = PLAIN
 
 
-def checkpoint_places(model: LlamaForCausalLM) -> dict[str, Place]:
+def checkpoint_places(model: LlamaForCausalLM) -> dict[str, Destination]:
     """Where each of the checkpoint's tensors goes, by its name.
 
     The checkpoint has a tensor for each projection, our layers have merged ones. So for each module of
     `model.named_modules()`:
 
-    - a `LinearBase` says with `module.places()`, for each kind ("weight", perhaps "bias"), one view for each of its parts.
+    - a `LinearBase` says with `module.weight_views()`, for each kind ("weight", perhaps "bias"), one view for each of its parts.
       The parts' names are in `model.packed_modules_mapping`, by the last word of the module's name: "qkv_proj" ->
       ["q_proj", "k_proj", "v_proj"]. A layer that is not merged is not in it, and is its own only part. The name of a
       tensor is that of its part, beside the merged layer, then the kind: "model.layers.0.self_attn.q_proj.weight". The
-      view's place is `Place(view, module.linear_method)`.
-    - any other module has its own parameters (`module.named_parameters(recurse=False)`): "model.norm.weight". Their place is
-      `Place(parameter.data)`, and a parameter that was there already (tied weights) has no second one.
+      view's destination is `Destination(view, module.linear_method)`.
+    - any other module has its own parameters (`module.named_parameters(recurse=False)`): "model.norm.weight". Their destination is
+      `Destination(parameter.data)`, and a parameter that was there already (tied weights) has no second one.
     """
-    places: dict[str, Place] = {}
+    places: dict[str, Destination] = {}
     seen: set[int] = set()
     for module_name, module in model.named_modules():
         if isinstance(module, LinearBase):
             parent, _, leaf = module_name.rpartition(".")
             parts = [f"{parent}.{part}" for part in model.packed_modules_mapping.get(leaf, [leaf])]
-            for kind, views in module.places().items():
+            for kind, views in module.weight_views().items():
                 places |= {
-                    f"{p}.{kind}": Place(view, module.linear_method) for p, view in zip(parts, views, strict=True)
+                    f"{p}.{kind}": Destination(view, module.linear_method) for p, view in zip(parts, views, strict=True)
                 }
             continue
         for kind, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in seen:
-                places[f"{module_name}.{kind}"] = Place(parameter.data)
+                places[f"{module_name}.{kind}"] = Destination(parameter.data)
                 seen.add(id(parameter))
     return places
 
 
-def copy_weight(name: str, tensor: torch.Tensor, places: dict[str, Place]) -> None:
+def copy_weight(name: str, tensor: torch.Tensor, places: dict[str, Destination]) -> None:
     """Copy one tensor of the checkpoint to its place and cross that off."""
     place = places.get(name)
     if place is not None and not isinstance(place.linear_method, Plain):
-        from folovllm.models.extra_tensors import arranged
+        from folovllm.models.extra_tensors import repacked
 
-        tensor = arranged(name, tensor, place.linear_method, place.view)
-    place = take_place(name, tensor.shape, places)
+        tensor = repacked(name, tensor, place.linear_method, place.view)
+    place = pop_destination(name, tensor.shape, places)
     if place.view.is_cuda and not tensor.is_cuda and tensor.dim():
         from folovllm.models.pinned import copy_in_pieces
 
@@ -173,7 +158,7 @@ def copy_weight(name: str, tensor: torch.Tensor, places: dict[str, Place]) -> No
     require_finite(name, place.view)
 
 
-def take_place(name: str, shape: torch.Size, places: dict[str, Place]) -> Place:
+def pop_destination(name: str, shape: torch.Size, places: dict[str, Destination]) -> Destination:
     """Return the place of a tensor of this shape, crossed off. Raises ValueError if there is none, or it is of another shape."""
     place = places.pop(name, None)
     if place is None:
@@ -245,28 +230,22 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 def read_tensors(
-    path: Path, linear_methods: LinearMethods, shard: Shard | None, own_name: Callable[[str], str | None]
+    path: Path, linear_methods: LinearMethods, shard: Shard | None, local_name: Callable[[str], str | None]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor, one after the other, each a view of the memory-mapped file until it is copied.
 
-    `own_name` says what the model calls a tensor; where that is None it is not read.
+    `local_name` says what the model calls a tensor; where that is None it is not read.
     """
     for file in checkpoint_files(path):
         with opened(file) as handle:
             for stored_name in handle.keys():  # noqa: SIM118  # a handle is no dict
-                if (name := own_name(stored_name)) is None:
+                if (name := local_name(stored_name)) is None:
                     continue
                 with reading(file, stored_name):
                     stored = handle.get_slice(stored_name)
                     require_stored(name, stored.get_dtype(), linear_methods)
                     tensor = handle.get_tensor(stored_name) if shard is None else shard(name, stored)
                 yield name, tensor
-
-
-def _same(tensor: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether two [V, H] hold the same. They are compared in pieces, so that neither is copied whole."""
-    pieces = zip(tensor.split(4096), parameter.split(4096), strict=False)
-    return tensor.shape == parameter.shape and all(torch.equal(a.to(b), b) for a, b in pieces)
 
 
 def some_of(names: Iterable[str]) -> str:

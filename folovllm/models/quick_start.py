@@ -46,20 +46,20 @@ class QuickTokenizer:
         return text
 
     @cached_property
-    def whole(self) -> Any:
+    def full(self) -> Any:
         """transformers' tokenizer."""
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast.from_pretrained(self._where)
 
     def __len__(self) -> int:
-        return len(self.whole)
+        return len(self.full)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What transformers' tokenizer returns."""
-        return self.whole(*args, **kwargs)
+        return self.full(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self.whole, name)
+        return getattr(self.full, name)

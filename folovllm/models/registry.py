@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from folovllm.config import EngineConfig
-from folovllm.layers.layer_set import LayerSet, LinearMethodOf
+from folovllm.layers.layer_set import LayerSet
 from folovllm.models.model_config import UnsupportedModel, hidden_act_of, num_experts_of
 from folovllm.plugins import EXPERTS, MODELS, QUANTIZATION, require
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from folovllm.models.llama import LlamaForCausalLM
+    from folovllm.models.quantization import Quantization
 
 ARCHITECTURES: dict[str, str] = {
     "Gemma3ForCausalLM": "folovllm.models.gemma3",
@@ -32,50 +33,16 @@ NEEDED = ("intermediate_size", "rms_norm_eps", "tie_word_embeddings")  # beside 
 PLAIN_LAYERS = LayerSet()
 
 
-class Quantization:
-    """The hook for models whose weights are quantized. This class knows none: each method does nothing.
+def quantization_of(hf_config: PretrainedConfig, config: EngineConfig | None = None) -> Quantization | None:
+    """Return what knows the model's quantization; None where neither the model nor `config` asks for one.
 
-    The set-up of an engine calls `configured`, then `check`, before a weight is read. Whoever builds the model calls
-    `linear_methods_of` (on each rank, too) with the configuration that `configured` returned. Each call makes an object of its own,
-    so the answer must follow from the arguments.
+    Raises ValueError if one of them does, and the package is not installed.
     """
-
-    def configured(self, hf_config: Any, config: EngineConfig) -> Any:
-        """Return the model's configuration, with what `config.quantization` and `config.quantize_activations` ask for.
-
-        Raises ValueError if the model cannot have that.
-        """
-        return hf_config
-
-    def linear_methods_of(
-        self, hf_config: PretrainedConfig, packed: Mapping[str, Sequence[str]], renamed: Mapping[str, str]
-    ) -> LinearMethodOf | None:
-        """Return a function from the name of a linear layer to its linear method; None for models that are not quantized.
-
-        Args:
-            packed: the checkpoint's layers in each of ours that merges some (`packed_modules_mapping`).
-            renamed: parts of names in the checkpoint: what they are called here.
-
-        Raises:
-            ValueError: the way is not supported; so does the function, for layers that cannot be merged.
-        """
+    in_config = config is not None and "quantization" in config.extras
+    if not in_config and getattr(hf_config, "quantization_config", None) is None:
         return None
-
-    def check(self, hf_config: PretrainedConfig, part: PretrainedConfig, config: EngineConfig) -> None:
-        """Raise ValueError if the way is not supported, or ranks cannot share the layers. `part` is one rank's configuration."""
-
-
-def quantization_of(hf_config: PretrainedConfig, config: EngineConfig | None = None) -> Quantization:
-    """Return what knows the model's quantization: nothing does where neither the model nor `config` speaks of one.
-
-    Raises:
-        ValueError: one of them does, and the package is not installed.
-    """
-    said = getattr(hf_config, "quantization_config", None) is not None
-    if said or (config is not None and "quantization" in config.extras):
-        found: Quantization = require(QUANTIZATION, "a quantized model (`quantization_config`)")()
-        return found
-    return Quantization()
+    found: Quantization = require(QUANTIZATION, "a quantized model (`quantization_config`)")()
+    return found
 
 
 def get_model_class(hf_config: PretrainedConfig) -> type[LlamaForCausalLM]:
@@ -90,11 +57,11 @@ def get_model_class(hf_config: PretrainedConfig) -> type[LlamaForCausalLM]:
     names: list[str] = getattr(hf_config, "architectures", None) or []
     known = ARCHITECTURES | MODELS
     name = next((name for name in names if name in known), None)
-    found: type[LlamaForCausalLM]
     if name is None:
         raise UnsupportedModel(
             f"no model for architecture {', '.join(names) or '(none named)'}: the known ones are {', '.join(sorted(known))}"
         )
+    found: type[LlamaForCausalLM]
     if name in ARCHITECTURES:
         found = getattr(import_module(ARCHITECTURES[name]), name)
     else:
@@ -131,10 +98,9 @@ def build_model(
     """
     try:
         model_class = get_model_class(hf_config)
-        linear_method_of = quantization_of(hf_config).linear_methods_of(
-            hf_config, model_class.packed_modules_mapping, model_class.renamed
-        )
-        layers = replace(layers, quantized=linear_method_of)
+        if (quantization := quantization_of(hf_config)) is not None:
+            packed, renamed = model_class.packed_modules_mapping, model_class.renamed
+            layers = replace(layers, quantized=quantization.linear_methods_of(hf_config, packed, renamed))
         absent = [field for field in NEEDED if getattr(hf_config, field, None) is None]
         if absent := absent + ["hidden_act"] * (hidden_act_of(hf_config) is None):
             raise ValueError(f"config.json lacks {', '.join(absent)}, without which there is no {model_class.__name__}")

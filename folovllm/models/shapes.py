@@ -51,11 +51,11 @@ def linear_bytes(
 ) -> int:
     """Bytes of matrices of these shapes in all decoder layers, with their scales."""
     quantization, total = quantization_of(hf_config), 0
-    linear_method_of = quantization.linear_methods_of(hf_config, {}, renamed) or (lambda name: None)
+    linear_method_of = quantization and quantization.linear_methods_of(hf_config, {}, renamed)
     for i in range(hf_config.num_hidden_layers):
         for name, (outputs, inputs) in shapes.items():
-            linear_method = fusable(linear_method_of(f"model.layers.{i}.{name}") or PLAIN)
-            total += linear_method.num_bytes(outputs, inputs, dtype)
+            quantized = linear_method_of and linear_method_of(f"model.layers.{i}.{name}")
+            total += fusable(quantized or PLAIN).num_bytes(outputs, inputs, dtype)
     return total
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from folovllm.step.schedule import Logprobs
+from folovllm.step.schedule import Logprobs, ScheduledSequence, Scores, tokens_to_score
 
 SCORED_AT_ONCE = 1 << 22  # logits; with their temporaries about 100 MB
 
@@ -71,6 +71,38 @@ def score(
         torch.cat([part.values for part in parts]),
         torch.cat([part.ranks for part in parts]),
     )
+
+
+def score_prompts(
+    scheduled_seqs: Sequence[ScheduledSequence],
+    logits_after: Callable[[torch.Tensor], torch.Tensor],
+    vocab_size: int,
+    device: torch.device,
+) -> dict[int, list[Logprobs]]:
+    """Return the log-probabilities for `ScheduledSequence.scores`, by index of the sequence. `logits_after`: see `score`."""
+    wanted = tokens_to_score(scheduled_seqs)
+    _, after, tokens, counts = torch.tensor(wanted, device=device).T
+    found = score(logits_after, after, tokens, int(counts.max()), vocab_size)
+    return by_sequence(found.to_host(), wanted)
+
+
+def score_in_pieces(
+    logits_of: Callable[[torch.Tensor, int], torch.Tensor], input_ids: torch.Tensor, scores: Scores, vocab_size: int
+) -> tuple[torch.Tensor, list[Logprobs]]:
+    """Return the logits [1, V] after the tokens [1, T], and the log-probabilities of the prompt.
+
+    `logits_of(piece, 0)` are the logits [1, n, V] of all tokens of a piece at once, which is therefore small.
+    """
+    tokens, rows, start = torch.from_numpy(scores.token_ids).long(), [], 0
+    for piece in input_ids.split(num_scored_at_once(vocab_size), dim=1):
+        logits = logits_of(piece, 0)[0]  # [n, V]
+        first, end = max(start, scores.first), min(start + len(logits), scores.first + len(tokens))
+        if first < end:
+            scored = tokens[first - scores.first : end - scores.first].to(logits.device)
+            found = gather_logprobs(logits[first - start : end - start], scored, scores.num_top).to_host()
+            rows += [found.of(n, scores.num_top) for n in range(len(scored))]
+        start += len(logits)
+    return logits[-1:], rows
 
 
 def num_scored_at_once(vocab_size: int) -> int:

@@ -7,7 +7,8 @@ from reprlib import repr as shown
 from typing import Any
 
 from folovllm.engine.require import is_whole, require
-from folovllm.engine.structured_outputs import StructuredOutputsParams
+from folovllm.plugins import STRUCTURED_PARAMS
+from folovllm.plugins import require as required
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
@@ -19,8 +20,8 @@ def take_rules(params: Any) -> None:
     for name in ("stop", "stop_token_ids", "bad_words"):
         if getattr(params, name) is None:
             setattr(params, name, [])
-    if isinstance(params.structured_outputs, dict):
-        params.structured_outputs = StructuredOutputsParams(**params.structured_outputs)
+    if params.structured_outputs is not None:
+        params.structured_outputs = required(STRUCTURED_PARAMS, "structured_outputs")(params.structured_outputs)
     _check_kinds(params)
     params.logit_bias = _bias(params.logit_bias) if params.logit_bias else None
     has_bad_text = any(REPLACEMENT in stop for stop in params.stop)
@@ -48,9 +49,6 @@ def _check_kinds(params: Any) -> None:
         is_none = (value := getattr(params, name)) is None
         says = f"{name} must be a list of token ids (whole numbers), not {shown(value)}"
         require(is_none or _is_list(value, Integral), says)
-    form = params.structured_outputs
-    says = f"structured_outputs is a StructuredOutputsParams, not {form!r}"
-    require(isinstance(form, StructuredOutputsParams | None), says)
 
 
 def _is_list(value: Any, kind: type) -> bool:

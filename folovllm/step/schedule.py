@@ -6,7 +6,7 @@ None of them refers to a `Sequence`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -141,11 +141,6 @@ class SchedulerOutput:
     preempted: tuple[int, ...] = ()  # `seq_id`s of sequences whose cache this step took
     extras: Extras | None = None  # most steps have none, and cost nothing more
 
-    def with_masks(self, masks: TokenBitmasks) -> SchedulerOutput:
-        """Return the step with the bitmasks of its samples."""
-        rows = [scheduled.row for scheduled in self.scheduled_seqs]
-        return replace(self, extras={**(self.extras or {}), MASKS: masks.by_index(rows)})
-
     @property
     def masks(self) -> TokenBitmasks | None:
         """The bitmasks of its samples, if it has any."""
@@ -170,6 +165,7 @@ class StepResult:
     token_ids: list[list[int]]  # [S]
     # By sequence index, for requests that want them: the entries of `ScheduledSequence.scores`, then one a sampled token.
     logprobs: dict[int, list[Logprobs]]
+    broken: tuple[int, ...] = ()  # indices of sequences that no token can follow: they are aborted
 
 
 def one_each(

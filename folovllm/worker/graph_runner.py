@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from folovllm.engine.setup import EngineSetup
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.sample.logprobs import SampledLogprobs, gather_logprobs
+from folovllm.sample.logprobs import SampledLogprobs, gather_logprobs, score
 from folovllm.sample.sampler_state import SamplerState
 from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.packed import (
@@ -384,10 +384,13 @@ class GraphRunner:
         batch = self._tables.unpack(parts, step.num_decodes, longest, most, host)
         batch.logits_indices = batch.logits_indices.long()
         batch.only_last = not (step.scores.size or step.has_drafts)
+        hidden = self._runner.forward_hidden(batch)
+        logits = self.model.compute_logits(hidden, batch)
         if not step.scores.size:
-            return self._runner.forward(batch), None
+            return logits, None
         after, tokens = parts.scores[1:3].long()
-        logits, found = self._runner.forward_and_score(batch, after, tokens, int(step.scores[3].max()))
+        logits_after, k = partial(self._runner.logits_after, hidden, batch), int(step.scores[3].max())
+        found = score(logits_after, after, tokens, k, self._setup.vocab_size)
         return logits, found.to_host(non_blocking=True)
 
     def _sample(self, computed: Computed, masks: TokenBitmasks | None) -> None:
@@ -424,9 +427,9 @@ class GraphRunner:
 
     def _sample_rows(self, logits: torch.Tensor, samples: torch.Tensor, out: torch.Tensor | None = None) -> None:
         """Sample a token for each row of `logits` with its filters and penalties, and record it. A row has one sample."""
-        whole, rows, positions = self._step_sampler.whole(logits), samples[Sample.ROW], samples[Sample.POSITION]
+        logits, rows, positions = self._step_sampler.full_logits(logits), samples[Sample.ROW], samples[Sample.POSITION]
         out = self._tokens if out is None else out
-        tokens = self._row_sampler.sample(whole, rows, positions, out, self._tables.last_token)
+        tokens = self._row_sampler.sample(logits, rows, positions, out, self._tables.last_token)
         self._row_sampler.record(tokens, rows, positions, samples[Sample.COUNTS])
 
     # --- drafts: a row has several samples, and no step begins before the host knows which of them are accepted ---
@@ -438,23 +441,23 @@ class GraphRunner:
     def _sample_all(self, logits: torch.Tensor, samples: torch.Tensor) -> None:
         """Sample from the logits [R, V] of all samples at once, without recording the tokens. Device work only."""
         rows, positions = samples[Sample.ROW], samples[Sample.POSITION]
-        self._row_sampler.sample(self._step_sampler.whole(logits), rows, positions, self._tokens)
+        self._row_sampler.sample(self._step_sampler.full_logits(logits), rows, positions, self._tokens)
 
     def _sample_levels(self, computed: Computed) -> None:
         """Sample level by level: the first sample of each sequence, then the second ones, and so on.
 
         So penalties and bad words see all tokens before a sample. Tokens after a rejected draft token are not recorded.
         """
-        step, samples, whole = computed.step, computed.samples, self._step_sampler.whole(computed.logits)
+        step, samples, logits = computed.step, computed.samples, self._step_sampler.full_logits(computed.logits)
         if samples is None:
             samples = self._steps_in.to_device(step.samples.ravel()).view(step.samples.shape)
         self._resolve(samples[Sample.DRAFT])
-        right = torch.ones(step.num_seqs, dtype=torch.int32, device=whole.device)
+        right = torch.ones(step.num_seqs, dtype=torch.int32, device=logits.device)
         for at in sample_levels(step.samples):
             index = self._steps_in.to_device(at.astype(np.int32)).long()
             these = samples[:, index]
             rows, positions, of = these[Sample.ROW], these[Sample.POSITION], these[Sample.SEQUENCE].long()
-            sampled = self._row_sampler.sample(whole[index], rows, positions, masks=self._row_sampler.masks[index])
+            sampled = self._row_sampler.sample(logits[index], rows, positions, masks=self._row_sampler.masks[index])
             self._tokens[index] = sampled
             self._row_sampler.record(sampled, rows, positions, right[of])
             right[of] &= (sampled == these[Sample.DRAFT]).int()
@@ -463,6 +466,6 @@ class GraphRunner:
         """Queue the copy of log-probabilities to the host, for the samples whose requests want them."""
         index, count = step.logprobs
         at = self._steps_in.to_device(index).long()
-        return gather_logprobs(self._step_sampler.whole(logits[at]), self._tokens[at], int(count.max())).to_host(
+        return gather_logprobs(self._step_sampler.full_logits(logits[at]), self._tokens[at], int(count.max())).to_host(
             non_blocking=True
         )

@@ -13,10 +13,10 @@ from transformers.utils import logging as hf_logging
 from folovllm.engine.setup import EngineSetup
 from folovllm.models.files import reading
 from folovllm.models.loader import checkpoint_files, require_finite, require_float_weights
-from folovllm.sample.logprobs import gather_logprobs, num_scored_at_once
+from folovllm.sample.logprobs import score_in_pieces
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler
-from folovllm.step.schedule import Logprobs, SchedulerOutput, Scores, StepResult, one_each
+from folovllm.step.schedule import SchedulerOutput, StepResult, one_each
 
 
 @contextmanager
@@ -66,7 +66,12 @@ class HFModelRunner:
                 f"{name!r} has shape {list(stored)}, the model expects {list(wanted)}: {setup.path} is damaged"
             )
         for name, parameter in model.named_parameters():
-            if parameter.dtype.itemsize == 1 and type(model.get_submodule(name.rpartition(".")[0])) is torch.nn.Linear:
+            module = model.get_submodule(name.rpartition(".")[0])
+            if (
+                parameter.dtype.itemsize == 1
+                and type(module) is torch.nn.Linear
+                and not hasattr(module, "weight_scale")
+            ):
                 raise ValueError(f"the checkpoint in {setup.path} lacks the scale of {name!r}, which is stored in FP8")
             if parameter.is_floating_point() and parameter.dtype.itemsize > 1:
                 require_finite(name, parameter.data)
@@ -89,7 +94,7 @@ class HFModelRunner:
         if scheduled.scores is None:
             logits = self._logits(input_ids, 1)[:, -1]  # [1, V]
         else:
-            logits, scores[0] = self._score(input_ids, scheduled.scores)
+            logits, scores[0] = score_in_pieces(self._logits, input_ids, scheduled.scores, self._setup.vocab_size)
         sampled = self._sampling_rows.sample(logits, [scheduled.row], [scheduled.end], masks=output.masks)
         return one_each(output.scheduled_seqs, sampled.token_ids, sampled.logprobs, scores)
 
@@ -98,19 +103,3 @@ class HFModelRunner:
         output = self.model(input_ids=input_ids, past_key_values=self._cache, use_cache=True, logits_to_keep=keep)
         logits: torch.Tensor = output.logits
         return logits
-
-    def _score(self, input_ids: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, list[Logprobs]]:
-        """Return the logits [1, V] after the tokens [1, T], and the log-probabilities of the prompt.
-
-        The tokens go through the model in pieces, because the model computes the logits of all tokens of a call at once.
-        """
-        tokens, rows, start = torch.from_numpy(scores.token_ids).long(), [], 0
-        for piece in input_ids.split(num_scored_at_once(self._setup.vocab_size), dim=1):
-            logits = self._logits(piece, 0)[0]  # [n, V]
-            first, end = max(start, scores.first), min(start + len(logits), scores.first + len(tokens))
-            if first < end:
-                own = tokens[first - scores.first : end - scores.first].to(logits.device)
-                found = gather_logprobs(logits[first - start : end - start], own, scores.num_top).to_host()
-                rows += [found.of(n, scores.num_top) for n in range(len(own))]
-            start += len(logits)
-        return logits[-1:], rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,11 +18,11 @@ from folovllm.layers.state_layer import StatePool
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import Tensors
 from folovllm.plugins import CALIBRATION, require
-from folovllm.sample.logprobs import SampledLogprobs, by_sequence, score
+from folovllm.sample.logprobs import score_prompts
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.step.forward_batch import ForwardBatch
-from folovllm.step.schedule import Logprobs, ScheduledSequence, SchedulerOutput, StepResult, one_each, tokens_to_score
+from folovllm.step.schedule import Logprobs, ScheduledSequence, SchedulerOutput, StepResult, one_each
 from folovllm.worker.input_batch import InputBatch, SlotsOf
 from folovllm.worker.kv_memory import num_blocks_that_fit
 from folovllm.worker.warm_up import dummy_seqs, small_steps
@@ -39,13 +40,13 @@ class ModelRunner:
         sampler: Sampler,
         slots: SlotsOf,
         backend: AttentionBackend,
-        whole: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
+        full_logits: Callable[[torch.Tensor], torch.Tensor] = lambda logits: logits,
     ) -> None:
-        """`load` builds the model with its weights, or loads other `weights` `into` it; `backend` computes attention, `whole` gathers logits of a sharded vocabulary."""
+        """`load` builds the model with its weights, or loads other `weights` `into` it; `backend` computes attention, `full_logits` gathers logits of a sharded vocabulary."""
         self._setup = setup
         self._load = load
         self._sampler = sampler
-        self._whole = whole
+        self._full_logits = full_logits
         self._input_batch = InputBatch(slots, setup.block_size, setup.device)
         self._sampling_rows = SamplingRows(setup.max_num_seqs, setup.vocab_size, setup.device, sampler)
         self._backend = backend
@@ -135,19 +136,18 @@ class ModelRunner:
         self._sampling_rows.set(
             {scheduled.row: scheduled.sampling for scheduled in scheduled_seqs if scheduled.sampling is not None}
         )
-        batch, wanted = self._build(scheduled_seqs), tokens_to_score(scheduled_seqs)
+        batch = self._build(scheduled_seqs)
         rows = [scheduled.row for scheduled in scheduled_seqs]
         if output.extras is not None:
             self.states.load(output.extras, rows)
-        scores = {}
-        if wanted:
-            _, after, tokens, counts = torch.tensor(wanted, device=self._setup.device).T
-            logits, found = self.forward_and_score(batch, after, tokens, int(counts.max()))
-            scores = by_sequence(found.to_host(), wanted)
-        else:
-            logits = self.forward(batch)  # [S, V]
+        hidden = self.forward_hidden(batch)
+        logits = self.model.compute_logits(hidden, batch)  # [S, V]
         if output.extras is not None:
             self.states.save(output.extras, rows)
+        scores = {}
+        if any(scheduled.scores is not None for scheduled in scheduled_seqs):
+            after = partial(self.logits_after, hidden, batch)
+            scores = score_prompts(scheduled_seqs, after, self._setup.vocab_size, self._setup.device)
         return self._sample(output, logits, scores)
 
     def _build(self, scheduled_seqs: Sequence[ScheduledSequence]) -> ForwardBatch:
@@ -171,20 +171,9 @@ class ModelRunner:
         hidden: torch.Tensor = self.model(batch)
         return hidden
 
-    def forward_and_score(
-        self, batch: ForwardBatch, after: torch.Tensor, tokens: torch.Tensor, k: int
-    ) -> tuple[torch.Tensor, SampledLogprobs]:
-        """Return what `forward` returns, and the log-probabilities of prompt `tokens` [n].
-
-        `after` [n]: the index in the step of the token before each of them.
-        """
-        hidden = self.forward_hidden(batch)
-
-        def logits_after(at: torch.Tensor) -> torch.Tensor:
-            return self._whole(self.model.compute_logits(hidden, replace(batch, logits_indices=at)))
-
-        found = score(logits_after, after, tokens, k, self._setup.vocab_size)
-        return self.model.compute_logits(hidden, batch), found
+    def logits_after(self, hidden: torch.Tensor, batch: ForwardBatch, at: torch.Tensor) -> torch.Tensor:
+        """Return the logits [m, V] after the tokens with the indices `at` [m] in a step, from its hidden states [T, H]."""
+        return self._full_logits(self.model.compute_logits(hidden, replace(batch, logits_indices=at)))
 
     def supports_graph(self) -> bool:
         """Return whether the attention backend can be part of a captured step."""
@@ -216,7 +205,7 @@ class ModelRunner:
             self._backend.plan(batch)
             hidden = self.model(batch)
             batch.logits_indices = torch.arange(num_samples, device=setup.device) % len(hidden)
-            logits = self._whole(self.model.compute_logits(hidden, batch))
+            logits = self._full_logits(self.model.compute_logits(hidden, batch))
             rows = dummy_seqs([1] * num_samples, setup.block_size)
             specs = [scheduled.sampling for scheduled in rows if scheduled.sampling is not None]
             self._sampler(logits, SamplingBatch.from_specs(specs, [1] * len(specs), setup.device))

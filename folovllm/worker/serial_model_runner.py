@@ -7,18 +7,17 @@ from dataclasses import replace
 
 import torch
 
-from folovllm.attention.backends.registry import get_backend
-from folovllm.attention.backends.torch_cat import GrowingKVCache
+from folovllm.attention.backends.torch_cat import GrowingKVCache, TorchCatBackend
 from folovllm.engine.setup import EngineSetup
 from folovllm.layers.attention import attention_layers
 from folovllm.layers.state_layer import StatePool
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.model_config import num_linear_of
-from folovllm.sample.logprobs import by_sequence, score
+from folovllm.sample.logprobs import score_prompts
 from folovllm.sample.rows import SamplingRows
 from folovllm.sample.sampler import Sampler
 from folovllm.step.forward_batch import ForwardBatch
-from folovllm.step.schedule import Logprobs, SchedulerOutput, StepResult, TokenIds, one_each, tokens_to_score
+from folovllm.step.schedule import Logprobs, SchedulerOutput, StepResult, TokenIds, one_each
 
 
 class SerialModelRunner:
@@ -38,7 +37,7 @@ class SerialModelRunner:
         """Give each attention layer an empty cache, and layers that keep a state one slot."""
         if num_linear_of(self._setup.hf_config):
             StatePool(self._setup, self.model)
-        backend = get_backend("torch_cat")(self._setup.attention)
+        backend = TorchCatBackend(self._setup.attention)
         for attention in attention_layers(self.model):
             cache = GrowingKVCache()
             attention.bind(backend)
@@ -62,16 +61,13 @@ class SerialModelRunner:
 
     def _score(self, output: SchedulerOutput, hidden: torch.Tensor, batch: ForwardBatch) -> dict[int, list[Logprobs]]:
         """Return the log-probabilities for `ScheduledSequence.scores`, from the hidden states [T, H] of the step's tokens."""
-        wanted = tokens_to_score(output.scheduled_seqs)
-        if not wanted:
+        if output.scheduled_seqs[0].scores is None:
             return {}
 
         def logits_after(at: torch.Tensor) -> torch.Tensor:
             return self.model.compute_logits(hidden, replace(batch, logits_indices=at))
 
-        _, after, tokens, counts = torch.tensor(wanted, device=self._setup.device).T
-        found = score(logits_after, after, tokens, int(counts.max()), self._setup.vocab_size)
-        return by_sequence(found.to_host(), wanted)
+        return score_prompts(output.scheduled_seqs, logits_after, self._setup.vocab_size, self._setup.device)
 
 
 def single_sequence_batch(token_ids: TokenIds, start: int, device: torch.device) -> ForwardBatch:

@@ -27,7 +27,7 @@ class StepSampler(Protocol):
         It writes the tokens to `tokens` [rows] and to their rows' entries of `last` [rows + 1]. `fields` is [len(Field), S].
         """
 
-    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+    def full_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits over the whole vocabulary, [S, V]."""
 
 
@@ -51,7 +51,7 @@ class LocalSampler:
         batch = SamplingBatch(temperature, seeds_of(low, high), positions.long(), greedy)
         keep(self._sampler.sample(logits, batch), fields, tokens, last)
 
-    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+    def full_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Return `logits`, which are over the whole vocabulary already."""
         return logits
 
@@ -75,7 +75,7 @@ class TensorParallelSampler:
         _, best = best_of_ranks(everyone[:, 0].view(torch.float32), everyone[:, 1])
         keep(best.long(), fields, tokens, last)
 
-    def whole(self, logits: torch.Tensor) -> torch.Tensor:
+    def full_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Gather the parts of all ranks: [n, V / size] -> [n, V]."""
         parts = self._group.all_gather(logits)  # [size, n, V / size]
         return parts.transpose(0, 1).flatten(1)[:, : self.vocab_size]

@@ -1,5 +1,6 @@
 """`python -m milestones mini`, `path` and `build mini`: an engine of one's own, from an empty folder."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,6 +18,9 @@ mini = typer.Typer(help="An engine of your own, from an empty folder: seven stag
 app.add_typer(mini, name="mini")
 
 Number = Annotated[int | None, typer.Argument(metavar="[STAGE]", help="A stage, 0 to 6; the next if left out.")]
+Threads = Annotated[
+    int, typer.Option(min=1, help="Threads of torch. With more than one, many small tensors take longer.")
+]
 Seconds = Annotated[bool, typer.Option("--time", help="Also tokens a second, beside FoloVLLM and transformers.")]
 
 
@@ -127,28 +131,32 @@ def hint(number: Number = None, all: Annotated[bool, typer.Option("--all", help=
 
 
 @mini.command()
-def score(number: Number = None, seconds: Seconds = False) -> None:
+def score(number: Number = None, seconds: Seconds = False, threads: Threads = 1) -> None:
     """Serve six requests, count what your engine does, and compare with the reference and with your earlier scores."""
+    import torch
+
     from milestones.mini import score as scoring
     from milestones.mini.ledger import Rejected
 
     own = Own.here()
     stage = _played(own, number)
+    torch.set_num_threads(threads)
     try:
-        traces = scoring.traces(own.folder, stage.number)
-        speeds = scoring.speeds(own.folder, stage.number) if seconds else {}
+        traces = scoring.traces(own.folder, stage.number, lambda whose: say("counted: {whose}", whose=t(whose)))
+        timed = partial(scoring.speeds, tell=lambda whose: say("timed, three times: {whose}", whose=t(whose)))
+        speeds = timed(own.folder, stage.number) if seconds else {}
     except (Rejected, NotImplementedError) as error:
         _print_red(_sentence(error))
         raise typer.Exit(1) from None
     counts = traces["yours"].counts
-    table = Table("", *map(t, counts), *([t("tokens a second")] if speeds else []), box=None)
-    for whose in dict.fromkeys([*traces, *speeds]):
-        cells = [f"{n:,}" for n in traces[whose].counts.values()] if whose in traces else ["-"] * len(counts)
-        table.add_row(t(whose), *cells, *([f"{speeds[whose]:,.0f}"] if speeds else []))
     history = scoring.remember(own.folder / HISTORY, stage.number, counts, speeds.get("yours"))
+    table = Table("", *map(t, counts), t("tokens a second"), box=None)
+    for whose in dict.fromkeys([*traces, *speeds]):
+        numbers = traces[whose].counts if whose in traces else dict.fromkeys(counts)
+        table.add_row(t(whose), *_cells([*numbers.values(), speeds.get(whose)]))
     for past in history[-6:-1]:
         when = t("stage {stage}, {day}", stage=past["stage"], day=past["day"])
-        table.add_row(when, *(f"{n:,}" for n in past["counts"].values()), style="dim")
+        table.add_row(when, *_cells([*past["counts"].values(), past["tokens a second"]]), style="dim")
     console.print(table)
 
 
@@ -175,6 +183,10 @@ def record(
             say("{file}: {n} steps. Look at it: folovllm inspect {file}", file=file, n=len(trace.steps))
     if not trace.steps:
         raise typer.Exit(1)
+
+
+def _cells(numbers: list[int | float | None]) -> list[str]:
+    return ["-" if number is None else f"{number:,.0f}" for number in numbers]
 
 
 def _sentence(error: Exception) -> str:

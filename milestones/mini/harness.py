@@ -13,9 +13,11 @@ import importlib.util
 import inspect
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,7 +29,8 @@ from milestones.mini.ledger import Ask, Ledger, Rejected
 
 HERE = Path(__file__).parent
 GIVEN, REFERENCE = HERE / "given", HERE / "reference"
-FORBIDDEN = ("folovllm", "milestones", "vllm", "sglang")
+ENGINES = ("folovllm", "vllm", "sglang")  # not there for an engine of mini
+FORBIDDEN = (*ENGINES, "milestones")
 
 
 # -- to load an engine -----------------------------------------------------------------------------------------------
@@ -54,7 +57,7 @@ def load(path: Path) -> ModuleType:
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules["adapters"] = module
-    with _on_path():
+    with engine_runs():
         spec.loader.exec_module(module)
     return module
 
@@ -65,14 +68,27 @@ def _folders(path: Path | None) -> list[Path]:
 
 
 @contextmanager
-def _on_path() -> Iterator[None]:
-    """Let the engine's files find each other, and forget nothing else that was imported."""
+def engine_runs() -> Iterator[None]:
+    """While the engine's code runs: its files find each other, and `sys.modules` has None for every module of an engine.
+
+    Raises:
+        Rejected: it imports one all the same.
+    """
     folders = [*map(str, _folders(loaded))]
+    hidden = {name: sys.modules[name] for name in [*sys.modules] if name.partition(".")[0] in ENGINES}
     sys.path[:0] = folders
+    sys.modules.update(dict.fromkeys([*hidden, *ENGINES]))  # type: ignore[arg-type]  # so an import of it fails
     try:
         yield
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] not in ENGINES:
+            raise
+        raise Rejected(f"the engine imports {error.name}: mini is an engine of your own") from error
     finally:
         del sys.path[: len(folders)]
+        for name in ENGINES:
+            del sys.modules[name]
+        sys.modules.update(hidden)
 
 
 def _refuse_engines(file: Path) -> None:
@@ -87,7 +103,7 @@ def _refuse_engines(file: Path) -> None:
 def make(adapters: ModuleType, folder: Path, limits: Limits, device: Device, stage: int) -> Any:
     """Call the adapters' `make`. The reference's also takes the stage."""
     takes_stage = "stage" in inspect.signature(adapters.make).parameters
-    with _on_path():
+    with engine_runs():
         engine = adapters.make(folder, limits, device, **({"stage": stage} if takes_stage else {}))
     if engine is None:
         raise Rejected("`make` in adapters.py returned None: it has to end in `return` and the engine")
@@ -110,6 +126,7 @@ class Trace:
     least_bytes: int = 0
     num_attended: int = 0
     idle: int = 0
+    shifts: bool = False  # whether the harness adds something to what `attend` returns
 
     @property
     def computed(self) -> int:
@@ -131,7 +148,42 @@ class Trace:
 
 
 class Stream(Device):
-    """The given device; the harness can run something behind all that was launched."""
+    """The given device. The harness can run something behind all that was launched, and counts as work what attends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attended: set[int] | None = None  # tickets whose work has called `attend`; None where nobody counts
+        self._running = 0  # whose work runs
+        self._left: list[list[int]] = []  # after each read, what was launched and had not run
+
+    def launch(self, work: Callable[[], Any]) -> int:
+        ticket = self._launched + 1
+
+        def run() -> Any:
+            self._running = ticket
+            try:
+                return work()
+            finally:
+                self._running = 0
+
+        return super().launch(run)
+
+    def read(self, ticket: int) -> Any:
+        result = super().read(ticket)
+        self._left.append([number for number, _ in self._queue])
+        return result
+
+    def note_attended(self) -> None:
+        """Note that what runs attends. Raises `Rejected` where nothing runs: the host computes, and not the device."""
+        if not self._running:
+            raise Rejected("attend was called outside of the work that was launched: a step's model runs on the device")
+        self.attended = (self.attended or set()) | {self._running}
+
+    @property
+    def num_idle(self) -> int:
+        """How often a read left the device without any attention to compute."""
+        attended = self.attended
+        return self.idle if attended is None else sum(attended.isdisjoint(left) for left in self._left)
 
     def behind(self, work: Callable[[], object]) -> None:
         """Run `work` after what is queued last, now if nothing is."""
@@ -156,13 +208,15 @@ def play(adapters: ModuleType, folder: Path, trace: Trace, stage: int, *, is_che
     cache = _cache_of(engine, trace.limits) if is_checked and stage >= 2 else None
     if cache is not None:
         cache.fill_(torch.nan)
-    if is_checked and stage >= 4:
-        _count_reads(engine, trace)
+        if stage >= 4:
+            _count_reads(engine, trace, len(cache), device if stage == 6 else None)
     for step in _steps(engine, ledger, trace):
         ledger.check(step, cache if stage < 6 else None) if is_checked else ledger.update(step)
         if cache is not None:
             device.behind(_poison(cache, ledger.worthless_blocks()))
-    trace.idle = device.idle
+            for place in ledger.overwrites(step):
+                device.behind(partial(_overwrite, cache, *place))
+    trace.idle = device.num_idle
     return trace
 
 
@@ -211,10 +265,10 @@ def _steps(engine: Any, ledger: Ledger, trace: Trace) -> Iterator[Step]:
 def _in_engine(ledger: Ledger) -> Iterator[None]:
     """While the engine's code runs: its files find each other, and an error of its own says in a note when it came."""
     try:
-        with _on_path():
+        with engine_runs():
             yield
-    except Rejected:
-        raise
+    except Rejected as error:
+        raise Rejected(f"step {ledger.number}: {error}") from error
     except Exception as error:
         error.add_note(f"mini: step {ledger.number} raised this; these wait for tokens: {', '.join(ledger.unfinished)}")
         raise
@@ -232,6 +286,29 @@ def _cache_of(engine: Any, limits: Limits) -> torch.Tensor:
 def _poison(cache: torch.Tensor, blocks: list[int]) -> Callable[[], object]:
     """What makes blocks that nobody may read unreadable: a stale read gives NaN."""
     return lambda: cache.index_fill_(2, torch.tensor(blocks, dtype=torch.int64), torch.nan)
+
+
+# -- to interfere ----------------------------------------------------------------------------------------------------
+
+
+@cache
+def other_values(num_layers: int, num_heads: int, dim: int, position: int) -> torch.Tensor:
+    """What V of the token at this position is overwritten with: [L, Hkv, D]."""
+    return 2 * torch.randn(num_layers, num_heads, dim, generator=torch.Generator().manual_seed(position))
+
+
+@cache
+def shifts(num_layers: int, num_heads: int, dim: int, length: int = 512) -> torch.Tensor:
+    """What the harness adds to what `attend` returns, by layer and position: [L, length, Hq, D]. Of a position in three one layer has it."""
+    found = torch.randn(num_layers, length, num_heads, dim, generator=torch.Generator().manual_seed(0))
+    position, layer = torch.arange(length), torch.arange(num_layers)[:, None]
+    chosen = (position % 3 == 1) & (position // 3 % num_layers == layer)  # [L, length]
+    return 2 * found * chosen[..., None, None]
+
+
+def _overwrite(kv: torch.Tensor, block: int, place: int, position: int) -> None:
+    """Overwrite V of one token in all layers, and leave K alone, which may be kept before or after RoPE."""
+    kv[:, 1, block, place] = other_values(len(kv), *kv.shape[4:], position)
 
 
 # -- to count what attention reads -----------------------------------------------------------------------------------
@@ -257,19 +334,27 @@ class Tiles:
         return self._tile[tuple(rest)] if rest else self._tile
 
 
-def _count_reads(engine: Any, trace: Trace) -> None:
-    """Replace `engine.attend` by one that counts, and that hands out tiles."""
+def _count_reads(engine: Any, trace: Trace, num_layers: int, device: Stream | None) -> None:
+    """Replace `engine.attend` by one that counts, that hands out tiles, and that adds `shifts` where the trace asks for them."""
     attend = getattr(engine, "attend", None)
     if not callable(attend):
         raise Rejected("the engine has no `attend`: from stage 4 on it calls engine.attend for each layer and sequence")
+    calls = Counter[tuple[int, ...]]()  # by sequence, as its blocks and its first position say
 
     def read(num_bytes: int) -> None:
         trace.bytes_read += num_bytes
 
     def counted(query: Any, keys: Any, values: Any, table: list[int], start: int) -> Any:
+        if device:
+            device.note_attended()
         trace.num_attended += 1
         num_blocks = -(-(start + len(query)) // keys.shape[1])
         trace.least_bytes += 2 * num_blocks * keys[0].numel() * keys.element_size()
-        return attend(query, Tiles(keys, read), Tiles(values, read), table, start)
+        out = attend(query, Tiles(keys, read), Tiles(values, read), table, start)
+        layer = calls[start, *table] % num_layers
+        calls[start, *table] += 1
+        if not trace.shifts:
+            return out
+        return out + shifts(num_layers, *query.shape[1:])[layer, start : start + len(query)]
 
     engine.attend = counted

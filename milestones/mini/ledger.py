@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
 
@@ -25,6 +25,10 @@ class Ask:
     answer: Sequence[int]
     arrives: int = 0  # before which step
     num_certain: int = 1 << 30  # so many of the answer's first tokens are no close call; those after may differ
+    overwritten: Mapping[int, int] = field(
+        default_factory=dict
+    )  # when so many tokens are computed, V of this one changes
+    note: str = ""  # what a wrong token means where the harness interferes
 
     @property
     def max_tokens(self) -> int:
@@ -104,6 +108,14 @@ class Ledger:
         if not step.work and not step.tokens:
             self.wrong(f"did nothing, and these wait for tokens: {', '.join(waiting)}")
         self.number += 1
+
+    def overwrites(self, step: Step) -> Iterator[tuple[int, int, int]]:
+        """What the harness overwrites after this step: (block, place in it, position of the token)."""
+        for id, start, n in step.work:
+            position = self.served[id].ask.overwritten.get(start + n)
+            if position is not None:
+                place, offset = divmod(position, self.limits.block_size)
+                yield step.tables[id][place], offset, position
 
     def wrong(self, what: str) -> NoReturn:
         """Raise Rejected: the step did this."""
@@ -284,7 +296,7 @@ class Ledger:
             if one.table:
                 block = one.table[(position - 1) // self.limits.block_size]
                 said += f"; the token before it is in block {block} of its blocks {one.table}"
-            self.wrong(said)
+            self.wrong(said + one.ask.note)
         one.tokens.append(token)
 
 

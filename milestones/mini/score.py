@@ -5,10 +5,12 @@ from __future__ import annotations
 import datetime
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from milestones.mini import harness
 from milestones.mini.film import recording
@@ -65,24 +67,42 @@ def recording_of(trace: Trace, stage: int) -> str:
     return recording(trace, "mini", "stories-5m", texts, stage)
 
 
-def traces(path: Path, stage: int) -> dict[str, Trace]:
-    """What the engine in `path` and the reference do with the workload in this stage. Raises `Rejected` as `play` does."""
-    asks, folders = workload(), {"yours": path, "the reference": REFERENCE}
-    return {who: play(harness.load(f), STORIES, Trace(limits(stage), asks), stage) for who, f in folders.items()}
+def traces(path: Path, stage: int, tell: Callable[[str], None] = lambda whose: None) -> dict[str, Trace]:
+    """What the engine in `path` and the reference do with the workload in this stage. Raises `Rejected` as `play` does.
+
+    `tell` is called with whose turn it is.
+    """
+    found = {}
+    for whose, folder in {"yours": path, "the reference": REFERENCE}.items():
+        tell(whose)
+        found[whose] = play(harness.load(folder), STORIES, Trace(limits(stage), workload()), stage)
+    return found
 
 
-def speeds(path: Path, stage: int) -> dict[str, float]:
-    """Generated tokens a second on this machine, each the best of three: yours, the reference's, the real engine's, and those of transformers."""
-    asks = workload(0)
+def speeds(path: Path, stage: int, tell: Callable[[str], None] = lambda whose: None) -> dict[str, float]:
+    """Generated tokens a second on this machine, each the best of three: yours, the reference's, the real engine's, and those of transformers.
+
+    torch has as many threads as it has now, whatever an engine does about that. `tell` is called with whose turn it is.
+    """
+    asks, threads = workload(0), torch.get_num_threads()
 
     def best(folder: Path, stage: int) -> float:
         adapters = harness.load(folder)
         traces = [play(adapters, STORIES, Trace(limits(stage), asks), stage, is_checked=False) for _ in range(3)]
         return min(trace.times[-1][1] - trace.times[0][0] for trace in traces)
 
-    seconds = {"yours": best(path, stage), "the reference": best(REFERENCE, stage)}
-    seconds |= {"FoloVLLM": _seconds_of_the_engine(asks), "transformers": best(REFERENCE, 0)}
-    return {whose: sum(ask.max_tokens for ask in asks) / taken for whose, taken in seconds.items()}
+    turns: dict[str, Callable[[], float]] = {
+        "yours": lambda: best(path, stage),
+        "the reference": lambda: best(REFERENCE, stage),
+        "FoloVLLM": lambda: _seconds_of_the_engine(asks),
+        "transformers": lambda: best(REFERENCE, 0),
+    }
+    found = {}
+    for whose, seconds in turns.items():
+        tell(whose)
+        torch.set_num_threads(threads)
+        found[whose] = sum(ask.max_tokens for ask in asks) / seconds()
+    return found
 
 
 def _seconds_of_the_engine(asks: Sequence[Ask]) -> float:

@@ -26,7 +26,7 @@ from transformers import AutoConfig
 
 from folovllm import LLM, SamplingParams
 from folovllm.config import DEFAULT_MODEL
-from folovllm.kernels.kv_format import FP8, encode
+from folovllm.step.kv_format import FP8, encode
 from folovllm.electives.quantization import packing
 from folovllm.models.files import resolve_model
 from folovllm.models.loader import load_model

@@ -310,7 +310,7 @@ from folovllm.electives.spec_decode.choose import Curve, StepCost
 
 curve = Curve(tuple(map(float, widths)), tuple(np.maximum.accumulate(took)))
 for a in (0.1, 0.3, 0.5, 0.7, 0.9):
-    (k,) = best_draft_lengths(np.ones(1), np.array([a]), StepCost(curve, curve), 8)
+    (k,) = best_draft_lengths(np.ones(1), np.array([a]), StepCost(curve), 8)
     tokens_a_step = (1 - a ** (k + 1)) / (1 - a)
     gain = tokens_a_step * took[0] / np.interp(k + 1, widths, took)
     print(f"a = {a}: draft {k}; {gain:.2f} times the speed of plain decoding")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,13 @@ class TestCommands:
     def test_what_is_not_complete_is_a_sentence(self) -> None:
         self.run("build", "m3")
         with pytest.raises(ValueError, match=r"not complete, it lacks: allocate_slots, free, num_free"):
+            self.run("score", "m3")
+
+    def test_an_unwritten_exercise_in_its_way_is_named(self, mine: Path) -> None:
+        Mine(COURSE, mine).start("m3")
+        self.run("build", "m3")
+        shutil.copy(COURSE.builder("m3").reference, mine / COURSE.builder("m3").path)
+        with pytest.raises(ValueError, match=r"not written: python -m milestones test m\d\.\d"):
             self.run("score", "m3")
 
     def test_what_is_not_begun_is_a_sentence(self) -> None:

@@ -227,7 +227,7 @@ def test_statistics(component: Any) -> None:
     stats = bench.kv.stats
     assert (stats.requests, stats.requests_hit) == (2, 1), "two were admitted, one of them found something"
     assert (stats.tokens, stats.tokens_hit) == (10, 4), "of 10 tokens 4 were found"
-    assert second.num_cached_tokens == 4, "the answer says so: notes_of(seq).num_hit_tokens"
+    assert second.num_cached_tokens == 4, "the answer says so: cached_prefix_of(seq).num_hit_tokens"
 
 
 def test_a_prompt_that_is_scored_is_computed(component: Any) -> None:

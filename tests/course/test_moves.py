@@ -263,10 +263,19 @@ def test_a_reference_that_was_never_cut_out_is_not_carried(sample: Course) -> No
 
 def test_a_component_of_ones_own_says_todays_names(mine: Mine) -> None:
     own = Path("folovllm/learn/builders/mine.py")
-    (mine.folder / own).parent.mkdir()
+    (mine.folder / own).parent.mkdir(parents=True)
     text = "from folovllm.pool import Pool\n\n\nclass Mine(Pool):\n    def take(self): return self.free  # take\n"
     (mine.folder / own).write_text(text)
     file = mine.course.root / POOL
     file.write_text(file.read_text().replace("def take", "def first"))
     assert f"{own}: updated" in update(tree_moves(mine, "folovllm.pool:Pool.first"))
     assert (mine.folder / own).read_text() == text.replace("def take", "def first")
+
+
+def test_a_component_moves_with_its_package(mine: Mine) -> None:
+    old, new = Path("folovllm/parts/mine.py"), Path("folovllm/learn/parts/mine.py")
+    (mine.folder / old).parent.mkdir()
+    (mine.folder / old).write_text("class Mine: ...\n")
+    said = update(tells(mine, '{ old = "folovllm.parts", new = "folovllm.learn.parts" }'))
+    assert f"{new}: new" in said and (mine.folder / new).read_text() == "class Mine: ...\n"
+    assert not (mine.folder / old).exists(), "one copy of it is left"

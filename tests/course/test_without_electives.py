@@ -45,7 +45,9 @@ print(repr(llm.generate("Once upon a time")[0].outputs[0].text))
 def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the tree without the electives: packages, milestones and tests."""
     root = tmp_path_factory.mktemp("core")
-    no_bytecode = shutil.ignore_patterns("__pycache__", "x[0-9]*", "assets", *ELECTIVES)
+    no_bytecode = shutil.ignore_patterns(
+        "__pycache__", "x[0-9]*", "assets", *(name.split(".")[1] for name in ELECTIVES)
+    )
     shutil.copytree(ROOT / "folovllm", root / "folovllm", ignore=no_bytecode)
     (root / "folovllm" / "assets").symlink_to(ROOT / "folovllm" / "assets", target_is_directory=True)
     for part in PARTS:
@@ -53,7 +55,7 @@ def core(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(ROOT / part, root / part, ignore=shutil.ignore_patterns("__pycache__", "x[0-9]*"))
         else:
             shutil.copy(ROOT / part, root / part)
-    assert not any((root / "folovllm" / package).exists() for package in ELECTIVES)
+    assert not any((root / "folovllm" / package.replace(".", "/")).exists() for package in ELECTIVES)
     return root
 
 

@@ -19,7 +19,8 @@ from tests.warm import Warm
 SECONDS = 150  # for one block
 README = ROOT / "README.md"
 LEFT_OUT = shutil.ignore_patterns(".*", "mine", "site", "*.egg-info", "build", "dist")  # compiled modules come along
-WITH_COMMANDS = [page for page in pages() if any(not block.no_run for block in blocks(page))]
+# README's are those of `test_readme.py`.
+WITH_COMMANDS = [page for page in pages() if page != README and any(not block.no_run for block in blocks(page))]
 
 # `solve m3` writes the bodies of a milestone's exercises into mine/, as a learner would have by the end of a chapter.
 PRELUDE = """

@@ -123,27 +123,6 @@ def test_the_stream_is_a_recording(server: Background) -> None:
         assert {ev.PrefixHit, ev.BlockCached, ev.TableFreed} <= kinds
 
 
-def test_who_joins_later_begins_there_and_the_first_goes_on(server: Background) -> None:
-    with looking(server) as first:
-        first.read_until(lambda line: line.startswith('["Turn"'))
-        ask(server, [1] * 9)
-        first.read_until(finished(1))
-        with looking(server) as second:
-            second.read_until(lambda line: line.startswith('["Turn"'))
-            ask(server, [1] * 8 + [7])
-            second.read_until(finished(1))
-        first.read_until(finished(1))
-        assert sum(line.startswith("{") for line in first.lines) == 1, "nobody else's beginning"
-        late = second.recording()
-        turns = list(late.turns())
-        (snapshot,) = turns[0].events
-        assert isinstance(snapshot, ev.Snapshot) and snapshot.blocks
-        assert all(len(block.token_ids) == 16 for block in snapshot.blocks), "four tokens of four bytes"
-        numbers = [turn.number for turn in turns]
-        assert numbers[0] > 0 and numbers == list(range(numbers[0], numbers[0] + len(numbers))), "no turn is missing"
-        assert replayed(late).cells == replayed(first.recording()).cells
-
-
 class Kept(ThreadTransport):
     """A transport that lets the test look at the engine."""
 

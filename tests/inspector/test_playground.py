@@ -18,7 +18,7 @@ from folovllm.apps.inspector.playground import CONTROLS, Playground
 from folovllm.apps.inspector.replay import Recording, parse
 from folovllm.apps.inspector.scenes import scenes
 from folovllm.apps.inspector.serve import playground_app, replay_app
-from folovllm.engine.events import ExpertsAsked, RequestAdded
+from folovllm.engine.events import ExpertsAsked
 from folovllm.engine.scheduler import Scheduler
 from tests.helpers import tiny_checkpoint
 from tests.inspector.test_live import replayed
@@ -73,18 +73,6 @@ def play(story: Callable[[Playground, Page], Awaitable[None]], **overrides: Any)
 
 def has(name: str) -> Callable[[bytes], bool]:
     return lambda line: f'["{name}"'.encode() in line
-
-
-def test_prompts_are_answered_and_seen() -> None:
-    async def story(playground: Playground, page: Page) -> None:
-        names = await playground.ask(["ab", "cde"], max_tokens=4, temperature=0.0)
-        while page.count("Finished") < 2:
-            await page.see(has("Finished"))
-        added = [e for turn in page.recording().turns() for e in turn.events if isinstance(e, RequestAdded)]
-        assert [event.request_id for event in added] == names
-        replayed(page.recording())
-
-    play(story)
 
 
 def test_every_milestone_in_the_same_memory() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from copy import deepcopy
 from pathlib import Path
@@ -26,7 +25,6 @@ from tests.inspector.browser import SAMPLES
 from tests.m5.test_events import GREEDY, World, engine
 
 EVERY = ["m1", "m2", "m3", "m5", "m6"]
-WATCHER_TESTS = "tests.course.test_watcher"
 
 
 class Taped(World):
@@ -123,28 +121,6 @@ def plain(event: ev.Event) -> Any:
         rest = event.budget_left if isinstance(event, ev.StepBegan) else (event.result.token_ids, event.waiting)
         return type(event), event.step, event.start, seqs, rest
     return type(event), msgspec.to_builtins(event, enc_hook=lambda numbers: numbers.tolist())
-
-
-@pytest.mark.parametrize(
-    "name", ["m2.2", "m2.3", "m2.4", "m3.2", "m3.3", "m3.4", "m3.6", "m5.1", "m5.3", "m5.4", "m5.5"]
-)
-def test_wrong_answers_are_recorded_as_what_they_do(name: str) -> None:
-    """A learner's mistake behind it: who replays the recording sees the manager's own blocks, as the live watcher does.
-
-    `test_reducer.py` has the page replay recordings of all wrong answers; here is the first one of each exercise.
-    """
-    watcher_tests = importlib.import_module(WATCHER_TESTS)
-    answer = next(answer for answer in watcher_tests.ANSWERS if answer.exercise.id == name)
-    with pytest.MonkeyPatch.context() as patch:
-        watcher_tests.put_in(answer, patch)
-        taped = Taped(engine(watcher_tests.MILESTONES[name]), 0)
-        patch.setattr(taped, "compare", lambda: None)
-        for _ in range(60):
-            try:
-                taped.turn()
-            except Exception:  # wrong code may raise what it likes
-                taped.engine.events.drain()
-        assert_replays(taped)
 
 
 def test_the_tokens_are_those_of_the_answers_and_have_texts_before_they_are_needed(tmp_path: Path) -> None:

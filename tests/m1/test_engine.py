@@ -49,13 +49,6 @@ def test_one_at_a_time_first_come_first_served(llm: LLM) -> None:
     assert {s.running for s in llm.engine.history} == {1}
 
 
-def test_no_step_asks_the_mask_before_a_request_has_a_grammar(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("needs_mask", "bitmasks", "accept_tokens", "broken"):
-        monkeypatch.setattr(llm.engine.core.logits_mask, name, lambda *_, name=name: pytest.fail(f"{name} was asked"))
-    (output,) = llm.generate("Hello", PARAMS, use_tqdm=False)
-    assert len(output.outputs[0].token_ids) == 5
-
-
 def test_abort_running_and_waiting(llm: LLM) -> None:
     expected = llm.generate("third", PARAMS, use_tqdm=False)[0]["token_ids"]
     for name in ("first", "second", "third"):

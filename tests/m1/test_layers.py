@@ -89,9 +89,12 @@ def hf_rotated(config: LlamaConfig, positions: torch.Tensor, query: torch.Tensor
 
 class TestRotary:
     def test_a_worked_case(self) -> None:
-        out = rotate(torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]), torch.zeros(1, 1, 2), torch.ones(1, 1, 2))
-        says = "a quarter turn of the pairs (1, 3) and (2, 4): cos is 0, sin is 1, and (a, b) becomes (-b, a)"
-        worked_case("m1.2", out.flatten(), [-3.0, -4.0, 1.0, 2.0], says)
+        """Cosines and sines are no angle's here, so that each product shows in the result."""
+        out = rotate(
+            torch.tensor([[[1.0, 2.0, 3.0, 4.0]]]), torch.tensor([[[5.0, 7.0]]]), torch.tensor([[[10.0, 100.0]]])
+        )
+        says = "the pairs are (1, 3) and (2, 4), (a, b) becomes (a cos - b sin, b cos + a sin), cos is (5, 7), sin is (10, 100)"
+        worked_case("m1.2", out.flatten(), [5.0 - 30, 14.0 - 400, 15.0 + 10, 28.0 + 200], says)
 
     @pytest.mark.parametrize(
         "rope",

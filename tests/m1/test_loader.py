@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from folovllm.layers.linear import PLAIN
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.models.loader import Place, checkpoint_places, load_model
+from folovllm.models.loader import Destination, checkpoint_places, load_model
 from folovllm.models.random_weights import init_random_weights
 from folovllm.models.registry import build_model
 from tests.helpers import FAMILIES, hf_model, tiny_checkpoint
@@ -46,7 +46,7 @@ def altered(tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], object],
 class TestPlaces:
     """m1.8. A place is described by its shape, and by how many numbers of the model's own tensor lie before it."""
 
-    def places(self, family: str, tied: bool = True) -> tuple[LlamaForCausalLM, dict[str, Place]]:
+    def places(self, family: str, tied: bool = True) -> tuple[LlamaForCausalLM, dict[str, Destination]]:
         config = AutoConfig.from_pretrained(tiny_checkpoint(family, tied=tied))
         config.num_hidden_layers = 1
         config.hidden_size, config.head_dim, config.intermediate_size, config.vocab_size = 4, 2, 3, 5
@@ -96,7 +96,7 @@ class TestPlaces:
             places[f"model.layers.0.self_attn.{part}.weight"].linear_method for part in ("q_proj", "k_proj", "v_proj")
         ]
         assert all(each is method for each in found), (
-            "`Place(view, module.linear_method)`: a quantized layer's is not the plain one"
+            "`Destination(view, module.linear_method)`: a quantized layer's is not the plain one"
         )
 
     def test_a_head_of_its_own_has_a_place_and_a_tied_one_has_none(self) -> None:

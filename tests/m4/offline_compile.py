@@ -53,7 +53,6 @@ from folovllm.kernels.activation import gelu_and_mul, silu_and_mul
 from folovllm.kernels.decode import DecodeConfig, SplitKVDecode
 from folovllm.kernels.filter_logits import FilterWorkspace
 from folovllm.kernels.gumbel_max import gumbel_max
-from folovllm.kernels.kv_format import FP8, UNSCALED, KVScales
 from folovllm.kernels.penalties import StepRows
 from folovllm.kernels.prefetching_decode import prefetching_decode
 from folovllm.kernels.prefill import prefill
@@ -63,11 +62,12 @@ from folovllm.kernels.qk_norm_rope import qk_norm_rope_store
 from folovllm.kernels.record_sampled import record_sampled
 from folovllm.kernels.rms_norm import add_rms_norm
 from folovllm.kernels.sample_tokens import sample_tokens
-from folovllm.kernels.skinny_linear import serves, skinny_linear
+from folovllm.kernels.skinny_linear import is_supported, skinny_linear
 from folovllm.kernels.store import store_kvcache
-from folovllm.kernels.summed_linear import fits, summed_linear
+from folovllm.kernels.summed_linear import can_handle, summed_linear
 from folovllm.kernels.unpack_step import unpack_decode, unpack_ragged
 from folovllm.sample.sampling_row import line_width, mask_width
+from folovllm.step.kv_format import FP8, UNSCALED, KVScales
 
 # (D, B) to compile for: those that ask for the most where the limit is low, and few where compiling is slow.
 SHAPES = {75: [(128, 16)], 80: [(128, 16)], 86: [(128, 16), (256, 256)], 89: [(128, 16)],
@@ -259,12 +259,12 @@ def launch_few_tokens() -> None:
         for count, width, norm, gated in (((heads + 2 * kv_heads) * 128, hidden, 1e-6, False), (hidden, heads * 128, None, False),
                                           (mlp, hidden, 1e-6, True), (hidden, mlp, None, False)):  # fmt: skip
             weight = new(count * (1 + gated), width)
-            for tokens in {max(n for n in (1, 2, 4) if serves(n, weight)), *[1] * (hidden == 1024)}:
+            for tokens in {max(n for n in (1, 2, 4) if is_supported(n, weight)), *[1] * (hidden == 1024)}:
                 skinny_linear(new(tokens, width), weight, norm, gated, None if norm else new(tokens, count))
         for width in (heads * 64, mlp // 2) if hidden < 8192 else ():  # of two ranks
             weight = new(hidden, width)
-            tokens = max(n for n in (1, 2, 4) if serves(n, weight))
-            if fits(tokens, weight):
+            tokens = max(n for n in (1, 2, 4) if is_supported(n, weight))
+            if can_handle(tokens, weight):
                 summed_linear(new(tokens, width), weight, buffers, new(tokens, hidden))
 
 

@@ -27,8 +27,8 @@ from folovllm.config import EngineConfig
 from folovllm.engine.llm_engine import make_engine
 from folovllm.kernels import pdl
 from folovllm.kernels.filter_logits import FilterWorkspace
-from folovllm.kernels.kv_format import UNSCALED
 from folovllm.layers.attention import attention_layers
+from folovllm.step.kv_format import UNSCALED
 from folovllm.worker import graph_runner
 from folovllm.worker.buckets import decode_bucket, every_bucket
 from folovllm.worker.graph_runner import GraphRunner

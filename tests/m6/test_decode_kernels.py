@@ -16,7 +16,7 @@ from tests.m6.devices import DEVICE
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from folovllm.kernels.skinny_linear import serves, skinny_linear, tiling
+from folovllm.kernels.skinny_linear import is_supported, kernel_config, skinny_linear
 from folovllm.kernels.unpack_step import unpack_decode
 
 
@@ -80,15 +80,15 @@ class TestSmallLinear:
     def test_serves_few_tokens(self) -> None:
         """Four only where it is ahead of the library: not in a layer of Qwen3-8B, but in one of Qwen3-4B."""
         narrow, wide = torch.empty(2560, 9728, device="meta"), torch.empty(24576, 4096, device="meta")
-        assert [n for n in range(10) if serves(n, narrow)] == [1, 2, 4]
-        assert [n for n in range(10) if serves(n, wide)] == [1, 2]
+        assert [n for n in range(10) if is_supported(n, narrow)] == [1, 2, 4]
+        assert [n for n in range(10) if is_supported(n, wide)] == [1, 2]
 
     @pytest.mark.parametrize("tokens", [1, 2, 4])
     @pytest.mark.parametrize("num_rows", [10, 151936])
     def test_a_tile_is_small_enough_for_registers(self, tokens: int, num_rows: int) -> None:
         """Of rows of up to 40,960 numbers in 16 bits, or half as many gated."""
         for row_bytes in [2, 100, *range(1024, 81_921, 1024)]:
-            warps, rows, chunk = tiling(tokens, num_rows, row_bytes)
+            warps, rows, chunk = kernel_config(tokens, num_rows, row_bytes)
             assert rows * row_bytes <= warps * 32 * 4 * 80 and warps <= 16 and chunk <= warps * 32 * 4
 
     @pytest.mark.gpu

@@ -14,13 +14,13 @@ import torch
 from folovllm import LLM, EngineConfig, SamplingParams, plugins
 from folovllm.kernels import variants
 from folovllm.kernels.variants import KernelVariant, kernel_variant
-from folovllm.layers.fusable import FusablePlain
+from folovllm.layers.fusable import FusablePlain, RankSum
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.linear import LinearBase, RankSum
-from folovllm.models import extra_tensors, files, registry
+from folovllm.layers.linear import LinearBase
+from folovllm.models import extra_tensors, files, registry, sources
 from folovllm.models.llama import LlamaForCausalLM
 from folovllm.models.loader import load_native_model
-from folovllm.models.registry import Quantization
+from folovllm.models.quantization import Quantization
 from folovllm.models.written_files import cache_dir
 from folovllm.worker.gpu_worker import GPUWorker
 from tests.helpers import tiny_checkpoint
@@ -169,7 +169,7 @@ def test_a_model_counts_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert worker.counted("experts") == [[3]]
 
 
-def taker_of(name: str) -> Any:
+def weight_loader_of(name: str) -> Any:
     """Knows one tensor for which the model has no place."""
     return TAKEN.append if name == "model.norm.temperature" else None
 
@@ -178,13 +178,15 @@ TAKEN: Any = SimpleNamespace(append=lambda model, name, tensor: setattr(model, "
 
 
 def test_a_tensor_without_a_place_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extra_tensors, "EXTRA_TENSORS", (f"{__name__}:taker_of", "folovllm.gone:taker_of"))
+    monkeypatch.setattr(
+        extra_tensors, "EXTRA_TENSORS", (f"{__name__}:weight_loader_of", "folovllm.gone:weight_loader_of")
+    )
     whole = torch.ones(3)
     assert extra_tensors.part_of({}, {}, lambda name, tensor: tensor[:1], "model.norm.temperature", whole) is not None
-    taker = extra_tensors.taker_of("model.norm.temperature")
-    assert taker is not None and extra_tensors.taker_of("model.norm.other") is None
+    load = extra_tensors.weight_loader_of("model.norm.temperature")
+    assert load is not None and extra_tensors.weight_loader_of("model.norm.other") is None
     model = SimpleNamespace()
-    taker(model, "model.norm.temperature", whole)  # type: ignore[arg-type]
+    load(model, "model.norm.temperature", whole)  # type: ignore[arg-type]
     assert model.temperature is whole
 
 
@@ -194,8 +196,8 @@ def find(name: str | Path, download: bool = False) -> Path:
 
 
 def test_weight_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(files, "DOWNLOADS", {"by-name": f"{__name__}:find", "lost": "folovllm.gone:find"})
-    monkeypatch.setattr(files, "FILE_FORMATS", {".own": f"{__name__}:find"})
+    monkeypatch.setattr(sources, "DOWNLOADS", {"by-name": f"{__name__}:find", "lost": "folovllm.gone:find"})
+    monkeypatch.setattr(sources, "FILE_FORMATS", {".own": f"{__name__}:find"})
     (tmp_path / "model.own").touch()
     assert files.resolve_model("by-name") == cache_dir() / "by-name"
     assert files.resolve_model(str(tmp_path / "model.own")) == cache_dir() / "model"

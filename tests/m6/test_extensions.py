@@ -11,7 +11,6 @@ import folovllm
 from folovllm import LLM, SamplingParams
 from folovllm.engine import extension as extensions
 from folovllm.engine.extension import Extension
-from folovllm.engine.logits_mask import LogitsMask
 from folovllm.engine.scheduler import Scheduler
 from folovllm.worker.graph_runner import GraphRunner
 from tests.helpers import tiny_checkpoint
@@ -39,7 +38,7 @@ class Counts(Extension):
         self.called.append("graph_runner")
         return type("Own", (usual,), {})
 
-    def scheduler(self, usual: Any, executor: Any, logits_mask: LogitsMask) -> Any:
+    def scheduler(self, usual: Any, executor: Any) -> Any:
         self.called.append(f"scheduler of {executor.num_kv_blocks} blocks")
         return type("Own", (usual,), {})
 
@@ -79,7 +78,7 @@ def test_a_package_of_which_only_bytecode_is_left_is_none(tmp_path: Path, monkey
 
 
 def test_without_structured_output_a_request_for_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("folovllm.plugins.LOGITS_MASK", "folovllm.gone.matchers:StructuredOutputManager")
+    monkeypatch.setattr("folovllm.engine.llm_engine.STRUCTURED_OUTPUT", "folovllm.gone.matchers")
     with llm() as engine:
         assert len(engine.generate("Once", PARAMS)[0].outputs[0].token_ids) == 6
         with pytest.raises(ValueError, match="not installed"):

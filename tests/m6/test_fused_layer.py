@@ -18,7 +18,7 @@ from folovllm.attention.ops import reshape_and_cache_kv
 from folovllm.config import EngineConfig
 from folovllm.distributed.sharding import local_config, shard_named
 from folovllm.engine.llm_engine import LLMEngine, make_engine
-from folovllm.kernels.skinny_linear import serves
+from folovllm.kernels.skinny_linear import is_supported
 from folovllm.layers.activation import SiluAndMul
 from folovllm.layers.embed_head import ParallelLMHead
 from folovllm.layers.layer_set import LayerSet
@@ -51,14 +51,16 @@ def gpu_paths(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
         monkeypatch.setattr(
-            fused_layer, "is_few", lambda *_: False
+            fused_layer, "can_use_skinny", lambda *_: False
         )  # a head of 130 interpreted programs takes too long
 
 
 @pytest.fixture(params=["few", "many"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which of a layer's two ways is taken: small batches in `skinny_linear`, wherever it serves them, or none."""
-    monkeypatch.setattr(fused, "is_few", lambda x, weight: request.param == "few" and serves(len(x), weight))
+    monkeypatch.setattr(
+        fused, "can_use_skinny", lambda x, weight: request.param == "few" and is_supported(len(x), weight)
+    )
     return request.param
 
 
@@ -165,7 +167,7 @@ def test_the_head_is_a_product_for_few_tokens(tokens: int, monkeypatch: pytest.M
     """And the library's for others; both write where the step's logits are."""
     taken: list[int] = []
     head = skinny_layers(16).make(ParallelLMHead, 10, 24).to(DEVICE)
-    monkeypatch.setattr(fused_layer, "is_few", lambda x, weight: serves(len(x), weight))
+    monkeypatch.setattr(fused_layer, "can_use_skinny", lambda x, weight: is_supported(len(x), weight))
     kernel = fused_layer.skinny_linear
     monkeypatch.setattr(
         fused_layer, "skinny_linear", lambda x, *rest, **kw: taken.append(len(x)) or kernel(x, *rest, **kw)

@@ -107,17 +107,17 @@ class TestOnHopper:
 def test_whom_it_serves():
     """Half precision, head dims whose tiles fit, blocks that are whole boxes, no cache in 8 bits."""
 
-    def serves(head_dim, dtype, block_size, **other):
+    def is_supported(head_dim, dtype, block_size, **other):
         config = AttentionConfig(2, 1, head_dim, dtype, torch.device("cuda"), block_size, 4, **other)
-        return VARIANT.serves(config, 8192, 8192)
+        return VARIANT.is_supported(config, 8192, 8192)
 
     half = torch.bfloat16
-    assert all(serves(dim, dtype, 16) for dim in (64, 128) for dtype in HALF)
-    assert [size for size in (4, 16, 24, 32, 48, 64, 96, 128, 192, 256, 4096) if serves(128, half, size)] == [
+    assert all(is_supported(dim, dtype, 16) for dim in (64, 128) for dtype in HALF)
+    assert [size for size in (4, 16, 24, 32, 48, 64, 96, 128, 192, 256, 4096) if is_supported(128, half, size)] == [
         16, 32, 64, 128, 256, 4096]  # fmt: skip
-    assert not serves(256, half, 16) and not serves(32, half, 16)
-    assert not serves(128, torch.float32, 16)
-    assert not serves(128, half, 16, kv_dtype=torch.float8_e4m3fn)
+    assert not is_supported(256, half, 16) and not is_supported(32, half, 16)
+    assert not is_supported(128, torch.float32, 16)
+    assert not is_supported(128, half, 16, kv_dtype=torch.float8_e4m3fn)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -82,7 +82,7 @@ def test_many_times_in_a_row_on_a_gpu(num_heads: int, lens: list[int]) -> None:
     weights = [1 + torch.rand(dim, device=DEVICE, dtype=torch.bfloat16) for _ in range(2)]
     preparation = Preparation(RotaryEmbedding(frequencies(dim), 4096).to(DEVICE).cos_sin_cache, *weights, 1e-6)
     kernel = SplitKVDecode(num_seqs, num_heads, hkv, dim, 16, DEVICE)
-    assert early.serves(kernel, cache, num_seqs) == (torch.cuda.get_device_capability() >= (9, 0))
+    assert early.is_supported(kernel, cache, num_seqs) == (torch.cuda.get_device_capability() >= (9, 0))
     for step in range(40):
         qkv = torch.randn(num_seqs, (num_heads + 2 * hkv) * dim, device=DEVICE, dtype=torch.bfloat16)
         seq_lens = torch.tensor([n + step * (n > 0) for n in lens], device=DEVICE, dtype=torch.int32)

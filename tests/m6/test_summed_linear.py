@@ -18,8 +18,8 @@ from folovllm.distributed.one_shot_buffers import MOST_PROGRAMS, VALUES, OneShot
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
-from folovllm.kernels.skinny_linear import tiling
-from folovllm.kernels.summed_linear import fits, summed_linear
+from folovllm.kernels.skinny_linear import kernel_config
+from folovllm.kernels.summed_linear import can_handle, summed_linear
 
 GEOMETRIES = [(1024, 1024), (1024, 1536), (2560, 2048), (2560, 4864), (4096, 2048), (4096, 6144), (8192, 14336)]
 
@@ -88,9 +88,9 @@ class TestBuffers:
 def test_the_boxes_are_large_enough(tokens: int) -> None:
     for rows, width in GEOMETRIES:
         weight = torch.empty(rows, width, dtype=torch.bfloat16, device="meta")
-        _, per_program, _ = tiling(tokens, rows, 2 * width)
-        assert fits(tokens, weight) and tokens * per_program <= VALUES and rows <= MOST_PROGRAMS * per_program
-    assert not fits(tokens, torch.empty(8 * MOST_PROGRAMS, 64, dtype=torch.bfloat16, device="meta"))
+        _, per_program, _ = kernel_config(tokens, rows, 2 * width)
+        assert can_handle(tokens, weight) and tokens * per_program <= VALUES and rows <= MOST_PROGRAMS * per_program
+    assert not can_handle(tokens, torch.empty(8 * MOST_PROGRAMS, 64, dtype=torch.bfloat16, device="meta"))
 
 
 # --- on GPUs --------------------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def test_the_whole_model(family: str, fields: dict[str, Any], size: int) -> None
         runner._backend.plan(batch)
         hidden = runner.model(batch)
         batch.logits_indices = torch.arange(len(tokens))
-        return TensorParallelSampler(setup.vocab_size, group).whole(runner.model.compute_logits(hidden, batch))
+        return TensorParallelSampler(setup.vocab_size, group).full_logits(runner.model.compute_logits(hidden, batch))
 
     for logits in on_ranks(size, work):
         assert_logits_equal(logits, hf_logits(path, tokens))

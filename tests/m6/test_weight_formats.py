@@ -55,7 +55,7 @@ class EightBits(FusableLinearMethod):
         layer.codes = nn.Parameter(torch.empty(shape, dtype=torch.int8), requires_grad=False)
         layer.scale = nn.Parameter(torch.empty(shape[0]))
 
-    def places(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
+    def weight_views(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
         codes, scales = (torch.split(p.data, layer.output_sizes) for p in (layer.codes, layer.scale))
         return {"codes": [part.t() for part in codes], "scale": scales}
 

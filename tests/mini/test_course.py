@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from milestones.cli import app
@@ -81,11 +82,15 @@ def test_hints_come_one_at_a_time(own: Own) -> None:
 def test_a_score_is_kept_and_shown_beside_the_next(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
     few = tuple(replace(ask, answer=ask.answer[:3]) for ask in score.workload()[:2])
     monkeypatch.setattr(score, "workload", lambda: few)
+    monkeypatch.setattr(score, "speeds", lambda folder, stage, tell: {"yours": 1234.0, "transformers": 900.0})
     own.begin()
     shutil.copytree(REFERENCE, own.folder, dirs_exist_ok=True)
-    first, second = (run(app, ["mini", "score", stage]) for stage in ("3", "5"))
+    first, second = (run(app, ["mini", "score", *of]) for of in (["3", "--time"], ["5"]))
     assert first.exit_code == second.exit_code == 0
     assert "stage 3, " not in first.output and "stage 3, " in second.output and "stage 5, " not in second.output
+    assert "1,234" in first.output and "1,234" in second.output, "a speed is kept, too"
+    assert "counted: the reference" in first.output, "it says what it is at"
+    assert torch.get_num_threads() == 1
     history = json.loads((own.folder / ".history.json").read_text())
     assert [entry["stage"] for entry in history] == [3, 5]
     assert history[1]["counts"]["tokens computed"] < history[0]["counts"]["tokens computed"], (

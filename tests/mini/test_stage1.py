@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.helpers import prompts, tiny_checkpoint
-from tests.mini.conftest import STORIES, Mini, asks_for, random_asks, running_example
+from tests.mini.conftest import STORIES, Mini, asks_for, odd_checkpoint, random_asks, running_example
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +17,8 @@ def no_transformers(mini: Mini, monkeypatch: pytest.MonkeyPatch) -> None:
         tiny_checkpoint(),
         tiny_checkpoint(tied=False),
         tiny_checkpoint(num_heads=6, num_kv_heads=2, head_dim=16),
+        odd_checkpoint(),
+        odd_checkpoint(old=True),
     ):
         asks_for(prompts([9, 4]), [8, 8], folder=folder)
     random_asks([(7, 9), (1, 8), (12, 8)])
@@ -43,19 +45,39 @@ def test_three_query_heads_share_a_kv_head(mini: Mini) -> None:
     mini.play(asks_for(prompts([9, 4]), [8, 8], folder=folder), folder=folder)
 
 
+def test_the_numbers_of_the_config(mini: Mini) -> None:
+    """The epsilon is 0.3 and theta is 300; older files have `rope_theta` beside the other fields."""
+    for folder in odd_checkpoint(), odd_checkpoint(old=True):
+        mini.play(asks_for(prompts([9, 4]), [8, 8], folder=folder), folder=folder)
+
+
 def test_sample_by_hand(mini: Mini) -> None:
     """Logits 1, 3, 2. Greedy: token 1. At temperature 0.5 they are 2, 6, 4: with noise 0, 0, 3 token 2 wins by 7 to 6."""
     logits, noise = torch.tensor([1.0, 3.0, 2.0]), torch.tensor([0.0, 0.0, 3.0])
-    sample = mini.adapters.sample
-    assert sample(logits, 0, noise) == 1, "at temperature 0 the noise does not count"
-    assert sample(logits, 0.5, noise) == 2, "2, 6, 4 and the noise 0, 0, 3 make 2, 6, 7: the noise is not divided"
-    assert sample(logits, 1.0, torch.tensor([0.0, 0.0, 1.5])) == 2, "1, 3, 2 and the noise 0, 0, 1.5 make 1, 3, 3.5"
-    assert sample(torch.tensor([2.0, 2.0, 0.0]), 0, noise) == 0, "ties take the lowest id"
+    with mini.sentence():
+        sample = mini.adapters.sample
+        assert sample(logits, 0, noise) == 1, "at temperature 0 the noise does not count"
+        assert sample(logits, 0.5, noise) == 2, "2, 6, 4 and the noise 0, 0, 3 make 2, 6, 7: the noise is not divided"
+        assert sample(logits, 1.0, torch.tensor([0.0, 0.0, 1.5])) == 2, "1, 3, 2 and the noise 0, 0, 1.5 make 1, 3, 3.5"
+        assert sample(torch.tensor([2.0, 2.0, 0.0]), 0, noise) == 0, "ties take the lowest id"
+
+
+def test_any_temperature_above_0_is_one(mini: Mini) -> None:
+    """Logits 0, T and -T become 0, 1 and -1 at temperature T: noise 2, 0, 0 makes token 0 win, and noise 0, 0, 4.5 token 2."""
+    noises = ([2.0, 0.0, 0.0], 0), ([0.0, 0.0, 0.0], 1), ([0.0, 0.0, 4.5], 2)
+    with mini.sentence():
+        for temperature in 1e-5, 0.01, 0.2, 5:
+            logits = torch.tensor([0.0, temperature, -temperature])
+            for noise, wanted in noises:
+                found = mini.adapters.sample(logits, temperature, torch.tensor(noise))
+                assert found == wanted, f"temperature {temperature}, noise {noise}: token {found}, not {wanted}"
 
 
 def test_samples_are_distributed_as_the_softmax(mini: Mini) -> None:
     logits, temperature = torch.tensor([0.0, 1.0, 2.0, -1.0]), 1.5
     noise = -torch.empty(20_000, 4).exponential_(generator=torch.Generator().manual_seed(0)).log()
-    drawn = torch.tensor([mini.adapters.sample(logits, temperature, row) for row in islice(noise, len(noise))])
+    with mini.sentence():
+        sample = mini.adapters.sample
+        drawn = torch.tensor([sample(logits, temperature, row) for row in islice(noise, len(noise))])
     found, wanted = drawn.bincount(minlength=4) / len(drawn), (logits / temperature).softmax(0)
     assert (found - wanted).abs().max() < 0.02, f"the shares are {found.tolist()}, and the softmax is {wanted.tolist()}"

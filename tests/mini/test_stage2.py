@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from milestones.mini.given.contract import Limits
-from tests.mini.conftest import STORIES, Mini, random_asks, running_example, slots
+from tests.mini.conftest import STORIES, Mini, overwritten_asks, random_asks, running_example, slots
 
 SIZES = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=6)
 
@@ -55,6 +55,11 @@ def test_each_running_sequence_is_in_every_step(mini: Mini) -> None:
         if step.work:
             idle = step.tables.keys() - {id for id, _, _ in step.work}
             assert not idle, f"step {number} computes nothing of {', '.join(sorted(idle))}, which hold slots"
+
+
+def test_attention_reads_the_cache(mini: Mini) -> None:
+    """Between two steps V of one token in engine.cache becomes something else: what follows comes from there."""
+    mini.play(overwritten_asks([(7, 12), (12, 12), (1, 12)], [0, 1, 3], seed=1), slots(3))
 
 
 @settings(max_examples=8)

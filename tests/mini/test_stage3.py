@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from milestones.mini.given.contract import Limits
-from tests.mini.conftest import STORIES, Mini, random_asks, running_example
+from tests.mini.conftest import STORIES, Mini, overwritten_asks, random_asks, running_example
 
 SIZES = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=6)
 TWELVE = [(8 + i % 5, 12 + 2 * (i % 4)) for i in range(12)]  # at most 30 tokens each
@@ -55,6 +55,11 @@ def test_all_finish_in_memory_for_four(mini: Mini) -> None:
     assert own.counts["steps"] <= allowed, (
         f"{own.counts['steps']} steps, and at most {allowed} are allowed: a tenth more than the reference"
     )
+
+
+def test_attention_reads_the_blocks(mini: Mini) -> None:
+    """Between two steps V of one token in engine.cache becomes something else, in whichever block it is."""
+    mini.play(overwritten_asks([(9, 14), (14, 14), (4, 12)], [0, 2, 3]), Limits(24, 4, 3, 64))
 
 
 @settings(max_examples=12)

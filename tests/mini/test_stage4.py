@@ -1,14 +1,12 @@
 """Stage 4: attention over blocks, one tile at a time."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from milestones.mini.given.contract import Limits
 from milestones.mini.harness import Tiles
-from milestones.mini.ledger import Rejected
-from tests.mini.conftest import Mini, random_asks
+from tests.mini.conftest import Mini, interfered, random_asks
 
 
 def attended(
@@ -17,11 +15,8 @@ def attended(
     """What `attend` returns for K/V [2, N, B, Hkv, D] that it reads tile by tile, and how many blocks it read."""
     read = list[int]()
     keys, values = (Tiles(part, read.append) for part in kv)
-    try:
+    with mini.sentence():
         return mini.adapters.attend(query, keys, values, table, start), len(read)
-    except Rejected as error:
-        said = str(error)
-    pytest.fail(said, pytrace=False)
 
 
 def plain(query: torch.Tensor, kv: torch.Tensor, table: list[int], start: int) -> torch.Tensor:
@@ -54,6 +49,32 @@ def test_an_earlier_block_with_the_largest_score(mini: Mini) -> None:
     kv = torch.tensor([[200.0, 0.0, 100.0], [5.0, 7.0, 9.0]]).view(2, 3, 1, 1, 1)
     out, _ = attended(mini, torch.ones(1, 1, 1), kv, [0, 1, 2], 2)
     assert abs(out.item() - 5) < 1e-5, f"the first key has all of the weight: 5, and not {out.item()}"
+
+
+def test_scores_far_below_zero(mini: Mini) -> None:
+    """Scores -200 and -199: e^-200 is 0 in float32. Only the distance to the largest score counts: weights 0.269 and 0.731."""
+    kv = torch.tensor([[-200.0, -199.0], [5.0, 7.0]]).view(2, 2, 1, 1, 1)
+    out, _ = attended(mini, torch.ones(1, 1, 1), kv, [0, 1], 1)
+    assert abs(out.item() - 6.462) < 1e-3, f"0.269 times 5 and 0.731 times 7 are 6.462, and not {out.item()}"
+
+
+def test_each_query_and_head_has_a_largest_score_of_its_own(mini: Mini) -> None:
+    """Query i of head h has scores about 200, 0 or -200 (D = 2, keys 1 and x): under the maximum of another all of its weights are 0."""
+    offsets = torch.tensor([[200.0, -200, 0, -200], [-200, 0, 200, 200], [0, 200, -200, 0]])
+    query = torch.stack((offsets, torch.ones(3, 4)), -1) * 2**0.5  # [n, Hq, D]
+    kv = torch.randn(2, 4, 2, 2, 2)
+    kv[0, ..., 0] = 1
+    out, _ = attended(mini, query, kv, [2, 0, 3], 3)
+    wrong = ~((out - plain(query, kv, [2, 0, 3], 3)).abs().amax(-1) < 1e-3)  # [n, Hq]
+    where = [f"query {i} of head {h}, scores about {offsets[i, h]:.0f}" for i, h in wrong.nonzero().tolist()]
+    assert not where, f"wrong: {', '.join(where[:3])}: every query and head has a largest score of its own"
+
+
+def test_the_largest_score_is_of_a_later_position(mini: Mini) -> None:
+    """Position p has the score 300 p. Query i does not see what is behind it, so its own position has all of its weight."""
+    kv = torch.stack((300.0 * torch.arange(4), torch.tensor([5.0, 7, 9, 11]))).view(2, 1, 4, 1, 1)
+    out, _ = attended(mini, torch.ones(4, 1, 1), kv, [0], 0)
+    assert out.flatten().tolist() == [5, 7, 9, 11], f"5, 7, 9 and 11 are right, and not {out.flatten().tolist()}"
 
 
 def test_what_is_behind_the_last_token_is_anything(mini: Mini) -> None:
@@ -89,6 +110,12 @@ def test_any_shape(mini: Mini, n: int, start: int, size: int, heads: tuple[int, 
     assert num_read <= 2 * len(table), (
         f"{num_read} blocks were read of a table of {len(table)}: each once of K and once of V"
     )
+
+
+def test_what_attend_returns_is_used(mini: Mini) -> None:
+    """The harness adds something to what `attend` returns, in one layer of every third position: the tokens follow that."""
+    asks = random_asks([(9, 14), (14, 14), (4, 12)], [0, 2, 3])
+    mini.play([interfered(ask, shifted=True) for ask in asks], Limits(24, 4, 3, 64), shifts=True)
 
 
 def test_bytes_read_in_the_engine(mini: Mini) -> None:

@@ -4,10 +4,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from milestones.mini.given.contract import Limits
+from milestones.mini.ledger import Ask
 from tests.helpers import prompts
-from tests.mini.conftest import Mini, asks_for, random_asks
+from tests.mini.conftest import Mini, asks_for, interfered, overwritten_asks, random_asks
 
 BEGINNING, OTHER, *TAILS = prompts([16, 16, 3, 5, 4, 2, 6, 7], seed=3)
+
+ALIKE = [
+    ([1, 12, 3, 4], [11, 2, 3, 4]), ([1, 23, 4, 5], [12, 3, 4, 5]), ([1, 2, 3, 4], [4, 3, 2, 1]),
+    ([1, 2, 3, 4], [1, 3, 2, 4]), ([1, 5, 3, 4], [2, 4, 3, 4]), ([2, 6, 7, 8], [3, 4, 7, 8]),
+    ([1, 2, 9, 9], [5, 6, 9, 9]), ([0, 7, 7, 7], [256, 7, 7, 7]), ([0, 1, 7, 7], [1, 0, 7, 7]),
+    ([0, 0, 0, 5], [0, 0, 5, 0]), ([0, 256, 5, 5], [1, 0, 5, 5]), ([7, 7, 8, 9], [7, 8, 8, 9]),
+    ([1, 2, 3, 4], [1, 2, 3, 5]), ([6, 2, 3, 4], [5, 2, 3, 4]),
+]  # fmt: skip
 
 
 def test_worked_case(mini: Mini) -> None:
@@ -48,6 +57,45 @@ def test_equal_blocks_behind_different_beginnings(mini: Mini) -> None:
     tail = TAILS[4] + TAILS[5]
     asks = asks_for([BEGINNING[:4] + tail, OTHER[:8], OTHER[:4] + tail], [6, 6, 6], [0, 8, 16])
     mini.play(asks, Limits(16, 4, 2, 64))
+
+
+def test_equal_blocks_behind_equal_blocks(mini: Mini) -> None:
+    """[X][B][C] finds [X][B]. The C that is there stands behind [A][B], so a name needs all that is before its block."""
+    a, b, c, x = (prompts([16], 9)[0][i : i + 4] for i in range(0, 16, 4))
+    asks = asks_for([[*a, *b, *c, 1], [*x, *b, 2], [*x, *b, *c, 3]], [3, 3, 3], [0, 6, 12])
+    trace = mini.play(asks, Limits(16, 4, 2, 64))
+    start = next(start for step in trace.steps for id, start, _ in step.work if id == "c")
+    assert start == 8, f"c begins with token {start}: its first two blocks are there, and its third is not"
+
+
+def test_other_tokens_have_another_name(mini: Mini) -> None:
+    """Blocks that are alike: as digits without a gap, sorted, summed, multiplied, as bytes. First as the first block, then behind one."""
+    for one, other in ALIKE:
+        texts = [[*one, 9], [*other, 9], [*BEGINNING[:4], *one, 9], [*BEGINNING[:4], *other, 9]]
+        trace = mini.play(asks_for(texts, [2] * 4, [0, 3, 6, 9]), Limits(16, 4, 1, 64))
+        start = {id: start for step in reversed(trace.steps) for id, start, _ in step.work}
+        assert start["b"] == 0 and start["d"] == 4, f"the block {other} is found where {one} was computed"
+
+
+def test_a_thousand_names(mini: Mini) -> None:
+    """1,000 requests of a block each, and no two blocks alike. Names of two bytes confuse some of them."""
+    texts = prompts([5] * 1000, seed=11)
+    asks = [Ask(f"r{i}", text, (0,), i // 25, num_certain=0) for i, text in enumerate(texts)]
+    mini.play(asks, Limits(2100, 4, 25, 200))
+
+
+def test_what_is_found_is_not_computed_again(mini: Mini) -> None:
+    """V of token 2 is overwritten while a runs. b begins with a's blocks: its tokens come from what they hold now."""
+    prompt = prompts([10], 2)[0]
+    a, b = asks_for([prompt, prompt], [14, 12], [0, 6])
+    mini.play([interfered(a, ((12, 2),)), interfered(b, ((8, 2),))], Limits(16, 4, 2, 64))
+
+
+def test_chunks_read_the_cache(mini: Mini) -> None:
+    """V of one token is overwritten between two steps, and what `attend` returns gets something added: all of it counts."""
+    sizes, limits = [(9, 12), (30, 12), (6, 12)], Limits(40, 4, 3, 16)
+    mini.play(overwritten_asks(sizes), limits)
+    mini.play([interfered(ask, shifted=True) for ask in random_asks(sizes, seed=1)], limits, shifts=True)
 
 
 def test_only_what_is_computed_is_found(mini: Mini) -> None:

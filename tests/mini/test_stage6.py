@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from milestones.mini.given.contract import Limits
-from tests.mini.conftest import STORIES, Mini, random_asks, running_example
+from tests.mini.conftest import STORIES, Mini, interfered, overwritten_asks, random_asks, running_example
 
 SIZES = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 12)), min_size=1, max_size=6)
 
@@ -21,6 +21,14 @@ def test_the_device_is_never_idle(mini: Mini) -> None:
     """Answers of all lengths, and chunks: as long as anything is left to compute, a step is launched behind the one that is read."""
     trace = mini.play(random_asks([(5, 12), (30, 3), (7, 9), (4, 1), (9, 6)]), Limits(40, 4, 3, 16))
     assert trace.idle == 1, f"{trace.idle} reads left the device with nothing to do; only the last may"
+
+
+def test_the_device_reads_the_cache(mini: Mini) -> None:
+    """The harness changes V of one token behind what was launched: the step that is launched next reads that."""
+    limits = Limits(16, 4, 2, 64)
+    mini.play(overwritten_asks([(9, 12), (5, 12)], seed=1), limits)
+    asks = random_asks([(9, 12), (5, 12)])
+    mini.play([interfered(ask, shifted=True) for ask in asks], limits, shifts=True)
 
 
 def test_no_step_too_many(mini: Mini) -> None:

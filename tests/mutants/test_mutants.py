@@ -54,9 +54,9 @@ def test_waits():
 def test_what_becomes_of_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, test: str, what: str
 ) -> None:
-    (tmp_path / "folovllm").mkdir()
-    for name in ("__init__.py", "learn/overlay.py"):
-        shutil.copy(mutants.ROOT / "folovllm" / name, tmp_path / "folovllm")
+    (tmp_path / "folovllm/learn").mkdir(parents=True)
+    for name in ("__init__.py", "learn/__init__.py", "learn/overlay.py"):
+        shutil.copy(mutants.ROOT / "folovllm" / name, tmp_path / "folovllm" / name)
     (tmp_path / "folovllm/numbers.py").write_text(MODULE)
     (tmp_path / "test_numbers.py").write_text(TESTS)
     monkeypatch.setattr(mutants, "ROOT", tmp_path)

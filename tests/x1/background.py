@@ -17,7 +17,6 @@ from folovllm.config import EngineConfig
 from folovllm.electives.server.app import build_app
 from folovllm.electives.server.async_engine import AsyncEngine
 from folovllm.electives.server.config import ServerConfig
-from folovllm.electives.server.http_protocol import BoundedProtocol
 from folovllm.electives.server.listener import Server, listen
 
 PATIENCE = 30.0  # seconds until a test gives up
@@ -49,8 +48,7 @@ class Background:
     async def _main(self) -> None:
         async with AsyncEngine(EngineConfig(**self._overrides), transport=self._transport) as self.engine:
             app = build_app(self.engine, self._config)
-            options: dict[str, Any] = {"lifespan": "off", "log_level": "warning", "timeout_graceful_shutdown": 1}
-            self._server = Server(uvicorn.Config(app, http=BoundedProtocol, ws="none", **options))
+            self._server = Server(app, timeout_graceful_shutdown=1, log_config=None, log_level=None)
             self._loop = asyncio.get_running_loop()
             self._listener.listen()
             self._ready.set()

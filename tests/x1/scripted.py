@@ -10,17 +10,7 @@ from folovllm.config import EngineConfig
 from folovllm.electives.server.engine_loop import EngineLoop, plain
 from folovllm.electives.server.messages import Abort, Add, Command, EngineMessage, Ready
 from folovllm.electives.server.transport import Deliver
-from folovllm.engine.events import (
-    Aborted,
-    Admitted,
-    Event,
-    Finished,
-    GivenUp,
-    Listener,
-    RequestAdded,
-    Snapshot,
-    StepEnded,
-)
+from folovllm.engine import events as ev
 from folovllm.engine.setup import set_up
 from folovllm.request import Request
 from folovllm.sampling_params import SamplingParams
@@ -44,12 +34,12 @@ class ScriptedEngine:
         self.aborted: list[str] = []
         self.refuses: str | None = None
         self.num_steps = 0
-        self.is_closed = self.is_sleeping = False
+        self.is_closed, self.refusal = False, ""
         self._num_seqs = 0
 
-    def subscribe(self, listener: Listener) -> None:
+    def subscribe(self, listener: ev.Listener) -> None:
         self._tell = listener
-        listener([Snapshot(100, 16, 256, 8192, 0, (), ())])
+        listener([ev.Snapshot(100, 16, 256, 8192, 0, (), ())])
 
     def add_checked(self, request: Request) -> None:
         request_id, params = request.request_id, request.params
@@ -60,18 +50,18 @@ class ScriptedEngine:
         self.requests[request_id] = {"seq_ids": ids, "params": params, "num_given": 0, "request": request}
         for index, seq_id in enumerate(ids):
             self._tell(
-                [RequestAdded(seq_id, request_id, index, request.prompt_token_ids, params.max_tokens or 0, 0, 0.0)]
+                [ev.RequestAdded(seq_id, request_id, index, request.prompt_token_ids, params.max_tokens or 0, 0, 0.0)]
             )
-            self._tell([Admitted(seq_id, 0)])
+            self._tell([ev.Admitted(seq_id, 0)])
 
     def give_up(self, request_id: str) -> None:
         request = self.requests.pop(request_id)
-        self._tell([event(seq_id) for seq_id in request["seq_ids"] for event in (GivenUp, Aborted)])
+        self._tell([event(seq_id) for seq_id in request["seq_ids"] for event in (ev.GivenUp, ev.Aborted)])
 
     def abort_request(self, request_id: Iterable[str]) -> None:
         for id_ in request_id:
             if request := self.requests.pop(id_, None):
-                self._tell([Aborted(seq_id) for seq_id in request["seq_ids"]])
+                self._tell([ev.Aborted(seq_id) for seq_id in request["seq_ids"]])
                 self.aborted.append(id_)
 
     def prepare_structured_outputs(self) -> None:
@@ -82,18 +72,18 @@ class ScriptedEngine:
 
     def step(self) -> None:
         self.num_steps += bool(self.requests)
-        scheduled_seqs, drawn, ends = list[ScheduledSequence](), list[list[int]](), list[Event]()
+        scheduled_seqs, drawn, ends = list[ScheduledSequence](), list[list[int]](), list[ev.Event]()
         for id_, request in list(self.requests.items()):
             for index, seq_id in enumerate(request["seq_ids"]):
                 scheduled_seqs.append(ScheduledSequence(seq_id, 0, 0, 1, no_tokens(), (), 0, 1, None))
                 drawn.append([A + (int(id_) + index + request["num_given"]) % 26])
             request["num_given"] += 1
             if request["num_given"] == request["params"].max_tokens:
-                ends += [Finished(seq_id, "length") for seq_id in request["seq_ids"]]
+                ends += [ev.Finished(seq_id, "length") for seq_id in request["seq_ids"]]
                 del self.requests[id_]
         if scheduled_seqs:
             output, result = SchedulerOutput(tuple(scheduled_seqs)), StepResult(drawn, {})
-            self._tell([StepEnded(self.num_steps, 0.0, 0.0, 0.0, output, result, 0, 0), *ends])
+            self._tell([ev.StepEnded(self.num_steps, 0.0, 0.0, 0.0, output, result, 0, 0), *ends])
 
     def close(self) -> None:
         self.is_closed = True

@@ -108,12 +108,6 @@ class TestDescription:
         for event in events:
             check(described, where, event)
 
-    def test_other_refusals(self, server: Background, described: dict[str, Any]) -> None:
-        post = described["paths"]["/tokenize"]["post"]["responses"]
-        status, said = server.ask("/tokenize", {"prompt": "x"}, **{"Content-Type": "text/plain"})
-        check(described, post["4XX"]["content"]["application/json"]["schema"], said)
-        assert status == 415
-
     def test_requests_are_what_is_read(self, described: dict[str, Any]) -> None:
         """Every field of the types, with what it must be; and of a prompt all its forms."""
         schemas = described["components"]["schemas"]

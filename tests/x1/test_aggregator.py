@@ -67,20 +67,19 @@ class Mirror:
         self.read()
 
     def read(self) -> None:
-        self.digest.update(self.events)
+        self.step = self.digest.take(self.events, [])
         self.events.clear()
-        deltas, queue_times = self.digest.take()
-        self.queue_times += queue_times
-        for delta in deltas:
+        self.queue_times += self.step.queue_times
+        for delta in self.step.deltas:
             assert (delta.number, delta.index) not in self.ends, "news of an answer that is over"
             self.tokens[delta.number, delta.index] += delta.token_ids
             if delta.finish_reason is not None:
                 self.ends[delta.number, delta.index] = delta.finish_reason
-        assert self.digest.stats == self.expected()
+        assert self.step.stats == self.expected()
 
     def expected(self) -> SchedulerStats:
         stats, cached = self.engine.stats(), self.engine.setup.config.enable_prefix_caching
-        load, preempted = self.digest.stats, sum(isinstance(event, ev.Preempted) for event in self.world.seen)
+        load, preempted = self.step.stats, sum(isinstance(event, ev.Preempted) for event in self.world.seen)
         assert load.prefix_tokens_hit <= load.prefix_tokens if cached else load.prefix_tokens == 0
         return SchedulerStats(
             stats.waiting, stats.running, stats.kv_blocks_used, stats.kv_blocks_total,
@@ -102,12 +101,7 @@ def test_the_digest_is_what_the_engine_would_say(milestone: str) -> None:
         mirror.engine.abort_request(list(mirror.engine.core.output.requests))
         mirror.engine.step()
         mirror.read()
-        assert (
-            mirror.digest.stats.num_running
-            == mirror.digest.stats.num_waiting
-            == mirror.digest.stats.kv_blocks_used
-            == 0
-        )
+        assert mirror.step.stats.num_running == mirror.step.stats.num_waiting == mirror.step.stats.kv_blocks_used == 0
         assert all(seconds >= 0 for seconds in mirror.queue_times)
         assert len(mirror.queue_times) >= len(mirror.outputs), "each that was let in has waited, if only a moment"
 
@@ -123,9 +117,8 @@ def test_an_end_comes_with_its_last_tokens(milestone: str) -> None:
     ends = []
     while served.has_unfinished_requests():
         served.step()
-        aggregator.update(seen)
+        deltas = aggregator.take(seen, []).deltas
         seen.clear()
-        deltas, _ = aggregator.take()
         ends += [delta for delta in deltas if delta.finish_reason is not None]
         assert all(delta.token_ids for delta in deltas)
     assert len(ends) == 7

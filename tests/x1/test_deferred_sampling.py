@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from folovllm.config import EngineConfig
+from folovllm.electives.structured_output import masked_executor
 from folovllm.engine.llm_engine import LLMEngine, make_engine
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
@@ -102,7 +103,8 @@ def has_grammar(seq: Sequence) -> bool:
 
 def scripted(**overrides: Any) -> tuple[LLMEngine, Script]:
     served = engine(vocab_size=LARGE, **overrides)
-    script = served.core.logits_mask = Script(LARGE)
+    script = Script(LARGE)
+    masked_executor._managers[served] = script  # type: ignore[assignment]
     return served, script
 
 

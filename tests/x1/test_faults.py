@@ -23,6 +23,7 @@ from folovllm.electives.server.stream import OutputCollector, Stream
 from folovllm.engine.output_processor import RequestState
 from tests.helpers import tiny_checkpoint
 from tests.x1.background import PATIENCE, Background, events_in, eventually, served
+from tests.x1.test_edges import post
 
 STORY = {"prompt": "Once upon a time", "temperature": 0, "max_tokens": 120, "ignore_eos": True}
 
@@ -33,17 +34,11 @@ def server() -> Iterator[Background]:
     yield from served(config, model=str(tiny_checkpoint()), max_model_len=512, max_num_seqs=32)
 
 
-def bytes_of(fields: dict[str, Any], path: str = "/v1/completions") -> bytes:
-    body = json.dumps(fields).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    return head.encode() + body
-
-
 def raw(
     server: Background, fields: dict[str, Any], path: str = "/v1/completions", cut: int = 0, buffer: int = 1 << 18
 ) -> socket.socket:
     """A request on a bare socket that takes `buffer` bytes unread; without its last `cut` bytes."""
-    wire = bytes_of(fields, path)
+    wire = post(fields, path=path)
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
     connection.settimeout(PATIENCE)
@@ -167,7 +162,7 @@ class TestClientsThatSayNothing:
             assert read_to_the_end(connection)
             monkeypatch.setattr("folovllm.electives.server.http_protocol.HEADER_SECONDS", 0.05)
             monkeypatch.setattr("folovllm.electives.server.app.BODY_SECONDS", 0.05)
-            connection.sendall(bytes_of(story))
+            connection.sendall(post(story))
             assert read_to_the_end(connection) == whole_story
         for begun in (b"", b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"):
             with socket.create_connection(("127.0.0.1", server.port), PATIENCE) as connection:

@@ -21,8 +21,8 @@ from transformers import AutoTokenizer
 from folovllm.electives.server.config import ServerConfig
 from folovllm.electives.structured_output.choice import ChoiceGrammar, Choices
 from folovllm.electives.structured_output.guidance import LIMITS
+from folovllm.electives.structured_output.params import GrammarLimits, StructuredOutputsParams
 from folovllm.electives.structured_output.vocabulary import Vocabulary, read_vocabulary
-from folovllm.engine.structured_outputs import GrammarLimits, StructuredOutputsParams
 from folovllm.llm import LLM
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import tiny_checkpoint
@@ -148,7 +148,7 @@ class TestCost:
         with Background(model=str(tiny_checkpoint()), max_model_len=256) as server:
             assert ask(server, structured_outputs={"choice": ["a", "b"]})[0] == 200
             assert checkers() == before
-            server.engine._grammars._limits = GrammarLimits(seconds=600, memory=8192)
+            server.engine.grammars._limits = GrammarLimits(seconds=600, memory=8192)
             body = json.dumps({"prompt": "a", "structured_outputs": BOMBS["a large prime"]})
             connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
             connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})

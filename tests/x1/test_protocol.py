@@ -64,11 +64,6 @@ class TestRequests:
                 params(make(**fields), {})  # type: ignore[arg-type]
             assert (refused.value.status, refused.value.param) == (400, next(iter(fields)))
 
-    def test_as_much_as_that_is_taken(self) -> None:
-        asked = completion(stop=["a" * 1024, *map(str, range(63))], stop_token_ids=list(range(1024)))
-        params = completion_params(asked, {})
-        assert (len(params.stop), len(params.stop_token_ids)) == (64, 1024)
-
     def test_defaults(self) -> None:
         """A completion ends after 16 tokens, as OpenAI's; a chat's answer may fill the context; the model may recommend else."""
         assert completion_params(completion(), {}).max_tokens == 16
@@ -166,19 +161,27 @@ class TestMessages:
         assert decode_command(encode(add)).request.params.stop_token_ids == [4]
 
 
-@pytest.mark.parametrize(
-    ("flag", "wrong"),
-    [
-        ("allowed_host", ["http://x", "", "page.test:80"]),
-        ("inspector_host", ["http://x"]),
-        ("api_key", ["", "\n", " k", "k\n"]),
-        ("cors_origin", ["page.test", "", "http://page.test/", "https://"]),
-    ],
-)
-def test_flags_that_could_match_nothing(flag: str, wrong: list[str]) -> None:
-    for value in wrong:
-        with pytest.raises(ValueError, match=r"give (one as|printable)"):
-            ServerConfig(**{flag: [value]})
+FLAGS: dict[str, tuple[str, list[Any]]] = {
+    "allowed_host": ("give one as", [["http://x"], [""], ["page.test:80"]]),
+    "inspector_host": ("give one as", [["http://x"]]),
+    "api_key": ("give printable", [[""], ["\n"], [" k"], ["k\n"]]),
+    "cors_origin": ("give one as", [["page.test"], [""], ["http://page.test/"], ["https://"]]),
+    "port": ("between 0 and 65535", [70_000]),
+    "max_queued_requests": ("at least 1", [0]),
+    "max_body_size": ("at least 1", [0]),
+    "drain_seconds": ("0 or more", [-1.0]),
+}
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_flags_out_of_range_or_that_could_match_nothing(flag: str) -> None:
+    says, values = FLAGS[flag]
+    for value in values:
+        with pytest.raises(ValueError, match=f"{flag}.*{says}"):
+            ServerConfig(**{flag: value})
+
+
+def test_flags_as_they_may_be() -> None:
     ServerConfig(
         allowed_host=["*", "gpu-box", "a.b_c"], cors_origin=["*", "null", "HTTP://page:80"], api_key=["a b", "é"]
     )

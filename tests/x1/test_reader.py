@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from folovllm.electives.server.deltas import OutputDelta
 from folovllm.electives.server.errors import ApiError
 from folovllm.electives.server.protocol import ChatRequest
 from folovllm.electives.server.reasoning import ReasoningSplitter
-from folovllm.electives.server.replies import AnswerReader, ChatMessage
+from folovllm.electives.server.replies import ChatMessage, MessageReader
 from folovllm.electives.server.requests import call_grammar, checked, offered, reading_of
+from folovllm.electives.server.stream import OutputDelta
 from folovllm.electives.server.tool_calls import ToolCallParser
-from folovllm.engine.structured_outputs import StructuredOutputsParams
+from folovllm.electives.structured_output.params import StructuredOutputsParams
 from folovllm.sampling_params import SamplingParams
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>'
@@ -31,7 +31,7 @@ def torn(text: str, cuts: list[int]) -> list[str]:
     return [text[a:b] for a, b in itertools.pairwise(ends)]
 
 
-def read(pieces: list[str], reader: AnswerReader, finish: str = "stop") -> tuple[ChatMessage, str | None]:
+def read(pieces: list[str], reader: MessageReader, finish: str = "stop") -> tuple[ChatMessage, str | None]:
     """What the pieces add up to, put together as a client does it."""
     content, thought, calls, reason = "", "", {}, None
     for i, piece in enumerate(pieces):
@@ -51,9 +51,9 @@ def read(pieces: list[str], reader: AnswerReader, finish: str = "stop") -> tuple
     return ChatMessage("assistant", content, thought or None, list(calls.values()) or None), reason  # type: ignore[arg-type]
 
 
-def reader(parser: str | None = None, prompt: str = "", tools: bool = True, only_one: bool = False) -> AnswerReader:
+def reader(parser: str | None = None, prompt: str = "", tools: bool = True, only_one: bool = False) -> MessageReader:
     splitter = None if parser is None else ReasoningSplitter(parser, prompt)
-    return AnswerReader(splitter, ToolCallParser(only_one) if tools else None)
+    return MessageReader(splitter, ToolCallParser(only_one) if tools else None)
 
 
 F, G = '{"name": "f", "arguments": {}}', '{"arguments": {"b": 1}, "name": "g"}'
@@ -196,7 +196,7 @@ def test_a_thought_that_the_client_began(parser: str, begun: str, text: str, tho
     """The last tag in what the client wrote decides, and no tag of an earlier message; nor does another text say otherwise."""
     for head in ("user: <think> </think>\nassistant: ", "user: a</think>\nassistant: <think>\n\n</think>\n\n"):
         splitter = ReasoningSplitter(parser, head + begun, begun)
-        assert read([*text, ""], AnswerReader(splitter, None))[0] == ChatMessage("assistant", content, thought or None)
+        assert read([*text, ""], MessageReader(splitter, None))[0] == ChatMessage("assistant", content, thought or None)
 
 
 @pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1"])

@@ -20,7 +20,6 @@ import pytest
 from openai import OpenAI
 
 from folovllm.apps.cli import main
-from folovllm.electives.server.config import ServerConfig
 from folovllm.electives.server.listener import listen
 from tests.x1.background import PATIENCE, eventually, within
 
@@ -203,17 +202,3 @@ class TestStart:
     def test_a_model_by_flag_as_in_other_commands(self, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert "has no config.json" in self.fails(capsys, "--model", str(tmp_path), "--port", "0")
         assert "two models are named, a and b" in self.fails(capsys, "a", "--model", "b")
-
-    @pytest.mark.parametrize(
-        ("field", "value"),
-        [
-            ("port", 70_000),
-            ("max_queued_requests", 0),
-            ("drain_seconds", -1.0),
-            ("api_key", [""]),
-            ("max_body_size", 0),
-        ],
-    )
-    def test_flags_out_of_range(self, field: str, value: Any) -> None:
-        with pytest.raises(ValueError, match=field):
-            ServerConfig(**{field: value})

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from folovllm.config import EngineConfig
-from folovllm.electives.server.deltas import catch_up
 from folovllm.electives.server.messages import Delta
 from folovllm.electives.server.stream import OutputCollector, Stream
 from folovllm.engine.detokenizer import IncrementalDetokenizer
@@ -199,13 +198,6 @@ class TestFeed:
         assert stream.is_finished, "it was said to have ended"
         assert stream.seqs[0].stop_reason == ids_of("z")[0], "z stopped it, and came with the end"
 
-    def test_a_stop_token_within_a_piece_of_several_tokens(self) -> None:
-        """No stop string was asked for."""
-        stream = stream_of(replace(DELTAS, stop_token_ids=ids_of("z")))
-        stream.feed(Delta(0, 0, ids_of("azb"), "stop"), 1.0)
-        assert text_of(stream) == "a", "z ends the answer, and b was drawn after the end"
-        assert stream.metrics.num_generated_tokens == 2, "a and z; what comes after the end is not counted"
-
     def test_an_answer_without_a_token_was_stopped_by_none(self) -> None:
         """It was given up: that its prompt ends in a stop token says nothing."""
         stream = stream_of(SamplingParams(stop_token_ids=[1, 2, 3]))
@@ -256,15 +248,9 @@ class TestFeed:
         assert piece.logprobs is not None, "the request asked for them"
         assert [(t.decoded_token, t.logprob) for t in piece.logprobs[0].values()] == [("a", -0.5)], "a row each token"
 
-    def test_a_stop_string_within_a_piece_of_several_tokens(self) -> None:
-        stream = stream_of(replace(DELTAS, stop=["b"]))
-        stream.feed(Delta(0, 0, ids_of("abc")), 1.0)
-        stream.feed(Delta(0, 0, [], "stop"), 1.0)
-        assert text_of(stream) == "a", "b ends the answer, and c was drawn after the end"
-        assert stream.metrics.num_generated_tokens == 2, "a and b; what comes after the end is not counted"
-
-    def test_a_stop_token_among_several_that_came_together(self) -> None:
-        stream = stream_of(replace(DELTAS, stop_token_ids=ids_of("b")))
+    @pytest.mark.parametrize("field", ["stop", "stop_token_ids"])
+    def test_a_stop_among_several_that_came_together(self, field: str) -> None:
+        stream = stream_of(replace(DELTAS, **{field: ["b"] if field == "stop" else ids_of("b")}))
         stream.feed(Delta(0, 0, ids_of("abc"), "stop"), 1.0)
         assert text_of(stream) == "a", "b ends the answer and is no text, and c was drawn after the end"
         assert stream.metrics.num_generated_tokens == 2, "a and b; what comes after the end is not counted"
@@ -274,7 +260,7 @@ class TestFeed:
         rows = [[(token, -(2.0**i), 1)] for i, token in enumerate(ids_of("abc"))]
         stream.feed(Delta(0, 0, ids_of("abc"), None, 0, rows), 1.0)
         stream.feed(Delta(0, 0, [], "stop"), 1.0)
-        catch_up(stream)
+        stream.look()
         (answer,) = stream.output().outputs
         assert (answer.cumulative_logprob, len(answer.logprobs or ())) == (-3.0, 2), "c was drawn behind the end"
 

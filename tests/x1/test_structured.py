@@ -23,10 +23,11 @@ from folovllm.config import EngineConfig
 from folovllm.electives.server.async_engine import AsyncEngine
 from folovllm.electives.structured_output.guidance import GuidanceGrammar, check_grammar, make_tokenizer, tokenizer_json
 from folovllm.electives.structured_output.manager import StructuredOutputManager
+from folovllm.electives.structured_output.masked_executor import manager_of
+from folovllm.electives.structured_output.params import StructuredOutputsParams
 from folovllm.electives.structured_output.vocabulary import read_vocabulary
 from folovllm.engine.llm_engine import make_engine
 from folovllm.engine.overlap import OverlappedEngine
-from folovllm.engine.structured_outputs import StructuredOutputsParams
 from folovllm.llm import LLM
 from folovllm.outputs import RequestOutput
 from folovllm.sample.sampling_row import mask_width
@@ -279,11 +280,11 @@ class TestOthers:
         monkeypatch.setattr(plugins, "named", lambda place: asked.append(place) or named(place))
         with engine() as llm:
             llm.generate(INPUTS[0], FREE, use_tqdm=False)
-            assert plugins.LOGITS_MASK not in asked
+            assert plugins.STRUCTURED_OUTPUT not in asked
             for text in ("a", "b"):
                 answer = llm.generate(INPUTS[0], formed(choice=[text]), use_tqdm=False)[0]
                 assert answer.outputs[0].text == text
-            assert asked.count(plugins.LOGITS_MASK) == 1
+            assert plugins.STRUCTURED_OUTPUT in asked
 
     def test_nothing_is_left(self) -> None:
         with engine() as llm:
@@ -293,7 +294,7 @@ class TestOthers:
             llm.engine.abort_request("gone")
             assert not llm.engine.has_unfinished_requests()
             llm.generate(INPUTS[0], FREE, use_tqdm=False)
-            assert not llm.engine.core.logits_mask._mask._matchers
+            assert not manager_of(llm.engine)._matchers
 
 
 @pytest.fixture(scope="module")
@@ -501,10 +502,17 @@ ENDS: list[dict[str, Any]] = [
     {"type": "object", "properties": {"a": {"const": 1}}, "patternProperties": {"^(?s:.*)$": {"enum": [1, 2]}}},
     {"$defs": {"o": {**OBJECT_OF, **ONE_NAME}}, "type": "array", "items": {"$ref": "#/$defs/o"}, "minItems": 2},
     {**OBJECT_OF, "patternProperties": {"^a": False, "^b$": {"const": 1}}},
+    {**OBJECT_OF, "properties": {"a": {}, "b c": {"const": 1}}, "patternProperties": {"^\\S+$": False}},
     {"patternProperties": {"^a$": False}, "type": "object", "maxProperties": 1, "additionalProperties": {"const": 1}},
     {"type": "integer", "minimum": -(2**63), "maximum": 5 - 2**63 + 2**20},
     {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 5},
     {**OBJECT_OF, "properties": {"next": {"$ref": "#"}, "a": {"const": 1}}, "required": ["a"]},
+    {
+        **OBJECT_OF,
+        "$defs": {"loop": {"$ref": "#/$defs/loop"}},
+        "properties": {"a": {"$ref": "#/$defs/loop"}, "b": {"type": "array", "items": {"$ref": "#/$defs/loop"}}},
+        "patternProperties": {"c.*d": {"$ref": "#/$defs/loop"}},
+    },
 ]
 NO_END: list[tuple[dict[str, Any], str]] = [
     ({"grammar": 'start: "a" X\nX: /a/ & /b/'}, "nothing can follow"),
@@ -516,6 +524,13 @@ NO_END: list[tuple[dict[str, Any], str]] = [
         "forbids",
     ),
     ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}}, "back to themselves"),
+    ({"grammar": 'start: "a" %json {"$ref": "#"}'}, "^structured_outputs holds a JSON schema .* back to themselves"),
+    ({"grammar": 'start: "(" start ")"'}, "no text of it is finite"),
+    (
+        {"grammar": 'start: a{10} | X (b | "x" start)+ // "x"\nX: /a|b/\na: b -> start\nb: a | %json {"a": 1} a'},
+        "finite",
+    ),
+    ({"grammar": 'start: "a" | b\nb: "%json {" %json {"enum": ["%json {", -9223372036854775808]}'}, "kept exactly"),
 ]
 
 
@@ -539,6 +554,21 @@ class TestFormsThatEnd:
             else:
                 continue  # it went on in a long string
             jsonschema.validate(json.loads(text), schema)
+
+    @pytest.mark.parametrize(
+        "grammar",
+        [
+            'start: "(" start? ")"',
+            'start: ("(" start)* a\na: [start] X\nX: "a"..."c" | "start"'.replace("...", ".."),
+            'start: b "a" | (start "c" | b){0,3} start | b -> start\nb: "x" | b "y" // b: b',
+            'start: b ~ 0..2 "x"\n?b: "y" b\n',
+            'root ::= "a" root | "b"',
+            'start: %json {"const": "start: start"} | start "x"',
+        ],
+    )
+    def test_a_grammar_with_an_end_is_taken(self, grammar: str) -> None:
+        form = StructuredOutputsParams(grammar=grammar)
+        assert GuidanceGrammar.compile(form, library_tokenizer()).num_allowed([0]) == 0
 
     @pytest.mark.parametrize(("form", "says"), NO_END, ids=str)
     def test_a_form_without_an_end_is_refused(self, form: dict[str, Any], says: str) -> None:
@@ -585,3 +615,11 @@ class TestFormsThatEnd:
         grammar = GuidanceGrammar.compile(StructuredOutputsParams(grammar=text), library_tokenizer())
         assert grammar.num_allowed(tiny_tokenizer().encode("%json {[ 1 ,\n 1]7")) == 17
         assert grammar.num_allowed(tiny_tokenizer().encode("%json {[  1")) == 9
+
+    @pytest.mark.parametrize(("pattern", "most"), [("[ \\n]*", 16), (" {2,}", 18), (" +| ?", 17), ("[ *+]{0,3}", 3)])
+    def test_a_pattern_of_white_space_that_has_no_end_is_bounded(self, pattern: str, most: int) -> None:
+        schema = {"type": "array", "items": {"const": 1}}
+        embedded = json.dumps(schema | {"x-guidance": {"whitespace_pattern": pattern}})
+        for form in ({"json": schema, "whitespace_pattern": pattern}, {"grammar": f"start: %json {embedded}"}):
+            grammar = GuidanceGrammar.compile(StructuredOutputsParams(**form), library_tokenizer())
+            assert grammar.num_allowed(tiny_tokenizer().encode("[" + " " * 40)) == 1 + most

@@ -19,9 +19,9 @@ from folovllm.attention.backends.torch_naive import TorchNaiveBackend
 from folovllm.electives.quantization.calibrate import centred_scales_of
 from folovllm.electives.quantization.checkpoint_kv_scales import take_kv_scale
 from folovllm.engine.setup import set_up
-from folovllm.kernels.kv_format import FP8, UNSCALED, KVScales, decode, encode
 from folovllm.models.sharded_loader import load_sharded_model
 from folovllm.sampling_params import SamplingParams
+from folovllm.step.kv_format import FP8, UNSCALED, KVScales, decode, encode
 from tests import contract
 from tests.contract import CASES, Case, make_problem
 from tests.helpers import Driver, prompts, tiny_checkpoint

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton.experimental.gluon", reason="Triton is for Linux only")
 
 from folovllm.electives.hopper import int4
-from folovllm.electives.hopper.int4 import MOST, int4_hopper, serves, tiling
+from folovllm.electives.hopper.int4 import MOST, int4_hopper, is_supported, kernel_config
 from folovllm.electives.quantization.int4 import Grouped
 from folovllm.electives.quantization.kernels.quant_matmul import MANY, unpacked
 from folovllm.kernels.split_sum import MOST_TILES
@@ -32,7 +32,7 @@ ON_HOPPER = [
 @given(st.integers(129, 256), st.integers(1, 40_000), st.integers(1, 200), st.integers(2, 200))
 def test_a_tile_of_many_tokens_has_two_parts_at_most(tokens: int, rows: int, groups: int, sms: int) -> None:
     """Registers have no room for a second sum beside one of 256 tokens; and there is no program without work."""
-    tile, programs = tiling(tokens, rows, groups * GROUP, sms)
+    tile, programs = kernel_config(tokens, rows, groups * GROUP, sms)
     tiles = -(-rows // GROUP) * -(-tokens // tile)
     work = tiles * groups
     assert 1 <= programs <= min(sms, work)
@@ -68,7 +68,7 @@ def test_each_part_of_a_tile_has_a_place_of_its_own(tiles: int, groups: int, dat
 
 @given(st.integers(1, 1 << 20), st.integers(2, 64), st.integers(16, 200))
 def test_there_are_counters_for_all_tiles(rows: int, groups: int, sms: int) -> None:
-    tile, _ = tiling(MOST, rows, groups * GROUP, sms)
+    tile, _ = kernel_config(MOST, rows, groups * GROUP, sms)
     assert 4 * -(-rows // GROUP) * -(-MOST // tile) <= MOST_TILES
 
 
@@ -85,7 +85,7 @@ def test_the_start_has_a_step_of_so_many_tokens(max_model_len: int, budget: int,
 
 @given(st.integers(MANY, MOST), st.integers(1, 40_000), st.integers(2, 200), st.integers(16, 200))
 def test_one_such_step_has_compiled_for_all(tokens: int, rows: int, groups: int, sms: int) -> None:
-    assert tiling(tokens, rows, groups * GROUP, sms)[0] == tiling(MOST, rows, groups * GROUP, sms)[0]
+    assert kernel_config(tokens, rows, groups * GROUP, sms)[0] == kernel_config(MOST, rows, groups * GROUP, sms)[0]
 
 
 def poison(like: torch.Tensor) -> None:
@@ -95,7 +95,7 @@ def poison(like: torch.Tensor) -> None:
 
 
 def multiplied(x: torch.Tensor, kept: Kept, residual: torch.Tensor | None = None) -> torch.Tensor:
-    assert serves(x, kept[1], kept[2])
+    assert is_supported(x, kept[1], kept[2])
     poison(x.new_empty(len(x), len(kept[0])))
     return int4_hopper(x, *kept, residual)
 

@@ -15,7 +15,7 @@ from folovllm.electives.quantization.int4 import Int4
 from folovllm.electives.quantization.int4_checkpoints import Awq, Gptq, PackedInt4
 from folovllm.engine.setup import set_up
 from folovllm.layers.linear import LinearBase
-from folovllm.models.extra_tensors import arranged
+from folovllm.models.extra_tensors import repacked
 from folovllm.models.loader import load_native_model
 from tests.helpers import Driver, assert_as_accurate, assert_logits_equal, prompts
 from tests.x2.quantized import GPTQ, GROUP, SORTED, Tensors, quantize, tiny, to_awq, to_sorted_gptq, write_quantized
@@ -126,7 +126,7 @@ def test_codes_are_put_in_order_on_the_device_of_the_model(kind: str) -> None:
     """On a GPU it is nothing; on the CPU beside it, a minute of a large model."""
     parts = to_awq(*(torch.zeros(16, n, dtype=torch.uint8) for n in (64, 2, 2)))
     view = torch.empty(16, 64 // {"qweight": 8}.get(kind, 32), device="meta")
-    assert arranged(f"layer.{kind}", parts[kind], Awq(GROUP), view).device.type == "meta"
+    assert repacked(f"layer.{kind}", parts[kind], Awq(GROUP), view).device.type == "meta"
 
 
 @pytest.mark.parametrize("format", [Gptq(32), Awq(32), PackedInt4(32, with_zeros=True)])
@@ -135,4 +135,4 @@ def test_codes_that_are_no_matrix_are_one_sentence(format: Int4) -> None:
     for kind in format.names:
         for size in ([64], [2, 8, 8]):
             with pytest.raises(ValueError, match=f"{kind}.* must have two dimensions"):
-                format.arrange(kind, torch.zeros(size, dtype=torch.int32), torch.Size([8, 8]))
+                format.repack(kind, torch.zeros(size, dtype=torch.int32), torch.Size([8, 8]))

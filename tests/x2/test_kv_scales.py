@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from folovllm.electives.quantization.calibrate import scales_of
-from folovllm.kernels.kv_format import FP8, KVScales, decode, encode
+from folovllm.step.kv_format import FP8, KVScales, decode, encode
 from tests.tiny import worked_case
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from folovllm.electives.quantization.quantizer.methods import FP8, round_blocks, round_channels, spread_blocks
+from folovllm.electives.quantization.quantizer.methods import FP8, round_channels
 
 
 def test_int8_by_hand() -> None:
@@ -17,15 +17,6 @@ def test_a_scale_for_each_output_reaches_the_end_of_fp8() -> None:
     codes, scale = round_channels(torch.tensor([[448.0, 17.0], [1.0, -0.5]]), FP8, torch.float32)
     assert codes.float().tolist() == [[448.0, 16.0], [448.0, -224.0]], "17 lies between 16 and 18: half goes to even"
     assert scale[:, 0].tolist() == pytest.approx([1.0, 1 / 448])
-
-
-def test_blocks_at_the_edges_are_smaller() -> None:
-    w = torch.ones(5, 6)
-    w[4, 5], w[0, 0] = 448.0, 2 * 448.0
-    codes, scale = round_blocks(w, size=4)
-    assert torch.allclose(scale, torch.tensor([[2.0, 1 / 448], [1 / 448, 1.0]]))
-    assert codes[0, 0] == codes[4, 5] == codes[4, 0] == 448 and codes[1, 1] == 0.5
-    assert torch.equal(codes.float() * spread_blocks(scale, w.shape, 4), w)
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -24,7 +24,6 @@ from tests.workloads import make_engine, mixed_requests, serve
 
 KINDS: dict[str, dict[str, Any]] = {
     "fp8": {},
-    "fp8 per channel": {"per_channel": True},
     "int8": {},
     "gptq": {},
     "gptq asymmetric, act-order": {"asymmetric": True, "act_order": True},
@@ -124,8 +123,7 @@ def test_the_engine_answers(written: tuple[str, Report]) -> None:
 
 
 SHAPES: dict[str, dict[str, tuple[torch.dtype, list[int]]]] = {  # of o_proj: 128 inputs, 64 outputs
-    "fp8": {"weight": (torch.float8_e4m3fn, [64, 128]), "weight_scale_inv": (torch.float32, [1, 1])},
-    "fp8 per channel": {"weight": (torch.float8_e4m3fn, [64, 128]), "weight_scale": (torch.float32, [64, 1])},
+    "fp8": {"weight": (torch.float8_e4m3fn, [64, 128]), "weight_scale": (torch.float32, [64, 1])},
     "int8": {
         "weight_packed": (torch.int32, [64, 32]), "weight_scale": (torch.float32, [64, 1]),
         "weight_shape": (torch.int64, [2]),
@@ -139,8 +137,7 @@ SHAPES: dict[str, dict[str, tuple[torch.dtype, list[int]]]] = {  # of o_proj: 12
     },
 }  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
-    "fp8": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
-    "fp8 per channel": {"quant_method": "compressed-tensors", "format": "float-quantized"},
+    "fp8": {"quant_method": "compressed-tensors", "format": "float-quantized"},
     "int8": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
     "gptq asymmetric, act-order": {"quant_method": "gptq", "desc_act": True, "sym": False},
@@ -192,12 +189,10 @@ def test_other_readers_of_4_bits_find_the_same_numbers(written: tuple[str, Repor
         assert torch.equal(reads(tensors), method.decode(tensors))
 
 
-@pytest.mark.parametrize("kind", ["fp8", "fp8 per channel", "int8"])
+@pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_transformers_reads_it(kind: str, text: Path, tmp_path: Path) -> None:
     """GPTQ and AWQ need GPTQModel there, which is a compiler's work: they are compared by their layout alone."""
-    pytest.importorskip("accelerate", reason="transformers reads FP8 with accelerate")
-    if kind != "fp8":
-        pytest.importorskip("compressed_tensors", reason="transformers reads this layout with compressed-tensors")
+    pytest.importorskip("compressed_tensors", reason="transformers reads this layout with compressed-tensors")
     from transformers import AutoModelForCausalLM
 
     out = tmp_path / "out"
@@ -214,22 +209,14 @@ def test_transformers_reads_it(kind: str, text: Path, tmp_path: Path) -> None:
 
 def test_m1_runs_what_transformers_unpacks(tmp_path: Path) -> None:
     """It gives what was in codes the dtype that was asked for, and leaves norms and embedding in that of the file."""
-    pytest.importorskip("accelerate", reason="transformers reads FP8 with accelerate")
-    quantize("stories-5m", QuantizeOptions(format="fp8", samples=1, length=16), tmp_path / "out", use_tqdm=False)
+    pytest.importorskip("compressed_tensors", reason="transformers reads this layout with compressed-tensors")
+    quantize("stories-5m", QuantizeOptions(format="int8", samples=1, length=16), tmp_path / "out", use_tqdm=False)
     requests = mixed_requests(count=2)
     answers = [
         [list(o.outputs[0].token_ids) for o in serve(make_engine(tmp_path / "out", milestone=name), requests)]
         for name in ("m1", "m2")
     ]
     assert answers[0] == answers[1]
-
-
-def test_blocks_that_others_cannot_read_are_not_written(tmp_path: Path) -> None:
-    """Of 160 rows the second block has 32: transformers would take both to be of 80 rows, and vLLM says no."""
-    model = str(tiny_checkpoint(num_heads=5, num_kv_heads=1, hidden_size=64, intermediate_size=96))
-    with pytest.raises(ValueError, match=r"do not divide self_attn.q_proj of 160 x 64, and .*: add --per-channel"):
-        quantize(model, QuantizeOptions(format="fp8"), tmp_path / "out", use_tqdm=False)
-    quantize(model, QuantizeOptions(format="fp8", per_channel=True), tmp_path / "out", use_tqdm=False)
 
 
 def test_what_cannot_be_written_is_refused_at_once(text: Path, tmp_path: Path) -> None:

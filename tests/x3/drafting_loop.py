@@ -153,7 +153,7 @@ class Loop:
         self.watcher = Watcher()
         snapshot = partial(ev.Snapshot, kv.num_blocks, kv.block_size, 4, budget, 0)
         for listener in (self.device.hear, self.watcher):
-            kv.events.subscribe(listener, snapshot(tuple(kv.states()), ()))
+            kv.events.subscribe(listener, snapshot(tuple(kv.block_states()), ()))
         self.flying: tuple[SchedulerOutput, list[Sequence], list[list[int]]] | None = None
 
     def run(self, longest: int) -> None:

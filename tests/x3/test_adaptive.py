@@ -51,10 +51,8 @@ def test_the_cost_of_steps_is_measured(milestone: str) -> None:
     config = {"method": "ngram", "num_speculative_tokens": 3}
     with LLM(str(tiny_checkpoint()), milestone=milestone, **COMMON, speculative_config=config) as llm:
         cost = llm.engine.scheduler.speculation.policy.cost  # type: ignore[attr-defined]
-        assert cost.plain.widths == (1, 2)
-        assert cost.verifying.widths == (1, 2, 4, 8)
-        for curve in (cost.plain, cost.verifying):
-            assert 0 < curve.seconds[0] <= curve.seconds[-1]
+        assert cost.curve.widths[:-1].tolist() == [1, 2, 4, 8]
+        assert 0 < cost.of_plain(1) <= cost.of_plain(8) <= cost.of_verifying(8)
 
 
 @pytest.mark.parametrize(("method", "longest"), [("ngram", 2), ("draft_model", 2), ("draft_model", 8)])

@@ -107,7 +107,7 @@ def test_others_in_the_batch_are_still_served() -> None:
     drafting.is_known = lambda text: text is texts[1]  # type: ignore[method-assign]
     drafting.serve(texts, 45, without_grammar=[1])
     (other,) = drafting.writer.knows
-    assert drafting.speculation.num_accepted > 200 and drafting.writer.runs[other] > 20
+    assert drafting.speculation.num_accepted > 200 and drafting.writer.runs[other] > 15
 
 
 class Knowing(Drafting):
@@ -144,7 +144,7 @@ def test_a_small_model_that_is_seldom_right_costs_a_few_steps_once(batch: int, c
     drafting = Knowing(batch, chance > 0)
     drafting.writer.chance = chance
     (plain,), seconds = without_grammars(Served(batch), batch, 1), without_grammars(drafting, batch, 14)
-    a_try = 16 * A_STEP + A_RUN + WAIT + CHECKED.at(16 * batch)
+    a_try = 16 * A_STEP + A_RUN + WAIT + float(CHECKED.at(16 * batch))
     assert 0 < seconds[0] - plain < 8 * a_try
     assert sum(seconds[1:]) < 1.02 * 13 * plain
 

@@ -69,8 +69,8 @@ def test_watcher_recording_digest_and_log(milestone: str) -> None:
     ]
     for event in taped.seen:
         if type(event).__name__ == "DraftsVerified":
-            aggregator.update([event])
-    assert (aggregator.stats.num_drafts, aggregator.stats.num_draft_tokens) == (made.num_drafts, made.num_draft_tokens)
+            stats = aggregator.take([event], []).stats
+    assert (stats.num_drafts, stats.num_draft_tokens) == (made.num_drafts, made.num_draft_tokens)
     assert sum(step.num_draft_tokens for step in served.history) == made.num_draft_tokens
     told = [step_line(step) for step in served.history if step.num_draft_tokens]
     assert told and all("   draft tokens accepted " in line for line in told)

@@ -17,7 +17,7 @@ from folovllm.electives.structured_output import manager as manager_module
 from folovllm.electives.structured_output.grammar_matcher import Bitmask, GrammarMatcher
 from folovllm.electives.structured_output.guidance import GuidanceGrammar
 from folovllm.electives.structured_output.manager import StructuredOutputManager
-from folovllm.engine.structured_outputs import StructuredOutputsParams
+from folovllm.electives.structured_output.params import StructuredOutputsParams
 from folovllm.sample.sampling_row import mask_width
 from folovllm.step.bitmasks import TokenBitmasks
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput

@@ -11,7 +11,7 @@ import pytest
 
 from folovllm.attention.backends.torch_paged import TorchPagedBackend
 from folovllm.electives.spec_decode.proposer import Proposer, RowState
-from folovllm.engine.structured_outputs import StructuredOutputsParams
+from folovllm.electives.structured_output.params import StructuredOutputsParams
 from folovllm.sampling_params import SamplingParams
 from folovllm.worker import graph_runner
 from folovllm.worker.buckets import Bucket, draft_bucket, draft_buckets

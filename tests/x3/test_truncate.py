@@ -74,7 +74,7 @@ def test_the_list_of_blocks_stays_the_same_object() -> None:
 def test_who_listens_is_told_of_each_block() -> None:
     kv, heard = BlockManager(6, 4), list[Event]()
     seq = holding(kv, 5, 1, 3, 0, computed=8)
-    kv.events.subscribe(heard.extend, Snapshot(6, 4, 1, 64, 0, tuple(kv.states()), ()))
+    kv.events.subscribe(heard.extend, Snapshot(6, 4, 1, 64, 0, tuple(kv.block_states()), ()))
     kv.truncate(seq)
     kv.events.drain()
     told = {(event.seq_id, event.block_id) for event in heard if isinstance(event, TableCut)}

@@ -23,8 +23,8 @@ from folovllm.electives.spec_decode.scheduler import SpeculativeScheduler
 from folovllm.electives.spec_decode.speculation import Speculation
 from folovllm.electives.spec_decode.suffix import SuffixProposer
 from folovllm.electives.spec_decode.verify import accept
+from folovllm.electives.structured_output.params import StructuredOutputsParams
 from folovllm.engine.scheduler import Scheduler, chunk, preempt, unless_finished
-from folovllm.engine.structured_outputs import StructuredOutputsParams
 from folovllm.request import Sequence
 from folovllm.step.schedule import SchedulerOutput, TokenIds
 from tests.x3.drafting_loop import Clock, NoGrammar, sequence
@@ -38,8 +38,13 @@ A_TOKEN, A_DRAFT = 0.004 * MS, 0.015 * MS  # of a proposer: to take a token in, 
 A_CHOICE, A_CHOICE_OF_ONE = 0.03 * MS, 0.002 * MS
 
 
+GAP = CHECKED.seconds[0] - PLAIN.seconds[0]  # what the host waits for, which is the same in a larger model
+
+
 def scaled(curve: Curve, scale: float, more: float = 0.0) -> Curve:
-    return Curve(curve.widths, tuple(scale * seconds + more for seconds in curve.seconds))
+    """The curve of a model whose steps keep the device `scale` times as long."""
+    kept = GAP if curve is CHECKED else 0.0
+    return Curve(curve.widths[:-1], scale * (curve.seconds[:-1] - kept) + kept + more)
 
 
 class Slow(Proposer):
@@ -96,7 +101,8 @@ class Served:
         self, max_num_seqs: int, methods: str = "", grammars: bool = False, scale: float = 1.0,
         clock: Clock | None = None, draft: Proposer | None = None,
     ) -> None:  # fmt: skip
-        self.scale, self.grammar = scale, A_MASK if grammars else 0.0
+        self.plain, self.verifying = scaled(PLAIN, scale), scaled(CHECKED, scale)
+        self.grammar = A_MASK if grammars else 0.0
         self.clock, self.texts = clock or Clock(), dict[int, list[int]]()
         common: dict[str, Any] = {
             "kv": BlockManager(max_num_seqs * 160, 16),
@@ -109,7 +115,7 @@ class Served:
             self.scheduler: Scheduler = Scheduler(**common)
             return
         kinds = {"ngram": NgramProposer, "suffix": SuffixProposer}
-        cost = StepCost(scaled(PLAIN, scale), scaled(CHECKED, scale, measure.WAIT))  # as they are measured
+        cost = StepCost(scaled(CHECKED, scale, -GAP), GAP + measure.WAIT)  # as they are measured
         self.policy = Choosing(cost, 15, self.clock, first=TRUSTED if draft else UNKNOWN)
         proposer = draft or CompositeProposer([Slow(kinds[name](), self.clock) for name in methods.split("+")])
         self.speculation = Speculation(proposer, self.policy, self if grammars else NoGrammar(), self.clock)
@@ -152,7 +158,7 @@ class Served:
             return
         output, seqs = step
         sampled, num_samples = [], sum(scheduled.num_samples for scheduled in output.scheduled_seqs)
-        self.clock.now += self.scale * (CHECKED if num_samples > len(seqs) else PLAIN).at(num_samples)
+        self.clock.now += float((self.verifying if num_samples > len(seqs) else self.plain).at(num_samples))
         self.clock.now += self.grammar * (len(seqs) + 0.1 * num_samples)
         for scheduled, seq in zip(output.scheduled_seqs, seqs, strict=True):
             text, at = self.texts[seq.seq_id], scheduled.end - scheduled.num_samples + 1
@@ -201,14 +207,11 @@ def test_new_texts_lose_under_two_percent(batch: int, methods: str) -> None:
     assert drafting < 1.02 * plain
 
 
-@pytest.mark.parametrize("scale", [1.0, 10.0])
-@pytest.mark.parametrize("batch", [1, 4])
-def test_at_any_acceptance_under_two_percent_are_lost(batch: int, scale: float) -> None:
+@pytest.mark.parametrize(("batch", "scale"), [(1, 1.0), (4, 10.0)])
+def test_texts_that_repeat_themselves_at_times_lose_under_two_percent(batch: int, scale: float) -> None:
     """Between texts that always pay and such that never do are those at which a wrong cost would draft at a loss."""
-    for chance in (0.05, 0.1, 0.15, 0.2, 0.4):
-        texts = [
-            repeated(i, 345, chance) for i in range(24 * batch)
-        ]  # many, since the last few have a step to themselves
+    for chance in (0.05, 0.15, 0.4):
+        texts = [repeated(i, 345, chance) for i in range(24 * batch)]  # many: the last few have a step to themselves
         _, plain, drafting = both(batch, "ngram", [texts], 45, scale=scale)
         assert drafting < 1.02 * plain, f"{chance}"
 
@@ -220,7 +223,7 @@ def test_a_long_prompt_is_read_once_and_paid_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch", "gain", "methods"), [(1, 2.2, "ngram"), (1, 2.2, "ngram+suffix"), (16, 2.0, "ngram")]
+    ("batch", "gain", "methods"), [(1, 2.0, "ngram"), (1, 2.0, "ngram+suffix"), (16, 2.0, "ngram")]
 )
 def test_texts_that_repeat_themselves_gain(batch: int, gain: float, methods: str) -> None:
     """With grammars; and in a model of which a step takes ten times as long, without grammars."""
@@ -247,7 +250,7 @@ def test_after_new_texts_come_some_that_repeat_themselves() -> None:
     plain, drafting = Served(1), Served(1, "ngram")
     for turn in range(6):
         drafting.serve([story(turn, 245)], 45)
-    texts = [copied(i, 320) for i in range(8)]
+    texts = [copied(i, 320) for i in range(12)]
     seconds = [(plain.serve([text], 150), drafting.serve([text], 150)) for text in texts]
     assert seconds[-1][0] > 1.5 * seconds[-1][1]
 

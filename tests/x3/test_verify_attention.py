@@ -22,9 +22,9 @@ from folovllm.engine import build_batch
 from folovllm.engine.extension import extension_of
 from folovllm.engine.setup import set_up
 from folovllm.kernels.decode import DecodeConfig
-from folovllm.kernels.kv_format import FP8, UNSCALED, KVScales, decode, encode
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.forward_batch import ForwardBatch
+from folovllm.step.kv_format import FP8, UNSCALED, KVScales, decode, encode
 from tests.helpers import prompts, tiny_checkpoint
 from tests.m4.cases import DEVICE, Paged, assert_close, starts
 from tests.m4.conftest import like_a_gpu  # noqa: F401

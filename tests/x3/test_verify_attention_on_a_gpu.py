@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from folovllm.electives.spec_decode.kernels.verify_attention import SplitKVVerify
 from folovllm.kernels.decode import DecodeConfig
-from folovllm.kernels.kv_format import UNSCALED, KVScales, decode, encode
+from folovllm.step.kv_format import UNSCALED, KVScales, decode, encode
 from tests.m4.cases import DEVICE, Paged, assert_close, starts
 
 pytestmark = pytest.mark.gpu

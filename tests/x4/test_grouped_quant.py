@@ -42,7 +42,7 @@ def stack_of(linear_method: LinearMethod, n: int, k: int, num_experts: int) -> E
     with torch.device(DEVICE):
         stack = ExpertStack(k, [n] * num_experts, linear_method)
     generator = torch.Generator(DEVICE).manual_seed(0)
-    for kind, views in stack.places().items():
+    for kind, views in stack.weight_views().items():
         for view in views:
             if "scale" in kind:
                 spread = 4.6 if isinstance(linear_method, Int4) else linear_method.spread

@@ -10,7 +10,7 @@ import torch
 
 from folovllm.attention.backends.registry import make_backend
 from folovllm.attention.backends.torch_naive import TorchNaiveBackend
-from folovllm.kernels.kv_format import FP8
+from folovllm.step.kv_format import FP8
 from tests import contract
 from tests.contract import PAGED, Case, check, make_problem
 from tests.x2.test_fp8_cache import SCALES, in_8_bits, read_back

@@ -65,12 +65,19 @@ class TestStep:
             torch.testing.assert_close(after[s], state, msg=f"the state {says}")
 
     def test_the_state_that_was_given_stays(self) -> None:
-        state, *tokens = some(1)
-        before = state.clone()
-        delta_rule_step(state[None], *tokens)
-        assert torch.equal(state, before), (
-            "the state that came in was written over: a snapshot may be in the same memory"
-        )
+        """Where nothing fades, and where nothing is written, too."""
+        state, query, key, value, *gates = some(1)
+        before, nothing = state.clone(), torch.zeros(1, 3)
+        for g in gates[0], nothing:
+            for beta in gates[1], nothing:
+                given = (query, key, value, g, beta)
+                copies = [x.clone() for x in given]
+                delta_rule_step(state[None], *given)
+                says = f"with g {g.tolist()} and beta {beta.tolist()}"
+                assert torch.equal(state, before), (
+                    f"{says} the state that came in was written over: a snapshot may be in the same memory"
+                )
+                assert all(map(torch.equal, given, copies)), f"{says} an argument was written over"
 
     def test_a_key_finds_its_value(self) -> None:
         """With beta 1 and no decay a key's answer is its value, whatever was there, and a key at right angles keeps its own."""
@@ -120,10 +127,15 @@ class TestChunk:
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4, msg=says)
 
     def test_the_state_that_was_given_stays(self) -> None:
+        """Where nothing fades, too."""
         state, *tokens = some(5)
-        before = state.clone()
-        delta_rule_chunk(state, *tokens)
-        assert torch.equal(state, before), "the state that came in was written over"
+        for g in tokens[3], torch.zeros(5, 3):
+            given = (state, *tokens[:3], g, tokens[4])
+            copies = [x.clone() for x in given]
+            delta_rule_chunk(*given)
+            assert all(map(torch.equal, given, copies)), (
+                f"with g {g[0].tolist()} the state that came in, or another argument, was written over"
+            )
 
     def test_no_step_by_step(self) -> None:
         """As many operations of torch for 8 tokens as for 64, or, by doubling, a few more: a loop over tokens takes eight times as many."""

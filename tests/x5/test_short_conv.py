@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,7 +32,7 @@ def test_a_single_token_moves_the_state() -> None:
     )
 
 
-@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
 @pytest.mark.parametrize("pieces", [[11], [1] * 11, [2, 1, 5, 3], [4, 7]], ids=str)
 def test_pieces_give_what_the_whole_gives(width: int, pieces: list[int]) -> None:
     """Against torch's own convolution, over a prompt that is split anywhere."""
@@ -44,19 +45,29 @@ def test_pieces_give_what_the_whole_gives(width: int, pieces: list[int]) -> None
         outputs.append(out)
     says = f"a prompt in pieces of {pieces}: outputs are not silu of what torch's own convolution gives, each channel by itself"
     torch.testing.assert_close(torch.cat(outputs), expected, msg=says)
-    assert torch.equal(state, x[12 - width :]), "the state is the last K - 1 inputs"
+    assert torch.equal(state, x[12 - width :]), (
+        f"the state is the last K - 1 inputs, of which K = {width} has {width - 1}"
+    )
 
 
-def test_sequences_are_independent() -> None:
-    """Decodes of a batch come as [S, 1, C], each with a state of its own."""
+@pytest.mark.parametrize("width", [1, 4])
+@pytest.mark.parametrize("shape", [(5, 1), (2, 3), (2, 5), (2, 3, 1), (2, 3, 6)], ids=str)
+def test_sequences_are_independent(shape: tuple[int, ...], width: int) -> None:
+    """Decodes of a batch come as [S, 1, C], each with a state of its own; other batches have more tokens, or more dimensions."""
     generator = torch.Generator().manual_seed(0)
-    x, state = torch.randn(5, 1, 4, generator=generator), torch.randn(5, 3, 4, generator=generator)
-    weight = torch.randn(4, 4, generator=generator)
-    out, after = convolve(x, state, weight)
-    for s in range(5):
+    batch = shape[:-1]
+    x, state = torch.randn(*shape, 4, generator=generator), torch.randn(*batch, width - 1, 4, generator=generator)
+    weight = torch.randn(4, width, generator=generator)
+    given, copies = (x, state, weight), (x.clone(), state.clone(), weight.clone())
+    out, after = convolve(*given)
+    assert all(map(torch.equal, given, copies)), "an argument was written over"
+    for s in np.ndindex(*batch):
         alone, own = convolve(x[s], state[s], weight)
-        torch.testing.assert_close(out[s], alone, msg=f"sequence {s} of a batch")
-        torch.testing.assert_close(after[s], own, msg=f"the state of sequence {s}")
+        torch.testing.assert_close(
+            out[s], alone, msg=f"sequence {s} of a batch {list(x.shape)}, K = {width}: other outputs than alone"
+        )
+        says = f"the state of sequence {s} of a batch {list(x.shape)}, K = {width}: not the last {width - 1} inputs"
+        assert after[s].shape == own.shape and torch.equal(after[s], own), says
 
 
 def test_half_precision() -> None:

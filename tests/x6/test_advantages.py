@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from folovllm.electives.rollouts.grpo import group_advantages
@@ -39,6 +40,15 @@ def test_the_rewards_that_were_given_stay() -> None:
     rewards = torch.tensor([[1.0, 3.0]])
     group_advantages(rewards)
     assert rewards.tolist() == [[1.0, 3.0]], "the rewards that came in were written over"
+
+
+@pytest.mark.parametrize("size", [1e-5, 1e-3, 1e6])
+def test_rewards_of_any_size(size: float) -> None:
+    """Of 0 and 1e-5, too, the second is the better answer: only equal ones say nothing."""
+    got = group_advantages(torch.tensor([[0.0, size], [-size, 0.0], [7.0, 7.0]]), eps=1e-6)
+    share = (size / 2) / (size / 2 + 1e-6)
+    says = f"rewards 0 and {size}: the deviation is {size / 2}, so advantages are {-share:.5f} and {share:.5f}, not {got[0].tolist()}"
+    torch.testing.assert_close(got, torch.tensor([[-share, share]] * 2 + [[0.0, 0.0]]), rtol=1e-4, atol=1e-6, msg=says)
 
 
 def test_what_says_nothing_changes_nothing() -> None:

@@ -42,6 +42,37 @@ def test_it_is_attention(length: int) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5, msg=says)
 
 
+def test_items_and_heads_are_independent() -> None:
+    """Three items at other positions, two KV heads, several tiles: each is plain softmax attention over its own K and V."""
+    generator = torch.Generator().manual_seed(0)
+    length = 3 * CONTEXT
+    query, key, value = (torch.randn(3, 2, size, 16, generator=generator) for size in (5, length, length))
+    positions = torch.tensor([[0, 1, 2, 3, 4], [60, 61, 64, 65, 130], [191, 7, 100, 63, 128]])
+    given, copies = (query, key, value, positions), (query.clone(), key.clone(), value.clone(), positions.clone())
+    got = attend_in_tiles(*given, 0.25)
+    assert all(map(torch.equal, given, copies)), "an argument was written over"
+    seen = torch.arange(length) <= positions[:, None, :, None]
+    weights = (0.25 * query @ key.mT).masked_fill(~seen, -torch.inf).softmax(-1)
+    error = (got - weights @ value).abs().amax(-1).nan_to_num(torch.inf)  # [n, Hkv, R]
+    item, head, row = (error == error.max()).nonzero()[0].tolist()
+    says = f"query {row} of item {item}, KV head {head}, is {error.max():.3g} off: each item and head has K, V and positions of its own"
+    assert error.max() < 1e-5, says
+
+
+def test_each_query_and_head_has_a_largest_score_of_its_own() -> None:
+    """Scores about 300, 0 and -300 beside each other, in an order that changes from tile to tile."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(2, 2, size, 2, generator=generator) for size in (3, 2 * CONTEXT, 2 * CONTEXT))
+    query[..., 0] = torch.tensor([[[300.0, 0, -300], [-300, 300, 0]], [[0, -300, 300], [-300, -300, 300]]])
+    key[..., 0] = 1
+    positions = torch.full((2, 3), 2 * CONTEXT - 1)
+    got = attend_in_tiles(query, key, value, positions, 1.0)
+    error = (got - (query.double() @ key.double().mT).softmax(-1) @ value.double()).abs().amax(-1).nan_to_num(torch.inf)
+    item, head, row = (error == error.max()).nonzero()[0].tolist()
+    says = f"query {row} of item {item}, head {head}, whose scores are about {query[item, head, row, 0]:.0f}, is {error.max():.3g} off"
+    assert error.max() < 1e-3, f"{says}: m is the largest score of this query and head"
+
+
 def test_a_score_may_be_very_low() -> None:
     """Only position 0 is seen, and its score is -40,000. The score of all others would be 0."""
     query, key, value = (torch.zeros(1, 1, size, 2) for size in (1, CONTEXT, CONTEXT))

@@ -22,9 +22,20 @@ def test_a_worked_case() -> None:
 
 
 def test_no_two_share_a_name() -> None:
-    roots = [generation_root(salt, generation) for salt in (0, 1, 2, SALT, SALT + 1) for generation in range(5)]
-    assert len({*roots}) == len(roots), "two tenants or two generations would find each other's blocks"
-    assert all(0 <= root < 2**64 for root in roots), "a hash has 64 bits, unsigned"
+    """Numbers whose lowest bytes are equal, the salts of 64 bits, and no salt."""
+    salts = 0, 1, 2, 257, 2**16 + 1, 2**32 + 1, 2**63 - 1, 2**63, 2**64 - 1, SALT, SALT + 1, SALT + 2**32
+    generations = 0, 1, 2, 3, 4, 255, 256, 257, 2**16 + 1, 2**32 + 1
+    roots: dict[int, tuple[int, int]] = {}
+    for salt in salts:
+        for generation in generations:
+            root = generation_root(salt, generation)
+            assert 0 <= root < 2**64, f"salt {salt}, generation {generation}: a hash has 64 bits, unsigned"
+            twin = roots.setdefault(root, (salt, generation))
+            says = f"salt {salt} in generation {generation} has the root of salt {twin[0]} in generation {twin[1]}: they would find each other's blocks"
+            assert twin == (salt, generation), says
+            if generation:
+                expected = xxhash.xxh64_intdigest(struct.pack("<QQ", generation, salt))
+                assert root == expected, f"salt {salt}, generation {generation}: not the hash of their 16 bytes"
 
 
 def test_it_stands_before_the_first_block() -> None:

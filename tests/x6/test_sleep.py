@@ -94,7 +94,7 @@ def test_after_a_failed_wake_up_the_next_loads_all_weights(tmp_path: Path, level
         llm.sleep(level)
         with pytest.raises(ValueError, match=r"lacks model\.norm\.weight"):
             llm.wake_up(weights)
-        assert llm.engine.is_sleeping
+        assert llm.engine.refusal
         llm.wake_up()
         assert tokens(llm) == before, "weights of the failed call are left in the model"
         llm.sleep(level)

@@ -23,6 +23,7 @@ from folovllm.apps.inspector.lines import (
 )
 from folovllm.apps.inspector.lines import Turn as TurnLine
 from folovllm.engine import events as ev
+from folovllm.models.files import in_one_line
 from folovllm.step.schedule import SchedulerOutput, StepResult
 
 NO_COPY = (-1, -1)  # a sequence loads and saves no snapshot in this step
@@ -106,7 +107,7 @@ def parse(text: str, name: str) -> Recording:
         try:
             lines.append(line := _line.decode(row))
         except msgspec.ValidationError as error:
-            raise ValueError(f"{name}, line {number} is no line of a recording: {error}") from error
+            raise ValueError(f"{name}, line {number} is no line of a recording: {in_one_line(error)}") from error
         except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
             if not is_last:  # else it was cut off
                 raise ValueError(f"{name}, line {number} is no JSON: the file is damaged") from None

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -25,10 +24,8 @@ from starlette.routing import Route
 from folovllm.apps.inspector.playground import Playground
 from folovllm.apps.inspector.scenes import scenes
 from folovllm.apps.inspector.web import FILES, PAGE, SAFE, file_response, page_response
+from folovllm.electives.server import http
 from folovllm.electives.server.errors import ApiError, as_api_error
-from folovllm.electives.server.guard import HostGuard
-from folovllm.electives.server.http import CLIENT_GONE, error_response, json_response, read_body, require_json
-from folovllm.electives.server.http_protocol import BoundedProtocol
 from folovllm.electives.server.listener import Server, ending_signals, listen
 from folovllm.electives.server.sse import EventStream
 
@@ -78,10 +75,10 @@ async def _home(request: Request) -> Response:
 async def _error(request: Request, error: Exception) -> Response:
     """The response to an error, whether Starlette's own (an unknown address, another method) or ours."""
     if isinstance(error, ClientDisconnect):
-        return Response(status_code=CLIENT_GONE)
+        return Response(status_code=http.CLIENT_GONE)
     if isinstance(error, HTTPException):
         error = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-    return error_response(as_api_error(error))
+    return http.error_response(as_api_error(error))
 
 
 HANDLED = (ClientDisconnect, HTTPException, ApiError, ValueError, RuntimeError)  # another is a bug: 500, and in the log
@@ -117,11 +114,11 @@ def playground_app(playground: Playground, host: str) -> Starlette:
     async def control(request: Request) -> Response:
         if request.method == "POST":
             await playground.build(await _json(request, dict[str, Any]))
-        return json_response(playground.described())
+        return http.json_response(playground.described())
 
     async def prompts(request: Request) -> Response:
         asked = await _json(request, AskRequest)
-        return json_response(
+        return http.json_response(
             {"requests": await playground.ask(asked.prompts, asked.max_tokens, asked.temperature, asked.seed)}
         )
 
@@ -130,16 +127,16 @@ def playground_app(playground: Playground, host: str) -> Starlette:
         if asked.scene not in scenes():
             raise ValueError(f"there is no scene {asked.scene!r}: known are {', '.join(scenes())}")
         await playground.play(scenes()[asked.scene])
-        return json_response(playground.described())
+        return http.json_response(playground.described())
 
     async def abort(request: Request) -> Response:
         playground.abort((await _json(request, AbortRequest)).request)
-        return json_response({})
+        return http.json_response({})
 
     async def pace(request: Request) -> Response:
         asked = await _json(request, PaceRequest)
         playground.change_pace(delay=asked.delay, paused=asked.paused, step=asked.step)
-        return json_response({"delay": playground.delay, "paused": int(playground.is_held)})
+        return http.json_response({"delay": playground.delay, "paused": int(playground.is_held)})
 
     routes = [Route(f"{PAGE}/events", events), Route(CONTROL, control, methods=["GET", "POST"])]
     routes += [Route(f"{PAGE}/scenes/{{name}}", _recording), Route(f"{PAGE}/book/{{name}}.md", _chapter)]
@@ -180,15 +177,15 @@ def _app(host: str, page: Handler, routes: list[Route]) -> Starlette:
     everywhere = [Route("/", _home), Route(PAGE, page), Route(FILES, _file)]
     return Starlette(
         routes=everywhere + routes,
-        middleware=[Middleware(HostGuard, names=[host], flag="--host")],
+        middleware=[Middleware(http.HostGuard, names=[host], flag="--host")],
         exception_handlers=dict.fromkeys(HANDLED, _error),
     )
 
 
 async def _json(request: Request, kind: Any) -> Any:
     """The body. Only JSON: a page from elsewhere may send other kinds to any address, unasked."""
-    require_json(request)
-    body = await read_body(request, LONGEST_BODY)
+    http.require_json(request)
+    body = await http.read_body(request, LONGEST_BODY)
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.DecodeError as error:
@@ -229,8 +226,7 @@ async def _serve(
     app: Starlette, listener: socket.socket, what: str, browser: bool, at_end: Callable[[], None] = lambda: None
 ) -> None:
     """Serve until a signal comes; then `at_end` ends the streams, which would hold up the server's end."""
-    options: dict[str, Any] = {"lifespan": "off", "log_level": "warning", "access_log": False}
-    server = Server(uvicorn.Config(app, http=BoundedProtocol, ws="none", **options))
+    server = Server(app)
 
     def end() -> None:
         server.force_exit = server.should_exit  # a second signal does not wait

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from folovllm.kernels.kv_format import FP8, UNSCALED, KVScales, encode
 from folovllm.step.forward_batch import ForwardBatch
+from folovllm.step.kv_format import FP8, UNSCALED, KVScales
 
 if TYPE_CHECKING:
     from folovllm.kernels.preparation import Preparation
@@ -96,13 +96,6 @@ class AttentionBackend(ABC):
         Raises `BackendUnavailable` unless a backend overrides it. Backends in plain torch return a `SlidingBackend`.
         """
         raise BackendUnavailable(f'{self.name} knows no sliding window: choose "triton" or "torch_paged"')
-
-    def as_bytes(
-        self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Encode new K/V for an FP8 cache. Returns them and the cache as bytes, which any operation can copy."""
-        cached = encode(self.scales.centred(key), self.scales.key_factor), encode(value, self.scales.value_factor)
-        return cached[0].view(torch.uint8), cached[1].view(torch.uint8), kv_cache.view(torch.uint8)
 
     def plan(self, batch: ForwardBatch) -> None:
         """Prepare once a step the data that all layers share. Device work only, so that it can be captured."""

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
-from folovllm.kernels.kv_format import FP8, KVScales, decode
 from folovllm.step.forward_batch import ForwardBatch
+from folovllm.step.kv_format import FP8, KVScales, decode, encode
 
 FP8_CAPABILITY = (8, 9)  # the first compute capability that converts FP8 numbers
 
@@ -33,7 +33,7 @@ class DecodedCache(AttentionBackend):
 
     def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Encode `key` and `value` [T, Hkv, D]. The wrapped backend stores the bytes."""
-        self._inner.store(*self.as_bytes(key, value, kv_cache), slot_mapping)
+        self._inner.store(*as_bytes(self.scales, key, value, kv_cache), slot_mapping)
 
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Return attention over decoded copies of the sequences' blocks, placed end to end: [T, Hq, D] -> [T, Hq, D]."""
@@ -45,6 +45,14 @@ class DecodedCache(AttentionBackend):
         here = torch.arange(tables.shape[1], device=tables.device) < torch.tensor(counts, device=tables.device)[:, None]
         tables[here] = torch.arange(len(used), dtype=tables.dtype, device=tables.device)
         return self._inner.forward(query, torch.stack(parts), replace(batch, block_tables=tables))
+
+
+def as_bytes(
+    scales: KVScales, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Encode new K/V for an FP8 cache. Returns them and the cache as bytes, which any operation can copy."""
+    encoded = encode(scales.centred(key), scales.key_factor), encode(value, scales.value_factor)
+    return encoded[0].view(torch.uint8), encoded[1].view(torch.uint8), kv_cache.view(torch.uint8)
 
 
 def check_fp8(backend: type[AttentionBackend], config: AttentionConfig) -> None:

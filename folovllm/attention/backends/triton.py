@@ -9,9 +9,10 @@ from functools import partial
 import torch
 
 from folovllm.attention.backends.abstract import AttentionBackend, AttentionConfig, BackendUnavailable
+from folovllm.attention.backends.decoded import as_bytes
 from folovllm.kernels.decode import DecodeConfig, SplitKVDecode
 from folovllm.kernels.fp8_cache import INTERPRETED
-from folovllm.kernels.prefetching_decode import prefetching_decode, serves
+from folovllm.kernels.prefetching_decode import is_supported, prefetching_decode
 from folovllm.kernels.prefill import PrefillKernel, config_on, prefill
 from folovllm.kernels.prefill_tiles import list_tiles
 from folovllm.kernels.preparation import Preparation
@@ -109,7 +110,7 @@ class TritonBackend(AttentionBackend):
     def store(self, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor) -> None:
         """Write `key` and `value` [T, Hkv, D] to their slots; slot -1 is skipped."""
         if self.config.is_fp8:
-            key, value, kv_cache = self.as_bytes(key, value, kv_cache)
+            key, value, kv_cache = as_bytes(self.scales, key, value, kv_cache)
         store_kvcache(key, value, kv_cache, slot_mapping)
 
     def forward(self, query: torch.Tensor, kv_cache: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -129,7 +130,7 @@ class TritonBackend(AttentionBackend):
         """Return the prefill kernel for a step of `num_tokens` tokens. Variants support no windows."""
         if self._planned.tiles is not None or self._window is not None:
             return partial(prefill, tiles=self._planned.tiles, scales=self.scales, window=self._window)
-        if self._variant is not None and self._variant.serves(self.config, num_tokens, max_query_len):
+        if self._variant is not None and self._variant.is_supported(self.config, num_tokens, max_query_len):
             return self._variant.launch
         return self._own_prefill or partial(prefill, scales=self.scales)
 
@@ -139,7 +140,7 @@ class TritonBackend(AttentionBackend):
         """Return attention of decodes. The decode kernel also normalises, rotates and stores the new tokens."""
         c = self.config
         out = qkv.new_empty(batch.num_seqs, c.num_heads, c.head_dim)
-        if serves(self._decode, kv_cache, batch.num_seqs):
+        if is_supported(self._decode, kv_cache, batch.num_seqs):
             return prefetching_decode(
                 self._decode, qkv, kv_cache, batch.block_tables, batch.num_seqs, c.scale, out, preparation
             )

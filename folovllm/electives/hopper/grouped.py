@@ -118,7 +118,7 @@ def grouped_hopper_kernel(
                         TILE_K)  # fmt: skip
 
 
-def serves(each: int, weight: torch.Tensor) -> bool:
+def is_supported(each: int, weight: torch.Tensor) -> bool:
     """Whether `grouped_hopper` is the product to take, if each expert had so many pairs. Rows must be 16 bytes, or some."""
     is_aligned = weight.shape[-1] % 8 == 0 and weight.data_ptr() % 16 == 0
     return each > MANY and weight.itemsize == 2 and is_aligned
@@ -140,4 +140,4 @@ def grouped_hopper(
     return out
 
 
-VARIANT = KernelVariant(serves, grouped_hopper)
+VARIANT = KernelVariant(is_supported, grouped_hopper)

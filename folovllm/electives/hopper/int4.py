@@ -1,7 +1,6 @@
 """`int4_hopper`: what `quant_matmul` computes, for 5 to 256 tokens on Hopper, which has matrix units of its own (wgmma).
 
-All tokens meet a weight at once where they fit into the registers, so it is unpacked once, or twice. Few tokens wait for the codes:
-so a thread asks for those of the next TIMES groups of inputs while it multiplies these. Two groups of four warps
+All tokens meet a weight at once where they fit into the registers, so it is unpacked once, or twice. Two groups of four warps
 have 64 outputs each of a tile. Codes come straight to the registers from which the matrix units take the weights, and are
 multiplied by their scales there: where these have 16 bits, what results is W as `unpacked` has it, bit for bit. One more warp
 fetches x for both groups (TMA).
@@ -37,8 +36,8 @@ FEWEST, MOST = 5, 256  # tokens: fewer are for `quant_gemv`, and with more the l
 GROUP = gl.constexpr(128)  # inputs that share a scale
 WIDE = gl.constexpr(64)  # inputs of a box
 ROWS = gl.constexpr(64)  # outputs of four warps: the height of a matrix instruction
-NUM_STAGES = {256: 4, 128: 6, 64: 8, 32: 8, 16: 8}  # boxes of x on their way, by the tokens of a tile
-REGISTERS = gl.constexpr((240, 24))  # of a thread that multiplies, and of one that fetches
+NUM_STAGES = {256: 4, 128: 6, 64: 6, 32: 8, 16: 8}  # boxes of x on their way, by the tokens of a tile
+BESIDE = 64  # tokens of a tile, up to which two programs fit beside each other
 
 BOX = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 
@@ -136,15 +135,6 @@ def load_codes(weights, group, CODES: gl.constexpr):
 
 
 @gluon.jit
-def load_groups(weights, group, TIMES: gl.constexpr, CODES: gl.constexpr):
-    """The same of TIMES groups, one after the other: three items each."""
-    codes = ()
-    for i in gl.static_range(TIMES):
-        codes = codes + load_codes(weights, group + i, CODES)
-    return codes
-
-
-@gluon.jit
 def half_of(codes, half: gl.constexpr, WEIGHTS: gl.constexpr):
     """The weights of inputs 64 * half to 64 * half + 64 of a group: [64, 64]."""
     words, scale, zero = codes
@@ -170,19 +160,19 @@ def of_byte(ASM: gl.constexpr, words, factors):
 
 
 @gluon.jit
-def fetch_inputs(x_desc, smem, full, empty, K: gl.constexpr, TIMES: gl.constexpr, token_tiles, work):
+def fetch_inputs(x_desc, smem, full, empty, K: gl.constexpr, token_tiles, work):
     """Fetch x for all units, each box as soon as both groups of warps are done with what lay in its place."""
     STAGES: gl.constexpr = full.shape[0]
-    UNITS: gl.constexpr = K // GROUP // TIMES
+    GROUPS: gl.constexpr = K // GROUP
     BM: gl.constexpr = smem.shape[1]
     begin, end = first_unit(gl.program_id(0), work), first_unit(gl.program_id(0) + 1, work)
     for unit in range(begin, end):
-        for box in gl.static_range(2 * TIMES):
-            i = 2 * TIMES * (unit - begin) + box
+        for half in gl.static_range(2):
+            i = 2 * (unit - begin) + half
             stage, phase = i % STAGES, (i // STAGES) & 1
             mbarrier.wait(empty.index(stage), phase ^ 1)
             mbarrier.expect(full.index(stage), x_desc.block_type.nbytes)
-            corner = [unit // UNITS % token_tiles * BM, unit % UNITS * TIMES * GROUP + box * WIDE]
+            corner = [unit // GROUPS % token_tiles * BM, unit % GROUPS * GROUP + half * WIDE]
             tma.async_copy_global_to_shared(x_desc, corner, full.index(stage), smem.index(stage))
 
 
@@ -205,20 +195,12 @@ def store_rows(acc, smem, out_ptr, residual_ptr, row, token, num_tokens, OUTPUTS
 
 @gluon.jit
 def finish(
-    acc,
-    smem,
-    pointers,
-    shape,
-    tile,
-    which: gl.constexpr,
-    UNITS: gl.constexpr,
-    RESIDUAL: gl.constexpr,
-    TWO: gl.constexpr,
+    acc, smem, pointers, shape, tile, which: gl.constexpr, K: gl.constexpr, RESIDUAL: gl.constexpr, TWO: gl.constexpr
 ):
     """Store one half of a tile, if all that it is the sum of is there."""
     part_ptr, done_ptr, residual_ptr, out_ptr = pointers
     OUTPUTS, num_tokens, token_tiles, work = shape
-    first, end = tile * UNITS, (tile + 1) * UNITS
+    first, end = tile * (K // GROUP), (tile + 1) * (K // GROUP)
     is_known = True
     if program_of(first, work) != program_of(end - 1, work):
         acc, is_known = add_parts(acc, part_ptr, done_ptr + (2 * tile + which) * 2, first, end, which, work, TWO)
@@ -249,10 +231,10 @@ def multiply_half(a, following, half: gl.constexpr, acc, number, x_tiles, full, 
 @gluon.jit
 def multiply(
     which: gl.constexpr, weights, x_tiles, y_tiles, full, empty, pointers, shape, nothing,
-    K: gl.constexpr, TIMES: gl.constexpr, RESIDUAL: gl.constexpr, TWO: gl.constexpr,
+    K: gl.constexpr, RESIDUAL: gl.constexpr, TWO: gl.constexpr,
 ):  # fmt: skip
     """The products of one half of each tile, 64 outputs."""
-    UNITS: gl.constexpr = K // GROUP // TIMES
+    GROUPS: gl.constexpr = K // GROUP
     BM: gl.constexpr = x_tiles.shape[1]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 16])
     A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
@@ -260,23 +242,20 @@ def multiply(
     begin, end = first_unit(gl.program_id(0), work), first_unit(gl.program_id(0) + 1, work)
     first = begin
     while first < end:
-        tile = first // UNITS
-        last = gl.minimum(end, (tile + 1) * UNITS)
+        tile = first // GROUPS
+        last = gl.minimum(end, (tile + 1) * GROUPS)
         acc = gl.zeros([ROWS, BM], gl.float32, ACC)
         row = (tile // token_tiles * 2 + which) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, A))
-        group = (gl.minimum(row, OUTPUTS - 1) * (K // GROUP) + first % UNITS * TIMES)[:, None]
-        codes = load_groups(weights, group, TIMES, A)
-        a = half_of(codes[0:3], 0, A)
+        group = (gl.minimum(row, OUTPUTS - 1) * GROUPS + first % GROUPS)[:, None]
+        codes = load_codes(weights, group, A)
+        a = half_of(codes, 0, A)
         for unit in range(first, last):
-            following = load_groups(weights, group + (gl.minimum(unit + 1, last - 1) - first) * TIMES, TIMES, A)
-            all_codes = codes + following
-            for i in gl.static_range(TIMES):
-                number = 2 * (TIMES * (unit - begin) + i)
-                acc, b = multiply_half(a, all_codes[3 * i : 3 * i + 3], 1, acc, number, x_tiles, full, empty, nothing)
-                acc, a = multiply_half(
-                    b, all_codes[3 * i + 3 : 3 * i + 6], 0, acc, number + 1, x_tiles, full, empty, nothing)  # fmt: skip
+            following = load_codes(weights, group + gl.minimum(unit + 1, last - 1) - first, A)
+            number = 2 * (unit - begin)
+            acc, b = multiply_half(a, codes, 1, acc, number, x_tiles, full, empty, nothing)
+            acc, a = multiply_half(b, following, 0, acc, number + 1, x_tiles, full, empty, nothing)
             codes = following
-        finish(acc, y_tiles.index(which), pointers, shape, tile, which, UNITS, RESIDUAL, TWO)
+        finish(acc, y_tiles.index(which), pointers, shape, tile, which, K, RESIDUAL, TWO)
         first = last
 
 
@@ -284,13 +263,13 @@ def multiply(
 def int4_hopper_kernel(
     x_desc, word_ptr, scale_ptr, zero_ptr, residual_ptr, part_ptr, done_ptr, out_ptr, num_tokens, token_tiles, work, nothing,
     OUTPUTS: gl.constexpr, K: gl.constexpr, RESIDUAL: gl.constexpr, TWO: gl.constexpr, STAGES: gl.constexpr,
-    TIMES: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Program p of P has an even share of `work` units: a unit is a tile's products with TIMES groups of inputs.
+    """Program p of P has an even share of `work` units: a unit is a tile's products with one group of inputs.
 
     A tile is 128 outputs of as many tokens as a box has; those of the same outputs follow each other, `token_tiles` of them.
     `part_ptr` takes two tiles of each program. `done_ptr`, zero before and after, has four counters for each tile. `nothing`
-    is 0, which the compiler must not know.
+    is 0, which the compiler must not know. REGISTERS: of a thread that multiplies.
     """
     BM: gl.constexpr = x_desc.block_shape[0]
     x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BM, WIDE], BOX)
@@ -304,29 +283,29 @@ def int4_hopper_kernel(
     weights, pointers = (word_ptr, scale_ptr, zero_ptr), (part_ptr, done_ptr, residual_ptr, out_ptr)
     shape = (OUTPUTS, num_tokens, token_tiles, work)
     gl.warp_specialize([
-        (multiply, (0, weights, x_tiles, y_tiles, full, empty, pointers, shape, nothing, K, TIMES, RESIDUAL, TWO)),
-        (multiply, (1, weights, x_tiles, y_tiles, full, empty, pointers, shape, nothing, K, TIMES, RESIDUAL, TWO)),
-        (fetch_inputs, (x_desc, x_tiles, full, empty, K, TIMES, token_tiles, work)),
-    ], [4, 1], [REGISTERS[0], REGISTERS[1]])  # fmt: skip
+        (multiply, (0, weights, x_tiles, y_tiles, full, empty, pointers, shape, nothing, K, RESIDUAL, TWO)),
+        (multiply, (1, weights, x_tiles, y_tiles, full, empty, pointers, shape, nothing, K, RESIDUAL, TWO)),
+        (fetch_inputs, (x_desc, x_tiles, full, empty, K, token_tiles, work)),
+    ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
 
-def tiling(num_tokens: int, rows: int, width: int, sms: int) -> tuple[int, int, int]:
-    """Tokens of a tile, programs, and groups of inputs of a unit.
+def kernel_config(num_tokens: int, rows: int, width: int, sms: int) -> tuple[int, int]:
+    """Tokens of a tile, and programs.
 
     Tiles of 256 tokens unpack each weight once, but registers have no room for a second sum beside one: so a program must
-    have as much work as a tile, for then nobody shares a tile with more than one other. Nor for the codes of several groups.
+    have as much work as a tile, for then nobody shares a tile with more than one other.
     """
     outputs = triton.cdiv(rows, 2 * ROWS.value)
     if num_tokens > 128 and outputs * triton.cdiv(num_tokens, 256) >= sms:
-        return 256, sms, 1
+        return 256, sms
     tile = min(128, max(16, triton.next_power_of_2(num_tokens)))
-    times = 4 if width % (4 * GROUP.value) == 0 else 1
     tiles = outputs * triton.cdiv(num_tokens, tile)
+    room = 2 * sms if tile <= BESIDE else sms
     most = width // (4 * GROUP.value)  # four groups are worth a program
-    return tile, min(sms, tiles * max(1, min(most, sms // tiles))), times
+    return tile, min(room, tiles * max(1, min(most, room // tiles)))
 
 
-def serves(x: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> bool:
+def is_supported(x: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> bool:
     """Whether the kernel computes these: for so many tokens, in bfloat16, for groups of 128 inputs whose zeros, if any,
     are codes, and for an `x` that the copy engine can read. (For one group alone Triton 3.6 makes no kernel.)
     """
@@ -347,20 +326,20 @@ def int4_hopper(
     zeros: torch.Tensor | None,
     residual: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the product of `quant_matmul`, where `serves` says so."""
+    """Return the product of `quant_matmul`, where `is_supported` says so."""
     num_tokens, width = x.shape
     rows, out = len(words), x.new_empty(num_tokens, len(words))
-    tile, programs, times = tiling(num_tokens, rows, width, num_sms(x.device))
+    tile, programs = kernel_config(num_tokens, rows, width, num_sms(x.device))
     token_tiles = triton.cdiv(num_tokens, tile)
-    work = triton.cdiv(rows, 2 * ROWS.value) * token_tiles * (width // GROUP.value // times)
+    work = triton.cdiv(rows, 2 * ROWS.value) * token_tiles * (width // GROUP.value)
     parts = x.new_empty(2 * programs, 2 * ROWS.value, tile, dtype=torch.float32)
     x_desc = TensorDescriptor.from_tensor(x, [tile, WIDE.value], BOX.value)
     int4_hopper_kernel[(programs,)](
         x_desc, words, scales, zeros, out if residual is None else residual, parts, counters(x.device), out, num_tokens,
         token_tiles, work, 0, OUTPUTS=rows, K=width, RESIDUAL=residual is not None, TWO=tile == 256, STAGES=NUM_STAGES[tile],
-        TIMES=times, num_warps=4,
+        REGISTERS=112 if tile <= BESIDE else 240, num_warps=4, **({"maxnreg": 80} if tile <= BESIDE else {}),
     )  # fmt: skip
     return out
 
 
-VARIANT = KernelVariant(serves, int4_hopper)
+VARIANT = KernelVariant(is_supported, int4_hopper)

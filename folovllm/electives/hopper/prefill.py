@@ -232,7 +232,7 @@ def prefill_hopper(
     out: torch.Tensor | None = None,
     first_seq: int = 0,
 ) -> torch.Tensor:
-    """Return the attention of `prefill`, where `serves` says so.
+    """Return the attention of `prefill`, where `is_supported` says so.
 
     Args:
         kv_cache: [2, N, B, Hkv, D], a view of [2, N, Hkv, B, D], whose two halves are contiguous.
@@ -255,7 +255,7 @@ def prefill_hopper(
     return out
 
 
-def serves(config: AttentionConfig, num_tokens: int, max_query_len: int) -> bool:
+def is_supported(config: AttentionConfig, num_tokens: int, max_query_len: int) -> bool:
     """Whether it computes a step of so many new tokens, the longest share of which is given, faster than `prefill`.
 
     In half precision, for tiles that its registers hold, in whole boxes.
@@ -275,4 +275,4 @@ def is_ahead(head_dim: int, num_tokens: int, max_query_len: int) -> bool:
     return num_tokens >= LONG_STEP and max_query_len >= (256 if head_dim == 128 else 2048)
 
 
-VARIANT = KernelVariant(serves, prefill_hopper)
+VARIANT = KernelVariant(is_supported, prefill_hopper)

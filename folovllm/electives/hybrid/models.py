@@ -77,13 +77,13 @@ class HybridForCausalLM(LlamaForCausalLM):
 
         return [linear if kind == LINEAR else cls.attention_class for kind in config.layer_types]
 
-    def own_name(self, name: str) -> str | None:
+    def local_name(self, name: str) -> str | None:
         if name.startswith(self.left_out):
             return None
         self.is_nested |= name.startswith("model.language_model.")
-        return super().own_name(name)
+        return super().local_name(name)
 
-    def stored_name(self, name: str) -> str:
+    def checkpoint_name(self, name: str) -> str:
         before, layer, behind = name.partition(".self_attn.")
         if layer and self.layer_types[int(before.rpartition(".")[2])] == LINEAR:
             name = f"{before}.linear_attn.{behind}"

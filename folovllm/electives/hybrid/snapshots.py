@@ -7,9 +7,10 @@ at the end of a block. It belongs to that block, is found by its serial number, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from folovllm.cache.block_manager import Block
 from folovllm.cache.prefix_cache import PrefixCache, PrefixCachingBlockManager
 from folovllm.engine.event_stream import Events
 from folovllm.engine.events import SnapshotCached, SnapshotEvicted
+from folovllm.engine.scheduler import TokensOfStep
+from folovllm.engine.setup import EngineSetup
 from folovllm.layers.state_layer import NO_SNAPSHOT, STATES
 from folovllm.request import Sequence
 from folovllm.step.schedule import Extras, ScheduledSequence
@@ -115,6 +118,20 @@ class SnapshotPrefixCache(PrefixCache):
         """Evict what a block holds, and its snapshot."""
         self._snapshots.evict(block.serial)
         super().forget(block)
+
+
+def with_snapshots(
+    setup: EngineSetup, tokens_of_step: TokensOfStep
+) -> tuple[Callable[..., SnapshotBlockManager], TokensOfStep]:
+    """What makes the cache manager of a model with states; and `tokens_of_step` for it: a step ends where a snapshot is due."""
+    interval = -(-setup.config.snapshot_interval // setup.block_size) * setup.block_size  # a whole number of blocks
+    make = partial(SnapshotBlockManager, num_snapshots=setup.num_snapshots, interval=interval)
+    return make, align_to_snapshots(tokens_of_step, interval)
+
+
+def align_to_snapshots(tokens_of_step: TokensOfStep, interval: int) -> TokensOfStep:
+    """`tokens_of_step` for models with states: a step of a sequence ends where a snapshot is due, every `interval` tokens."""
+    return lambda seq, budget: min(tokens_of_step(seq, budget), interval - seq.num_computed_tokens % interval)
 
 
 class SnapshotBlockManager(PrefixCachingBlockManager):

@@ -16,9 +16,9 @@ from torch import nn
 
 from folovllm.electives.moe.expert_load import ExpertLoad
 from folovllm.layers.activation import SiluAndMul
-from folovllm.layers.fusable import FusablePlain
+from folovllm.layers.fusable import FusablePlain, RankSum
 from folovllm.layers.layer_set import LayerSet
-from folovllm.layers.linear import LinearBase, MergedColumnParallelLinear, RankSum, RowParallelLinear
+from folovllm.layers.linear import LinearBase, MergedColumnParallelLinear, RowParallelLinear
 from folovllm.models.model_config import UnsupportedModel, expert_size_of, num_experts_of
 
 if TYPE_CHECKING:

@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
 def choose_moe(config: PretrainedConfig, layers: LayerSet) -> MoE:
     """Return the mixture of experts in place of an MLP, of the layer set's kind."""
-    methods = expert_linear_methods(layers.coded, range(num_experts_of(config)))
-    if methods is not None:
-        layers = layers.having({Experts: partial(layers.places.get(QuantizedExperts, QuantizedExperts), methods)})
+    if (methods := expert_linear_methods(layers, num_experts_of(config))) is not None:
+        layers = layers.having({Experts: partial(layers.replacements.get(QuantizedExperts, QuantizedExperts), methods)})
     return layers.make(MoE, config, layers)
 
 
@@ -77,9 +76,9 @@ class MoeForCausalLM(LlamaForCausalLM):
         self.load.end(batch.slot_mapping)
         return hidden
 
-    def own_name(self, name: str) -> str | None:
+    def local_name(self, name: str) -> str | None:
         """Return our name of a tensor; None for an expert that another rank holds."""
-        named = super().own_name(name)
+        named = super().local_name(name)
         if named is None or EXPERTS not in named:
             return named
         number = named.partition(EXPERTS)[2].split(".")[0]

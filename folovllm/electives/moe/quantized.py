@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Protocol, cast
 
@@ -12,6 +11,7 @@ from torch import nn
 
 from folovllm.electives.moe.layers import ask_one_by_one
 from folovllm.layers.activation import SiluAndMul
+from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import LinearBase, LinearMethod
 
 
@@ -102,23 +102,16 @@ class GroupedQuantizedExperts(QuantizedExperts):
         return downs.stacked.grouped_product(downs, hidden, self.num_held, order, starts, out=answers)
 
 
-def expert_linear_methods(
-    linear_method_of: Callable[[str], LinearMethod | None], numbers: range
-) -> tuple[LinearMethod, LinearMethod] | None:
+def expert_linear_methods(layers: LayerSet, num_experts: int) -> tuple[LinearMethod, LinearMethod] | None:
     """Return the linear methods of gate and up, and of down, which all experts of a layer share; None if they are not quantized.
 
-    Args:
-        linear_method_of: the name of a layer, from the decoder layer on -> its linear method (`LayerSet.coded`).
-
-    Raises:
-        ValueError: experts have different ones.
+    Raises ValueError if experts have different ones.
     """
-    found = {
-        tuple(linear_method_of(f"mlp.experts.{e}.{name}") for name in ("gate_up_proj", "down_proj")) for e in numbers
-    }
-    gate_up, down = found.pop()
-    if found or (gate_up is None) != (down is None):
+    names = [[f"mlp.experts.{e}.{name}" for name in ("gate_up_proj", "down_proj")] for e in range(num_experts)]
+    (gate_up, down), *others = {tuple(map(layers.linear_method_of, both)) for both in names}
+    is_plain = gate_up is layers.linear_method
+    if others or is_plain != (down is layers.linear_method):
         raise ValueError(
             "all experts of a layer must be quantized in one way, or none of them: one product takes them all"
         )
-    return None if gate_up is None or down is None else (gate_up, down)
+    return None if is_plain else (gate_up, down)

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from folovllm.engine.setup import EngineSetup
-from folovllm.kernels.kv_format import LARGEST, KVScales, decode, encode
+from folovllm.step.kv_format import LARGEST, KVScales, decode, encode
 from folovllm.step.schedule import ScheduledSequence
 from folovllm.worker.warm_up import dummy_seqs
 

@@ -8,14 +8,14 @@ from typing import cast
 
 import torch
 
-from folovllm.models.extra_tensors import Taker
+from folovllm.models.extra_tensors import WeightLoader
 from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 
 # As compressed-tensors, vLLM, ModelOpt and older quantisers name them.
 NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:(?:attn\.|[kv]_proj\.)?([kv])_scale|([kv])_proj\.output_scale)")
 
 
-def taker_of(name: str) -> Taker | None:
+def weight_loader_of(name: str) -> WeightLoader | None:
     """Return the function that gives a scale to its layer, for the loader; None for other tensors (`folovllm.plugins`)."""
     return take_kv_scale if NAME.fullmatch(name) else None
 

@@ -19,7 +19,8 @@ from folovllm.layers.fusable import fusable
 from folovllm.layers.layer_set import LinearMethodOf
 from folovllm.layers.linear import LinearMethod
 from folovllm.models.files import reading
-from folovllm.models.registry import Quantization, renamed_by
+from folovllm.models.quantization import Quantization
+from folovllm.models.registry import renamed_by
 from folovllm.models.shapes import expert_shapes, linear_shapes
 
 if TYPE_CHECKING:
@@ -209,8 +210,9 @@ def said_of(hf_config: PretrainedConfig) -> Said | None:
 
 def weights_alone(linear_method: LinearMethod | None) -> LinearMethod | None:
     """Return the linear method that leaves activations as they are."""
-    both = type(linear_method) is Fp8Both
-    return Fp8(linear_method.scale_name, linear_method.block, linear_method.online) if both else linear_method
+    if not isinstance(linear_method, Fp8Both):
+        return linear_method
+    return Fp8(linear_method.scale_name, linear_method.block, linear_method.online)
 
 
 def as_in_checkpoint(name: str, renamed: Mapping[str, str]) -> str:

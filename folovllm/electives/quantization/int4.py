@@ -71,7 +71,7 @@ class Int4(QuantizedLinearMethod):
             )
         return size
 
-    def places(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
+    def weight_views(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
         """Return the rows of each part."""
         kept = grouped_of(layer)
         sizes, tensors = layer.output_sizes, zip(self.names, (kept.words, kept.scales, kept.zeros), strict=True)
@@ -83,7 +83,7 @@ class Int4(QuantizedLinearMethod):
         words, _, zeros = self.names
         return ("I32",) if kind == words or (kind == zeros and not self.with_minimum) else FLOATS
 
-    def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    def repack(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Return the tensor. Raises ValueError where codes, scales or zeros are no matrix, which cannot be transposed."""
         if kind in self.names and tensor.dim() != 2:
             raise ValueError(f"{kind!r} in 4 bits has shape {list(tensor.shape)}, and must have two dimensions")

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Int4Checkpoint(Int4):
-    """Int4 weights as a checkpoint stores them. `arrange` brings a tensor into our order; `shard` cuts it before that."""
+    """Int4 weights as a checkpoint stores them. `repack` brings a tensor into our order; `shard` cuts it before that."""
 
     outputs_last: ClassVar[bool] = True  # each tensor is [inputs or groups, outputs], else the other way around
     packs_outputs: ClassVar[tuple[str, ...]]  # names of tensors whose words have eight neighbouring outputs
@@ -32,9 +32,9 @@ class Int4Checkpoint(Int4):
         """Return the zeros [outputs, groups] of a checkpoint's words."""
         raise NotImplementedError
 
-    def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    def repack(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Return words in the order of `pack_planes`, and scales and zeros as [outputs, groups]."""
-        tensor = super().arrange(kind, tensor, shape)
+        tensor = super().repack(kind, tensor, shape)
         words, scales, zeros = self.names
         if kind == words:
             codes = self.unpack(tensor)

@@ -16,9 +16,9 @@ from torch import nn
 from folovllm.electives.quantization.linear_method import QuantizedLinearMethod, StoredView, on_gpu, rows_of
 from folovllm.electives.quantization.weight import QuantizedWeight, has_fp8
 from folovllm.engine.require import is_whole
-from folovllm.kernels.kv_format import LARGEST
 from folovllm.layers.fusable import ALL
 from folovllm.layers.linear import FLOATS
+from folovllm.step.kv_format import LARGEST
 
 if TYPE_CHECKING:
     from folovllm.distributed.sharding import Weight
@@ -75,7 +75,7 @@ class Scaled(QuantizedLinearMethod):
         rows, _ = self.block_of(layer.input_size)
         return [-(-size // rows) for size in layer.output_sizes]
 
-    def places(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
+    def weight_views(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
         """Return the rows of each part, of codes and of scales."""
         codes = torch.split(layer.weight.data, layer.output_sizes)
         return {"weight": codes, self.scale_name: torch.split(layer.scale.data, self.scale_rows(layer))}
@@ -84,7 +84,7 @@ class Scaled(QuantizedLinearMethod):
         """Codes have their own dtype, scales any float."""
         return self.code_names if kind == "weight" else FLOATS
 
-    def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    def repack(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """A single scale, [] or [1], is that of all outputs; one for each output may come without its last dimension."""
         if kind != self.scale_name:
             return tensor
@@ -200,10 +200,10 @@ class Fp8(Scaled):
         super().create(layer)
         layer.floats = None  # type: ignore[assignment]  # only while weights are loaded
 
-    def places(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
+    def weight_views(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
         if not self.online:
-            return super().places(layer)
-        if layer.floats is None:
+            return super().weight_views(layer)
+        if getattr(layer, "floats", None) is None:
             layer.floats = torch.empty_like(layer.weight, dtype=layer.dtype)
         return {"weight": torch.split(cast(torch.Tensor, layer.floats), layer.output_sizes)}
 
@@ -260,16 +260,16 @@ class Fp8Both(Fp8):
         if self.is_static:
             layer.input_scale = torch.empty(len(layer.output_sizes), dtype=torch.float32)
 
-    def places(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
+    def weight_views(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
         scales = {"input_scale": cast(torch.Tensor, layer.input_scale).split(1)} if self.is_static else {}
-        return super().places(layer) | scales
+        return super().weight_views(layer) | scales
 
     def stored(self, kind: str) -> tuple[str, ...]:
         return FLOATS if kind == "input_scale" else super().stored(kind)
 
-    def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    def repack(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         is_one = kind == "input_scale" and tensor.numel() == 1
-        return tensor.reshape(1) if is_one else super().arrange(kind, tensor, shape)
+        return tensor.reshape(1) if is_one else super().repack(kind, tensor, shape)
 
     def shard(self, kind: str, tensor: Weight, cut: Cut) -> torch.Tensor:
         return tensor[...] if kind == "input_scale" else super().shard(kind, tensor, cut)
@@ -341,7 +341,8 @@ class Fp8Both(Fp8):
         """Return `x` in FP8; with `norm_eps` it is normed first."""
         from folovllm.electives.quantization.kernels.quantize_rows import quantize_rows
 
-        codes = quantize_rows(x, self.group_of(layer.input_size), layer.columns, norm_eps, layer.input_scale)
+        columns, scale = (cast(torch.Tensor | None, tensor) for tensor in (layer.columns, layer.input_scale))
+        codes = quantize_rows(x, self.group_of(layer.input_size), columns, norm_eps, scale)
         return Rounded(*codes, len(x), x.dtype)
 
     def multiply(self, layer: LinearBase, x: Rounded, residual: torch.Tensor | None) -> torch.Tensor:
@@ -372,11 +373,11 @@ class PackedInt8(Int8):
 
     ignores = (*Int8.ignores, "weight_shape")
 
-    def places(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
+    def weight_views(self, layer: LinearBase) -> dict[str, Sequence[torch.Tensor]]:
         """Codes are seen in fours."""
         if layer.input_size % 4:
             raise ValueError(f"packed weights of 8 bits need a multiple of 4 inputs, not {layer.input_size}")
-        places = super().places(layer)
+        places = super().weight_views(layer)
         return {"weight_packed": [part.view(torch.int32) for part in places.pop("weight")], **places}
 
     def stored(self, kind: str) -> tuple[str, ...]:
@@ -386,9 +387,9 @@ class PackedInt8(Int8):
         packed = kind == "weight_packed"
         super().fill("weight" if packed else kind, tensor.view(torch.int8) if packed else tensor, generator)
 
-    def arrange(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+    def repack(self, kind: str, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
         """Codes get their sign."""
-        return tensor ^ FROM_UNSIGNED if kind == "weight_packed" else super().arrange(kind, tensor, shape)
+        return tensor ^ FROM_UNSIGNED if kind == "weight_packed" else super().repack(kind, tensor, shape)
 
 
 def rounded(x: torch.Tensor, group: int | None) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from folovllm.electives.rollouts.sleep import sleep, wake_up
+from folovllm.electives.rollouts.weights import ASLEEP
 from folovllm.engine.extension import EngineRoute
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def post_wake_up(engine: LLMEngine, query: Query) -> None:
 def is_sleeping(engine: LLMEngine, query: Query) -> dict[str, bool]:
     """`/is_sleeping`: whether it does."""
     check_fields(query)
-    return {"is_sleeping": engine.is_sleeping}
+    return {"is_sleeping": engine.refusal == ASLEEP}
 
 
 def check_fields(query: Query, *known: str) -> None:

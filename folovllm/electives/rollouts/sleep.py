@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from folovllm.electives.rollouts.weights import Weights, Worker, inner_runner, load_weights, readable
+from folovllm.electives.rollouts.weights import ASLEEP, Weights, Worker, inner_runner, load_weights, readable
 from folovllm.layers.attention import Attention
 from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from folovllm.worker.graph_runner import GraphRunner
@@ -52,7 +52,7 @@ def sleep(engine: LLMEngine, level: int = 1) -> None:
     """
     if level not in (1, 2):
         raise ValueError(f"level must be 1 or 2, not {level!r}")
-    if engine.is_sleeping:
+    if engine.refusal == ASLEEP:
         raise ValueError("the engine sleeps already: wake it up first")
     engine.require_open()
     if engine.has_unfinished_requests():
@@ -61,7 +61,7 @@ def sleep(engine: LLMEngine, level: int = 1) -> None:
     if engine.setup.config.enable_prefix_caching:
         engine.reset_prefix_cache()
     engine.executor.collective_rpc(free_storages, level)
-    engine.is_sleeping = True
+    engine.refusal = ASLEEP
 
 
 def wake_up(engine: LLMEngine, weights: Weights | None = None, tags: Collection[str] | None = None) -> None:
@@ -78,7 +78,7 @@ def wake_up(engine: LLMEngine, weights: Weights | None = None, tags: Collection[
         raise ValueError(f"tags must be among {', '.join(TAGS)}, not {unknown[0]!r}")
     with readable(engine, weights) as source:
         engine.require_open()
-        if not engine.is_sleeping:
+        if engine.refusal != ASLEEP:
             raise ValueError("the engine does not sleep")
         folder = engine.setup.path if source is None else source
         if (
@@ -87,7 +87,8 @@ def wake_up(engine: LLMEngine, weights: Weights | None = None, tags: Collection[
             and not (folder / "config.json").is_file()
         ):
             raise ValueError(f"there is no config.json in {folder}: the model is not there any more")
-        engine.is_sleeping = any(engine.executor.collective_rpc(restore_storages, source, tuple(tags)))
+        is_asleep = any(engine.executor.collective_rpc(restore_storages, source, tuple(tags)))
+        engine.refusal = ASLEEP if is_asleep else ""
 
 
 def free_storages(worker: Worker, level: int) -> None:

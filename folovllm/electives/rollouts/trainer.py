@@ -34,7 +34,7 @@ class Policy:
         setup = llm.engine.setup
         layers = invariant_layers(setup) if layers is None else layers
         attention_class = get_model_class(setup.hf_config).attention_class
-        base = cast(type, layers.places.get(attention_class, attention_class))
+        base = cast(type, layers.replacements.get(attention_class, attention_class))
         trained = type("Trained", (TrainedAttention, base), {})
         layers = layers.having({attention_class: trained}, layers.linear_method)
         self.device = setup.device

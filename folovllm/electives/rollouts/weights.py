@@ -6,6 +6,7 @@ The names are those of the checkpoint. Packed layers and ranks take their parts 
 from __future__ import annotations
 
 import tempfile
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,12 +17,20 @@ from safetensors.torch import save_file
 
 from folovllm.electives.rollouts.generation import next_generation
 from folovllm.layers.linear import PLAIN, LinearBase, Plain
-from folovllm.models.extra_tensors import arranged, is_empty_bias, is_ignored, taker_of
+from folovllm.models.extra_tensors import is_empty_bias, is_ignored, repacked, weight_loader_of
 from folovllm.models.files import load_hf_config, read_json, resolve_model
 from folovllm.models.gemma3 import Gemma3RMSNorm
 from folovllm.models.given_tensors import as_named, require_usable
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.models.loader import SINGLE, Place, Tensors, checkpoint_places, require_finite, some_of, take_place
+from folovllm.models.loader import (
+    SINGLE,
+    Destination,
+    Tensors,
+    checkpoint_places,
+    pop_destination,
+    require_finite,
+    some_of,
+)
 from folovllm.models.registry import build_model, default_dtype, quantization_of
 from folovllm.worker.gpu_worker import GPUWorker
 from folovllm.worker.graph_runner import GraphRunner
@@ -30,7 +39,9 @@ from folovllm.worker.model_runner import ModelRunner
 if TYPE_CHECKING:
     from folovllm.engine.llm_engine import LLMEngine
     from folovllm.engine.setup import EngineSetup
+    from folovllm.outputs import RequestOutput
 
+ASLEEP = "the engine sleeps and takes no requests: wake it up first"  # `LLMEngine.refusal`
 QUANTIZED = "quantization_config"
 QUANTIZED_DTYPES = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn)  # of codes
 Worker = GPUWorker[Any, Any]
@@ -78,21 +89,21 @@ def require_fitting(worker: Worker, setup: EngineSetup, weights: Mapping[str, to
         model = build_model(setup.hf_config, setup.dtype, "meta")
     places = checkpoint_places(model)
     methods = {name.rpartition(".")[0]: place.linear_method for name, place in places.items()}
-    own = {given: name for given in weights if (name := model.own_name(given)) is not None}
+    own = {given: name for given in weights if (name := model.local_name(given)) is not None}
     for given, name in own.items():
         is_tied = name == "lm_head.weight" and model.lm_head.weight is model.model.embed_tokens.weight
         if name in places:
             require_usable(given, weights[given], places[name].linear_method)
             require_place(name, weights[given], places)
-        elif not (is_tied or is_ignored(name, methods) or taker_of(name)):
+        elif not (is_tied or is_ignored(name, methods) or weight_loader_of(name)):
             require_usable(given, weights[given], PLAIN)
             if not is_empty_bias(name, weights[given], methods.get(name.rpartition(".")[0], PLAIN)):
-                take_place(given, torch.Size(), {})
+                pop_destination(given, torch.Size(), {})
     if places:
-        raise ValueError(f"the given set of weights lacks {some_of(map(model.stored_name, places))}")
+        raise ValueError(f"the given set of weights lacks {some_of(map(model.checkpoint_name, places))}")
 
 
-def require_place(name: str, tensor: torch.Tensor, places: dict[str, Place]) -> None:
+def require_place(name: str, tensor: torch.Tensor, places: dict[str, Destination]) -> None:
     """Raise ValueError if a tensor does not fit its place, which is crossed off, or is not finite there. Codes are compared where that takes no work."""
     place = places[name]
     shape = place.view.shape
@@ -100,8 +111,8 @@ def require_place(name: str, tensor: torch.Tensor, places: dict[str, Place]) -> 
         shape = tensor.shape
     elif place.view.is_meta:
         with suppress(NotImplementedError, RuntimeError):  # an order that hangs on the numbers
-            shape = arranged(name, tensor, place.linear_method, place.view).shape
-    take_place(name, shape, places)
+            shape = repacked(name, tensor, place.linear_method, place.view).shape
+    pop_destination(name, shape, places)
     if tensor.is_floating_point():
         require_finite(name, tensor if tensor.dtype == torch.float8_e4m3fn else tensor.to(place.view.dtype))
 
@@ -109,16 +120,39 @@ def require_place(name: str, tensor: torch.Tensor, places: dict[str, Place]) -> 
 def require_awake(engine: LLMEngine) -> None:
     """Raise RuntimeError if the engine was closed, ValueError if it sleeps: then its weights are nowhere."""
     engine.require_open()
-    if engine.is_sleeping:
+    if engine.refusal == ASLEEP:
         raise ValueError("the engine sleeps: wake it up first, with other weights if you like (wake_up(weights))")
 
 
 def end_requests(engine: LLMEngine, in_flight: InFlight) -> None:
-    """Finish or abort the requests, or keep them. The outputs of each step wait in `engine.undelivered` for who calls `step`."""
-    while in_flight != "keep" and engine.request_ids:
-        outputs = engine.loop.step() if in_flight == "wait" else engine.abort_request(engine.request_ids)
-        if outputs:
-            engine.undelivered.append(outputs)
+    """Finish or abort the requests, or keep them. The outputs of each step wait for who calls `engine.step`."""
+    undelivered: deque[list[RequestOutput]] = deque()
+    try:
+        while in_flight != "keep" and engine.request_ids:
+            outputs = engine.loop.step() if in_flight == "wait" else engine.abort_request(engine.request_ids)
+            if outputs:
+                undelivered.append(outputs)
+    finally:
+        if undelivered:
+            engine.loop = Undelivered(engine, undelivered)  # type: ignore[assignment]
+
+
+class Undelivered:
+    """Stands for an engine's loop until it has handed out the outputs of earlier steps."""
+
+    def __init__(self, engine: LLMEngine, outputs: deque[list[RequestOutput]]) -> None:
+        self._engine, self._loop, self._outputs = engine, engine.loop, outputs
+
+    def step(self) -> list[RequestOutput]:
+        """Return the outputs of the next of these steps."""
+        outputs = self._outputs.popleft()
+        if not self._outputs:
+            self._engine.loop = self._loop
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        """There are outputs to hand out."""
+        return True
 
 
 @contextmanager
@@ -174,7 +208,8 @@ def require_same_codes(engine: LLMEngine, folder: Path) -> None:
     if not file.is_file() or not (getattr(own, QUANTIZED, None) or read_json(file).get(QUANTIZED)):
         return
     given = load_hf_config(folder, config)
-    given = quantization_of(given, config).configured(given, config)
+    if (quantization := quantization_of(given, config)) is not None:
+        given = quantization.configured(given, config)
     built = [build_model(each, engine.setup.dtype, "meta") for each in (own, given)]
     before, after = ([m.linear_method for m in model.modules() if isinstance(m, LinearBase)] for model in built)
     if before != after:
@@ -234,7 +269,7 @@ def weights_of(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
     """Return a model's parameters by the checkpoint's names and as the checkpoint has them: views, where it keeps them in this form."""
     norms = {f"{name}.weight": m.stored for name, m in model.named_modules() if isinstance(m, Gemma3RMSNorm)}
     return {
-        model.stored_name(name): norms.get(name, model.stored_weight(name, place.view))
+        model.checkpoint_name(name): norms.get(name, model.stored_weight(name, place.view))
         for name, place in checkpoint_places(model).items()
     }
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from folovllm.electives.server.messages import Delta, SchedulerStats
+from folovllm.electives.server.messages import Delta, Refused, SchedulerStats, Step
 from folovllm.engine import events as ev
 
 
@@ -43,7 +43,7 @@ def deltas_of(step: ev.StepEnded, served: Mapping[int, Served]) -> list[Delta]:
 
 
 class Aggregator:
-    """Reduces events, in their order, to the deltas of each answer (`take`) and to the state of the engine (`stats`)."""
+    """Reduces events, in their order, to the deltas of each answer and to the state of the engine."""
 
     def __init__(self, has_prefix_cache: bool) -> None:
         self._has_prefix_cache = has_prefix_cache
@@ -53,23 +53,16 @@ class Aggregator:
         self._admitted: list[Served] = []  # for the first time, by the step that is about to begin
         self._stats = SchedulerStats()
 
-    def update(self, events: Iterable[ev.Event]) -> None:
-        """Take in what happened since the last call."""
+    def take(self, events: Iterable[ev.Event], refused: list[Refused]) -> Step:
+        """The message about these events, which happened since the last call, and about requests that were refused."""
         for event in events:
-            self._reduce(event)
-
-    def take(self) -> tuple[list[Delta], list[float]]:
-        """Deltas, and the times that sequences waited in the queue, since the last time."""
-        taken = self._deltas, self._queue_times
+            self._update(event)
+        stats = replace(self._stats, num_waiting=len(self._served) - self._stats.num_running)
+        step = Step(self._deltas, stats, refused, self._queue_times)
         self._deltas, self._queue_times = [], []
-        return taken
+        return step
 
-    @property
-    def stats(self) -> SchedulerStats:
-        """How busy the engine is."""
-        return replace(self._stats, num_waiting=len(self._served) - self._stats.num_running)
-
-    def _reduce(self, event: ev.Event) -> None:
+    def _update(self, event: ev.Event) -> None:
         stats, served = self._stats, self._served
         match event:
             case ev.BlockClaimed():

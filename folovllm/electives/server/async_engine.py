@@ -14,25 +14,15 @@ from functools import partial
 from typing import Any, Self, TypeVar
 
 from folovllm.config import EngineConfig
+from folovllm.electives.server import messages as msg
 from folovllm.electives.server.errors import EngineDead, Unavailable
-from folovllm.electives.server.messages import (
-    Abort,
-    Call,
-    Called,
-    EngineMessage,
-    Failure,
-    Ready,
-    SchedulerStats,
-    Seen,
-    Step,
-)
 from folovllm.electives.server.stream import OpenRequests, OutputCollector, Stream, add_message
 from folovllm.electives.server.transport import ProcessTransport, ThreadTransport, Transport
 from folovllm.electives.structured_output.grammar_check import GrammarChecker
+from folovllm.electives.structured_output.params import GrammarLimits
 from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.inputs import Prompt
 from folovllm.engine.setup import EngineSetup
-from folovllm.engine.structured_outputs import GrammarLimits, StructuredOutputsParams
 from folovllm.models.files import generation_defaults, load_tokenizer
 from folovllm.outputs import RequestOutput
 from folovllm.request import Sequence
@@ -51,7 +41,7 @@ class AsyncEngine:
                 print(output.outputs[0].text, end="")
 
     Use it only in the event loop that started it: any other raises RuntimeError. Prompts are tokenized and text is made here,
-    beside the engine, which only looks for stop strings.
+    beside the engine, which only looks for stop strings. Once started it has `setup`, `tokenizer` and `processor`.
 
     Args:
         model: a name, or an `EngineConfig` that says all; the embedded model if left out.
@@ -70,12 +60,10 @@ class AsyncEngine:
         **overrides: Any,
     ) -> None:
         """Raises ValueError for a configuration that cannot be. Nothing is started."""
-        if isinstance(model, EngineConfig):
-            if overrides:
-                raise ValueError(f"an EngineConfig says all: put {', '.join(overrides)} into it")
-            self.config = model
-        else:
-            self.config = EngineConfig(**(overrides if model is None else {"model": model, **overrides}))
+        if isinstance(model, EngineConfig) and overrides:
+            raise ValueError(f"an EngineConfig says all: put {', '.join(overrides)} into it")
+        named = {} if model is None else {"model": model}
+        self.config = model if isinstance(model, EngineConfig) else EngineConfig(**named, **overrides)
         if isinstance(transport, str) and transport not in TRANSPORTS:
             raise ValueError(f"unknown transport {transport!r}: choose one of {', '.join(TRANSPORTS)}")
         self._transport = TRANSPORTS[transport]() if isinstance(transport, str) else transport
@@ -83,11 +71,11 @@ class AsyncEngine:
         self._numbers = itertools.count()
         self._open = OpenRequests()
         self._readers = ThreadPoolExecutor(1, "tokenizer")
-        self._grammars = GrammarChecker(grammar_limits or GrammarLimits(), self._readers)
+        self.grammars = GrammarChecker(grammar_limits or GrammarLimits(), self._readers)
         self._is_draining = self._is_closed = False
         self.death: Exception | None = None
         self.is_over = asyncio.Event()  # nothing more comes: it was drained, closed, or died
-        self.stats = SchedulerStats()
+        self.stats = msg.SchedulerStats()
         self.is_sleeping = False  # its memory was given back for a while (X6)
         self._calls: deque[asyncio.Future[Any]] = deque()  # sent and not answered, in order
         self.counters = self._open.counters
@@ -96,15 +84,15 @@ class AsyncEngine:
     async def start(self) -> None:
         """Build the engine. Raises ValueError where something cannot be had, EngineDead where it ends otherwise."""
         self._loop = loop = asyncio.get_running_loop()
-        self._ready: asyncio.Future[Ready] = loop.create_future()
+        self._ready: asyncio.Future[msg.Ready] = loop.create_future()
         try:
             await self._transport.start(self.config, self._deliver)
             ready = await self._ready
             self.setup: EngineSetup = pickle.loads(ready.setup)
             # Not the engine's own tokenizer, in a thread: the library's objects are not for two at once.
             self.tokenizer = await asyncio.to_thread(load_tokenizer, self.setup.path, self.setup.config)
-            self._processor = InputProcessor(self.setup, self.tokenizer)
-            self._grammars.use(self.tokenizer, self.setup.vocab_size, self._processor.eos_token_ids)
+            self.processor = InputProcessor(self.setup, self.tokenizer)
+            self.grammars.use(self.tokenizer, self.setup.vocab_size, self.processor.eos_token_ids)
         except BaseException:
             await self._transport.stop()
             raise
@@ -142,20 +130,13 @@ class AsyncEngine:
         A text is tokenized in a thread, since a long one takes a while.
         """
         self.require_open()
-        params = self.default_params() if params is None else params
+        if params is None:  # what the model recommends, else our defaults
+            params = SamplingParams.from_optional(**generation_defaults(self.setup.path))
         if params.structured_outputs is not None:
-            await self.check_structured_outputs(params.structured_outputs)
-        process = partial(self._processor.process, "", prompt, params, priority, cache_salt)
+            await self.grammars.check(params.structured_outputs)
+        process = partial(self.processor.process, "", prompt, params, priority, cache_salt)
         is_text = isinstance(prompt, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None)
         return await self.in_thread(process) if is_text else process()
-
-    async def check_structured_outputs(self, asked: StructuredOutputsParams) -> None:
-        """Raise ValueError if answers cannot have this grammar, or it is too complex. What was checked, it knows."""
-        await self._grammars.check(asked)
-
-    def check_amounts(self, params: SamplingParams) -> None:
-        """Raise ValueError if a request asks for more of something than this engine gives: answers, log-probabilities."""
-        self._processor.check_amounts(params)
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function that reads long texts, beside the event loop; one at a time."""
@@ -185,24 +166,18 @@ class AsyncEngine:
         if stream.number in self._open.by_number:
             stream.abort(time.monotonic())
             self._open.end(stream)
-            self._transport.send(Abort(stream.number))
-
-    def _abort_all(self) -> None:
-        for stream in list(self._open.by_number.values()):
-            self._abort(stream)
+            self._transport.send(msg.Abort(stream.number))
 
     async def drain(self, seconds: float | None = None) -> bool:
-        """Take no new requests, and wait until those that run have ended. After `seconds` the rest is aborted.
-
-        Returns whether all have ended by themselves.
-        """
+        """Take no new requests, and wait until those that run have ended; after `seconds` the rest is aborted. Returns whether none was."""
         self._require_loop()
         self._is_draining = True
         try:
             async with asyncio.timeout(seconds):
                 await self._open.is_empty.wait()
         except TimeoutError:
-            self._abort_all()
+            for stream in list(self._open.by_number.values()):
+                self._abort(stream)
             return False
         finally:
             self.is_over.set()
@@ -211,11 +186,13 @@ class AsyncEngine:
     async def close(self) -> None:
         """End the engine and the requests that it still works on. A second call does nothing."""
         self._is_draining = self._is_closed = True
-        self._abort_all()
+        for stream in list(self._open.by_number.values()):
+            self._abort(stream)
         await self._transport.stop()
         self.is_over.set()
-        self._end_calls(Unavailable("the engine was closed"))
-        self._grammars.close()
+        while self._calls:
+            self._end_call(None, Unavailable("the engine was closed"))
+        self.grammars.close()
         self._readers.shutdown(wait=False)
 
     async def __aenter__(self) -> Self:
@@ -243,31 +220,23 @@ class AsyncEngine:
         self.require_running()
         called: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._calls.append(called)
-        self._transport.send(Call(method, list(arguments)))
+        self._transport.send(msg.Call(method, list(arguments)))
         return called
 
-    def _on_called(self, answer: Called) -> None:
-        self.is_sleeping = answer.is_sleeping
-        if (call := self._calls.popleft()).done():  # its client has left
+    def _end_call(self, value: Any, error: Exception | None) -> None:
+        """Answer the call that waits longest. Its client may have left."""
+        if (call := self._calls.popleft()).done():
             return
-        if answer.error is None:
-            call.set_result(answer.value)
+        if error is None:
+            call.set_result(value)
         else:
-            call.set_exception(ValueError(answer.error))
-
-    def _end_calls(self, error: Exception) -> None:
-        """Tell those that wait for a call that nothing will come."""
-        while self._calls:
-            if not (call := self._calls.popleft()).done():
-                call.set_exception(error)
-                call.exception()  # nobody need look at it
+            call.set_exception(error)
+            call.exception()  # nobody need look at it
 
     def _require_loop(self) -> None:
         """Raise RuntimeError in another event loop than that of `start`: what happens there would wake nobody here."""
         if asyncio.get_running_loop() is not self._loop:
-            raise RuntimeError(
-                "an AsyncEngine is for the event loop in which it was started: make another one for this loop"
-            )
+            raise RuntimeError("an AsyncEngine is for the event loop in which it was started: make another one here")
 
     @property
     def is_open(self) -> bool:
@@ -303,36 +272,34 @@ class AsyncEngine:
         """The tokens of their prompts."""
         return self._open.num_queued_tokens
 
-    def default_params(self) -> SamplingParams:
-        """The parameters of a request that gives none: what the model recommends, else our defaults."""
-        return SamplingParams.from_optional(**generation_defaults(self.setup.path))
-
-    def _deliver(self, message: EngineMessage) -> None:
+    def _deliver(self, message: msg.EngineMessage) -> None:
         """Take in a message from the engine. An error here would leave readers waiting for ever, so it ends the engine."""
         match message:
-            case Step():
+            case msg.Step():
                 try:
                     self.stats = message.stats
                     self._open.update(message, time.monotonic())
                 except Exception as error:
                     logger.exception("a step's outputs could not be taken in")
-                    self._die(Failure(f"{type(error).__name__}: {error}"))
-            case Seen():
+                    self._die(msg.Failure(f"{type(error).__name__}: {error}"))
+            case msg.Seen():
                 self.on_seen(message.pieces)
-            case Called():
-                self._on_called(message)
-            case Failure():
+            case msg.Called():
+                self.is_sleeping = message.is_sleeping
+                self._end_call(message.value, None if message.error is None else ValueError(message.error))
+            case msg.Failure():
                 self._die(message)
-            case Ready() if not self._ready.done():
+            case msg.Ready() if not self._ready.done():
                 self._ready.set_result(message)
 
-    def _die(self, failure: Failure) -> None:
+    def _die(self, failure: msg.Failure) -> None:
         """The engine has ended: tell all who wait for it."""
         if self.death is not None or self._is_closed:
             return
         self.death = EngineDead(failure.message)
         self.is_over.set()
-        self._end_calls(self.death)
+        while self._calls:
+            self._end_call(None, self.death)
         if not self._ready.done():
             self._ready.set_exception(ValueError(failure.message) if failure.is_user_error else self.death)
         for stream in list(self._open.by_number.values()):

@@ -18,7 +18,7 @@ def serve(
             show_default=False,
         ),
     ] = None,
-    **given: Any,
+    **flags: Any,
 ) -> None:
     """Offer a model through OpenAI's API.
 
@@ -28,10 +28,10 @@ def serve(
     from folovllm.config import EngineConfig
     from folovllm.electives.server.config import ServerConfig
 
-    config = ServerConfig(**pick(given, ServerConfig))
-    if name and given["model"]:
-        raise ValueError(f"two models are named, {name} and {given['model']}: a server has one")
-    chosen = EngineConfig(**engine_flags(given | {"model": name or given["model"]}))
+    config = ServerConfig(**pick(flags, ServerConfig))
+    if name and flags["model"]:
+        raise ValueError(f"two models are named, {name} and {flags['model']}: a server has one")
+    chosen = EngineConfig(**engine_flags(flags | {"model": name or flags["model"]}))
     try:
         from folovllm.electives.server.serve import run_server
     except ModuleNotFoundError as error:

@@ -7,10 +7,17 @@ from dataclasses import dataclass, field
 from math import inf
 
 from folovllm.electives.server.reasoning import PARSERS
-from folovllm.engine.structured_outputs import GrammarLimits
+from folovllm.electives.structured_output.params import GrammarLimits
 
-HOST_NAME = re.compile(r"[\w.-]+", re.ASCII)
-ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/?#@]+", re.ASCII | re.IGNORECASE)
+HOST_NAME = re.compile(r"\*|[\w.-]+", re.ASCII)
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#@]+", re.ASCII | re.IGNORECASE)
+NO_NAME = "is no name: give one as page.example, without http:// and port"
+TEXTS = (
+    ("api_key", re.compile(r"\S|\S.*\S"), "can come in no header: give printable characters, no space around them"),
+    ("allowed_host", HOST_NAME, NO_NAME),
+    ("inspector_host", HOST_NAME, NO_NAME),
+    ("cors_origin", ORIGIN, "is no origin: give one as https://page.example, without a path"),
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,19 +83,8 @@ class ServerConfig:
             raise ValueError(f"drain_seconds must be 0 or more, not {self.drain_seconds}")
         if self.reasoning_parser not in (None, *PARSERS):
             raise ValueError(f"reasoning_parser must be one of {', '.join(PARSERS)}, not {self.reasoning_parser!r}")
-        for key in self.api_key:
-            if not key.isprintable() or key != key.strip() or not key:
-                raise ValueError(
-                    f"api_key {key!r} can come in no header: give printable characters, no space around them"
-                )
-        for name in (*self.allowed_host, *self.inspector_host):
-            if name != "*" and not HOST_NAME.fullmatch(name):
-                raise ValueError(
-                    f"allowed_host {name!r} is no name: give one as page.example, without http:// and port"
-                )
-        for origin in self.cors_origin:
-            if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
-                raise ValueError(
-                    f"cors_origin {origin!r} is no origin: give one as https://page.example, without a path"
-                )
+        for field_name, pattern, wrong in TEXTS:
+            for text in getattr(self, field_name):
+                if not pattern.fullmatch(text) or not text.isprintable():
+                    raise ValueError(f"{field_name} {text!r} {wrong}")
         self.cors_origin = [origin.lower() for origin in self.cors_origin]  # as browsers write it

@@ -107,7 +107,6 @@ class EngineLoop:
 
     def outputs(self, refused: list[Refused] | None = None) -> Step:
         """All that happened since the last time, as one message."""
-        self._aggregator.update(self._events)
+        step = self._aggregator.take(self._events, refused or [])
         self._events.clear()
-        deltas, queue_times = self._aggregator.take()
-        return Step(deltas, self._aggregator.stats, refused or [], queue_times)
+        return step

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 logger = logging.getLogger("folovllm")
-INVALID = "invalid_request_error"  # of every other status
 TYPES = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error",
     503: "service_unavailable_error",
@@ -59,8 +58,8 @@ class ApiError(Exception):
 
     def body(self) -> bytes:
         """The JSON that says it."""
-        info = ErrorInfo(self.message, TYPES.get(self.status, INVALID), self.param, self.code)
-        return msgspec.json.encode(ErrorBody(info))
+        kind = TYPES.get(self.status, "invalid_request_error")
+        return msgspec.json.encode(ErrorBody(ErrorInfo(self.message, kind, self.param, self.code)))
 
 
 def as_api_error(error: Exception, fields: tuple[str, ...] = ()) -> ApiError:

@@ -1,10 +1,8 @@
-"""What one connection may cost: time and bytes until it says what it wants."""
+"""What a connection may cost until its request is read: time and bytes."""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
-from http import HTTPStatus
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -16,11 +14,10 @@ LAST_SECONDS = 5.0  # that a refused client has to read why
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, but a head must end HEADER_SECONDS after the connection was made, or the last answer was complete.
+    """uvicorn's protocol with bounds.
 
-    Bytes that come do not extend the time. At most LONGEST_HEAD bytes may come until a head ends, and until the next byte of a
-    body comes, which bounds the extensions of chunks and the trailers. A second request before the answer to the first closes
-    the connection.
+    A head ends HEADER_SECONDS after the connection was made, or after the last answer, and has at most LONGEST_HEAD bytes.
+    As many bytes may come between two pieces of a body. A request before the answer to the last one ends the connection.
     """
 
     _deadline: asyncio.TimerHandle | None = None
@@ -32,27 +29,21 @@ class BoundedProtocol(HttpToolsProtocol):
         self._close_after(HEADER_SECONDS)
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came, in pieces of which none is longer than what may still come."""
-        rest = memoryview(data)
-        while rest and not self._is_refused and not self.transport.is_closing():
-            piece = rest[: LONGEST_HEAD - self._num_idle]
-            rest = rest[len(piece) :]
+        """Parse what came, in pieces of which none is longer than what may still come. After a refusal it is dropped."""
+        while data and not self._is_refused:
+            room = LONGEST_HEAD - self._num_idle
+            piece, data = data[:room], data[room:]
             self._num_idle += len(piece)
-            super().data_received(piece)  # type: ignore[arg-type]
+            super().data_received(piece)
             if self._num_idle >= LONGEST_HEAD and not self._is_refused:
                 self._refuse(431, f"the head of a request has at most {LONGEST_HEAD} bytes, with all its headers")
 
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header. A trailer, which comes when the request is at work, is dropped."""
-        if self._deadline is not None:
-            super().on_header(name, value)
-
     def on_headers_complete(self) -> None:
-        """Start the request. Raises ValueError, which refuses it, if the one before is not answered yet."""
+        """Start the request. A ValueError refuses it."""
         if self.cycle is not None and not self.cycle.response_complete:
             raise ValueError("a request before the answer to the last one")
         self._num_idle = 0
-        self._keep_open()
+        self._close_after(None)
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -64,33 +55,25 @@ class BoundedProtocol(HttpToolsProtocol):
         self._close_after(HEADER_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._keep_open()
+        self._close_after(None)
         super().connection_lost(exc)
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(400, "this is no request in HTTP/1.1 (nor is there TLS here: the address begins with http://)")
 
     def _refuse(self, status: int, message: str) -> None:
-        """Say why, and read no more. A request that has come whole is not answered: the refusal would be taken for its answer."""
+        """Say why, and close. A request that is at work ends without an answer."""
         self._is_refused = True
-        if (cycle := self.cycle) is not None and not cycle.response_complete:
-            if cycle.response_started or not cycle.more_body:
-                self.transport.abort()
-                return
-            cycle.disconnected = True
-            cycle.message_event.set()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.abort()
+            return
         body = ApiError(status, message).body()
-        head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-        with suppress(OSError, RuntimeError):  # the client has gone meanwhile
-            self.transport.write(f"{head}Connection: close\r\n\r\n".encode() + body)
-            self.transport.write_eof()
+        head = f"HTTP/1.1 {status} Refused\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        self.transport.write(f"{head}Connection: close\r\n\r\n".encode() + body)
         self._close_after(LAST_SECONDS)
 
-    def _close_after(self, seconds: float) -> None:
-        self._keep_open()
-        self._deadline = self.loop.call_later(seconds, self.transport.close)
-
-    def _keep_open(self) -> None:
+    def _close_after(self, seconds: float | None) -> None:
+        """Close the connection after so many seconds from now on; None: do not."""
         if self._deadline is not None:
             self._deadline.cancel()
-            self._deadline = None
+        self._deadline = None if seconds is None else self.loop.call_later(seconds, self.transport.close)

@@ -35,19 +35,15 @@ class SocketLink:
         return self._unread.popleft()
 
     def serve(self, config: EngineConfig, make_engine: MakeEngine) -> bool:
-        """Build an engine that can be watched through this link, and serve it. Returns whether it ended as it was told to."""
+        """Build an engine, paced as those who watch it through this link have it, and serve it. Returns whether nothing went wrong."""
 
         def make(config: EngineConfig) -> LLMEngine:
             engine = make_engine(config)
             engine.prepare_structured_outputs()
-            return self.watched(engine)
+            self._engine = PacedEngine(engine)
+            return cast(LLMEngine, self._engine)
 
         return run_engine(config, self, make)
-
-    def watched(self, engine: LLMEngine) -> LLMEngine:
-        """The engine, as those who watch it through this link have it paced."""
-        self._engine = PacedEngine(engine)
-        return cast(LLMEngine, self._engine)
 
     def receive(self, wait: bool) -> list[msg.Work]:
         """What has arrived for the loop, in order. With `wait` it waits for a command, which may be for this link alone."""
@@ -74,7 +70,7 @@ class SocketLink:
             value = getattr(engine, call.method)(*call.arguments)
         except ValueError as mistake:
             error = str(mistake)
-        return msg.Called(value, error, engine.is_sleeping)
+        return msg.Called(value, error, bool(engine.refusal))
 
     def _read(self) -> None:
         """Read what is there; the end of the stream is a `Stop`."""
@@ -99,8 +95,8 @@ class SocketLink:
             self.send(msg.Seen(pieces))
 
 
-def serve_socket(fd: int, make_engine: MakeEngine = make_engine) -> bool:
-    """Build the engine that the first message describes, and serve it. Returns whether it ended as it was told to."""
+def serve_socket(fd: int) -> bool:
+    """Build the engine that the first message describes, and serve it. Returns whether nothing went wrong."""
     link = SocketLink(socket.socket(fileno=fd))
     try:
         config: EngineConfig = pickle.loads(link.first())

@@ -5,12 +5,21 @@ from __future__ import annotations
 import signal
 import socket
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
+
+from folovllm.electives.server.http_protocol import BoundedProtocol
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, but its maker takes care of signals."""
+    """uvicorn's server for HTTP/1.1 within our bounds. Its maker takes care of signals."""
+
+    def __init__(self, app: ASGIApp, **options: Any) -> None:
+        """`options` are those of `uvicorn.Config`."""
+        options = {**{"log_level": "warning", "access_log": False}, **options}
+        super().__init__(uvicorn.Config(app, http=BoundedProtocol, ws="none", lifespan="off", **options))
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Capture none."""
@@ -18,7 +27,7 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket at the address, before the model is loaded. Raises ValueError where it cannot be had."""
+    """A socket at the address, before the model is loaded. Raises ValueError where it is not available."""
     if not host:
         raise ValueError("--host is empty: name an address of this machine; 0.0.0.0 is all of them")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -20,6 +20,15 @@ REASONS = ("stop", "length", "abort")
 LABELS = ("model_name", "engine")
 SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 TOKENS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5)
+HISTOGRAMS = {  # what each is of
+    "time_to_first_token_seconds": "From arrival to the first token.",
+    "request_queue_time_seconds": "From the queue to the first step.",
+    "inter_token_latency_seconds": "Between tokens.",
+    "request_time_per_output_token_seconds": "Mean of a request.",
+    "e2e_request_latency_seconds": "From arrival to the last token.",
+    "request_prompt_tokens": "Tokens of a prompt.",
+    "request_generation_tokens": "Generated tokens of a request.",
+}
 
 
 class Histogram:
@@ -36,44 +45,39 @@ class Histogram:
         self.sum += value * times
 
 
-@dataclass(slots=True)
 class Counters:
     """What was counted since the start."""
 
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    finished: Counter[str] = field(default_factory=Counter)  # answers, by finish_reason
-    time_to_first_token: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    queue_time: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    inter_token_latency: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    time_per_output_token: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    latency: Histogram = field(default_factory=lambda: Histogram(SECONDS))
-    request_prompt_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
-    request_generation_tokens: Histogram = field(default_factory=lambda: Histogram(TOKENS))
+    def __init__(self) -> None:
+        self.prompt_tokens = self.generation_tokens = 0
+        self.finished = Counter[str]()  # answers, by finish_reason
+        self.histograms = {name: Histogram(SECONDS if "seconds" in name else TOKENS) for name in HISTOGRAMS}
+
+    def record(self, name: str, value: float | None, times: int = 1) -> None:
+        """Count a value in a histogram, if it is known."""
+        if value is not None:
+            self.histograms[name].record(value, times)
 
     def record_start(self, request: RequestState, now: float) -> None:
         """An answer's first token is here."""
         self.prompt_tokens += request.metrics.num_prompt_tokens
-        self.time_to_first_token.record(now - request.metrics.arrival_time)
+        self.record("time_to_first_token_seconds", now - request.metrics.arrival_time)
 
     def record_step(self, now: float, before: Mapping[float, int], queue_times: Iterable[float]) -> None:
         """A step's tokens are here; `before` says when, and how many, answers had got their last ones."""
         for last, count in before.items():
-            self.inter_token_latency.record(now - last, count)
+            self.record("inter_token_latency_seconds", now - last, count)
         for seconds in queue_times:
-            self.queue_time.record(seconds)
+            self.record("request_queue_time_seconds", seconds)
 
     def record_end(self, request: RequestState) -> None:
         """A request is over."""
         metrics = request.metrics
-        for seq in request.seqs:
-            self.finished[seq.status.value] += 1
-        self.request_prompt_tokens.record(metrics.num_prompt_tokens)
-        self.request_generation_tokens.record(metrics.num_generated_tokens)
-        if metrics.latency is not None:
-            self.latency.record(metrics.latency)
-        if metrics.tpot is not None:
-            self.time_per_output_token.record(metrics.tpot)
+        self.finished.update(seq.status.value for seq in request.seqs)
+        self.record("request_prompt_tokens", metrics.num_prompt_tokens)
+        self.record("request_generation_tokens", metrics.num_generated_tokens)
+        self.record("e2e_request_latency_seconds", metrics.latency)
+        self.record("request_time_per_output_token_seconds", metrics.tpot)
 
 
 @dataclass(eq=False)
@@ -111,7 +115,7 @@ class Metrics(Collector):
             ("num_requests_waiting", gauge, "Sequences that wait.", stats.num_waiting),
             ("kv_cache_usage_perc", gauge, "Used share of the KV cache, 1 is all.", used),
             ("num_preemptions", counter, "Preempted sequences.", stats.num_preemptions),
-            ("prefix_cache_queries", counter, "Tokens asked of the prefix cache.", stats.prefix_tokens),
+            ("prefix_cache_queries", counter, "Tokens looked up in the prefix cache.", stats.prefix_tokens),
             ("prefix_cache_hits", counter, "Tokens found there.", stats.prefix_tokens_hit),
             *(drafts if self.speculates else ()),
             ("prompt_tokens", counter, "Tokens of prompts.", counters.prompt_tokens),
@@ -121,23 +125,13 @@ class Metrics(Collector):
         if load := self.expert_load:  # vLLM has no such metrics
             each = [((str(i), str(j)), n) for i, counts in enumerate(load) for j, n in enumerate(counts)]
             uneven = [((str(i),), imbalance(counts)) for i, counts in enumerate(load)]
-            text = "A layer's busiest expert, 1 is its share."
-            yield self._family(
-                counter, "folovllm:expert_tokens", "Tokens that asked an expert.", each, "layer", "expert"
-            )
+            routed, text = "Tokens that were routed to an expert.", "A layer's busiest expert, 1 is its share."
+            yield self._family(counter, "folovllm:expert_tokens", routed, each, "layer", "expert")
             yield self._family(gauge, "folovllm:expert_imbalance", text, uneven, "layer")
         ends = [((reason,), counters.finished[reason]) for reason in REASONS]
         yield self._family(counter, "vllm:request_success", "Answers that ended.", ends, "finished_reason")
-        for name, text, histogram in (
-            ("time_to_first_token_seconds", "From arrival to the first token.", counters.time_to_first_token),
-            ("request_queue_time_seconds", "From the queue to the first step.", counters.queue_time),
-            ("inter_token_latency_seconds", "Between tokens.", counters.inter_token_latency),
-            ("request_time_per_output_token_seconds", "Mean of a request.", counters.time_per_output_token),
-            ("e2e_request_latency_seconds", "From arrival to the last token.", counters.latency),
-            ("request_prompt_tokens", "Tokens of a prompt.", counters.request_prompt_tokens),
-            ("request_generation_tokens", "Generated tokens of a request.", counters.request_generation_tokens),
-        ):
-            family = HistogramMetricFamily(f"vllm:{name}", text, labels=LABELS)
+        for name, histogram in counters.histograms.items():
+            family = HistogramMetricFamily(f"vllm:{name}", HISTOGRAMS[name], labels=LABELS)
             # Prometheus counts what is at most a bound, so buckets add up
             buckets = zip([*map(str, histogram.bounds), "+Inf"], accumulate(histogram.counts), strict=True)
             family.add_metric((self.model, "0"), list(buckets), histogram.sum)
@@ -153,6 +147,6 @@ class Metrics(Collector):
     ) -> Metric:
         """A family whose values have `labels` beside those of all."""
         family = kind(name, text, labels=(*LABELS, *labels))
-        for own, value in values:
-            family.add_metric((self.model, "0", *own), value)
+        for more, value in values:
+            family.add_metric((self.model, "0", *more), value)
         return family

@@ -7,16 +7,14 @@ from typing import Any
 import msgspec
 
 from folovllm.apps.cli.flags import described_fields
-from folovllm.electives.server import replies
+from folovllm.electives.server import protocol, replies
 from folovllm.electives.server.errors import ErrorBody
-from folovllm.electives.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from folovllm.sampling_params import SamplingParams
 
-Completion = replies.CompletionResponse[replies.CompletionChoice]
-Chat, ChatChunk = replies.CompletionResponse[replies.ChatChoice], replies.CompletionResponse[replies.ChatDelta]
 TYPES = (
-    ErrorBody, CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest, Completion, Chat, ChatChunk,
-    replies.Version, replies.ModelList, replies.ModelCard, replies.Tokens, replies.Detokenized, replies.TokenizerInfo,
+    ErrorBody, protocol.CompletionRequest, protocol.ChatRequest, protocol.TokenizeRequest, protocol.DetokenizeRequest,
+    replies.CompletionResponse, replies.ChatResponse, replies.ChatChunk, replies.Version, replies.ModelList,
+    replies.ModelCard, replies.Tokens, replies.Detokenized, replies.TokenizerInfo,
 )  # fmt: skip
 STRANGERS = (
     "A field that is not listed is refused with its name, unless the server runs with --ignore-unknown-fields, or it is one "
@@ -28,31 +26,30 @@ EVENTS = (
 REFERENCES, SCHEMAS = msgspec.json.schema_components(TYPES, ref_template="#/components/schemas/{name}")
 
 
-def content_of(kind: Any, media_type: str = "application/json") -> dict[str, Any]:
-    """A body of this type, as a document describes it."""
-    return {media_type: {"schema": REFERENCES[TYPES.index(kind)]}}
-
-
-ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"description": "The request cannot be served.", "content": content_of(ErrorBody)},
-    "5XX": {"description": "The server failed, or its engine has ended or sleeps.", "content": content_of(ErrorBody)},
-}
+def described(sentence: str, kind: Any, streams: Any = None) -> dict[str, Any]:
+    """A body of JSON of this type, or events of type `streams`, as a document describes it."""
+    types = {"application/json": kind} | ({} if streams is None else {"text/event-stream": streams})
+    content = {name: {"schema": REFERENCES[TYPES.index(type_)]} for name, type_ in types.items()}
+    return {"description": sentence, "content": content}
 
 
 def json_route(returns: Any, takes: type | None = None, streams: Any = None) -> dict[str, Any]:
     """The options of a FastAPI route that returns JSON of this type, or events with `streams`, for a body of type `takes`."""
-    good: dict[str, Any] = {"description": "The answer.", "content": content_of(returns)}
-    if streams is not None:
-        good = {"description": EVENTS, "content": good["content"] | content_of(streams, "text/event-stream")}
-    options: dict[str, Any] = {"responses": {200: good} | ERRORS}
+    options: dict[str, Any] = {
+        "responses": {
+            200: described("The answer." if streams is None else EVENTS, returns, streams),
+            "4XX": described("The request cannot be served.", ErrorBody),
+            "5XX": described("The server failed, or its engine has ended or sleeps.", ErrorBody),
+        }
+    }
     if takes is not None:
-        options["openapi_extra"] = {"requestBody": {"required": True, "content": content_of(takes)}}
+        options["openapi_extra"] = {"requestBody": {"required": True} | described("", takes)}
     return options
 
 
 def schemas() -> dict[str, Any]:
     """The schemas of all types, with the sentences of `SamplingParams` at the fields that have its names."""
-    for kind in (CompletionRequest, ChatRequest):
+    for kind in (protocol.CompletionRequest, protocol.ChatRequest):
         schema = SCHEMAS[kind.__name__]
         schema["description"] = f"{kind.__doc__} {STRANGERS}"
         for field, sentence in described_fields(SamplingParams):

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from folovllm.apps.inspector.live import Subscribers
-from folovllm.apps.inspector.web import file_response, page_response
+from folovllm.apps.inspector.web import SAFE, file_response, page_response
 from folovllm.electives.server.async_engine import AsyncEngine
 from folovllm.electives.server.sse import EventStream
 
@@ -34,13 +34,7 @@ def chat_page(has_inspector: bool) -> Response:
         f"default-src 'none'; style-src {style}; script-src {script}; connect-src 'self'; img-src data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'self'"
     )
-    headers = {
-        "Content-Security-Policy": policy,
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }
-    return Response(text, headers=headers, media_type="text/html")
+    return Response(text, headers=SAFE | {"Content-Security-Policy": policy}, media_type="text/html")
 
 
 def _hash_of(page: str, tag: str) -> str:

@@ -125,15 +125,15 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 def parse(body: bytes, kind: type[R], ignore_unknown: bool = False) -> R:
     """The request in a body. Raises ApiError (400) that names the field which is wrong, unknown, or of no use here."""
     try:
-        given = msgspec.json.decode(body)
+        decoded = msgspec.json.decode(body)
     except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
-    if not isinstance(given, dict):
+    if not isinstance(decoded, dict):
         raise ApiError(400, "the body must be a JSON object: {...}")
     known = kind.__struct_fields__
-    fields = {name: value for name, value in given.items() if name in known}
-    for name in given.keys() - fields.keys():
-        check_stray(name, given[name], kind.__name__, ignore_unknown)
+    fields = {name: value for name, value in decoded.items() if name in known}
+    for name in decoded.keys() - fields.keys():
+        check_stray(name, decoded[name], kind.__name__, ignore_unknown)
     try:
         return msgspec.convert(fields, kind)
     except (msgspec.ValidationError, RecursionError) as error:

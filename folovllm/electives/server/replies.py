@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
-from folovllm.electives.server.deltas import OutputDelta
 from folovllm.electives.server.protocol import ChatRequest, CompletionRequest, Sampling
 from folovllm.electives.server.reasoning import ReasoningSplitter
+from folovllm.electives.server.stream import OutputDelta
 from folovllm.electives.server.tool_calls import ToolCall, ToolCallParser
 from folovllm.engine.logprobs import with_text
 from folovllm.engine.output_processor import RequestState
@@ -119,7 +119,7 @@ class ChatDelta(msgspec.Struct):
     stop_reason: str | int | None = None
 
 
-class CompletionResponse(msgspec.Struct, Generic[C], omit_defaults=True):
+class ResponseBody(msgspec.Struct, Generic[C], omit_defaults=True):
     """A response, or one chunk of a stream."""
 
     id: str
@@ -129,6 +129,10 @@ class CompletionResponse(msgspec.Struct, Generic[C], omit_defaults=True):
     choices: list[C]
     usage: Usage | None = None
     prompt_logprobs: PromptLogprobs | None = None  # of a chat
+
+
+CompletionResponse = ResponseBody[CompletionChoice]
+ChatResponse, ChatChunk = ResponseBody[ChatChoice], ResponseBody[ChatDelta]
 
 
 class ModelCard(msgspec.Struct):
@@ -163,10 +167,6 @@ class Detokenized(msgspec.Struct):
     prompt: str
 
 
-NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
-FLAGS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-
-
 class TokenizerInfo(msgspec.Struct):
     """What `/tokenizer_info` answers: how texts become ids, and conversations texts."""
 
@@ -189,24 +189,16 @@ class Version(msgspec.Struct):
 
 def tokenizer_info(tokenizer: Any) -> TokenizerInfo:
     """What `/tokenizer_info` tells of a tokenizer, by the names of `tokenizer_config.json`. No path of this machine is among them."""
-    added = {
-        str(id_): {flag: getattr(token, flag) for flag in FLAGS}
-        for id_, token in tokenizer.added_tokens_decoder.items()
-    }
-    named = {name: getattr(tokenizer, name) for name in NAMED}
-    extra = [token for token in tokenizer.all_special_tokens if token not in named.values()]
+    flags = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+    added = {str(id_): {flag: getattr(t, flag) for flag in flags} for id_, t in tokenizer.added_tokens_decoder.items()}
+    bos, eos, pad, unk = (getattr(tokenizer, f"{kind}_token") for kind in ("bos", "eos", "pad", "unk"))
+    extra = [token for token in tokenizer.all_special_tokens if token not in (bos, eos, pad, unk)]
     template = getattr(tokenizer, "chat_template", None)
-    return TokenizerInfo(
-        tokenizer_class=type(tokenizer).__name__,
-        vocab_size=len(tokenizer),
-        chat_template=template if isinstance(template, str) else None,
-        extra_special_tokens=extra,
-        added_tokens_decoder=added,
-        **named,
-    )
+    template = template if isinstance(template, str) else None
+    return TokenizerInfo(type(tokenizer).__name__, len(tokenizer), template, bos, eos, pad, unk, extra, added)
 
 
-class AnswerReader:
+class MessageReader:
     """One answer, whole or piece by piece: both are read the same way. Without `thoughts` and `calls` all text is content."""
 
     def __init__(self, thoughts: ReasoningSplitter | None = None, calls: ToolCallParser | None = None) -> None:
@@ -214,30 +206,21 @@ class AnswerReader:
 
     def read(self, answer: OutputDelta, is_whole: bool = False) -> tuple[ChatMessage, str | None]:
         """What a piece of the answer adds, or the whole message; and the finish reason."""
-        message, reason = ChatMessage(content=answer.text), answer.finish_reason
+        thought, content, calls, reason = "", answer.text, list[ToolCall](), answer.finish_reason
+        if self._thoughts is not None:
+            thought, content = self._thoughts.feed(content, reason is not None)
         if self._calls is not None:
             self._calls.is_whole = is_whole
-        if self._thoughts is not None or self._calls is not None:
-            thought, content, calls = self._split(answer.text, last=reason is not None)
-            message = ChatMessage("", content or msgspec.UNSET, thought or None, calls or None)
-        if self._calls is not None and self._calls.num_calls and reason == "stop":
-            reason = "tool_calls"
+            content, calls = self._calls.feed(content, reason is not None)
+            if self._calls.num_calls and reason == "stop":
+                reason = "tool_calls"
+        message = ChatMessage("", content or msgspec.UNSET, thought or None, calls or None)
         if is_whole:
             message.role = "assistant"
-            for call in message.tool_calls or ():
+            message.content = content or (None if calls or thought else "")
+            for call in calls:
                 call.index = None
-            if message.content is msgspec.UNSET:
-                message.content = None if message.tool_calls or message.reasoning_content else ""
         return message, reason
-
-    def _split(self, content: str, last: bool) -> tuple[str, str, list[ToolCall]]:
-        """A piece of text as thought, content and tool calls."""
-        thought, calls = "", list[ToolCall]()
-        if self._thoughts is not None:
-            thought, content = self._thoughts.feed(content, last)
-        if self._calls is not None:
-            content, calls = self._calls.feed(content, last)
-        return thought, content, calls
 
 
 def event(payload: bytes) -> bytes:
@@ -252,9 +235,9 @@ class CompletionWriter:
     OBJECT: ClassVar[str] = "text_completion"
     CHUNK: ClassVar[str] = "text_completion"
 
-    def __init__(self, model: str, asked: Sampling, n: int) -> None:
+    def __init__(self, model: str, request: Sampling, n: int) -> None:
         """`model`: the name that the response shows; `n` answers to each prompt."""
-        self._model, self._n, self._shows_prompt = model, n, asked.prompt_logprobs is not None
+        self._model, self._n, self._shows_prompt = model, n, request.prompt_logprobs is not None
         self.requests: Sequence[RequestState] = ()  # one for each prompt, from when the engine has them
         self.id = f"{self.PREFIX}-{uuid.uuid4().hex}"
         self._created = int(time.time())
@@ -263,30 +246,24 @@ class CompletionWriter:
         self._frames: dict[int, tuple[bytes, bytes]] = {}  # by answer: its events' bytes before and after the text
         self._has_frames = True  # False where an answer's events differ by more than their text
 
-    def whole(self, answers: Iterable[tuple[int, OutputDelta]]) -> bytes:
+    def full(self, answers: Iterable[tuple[int, OutputDelta]]) -> bytes:
         """The response."""
         choices = [choice for index, answer in answers for choice in self.choices(index, answer, is_whole=True)]
-        return msgspec.json.encode(self._answer(self.OBJECT, choices, self.usage()))
+        return msgspec.json.encode(self._body(self.OBJECT, choices, self.usage()))
 
     def chunks(self, answers: Iterable[tuple[int, OutputDelta]], usage: Usage | None) -> bytes:
         """Events that say what is new: none for a character that is not whole yet."""
         return b"".join([
-            self._spliced(index, answer.text) if usage is None and self._is_text_alone(index, answer)
-            else self._events(index, answer, usage)
+            self._events(index, answer, usage)
             for index, answer in answers
             if answer.text or answer.logprobs or answer.finish_reason
         ])  # fmt: skip
 
-    def _is_text_alone(self, index: int, answer: OutputDelta) -> bool:
-        """Whether this event differs from the one before by its text alone."""
-        return index in self._frames and answer.logprobs is None and answer.finish_reason is None
-
-    def _spliced(self, index: int, text: str) -> bytes:
-        before, after = self._frames[index]
-        return before + msgspec.json.encode(text) + after
-
     def _events(self, index: int, answer: OutputDelta, usage: Usage | None) -> bytes:
         """The events of what is new. The first time it keeps their frame, into which later texts are put."""
+        is_text_alone = usage is None and answer.logprobs is None and answer.finish_reason is None
+        if is_text_alone and (known := self._frames.get(index)) is not None:
+            return known[0] + msgspec.json.encode(answer.text) + known[1]
         events = b"".join([self._event([choice], usage) for choice in self.choices(index, answer)])
         if self._has_frames and index not in self._frames and answer.finish_reason is None:
             frame = self._event(self.choices(index, OutputDelta(index, MARK, None, None, None)), None)
@@ -299,10 +276,10 @@ class CompletionWriter:
         return self._event([], self.usage())
 
     def _event(self, choices: list[Any], usage: Usage | None) -> bytes:
-        return event(msgspec.json.encode(self._answer(self.CHUNK, choices, usage)))
+        return event(msgspec.json.encode(self._body(self.CHUNK, choices, usage)))
 
-    def _answer(self, kind: str, choices: list[Any], usage: Usage | None) -> CompletionResponse[Any]:
-        return CompletionResponse(self.id, kind, self._created, self._model, choices, usage)
+    def _body(self, kind: str, choices: list[Any], usage: Usage | None) -> ResponseBody[Any]:
+        return ResponseBody(self.id, kind, self._created, self._model, choices, usage)
 
     def usage(self) -> Usage:
         """Tokens, so far, of the requests that the response is made of."""
@@ -325,10 +302,10 @@ class CompletionWriter:
 class EchoWriter(CompletionWriter):
     """A `CompletionWriter` whose answers begin with their prompts (`echo`): as text, and with log-probabilities where asked for."""
 
-    def __init__(self, model: str, asked: CompletionRequest, n: int, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, model: str, request: CompletionRequest, n: int, decode: Callable[[list[int]], str]) -> None:
         """`decode` is for prompts that came as ids."""
-        super().__init__(model, asked, n)
-        self._decode, self._num_logprobs, self._prompt_alone = decode, asked.logprobs, asked.wants_prompt_alone
+        super().__init__(model, request, n)
+        self._decode, self._num_logprobs, self._prompt_alone = decode, request.logprobs, request.wants_prompt_alone
         self._has_frames = not self._prompt_alone
 
     def usage(self) -> Usage:
@@ -373,14 +350,14 @@ class ChatWriter(CompletionWriter):
     OBJECT = "chat.completion"
     CHUNK = "chat.completion.chunk"
 
-    def __init__(self, model: str, asked: ChatRequest, n: int, make_reader: Callable[[], AnswerReader]) -> None:
-        super().__init__(model, asked, n)
-        self._num_top = asked.top_logprobs or 0
-        self._readers: defaultdict[int, AnswerReader] = defaultdict(make_reader)
-        self._has_frames = make_reader is AnswerReader
+    def __init__(self, model: str, request: ChatRequest, n: int, make_reader: Callable[[], MessageReader]) -> None:
+        super().__init__(model, request, n)
+        self._num_top = request.top_logprobs or 0
+        self._readers: defaultdict[int, MessageReader] = defaultdict(make_reader)
+        self._has_frames = make_reader is MessageReader
 
-    def _answer(self, kind: str, choices: list[Any], usage: Usage | None) -> CompletionResponse[Any]:
-        answer = super()._answer(kind, choices, usage)
+    def _body(self, kind: str, choices: list[Any], usage: Usage | None) -> ResponseBody[Any]:
+        answer = super()._body(kind, choices, usage)
         if self._shows_prompt:  # then it is a whole response
             answer.prompt_logprobs = shown_prompt(self.requests[0])
         return answer

@@ -14,13 +14,13 @@ from folovllm.electives.server import reasoning
 from folovllm.electives.server.errors import ApiError
 from folovllm.electives.server.protocol import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
 from folovllm.electives.server.reasoning import ReasoningSplitter
-from folovllm.electives.server.replies import AnswerReader
+from folovllm.electives.server.replies import MessageReader
 from folovllm.electives.server.tool_calls import CLOSING, OPENING, ToolCallParser
 from folovllm.electives.structured_output.guidance import WHITESPACE
+from folovllm.electives.structured_output.params import StructuredOutputsParams
 from folovllm.engine.chat_template import render, with_plain_content
 from folovllm.engine.input_processor import encode_within, too_long
 from folovllm.engine.inputs import Prompt, TokensPrompt
-from folovllm.engine.structured_outputs import StructuredOutputsParams
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
 
 A_CALL = '{"id": ..., "type": "function", "function": {"name": ..., "arguments": "a JSON object, as text"}}'
@@ -44,12 +44,12 @@ def completion_params(request: CompletionRequest, defaults: Mapping[str, Any]) -
 
     `echo` with `logprobs` takes the prompt's as well. A prompt alone costs a token that nobody sees.
     """
-    own: dict[str, Any] = {"max_tokens": request.max_tokens, "logprobs": request.logprobs}
+    fields: dict[str, Any] = {"max_tokens": request.max_tokens, "logprobs": request.logprobs}
     if request.wants_prompt_alone:
-        own |= {"max_tokens": 1, "prompt_only": True}
+        fields |= {"max_tokens": 1, "prompt_only": True}
     if request.echo and request.logprobs is not None:
-        own["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
-    return _params(request, {"max_tokens": COMPLETION_TOKENS} | dict(defaults), own)
+        fields["prompt_logprobs"] = max(request.logprobs, request.prompt_logprobs or 0)
+    return _params(request, {"max_tokens": COMPLETION_TOKENS} | dict(defaults), fields)
 
 
 def chat_params(request: ChatRequest, defaults: Mapping[str, Any]) -> SamplingParams:
@@ -59,25 +59,24 @@ def chat_params(request: ChatRequest, defaults: Mapping[str, Any]) -> SamplingPa
         raise ApiError(400, "max_tokens and max_completion_tokens differ: give one of them", "max_completion_tokens")
     if request.top_logprobs is not None and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", "top_logprobs")
-    own = {
+    fields = {
         "max_tokens": other if most is None else most,
         "logprobs": request.top_logprobs or 0 if request.logprobs else None,
     }
-    return _params(request, {"max_tokens": None} | dict(defaults), own)
+    return _params(request, {"max_tokens": None} | dict(defaults), fields)
 
 
-def _params(request: Sampling, defaults: dict[str, Any], own: dict[str, Any]) -> SamplingParams:
+def _params(request: Sampling, defaults: dict[str, Any], fields: dict[str, Any]) -> SamplingParams:
     if request.stream_options is not None and not request.stream:
         raise ApiError(400, "stream_options needs stream: true", "stream_options")
     if request.prompt_logprobs is not None and request.stream:
         raise ApiError(400, "prompt_logprobs are for whole answers: leave out stream", "prompt_logprobs")
     _require_few(request)
-    given = {name: getattr(request, name) for name in SAME} | own
-    given["structured_outputs"] = _structured_output(request)
+    fields = {name: getattr(request, name) for name in SAME} | fields
+    fields["structured_outputs"] = _structured_output(request)
     kind = RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY
-    return SamplingParams(
-        **(defaults | {name: value for name, value in given.items() if value is not None}), output_kind=kind
-    )
+    set_fields = {name: value for name, value in fields.items() if value is not None}
+    return SamplingParams(**(defaults | set_fields), output_kind=kind)
 
 
 def _require_few(request: Sampling) -> None:
@@ -95,28 +94,28 @@ def _structured_output(request: Sampling) -> StructuredOutputsParams | None:
 
     Raises ApiError for an unknown kind, or for two of them.
     """
-    asked = _of_format(request.response_format)
+    params = _of_format(request.response_format)
     if request.structured_outputs is not None:
-        if asked is not None:
+        if params is not None:
             raise ApiError(400, "response_format and structured_outputs: give one of them", "structured_outputs")
-        asked = _made(request.structured_outputs, "structured_outputs")
+        params = _made(request.structured_outputs, "structured_outputs")
     if not isinstance(request, ChatRequest) or not (tools := offered(request.tools, request.tool_choice)):
-        return asked
+        return params
     several = request.parallel_tool_calls is not False
     if must_call(request.tool_choice):
         return StructuredOutputsParams(grammar=call_grammar(tools, request.tool_choice, several))
-    if asked is not None and request.response_format is not None:  # a document, or a call
-        return StructuredOutputsParams(grammar=call_grammar(tools, request.tool_choice, several, asked.schema()))
-    return asked
+    if params is not None and request.response_format is not None:  # a document, or a call
+        return StructuredOutputsParams(grammar=call_grammar(tools, request.tool_choice, several, params.schema()))
+    return params
 
 
-def _of_format(given: dict[str, Any] | None) -> StructuredOutputsParams | None:
-    kind = None if given is None else given.get("type")
-    if given is None or kind == "text":
+def _of_format(response_format: dict[str, Any] | None) -> StructuredOutputsParams | None:
+    kind = None if response_format is None else response_format.get("type")
+    if response_format is None or kind == "text":
         return None
     if kind == "json_object":
         return StructuredOutputsParams(json_object=True)
-    described = given.get("json_schema")
+    described = response_format.get("json_schema")
     if kind != "json_schema" or not isinstance(described, dict) or not isinstance(described.get("schema"), dict | bool):
         raise ApiError(400, f"response_format must be {FORMATS}", "response_format")
     strict = described.get("strict")
@@ -273,8 +272,8 @@ def _json(schema: dict[str, Any] | bool, strict: bool, is_object: bool = False) 
 
 
 def reading_of(
-    asked: ChatRequest, params: SamplingParams, prompt: str, parser: str | None, tags_are_special: bool
-) -> tuple[SamplingParams, Callable[[], AnswerReader]]:
+    request: ChatRequest, params: SamplingParams, prompt: str, parser: str | None, tags_are_special: bool
+) -> tuple[SamplingParams, Callable[[], MessageReader]]:
     """How the text of the answers is read, and the sampling parameters that this needs.
 
     Tags must be text, even where the tokenizer takes them for special tokens; and the grammar of an answer begins behind
@@ -283,22 +282,24 @@ def reading_of(
     Args:
         parser: which way the model thinks; None: thoughts stay in the content.
     """
-    has_tools = bool(offered(asked.tools, asked.tool_choice))
+    has_tools = bool(offered(request.tools, request.tool_choice))
     if parser is None and not has_tools:
-        return params, AnswerReader
-    if asked.skip_special_tokens is None and tags_are_special:
+        return params, MessageReader
+    if request.skip_special_tokens is None and tags_are_special:
         params = replace(params, skip_special_tokens=False)
-    splitter = None if parser is None else ReasoningSplitter(parser, prompt, begun(asked))
+    splitter = None if parser is None else ReasoningSplitter(parser, prompt, begun(request))
     if splitter is not None and params.structured_outputs is not None and not splitter.is_over:
         params = replace(params, structured_outputs=replace(params.structured_outputs, after=reasoning.CLOSING))
 
-    def make_reader() -> AnswerReader:
-        return AnswerReader(copy(splitter), ToolCallParser(asked.parallel_tool_calls is False) if has_tools else None)
+    def make_reader() -> MessageReader:
+        return MessageReader(
+            copy(splitter), ToolCallParser(request.parallel_tool_calls is False) if has_tools else None
+        )
 
     return params, make_reader
 
 
-def begun(asked: ChatRequest) -> str:
+def begun(request: ChatRequest) -> str:
     """What the client wrote of the answer that is asked for."""
-    content = asked.messages[-1].get("content") if asked.continue_final_message and asked.messages else None
+    content = request.messages[-1].get("content") if request.continue_final_message and request.messages else None
     return str(with_plain_content({"content": content})["content"] or "")

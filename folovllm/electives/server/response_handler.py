@@ -8,19 +8,18 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from folovllm.electives.server.async_engine import AsyncEngine
-from folovllm.electives.server.deltas import OutputDelta
 from folovllm.electives.server.errors import as_api_error
 from folovllm.electives.server.protocol import StreamOptions
 from folovllm.electives.server.replies import DONE, CompletionWriter, event
 from folovllm.electives.server.sse import EventStream, unless_gone
-from folovllm.electives.server.stream import OutputCollector, Stream
+from folovllm.electives.server.stream import OutputCollector, OutputDelta, Stream
 from folovllm.request import Sequence
 
 
 class ResponseHandler:
     """One HTTP request: a stream for each of its prompts, each with `n` answers.
 
-    Its maker calls `whole` or `events`, once: each closes the streams at its end.
+    Its maker calls `full` or `events`, once: each closes the streams at its end.
     """
 
     def __init__(self, engine: AsyncEngine, requests: list[list[Sequence]], writer: CompletionWriter, n: int) -> None:
@@ -42,7 +41,7 @@ class ResponseHandler:
         for stream in self._streams:
             stream.close()
 
-    async def whole(self, receive: Receive) -> Response:
+    async def full(self, receive: Receive) -> Response:
         """The response when all is answered. Raises ClientDisconnect if the client leaves before."""
 
         async def read_all() -> list[tuple[int, OutputDelta]]:
@@ -55,7 +54,7 @@ class ResponseHandler:
             answers = await unless_gone(receive, read_all())
         finally:
             self.close()
-        return Response(self._writer.whole(answers), media_type="application/json")
+        return Response(self._writer.full(answers), media_type="application/json")
 
     def events(self, options: StreamOptions) -> EventStream:
         """The response as a stream of events."""

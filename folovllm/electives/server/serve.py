@@ -16,9 +16,9 @@ from folovllm.electives.server.app import build_app
 from folovllm.electives.server.async_engine import AsyncEngine
 from folovllm.electives.server.config import ServerConfig
 from folovllm.electives.server.errors import EngineDead
-from folovllm.electives.server.http_protocol import BoundedProtocol
 from folovllm.electives.server.listener import Server, ending_signals, listen
-from folovllm.engine.structured_outputs import GrammarLimits
+from folovllm.electives.structured_output.params import GrammarLimits
+from folovllm.engine.setup import choose_device
 
 LINGER = 5.0  # seconds that /health says 503 before a server without an engine ends
 LAST_WORDS = 5  # seconds that responses have to reach their readers once the engine is done with them
@@ -29,7 +29,7 @@ def run_server(config: ServerConfig, engine_config: EngineConfig) -> int:
     """Serve until a signal comes or the engine ends; returns the exit code.
 
     Raises:
-        ValueError: something cannot be had: the address, the model, or this place (under torchrun every rank would serve).
+        ValueError: the address or the model is not available, or torchrun runs this (every rank would serve).
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ValueError(
@@ -49,21 +49,15 @@ def run_server(config: ServerConfig, engine_config: EngineConfig) -> int:
 
 
 async def serve(config: ServerConfig, engine_config: EngineConfig, listener: socket.socket) -> int:
-    end = End()
+    shutdown = Shutdown()
     engine = AsyncEngine(
         engine_config,
-        transport="process" if in_process_of_its_own(config, engine_config) else "thread",
+        transport="process" if has_process(config, engine_config) else "thread",
         grammar_limits=GrammarLimits(config.grammar_seconds, config.grammar_memory),
     )
     async with engine:
-        app = build_app(engine, config)
-        server = Server(
-            uvicorn.Config(
-                app, http=BoundedProtocol, ws="none", lifespan="off", log_level="warning", access_log=False,
-                backlog=BACKLOG, timeout_graceful_shutdown=LAST_WORDS,
-            )
-        )  # fmt: skip
-        ending = asyncio.create_task(end.of(server, engine, config.drain_seconds))
+        server = Server(build_app(engine, config), backlog=BACKLOG, timeout_graceful_shutdown=LAST_WORDS)
+        ending = asyncio.create_task(shutdown.wait(server, engine, config.drain_seconds))
         gc.collect()
         gc.freeze()  # what exists by now stays: to search it in each collection would hold up all requests
         listener.listen(BACKLOG)  # a client that reads the next line may connect at once
@@ -73,12 +67,10 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, listener: soc
     return 1 if engine.death is not None else 0
 
 
-def in_process_of_its_own(config: ServerConfig, engine_config: EngineConfig) -> bool:
-    """Whether the engine gets a process: as asked for; else if it runs on a GPU, so that its Python does not hold up the server's."""
+def has_process(config: ServerConfig, engine_config: EngineConfig) -> bool:
+    """Whether the engine gets a process: as configured; else on a GPU, so that its Python does not hold up the server's."""
     if config.engine_process is not None:
         return config.engine_process
-    from folovllm.engine.setup import choose_device
-
     return choose_device(engine_config.device).type == "cuda"
 
 
@@ -90,31 +82,31 @@ def announce(engine: AsyncEngine, config: ServerConfig, listener: socket.socket)
     print(f"serving {names} at http://{address}/v1, a page to chat at http://{address} (Ctrl-C ends it)", flush=True)
 
 
-class End:
-    """What ends a server: a first signal lets running answers end, a second one does not wait."""
+class Shutdown:
+    """Ends a server: a first signal lets running answers end, a second one does not wait."""
 
     def __init__(self) -> None:
-        self._asked = asyncio.Event()
+        self._requested = asyncio.Event()
         self._is_serving = False
         for sign in ending_signals():
-            asyncio.get_running_loop().add_signal_handler(sign, self._hear, sign)
+            asyncio.get_running_loop().add_signal_handler(sign, self._on_signal, sign)
 
-    def _hear(self, sign: int) -> None:
-        if self._asked.is_set() or not self._is_serving:
+    def _on_signal(self, sign: int) -> None:
+        if self._requested.is_set() or not self._is_serving:
             os._exit(128 + sign)  # the engine's process goes with its parent
-        self._asked.set()
+        self._requested.set()
 
-    async def of(self, server: uvicorn.Server, engine: AsyncEngine, drain_seconds: float) -> None:
+    async def wait(self, server: uvicorn.Server, engine: AsyncEngine, drain_seconds: float) -> None:
         """Wait for a signal and drain, or for the engine's death; then stop the server."""
         self._is_serving = True
-        asked, is_over = asyncio.ensure_future(self._asked.wait()), asyncio.ensure_future(engine.is_over.wait())
-        await asyncio.wait((asked, is_over), return_when=asyncio.FIRST_COMPLETED)
+        requested, is_over = asyncio.ensure_future(self._requested.wait()), asyncio.ensure_future(engine.is_over.wait())
+        await asyncio.wait((requested, is_over), return_when=asyncio.FIRST_COMPLETED)
         if is_over.done():
-            await asyncio.wait((asked,), timeout=LINGER)
+            await asyncio.wait((requested,), timeout=LINGER)
         else:
             if count := engine.num_open:
                 print(f"{count} running: up to {drain_seconds:g} s to end; a second signal does not wait", flush=True)
             await engine.drain(drain_seconds)
-        asked.cancel()
+        requested.cancel()
         is_over.cancel()
         server.should_exit = True

@@ -5,16 +5,29 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
+from typing import NamedTuple
 
-from folovllm.electives.server.deltas import OutputDelta, catch_up, new_deltas
+from folovllm.cache.cached_prefix import CachedPrefix
 from folovllm.electives.server.messages import Add, Delta, Row, Step
 from folovllm.electives.server.metrics import Counters
 from folovllm.engine.logprobs import with_text
-from folovllm.engine.output_processor import RequestState
+from folovllm.engine.output_processor import Answer, RequestState
 from folovllm.engine.stop import check_stop_conditions
 from folovllm.outputs import RequestOutput, TokenLogprob
-from folovllm.request import CachedPrefix, Request, Sequence, SequenceStatus
+from folovllm.request import Request, Sequence, SequenceStatus
+
+
+class OutputDelta(NamedTuple):
+    """What is new in an answer, for servers. Programs get a `CompletionOutput`."""
+
+    answer: int  # among the `n`
+    text: str
+    logprobs: list[dict[int, TokenLogprob]] | None
+    finish_reason: str | None
+    stop_reason: str | int | None
+    offsets: SequenceOf[int] = ()  # where the tokens begin in the answer's text, if their log-probabilities are given
 
 
 def add_message(number: int, request: Request) -> Add:
@@ -155,15 +168,19 @@ class Stream(RequestState):
 
     def take(self) -> list[OutputDelta]:
         """What is new since the last look, an answer at a time. Raises what ended the stream, if that was an error."""
-        self._look()
-        return new_deltas(self)
+        self.look()
+        return [_delta(answer) for answer in self.answers if answer.has_news]
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Make text of all that came since the last look. Raises as `take`."""
         self._has_mail = False
         self.is_over = self._error is not None or self.is_finished
         if self._error is not None:
             raise self._error
-        catch_up(self)
+        for answer in self.answers:
+            new, ended = answer.seq.output_token_ids[answer.num_tokens :].tolist(), answer.seq.status.is_finished
+            if new or ended != answer.has_ended:
+                answer.update(new, ended)
 
     def __aiter__(self) -> Stream:
         return self
@@ -172,8 +189,21 @@ class Stream(RequestState):
         if self.is_over:
             raise StopAsyncIteration
         await self._collector.get()
-        self._look()
+        self.look()
         return self.output()
+
+
+def _delta(answer: Answer) -> OutputDelta:
+    seq, (old_chars, new_token_ids) = answer.seq, answer.take_news()
+    first, end = answer.num_tokens - len(new_token_ids), answer.num_tokens
+    return OutputDelta(
+        seq.index,
+        seq.detokenizer.read(old_chars, answer.num_chars),
+        None if seq.params.logprobs is None else seq.logprobs[first:end],
+        seq.status.value if answer.has_ended else None,
+        seq.stop_reason,
+        (seq.detokenizer.offsets or ())[first:end],
+    )
 
 
 class OpenRequests:
@@ -209,7 +239,6 @@ class OpenRequests:
                 self.fail(stream, ValueError(refused.message))
 
     def _give(self, stream: Stream, delta: Delta, now: float, before: Counter[float]) -> None:
-        """Give a request new tokens; `before` counts the times at which its answer got those before them."""
         if delta.token_ids:
             if not stream.has_begun:
                 self._leave_queue(stream)

@@ -9,7 +9,7 @@ import uuid
 import msgspec
 
 from folovllm.electives.server.reasoning import common_part
-from folovllm.engine.structured_outputs import refuse_constant
+from folovllm.electives.structured_output.params import refuse_constant
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 HEAD = re.compile(r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*\{', re.DOTALL)

@@ -15,23 +15,13 @@ from contextlib import suppress
 
 from folovllm.config import EngineConfig
 from folovllm.distributed.children import import_path, python_command
+from folovllm.electives.server import messages as msg
 from folovllm.electives.server.engine_loop import MakeEngine
 from folovllm.electives.server.link import SocketLink
-from folovllm.electives.server.messages import (
-    NOT_SENT,
-    Command,
-    EngineMessage,
-    Failure,
-    Frames,
-    Stop,
-    decode_message,
-    encode,
-    frame,
-)
 from folovllm.engine.llm_engine import make_engine
 
 logger = logging.getLogger("folovllm")
-Deliver = Callable[[EngineMessage], None]
+Deliver = Callable[[msg.EngineMessage], None]
 GRACE = 5.0  # seconds that the engine has to end by itself
 BUFFER = 4 << 20  # bytes on their way: the engine need not wait for a server that is busy
 
@@ -44,7 +34,7 @@ class Transport(asyncio.Protocol, ABC):
 
     def __init__(self) -> None:
         self._writer: asyncio.WriteTransport | None = None
-        self._frames = Frames()
+        self._frames = msg.Frames()
 
     async def start(self, config: EngineConfig, deliver: Deliver) -> None:
         """Start the engine. `deliver` is called in the event loop with each of its messages; the first is `Ready` or a `Failure`."""
@@ -62,42 +52,32 @@ class Transport(asyncio.Protocol, ABC):
 
     def data_received(self, data: bytes) -> None:
         for message in self._frames.feed(data):
-            self._deliver(decode_message(message))
+            self._deliver(msg.decode_message(message))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Deliver the end as a `Failure`. The engine has said before why it ended, or it was killed."""
-        self._deliver_end(tries=40)
-
-    def _deliver_end(self, tries: int) -> None:
-        """Ask how the engine ended every 50 ms: the socket of a killed process is closed before its exit code is known."""
-        if (how := self._end()) is None and tries:
-            asyncio.get_running_loop().call_later(0.05, self._deliver_end, tries - 1)
-        else:
-            self._deliver(Failure(how or "the engine has ended"))
+        ended = asyncio.get_running_loop().run_in_executor(None, self._wait)
+        ended.add_done_callback(lambda how: self._deliver(msg.Failure(how.result())))
 
     @abstractmethod
     def _launch(self, config: EngineConfig, here: socket.socket, there: socket.socket) -> None:
         """Start the engine at the end `there`, which it closes when it ends."""
 
     @abstractmethod
-    def _end(self) -> str | None:
-        """Return how the engine ended, once its socket is closed; None if that is not known yet."""
+    def _wait(self) -> str:
+        """Wait until the engine has ended, if it was started. Returns how it ended."""
 
-    def send(self, command: Command) -> None:
-        """Tell the engine something. What is said to a dead one is lost."""
+    def send(self, command: msg.Command) -> None:
+        """Send a command. What is sent to a dead engine is lost."""
         if self._writer is not None and not self._writer.is_closing():
-            self._writer.write(frame(encode(command)))
+            self._writer.write(msg.frame(msg.encode(command)))
 
     async def stop(self) -> None:
         """End the engine, and return when it has ended. A second call does nothing."""
-        self.send(Stop())
-        await asyncio.to_thread(self._join)
+        self.send(msg.Stop())
+        await asyncio.to_thread(self._wait)
         if self._writer is not None:
             self._writer.close()
-
-    @abstractmethod
-    def _join(self) -> None:
-        """Wait until the engine has ended, if it was started."""
 
 
 class ThreadTransport(Transport):
@@ -121,26 +101,19 @@ class ThreadTransport(Transport):
                 raise
             except BaseException as error:  # the panic of a library in Rust. A process would be seen to end
                 logger.exception("the engine has ended")
-                link.send(Failure(f"{type(error).__name__}: {error}"))
+                link.send(msg.Failure(f"{type(error).__name__}: {error}"))
 
-    def _end(self) -> str:
-        return "the engine's thread ended"
-
-    def _join(self) -> None:
+    def _wait(self) -> str:
         if self._thread is not None:
             self._thread.join()
+        return "the engine's thread ended"
 
 
 class ProcessTransport(Transport):
-    """The engine in a process of its own: two Pythons, two cores.
+    """The engine in a process of its own: two Pythons, two cores."""
 
-    Args:
-        command: the program to run, which serves the socket whose number is its last argument.
-    """
-
-    def __init__(self, command: list[str] | None = None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._command = command or python_command("folovllm.electives.server.engine_process")
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -151,27 +124,24 @@ class ProcessTransport(Transport):
     def _launch(self, config: EngineConfig, here: socket.socket, there: socket.socket) -> None:
         """The first message is the configuration. Raises ValueError if it cannot be sent, with a proposer of the user's in it say."""
         try:
-            first = frame(pickle.dumps(config))
+            first = msg.frame(pickle.dumps(config))
         except Exception as error:
-            raise ValueError(f"{NOT_SENT} ({error})") from error
-        command, environment = [*self._command, str(there.fileno())], os.environ | {"PYTHONPATH": import_path()}
+            raise ValueError(f"{msg.NOT_SENT} ({error})") from error
+        command = [*python_command("folovllm.electives.server.engine_process"), str(there.fileno())]
+        environment = os.environ | {"PYTHONPATH": import_path()}
         with there:
             self._process = subprocess.Popen(
                 command, env=environment, pass_fds=[there.fileno()], stdin=subprocess.DEVNULL
             )
         here.sendall(first)
 
-    def _end(self) -> str | None:
-        code = None if self._process is None else self._process.poll()
-        if code is None:
-            return None
-        return f"the engine's process ended{f' with exit code {code}' if code >= 0 else f', killed by signal {-code}'}"
-
-    def _join(self) -> None:
+    def _wait(self) -> str:
         """What does not end within `GRACE` is killed."""
-        if self._process is not None:
-            try:
-                self._process.wait(GRACE)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+        if self._process is None:
+            return "the engine's process was not started"
+        try:
+            code = self._process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        return f"the engine's process ended{f' with exit code {code}' if code >= 0 else f', killed by signal {-code}'}"

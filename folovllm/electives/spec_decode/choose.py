@@ -7,56 +7,46 @@ So the ratio of tokens to seconds decides, over the whole batch.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 HARDLY = 1e-9  # a chance that is never less, since it divides
+FAR = 1e6  # tokens of a step: up to there the last slope of a curve holds
 
 
-class Curve(NamedTuple):
-    """Seconds of a step by its tokens, as measured: `seconds[i]` for `widths[i]` tokens, both ascending."""
+class Curve:
+    """Seconds of a step by its tokens: `seconds[i]` for `widths[i]` tokens, both ascending."""
 
-    widths: tuple[float, ...]
-    seconds: tuple[float, ...]
+    def __init__(self, widths: Sequence[float], seconds: Sequence[float]) -> None:
+        slope = np.diff(seconds[-2:]) / np.diff(widths[-2:])  # of one point: none
+        self.widths = np.array([*widths, *(slope * 0 + FAR)])
+        self.seconds = np.array([*seconds, *(seconds[-1] + slope * (FAR - widths[-1]))])
 
-    def of(self, num_tokens: Floats) -> Floats:
-        """Return seconds [n] of steps of `num_tokens` [n]: on the line between two measured widths, and behind the last on its slope."""
-        found = np.interp(num_tokens, self.widths, self.seconds)
-        if len(self.widths) > 1:
-            slope = (self.seconds[-1] - self.seconds[-2]) / (self.widths[-1] - self.widths[-2])
-            found += np.maximum(0.0, num_tokens - self.widths[-1]) * max(0.0, slope)
-        return found
-
-    def at(self, num_tokens: float) -> float:
-        """Return `of` a single number, without arrays: the policy asks for it at each step that it times."""
-        i = max(1, min(bisect_left(self.widths, num_tokens), len(self.widths) - 1))
-        if len(self.widths) == 1 or num_tokens <= self.widths[0]:
-            return self.seconds[0]
-        slope = (self.seconds[i] - self.seconds[i - 1]) / (self.widths[i] - self.widths[i - 1])
-        return self.seconds[i] + max(slope, 0.0) * (num_tokens - self.widths[i])
+    def at(self, num_tokens: float | Floats) -> Floats:
+        """Return the seconds of steps of `num_tokens`: on the line between two widths, and behind the last on its slope."""
+        return np.interp(num_tokens, self.widths, self.seconds)
 
 
 @dataclass
 class StepCost:
     """Seconds of steps, as measured when the engine starts."""
 
-    plain: Curve  # steps without draft tokens, which overlap
-    verifying: Curve  # steps that verify draft tokens: the host waits for them
+    curve: Curve  # of steps that overlap
+    wait: float = 0.0  # how much longer a step takes that verifies draft tokens: the host waits for them
     per_draft_token: float = 0.0  # seconds that the proposer takes for each draft token, of all sequences together
     first_draft_token: float = 0.0  # and for the first one, or to find that it has none, more than that
 
     def of_plain(self, num_tokens: float) -> float:
         """Return the seconds of a step without draft tokens."""
-        return self.plain.at(num_tokens)
+        return float(self.curve.at(num_tokens))
 
     def of_verifying(self, num_tokens: float) -> float:
-        """Return the seconds of a step that verifies draft tokens, with `num_tokens` in all; without arrays."""
-        return self.verifying.at(num_tokens)
+        """Return the seconds of a step that verifies draft tokens, with `num_tokens` in all."""
+        return float(self.curve.at(num_tokens)) + self.wait
 
     def of_drafting(self, length: int) -> float:
         """Return the proposer's seconds for a step whose longest draft has `length` tokens."""
@@ -73,7 +63,7 @@ class StepCost:
         """
         num_seqs, silent = len(hits), float(np.prod(1 - hits))
         some = max(1 - silent, HARDLY)  # the chance that some sequence has a draft
-        verifying = self.verifying.of(num_seqs + (num_tokens - num_seqs) / some)
+        verifying = self.curve.at(num_seqs + (num_tokens - num_seqs) / some) + self.wait
         drafting = self.first_draft_token + self.per_draft_token * depths
         return silent * self.of_plain(num_seqs) + some * verifying + drafting
 

@@ -16,7 +16,7 @@ from folovllm.electives.spec_decode.ngram import NgramProposer
 from folovllm.electives.spec_decode.policy import TRUSTED, UNKNOWN, AdaptiveLength, FixedLength, LengthPolicy
 from folovllm.electives.spec_decode.proposer import CompositeProposer, Proposer
 from folovllm.electives.spec_decode.scheduler import SpeculativeScheduler
-from folovllm.electives.spec_decode.speculation import Speculation
+from folovllm.electives.spec_decode.speculation import DraftRules, Speculation
 from folovllm.electives.spec_decode.suffix import SuffixProposer
 from folovllm.electives.spec_decode.verify import DraftVerifier, max_samples
 from folovllm.electives.spec_decode.verify_runner import VerifyingModelRunner
@@ -26,7 +26,6 @@ from folovllm.engine.extension import Extension
 if TYPE_CHECKING:
     from folovllm.attention.backends.abstract import AttentionBackend
     from folovllm.engine.extension import MakeGraphRunner, MakeScheduler
-    from folovllm.engine.logits_mask import LogitsMask
     from folovllm.engine.setup import EngineSetup
     from folovllm.executor.abstract import Executor
     from folovllm.worker.model_runner import ModelRunner
@@ -95,11 +94,15 @@ class SpeculativeDecoding(Extension):
         """Return the graph runner with a verifier, which resolves placeholder ids of a draft model."""
         return partial(usual, verifier=DraftVerifier(max_samples(self.setup.max_num_seqs), self._drafted))
 
-    def scheduler(self, usual: MakeScheduler, executor: Executor, logits_mask: LogitsMask) -> MakeScheduler:
+    def scheduler(self, usual: MakeScheduler, executor: Executor) -> MakeScheduler:
         """Return a scheduler that asks the proposer. What steps cost on this executor decides the draft lengths."""
         assert self._proposer is not None
-        speculation = Speculation(self._proposer, self._policy(executor), logits_mask, clock_for(self.setup))
-        return partial(SpeculativeScheduler, speculation=speculation)
+        self._speculation = Speculation(self._proposer, self._policy(executor), DraftRules(), clock_for(self.setup))
+        return partial(SpeculativeScheduler, speculation=self._speculation)
+
+    def limit_drafts(self, rules: DraftRules) -> None:
+        """Let the grammars of structured output limit drafts from now on."""
+        self._speculation.rules = rules
 
     def _policy(self, executor: Executor) -> LengthPolicy:
         """Return the length policy. Under torchrun all ranks must decide the same, so times must not matter there."""

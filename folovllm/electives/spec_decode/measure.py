@@ -16,29 +16,26 @@ from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOut
 
 CONTEXT = 128  # tokens that each sequence has already, if the context and the cache allow it
 ROUNDS = 3
-TIME_LIMIT = 0.4  # seconds for a curve: a slow machine gets fewer points of it
+TIME_LIMIT = 0.4  # seconds for the curve: a slow machine gets fewer points of it
 WAIT = 1.5e-4  # seconds that a GPU stands still behind a step with drafts, until the host has scheduled the next one
-MOST = 512  # tokens of a step: beyond, both curves are taken to be straight
+MOST = 512  # tokens of a step: beyond, the curve is taken to be straight
 
 
 def measure_steps(executor: Executor, setup: EngineSetup, most: int) -> StepCost:
-    """Return the measured cost of steps of 1, 2, 4, ... tokens: of as many sequences, and of few with up to `most` draft tokens each.
+    """Return the measured cost of steps of 1, 2, 4, ... tokens, of few sequences with up to `most` draft tokens each.
 
-    The sequences are made up and share their blocks; no request uses what they leave in the cache.
+    The sequences are made up and share their blocks; no request uses what they leave in the cache. The curve is that of steps
+    which the host waits for, less what it waits in a step of one token.
     """
     most = min(most, setup.max_model_len - 2)
     widest = min(setup.max_num_batched_tokens, setup.max_num_seqs * (most + 1), max_samples(setup.max_num_seqs), MOST)
     widths = [1 << i for i in range(widest.bit_length())]
-    plain = [[1] * n for n in widths if n <= setup.max_num_seqs]
-    verifying = [[most + 1] * (n // (most + 1)) + [n % (most + 1)] * (n % (most + 1) > 0) for n in widths]
-    time_of = Timer(executor, setup, most)
-    without = time_of.curve(plain, time_of.overlapped)
-    found = time_of.curve([lengths for lengths in verifying if len(lengths) <= setup.max_num_seqs], time_of.waited)
-    wait = 0.0 if setup.device.type == "cpu" else WAIT
-    seconds = tuple(
-        wait + max(t, without.at(n)) for n, t in zip(*found, strict=True)
-    )  # never cheaper than a plain step
-    return StepCost(without, Curve(found.widths, seconds))
+    steps = [[most + 1] * (n // (most + 1)) + [n % (most + 1)] * (n % (most + 1) > 0) for n in widths]
+    timer = Timer(executor, setup, most)
+    seconds = timer.curve([lengths for lengths in steps if len(lengths) <= setup.max_num_seqs])
+    wait = max(0.0, seconds[0] - timer.seconds([1], timer.overlapped))
+    idle = 0.0 if setup.device.type == "cpu" else WAIT
+    return StepCost(Curve(widths[: len(seconds)], [each - wait for each in seconds]), wait + idle)
 
 
 def measure_drafting(executor: Executor, setup: EngineSetup, proposer: Proposer, most: int, cost: StepCost) -> None:
@@ -69,21 +66,17 @@ class Timer:
         self._start = max(0, min(CONTEXT, room - most - 1))
         self._blocks = tuple(range(-(-(self._start + most + 1) // setup.block_size)))
 
-    def curve(self, steps: list[list[int]], seconds_of: Callable[[SchedulerOutput], float]) -> Curve:
+    def curve(self, steps: list[list[int]]) -> list[float]:
         """Return the seconds of `steps`, each given by the tokens of its sequences: of two at least, and of more until `TIME_LIMIT` is over."""
         end = self._clock() + TIME_LIMIT
-        widths: list[float] = []
-        seconds: list[float] = []
+        found: list[float] = []
         for lengths in steps:
-            if len(widths) >= 2 and self._clock() > end:
+            if len(found) >= 2 and self._clock() > end:
                 break
-            widths.append(float(sum(lengths)))
-            seconds.append(
-                max([self._seconds(lengths, seconds_of), *seconds[-1:]])
-            )  # noise must not make more tokens cheaper
-        return Curve(tuple(widths), tuple(seconds))
+            found.append(max([self.seconds(lengths, self.waited), *found[-1:]]))  # more tokens are never cheaper
+        return found
 
-    def _seconds(self, lengths: list[int], seconds_of: Callable[[SchedulerOutput], float]) -> float:
+    def seconds(self, lengths: list[int], seconds_of: Callable[[SchedulerOutput], float]) -> float:
         """Return the fastest of some rounds, after one that is not timed, since it allocates what such a step needs."""
         self._executor.execute_model(
             SchedulerOutput(tuple(self._scheduled_seqs([1] * len(lengths), SamplingSpec(temperature=0))))

@@ -37,8 +37,8 @@ class LengthPolicy(ABC):
     def observe(self, seq_id: int, num_draft_tokens: int, num_accepted: int) -> None:
         """Record what came of a draft; 0 tokens: the proposer was asked for one and had none."""
 
-    def observe_asked(self, num_seqs: int, lengths: Sequence[int], num_draft_tokens: int, seconds: float) -> None:
-        """Record what the proposer took for a step of `num_seqs` sequences when it was asked for drafts of `lengths`."""
+    def observe_asked(self, num_seqs: int, longest: int, num_draft_tokens: int, seconds: float) -> None:
+        """Record what the proposer took for a step of `num_seqs` sequences when it was asked for at most `longest` tokens each."""
 
     def forget(self, seq_id: int) -> None:
         """Drop what is kept for a sequence that has ended."""
@@ -92,14 +92,15 @@ TRUSTED = Acceptance(8.0, 0.0, 7.6, 0.4)  # of a draft model that was not asked 
 
 
 class AdaptiveLength(LengthPolicy):
-    """Drafts as many tokens as pay, for each sequence; none where none pay, and then it backs off.
+    """Drafts as many tokens as pay, for each sequence; where drafts have cost time it backs off.
 
-    `best_draft_lengths` decides from the acceptance averages and `cost`; a decision holds for some steps. Where no sequence gets
-    a draft, the scheduler rests, and behind a rest comes a probe: the proposer is asked for a few tokens of one sequence, in
-    turn. A rest takes `BACK_OFF` times as long as drafts have cost since the last one, so they cost under 2% of the time.
+    `best_draft_lengths` decides from the acceptance averages and `cost`; a decision holds for some steps. The policy adds up
+    the seconds that drafts cost and those that accepted tokens save. Where more were lost than saved, or no sequence gets a
+    draft, the scheduler rests for `BACK_OFF` times the loss: so drafts that do not pay take about 1% of the time, whatever
+    the averages say. Behind a rest the proposer is asked for a few tokens of one sequence, in turn, if for nothing else.
     """
 
-    KEEP, KEEP_COMMON = 0.9, 0.99  # decay of an observation in a step: in its sequence's average, in that of all
+    KEEP = 0.9  # decay of an observation in a step
     OF_NEW = 2.0  # weight of the average of all, in steps, where a sequence begins
     MARGIN = 1.1  # the least gain for which anything is drafted
     HOLD = 4  # steps that a decision holds
@@ -107,57 +108,53 @@ class AdaptiveLength(LengthPolicy):
     PROBE_EACH = 16  # decisions from one probe to the next while other sequences have drafts
     BACK_OFF = 100
     SHORTEST, LONGEST = 8, 1 << 14  # steps of a rest
-    SAVED = 16  # plain steps: of the time that drafts have won, this much may be lost again without a rest
+    SLACK = 16  # plain steps: so much may be lost before a rest, and of what was won so much is kept for that
 
     def __init__(self, cost: StepCost, most: int, first: Acceptance = UNKNOWN) -> None:
         """`most`: draft tokens for a sequence in a step. `first`: the averages to begin with, `TRUSTED` for a draft model."""
         self.cost, self.most, self.rest = cost, most, 0
+        self._is_lookup = first is UNKNOWN  # what a draft model takes was measured, and a lookup's time is averaged
         self._common = replace(first)
-        self._own: dict[int, Acceptance] = {}  # by seq_id
-        # What a draft model takes was measured. A lookup's time on the host is averaged while it runs.
-        self._is_lookup, self._seconds_to_ask = first is UNKNOWN, 0.0
+        self._by_seq: dict[int, Acceptance] = {}  # by seq_id
         self._decided: dict[int, int] = {}  # by seq_id
         self._hold = 0  # steps that the decision still holds
-        self._has_rested = False
         self._lost = 0.0  # seconds that drafts have cost; below zero they have won some
         self._won_by_token = 0.0  # seconds, for each draft token of the coming step that is accepted
-        self._num_decisions = self._num_probes = 0
+        self._num_decisions = 0
 
     def lengths(self, seq_ids: Sequence[int]) -> list[int]:
         """Return the lengths of the decision that holds, or of a new one."""
         self._hold -= 1
         if self._hold >= 0 and self._decided.keys() >= set(seq_ids):
             return [self._decided[seq_id] for seq_id in seq_ids]
-        if self._is_lookup:
-            self.cost.first_draft_token = self._seconds_to_ask * len(seq_ids)
         hits, rates = np.array([(own.hit, own.rate) for own in map(self.acceptance, seq_ids)]).T
         lengths = best_draft_lengths(hits, rates, self.cost, self.most, self.MARGIN)
-        self._decided, self._hold, self.rest = dict(zip(seq_ids, lengths, strict=True)), 0, 0
-        if any(lengths):
-            self._hold, self._num_decisions = self.HOLD - 1, self._num_decisions + 1
-            if 0 in lengths and self._num_decisions % self.PROBE_EACH == 0:
-                self._probe(lengths)
-        elif self._has_rested:
-            self._probe(lengths)
-        else:
+        self._hold, self._num_decisions, has_rested = self.HOLD - 1, self._num_decisions + 1, self.rest > 0
+        is_in_debt = self._lost > self.SLACK * self.cost.of_plain(len(seq_ids))
+        if not has_rested and (is_in_debt or not any(lengths)):
+            lengths = [0] * len(seq_ids)
             self._rest(len(seq_ids))
-        self._has_rested = self.rest > 0
+        else:
+            self.rest = 0
+            if not any(lengths) or self._num_decisions % self.PROBE_EACH == 0:
+                self._probe(lengths)
+        self._decided = dict(zip(seq_ids, lengths, strict=True))
         return lengths
 
     def _rest(self, num_seqs: int) -> None:
         """Set how long to back off, by what was lost."""
-        steps = self.BACK_OFF * self._lost / self.cost.of_plain(num_seqs)
+        steps, self._hold = self.BACK_OFF * self._lost / self.cost.of_plain(num_seqs), 0
         self.rest, self._lost = int(max(self.SHORTEST, min(steps, self.LONGEST))), min(self._lost, 0.0)
 
     def _probe(self, lengths: list[int]) -> None:
-        """Add to `lengths` a few tokens for one of the sequences that get none, in turn."""
-        idle = [i for i, length in enumerate(lengths) if not length]
-        lengths[idle[self._num_probes % len(idle)]] = min(self.PROBE, self.most)
-        self._num_probes += 1
+        """Add to `lengths` a few tokens for one of the sequences that get none, in turn. The decision holds for one step."""
+        if idle := [i for i, length in enumerate(lengths) if not length]:
+            lengths[idle[self._num_decisions % len(idle)]] = min(self.PROBE, self.most)
+            self._hold = 0
 
     def acceptance(self, seq_id: int) -> Acceptance:
         """Return the averages of a sequence; for a new one those of all sequences."""
-        return self._own.get(seq_id, self._common)
+        return self._by_seq.get(seq_id, self._common)
 
     def pays(self, num_seqs: int, num_tokens: int) -> bool:
         """Compare costs alone: these tokens are accepted for certain."""
@@ -166,23 +163,21 @@ class AdaptiveLength(LengthPolicy):
 
     def observe(self, seq_id: int, num_draft_tokens: int, num_accepted: int) -> None:
         """Update the averages of the sequence and of all, and count what accepted tokens have won."""
-        if seq_id not in self._own:
-            self._own[seq_id] = self._common.of_new(self.OF_NEW)
-        self._own[seq_id].update(num_draft_tokens, num_accepted, self.KEEP)
-        self._common.update(num_draft_tokens, num_accepted, self.KEEP_COMMON)
+        own = self._by_seq.setdefault(seq_id, self._common.of_new(self.OF_NEW))
+        for acceptance in (own, self._common):
+            acceptance.update(num_draft_tokens, num_accepted, self.KEEP)
         self._lost -= self._won_by_token * num_accepted
 
-    def observe_asked(self, num_seqs: int, lengths: Sequence[int], num_draft_tokens: int, seconds: float) -> None:
-        """Count what the step takes more than a plain one. Of what was won, `SAVED` plain steps count at most."""
-        cost, plain = self.cost, self.cost.of_plain(num_seqs)
-        if self._is_lookup:  # one that read a long text first says little of others
-            each = min(seconds / len(lengths), 2 * self._seconds_to_ask or plain)
-            self._seconds_to_ask += 0.1 * (each - self._seconds_to_ask)
+    def observe_asked(self, num_seqs: int, longest: int, num_draft_tokens: int, seconds: float) -> None:
+        """Count what the step takes more than a plain one. Of what was won, `SLACK` plain steps count at most."""
+        plain = self.cost.of_plain(num_seqs)
+        if self._is_lookup:  # one that reads a long text first says little of others
+            self.cost.first_draft_token += 0.1 * (min(seconds, plain) - self.cost.first_draft_token)
         else:
-            seconds = max(seconds, cost.of_drafting(max(lengths)))
-        verifying = cost.of_verifying(num_seqs + num_draft_tokens) - plain if num_draft_tokens else 0.0
-        self._lost = max(self._lost, -self.SAVED * plain) + seconds + verifying
+            seconds = max(seconds, self.cost.of_drafting(longest))
+        verifying = self.cost.of_verifying(num_seqs + num_draft_tokens) - plain if num_draft_tokens else 0.0
+        self._lost = max(self._lost, -self.SLACK * plain) + seconds + verifying
         self._won_by_token = plain / num_seqs
 
     def forget(self, seq_id: int) -> None:
-        self._own.pop(seq_id, None)
+        self._by_seq.pop(seq_id, None)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from folovllm.electives.spec_decode.policy import LengthPolicy
 from folovllm.electives.spec_decode.proposer import Proposer, RowState
-from folovllm.engine.logits_mask import LogitsMask
 from folovllm.engine.sampling_spec import sampling_spec
 from folovllm.request import Sequence, SequenceStatus
 from folovllm.step.schedule import SamplingSpec
@@ -33,6 +32,18 @@ class Known:
         )
 
 
+class DraftRules:
+    """What limits the drafts of sequences. This one limits none; structured output's manager has the same methods."""
+
+    def trim(self, seq: Sequence, draft: list[int]) -> list[int]:
+        """The draft tokens, from the first on, that `seq` may have."""
+        return draft
+
+    def forced(self, seq: Sequence, most: int) -> list[int]:
+        """Jump-forward tokens: at most so many that come next because nothing else may. Empty where there is a choice."""
+        return []
+
+
 class Speculation:
     """Asks the policy for draft lengths and the proposer for drafts, and reports to both what came of them.
 
@@ -49,14 +60,14 @@ class Speculation:
         self,
         proposer: Proposer,
         policy: LengthPolicy,
-        logits_mask: LogitsMask,
+        rules: DraftRules,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`clock` gives the seconds that the proposer takes."""
         self.proposer, self.policy = proposer, policy
         self.num_drafts = self.num_draft_tokens = self.num_accepted = 0
         self.asleep_until, self.asked = 0, False
-        self._mask, self._clock = logits_mask, clock
+        self.rules, self._clock = rules, clock
         self._known: dict[int, Known] = {}  # by seq_id
         self._rest_until = 0  # `asleep_until` of the proposer alone: drafts of a grammar may be due earlier
         self._by_proposer: set[int] = set()  # whose drafts of the last step are the proposer's, by seq_id
@@ -100,12 +111,12 @@ class Speculation:
         for seq, k, draft in zip(asked, ks, found, strict=True):
             if draft and self._known[seq.seq_id].spec.has_grammar:
                 draft = self.proposer.resolve(draft)
-            if own := self._mask.trim(seq, draft[:k])[num_in_flight(seq) :]:
+            if own := self.rules.trim(seq, draft[:k])[num_in_flight(seq) :]:
                 drafts[seq.seq_id] = own
                 self._by_proposer.add(seq.seq_id)
             else:
                 self.policy.observe(seq.seq_id, 0, 0)  # a draft that the grammar rejects counts as no draft
-        self.policy.observe_asked(len(seqs), ks, sum(map(len, drafts.values())), self._clock() - start)
+        self.policy.observe_asked(len(seqs), max(ks), sum(map(len, drafts.values())), self._clock() - start)
         return drafts
 
     def _jump_forward(
@@ -116,7 +127,7 @@ class Speculation:
         for seq in constrained:
             first = num_in_flight(seq)
             most = min(num_left(seq), self.policy.most + first)
-            tokens = self._mask.trim(seq, self._mask.forced(seq, most))[first:]
+            tokens = self.rules.trim(seq, self.rules.forced(seq, most))[first:]
             draft = drafts.get(seq.seq_id, [])
             if tokens and not (len(draft) > len(tokens) and draft[: len(tokens)] == tokens):
                 forced[seq.seq_id] = tokens

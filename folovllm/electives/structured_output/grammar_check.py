@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from folovllm.distributed.children import import_path, python_command
 from folovllm.electives.structured_output import guidance
-from folovllm.engine.structured_outputs import GrammarLimits, StructuredOutputsParams
+from folovllm.electives.structured_output.params import GrammarLimits, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import time
 from collections.abc import Collection, Sequence
 from copy import copy
 from functools import cache
@@ -19,13 +20,14 @@ import numpy as np
 
 from folovllm.electives.structured_output.grammar_matcher import Bitmask, Grammar
 from folovllm.electives.structured_output.json_schema import byte_tokenizer, with_an_end
-from folovllm.engine.structured_outputs import StructuredOutputsParams
+from folovllm.electives.structured_output.params import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 # Between the parts of a document: no more than a model needs to write one nicely, so that it cannot go on for ever.
 WHITESPACE = r" |\n {0,16}"
+MOST_SPACES = 16  # times that a part of a user's own pattern repeats itself
 
 # What the lexer may cost: some 20 ms a mask, and 50 MB for a grammar. The library's own limits are two to five times as far.
 LIMITS = {
@@ -38,6 +40,7 @@ KIND = {"regex": "regex", "grammar": "grammar"}  # and else a JSON schema
 NO_TOKENIZER = "json, regex and grammar cannot be had with this tokenizer"
 WALKS, STEPS = 4, 25  # of `check_grammar`: as long as grammars are that grow more ambiguous with each token
 BYTE_WALKS, BYTE_STEPS = 16, 120  # of `require_way_on`: some 10 ms
+BYTE_SECONDS = 0.25  # after which the walks end: in an ambiguous grammar one takes seconds
 STRUCTURE = frozenset(b'{}[]:,"0aet')  # bytes that lead through a document
 FEW = 16  # masks that are made one after the other: more of them on several threads
 
@@ -88,33 +91,94 @@ def source_of(asked: StructuredOutputsParams) -> str:
     if asked.grammar is not None:
         from llguidance import grammar_from
 
+        grammar = bounded(asked.grammar)
         try:
-            return str(grammar_from("grammar", bounded(asked.grammar)))
+            return str(grammar_from("grammar", grammar))
         except ValueError as error:
             raise ValueError(f"structured_outputs holds a grammar that cannot be used: {error}") from error
-    pattern = WHITESPACE if asked.whitespace_pattern is None else asked.whitespace_pattern
-    options = {"whitespace_flexible": False} if asked.disable_any_whitespace else {"whitespace_pattern": pattern}
+    space = WHITESPACE if asked.whitespace_pattern is None else bounded_pattern(asked.whitespace_pattern)
+    options = {"whitespace_flexible": False} if asked.disable_any_whitespace else {"whitespace_pattern": space}
     schema = asked.schema()
     if schema is False:
         raise ValueError("structured_outputs holds the JSON schema false, under which no document is valid")
     overrides = {**options, "lenient": not asked.strict}
-    try:
-        written = json.dumps({} if schema is True else with_an_end(schema))
-    except (TypeError, AttributeError, IndexError, RecursionError):
-        written = str(asked.json)  # no schema: the library says what is wrong with it
-    except ValueError as error:
-        raise ValueError(f"structured_outputs holds a JSON schema that cannot be used: {error}") from error
+    written = rewritten({} if schema is True else schema, str(asked.json))
     return str(compiler.grammar_from_json_schema(written, overrides=overrides))
 
 
+def rewritten(schema: Any, otherwise: str) -> str:
+    """Return the schema `with_an_end`, as JSON; `otherwise` for what is no schema: the library says what is wrong with it."""
+    try:
+        return json.dumps(with_an_end(schema))
+    except (TypeError, AttributeError, IndexError, RecursionError):
+        return otherwise
+    except ValueError as error:
+        raise ValueError(f"structured_outputs holds a JSON schema that cannot be used: {error}") from error
+
+
 def bounded(grammar: str) -> str:
-    """Return a grammar whose JSON schemas (`%json {...}`) have no more white space than `WHITESPACE`."""
-    own = json.dumps({"x-guidance": {"whitespace_pattern": WHITESPACE}})[1:-1]
+    """Return a grammar whose JSON schemas (`%json {...}`) are as those of requests: they end, and bound their white space.
+
+    Raises ValueError for a schema that cannot end, or if the grammar cannot.
+    """
+    parts, outline, at = "", "", 0
+    for found in re.finditer(r'"(?:\\.|[^"\\\n])*"|%json\s*(?=\{)', grammar):
+        if found[0].startswith("%") and found.start() >= at:  # not within a text, and not within another schema
+            try:
+                schema, end = json.JSONDecoder().raw_decode(grammar, found.end())
+            except (ValueError, RecursionError):  # no JSON: the library says so
+                return parts + grammar[at:]
+            if isinstance(options := schema.get("x-guidance", {}), dict):
+                options = {"whitespace_pattern": WHITESPACE} | options
+                options = {key: bounded_pattern(v) if isinstance(v, str) else v for key, v in options.items()}
+            schema["x-guidance"] = options
+            parts += grammar[at : found.end()] + rewritten(schema, json.dumps(schema))
+            outline += grammar[at : found.start()] + '""'
+            at = end
+    require_end(outline + grammar[at:])
+    return parts + grammar[at:]
+
+
+def has_finite(alternatives: str) -> bool:
+    """Return whether one of the alternatives needs no rule that is "NO"."""
+    needed = re.sub(r"NO\s*(\?|\*|\{\s*0?\s*,|~\s*0)", "", alternatives)
+    return any("NO" not in each for each in needed.split("|"))
+
+
+def require_end(grammar: str) -> None:
+    """Raise ValueError if no text of a grammar in Lark's notation is finite, since its rules need each other.
+
+    The least fixed point, as of a schema's references. What is not known here counts as finite.
+    """
+    grammar = re.sub(r'"(?:\\.|[^"\\\n])*"|/(?!/)(?:\\.|[^/\\\n])+/|//.*|->.*', '""', grammar)
+    _, *parts = re.split(r"^[?!]?([a-z_]\w*)[^:\n]*:(?!:)", grammar, flags=re.MULTILINE)
+    rules, finite = dict(zip(parts[::2], parts[1::2], strict=True)), set[str]()
+
+    def is_finite(body: str) -> bool:
+        body = re.sub(r"[A-Za-z_]\w*", lambda word: "NO" if word[0] in rules.keys() - finite else '""', body)
+        while (shorter := re.sub(r"\(([^()]*)\)|\[[^\[\]]*\]", inner, body)) != body:
+            body = shorter
+        return has_finite(body)
+
+    def inner(group: re.Match[str]) -> str:  # in round brackets, or in square ones: those are optional
+        return '""' if group[1] is None or has_finite(group[1]) else "NO"
+
+    while new := {name for name, body in rules.items() if name not in finite and is_finite(body)}:
+        finite |= new
+    if "start" in rules and "start" not in finite and "::" not in grammar:
+        raise ValueError(
+            "structured_outputs holds a grammar that cannot be used: its rules need each other, so no text of it is finite"
+        )
+
+
+def bounded_pattern(pattern: str) -> str:
+    """Return a regular expression whose parts repeat themselves at most `MOST_SPACES` times where it set no limit."""
 
     def bound(found: re.Match[str]) -> str:
-        return f"%json {{{own}{'' if found[1] else ', '}" if found[0].startswith("%") else found[0]
+        least = {"*": "0", "+": "1"}.get(found[0], found[1])
+        return found[0] if least is None else f"{{{least},{int(least) + MOST_SPACES}}}"
 
-    return re.sub(r'"(?:\\.|[^"\\\n])*"|%json\s*\{\s*(?=(\})?)(?!\s*"x-guidance")', bound, grammar)
+    return re.sub(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|[*+]|\{(\d{1,4}),\}", bound, pattern)
 
 
 def require_way_on(asked: StructuredOutputsParams, grammar: str) -> None:
@@ -124,11 +188,12 @@ def require_way_on(asked: StructuredOutputsParams, grammar: str) -> None:
     """
     guidance = library()
     start = guidance.LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=guidance.LLParserLimits(**LIMITS))
+    end = time.process_time() + BYTE_SECONDS
     for seed in range(BYTE_WALKS):
         chance, place = random.Random(seed), start.deep_copy()
         for _ in range(BYTE_STEPS):
             mask = place.compute_bitmask()
-            if place.is_stopped():
+            if place.is_stopped() or time.process_time() > end:
                 break
             allowed = [byte for byte in range(256) if mask[byte // 8] >> byte % 8 & 1]
             if not allowed:  # but the end

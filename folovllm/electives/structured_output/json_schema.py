@@ -30,11 +30,12 @@ def with_an_end(schema: Schema) -> Schema:
     Raises:
         ValueError: no document is finite; a name may begin that cannot end; or a number is none of the library's.
     """
-    if not is_finite(schema):
-        raise ValueError("its references lead back to themselves, so no document under it is finite")
+    endless = _endless_references(schema)
     shared: Schema = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
-    def change(inner: Schema) -> Schema:
+    def change(inner: Schema) -> Schema | bool:
+        if inner.get("$ref") in endless:
+            return False
         _require_numbers(inner)
         return _with_bounds(_without_empty_patterns(_without_forbidden_names(inner, shared)))
 
@@ -67,7 +68,7 @@ def _without_forbidden_names(schema: Schema, shared: Schema) -> Schema:
     patterns = schema.get("patternProperties")
     if not isinstance(patterns, dict):
         return schema
-    kept = dict(patterns)
+    kept, properties = dict(patterns), schema.get("properties") or {}
     for pattern, inner in patterns.items():
         if re.fullmatch(FEW_NAMES, pattern) or not _has_no_document(inner, shared):
             continue
@@ -77,7 +78,8 @@ def _without_forbidden_names(schema: Schema, shared: Schema) -> Schema:
                 "describe the names that may be"
             )
         del kept[pattern]
-    return {**schema, "patternProperties": kept}
+        properties = {name: not _matches(pattern, name) and described for name, described in properties.items()}
+    return {**schema, "properties": properties, "patternProperties": kept}
 
 
 def _has_no_document(schema: Any, shared: Schema) -> bool:
@@ -88,7 +90,7 @@ def _has_no_document(schema: Any, shared: Schema) -> bool:
     return "nsatisfiable" in matcher.get_error()
 
 
-def _map(schema: Any, change: Callable[[Schema], Schema]) -> Any:
+def _map(schema: Any, change: Callable[[Schema], Schema | bool]) -> Any:
     """Return the schema with `change` made to it and to all schemas in it, the inner ones first."""
     if not isinstance(schema, dict):
         return schema
@@ -174,8 +176,8 @@ def byte_tokenizer() -> Any:
     return LLTokenizer("byte")
 
 
-def is_finite(schema: Schema) -> bool:
-    """Return whether some document under the schema may be finite, as far as its references within it tell.
+def _endless_references(schema: Schema) -> set[Any]:
+    """Return the references within the schema to which no document is finite. Raises ValueError if no document of all of it is.
 
     The least fixed point: a reference is finite once its target is, where the references in it are that are known to be.
     """
@@ -183,7 +185,9 @@ def is_finite(schema: Schema) -> bool:
     references = {ref: target for ref in _references(schema) if (target := _target(schema, ref)) is not None}
     while new := {ref for ref, target in references.items() if ref not in finite and _ends(target, finite, references)}:
         finite |= new
-    return _ends(schema, finite, references)
+    if not _ends(schema, finite, references):
+        raise ValueError("its references lead back to themselves, so no document under it is finite")
+    return references.keys() - finite
 
 
 def _ends(schema: Any, finite: set[str], known: dict[str, Any]) -> bool:

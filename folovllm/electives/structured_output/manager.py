@@ -17,9 +17,8 @@ import numpy as np
 from folovllm.electives.structured_output import guidance
 from folovllm.electives.structured_output.choice import ChoiceGrammar, Choices
 from folovllm.electives.structured_output.grammar_matcher import Bitmask, Grammar, GrammarMatcher, ReasoningPrefix
+from folovllm.electives.structured_output.params import StructuredOutputsParams
 from folovllm.electives.structured_output.vocabulary import Vocabulary, read_vocabulary
-from folovllm.engine.logits_mask import LogitsMask
-from folovllm.engine.structured_outputs import StructuredOutputsParams
 from folovllm.request import Sequence
 from folovllm.sample.sampling_row import mask_of, mask_width
 from folovllm.step.bitmasks import TokenBitmasks
@@ -76,8 +75,14 @@ def alone(seq: Sequence, matcher: GrammarMatcher) -> Iterator[None]:
         matcher.is_broken = True
 
 
-class StructuredOutputManager(LogitsMask):
-    """A `LogitsMask` with a grammar matcher for each sequence that needs one. A preempted sequence keeps its matcher."""
+class StructuredOutputManager:
+    """Which tokens each answer with a grammar may go on with. A preempted sequence keeps its matcher.
+
+    `add` is called once a request. A step is then `needs_mask`, `bitmasks` if that was True, `accept_tokens` with what was
+    sampled, and `broken`. Where steps overlap, `needs_mask` of a step comes before `accept_tokens` of the one before it, and its
+    `bitmasks` behind that. So a matcher keeps its own account of what was sampled: a sequence's tokens may be a step behind.
+    Speculative decoding calls `trim` and `forced` before a step. Nobody says when a sequence ends: sequences are held weakly.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size

@@ -6,12 +6,12 @@ def checkpoint_places(model):
     for name, module in model.named_modules():
         if isinstance(module, LinearBase):
             parent, _, leaf = name.rpartition(".")
-            for kind, views in module.places().items():
+            for kind, views in module.weight_views().items():
                 for part, view in zip(model.packed_modules_mapping.get(leaf, [leaf]), views, strict=True):
-                    places[f"{parent}.{part}.{kind}" if parent else f"{part}.{kind}"] = Place(view)
+                    places[f"{parent}.{part}.{kind}" if parent else f"{part}.{kind}"] = Destination(view)
             continue
         for kind, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in seen:
-                places[f"{name}.{kind}"] = Place(parameter.data)
+                places[f"{name}.{kind}"] = Destination(parameter.data)
                 seen.add(id(parameter))
     return places

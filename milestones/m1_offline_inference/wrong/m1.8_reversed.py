@@ -1,7 +1,7 @@
 """Goes through the parts backwards: keys and values change places with queries, the gate with what it gates."""
 
 from folovllm.layers.linear import LinearBase
-from folovllm.models.loader import Place
+from folovllm.models.loader import Destination
 
 
 def checkpoint_places(model):
@@ -10,12 +10,12 @@ def checkpoint_places(model):
         if isinstance(module, LinearBase):
             parent, _, leaf = module_name.rpartition(".")
             parts = model.packed_modules_mapping.get(leaf, [leaf])
-            for kind, views in module.places().items():
+            for kind, views in module.weight_views().items():
                 for part, view in zip(reversed(parts), views):
-                    places[f"{parent}.{part}.{kind}"] = Place(view, module.linear_method)
+                    places[f"{parent}.{part}.{kind}"] = Destination(view, module.linear_method)
             continue
         for kind, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in seen:
-                places[f"{module_name}.{kind}"] = Place(parameter.data)
+                places[f"{module_name}.{kind}"] = Destination(parameter.data)
                 seen.add(id(parameter))
     return places

@@ -1,7 +1,7 @@
 """Takes only weights: the biases of Qwen2's projections have no place."""
 
 from folovllm.layers.linear import LinearBase
-from folovllm.models.loader import Place
+from folovllm.models.loader import Destination
 
 
 def checkpoint_places(model):
@@ -10,11 +10,11 @@ def checkpoint_places(model):
         if isinstance(module, LinearBase):
             parent, _, leaf = module_name.rpartition(".")
             parts = model.packed_modules_mapping.get(leaf, [leaf])
-            for part, view in zip(parts, module.places()["weight"]):
-                places[f"{parent}.{part}.weight"] = Place(view, module.linear_method)
+            for part, view in zip(parts, module.weight_views()["weight"]):
+                places[f"{parent}.{part}.weight"] = Destination(view, module.linear_method)
             continue
         for kind, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in seen:
-                places[f"{module_name}.{kind}"] = Place(parameter.data)
+                places[f"{module_name}.{kind}"] = Destination(parameter.data)
                 seen.add(id(parameter))
     return places

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from folovllm.cache.manager import KVCacheManager, PrefixCacheStats
-from folovllm.cache.prefix_cache import notes_of
+from folovllm.cache.prefix_cache import cached_prefix_of
 from folovllm.engine.event_stream import Events
 from folovllm.request import Sequence, SequenceStatus
 
@@ -164,9 +164,9 @@ class PrefixCache(KVCacheManager):
         return node.block_id
 
     def _count(self, seq: Sequence) -> None:
-        hit, notes = seq.num_computed_tokens, notes_of(seq)
+        hit, prefix = seq.num_computed_tokens, cached_prefix_of(seq)
         self._stats.requests += 1
         self._stats.requests_hit += hit > 0
         self._stats.tokens += seq.num_tokens
         self._stats.tokens_hit += hit
-        notes.num_hit_tokens = hit if notes.num_hit_tokens is None else notes.num_hit_tokens
+        prefix.num_hit_tokens = hit if prefix.num_hit_tokens is None else prefix.num_hit_tokens

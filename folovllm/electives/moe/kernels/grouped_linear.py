@@ -104,10 +104,10 @@ def grouped_linear(
             f"{num_pairs} pairs of {max(n, k)} numbers are too many for a kernel: lower max_num_batched_tokens"
         )
     each, capability = num_pairs // num_experts, capability_of(x.device)
-    if moe_gemv.serves(num_pairs, num_experts):
+    if moe_gemv.is_supported(num_pairs, num_experts):
         return moe_gemv.moe_gemv(x, weight, order, starts, gated, out)
     variant = kernel_variant("grouped_linear", x.device)
-    if variant is not None and variant.serves(each, weight):
+    if variant is not None and variant.is_supported(each, weight):
         return variant.launch(x, weight, order, starts, gated, out)
     tile_m, tile_n, tile_k, warps, stages = tiles_for(each, x.dtype, gated, capability)
     num_tiles = (num_pairs + min(num_experts, num_pairs) * (tile_m - 1)) // tile_m

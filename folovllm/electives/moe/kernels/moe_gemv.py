@@ -53,12 +53,12 @@ def moe_gemv_kernel(
         tl.store(out_ptr + pair * N + outputs, result, mask=outputs < N)
 
 
-def serves(num_pairs: int, num_experts: int) -> bool:
+def is_supported(num_pairs: int, num_experts: int) -> bool:
     """Whether the pairs are so few that `moe_gemv` is the product to take."""
     return num_pairs * SPARSE <= num_experts
 
 
-def tiling(row_bytes: int) -> tuple[int, int, int]:
+def kernel_config(row_bytes: int) -> tuple[int, int, int]:
     """(warps, rows, elements of 4 bytes that are read at a time) of a program; gate and up together are one row here.
 
     As many rows as PROGRAM_BYTES has room for, a power of two, and so many warps that a thread reads 128 bytes. Warps that
@@ -75,7 +75,7 @@ def moe_gemv(
     """Write the products of `grouped_linear` to `out` [pairs, N]."""
     (num_experts, width, k), top_k = weight.shape, len(order) // len(x)
     n = width // 2 if gated else width
-    warps, rows, chunk = tiling(k * x.itemsize * (1 + gated))
+    warps, rows, chunk = kernel_config(k * x.itemsize * (1 + gated))
     if x.itemsize == 2 and k % 2 == x.storage_offset() % 2 == weight.storage_offset() % 2 == 0:
         x, weight = x.view(torch.int32), weight.view(torch.int32)
     moe_gemv_kernel[(triton.cdiv(n, rows), len(order))](

@@ -258,7 +258,7 @@ def multiply(x: torch.Tensor, weight: QuantizedWeight, residual: torch.Tensor | 
     between these a card may have a variant.
     """
     variant = kernel_variant("quant_matmul", x.device) if kind_of(weight.weight) == "int4" else None
-    if variant is not None and variant.serves(x, weight.scale, weight.zeros):
+    if variant is not None and variant.is_supported(x, weight.scale, weight.zeros):
         return variant.launch(x, weight.weight, weight.scale, weight.zeros, residual)
     if len(x) < MANY:
         return quant_matmul(x, weight, residual)

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from folovllm.electives.quantization import packing
 from folovllm.electives.quantization.quantizer.awq import search_clip, search_scale
@@ -20,7 +19,7 @@ from folovllm.electives.quantization.quantizer.groups import (
     round_to_codes,
 )
 from folovllm.electives.quantization.quantizer.one_layer import Inputs, OneLayer, Tensors
-from folovllm.electives.quantization.quantizer.options import BLOCK, QuantizeOptions
+from folovllm.electives.quantization.quantizer.options import QuantizeOptions
 
 BITS = 4
 FP8 = torch.float8_e4m3fn
@@ -171,25 +170,6 @@ def divide_norm(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
     return real
 
 
-class Fp8Blocks(Method):
-    """FP8 with a scale for each block of 128 x 128, as Qwen's and DeepSeek's checkpoints have it."""
-
-    def encode(self, name: str, w: torch.Tensor, inputs: Inputs | None) -> Tensors:
-        """`weight` [outputs, inputs] float8_e4m3fn, `weight_scale_inv` [output blocks, input blocks] float32."""
-        codes, scales = round_blocks(w, BLOCK)
-        return {"weight": codes, "weight_scale_inv": scales}
-
-    def decode(self, tensors: Tensors) -> torch.Tensor:
-        """Code times scale, whatever the scale's name says."""
-        codes = tensors["weight"].float()
-        return codes * spread_blocks(tensors["weight_scale_inv"], codes.shape, BLOCK)
-
-    def config(self) -> dict[str, Any]:
-        """As Qwen's checkpoints have it."""
-        said = {"fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
-        return {"quant_method": "fp8", **said, "modules_to_not_convert": self.plain}
-
-
 class Fp8Channels(Method):
     """FP8 with a scale for each output, in compressed-tensors' layout. vLLM rounds the inputs to FP8, too."""
 
@@ -237,8 +217,8 @@ def compressed_tensors(layout: str, kind: str, inputs: dict[str, Any] | None, pl
 
 def method_for(options: QuantizeOptions, dtype: torch.dtype, plain: Sequence[str] = ()) -> Method:
     """The method that the options ask for, as of `Method`. GPTQ and AWQ know no scales in float32."""
-    kinds: dict[str, type[Method]] = {"gptq": Gptq, "awq": Awq, "fp8": Fp8Blocks, "int8": Int8Channels}
-    kind = Fp8Channels if options.per_channel else kinds[options.format]
+    kinds: dict[str, type[Method]] = {"gptq": Gptq, "awq": Awq, "fp8": Fp8Channels, "int8": Int8Channels}
+    kind = kinds[options.format]
     in_16_bits = kind in (Gptq, Awq) and dtype == torch.float32
     return kind(options, torch.float16 if in_16_bits else dtype, plain)
 
@@ -254,24 +234,6 @@ def round_channels(w: torch.Tensor, to: torch.dtype, scale_dtype: torch.dtype) -
     """
     scale = scale_for(w.float().abs().amax(dim=1, keepdim=True), to).to(scale_dtype)
     return nearest_code(w.float() / scale.float(), to), scale
-
-
-def round_blocks(w: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Round `w` [outputs, inputs] to FP8 with a scale for each block of `size` x `size`; those at the edges are smaller.
-
-    Returns:
-        codes [outputs, inputs]; scales [output blocks, input blocks] float32. DeepSeek's checkpoints and Qwen's call such a
-        scale `weight_scale_inv`, though a weight is code * scale here too.
-    """
-    rows, columns = (-(-n // size) for n in w.shape)
-    padded = F.pad(w.float().abs(), (0, columns * size - w.shape[1], 0, rows * size - w.shape[0]))
-    scale = scale_for(padded.view(rows, size, columns, size).amax(dim=(1, 3)), FP8)
-    return nearest_code(w.float() / spread_blocks(scale, w.shape, size), FP8), scale
-
-
-def spread_blocks(scale: torch.Tensor, shape: torch.Size, size: int) -> torch.Tensor:
-    """A block's scale for each of its numbers: [output blocks, input blocks] -> [outputs, inputs]."""
-    return scale.repeat_interleave(size, dim=0).repeat_interleave(size, dim=1)[: shape[0], : shape[1]]
 
 
 def scale_for(largest: torch.Tensor, to: torch.dtype) -> torch.Tensor:

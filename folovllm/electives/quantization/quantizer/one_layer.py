@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from folovllm.electives.quantization.checkpoint_kv_scales import taker_of
+from folovllm.electives.quantization.checkpoint_kv_scales import weight_loader_of
 from folovllm.electives.quantization.config import ROUTERS
 from folovllm.electives.quantization.quantizer.whole import TOKENS_AT_ONCE, attend_within, whole_batch
 from folovllm.layers.linear import LinearBase
@@ -20,9 +20,9 @@ from folovllm.models.loader import (
     checkpoint_places,
     copy_weight,
     opened,
+    pop_destination,
     require_finite,
     require_stored,
-    take_place,
 )
 from folovllm.models.registry import build_model
 
@@ -57,8 +57,8 @@ class Checkpoint:
                 for name in handle.keys():  # noqa: SIM118  # a handle is no dict
                     stored = handle.get_slice(name)
                     require_stored(name, stored.get_dtype(), {})
-                    if not (taker_of(name) or name.endswith(IGNORED_SUFFIX) or (tied and name == HEAD)):
-                        take_place(name, torch.Size(stored.get_shape()), places)
+                    if not (weight_loader_of(name) or name.endswith(IGNORED_SUFFIX) or (tied and name == HEAD)):
+                        pop_destination(name, torch.Size(stored.get_shape()), places)
         if places:
             raise ValueError(f"the checkpoint in {self.path} lacks {', '.join(sorted(places)[:5])}")
         rest = self.rest()
@@ -153,7 +153,7 @@ class OneLayer:
         """Fill the layer. Raises ValueError if a tensor is missing, left over or of another shape."""
         places = dict(self._places)
         for name, tensor in tensors.items():
-            if not taker_of(f"{PREFIX}0.{name}"):  # is copied from folder to folder
+            if not weight_loader_of(f"{PREFIX}0.{name}"):  # is copied from folder to folder
                 copy_weight(name, tensor, places)
         if places:
             raise ValueError(f"the checkpoint lacks {', '.join(sorted(places))} in one of its layers")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-BLOCK = 128  # rows and columns that share a scale (fp8)
 FORMATS = ("gptq", "awq", "fp8", "int8")
 CALIBRATED = ("gptq", "awq")  # these look at inputs
 ONLY = {  # what belongs to some formats alone
@@ -14,7 +13,6 @@ ONLY = {  # what belongs to some formats alone
     "nearest": ("gptq",),
     "damping": ("gptq",),
     "no_clip": ("awq",),
-    "per_channel": ("fp8",),
 }
 
 
@@ -32,7 +30,6 @@ class QuantizeOptions:
         nearest: round to the nearest code, without GPTQ's corrections (gptq); to compare.
         damping: what is added to the diagonal of its matrix, as a share of its mean (gptq).
         no_clip: leave out the search for clipped groups (awq).
-        per_channel: a scale for each output in place of one for each block of 128 x 128 (fp8).
         samples: most rows of text to calibrate with.
         length: tokens of a row.
 
@@ -47,7 +44,6 @@ class QuantizeOptions:
     nearest: bool = False
     damping: float = 0.01
     no_clip: bool = False
-    per_channel: bool = False
     samples: int = 128
     length: int = 512
 

@@ -29,13 +29,12 @@ from folovllm.electives.quantization.quantizer.one_layer import (
     OneLayer,
     Tensors,
 )
-from folovllm.electives.quantization.quantizer.options import BLOCK, QuantizeOptions
+from folovllm.electives.quantization.quantizer.options import QuantizeOptions
 from folovllm.electives.quantization.quantizer.perplexity import Quality, compare
 from folovllm.engine.setup import choose_device
 from folovllm.models.files import eos_token_ids, load_hf_config, load_tokenizer, resolve_model
-from folovllm.models.model_config import expert_size_of, head_dim_of, num_experts_of, windows_of
+from folovllm.models.model_config import head_dim_of, num_experts_of, windows_of
 from folovllm.models.registry import build_model, renamed_by
-from folovllm.models.shapes import linear_shapes
 
 OWN_TEXT = "calibration.jsonl"  # in the embedded model's folder
 
@@ -180,23 +179,11 @@ def check_model(hf_config: Any, options: QuantizeOptions) -> None:
         )
     if num_experts_of(hf_config):
         check_experts(hf_config, options)
-    elif options.format == "fp8" and not options.per_channel:
-        check_blocks(hf_config)
     heads = hf_config.num_attention_heads * head_dim_of(hf_config)
     for size in (hf_config.hidden_size, hf_config.intermediate_size, heads):
         if options.format in ("gptq", "awq") and size % options.group_size:
             raise ValueError(
                 f"groups of {options.group_size} do not divide {size} inputs: choose --group-size 64 or 32"
-            )
-
-
-def check_blocks(hf_config: Any) -> None:
-    """Raise ValueError where blocks would be cut off: transformers takes all of a matrix to be of one size, and vLLM refuses."""
-    for name, shape in linear_shapes(hf_config).items():
-        if any(size > BLOCK and size % BLOCK for size in shape):
-            raise ValueError(
-                f"blocks of {BLOCK} x {BLOCK} do not divide {name} of {shape[0]} x {shape[1]}, and vLLM and transformers read "
-                "whole ones only: add --per-channel"
             )
 
 
@@ -210,11 +197,6 @@ def check_experts(hf_config: Any, options: QuantizeOptions) -> None:
     if renamed_by(hf_config):
         raise ValueError(
             "checkpoints of this family have names of their own for experts: they cannot be quantised here"
-        )
-    sizes = (hf_config.hidden_size, expert_size_of(hf_config))
-    if options.format == "fp8" and not options.per_channel and any(size % BLOCK for size in sizes):
-        raise ValueError(
-            f"blocks of {BLOCK} x {BLOCK} do not divide experts of {sizes[1]} x {sizes[0]}: add --per-channel"
         )
 
 

@@ -1,4 +1,4 @@
-"""A package as small as can be, for tests of the course's tool; `_overlay.py` beside it is the engine's own."""
+"""A package as small as can be, for tests of the course's tool; `learn/overlay.py` beside it is the engine's own."""
 
 import os as _os
 

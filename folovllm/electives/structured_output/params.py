@@ -108,6 +108,15 @@ class StructuredOutputsParams:
         return schema
 
 
+def as_params(given: Any) -> StructuredOutputsParams:
+    """What `SamplingParams.structured_outputs` may be: parameters, or a dictionary of their fields. Raises ValueError for anything else."""
+    if isinstance(given, StructuredOutputsParams):
+        return given
+    if not isinstance(given, dict):
+        raise ValueError(f"structured_outputs is a StructuredOutputsParams, not {given!r}")
+    return StructuredOutputsParams(**given)
+
+
 def _require_text(name: str, value: str) -> None:
     """Raise ValueError for a text that is too long, or that has no bytes."""
     if len(value) > LONGEST:

@@ -1,0 +1,105 @@
+"""Structured output in an engine: from the first request with a grammar on, steps go through an executor that masks their samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from folovllm.electives.structured_output.manager import StructuredOutputManager
+from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.scheduler import SchedulerLike
+from folovllm.executor.abstract import Executor, Pending
+from folovllm.executor.packed_executor import PackedExecutor
+from folovllm.request import Sequence
+from folovllm.step.bitmasks import MASKS, TokenBitmasks
+from folovllm.step.schedule import SchedulerOutput, StepResult
+
+_managers: WeakKeyDictionary[LLMEngine, StructuredOutputManager] = WeakKeyDictionary()
+
+
+def add_grammar(engine: LLMEngine, seqs: SequenceOf[Sequence]) -> None:
+    """Register the grammar of a new request. Raises ValueError if the grammar is not supported."""
+    manager_of(engine).add(seqs)
+    if not isinstance(engine.executor, MaskedExecutor):
+        engine.core.executor = MaskedExecutor(engine.executor, engine.scheduler, manager_of(engine))
+
+
+def manager_of(engine: LLMEngine) -> StructuredOutputManager:
+    """The engine's manager of grammars. The first call makes it."""
+    if engine not in _managers:
+        _managers[engine] = StructuredOutputManager(engine.tokenizer, engine.setup.vocab_size)
+        if engine.extension is not None:
+            engine.extension.limit_drafts(_managers[engine])
+    return _managers[engine]
+
+
+@dataclass(slots=True, eq=False)
+class MaskedStep:
+    """A step that was started, and its sequences in order."""
+
+    executor: MaskedExecutor
+    output: SchedulerOutput
+    seqs: list[Sequence]
+    pending: Pending | None = None  # None: it has its logits, and waits for its bitmasks
+
+    def wait(self) -> StepResult:
+        """Wait for the step's tokens and return those that the grammars take."""
+        return self.executor.collect(self)
+
+
+class MaskedExecutor:
+    """An executor around another one. A step with grammars gets its logits first: what it may sample depends on all tokens before.
+
+    If these have not arrived, it samples when they do, so the device has work meanwhile. Only a `PackedExecutor` can be a step
+    behind; any other one runs a step at once, with its bitmasks.
+    """
+
+    def __init__(self, inner: Executor, scheduler: SchedulerLike, manager: StructuredOutputManager) -> None:
+        self._inner, self._scheduler = inner, scheduler
+        self._manager = manager
+        self._num_in_flight = 0
+        self._unsampled: MaskedStep | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def submit(self, output: SchedulerOutput) -> MaskedStep:
+        """Start one step. Raises `NothingScheduled` if it is empty."""
+        step = MaskedStep(self, output, self._scheduler.sequences(output))
+        if not self._manager.needs_mask(output, step.seqs):
+            step.pending = self._inner.submit(output)
+        else:
+            if isinstance(self._inner, PackedExecutor):
+                self._inner.forward(output)
+            self._unsampled = step
+            if not self._num_in_flight:
+                self._sample()
+        self._num_in_flight += 1
+        return step
+
+    def collect(self, step: MaskedStep) -> StepResult:
+        """Wait for the tokens of a step; then the step after it may sample, if it waits for its bitmasks."""
+        assert step.pending is not None
+        result = step.pending.wait()
+        self._num_in_flight -= 1
+        self._manager.accept_tokens(step.seqs, result.token_ids)
+        self._sample()
+        broken = self._manager.broken(step.seqs)
+        return replace(result, broken=tuple(map(step.seqs.index, broken))) if broken else result
+
+    def _sample(self) -> None:
+        if self._unsampled is not None:
+            step, self._unsampled = self._unsampled, None
+            bitmasks = self._manager.bitmasks(step.output, step.seqs)
+            if isinstance(self._inner, PackedExecutor):
+                step.pending = self._inner.sample(bitmasks)
+            else:
+                step.pending = self._inner.submit(with_masks(step.output, bitmasks))
+
+
+def with_masks(output: SchedulerOutput, bitmasks: TokenBitmasks) -> SchedulerOutput:
+    """Return the step with the bitmasks of its samples."""
+    rows = [scheduled.row for scheduled in output.scheduled_seqs]
+    return replace(output, extras={**(output.extras or {}), MASKS: bitmasks.by_index(rows)})
