@@ -1,4 +1,4 @@
-"""`int4_hopper`: what `quant_matmul` computes, for 5 to 256 tokens on Hopper, which has matrix units of its own (wgmma).
+"""`int4_hopper`: what `quant_matmul` computes, for 17 to 256 tokens on Hopper, which has matrix units of its own (wgmma).
 
 All tokens meet a weight at once where they fit into the registers, so it is unpacked once, or twice. Two groups of four warps
 have 64 outputs each of a tile. Codes come straight to the registers from which the matrix units take the weights, and are
@@ -31,12 +31,12 @@ from folovllm.kernels.multiprocessors import num_sms
 from folovllm.kernels.split_sum import counters
 from folovllm.kernels.variants import KernelVariant
 
-FEWEST, MOST = 5, 256  # tokens: fewer are for `quant_gemv`, and with more the library is as fast
+FEWEST, MOST = 17, 256  # tokens: with fewer `quant_matmul` is faster, and with more the library is as fast
 
 GROUP = gl.constexpr(128)  # inputs that share a scale
 WIDE = gl.constexpr(64)  # inputs of a box
 ROWS = gl.constexpr(64)  # outputs of four warps: the height of a matrix instruction
-NUM_STAGES = {256: 4, 128: 6, 64: 6, 32: 8, 16: 8}  # boxes of x on their way, by the tokens of a tile
+NUM_STAGES = {256: 4, 128: 6, 64: 6, 32: 8}  # boxes of x on their way, by the tokens of a tile
 BESIDE = 64  # tokens of a tile, up to which two programs fit beside each other
 
 BOX = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
@@ -298,7 +298,7 @@ def kernel_config(num_tokens: int, rows: int, width: int, sms: int) -> tuple[int
     outputs = triton.cdiv(rows, 2 * ROWS.value)
     if num_tokens > 128 and outputs * triton.cdiv(num_tokens, 256) >= sms:
         return 256, sms
-    tile = min(128, max(16, triton.next_power_of_2(num_tokens)))
+    tile = min(128, max(32, triton.next_power_of_2(num_tokens)))
     tiles = outputs * triton.cdiv(num_tokens, tile)
     room = 2 * sms if tile <= BESIDE else sms
     most = width // (4 * GROUP.value)  # four groups are worth a program

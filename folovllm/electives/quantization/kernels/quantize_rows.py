@@ -10,7 +10,7 @@ from folovllm.kernels.fp8_cache import INTERPRETED, LARGEST, ROUNDING, SMALLEST_
 from folovllm.kernels.pdl import available, let_next_start, wait_for_inputs
 from folovllm.kernels.skinny_linear import silu_product
 
-PER_WARP = 1024  # numbers of a row
+PER_WARP = 512  # numbers of a row
 MULTIPLE = 16  # of tokens that the library multiplies: the others are zeros
 
 
