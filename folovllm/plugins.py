@@ -65,7 +65,9 @@ CALLS = {
     "sleep": "folovllm.electives.rollouts.sleep:sleep",
     "wake_up": "folovllm.electives.rollouts.sleep:wake_up",
 }
-SLEEP_ROUTES = "folovllm.electives.rollouts.routes:ROUTES"  # of a server with `--enable-sleep-mode`
+# Routes of a server with `--enable-sleep-mode`: path, method, and "module:function". That function gets the engine and the query of the
+# address, and returns what JSON can say, or None. Its ValueError is the client's mistake.
+SLEEP_ROUTES = "folovllm.electives.rollouts.routes:ROUTES"
 
 # Models by the architecture that `config.json` names: the module that has a class of this name.
 MODELS = {

@@ -148,11 +148,6 @@ class SamplingParams:
         require(fits, f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({most})")
 
     @property
-    def greedy(self) -> bool:
-        """Whether the most likely token is taken instead of a sampled one."""
-        return self.temperature == 0
-
-    @property
     def has_penalties(self) -> bool:
         """Whether sampling depends on the tokens so far."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0

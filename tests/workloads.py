@@ -99,7 +99,7 @@ def _scores(model: Path, request: Request, answer: list[int]) -> torch.Tensor:
     """What the argmax was taken of at each step: [n, V]; filters as in the sampler, computed from whole sequences."""
     params, first = request.params, len(request.prompt)
     logits = hf_logits(model, [*request.prompt, *answer[:-1]])[first - 1 :].float()  # [n, V]
-    if params.greedy:
+    if params.temperature == 0:
         return logits
     rows, positions = len(answer), torch.arange(first, first + len(answer))
     batch = SamplingBatch(

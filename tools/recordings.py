@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from folovllm.apps.inspector.playground import CONTROLS, config_fields
+from folovllm.apps.inspector.playground import DEFAULTS, config_fields
 from folovllm.apps.inspector.recorder import Recorder
 from folovllm.apps.inspector.scenes import Scene, Words, scenes
 from folovllm.config import EngineConfig
@@ -159,8 +159,9 @@ def takes_of(scene: Scene) -> Iterator[Take]:
     asks = [Ask(request.turn, request.prompt, request.max_tokens) for request in scene.requests]
     titles = [lane.title for lane in scene.lanes] or [scene.words.title]
     for title, settings, file in zip(titles, scene.engines, scene.files, strict=True):
-        settings = {name: slider.default for name, slider in CONTROLS.items()} | settings
-        yield Take(file, title, config_fields(settings), asks, scene.told(), is_measured=scene.name == MEASURED)
+        yield Take(
+            file, title, config_fields(DEFAULTS | settings), asks, scene.told(), is_measured=scene.name == MEASURED
+        )
 
 
 class Clock:

@@ -53,31 +53,23 @@ def make_packed_worker(
     `setup` describes the whole model, but for the device, which is the rank's own.
     """
     extension = extension or extension_of(setup)
-    plain = extension.model_runner(ModelRunner)
+    make_runner = extension.model_runner(ModelRunner)
     sampler, slots, counters = make_sampler(setup), cache_manager(setup.config).slots, counters_of(setup)
     backend, graphs = attention_backend(setup, extension), (user_component(setup.config, "graph_cache") or AllGraphs)
     step_sampler: StepSampler
     layers = extension.layer_set(partial(layer_set, setup, counters))
     if group is None:
-        step_sampler = LocalSampler(
-            setup.vocab_size, sampler, use_kernel=setup.device.type == "cuda" and not setup.config.compile
-        )
-        inner = plain(setup, partial(load_native_model, setup, layers), sampler, slots, backend)
+        use_kernel = setup.device.type == "cuda" and not setup.config.compile
+        step_sampler = LocalSampler(setup.vocab_size, sampler, use_kernel=use_kernel)
+        inner = make_runner(setup, partial(load_native_model, setup, layers), sampler, slots, backend)
     else:
         step_sampler = TensorParallelSampler(setup.vocab_size, group)
-        part = replace(
-            setup,
-            hf_config=local_config(
-                setup.hf_config, group.size, bool(setup.config.extras.get("enable_expert_parallel"))
-            ),
-        )
-        inner = plain(
-            part, partial(load_sharded_model, setup, group, layers), sampler, slots, backend, step_sampler.full_logits
-        )
-    bytes_per_row = 4 * (line_width(setup.vocab_size) + mask_width(setup.vocab_size))
-    require_memory(
-        setup.device, setup.max_num_seqs * bytes_per_row, f"the sampling states of {setup.max_num_seqs} sequences"
-    )
-    row_sampler = SamplerState(setup.max_num_seqs, setup.vocab_size, setup.device, sampler, extension.num_samples())
-    runner = extension.graph_runner(GraphRunner)(setup, inner, step_sampler, row_sampler, graphs(setup.max_num_seqs))
+        shard = local_config(setup.hf_config, group.size, bool(setup.config.extras.get("enable_expert_parallel")))
+        load, rank_setup = partial(load_sharded_model, setup, group, layers), replace(setup, hf_config=shard)
+        inner = make_runner(rank_setup, load, sampler, slots, backend, step_sampler.full_logits)
+    rows, vocab_size = setup.max_num_seqs, setup.vocab_size
+    num_bytes = 4 * rows * (line_width(vocab_size) + mask_width(vocab_size))
+    require_memory(setup.device, num_bytes, f"the sampling states of {rows} sequences")
+    row_sampler = SamplerState(rows, vocab_size, setup.device, sampler, extension.num_samples())
+    runner = extension.graph_runner(GraphRunner)(setup, inner, step_sampler, row_sampler, graphs(rows))
     return GPUWorker(setup.device, runner, counters), runner

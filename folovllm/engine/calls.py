@@ -2,45 +2,37 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from typing import Any
 
 from folovllm.cache.manager import KVCacheManager, PrefixCacheStats
 from folovllm.engine.core import EngineCore
 from folovllm.engine.events import ExpertsAsked, Listener
+from folovllm.engine.input_processor import InputProcessor
 from folovllm.engine.inputs import Prompt, as_requests, is_one_prompt
 from folovllm.engine.metrics import EngineStats, StepLog, StepStats, engine_stats
 from folovllm.engine.require import also_takes
 from folovllm.engine.setup import EngineSetup
 from folovllm.engine.snapshot import snapshot
+from folovllm.models.files import full_tokenizer
 from folovllm.outputs import RequestOutput
+from folovllm.plugins import STRUCTURED_OUTPUT, is_installed, named
 from folovllm.sampling_params import SamplingParams
 
 
-class EngineCalls(ABC):
+class EngineCalls:
     """The part of an `LLMEngine` that serving needs nothing of."""
 
     setup: EngineSetup
     core: EngineCore
+    tokenizer: Any
+    _processor: InputProcessor
     _log: StepLog | None = None
-
-    @abstractmethod
-    def require_open(self) -> None:
-        """Raise RuntimeError if the engine was closed."""
-
-    @abstractmethod
-    def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, stream: bool = True
-    ) -> None:
-        """Queue a request."""
-
-    @abstractmethod
-    def abort_request(self, request_id: SequenceOf[str]) -> list[RequestOutput]:
-        """End those of the requests that are being served."""
-
-    @abstractmethod
-    def step(self) -> list[RequestOutput]:
-        """Compute a step."""
+    require_open: Callable[[], None]
+    add_request: Callable[..., None]
+    abort_request: Callable[..., Any]
+    step: Callable[[], list[RequestOutput]]
 
     @also_takes("generate")
     def generate(
@@ -61,6 +53,15 @@ class EngineCalls(ABC):
             self.abort_request(ids)  # where an error left some
         outputs = [finished[request_id] for request_id in ids]
         return outputs[0] if is_one_prompt(prompts) else outputs
+
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer, which is transformers'."""
+        return full_tokenizer(self.tokenizer)
+
+    def prepare_structured_outputs(self) -> None:
+        """Prepare for structured output. It takes about a second, for which the first such request would hold up all others."""
+        if is_installed(STRUCTURED_OUTPUT):
+            named(STRUCTURED_OUTPUT).manager_of(self).prepare(self._processor.eos_token_ids)
 
     @property
     def request_ids(self) -> list[str]:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from folovllm.models.files import in_one_line
+from folovllm.models.messages import in_one_line
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 RESERVED = ("self", "messages", "conversations")  # what transformers hands to the template beside its arguments

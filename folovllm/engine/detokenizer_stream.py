@@ -40,7 +40,7 @@ class StreamDetokenizer(IncrementalDetokenizer):
         self._stream: DecodeStream | None = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._num_streamed = 0  # tokens that were taken in
 
-    def append(self, token_id: int) -> None:
+    def append(self, token_id: int) -> None:  # once a token: the base's marks are for log-probabilities alone
         if self.offsets is None:
             self.token_ids.append(token_id)
         else:

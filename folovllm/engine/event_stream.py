@@ -24,13 +24,12 @@ class Events:
     its traceback, and it is told nothing more.
     """
 
-    __slots__ = ("_failed", "_listeners", "_pending", "_sources", "on", "sources")
+    __slots__ = ("_failed", "_listeners", "_pending", "on", "sources")
 
     def __init__(self) -> None:
         self.on = False  # whether anybody listens
         self.sources: list[Source] = []  # each makes an event before a step ends
-        self._listeners: list[Listener] = []
-        self._sources: list[tuple[Listener, Source]] = []  # and who asked for it
+        self._listeners: list[tuple[Listener, Source | None]] = []
         self._failed: list[Listener] = []  # until they unsubscribe
         self._pending: list[Event] = []
 
@@ -38,17 +37,16 @@ class Events:
         """Let `listener` hear of all that happens from here on; first, how things stand. `source` makes an event for it, once a step."""
         self.drain()
         listener([snapshot])
-        self._listeners.append(listener)
-        if source is not None:
-            self._sources.append((listener, source))
-        self._update()
+        self._update([*self._listeners, (listener, source)])
 
     def unsubscribe(self, listener: Listener) -> None:
         """Hand over what has happened, and tell `listener` nothing more. ValueError if it does not listen."""
         self.drain()
-        (self._failed if listener in self._failed else self._listeners).remove(listener)
-        self._sources = [(other, source) for other, source in self._sources if other != listener]
-        self._update()
+        if listener in self._failed:
+            self._failed.remove(listener)
+        else:
+            at = [other for other, _ in self._listeners].index(listener)
+            self._update([*self._listeners[:at], *self._listeners[at + 1 :]])
 
     def emit(self, event: Event) -> None:
         """Note what happened. Callers check first that there is a listener (`on`): else they make no event at all."""
@@ -58,15 +56,14 @@ class Events:
         """Hand over what has happened since the last time, in its order."""
         if self._pending:
             events, self._pending = self._pending, []
-            for listener in tuple(self._listeners):
+            for listener, source in self._listeners:
                 try:
                     listener(events)
                 except Exception:
                     logger.exception("a listener to the engine's events failed; it is told nothing more")
-                    self._listeners.remove(listener)
                     self._failed.append(listener)
-            self._update()
+                    self._update([pair for pair in self._listeners if pair != (listener, source)])
 
-    def _update(self) -> None:
-        self.on = bool(self._listeners)
-        self.sources = list(dict.fromkeys(source for listener, source in self._sources if listener in self._listeners))
+    def _update(self, listeners: list[tuple[Listener, Source | None]]) -> None:
+        self._listeners, self.on = listeners, bool(listeners)
+        self.sources = list(dict.fromkeys(source for _, source in listeners if source is not None))

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from folovllm.step.schedule import SchedulerOutput, StepResult
+from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, StepResult
 
 Budget = Literal["sequences", "tokens", "blocks", "preemption"]  # what refused; "preemption": a sequence just gave way
 
@@ -93,6 +93,11 @@ class StepBegan(Tagged, frozen=True):
     output: SchedulerOutput
     budget_left: int  # tokens that the step could have computed besides
 
+    @property
+    def scheduled_seqs(self) -> SequenceOf[ScheduledSequence]:
+        """The sequences of the step, as a recording has them, too."""
+        return self.output.scheduled_seqs
+
 
 class StepEnded(Tagged, frozen=True):
     """A step was taken in. Steps end in the order in which they begin."""
@@ -105,6 +110,12 @@ class StepEnded(Tagged, frozen=True):
     result: StepResult  # sequence by sequence; tokens of a sequence that has ended are dropped
     waiting: int  # sequences
     kv_blocks_used: int
+
+    @property
+    def sampled(self) -> list[tuple[int, list[int]]]:
+        """The sequences that got tokens: (seq_id, token ids)."""
+        pairs = zip(self.output.scheduled_seqs, self.result.token_ids, strict=True)
+        return [(scheduled.seq_id, ids) for scheduled, ids in pairs if ids]
 
 
 class ExpertsAsked(Tagged, frozen=True):

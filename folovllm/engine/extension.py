@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from folovllm.plugins import COMMANDS, EXTENSIONS, is_installed, named, require
@@ -21,19 +20,6 @@ if TYPE_CHECKING:
 
     MakeScheduler = Callable[..., Scheduler]
     MakeGraphRunner = Callable[..., GraphRunner]
-
-
-@dataclass(slots=True, frozen=True)
-class EngineRoute:
-    """An address of a server that calls a function of an elective beside the engine, which need not be in the server's process.
-
-    The function at `place` gets the engine and the query of the address, and returns what JSON can say, or None for an empty
-    response. Its ValueError is the client's mistake.
-    """
-
-    path: str
-    method: str  # "GET" or "POST"
-    place: str  # "module:function"
 
 
 class Extension:

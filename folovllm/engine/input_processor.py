@@ -29,17 +29,12 @@ class InputProcessor:
     def __init__(self, setup: EngineSetup, tokenizer: PreTrainedTokenizerBase) -> None:
         self._setup = setup
         self._tokenizer = tokenizer
-        self._eos = eos_token_ids(setup.path, setup.hf_config, tokenizer)
+        self.eos_token_ids = eos_token_ids(setup.path, setup.hf_config, tokenizer)  # the model's own end-of-text ids
         self._seeds = random.Random(setup.config.seed)  # for requests that bring none
 
     @cached_property
     def _spelling(self) -> Spelling:
         return Spelling(self._tokenizer)
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        """The model's own end-of-text ids."""
-        return self._eos
 
     def process(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0, cache_salt: str | None = None
@@ -65,9 +60,9 @@ class InputProcessor:
             prompt_token_ids=token_ids,
             params=params,
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            bad_words=self._bad_words(params) if params.bad_words or params.allowed_token_ids is not None else (),
+            bad_words=self._bad_words(params),
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            eos_token_ids=self._eos,
+            eos_token_ids=self.eos_token_ids,
             priority=priority,
             cache_salt=cache_salt,
             prompt=parts.text,
@@ -76,8 +71,7 @@ class InputProcessor:
 
     def sequences(self, request: Request) -> list[Sequence]:
         """Returns the sequences of a request that was checked before, by this processor or in another process."""
-        params = request.params
-        return [Sequence(request, self._make_detokenizer(params), index) for index in range(params.n)]
+        return [Sequence(request, self._make_detokenizer(request.params), i) for i in range(request.params.n)]
 
     def _make_detokenizer(self, params: SamplingParams) -> IncrementalDetokenizer:
         make = make_stream_detokenizer if self._setup.config.packed_steps else make_detokenizer
@@ -87,9 +81,11 @@ class InputProcessor:
         return detokenizer
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        if not params.bad_words and params.allowed_token_ids is None:
+            return ()
         from folovllm.engine.bad_words import forbidden_runs  # here, for few requests have any
 
-        return forbidden_runs(self._tokenizer, params, self._eos)
+        return forbidden_runs(self._tokenizer, params, self.eos_token_ids)
 
     def _tokenize(self, parts: PromptParts, params: SamplingParams) -> list[int]:
         """The tokens of the prompt, or the end of it that the request wants to keep."""
@@ -101,12 +97,11 @@ class InputProcessor:
 
     def check_amounts(self, params: SamplingParams) -> None:
         """Raise ValueError if a request asks for more of something than the engine gives."""
-        config = self._setup.config
-        most = {"n": config.max_n, "logprobs": config.max_logprobs, "prompt_logprobs": config.max_logprobs}
-        for name, limit in most.items():
-            raises = f"ask for less, or raise max_{name.removeprefix('prompt_')}"
-            asked = getattr(params, name) or 0
-            require(asked <= limit, f"{name} is {asked}, and this engine gives {limit} at most: {raises}")
+        for name in ("n", "logprobs", "prompt_logprobs"):
+            field = f"max_{name.removeprefix('prompt_')}"
+            value, limit = getattr(params, name) or 0, getattr(self._setup.config, field)
+            says = f"{name} is {value}, and this engine gives {limit} at most: ask for less, or raise {field}"
+            require(value <= limit, says)
 
     def _validate(self, token_ids: list[int], params: SamplingParams) -> None:
         if not token_ids:
@@ -118,9 +113,9 @@ class InputProcessor:
             bad = next(t for t in token_ids if not 0 <= t < vocab_size)
             raise ValueError(f"token id {bad} is outside the vocabulary: ids go from 0 to {vocab_size - 1}")
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            ids = getattr(params, name) or ()
-            if wrong := [t for t in ids if not 0 <= t < vocab_size]:
-                raise ValueError(f"{name} must lie between 0 and {vocab_size - 1}, and {wrong[0]} does not")
+            for token_id in getattr(params, name) or ():
+                says = f"{name} must lie between 0 and {vocab_size - 1}, and {token_id} does not"
+                require(0 <= token_id < vocab_size, says)
 
 
 def encode_within(limit: int, tokenizer: PreTrainedTokenizerBase, text: str, **options: Any) -> list[int]:

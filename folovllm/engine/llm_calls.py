@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
@@ -19,27 +18,13 @@ from folovllm.plugins import CALLS, require
 from folovllm.sampling_params import SamplingParams
 
 
-class LLMCalls(ABC):
+class LLMCalls:
     """What `LLM` can do beside `generate`, which all of it builds on."""
 
     engine: LLMEngine
-
-    @abstractmethod
-    def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
-    ) -> list[RequestOutput]:
-        """Answer prompts; results come in their order."""
-
-    @abstractmethod
-    def _answer(
-        self, requests: Sequence[PromptRequest], bar: bool, on_answer: Callable[[RequestOutput], object]
-    ) -> list[RequestOutput]: ...
-
-    @abstractmethod
-    def _one_call(self) -> AbstractContextManager[None]: ...
+    generate: Callable[..., list[RequestOutput]]
+    _answer: Callable[[Sequence[PromptRequest], bool, Callable[[RequestOutput], object]], list[RequestOutput]]
+    _one_call: Callable[[], AbstractContextManager[None]]
 
     @property
     def tokenizer(self) -> Any:

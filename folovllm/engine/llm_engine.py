@@ -6,7 +6,7 @@ import gc
 import time
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import torch
 
@@ -23,14 +23,11 @@ from folovllm.engine.scheduler import SchedulerLike
 from folovllm.engine.setup import set_up
 from folovllm.engine.snapshot import added
 from folovllm.executor.abstract import Executor
-from folovllm.models.files import full_tokenizer, load_tokenizer
+from folovllm.models.files import load_tokenizer
 from folovllm.outputs import RequestOutput
-from folovllm.plugins import STRUCTURED_OUTPUT, is_installed, named, require
+from folovllm.plugins import STRUCTURED_OUTPUT, require
 from folovllm.request import Request, Sequence
 from folovllm.sampling_params import RequestOutputKind, SamplingParams
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class LLMEngine(EngineCalls):
@@ -163,19 +160,10 @@ class LLMEngine(EngineCalls):
         """Whether `step` has work, or outputs to hand out."""
         return self.loop.has_unfinished_requests()
 
-    def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer, which is transformers'."""
-        return full_tokenizer(self.tokenizer)
-
     def step(self) -> list[RequestOutput]:
         """Schedule, compute, sample, and hand out what is new. Without work it returns an empty list."""
         self.require_open()
         return self.loop.step()
-
-    def prepare_structured_outputs(self) -> None:
-        """Prepare for structured output. It takes about a second, for which the first such request would hold up all others."""
-        if is_installed(STRUCTURED_OUTPUT):
-            named(STRUCTURED_OUTPUT).manager_of(self).prepare(self._processor.eos_token_ids)
 
     def require_open(self) -> None:
         """Raise RuntimeError if the engine was closed."""

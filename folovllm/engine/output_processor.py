@@ -110,7 +110,7 @@ class RequestState:
 
     def output(self) -> RequestOutput:
         """The request as it is, with what is new since the last call as deltas."""
-        deltas_alone = self._kind is RequestOutputKind.DELTA
+        finished, deltas_alone = self.finished, self._kind is RequestOutputKind.DELTA
         prompt_logprobs, m = None if deltas_alone and self._prompt_was_scored else self.prompt_logprobs, self.metrics
         self._prompt_was_scored |= prompt_logprobs is not None
         return RequestOutput(
@@ -118,11 +118,11 @@ class RequestState:
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=[answer.report(deltas_alone) for answer in self.answers if not deltas_alone or answer.has_news],
-            finished=self.finished,
+            finished=finished,
             metrics=RequestMetrics(  # a copy; `dataclasses.replace` takes ten times as long
                 m.arrival_time, m.first_token_time, m.finish_time, m.num_prompt_tokens, m.num_generated_tokens
             ),
-            num_cached_tokens=self.seqs[0].num_cached_tokens,
+            num_cached_tokens=getattr(self.seqs[0].prefix, "num_hit_tokens", None) or 0,
             prompt_logprobs=prompt_logprobs,
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from folovllm.config import DEFAULT_MODEL, EngineConfig
+from folovllm.models.messages import in_one_line, printable
 from folovllm.models.model_config import UnsupportedModel, num_kv_heads_of
 from folovllm.models.quick_start import PlainConfig, QuickTokenizer
 from folovllm.plugins import DOWNLOADS, MODELS
@@ -62,18 +62,6 @@ def reading(what: object, key: str = "") -> Iterator[None]:
         said = in_one_line(error)
         field = "" if key in said else f"{printable(key, 100)}: "
         raise UnreadableFile(f"cannot read {what}: {field}{said}") from error
-
-
-def in_one_line(error: BaseException) -> str:
-    """Return a library's message for the end of a sentence, with the exception's type where the message needs it."""
-    kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
-    return printable(f"{kind}{error}", 300).removesuffix(":")
-
-
-def printable(text: str, most: int) -> str:
-    """Return the beginning of a stranger's text, in one line that any terminal may show: no control codes, no half characters."""
-    short = textwrap.shorten(text, most, placeholder=" ...")
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in short)
 
 
 def resolve_model(name: str) -> Path:
@@ -147,9 +135,8 @@ def text_part(hf_config: Any) -> Any:
     names = [name.replace("ForConditionalGeneration", "ForCausalLM") for name in names]
     if text is None or MODELS.keys().isdisjoint(names):
         return hf_config
-    text.architectures, quantized = names, getattr(hf_config, "quantization_config", None)
-    if quantized is not None:
-        text.quantization_config = quantized
+    shared = {"architectures": names, "quantization_config": getattr(hf_config, "quantization_config", None)}
+    text.update({name: value for name, value in shared.items() if value is not None})
     return text
 
 

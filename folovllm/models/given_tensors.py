@@ -9,7 +9,7 @@ import torch
 
 from folovllm.layers.linear import PLAIN, LinearMethod
 from folovllm.models.extra_tensors import LinearMethods, Shard, is_ignored
-from folovllm.models.files import printable
+from folovllm.models.messages import printable
 
 STORED = {  # torch's names of dtypes: safetensors'
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int8": "I8", "uint8": "U8",

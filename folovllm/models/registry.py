@@ -98,9 +98,9 @@ def build_model(
     """
     try:
         model_class = get_model_class(hf_config)
-        if (quantization := quantization_of(hf_config)) is not None:
+        if (hook := quantization_of(hf_config)) is not None:
             packed, renamed = model_class.packed_modules_mapping, model_class.renamed
-            layers = replace(layers, quantized=quantization.linear_methods_of(hf_config, packed, renamed))
+            layers = replace(layers, quantized=hook.linear_methods_of(hf_config, packed, renamed))
         absent = [field for field in NEEDED if getattr(hf_config, field, None) is None]
         if absent := absent + ["hidden_act"] * (hidden_act_of(hf_config) is None):
             raise ValueError(f"config.json lacks {', '.join(absent)}, without which there is no {model_class.__name__}")

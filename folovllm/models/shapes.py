@@ -50,12 +50,12 @@ def linear_bytes(
     hf_config: PretrainedConfig, dtype: torch.dtype, shapes: Shapes, renamed: Mapping[str, str] = NO_NAMES
 ) -> int:
     """Bytes of matrices of these shapes in all decoder layers, with their scales."""
-    quantization, total = quantization_of(hf_config), 0
-    linear_method_of = quantization and quantization.linear_methods_of(hf_config, {}, renamed)
+    hook, total = quantization_of(hf_config), 0
+    linear_method_of = hook and hook.linear_methods_of(hf_config, {}, renamed)
     for i in range(hf_config.num_hidden_layers):
         for name, (outputs, inputs) in shapes.items():
-            quantized = linear_method_of and linear_method_of(f"model.layers.{i}.{name}")
-            total += fusable(quantized or PLAIN).num_bytes(outputs, inputs, dtype)
+            linear_method = linear_method_of and linear_method_of(f"model.layers.{i}.{name}")
+            total += fusable(linear_method or PLAIN).num_bytes(outputs, inputs, dtype)
     return total
 
 

@@ -144,16 +144,8 @@ class PackedStep:
     @property
     def parts(self) -> Parts[Int32]:
         """All parts of the step's buffer."""
-        return Parts(
-            self.fields,
-            self.tokens,
-            self.samples,
-            self.updates,
-            self.sampling_updates.buffer,
-            self.scores,
-            self.logprobs,
-            self.extras,
-        )
+        head, tail = (self.fields, self.tokens, self.samples, self.updates), (self.scores, self.logprobs, self.extras)
+        return Parts(*head, self.sampling_updates.buffer, *tail)
 
     @property
     def columns(self) -> Parts[int]:
@@ -162,17 +154,10 @@ class PackedStep:
 
     def flatten(self, header: Sequence[int] = ()) -> Int32:
         """Return all parts end to end, as the device receives them. Messages to other processes begin with a `header`."""
-        parts = [
-            np.array(header, np.int32),
-            self.fields.ravel(),
-            self.tokens,
-            self.updates.ravel(),
-            self.logprobs.ravel(),
-            self.extras,
-        ]
+        parts = [np.array(header, np.int32), self.fields.ravel(), self.tokens, self.updates.ravel()]
         if not self.is_decode:
-            parts[3:4] = [self.samples.ravel(), self.updates.ravel(), self.sampling_updates.buffer, self.scores.ravel()]
-        return np.concatenate(parts)
+            parts[3:] = [self.samples.ravel(), self.updates.ravel(), self.sampling_updates.buffer, self.scores.ravel()]
+        return np.concatenate([*parts, self.logprobs.ravel(), self.extras])
 
 
 class StepPacker:
@@ -218,7 +203,8 @@ class StepPacker:
 
         Returns:
             A step whose `num_seqs` and `num_decodes` are both `len(scheduled_seqs)`, padding not counted; `tokens` [0] and
-            `updates` [3, 0] are empty, of int32 all the same, for `flatten` puts everything into one buffer.
+            `updates` [3, 0] are empty, of int32 all the same, for `flatten` puts everything into one buffer. Its arrays are
+            its own: the step before may still wait for its copy.
         """
         fields = np.zeros((len(Field), width), np.int32)
         fields[Field.ROW] = self._padding_row
@@ -250,17 +236,9 @@ class StepPacker:
             (i for i, scheduled in enumerate(scheduled_seqs) if scheduled.num_new_tokens > 1), len(scheduled_seqs)
         )
         wanted = np.array(tokens_to_score(scheduled_seqs), np.int32).reshape(-1, 4).T
-        samples = samples_of(fields, tokens)
-        return PackedStep(
-            fields,
-            len(scheduled_seqs),
-            num_decodes,
-            tokens,
-            block_updates(scheduled_seqs),
-            samples,
-            sampling_updates,
-            wanted,
-        )
+        samples, updates = samples_of(fields, tokens), block_updates(scheduled_seqs)
+        n = len(scheduled_seqs)
+        return PackedStep(fields, n, num_decodes, tokens, updates, samples, sampling_updates, wanted)
 
     def _asked_logprobs(self, step: PackedStep) -> Int32:
         """Return the samples that report log-probabilities, and how many each reports, [2, n]."""

@@ -90,7 +90,9 @@ def test_every_milestone_in_the_same_memory() -> None:
     play(story)
 
 
-def test_a_setting_that_cannot_be_leaves_the_engine() -> None:
+def test_what_cannot_be_is_refused_and_leaves_the_engine() -> None:
+    """A setting; prompts, of which then none is served."""
+
     async def story(playground: Playground, page: Page) -> None:
         for changes, says in (
             ({"milestone": "m9"}, "milestone must be one of m1"),
@@ -102,9 +104,17 @@ def test_a_setting_that_cannot_be_leaves_the_engine() -> None:
         ):
             with pytest.raises(ValueError, match=says):
                 await playground.build(changes)
+        for prompts, options, says in (
+            (["ab", "x" * 400], {}, "tokens"),
+            ([], {}, "send from 1 to 64 prompts"),
+            (["a"], {"max_tokens": 0}, "max_tokens must be from 1"),
+            (["a"], {"temperature": -1.0}, "temperature"),
+        ):
+            with pytest.raises(ValueError, match=says):
+                await playground.ask(prompts, **options)
         await playground.ask(["ab"], max_tokens=3)
         await page.see(has("Finished"))
-        assert page.num_headers == 1
+        assert (page.num_headers, page.count("RequestAdded")) == (1, 1)
 
     play(story)
 
@@ -149,23 +159,6 @@ def test_drafts_experts_and_states() -> None:
         replayed(page.recording())
 
     play(story, model=None)
-
-
-def test_prompts_that_cannot_be_served_are_refused_together() -> None:
-    async def story(playground: Playground, page: Page) -> None:
-        for prompts, options, says in (
-            (["ab", "x" * 400], {}, "tokens"),
-            ([], {}, "send from 1 to 64 prompts"),
-            (["a"], {"max_tokens": 0}, "max_tokens must be from 1"),
-            (["a"], {"temperature": -1.0}, "temperature"),
-        ):
-            with pytest.raises(ValueError, match=says):
-                await playground.ask(prompts, **options)
-        await playground.ask(["ab"], max_tokens=2)
-        await page.see(has("Finished"))
-        assert page.count("RequestAdded") == 1
-
-    play(story)
 
 
 def test_held_it_takes_the_steps_that_it_is_given() -> None:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from folovllm.apps.inspector import lines
 from folovllm.apps.inspector.lines import LineWriter, Texts, TokenTexts, tokens_of_entry
 from folovllm.apps.inspector.lines import Turn as TurnLine
 from folovllm.apps.inspector.recorder import Recorder, header_of, recording
@@ -54,7 +55,7 @@ def state_of(watcher: Watcher) -> Any:
 def assert_replays(taped: Taped) -> Recording:
     """After each turn a watcher of the recording stands where the engine's own stood."""
     found, watcher = taped.replay(), Watcher()
-    turns = list(found.turns())
+    turns = found.turns()
     assert [turn.number for turn in turns] == list(range(len(taped.states))), "a turn is missing"
     for turn, state in zip(turns, taped.states, strict=True):
         watcher(turn.events)
@@ -70,9 +71,9 @@ def tokens_of(found: Recording) -> dict[str, list[int]]:
         for event in turn.events:
             if isinstance(event, ev.RequestAdded):
                 tokens[event.seq_id], names[event.seq_id] = list(event.prompt_token_ids), event.request_id
-            elif isinstance(event, ev.StepEnded):
-                for scheduled, ids in zip(event.output.scheduled_seqs, event.result.token_ids, strict=True):
-                    tokens[scheduled.seq_id] += ids
+            elif isinstance(event, ev.StepEnded | lines.StepEnded):
+                for seq_id, ids in event.sampled:
+                    tokens[seq_id] += ids
     return {names[seq]: ids for seq, ids in tokens.items()}
 
 
@@ -89,7 +90,7 @@ def test_a_recording_replays_to_the_same_states_and_may_begin_late(milestone: st
     late.names = 1000
     for _ in range(60):
         late.turn()
-    (snapshot,) = next(assert_replays(late).turns()).events
+    (snapshot,) = assert_replays(late).turns()[0].events
     assert isinstance(snapshot, ev.Snapshot)
     assert {seq.added.seq_id: list(seq.token_ids) for seq in snapshot.sequences} == known
     named = {block.block_id: len(block.token_ids) for block in snapshot.blocks if block.hash is not None}
@@ -111,16 +112,18 @@ def test_all_events_come_back() -> None:
     assert {ev.Preempted, ev.PrefixHit, ev.BlockEvicted, ev.BlockAdopted, ev.Aborted, ev.Refused} <= kinds
 
 
-def plain(event: ev.Event) -> Any:
+def plain(event: ev.Event | lines.Entry) -> Any:
     """An event as far as a recording keeps it."""
-    if isinstance(event, ev.StepBegan | ev.StepEnded):
+    name = type(event).__name__
+    if isinstance(event, ev.StepBegan | lines.StepBegan):
         seqs = [
             (s.seq_id, s.row, s.start, s.end, s.num_samples, s.first_new_block, list(s.new_blocks))
-            for s in event.output.scheduled_seqs
+            for s in event.scheduled_seqs
         ]
-        rest = event.budget_left if isinstance(event, ev.StepBegan) else (event.result.token_ids, event.waiting)
-        return type(event), event.step, event.start, seqs, rest
-    return type(event), msgspec.to_builtins(event, enc_hook=lambda numbers: numbers.tolist())
+        return name, event.step, event.start, seqs, event.budget_left
+    if isinstance(event, ev.StepEnded | lines.StepEnded):
+        return name, event.step, event.start, event.sampled, event.waiting
+    return name, msgspec.to_builtins(event, enc_hook=lambda numbers: numbers.tolist())
 
 
 def test_the_tokens_are_those_of_the_answers_and_have_texts_before_they_are_needed(tmp_path: Path) -> None:
@@ -177,6 +180,10 @@ DEEP = "[" * 100_000
         (f'{json.dumps(HEADER)}\n["Turn",0,0,[]]\n', "does not begin with a snapshot"),
         (f'{json.dumps(HEADER)}\n["Turn",0,0,[["Sing",1]]]\n', "line 2 is no line of a recording: .*Sing"),
         (f'{json.dumps(HEADER)}\n["Turn",0,0,[["BlockFreed",1e99]]]\n', "line 2 is no line of a recording"),
+        (
+            f'{json.dumps(HEADER)}\n["Turn",0,0,[["StepBegan",0,0,0,[[1,0,0,1,1,0,[],{1 << 40},-1]],0]]]\n',
+            "line 2 is no line of",
+        ),
         (f'{json.dumps(HEADER)}\n["Turn",0,0,[{SNAPSHOT},["BlockFreed",9]]]\n', "line 2: block 9 of 4"),
         (f'{json.dumps(HEADER)}\n["Turn",0,0,[["Snapshot",4611686018427387904,4,1,8,0,[],[]]]]\n', "line 2: block 46"),
         (f'{json.dumps(HEADER)}\n["Turn",0,0,[{SNAPSHOT},["TableFreed",1,[[-5,0]]]]]\n', "line 2: block -5 of 4"),
@@ -192,17 +199,17 @@ def test_what_is_no_recording_is_refused_in_a_sentence(text: str, says: str, tmp
 @given(die=st.randoms(use_true_random=False))
 def test_a_damaged_recording_is_read_or_refused_and_ends_in_nothing_else(die: Any) -> None:
     """A value is replaced, or the file is cut off."""
-    lines = (SAMPLES / "m5.jsonl").read_text(encoding="utf-8").splitlines()
-    number = die.randrange(len(lines))
-    value = place = json.loads(lines[number])
+    rows = (SAMPLES / "m5.jsonl").read_text(encoding="utf-8").splitlines()
+    number = die.randrange(len(rows))
+    value = place = json.loads(rows[number])
     while isinstance(place, list | dict) and place:
         inner, key = place, die.choice(list(place) if isinstance(place, dict) else range(len(place)))
         place = place[key]
         if die.random() < 0.3:
             break
     inner[key] = die.choice([None, -1, 1 << 62, 10**30, 0.5, "x", [], {}, True, [[[]]], "Turn", "StepEnded"])
-    lines[number] = json.dumps(value)
-    text = "\n".join(lines)
+    rows[number] = json.dumps(value)
+    text = "\n".join(rows)
     try:
         for turn in parse(text[: die.choice((len(text), die.randrange(len(text))))], "x").turns():
             assert turn.events is not None
@@ -216,9 +223,9 @@ class TestTheFile:
         with recording(served, tmp_path / "run.jsonl"):
             served.generate([[1] * 9], GREEDY)
         data = (tmp_path / "run.jsonl").read_bytes()
-        whole = list(parse(data.decode(), "whole").turns())
+        whole = parse(data.decode(), "whole").turns()
         for end in range(data.index(b'["Turn"'), len(data), 7):
-            turns = list(parse(data[:end].decode(), "part").turns())
+            turns = parse(data[:end].decode(), "part").turns()
             assert [t.number for t in turns] == [t.number for t in whole[: len(turns)]]
         assert parse(data.decode(), "whole").how == "closed"
         assert parse(data[:-5].decode(), "whole").how is None
@@ -254,7 +261,7 @@ class TestTheFile:
 def test_numbers_of_numpy_are_written() -> None:
     """A learner's code may hand them in."""
     served = engine("m3")
-    lines = LineWriter(header_of(served, "", None), TokenTexts(served.tokenizer))
-    list(lines.lines([ev.Snapshot(4, 4, 1, 8, 0, (), ())], 0.0))
-    (line,) = lines.lines([ev.BlockTaken(1), ev.BlockFreed(np.int64(2))], 0.5)  # type: ignore[arg-type]
+    writer = LineWriter(header_of(served, "", None), TokenTexts(served.tokenizer))
+    list(writer.lines([ev.Snapshot(4, 4, 1, 8, 0, (), ())], 0.0))
+    (line,) = writer.lines([ev.BlockTaken(1), ev.BlockFreed(np.int64(2))], 0.5)  # type: ignore[arg-type]
     assert json.loads(line) == ["Turn", 1, 0.5, [["BlockTaken", 1], ["BlockFreed", 2]]]

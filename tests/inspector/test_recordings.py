@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from folovllm.apps.inspector.playground import CONTROLS, changed
+from folovllm.apps.inspector.playground import DEFAULTS, changed
 from folovllm.apps.inspector.replay import read
 from folovllm.apps.inspector.scenes import Scene, scenes
 from tests.inspector.test_live import replayed
@@ -48,11 +48,11 @@ def test_a_scene_stops_before_its_answer(scene: Scene) -> None:
     for file in scene.files:
         told = read(file).header["scene"]
         assert told == msgspec.to_builtins(scene.told()), "record it anew: python tools/recordings.py"
-    assert 0 <= scene.start < scene.stop < len(list(read(scene.files[0]).turns())) - 1
+    assert 0 <= scene.start < scene.stop < len(read(scene.files[0]).turns()) - 1
     assert all(text and text[-1] in "?？" for text in (scene.words.question, scene.zh.question))
     assert (ROOT / "docs" / f"{scene.chapter}.md").is_file()
     for settings in scene.engines:
-        changed({name: slider.default for name, slider in CONTROLS.items()}, settings)  # the sliders can show it
+        changed(DEFAULTS, settings)  # the controls can show it
 
 
 def test_the_book_shows_recordings_that_there_are() -> None:

@@ -96,7 +96,7 @@ class TestPlayground:
         """It plays from its recording; the engine takes it over once it is there and somebody asks for it."""
         asked: list[tuple[str, Any]] = []
         answers = iter(["PyTorch is imported (1 of 2)", None, None])
-        fields = [slider.described(name, slider.default) for name, slider in CONTROLS.items()]
+        fields = [control.described(name, control.default) for name, control in CONTROLS.items()]
         told: dict[str, Any] = {"fields": fields, "mine": 0, "error": None, "delay": 0.2, "paused": 0}
 
         def control(route: Any) -> None:
@@ -168,7 +168,7 @@ class TestChinese:
                 assert scene.zh.watch in page.locator(".watch").inner_text()
 
     def test_no_other_text_is(self, browser: Any, tmp_path: Path) -> None:
-        """M1 and slots; an abort; overlap; the controls, and what the sliders say."""
+        """M1 and slots; an abort; overlap; the controls, and what these say."""
         for sample in ("m1", "m2", "m5", "m6"):
             with shown(browser, locale="zh-CN") as here:
                 opened(here, [SAMPLES / f"{sample}.jsonl"], tmp_path, "t=0")
@@ -180,7 +180,7 @@ class TestChinese:
                   it.forEach((name) => template(name));
                   return [...missing]"""
                 assert here.run(check, names) == []
-        helps = {slider.help for slider in CONTROLS.values()}
+        helps = {control.help for control in CONTROLS.values()}
         assert helps <= STRINGS.keys()
 
     def test_each_has_the_names_of_its_source(self) -> None:

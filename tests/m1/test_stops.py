@@ -203,7 +203,7 @@ class TestStopsInTheEngine:
         if kind == "stop_token_ids":
             params = replace(params, stop_token_ids=[token])
         else:
-            monkeypatch.setattr(llm.engine._processor, "_eos", frozenset({token}))
+            monkeypatch.setattr(llm.engine._processor, "eos_token_ids", frozenset({token}))
         outputs = stream(llm, params)
         answer = outputs[-1].outputs[0]
         assert answer.token_ids == [*before, token] and answer.finish_reason == "stop"

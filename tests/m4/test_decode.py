@@ -200,6 +200,19 @@ def test_merge_of_heads_far_from_zero_and_from_each_other(chunks, like_a_gpu):
     assert_close(acc / row_sum[:, None], (weight[..., None] * states).sum(0) / (weight * total).sum(0)[:, None])
 
 
+def test_merge_beyond_int32(like_a_gpu):
+    """Two rows of a buffer of 2 ** 31 numbers, of which nearly none is touched: times D a row's number is too much for int32."""
+    first, dim = 2**27 - 1, 16
+    maxima, sums = (torch.empty(first + 2, device=DEVICE) for _ in range(2))
+    accs = torch.empty((first + 2) * dim, dtype=torch.int8, device=DEVICE)
+    maxima[first:], sums[first:], accs[first * dim :] = 0.0, 1.0, 6
+    row_sum, acc = torch.empty(1, device=DEVICE), torch.empty(1, dim, device=DEVICE)
+    merge_kernel[(1,)](maxima, sums, accs, row_sum, acc, first, 2, 1, 1, dim)
+    assert (row_sum.item(), acc.tolist()) == (2.0, [[12.0] * dim]), (
+        "the place of the second row in acc overflowed an int32"
+    )
+
+
 def test_merge_reads_past_the_l1_cache(like_a_gpu):
     """What other programs wrote may be stale in there, which no run in the interpreter shows."""
     sums, accs, row_sum, acc = (torch.ones(n, device=DEVICE) for n in (3, 48, 1, 16))

@@ -121,6 +121,20 @@ def test_float32_is_not_rounded_to_tf32(like_a_gpu):
     assert_close(acc / row_sum[:, None], reference(q, keys, values, seen)[0])
 
 
+def test_weights_are_as_exact_as_the_values():
+    """Float16 queries and keys, float32 values: the product takes the weights as they are."""
+    torch.manual_seed(0)
+    q, keys, values = (torch.randn(*s, D, device=DEVICE) for s in ((M,), (1, N), (1, N)))
+    q, keys = q.half(), keys.half()
+    seen = torch.ones(1, M, N, dtype=torch.bool, device=DEVICE)
+    _, row_sum, acc = run(q, keys, values, seen)
+    expected = reference(q, keys, values, seen)[0]
+    error = ((acc / row_sum[:, None] - expected).norm() / expected.norm()).item()
+    assert error < 1e-5, (
+        f"off by {error:.1e}: weights are rounded to the dtype of the values, not to that of the queries"
+    )
+
+
 def test_weights_are_rounded_for_their_product_only():
     """Float16 keys and values: the product takes float16 weights, the sum takes them as they were, in float32."""
     torch.manual_seed(0)

@@ -90,3 +90,18 @@ def test_a_place_beyond_int32(slot_dtype, like_a_gpu):
     for token, (block, within) in enumerate([(2, 1), (0, 0)]):
         assert torch.equal(kv_cache[0, block, within], key[token]), "the key's place overflowed an int32"
         assert torch.equal(kv_cache[1, block, within], value[token]), "the value's place overflowed an int32"
+
+
+@pytest.mark.parametrize("far", ["key", "value"])
+def test_rows_beyond_int32(far, like_a_gpu):
+    """Rows of keys, or of values, are 2 ** 30 numbers apart: the third one begins where int32 ends."""
+    rows = torch.empty(2**31 + 128, dtype=torch.int8, device=DEVICE).as_strided((3, 1, 16), (2**30, 16, 1))
+    near = torch.arange(48, dtype=torch.int8, device=DEVICE).view(3, 1, 16)
+    rows.copy_(near + 50)
+    key, value = (rows, near) if far == "key" else (near, rows)
+    kv_cache = cache(2, 2, 1, 16, torch.int8)
+    store_kvcache(key, value, kv_cache, torch.tensor([3, -1, 0], device=DEVICE))
+    expected = stored(key, value, cache(2, 2, 1, 16, torch.int8), [3, -1, 0])
+    assert torch.equal(kv_cache, expected), (
+        f"token 2's {far} was read elsewhere: its number times the stride is 2 ** 31"
+    )

@@ -146,7 +146,7 @@ def test_the_watcher_says_what_the_parts_say(engines: dict[str, LLMEngine], mile
         world.engine.abort_request(list(world.engine.core.output.requests))
         world.engine.step()  # takes in what is in flight
         world.compare()
-        for listener in [*world.engine.events._listeners]:
+        for listener, _ in [*world.engine.events._listeners]:
             world.engine.unsubscribe(listener)
     assert not world.engine.events.on and not world.watcher.sequences
 
@@ -235,7 +235,7 @@ def test_a_prefix_is_published_found_and_forgotten() -> None:
 @pytest.mark.parametrize("milestone", EVERY)
 def test_where_nobody_listens_no_event_is_made(milestone: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(engine(milestone), 4)
-    listeners = list(world.engine.events._listeners)
+    listeners = [listener for listener, _ in world.engine.events._listeners]
     for listener in listeners:
         world.engine.unsubscribe(listener)
     monkeypatch.setattr(world, "compare", lambda: None)

@@ -205,7 +205,7 @@ def test_weight_sources(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         files.resolve_model("lost")
 
 
-VARIANT = KernelVariant(serves=lambda n: n > 1, launch=lambda n: torch.ones(n))
+VARIANT = KernelVariant(is_supported=lambda n: n > 1, launch=lambda n: torch.ones(n))
 
 
 class TestKernelVariants:

@@ -126,6 +126,19 @@ class TestGumbelMax:
             tokens = gumbel_max(logits, heat, *words(seeds), positions.int(), offset=40)
             assert tokens.tolist() == [40] * 4, "where all is NaN or infinite the first token comes out"
 
+    def test_nan_beside_what_is_infinite(self) -> None:
+        for temperature in 0.0, 1.0:
+            got = drawn([NAN, NAN, -torch.inf, NAN], temperature)
+            assert got == 2, (
+                f"[NaN, NaN, -inf, NaN] at temperature {temperature}: id 2 is the best, not {got}: NaN is no -inf"
+            )
+
+    @pytest.mark.parametrize("temperature", [1e-6, 1e-3, 0.1, 100.0])
+    def test_any_temperature_above_0_is_one(self, temperature: float) -> None:
+        """Logits of T / 2, 0, 0, 0: the noise 0.1, 2.1, 1.2, 0.7 makes id 1 win by 2.1 to 0.6, and at temperature 0 it were id 0."""
+        got = drawn([temperature / 2, 0.0, 0.0, 0.0], temperature)
+        assert got == 1, f"at temperature {temperature} id {got} comes out, not 1: only 0 is greedy"
+
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_narrow_logits_are_scored_in_float32(self, dtype: torch.dtype) -> None:
         logits, temperature, seeds, positions = rows(16, 1000, seed=6)

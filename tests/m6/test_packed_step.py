@@ -110,6 +110,19 @@ class TestPackDecode:
         assert step.flatten().dtype == np.int32, "fields, tokens and updates are int32, the empty ones too"
         assert step.flatten().tolist() == step.fields.ravel().tolist(), "tokens and updates are empty"
 
+    def test_a_step_is_its_own(self) -> None:
+        """The step before may still wait for its copy to the device, of the same width or of another one."""
+        long = ScheduledSequence(1, 4, 2, 3, np.array([7], np.int32), (6,), 1, 1, None)
+        short = ScheduledSequence(2, 2, 4, 5, np.array([9], np.int32), (5,), 1, 1, None)
+        packer = StepPacker(ROWS, [])
+        first = packer.pack_decode((long, short), 3)
+        before = first.fields.copy()
+        for width in 3, 2, 4:
+            step = packer.pack_decode((short,), width)
+            assert np.array_equal(first.fields, before), f"a step of width {width} changed the one of width 3 before it"
+            alone = StepPacker(ROWS, []).pack_decode((short,), width)
+            assert np.array_equal(step.fields, alone.fields), f"width {width}: it has what a step before it left there"
+
     def test_a_token_in_flight_is_the_devices_to_fill_in(self) -> None:
         in_flight = ScheduledSequence(1, 1, 3, 4, np.empty(0, np.int32), (), 1, 1, None)
         device = Device()

@@ -6,6 +6,7 @@ The functions that cut a weight are the exercises of `test_shards.py`.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from folovllm.config import EngineConfig
 from folovllm.distributed.sharding import local_config, shard_vocab, vocab_shard_size
 from folovllm.engine.build_packed import make_packed_worker
-from folovllm.engine.setup import set_up
+from folovllm.engine.setup import EngineSetup, set_up
 from folovllm.layers.embed_head import ParallelLMHead
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.sharded import sharded
@@ -28,6 +29,7 @@ from folovllm.step.packed import Field
 from folovllm.worker.step_sampler import TensorParallelSampler
 from folovllm.worker.warm_up import dummy_seqs
 from tests.helpers import assert_logits_equal, hf_logits, prompts, tiny_checkpoint
+from tests.m1.test_loader import altered
 from tests.m6.ranks import ThreadGroup, on_ranks
 
 
@@ -135,6 +137,42 @@ def test_random_weights_are_those_of_one_rank() -> None:
     assert torch.equal(torch.cat([part[down] for part in parts], dim=1), whole[down])
     assert torch.equal(torch.cat([part[embedding] for part in parts])[:259], whole[embedding])
     assert all(torch.equal(part[norm], whole[norm]) for part in parts)
+
+
+K, DOWN = "model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda tensors: tensors.pop(K), rf"lacks {K}"),
+        (lambda tensors: tensors.update({"model.extra.weight": torch.ones(4)}), r"holds 'model\.extra\.weight'"),
+        (lambda tensors: tensors.update({DOWN: tensors[DOWN][:-2].clone()}), rf"{DOWN}' has shape"),
+    ],
+)
+def test_a_rank_checks_the_weights_as_one_device_does(change: Any, says: str, tmp_path: Path) -> None:
+    setup = two_ranks(altered(tmp_path, change))
+    with pytest.raises(ValueError, match=says):
+        on_ranks(2, lambda group: load_sharded_model(setup, group))
+
+
+def test_a_rank_checks_its_own_part_for_nan(tmp_path: Path) -> None:
+    """The number is in the last columns, which the second of two ranks reads."""
+    setup = two_ranks(altered(tmp_path, lambda tensors: tensors[DOWN][0, -1:].fill_(torch.nan)))
+    failed = []
+
+    def work(group: ThreadGroup) -> None:
+        try:
+            load_sharded_model(setup, group)
+        except ValueError as error:
+            failed.append((group.rank, str(error)))
+
+    on_ranks(2, work)
+    assert [rank for rank, _ in failed] == [1] and f"'{DOWN}' holds NaN" in failed[0][1]
+
+
+def two_ranks(path: Path) -> EngineSetup:
+    return set_up(EngineConfig(model=str(path), device="cpu", tensor_parallel_size=2, use_tqdm=False))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -127,7 +127,7 @@ def test_a_score_of_a_wrong_engine_is_one_sentence(own: Own) -> None:
 
 def watched(text: str) -> int:
     """Replay a recording, and count its turns."""
-    state, turns = Watcher(), list(parse(text, "mini.jsonl").turns())
+    state, turns = Watcher(), parse(text, "mini.jsonl").turns()
     for turn in turns:
         state(turn.events)
     return turns[-1].number  # behind the snapshot with which it begins

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from folovllm.apps.inspector.lines import StepBegan, StepEnded
 from folovllm.apps.inspector.page import one_file
 from folovllm.apps.inspector.replay import parse
 from folovllm.apps.inspector.watcher import Watcher
-from folovllm.engine import events as ev
 from milestones.mini.film import recording
 from tests.mini.conftest import reference
 
@@ -22,9 +22,9 @@ def test_the_inspector_plays_it(stage: int, tmp_path: Path) -> None:
     for turn in parse(text, "mini.jsonl").turns():
         state(turn.events)
         for event in turn.events:
-            if isinstance(event, ev.StepEnded):
-                for scheduled, ids in zip(event.output.scheduled_seqs, event.result.token_ids, strict=True):
-                    said.setdefault(scheduled.seq_id, []).extend(ids)
+            if isinstance(event, StepEnded):
+                for seq_id, ids in event.sampled:
+                    said.setdefault(seq_id, []).extend(ids)
     assert [said[i] for i in range(3)] == [list(ask.answer) for ask in trace.asks]
     assert not state.sequences, "everybody has ended"
     assert all(cell.ref_count == 0 and cell.is_free for cell in state.cells), "all blocks are free in the end"
@@ -40,7 +40,7 @@ def test_tables_are_those_of_the_steps() -> None:
     for turn in turns:
         for event in turn.events:
             state([event])
-            if isinstance(event, ev.StepBegan):
+            if isinstance(event, StepBegan):
                 tables = {"abc"[id]: list(seq.block_table) for id, seq in state.sequences.items() if seq.block_table}
                 assert tables == trace.steps[event.step].tables
                 assert all(cell.ref_count > 0 for table in tables.values() for cell in (state.cells[b] for b in table))

@@ -60,6 +60,14 @@ class TestAdmission:
         assert status(Queue(4, 4), 1, 1) == 429, "there is room for tokens, but not for another sequence"
         assert status(Queue(1, 1000), 1, 1) == 429, "there is room for sequences, but not for another token"
 
+    def test_each_budget_alone_refuses_what_asks_for_nothing_of_the_other(self) -> None:
+        """A request may have no sequence, or no token that is counted yet."""
+        assert status(Queue(), 0, 1001) == 400, "0 sequences, 1,001 tokens: they never fit into a queue of 1,000"
+        assert status(Queue(2, 700), 0, 301) == 429, "0 sequences, 301 tokens: 700 are queued"
+        assert status(Queue(), 5, 0) == 400, "5 sequences without tokens never fit into a queue of 4"
+        assert status(Queue(2, 700), 3, 0) == 429, "3 sequences without tokens: 2 of 4 are queued"
+        assert status(Queue(4, 1000), 0, 0) == 200, "nothing at all fits into a full queue"
+
     def test_what_can_never_be_is_400_also_when_the_queue_is_full(self) -> None:
         """Who is told to come again would come for ever."""
         assert status(Queue(4, 1000), 5, 5) == 400, "5 sequences never fit into a queue of 4"

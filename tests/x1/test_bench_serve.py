@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from folovllm.apps.bench.http_load import Reply, Server, read_reply
 from folovllm.apps.bench.report import load, show
-from folovllm.apps.bench.serving import Load, Point, Sweep, arrivals, drive, flags_of, shifted
+from folovllm.apps.bench.serving import Load, Point, Sweep, arrivals, drive, shifted
 from folovllm.apps.bench.workload import BenchRequest, Workload
 from folovllm.apps.cli import main
 from tests.x1.background import Background
@@ -238,7 +238,3 @@ class TestSweep:
         with pytest.raises(SystemExit) as ended:
             main(["bench", "serve", *arguments])
         assert ended.value.code == 2 and says in " ".join(capsys.readouterr().err.split())
-
-    def test_flags(self) -> None:
-        fields = {"max_num_seqs": 4, "enforce_eager": True, "use_tqdm": False, "dtype": None}
-        assert flags_of(fields) == ["--max-num-seqs", "4", "--enforce-eager", "--no-use-tqdm"]

@@ -68,6 +68,14 @@ def test_a_long_token_of_a_long_choice() -> None:
     assert choice_mask({choice: [3], choice[:900]: [2]}, [choice], b"", [END]) == [2, 3], "tokens may be of any length"
 
 
+def test_a_token_without_bytes_never_comes() -> None:
+    """The answer would not go on, and nothing would end it."""
+    vocabulary = {b"": [4], b"y": [0], b"yes": [1]}
+    for so_far, wanted in {b"": [0, 1], b"yes": [END]}.items():
+        got = choice_mask(vocabulary, [b"yes"], so_far, [END])
+        assert got == wanted, f"behind {so_far!r} come {wanted}, not {got}: token 4 has no bytes"
+
+
 class LookedUp(dict[bytes, list[int]]):
     """A vocabulary that counts its look-ups, and cannot be walked through."""
 

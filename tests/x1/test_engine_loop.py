@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -196,6 +197,30 @@ class TestRunEngine:
         assert type(setup.hf_config) is SimpleNamespace, "`plain`: a class of the model's own may not exist elsewhere"
         assert [type(message) for message in steps] == [Step, Step], "a message a turn until Stop, and nothing after it"
         assert engine.is_closed, "whoever builds an engine closes it"
+
+    def test_ready_is_said_by_a_loop_that_listens(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One loop reads the engine's events, and it is there before Ready. If it cannot be made, nobody hears Ready."""
+        engine, heard = LoggingEngine(), list[int]()
+        subscribe = engine.subscribe
+
+        def counted(subscriber: Any) -> None:
+            heard.append(len(link.sent))
+            subscribe(subscriber)
+
+        monkeypatch.setattr(engine, "subscribe", counted)
+        link = ScriptedLink([Stop()])
+        run(link, engine)
+        assert heard == [0], (
+            f"messages that had been sent when a loop subscribed: {heard}; one loop does, before all messages"
+        )
+
+        def fail(subscriber: Any) -> None:
+            raise RuntimeError("no room")
+
+        monkeypatch.setattr(engine, "subscribe", fail)
+        link = ScriptedLink()
+        assert not run(link, engine), "the loop could not be made"
+        assert [type(said) for said in link.sent] == [Failure], "Ready is said of an engine whose loop is there"
 
     def test_an_exception_in_a_step_is_the_last_word(self) -> None:
         engine = LoggingEngine()

@@ -138,6 +138,13 @@ class TestFeed:
         assert not stream.seqs[0].logprobs, "they are not the answer's"
         assert not stream.has_begun, "no token has come: a chunk of the prompt is not the first token's time"
 
+    def test_log_probabilities_of_the_prompt_by_another_answer(self) -> None:
+        """Of two answers the second one brings them: a prompt has one list of them, in the first sequence."""
+        stream = stream_of(replace(DELTAS, n=2, prompt_logprobs=0))
+        stream.feed(Delta(0, 1, prompt_logprobs=[[(2, -0.5, 1)]]), 1.0)
+        rows = [[list(row) for row in seq.prompt_logprobs] for seq in stream.seqs]
+        assert rows == [[[2]], []], f"they belong to the first sequence, whichever answer's step brought them: {rows}"
+
     def test_no_text_is_made_before_the_reader_looks(self) -> None:
         """Counts the calls of the tokenizer's `decode`."""
         stream, calls = stream_of(), list[list[int]]()

@@ -475,12 +475,12 @@ class TestErrors:
 
     def test_a_model_without_an_end(self, llm: LLM) -> None:
         processor = llm.engine._processor
-        before, processor._eos = processor._eos, frozenset()
+        before, processor.eos_token_ids = processor.eos_token_ids, frozenset()
         try:
             with pytest.raises(ValueError, match="give stop_token_ids"):
                 one(llm, regex="a")
         finally:
-            processor._eos = before
+            processor.eos_token_ids = before
 
     def test_of_the_wrong_kind(self) -> None:
         with pytest.raises(ValueError, match="structured_outputs is a StructuredOutputsParams"):
@@ -526,6 +526,7 @@ NO_END: list[tuple[dict[str, Any], str]] = [
     ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}}, "back to themselves"),
     ({"grammar": 'start: "a" %json {"$ref": "#"}'}, "^structured_outputs holds a JSON schema .* back to themselves"),
     ({"grammar": 'start: "(" start ")"'}, "no text of it is finite"),
+    ({"grammar": 'start: "x" | a\na: "b" a'}, ": a leads back to itself"),
     (
         {"grammar": 'start: a{10} | X (b | "x" start)+ // "x"\nX: /a|b/\na: b -> start\nb: a | %json {"a": 1} a'},
         "finite",
@@ -561,7 +562,7 @@ class TestFormsThatEnd:
             'start: "(" start? ")"',
             'start: ("(" start)* a\na: [start] X\nX: "a"..."c" | "start"'.replace("...", ".."),
             'start: b "a" | (start "c" | b){0,3} start | b -> start\nb: "x" | b "y" // b: b',
-            'start: b ~ 0..2 "x"\n?b: "y" b\n',
+            'start: b ~ 0..2 "x"\n?b: "y" b?\n',
             'root ::= "a" root | "b"',
             'start: %json {"const": "start: start"} | start "x"',
         ],
@@ -587,6 +588,7 @@ class TestFormsThatEnd:
                 "maximum is -9999999999999999995, beyond",
             ),
             ({"type": "integer", "exclusiveMinimum": 1e19}, "exclusiveMinimum is 1e.19, beyond"),
+            ({"patternProperties": {"a.": {"$ref": "#/$defs/d"}}, "$defs": {"d": {"enum": [-(2**63)]}}}, "exactly"),
         ],
     )
     def test_a_number_that_the_library_writes_as_another_is_refused(self, schema: dict[str, Any], says: str) -> None:

@@ -29,6 +29,14 @@ def test_without_drafts() -> None:
     assert accept([4], []) == [4], "plain decoding"
 
 
+def test_what_was_given_stays() -> None:
+    """Wherever the draft is wrong. The answer is a list of its own, which others may change."""
+    for sampled in [5, 6, 1, 8], [5, 6, 7, 8], [4, 6, 7, 8]:
+        given, draft = list(sampled), [5, 6, 7]
+        accept(given, draft).append(9)
+        assert (given, draft) == (sampled, [5, 6, 7]), f"of {sampled} and {[5, 6, 7]} became {given} and {draft}"
+
+
 @given(Tokens, st.integers(0, 6), st.integers(0, 6))
 def test_it_is_the_text_of_plain_decoding(drafts: list[int], at: int, seed: int) -> None:
     """A model whose next token is a function of the tokens so far, asked after each draft."""

@@ -10,6 +10,8 @@ import pytest
 
 from folovllm import LLM, SamplingParams
 from folovllm.config import EngineConfig
+from folovllm.electives.spec_decode import extension
+from folovllm.electives.spec_decode.choose import Curve, StepCost
 from folovllm.electives.spec_decode.measure import Timer, measure_drafting
 from folovllm.electives.spec_decode.policy import AdaptiveLength, FixedLength
 from folovllm.electives.spec_decode.proposer import CompositeProposer, RowState
@@ -44,6 +46,17 @@ def test_each_method_writes_the_same_text() -> None:
     assert counts.num_accepted > 0.4 * counts.num_draft_tokens, (
         "a draft that was distilled from the model agrees with it"
     )
+
+
+@pytest.mark.parametrize("wait", [0.0, 5.0])
+def test_what_was_timed_at_the_start_changes_no_text(monkeypatch: pytest.MonkeyPatch, wait: float) -> None:
+    """Drafts seem to be free, or never to pay: other steps verify other drafts, and all write what plain decoding writes."""
+    plain = answers(LLM("stories-5m", **COMMON))
+    cost = StepCost(Curve((1.0, 64.0), (1.0, 1.0)), wait)
+    monkeypatch.setattr(extension, "measure_steps", lambda *_: cost)
+    llm = LLM("stories-5m", **COMMON, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    assert answers(llm) == plain
+    assert llm.engine.scheduler.speculation.policy.cost is cost  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("milestone", ["m2", "m6"])

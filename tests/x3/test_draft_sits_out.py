@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from folovllm.electives.spec_decode.draft_model import DraftModel
+from folovllm.electives.spec_decode.policy import FixedLength
 from folovllm.request import Sequence
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from tests.x3.drafting_loop import Clock
@@ -108,6 +109,14 @@ def test_others_in_the_batch_are_still_served() -> None:
     drafting.serve(texts, 45, without_grammar=[1])
     (other,) = drafting.writer.knows
     assert drafting.speculation.num_accepted > 200 and drafting.writer.runs[other] > 15
+
+
+def test_a_small_model_that_writes_what_grammars_allow_is_asked_each_time() -> None:
+    drafting = Drafting(1)
+    drafting.speculation.policy = FixedLength(6)
+    drafting.is_known = lambda text: True  # type: ignore[method-assign]
+    drafting.serve([story(1, 245)], 45)
+    assert drafting.speculation.num_accepted > 150
 
 
 class Knowing(Drafting):

@@ -258,5 +258,21 @@ def test_after_new_texts_come_some_that_repeat_themselves() -> None:
 def test_the_end_of_an_answer_does_not_silence_the_next_one() -> None:
     """Behind what repeats itself come some words that do not, for which many ask in vain: what was won pays for that."""
     texts = [copied(i, 290) + story(i, 12) for i in range(8)]
-    _, plain, seconds = both(1, "ngram+suffix", [[text] for text in texts], 150, grammars=True)
+    drafting, plain, seconds = both(1, "ngram+suffix", [[text] for text in texts], 150, grammars=True)
     assert plain > 2.0 * seconds
+    assert drafting.speculation.num_accepted > 0.6 * 8 * 140, "nearly all of what is copied"
+
+
+def test_between_stories_and_grammars_neither_spoils_the_other() -> None:
+    """Turns of new texts without a grammar, and of such as repeat themselves with one."""
+    plain, drafting = Served(1, grammars=True), Served(1, "ngram+suffix", grammars=True)
+    lost = whole = won = plain_of_grammars = 0.0
+    for turn in range(12):
+        seconds = plain.serve([story(turn, 245)], 45, without_grammar=[0])
+        whole += seconds
+        lost += drafting.serve([story(turn, 245)], 45, without_grammar=[0]) - seconds
+        seconds = plain.serve([copied(turn, 320)], 150)
+        plain_of_grammars += seconds
+        won += seconds - drafting.serve([copied(turn, 320)], 150)
+    assert lost < 0.02 * whole + 12 * AdaptiveLength.SLACK * PLAIN.seconds[0], "what was won may be lost in each turn"
+    assert won > 0.3 * plain_of_grammars

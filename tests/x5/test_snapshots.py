@@ -6,16 +6,15 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 
+from folovllm.apps.inspector import lines
 from folovllm.apps.inspector.recorder import Recorder
 from folovllm.apps.inspector.replay import parse
 from folovllm.cache.block_manager import Block
 from folovllm.config import EngineConfig
 from folovllm.electives.hybrid.snapshots import Snapshot, SnapshotBlockManager, SnapshotCache, snapshot_to_evict
 from folovllm.engine import events as ev
-from folovllm.layers.state_layer import STATES
 from folovllm.request import SequenceStatus
 from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts
@@ -286,13 +285,17 @@ def test_a_recording_says_where_states_and_snapshots_are() -> None:
     assert any(isinstance(event, ev.SnapshotEvicted) for event in heard)
 
 
-def told(events: list[ev.Event]) -> list[Any]:
+def told(events: Any) -> list[Any]:
     """What events say of states: rows, loads and saves by step, and snapshots."""
     found: list[Any] = []
     for event in events:
-        if isinstance(event, ev.StepBegan):
-            copies = {STATES: np.empty((0, 3))} | dict(event.output.extras or {})
-            found.append(([(s.seq_id, s.row) for s in event.output.scheduled_seqs], copies[STATES].tolist()))
+        if isinstance(event, ev.StepBegan | lines.StepBegan):
+            copies = (
+                {i: (s.load_state, s.save_state) for i, s in enumerate(event.scheduled_seqs)}
+                if isinstance(event, lines.StepBegan)
+                else lines.copies_of(event.output)
+            )
+            found.append([(s.seq_id, s.row, copies.get(i, (-1, -1))) for i, s in enumerate(event.scheduled_seqs)])
         elif isinstance(event, ev.SnapshotCached | ev.SnapshotEvicted):
             found.append(event)
     return found

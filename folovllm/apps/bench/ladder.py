@@ -1,7 +1,7 @@
 """`folovllm bench ladder`: one workload through every milestone, so that each step up can be seen.
 
 On a GPU the last milestone also runs with every other attention backend that the machine has. On CPU in float32 greedy
-answers must be the same on every rung; a ladder whose rungs answer differently is refused, not drawn.
+answers must be the same at every milestone; a result in which they differ is refused, not drawn.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ LEGEND = (
     "At once: requests in a step, mean. First and each token: medians, with all waiting. Longest wait: of a running "
     "request for its next token. Cache empty: reserved, and nothing in it. Prompt found: in the cache, not computed."
 )
-ALL_AGREE = "All rungs gave the same tokens."
+ALL_AGREE = "All milestones gave the same tokens."
 FOR_GPUS = "On a CPU M4 runs what M3 runs, and M6 has no device to overlap with: both are for GPUs."
 
 
@@ -87,7 +87,7 @@ def contenders_up_to(upto: str, common: dict[str, Any]) -> list[Contender]:
 
 
 def for_cpu(contenders: list[Contender], workload_name: str, count: int | None) -> list[Contender]:
-    """Give the rungs little memory and small chunks, so that a CPU shows what each of them is for.
+    """Give the milestones little memory and small chunks, so that a CPU shows what each of them is for.
 
     The KV cache has room for `SLOTS` requests as long as the workload's longest, in slots or in the same bytes of
     blocks, and where prompts come in chunks a step has `CHUNK` tokens. What a contender's fields say already stays.
@@ -112,17 +112,17 @@ def other_backends(contender: Contender) -> list[Contender]:
         try:
             set_up(EngineConfig(**fields))
         except BackendUnavailable:
-            continue  # what a machine does not have is no rung
+            continue  # what a machine does not have is left out
         if backend != chosen:
             found.append((f"{name} {backend}", fields))
     return found
 
 
 def bench_ladder(plan: Plan) -> Result:
-    """Measure each rung, and check that the answers agree where they must.
+    """Measure each milestone, and check that the answers agree where they must.
 
     Raises:
-        ValueError: greedy float32 answers on CPU differ between rungs.
+        ValueError: greedy float32 answers on CPU differ between milestones.
     """
     result = bench_throughput(plan.contenders, plan.workload, plan.requests, plan.repeats, plan.limit)
     result.benchmark = "ladder"
@@ -135,13 +135,13 @@ def bench_ladder(plan: Plan) -> Result:
 
 
 def check_answers(result: Result) -> None:
-    """Raise ValueError where a rung's greedy tokens are not the first's."""
+    """Raise ValueError where a milestone's greedy tokens are not the first's."""
     for run in result.runs:
         same = run.metrics.get(AGREEMENT)
         if same is not None and same.median < 100:
             raise ValueError(
                 f"{run.name} gave only {same.median:.1f}% of {result.runs[0].name}'s tokens: greedy answers in float32 "
-                "must be the same on every rung; its tests will say more"
+                "must be the same at every milestone; its tests will say more"
             )
 
 
@@ -163,7 +163,7 @@ def bench_reference(plan: Plan) -> Result:
 
 
 def beside(mine: Result, reference: Result) -> Result:
-    """Put two ladders into one, with two runs a rung: the reference's, then the learner's."""
+    """Put two ladders into one, with two runs a milestone: the reference's, then the learner's."""
     runs = [
         renamed
         for own, other in zip(mine.runs, reference.runs, strict=True)
@@ -173,7 +173,7 @@ def beside(mine: Result, reference: Result) -> Result:
 
 
 def show_ladder(result: Result, console: Console | None = None) -> None:
-    """Print a row for each rung. The ratio compares its tokens a second with the first rung's."""
+    """Print a row for each milestone. The ratio compares its tokens a second with the first one's."""
     console = console or Console(highlight=False)
     title = f"bench ladder: {workload_line(result.workload)}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)

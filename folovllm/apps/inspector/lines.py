@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceOf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import numpy as np
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 FORMAT, VERSION = "folovllm recording", 2
-NO_SNAPSHOT = -1  # in the place of a number of a snapshot
 Text = str | list[int]
+SnapshotSlot = Annotated[int, msgspec.Meta(ge=-1, lt=2**31)]  # -1: none; a step's arrays are of int32
 
 
 class Scheduled(ev.Tagged, frozen=True, tag=False):
@@ -31,13 +31,8 @@ class Scheduled(ev.Tagged, frozen=True, tag=False):
     num_samples: int
     first_new_block: int
     new_blocks: list[int]
-    load_state: int = NO_SNAPSHOT
-    save_state: int = NO_SNAPSHOT
-
-    @property
-    def num_new_tokens(self) -> int:
-        """Tokens that the step computes."""
-        return self.end - self.start
+    load_state: SnapshotSlot = -1
+    save_state: SnapshotSlot = -1
 
 
 class StepBegan(ev.Tagged, frozen=True):
@@ -62,12 +57,9 @@ class StepEnded(ev.Tagged, frozen=True):
     kv_blocks_used: int
 
 
-class DraftsVerified(ev.Tagged, frozen=True):
+class DraftsVerified(ev.DraftsVerified, frozen=True):
     """`events.DraftsVerified`, with the token ids that were rejected."""
 
-    seq_id: int
-    num_draft_tokens: int
-    num_accepted: int
     rejected: list[int]
 
 
@@ -137,19 +129,14 @@ class LineWriter:
             case ev.StepBegan(step, start, scheduled, output, budget_left):
                 copies = copies_of(output)
                 seqs = [
-                    Scheduled(
-                        s.seq_id, s.row, s.start, s.end, s.num_samples, s.first_new_block, list(s.new_blocks),
-                        *copies.get(i, ()),
-                    )
+                    Scheduled(s.seq_id, s.row, s.start, s.end, s.num_samples, s.first_new_block, list(s.new_blocks), *copies.get(i, ()))
                     for i, s in enumerate(output.scheduled_seqs)
                 ]  # fmt: skip
                 verified = [s for s in output.scheduled_seqs if s.num_samples > 1]
                 self._drafts |= {s.seq_id: s.token_ids[1 - s.num_samples :] for s in verified}
                 return StepBegan(step, start, scheduled, seqs, budget_left)
-            case ev.StepEnded(step, start, arrived, end, output, result, waiting, used):
-                pairs = zip(output.scheduled_seqs, result.token_ids, strict=True)
-                sampled = [(scheduled.seq_id, ids) for scheduled, ids in pairs if ids]
-                return StepEnded(step, start, arrived, end, sampled, waiting, used)
+            case ev.StepEnded(step, start, arrived, end, _, _, waiting, used):
+                return StepEnded(step, start, arrived, end, event.sampled, waiting, used)
             case ev.DraftsVerified(seq_id, num_draft_tokens, num_accepted):
                 drafts = self._drafts.pop(seq_id, np.empty(0, np.int32))
                 return DraftsVerified(seq_id, num_draft_tokens, num_accepted, drafts[num_accepted:].tolist())

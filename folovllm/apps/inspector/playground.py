@@ -67,6 +67,7 @@ CONTROLS = {  # by field of `EngineConfig`
     "states": Control(False, "the embedded hybrid model, with a snapshot every 16 tokens, instead of the dense model"),
 }
 Settings = dict[str, Any]  # a value for each
+DEFAULTS: Settings = {name: control.default for name, control in CONTROLS.items()}
 
 
 def changed(settings: Settings, changes: dict[str, Any]) -> Settings:
@@ -114,9 +115,9 @@ class Playground:
     """The engine of the moment, and what the page may ask of it."""
 
     def __init__(self, overrides: dict[str, Any]) -> None:
-        """`overrides` are fields of `EngineConfig`; those that the page has sliders for are where these begin."""
+        """`overrides` are fields of `EngineConfig`; those that the page has controls for are where these begin."""
         chosen = {name: value for name, value in overrides.items() if name in CONTROLS}
-        self.settings = changed({name: slider.default for name, slider in CONTROLS.items()}, chosen)
+        self.settings = changed(DEFAULTS, chosen)
         others = {name: value for name, value in overrides.items() if name not in CONTROLS}
         self._overrides = {"num_threads": 1, "use_tqdm": False} | others
         self.delay, self.is_held = 0.1, False
@@ -145,11 +146,11 @@ class Playground:
     def described(self) -> dict[str, Any]:
         """What the page shows beside the recording. `loading` is what the engine waits for, until it is there."""
         model = self._overrides.get("model")
-        sliders = {
-            name: slider for name, slider in CONTROLS.items() if model is None or name not in ("experts", "states")
-        }
+        hidden = () if model is None else ("experts", "states")  # those choose an embedded model
         return {
-            "fields": [slider.described(name, self.settings[name]) for name, slider in sliders.items()],
+            "fields": [
+                control.described(name, self.settings[name]) for name, control in CONTROLS.items() if name not in hidden
+            ],
             "mine": int(self.runs_mine),
             "loading": self.loading,
             "error": self.error,
@@ -191,7 +192,7 @@ class Playground:
 
     async def play(self, scene: Scene) -> None:
         """Build the engine of a scene, the last of several, and let its requests come one after the other, as in its recording."""
-        await self.build({name: slider.default for name, slider in CONTROLS.items()} | scene.engines[-1])
+        await self.build(DEFAULTS | scene.engines[-1])
         self._arriving = asyncio.create_task(self._arrive(scene))
 
     async def _arrive(self, scene: Scene) -> None:

@@ -1,34 +1,19 @@
-"""From the lines of a recording back to events: a listener of engines can listen to a recording."""
+"""Reads recordings. Their lines hold events as the engine's listeners get them, so a `Watcher` can follow them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
-import numpy as np
 
-from folovllm.apps.inspector.lines import (
-    FORMAT,
-    VERSION,
-    Done,
-    DraftsVerified,
-    Entry,
-    Line,
-    Scheduled,
-    StepBegan,
-    StepEnded,
-)
-from folovllm.apps.inspector.lines import Turn as TurnLine
+from folovllm.apps.inspector.lines import FORMAT, VERSION, Done, Entry, Line, StepBegan, Turn
 from folovllm.engine import events as ev
-from folovllm.models.files import in_one_line
-from folovllm.step.schedule import SchedulerOutput, StepResult
-
-NO_COPY = (-1, -1)  # a sequence loads and saves no snapshot in this step
+from folovllm.models.messages import in_one_line
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
+DAMAGED = (msgspec.DecodeError, RecursionError, UnicodeEncodeError)
 
 
 class Engine(msgspec.Struct):
@@ -49,14 +34,6 @@ class Header(msgspec.Struct):
 _header, _line = msgspec.json.Decoder(Header), msgspec.json.Decoder[Line](Line)
 
 
-class Turn(NamedTuple):
-    """What happened in one turn. A recording begins with a turn that has a `Snapshot` alone."""
-
-    number: int
-    time: float  # seconds
-    events: list[ev.Event]
-
-
 @dataclass(slots=True, frozen=True)
 class Recording:
     """A recording that was read: its header, and its other lines."""
@@ -71,12 +48,9 @@ class Recording:
         last = self.lines[-1] if self.lines else None
         return last.how if isinstance(last, Done) else None
 
-    def turns(self) -> Iterator[Turn]:
-        """All of it, turn by turn."""
-        begun: dict[int, SchedulerOutput] = {}  # by step: those in flight
-        for line in self.lines:
-            if isinstance(line, TurnLine):
-                yield Turn(line.number, line.time, [_event(entry, begun) for entry in line.events])
+    def turns(self) -> list[Turn]:
+        """What happened, turn by turn. The first turn has a `Snapshot` alone."""
+        return [line for line in self.lines if isinstance(line, Turn)]
 
 
 def read(path: str | Path) -> Recording:
@@ -97,32 +71,29 @@ def parse(text: str, name: str) -> Recording:
     """Read a recording from its text. Raises ValueError as `read` does."""
     first, *rows = text.split("\n")
     header = _checked_header(first, name)
-    blocks = set(range(header["engine"]["num_kv_blocks"]))
     lines: list[Line] = []
     has_begun = False
     for number, row in enumerate(rows, 2):
-        is_last = number == len(rows) + 1
-        if is_last and not row:
-            break
+        where = f"{name}, line {number}"
         try:
-            lines.append(line := _line.decode(row))
+            line = _line.decode(row)
         except msgspec.ValidationError as error:
-            raise ValueError(f"{name}, line {number} is no line of a recording: {in_one_line(error)}") from error
-        except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
-            if not is_last:  # else it was cut off
-                raise ValueError(f"{name}, line {number} is no JSON: the file is damaged") from None
-        else:
-            if isinstance(line, TurnLine):
-                if not has_begun and not isinstance(line.events[0] if line.events else None, ev.Snapshot):
-                    raise ValueError(f"{name}, line {number} does not begin with a snapshot: the file is damaged")
-                has_begun = True
-                if wrong := _blocks_of(line.events, len(blocks)) - blocks:
-                    raise ValueError(f"{name}, line {number}: block {min(wrong)} of {len(blocks)} does not exist")
+            raise ValueError(f"{where} is no line of a recording: {in_one_line(error)}") from error
+        except DAMAGED:
+            if number > len(rows):  # the last line is empty, or was cut off
+                break
+            raise ValueError(f"{where} is no JSON: the file is damaged") from None
+        if isinstance(line, Turn):
+            if not has_begun and not isinstance(line.events[0] if line.events else None, ev.Snapshot):
+                raise ValueError(f"{where} does not begin with a snapshot: the file is damaged")
+            has_begun = True
+            _require_blocks(line.events, header["engine"]["num_kv_blocks"], where)
+        lines.append(line)
     return Recording(name, header, lines)
 
 
-def _blocks_of(entries: list[Entry], num_blocks: int) -> set[int]:
-    """The blocks that entries name; -1 in a table lies behind the window."""
+def _require_blocks(entries: list[Entry], num_blocks: int, where: str) -> None:
+    """Raise ValueError for a block that the engine does not have; -1 in a table lies behind the window."""
     named: list[int] = []
     for entry in entries:
         match entry:
@@ -136,13 +107,14 @@ def _blocks_of(entries: list[Entry], num_blocks: int) -> set[int]:
                 named += [block_id for each in entry.scheduled_seqs for block_id in each.new_blocks if block_id >= 0]
             case _:
                 named += [block_id] if (block_id := getattr(entry, "block_id", None)) is not None else []
-    return set(named)
+    if wrong := [block_id for block_id in named if not 0 <= block_id < num_blocks]:
+        raise ValueError(f"{where}: block {min(wrong)} of {num_blocks} does not exist")
 
 
 def _checked_header(first: str, name: str) -> dict[str, Any]:
     try:
         header = _header.decode(first)
-    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError):
+    except DAMAGED:
         header = None
     if header is None or header.format != FORMAT:
         raise ValueError(f"{name} is no recording: `folovllm generate ... --record FILE` writes one")
@@ -153,35 +125,5 @@ def _checked_header(first: str, name: str) -> dict[str, Any]:
     try:
         msgspec.convert(header.engine, Engine)
     except msgspec.ValidationError as error:
-        raise ValueError(f"{name} does not describe its engine in its first line: {error}") from error
+        raise ValueError(f"{name} does not describe its engine in its first line: {in_one_line(error)}") from error
     return dict(msgspec.json.decode(first))
-
-
-def _event(entry: Entry, begun: dict[int, SchedulerOutput]) -> ev.Event:
-    """The event of an entry. `begun` has the steps in flight."""
-    match entry:
-        case StepBegan():
-            begun[entry.step] = output = _output(entry.scheduled_seqs)
-            return ev.StepBegan(entry.step, entry.start, entry.scheduled, output, entry.budget_left)
-        case StepEnded(step, start, arrived, end, sampled, waiting, used):
-            # One that is not there was in flight as the recording began.
-            output = (
-                begun.pop(step)
-                if step in begun
-                else _output([Scheduled(seq_id, 0, 0, 0, 1, 0, []) for seq_id, _ in sampled])
-            )
-            tokens = dict(sampled)
-            result = StepResult([tokens.get(scheduled.seq_id, []) for scheduled in output.scheduled_seqs], {})
-            return ev.StepEnded(step, start, arrived, end, output, result, waiting, used)
-        case DraftsVerified():
-            return ev.DraftsVerified(entry.seq_id, entry.num_draft_tokens, entry.num_accepted)
-    return entry
-
-
-def _output(scheduled_seqs: list[Any]) -> SchedulerOutput:
-    """A step of what a recording keeps of its sequences: to a listener they are like the scheduler's."""
-    copies = [
-        (i, s.load_state, s.save_state) for i, s in enumerate(scheduled_seqs) if (s.load_state, s.save_state) != NO_COPY
-    ]
-    extras = {"states": np.array(copies, np.int32)} if copies else None
-    return SchedulerOutput(tuple(scheduled_seqs), extras=extras)

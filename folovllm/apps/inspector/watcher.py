@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+from folovllm.apps.inspector import lines
 from folovllm.engine import events as ev
 
 
@@ -56,7 +57,7 @@ class Watcher:
         self.cells: list[Cell] = []  # [N]
         self.sequences: dict[int, Watched] = {}  # by seq_id
 
-    def __call__(self, events: SequenceOf[ev.Event]) -> None:
+    def __call__(self, events: SequenceOf[ev.Event | lines.Entry]) -> None:
         """Apply all events."""
         for event in events:
             self.apply(event)
@@ -78,24 +79,20 @@ class Watcher:
         """A sequence; of one that is gone, a state that nobody sees."""
         return self.sequences.get(seq_id) or Watched(NOBODY)
 
-    def apply(self, event: ev.Event) -> None:
+    def apply(self, event: ev.Event | lines.Entry) -> None:
         """Change the state as the event says."""
         cells = self.cells
         match event:
-            case ev.StepBegan():
-                for scheduled in event.output.scheduled_seqs:
-                    if (
-                        seq := self.sequences.get(scheduled.seq_id)
-                    ) is None:  # it ended while the step before was in flight
-                        continue
+            case ev.StepBegan() | lines.StepBegan():
+                for scheduled in event.scheduled_seqs:
+                    seq = self.served(scheduled.seq_id)  # it may have ended while the step before was in flight
                     seq.num_computed_tokens, seq.row = scheduled.end, scheduled.row
                     if scheduled.new_blocks or scheduled.first_new_block < len(seq.block_table):
                         seq.block_table[scheduled.first_new_block :] = scheduled.new_blocks
-            case ev.StepEnded():
+            case ev.StepEnded() | lines.StepEnded():
                 self.num_steps += 1
-                for scheduled, sampled in zip(event.output.scheduled_seqs, event.result.token_ids, strict=True):
-                    if (seq := self.sequences.get(scheduled.seq_id)) is not None:
-                        seq.num_tokens += len(sampled)
+                for seq_id, token_ids in event.sampled:
+                    self.served(seq_id).num_tokens += len(token_ids)
             case ev.BlockClaimed(block_id):
                 cells[block_id].is_free = False
             case ev.BlockFreed(block_id):

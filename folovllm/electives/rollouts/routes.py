@@ -6,16 +6,15 @@ from typing import TYPE_CHECKING
 
 from folovllm.electives.rollouts.sleep import sleep, wake_up
 from folovllm.electives.rollouts.weights import ASLEEP
-from folovllm.engine.extension import EngineRoute
 
 if TYPE_CHECKING:
     from folovllm.engine.llm_engine import LLMEngine
 
 HERE = "folovllm.electives.rollouts.routes"
 ROUTES = (
-    EngineRoute("/sleep", "POST", f"{HERE}:post_sleep"),
-    EngineRoute("/wake_up", "POST", f"{HERE}:post_wake_up"),
-    EngineRoute("/is_sleeping", "GET", f"{HERE}:is_sleeping"),
+    ("/sleep", "POST", f"{HERE}:post_sleep"),
+    ("/wake_up", "POST", f"{HERE}:post_wake_up"),
+    ("/is_sleeping", "GET", f"{HERE}:is_sleeping"),
 )
 Query = dict[str, list[str]]
 

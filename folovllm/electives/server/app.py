@@ -89,8 +89,8 @@ def build_app(engine: AsyncEngine, config: ServerConfig) -> FastAPI:
         add(FILES, inspector.file, needs_key=False, include_in_schema=False)
         add(f"{PAGE}/events", inspector.events, include_in_schema=False)
     if config.enable_sleep_mode:
-        for route in require(SLEEP_ROUTES, "enable_sleep_mode"):
-            add(route.path, api.calling(route.place), method=route.method, include_in_schema=False)
+        for path, method, function in require(SLEEP_ROUTES, "enable_sleep_mode"):
+            add(path, api.calling(function), method=method, include_in_schema=False)
     app.openapi().setdefault("components", {})["schemas"] = schemas()
     return app
 
@@ -253,7 +253,7 @@ class Api:
         return http.json_response(replies.tokenizer_info(full_tokenizer(self._engine.tokenizer)))
 
     def calling(self, function: str) -> Handler:
-        """Return the handler of an `EngineRoute`. It reads its query alone: a body is refused."""
+        """Return the handler of a route beside the engine (`plugins.SLEEP_ROUTES`). It reads its query alone: a body is refused."""
 
         async def call(request: Request) -> Response:
             if await http.read_body(request, self._config.max_body_size):

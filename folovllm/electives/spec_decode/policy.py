@@ -95,9 +95,9 @@ class AdaptiveLength(LengthPolicy):
     """Drafts as many tokens as pay, for each sequence; where drafts have cost time it backs off.
 
     `best_draft_lengths` decides from the acceptance averages and `cost`; a decision holds for some steps. The policy adds up
-    the seconds that drafts cost and those that accepted tokens save. Where more were lost than saved, or no sequence gets a
-    draft, the scheduler rests for `BACK_OFF` times the loss: so drafts that do not pay take about 1% of the time, whatever
-    the averages say. Behind a rest the proposer is asked for a few tokens of one sequence, in turn, if for nothing else.
+    the seconds that drafts cost, less those that accepted tokens save. Where no sequence gets a draft, or `SLACK` was lost, the
+    scheduler rests for `BACK_OFF` times the loss: so drafts that do not pay take about 1% of the time, whatever the averages
+    say. Behind a rest comes a decision again, with a probe if it has no drafts: a few tokens of one sequence, in turn.
     """
 
     KEEP = 0.9  # decay of an observation in a step

@@ -101,14 +101,13 @@ class Speculation:
             for seq, length in zip(seqs, lengths, strict=True)
             if length
         ]
-        asked = [seq for seq, k in wanted if k > num_in_flight(seq)]
-        ks = [k for seq, k in wanted if k > num_in_flight(seq)]
-        if not asked:
+        wanted = [(seq, k) for seq, k in wanted if k > num_in_flight(seq)]
+        if not wanted:
             return {}
-        self.asked = True
-        found = self.proposer.propose_all([self._know(seq).state() for seq in asked], ks)
+        self.asked, ks = True, [k for _, k in wanted]
+        found = self.proposer.propose_all([self._know(seq).state() for seq, _ in wanted], ks)
         drafts = {}
-        for seq, k, draft in zip(asked, ks, found, strict=True):
+        for (seq, k), draft in zip(wanted, found, strict=True):
             if draft and self._known[seq.seq_id].spec.has_grammar:
                 draft = self.proposer.resolve(draft)
             if own := self.rules.trim(seq, draft[:k])[num_in_flight(seq) :]:

@@ -20,9 +20,9 @@ def choice_mask(
 ) -> list[int]:
     """The tokens with which an answer that is `so_far` may go on if it must become one of `choices`.
 
-    A token may come if `so_far` and its bytes together begin one of the choices, or are all of it. How a choice is cut into
-    tokens is left to the model: "yes" may come as "yes", as "y" and "es", or letter by letter. Where `so_far` is one of the
-    choices the answer may end, beside going on where a longer choice begins with it.
+    A token may come if `so_far` and its bytes together begin one of the choices, or are all of it; a token without bytes never
+    may. How a choice is cut into tokens is left to the model: "yes" may come as "yes", as "y" and "es", or letter by letter.
+    Where `so_far` is one of the choices the answer may end, beside going on where a longer choice begins with it.
 
     A vocabulary has 150,000 tokens and a choice a few bytes: so look up what each choice can go on with, and do not try
     every token.

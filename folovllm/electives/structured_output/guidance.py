@@ -7,6 +7,7 @@ It walks the tokenizer's tokens as a tree of bytes beside a parser, so that a ma
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import time
@@ -146,7 +147,7 @@ def has_finite(alternatives: str) -> bool:
 
 
 def require_end(grammar: str) -> None:
-    """Raise ValueError if no text of a grammar in Lark's notation is finite, since its rules need each other.
+    """Raise ValueError if a rule of a grammar in Lark's notation has no finite text, since it needs itself.
 
     The least fixed point, as of a schema's references. What is not known here counts as finite.
     """
@@ -165,9 +166,9 @@ def require_end(grammar: str) -> None:
 
     while new := {name for name, body in rules.items() if name not in finite and is_finite(body)}:
         finite |= new
-    if "start" in rules and "start" not in finite and "::" not in grammar:
+    if (endless := sorted(rules.keys() - finite)) and "::" not in grammar:
         raise ValueError(
-            "structured_outputs holds a grammar that cannot be used: its rules need each other, so no text of it is finite"
+            f"structured_outputs holds a grammar that cannot be used: {endless[0]} leads back to itself, so no text of it is finite"
         )
 
 
@@ -186,21 +187,10 @@ def require_way_on(asked: StructuredOutputsParams, grammar: str) -> None:
 
     Walks prefer what ends strings and numbers, so that they see much of a document in a few steps.
     """
-    guidance = library()
+    guidance, end = library(), time.process_time() + BYTE_SECONDS
     start = guidance.LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=guidance.LLParserLimits(**LIMITS))
-    end = time.process_time() + BYTE_SECONDS
     for seed in range(BYTE_WALKS):
-        chance, place = random.Random(seed), start.deep_copy()
-        for _ in range(BYTE_STEPS):
-            mask = place.compute_bitmask()
-            if place.is_stopped() or time.process_time() > end:
-                break
-            allowed = [byte for byte in range(256) if mask[byte // 8] >> byte % 8 & 1]
-            if not allowed:  # but the end
-                break
-            likely = [byte for byte in allowed if byte in STRUCTURE]
-            place.consume_token(chance.choice(likely if likely and chance.random() < 0.7 else allowed))
-        if place.get_error().startswith("NoExtensionBias"):
+        if error_of_walk(start, random.Random(seed), BYTE_STEPS, STRUCTURE, end).startswith("NoExtensionBias"):
             raise ValueError(
                 f"structured_outputs holds a {KIND.get(asked.kind, 'JSON schema')} that cannot be used: an answer may come to where nothing can follow, "
                 "and is not complete there"
@@ -214,13 +204,25 @@ def check_grammar(asked: StructuredOutputsParams, tokenizer: Any) -> None:
     """
     start = GuidanceGrammar.compile(asked, tokenizer).inner
     for seed in range(WALKS):
-        chance, place = random.Random(seed), start.deep_copy()
-        for _ in range(STEPS):
-            mask = np.unpackbits(np.frombuffer(place.compute_bitmask(), np.uint8), bitorder="little")
-            if place.is_stopped():
-                break
-            place.consume_token(int(chance.choice(mask.nonzero()[0])))
-        require_good(asked, place.get_error())
+        require_good(asked, error_of_walk(start, random.Random(seed), STEPS))
+
+
+def error_of_walk(
+    start: Any, chance: random.Random, steps: int, likely: Collection[int] = (), end: float = math.inf
+) -> str:
+    """Return what the library says against a walk of `steps` tokens, "" if nothing.
+
+    Most tokens are of `likely` where the grammar allows some of them. At `end`, in seconds of the process, the walk ends.
+    """
+    place = start.deep_copy()
+    for _ in range(steps):
+        mask = np.frombuffer(place.compute_bitmask(), np.uint8)
+        allowed = np.unpackbits(mask, bitorder="little").nonzero()[0].tolist()
+        if place.is_stopped() or not allowed or time.process_time() > end:
+            break
+        first = [token for token in allowed if token in likely]
+        place.consume_token(chance.choice(first if first and chance.random() < 0.7 else allowed))
+    return str(place.get_error())
 
 
 def require_good(asked: StructuredOutputsParams, error: str) -> None:

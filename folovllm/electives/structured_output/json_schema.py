@@ -30,25 +30,17 @@ def with_an_end(schema: Schema) -> Schema:
     Raises:
         ValueError: no document is finite; a name may begin that cannot end; or a number is none of the library's.
     """
+    schema = _map(schema, _with_bounds)  # first of all: the library meets no other numbers below
     endless = _endless_references(schema)
     shared: Schema = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
     def change(inner: Schema) -> Schema | bool:
         if inner.get("$ref") in endless:
             return False
-        _require_numbers(inner)
-        return _with_bounds(_without_empty_patterns(_without_forbidden_names(inner, shared)))
+        return _without_empty_patterns(_without_forbidden_names(inner, shared))
 
     rewritten: Schema = _map(schema, change)
     return rewritten
-
-
-def _require_numbers(schema: Schema) -> None:
-    """Raise ValueError for a number that an answer must hold, and that the library writes as another one."""
-    for number in _numbers_in([schema.get("const"), schema.get("enum")]):
-        whole = int(number) if isinstance(number, int) or number.is_integer() else 0
-        if abs(whole) > LARGEST or int(float(whole)) != whole:
-            raise ValueError(f"the number {number!r:.40} is beyond those that are kept exactly: write it as a text")
 
 
 def _numbers_in(value: Any) -> Iterator[int | float]:
@@ -108,8 +100,13 @@ def _map(schema: Any, change: Callable[[Schema], Schema | bool]) -> Any:
 def _with_bounds(schema: Schema) -> Schema:
     """Bound a whole number to 64 bits where the schema does not: a model may go on with its digits for ever.
 
-    Bounds that are no float64 move inwards to the next one. Raises ValueError for those beyond 64 bits that leave nothing.
+    Bounds that are no float64 move inwards to the next one. Raises ValueError for those beyond 64 bits that leave nothing, and
+    for a number that an answer must hold and that the library writes as another one.
     """
+    for number in _numbers_in([schema.get("const"), schema.get("enum")]):
+        whole = int(number) if isinstance(number, int) or number.is_integer() else 0
+        if abs(whole) > LARGEST or int(float(whole)) != whole:
+            raise ValueError(f"the number {number!r:.40} is beyond those that are kept exactly: write it as a text")
     schema = {key: _bound(key, value) if key in (*LEAST, *MOST) else value for key, value in schema.items()}
     types, said = schema.get("type"), {*LEAST, *MOST, "enum", "const"}
     is_whole = "integer" in types and "number" not in types if isinstance(types, list) else types == "integer"

@@ -28,7 +28,7 @@ class SceneRequest(msgspec.Struct, frozen=True):
 
 
 class Lane(msgspec.Struct, frozen=True):
-    """One of several recordings that are shown side by side: what its settings change, in words and for the sliders."""
+    """One of several recordings that are shown side by side: what its settings change, in words and for the controls."""
 
     title: str
     settings: dict[str, Any]
@@ -41,7 +41,7 @@ class Scene(msgspec.Struct, frozen=True):
         chapter: of the book, that tells the whole story.
         start: the turn of the first lane from which the recording plays,
         stop: and the one at which it stops for the question.
-        settings: of the playground's sliders; others are at their defaults.
+        settings: of the playground's controls; others are at their defaults.
         requests: in the order in which they come.
         lanes: recordings that are shown side by side; one recording if there are none.
     """
