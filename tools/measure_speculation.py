@@ -71,13 +71,13 @@ def compare(plain: LLM, speculating: LLM, name: str, batch: int, rounds: int, te
     now = counts.num_draft_tokens, counts.num_accepted, counts.num_drafts
     drafted, accepted, drafts = (one - other for one, other in zip(now, before, strict=True))
     same = sum(one == other for one, other in zip(pairs[-1][0].texts, pairs[-1][1].texts, strict=True))
-    told = []
+    parts = []
     for kind, which in (("", "seconds"), ("behind the first ", "behind_first")):
         slow, fast = (1e3 * statistics.median(getattr(pair[i], which) for pair in pairs) for i in (0, 1))
-        told.append(f"{kind}{slow:.3f} ms a token, speculating {fast:.3f} ms, {slow / fast:.2f} x")
+        parts.append(f"{kind}{slow:.3f} ms a token, speculating {fast:.3f} ms, {slow / fast:.2f} x")
     gains = " ".join(f"{one.seconds / other.seconds:.3f}" for one, other in pairs)
     return (
-        f"{'; '.join(told)}; {accepted} of {drafted} draft tokens accepted, in {drafts} drafts "
+        f"{'; '.join(parts)}; {accepted} of {drafted} draft tokens accepted, in {drafts} drafts "
         f"{1 + accepted / max(1, drafts):.2f} tokens; {same} of {len(work[0])} texts equal; rounds {gains}"
     )
 

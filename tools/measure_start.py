@@ -178,8 +178,8 @@ def main() -> None:
         for name in STARTS:
             env = os.environ | kept | {"PYTHONDONTWRITEBYTECODE": "1" if "kept" in name else ""}
             child = [sys.executable, __file__, "--child", "--model", model]
-            said = subprocess.run(child, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
-            results.append(json.loads(said.splitlines()[-1]))
+            output = subprocess.run(child, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
+            results.append(json.loads(output.splitlines()[-1]))
     print(f"{'seconds':24}" + "".join(f"{name:>20}" for name in STARTS))
     for phase in ORDER:
         print(f"{phase:24}" + "".join(f"{result['phases'].get(phase, 0.0):20.2f}" for result in results))

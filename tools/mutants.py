@@ -92,8 +92,8 @@ def run_tests(mine: Path, tests: Iterable[str], limit: float | None = None) -> t
         words, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
     ) as process:
         try:
-            said, _ = process.communicate(timeout=limit)
-            return process.returncode, said
+            output, _ = process.communicate(timeout=limit)
+            return process.returncode, output
         except subprocess.TimeoutExpired:
             return None, ""
         finally:
@@ -110,19 +110,19 @@ def outcome(mutant: Mutant, limit: float = LIMIT) -> tuple[str, str]:
             file.write_text(mutant.source(), "utf-8")
         except LookupError as error:
             return "anchor lost", str(error)
-        status, said = run_tests(Path(folder), mutant.test.split(), limit)
-    return OUTCOMES.get(status, "not run"), said[-1000:] if status not in OUTCOMES else mutant.test
+        status, output = run_tests(Path(folder), mutant.test.split(), limit)
+    return OUTCOMES.get(status, "not run"), output[-1000:] if status not in OUTCOMES else mutant.test
 
 
 def run_clean(mutants: Sequence[Mutant]) -> None:
     """Run all tests on the engine as it is. Raises SystemExit if one fails: it would kill anything."""
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         Path(folder, "folovllm").mkdir()
-        status, said = run_tests(
+        status, output = run_tests(
             Path(folder), dict.fromkeys(test for mutant in mutants for test in mutant.test.split())
         )
     if status:
-        raise SystemExit(f"{said}\nthese tests fail without any mutant")
+        raise SystemExit(f"{output}\nthese tests fail without any mutant")
 
 
 def main() -> None:
@@ -141,10 +141,10 @@ def main() -> None:
     found: Counter[str] = Counter()
     for mutant in mutants:
         start = time.monotonic()
-        what, said = outcome(mutant, wanted.limit)
+        what, output = outcome(mutant, wanted.limit)
         print(f"{what:<12}{time.monotonic() - start:5.1f} s  {mutant.package:<14}{mutant.name}", flush=True)
         if what != "killed":
-            print(f"    {mutant.behaviour}\n    {said}", flush=True)
+            print(f"    {mutant.behaviour}\n    {output}", flush=True)
         found[what] += 1
     print(f"{len(mutants)} mutants: {', '.join(f'{count} {what}' for what, count in found.most_common())}")
     raise SystemExit(found["killed"] < len(mutants))

@@ -54,13 +54,13 @@ class Ask:
 
 @dataclass(slots=True, frozen=True)
 class Take:
-    """What is played for a recording. `told` goes into its header: what the page says beside it, and where it begins and stops."""
+    """What is played for a recording. `scene` goes into its header: what the page says beside it, and where it begins and stops."""
 
     file: Path
     title: str
     engine: dict[str, Any]
     asks: list[Ask] = field(default_factory=list)
-    told: dict[str, Any] | None = None
+    scene: dict[str, Any] | None = None
     is_measured: bool = False
 
 
@@ -91,9 +91,9 @@ CACHE = [
 ]
 
 
-def abc(name: str, title: str, milestone: str, told: dict[str, Any] | None = None) -> Take:
+def abc(name: str, title: str, milestone: str, scene: dict[str, Any] | None = None) -> Take:
     """A, B and C, whom the chapters follow, for the book."""
-    return Take(BOOK / f"{name}.jsonl", title, {"milestone": milestone, **example().engine[milestone]}, ABC, told)
+    return Take(BOOK / f"{name}.jsonl", title, {"milestone": milestone, **example().engine[milestone]}, ABC, scene)
 
 
 def asked(start: int, stop: int, question: str, zh: str) -> dict[str, Any]:
@@ -160,7 +160,7 @@ def takes_of(scene: Scene) -> Iterator[Take]:
     titles = [lane.title for lane in scene.lanes] or [scene.words.title]
     for title, settings, file in zip(titles, scene.engines, scene.files, strict=True):
         yield Take(
-            file, title, config_fields(DEFAULTS | settings), asks, scene.told(), is_measured=scene.name == MEASURED
+            file, title, config_fields(DEFAULTS | settings), asks, scene.described(), is_measured=scene.name == MEASURED
         )
 
 
@@ -233,7 +233,7 @@ def play(take: Take, file: Path, device: str) -> None:
     engine = make_engine(EngineConfig(**options | take.engine))
     clock = measured_clock if take.is_measured else virtual_clock
     with clock(engine), file.open("wb") as out:
-        recorder = Recorder(engine, out.write, title=take.title, is_virtual=not take.is_measured, scene=take.told)
+        recorder = Recorder(engine, out.write, title=take.title, is_virtual=not take.is_measured, scene=take.scene)
         turn = 0
         while turn <= max(ask.turn for ask in take.asks) or engine.has_unfinished_requests():
             for letter, ask in zip("abcdefghijklmnop", take.asks, strict=False):

@@ -116,7 +116,7 @@ def notebook(pair: Pair) -> None:
 
 def check(chosen: list[Pair], release: bool) -> int:
     """1 if current sections differ; with `release`, also if any is not current."""
-    found = [said for pair in chosen for said in pair.differences()]
+    found = [difference for pair in chosen for difference in pair.differences()]
     if release:
         found += [
             f"{pair}, {name}: {state}" for pair in chosen for name, state in pair.states().items() if state in WRONG

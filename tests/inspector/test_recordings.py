@@ -46,8 +46,8 @@ def test_each_is_small_and_whole(file: Path) -> None:
 def test_a_scene_stops_before_its_answer(scene: Scene) -> None:
     """Each recording tells its scene; the first has the moments at which the story begins, and stops, and goes on behind."""
     for file in scene.files:
-        told = read(file).header["scene"]
-        assert told == msgspec.to_builtins(scene.told()), "record it anew: python tools/recordings.py"
+        found = read(file).header["scene"]
+        assert found == msgspec.to_builtins(scene.described()), "record it anew: python tools/recordings.py"
     assert 0 <= scene.start < scene.stop < len(read(scene.files[0]).turns()) - 1
     assert all(text and text[-1] in "?？" for text in (scene.words.question, scene.zh.question))
     assert (ROOT / "docs" / f"{scene.chapter}.md").is_file()

@@ -109,7 +109,9 @@ class TestPlayground:
             lines = (SAMPLES / "m3.jsonl").read_text(encoding="utf-8").replace("\n", "\n\ndata: ")
             route.fulfill(body=f"data: {lines}\n\n".removesuffix("data: \n\n"), content_type="text/event-stream")
 
-        listed = [msgspec.to_builtins(scene.told()) | {"recordings": recordings(scene)} for scene in scenes().values()]
+        listed = [
+            msgspec.to_builtins(scene.described()) | {"recordings": recordings(scene)} for scene in scenes().values()
+        ]
         source = {
             "kind": "playground",
             "events": "events",

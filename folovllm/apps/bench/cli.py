@@ -165,10 +165,10 @@ def ladder(
     on_gpu = choose_device(given.get("device")).type == "cuda"
     workload = workload or ("nano-vllm" if on_gpu else "mixed")
     with contenders(given, None, random_weights) as [(_, fields)]:
-        climbed = (
+        milestones = (
             contenders_up_to(upto, fields) if on_gpu else for_cpu(contenders_up_to(upto, fields), workload, requests)
         )
-        plan = Plan(climbed, workload, requests, limit, repeats)
+        plan = Plan(milestones, workload, requests, limit, repeats)
         found = bench_ladder(plan)
         found = beside(found, bench_reference(plan)) if os.environ.get("FOLOVLLM_MINE") else found
     finish(found, save, show_ladder)
@@ -184,7 +184,7 @@ def serve(
     ] = "mixed",
     requests: Requests = None,
     rates: Annotated[
-        str | None, typer.Option(help="Requests a second, one load after the other: 1,2,4,8 if nothing is said.")
+        str | None, typer.Option(help="Requests a second, one load after the other; by default 1,2,4,8.")
     ] = None,
     clients: Annotated[
         str | None,
@@ -192,7 +192,7 @@ def serve(
     ] = None,
     slo: Annotated[str | None, typer.Option(hidden=True)] = None,
     engine_process: Annotated[
-        bool | None, typer.Option(help="Our engine in a process of its own; if not said: where it has a GPU.")
+        bool | None, typer.Option(help="Our engine in a process of its own; by default where it has a GPU.")
     ] = None,
     api_key: Annotated[str | None, typer.Option(help="A key that the server knows.")] = None,
     random_weights: Geometry = None,

@@ -62,11 +62,11 @@ async def read_reply(stream: asyncio.StreamReader, reply: Reply) -> str | None:
     """Read a streamed response into `reply`, line by line; returns what is wrong with it. HTTP's own lines are passed over."""
     status = await stream.readline()
     if not status.startswith(b"HTTP/1.1 200"):
-        said = (status + await stream.read()).partition(b"\r\n\r\n")[2].decode(errors="replace")
+        body = (status + await stream.read()).partition(b"\r\n\r\n")[2].decode(errors="replace")
         words = status.split()
         if len(words) < 2 or not words[0].startswith(b"HTTP/"):
             return "the server's response cannot be read: it is no HTTP"
-        return f"status {words[1].decode(errors='replace')}: {said[:300]}"
+        return f"status {words[1].decode(errors='replace')}: {body[:300]}"
     while line := await stream.readline():
         if line.startswith(b"data: {"):
             event, now = read_event(line[6:]), asyncio.get_running_loop().time()

@@ -68,7 +68,7 @@ class Chat:
             self.notes.print(f"error: {error} (/reset starts a new conversation)", style="red", markup=False)
 
     def answer(self, question: str) -> str:
-        """Stream the answer to stdout and add both to the history; what was said before a Ctrl-C counts."""
+        """Stream the answer to stdout and add both to the history; the text before a Ctrl-C counts."""
         messages = [*self.messages, {"role": "user", "content": question}]
         text = ""
         try:

@@ -42,7 +42,7 @@ def print_next(llm: LLM, untold: deque[str], as_json: bool, between: str, output
 def stream_answer(llm: LLM, prompt: Prompt, params: SamplingParams, opening: str) -> None:
     """What `llm.generate` does with one prompt, for a terminal: `opening`, then the answer as it grows, on stdout.
 
-    After Ctrl-C what was said stays.
+    After Ctrl-C the text so far stays.
     """
     from folovllm.engine.ctrl_c import ctrl_c
 
@@ -91,14 +91,14 @@ def as_json_line(output: RequestOutput) -> str:
     for answer in answers:
         del answer["delta_text"], answer["delta_token_ids"]  # of the last step: no one streams here
     measured = ("ttft", "tpot", "latency", "tokens_per_second", "num_prompt_tokens", "num_generated_tokens")
-    said = {
+    fields = {
         "prompt": output.prompt,
         "prompt_token_ids": output.prompt_token_ids,
         "outputs": answers,
         "num_cached_tokens": output.num_cached_tokens,
         "metrics": {name: getattr(output.metrics, name) for name in measured},
     }
-    return json.dumps(said, ensure_ascii=not (sys.stdout.encoding or "utf-8").lower().startswith("utf"))
+    return json.dumps(fields, ensure_ascii=not (sys.stdout.encoding or "utf-8").lower().startswith("utf"))
 
 
 def stderr() -> Console:

@@ -60,7 +60,7 @@ class Subscribers:
         self._all: set[Subscriber] = set()
 
     def publish(self, pieces: list[bytes]) -> None:
-        """Give everybody what the engine said."""
+        """Give everybody the lines that the engine made."""
         for piece in pieces:
             for subscriber in self._all:
                 subscriber.put(piece)

@@ -147,12 +147,17 @@ def playground_app(playground: Playground, host: str) -> Starlette:
 
 def _source(live: bool) -> dict[str, Any]:
     """Where the page finds events, controls, scenes and chapters; `live`: it shows the engine at once."""
-    told = [
-        scene.told()
+    described = [
+        scene.described()
         | {"recordings": [{"name": file.name, "url": f"inspector/scenes/{file.name}"} for file in scene.files]}
         for scene in scenes().values()
     ]
-    source = {"kind": "playground", "events": "inspector/events", "control": "inspector/playground", "scenes": told}
+    source = {
+        "kind": "playground",
+        "events": "inspector/events",
+        "control": "inspector/playground",
+        "scenes": described,
+    }
     return source | {"live": live, "book": "inspector/book/{}.md" if BOOK.is_dir() else None}
 
 

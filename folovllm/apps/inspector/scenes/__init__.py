@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parent
 
 
 class Words(msgspec.Struct, frozen=True):
-    """What a reader is told of a scene."""
+    """The words of a scene that a reader sees."""
 
     title: str
     watch: str  # what to look for
@@ -67,7 +67,7 @@ class Scene(msgspec.Struct, frozen=True):
         """The settings of the engine of each recording."""
         return [self.settings | lane.settings for lane in self.lanes] or [self.settings]
 
-    def told(self) -> dict[str, Any]:
+    def described(self) -> dict[str, Any]:
         """What the page, and the header of a recording, say of it."""
         words = {"words": self.words, "zh": self.zh}
         return {"name": self.name, "chapter": self.chapter, "start": self.start, "stop": self.stop} | words
