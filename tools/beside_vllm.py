@@ -1,7 +1,7 @@
 """Serve the same work with FoloVLLM and with vLLM, one after the other on one machine: `python tools/beside_vllm.py`.
 
 Random weights of some shape, fresh prompts in every pass, both engines through their `LLM` with their own defaults but for
-steps of at most 16,384 tokens and, if asked, the cache's number format. Each work is done once to warm up and then `--passes` times; a line tells the seconds of each
+steps of at most 16,384 tokens and, if asked, the number format of the cache or of the weights. Each work is done once to warm up and then `--passes` times; a line tells the seconds of each
 pass, and the last table the ratio of the best ones (above 1: ours is faster). vLLM must be there to import.
 
 To compare the servers, start one after the other (`folovllm serve`, `vllm serve`), and load each with `folovllm bench serve --url`.
@@ -28,7 +28,24 @@ WORKS = {  # requests at once, tokens of a prompt, tokens of an answer
     "32 x 8,000": (32, 8000, 32),
     "8 x 15,000": (8, 15_000, 32),
     "1 x 8,000": (1, 8000, 1),
+    **{f"{n} decoding": (n, 16, 128) for n in (2, 8, 32, 128)},
+    "4 x 3,000": (4, 3000, 1),
+    "1 x 16,000": (1, 16_000, 1),
 }
+# A `quantization_config` that both engines read; both make up the weights.
+WEIGHTS: dict[str, dict[str, Any]] = {
+    "fp8-blocks": {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128], "modules_to_not_convert": ["lm_head"],
+    },
+    "fp8-outputs": {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"], "config_groups": {"group_0": {
+            "targets": ["Linear"],
+            "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+            "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True},
+        }},
+    },
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True, "lm_head": False},
+}  # fmt: skip
 NANO, BURST = "nano-vllm", "burst"
 ENGINES = ("folovllm", "vllm")
 COMMON: dict[str, Any] = {"max_num_batched_tokens": 16_384, "max_model_len": 16_384, "dtype": "bfloat16"}
@@ -49,6 +66,15 @@ def start(engine: str, model: Path, gpus: int, kv_cache_dtype: str) -> tuple[Any
         own = {"random_weights": True, "tokenizer": DEFAULT_MODEL, "model_impl": "native", "milestone": "m6"}
     asked = {"tensor_parallel_size": gpus, "kv_cache_dtype": kv_cache_dtype}
     return LLM(model=str(model), **asked, **COMMON, **own), SamplingParams
+
+
+def write_model(geometry: str, weights: str | None, folder: Path) -> Path:
+    """Write the configuration of a model of this shape, whose weights are in this format."""
+    model = write_geometry(geometry, folder)
+    if weights is not None:
+        config = json.loads((model / "config.json").read_text()) | {"quantization_config": WEIGHTS[weights]}
+        (model / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+    return model
 
 
 def requests_of(work: str, seed: int) -> list[tuple[list[int], int]]:
@@ -107,6 +133,7 @@ def main() -> None:
     parser.add_argument("--geometry", default="qwen3-0.6b", choices=GEOMETRIES)
     parser.add_argument("--gpus", type=int, default=1, help="of one model (tensor parallelism)")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"])
+    parser.add_argument("--weights", choices=WEIGHTS, help="16 bits without")
     parser.add_argument("--works", nargs="+", default=[*WORKS, BURST, NANO], choices=[*WORKS, BURST, NANO])
     parser.add_argument("--passes", type=int, default=2, help="measured ones; the best counts")
     parser.add_argument("--engine", choices=ENGINES, help="this one alone, in this process")
@@ -114,11 +141,12 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if args.engine:
         with tempfile.TemporaryDirectory() as folder:
-            serve(args.engine, write_geometry(args.geometry, Path(folder)), args)
+            serve(args.engine, write_model(args.geometry, args.weights, Path(folder)), args)
         return
     ours, theirs = (best_of(engine) for engine in ENGINES)
     cache = "" if args.kv_cache_dtype == "auto" else f", cache in {args.kv_cache_dtype}"
-    print(f"{args.geometry}, {args.gpus} GPU{cache}: {'FoloVLLM':>14} {'vLLM':>10} {'ratio':>8}")
+    weights = f", weights: {args.weights}" if args.weights else ""
+    print(f"{args.geometry}, {args.gpus} GPU{weights}{cache}: {'FoloVLLM':>14} {'vLLM':>10} {'ratio':>8}")
     for work in (work for work in args.works if work in ours and work in theirs):
         print(f"{work:>18}: {ours[work]:>10.3f} s {theirs[work]:>8.3f} s {theirs[work] / ours[work]:>8.2f}")
 

@@ -131,25 +131,21 @@ class Answer:
     """One answer of a request, and how much of it was reported.
 
     Attributes:
-        token_ids: those that it was told of. new_token_ids: of these the ones that were not reported.
+        token_ids, num_tokens: those that it was told of. new_token_ids: of these the ones that were not reported.
         num_chars: characters that were reported.
         has_news: whether there are such tokens, or an end, that were not reported. has_ended: whether it ended.
     """
 
     def __init__(self, seq: Sequence) -> None:
         self.seq = seq
-        self.token_ids, self.new_token_ids = list[int](), list[int]()
+        self.num_tokens, self.token_ids, self.new_token_ids = 0, list[int](), list[int]()
         self.has_news = self.has_ended = False
         self.num_chars = 0
         self._cumulative_logprob = 0.0  # of the tokens that were reported
 
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens it was told of."""
-        return len(self.token_ids)
-
     def update(self, token_ids: list[int], has_ended: bool) -> None:
         """Process the tokens that have joined the answer, and whether they ended it."""
+        self.num_tokens += len(token_ids)
         self.token_ids += token_ids
         self.new_token_ids += token_ids
         self.has_news, self.has_ended = True, has_ended

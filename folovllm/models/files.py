@@ -59,9 +59,9 @@ def reading(what: object, key: str = "") -> Iterator[None]:
     ):
         raise
     except BaseException as error:
-        said = in_one_line(error)
-        field = "" if key in said else f"{printable(key, 100)}: "
-        raise UnreadableFile(f"cannot read {what}: {field}{said}") from error
+        message = in_one_line(error)
+        field = "" if key in message else f"{printable(key, 100)}: "
+        raise UnreadableFile(f"cannot read {what}: {field}{message}") from error
 
 
 def resolve_model(name: str) -> Path:
@@ -156,7 +156,7 @@ def load_tokenizer(path: Path, config: EngineConfig) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer  # here, for that takes seconds
 
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=config.trust_remote_code)
-        tokenizer.deprecation_warnings[TOO_LONG] = True  # as if it had been said: our own sentence says it, once
+        tokenizer.deprecation_warnings[TOO_LONG] = True  # our own sentence says it, once
         return tokenizer
 
 
@@ -171,8 +171,8 @@ def generation_defaults(path: Path) -> dict[str, Any]:
     names = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
     names["max_new_tokens"] = "max_tokens"
     with reading(file):
-        said = read_json(file) if file.is_file() else {}
-        found = {ours: said[theirs] for theirs, ours in names.items() if said.get(theirs) is not None}
+        fields = read_json(file) if file.is_file() else {}
+        found = {ours: fields[theirs] for theirs, ours in names.items() if fields.get(theirs) is not None}
         SamplingParams(**found)
     return found
 

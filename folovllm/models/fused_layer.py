@@ -12,6 +12,7 @@ from typing import cast
 import torch
 
 from folovllm.kernels.activation import silu_and_mul
+from folovllm.kernels.pdl import MAX_TOKENS
 from folovllm.kernels.skinny_linear import skinny_linear
 from folovllm.layers.embed_head import ParallelLMHead
 from folovllm.layers.fusable import fusable, fused, fuses
@@ -141,7 +142,7 @@ def attend(attention: FusedLlamaAttention, qkv: torch.Tensor, batch: ForwardBatc
     (`docs/performance_log.md`).
     """
     attn = attention.attn
-    if batch.num_decodes == batch.num_seqs and batch.is_disjoint:
+    if len(qkv) <= MAX_TOKENS and batch.num_decodes == batch.num_seqs and batch.is_disjoint:
         out = attn.backend.forward_raw(qkv, attention.preparation(), attn.kv_cache, batch)
         if out is not None:
             return out

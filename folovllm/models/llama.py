@@ -93,9 +93,9 @@ class LlamaMLP(nn.Module):
 
     def __init__(self, config: PretrainedConfig, layers: LayerSet) -> None:
         super().__init__()
-        (name, activation), asked = self.activation, hidden_act_of(config)
-        if asked != name:
-            raise UnsupportedModel(f"hidden_act {asked!r} is not supported: only {name!r} is")
+        (name, activation), requested = self.activation, hidden_act_of(config)
+        if requested != name:
+            raise UnsupportedModel(f"hidden_act {requested!r} is not supported: only {name!r} is")
         hidden, inner, bias = config.hidden_size, config.intermediate_size, getattr(config, "mlp_bias", False)
         self.gate_up_proj = layers.make(
             MergedColumnParallelLinear, hidden, [inner] * 2, bias, layers.linear_method_of("mlp.gate_up_proj")

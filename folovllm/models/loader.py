@@ -202,24 +202,20 @@ def require_stored(name: str, dtype: str, linear_methods: LinearMethods) -> None
 
 def checkpoint_files(path: Path) -> list[Path]:
     """List the files of the checkpoint: those that its index names, else the single one."""
-    index = path / INDEX
-    files = [path / name for name in (sorted(indexed_names(index)) if index.is_file() else [SINGLE])]
-    absent = [file.name for file in files if not file.is_file()]
-    if absent:
+    index, names = path / INDEX, {SINGLE}
+    if index.is_file():
+        with reading(index):
+            names = set(read_json(index)["weight_map"].values())
+            # A downloaded folder must not open what lies elsewhere.
+            if outside := [name for name in names if Path(name).name != name or name == ".."]:
+                raise ValueError(f"it names {outside[0]!r}, which must be the name of a file in the same folder")
+    files = [path / name for name in sorted(names)]
+    if absent := [file.name for file in files if not file.is_file()]:
         raise ValueError(
             f"no {', '.join(absent)} in {path}: only safetensors are loaded, never pickles (.bin, .pt), which can run "
             "code. If the checkpoint has no safetensors, convert it with transformers' save_pretrained"
         )
     return files
-
-
-def indexed_names(index: Path) -> set[str]:
-    """The files that an index names, each of them beside it: a downloaded folder must not open what lies elsewhere."""
-    with reading(index):
-        names = set(read_json(index)["weight_map"].values())
-        if outside := [name for name in names if Path(name).name != name or name == ".."]:
-            raise ValueError(f"it names {outside[0]!r}, which must be the name of a file in the same folder")
-    return names
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def quantization_of(hf_config: PretrainedConfig, config: EngineConfig | None = N
 
     Raises ValueError if one of them does, and the package is not installed.
     """
-    in_config = config is not None and not {"quantization", "quantize_activations"}.isdisjoint(config.extras)
+    in_config = config is not None and "quantization" in config.extras
     if not in_config and getattr(hf_config, "quantization_config", None) is None:
         return None
     found: Quantization = require(QUANTIZATION, "a quantized model (`quantization_config`)")()

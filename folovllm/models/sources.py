@@ -36,7 +36,7 @@ def from_hub(name: str) -> Path:
         raise ValueError(f"no model folder at {name!r}, and it is not a hub id such as Qwen/Qwen3-0.6B") from error
     except Exception as error:  # offline, unknown, gated: the hub's own sentence says which
         near = "".join(f" (did you mean {other!r}?)" for other in get_close_matches(name, BY_NAME, 1, 0.7))
-        said = textwrap.shorten(str(error), 300, placeholder=" ...")
+        message = textwrap.shorten(str(error), 300, placeholder=" ...")
         raise ValueError(
-            f"no model folder at {name!r}{near}, and the Hugging Face hub did not give it: {said}"
+            f"no model folder at {name!r}{near}, and the Hugging Face hub did not give it: {message}"
         ) from error

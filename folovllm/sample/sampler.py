@@ -104,10 +104,10 @@ class Sampler:
     def logprobs(self, raw: torch.Tensor, tokens: list[int], specs: SequenceOf[SamplingSpec]) -> list[Logprobs | None]:
         """Return the most likely tokens under the model's own distribution, for the rows that want them."""
         rows: list[Logprobs | None] = [None] * len(specs)
-        asked = {i: spec.logprobs for i, spec in enumerate(specs) if spec.logprobs is not None}
-        if asked:
-            at = torch.tensor(list(asked), device=raw.device)
-            found = gather_logprobs(raw[at], torch.tensor(tokens, device=raw.device)[at], max(asked.values()))
-            for n, (i, k) in enumerate(asked.items()):
+        counts = {i: spec.logprobs for i, spec in enumerate(specs) if spec.logprobs is not None}
+        if counts:
+            at = torch.tensor(list(counts), device=raw.device)
+            found = gather_logprobs(raw[at], torch.tensor(tokens, device=raw.device)[at], max(counts.values()))
+            for n, (i, k) in enumerate(counts.items()):
                 rows[i] = found.of(n, k)
         return rows

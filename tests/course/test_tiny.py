@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
 from milestones.plugin import exercise_in
-from tests.tiny import MISSED, named, plain, same, worked_case
+from tests.tiny import MISSED, named, worked_case
 
-RIGHT, CLOCKWISE = [-3.0, -4.0, 1.0, 2.0], [3.0, 4.0, -1.0, -2.0]
+RIGHT, CLOCKWISE = [-25.0, -386.0, 25.0, 228.0], [35.0, 414.0, 5.0, -172.0]
 
 
 def failure(case: str, got: object, expected: object) -> str:
@@ -47,19 +46,3 @@ def test_what_several_mistakes_give_is_nobodys(monkeypatch: pytest.MonkeyPatch) 
     twice = {"m1.2": {"m1.2_clockwise": CLOCKWISE, "m1.2_neighbours": CLOCKWISE}}
     monkeypatch.setattr("milestones.manifest.Course.outputs", lambda self, exercise: twice)
     assert named("m1.2", CLOCKWISE) == ""
-
-
-def test_plain_is_as_json_has_it() -> None:
-    value = {"a": (torch.tensor([1, 2]), np.float32(0.1), float("nan"), -torch.inf), 3: {"y", "x"}, "b": None}
-    assert plain(value) == {"a": [[1, 2], 0.1, "nan", "-inf"], "3": ["x", "y"], "b": None}
-    with pytest.raises(TypeError, match="object"):
-        plain(object())
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "expected"),
-    [(1.0, 1.00001, True), (1.0, 1.01, False), (0.0, 1e-7, True), (1, 1.0, False), (True, 1, False), ("nan", "nan", True),
-     ([1], [1, 2], False), ({"a": 1}, {"b": 1}, False), ({"a": [None]}, {"a": [None]}, True)],
-)  # fmt: skip
-def test_same(one: object, other: object, expected: bool) -> None:
-    assert same(one, other) is expected

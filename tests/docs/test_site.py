@@ -76,15 +76,6 @@ def test_no_page_names_an_address_to_fetch(site: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_page_with_a_diagram_has_the_script_that_draws_it(site: Path) -> None:
-    with_diagrams = [file for file in site.rglob("*.html") if browser.num_diagrams(file)]
-    assert with_diagrams
-    for file in with_diagrams:
-        scripts = [script for script in Fetched(file.read_text("utf-8")).addresses if "mermaid" in script]
-        assert [(file.parent / script).resolve().is_file() for script in scripts] == [True], file
-
-
-@pytest.mark.slow
 def test_a_recording_is_one_file_and_has_a_picture_for_paper(site: Path) -> None:
     shown = {}
     for file in site.rglob("*.html"):

@@ -39,6 +39,7 @@ from folovllm.electives.moe.kernels.grouped_linear import grouped_linear
 from folovllm.electives.moe.kernels.moe_gemv import moe_gemv
 from folovllm.electives.moe.kernels.route import choose, combine
 from folovllm.electives.quantization import weight as quantized
+from folovllm.electives.quantization.kernels.fp8_linear import fp8_linear
 from folovllm.electives.quantization.kernels.grouped_quant import grouped_quant
 from folovllm.electives.quantization.kernels.int4_linear import int4_linear
 from folovllm.electives.quantization.kernels.quant_gemv import quant_gemv
@@ -292,7 +293,13 @@ def launch_x2(d: int, b: int) -> None:
     unpacked(in_8_bits(2560, 2560, "fp8"), card.dtype)
     unpacked(in_4_bits(2560, 2560, 128, card.dtype), card.dtype)
     for group in (None, 128) if card.capability >= 89 else ():
-        quantize_rows(new(16, 9728), group, new(9728))
+        weight = in_8_bits(2560, 4096, "fp8")
+        weight = weight if group else QuantizedWeight(weight.weight, float32(2560, 1), 1, 4096)
+        for tokens in (8, 64, 128):
+            fp8_linear(
+                *quantize_rows(new(tokens, 8192), group, gated=True), weight, new(tokens, 2560), new(tokens, 2560)
+            )
+        quant_gemv(new(1, 4096), weight, 1e-6, False, None, new(4096), rounds=True)
     for tokens, outputs, width, gated, group in few4:
         weight = in_4_bits(outputs * (1 + gated), width, group, card.dtype if group == 32 else None)
         norm, residual, columns = ahead(tokens, outputs, width, gated)

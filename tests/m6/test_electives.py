@@ -108,15 +108,10 @@ class TestQuantization:
         with llm() as engine:
             assert len(engine.generate("Once", GREEDY)[0].outputs[0].token_ids) == 6
 
-    @pytest.mark.parametrize(
-        "fields", [{"quantization": "int4", "random_weights": True}, {"quantize_activations": False}]
-    )
-    def test_the_package_that_is_missing_is_named(
-        self, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
-    ) -> None:
+    def test_the_package_that_is_missing_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(registry, "QUANTIZATION", "folovllm.gone:Quantization")
         with pytest.raises(ValueError, match=r"a quantized model .* needs the package folovllm\.gone"):
-            llm(**fields)
+            llm(quantization="int4", random_weights=True)
         config = SimpleNamespace(quantization_config={"quant_method": "fp8"})
         with pytest.raises(ValueError, match=r"needs the package folovllm\.gone"):
             registry.quantization_of(config)  # type: ignore[arg-type]

@@ -1,10 +1,17 @@
-"""Two ranks give what one gives: real processes, gloo between them, every feature that looks at a token."""
+"""Two ranks give what one gives: real processes, gloo between them, every feature that looks at a token.
+
+Also what crosses between processes, and where a child process looks for modules.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from multiprocessing import Pipe
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,8 +19,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import folovllm
+from folovllm.distributed.children import import_path
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.executor.messages import decode_result, decode_step, encode_result, encode_step
+from folovllm.executor.multiproc_executor import Rank
+from folovllm.executor.rank import Failure, Ready
 from folovllm.sample.sampling_row import pack_rows
 from folovllm.step.packed import Field, PackedStep, Sample
 from folovllm.step.schedule import SamplingSpec, StepResult
@@ -97,6 +108,40 @@ def test_a_step_crosses(rows: list[list[int]], logprobs: list[int]) -> None:
 def test_a_result_crosses(logprobs: dict[int, list[list[tuple[int, float, int]]]]) -> None:
     result = StepResult([[5], [6, 300], []], logprobs)
     assert decode_result(encode_result(result)) == result
+
+
+def test_readiness_is_remembered_until_it_is_asked_for() -> None:
+    """`check` listens to all ranks while one of them is waited for."""
+    ours, theirs = Pipe()
+    rank = Rank(cast(Any, SimpleNamespace(poll=lambda: None)), ours)
+    rank.receive()
+    assert rank.ready is None
+    ready = Ready(7, [1, 2])
+    theirs.send(ready)
+    for _ in range(2):
+        rank.receive()
+        assert rank.ready == ready and not rank.is_dead
+    theirs.send(Failure("OSError: gone", "", False, False))
+    rank.receive()
+    assert rank.is_dead
+
+
+OWN = str(Path(folovllm.__file__).parents[1])
+
+
+@pytest.mark.parametrize(
+    ("here", "expected"),
+    [
+        (["/a", OWN, "/b"], ["/a", OWN, "/b"]),
+        (["", "/a", OWN], ["/a", OWN]),  # an interactive Python, this package installed
+        (["", "/a"], [OWN, "/a"]),  # found in the working directory
+        (["/a", "/a"], ["/a", OWN]),  # found by a finder of its own
+        ([Path("/b"), "/a", OWN], ["/a", OWN]),  # Python passes over what is no text
+    ],
+)
+def test_the_paths_of_this_process(here: list[Any], expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", here)
+    assert import_path().split(os.pathsep) == expected
 
 
 # --- on GPUs --------------------------------------------------------------------------------------------------------

@@ -73,6 +73,21 @@ def test_any_temperature_above_0_is_one(mini: Mini) -> None:
                 assert found == wanted, f"temperature {temperature}, noise {noise}: token {found}, not {wanted}"
 
 
+def test_the_argmax_of_the_whole_vocabulary(mini: Mini) -> None:
+    """500 tokens, none of them left out, at temperatures from 0.001 to 100: the argmax of logits / temperature + noise."""
+    generator = torch.Generator().manual_seed(1)
+    for temperature in 0.001, 0.05, 0.7, 3, 100:
+        for row in range(40):
+            logits = 4 * torch.randn(500, generator=generator) * min(1, temperature)
+            noise = -torch.empty(500).exponential_(generator=generator).log()
+            scores = logits.double() / temperature + noise
+            top = scores.topk(2)
+            with mini.sentence():
+                found = mini.adapters.sample(logits, temperature, noise)
+            says = f"row {row} at temperature {temperature}: token {found}, and {int(top.indices[0])} has the largest score"
+            assert found == top.indices[0] or top.values[0] - top.values[1] < 1e-3, says
+
+
 def test_samples_are_distributed_as_the_softmax(mini: Mini) -> None:
     logits, temperature = torch.tensor([0.0, 1.0, 2.0, -1.0]), 1.5
     noise = -torch.empty(20_000, 4).exponential_(generator=torch.Generator().manual_seed(0)).log()

@@ -13,7 +13,8 @@ from transformers import AutoConfig
 
 from folovllm import EngineConfig
 from folovllm.electives.quantization.config import CheckpointQuantization
-from folovllm.electives.quantization.scaled import Fp8, Fp8Both, Int8
+from folovllm.electives.quantization.fp8 import Fp8, Fp8Both
+from folovllm.electives.quantization.scaled import Int8
 from folovllm.engine.setup import EngineSetup, set_up
 from folovllm.models.loader import load_model
 from folovllm.models.shapes import linear_bytes, linear_shapes

@@ -51,6 +51,16 @@ def test_rewards_of_any_size(size: float) -> None:
     torch.testing.assert_close(got, torch.tensor([[-share, share]] * 2 + [[0.0, 0.0]]), rtol=1e-4, atol=1e-6, msg=says)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rewards_of_16_bits(dtype: torch.dtype) -> None:
+    """Sums and squares of large rewards do not fit into float16, and bfloat16 has three digits."""
+    rewards = torch.tensor([[60_000.0, 30_000.0, 0.0, 60_000.0], [1.0, 2.0, 4.0, 9.0]]).to(dtype)
+    got, expected = group_advantages(rewards), group_advantages(rewards.double().float())
+    assert got.dtype == torch.float32, f"advantages are float32, not {got.dtype}"
+    says = f"rewards {rewards.tolist()} of {dtype} give {got.tolist()}, and as float32 {expected.tolist()}"
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5, msg=says)
+
+
 def test_what_says_nothing_changes_nothing() -> None:
     got = group_advantages(torch.tensor([[2.0] * 4, [0.0] * 4]))
     assert not got.any(), "answers that are all equally good have no advantage over each other, and must not give NaN"

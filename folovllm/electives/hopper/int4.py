@@ -1,4 +1,4 @@
-"""`int4_hopper`: what `quant_matmul` computes, for 129 to 256 tokens on Hopper, which has matrix units of its own (wgmma).
+"""`int4_hopper`: what `quant_matmul` computes, for 17 to 256 tokens on Hopper, which has matrix units of its own (wgmma).
 
 All tokens meet a weight at once where they fit into the registers, so it is unpacked once, or twice. Two groups of four warps
 have 64 outputs each of a tile. Codes come straight to the registers from which the matrix units take the weights, and are
@@ -31,13 +31,13 @@ from folovllm.kernels.multiprocessors import num_sms
 from folovllm.kernels.split_sum import counters
 from folovllm.kernels.variants import KernelVariant
 
-MANY, MOST = 129, 256  # tokens: fewer are one tile of `quant_matmul`, and with more the library is as fast
+FEWEST, MOST = 17, 256  # tokens: with fewer `quant_matmul` is faster, and with more the library is as fast
 
 GROUP = gl.constexpr(128)  # inputs that share a scale
 WIDE = gl.constexpr(64)  # inputs of a box
 ROWS = gl.constexpr(64)  # outputs of four warps: the height of a matrix instruction
-NUM_STAGES = {256: 4, 128: 6}  # boxes of x on their way, by the tokens of a tile
-REGISTERS = gl.constexpr((240, 24))  # of a thread that multiplies, and of one that fetches
+NUM_STAGES = {256: 4, 128: 6, 64: 6, 32: 8}  # boxes of x on their way, by the tokens of a tile
+BESIDE = 64  # tokens of a tile, up to which two programs fit beside each other
 
 BOX = gl.constexpr(gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2))
 
@@ -263,12 +263,13 @@ def multiply(
 def int4_hopper_kernel(
     x_desc, word_ptr, scale_ptr, zero_ptr, residual_ptr, part_ptr, done_ptr, out_ptr, num_tokens, token_tiles, work, nothing,
     OUTPUTS: gl.constexpr, K: gl.constexpr, RESIDUAL: gl.constexpr, TWO: gl.constexpr, STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Program p of P has an even share of `work` units: a unit is a tile's products with one group of inputs.
 
     A tile is 128 outputs of as many tokens as a box has; those of the same outputs follow each other, `token_tiles` of them.
     `part_ptr` takes two tiles of each program. `done_ptr`, zero before and after, has four counters for each tile. `nothing`
-    is 0, which the compiler must not know.
+    is 0, which the compiler must not know. REGISTERS: of a thread that multiplies.
     """
     BM: gl.constexpr = x_desc.block_shape[0]
     x_tiles = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BM, WIDE], BOX)
@@ -285,7 +286,7 @@ def int4_hopper_kernel(
         (multiply, (0, weights, x_tiles, y_tiles, full, empty, pointers, shape, nothing, K, RESIDUAL, TWO)),
         (multiply, (1, weights, x_tiles, y_tiles, full, empty, pointers, shape, nothing, K, RESIDUAL, TWO)),
         (fetch_inputs, (x_desc, x_tiles, full, empty, K, token_tiles, work)),
-    ], [4, 1], [REGISTERS[0], REGISTERS[1]])  # fmt: skip
+    ], [4, 1], [REGISTERS, 24])  # fmt: skip
 
 
 def kernel_config(num_tokens: int, rows: int, width: int, sms: int) -> tuple[int, int]:
@@ -295,11 +296,13 @@ def kernel_config(num_tokens: int, rows: int, width: int, sms: int) -> tuple[int
     have as much work as a tile, for then nobody shares a tile with more than one other.
     """
     outputs = triton.cdiv(rows, 2 * ROWS.value)
-    if outputs * triton.cdiv(num_tokens, 256) >= sms:
+    if num_tokens > 128 and outputs * triton.cdiv(num_tokens, 256) >= sms:
         return 256, sms
-    tiles = outputs * triton.cdiv(num_tokens, 128)
+    tile = min(128, max(32, triton.next_power_of_2(num_tokens)))
+    tiles = outputs * triton.cdiv(num_tokens, tile)
+    room = 2 * sms if tile <= BESIDE else sms
     most = width // (4 * GROUP.value)  # four groups are worth a program
-    return 128, min(sms, tiles * max(1, min(most, sms // tiles)))
+    return tile, min(room, tiles * max(1, min(most, room // tiles)))
 
 
 def is_supported(x: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> bool:
@@ -307,7 +310,7 @@ def is_supported(x: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | No
     are codes, and for an `x` that the copy engine can read. (For one group alone Triton 3.6 makes no kernel.)
     """
     return (
-        MANY <= len(x) <= MOST
+        FEWEST <= len(x) <= MOST
         and x.dtype == torch.bfloat16
         and x.shape[1] == GROUP.value * scales.shape[1] > GROUP.value
         and (zeros is None or zeros.dtype == torch.uint8)
@@ -334,7 +337,7 @@ def int4_hopper(
     int4_hopper_kernel[(programs,)](
         x_desc, words, scales, zeros, out if residual is None else residual, parts, counters(x.device), out, num_tokens,
         token_tiles, work, 0, OUTPUTS=rows, K=width, RESIDUAL=residual is not None, TWO=tile == 256, STAGES=NUM_STAGES[tile],
-        num_warps=4,
+        REGISTERS=112 if tile <= BESIDE else 240, num_warps=4, **({"maxnreg": 80} if tile <= BESIDE else {}),
     )  # fmt: skip
     return out
 

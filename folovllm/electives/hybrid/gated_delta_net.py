@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -111,32 +112,29 @@ class GatedDeltaNet(StateLayer):
         rows, fresh = batch.rows.long(), lacks_initial_state(batch)
         n, outputs = batch.num_decodes, []
         if n:
-            outputs.append(self.decode(qkv[:n], b[:n], a[:n], rows[:n], fresh[:n]))
+            outputs.append(self.advance(delta_rule_step, qkv[:n, None], b[:n], a[:n], rows[:n], fresh[:n]))
         start = n
         for i in range(n, batch.num_seqs):
             end = start + batch.query_lens_host[i]
-            outputs.append(self.prefill(qkv[start:end], b[start:end], a[start:end], rows[i], fresh[i]))
+            new = slice(start, end)
+            outputs.append(self.advance(delta_rule, qkv[new], b[new], a[new], rows[i], fresh[i]))
             start = end
         return torch.cat(outputs)
 
-    def decode(
-        self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, rows: torch.Tensor, fresh: torch.Tensor
+    def advance(
+        self,
+        rule: Callable[..., tuple[torch.Tensor, torch.Tensor]],
+        qkv: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        rows: torch.Tensor,
+        fresh: torch.Tensor,
     ) -> torch.Tensor:
-        """One token of each sequence, [S, C] -> [S, Hv, Dv]."""
+        """One token of each sequence by `delta_rule_step`, [S, 1, C] -> [S, Hv, Dv]; or several tokens of one by `delta_rule`, [n, C] -> [n, Hv, Dv]."""
         conv, state = self.read_states(rows, fresh)
-        mixed, conv = convolve(qkv[:, None], conv, self.conv1d.weight[:, 0])
-        out, state = delta_rule_step(state, *self.split_heads(mixed[:, 0]), *self.gates(b, a))
-        self.states[0][rows], self.states[1][rows] = conv, state
-        return out
-
-    def prefill(
-        self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, row: torch.Tensor, fresh: torch.Tensor
-    ) -> torch.Tensor:
-        """Several tokens of one sequence, [n, C] -> [n, Hv, Dv]."""
-        conv, state = self.read_states(row, fresh)
         mixed, conv = convolve(qkv, conv, self.conv1d.weight[:, 0])
-        out, state = delta_rule(state, *self.split_heads(mixed), *self.gates(b, a))
-        self.states[0][row], self.states[1][row] = conv, state
+        out, state = rule(state, *self.split_heads(mixed.flatten(0, -2)), *self.gates(b, a))
+        self.states[0][rows], self.states[1][rows] = conv, state
         return out
 
     def read_states(self, rows: torch.Tensor, fresh: torch.Tensor) -> list[torch.Tensor]:

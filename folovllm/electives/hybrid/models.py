@@ -120,9 +120,7 @@ class HybridForCausalLM(LlamaForCausalLM):
                 parts = [Rows(weight, start, end) for start, end in pairwise(ends)]
                 return torch.cat([shard_column(part, rank, size) for part in parts])
             case "in_proj_qkvz":  # of Qwen3-Next, head by head; brought into the order of Qwen3.5's
-                group = config.linear_num_value_heads // config.linear_num_key_heads * config.linear_value_head_dim
-                sizes = [config.linear_key_head_dim] * 2 + [group] * 2  # q, k, v, z of a key head
-                return rows_part_by_part(weight, sizes, config.linear_num_key_heads // size, rank)
+                return rows_part_by_part(weight, rows_of_key_head(config), config.linear_num_key_heads // size, rank)
             case "in_proj_ba" | "in_proj_z" | "in_proj_b" | "in_proj_a":
                 return shard_column(weight, rank, size)
             case "out_proj":
@@ -158,8 +156,7 @@ class Qwen3NextForCausalLM(HybridForCausalLM):
     def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
         super().__init__(config, layers, max_model_len)
         self.reorder = partial(self.shard, config, rank=0, size=1, usual=lambda _, weight: weight[:])
-        group = config.linear_num_value_heads // config.linear_num_key_heads * config.linear_value_head_dim
-        self._rows = [config.linear_key_head_dim] * 2 + [group] * 2  # of q, k, v, z of a key head
+        self._rows = rows_of_key_head(config)
 
     def stored_weight(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         if not name.endswith("in_proj_qkvz.weight"):
@@ -167,6 +164,12 @@ class Qwen3NextForCausalLM(HybridForCausalLM):
         heads = sum(self._rows)
         order = rows_part_by_part(torch.arange(len(weight)), self._rows, len(weight) // heads, rank=0)
         return torch.empty_like(weight).index_copy_(0, order.to(weight.device), weight)
+
+
+def rows_of_key_head(config: PretrainedConfig) -> list[int]:
+    """Return the numbers of rows of q, k, v and z that a key head of Qwen3-Next has."""
+    values = config.linear_num_value_heads // config.linear_num_key_heads * config.linear_value_head_dim
+    return [config.linear_key_head_dim] * 2 + [values] * 2
 
 
 def rows_part_by_part(weight: Weight, sizes: Sequence[int], num_heads: int, rank: int) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Mixture of experts: many MLPs in the place of one, of which each token asks a few (Shazeer et al. 2017).
 
 A router gives each token k of E experts. Pairs (token, expert) are sorted by expert, so that each expert multiplies all its
-tokens at once; then each token adds up what its experts said. Nothing here waits for a number that the device computes,
+tokens at once; then each token adds up the outputs of its experts. Nothing here waits for a number that the device computes,
 but for the torch path of `Experts`, which only runs where steps are not captured.
 """
 
@@ -72,7 +72,7 @@ def combine(answers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     return torch.einsum("tkh,tk->th", answers.float(), weights.float()).to(answers.dtype)
 
 
-class Given(FusablePlain):
+class SharedWeight(FusablePlain):
     """Keeps the weight in a tensor that is there already: one expert's part of the stack of all of them."""
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -89,8 +89,8 @@ class Expert(nn.Module):
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor) -> None:
         super().__init__()
         hidden, inner = down.shape
-        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner] * 2, linear_method=Given(gate_up))
-        self.down_proj = RowParallelLinear(inner, hidden, linear_method=Given(down))
+        self.gate_up_proj = MergedColumnParallelLinear(hidden, [inner] * 2, linear_method=SharedWeight(gate_up))
+        self.down_proj = RowParallelLinear(inner, hidden, linear_method=SharedWeight(down))
         self.act_fn = SiluAndMul()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

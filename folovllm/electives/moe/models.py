@@ -33,13 +33,13 @@ def choose_moe(config: PretrainedConfig, layers: LayerSet) -> MoE:
 
 def check_experts(config: PretrainedConfig) -> None:
     """Raise ValueError, which names the field, if a token cannot be routed to as many experts as the configuration says."""
-    count, asked = num_experts_of(config), getattr(config, "num_experts_per_tok", None)
+    count, top_k = num_experts_of(config), getattr(config, "num_experts_per_tok", None)
     field = "num_experts" if getattr(config, "num_experts", None) is not None else "num_local_experts"
     if count < 1:
         raise ValueError(f"{field} is {count} in the model's configuration, and must be at least 1")
-    if not isinstance(asked, int) or not 1 <= asked <= count:
+    if not isinstance(top_k, int) or not 1 <= top_k <= count:
         raise ValueError(
-            f"num_experts_per_tok is {asked!r} in the model's configuration, and must be between 1 and {field}, {count}"
+            f"num_experts_per_tok is {top_k!r} in the model's configuration, and must be between 1 and {field}, {count}"
         )
 
 

@@ -12,9 +12,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from folovllm.config import EngineConfig
+from folovllm.electives.quantization.fp8 import Fp8, Fp8Both
 from folovllm.electives.quantization.gguf_codes import read_gguf_types
 from folovllm.electives.quantization.int4_checkpoints import Awq, Gptq, PackedInt4, SortedGptq
-from folovllm.electives.quantization.scaled import Fp8, Fp8Both, Int8, PackedInt8
+from folovllm.electives.quantization.scaled import Int8, PackedInt8
 from folovllm.layers.fusable import fusable
 from folovllm.layers.layer_set import LinearMethodOf
 from folovllm.layers.linear import LinearMethod
@@ -41,7 +42,7 @@ def read_fp8(said: Said) -> LinearMethodOf:
     """
     block = said.get("weight_block_size")
     by_transformers = "weight_block_size" in said or "modules_to_not_convert" in said
-    linear_method = fp8(
+    linear_method = fp8_method(
         "weight_scale_inv" if by_transformers else "weight_scale", block and (block[0], block[1]),
         said.get("activation_scheme", "dynamic"), bool(said.get(ONLINE)),
     )  # fmt: skip
@@ -49,7 +50,7 @@ def read_fp8(said: Said) -> LinearMethodOf:
     return lambda name: None if is_named(name, plain) else linear_method
 
 
-def fp8(scale_name: str, block: tuple[int, int] | None, activations: str | None, online: bool = False) -> Fp8:
+def fp8_method(scale_name: str, block: tuple[int, int] | None, activations: str | None, online: bool = False) -> Fp8:
     """Return the linear method of weights in FP8. `activations`: "dynamic" or "static" scales; None: they stay as they are."""
     if activations not in ("dynamic", "static", None):
         raise ValueError(f"activation_scheme {activations!r} is not supported: 'dynamic' and 'static' are")
@@ -156,7 +157,7 @@ def fp8_of(scheme: Scheme) -> LinearMethod:
     """Return the linear method of weights in FP8. Inputs of 8 bits have scales by token or group, or the checkpoint's own."""
     inputs = scheme[INPUTS]
     activations = None if not inputs else "dynamic" if inputs.get("dynamic") else "static"
-    return fp8("weight_scale", block_of(scheme), activations)
+    return fp8_method("weight_scale", block_of(scheme), activations)
 
 
 # By type and bits, and how they are written down.

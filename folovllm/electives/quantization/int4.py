@@ -104,6 +104,8 @@ class Int4(QuantizedLinearMethod):
             tensor.random_(-(2**31), 2**31 - 1, generator=generator)
         elif kind == self.names[1]:
             tensor.fill_(0.02 / STEPS)
+        elif kind == self.names[2] and not self.with_minimum:
+            tensor.fill_(8)
         else:
             super().fill(kind, tensor, generator)
 

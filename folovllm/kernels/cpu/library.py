@@ -44,8 +44,8 @@ def load(dtype: torch.dtype, find_folder: Callable[[], Path]) -> ctypes.CDLL | N
         compiler = shlex.split(os.environ.get("CXX") or "g++")  # it may be "ccache g++"
         library = ctypes.CDLL(str(compiled(dtype, find_folder(), compiler)))
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or error
-        logger.info("no kernels of our own for this CPU, torch computes: %s", str(said).strip().splitlines()[0])
+        message = getattr(error, "stderr", None) or error
+        logger.info("no kernels of our own for this CPU, torch computes: %s", str(message).strip().splitlines()[0])
         return None
     for name, arguments in ARGUMENTS.items():
         function = getattr(library, name)

@@ -18,7 +18,7 @@ from folovllm.kernels.skinny_linear import append
 from folovllm.kernels.split_sum import counters, num_parts, parts_for, store_sum, token_tiles
 
 PER_SM = 2  # programs that should be on each multiprocessor
-MANY = 129  # tokens, from which on the library is faster
+MANY, MANY_IN_BLOCKS = 129, 65  # tokens, from which on the library is faster
 MANY_ROWS = 16_384  # outputs that keep a GPU busy without shared tiles
 
 
@@ -74,13 +74,14 @@ def tile_for(num_tokens: int, rows: int, width: int, group: int) -> dict[str, in
 
     What was fastest on an H200 (`docs/performance_log.md`), within 99 KiB of shared memory. A tile lies within a group.
     """
-    m = min(128, max(16, triton.next_power_of_2(num_tokens)))
-    k = 256 if m < 64 or (m == 64 and rows < MANY_ROWS) else 128
-    stages = 3 if m == 64 and k == 256 else 4
-    within = group & -group if group < width else triton.next_power_of_2(width)
-    if group < width and width % (4 * within) == 0:
-        return {"BM": m, "BN": 64, "BK": within, "TIMES": 4, "num_warps": 4, "num_stages": 2}
-    return {"BM": m, "BN": 64, "BK": min(k, within), "TIMES": 1, "num_warps": 4, "num_stages": stages}
+    m, is_busy = min(128, max(16, triton.next_power_of_2(num_tokens))), rows >= MANY_ROWS
+    k, times, stages = (256, 1, 4) if m < 64 else (256, 1, 3) if m == 64 and not is_busy else (128, 1, 4)
+    if group < width:
+        k, times, stages = group & -group, (4 if m < 64 else 2 if m == 64 else 1), (2 if m < 64 or is_busy else 3)
+        times = times if width % (times * k) == 0 else 1
+    return {
+        "BM": m, "BN": 64, "BK": min(k, triton.next_power_of_2(width)), "TIMES": times, "num_warps": 4, "num_stages": stages
+    }  # fmt: skip
 
 
 def fp8_linear(
@@ -121,9 +122,10 @@ def fp8_product(
     For many tokens it is the library's, whose own sums of FP8 (`use_fast_accum`) keep fewer bits than float32: the product is
     off by 0.2 to 0.3% instead of 0.17%, which is what rounding it to bfloat16 costs, and takes 0.8 of the time.
     """
-    if num_tokens < MANY or dtype != torch.bfloat16 or not is_supported(weight):
-        return fp8_linear(codes, scales, weight, codes.new_empty(num_tokens, len(weight.weight), dtype=dtype), residual)
     in_blocks = weight.scale.shape[1] > 1
+    is_few = num_tokens < (MANY_IN_BLOCKS if in_blocks else MANY)
+    if is_few or dtype != torch.bfloat16 or not is_supported(weight):
+        return fp8_linear(codes, scales, weight, codes.new_empty(num_tokens, len(weight.weight), dtype=dtype), residual)
     scale = weight.scale.t() if in_blocks else weight.scale.view(1, -1)
     y = torch._scaled_mm(
         codes, weight.weight.t(), scales, scale, out_dtype=dtype, use_fast_accum=not in_blocks

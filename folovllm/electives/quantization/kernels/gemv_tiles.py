@@ -142,7 +142,7 @@ def load_tile(
 
 @triton.jit
 def as_halves(xs):
-    """Tiles of `x` [SPLITS, n, 8] as float16, divided by the largest of each column; and that, one [SPLITS, 1, 8].
+    """Tiles of `x` [SPLITS, n, 8] as float16, divided by the largest of each column; and that, [SPLITS, 1, 8].
 
     A float16 has three bits more than a bfloat16: a quotient is off by 2^-11 of itself at most, where a bfloat16 is by 2^-8.
     Below 2^-14 of the largest it is off by 2^-25 of that. The divisor is held within 2^-125 and 2^125, where one over it is a
@@ -155,7 +155,7 @@ def as_halves(xs):
     inverse = 1.0 / peak
     for c in tl.static_range(len(xs)):
         halves = append(halves, (xs[c].to(tl.float32) * inverse).to(tl.float16))
-    return halves, (peak,)
+    return halves, peak
 
 
 @triton.jit
@@ -164,7 +164,8 @@ def as_codes(xs, GROUP: tl.constexpr, PARTS: tl.constexpr):
 
     A scale is that of the token, or of each 128 inputs if GROUP is that: two tiles of 64, which parts 2 i and 2 i + 1 have.
     """
-    peaks, codes, scales, SPLITS = (), (), (), xs[0].shape[0]
+    SPLITS: tl.constexpr = xs[0].shape[0]
+    peaks, codes, scales = (), (), ()
     peak = tl.zeros([SPLITS, 8], tl.float32)
     for c in tl.static_range(len(xs)):
         largest = tl.max(tl.abs(xs[c].to(tl.float32)), 1)

@@ -90,7 +90,11 @@ def quant_gemv_kernel(
     for c in tl.static_range(len(words) // 2 if HALVES else 0):
         xs = append(xs, load_tile(x_ptr, columns_ptr, stride_x, c * STEP, NUM, GROUP, KIND, M, PARTS, SPLITS, WORDS))
     if HALVES:
-        xs, peaks = as_codes(xs, GROUP, PARTS) if ROUND else as_halves(xs)
+        if ROUND:
+            xs, peaks = as_codes(xs, GROUP, PARTS)
+        else:
+            xs, peak = as_halves(xs)
+            peaks = (peak,)
     for i in tl.static_range(TIMES):
         if i + 1 < TIMES:
             next_words, next_factors = load_lines(

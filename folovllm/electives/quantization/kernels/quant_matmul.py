@@ -257,10 +257,10 @@ def multiply(x: torch.Tensor, weight: QuantizedWeight, residual: torch.Tensor | 
     busy for longer than it takes to unpack. It has the weights in the dtype of `x` for as long as that takes. For sizes
     between these a card may have a variant.
     """
-    if len(x) < MANY:
-        return quant_matmul(x, weight, residual)
     variant = kernel_variant("quant_matmul", x.device) if kind_of(weight.weight) == "int4" else None
     if variant is not None and variant.is_supported(x, weight.scale, weight.zeros):
         return variant.launch(x, weight.weight, weight.scale, weight.zeros, residual)
+    if len(x) < MANY:
+        return quant_matmul(x, weight, residual)
     dense = unpacked(weight, x.dtype)
     return torch.nn.functional.linear(x, dense) if residual is None else residual.addmm_(x, dense.t())

@@ -10,6 +10,7 @@ from folovllm.kernels.fp8_cache import INTERPRETED, LARGEST, ROUNDING, SMALLEST_
 from folovllm.kernels.pdl import available, let_next_start, wait_for_inputs
 from folovllm.kernels.skinny_linear import silu_product
 
+PER_WARP = 512  # numbers of a row
 MULTIPLE = 16  # of tokens that the library multiplies: the others are zeros
 
 
@@ -28,7 +29,7 @@ def to_e4m3(x):
 def factors_of(largest):
     """Return the scale of a row or group whose largest magnitude is given, and what its numbers are multiplied by to be codes."""
     largest = tl.where(largest > 0, largest, LARGEST)
-    return largest / LARGEST, LARGEST / largest
+    return largest / LARGEST, tl.full(largest.shape, LARGEST, tl.float32) / largest
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -94,7 +95,7 @@ def quantize_rows(
     quantize_rows_kernel[(rows,)](
         x, columns, static, codes, scales, x.stride(0), num_tokens, norm_eps or 0.0, K=width, GROUP=group or width,
         WIDTH=triton.next_power_of_2(width), NORM=norm_eps is not None, GATED=gated, PDL=pdl,
-        num_warps=4 if width <= 4096 else 8 << gated,
+        num_warps=min(16, max(1, triton.next_power_of_2(width) // PER_WARP)),
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return codes, scales.t() if group else scales.view(rows, 1)
