@@ -163,10 +163,9 @@ def _biases(weights: dict[str, torch.Tensor], tensors: dict[str, ReaderTensor]) 
     import torch
 
     said = {}
+    outputs = {name.removesuffix("weight"): int(t.shape[-1]) for name, t in tensors.items() if t.shape.size == 2}
     for field, block in (("attention_bias", ".self_attn."), ("mlp_bias", ".mlp.")):
-        sizes = {
-            f"{name[:-6]}bias": int(t.shape[-1]) for name, t in tensors.items() if block in name and t.shape.size > 1
-        }
+        sizes = {f"{layer}bias": size for layer, size in outputs.items() if block in layer}
         said[field] = any(name in weights for name in sizes)
         for name in sizes if said[field] else ():
             weights.setdefault(name, torch.zeros(sizes[name], dtype=torch.bfloat16))
