@@ -10,7 +10,7 @@ import torch
 
 
 def quantize_groups(
-    w: torch.Tensor, bits: int, group_size: int, symmetric: bool
+    w: torch.Tensor, bits: int, group_size: int, symmetric: bool, lowest_zero: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Round each number to the nearest one that its group's scale and zero can express.
 
@@ -18,6 +18,7 @@ def quantize_groups(
         w: [outputs, inputs], floats. Inputs g * group_size to (g + 1) * group_size of an output are its group g.
         bits: of a code: 0 <= code < 2 ** bits.
         symmetric: zeros are all 2 ** (bits - 1), which many kernels need not even read.
+        lowest_zero: zeros are at least this.
 
     Returns:
         codes [outputs, inputs] uint8; scales [outputs, groups] in w's dtype; zeros [outputs, groups] uint8.
@@ -26,6 +27,7 @@ def quantize_groups(
         ValueError: group_size does not divide the inputs.
     """
     scales, zeros = find_scales(w, bits, group_size, symmetric)
+    zeros = zeros.clamp(min=lowest_zero)
     return round_to_codes(w, scales, zeros, bits), scales, zeros
 
 

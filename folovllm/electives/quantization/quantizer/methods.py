@@ -12,13 +12,7 @@ import torch
 from folovllm.electives.quantization import packing
 from folovllm.electives.quantization.quantizer.awq import search_clip, search_scale
 from folovllm.electives.quantization.quantizer.gptq import LOWEST_ZERO, act_order, gptq
-from folovllm.electives.quantization.quantizer.groups import (
-    dequantize_groups,
-    find_scales,
-    quantize_groups,
-    round_groups,
-    round_to_codes,
-)
+from folovllm.electives.quantization.quantizer.groups import dequantize_groups, quantize_groups, round_groups
 from folovllm.electives.quantization.quantizer.one_layer import Inputs, OneLayer, Tensors
 from folovllm.electives.quantization.quantizer.options import QuantizeOptions
 
@@ -76,9 +70,7 @@ class Gptq(Method):
         o, w = self.options, w.to(self.dtype)
         if gram is not None:
             return gptq(w, gram, BITS, o.group_size, not o.asymmetric, o.damping)
-        scales, zeros = find_scales(w, BITS, o.group_size, not o.asymmetric)
-        zeros.clamp_(min=LOWEST_ZERO)
-        return round_to_codes(w, scales, zeros, BITS), scales, zeros
+        return quantize_groups(w, BITS, o.group_size, not o.asymmetric, LOWEST_ZERO)
 
     def decode(self, tensors: Tensors) -> torch.Tensor:
         """(code - zero) * scale, both of the group that `g_idx` names."""
