@@ -40,7 +40,7 @@ def load_builders(config: EngineConfig) -> None:
 def make_extension(setup: EngineSetup) -> Extension | None:
     """Make the extension that the configuration asks for (`folovllm.engine.extension`), and what it needs before the executor is made.
 
-    None at M1 without electives, which has no place for one.
+    None without electives at M1: its runners ask no extension.
     """
     if setup.config.kv_cache == "growing" and not setup.config.extras:
         return None

@@ -137,7 +137,7 @@ class Sequence:
         self.last_token = token_id
 
     def start(self) -> None:
-        """WAITING -> RUNNING: the sequence was admitted. From any other status ValueError (`_expect`), and nothing changes."""
+        """WAITING -> RUNNING: M2's scheduler admits the sequence (M1's sets the status itself). From any other status ValueError (`_expect`), and nothing changes."""
         self._expect(SequenceStatus.WAITING)
         self.status = SequenceStatus.RUNNING
 

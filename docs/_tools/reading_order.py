@@ -17,17 +17,14 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("engine/inputs.py", "", "inputs/llm.py"),
         ("outputs.py", "", "outputs.py"),
         ("engine/input_processor.py", "", "v1/engine/input_processor.py"),
+        ("step/schedule.py", "", "v1/core/sched/output.py"),
         ("request.py", "engine/sequence.py", "v1/request.py"),
         ("engine/llm_engine.py", "engine/llm_engine.py", "v1/engine/llm_engine.py"),
         ("engine/core.py", "engine/llm_engine.py", "v1/engine/core.py"),
-        ("build.py", "", ""),
-        ("engine/setup.py", "", ""),
-        ("step/schedule.py", "", "v1/core/sched/output.py"),
         ("engine/serial_scheduler.py", "", ""),
         ("engine/sampling_spec.py", "", ""),
         ("engine/event_stream.py", "", ""),
         ("engine/events.py", "", ""),
-        ("apps/inspector/watcher.py", "", ""),
         ("engine/stop.py", "engine/scheduler.py", "v1/core/sched/utils.py"),
         ("engine/detokenizer.py", "", "v1/engine/detokenizer.py"),
         ("engine/output_processor.py", "", "v1/engine/output_processor.py"),
@@ -35,16 +32,19 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("executor/gpu_executor.py", "", "v1/executor/uniproc_executor.py"),
         ("worker/gpu_worker.py", "engine/model_runner.py", "v1/worker/gpu_worker.py"),
         ("worker/hf_model_runner.py", "", ""),
+        ("step/forward_batch.py", "utils/context.py", "forward_context.py"),
+        ("attention/backends/abstract.py", "", "v1/attention/backend.py"),
+        ("layers/attention.py", "layers/attention.py", ""),
         ("worker/serial_model_runner.py", "", ""),
         ("attention/backends/torch_cat.py", "", ""),
         ("sample/sampler.py", "layers/sampler.py", "v1/sample/sampler.py"),
         ("sample/rows.py", "", "v1/sample/metadata.py"),
         ("sample/filters.py", "", "v1/sample/ops/topk_topp_sampler.py"),
         ("sample/noise.py", "", ""),
+        ("layers/layer_set.py", "", ""),
         ("models/llama.py", "", "model_executor/models/llama.py"),
         ("models/qwen3.py", "models/qwen3.py", "model_executor/models/qwen3.py"),
         ("models/model_config.py", "", ""),
-        ("layers/layer_set.py", "", ""),
         ("layers/linear.py", "layers/linear.py", "model_executor/layers/linear.py"),
         ("layers/layernorm.py", "layers/layernorm.py", "model_executor/layers/layernorm.py"),
         ("layers/rotary_embedding.py", "layers/rotary_embedding.py", "model_executor/layers/rotary_embedding/"),
@@ -53,22 +53,22 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("layers/embed_head.py", "layers/embed_head.py", "model_executor/layers/vocab_parallel_embedding.py"),
         ("models/registry.py", "", "model_executor/models/registry.py"),
         ("models/loader.py", "utils/loader.py", "model_executor/model_loader/default_loader.py"),
+        ("build.py", "", ""),
+        ("engine/setup.py", "", ""),
     ],
     "m2": [
         ("engine/build_batch.py", "", ""),
         ("engine/scheduler.py", "engine/scheduler.py", "v1/core/sched/scheduler.py"),
         ("cache/manager.py", "", "v1/core/kv_cache_manager.py"),
         ("cache/slot_manager.py", "", ""),
-        ("step/forward_batch.py", "utils/context.py", "forward_context.py"),
         ("worker/input_batch.py", "engine/model_runner.py", "v1/worker/gpu_input_batch.py"),
         ("worker/model_runner.py", "engine/model_runner.py", "v1/worker/gpu_model_runner.py"),
         ("worker/warm_up.py", "engine/model_runner.py", "v1/worker/gpu_model_runner.py"),
-        ("layers/attention.py", "layers/attention.py", ""),
-        ("attention/backends/abstract.py", "", "v1/attention/backend.py"),
         ("attention/backends/torch_naive.py", "", ""),
     ],
     "m3": [
         ("cache/block_manager.py", "engine/block_manager.py", "v1/core/block_pool.py"),
+        ("apps/inspector/watcher.py", "", ""),
         ("worker/kv_memory.py", "engine/model_runner.py", "v1/core/kv_cache_utils.py"),
         ("attention/backends/torch_paged.py", "", ""),
     ],
@@ -252,7 +252,9 @@ The last two columns name the file that does the same (or most of it) in [nano-v
 `nanovllm/`, and in [vLLM](https://github.com/vllm-project/vllm)'s v1 engine, under `vllm/`. Each path was looked up in those repositories. vLLM
 moves its files now and then: search for the class when one is gone. A dash means that we know of no counterpart.
 
-What is not listed is not needed to follow the chapters: the command line and the benchmarks (`apps/cli/`, `apps/bench/`), names and arguments of vLLM's
+What is not listed are helpers, which a first reading may take at their names and first sentences: calls of `LLM` and of the engine that `generate` does not need
+(`engine/llm_calls.py`, `engine/calls.py`), Ctrl-C and the progress bar (`engine/ctrl_c.py`, `engine/progress.py`), log-probabilities (`engine/logprobs.py`), the table of electives (`plugins.py`) and their
+hook (`engine/extension.py`), CPU threads, metrics and snapshots of the engine (`engine/`), the command line and the benchmarks (`apps/cli/`, `apps/bench/`), names and arguments of vLLM's
 (`compat.py`, `engine/vllm_arguments.py`), the chat template and beam search (`engine/`), the flags of the server (`electives/server/config.py`, `electives/server/cli.py`),
 the checks of a user's values (`engine/require.py`), what fetches and converts a model (`models/files.py`, `electives/quantization/gguf_file.py`), small helpers
 (`models/written_files.py`, `distributed/children.py`), and the import finder of `mine/` (`learn/overlay.py`).

@@ -158,13 +158,13 @@ class Rows:
 
 
 def local_config(hf_config: PretrainedConfig, size: int, expert_parallel: bool = False) -> PretrainedConfig:
-    """The configuration of one rank's part, so that the model's classes build it without knowing about ranks.
+    """Return the configuration of one rank: heads, widths of MLPs and vocabulary are divided by `size`, so that the model's classes build it without knowing about ranks.
 
     Args:
         expert_parallel: each rank holds some experts whole, instead of a part of each.
 
     Raises:
-        ValueError: the model cannot be split into `size`; the sentence says which sizes work.
+        ValueError: the model cannot be split into `size`; the message says which sizes work.
     """
     check_size(hf_config, size, expert_parallel)
     local = deepcopy(hf_config)

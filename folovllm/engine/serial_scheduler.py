@@ -61,7 +61,10 @@ class SerialScheduler:
         sampling = None if start else sampling_spec(seq)  # with its first step
         seq.num_computed_tokens = end
         scores = scores_of(seq, start, end)
-        return ScheduledSequence(seq.seq_id, 0, start, end, seq.tokens(start, end), (), 0, 1, sampling, scores)
+        return ScheduledSequence(
+            seq_id=seq.seq_id, row=0, start=start, end=end, token_ids=seq.tokens(start, end),
+            new_blocks=(), first_new_block=0, num_samples=1, sampling=sampling, scores=scores,
+        )  # fmt: skip
 
     def sequences(self, output: SchedulerOutput) -> list[Sequence]:
         """The sequences of the step that was decided last."""

@@ -20,7 +20,7 @@ from folovllm.models.model_config import head_dim_of, num_kv_heads_of, num_linea
 from folovllm.models.registry import quantization_of
 from folovllm.step.kv_format import FP8
 
-NAIVE = ("torch_naive", "native")  # the backend's name for what a growing cache does with our layers
+NAIVE = ("torch_naive", "native")  # what a user may call the backend of M1's growing cache, `TorchCatBackend`
 
 logger = logging.getLogger("folovllm")
 

@@ -54,7 +54,9 @@ def scan_kernel(
     logits_ptr, field_ptr, line_ptr, mask_ptr, row_ptr, position_ptr, largest_ptr, weight_ptr,
     stride_logits, stride_lines, stride_masks, vocab_size, num_tiles, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, part) takes every tile of the sequence whose number leaves the rest `part`.
+    """Compute the largest of each group of logits and its sum of exp, for rows with top-k, top-p or min-p.
+
+    Program (sequence, part) takes each tile of the sequence whose number modulo the number of parts is `part`.
 
     It stores the largest logit of each group, and the sum of exp((logit - largest) / temperature): [S, groups] each.
     """

@@ -107,7 +107,7 @@ def summed_linear(
 ) -> torch.Tensor:
     """Return the sum over ranks of `x` [T, K] times the transpose of `weight` [rows, K], [T, rows] on every rank.
 
-    Call it only if it `fits`, on all ranks with the same shapes. The partial sums and their sum are float32. `residual` [T, rows]
+    Call it only if `can_handle`, on all ranks with the same shapes. The partial sums and their sum are float32. `residual` [T, rows]
     is added once.
     """
     num_tokens, width = x.shape

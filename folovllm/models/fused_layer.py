@@ -73,7 +73,7 @@ class DeferredNormDecoderLayer(LlamaDecoderLayer):
         return self.after_attention(x[rows], attention.attn(query[rows], alone))
 
     def after_attention(self, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """What attention found [N, Hq, D] and the MLP's answer, both added to the stream [N, H], which is written over."""
+        """Run o_proj on `attended` [N, Hq, D], then the MLP; both add to the residual stream `x` [N, H] in place."""
         attention, mlp = self.self_attn, self.mlp
         x = fused(attention.o_proj, attended.flatten(1), residual=x)
         eps = self.post_attention_layernorm.eps

@@ -149,12 +149,13 @@ class LlamaModel(nn.Module):
     ) -> None:
         """`attention_classes`: what makes the attention of each layer."""
         super().__init__()
-        each = zip(attention_classes, self.ropes(config, layers, max_model_len), windows_of(config), strict=True)
         self.embed_tokens = layers.make(VocabParallelEmbedding, config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            layers.make(LlamaDecoderLayer, config, layers.make(kind, config, rope, own, window), own)
-            for own, kind, rope, window in ((layers.within(f"model.layers.{i}"), *one) for i, one in enumerate(each))
-        )
+        self.layers = nn.ModuleList()
+        each = zip(attention_classes, self.ropes(config, layers, max_model_len), windows_of(config), strict=True)
+        for i, (attention_class, rope, window) in enumerate(each):
+            inner = layers.within(f"model.layers.{i}")
+            attention = layers.make(attention_class, config, rope, inner, window)
+            self.layers.append(layers.make(LlamaDecoderLayer, config, attention, inner))
         self.norm = layers.make(RMSNorm, config.hidden_size, config.rms_norm_eps)
 
     @staticmethod

@@ -47,11 +47,14 @@ class SamplingRows:
         batch = SamplingBatch.from_specs(specs, positions, self._device)
         if self._state is None or not any(spec.adjusts_logits for spec in specs):
             return self._sampler(logits, batch)
-        state, on = self._state, self._device
+        state, on = (
+            self._state,
+            self._device,
+        )  # penalties and forbidden tokens: M6's table; without them M1 never comes here
         if masks is not None:
             state.set_masks(torch.from_numpy(masks.places(rows)).to(on), torch.from_numpy(masks.bits).to(on))
-        at, where = (torch.tensor(list(values), dtype=torch.int32, device=on) for values in (rows, positions))
-        sampled = self._sampler(logits, batch, state.adjust(logits, at, where))
+        row_ids, at = (torch.tensor(list(values), dtype=torch.int32, device=on) for values in (rows, positions))
+        sampled = self._sampler(logits, batch, state.adjust(logits, row_ids, at))
         counted = None if counts is None else torch.tensor(list(counts), device=on)
-        state.record(torch.tensor(sampled.token_ids, device=on), at, where, counted)
+        state.record(torch.tensor(sampled.token_ids, device=on), row_ids, at, counted)
         return sampled

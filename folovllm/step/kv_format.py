@@ -33,7 +33,7 @@ class KVScales:
         return 1 / self.value
 
     def centred(self, key: torch.Tensor) -> torch.Tensor:
-        """`key` [T, Hkv, D] less the offset, if there is one, in float32."""
+        """Return `key` [T, Hkv, D] less the offset in float32, or as it is if there is no offset."""
         return key if self.offset is None else key.float() - self.offset
 
 

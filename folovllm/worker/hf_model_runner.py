@@ -86,7 +86,7 @@ class HFModelRunner:
     def execute_model(self, output: SchedulerOutput) -> StepResult:
         """Compute the scheduled tokens of the one running sequence and sample the next."""
         (scheduled,) = output.scheduled_seqs
-        if scheduled.sampling is not None:
+        if scheduled.sampling is not None:  # a new sequence: only its first step brings a SamplingSpec
             self._sampling_rows.set({scheduled.row: scheduled.sampling})
             self._cache = DynamicCache(config=self._setup.hf_config)
         input_ids = torch.from_numpy(scheduled.token_ids).long()[None].to(self._setup.device)  # [1, T]

@@ -48,7 +48,7 @@ class SerialModelRunner:
     def execute_model(self, output: SchedulerOutput) -> StepResult:
         """Compute the scheduled tokens of the one running sequence and sample the next."""
         (scheduled,) = output.scheduled_seqs
-        if scheduled.sampling is not None:
+        if scheduled.sampling is not None:  # a new sequence: only its first step brings a SamplingSpec
             self._sampling_rows.set({scheduled.row: scheduled.sampling})
             for cache in self._caches:
                 cache.reset()

@@ -263,7 +263,9 @@ def compare(files: Annotated[list[Path], typer.Argument(help="Results that --sav
 
 @contextmanager
 def contenders(given: dict[str, Any], compare: str | None, geometry: str | None) -> Iterator[list[Contender]]:
-    """Name and configuration of each engine to measure; refused before torch is loaded where that is possible.
+    """Yield name and configuration of each engine to measure: `given` are flags, `compare` milestones, `geometry` a model of random weights.
+
+    Bad flags are refused before torch is loaded where that is possible.
 
     A geometry's files are there until the end of the block.
     """

@@ -68,7 +68,7 @@ class AttentionBackend(ABC):
 
     @classmethod
     def supports_block_size(cls, block_size: int) -> bool:
-        """Return whether the backend supports blocks of `block_size` tokens."""
+        """Return whether the backend supports blocks of `block_size` tokens: multiples of a supported size."""
         sizes = cls.supported_block_sizes
         return sizes is None or any(block_size % size == 0 for size in sizes)
 

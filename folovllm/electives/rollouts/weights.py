@@ -195,7 +195,7 @@ def entries(weights: Any) -> Iterable[Any]:
 
 
 def on_host(named: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
-    """Return a name and a copy of its tensor that a file can hold. Raises ValueError if it holds no weights."""
+    """Return the name and its tensor, contiguous and on the CPU (a copy unless it is that already). Raises ValueError if it holds no weights."""
     name, tensor = named
     if not isinstance(tensor, torch.Tensor) or tensor.dtype not in QUANTIZED_DTYPES:
         require_usable(name, tensor, PLAIN)

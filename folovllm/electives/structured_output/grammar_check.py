@@ -116,7 +116,7 @@ class GrammarChecker:
         return line
 
     def close(self) -> None:
-        """End the process; a later check starts another. What is being checked ends with its client."""
+        """Kill the fork server; the next check starts another. Running checks are not killed: each ends when its client disconnects."""
         if self._line is not None:
             self._line.close()
         if self._process is not None:

@@ -80,7 +80,7 @@ class MaskedExecutor:
         return step
 
     def collect(self, step: MaskedStep) -> StepResult:
-        """Wait for the tokens of a step; then the step after it may sample, if it waits for its bitmasks."""
+        """Wait for the tokens of a step, and report sequences whose grammar broke. The next step samples if it waits for its bitmasks."""
         assert step.pending is not None
         result = step.pending.wait()
         self._num_in_flight -= 1

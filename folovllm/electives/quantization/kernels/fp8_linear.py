@@ -40,7 +40,9 @@ def fp8_linear_kernel(
     OUTPUTS: tl.constexpr, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, RESIDUAL: tl.constexpr,
     SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TIMES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, q, s): outputs p * BN to p * BN + BN of tokens q * BM to q * BM + BM; SPLIT: of every num_parts-th step
+    """Multiply inputs and weights in FP8; scales are applied at the end, or after each group where weights have blocks.
+
+    Program (p, q, s): outputs p * BN to p * BN + BN of tokens q * BM to q * BM + BM; SPLIT: of every num_parts-th step
     of inputs, from s on. A step has TIMES tiles of BK inputs, each within a group; so the scales of several are waited for at
     once. Scales of `x` are [K / GROUP, tokens], `stride_scale` apart.
     """

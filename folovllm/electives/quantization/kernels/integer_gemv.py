@@ -64,7 +64,7 @@ def load_columns(
     x_ptr, columns_ptr, start: tl.constexpr, NUM: tl.constexpr, GROUP: tl.constexpr, KIND: tl.constexpr,
     PARTS: tl.constexpr, SPLITS: tl.constexpr, WORDS: tl.constexpr,
 ):  # fmt: skip
-    """`x` times its columns' factors where it meets the tile of words from `start` on, in pieces.
+    """Load the inputs of one tile of weights, from word `start` on, times the scales of input channels if there are any, in pieces.
 
     Row 8 s + c of a piece is column c of warp s: plane c % 4 of a part.
     """
