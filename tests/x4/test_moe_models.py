@@ -197,6 +197,11 @@ def test_a_token_that_is_nan_is_so_alone(backend: str) -> None:
     [
         ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9 .* between 1 and num_experts, 8"),
         ("mixtral", {"num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+        (
+            "mixtral",
+            {"num_local_experts": 2**31 - 1},
+            "is 2147483647 in the model's configuration, and must be .* at most 4,096",
+        ),
         ("mixtral", {"num_local_experts": 0}, "is 0 in the model's configuration, and must be at least 1"),
     ],
 )

@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
+MOST_EXPERTS = 4_096  # of a layer; names of more than a billion would take for ever
+
+
 def choose_moe(config: PretrainedConfig, layers: LayerSet) -> MoE:
     """Return the mixture of experts in place of an MLP, of the layer set's kind."""
     if (methods := expert_linear_methods(layers, num_experts_of(config))) is not None:
@@ -35,8 +38,10 @@ def check_experts(config: PretrainedConfig) -> None:
     """Raise ValueError, which names the field, if a token cannot be routed to as many experts as the configuration says."""
     count, top_k = num_experts_of(config), getattr(config, "num_experts_per_tok", None)
     field = "num_experts" if getattr(config, "num_experts", None) is not None else "num_local_experts"
-    if count < 1:
-        raise ValueError(f"{field} is {count} in the model's configuration, and must be at least 1")
+    if not 1 <= count <= MOST_EXPERTS:
+        raise ValueError(
+            f"{field} is {count} in the model's configuration, and must be at least 1, at most {MOST_EXPERTS:,}"
+        )
     if not isinstance(top_k, int) or not 1 <= top_k <= count:
         raise ValueError(
             f"num_experts_per_tok is {top_k!r} in the model's configuration, and must be between 1 and {field}, {count}"
