@@ -40,6 +40,9 @@ def part_of(
     """Return the part of a checkpoint's tensor that `shard` keeps; its linear method knows how the tensor is laid out.
 
     `places` are the names that the model has a place for. What is ignored, or taken by others, is read whole.
+
+    Raises:
+        ValueError: the tensor has too few dimensions to be cut.
     """
     module, _, kind = name.rpartition(".")
     if not isinstance(tensor, torch.Tensor):
@@ -47,7 +50,10 @@ def part_of(
     if is_ignored(name, linear_methods) or (name not in places and weight_loader_of(name) is not None):
         return tensor[:] if tensor.shape else tensor[...]
     linear_method = linear_methods[module] if name in places else PLAIN
-    return fusable(linear_method).shard(kind, tensor, partial(shard, name))
+    try:
+        return fusable(linear_method).shard(kind, tensor, partial(shard, name))
+    except IndexError as error:
+        raise ValueError(f"{name!r} has shape {list(tensor.shape)}, which cannot be cut: {error}") from error
 
 
 def repacked(name: str, tensor: torch.Tensor, linear_method: LinearMethod, view: torch.Tensor) -> torch.Tensor:

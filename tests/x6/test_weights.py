@@ -305,6 +305,15 @@ def test_every_family_gives_back_its_checkpoint(family: str) -> None:
             assert tokens(llm) == before
 
 
+def test_a_number_in_the_place_of_a_convolution_is_named() -> None:
+    """Weights that come one by one are cut before anybody compares their shapes."""
+    path = FAMILIES[next(iter(HYBRIDS))]()
+    weights = load_file(path / "model.safetensors")
+    name = next(name for name in weights if name.endswith("conv1d.weight"))
+    with engine(path) as llm, pytest.raises(ValueError, match=r"conv1d.weight' has shape \[\], which cannot be cut"):
+        llm.update_weights(iter({name: torch.tensor(1.0)}.items()))
+
+
 @pytest.mark.parametrize("fails", ["it holds what has no place", "the mode is unknown", "the engine sleeps"])
 def test_the_rest_is_received_after_a_failure(checkpoints: tuple[Path, Path], fails: str) -> None:
     """Who broadcasts waits until everything is taken."""
