@@ -93,6 +93,8 @@ class Gemma3ForCausalLM(Qwen3ForCausalLM):
                 raise UnsupportedModel(f"{name} is not supported")
         norms = {RMSNorm: lambda size, eps: layers.make(Gemma3RMSNorm, size, eps)}
         super().__init__(config, layers.having({**PLACES, **norms}), max_model_len)
+        if not config.query_pre_attn_scalar > 0:
+            raise ValueError(f"query_pre_attn_scalar is {config.query_pre_attn_scalar}, and must be above 0")
         self.query_scale = (head_dim_of(config) / config.query_pre_attn_scalar) ** 0.5
 
     def weights_loaded(self) -> None:

@@ -314,3 +314,10 @@ class TestConfigFacts:
         assert windows_of(SimpleNamespace(num_hidden_layers=2, sliding_window=None, layer_types=mixed)) == [None, None]
         with pytest.raises(ValueError, match="layers of type chunked_attention are not supported"):
             windows_of(SimpleNamespace(num_hidden_layers=1, sliding_window=64, layer_types=["chunked_attention"]))
+
+
+def test_queries_are_not_scaled_by_a_root_of_less_than_zero() -> None:
+    config = AutoConfig.from_pretrained(tiny_checkpoint("gemma3_text"))
+    config.query_pre_attn_scalar = -1
+    with pytest.raises(ValueError, match="query_pre_attn_scalar is -1, and must be above 0"):
+        build_model(config, torch.float32, "meta")

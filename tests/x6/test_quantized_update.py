@@ -142,3 +142,15 @@ def test_floats_for_codes_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="holds numbers of float32, and the model takes F8_E4M3"):
             llm.update_weights(load_file(floats / "model.safetensors"))
         assert scores(llm) == before
+
+
+def test_zeros_that_hold_nothing_change_nothing(tmp_path: Path) -> None:
+    """Their shape is known only when they are unpacked, which an empty tensor cannot be."""
+    coded, _ = write_quantized(tiny(), tmp_path, *KINDS["packed"])
+    weights = load_file(coded / "model.safetensors")
+    name = next(name for name in weights if name.endswith("weight_zero_point"))
+    with engine(coded) as llm:
+        before = scores(llm)
+        with pytest.raises(ValueError, match=r"weight_zero_point' has shape \[0, "):
+            llm.update_weights(weights | {name: weights[name][:0]})
+        assert scores(llm) == before

@@ -107,7 +107,7 @@ def require_place(name: str, tensor: torch.Tensor, places: dict[str, Destination
     """Raise ValueError if a tensor does not fit its place, which is crossed off, or is not finite there. Codes are compared where that takes no work."""
     place = places[name]
     shape = place.view.shape
-    if isinstance(place.linear_method, Plain):
+    if isinstance(place.linear_method, Plain) or not tensor.numel():
         shape = tensor.shape
     elif place.view.is_meta:
         with suppress(NotImplementedError, RuntimeError):  # an order that hangs on the numbers
