@@ -13,7 +13,7 @@ import torch
 from folovllm.config import DEFAULT_MODEL, EngineConfig
 from folovllm.models.messages import in_one_line, printable
 from folovllm.models.model_config import UnsupportedModel, num_kv_heads_of
-from folovllm.models.quick_start import PlainConfig, QuickTokenizer
+from folovllm.models.quick_start import TOO_LONG, PlainConfig, QuickTokenizer
 from folovllm.plugins import DOWNLOADS, MODELS
 from folovllm.sampling_params import SamplingParams
 
@@ -24,8 +24,6 @@ ASSETS = Path(__file__).parent.parent / "assets"
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 MOST_LAYERS = 10_000
 SIZES = ("_size", "_dim", "_heads", "_experts", "_per_tok")  # how fields end that make tensors large
-
-TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # transformers' name of its warning
 
 
 class UnreadableFile(ValueError):

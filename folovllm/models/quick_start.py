@@ -9,6 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"  # transformers' name of its warning
+
 
 class PlainConfig(SimpleNamespace):
     """The fields that the engine reads of a `PretrainedConfig`, under the same names."""
@@ -50,7 +52,9 @@ class QuickTokenizer:
         """transformers' tokenizer."""
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast.from_pretrained(self._where)
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(self._where)
+        tokenizer.deprecation_warnings[TOO_LONG] = True  # our own sentence says it, once
+        return tokenizer
 
     def __len__(self) -> int:
         return len(self.full)

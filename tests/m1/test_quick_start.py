@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 import threading
@@ -10,7 +11,7 @@ import pytest
 from transformers import AutoConfig, AutoTokenizer
 
 from folovllm import EngineConfig
-from folovllm.models.files import ASSETS, load_hf_config, load_tokenizer
+from folovllm.models.files import ASSETS, full_tokenizer, load_hf_config, load_tokenizer
 from folovllm.models.quick_start import PlainConfig, QuickTokenizer
 
 STORIES = ASSETS / "stories-5m"
@@ -77,3 +78,13 @@ assert llm.generate("Once upon", use_tqdm=False)[0].outputs[0].text
 assert "transformers" not in sys.modules, "transformers takes seconds"
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_transformers_says_nothing_of_a_long_text(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The engine's own sentence says that it is too long."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    tokenizer = load_tokenizer(ASSETS / "stories-5m", EngineConfig(model="stories-5m"))
+    assert len(full_tokenizer(tokenizer).encode("a b " * 9000)) > 16_384
+    assert "longer than the specified maximum" not in caplog.text
