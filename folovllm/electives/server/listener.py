@@ -18,8 +18,8 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, **options: Any) -> None:
         """`options` are those of `uvicorn.Config`."""
-        options = {**{"log_level": "warning", "access_log": False}, **options}
-        super().__init__(uvicorn.Config(app, http=BoundedProtocol, ws="none", lifespan="off", **options))
+        chosen: dict[str, Any] = {"log_level": "warning", "access_log": False, **options}
+        super().__init__(uvicorn.Config(app, http=BoundedProtocol, ws="none", lifespan="off", **chosen))
 
     def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Capture none."""
