@@ -46,8 +46,9 @@ class Eagle3Layer(nn.Module):
         bias = attention.qkv_proj.bias is not None
         attention.qkv_proj = layers.make(QKVParallelLinear, 2 * config.hidden_size, *heads, bias, layers.linear_method)
         self.mlp = layers.make(LlamaMLP, config, layers)
-        for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-            setattr(self, name, layers.make(RMSNorm, config.hidden_size, config.rms_norm_eps))
+        size = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm, self.hidden_norm = layers.make(RMSNorm, *size), layers.make(RMSNorm, *size)
+        self.post_attention_layernorm = layers.make(RMSNorm, *size)
 
     def inputs(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what attention reads, [T, 2H], and the residual stream, [T, H]."""

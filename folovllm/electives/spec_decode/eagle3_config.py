@@ -100,7 +100,7 @@ def stored_shapes(path: Path) -> dict[str, list[int]]:
     """Return the shapes of a folder's weights, by our names. Only headers are read."""
     from folovllm.electives.spec_decode.eagle3 import local_name
 
-    found = {}
+    found: dict[str, list[int]] = {}
     for file in checkpoint_files(path):
         with opened(file) as handle:
             names = {name: local_name(name) for name in handle.keys()}  # noqa: SIM118  # a handle is no dict
