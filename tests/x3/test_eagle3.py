@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import tempfile
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -144,8 +145,6 @@ def test_sixty_random_heads_draft_as_the_published_definition(
 @cache
 def letters_head() -> Path:
     """A head that knows the letters alone."""
-    import tempfile
-
     return only(write_head(Path(tempfile.mkdtemp()) / "head", tiny_checkpoint()), LETTERS)
 
 
@@ -157,3 +156,149 @@ def test_all_that_a_sample_depends_on_is_kept(preset: str, adaptive: bool) -> No
     pair.check(serve(engine, pair.requests))
     made = speculation_of(engine)
     assert made.num_draft_tokens > 20 and made.num_accepted > 2
+
+
+CROWDED: dict[str, dict[str, Any]] = {
+    "few blocks": {"num_kv_blocks": 40, "enable_prefix_caching": False},
+    "short chunks": {"max_num_batched_tokens": 16},
+    "one at a time": {"async_scheduling": False},
+    "eager": {"enforce_eager": True},
+    "triton": {"attention_backend": "triton"},
+    "FP8 cache": {"kv_cache_dtype": "fp8"},
+}
+
+
+@pytest.mark.parametrize("how", CROWDED)
+def test_however_steps_are_made(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preempted, in chunks, with steps that overlap or not; the drafts stay those of the definition."""
+    count, length = (6, 12) if how != "triton" else (2, 4)
+    load = [Request(one, replace(GREEDY, max_tokens=2 * length)) for one in prompts([length] * count, seed=8)]
+    fields = {"milestone": "m6", "block_size": 16 if how == "triton" else 4, "max_model_len": 40, **CROWDED[how]}
+    pair = Pair.of(load, **fields)
+    drafted, folder = Drafted().watch(monkeypatch), few_head()
+    engine = make_engine(**pair.fields, **eagle(folder))
+    outputs = serve(engine, load)
+    pair.check(outputs)
+    assert engine.core.num_preemptions > 0 or how != "few blocks"
+    texts = [[*one.prompt, *out.outputs[0].token_ids] for one, out in zip(load, outputs, strict=True)]
+    if how != "FP8 cache":  # its hidden states are others
+        assert check_drafts(drafted, folder, tiny_checkpoint(), [0, 1, 2], texts) > 4 * count
+    assert speculation_of(engine).num_accepted > 0
+
+
+@cache
+def few_head() -> Path:
+    """A head that knows three letters."""
+    return only(write_head(Path(tempfile.mkdtemp()) / "head", tiny_checkpoint()), FEW)
+
+
+def test_a_prefix_hit_brings_no_hidden_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last block of a hit is computed again; the head's K/V of the others are found, and drafts are the same."""
+    (first,) = prompts([22], seed=2)
+    load = [Request([*first[:n], *tail], GREEDY) for n, tail in ((22, []), (20, [7, 8]), (22, [9]), (13, [1]))]
+    pair = Pair.of(load, milestone="m6", block_size=4)
+    drafted, folder, hits = Drafted().watch(monkeypatch), few_head(), []
+    engine = make_engine(**pair.fields, **eagle(folder))
+    outputs = []
+    for one in load:
+        before = engine.scheduler.kv.stats.tokens_hit  # type: ignore[union-attr]
+        outputs += serve(engine, [one])
+        hits.append(engine.scheduler.kv.stats.tokens_hit - before)  # type: ignore[union-attr]
+    pair.check(outputs)
+    assert hits == [0, 16, 16, 8], "one block less than is cached"
+    texts = [[*one.prompt, *out.outputs[0].token_ids] for one, out in zip(load, outputs, strict=True)]
+    assert check_drafts(drafted, folder, tiny_checkpoint(), [0, 1, 2], texts) > 20
+
+
+def test_a_folder_of_speculators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tensors under other names, and the layer's fields in a dict of their own."""
+    folder, target = only(write_head(tmp_path / "head", tiny_checkpoint()), FEW), tiny_checkpoint()
+    fields = json.loads((folder / "config.json").read_text())
+    layers = fields.pop("eagle_config")["eagle_aux_hidden_state_layer_ids"]
+    draft_vocab_size = fields.pop("draft_vocab_size")
+    whole = {
+        "speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"], "transformer_layer_config": fields,
+        "draft_vocab_size": draft_vocab_size, "eagle_aux_hidden_state_layer_ids": layers, "target_hidden_size": None,
+        "speculators_config": {"proposal_methods": [{"speculative_tokens": 3}], "verifier": {"name_or_path": "x"}},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(whole))
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name.replace("midlayer", "layers.0"): t for name, t in tensors.items()}, folder / "model.safetensors")
+    drafted = Drafted().watch(monkeypatch)
+    load = [Request(prompts([9])[0], GREEDY)]
+    outputs = serve(make_engine(milestone="m6", model=str(target), **eagle(folder)), load)
+    texts = [[*load[0].prompt, *outputs[0].outputs[0].token_ids]]
+    assert check_drafts(drafted, folder, target, layers, texts) > 5
+
+
+@pytest.mark.slow
+def test_two_ranks() -> None:
+    """Each has the whole head, beside its part of the model."""
+    pair = demanding_pair("m6")
+    engine = make_engine(**pair.fields, tensor_parallel_size=2, **eagle(letters_head()))
+    try:
+        pair.check(serve(engine, pair.requests))
+        assert speculation_of(engine).num_accepted > 2
+    finally:
+        engine.close()
+
+
+def wrong(folder: Path, **given: Any) -> Path:
+    """The head with other fields in its configuration; None takes one out."""
+    fields = json.loads((folder / "config.json").read_text()) | given
+    kept = {name: value for name, value in fields.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
+    return folder
+
+
+def without(folder: Path, name: str, tensor: torch.Tensor | None = None) -> Path:
+    """The head without a tensor, or with another in its place."""
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file(tensors | ({} if tensor is None else {name: tensor}), folder / "model.safetensors")
+    return folder
+
+
+BAD: dict[str, tuple[Any, str]] = {
+    "another model's": (lambda at: wrong(at, target_hidden_size=99), "reads hidden states of 99 numbers"),
+    "another vocabulary": (lambda at: wrong(at, vocab_size=1000), "vocab_size is 1000"),
+    "too large a draft vocabulary": (lambda at: wrong(at, draft_vocab_size=9999), "draft_vocab_size is 9999"),
+    "unknown layers": (lambda at: wrong(at, eagle_config={"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}), "layer_ids"),
+    "no EAGLE-3": (lambda at: wrong(at, architectures=["LlamaForCausalLM"]), "no EAGLE-3 head"),
+    "no size": (lambda at: wrong(at, hidden_size=None), "hidden_size is None"),
+    "two layers": (lambda at: wrong(at, num_hidden_layers=2), "only heads of one layer"),
+    "no map": (lambda at: without(at, "d2t"), "lacks 'd2t'"),
+    "a map to nowhere": (lambda at: without(at, "d2t", torch.full((16,), 9999)), "'d2t' does not lead"),
+    "a short map": (lambda at: without(at, "d2t", torch.zeros(3, dtype=torch.int64)), r"'d2t' has shape \[3\]"),
+    "a missing weight": (lambda at: without(at, "fc.weight"), "'fc.weight' is missing"),
+    "a weight of another shape": (lambda at: without(at, "norm.weight", torch.ones(5)), r"'norm.weight' has shape \[5\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_head_that_does_not_fit_is_refused_before_weights_are_loaded(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil, sentence = BAD[what]
+    folder = spoil(only(write_head(tmp_path / "head", tiny_checkpoint()), LETTERS))
+    monkeypatch.setattr("folovllm.models.loader.load_model", None)
+    with pytest.raises(ValueError, match=sentence) as raised:
+        make_engine(milestone="m6", **eagle(folder))
+    assert str(folder) in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "given", "sentence"),
+    [
+        ({}, {"method": "mtp"}, "Qwen3ForCausalLM has none"),
+        ({}, {"method": "eagle3"}, '"eagle3" needs a head'),
+        ({}, {"method": "mtp", "model": "x"}, "no other method takes one"),
+        ({}, {"method": "eagle3+draft_model", "model": "x"}, "do not work together"),
+        ({"milestone": "m1"}, {"method": "mtp"}, "steps of several tokens"),
+        ({"model": str(tiny_checkpoint("llama", architectures=["MistralForCausalLM"], sliding_window=8))},
+         {"method": "eagle3", "model": "head"}, "sliding window"),
+    ],
+)  # fmt: skip
+def test_what_cannot_have_a_head(fields: dict[str, Any], given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        make_engine(**{"milestone": "m6", **fields}, speculative_config=given)

@@ -135,7 +135,7 @@ class HeadModelRunner(VerifyingModelRunner):
         for i in range(k):
             lens = torch.where(newest < 0, 0, positions[i] + 1).int()
             step = replace(
-                batch, input_ids=tokens[-1], positions=positions[i], slot_mapping=slots[i], seq_lens=lens,
+                batch, input_ids=tokens[-1], positions=positions[i].contiguous(), slot_mapping=slots[i].contiguous(), seq_lens=lens,
                 block_tables=tables, seq_lens_host=lens.tolist() if on_host else [],
             )  # fmt: skip
             self._head_backend.plan(step)

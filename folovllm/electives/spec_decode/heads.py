@@ -58,7 +58,7 @@ def chain_places(
     """
     last = block_tables.shape[1] * block_size - 1
     positions = (newest - 1 + torch.arange(k, device=newest.device)[:, None]).clamp(0, last)
-    blocks = block_tables.gather(1, (positions // block_size).T).T.long()
+    blocks = block_tables[torch.arange(len(newest), device=newest.device), positions // block_size].long()
     return positions, torch.where(newest < 0, -1, blocks * block_size + positions % block_size)
 
 
