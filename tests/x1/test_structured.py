@@ -506,6 +506,7 @@ ENDS: list[dict[str, Any]] = [
     {"patternProperties": {"^a$": False}, "type": "object", "maxProperties": 1, "additionalProperties": {"const": 1}},
     {"type": "integer", "minimum": -(2**63), "maximum": 5 - 2**63 + 2**20},
     {"type": "integer", "minimum": 2**53 + 1, "maximum": 2**53 + 5},
+    {**OBJECT_OF, "patternProperties": {"^(a|b)$": {"const": 1}}, "required": ["a", "b"], "minProperties": 2},
     {**OBJECT_OF, "properties": {"next": {"$ref": "#"}, "a": {"const": 1}}, "required": ["a"]},
     {
         **OBJECT_OF,
@@ -526,6 +527,15 @@ NO_END: list[tuple[dict[str, Any], str]] = [
     ({"json": {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/a"}]}}}}, "back to themselves"),
     ({"grammar": 'start: "a" %json {"$ref": "#"}'}, "^structured_outputs holds a JSON schema .* back to themselves"),
     ({"grammar": 'start: "(" start ")"'}, "no text of it is finite"),
+    ({"grammar": 'root ::= "(" root ")"'}, "no text of it is finite"),
+    ({"grammar": 'root ::= a\na ::= ([a-z] a)+ | "x" a'}, ": a leads back to itself"),
+    ({"json": {**OBJECT_OF, "patternProperties": {"^a$": {}}, "minProperties": 2}}, "asks for 2 .* only 1"),
+    ({"json": {**OBJECT_OF, **ONE_NAME, "required": ["a"], "minProperties": 2}}, "asks for 2 .* only 1"),
+    ({"json": {**OBJECT_OF, "patternProperties": {"^(a|b)$": {}}, "minProperties": 2}}, "listed in .properties"),
+    ({"json": {**OBJECT_OF, "required": ["a"]}}, "required property 'a'"),
+    ({"json": {"type": "array", "minItems": 3, "maxItems": 2}}, "greater than maxItems"),
+    ({"json": {"type": "array", "prefixItems": [{"const": 1}] * 2500}}, "has 2500 items, and at most 1900"),
+    ({"json": {"type": "object", "properties": {f"{i}": {} for i in range(900)}}}, "max is 2000"),
     ({"grammar": 'start: "x" | a\na: "b" a'}, ": a leads back to itself"),
     (
         {"grammar": 'start: a{10} | X (b | "x" start)+ // "x"\nX: /a|b/\na: b -> start\nb: a | %json {"a": 1} a'},
@@ -617,6 +627,28 @@ class TestFormsThatEnd:
         grammar = GuidanceGrammar.compile(StructuredOutputsParams(grammar=text), library_tokenizer())
         assert grammar.num_allowed(tiny_tokenizer().encode("%json {[ 1 ,\n 1]7")) == 17
         assert grammar.num_allowed(tiny_tokenizer().encode("%json {[  1")) == 9
+
+    def test_separators_and_texts_of_fractions_are_bounded(self) -> None:
+        def allowed(schema: dict[str, Any], text: str, **fields: Any) -> int:
+            form = StructuredOutputsParams(json=schema, **fields)
+            return GuidanceGrammar.compile(form, library_tokenizer()).num_allowed(tiny_tokenizer().encode(text))
+
+        for options in {"whitespace_pattern": " *"}, {"item_separator": ",\\s*"}, {"whitespace_flexible": True}:
+            schema = {"type": "array", "items": {"const": 1}, "x-guidance": options}
+            for fields in {}, {"disable_any_whitespace": True}:
+                assert allowed(schema, "[1," + " " * 40, **fields) <= 3 + 17
+        for bound, texts in (
+            ({"exclusiveMinimum": 1}, ("1.0000000000000000000001", "1.0000000000000002")),
+            ({"exclusiveMaximum": 1.5, "maximum": 2}, ("1.49999999999999999999999", "1.4999")),
+            ({"exclusiveMinimum": 0}, ("0." + "0" * 330 + "1", "0." + "0" * 60 + "1")),
+        ):
+            wrong, right = (allowed({"type": "number", **bound}, f"{text} ") == len(text) for text in texts)
+            place = GuidanceGrammar.compile(
+                StructuredOutputsParams(json={"type": "number", **bound}), library_tokenizer()
+            )
+            assert (
+                [place.copy().inner.consume_tokens(tiny_tokenizer().encode(t)) for t in texts] and right and not wrong
+            )
 
     @pytest.mark.parametrize(("pattern", "most"), [("[ \\n]*", 16), (" {2,}", 18), (" +| ?", 17), ("[ *+]{0,3}", 3)])
     def test_a_pattern_of_white_space_that_has_no_end_is_bounded(self, pattern: str, most: int) -> None:
