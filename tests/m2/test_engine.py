@@ -211,6 +211,9 @@ class TestOneCallAtATime:
         "get_weights": lambda llm: llm.get_weights(),
         "sleep": lambda llm: llm.sleep(),
         "wake_up": lambda llm: llm.wake_up(),
+        "reset_prefix_cache": lambda llm: llm.reset_prefix_cache(),
+        "close": lambda llm: llm.close(),
+        "the engine's own generate": lambda llm: llm.engine.generate("a", GREEDY),
     }
 
     @pytest.mark.parametrize("name", CALLS)
@@ -228,6 +231,11 @@ class TestOneCallAtATime:
         ]
         assert len(refused) == 2 and all("one call at a time" in said for said in refused)
         assert_nothing_left(llm.engine)
+
+    def test_beside_the_engines_own_generate(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(llm.engine, "step", llm.close)
+        with pytest.raises(RuntimeError, match="one call at a time"):
+            llm.engine.generate("a", GREEDY)
 
     def test_from_within_on_answer(self, llm: LLM) -> None:
         with pytest.raises(RuntimeError, match="one call at a time"):
