@@ -179,7 +179,7 @@ MISTAKES = [
     (True, lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"), r"lacks model\.layers\.1\.self_attn\.k_proj"),
     (True, lambda t: [t.pop(name) for name in list(t) if "layers.2" in name], r"lacks model\.layers\.2\..* and 6 more"),
     (False, lambda t: t.pop(HEAD), r"lacks lm_head\.weight"),
-    (True, with_("model.layers.0.self_attn.sinks", lambda t: torch.ones(4)), "holds 'model.layers.0.self_attn.sinks'"),
+    (True, with_("model.layers.0.self_attn.sinks", lambda t: torch.ones(4)), "hold 'model.layers.0.self_attn.sinks'"),
     (True, with_("model.layers.0.self_attn.q_proj.bias", lambda t: torch.ones(128)), "q_proj.bias"),
     (True, with_(UP, lambda t: t[UP][:, :70].contiguous()), r"up_proj\.weight' has shape \[80, 70\], .* \[80, 72\]"),
     (True, with_("model.norm.weight", lambda t: torch.ones(1)), "model.norm.weight"),  # it could be broadcast

@@ -135,13 +135,13 @@ class TestRefusals:
 
     def test_another_kind_of_codes(self, coded: Path) -> None:
         altered(coded, quantization_config=KINDS["int8 channel"][1])
-        with pytest.raises(ValueError, match=r"proj.weight' is stored as F8_E4M3, and config.json makes it I8"):
+        with pytest.raises(ValueError, match=r"proj.weight' is stored as float8_e4m3fn, and config.json makes it int8"):
             Driver(coded)
 
     def test_codes_that_nothing_speaks_of(self, coded: Path) -> None:
         altered(coded, quantization_config=None)
         with pytest.raises(
-            ValueError, match=r"stored as F8_E4M3: quantized weights that config.json does not speak of"
+            ValueError, match=r"stored as float8_e4m3fn: quantized weights that config.json does not speak of"
         ):
             Driver(coded)
 

@@ -117,7 +117,7 @@ class TestRefusals:
             (lambda t: t.pop("model.layers.1.mlp.experts.5.up_proj.weight"), "lacks model.layers.1.mlp.experts.5.up_proj.weight"),
             (  # as transformers keeps experts in memory, and some checkpoints have them
                 lambda t: t.update({"model.layers.0.mlp.experts.down_proj": torch.zeros(2, 2)}),
-                "holds 'model.layers.0.mlp.experts.down_proj', for which",
+                "hold 'model.layers.0.mlp.experts.down_proj', for which",
             ),
         ],
         ids=["an expert is missing", "experts are one tensor"],

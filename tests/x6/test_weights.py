@@ -249,7 +249,10 @@ NO_WEIGHTS: list[tuple[Any, str]] = [
     (lambda weights: iter([1]), "must hold pairs of a name and a tensor, not 1"),
     (lambda weights: weights | {5: torch.ones(1)}, "must hold pairs of a name and a tensor"),
     (lambda weights: weights | {NO_PLACE: torch.ones(1)}, "for which the model has no place"),
-    (lambda weights: weights | {NORM: weights[NORM] * torch.nan}, "holds NaN or infinity as float32"),
+    (
+        lambda weights: weights | {NORM: weights[NORM] * torch.nan},
+        "holds NaN or infinity as float32: the weights are damaged",
+    ),
     (lambda weights: weights | {NORM: weights[NORM].to_sparse()}, "is sparse"),
 ]
 
