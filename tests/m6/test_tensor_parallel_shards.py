@@ -146,7 +146,7 @@ K, DOWN = "model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_pro
     ("change", "says"),
     [
         (lambda tensors: tensors.pop(K), rf"lacks {K}"),
-        (lambda tensors: tensors.update({"model.extra.weight": torch.ones(4)}), r"holds 'model\.extra\.weight'"),
+        (lambda tensors: tensors.update({"model.extra.weight": torch.ones(4)}), r"hold 'model\.extra\.weight'"),
         (lambda tensors: tensors.update({DOWN: tensors[DOWN][:-2].clone()}), rf"{DOWN}' has shape"),
     ],
 )
