@@ -123,7 +123,8 @@ def _with_bounds(schema: Schema) -> Schema:
     if is_whole:
         return {**schema, "minimum": -LARGEST, "maximum": LARGEST} if said.isdisjoint(schema) else schema
     for exclusive, inclusive, sign in ("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1):
-        if _is_number(bound := schema.get(exclusive)):  # 1.00000000000000000001 is 1 to whoever reads it
+        bound: Any = schema.get(exclusive)
+        if _is_number(bound):  # 1.00000000000000000001 is 1 to whoever reads it
             next_one = math.nextafter(bound, sign * math.inf) if abs(bound) > SMALLEST else sign * SMALLEST
             given = schema.get(inclusive, next_one)
             schema = {**schema, inclusive: sign * max(sign * given, sign * next_one) if _is_number(given) else given}
