@@ -174,25 +174,9 @@ def choices() -> list[Request]:
 
 def grammars() -> list[Request]:
     """What llguidance holds answers to, and free ones between them."""
-    person = {
-        "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer", "maximum": 99}},
-        "required": ["name", "age"],
-        "additionalProperties": False,
-    }
-    kinds: list[dict[str, Any]] = [
-        {"structured_outputs": {"json": person}},
-        {"top_k": 30},
-        {"structured_outputs": {"regex": "[a-c]{3,9}"}, "n": 2},
-        {"structured_outputs": {"grammar": 'start: "x" ("y" | "z"){2,20}'}, "temperature": 0.0},
-        {"structured_outputs": {"json": person}, "presence_penalty": 0.5, "top_k": 20, "top_p": 0.9, "logprobs": 2},
-        {"frequency_penalty": 0.5},
-        {"structured_outputs": {"regex": "[a-z]{1,30}"}, "min_tokens": 12, "temperature": 2.0},
-    ]
-    return [
-        Request(prompt, SamplingParams(seed=i, max_tokens=90, **kinds[i % len(kinds)]))
-        for i, prompt in enumerate(prompts([1 + 3 * i for i in range(21)], seed=9))
-    ]
+    from tests.x1.test_structured import INPUTS, MIXED
+
+    return [Request(prompt, params) for prompt, params in zip(INPUTS, MIXED, strict=True)]
 
 
 FORMS = [pytest.param(choices, id="choice"), pytest.param(grammars, id="llguidance", marks=needs_llguidance)]
