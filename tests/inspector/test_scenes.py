@@ -102,6 +102,8 @@ class TestPlayground:
         def control(route: Any) -> None:
             if route.request.method == "POST":
                 asked.append((route.request.url.removeprefix(f"{HOST}control"), json.loads(route.request.post_data)))
+                if asked[-1][1].get("num_kv_blocks") == 40:
+                    return route.fulfill(status=400, json={"error": {"message": "40 blocks are too many"}})
                 return route.fulfill(json=told | {"loading": None})
             return route.fulfill(json=told | {"loading": next(answers)})
 
@@ -137,6 +139,16 @@ class TestPlayground:
             run.click()
             here.page.wait_for_function("inspector.lanes.length === 1 && inspector.player.live")
             assert ("/scene", {"scene": "blocks"}) in asked
+            here.page.evaluate("document.querySelector('details.panel').open = true")
+            here.page.locator(".playground textarea").fill("One\n\nTwo")
+            here.page.get_by_role("button", name="Send").click()
+            here.page.get_by_role("button", name="One step").click()
+            here.page.locator(".fields label:has-text('num_kv_blocks') input").fill("40")
+            here.page.wait_for_selector(".playground .error:not([hidden])")
+            assert "40 blocks are too many" in here.page.locator(".playground .error").inner_text()
+            assert dict(asked)["/prompts"] == {"prompts": ["One", "Two"], "max_tokens": 40, "temperature": 0.7}
+            assert dict(asked)["/pace"] == {"paused": True, "step": 1}
+            here.errors[:] = [error for error in here.errors if "400" not in error]  # as it should be
 
 
 def recordings(scene: Scene) -> list[dict[str, str]]:

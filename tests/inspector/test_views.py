@@ -236,47 +236,6 @@ class TestLive:
         assert found["left"] < 0.5 and found["known"] == 3001 - found["first"]
         here.page.evaluate(SETTLED)
 
-    def test_a_playground(self, here: Shown) -> None:
-        lines = (SAMPLES / "m3.jsonl").read_text(encoding="utf-8").splitlines()
-        fields = [
-            {"name": "num_kv_blocks", "kind": "number", "value": 12, "min": 2, "max": 64, "step": 1, "help": "memory"},
-            {"name": "milestone", "kind": "choice", "value": "m3", "choices": ["m2", "m3"], "help": ""},
-            {"name": "enable_chunked_prefill", "kind": "switch", "value": False, "help": ""},
-        ]
-        asked: list[tuple[str, Any]] = []
-
-        def control(route: Any) -> None:
-            name = route.request.url.split("control")[1]
-            if route.request.method == "POST":
-                asked.append((name, json.loads(route.request.post_data)))
-            if asked and asked[-1] == ("", {"num_kv_blocks": 40}):
-                asked.append(("refused", None))
-                return route.fulfill(status=400, json={"error": {"message": "40 blocks are too many"}})
-            return route.fulfill(
-                json={"fields": fields, "mine": 0, "error": None, "requests": [], "paused": True, "delay": 0.2}
-            )
-
-        streams: list[Any] = []
-
-        def stream(route: Any) -> None:
-            streams.append(route)
-            if len(streams) == 1:  # a later one stays open: else the page is drawn anew, and typing lost
-                route.fulfill(body=sse(lines), content_type="text/event-stream")
-
-        source = {"kind": "playground", "events": "events", "control": "control"}
-        show_source(here, source, {"events": stream, "control*": control, "control/*": control})
-        here.page.wait_for_function(SHOWN)
-        here.page.locator(".playground textarea").fill("One\n\nTwo")
-        here.page.get_by_role("button", name="Send").click()
-        here.page.get_by_role("button", name="One step").click()
-        here.page.locator(".fields input[type=range]").fill("40")
-        here.page.wait_for_selector(".playground .error:not([hidden])")
-        assert "40 blocks are too many" in here.page.locator(".playground .error").inner_text()
-        sent = dict(asked)
-        assert sent["/prompts"] == {"prompts": ["One", "Two"], "max_tokens": 40, "temperature": 0.7}
-        assert sent["/pace"] == {"paused": True, "step": 1}
-        here.errors[:] = [error for error in here.errors if "400" not in error]  # as it should be
-
 
 class TestForEverybody:
     def test_everything_has_a_name(self, here: Shown) -> None:
