@@ -180,6 +180,14 @@ class TestEveryEngine:
 
 
 class TestOthers:
+    def test_who_is_beside_notices_nothing(self, expected: list[RequestOutput]) -> None:
+        """The very same tokens as without the formed answers."""
+        free = [i for i, params in enumerate(MIXED) if params.structured_outputs is None]
+        for milestone in ("m2", "m6"):
+            with engine(milestone) as llm:
+                alone = llm.generate([INPUTS[i] for i in free], [MIXED[i] for i in free], use_tqdm=False)
+            assert essence(alone) == essence([expected[i] for i in free])
+
     def test_plain_steps_are_as_they_were(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """No step of free answers is cut in two, and nothing is captured for it."""
         with engine("m6") as llm:
