@@ -178,8 +178,8 @@ def test_nobody_is_waited_for_behind_an_answer(
     server: Background, wire: bytes, behind: bytes, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes that begin no request keep a connection no longer than a head without end does; the answer comes all the same."""
+    monkeypatch.setattr("folovllm.electives.server.http_protocol.HEADER_SECONDS", 1.0)
     with connect(server, wire) as connection:
-        monkeypatch.setattr("folovllm.electives.server.http_protocol.HEADER_SECONDS", 0.5)
         said = b"" if behind[:1] == b"G" else connection.recv(1 << 16)
         connection.sendall(behind)
         said += read_all(connection)
