@@ -174,6 +174,9 @@ FLAGS: dict[str, tuple[str, list[Any]]] = {
     "max_queued_requests": ("at least 1", [0]),
     "max_body_size": ("at least 1", [0]),
     "drain_seconds": ("0 or more", [-1.0]),
+    "grammar_seconds": ("", [0.0]),
+    "grammar_memory": ("", [0]),
+    "reasoning_parser": ("must be one of qwen3, deepseek_r1", ["gpt"]),
 }
 
 

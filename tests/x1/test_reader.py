@@ -13,14 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from folovllm.electives.server.errors import ApiError
-from folovllm.electives.server.protocol import ChatRequest
 from folovllm.electives.server.reasoning import ReasoningSplitter
 from folovllm.electives.server.replies import ChatMessage, MessageReader
-from folovllm.electives.server.requests import call_grammar, checked, offered, reading_of
+from folovllm.electives.server.requests import call_grammar, checked, offered
 from folovllm.electives.server.stream import OutputDelta
 from folovllm.electives.server.tool_calls import ToolCallParser
-from folovllm.electives.structured_output.params import StructuredOutputsParams
-from folovllm.sampling_params import SamplingParams
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>'
 
@@ -198,26 +195,6 @@ def test_a_thought_that_the_client_began(parser: str, begun: str, text: str, tho
     for head in ("user: <think> </think>\nassistant: ", "user: a</think>\nassistant: <think>\n\n</think>\n\n"):
         splitter = ReasoningSplitter(parser, head + begun, begun)
         assert read([*text, ""], MessageReader(splitter, None))[0] == ChatMessage("assistant", content, thought or None)
-
-
-@pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1"])
-@pytest.mark.parametrize(
-    ("begun", "after"),
-    [
-        ("<think>x</think>So ", None),
-        ("<think>x</think>", None),
-        ("<think>x", "</think>"),
-        ("</think><think>", "</think>"),
-    ],
-)
-def test_where_the_form_begins(parser: str, begun: str, after: str | None) -> None:
-    """At once, where the client has closed the thought, whatever it wrote behind it."""
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes"]))
-    asked = ChatRequest(
-        messages=[{"role": "assistant", "content": [{"type": "text", "text": begun}]}], continue_final_message=True
-    )
-    formed, _ = reading_of(asked, params, f"a: {begun}", parser, False)
-    assert formed.structured_outputs is not None and formed.structured_outputs.after == after
 
 
 def test_a_long_call_costs_what_it_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
