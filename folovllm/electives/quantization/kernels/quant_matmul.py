@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 
 from folovllm.electives.quantization.kernels.int4_linear import EXPONENT, code, load_scales
-from folovllm.electives.quantization.kernels.unpack_codes import nibble
+from folovllm.electives.quantization.kernels.unpack_codes import in_turn, nibble
 from folovllm.electives.quantization.weight import QuantizedWeight, kind_of
 from folovllm.kernels.fp8_cache import INTERPRETED
 from folovllm.kernels.multiprocessors import capability_of
+from folovllm.kernels.skinny_linear import append
 from folovllm.kernels.split_sum import counters, num_parts, parts_for, store_sum, token_tiles
 from folovllm.kernels.variants import kernel_variant
 
@@ -54,56 +55,62 @@ def unpack(numbers, KIND: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def inputs_of(tile, GROUP: tl.constexpr, WORDS: tl.constexpr):
+    """Which inputs a tile of words has, [8 * WORDS], in the order in which `weights_of` has their weights."""
+    OF_GROUP: tl.constexpr = GROUP // 8  # words
+    k = tl.arange(0, 8 * WORDS)
+    word = tile * WORDS + k % WORDS
+    return tile * GROUP + k if OF_GROUP == WORDS else word // OF_GROUP * GROUP + k // WORDS * OF_GROUP + word % OF_GROUP
+
+
+@triton.jit
+def codes_of(words, zero, exponent, DTYPE: tl.constexpr):
+    """The codes [rows, 8 * WORDS] of words [rows, WORDS], less `zero`: whole numbers, which are exact."""
+    tiles = ()
+    for i in tl.static_range(8):
+        numbers = nibble(words, i, exponent, DTYPE)
+        tiles = append(tiles, numbers if zero is None else numbers - zero)
+    return in_turn(tiles)
+
+
+@triton.jit
+def weights_of(words, scale, offset, exponent, DTYPE: tl.constexpr):
+    """The weights [rows, 8 * WORDS] of words [rows, WORDS]. Of several groups each word has its own scale."""
+    tiles = ()
+    for i in tl.static_range(8):
+        numbers = code(words, i, exponent) * scale
+        tiles = append(tiles, (numbers if offset is None else numbers + offset).to(DTYPE))
+    return in_turn(tiles)
+
+
+@triton.jit
 def add_words(
     total, x_ptr, word_ptr, scale_ptr, zero_ptr, rows, tile, exponent, K: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `add_tile`, of WORDS words of 4-bit weights, whose scales are multiplied first. The tile may cross groups."""
-    OF_GROUP: tl.constexpr = GROUP // 8  # words
-    word = tile * WORDS + tl.arange(0, WORDS)
-    inside = word < K // 8
-    if OF_GROUP % WORDS == 0:  # one group, of which the tile is a part
-        group = tile // (OF_GROUP // WORDS)
-        scale, offset = load_scales(scale_ptr, zero_ptr, rows * (K // GROUP) + group, rows >= 0)
-    else:
-        group = word // OF_GROUP
-        scale, offset = load_scales(scale_ptr, zero_ptr, rows * (K // GROUP) + group[None, :], inside[None, :])
-    words = tl.load(word_ptr + rows * (K // 8) + word[None, :], mask=inside[None, :], other=0)
-    # The input that a word's first weight meets; those of the next are GROUP / 8 further on.
-    input = group * GROUP + word % OF_GROUP
-    for i in tl.static_range(8):
-        x = tl.load(x_ptr + (input + i * OF_GROUP)[:, None], mask=inside[:, None], other=0)
-        weights = code(words, i, exponent) * scale
-        if zero_ptr is not None:
-            weights += offset
-        total = tl.dot(weights.to(x.dtype), x, total, input_precision=PRECISION)
-    return total
-
-
-@triton.jit
-def add_group(
-    total, x_ptr, word_ptr, scale_ptr, zero_ptr, rows, tile, exponent, K: tl.constexpr, GROUP: tl.constexpr, WORDS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The same of words of one group, whose zeros are numbers of 4 bits: the scale meets the sum of the products.
-
-    The tensor cores take whole numbers, which are exact.
+    """As `add_tile`, of WORDS words of 4-bit weights. A scale meets the sum of the products, where a tile is of one group and
+    zeros, if any, are codes; else it meets the weights.
     """
-    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     OF_GROUP: tl.constexpr = GROUP // 8  # words
-    word, group = tl.arange(0, WORDS), tile // (OF_GROUP // WORDS)
-    words = tl.load(word_ptr + rows * (K // 8) + tile * WORDS + word[None, :])
-    x_ptr += (group * GROUP + tile % (OF_GROUP // WORDS) * WORDS + word)[:, None]
-    at = rows * (K // GROUP) + group
-    if zero_ptr is not None:
-        zero = tl.load(zero_ptr + at).to(DTYPE) - 8
-    part = tl.zeros(total.shape, tl.float32)
-    for i in tl.static_range(8):
-        numbers = nibble(words, i, exponent, DTYPE)
+    DTYPE: tl.constexpr = x_ptr.dtype.element_ty
+    word, input = tile * WORDS + tl.arange(0, WORDS)[None, :], inputs_of(tile, GROUP, WORDS)[:, None]
+    if K % (8 * WORDS) == 0:
+        words, x = tl.load(word_ptr + rows * (K // 8) + word), tl.load(x_ptr + input)
+    else:  # what is behind the last word is of inputs behind the last one
+        words = tl.load(word_ptr + rows * (K // 8) + word, mask=word < K // 8, other=0)
+        x = tl.load(x_ptr + input, mask=input < K, other=0)
+    if OF_GROUP % WORDS == 0 and (zero_ptr is None or zero_ptr.dtype.element_ty == tl.uint8):
+        at, zero = rows * (K // GROUP) + tile // (OF_GROUP // WORDS), None
         if zero_ptr is not None:
-            numbers -= zero
-        part = tl.dot(numbers, tl.load(x_ptr + i * OF_GROUP), part, input_precision=PRECISION)
-    return total + part * tl.load(scale_ptr + at).to(tl.float32)
+            zero = tl.load(zero_ptr + at).to(DTYPE) - 8
+        part = tl.dot(codes_of(words, zero, exponent, DTYPE), x, input_precision=PRECISION)
+        total += part * tl.load(scale_ptr + at).to(tl.float32)
+    else:
+        at = rows * (K // GROUP) + word // OF_GROUP
+        scale, offset = load_scales(scale_ptr, zero_ptr, at, word < K // 8)
+        weights = weights_of(words, scale, None if zero_ptr is None else offset, exponent, DTYPE)
+        total = tl.dot(weights, x, total, input_precision=PRECISION)
+    return total
 
 
 @triton.jit
@@ -121,11 +128,8 @@ def add_tile(
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     PRECISION: tl.constexpr = "ieee" if DTYPE == tl.float32 else "tf32"  # noqa: SIM300
     if KIND == "int4":
-        WORDS: tl.constexpr = TILE_K // 8
-        whole: tl.constexpr = GROUP // 8 % WORDS == 0
-        codes: tl.constexpr = zero_ptr is None or zero_ptr.dtype.element_ty == tl.uint8
-        add: tl.constexpr = add_group if whole and codes else add_words
-        total = add(total, x_ptr, weight_ptr, scale_ptr, zero_ptr, rows, tile, exponent, K, GROUP, WORDS, PRECISION)
+        total = add_words(
+            total, x_ptr, weight_ptr, scale_ptr, zero_ptr, rows, tile, exponent, K, GROUP, TILE_K // 8, PRECISION)  # fmt: skip
     else:
         k = tile * TILE_K + tl.arange(0, TILE_K)
         if K % TILE_K == 0:
@@ -172,28 +176,28 @@ def quant_matmul_kernel(
         acc, part_ptr, done_ptr, residual_ptr, out_ptr, num_tokens, num_parts, OUTPUTS, SPLIT, RESIDUAL)  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def unpack_kernel(
-    weight_ptr, scale_ptr, zero_ptr, out_ptr, exponent, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr,
-    KIND: tl.constexpr, BLOCK: tl.constexpr,
+    weight_ptr, scale_ptr, zero_ptr, out_ptr, num_rows, exponent, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr,
+    KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, q): of output p what is in the elements q * BLOCK to q * BLOCK + BLOCK of its row: words, or bytes."""
+    """Program (p, q): of outputs p * ROWS to p * ROWS + ROWS what is in the elements q * BLOCK to q * BLOCK + BLOCK of their rows:
+    words, or bytes.
+    """
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    row, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     if KIND == "int4":
-        OF_GROUP: tl.constexpr = GROUP // 8  # words
-        inside, group = k < K // 8, k // OF_GROUP
+        inside, input = (row < num_rows) & (k < K // 8), inputs_of(tl.program_id(1), GROUP, BLOCK)[None, :]
         words = tl.load(weight_ptr + row * (K // 8) + k, mask=inside, other=0)
-        scale, offset = load_scales(scale_ptr, zero_ptr, row * (K // GROUP) + group, inside)
-        for i in tl.static_range(8):
-            weights = code(words, i, exponent) * scale
-            if zero_ptr is not None:
-                weights += offset
-            tl.store(out_ptr + row * K + group * GROUP + i * OF_GROUP + k % OF_GROUP, weights.to(DTYPE), mask=inside)
+        scale, offset = load_scales(scale_ptr, zero_ptr, row * (K // GROUP) + k // (GROUP // 8), inside)
+        weights = weights_of(words, scale, None if zero_ptr is None else offset, exponent, DTYPE)
+        tl.store(out_ptr + row * K + input, weights, mask=(row < num_rows) & (input < K))
     else:
-        numbers = unpack(tl.load(weight_ptr + row * K + k, mask=k < K, other=0), KIND, tl.float32)
-        scales = tl.load(scale_ptr + row // GROUP_ROWS * tl.cdiv(K, GROUP) + k // GROUP, mask=k < K, other=0.0)
-        tl.store(out_ptr + row * K + k, (numbers * scales).to(DTYPE), mask=k < K)
+        inside = (row < num_rows) & (k < K)
+        numbers = unpack(tl.load(weight_ptr + row * K + k, mask=inside, other=0), KIND, tl.float32)
+        scales = tl.load(scale_ptr + row // GROUP_ROWS * tl.cdiv(K, GROUP) + k // GROUP, mask=inside, other=0.0)
+        tl.store(out_ptr + row * K + k, (numbers * scales).to(DTYPE), mask=inside)
 
 
 def tiles(num_tokens: int, width: int, group: int, kind: str, itemsize: int, capability: int) -> dict[str, int]:
@@ -242,12 +246,11 @@ def quant_matmul(x: torch.Tensor, weight: QuantizedWeight, residual: torch.Tenso
 def unpacked(weight: QuantizedWeight, dtype: torch.dtype) -> torch.Tensor:
     """W [outputs, inputs] in `dtype`."""
     (rows, elements), kind = weight.weight.shape, kind_of(weight.weight)
-    width, most = (8 * elements, 512) if kind == "int4" else (elements, 2048)
+    width, lines, block = (8 * elements, 64, 16) if kind == "int4" else (elements, 8, 512)
     out = torch.empty(rows, width, dtype=dtype, device=weight.weight.device)
-    block = min(most, triton.next_power_of_2(elements))
-    unpack_kernel[(rows, triton.cdiv(elements, block))](
-        weight.stored, weight.scale, weight.zeros, out, EXPONENT, K=width, GROUP_ROWS=weight.rows, GROUP=weight.columns,
-        KIND=kind, BLOCK=block, num_warps=4,
+    unpack_kernel[(triton.cdiv(rows, lines), triton.cdiv(elements, block))](
+        weight.stored, weight.scale, weight.zeros, out, rows, EXPONENT, K=width, GROUP_ROWS=weight.rows, GROUP=weight.columns,
+        KIND=kind, ROWS=lines, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
 
