@@ -1,1 +1,1 @@
-"""X7: K/V that move, to host memory, to a disk, and from one engine to another."""
+"""K/V that moves (X7): evicted blocks go to host memory and disk and come back, and prefill is computed apart from decode."""
