@@ -157,7 +157,9 @@ def _layout(engine: LLMEngine) -> Layout:
     return known
 
 
-def _on_workers(engine: LLMEngine, function: Any, memory: SegmentRef, ids: list[int], layout: Layout, *rest: int) -> None:
+def _on_workers(
+    engine: LLMEngine, function: Any, memory: SegmentRef, ids: list[int], layout: Layout, *rest: int
+) -> None:
     size = engine.setup.config.tensor_parallel_size
     engine.executor.collective_rpc(function, size, msgspec.structs.astuple(memory), ids, layout.num_kv_heads, *rest)
 

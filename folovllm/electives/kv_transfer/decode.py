@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import time
-from collections.abc import AsyncIterator, Collection
-from dataclasses import replace
+from collections.abc import AsyncIterator
 
 import msgspec
 import numpy as np
 
 from folovllm.electives.kv_transfer.blocks import Blocks, block_keys
-from folovllm.electives.kv_transfer.lost import Transfer, requests_to_recompute
-from folovllm.electives.kv_transfer.prefill import SENT, Engine, Segments, call, layout_of, segment_bytes
+from folovllm.electives.kv_transfer.prefill import NUM_SEGMENTS, SENT, Engine, Segments, call, layout_of, segment_bytes
 from folovllm.electives.kv_transfer.segment import START, open_segment
 from folovllm.electives.kv_transfer.wire import (
     SHORT,
@@ -54,9 +51,8 @@ class PrefillClient:
     def __init__(self, engine: Engine, host: str, port: int, secret: bytes, seconds: float) -> None:
         self._engine, self._host, self._port, self._secret, self._seconds = engine, host, port, secret, seconds
         self._peer = f"{host}:{port}"
-        self._numbers = itertools.count()
-        self._transfers: dict[int, Transfer] = {}
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._num_waiting = 0
+        self._mapped: dict[SegmentRef, memoryview] = {}  # the peer's segments that this process sees
         self._num_failures, self._retry_at = 0, 0.0  # in a row; no request is brought before this time
 
     async def start(self) -> None:
@@ -64,9 +60,8 @@ class PrefillClient:
         self._segments = Segments(segment_bytes(await layout_of(self._engine)))
 
     def close(self) -> None:
-        """Let all requests go on without the peer."""
-        for task in list(self._tasks.values()):
-            task.cancel()
+        """Give back the shared memory."""
+        self._mapped.clear()
         self._segments.close()
 
     async def bring(self, request: Request) -> None:
@@ -77,48 +72,25 @@ class PrefillClient:
         size, now = self._engine.setup.block_size, time.monotonic()
         num_blocks = (len(request.prompt_token_ids) - 1) // size  # one token is left to compute here
         scored = request.params.prompt_logprobs is not None  # all of it must be computed where it is sampled
-        if not num_blocks or scored or now < self._retry_at or len(self._tasks) >= MOST_WAITING:
+        if not num_blocks or scored or now < self._retry_at or self._num_waiting >= MOST_WAITING:
             return
         if self._num_failures:  # one request tries, the others do not wait for it
             self._retry_at = now + self._seconds
-        number = next(self._numbers)
-        self._transfers[number] = Transfer(number, self._peer, num_blocks, now + self._seconds)
-        task = self._tasks[number] = asyncio.create_task(self._try(number, request, num_blocks * size))
-        timer = asyncio.get_running_loop().call_later(self._seconds, self._give_up, TimeoutError("it takes too long"))
+        token_ids = np.array(request.prompt_token_ids[: num_blocks * size], np.int32).tobytes()
+        self._num_waiting += 1
         try:
-            await asyncio.wait([task])
-        finally:
-            timer.cancel()
-            task.cancel()
-            del self._transfers[number], self._tasks[number]
-
-    async def _try(self, number: int, request: Request, num_tokens: int) -> None:
-        """Bring the K/V of the first tokens of a prompt, and note how it ends."""
-        token_ids = np.array(request.prompt_token_ids[:num_tokens], np.int32).tobytes()
-        try:
-            await self._transfer(number, token_ids, request.cache_salt)
+            async with asyncio.timeout(self._seconds):
+                await self._transfer(token_ids, request.cache_salt)
             self._num_failures, self._retry_at = 0, 0.0
-        except (OSError, EOFError) as error:  # it has died, or does not greet in time: so for all who wait for it
-            self._tasks.pop(number, None)
-            self._give_up(error, [self._peer])
-        except Exception as error:
-            self._fail(error)
+        except Exception as error:  # it died, is slow, refuses or lies; or the engine takes nothing, which the request will hear itself
+            pause = min(FIRST_PAUSE * 2**self._num_failures, LONGEST_PAUSE)
+            self._num_failures, self._retry_at = self._num_failures + 1, time.monotonic() + pause
+            why = str(error) or type(error).__name__
+            logger.warning("prompts are computed here for %g s: the peer at %s failed (%s)", pause, self._peer, why)
+        finally:
+            self._num_waiting -= 1
 
-    def _give_up(self, error: Exception, lost: Collection[str] = ()) -> None:
-        """Let those requests go on that need not wait any longer."""
-        for number in requests_to_recompute(self._transfers.values(), lost, time.monotonic()):
-            if (task := self._tasks.get(number)) is not None:
-                task.cancel()
-        self._fail(error)
-
-    def _fail(self, error: Exception) -> None:
-        """Leave the peer alone for a while, longer each time."""
-        pause = min(FIRST_PAUSE * 2**self._num_failures, LONGEST_PAUSE)
-        self._num_failures, self._retry_at = self._num_failures + 1, time.monotonic() + pause
-        why = str(error) or type(error).__name__
-        logger.warning("prompts are computed here for %g s: the peer at %s failed (%s)", pause, self._peer, why)
-
-    async def _transfer(self, number: int, token_ids: bytes, salt: str | None) -> None:
+    async def _transfer(self, token_ids: bytes, salt: str | None) -> None:
         """Bring what is not cached yet, piece by piece. Raises OSError, EOFError, ValueError (`WireError` is one) or what the engine raises."""
         known = await call(self._engine, "look_up", token_ids=token_ids, salt=salt)
         layout, have, root = msgspec.msgpack.decode(known, type=tuple[Layout, int, int])
@@ -132,7 +104,6 @@ class PrefillClient:
                 piece.require_sound(ask, have, keys)
                 layout.require_same(piece.layout)
                 have = await self._take(peer, piece, ask)
-                self._transfers[number] = replace(self._transfers[number], num_missing=len(keys) - have)
                 goes_on = have == piece.first + len(piece.keys)  # else the cache has no room
                 await peer.send(Taken(goes_on and have < len(keys)))
                 if not goes_on:
@@ -153,9 +124,11 @@ class PrefillClient:
     async def _take(self, peer: Connection, piece: Piece, ask: Ask) -> int:
         """Check the bytes of a piece, and hand it to the engine. Returns how many blocks of the prompt are cached then."""
         if piece.memory is not None:
-            with open_segment(piece.memory) as memory:
-                with memoryview(memory) as data:
-                    await self._check(data[START:], piece)
+            if piece.memory not in self._mapped:
+                if len(self._mapped) == NUM_SEGMENTS:
+                    self._mapped.clear()  # of a peer that has ended, most likely
+                self._mapped[piece.memory] = memoryview(open_segment(piece.memory))[START:]
+            await self._check(self._mapped[piece.memory], piece)
             return await self._import(piece.memory, piece, ask)
         async with self._segments.one() as segment:
             for at in range(0, piece.num_bytes, SENT):
@@ -166,7 +139,10 @@ class PrefillClient:
 
     async def _check(self, data: memoryview, piece: Piece) -> None:
         """Raise WireError if the bytes are not those that the peer announced."""
-        if piece.num_bytes > len(data) or await asyncio.to_thread(checksum_of, data[: piece.num_bytes]) != piece.checksum:
+        if (
+            piece.num_bytes > len(data)
+            or await asyncio.to_thread(checksum_of, data[: piece.num_bytes]) != piece.checksum
+        ):
             raise WireError("the peer's K/V are damaged: their checksum is another")
 
     async def _import(self, memory: SegmentRef, piece: Piece, ask: Ask) -> int:

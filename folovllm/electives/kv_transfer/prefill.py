@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Coroutine
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any, Protocol
 
 import msgspec
 
@@ -28,11 +28,11 @@ from folovllm.electives.kv_transfer.wire import (
     WireError,
     checksum_of,
     greet_as_server,
+    unless,
 )
 from folovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger("folovllm")
-T = TypeVar("T")
 HERE = "folovllm.electives.kv_transfer.blocks"
 PATIENCE = 10.0  # seconds for the next message of a peer that owes one
 MOST_PEERS = 256  # connections at a time; one beyond is refused
@@ -97,20 +97,6 @@ async def layout_of(engine: Engine) -> Layout:
     return msgspec.msgpack.decode(await call(engine, "layout_of"), type=Layout)
 
 
-async def unless_closed(peer: Connection, work: Coroutine[Any, Any, T]) -> T:
-    """Do the work, or cancel it as soon as the peer has left (or speaks out of turn): EOFError."""
-    doing, leaving = asyncio.ensure_future(work), asyncio.ensure_future(peer.reader.read(1))
-    try:
-        await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not doing.done():
-            raise EOFError("the peer has left")
-        return doing.result()
-    finally:
-        doing.cancel()
-        leaving.cancel()
-        await asyncio.wait((doing, leaving))
-
-
 class PrefillServer:
     """Answers peers. `start` it in the event loop of the engine."""
 
@@ -125,7 +111,9 @@ class PrefillServer:
         try:
             self._server = await asyncio.start_server(self._serve, host, port)
         except OSError as error:
-            raise ValueError(f"cannot listen at {host}:{port} for peers ({error.strerror}): choose another --peer") from error
+            raise ValueError(
+                f"cannot listen at {host}:{port} for peers ({error.strerror}): choose another --peer"
+            ) from error
         return int(self._server.sockets[0].getsockname()[1])
 
     async def close(self) -> None:
@@ -149,7 +137,9 @@ class PrefillServer:
             await self._answer(peer)
         except (OSError, EOFError) as error:  # a peer that has left, or says nothing (TimeoutError)
             logger.debug("a peer's connection ended: %s", error)
-        except Exception as error:  # a stranger, another model, a prompt that is too long, an engine that drains or ended
+        except (
+            Exception
+        ) as error:  # a stranger, another model, a prompt that is too long, an engine that drains or ended
             logger.warning("a peer is refused: %s", error)
             with contextlib.suppress(OSError, TimeoutError):
                 async with asyncio.timeout(1.0):
@@ -166,8 +156,10 @@ class PrefillServer:
             ask = await peer.receive(Ask, limit=SHORT + 4 * engine.setup.max_model_len)
         size = 4 * layout.block_size
         if not ask.token_ids or len(ask.token_ids) % size or not 0 <= ask.first < len(ask.token_ids) // size:
-            raise WireError(f"the peer asks for {len(ask.token_ids)} bytes of tokens from block {ask.first} on: no whole blocks")
-        await unless_closed(peer, self._compute(ask))
+            raise WireError(
+                f"the peer asks for {len(ask.token_ids)} bytes of tokens from block {ask.first} on: no whole blocks"
+            )
+        await unless(peer.reader.read(1), self._compute(ask))
         async with self._segments.one() as segment:
             first, goes_on = ask.first, True
             while goes_on and first < len(ask.token_ids) // size:
@@ -213,4 +205,3 @@ class PrefillServer:
             async with asyncio.timeout(PATIENCE):
                 peer.writer.write(segment.data[at : min(at + SENT, piece.num_bytes)])
                 await peer.writer.drain()
-

@@ -29,7 +29,9 @@ async def role(engine: Engine, name: str, peer: str, seconds: float) -> AsyncIte
     secret = os.environ.get(SECRET, "").encode()
     if name == "prefill":
         if not secret and not is_local(host):
-            raise ValueError(f"whoever reaches {peer} could read prompts: set {SECRET} to a secret, or give 127.0.0.1:PORT")
+            raise ValueError(
+                f"whoever reaches {peer} could read prompts: set {SECRET} to a secret, or give 127.0.0.1:PORT"
+            )
         server = PrefillServer(engine, secret)
         port = await server.start(host, port)
         print(f"computing prompts for peers at {host}:{port}", flush=True)

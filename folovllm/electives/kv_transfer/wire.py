@@ -13,7 +13,8 @@ import asyncio
 import hmac
 import secrets
 import struct
-from typing import NamedTuple, TypeVar
+from collections.abc import Coroutine
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 import xxhash
@@ -136,6 +137,7 @@ class Refusal(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 Message = Hello | Proof | Welcome | Ask | Piece | Taken | Done | Refusal
+T = TypeVar("T")
 M = TypeVar("M", bound=msgspec.Struct)
 _encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Message)
 
@@ -202,7 +204,7 @@ class Connection(NamedTuple):
             raise WireError(message.message)
         if not isinstance(message, (kind, *others)):
             raise WireError(f"the peer sent a {type(message).__name__} where a {kind.__name__} was due")
-        return message
+        return cast(M, message)
 
 
 def mac_of(secret: bytes, who: str, *nonces: bytes) -> bytes:
@@ -236,3 +238,17 @@ async def greet_as_client(to: Connection, secret: bytes, layout: Layout) -> Segm
     require_proof(welcome.mac, secret, "server", nonce, hello.nonce)
     layout.require_same(welcome.layout)
     return welcome.memory
+
+
+async def unless(leaving: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T]) -> T:
+    """Do the work, or cancel it and raise EOFError as soon as `leaving` returns: nobody waits for it any more."""
+    doing, gone = asyncio.ensure_future(work), asyncio.ensure_future(leaving)
+    try:
+        await asyncio.wait((doing, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            raise EOFError("nobody waits for it")
+        return doing.result()
+    finally:
+        doing.cancel()
+        gone.cancel()
+        await asyncio.wait((doing, gone))
