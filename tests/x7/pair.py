@@ -12,9 +12,15 @@ from folovllm.electives.kv_transfer.prefill import PrefillServer
 from folovllm.electives.server.async_engine import AsyncEngine
 from folovllm.sampling_params import SamplingParams
 
-OPTIONS: dict[str, Any] = {"model": "stories-5m", "block_size": 16, "num_kv_blocks": 96, "max_model_len": 512, "use_tqdm": False}
+OPTIONS: dict[str, Any] = {
+    "model": "stories-5m",
+    "block_size": 16,
+    "num_kv_blocks": 96,
+    "max_model_len": 512,
+    "use_tqdm": False,
+}
 TEXT = "Once upon a time there was a little girl who had a red ball. " * 12
-PROMPTS = [TEXT[i:] for i in (0, 1, 7)] + ["Once", "The dog " * 60]
+PROMPTS = [TEXT, "Once", "The dog " * 60]
 GREEDY, SEEDED = SamplingParams(temperature=0, max_tokens=24), SamplingParams(temperature=1.0, seed=5, max_tokens=24)
 
 
@@ -52,12 +58,12 @@ class Pair:
 
 
 @asynccontextmanager
-async def pair(secret: bytes = b"", theirs: bytes | None = None, transport: str = "thread", **other: Any) -> AsyncIterator[Pair]:
-    """Both engines. `other` are options in which the one that answers differs."""
-    async with (
-        AsyncEngine(transport=transport, **OPTIONS) as prefill,
-        AsyncEngine(transport=transport, **OPTIONS | other) as decode,
-    ):
+async def pair(
+    secret: bytes = b"", theirs: bytes | None = None, common: dict[str, Any] | None = None, **other: Any
+) -> AsyncIterator[Pair]:
+    """Both engines. `common` are options of both, `other` those in which the one that answers differs."""
+    shared = OPTIONS | (common or {})
+    async with AsyncEngine(**shared) as prefill, AsyncEngine(**shared | other) as decode:
         both = Pair(prefill, decode, secret, secret if theirs is None else theirs)
         await both.start()
         try:
@@ -92,8 +98,8 @@ class Between:
         asking = asyncio.create_task(self._ask(reader, to))
         try:
             await self._reply(there, writer)
-        except OSError:
-            pass  # the client has left
+        except (OSError, asyncio.CancelledError):
+            pass  # the client has left, or the test
         finally:
             asking.cancel()
             writer.close()

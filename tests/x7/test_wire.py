@@ -116,7 +116,11 @@ def test_peers_greet_by_one_secret_and_one_layout() -> None:
 def test_a_proof_is_of_one_connection_and_one_side() -> None:
     proof = wire.mac_of(b"s", "client", b"1" * 16, b"2" * 16)
     wire.require_proof(proof, b"s", "client", b"1" * 16, b"2" * 16)
-    for who, nonces in (("server", (b"1" * 16, b"2" * 16)), ("client", (b"1" * 16, b"3" * 16)), ("client", (b"2" * 16, b"1" * 16))):
+    for who, nonces in (
+        ("server", (b"1" * 16, b"2" * 16)),
+        ("client", (b"1" * 16, b"3" * 16)),
+        ("client", (b"2" * 16, b"1" * 16)),
+    ):
         with pytest.raises(wire.WireError):
             wire.require_proof(proof, b"s", who, *nonces)
 
@@ -146,7 +150,13 @@ def test_memory_is_shared_only_as_it_was_offered() -> None:
     segment.data[:3] = b"abc"
     memory = open_segment(segment.ref)
     assert memory[START : START + 3] == b"abc"
-    for other in ((path, b"x" * 16, size), (path, nonce, size + 1), ("/etc/passwd", nonce, size), (path, nonce, 2**40), ("/proc/1/fd/99", nonce, size)):
+    for other in (
+        (path, b"x" * 16, size),
+        (path, nonce, size + 1),
+        ("/etc/passwd", nonce, size),
+        (path, nonce, 2**40),
+        ("/proc/1/fd/99", nonce, size),
+    ):
         with pytest.raises(wire.WireError):
             open_segment(wire.SegmentRef(*other))  # type: ignore[arg-type]
     segment.close()

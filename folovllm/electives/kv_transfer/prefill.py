@@ -135,8 +135,12 @@ class PrefillServer:
             if len(self._peers) > MOST_PEERS:
                 raise WireError(f"this server has {MOST_PEERS} peers already")
             await self._answer(peer)
-        except (OSError, EOFError) as error:  # a peer that has left, or says nothing (TimeoutError)
-            logger.debug("a peer's connection ended: %s", error)
+        except (
+            OSError,
+            EOFError,
+            asyncio.CancelledError,
+        ) as error:  # it has left, or says nothing (TimeoutError); or we close
+            logger.debug("a peer's connection ended: %r", error)
         except (
             Exception
         ) as error:  # a stranger, another model, a prompt that is too long, an engine that drains or ended
