@@ -57,7 +57,7 @@ def apart(run: Run, both: Pair) -> Iterator[Pair]:
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How K/V travel."""
     if request.param == "socket":
-        monkeypatch.setattr(decode, "is_here", lambda memory: False)
+        monkeypatch.setattr(decode.PrefillClient, "_shared", lambda self, memory: None)
     return str(request.param)
 
 

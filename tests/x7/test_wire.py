@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,42 +14,48 @@ from folovllm.electives.kv_transfer import wire
 from folovllm.electives.kv_transfer.segment import START, Segment, open_segment
 
 pytestmark = pytest.mark.x7
-LAYOUT = wire.Layout("m", 0, "float32", "", 2, 2, 4, 8)
+LAYOUT = wire.Layout(b"m", 0, "float32", "", 4, (2, 2, 2, 4, 8), 1)
 hashes = st.integers(0, 2**64 - 1)
 segments = st.builds(wire.SegmentRef, st.text(max_size=30), st.binary(max_size=16), hashes)
-layouts = st.builds(wire.Layout, st.text(), hashes, st.text(), st.text(), *[st.integers(1, 999)] * 4)
+shapes = st.lists(st.integers(1, 999)).map(tuple)
+layouts = st.builds(wire.Layout, st.binary(), hashes, st.text(), st.text(), hashes, shapes, hashes)
 messages: st.SearchStrategy[Any] = st.one_of(
-    st.builds(wire.Hello, hashes, st.binary()),
-    st.builds(wire.Proof, st.binary(), st.binary(), layouts),
-    st.builds(wire.Welcome, st.binary(), layouts, st.none() | segments),
-    st.builds(wire.Ask, st.binary(), hashes, st.none() | st.text(), st.booleans()),
-    st.builds(wire.Piece, layouts, hashes, st.lists(hashes), st.binary(), hashes, st.binary(), st.none() | segments),
+    st.builds(wire.Hello, st.binary()),
+    st.builds(wire.Ask, layouts, st.binary(), hashes, st.none() | st.text()),
+    st.builds(wire.Piece, layouts, hashes, st.lists(hashes), st.binary(), hashes, st.binary(), segments),
+    st.builds(wire.Reply, st.sampled_from(["bytes", "next", "nothing"])),
     st.builds(wire.Refusal, st.text()),
     st.just(wire.Done()),
 )
 
 
-def received(data: bytes, limit: int = wire.SHORT, kind: type[Any] = wire.Done, *others: type[Any]) -> Any:
-    """What a peer makes of these bytes, after which nothing comes."""
+def received(data: bytes, limit: int = wire.SHORT, kind: type[Any] = wire.Done, secret: bytes = b"s") -> Any:
+    """What a client makes of these bytes, after which nothing comes."""
 
     async def read() -> Any:
         reader = asyncio.StreamReader()
         reader.feed_data(data)
         reader.feed_eof()
-        return await wire.Connection(reader, None).receive(kind, *others, limit=limit)  # type: ignore[arg-type]
+        peer = wire.Connection(reader, None, secret, is_server=False)  # type: ignore[arg-type]
+        return await peer.receive(kind, limit=limit)
 
     return asyncio.run(read())
 
 
+def said(message: Any, secret: bytes = b"s", context: bytes = b"server" + bytes(8)) -> bytes:
+    """A server's first message."""
+    return wire.pack(message, secret, context)
+
+
 @given(messages)
 def test_a_message_comes_out_as_it_went_in(message: Any) -> None:
-    data = wire.encode(message)
-    assert wire.decode(data[: wire.HEAD.size], data[wire.HEAD.size :]) == message
+    data = said(message)
+    assert wire.unpack(data[: wire.HEAD.size], data[wire.HEAD.size :], b"s", b"server" + bytes(8)) == message
 
 
 @given(messages, st.data())
 def test_a_message_that_was_cut_or_changed_is_none(message: Any, data: st.DataObject) -> None:
-    whole = wire.encode(message)
+    whole = said(message)
     at = data.draw(st.integers(0, len(whole) - 1))
     with pytest.raises(EOFError):
         received(whole[:at], kind=type(message))
@@ -61,92 +68,58 @@ def test_a_message_that_was_cut_or_changed_is_none(message: Any, data: st.DataOb
 def test_what_strangers_say_is_refused(data: bytes) -> None:
     with pytest.raises((wire.WireError, EOFError)):
         received(data)
+    with pytest.raises(wire.WireError):
+        received(wire.HEAD.pack(wire.MAGIC, len(data), bytes(32)) + data)
 
 
-def test_a_length_is_checked_before_anything_is_read() -> None:
-    with pytest.raises(wire.WireError, match="announces 4294967295 bytes where 65536"):
-        received(wire.HEAD.pack(wire.MAGIC, 2**32 - 1, 0))
-    with pytest.raises(wire.WireError, match="a Hello where a Done was due"):
-        received(wire.encode(wire.Hello(1, b"")))
-    with pytest.raises(wire.WireError, match="no time"):
-        received(wire.encode(wire.Refusal("no time")))
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (wire.HEAD.pack(wire.MAGIC, 2**32 - 1, bytes(32)), "announces 4294967295 bytes where 65536"),
+        (wire.HEAD.pack(b"HTTP/1.1", 0, bytes(32)), "no peer of ours"),
+        (said(wire.Hello(b"")), "a Hello where a Done was due"),
+        (said(wire.Refusal("no time")), "no time"),
+        (said(wire.Done(), secret=b"t"), "another secret"),
+        (said(wire.Done(), context=b"client" + bytes(8)), "another secret"),  # its own words, sent back
+        (said(wire.Done(), context=b"server" + b"\1" + bytes(7)), "another secret"),  # said again
+        (said(wire.Done(), context=b"server" + bytes(32 + 8)), "another secret"),  # of another connection
+    ],
+)
+def test_a_refusal_says_why(data: bytes, says: str) -> None:
+    with pytest.raises(wire.WireError, match=says):
+        received(data)
 
 
-def greeted(secrets: tuple[bytes, bytes], layouts: tuple[wire.Layout, wire.Layout]) -> list[str]:
-    """What a server and a client say at the end of a greeting."""
-
-    async def meet() -> list[str]:
-        said: dict[str, str] = {}
-
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            peer = wire.Connection(reader, writer)
-            try:
-                await wire.greet_as_server(peer, secrets[0], layouts[0], None)
-            except (wire.WireError, EOFError) as error:
-                said["server"] = str(error)
-                await peer.send(wire.Refusal(str(error)))
-            finally:
-                writer.close()
-
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        async with server:
-            peer = wire.Connection(*await asyncio.open_connection(*server.sockets[0].getsockname()))
-            try:
-                await wire.greet_as_client(peer, secrets[1], layouts[1])
-            except (wire.WireError, EOFError) as error:
-                said["client"] = str(error)
-            finally:
-                peer.writer.close()
-        return [said.get(who, "") for who in ("server", "client")]
-
-    return asyncio.run(meet())
-
-
-def test_peers_greet_by_one_secret_and_one_layout() -> None:
-    assert greeted((b"a", b"a"), (LAYOUT, LAYOUT)) == ["", ""]
-    for reason in greeted((b"a", b"b"), (LAYOUT, LAYOUT)):
-        assert "another secret" in reason
-    for i, name in enumerate(LAYOUT.__struct_fields__):
-        values = list(wire.astuple(LAYOUT))
-        values[i] = "other" if isinstance(values[i], str) else 7
-        for reason in greeted((b"", b""), (LAYOUT, wire.Layout(*values))):  # type: ignore[arg-type]
-            assert f"another {name.replace('_', ' ')}: " in reason
-
-
-def test_a_proof_is_of_one_connection_and_one_side() -> None:
-    proof = wire.mac_of(b"s", "client", b"1" * 16, b"2" * 16)
-    wire.require_proof(proof, b"s", "client", b"1" * 16, b"2" * 16)
-    for who, nonces in (
-        ("server", (b"1" * 16, b"2" * 16)),
-        ("client", (b"1" * 16, b"3" * 16)),
-        ("client", (b"2" * 16, b"1" * 16)),
-    ):
-        with pytest.raises(wire.WireError):
-            wire.require_proof(proof, b"s", who, *nonces)
+def test_layouts_differ_in_a_sentence() -> None:
+    LAYOUT.require_same(LAYOUT)
+    assert LAYOUT.block_bytes == 2 * 2 * 2 * 4 * 8
+    for name, value in zip(LAYOUT.__struct_fields__, (b"o", 1, "o", "o", 8, (1,), 2), strict=True):
+        with pytest.raises(wire.WireError, match=f"another {name}: "):
+            LAYOUT.require_same(msgspec.structs.replace(LAYOUT, **{name: value}))
 
 
 TOKENS, KEYS = bytes(range(64)), [5, 6, 7, 8]
-ASK = wire.Ask(TOKENS, 1, None, False)
-SOUND = wire.Piece(LAYOUT, 1, [6, 7], TOKENS[16:48], 2 * LAYOUT.block_bytes, b"", None)
+SOUND = wire.Piece(LAYOUT, 1, [6, 7], TOKENS[16:48], 2 * LAYOUT.block_bytes, b"", wire.SegmentRef("", b"", 0))
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"first": 2}, {"keys": [6, 9]}, {"keys": []}, {"token_ids": TOKENS[:32]}, {"num_bytes": LAYOUT.block_bytes},
-        {"num_bytes": 2**62}, {"keys": [6, 7, 8, 9]}, {"memory": wire.SegmentRef("/etc/passwd", b"", 1)},
+        {"first": 2}, {"keys": [6, 9]}, {"keys": []}, {"keys": [6, 7, 8, 9]}, {"token_ids": TOKENS[:32]},
+        {"num_bytes": LAYOUT.block_bytes}, {"num_bytes": 2**62},
+        {"layout": msgspec.structs.replace(LAYOUT, weights=1)},
     ],
 )  # fmt: skip
 def test_a_piece_is_what_was_asked_for(changes: dict[str, Any]) -> None:
-    SOUND.require_sound(ASK, 1, KEYS)
-    values = dict(zip(SOUND.__struct_fields__, wire.astuple(SOUND), strict=True))
+    ask = wire.Ask(LAYOUT, TOKENS, 1, None)
+    SOUND.require_sound(ask, 1, KEYS)
     with pytest.raises(wire.WireError):
-        wire.Piece(**values | changes).require_sound(ASK, 1, KEYS)
+        msgspec.structs.replace(SOUND, **changes).require_sound(ask, 1, KEYS)
 
 
 def test_memory_is_shared_only_as_it_was_offered() -> None:
     segment = Segment(100)
-    path, nonce, size = wire.astuple(segment.ref)
+    path, nonce, size = msgspec.structs.astuple(segment.ref)
     segment.data[:3] = b"abc"
     memory = open_segment(segment.ref)
     assert memory[START : START + 3] == b"abc"

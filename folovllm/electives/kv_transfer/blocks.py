@@ -1,16 +1,14 @@
 """K/V of a prompt out of an engine's cache, and into another's: what a server calls beside its engine, between two steps.
 
 Blocks that come from elsewhere become cached blocks that no sequence holds. The request that they are for is then queued like
-any other, and finds them as a prefix (M5): so its text is that of a prefix hit. No call leaves a block held, so that a transfer
+any other, and finds them as a prefix (M5): so its text is that of a prefix hit. No call leaves a block held, so a transfer
 can neither fill the cache for good nor let others wait. If the blocks are needed for something else before the request is
 admitted, it computes them.
 """
 
 from __future__ import annotations
 
-import mmap
 import weakref
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
@@ -19,11 +17,11 @@ import torch
 import xxhash
 
 from folovllm.cache.prefix_cache import PrefixCachingBlockManager, compute_hash
-from folovllm.electives.kv_transfer.identity import model_digest
+from folovllm.electives.kv_transfer.digest import model_digest
 from folovllm.electives.kv_transfer.segment import START, open_segment
 from folovllm.electives.kv_transfer.wire import Layout, SegmentRef, WireError
 from folovllm.layers.attention import attention_layers
-from folovllm.models.model_config import num_kv_heads_of, num_linear_of
+from folovllm.models.model_config import num_linear_of
 from folovllm.request import Request, Sequence
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.schedule import SchedulerOutput
@@ -34,84 +32,62 @@ if TYPE_CHECKING:
     from folovllm.engine.llm_engine import LLMEngine
 
 MOST_MAPPED = 16  # segments that a worker keeps mapped
-_layouts: weakref.WeakKeyDictionary[LLMEngine, Layout] = weakref.WeakKeyDictionary()
 COPIED = 32 << 20  # bytes that one copy moves at most: they need room on the device, beside the cache
 Worker = GPUWorker[Any, Any]
+_layouts: weakref.WeakKeyDictionary[LLMEngine, Layout] = weakref.WeakKeyDictionary()
 
 
 class Blocks(msgspec.Struct, array_like=True, frozen=True):
-    """Blocks `first` to `end - 1` of a prompt, and where their K/V lie on this host. A server hands this to its engine."""
+    """Blocks `first` to `end - 1` of a prompt, whose K/V lie in memory. A server hands this to its engine, encoded."""
 
     token_ids: bytes  # from the beginning of the prompt, int32
     salt: str | None
     first: int
     end: int
+    until: int  # those in front of this number are to be copied now
     memory: SegmentRef
-    until: int = 0  # of those that are to be taken in now: all in front of this number
-    layout: Layout | None = None  # of those
-
-    def encoded(self) -> bytes:
-        """As a message to the engine has it."""
-        return msgspec.msgpack.encode(self)
-
-
-def layout_of(engine: LLMEngine, query: dict[str, Any]) -> bytes:
-    """The `Layout` of an engine, encoded. Raises ValueError if its K/V cannot travel."""
-    return msgspec.msgpack.encode(_layout(engine))
+    layout: Layout
 
 
 def look_up(engine: LLMEngine, query: dict[str, Any]) -> bytes:
-    """How many blocks at the beginning of a prompt are cached, and the hash before its first block. `query` has its `token_ids` and `salt`.
+    """The engine's `Layout`, how many blocks of a prompt (`token_ids`, `salt`) are cached, and the hash before its first one; encoded.
 
-    Returns:
-        The engine's `Layout` and these two numbers, encoded.
+    Raises ValueError if the engine's K/V cannot travel.
     """
     cache, seq = _manager(engine).prefix_cache, _sequence(query["token_ids"], query["salt"])
     return msgspec.msgpack.encode((_layout(engine), len(cache.longest_cached_prefix(seq)), cache.root_of(seq)))
 
 
-def export_blocks(engine: LLMEngine, query: dict[str, Any]) -> bytes | None:
-    """Copy `Blocks` from the cache to their memory, as many as are there.
+def export_blocks(engine: LLMEngine, query: dict[str, Any]) -> list[int | None]:
+    """Copy `Blocks` from the cache to their memory, as many as are there. Returns the key of each.
 
-    Returns:
-        The `Layout`, encoded, then the key of each block that was copied; None if the first one is not cached any more.
+    Raises ValueError if the engine's layout is another by now (its weights have changed), or it sleeps, or the memory is gone.
     """
-    asked, kv, layout = _decoded(query), _manager(engine), _layout(engine)
-    seq = _sequence(asked.token_ids[: 4 * layout.block_size * asked.end], asked.salt)
+    asked, kv, seq = _asked(engine, query)
     found = kv.prefix_cache.longest_cached_prefix(seq)[asked.first :]
-    if not found:
-        return None
-    ids = [block.block_id for block in found]
-    _on_workers(engine, read_blocks, asked.memory, ids, layout)
-    return msgspec.msgpack.encode((layout, [block.hash for block in found]))
+    if found:
+        _on_workers(engine, read_blocks, asked, [block.block_id for block in found], 0, len(found))
+    return [block.hash for block in found]
 
 
 def import_blocks(engine: LLMEngine, query: dict[str, Any]) -> int:
-    """Copy `Blocks` from their memory to the cache, where requests find them.
+    """Copy `Blocks` from their memory to the cache, where requests find them. Raises what `export_blocks` raises.
 
     Returns:
         The number of blocks that the prompt has in the cache now; fewer than `until` if there is no room.
-
-    Raises:
-        ValueError: the engine's layout is another by now (its weights have changed), or it sleeps, or the memory is gone.
     """
-    asked, kv, layout = _decoded(query), _manager(engine), _layout(engine)
-    layout.require_same(asked.layout or layout)
-    if engine.refusal:
-        raise ValueError(engine.refusal)
-    seq = _sequence(asked.token_ids[: 4 * layout.block_size * asked.until], asked.salt)
+    asked, kv, seq = _asked(engine, query)
     try:
         kv.get_computed_blocks(seq)
         have = len(seq.block_table)
-        missing = (asked.until - have) * layout.block_size
+        missing = (asked.until - have) * kv.block_size
         if have < asked.first or missing <= 0 or not kv.can_allocate(seq, missing):
             return have
         kv.allocate(seq, missing)
-        if (connector := getattr(kv, "connector", None)) is not None:
-            connector.build_connector_meta(SchedulerOutput(()))  # it saves first what these blocks held
-        skip, count = have - asked.first, asked.end - asked.first
-        _on_workers(engine, write_blocks, asked.memory, seq.block_table[have:], layout, skip, count)
-        seq.num_computed_tokens = asked.until * layout.block_size
+        if kv.connector is not None:
+            kv.connector.build_connector_meta(SchedulerOutput())  # it saves first what these blocks held
+        _on_workers(engine, write_blocks, asked, seq.block_table[have:], have - asked.first, asked.end - asked.first)
+        seq.num_computed_tokens = asked.until * kv.block_size
         kv.cache_blocks(seq)
         return asked.until
     finally:
@@ -126,8 +102,13 @@ def block_keys(token_ids: bytes, block_size: int, root: int) -> list[int]:
     return keys[1:]
 
 
-def _decoded(query: dict[str, Any]) -> Blocks:
-    return msgspec.msgpack.decode(query["blocks"], type=Blocks)
+def _asked(engine: LLMEngine, query: dict[str, Any]) -> tuple[Blocks, PrefixCachingBlockManager, Sequence]:
+    """What a call is about, the owner of the cache, and a sequence that has these tokens."""
+    asked, kv = msgspec.msgpack.decode(query["blocks"], type=Blocks), _manager(engine)
+    _layout(engine).require_same(asked.layout)
+    if engine.refusal:
+        raise ValueError(engine.refusal)
+    return asked, kv, _sequence(asked.token_ids[: 4 * kv.block_size * asked.until], asked.salt)
 
 
 def _sequence(token_ids: bytes, salt: str | None) -> Sequence:
@@ -146,72 +127,64 @@ def _manager(engine: LLMEngine) -> PrefixCachingBlockManager:
 
 
 def _layout(engine: LLMEngine) -> Layout:
-    """The layout of the cache. What ranks must be asked for is kept until the weights change."""
-    weights = int(getattr(_manager(engine).prefix_cache.root, "number", 0))
+    """The layout of the cache. What the ranks say is kept until the weights change."""
+    kv, setup = _manager(engine), engine.setup
+    weights = int(getattr(kv.prefix_cache.root, "number", 0))
     if (known := _layouts.get(engine)) is None or known.weights != weights:
-        setup, (facts, *others) = engine.setup, engine.executor.collective_rpc(cache_facts)
-        scales = "".join(each[2] for each in (facts, *others))
-        heads, size = num_kv_heads_of(setup.hf_config), setup.block_size
-        known = Layout(model_digest(setup), weights, facts[3], scales, facts[0], heads, size, facts[1])
-        _layouts[engine] = known
+        facts = engine.executor.collective_rpc(cache_facts)
+        scales, (_, dtype, shape) = "".join(each[0] for each in facts), facts[0]
+        model = model_digest(setup, by_time=False)
+        known = _layouts[engine] = Layout(model, weights, dtype, scales, kv.block_size, shape, len(facts))
     return known
 
 
-def _on_workers(
-    engine: LLMEngine, function: Any, memory: SegmentRef, ids: list[int], layout: Layout, *rest: int
-) -> None:
-    size = engine.setup.config.tensor_parallel_size
-    engine.executor.collective_rpc(function, size, msgspec.structs.astuple(memory), ids, layout.num_kv_heads, *rest)
+def _on_workers(engine: LLMEngine, function: Any, asked: Blocks, ids: list[int], skip: int, count: int) -> None:
+    memory = msgspec.structs.astuple(asked.memory)
+    engine.executor.collective_rpc(function, memory, asked.layout.ranks, ids, skip, count)
 
 
-# --- on each rank --------------------------------------------------------------------------------------------------
+# --- on each rank, of whose cache a block is [2L, bytes] -----------------------------------------------------------
 
 
-def cache_facts(worker: Worker) -> tuple[int, int, str, str]:
-    """What a rank knows of its cache: layers, bytes of one token's key in one head, a digest of the scales of 8 bits, and the dtype."""
-    runner = runner_of(worker)
-    cache, digest = runner.kv_cache, xxhash.xxh3_64()
-    for layer in attention_layers(runner.model) if cache.element_size() == 1 else ():
-        digest.update(repr((layer.scales.key, layer.scales.value)).encode())
-        if (offset := layer.scales.offset) is not None:
-            digest.update(offset.float().cpu().numpy().tobytes())
-    name = str(cache.dtype).removeprefix("torch.")
-    scales = digest.hexdigest() if cache.element_size() == 1 else ""
-    return cache.shape[0], cache.shape[-1] * cache.element_size(), scales, name
+def cache_facts(worker: Worker) -> tuple[str, str, tuple[int, ...]]:
+    """What a rank knows of its cache: a digest of the scales of 8 bits, the dtype, and the shape of a block (`Layout.shape`)."""
+    runner, digest = runner_of(worker), xxhash.xxh3_64()
+    layers, two, _, heads, size, numbers = runner.kv_cache.shape
+    width = runner.kv_cache.element_size()
+    for layer in attention_layers(runner.model) if width == 1 else ():
+        offset = layer.scales.offset
+        digest.update(repr((layer.scales.key, layer.scales.value, offset is None)).encode())
+        digest.update(b"" if offset is None else offset.float().cpu().numpy().tobytes())
+    dtype = str(runner.kv_cache.dtype).removeprefix("torch.")
+    return digest.hexdigest() if width == 1 else "", dtype, (layers, two, heads, size, numbers * width)
 
 
-def read_blocks(worker: Worker, size: int, memory: tuple[Any, ...], ids: list[int], num_heads: int) -> None:
-    """Copy blocks from the rank's cache to shared memory, its own heads of [Hkv, n, L, 2, B, D], and wait until they are there."""
-    cache, shared = _both(worker, size, memory, len(ids), num_heads)
+def read_blocks(worker: Worker, memory: tuple[Any, ...], ranks: int, ids: list[int], skip: int, count: int) -> None:
+    """Copy blocks from the rank's cache to its part of shared memory, which holds `count`, and wait until they are there."""
     with worker.current, torch.inference_mode():
+        cache, shared = _both(worker, memory, ranks, count)
         for at, part in _parts(cache, ids):
-            blocks = cache.index_select(2, part).permute(3, 2, 0, 1, 4, 5).contiguous()
-            for head, source in zip(shared, blocks, strict=True):
-                head[at : at + len(part)].copy_(source, non_blocking=True)
+            blocks = cache.index_select(1, part).transpose(0, 1).contiguous()
+            shared[skip + at : skip + at + len(part)].copy_(blocks, non_blocking=True)
         if cache.is_cuda:
             torch.cuda.current_stream().synchronize()
 
 
-def write_blocks(
-    worker: Worker, size: int, memory: tuple[Any, ...], ids: list[int], num_heads: int, skip: int, count: int
-) -> None:
-    """Copy blocks from shared memory, which holds `count` and of which `skip` are left out, to the rank's cache.
+def write_blocks(worker: Worker, memory: tuple[Any, ...], ranks: int, ids: list[int], skip: int, count: int) -> None:
+    """Copy blocks from shared memory, of which the first `skip` are left out, to the rank's cache.
 
     It returns when the memory has been read. The copy within the device comes in its turn among the steps.
     """
-    cache, shared = _both(worker, size, memory, count, num_heads)
     with worker.current, torch.inference_mode():
+        cache, shared = _both(worker, memory, ranks, count)
         stream = torch.cuda.Stream() if cache.is_cuda else None  # beside the step that runs
         for at, part in _parts(cache, ids):
             with torch.cuda.stream(stream):
-                source = shared[:, skip + at : skip + at + len(part)]
-                blocks = torch.empty(source.shape, dtype=torch.uint8, device=cache.device)
-                for head, given in zip(blocks, source, strict=True):
-                    head.copy_(given, non_blocking=True)
+                blocks = shared[skip + at : skip + at + len(part)].to(cache.device, non_blocking=True)
             if stream is not None:
                 stream.synchronize()
                 blocks.record_stream(torch.cuda.current_stream())
-            cache.index_copy_(2, part, blocks.permute(2, 3, 1, 0, 4, 5))
+            cache.index_copy_(1, part, blocks.transpose(0, 1))
 
 
 def runner_of(worker: Worker) -> ModelRunner:
@@ -219,54 +192,36 @@ def runner_of(worker: Worker) -> ModelRunner:
     return cast(ModelRunner, getattr(worker.runner, "inner", worker.runner))
 
 
-def _both(
-    worker: Worker, size: int, memory: tuple[Any, ...], count: int, num_heads: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cache of this rank as bytes [L, 2, N, h, B, D], and its heads of shared memory with `count` blocks [h, count, L, 2, B, D]."""
-    cache = runner_of(worker).kv_cache.view(torch.uint8)
-    layers, two, _, heads, *block = cache.shape
-    rank = torch.distributed.get_rank() if size > 1 else 0
-    begin = rank * num_heads // size  # as `shard_qkv`
-    shape = (num_heads, count, layers, two, *block)
-    shared = _mapped(worker, SegmentRef(*memory))
-    num_bytes = int(np.prod(shape))
-    if num_bytes > shared.numel():
-        raise ValueError(f"{count} blocks of {num_bytes} bytes do not fit into shared memory of {shared.numel()}")
-    return cache, shared[:num_bytes].view(shape)[begin : begin + heads]
+def _both(worker: Worker, memory: tuple[Any, ...], ranks: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cache of this rank [2L, N, bytes], and its part of shared memory with `count` blocks [count, 2L, bytes]."""
+    cache = runner_of(worker).kv_cache.view(torch.uint8).flatten(3).flatten(0, 1)
+    pieces, _, width = cache.shape
+    shared = _mapped(worker, SegmentRef(*memory))[START:]
+    if ranks * count * pieces * width > len(shared):
+        raise ValueError(f"{count} blocks do not fit into shared memory of {len(shared)} bytes")
+    parts = shared[: ranks * count * pieces * width].view(ranks, count, pieces, width)
+    return cache, parts[torch.distributed.get_rank() if ranks > 1 else 0]
 
 
 def _parts(cache: torch.Tensor, ids: list[int]) -> list[tuple[int, torch.Tensor]]:
     """The blocks in parts of COPIED bytes at most: where each part begins, and its ids on the device."""
-    block = cache.numel() // cache.shape[2]
-    n = max(1, COPIED // block)
+    n = max(1, COPIED // (cache.shape[0] * cache.shape[2]))
     return [(at, torch.tensor(ids[at : at + n], device=cache.device)) for at in range(0, len(ids), n)]
 
 
 def _mapped(worker: Worker, ref: SegmentRef) -> torch.Tensor:
-    """A segment as bytes, without its first page. It stays mapped, and is pinned where there is a GPU: that takes long."""
-    mapped: OrderedDict[SegmentRef, Mapped] = worker.state.setdefault("kv_segments", OrderedDict())
+    """A segment as bytes. It stays mapped, and pinned where there is a GPU (which takes long), until many others have come."""
+    mapped: dict[SegmentRef, torch.Tensor] = worker.state.setdefault("kv_segments", {})
+    is_cuda = runner_of(worker).kv_cache.is_cuda
     if ref not in mapped:
+        if len(mapped) == MOST_MAPPED:
+            oldest = mapped.pop(next(iter(mapped)))
+            if is_cuda:
+                torch.cuda.cudart().cudaHostUnregister(oldest.data_ptr())
         try:
-            mapped[ref] = Mapped(open_segment(ref, is_ours=True), runner_of(worker).kv_cache.is_cuda)
+            mapped[ref] = torch.frombuffer(open_segment(ref, is_ours=True), dtype=torch.uint8)
         except WireError as error:
             raise ValueError(str(error)) from error  # of a kind that travels between ranks
-        while len(mapped) > MOST_MAPPED:
-            mapped.popitem(last=False)[1].close()
-    mapped.move_to_end(ref)
-    return mapped[ref].bytes[START:]
-
-
-class Mapped:
-    """A segment in this process."""
-
-    def __init__(self, memory: mmap.mmap, pin: bool) -> None:
-        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
-        self._is_pinned = False
-        if pin:  # what cannot be pinned is copied in the slower way
-            runtime = torch.cuda.cudart()
-            self._is_pinned = int(runtime.cudaHostRegister(self.bytes.data_ptr(), len(memory), 0)) == 0
-
-    def close(self) -> None:
-        """Unpin it. It is unmapped with its last user."""
-        if self._is_pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+        if is_cuda:  # what cannot be pinned is copied in the slower way
+            torch.cuda.cudart().cudaHostRegister(mapped[ref].data_ptr(), ref.size, 0)
+    return mapped[ref]

@@ -7,29 +7,25 @@ thing that can go wrong is that K/V do not come: then the prompt is computed her
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator
 
 import msgspec
 import numpy as np
 
 from folovllm.electives.kv_transfer.blocks import Blocks, block_keys
-from folovllm.electives.kv_transfer.prefill import NUM_SEGMENTS, SENT, Engine, Segments, call, layout_of, segment_bytes
+from folovllm.electives.kv_transfer.prefill import NUM_SEGMENTS, SENT, Engine, Segments, call, look_up
 from folovllm.electives.kv_transfer.segment import START, open_segment
 from folovllm.electives.kv_transfer.wire import (
     SHORT,
     Ask,
     Connection,
     Done,
-    Layout,
     Piece,
+    Reply,
     SegmentRef,
-    Taken,
     WireError,
     checksum_of,
-    greet_as_client,
 )
 from folovllm.request import Request
 
@@ -57,7 +53,7 @@ class PrefillClient:
 
     async def start(self) -> None:
         """Raises ValueError if the engine's K/V cannot travel. The peer need not be there yet."""
-        self._segments = Segments(segment_bytes(await layout_of(self._engine)))
+        self._segments = Segments((await look_up(self._engine))[0])
 
     def close(self) -> None:
         """Give back the shared memory."""
@@ -92,76 +88,61 @@ class PrefillClient:
 
     async def _transfer(self, token_ids: bytes, salt: str | None) -> None:
         """Bring what is not cached yet, piece by piece. Raises OSError, EOFError, ValueError (`WireError` is one) or what the engine raises."""
-        known = await call(self._engine, "look_up", token_ids=token_ids, salt=salt)
-        layout, have, root = msgspec.msgpack.decode(known, type=tuple[Layout, int, int])
-        keys = block_keys(token_ids, layout.block_size, root)
+        layout, have, root = await look_up(self._engine, token_ids, salt)
+        keys, ask = block_keys(token_ids, layout.block_size, root), Ask(layout, token_ids, have, salt)
         if have == len(keys):
             return
-        async with self._connected(layout) as (peer, shares_memory):
-            ask = Ask(token_ids, have, salt, shares_memory)
-            await peer.send(ask)
-            while isinstance(piece := await peer.receive(Piece, Done, limit=SHORT + 16 * len(token_ids)), Piece):
-                piece.require_sound(ask, have, keys)
-                layout.require_same(piece.layout)
-                have = await self._take(peer, piece, ask)
-                goes_on = have == piece.first + len(piece.keys)  # else the cache has no room
-                await peer.send(Taken(goes_on and have < len(keys)))
-                if not goes_on:
-                    return
-
-    @contextlib.asynccontextmanager
-    async def _connected(self, layout: Layout) -> AsyncIterator[tuple[Connection, bool]]:
-        """A connection to the peer, and whether both see the same memory."""
         async with asyncio.timeout(GREETING):
-            peer = Connection(*await asyncio.open_connection(self._host, self._port))
+            reader, writer = await asyncio.open_connection(self._host, self._port)
+            peer = Connection(reader, writer, self._secret, is_server=False)
         try:
             async with asyncio.timeout(GREETING):
-                memory = await greet_as_client(peer, self._secret, layout)
-            yield peer, memory is not None and is_here(memory)
+                await peer.greet()
+                await peer.send(ask)
+            while isinstance(piece := await peer.receive(Piece, Done, limit=SHORT + 16 * len(token_ids)), Piece):
+                piece.require_sound(ask, have, keys)
+                have = await self._take(peer, piece, ask)
+                is_whole = have == piece.first + len(piece.keys)  # else the cache has no room
+                await peer.send(Reply("next" if is_whole else "nothing"))
         finally:
-            peer.writer.close()
+            writer.close()
 
     async def _take(self, peer: Connection, piece: Piece, ask: Ask) -> int:
         """Check the bytes of a piece, and hand it to the engine. Returns how many blocks of the prompt are cached then."""
-        if piece.memory is not None:
-            if piece.memory not in self._mapped:
-                if len(self._mapped) == NUM_SEGMENTS:
-                    self._mapped.clear()  # of a peer that has ended, most likely
-                self._mapped[piece.memory] = memoryview(open_segment(piece.memory))[START:]
-            await self._check(self._mapped[piece.memory], piece)
+        if (shared := self._shared(piece.memory)) is not None:
+            await check(shared, piece)
             return await self._import(piece.memory, piece, ask)
+        await peer.send(Reply("bytes"))
         async with self._segments.one() as segment:
             for at in range(0, piece.num_bytes, SENT):
                 n = min(SENT, piece.num_bytes - at)
                 segment.data[at : at + n] = await peer.reader.readexactly(n)
-            await self._check(segment.data, piece)
+            await check(segment.data, piece)
             return await self._import(segment.ref, piece, ask)
 
-    async def _check(self, data: memoryview, piece: Piece) -> None:
-        """Raise WireError if the bytes are not those that the peer announced."""
-        if (
-            piece.num_bytes > len(data)
-            or await asyncio.to_thread(checksum_of, data[: piece.num_bytes]) != piece.checksum
-        ):
-            raise WireError("the peer's K/V are damaged: their checksum is another")
+    def _shared(self, memory: SegmentRef) -> memoryview | None:
+        """What a segment of the peer's holds; None if it is not seen here, as on another host."""
+        if memory not in self._mapped:
+            if len(self._mapped) == NUM_SEGMENTS:
+                self._mapped.clear()  # of a peer that has ended, most likely
+            try:
+                self._mapped[memory] = memoryview(open_segment(memory))[START:]
+            except WireError:
+                return None
+        return self._mapped[memory]
 
     async def _import(self, memory: SegmentRef, piece: Piece, ask: Ask) -> int:
         """Hand a piece to the engine in parts, since no step runs meanwhile."""
-        have, end = piece.first, piece.first + len(piece.keys)
-        part = max(1, IMPORTED // piece.layout.block_bytes)
-        while have < end:
-            until = min(have + part, end)
-            blocks = Blocks(ask.token_ids, ask.salt, piece.first, end, memory, until, piece.layout)
-            have = await call(self._engine, "import_blocks", blocks=blocks.encoded())
+        end, part = piece.first + len(piece.keys), max(1, IMPORTED // piece.layout.block_bytes)
+        for until in [*range(piece.first + part, end, part), end]:
+            blocks = Blocks(ask.token_ids, ask.salt, piece.first, end, until, memory, piece.layout)
+            have = int(await call(self._engine, "import_blocks", blocks=msgspec.msgpack.encode(blocks)))
             if have < until:
                 break
         return min(have, end)
 
 
-def is_here(memory: SegmentRef) -> bool:
-    """Whether a segment of the peer's is to be seen from here: both are on one host."""
-    try:
-        open_segment(memory).close()
-    except WireError:
-        return False
-    return True
+async def check(data: memoryview, piece: Piece) -> None:
+    """Raise WireError if the bytes are not those that the peer announced."""
+    if piece.num_bytes > len(data) or await asyncio.to_thread(checksum_of, data[: piece.num_bytes]) != piece.checksum:
+        raise WireError("the peer's K/V are damaged: their checksum is another")

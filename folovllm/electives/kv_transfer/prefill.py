@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import msgspec
 
 from folovllm.electives.kv_transfer.blocks import Blocks
-from folovllm.electives.kv_transfer.segment import IS_SHARED, Segment
+from folovllm.electives.kv_transfer.segment import Segment
 from folovllm.electives.kv_transfer.wire import (
     LONGEST_PIECE,
     SHORT,
@@ -24,20 +24,19 @@ from folovllm.electives.kv_transfer.wire import (
     Layout,
     Piece,
     Refusal,
-    Taken,
+    Reply,
     WireError,
     checksum_of,
-    greet_as_server,
     unless,
 )
 from folovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger("folovllm")
-HERE = "folovllm.electives.kv_transfer.blocks"
 PATIENCE = 10.0  # seconds for the next message of a peer that owes one
 MOST_PEERS = 256  # connections at a time; one beyond is refused
 NUM_SEGMENTS = 4  # pieces that are on their way at a time
-SENT = 1 << 20  # bytes that are written to a socket at once
+SENT = 1 << 20  # bytes that go to a socket at once
+NOBODYS = SamplingParams(temperature=0, max_tokens=1, detokenize=False)  # of the token behind a prompt
 
 
 class Engine(Protocol):
@@ -55,11 +54,27 @@ class Engine(Protocol):
         """Queue a request that was checked. Returns its outputs, which must be closed."""
 
 
+async def call(engine: Engine, function: str, **query: Any) -> Any:
+    """Call a function of `blocks` beside the engine."""
+    return await engine.call("call_function", f"folovllm.electives.kv_transfer.blocks:{function}", query)
+
+
+async def look_up(engine: Engine, token_ids: bytes = b"", salt: str | None = None) -> tuple[Layout, int, int]:
+    """Call `blocks.look_up`."""
+    return msgspec.msgpack.decode(
+        await call(engine, "look_up", token_ids=token_ids, salt=salt), type=tuple[Layout, int, int]
+    )
+
+
 class Segments:
     """Shared memory for pieces, a few at a time: so there is a bound to it, however many peers ask."""
 
-    def __init__(self, num_bytes: int) -> None:
-        self._num_bytes, self._free = num_bytes, list[Segment]()
+    def __init__(self, layout: Layout) -> None:
+        """Raises ValueError for blocks that are larger than any piece."""
+        self.num_blocks = LONGEST_PIECE // layout.block_bytes
+        if not self.num_blocks:
+            raise ValueError(f"a block of {layout.block_bytes} bytes does not travel: choose a smaller block_size")
+        self._num_bytes, self._free = self.num_blocks * layout.block_bytes, list[Segment]()
         self._room = asyncio.Semaphore(NUM_SEGMENTS)
 
     @contextlib.asynccontextmanager
@@ -80,23 +95,6 @@ class Segments:
             self._free.pop().close()
 
 
-def segment_bytes(layout: Layout) -> int:
-    """The bytes of a piece, whole blocks. Raises ValueError for a block that is larger than any piece."""
-    if layout.block_bytes > LONGEST_PIECE:
-        raise ValueError(f"a block of {layout.block_bytes} bytes does not travel: choose a smaller block_size")
-    return LONGEST_PIECE // layout.block_bytes * layout.block_bytes
-
-
-async def call(engine: Engine, function: str, **query: Any) -> Any:
-    """Call a function of `blocks` beside the engine."""
-    return await engine.call("call_function", f"{HERE}:{function}", query)
-
-
-async def layout_of(engine: Engine) -> Layout:
-    """The engine's layout. Raises ValueError if its K/V cannot travel."""
-    return msgspec.msgpack.decode(await call(engine, "layout_of"), type=Layout)
-
-
 class PrefillServer:
     """Answers peers. `start` it in the event loop of the engine."""
 
@@ -106,8 +104,7 @@ class PrefillServer:
 
     async def start(self, host: str, port: int) -> int:
         """Listen; returns the port. Raises ValueError if the address is not available, or the engine's K/V cannot travel."""
-        self._segments = Segments(segment_bytes(await layout_of(self._engine)))
-        self._probe = Segment(0) if IS_SHARED else None
+        self._segments = Segments((await look_up(self._engine))[0])
         try:
             self._server = await asyncio.start_server(self._serve, host, port)
         except OSError as error:
@@ -123,12 +120,10 @@ class PrefillServer:
             task.cancel()
         await asyncio.gather(*self._peers, return_exceptions=True)
         self._segments.close()
-        if self._probe is not None:
-            self._probe.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection. Whatever goes wrong in it ends it alone."""
-        peer, task = Connection(reader, writer), asyncio.current_task()
+        peer, task = Connection(reader, writer, self._secret, is_server=True), asyncio.current_task()
         assert task is not None
         self._peers.add(task)
         try:
@@ -145,7 +140,7 @@ class PrefillServer:
             Exception
         ) as error:  # a stranger, another model, a prompt that is too long, an engine that drains or ended
             logger.warning("a peer is refused: %s", error)
-            with contextlib.suppress(OSError, TimeoutError):
+            with contextlib.suppress(OSError):
                 async with asyncio.timeout(1.0):
                     await peer.send(Refusal(str(error)))
         finally:
@@ -153,34 +148,27 @@ class PrefillServer:
             writer.close()
 
     async def _answer(self, peer: Connection) -> None:
-        engine = self._engine
-        layout = await layout_of(engine)
         async with asyncio.timeout(PATIENCE):
-            await greet_as_server(peer, self._secret, layout, None if self._probe is None else self._probe.ref)
-            ask = await peer.receive(Ask, limit=SHORT + 4 * engine.setup.max_model_len)
-        size = 4 * layout.block_size
-        if not ask.token_ids or len(ask.token_ids) % size or not 0 <= ask.first < len(ask.token_ids) // size:
-            raise WireError(
-                f"the peer asks for {len(ask.token_ids)} bytes of tokens from block {ask.first} on: no whole blocks"
-            )
+            await peer.greet()
+            ask = await peer.receive(Ask, limit=SHORT + 4 * self._engine.setup.max_model_len)
+        layout, _, _ = await look_up(self._engine)
+        layout.require_same(ask.layout)
+        num_blocks, rest = divmod(len(ask.token_ids), 4 * layout.block_size)
+        if rest or not 0 <= ask.first < num_blocks:
+            raise WireError(f"the peer asks for {len(ask.token_ids)} bytes of tokens from block {ask.first} on")
         await unless(peer.reader.read(1), self._compute(ask))
         async with self._segments.one() as segment:
-            first, goes_on = ask.first, True
-            while goes_on and first < len(ask.token_ids) // size:
-                piece = await self._piece(ask, first, segment, layout)
-                if piece is None:
-                    break
-                await self._send(peer, piece, segment)
-                async with asyncio.timeout(PATIENCE):
-                    goes_on = (await peer.receive(Taken)).goes_on
+            first, wants = ask.first, "next"
+            while wants == "next" and first < num_blocks and (piece := await self._copy(ask, first, segment)):
+                await peer.send(piece)
+                wants = await self._send(peer, piece, segment)
                 first += len(piece.keys)
         await peer.send(Done())
 
     async def _compute(self, ask: Ask) -> None:
-        """Have a prompt computed, so that its blocks are cached. The token that comes of it is nobody's."""
+        """Have a prompt computed, so that its blocks are cached."""
         tokens = memoryview(ask.token_ids).cast("i").tolist()
-        params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-        prepared = await self._engine.prepare({"prompt_token_ids": tokens}, params, cache_salt=ask.salt)
+        prepared = await self._engine.prepare({"prompt_token_ids": tokens}, NOBODYS, cache_salt=ask.salt)
         stream = self._engine.submit(prepared)
         try:
             async for _ in stream:
@@ -188,24 +176,30 @@ class PrefillServer:
         finally:
             stream.close()
 
-    async def _piece(self, ask: Ask, first: int, segment: Segment, layout: Layout) -> Piece | None:
+    async def _copy(self, ask: Ask, first: int, segment: Segment) -> Piece | None:
         """Copy the next blocks into the segment, as many as fit and are cached. None: the first of them was evicted."""
-        size, room = 4 * layout.block_size, len(segment.data) // layout.block_bytes
-        end = min(first + room, len(ask.token_ids) // size)
-        blocks = Blocks(ask.token_ids, ask.salt, first, end, segment.ref)
-        if (copied := await call(self._engine, "export_blocks", blocks=blocks.encoded())) is None:
+        size = 4 * ask.layout.block_size
+        end = min(first + self._segments.num_blocks, len(ask.token_ids) // size)
+        blocks = Blocks(ask.token_ids, ask.salt, first, end, end, segment.ref, ask.layout)
+        keys = await call(self._engine, "export_blocks", blocks=msgspec.msgpack.encode(blocks))
+        if not keys:
             return None
-        own, keys = msgspec.msgpack.decode(copied, type=tuple[Layout, list[int]])
-        n = len(keys)
-        data = segment.data[: n * own.block_bytes]
-        checksum = await asyncio.to_thread(checksum_of, data)
-        token_ids = ask.token_ids[first * size : (first + n) * size]
-        return Piece(own, first, keys, token_ids, len(data), checksum, segment.ref if ask.shares_memory else None)
+        num_bytes = len(keys) * ask.layout.block_bytes
+        checksum = await asyncio.to_thread(checksum_of, segment.data[:num_bytes])
+        token_ids = ask.token_ids[first * size : (first + len(keys)) * size]
+        return Piece(ask.layout, first, keys, token_ids, num_bytes, checksum, segment.ref)
 
-    async def _send(self, peer: Connection, piece: Piece, segment: Segment) -> None:
-        async with asyncio.timeout(PATIENCE):
-            await peer.send(piece)
-        for at in range(0, piece.num_bytes if piece.memory is None else 0, SENT):
+    async def _send(self, peer: Connection, piece: Piece, segment: Segment) -> str:
+        """Send the bytes of a piece, too, if the peer wants them. Returns what it wants then."""
+        wants = await self._wants(peer)
+        if wants != "bytes":
+            return wants
+        for at in range(0, piece.num_bytes, SENT):
             async with asyncio.timeout(PATIENCE):
                 peer.writer.write(segment.data[at : min(at + SENT, piece.num_bytes)])
                 await peer.writer.drain()
+        return await self._wants(peer)
+
+    async def _wants(self, peer: Connection) -> str:
+        async with asyncio.timeout(PATIENCE):
+            return (await peer.receive(Reply)).wants

@@ -1,10 +1,10 @@
-"""What two engines say to each other over a socket: each message behind a header, each length known before memory is taken.
+"""What two engines say to each other over a socket: each message has a header, and each length is known before memory is taken.
 
-A message is MAGIC, its length and its checksum (xxh64), then itself in msgpack. A `Piece` describes K/V: the layout, the names
-and the tokens of its blocks, their length and checksum. The K/V lie in memory that both processes see, or come behind the message.
+A message is MAGIC, its length and an HMAC, then itself in msgpack. The HMAC is over the secret, a number that each side has just made
+up, who speaks, and how often before. So it is a checksum, too, and no message can be made by a stranger, said again, or said in the
+other direction. Nothing is encrypted: prompts and K/V go as they are, and K/V have a checksum (xxh3) alone.
 
-Peers prove to each other that they know one secret, and send it never (a challenge and an HMAC both ways). This keeps strangers
-out. It does not encrypt: prompts and K/V go as they are, so the network between two hosts must be your own.
+A `Piece` describes K/V. They lie in memory that both processes see, where both are on one host, or come behind it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import hmac
 import secrets
 import struct
 from collections.abc import Coroutine
-from typing import Any, NamedTuple, TypeVar, cast
+from math import prod
+from typing import Any, Literal, TypeVar, cast
 
 import msgspec
 import xxhash
 
-MAGIC = b"FOLOKV1\n"
-VERSION = 1
-HEAD = struct.Struct("<8sIQ")  # magic, length and checksum of what follows
+MAGIC = b"FOLOKV1\n"  # the version is in it
+HEAD = struct.Struct("<8sI32s")  # magic, length and HMAC of what follows
 SHORT = 1 << 16  # the longest message without tokens, in bytes
 NONCE = 16  # bytes
 LONGEST_PIECE = 256 << 20  # bytes of K/V
@@ -42,62 +42,43 @@ class SegmentRef(msgspec.Struct, array_like=True, frozen=True):
 class Layout(msgspec.Struct, array_like=True, frozen=True):
     """What the bytes of a block depend on, beside its tokens: they mean the same to two engines if all of this is equal."""
 
-    model: str  # digest of configuration and weights
+    model: bytes  # digest of configuration and weights
     weights: int  # how often the weights have changed since the start (X6)
     dtype: str  # of a number in the cache
     scales: str  # digest of what the numbers of an 8-bit cache are multiples of
-    num_layers: int  # L
-    num_kv_heads: int  # Hkv, of all ranks together
     block_size: int  # B
-    head_bytes: int  # of one token's key in one head
+    shape: tuple[int, ...]  # of a block on one rank: [L, 2, Hkv, B, bytes of D numbers]
+    ranks: int
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: [Hkv, L, 2, B, D]."""
-        return 2 * self.num_layers * self.num_kv_heads * self.block_size * self.head_bytes
+        """Bytes of one block, on all ranks."""
+        return self.ranks * prod(self.shape)
 
     def require_same(self, other: Layout) -> None:
         """Raise WireError for the first thing in which another engine differs."""
-        for name, own, theirs in zip(self.__struct_fields__, astuple(self), astuple(other), strict=True):
-            if own != theirs:
-                what = name.replace("_", " ")
-                raise WireError(f"the peer has another {what}: {theirs} there, {own} here. Serve one model, alike")
+        for name in self.__struct_fields__:
+            if (own := getattr(self, name)) != (theirs := getattr(other, name)):
+                raise WireError(f"the peer has another {name}: {theirs} there, {own} here. Serve one model, alike")
 
 
 class Hello(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """A challenge, which opens a connection: its server speaks first."""
-
-    version: int
-    nonce: bytes
-
-
-class Proof(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """The client knows the secret; its own challenge, and what its K/V are."""
+    """The first message of both sides: a number that was never used before."""
 
     nonce: bytes
-    mac: bytes
-    layout: Layout
-
-
-class Welcome(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """The server knows the secret; its layout, and memory by which a client finds out whether both are on one host."""
-
-    mac: bytes
-    layout: Layout
-    memory: SegmentRef | None
 
 
 class Ask(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """Compute a prompt. `token_ids`, int32 as bytes, fill whole blocks, of which those from number `first` on are sent."""
 
+    layout: Layout
     token_ids: bytes
     first: int
     salt: str | None
-    shares_memory: bool
 
 
 class Piece(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """K/V of consecutive blocks, [Hkv, n, L, 2, B, D]. They lie in `memory`, or follow on the socket if that is None."""
+    """K/V of n consecutive blocks, [ranks, n, L, 2, Hkv, B, D]."""
 
     layout: Layout
     first: int  # number of the first block in the prompt
@@ -105,25 +86,24 @@ class Piece(msgspec.Struct, array_like=True, tag=True, frozen=True):
     token_ids: bytes  # of these blocks, int32
     num_bytes: int
     checksum: bytes  # xxh3_128 of the K/V
-    memory: SegmentRef | None
+    memory: SegmentRef  # where they lie, on the peer's host
 
     def require_sound(self, ask: Ask, first: int, keys: list[int]) -> None:
         """Raise WireError unless this is the next piece, block `first` on, of the prompt that was asked for, whose blocks have these keys."""
-        n, size = len(self.keys), 4 * self.layout.block_size
+        n, size = len(self.keys), 4 * ask.layout.block_size
+        ask.layout.require_same(self.layout)
         if not n or self.first != first or self.keys != keys[first : first + n]:
             raise WireError("the peer sent other blocks than it was asked for")
         if self.token_ids != ask.token_ids[first * size : (first + n) * size]:
             raise WireError("the peer sent blocks of other tokens")
         if self.num_bytes != n * self.layout.block_bytes or self.num_bytes > LONGEST_PIECE:
             raise WireError(f"the peer sends {self.num_bytes} bytes for {n} blocks of {self.layout.block_bytes}")
-        if (self.memory is not None) and not ask.shares_memory:
-            raise WireError("the peer names memory that is not shared")
 
 
-class Taken(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """The piece was taken in: its memory may be written again. `goes_on` is False if no more is wanted."""
+class Reply(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """To a piece: its bytes are wanted, since the memory is not seen here; or it is taken in, and may be overwritten by the next one."""
 
-    goes_on: bool
+    wants: Literal["bytes", "next", "nothing"]
 
 
 class Done(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -136,27 +116,20 @@ class Refusal(msgspec.Struct, array_like=True, tag=True, frozen=True):
     message: str
 
 
-Message = Hello | Proof | Welcome | Ask | Piece | Taken | Done | Refusal
+Message = Hello | Ask | Piece | Reply | Done | Refusal
 T = TypeVar("T")
 M = TypeVar("M", bound=msgspec.Struct)
 _encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Message)
 
 
-def astuple(record: msgspec.Struct) -> tuple[object, ...]:
-    """The values of a record."""
-    return msgspec.structs.astuple(record)
-
-
-def encode(message: Message) -> bytes:
-    """A message as it is written to a socket."""
+def pack(message: Message, secret: bytes, context: bytes) -> bytes:
+    """A message as it is written to a socket. `context`: when and by whom it is said."""
     body = _encoder.encode(message)
-    return HEAD.pack(MAGIC, len(body), xxhash.xxh64_intdigest(body)) + body
+    return HEAD.pack(MAGIC, len(body), hmac.digest(secret, context + body, "sha256")) + body
 
 
 def body_length(head: bytes, limit: int) -> int:
     """How long the message behind a header is. Raises WireError for what is no header, or more than `limit` bytes."""
-    if len(head) != HEAD.size:
-        raise WireError("the peer ended within a header")
     magic, length, _ = HEAD.unpack(head)
     if magic != MAGIC:
         raise WireError("this is no peer of ours: another program, or another version of it, answers there")
@@ -165,30 +138,41 @@ def body_length(head: bytes, limit: int) -> int:
     return int(length)
 
 
-def decode(head: bytes, body: bytes) -> Message:
-    """The message of a header and what came behind it. Raises WireError unless it is one, and whole."""
-    if body_length(head, len(body)) != len(body) or HEAD.unpack(head)[2] != xxhash.xxh64_intdigest(body):
-        raise WireError("the peer's message is damaged: its checksum is another")
+def unpack(head: bytes, body: bytes, secret: bytes, context: bytes) -> Message:
+    """The message of a header and what came behind it. Raises WireError unless it is one, whole, and from who knows the secret."""
+    if not hmac.compare_digest(HEAD.unpack(head)[2], hmac.digest(secret, context + body, "sha256")):
+        raise WireError(
+            "the peer has another secret, or was disturbed: FOLOVLLM_PEER_SECRET must be one text on both sides"
+        )
     try:
         return _decoder.decode(body)
     except msgspec.MsgspecError as error:
         raise WireError(f"the peer's message is none of ours: {error}") from error
 
 
-def checksum_of(data: memoryview) -> bytes:
-    """The checksum of K/V."""
-    return xxhash.xxh3_128_digest(data)
+class Connection:
+    """One end of a socket."""
 
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes, is_server: bool
+    ) -> None:
+        self.reader, self.writer, self._secret = reader, writer, secret
+        self._sides = (b"server", b"client") if is_server else (b"client", b"server")
+        self._nonces = b""
+        self._counts = [0, 0]  # messages sent and received
 
-class Connection(NamedTuple):
-    """Both directions of a socket."""
-
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
+    async def greet(self) -> None:
+        """Exchange numbers, so that no message of another connection is of use in this one."""
+        own = secrets.token_bytes(NONCE)
+        await self.send(Hello(own))
+        theirs = (await self.receive(Hello)).nonce
+        if len(theirs) != NONCE:
+            raise WireError("the peer greets in another way")
+        self._nonces = own + theirs if self._sides[0] == b"client" else theirs + own
 
     async def send(self, message: Message) -> None:
         """Send a message, and wait until the socket takes more."""
-        self.writer.write(encode(message))
+        self.writer.write(pack(message, self._secret, self._context(0)))
         await self.writer.drain()
 
     async def receive(self, kind: type[M], *others: type[M], limit: int = SHORT) -> M:
@@ -199,45 +183,22 @@ class Connection(NamedTuple):
             EOFError, OSError: the peer has left.
         """
         head = await self.reader.readexactly(HEAD.size)
-        message = decode(head, await self.reader.readexactly(body_length(head, limit)))
+        body = await self.reader.readexactly(body_length(head, limit))
+        message = unpack(head, body, self._secret, self._context(1))
         if isinstance(message, Refusal):
             raise WireError(message.message)
         if not isinstance(message, (kind, *others)):
             raise WireError(f"the peer sent a {type(message).__name__} where a {kind.__name__} was due")
         return cast(M, message)
 
-
-def mac_of(secret: bytes, who: str, *nonces: bytes) -> bytes:
-    """The proof that `who` ("server" or "client") knows the secret: nobody can use it in another connection, or in the other role."""
-    return hmac.digest(secret, b"|".join((MAGIC, who.encode(), *(nonce.hex().encode() for nonce in nonces))), "sha256")
-
-
-def require_proof(mac: bytes, secret: bytes, who: str, *nonces: bytes) -> None:
-    """Raise WireError unless this is the proof."""
-    if not hmac.compare_digest(mac, mac_of(secret, who, *nonces)):
-        raise WireError("the peer has another secret: set FOLOVLLM_PEER_SECRET to the same text on both sides")
+    def _context(self, direction: int) -> bytes:
+        count, self._counts[direction] = self._counts[direction], self._counts[direction] + 1
+        return self._sides[direction] + self._nonces + count.to_bytes(8, "little")
 
 
-async def greet_as_server(to: Connection, secret: bytes, layout: Layout, memory: SegmentRef | None) -> None:
-    """Open a connection that came. Raises WireError for a stranger, or for an engine with another layout."""
-    nonce = secrets.token_bytes(NONCE)
-    await to.send(Hello(VERSION, nonce))
-    proof = await to.receive(Proof)
-    require_proof(proof.mac, secret, "client", nonce, proof.nonce)
-    layout.require_same(proof.layout)
-    await to.send(Welcome(mac_of(secret, "server", proof.nonce, nonce), layout, memory))
-
-
-async def greet_as_client(to: Connection, secret: bytes, layout: Layout) -> SegmentRef | None:
-    """Open a connection that was made; returns the server's memory. Raises WireError as `greet_as_server`."""
-    hello, nonce = await to.receive(Hello), secrets.token_bytes(NONCE)
-    if hello.version != VERSION:
-        raise WireError(f"the peer speaks version {hello.version}, this engine {VERSION}: install the same on both")
-    await to.send(Proof(nonce, mac_of(secret, "client", hello.nonce, nonce), layout))
-    welcome = await to.receive(Welcome)
-    require_proof(welcome.mac, secret, "server", nonce, hello.nonce)
-    layout.require_same(welcome.layout)
-    return welcome.memory
+def checksum_of(data: memoryview) -> bytes:
+    """The checksum of K/V."""
+    return xxhash.xxh3_128_digest(data)
 
 
 async def unless(leaving: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T]) -> T:
