@@ -25,6 +25,13 @@ EXTENSIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda config: "batch_invariant" in config.extras,
     ),
 }
+# What brings K/V from elsewhere, likewise: functions of (setup, executor, kv) that make a `cache.connector:KVConnector`.
+CONNECTORS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "kv_offload (X7)": (
+        "folovllm.electives.kv_transfer.offload:OffloadConnector",
+        lambda config: "kv_offload" in config.extras,
+    ),
+}
 # Keywords of `EngineConfig` that electives own: dataclasses of them (`Options`).
 OPTIONS = (
     "folovllm.electives.quantization.options:QuantizationOptions",
@@ -32,6 +39,7 @@ OPTIONS = (
     "folovllm.electives.moe.options:ExpertOptions",
     "folovllm.electives.hybrid.options:HybridOptions",
     "folovllm.electives.rollouts.options:RolloutOptions",
+    "folovllm.electives.kv_transfer.options:TransferOptions",
 )
 # Structured output (X1): a module with `add_grammar(engine, sequences)`, for a request that asks for it, and `manager_of(engine)`.
 STRUCTURED_OUTPUT = "folovllm.electives.structured_output.masked_executor"

@@ -176,6 +176,8 @@ class LLMEngine(EngineCalls):
             return
         self._is_closed = True
         self.abort_request(list(self.core.output.requests))
+        if (connector := getattr(self.scheduler, "connector", None)) is not None:
+            connector.close()
         self.executor.shutdown()
         if self.extension is not None:
             self.extension.close()
