@@ -135,6 +135,10 @@ class PrefixCache:
         """Serial numbers of the blocks of `seq` that are published, in order, while it holds them."""
         return cached_prefix_of(seq).serials
 
+    def names(self, seq: Sequence) -> CachedPrefix:
+        """The hashes and tokens of all full blocks of `seq`."""
+        return self._named(seq, seq.num_tokens // self._block_size - 1)
+
     def _hash(self, seq: Sequence, i: int) -> int:
         """The hash of block i, a full one."""
         return self._named(seq, i).hashes[i]
