@@ -182,8 +182,8 @@ class SnapshotBlockManager(PrefixCachingBlockManager):
         """
         if not super().allocate_slots(seq, num_new_tokens):
             return False
-        border = (seq.num_computed_tokens // self.interval + 1) * self.interval
-        if border <= seq.num_computed_tokens + num_new_tokens and (slot := self.snapshots.allocate()) is not None:
+        border = (seq.num_computed_tokens + num_new_tokens) // self.interval * self.interval
+        if border > seq.num_computed_tokens and (slot := self.snapshots.allocate()) is not None:
             self._saves[seq.seq_id] = slot
             self._pending.setdefault(seq.seq_id, []).append((border, slot))
         return True
