@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from folovllm.engine.extension import MakeGraphRunner, MakeScheduler
     from folovllm.engine.setup import EngineSetup
     from folovllm.executor.abstract import Executor
+    from folovllm.layers.layer_set import LayerSet
     from folovllm.worker.model_runner import ModelRunner
 
 
@@ -94,6 +96,10 @@ class SpeculativeDecoding(Extension):
             return usual()
         most_tokens = self._config.num_speculative_tokens + 1
         return attention.TritonVerifyBackend(self.setup.attention, most_tokens, max_samples(self.setup.max_num_seqs))
+
+    def layer_set(self, usual: Callable[[], LayerSet]) -> LayerSet:
+        """Return the usual layers. They learn how many tokens of a sequence a step may sample."""
+        return replace(usual(), most_samples=self._config.num_speculative_tokens + 1)
 
     def model_runner(self, usual: type[ModelRunner]) -> type[ModelRunner]:
         """Return a runner that samples several tokens of a sequence, and one beside which a head runs if there is one."""
