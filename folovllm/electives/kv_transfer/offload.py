@@ -67,6 +67,7 @@ class OffloadConnector(KVConnector):
         self._model, self._dtype = model_digest(setup), str(setup.attention.kv_dtype or setup.dtype)
         self._nonce, self._epoch = os.urandom(8), 0  # of weights that no file describes
         self._meta = Meta()
+        self._promised: list[tuple[bytes, bytes]] = []  # keys and tokens of the blocks that were asked about last
         self._loads: dict[int, Coming] = {}  # by number
         self._by_seq: dict[int, int] = {}  # numbers of loads that were not cancelled
         self._num_loads = 0
@@ -86,7 +87,8 @@ class OffloadConnector(KVConnector):
         if last <= first:
             return 0
         places: list[str | None] = [None] * first
-        for key, token_ids in self._names(seq, first, last):
+        self._promised = self._names(seq, first, last)
+        for key, token_ids in self._promised:
             if (place := self._place(key, token_ids)) is None:
                 break
             if place == "coming":  # for another request: one transfer serves both
@@ -100,8 +102,8 @@ class OffloadConnector(KVConnector):
 
     def update_state_after_alloc(self, seq: Sequence, block_ids: list[int], num_external_tokens: int) -> None:
         """Plan the load of these blocks. To make room for them may have taken some of them out of the store: then fewer come."""
-        first, pieces = seq.num_computed_tokens // self._kv.block_size, list[Piece]()
-        for (key, token_ids), block_id in zip(self._names(seq, first, first + len(block_ids)), block_ids, strict=True):
+        pieces = list[Piece]()
+        for (key, token_ids), block_id in zip(self._promised, block_ids, strict=False):
             piece = self._piece(key, token_ids, block_id)
             if piece is None:
                 break
