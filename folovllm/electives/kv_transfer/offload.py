@@ -276,7 +276,10 @@ class OffloadConnector(KVConnector):
         lost = {table[i] for i in failed}
         count = len(table) * size
         count = requests_to_recompute({0: table}, {0: count}, lost, size).get(0, count)
-        self._moved("loaded", "host", count // size, load.seq_id)
+        came = load.pieces[: count // size]
+        from_disk = sum(piece.on_disk for piece in came)
+        self._moved("loaded", "disk", from_disk, load.seq_id)
+        self._moved("loaded", "host", len(came) - from_disk, load.seq_id)
         return load.seq_id, count
 
     def _moved(self, what: str, place: str, count: int, seq_id: int = -1) -> None:
