@@ -98,7 +98,6 @@ EXPERTS = "folovllm.electives.moe.models:with_experts"
 KERNEL_VARIANTS = {
     "prefill": ((9, 0), "folovllm.electives.hopper.prefill:VARIANT"),
     "grouped_linear": ((9, 0), "folovllm.electives.hopper.grouped:VARIANT"),
-    "quant_matmul": ((9, 0), "folovllm.electives.hopper.int4:VARIANT"),
 }
 
 

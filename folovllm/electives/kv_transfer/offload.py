@@ -18,7 +18,7 @@ from folovllm.electives.kv_transfer.disk import own_folder, stored_keys
 from folovllm.electives.kv_transfer.index import HostIndex
 from folovllm.electives.kv_transfer.options import num_bytes
 from folovllm.electives.kv_transfer.plan import block_key, blocks_to_load, requests_to_recompute
-from folovllm.electives.kv_transfer.store import BlockStore, Meta, Piece, Report, on_store, register_kv_caches
+from folovllm.electives.kv_transfer.store import Meta, Piece, Report, on_store, register_kv_caches
 from folovllm.engine.events import BlocksMoved
 from folovllm.request import Sequence
 from folovllm.step.schedule import SchedulerOutput
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("folovllm")
 
 RATES = {"host": 20e9, "disk": 1e9}  # bytes a second, until some were measured
+HOPE = 0.05  # what is not used is not measured: each time its rate comes so much closer to the first one again
 MOST_WRITES = 64  # under way at once
 FEWEST_TOKENS = 256  # of a step that tells how fast prompts are computed
 FLUSH_SECONDS = 20.0  # at the end
@@ -56,9 +57,8 @@ class OffloadConnector(KVConnector):
         self._num_ranks = config.tensor_parallel_size
         self._folder = None if config.kv_offload_dir is None else own_folder(Path(config.kv_offload_dir))
         share = num_bytes("kv_offload", config.kv_offload) // self._num_ranks
-        slots, sizes = zip(
-            *executor.collective_rpc(register_kv_caches, share, self._folder, self._num_ranks), strict=True
-        )
+        made = executor.collective_rpc(register_kv_caches, share, self._folder, self._num_ranks)
+        slots, sizes, rates = zip(*made, strict=True)
         self._host, self._block_bytes = HostIndex(min(slots)), sum(sizes)
         self._disk: OrderedDict[bytes, int] = OrderedDict()  # bytes of all files of a block, by key; the oldest first
         self._disk_size, self._disk_used = num_bytes("kv_offload_dir_size", config.kv_offload_dir_size), 0
@@ -67,6 +67,7 @@ class OffloadConnector(KVConnector):
         self._model, self._dtype = model_digest(setup), str(setup.attention.kv_dtype or setup.dtype)
         self._nonce, self._epoch = os.urandom(8), 0  # of weights that no file describes
         self._meta = Meta()
+        self._promised: list[tuple[bytes, bytes]] = []  # keys and tokens of the blocks that were asked about last
         self._loads: dict[int, Coming] = {}  # by number
         self._by_seq: dict[int, int] = {}  # numbers of loads that were not cancelled
         self._num_loads = 0
@@ -75,7 +76,8 @@ class OffloadConnector(KVConnector):
         self._writing: dict[bytes, int] = {}  # slots
         self._half_done: dict[int, set[int]] = {}  # of loads: what failed on the ranks that are done
         self._ranks_left: Counter[object] = Counter()  # by load or key: ranks that are not done
-        self.rates, self.compute_rate = dict(RATES), 0.0
+        self._first_rates = RATES | {"host": sum(rate.get("host", RATES["host"]) for rate in rates)}
+        self.rates, self.compute_rate = dict(self._first_rates), 0.0
         self._counts: Counter[str] = Counter()
 
     def get_num_new_matched_tokens(self, seq: Sequence, num_computed_tokens: int) -> int | None:
@@ -85,19 +87,23 @@ class OffloadConnector(KVConnector):
         if last <= first:
             return 0
         places: list[str | None] = [None] * first
-        for key, token_ids in self._names(seq, first, last):
+        self._promised = self._names(seq, first, last)
+        for key, token_ids in self._promised:
             if (place := self._place(key, token_ids)) is None:
                 break
             if place == "coming":  # for another request: one transfer serves both
                 return None
             places.append(place)
         rate = self.compute_rate or 1.0  # not known: whatever there is, is worth it
-        return len(blocks_to_load(places, first, self._block_bytes, size, self.rates, rate)) * size
+        blocks = blocks_to_load(places, first, self._block_bytes, size, self.rates, rate)
+        if not blocks:
+            self._hope()
+        return len(blocks) * size
 
     def update_state_after_alloc(self, seq: Sequence, block_ids: list[int], num_external_tokens: int) -> None:
         """Plan the load of these blocks. To make room for them may have taken some of them out of the store: then fewer come."""
-        first, pieces = seq.num_computed_tokens // self._kv.block_size, list[Piece]()
-        for (key, token_ids), block_id in zip(self._names(seq, first, first + len(block_ids)), block_ids, strict=True):
+        pieces = list[Piece]()
+        for (key, token_ids), block_id in zip(self._promised, block_ids, strict=False):
             piece = self._piece(key, token_ids, block_id)
             if piece is None:
                 break
@@ -134,14 +140,14 @@ class OffloadConnector(KVConnector):
         self._plan_writes(MOST_WRITES)
         if self._meta:
             meta, self._meta = self._meta, Meta()
-            self._executor.collective_rpc(on_store, BlockStore.start_load_kv, meta)
+            self._executor.collective_rpc(on_store, "start_load_kv", meta)
 
     def get_finished(self) -> Finished:
         """Ask the ranks, if something is under way there."""
         received = dict.fromkeys(self._empty, 0)
         self._empty.clear()
         if self._loads or self._writing:
-            for report in self._executor.collective_rpc(on_store, BlockStore.get_finished):
+            for report in self._executor.collective_rpc(on_store, "get_finished"):
                 received |= self._take_in(report)
         return (), received
 
@@ -159,7 +165,7 @@ class OffloadConnector(KVConnector):
                 if piece.on_disk:  # it was never read
                     self._host.drop(piece.key)
         else:
-            self._executor.collective_rpc(on_store, BlockStore.start_load_kv, Meta(cancelled=[number]))
+            self._executor.collective_rpc(on_store, "start_load_kv", Meta(cancelled=[number]))
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
         """A large step tells how fast prompts are computed."""
@@ -185,7 +191,11 @@ class OffloadConnector(KVConnector):
                 if block.hash is not None and time.monotonic() < deadline:
                     self._write_before_end(block)
             self._settle(deadline)
-        self._executor.collective_rpc(on_store, BlockStore.close)
+        self._executor.collective_rpc(on_store, "close")
+
+    def _hope(self) -> None:
+        for place, first in self._first_rates.items():
+            self.rates[place] += HOPE * (first - self.rates[place])
 
     # --- names ---
 
@@ -266,7 +276,10 @@ class OffloadConnector(KVConnector):
         lost = {table[i] for i in failed}
         count = len(table) * size
         count = requests_to_recompute({0: table}, {0: count}, lost, size).get(0, count)
-        self._moved("loaded", "host", count // size, load.seq_id)
+        came = load.pieces[: count // size]
+        from_disk = sum(piece.on_disk for piece in came)
+        self._moved("loaded", "disk", from_disk, load.seq_id)
+        self._moved("loaded", "host", len(came) - from_disk, load.seq_id)
         return load.seq_id, count
 
     def _moved(self, what: str, place: str, count: int, seq_id: int = -1) -> None:

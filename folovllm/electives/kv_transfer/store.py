@@ -8,7 +8,7 @@ the same from the end. Nobody waits but the request whose blocks they are.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,8 @@ from folovllm.electives.kv_transfer.disk import BlockFiles
 from folovllm.worker.graph_runner import GraphRunner
 
 STORE = "kv_transfer"  # of a worker's `state`
-BUFFER_BYTES = 64 << 20  # of each of three buffers on a GPU
+BUFFER_BYTES = 64 << 20  # of each buffer on a GPU
+CARD_SHARE = 64  # of the card's memory one part in so many is for what leaves; steps wait if more leaves at once
 NUM_THREADS = 4
 
 
@@ -94,9 +95,18 @@ class BlockStore:
         self._pool = ThreadPoolExecutor(NUM_THREADS, "kv-disk")
         self._loads: dict[int, Load] = {}
         self._writes: dict[bytes, Future[None]] = {}
-        self._copies: GpuCopies | None = None
-        if kv_cache.is_cuda:
-            self._copies = GpuCopies(self.cache, self.host)
+        self._copies = GpuCopies(self.cache, self.host) if kv_cache.is_cuda else None
+
+    def measure_link(self) -> dict[str, float]:
+        """Bytes a second to the device. It overwrites blocks and slots, so nothing may be in them yet; the kernels are compiled."""
+        if self._copies is None:
+            return {}
+        pieces = [Piece(i, i, b"", b"") for i in range(min(len(self.host), self.cache.shape[1], 64))]
+        self._copies.save(pieces)
+        for _ in range(3):
+            began, done = self._copies.load(pieces)
+            done.synchronize()
+        return {"host": len(pieces) * self.block_bytes / max(1e-6, began.elapsed_time(done) / 1e3)}
 
     def start_load_kv(self, meta: Meta) -> None:
         """Begin all that `meta` says, and wait for nothing."""
@@ -208,12 +218,11 @@ class GpuCopies:
         if int(status) != 0:
             raise ValueError(f"kv_offload: {host.nbytes:,} bytes of memory cannot be pinned: take less")
         self._chunk = max(1, BUFFER_BYTES // host.shape[1])  # blocks
-        shape = 3, self._chunk, host.shape[1]
-        self._buffers = torch.empty(
-            shape, dtype=torch.uint8, device=cache.device
-        )  # two for what leaves, one for what comes
+        count = max(2, torch.cuda.get_device_properties(cache.device).total_memory // CARD_SHARE // BUFFER_BYTES)
+        shape = 1 + count, self._chunk, host.shape[1]
+        self._buffers = torch.empty(shape, dtype=torch.uint8, device=cache.device)  # the last is for what comes
         self._out, self._in = torch.cuda.Stream(cache.device), torch.cuda.Stream(cache.device)
-        self._left: list[Any] = [None, None]  # when a buffer was read last
+        self._left: list[Any] = [None] * count  # when a buffer was read last
         self._turn = 0
         self._saved: dict[int, Any] = {}  # by slot: when its block is there
 
@@ -232,7 +241,7 @@ class GpuCopies:
                     self._host[slot : slot + count].copy_(buffer[i : i + count], non_blocking=True)
             self._left[self._turn] = event = self._out.record_event()
             self._saved |= dict.fromkeys((piece.slot for piece in chunk), event)
-            self._turn = 1 - self._turn
+            self._turn = (self._turn + 1) % len(self._left)
 
     def load(self, pieces: list[Piece]) -> tuple[Any, Any]:
         """Copy slots to a buffer and scatter it to their blocks, behind the steps so far and beside the next. Returns when it begins and ends."""
@@ -246,8 +255,8 @@ class GpuCopies:
             began.record()
             for chunk in chunks(pieces, self._chunk):
                 for i, slot, count in runs(chunk):
-                    self._buffers[2][i : i + count].copy_(self._host[slot : slot + count], non_blocking=True)
-                self._move(chunk, self._buffers[2], to_cache=True)
+                    self._buffers[-1][i : i + count].copy_(self._host[slot : slot + count], non_blocking=True)
+                self._move(chunk, self._buffers[-1], to_cache=True)
             done.record()
         return began, done
 
@@ -291,18 +300,21 @@ def runs(chunk: list[Piece]) -> Iterator[tuple[int, int, int]]:
 # --- what the driver calls on each rank (`Executor.collective_rpc`) ---
 
 
-def register_kv_caches(worker: Any, num_bytes: int, folder: Path | None, num_ranks: int) -> tuple[int, int]:
-    """Make a rank's store of `num_bytes`; returns its slots and the bytes of a block."""
+def register_kv_caches(
+    worker: Any, num_bytes: int, folder: Path | None, num_ranks: int
+) -> tuple[int, int, dict[str, float]]:
+    """Make a rank's store of `num_bytes`; returns its slots, the bytes of a block, and what was measured of the link."""
     rank = dist.get_rank() if num_ranks > 1 else 0
     runner = worker.runner.inner if isinstance(worker.runner, GraphRunner) else worker.runner
     cache: torch.Tensor = runner.kv_cache
     block_bytes = cache.nbytes // cache.shape[2]
-    with worker.current:
-        worker.state[STORE] = BlockStore(cache, max(1, num_bytes // block_bytes), folder, rank)
-    return max(1, num_bytes // block_bytes), block_bytes
+    num_slots = max(1, num_bytes // block_bytes)
+    with worker.current, torch.inference_mode():
+        worker.state[STORE] = store = BlockStore(cache, num_slots, folder, rank)
+        return num_slots, block_bytes, store.measure_link()
 
 
-def on_store(worker: Any, call: Callable[..., Any], *arguments: Any) -> Any:
+def on_store(worker: Any, method: str, *arguments: Any) -> Any:
     """Call a method of a rank's store."""
     with worker.current, torch.inference_mode():
-        return call(worker.state[STORE], *arguments)
+        return getattr(worker.state[STORE], method)(*arguments)

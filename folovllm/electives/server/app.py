@@ -260,6 +260,9 @@ class Api:
         async def call(request: Request) -> Response:
             if await http.read_body(request, self._config.max_body_size):
                 raise ApiError(400, f"{request.url.path} takes no body: give its fields in the address, as ?name=value")
+            if request.method == "POST" and self._engine.num_open:  # the same request is right later on
+                message = "requests are being answered: wait until they have ended, or close their connections"
+                raise ApiError(409, message, code="busy")
             query = {name: request.query_params.getlist(name) for name in request.query_params}
             value = await self._engine.call("call_function", function, query)
             return Response() if value is None else http.json_response(value)

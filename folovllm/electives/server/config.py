@@ -11,10 +11,22 @@ from folovllm.electives.structured_output.params import GrammarLimits
 
 ROLES = ("prefill", "decode")
 HOST_NAME = re.compile(r"\*|[\w.-]+", re.ASCII)
-ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^\s/?#@]+", re.ASCII | re.IGNORECASE)
+ORIGIN = re.compile(  # pages of other schemes have none
+    r"\*|null|(?!(?:ftp|wss?|file|data|blob|about|javascript):)[a-z][a-z0-9+.-]*://(?:(?![/?#@])[!-~])+",
+    re.ASCII | re.IGNORECASE,
+)
 NO_NAME = "is no name: give one as page.example, without http:// and port"
 TEXTS = (
-    ("api_key", re.compile(r"\S|\S.*\S"), "can come in no header: give printable characters, no space around them"),
+    (
+        "api_key",
+        re.compile(r"[!-~]|[!-~][ -~]*[!-~]"),
+        "can come in no header: give printable ASCII, no space around it",
+    ),
+    (
+        "served_model_name",
+        re.compile(r"\S|\S.*\S"),
+        "is no name to ask by: give printable characters, no space around them",
+    ),
     ("allowed_host", HOST_NAME, NO_NAME),
     ("inspector_host", HOST_NAME, NO_NAME),
     ("cors_origin", ORIGIN, "is no origin: give one as https://page.example, without a path"),
@@ -101,4 +113,6 @@ class ServerConfig:
             for text in getattr(self, field_name):
                 if not pattern.fullmatch(text) or not text.isprintable():
                     raise ValueError(f"{field_name} {text!r} {wrong}")
-        self.cors_origin = [origin.lower() for origin in self.cors_origin]  # as browsers write it
+        self.cors_origin = [  # as browsers write it
+            re.sub(r"^(http://.+):80$|^(https://.+):443$", r"\1\2", origin.lower()) for origin in self.cors_origin
+        ]
