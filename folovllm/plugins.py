@@ -48,6 +48,7 @@ STRUCTURED_PARAMS = "folovllm.electives.structured_output.params:as_params"
 # Modules with commands: each has `add_to(app)`.
 COMMANDS = (
     "folovllm.electives.server.cli",
+    "folovllm.electives.kv_transfer.cli",
     "folovllm.apps.inspector.cli",
     "folovllm.electives.quantization.quantizer.cli",
     "folovllm.electives.rollouts.cli",
@@ -76,6 +77,8 @@ CALLS = {
 # Routes of a server with `--enable-sleep-mode`: path, method, and "module:function". That function gets the engine and the query of the
 # address, and returns what JSON can say, or None. Its ValueError is the client's mistake.
 SLEEP_ROUTES = "folovllm.electives.rollouts.routes:ROUTES"
+# What a server with `--role` has beside its engine (X7): an asynchronous context, whose value a request waits for before it is queued.
+ROLE = "folovllm.electives.kv_transfer.roles:role"
 
 # Models by the architecture that `config.json` names: the module that has a class of this name.
 MODELS = {
@@ -95,7 +98,6 @@ EXPERTS = "folovllm.electives.moe.models:with_experts"
 KERNEL_VARIANTS = {
     "prefill": ((9, 0), "folovllm.electives.hopper.prefill:VARIANT"),
     "grouped_linear": ((9, 0), "folovllm.electives.hopper.grouped:VARIANT"),
-    "quant_matmul": ((9, 0), "folovllm.electives.hopper.int4:VARIANT"),
 }
 
 
