@@ -331,8 +331,8 @@ plt.show()
 # Chunks cut the gap into several smaller ones. Only an engine that computes no prompts has none of them:
 #
 # ```
-# folovllm serve --role prefill --port 8001
-# folovllm serve --role decode --port 8002 --peer localhost:PORT
+# folovllm serve --role prefill --peer 127.0.0.1:9001 --port 8001
+# folovllm serve --role decode --peer 127.0.0.1:9001 --port 8002
 # ```
 #
 # ## Break it
