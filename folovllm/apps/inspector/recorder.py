@@ -131,6 +131,7 @@ def header_of(engine: LLMEngine, title: str, started: str | None) -> dict[str, A
         "enable_prefix_caching": config.enable_prefix_caching,
         "enable_chunked_prefill": config.enable_chunked_prefill,
         "async_scheduling": config.async_scheduling,
+        "kv_offload": "kv_offload" in config.extras,
         "attention_backend": setup.backend,
         "device": setup.device.type,
         "graph_widths": list(getattr(engine.executor, "graph_widths", ())),  # where steps are packed
