@@ -131,7 +131,6 @@ def header_of(engine: LLMEngine, title: str, started: str | None) -> dict[str, A
         "enable_prefix_caching": config.enable_prefix_caching,
         "enable_chunked_prefill": config.enable_chunked_prefill,
         "async_scheduling": config.async_scheduling,
-        "kv_offload": "kv_offload" in config.extras,
         "attention_backend": setup.backend,
         "device": setup.device.type,
         "graph_widths": list(getattr(engine.executor, "graph_widths", ())),  # where steps are packed
@@ -143,6 +142,8 @@ def header_of(engine: LLMEngine, title: str, started: str | None) -> dict[str, A
             "state_tokens": state_bytes // max(1, setup.kv_bytes_per_token),
             "num_snapshots": setup.num_snapshots,
         }
+    if "kv_offload" in config.extras:
+        described["kv_offload"] = True
     return {
         "format": FORMAT,
         "version": VERSION,

@@ -60,7 +60,7 @@ export class StatesView {
       ctx.fillStyle = hueOf(info.index);
       ctx.fillRect(...box);
       drawPattern(ctx, info.index, ...box);
-      write(ctx, info.letters, box, inkOn(info.index), false, 0.22);
+      write(ctx, info.letters, box, inkOn(info.index), false, 0.5);
     });
     return t("{blocks} were evicted, and have a copy in host memory", { blocks: plural(state.host.size, "block") });
   }
