@@ -182,6 +182,7 @@ class PrefixCachingBlockManager(BlockManager):
     def __init__(self, num_blocks: int, block_size: int, events: Events | None = None) -> None:
         super().__init__(num_blocks, block_size, events)
         self.prefix_cache = PrefixCache(block_size, self.events)
+        self.num_recomputed = 0  # blocks at the end of a hit that are computed again, for what is kept beside their K/V
 
     @property
     def stats(self) -> PrefixCacheStats:
@@ -212,7 +213,7 @@ class PrefixCachingBlockManager(BlockManager):
 
         Called once for each attempt to admit `seq`, with what is cached of its prefix.
         """
-        return found
+        return found[: max(0, len(found) - self.num_recomputed)]
 
     def adopt(self, block: Block) -> None:
         """Hold a cached block for one more sequence. A block that a sequence holds is not in the free list (`self._free`)."""
