@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import sys
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Self
 
 from folovllm.config import EngineConfig
@@ -39,7 +38,6 @@ class LLM(LLMCalls):
             overrides["model"] = model
         self.engine = make_engine(EngineConfig(**overrides))
         self._ids = itertools.count()
-        self._lock = threading.Lock()  # of the one call that has the engine
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The sampling parameters of calls that pass none: those of the model's generation_config.json, else our defaults."""
@@ -70,13 +68,14 @@ class LLM(LLMCalls):
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         requests = as_requests(prompts, params, priority or 0)
-        with self._one_call():
+        with self.engine.one_call():
             return self._answer(requests, use_tqdm and sys.stderr.isatty(), on_answer)
 
     def _answer(
         self, requests: Sequence[PromptRequest], bar: bool, on_answer: Callable[[RequestOutput], object]
     ) -> list[RequestOutput]:
         """Add the requests, step until none is left, and return the answers in order."""
+        self.engine.require_open()
         ids = [f"generate-{next(self._ids)}" for _ in requests]
         answers: dict[str, RequestOutput] = {}
         waiting = deque(ids)  # for `on_answer`
@@ -95,7 +94,6 @@ class LLM(LLMCalls):
                         raise KeyboardInterrupt
             finally:  # an error or Ctrl-C leaves no request behind
                 self.engine.abort_request(ids)
-        self.engine.require_open()  # it may have been closed meanwhile
         return [answers[id_] for id_ in ids]
 
     def _progress(self, total: int, bar: bool) -> AbstractContextManager[Progress | None]:
@@ -105,20 +103,8 @@ class LLM(LLMCalls):
 
         return Progress(self.engine, total)
 
-    @contextmanager
-    def _one_call(self) -> Iterator[None]:
-        """The call that has the engine. Raises RuntimeError at once if another one has it, in a thread or around this one."""
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                "the LLM serves another call, and one call at a time has the engine: wait until it has returned, or give it all prompts"
-            )
-        try:
-            yield
-        finally:
-            self._lock.release()
-
     def close(self) -> None:
-        """Give everything back; the object is of no use afterwards. Twice is once."""
+        """Give everything back; the object is of no use afterwards. Twice is once. Raises RuntimeError beside another call."""
         self.engine.close()
 
     def __enter__(self) -> Self:

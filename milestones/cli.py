@@ -2,6 +2,7 @@
 
 import sys
 import time
+import tomllib
 from pathlib import Path
 from typing import Annotated
 
@@ -246,6 +247,23 @@ def update() -> None:
     """
     for line in update_mine(_mine()) or [t("mine/ is up to date")]:
         say(line)
+
+
+@app.command("where")
+def elsewhere(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A function or class: ours, mini's or vLLM's.")],
+) -> None:
+    """What one of our symbols is called in mini and in vLLM 0.26, and what vLLM does beside it."""
+    symbols = tomllib.loads((Course.here().root / "docs/data/vllm.toml").read_text("utf-8"))["symbol"]
+    found = [s for s in symbols if any(name.lower() in s[side].lower() for side in ("ours", "mini", "vllm", "idea"))]
+    if not found:
+        raise ValueError(t("{name} is in no line of the table: docs/reference/vllm.md has all", name=name))
+    for symbol in found:
+        console.print()
+        console.print(Text(symbol["idea"], style="bold"))
+        for engine, side in (("folovllm", "ours"), ("mini", "mini"), ("vLLM", "vllm")):
+            console.print(Text(f"  {engine:9}{symbol[side] or '-'}"))
+        console.print(Text(f"  {symbol['more']} {symbol.get('also', '')}".rstrip(), style="dim"))
 
 
 @app.command()

@@ -89,9 +89,10 @@ def _name_the_unwritten(mine: Mine) -> None:
 
 
 def address(root: Path) -> str:
-    """Where the course is published, `[project.urls] Repository` in pyproject.toml; empty as long as nobody has said."""
-    project = tomllib.loads((root / "pyproject.toml").read_text("utf-8")).get("project", {})
-    return str(project.get("urls", {}).get("Repository", "")).removesuffix("/")
+    """Where the course is published, on GitHub: `[tool.folovllm.publish]` in pyproject.toml. Empty as long as nobody has said."""
+    project = tomllib.loads((root / "pyproject.toml").read_text("utf-8")).get("tool", {}).get("folovllm", {})
+    owner, name = (project.get("publish", {}).get(field, "") for field in ("owner", "repository"))
+    return f"https://github.com/{owner}/{name}" if owner and name else ""
 
 
 def add_colab(book: Any, name: str, address: str) -> None:
@@ -101,8 +102,8 @@ def add_colab(book: Any, name: str, address: str) -> None:
     known = repr(address) if address else 'input("Address of the git repository: ")'
     first = next(i for i, cell in enumerate(book.cells) if cell.cell_type == "code")
     book.cells.insert(first, nbformat.v4.new_code_cell(COLAB.format(address=known)))  # type: ignore[no-untyped-call]
-    if address.startswith("https://github.com/"):
-        badge = BADGE.format(repository=address.removeprefix("https://github.com/").removesuffix(".git"), name=name)
+    if address:
+        badge = BADGE.format(repository=address.removeprefix("https://github.com/"), name=name)
         book.cells[0].source += f"\n\n{badge}"
 
 

@@ -48,10 +48,10 @@ WEIGHTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 NANO, BURST = "nano-vllm", "burst"
 ENGINES = ("folovllm", "vllm")
-COMMON: dict[str, Any] = {"max_num_batched_tokens": 16_384, "max_model_len": 16_384, "dtype": "bfloat16"}
+COMMON: dict[str, Any] = {"max_num_batched_tokens": 16_384, "max_model_len": 16_384}
 
 
-def start(engine: str, model: Path, gpus: int, kv_cache_dtype: str) -> tuple[Any, type]:
+def start(engine: str, model: Path, args: argparse.Namespace) -> tuple[Any, type]:
     """The engine, and its class of sampling parameters."""
     if engine == "vllm":
         from vllm import LLM, SamplingParams
@@ -64,15 +64,15 @@ def start(engine: str, model: Path, gpus: int, kv_cache_dtype: str) -> tuple[Any
         from folovllm.config import DEFAULT_MODEL
 
         own = {"random_weights": True, "tokenizer": DEFAULT_MODEL, "model_impl": "native", "milestone": "m6"}
-    asked = {"tensor_parallel_size": gpus, "kv_cache_dtype": kv_cache_dtype}
+    asked = {"tensor_parallel_size": args.gpus, "kv_cache_dtype": args.kv_cache_dtype, "dtype": args.dtype}
     return LLM(model=str(model), **asked, **COMMON, **own), SamplingParams
 
 
-def write_model(geometry: str, weights: str | None, folder: Path) -> Path:
-    """Write the configuration of a model of this shape, whose weights are in this format."""
+def write_model(geometry: str, weights: dict[str, Any] | None, folder: Path) -> Path:
+    """Write the configuration of a model of this shape, whose weights are in this format (`quantization_config`)."""
     model = write_geometry(geometry, folder)
     if weights is not None:
-        config = json.loads((model / "config.json").read_text()) | {"quantization_config": WEIGHTS[weights]}
+        config = json.loads((model / "config.json").read_text()) | {"quantization_config": weights}
         (model / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     return model
 
@@ -95,7 +95,7 @@ def requests_of(work: str, seed: int) -> list[tuple[list[int], int]]:
 def serve(engine: str, model: Path, args: argparse.Namespace) -> None:
     """Print a line of JSON for each work: the seconds of each pass."""
     began = time.perf_counter()
-    llm, params = start(engine, model, args.gpus, args.kv_cache_dtype)
+    llm, params = start(engine, model, args)
     print(json.dumps({"start": round(time.perf_counter() - began, 1)}), flush=True)
     for work in args.works:
         seconds = []
@@ -133,6 +133,7 @@ def main() -> None:
     parser.add_argument("--geometry", default="qwen3-0.6b", choices=GEOMETRIES)
     parser.add_argument("--gpus", type=int, default=1, help="of one model (tensor parallelism)")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"])
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     parser.add_argument("--weights", choices=WEIGHTS, help="16 bits without")
     parser.add_argument("--works", nargs="+", default=[*WORKS, BURST, NANO], choices=[*WORKS, BURST, NANO])
     parser.add_argument("--passes", type=int, default=2, help="measured ones; the best counts")
@@ -141,7 +142,8 @@ def main() -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if args.engine:
         with tempfile.TemporaryDirectory() as folder:
-            serve(args.engine, write_model(args.geometry, args.weights, Path(folder)), args)
+            weights = WEIGHTS[args.weights] if args.weights else None
+            serve(args.engine, write_model(args.geometry, weights, Path(folder)), args)
         return
     ours, theirs = (best_of(engine) for engine in ENGINES)
     cache = "" if args.kv_cache_dtype == "auto" else f", cache in {args.kv_cache_dtype}"

@@ -23,6 +23,7 @@ from mkdocs.utils import get_relative_url
 
 sys.path[:0] = [str(Path(__file__).parent)]
 from editions import COURSE, MARK, Pair, chinese_picture  # noqa: E402
+from publish import fields  # noqa: E402
 
 from folovllm.apps.inspector.page import one_file  # noqa: E402
 from folovllm.apps.inspector.scenes import scenes  # noqa: E402
@@ -45,6 +46,9 @@ def on_config(config: Any) -> Any:
 
     This is called for each language.
     """
+    published = fields()
+    config.site_url = published["site"] or None
+    config.repo_url = published["address"] or None
     parts = {title: pages for part in config.nav for title, pages in part.items()}
     for m in COURSE.milestones:
         chapter = {f"{m.id.upper()} {m.title}": Path(m.chapter).name}

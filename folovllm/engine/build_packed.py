@@ -23,10 +23,8 @@ from folovllm.executor.packed_executor import LocalExecutor, PackedWorker
 from folovllm.models.loader import load_native_model
 from folovllm.models.sharded_loader import load_sharded_model
 from folovllm.sample.sampler_state import SamplerState
-from folovllm.sample.sampling_row import line_width, mask_width
 from folovllm.worker.gpu_worker import GPUWorker
 from folovllm.worker.graph_runner import GraphRunner
-from folovllm.worker.kv_memory import require_memory
 from folovllm.worker.model_runner import ModelRunner
 from folovllm.worker.step_graph import AllGraphs
 from folovllm.worker.step_sampler import LocalSampler, StepSampler, TensorParallelSampler
@@ -67,9 +65,7 @@ def make_packed_worker(
         shard = local_config(setup.hf_config, group.size, bool(setup.config.extras.get("enable_expert_parallel")))
         load, rank_setup = partial(load_sharded_model, setup, group, layers), replace(setup, hf_config=shard)
         inner = make_runner(rank_setup, load, sampler, slots, backend, step_sampler.full_logits)
-    rows, vocab_size = setup.max_num_seqs, setup.vocab_size
-    num_bytes = 4 * rows * (line_width(vocab_size) + mask_width(vocab_size))
-    require_memory(setup.device, num_bytes, f"the sampling states of {rows} sequences")
-    row_sampler = SamplerState(rows, vocab_size, setup.device, sampler, extension.num_samples())
+    rows = setup.max_num_seqs
+    row_sampler = SamplerState(rows, setup.vocab_size, setup.device, sampler, extension.num_samples())
     runner = extension.graph_runner(GraphRunner)(setup, inner, step_sampler, row_sampler, graphs(rows))
     return GPUWorker(setup.device, runner, counters), runner

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from typing import Any
 
 from folovllm.cache.manager import KVCacheManager, PrefixCacheStats
@@ -29,10 +31,23 @@ class EngineCalls:
     tokenizer: Any
     _processor: InputProcessor
     _log: StepLog | None = None
+    _lock: threading.Lock
     require_open: Callable[[], None]
     add_request: Callable[..., None]
     abort_request: Callable[..., Any]
     step: Callable[[], list[RequestOutput]]
+
+    @contextmanager
+    def one_call(self) -> Iterator[None]:
+        """The call that has the engine. Raises RuntimeError at once if another one has it, in a thread or around this one."""
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                "the LLM serves another call, and one call at a time has the engine: wait until it has returned, or give it all prompts"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     @also_takes("generate")
     def generate(
@@ -44,13 +59,14 @@ class EngineCalls:
         requests = as_requests(prompts, SamplingParams() if sampling_params is None else sampling_params)
         ids = [f"generate-{index}" for index in range(len(requests))]
         finished: dict[str, RequestOutput] = {}
-        try:
-            for request_id, request in zip(ids, requests, strict=True):
-                self.add_request(request_id, request.prompt, request.params, stream=False)
-            while len(finished) < len(ids):
-                finished |= {output.request_id: output for output in self.step()}
-        finally:
-            self.abort_request(ids)  # where an error left some
+        with self.one_call():
+            try:
+                for request_id, request in zip(ids, requests, strict=True):
+                    self.add_request(request_id, request.prompt, request.params, stream=False)
+                while len(finished) < len(ids):
+                    finished |= {output.request_id: output for output in self.step()}
+            finally:
+                self.abort_request(ids)  # where an error left some
         outputs = [finished[request_id] for request_id in ids]
         return outputs[0] if is_one_prompt(prompts) else outputs
 
@@ -124,10 +140,15 @@ class EngineCalls:
         return self.core.executor.collective_rpc(GPUWorker.counted, "experts")[0]
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes, as after a change of the weights. Raises ValueError where there is no cache."""
+        """Forget all cached prefixes. Raises ValueError where there is no cache, RuntimeError beside another call."""
+        with self.one_call():
+            self.forget_prefixes()
+        return True  # vLLM's may fail
+
+    def forget_prefixes(self) -> None:
+        """Forget all cached prefixes, as within a call that changes the weights. Raises ValueError where there is no cache."""
         self._prefix_caching_manager().reset()
         self.core.events.drain()
-        return True  # vLLM's may fail
 
     def prefix_cache_stats(self) -> PrefixCacheStats:
         """Hits and evictions so far. Raises ValueError where there is no cache."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
 
@@ -24,7 +23,6 @@ class LLMCalls:
     engine: LLMEngine
     generate: Callable[..., list[RequestOutput]]
     _answer: Callable[[Sequence[PromptRequest], bool, Callable[[RequestOutput], object]], list[RequestOutput]]
-    _one_call: Callable[[], AbstractContextManager[None]]
 
     @property
     def tokenizer(self) -> Any:
@@ -57,7 +55,7 @@ class LLMCalls:
 
         @wraps(function)
         def call(*arguments: Any, **named: Any) -> Any:
-            with self._one_call():
+            with self.engine.one_call():
                 return function(self.engine, *arguments, **named)
 
         return call
@@ -107,5 +105,5 @@ class LLMCalls:
         def answer(prompts: Sequence[Prompt], params: SamplingParams) -> list[RequestOutput]:
             return self._answer(as_requests(prompts, params), False, lambda output: None)
 
-        with self._one_call():
+        with self.engine.one_call():
             return search_beams(self.engine, answer, prompts, params)

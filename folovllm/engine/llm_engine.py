@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import weakref
 from collections.abc import Iterable
@@ -56,6 +57,7 @@ class LLMEngine(EngineCalls):
         self.core = build.make_core(self.setup, self.extension, executor)
         self.loop = build.make_loop(self.core, config)
         self._is_closed = False
+        self._lock = threading.Lock()  # of the one call that has the engine
         self.refusal = ""  # why no request is taken for a while, if so
 
     @property
@@ -171,14 +173,20 @@ class LLMEngine(EngineCalls):
             raise RuntimeError("the engine was closed: make a new one")
 
     def close(self) -> None:
-        """End all requests and give the memory of the model, and of a draft, back. A second call does nothing."""
+        """End all requests and give the memory of the model, and of a draft, back. A second call does nothing.
+
+        Raises RuntimeError beside a call of `generate` or the like.
+        """
         if self._is_closed:
             return
-        self._is_closed = True
-        self.abort_request(list(self.core.output.requests))
-        self.executor.shutdown()
-        if self.extension is not None:
-            self.extension.close()
+        with self.one_call():
+            self._is_closed = True
+            self.abort_request(list(self.core.output.requests))
+            if (connector := getattr(self.scheduler, "connector", None)) is not None:
+                connector.close()
+            self.executor.shutdown()
+            if self.extension is not None:
+                self.extension.close()
         gc.unfreeze()  # `make_engine` froze what refers to itself; only thawed can it be collected
         gc.collect()
         torch.cuda.empty_cache()  # to the card, for other programs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,18 @@ class EngineSetup:
         if not (self.config.enable_prefix_caching and num_linear_of(self.hf_config)):
             return 0
         return self.config.num_snapshots or max(16, self.max_num_seqs)
+
+    @property
+    def free_memory(self) -> int:
+        """Bytes that tables may take: nine tenths of what the device has left (of a CPU's memory outside Linux: of all)."""
+        memory = Path("/proc/meminfo")
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+        elif memory.exists():
+            free = 1024 * int(memory.read_text().split("MemAvailable:")[1].split()[0])
+        else:
+            free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return int(0.9 * free)
 
 
 def set_up(config: EngineConfig) -> EngineSetup:

@@ -17,7 +17,7 @@ programs return at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -340,8 +340,7 @@ def finish_kernel(
     tl.store(last_ptr + s, last)
 
 
-@dataclass(slots=True)
-class FilterWorkspace:
+class FilterWorkspace(NamedTuple):
     """Buffers of intermediate and final results, for S sequences at most."""
 
     largest: torch.Tensor  # [S, groups] float32, the largest logit of each group of tokens

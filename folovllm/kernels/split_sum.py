@@ -22,17 +22,17 @@ def store_sum(
 ):  # fmt: skip
     """Store a tile `acc` [BN, BM] of `out` [num_tokens, OUTPUTS], plus the residual if there is one.
 
-    SPLIT: the program that finishes last stores the sum of all parts. Program (p, q, s) has part s of tile p of outputs and tile
-    q of tokens. `part_ptr` [num_parts, num_tokens, OUTPUTS] holds the parts. `done_ptr`, zero before and after, counts the finished
+    SPLIT: the program that finishes last stores the sum of all parts. Program (q, p, s) has part s of tile p of outputs and tile
+    q of tokens, so those of the same weights run side by side. `part_ptr` [num_parts, num_tokens, OUTPUTS] holds the parts. `done_ptr`, zero before and after, counts the finished
     parts of each tile. OUTPUTS is a constant, so addresses differ by constants and take one register instead of a hundred.
     """
     row, token = tl.arange(0, acc.shape[0])[:, None], tl.arange(0, acc.shape[1])[None, :]
-    first_row, first_token = tl.program_id(0) * acc.shape[0], tl.program_id(1) * acc.shape[1]
+    first_row, first_token = tl.program_id(1) * acc.shape[0], tl.program_id(0) * acc.shape[1]
     first, size = first_token.to(tl.int64) * OUTPUTS + first_row, num_tokens.to(tl.int64) * OUTPUTS
     at, kept = token.to(tl.int64) * OUTPUTS + row, (token < num_tokens - first_token) & (row < OUTPUTS - first_row)
     if SPLIT:
         part_ptr += first
-        done_ptr += tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+        done_ptr += tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         tl.store(part_ptr + tl.program_id(2) * size + at, acc, mask=kept)
         tl.debug_barrier()  # all threads have stored before one of them counts the part
         if tl.atomic_add(done_ptr, 1, sem="acq_rel") == num_parts - 1:

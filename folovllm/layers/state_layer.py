@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import prod
@@ -67,10 +66,9 @@ class StatePool:
         slots = self._first_snapshot + setup.num_snapshots
         shapes = layers[0].state_shapes() if layers else ()
         needed = slots * sum(layer.state_bytes for layer in layers)
-        on_gpu, config = setup.device.type == "cuda", setup.config
-        free = torch.cuda.mem_get_info(setup.device)[0] if on_gpu else config.kv_cache_memory
-        if config.num_kv_blocks and not on_gpu:  # then the cache has a size of its own
-            free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        on_gpu, config, free = setup.device.type == "cuda", setup.config, setup.free_memory
+        if not (on_gpu or config.num_kv_blocks):  # else the cache has a size of its own
+            free = min(free, config.kv_cache_memory)
         if needed > free:
             raise ValueError(
                 f"the states of {slots - 1:,} sequences and snapshots take {needed:,} bytes, and there are {free:,}: lower "

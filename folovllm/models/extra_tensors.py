@@ -82,7 +82,7 @@ def load_extra(
         elif (load := weight_loader_of(name)) is not None:
             load(model, name, tensor)
         elif not is_empty_bias(name, tensor, linear_method):
-            raise ValueError(f"the checkpoint holds {name!r}, for which the model has no place (or had it twice)")
+            raise ValueError(f"the weights hold {name!r}, for which the model has no place (or had it twice)")
 
 
 def weight_loader_of(name: str) -> WeightLoader | None:

@@ -9,12 +9,7 @@ import torch
 
 from folovllm.layers.linear import PLAIN, LinearMethod
 from folovllm.models.extra_tensors import LinearMethods, Shard, is_ignored
-from folovllm.models.messages import printable
-
-STORED = {  # torch's names of dtypes: safetensors'
-    "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int32": "I32", "int8": "I8", "uint8": "U8",
-    "float8_e4m3fn": "F8_E4M3",
-}  # fmt: skip
+from folovllm.models.messages import printable, torch_names
 
 
 def given_tensors(
@@ -48,6 +43,6 @@ def require_usable(name: str, tensor: Any, linear_method: LinearMethod) -> None:
         raise ValueError(f"{name!r} is sparse, and must be a tensor of all its numbers")
     if tensor.is_meta:
         raise ValueError(f"{name!r} is on the device meta, where a tensor holds no numbers")
-    wanted, dtype = linear_method.stored(name.rpartition(".")[2]), str(tensor.dtype).removeprefix("torch.")
-    if STORED.get(dtype) not in wanted:
+    wanted, dtype = torch_names(linear_method.stored(name.rpartition(".")[2])), str(tensor.dtype).removeprefix("torch.")
+    if dtype not in wanted:
         raise ValueError(f"{name!r} holds numbers of {dtype}, and the model takes {' or '.join(wanted)}")

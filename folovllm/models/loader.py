@@ -18,6 +18,7 @@ from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import FLOATS, PLAIN, LinearBase, LinearMethod, Plain
 from folovllm.models.files import read_json, reading
 from folovllm.models.llama import LlamaForCausalLM
+from folovllm.models.messages import torch_names
 from folovllm.models.registry import PLAIN_LAYERS, build_model
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -162,7 +163,7 @@ def pop_destination(name: str, shape: torch.Size, places: dict[str, Destination]
     """Return the place of a tensor of this shape, crossed off. Raises ValueError if there is none, or it is of another shape."""
     place = places.pop(name, None)
     if place is None:
-        raise ValueError(f"the checkpoint holds {name!r}, for which the model has no place (or had it twice)")
+        raise ValueError(f"the weights hold {name!r}, for which the model has no place (or had it twice)")
     if place.view.shape != shape:
         raise ValueError(f"{name!r} has shape {list(shape)}, the model expects {list(place.view.shape)}")
     return place
@@ -179,7 +180,7 @@ def require_finite(name: str, weight: torch.Tensor) -> None:
         finite = torch.stack(weight.aminmax()).isfinite().all()
     if not finite:
         dtype = str(weight.dtype).removeprefix("torch.")
-        raise ValueError(f"{name!r} holds NaN or infinity as {dtype}: the file is damaged, or needs another dtype")
+        raise ValueError(f"{name!r} holds NaN or infinity as {dtype}: the weights are damaged, or need another dtype")
 
 
 def require_float_weights(files: list[Path]) -> None:
@@ -194,10 +195,11 @@ def require_stored(name: str, dtype: str, linear_methods: LinearMethods) -> None
     """Raise ValueError if a weight's numbers are other codes than its linear method, or none, has. Masks are allowed."""
     module, _, kind = name.rpartition(".")
     wanted = linear_methods.get(module, PLAIN).stored(kind)
+    said, *names = torch_names([dtype, *wanted])
     if name.endswith(IN_FLOATS) and wanted == FLOATS and dtype not in FLOATS:
-        raise ValueError(f"{name!r} is stored as {dtype}: quantized weights that config.json does not speak of")
+        raise ValueError(f"{name!r} is stored as {said}: quantized weights that config.json does not speak of")
     if wanted != FLOATS and dtype not in wanted:
-        raise ValueError(f"{name!r} is stored as {dtype}, and config.json makes it {' or '.join(wanted)}")
+        raise ValueError(f"{name!r} is stored as {said}, and config.json makes it {' or '.join(names)}")
 
 
 def checkpoint_files(path: Path) -> list[Path]:

@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterable
+
+TORCH_NAMES = {  # of safetensors' dtypes
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+
+
+def torch_names(stored: Iterable[str]) -> list[str]:
+    """Return torch's names of dtypes that are named as safetensors does."""
+    return [TORCH_NAMES.get(name, name) for name in stored]
 
 
 def in_one_line(error: BaseException) -> str:

@@ -68,17 +68,22 @@ class SamplerState:
         max_samples: int = 0,
         use_kernels: bool = True,
     ) -> None:
-        """`sampler` samples where no kernels are used. `max_samples`: the most samples of a step, if they can be more than rows."""
+        """`sampler` samples where no kernels are used (they never are on a CPU). `max_samples`: the most samples of a step, if they can be more than rows."""
         self.fields = torch.zeros(num_rows + 1, len(RowField), dtype=torch.int32, device=device)
         self.lines = torch.zeros(num_rows + 1, line_width(vocab_size), dtype=torch.int32, device=device)
         num_samples = max(num_rows + 1, max_samples)
         self.masks = torch.zeros(num_samples, mask_width(vocab_size), dtype=torch.int32, device=device)
         self._work: FilterWorkspace | None = None  # there before steps are captured
-        if use_kernels and device.type == "cuda":
+        if use_kernels and device.type != "cpu":
             from folovllm.kernels.filter_logits import FilterWorkspace
 
             self._work = FilterWorkspace.allocate(num_samples, vocab_size, device)
         self._sampler = sampler or Sampler()
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of all tables."""
+        return sum(table.nbytes for table in (self.fields, self.lines, self.masks, *(self._work or ())))
 
     def set_rows(self, buffer: torch.Tensor, num_rows: int, num_with_line: int) -> None:
         """Replace the state of the rows in a `SamplingUpdate`, whose `buffer` is on the device."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 
 import torch
 
 from folovllm.engine.setup import EngineSetup
 from folovllm.models.model_config import most_held, window_of
+from folovllm.sample.sampler_state import SamplerState
+from folovllm.worker.device_tables import DeviceTables
 
 logger = logging.getLogger("folovllm")
 
@@ -62,14 +63,22 @@ def num_blocks_that_fit(
     return num_blocks
 
 
-def require_memory(device: torch.device, num_bytes: int, what: str, limit: int | None = None) -> None:
-    """Raise ValueError if tables of `num_bytes` do not fit: on a GPU into what is free, on a CPU into `limit`, or the machine."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-    else:
-        free = limit or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if num_bytes > free:
-        raise ValueError(f"{what} take {num_bytes:,} bytes, and there are {free:,}: lower max_num_seqs")
+def require_memory_of_rows(setup: EngineSetup, num_samples: int) -> None:
+    """Raise ValueError if the free memory does not hold the tables of rows and of the most samples of a step.
+
+    They are made on no device and counted: sampling states, and for packed steps block tables and the step's logits.
+    """
+    rows, vocab_size, nowhere, config = setup.max_num_seqs, setup.vocab_size, torch.device("meta"), setup.config
+    kernels = config.packed_steps and setup.device.type == "cuda"
+    num_bytes = SamplerState(rows, vocab_size, nowhere, max_samples=num_samples, use_kernels=kernels).num_bytes
+    if config.packed_steps:
+        blocks = -(-setup.max_model_len // setup.block_size)
+        num_bytes += DeviceTables(rows, blocks, setup.block_size, nowhere).block_tables.nbytes
+        num_bytes += rows * -(-vocab_size // config.tensor_parallel_size) * setup.dtype.itemsize
+    if num_bytes > (free := setup.free_memory):
+        raise ValueError(
+            f"the tables of {rows:,} sequences take {num_bytes:,} bytes, and there are {free:,}: lower max_num_seqs"
+        )
 
 
 def most_blocks_of_a_sequence(setup: EngineSetup) -> int:

@@ -24,7 +24,7 @@ from folovllm.sample.sampler import Sampler, SamplingBatch
 from folovllm.step.forward_batch import ForwardBatch
 from folovllm.step.schedule import Logprobs, ScheduledSequence, SchedulerOutput, StepResult, one_each
 from folovllm.worker.input_batch import InputBatch, SlotsOf
-from folovllm.worker.kv_memory import num_blocks_that_fit
+from folovllm.worker.kv_memory import num_blocks_that_fit, require_memory_of_rows
 from folovllm.worker.warm_up import dummy_seqs, small_steps
 
 logger = logging.getLogger("folovllm")
@@ -44,6 +44,7 @@ class ModelRunner:
     ) -> None:
         """`load` builds the model with its weights, or loads other `weights` `into` it; `backend` computes attention, `full_logits` gathers logits of a sharded vocabulary."""
         self._setup = setup
+        require_memory_of_rows(setup, self._max_samples())
         self._load = load
         self._sampler = sampler
         self._full_logits = full_logits

@@ -344,6 +344,7 @@ class TestOutputThatCannotBeWritten:
             assert run("--version") == 1
 
 
+RECORDINGS = Path(__file__).parents[1] / "inspector/data"
 WRITING = [["generate", "hi", "--trace"], ["generate", "hi", "--record"], ["inspect", "a", "--html"]]
 WRITING += [["bench", "latency", "--save"]]
 
@@ -367,6 +368,12 @@ class TestErrors:
             (["chat", "--server", "http://x"], "chat --server is gone"),
             *[([*command, "/proc/x"], "nothing can be written to /proc/x") for command in WRITING],
             (["generate", "hi", "--trace", "/"], "nothing can be written to /"),
+            (["generate", "hi", "--trace", "x", "--record", "./x"], "is the file of another flag, too"),
+            (["generate", "hi", "--record", "new.json", "--trace", "link"], "is the file of another flag, too"),
+            (
+                ["inspect", f"{RECORDINGS}/m1.jsonl", "--html", f"{RECORDINGS}/../data/m1.jsonl"],
+                "is one of the recordings",
+            ),
             (["chat", "--n", "2"], "one answer"),
             (["download", "gpt-5"], "smollm2"),
             (["generate", "hi", "--nonsense"], "--nonsense"),
@@ -374,9 +381,11 @@ class TestErrors:
     )
     def test_a_users_error_is_said_before_any_model(
         self, llm: type[FakeLLM], arguments: list[str], words: str,
-        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path,
     ) -> None:  # fmt: skip
         type_in("\n \n", monkeypatch)
+        monkeypatch.chdir(tmp_path)
+        Path("link").symlink_to("new.json")
         assert run(*arguments) == 2
         error = capsys.readouterr().err
         assert words in re.sub(r"[\s│]+", " ", error) and not llm.made

@@ -46,7 +46,7 @@ def test_the_address_of_the_repository_is_in_one_place(sample: Course) -> None:
     source, project = sample.root / "notebooks/src/m1_pool.py", sample.root / "pyproject.toml"
     title, colab, *_ = parse(source).cells
     assert "input(" in colab.source and "colab" not in title.source, "nobody has said where it is"
-    project.write_text(f'{project.read_text()}\n[project.urls]\nRepository = "https://github.com/me/course"\n')
+    project.write_text(f'{project.read_text()}\n[tool.folovllm.publish]\nowner = "me"\nrepository = "course"\n')
     title, colab, *_ = parse(source).cells
     assert "    repository = 'https://github.com/me/course'\n" in colab.source
     assert "(https://colab.research.google.com/github/me/course/blob/main/notebooks/m1_pool.ipynb)" in title.source

@@ -87,6 +87,20 @@ def answer(here: Shown, route: Any) -> None:
         route.abort()
 
 
+def sse(lines: list[str]) -> str:
+    """Lines as server-sent events, two an event."""
+    return "".join(f"data: {a}\ndata: {b}\n\n" for a, b in zip(lines[::2], [*lines[1::2], ""], strict=False))
+
+
+def show_source(here: Shown, source: dict[str, Any], routes: dict[str, Any]) -> None:
+    """The page with a source of its own, and who answers what it asks for."""
+    for path, answer in routes.items():
+        here.page.route(HOST + path, answer)
+    page = (STATIC / "index.html").read_text(encoding="utf-8").replace(">null<", f">{json.dumps(source)}<")
+    here.page.route(HOST + "live.html*", lambda route: route.fulfill(body=page, content_type="text/html"))
+    here.page.goto(HOST + "live.html")
+
+
 def lines_of(name: str) -> list[Any]:
     """A sample."""
     return [json.loads(line) for line in (SAMPLES / name).read_text(encoding="utf-8").splitlines()]

@@ -10,8 +10,8 @@ import pytest
 from tests.inspector.browser import chromium
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    """Playwright's browser. It has an event loop of its own, so it ends with this folder: later tests have theirs."""
+    """Playwright's browser. It has an event loop of its own, so it ends with the file: the tests behind it have theirs."""
     with chromium() as browser:
         yield browser

@@ -124,7 +124,8 @@ def preempted(address: str) -> tuple[Recording, list[Watched]]:
     return found, victims
 
 
-def test_a_mistake_is_seen_and_mended_without_a_new_start(scheduler_file: Path) -> None:
+def test_mistakes_are_seen_and_mended_without_a_new_start(scheduler_file: Path) -> None:
+    """One that shows, one that never ends, and what is no code at all."""
     write(scheduler_file, "keeps")
     with playing(scheduler_file.parents[2]) as address:
         found, victims = preempted(address)
@@ -133,11 +134,8 @@ def test_a_mistake_is_seen_and_mended_without_a_new_start(scheduler_file: Path) 
         write(scheduler_file, None)
         assert post(f"{address}/playground", {})["mine"] == 1
         assert not any(seq.block_table for seq in preempted(address)[1])
-
-
-def test_code_that_never_ends_or_is_none_can_be_replaced(scheduler_file: Path) -> None:
-    write(scheduler_file, "loops")
-    with playing(scheduler_file.parents[2]) as address:
+        write(scheduler_file, "loops")
+        assert post(f"{address}/playground", {})["mine"] == 1
         post(f"{address}/playground/prompts", {"prompts": ["Once upon", "The sea"], "max_tokens": 40, "seed": 1})
         with urllib.request.urlopen(f"{address}/events", timeout=60) as stream:
             write(scheduler_file, "is none")

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import json
 import re
-import signal
-import subprocess
-import sys
 from html import unescape
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +14,7 @@ import pytest
 
 from folovllm.apps.cli import main
 from folovllm.apps.inspector import film, show
-from folovllm.apps.inspector.page import STATIC, inline_source, whole_page
+from folovllm.apps.inspector.page import inline_source, whole_page
 from folovllm.apps.inspector.replay import read
 from folovllm.apps.inspector.trace import DEVICE, ENGINE, POSTPROCESS, REQUESTS, SCHEDULE, Trace
 from tests.helpers import tiny_checkpoint
@@ -36,25 +32,6 @@ def run(*arguments: str | Path) -> int:
 
 
 class TestOneFile:
-    def test_it_asks_nobody_for_anything(self) -> None:
-        page = whole_page(inline_source([("m3.jsonl", (DATA / "m3.jsonl").read_text())]))
-        assert not re.findall(r"""(?:src|href)=["'](?!data:)""", page)
-        assert not re.findall(r"https?://(?!www\.w3\.org/)", page), "no address but names of namespaces"
-
-    def test_every_module_is_in_the_map(self) -> None:
-        page = whole_page(inline_source([]))
-        (imports,) = re.findall(r'<script type="importmap">(.*?)</script>', page)
-        modules = {
-            name: base64.b64decode(address.partition("base64,")[2]).decode()
-            for name, address in json.loads(imports)["imports"].items()
-        }
-        assert modules.keys() == {f"inspector/{file.name}" for file in STATIC.glob("*.js")}
-        for name, code in modules.items():
-            wanted = re.findall(r'^\s*(?:import|export)\b[^;]*?\bfrom\s+["\'](.*?)["\']', code, re.M | re.S)
-            wanted += re.findall(r'^\s*import\s+["\'](.*?)["\']', code, re.M)
-            assert set(wanted) <= modules.keys(), f"{name} imports {wanted}"
-            assert "import(" not in code, f"{name} imports something later"
-
     def test_a_text_cannot_end_the_script(self) -> None:
         text = '{"title": "</script><script>alert(1)</script><!--"}\n'
         page = whole_page(inline_source([("</script>.jsonl", text)]))
@@ -123,13 +100,6 @@ class TestTrace:
             assert any(inside), "spans of a track are nested"
 
 
-WITHOUT_A_SERVER = """
-import sys
-sys.modules |= dict.fromkeys(["starlette", "uvicorn", "prometheus_client"])
-import folovllm.apps.inspector.replay
-from folovllm.apps.cli import main
-main()
-"""
 STATES = ("waiting", "running", "waiting (preempted)")
 
 
@@ -186,32 +156,3 @@ class TestCommands:
         assert run(*arguments) == 2
         said = re.sub(r"[\s│]+", " ", capsys.readouterr().err)
         assert says in said, said
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("warm")
-def test_ctrl_c_leaves_a_recording_that_replays(tmp_path: Path) -> None:
-    """Nor does that need the extra `serve`."""
-    record = tmp_path / "run.jsonl"
-    command = [
-        sys.executable,
-        "-c",
-        WITHOUT_A_SERVER,
-        "generate",
-        "Once",
-        "--raw",
-        "--ignore-eos",
-        "--max-tokens",
-        "3000",
-    ]
-    process = subprocess.Popen([*command, "--no-use-tqdm", "--record", str(record)], stderr=subprocess.PIPE)
-    try:
-        while not (record.exists() and record.read_bytes().count(b'["Turn"') > 20):
-            assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=30)
-    finally:
-        process.kill()
-    found = read(record)
-    assert found.how is not None and found.how.startswith("KeyboardInterrupt")
-    assert len(found.turns()) > 20

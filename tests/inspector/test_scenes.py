@@ -12,7 +12,7 @@ import pytest
 from folovllm.apps.inspector.page import inline_source, whole_page
 from folovllm.apps.inspector.playground import CONTROLS
 from folovllm.apps.inspector.scenes import Scene, scenes
-from tests.inspector.browser import DRAWN, HOST, SAMPLES, SHOWN, STATIC, Shown, shown
+from tests.inspector.browser import DRAWN, HOST, SAMPLES, SHOWN, STATIC, Shown, show_source, shown, sse
 
 pytestmark = pytest.mark.slow
 TICK = "inspector.player.clock.tick"
@@ -102,37 +102,24 @@ class TestPlayground:
         def control(route: Any) -> None:
             if route.request.method == "POST":
                 asked.append((route.request.url.removeprefix(f"{HOST}control"), json.loads(route.request.post_data)))
+                if asked[-1][1].get("num_kv_blocks") == 40:
+                    return route.fulfill(status=400, json={"error": {"message": "40 blocks are too many"}})
                 return route.fulfill(json=told | {"loading": None})
             return route.fulfill(json=told | {"loading": next(answers)})
 
         def stream(route: Any) -> None:
-            lines = (SAMPLES / "m3.jsonl").read_text(encoding="utf-8").replace("\n", "\n\ndata: ")
-            route.fulfill(body=f"data: {lines}\n\n".removesuffix("data: \n\n"), content_type="text/event-stream")
+            lines = (SAMPLES / "m3.jsonl").read_text(encoding="utf-8").splitlines()
+            route.fulfill(body=sse(lines), content_type="text/event-stream")
 
         listed = [
             msgspec.to_builtins(scene.described()) | {"recordings": recordings(scene)} for scene in scenes().values()
         ]
-        source = {
-            "kind": "playground",
-            "events": "events",
-            "control": "control",
-            "scenes": listed,
-            "book": None,
-            "live": False,
-        }
-        page_text = (
-            (STATIC / "index.html")
-            .read_text(encoding="utf-8")
-            .replace('id="source">null<', f'id="source">{json.dumps(source)}<')
-        )
+        source = {"kind": "playground", "events": "events", "control": "control", "book": None, "live": False}
         with shown(browser) as here:
             for scene in scenes().values():
                 here.recordings |= {f"scenes/{file.name}": file.read_text(encoding="utf-8") for file in scene.files}
-            here.page.route(f"{HOST}control*", control)
-            here.page.route(f"{HOST}control/*", control)
-            here.page.route(f"{HOST}events", stream)
-            here.page.route(f"{HOST}live.html*", lambda route: route.fulfill(body=page_text, content_type="text/html"))
-            here.page.goto(f"{HOST}live.html")
+            routes = {"control*": control, "control/*": control, "events": stream}
+            show_source(here, source | {"scenes": listed}, routes)
             here.page.wait_for_function(SHOWN)
             run = here.page.locator("button.run")
             assert (
@@ -152,6 +139,16 @@ class TestPlayground:
             run.click()
             here.page.wait_for_function("inspector.lanes.length === 1 && inspector.player.live")
             assert ("/scene", {"scene": "blocks"}) in asked
+            here.page.evaluate("document.querySelector('details.panel').open = true")
+            here.page.locator(".playground textarea").fill("One\n\nTwo")
+            here.page.get_by_role("button", name="Send").click()
+            here.page.get_by_role("button", name="One step").click()
+            here.page.locator(".fields label:has-text('num_kv_blocks') input").fill("40")
+            here.page.wait_for_selector(".playground .error:not([hidden])")
+            assert "40 blocks are too many" in here.page.locator(".playground .error").inner_text()
+            assert dict(asked)["/prompts"] == {"prompts": ["One", "Two"], "max_tokens": 40, "temperature": 0.7}
+            assert dict(asked)["/pace"] == {"paused": True, "step": 1}
+            here.errors[:] = [error for error in here.errors if "400" not in error]  # as it should be
 
 
 def recordings(scene: Scene) -> list[dict[str, str]]:

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from folovllm.apps.inspector.page import inline_source, whole_page
 from folovllm.apps.inspector.recorder import Recorder
-from tests.inspector.browser import DRAWN, HOST, SAMPLES, SHOWN, STATIC, Shown, lines_of, shown
+from tests.inspector.browser import DRAWN, HOST, SAMPLES, SHOWN, STATIC, Shown, lines_of, show_source, shown, sse
 from tests.m5.test_events import World, engine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,16 +93,11 @@ class TestStory:
 
 
 class TestGuesses:
-    @pytest.fixture
-    def shown(self, here: Shown) -> Shown:
-        """The book's recording with guesses, of two requests."""
+    def test_accepted_bonus_and_rejected_tokens(self, here: Shown) -> None:
+        """In the row of a request: marked by what they are, in the order of the text, and counted. (`test_reducer.py` has every moment.)"""
         here.recordings["guesses.jsonl"] = GUESSES.read_text(encoding="utf-8")
         here.open("guesses.jsonl")
-        return here
-
-    def test_accepted_bonus_and_rejected_tokens(self, shown: Shown) -> None:
-        """In the row of a request: marked by what they are, in the order of the text, and counted. (`test_reducer.py` has every moment.)"""
-        rows = shown.run(f"""
+        rows = here.run(f"""
           inspector.player.go(4); await {SETTLED};
           return [...document.querySelectorAll(".running .pick")].map((row) => [
             row.querySelector(".what").innerText,
@@ -133,15 +127,7 @@ class TestTime:
         flags = here.run("return inspector.lanes[0].recording.columns.flags")
         preempted = [at for at, bits in enumerate(flags) if bits & 1]
         assert [key(here, "Home", "p"), key(here, "p")] == preempted[:2] and key(here, "Shift+P") == preempted[0]
-
-    def test_play_and_pause(self, here: Shown) -> None:
-        here.open("m3.jsonl")
-        for _ in range(9):
-            key(here, ">")
-        key(here, "Space")
-        here.page.wait_for_function(f"{TICK} === {LAST} && !inspector.player.playing")
-        for _ in range(9):
-            key(here, "<")
+        key(here, "End")
         assert key(here, "Space") == 0 and here.run("return inspector.player.playing"), "from the beginning again"
         key(here, "Space")
         assert not here.run("return inspector.player.playing")
@@ -179,18 +165,6 @@ class TestChoosing:
 
 
 class TestSources:
-    def test_one_file_from_disk(self, browser: Any, tmp_path: Path) -> None:
-        texts = [(name, (SAMPLES / name).read_text(encoding="utf-8")) for name in ("m2.jsonl", "m3.jsonl")]
-        for count in (1, 2):
-            (file := tmp_path / f"run{count}.html").write_text(
-                whole_page(inline_source(texts[:count])), encoding="utf-8"
-            )
-            with shown(browser) as here:
-                here.page.goto(f"{file.as_uri()}#t=9")
-                here.page.wait_for_function(SHOWN)
-                assert here.run("return inspector.lanes.length") == count
-                assert key(here, "ArrowRight") == 10
-
     @pytest.mark.parametrize(
         ("text", "says"),
         [
@@ -212,11 +186,6 @@ class TestSources:
         here.open("cut.jsonl")
         whole = [line for line in here.recordings["cut.jsonl"].split("\n")[:-1] if line.startswith('["Turn"')]
         assert here.page.evaluate(LAST) == len(whole) - 1
-
-
-def sse(lines: list[str]) -> str:
-    """Lines as server-sent events, two an event."""
-    return "".join(f"data: {a}\ndata: {b}\n\n" for a, b in zip(lines[::2], [*lines[1::2], ""], strict=False))
 
 
 class TestLive:
@@ -266,56 +235,6 @@ class TestLive:
         assert found["first"] % 256 == 0 and found["at"] == found["first"] > 1000
         assert found["left"] < 0.5 and found["known"] == 3001 - found["first"]
         here.page.evaluate(SETTLED)
-
-    def test_a_playground(self, here: Shown) -> None:
-        lines = (SAMPLES / "m3.jsonl").read_text(encoding="utf-8").splitlines()
-        fields = [
-            {"name": "num_kv_blocks", "kind": "number", "value": 12, "min": 2, "max": 64, "step": 1, "help": "memory"},
-            {"name": "milestone", "kind": "choice", "value": "m3", "choices": ["m2", "m3"], "help": ""},
-            {"name": "enable_chunked_prefill", "kind": "switch", "value": False, "help": ""},
-        ]
-        asked: list[tuple[str, Any]] = []
-
-        def control(route: Any) -> None:
-            name = route.request.url.split("control")[1]
-            if route.request.method == "POST":
-                asked.append((name, json.loads(route.request.post_data)))
-            if asked and asked[-1] == ("", {"num_kv_blocks": 40}):
-                asked.append(("refused", None))
-                return route.fulfill(status=400, json={"error": {"message": "40 blocks are too many"}})
-            return route.fulfill(
-                json={"fields": fields, "mine": 0, "error": None, "requests": [], "paused": True, "delay": 0.2}
-            )
-
-        streams: list[Any] = []
-
-        def stream(route: Any) -> None:
-            streams.append(route)
-            if len(streams) == 1:  # a later one stays open: else the page is drawn anew, and typing lost
-                route.fulfill(body=sse(lines), content_type="text/event-stream")
-
-        source = {"kind": "playground", "events": "events", "control": "control"}
-        show_source(here, source, {"events": stream, "control*": control, "control/*": control})
-        here.page.wait_for_function(SHOWN)
-        here.page.locator(".playground textarea").fill("One\n\nTwo")
-        here.page.get_by_role("button", name="Send").click()
-        here.page.get_by_role("button", name="One step").click()
-        here.page.locator(".fields input[type=range]").fill("40")
-        here.page.wait_for_selector(".playground .error:not([hidden])")
-        assert "40 blocks are too many" in here.page.locator(".playground .error").inner_text()
-        sent = dict(asked)
-        assert sent["/prompts"] == {"prompts": ["One", "Two"], "max_tokens": 40, "temperature": 0.7}
-        assert sent["/pace"] == {"paused": True, "step": 1}
-        here.errors[:] = [error for error in here.errors if "400" not in error]  # as it should be
-
-
-def show_source(here: Shown, source: dict[str, Any], routes: dict[str, Any]) -> None:
-    """The page with a source of its own, and who answers what it asks for."""
-    for path, answer in routes.items():
-        here.page.route(HOST + path, answer)
-    page = (STATIC / "index.html").read_text(encoding="utf-8").replace(">null<", f">{json.dumps(source)}<")
-    here.page.route(HOST + "live.html", lambda route: route.fulfill(body=page, content_type="text/html"))
-    here.page.goto(HOST + "live.html")
 
 
 class TestForEverybody:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -101,11 +100,6 @@ class TestTheEnginesChoice:
         products_take(monkeypatch, {1: 1.0, 2: 0.5, 4: 0.25})
         monkeypatch.setattr(time_threads, "num_cores", lambda: 2)
         assert use_threads(large()) == 2
-
-    def test_it_is_logged(self, caplog: pytest.LogCaptureFixture) -> None:
-        with caplog.at_level(logging.INFO, logger="folovllm"):
-            use_threads(small())
-        assert "num_threads is 1 (torch's own limit: 8)" in caplog.text
 
 
 class TestWhatTheUserSays:

@@ -106,15 +106,6 @@ def test_a_closed_engine_says_so_and_gives_its_model_back(milestone: str) -> Non
     assert not llm.engine.has_unfinished_requests()
 
 
-def test_closed_while_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By another thread, say: whoever waits for the answers is told."""
-    llm = LLM(str(tiny_checkpoint()), milestone="m1", device="cpu", use_tqdm=False)
-    step = llm.engine.step
-    monkeypatch.setattr(llm.engine, "step", lambda: (step(), llm.close())[0])
-    with pytest.raises(RuntimeError, match="the engine was closed"):
-        llm.generate(["Hello"] * 2, PARAMS, use_tqdm=False)
-
-
 @pytest.mark.parametrize("use_tqdm", [False, True])
 def test_transformers_shows_its_progress_when_asked_for(use_tqdm: bool, capsys: pytest.CaptureFixture[str]) -> None:
     hf_logging.enable_progress_bar()  # as it is outside of tests

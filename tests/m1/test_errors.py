@@ -342,7 +342,7 @@ def alter_weight(folder: Path, change: Callable[[torch.Tensor], torch.Tensor]) -
 
 
 @pytest.mark.parametrize("model_impl", ["hf", "native"])
-@pytest.mark.parametrize(("dtype", "says"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")])
+@pytest.mark.parametrize(("dtype", "says"), [(torch.int8, "int8"), (torch.float8_e4m3fn, "float8_e4m3fn")])
 def test_weights_that_are_codes(folder: Path, dtype: torch.dtype, says: str, model_impl: str) -> None:
     """As floats they would be off by a scale that nobody applied."""
     alter_weight(folder, lambda weight: weight.to(dtype))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -179,7 +178,7 @@ MISTAKES = [
     (True, lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"), r"lacks model\.layers\.1\.self_attn\.k_proj"),
     (True, lambda t: [t.pop(name) for name in list(t) if "layers.2" in name], r"lacks model\.layers\.2\..* and 6 more"),
     (False, lambda t: t.pop(HEAD), r"lacks lm_head\.weight"),
-    (True, with_("model.layers.0.self_attn.sinks", lambda t: torch.ones(4)), "holds 'model.layers.0.self_attn.sinks'"),
+    (True, with_("model.layers.0.self_attn.sinks", lambda t: torch.ones(4)), "hold 'model.layers.0.self_attn.sinks'"),
     (True, with_("model.layers.0.self_attn.q_proj.bias", lambda t: torch.ones(128)), "q_proj.bias"),
     (True, with_(UP, lambda t: t[UP][:, :70].contiguous()), r"up_proj\.weight' has shape \[80, 70\], .* \[80, 72\]"),
     (True, with_("model.norm.weight", lambda t: torch.ones(1)), "model.norm.weight"),  # it could be broadcast
@@ -191,14 +190,6 @@ MISTAKES = [
 def test_a_mistake_is_named(tied: bool, change: Callable[..., object], says: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=says):
         load(altered(tmp_path, change, tied))
-
-
-@pytest.mark.parametrize("size", [0, 5, 300, -1])
-def test_a_truncated_file(tmp_path: Path, size: int) -> None:
-    file = altered(tmp_path, lambda t: None) / "model.safetensors"
-    os.truncate(file, size if size >= 0 else file.stat().st_size - 1)
-    with pytest.raises(ValueError, match=r"cannot read .*model\.safetensors"):
-        load(tmp_path)
 
 
 def test_pickles_are_never_opened(tmp_path: Path) -> None:

@@ -60,28 +60,6 @@ def test_n_answers_are_n_sequences_with_their_own_seeds(model: Path, llm: LLM) -
     assert len({tuple(answer) for answer in answers}) == 3
 
 
-def test_deltas_add_up(model: Path, llm: LLM) -> None:
-    engine = make_engine(model)
-    params = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, skip_special_tokens=False)
-    requests = dict(zip("abc", prompts([3, 20, 7]), strict=True))
-    text, tokens = dict.fromkeys(requests, ""), {name: [] for name in requests}
-    engine.add_request("a", requests["a"], params)
-    last: dict[str, RequestOutput] = {}
-    for step in range(40):
-        if step == 2:  # the others join while the first one speaks
-            engine.add_request("b", requests["b"], params)
-            engine.add_request("c", requests["c"], params)
-        for output in engine.step() if engine.has_unfinished_requests() else []:
-            text[output.request_id] += output.outputs[0].delta_text
-            tokens[output.request_id] += output.outputs[0].delta_token_ids
-            last[output.request_id] = output
-    for name in requests:
-        final = last[name].outputs[0]
-        assert last[name].finished and final.token_ids == tokens[name] and final.text == text[name]
-        assert tokens[name] == alone(llm, requests[name], params)
-    assert_nothing_left(engine)
-
-
 def test_snapshots_of_steps(model: Path) -> None:
     engine = make_engine(model, max_num_seqs=2)
     engine.history = []
@@ -211,6 +189,9 @@ class TestOneCallAtATime:
         "get_weights": lambda llm: llm.get_weights(),
         "sleep": lambda llm: llm.sleep(),
         "wake_up": lambda llm: llm.wake_up(),
+        "reset_prefix_cache": lambda llm: llm.reset_prefix_cache(),
+        "close": lambda llm: llm.close(),
+        "the engine's own generate": lambda llm: llm.engine.generate("a", GREEDY),
     }
 
     @pytest.mark.parametrize("name", CALLS)
@@ -228,6 +209,11 @@ class TestOneCallAtATime:
         ]
         assert len(refused) == 2 and all("one call at a time" in said for said in refused)
         assert_nothing_left(llm.engine)
+
+    def test_beside_the_engines_own_generate(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(llm.engine, "step", llm.close)
+        with pytest.raises(RuntimeError, match="one call at a time"):
+            llm.engine.generate("a", GREEDY)
 
     def test_from_within_on_answer(self, llm: LLM) -> None:
         with pytest.raises(RuntimeError, match="one call at a time"):
@@ -298,13 +284,3 @@ def test_the_longest_answer_that_fits(model: Path, llm: LLM) -> None:
     outputs = finish(one_slot)
     assert outputs["full"].outputs[0].token_ids == answer
     assert outputs["other"].outputs[0].token_ids == alone(llm, [1, 2, 3], GREEDY)
-
-
-def test_priority_is_an_option(model: Path) -> None:
-    order = {}
-    for scheduling in ("fcfs", "priority"):
-        engine = make_engine(model, max_num_seqs=1, scheduling=scheduling)
-        for name, priority in (("a", 1), ("b", 2), ("c", 0)):
-            engine.add_request(name, [1, 2, 3], GREEDY, priority=priority, stream=False)
-        order[scheduling] = [output.request_id for _ in range(18) for output in engine.step()]
-    assert order == {"fcfs": ["a", "b", "c"], "priority": ["c", "a", "b"]}

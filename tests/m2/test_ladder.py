@@ -149,13 +149,6 @@ class TestTheTable:
         assert max(map(len, table.splitlines())) <= 80 and "…" not in table
         assert "m6 reference 12,346 1.00x 12,346" in table and table.count("54,321 54,321  54,321") == 12
 
-    def test_what_a_cpu_cannot_show_is_said(self) -> None:
-        on_gpu = full()
-        for run in on_gpu.runs:
-            run.metrics = {name: metric for name, metric in run.metrics.items() if name != PER_CPU_SECOND}
-        assert "both are for GPUs" in " ".join(shown(full()).split())
-        assert "GPUs" not in shown(on_gpu) and "GPUs" not in shown(made_up(10.0, 25.0))
-
     def test_equal_tokens_are_a_note_and_others_a_column(self) -> None:
         equal, other = shown(full(), 120), shown(full(97.5), 120)
         assert "All milestones gave the same tokens" in equal and "97.5" not in equal

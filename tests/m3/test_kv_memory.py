@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from folovllm import LLM
 from folovllm.config import EngineConfig
-from folovllm.engine.setup import set_up
+from folovllm.engine.setup import EngineSetup, set_up
 from folovllm.layers.attention import attention_layers
 from folovllm.worker.kv_memory import most_blocks_of_a_sequence, num_blocks_that_fit
 from tests.helpers import tiny_checkpoint
@@ -25,6 +26,27 @@ def blocks(**overrides: Any) -> int:
     setup = set_up(EngineConfig(model=str(tiny_checkpoint()), **options | overrides))
     assert setup.kv_bytes_per_token == BYTES_PER_TOKEN
     return num_blocks_that_fit(setup, lambda: pytest.fail("nothing to measure on CPU"))
+
+
+@pytest.mark.parametrize(
+    "options", [{"milestone": "m3"}, {"milestone": "m6"}, {"speculative_config": {"method": "ngram"}}]
+)
+def test_tables_of_rows_that_do_not_fit_are_refused_before_they_are_made(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is counted is what M6's runner allocates, which reports it here."""
+    options = {"device": "cpu", "max_num_seqs": 300, **options}
+    monkeypatch.setattr(EngineSetup, "free_memory", 10**6)
+    with pytest.raises(ValueError, match=r"the tables of 300 sequences take .* lower max_num_seqs") as refused:
+        LLM(str(tiny_checkpoint()), use_tqdm=False, **options)
+    if options.get("milestone") == "m3":
+        return
+    monkeypatch.setattr(EngineSetup, "free_memory", 10**12)
+    with LLM(str(tiny_checkpoint()), use_tqdm=False, **options) as llm:
+        runner = llm.engine.core.executor._worker.runner
+        held = [runner._row_sampler.fields, runner._row_sampler.lines, runner._row_sampler.masks, runner._logits]
+        num_bytes = sum(tensor.nbytes for tensor in [*held, runner._tables.block_tables])
+    assert f"{num_bytes:,} bytes" in str(refused.value)
 
 
 def test_as_many_as_the_memory_holds() -> None:

@@ -30,7 +30,6 @@ from triton.runtime.jit import JITFunction
 
 from folovllm.distributed.one_shot_buffers import OneShotBuffers
 from folovllm.electives.hopper.grouped import grouped_hopper
-from folovllm.electives.hopper.int4 import int4_hopper
 from folovllm.electives.hopper.prefill import prefill_hopper
 from folovllm.electives.hybrid.kernels.delta_rule import DeltaHeads, delta_rule
 from folovllm.electives.hybrid.kernels.gated_norm import gated_norm
@@ -311,10 +310,6 @@ def launch_x2(d: int, b: int) -> None:
     for tokens, group in some4:
         zeros = card.dtype if group == 32 else None
         quant_matmul(new(tokens, 2560), in_4_bits(9728, 2560, group, zeros), new(tokens, 9728))
-    for outputs in (19456, 2560) if card.capability == 90 else ():  # tiles of 256 tokens, and of 128
-        for zeros, residual in ((None, None), (torch.uint8, new(256, outputs))):
-            weight = in_4_bits(outputs, 2560, 128, zeros)
-            int4_hopper(new(256, 2560), weight.weight, weight.scale, weight.zeros, residual)
 
 
 def in_8_bits(outputs: int, inputs: int, kind: str) -> QuantizedWeight:

@@ -27,7 +27,7 @@ MOST = {
     },
     "x2": {
         "quant_gemv_kernel": (176, 0), "integer_gemv_kernel": (176, 112), "quant_matmul_kernel": (255, 0), "unpack_kernel": (64, 0),
-        "int4_linear_kernel": (255, 0), "int4_hopper_kernel": (168, 16), "quantize_rows_kernel": (72, 0), "fp8_linear_kernel": (224, 0),
+        "int4_linear_kernel": (255, 0), "quantize_rows_kernel": (72, 0), "fp8_linear_kernel": (224, 0),
     },
     "x3": {
         "verify_kernel": (255, 0), "merge_verify_kernel": (96, 0), "list_verify_tiles_kernel": (48, 0), "plan_verify_kernel": (40, 0),

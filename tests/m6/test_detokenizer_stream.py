@@ -17,10 +17,6 @@ from folovllm import SamplingParams
 from folovllm.engine import detokenizer_stream
 from folovllm.engine.detokenizer import IncrementalDetokenizer, NoText
 from folovllm.engine.detokenizer_stream import StreamDetokenizer, make_stream_detokenizer
-from folovllm.engine.output_processor import RequestState
-from folovllm.outputs import TokenLogprob
-from folovllm.request import Request, Sequence, SequenceStatus
-from folovllm.sampling_params import RequestOutputKind
 from tests.helpers import tiny_checkpoint, tiny_tokenizer
 from tests.workloads import make_engine
 
@@ -116,18 +112,6 @@ def test_bytes_without_end_are_not_held_back(name: str, data: st.DataObject) -> 
         assert widest <= 3 * 8
 
 
-def test_a_character_goes_on_behind_special_tokens() -> None:
-    """However many stand between its bytes."""
-    backend = BACKENDS["bytes"]
-    first, second = backend.encode("é").ids
-    stream = StreamDetokenizer(backend.decode, backend, True)
-    for token in [first, *[256] * 1000, second]:
-        stream.append(token)
-        assert stream.advance() == ("é" if token == second else "")
-        assert len(stream.token_ids) < 100
-    assert stream.text == "é"
-
-
 @pytest.mark.parametrize("byte", [0xFF, 0xF0, 0xE2, 0x80])
 def test_a_byte_that_is_no_character_costs_what_others_cost(byte: int) -> None:
     backend = BACKENDS["byte fallback"]
@@ -145,29 +129,6 @@ def test_a_byte_that_is_no_character_costs_what_others_cost(byte: int) -> None:
     stream.append(backend.token_to_id("▁the"))
     assert stream.advance().endswith("� the")
     assert stream.text == backend.decode(stream.token_ids) and max(decoded) <= 3 * 64
-
-
-def test_a_report_is_a_copy() -> None:
-    backend = BACKENDS["bytes"]
-    detokenizer = StreamDetokenizer(backend.decode, backend, True)
-    params = SamplingParams(max_tokens=None, logprobs=0)
-    seq = Sequence(Request("r", [1], params, 500, 0), detokenizer)
-    state = RequestState("r", [seq], RequestOutputKind.CUMULATIVE, 0.0)
-    outputs = []
-    for count in range(1, 501):
-        token = count % 90
-        seq.append_token(token)
-        detokenizer.append(token)
-        state.answers[0].update([token], has_ended=False)
-        seq.logprobs.append({token: TokenLogprob(token, -1.0, 1, None)})
-        outputs.append(state.output().outputs[0])
-    assert [len(o.delta_token_ids) for o in outputs] == [1] * 500
-    seq.finish(SequenceStatus.FINISHED_LENGTH)
-    whole = state.output().outputs[0]
-    assert [o.cumulative_logprob for o in outputs] == [-1.0 * count for count in range(1, 501)]
-    for at in (3, 200, 499):
-        assert outputs[at].token_ids == whole.token_ids[: at + 1] and len(outputs[at].logprobs or []) == at + 1
-        assert whole.text.startswith(outputs[at].text) and len(outputs[at].text) >= at - 4
 
 
 class TestWhichOne:

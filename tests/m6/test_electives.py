@@ -14,15 +14,12 @@ import torch
 from folovllm import LLM, EngineConfig, SamplingParams, plugins
 from folovllm.kernels import variants
 from folovllm.kernels.variants import KernelVariant, kernel_variant
-from folovllm.layers.fusable import FusablePlain, RankSum
-from folovllm.layers.layer_set import LayerSet
+from folovllm.layers.fusable import FusablePlain
 from folovllm.layers.linear import LinearBase
-from folovllm.models import extra_tensors, files, registry, sources
+from folovllm.models import files, registry, sources
 from folovllm.models.llama import LlamaForCausalLM
-from folovllm.models.loader import load_native_model
 from folovllm.models.quantization import Quantization
 from folovllm.models.written_files import cache_dir
-from folovllm.worker.gpu_worker import GPUWorker
 from tests.helpers import tiny_checkpoint
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -122,72 +119,13 @@ class TestModels:
         monkeypatch.setattr(registry, "MODELS", {"Twin": __name__})
         assert registry.get_model_class(SimpleNamespace(architectures=["Twin"])) is Twin  # type: ignore[arg-type]
 
-    def test_the_package_that_is_missing_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(registry, "MODELS", {"Twin": "folovllm.gone.twin"})
         with pytest.raises(ValueError, match=r"a model of architecture Twin needs the package folovllm\.gone"):
             registry.get_model_class(SimpleNamespace(architectures=["Twin"]))  # type: ignore[arg-type]
 
 
 class Twin(LlamaForCausalLM):
-    """A model that counts the tokens that it has seen, where that is asked for."""
-
-    def __init__(self, config: Any, layers: LayerSet, max_model_len: int | None = None) -> None:
-        super().__init__(config, layers, max_model_len)
-        self.kernels, self.sum = layers.kernels, layers.make(RankSum)
-        self.seen = torch.zeros(1, 1, dtype=torch.int64)
-        if layers.counters is not None:
-            layers.counters["experts"] = self.seen
-
-    def forward(self, batch: Any) -> torch.Tensor:
-        self.seen += int((batch.slot_mapping >= 0).sum())
-        return super().forward(batch)
-
-
-def test_a_model_counts_as_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker sets the counters to zero behind the warm-up, and reads them."""
-    monkeypatch.setattr(registry, "MODELS", {"Twin": __name__})
-    counters: dict[str, torch.Tensor] = {}
-    with LLM(str(tiny_checkpoint("llama")), milestone="m6", device="cpu", num_kv_blocks=40, use_tqdm=False) as engine:
-        setup = engine.engine.setup
-    setup.hf_config.architectures = ["Twin"]
-    model = load_native_model(setup, LayerSet(counters=counters))
-    assert isinstance(model, Twin) and not model.kernels and (model.sum.rank, model.sum.size) == (0, 1)
-
-    class Runner:
-        def load_model(self) -> None: ...
-        def initialize_kv_cache(self) -> int:
-            model.seen += 5  # the warm-up
-            return 1
-
-        def execute_model(self, step: int) -> int:
-            model.seen += step
-            return step
-
-    worker: GPUWorker[int, int] = GPUWorker(torch.device("cpu"), Runner(), counters)
-    worker.load_model()
-    worker.execute_model(3)
-    assert worker.counted("experts") == [[3]]
-
-
-def weight_loader_of(name: str) -> Any:
-    """Knows one tensor for which the model has no place."""
-    return TAKEN.append if name == "model.norm.temperature" else None
-
-
-TAKEN: Any = SimpleNamespace(append=lambda model, name, tensor: setattr(model, "temperature", tensor))
-
-
-def test_a_tensor_without_a_place_is_offered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        extra_tensors, "EXTRA_TENSORS", (f"{__name__}:weight_loader_of", "folovllm.gone:weight_loader_of")
-    )
-    whole = torch.ones(3)
-    assert extra_tensors.part_of({}, {}, lambda name, tensor: tensor[:1], "model.norm.temperature", whole) is not None
-    load = extra_tensors.weight_loader_of("model.norm.temperature")
-    assert load is not None and extra_tensors.weight_loader_of("model.norm.other") is None
-    model = SimpleNamespace()
-    load(model, "model.norm.temperature", whole)  # type: ignore[arg-type]
-    assert model.temperature is whole
+    """A model of another package."""
 
 
 def find(name: str | Path, download: bool = False) -> Path:

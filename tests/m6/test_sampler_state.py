@@ -17,19 +17,13 @@ from folovllm.sample.sampler_state import SamplerState, bits_of
 from folovllm.sample.sampling_row import (
     COMPLETES,
     COUNT,
-    COUNTED,
-    ENDS,
-    FILTERS,
     IN_PROMPT,
     MAX_BAD_TOKENS,
     MAX_BAD_WORDS,
-    WORDS,
     WORDS_AT,
     RowField,
     about_to_end,
     mask_of,
-    row_fields,
-    row_line,
 )
 from folovllm.sampling_params import SamplingParams
 from folovllm.step.schedule import SamplingSpec
@@ -182,19 +176,6 @@ class TestBadWords:
 
 def ends_with(answer: list[int], run: list[int]) -> bool:
     return not run or (len(run) <= len(answer) and answer[len(answer) - len(run) :] == run)
-
-
-class TestRowUpdate:
-    def test_fields_and_words(self) -> None:
-        params = SamplingParams(temperature=0.5, top_k=7, min_tokens=2, presence_penalty=0.5)
-        spec = spec_of(params, [1, 2, 2], [2, 9, 9], -2, [9, 50])
-        fields = row_fields(spec)
-        assert fields[RowField.FLAGS] == FILTERS | WORDS | COUNTED
-        whole = RowField.SEED_LOW, RowField.SEED_HIGH, RowField.TOP_K, RowField.FREE_FROM
-        assert fields[list(whole)].tolist() == [-2, -1, 7, 5]
-        assert fields.view(np.float32)[[RowField.TEMPERATURE, RowField.PRESENCE]].tolist() == [0.5, 0.5]
-        words = {1: IN_PROMPT, 2: IN_PROMPT | 1, 9: ENDS | 2, 50: ENDS}
-        assert dict(zip(*row_line(spec).tolist(), strict=True)) == {WORDS_AT + i: word for i, word in words.items()}
 
 
 class TestLogprobs:

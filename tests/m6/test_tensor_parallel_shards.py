@@ -65,13 +65,6 @@ class TestSizes:
             num_attention_heads=heads, num_key_value_heads=kv_heads, intermediate_size=inner, hidden_size=96, vocab_size=259
         )  # fmt: skip
 
-    def test_what_one_rank_has(self) -> None:
-        whole = self.config(8, 2)
-        local = local_config(whole, 4)
-        assert (local.num_attention_heads, local.num_key_value_heads, local.head_dim) == (2, 1, 12)
-        assert (local.intermediate_size, local.vocab_size) == (12, 68)
-        assert whole.num_attention_heads == 8 and not hasattr(whole, "head_dim")
-
     @pytest.mark.parametrize(
         ("heads", "kv_heads", "inner", "size", "works"),
         [(8, 2, 48, 3, "1, 2, 4, 8"), (6, 2, 48, 3, "1, 2, 6"), (8, 8, 48, 16, "1, 2, 4, 8"), (8, 4, 6, 4, "1, 2")],
@@ -146,7 +139,7 @@ K, DOWN = "model.layers.1.self_attn.k_proj.weight", "model.layers.0.mlp.down_pro
     ("change", "says"),
     [
         (lambda tensors: tensors.pop(K), rf"lacks {K}"),
-        (lambda tensors: tensors.update({"model.extra.weight": torch.ones(4)}), r"holds 'model\.extra\.weight'"),
+        (lambda tensors: tensors.update({"model.extra.weight": torch.ones(4)}), r"hold 'model\.extra\.weight'"),
         (lambda tensors: tensors.update({DOWN: tensors[DOWN][:-2].clone()}), rf"{DOWN}' has shape"),
     ],
 )

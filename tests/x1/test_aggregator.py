@@ -6,37 +6,13 @@ from collections import defaultdict
 
 import pytest
 
-from folovllm.electives.server.aggregator import Aggregator, Served, deltas_of
-from folovllm.electives.server.messages import Delta, SchedulerStats
+from folovllm.electives.server.aggregator import Aggregator
+from folovllm.electives.server.messages import SchedulerStats
 from folovllm.engine import events as ev
 from folovllm.engine.llm_engine import LLMEngine
 from folovllm.outputs import RequestOutput
 from folovllm.sampling_params import SamplingParams
-from folovllm.step.schedule import ScheduledSequence, SchedulerOutput, StepResult, no_tokens
 from tests.m5.test_events import World, engine
-
-
-def step_ended(drawn: list[list[int]], seq_ids: list[int], logprobs: dict | None = None) -> ev.StepEnded:  # type: ignore[type-arg]
-    scheduled_seqs = tuple(
-        ScheduledSequence(seq_id, 0, 0, 1, no_tokens(), (), 0, len(ids), None)
-        for seq_id, ids in zip(seq_ids, drawn, strict=True)
-    )
-    return ev.StepEnded(0, 0.0, 0.0, 0.0, SchedulerOutput(scheduled_seqs), StepResult(drawn, logprobs or {}), 0, 0)
-
-
-class TestDeltasOf:
-    def test_a_worked_case(self) -> None:
-        """Sequence 5 is request 0, 6 and 7 are the two answers of request 1. 6 draws nothing, 8 has ended meanwhile."""
-        served = {5: Served(0, 0, 0.0, 3, 0), 6: Served(1, 0, 0.0, 9, 0), 7: Served(1, 1, 0.0, 9, 8)}
-        step = step_ended([[42], [], [7, 8], [9]], [5, 6, 7, 8])
-        assert deltas_of(step, served) == [Delta(0, 0, [42]), Delta(1, 1, [7, 8], None, 8)]
-
-    def test_log_probabilities_go_with_their_share(self) -> None:
-        served = {5: Served(0, 0, 0.0, 3, 0), 6: Served(1, 0, 0.0, 3, 0)}
-        row = [(7, -0.5, 1), (9, -1.5, 2)]
-        assert deltas_of(step_ended([[42], [7]], [5, 6], {1: [row]}), served) == [
-            Delta(0, 0, [42]), Delta(1, 0, [7], None, 0, [row])
-        ]  # fmt: skip
 
 
 class Mirror:

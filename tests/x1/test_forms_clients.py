@@ -232,7 +232,3 @@ class TestThoughts:
         plain: Any = {"chat_template_kwargs": {"enable_thinking": False}}
         message = client.chat.completions.create(**chat(**exactly("Sunny.", **plain))).choices[0].message
         assert message.content == "Sunny." and not (message.model_extra or {}).get("reasoning_content")
-
-    def test_a_parser_that_nobody_knows(self) -> None:
-        with pytest.raises(ValueError, match="reasoning_parser must be one of qwen3, deepseek_r1"):
-            ServerConfig(reasoning_parser="gpt")

@@ -164,12 +164,19 @@ class TestMessages:
 FLAGS: dict[str, tuple[str, list[Any]]] = {
     "allowed_host": ("give one as", [["http://x"], [""], ["page.test:80"]]),
     "inspector_host": ("give one as", [["http://x"]]),
-    "api_key": ("give printable", [[""], ["\n"], [" k"], ["k\n"]]),
-    "cors_origin": ("give one as", [["page.test"], [""], ["http://page.test/"], ["https://"]]),
+    "api_key": ("give printable", [[""], ["\n"], [" k"], ["k\n"], ["é"]]),
+    "served_model_name": ("give printable", [[""], [" x"], ["a", "b\n"]]),
+    "cors_origin": (
+        "give one as",
+        [[x] for x in ("page.test", "", "http://a/", "https://", "ftp://x", "file://x", "http://é")],
+    ),
     "port": ("between 0 and 65535", [70_000]),
     "max_queued_requests": ("at least 1", [0]),
     "max_body_size": ("at least 1", [0]),
     "drain_seconds": ("0 or more", [-1.0]),
+    "grammar_seconds": ("", [0.0]),
+    "grammar_memory": ("", [0]),
+    "reasoning_parser": ("must be one of qwen3, deepseek_r1", ["gpt"]),
 }
 
 
@@ -182,9 +189,10 @@ def test_flags_out_of_range_or_that_could_match_nothing(flag: str) -> None:
 
 
 def test_flags_as_they_may_be() -> None:
-    ServerConfig(
-        allowed_host=["*", "gpu-box", "a.b_c"], cors_origin=["*", "null", "HTTP://page:80"], api_key=["a b", "é"]
-    )
+    origins = ["*", "null", "HTTP://page:80", "https://page:80", "chrome-extension://x", "https://a:443"]
+    config = ServerConfig(allowed_host=["*", "gpu-box", "a.b_c"], cors_origin=origins, api_key=["a b", "k"])
+    # a browser leaves the usual port out
+    assert config.cors_origin[2:] == ["http://page", "https://page:80", "chrome-extension://x", "https://a"]
 
 
 def test_a_histogram_counts_what_is_at_most_a_bound() -> None:

@@ -13,14 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from folovllm.electives.server.errors import ApiError
-from folovllm.electives.server.protocol import ChatRequest
 from folovllm.electives.server.reasoning import ReasoningSplitter
 from folovllm.electives.server.replies import ChatMessage, MessageReader
-from folovllm.electives.server.requests import call_grammar, checked, offered, reading_of
+from folovllm.electives.server.requests import call_grammar, checked, offered
 from folovllm.electives.server.stream import OutputDelta
 from folovllm.electives.server.tool_calls import ToolCallParser
-from folovllm.electives.structured_output.params import StructuredOutputsParams
-from folovllm.sampling_params import SamplingParams
 
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": [1, "}"]}}\n</tool_call>'
 
@@ -60,7 +57,7 @@ F, G = '{"name": "f", "arguments": {}}', '{"arguments": {"b": 1}, "name": "g"}'
 NO_CALLS = [  # arguments that are no object, and names that are none: text, as broken JSON is
     *(f'<tool_call>{{"name": "f", "arguments": {x}}}</tool_call>' for x in ("null", "[1]", '"x"', '"[]"', "NaN", "1", "true")),
     *(f'<tool_call>{{"arguments": {x}, "name": "f"}}</tool_call>' for x in ("null", '{"a": NaN}', '{"a": 1e999}', '"{"')),
-    *(f'<tool_call>{{"name": {x}, "arguments": {{}}}}</tool_call>' for x in ("5", "null", r'"\x"', r'"\ud800"')),
+    *(f'<tool_call>{{"name": {x}, "arguments": {{}}}}</tool_call>' for x in ("5", "null", '""', r'"\x"', r'"\ud800"')),
     "<tool_call></tool_call>",
     "<tool_call> ",
 ]  # fmt: skip
@@ -73,13 +70,14 @@ ANSWERS = [  # parser, prompt, text, thought, content, calls
     (None, "", '<tool_call>{"name": "g", "parameters": {}}</tool_call>', None, "", [["g", "{}"]]),
     (None, "", '<tool_call>{"name": "g"}</tool_call>', None, "", [["g", "{}"]]),
     (None, "", '<tool_call>{"name":"g"}\n{"name":"f"}</tool_call>', None, "", [["g", "{}"], ["f", "{}"]]),
-    (None, "", '<tool_call>{"name":"g","arguments":"{}"} and</tool_call>', None, "", [["g", "{}"]]),
+    (None, "", '<tool_call>{"name":"g","arguments":"{}"} and</tool_call>', None, " and", [["g", "{}"]]),
+    (None, "", f"<tool_call>{F} <b>}}\n</tool_call>", None, " <b>}", [["f", "{}"]]),
     (None, "", "<tool_call>no JSON</tool_call> then", None, "<tool_call>no JSON</tool_call> then", None),
     (None, "", "a <tool_cal and < tool", None, "a <tool_cal and < tool", None),
     (None, "", 'x <tool_call>\n{"na', None, 'x <tool_call>\n{"na', None),
     (None, "", f"{CALL} and after ", None, " and after ", [["f", '{"a": [1, "}"]}']]),
     (None, "", "<tool_call>x<tool_call></tool_call>", None, "<tool_call>x<tool_call></tool_call>", None),
-    (None, "", f"a <tool_call>{F}\n{G}, {F}}}</tool_call>b", None, "ab", [["f", "{}"], ["g", '{"b": 1}'], ["f", "{}"]]),
+    (None, "", f"a <tool_call>{F}\n{G}, {F}}}</tool_call>b", None, "a,}b", [["f", "{}"], ["g", '{"b": 1}'], ["f", "{}"]]),
     (None, "", f"<tool_call>{G}{{oops}}</tool_call>", None, "{oops}", [["g", '{"b": 1}']]),
     (None, "", '<tool_call>{"arguments": {"s": "</tool_call>"}, "name": "f"}', None, "", [["f", '{"s": "</tool_call>"}']]),
     *((None, "", text, None, text, None) for text in NO_CALLS),
@@ -199,26 +197,6 @@ def test_a_thought_that_the_client_began(parser: str, begun: str, text: str, tho
         assert read([*text, ""], MessageReader(splitter, None))[0] == ChatMessage("assistant", content, thought or None)
 
 
-@pytest.mark.parametrize("parser", ["qwen3", "deepseek_r1"])
-@pytest.mark.parametrize(
-    ("begun", "after"),
-    [
-        ("<think>x</think>So ", None),
-        ("<think>x</think>", None),
-        ("<think>x", "</think>"),
-        ("</think><think>", "</think>"),
-    ],
-)
-def test_where_the_form_begins(parser: str, begun: str, after: str | None) -> None:
-    """At once, where the client has closed the thought, whatever it wrote behind it."""
-    params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["yes"]))
-    asked = ChatRequest(
-        messages=[{"role": "assistant", "content": [{"type": "text", "text": begun}]}], continue_final_message=True
-    )
-    formed, _ = reading_of(asked, params, f"a: {begun}", parser, False)
-    assert formed.structured_outputs is not None and formed.structured_outputs.after == after
-
-
 def test_a_long_call_costs_what_it_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each letter of a name or of a body is looked at once, and its beginning is matched once, however small the pieces are."""
     matched = list[int]()
@@ -260,7 +238,11 @@ class TestTools:
         [
             ([{"type": "x"}], None, "each of the tools must be"),
             ([{"type": "function", "function": {}}], None, "each of the tools must be"),
-            ([{"type": "function", "function": {"name": "f", "parameters": 5}}], None, "each of the tools must be"),
+            *(
+                ([{"type": "function", "function": {"name": "f", "parameters": p}}], None, "each of the tools must be")
+                for p in (5, [], False, {"type": "string"}, {"type": ["object", "null"]})
+            ),
+            ([{"type": "function", "function": {"name": ""}}], None, "each of the tools must be"),
             (TOOLS, "sometimes", "tool_choice must be none, auto, required or"),
             (TOOLS, {"type": "function"}, "tool_choice must be"),
             (TOOLS, {"type": "function", "function": {"name": "h"}}, "names 'h', which is none of the tools"),

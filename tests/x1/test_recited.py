@@ -96,11 +96,7 @@ class TestThoughts:
         ("text", "form", "answers"),
         [
             ("object", {"json": OBJECT}, ['{"a":"x"}']),
-            (
-                "list",
-                {"json": OBJECT},
-                [None],
-            ),  # its token would begin a list, so the model says its next likely one: the end
+            ("list", {"json": OBJECT}, [None]),  # no list may begin: the model says its next likely token, the end
             ("list", {"json": {"type": "array", "items": {"type": "integer"}}}, ["[1]"]),
             ("lines", {"json": OBJECT}, ['{"a": "y"}']),
             ("choice", {"choice": ["yes", "no"]}, ["yes"]),
@@ -181,9 +177,3 @@ class TestLimits:
             assert (status, f"{LIMIT} tokens" in says) == (400, True), "an answer has no room"
         status, says = post(server, "/v1/completions", prompt=[5] * (LIMIT + 1), echo=True, max_tokens=0)
         assert (status, f"{LIMIT + 1} tokens" in says) == (400, True)
-
-
-def test_a_call_that_was_cut_does_not_end_the_conversation(server: Background) -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": "cut o'}}
-    said = {"role": "assistant", "content": None, "tool_calls": [call]}
-    assert parts(chat(server, "?", said, {"role": "tool", "tool_call_id": "1", "content": f"[[{NUMBER['words']}]]"}))[1]

@@ -51,10 +51,10 @@ DAMAGES: dict[str, tuple[Callable[[Tensors], object], str]] = {
     "no projection": (lambda t: t.pop(UP), f"lacks {UP}"),
     "a small embedding": (lambda t: t.update({EMBEDDING: t[EMBEDDING][:100]}), r"embed_tokens.*has shape \[100, 72\]"),
     "a short norm": (lambda t: t.update({NORM: t[NORM][:8]}), r"norm.weight' has shape \[8\]"),
-    "a tensor of no layer": (lambda t: t.update({"model.odd.weight": t[NORM]}), "holds 'model.odd.weight'"),
+    "a tensor of no layer": (lambda t: t.update({"model.odd.weight": t[NORM]}), "hold 'model.odd.weight'"),
     "NaN in the embedding": (lambda t: t.update({EMBEDDING: with_nan(t[EMBEDDING])}), "embed_tokens.*holds NaN"),
     "NaN in the last norm": (lambda t: t.update({NORM: with_nan(t[NORM])}), "model.norm.weight' holds NaN"),
-    "codes": (lambda t: t.update({UP: t[UP].to(torch.float8_e4m3fn)}), f"{UP}' is stored as F8_E4M3"),
+    "codes": (lambda t: t.update({UP: t[UP].to(torch.float8_e4m3fn)}), f"{UP}' is stored as float8_e4m3fn"),
     "a head that is not tied": (lambda t: None, "lacks lm_head.weight"),
     "another head": (lambda t: t.update({HEAD: t[EMBEDDING] * 2}), "'lm_head.weight' of its own"),
 }

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import gc
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 from folovllm import LLM
-from folovllm.apps.cli import main
 from folovllm.models.files import UnreadableFile, reading
 from tests.fuzz_files import FORMATS, fuzz
 from tests.helpers import tiny_checkpoint
 from tests.x2.quantized import BYTE_KINDS as KINDS
 from tests.x2.quantized import write_quantized
-from tests.x2.test_gguf import write_gguf
 
 VARIANTS = ("gptq-sorted", "compressed-tensors-8")
 
@@ -73,46 +69,3 @@ def test_fp8_without_scales(kind: str, model_impl: str, tmp_path: Path) -> None:
     save_file(tensors, coded / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=r"lacks .*scale"):
         LLM(str(coded), milestone="m1", model_impl=model_impl, device="cpu", use_tqdm=False)
-
-
-def write_damaged(folder: Path, kind: str) -> Path:
-    """A model of which one file is at fault."""
-    if kind == "gguf":
-        write_gguf(folder / "a.gguf", {}, lambda writer: writer.kv_data[0].pop("llama.block_count"))
-        return folder / "a.gguf"
-    coded, _ = write_quantized(tiny_checkpoint("llama"), folder, *KINDS["int8 channel"])
-    config: dict[str, Any] = json.loads((coded / "config.json").read_text())
-    config["quantization_config"]["config_groups"]["group_0"]["targets"] = 5
-    (coded / "config.json").write_text(json.dumps(config))
-    return coded
-
-
-COMMANDS = (
-    ["generate", "hi"], ["chat"], ["serve", "--port", "0"], ["inspect", "--no-browser"],
-    ["quantize", "--format", "int8", "-o", "out"],
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("command", "kind"),
-    [*((command, "gguf") for command in COMMANDS), *((command, "compressed-tensors") for command in COMMANDS[::4])],
-    ids=lambda part: part if isinstance(part, str) else part[0],
-)
-def test_commands_end_in_one_line(
-    command: list[str], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("FOLOVLLM_MINE", raising=False)  # over a learner's code there is a traceback, too
-    monkeypatch.setenv("FOLOVLLM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    model = str(write_damaged(tmp_path, kind))
-    with pytest.raises(SystemExit) as caught:
-        main(
-            [*command, model, "--device", "cpu"]
-            if command[0] == "quantize"
-            else [*command, "--device", "cpu", "--model", model]
-        )
-    assert caught.value.code == 2
-    (error,) = capfd.readouterr().err.strip().splitlines()
-    assert error.startswith("error: ") and ("a.gguf" in error or "config" in error or "quantized already" in error), (
-        error
-    )

@@ -13,9 +13,10 @@ from tests.contract import DEVICE
 
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
+from folovllm.electives.quantization.kernels import quant_matmul as module
 from folovllm.electives.quantization.kernels.int4_linear import int4_linear
 from folovllm.electives.quantization.kernels.quant_gemv import quant_gemv
-from folovllm.electives.quantization.kernels.quant_matmul import quant_matmul, unpacked
+from folovllm.electives.quantization.kernels.quant_matmul import can_fetch, multiply, quant_matmul, unpacked
 from folovllm.electives.quantization.weight import QuantizedWeight
 
 DTYPES = [torch.float32, torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
@@ -104,7 +105,7 @@ def check_few(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("tokens", "outputs", "inputs", "group", "zeros"),
-    [(3, 9, 96, 32, "minimums"), (17, 70, 384, 128, "none"), (5, 5, 4096, 256, "codes")],
+    [(3, 9, 96, 32, "minimums"), (17, 70, 384, 128, "none"), (5, 5, 4096, 256, "codes"), (2, 5, 576, 192, "none")],
 )
 def test_some_tokens(dtype: torch.dtype, tokens: int, outputs: int, inputs: int, group: int, zeros: str) -> None:
     """Within a group and across groups, in one part and in several."""
@@ -114,6 +115,38 @@ def test_some_tokens(dtype: torch.dtype, tokens: int, outputs: int, inputs: int,
     close(quant_matmul(x, weight_of(*kept)), exact)
     residual = torch.randn(tokens, outputs, generator=torch.Generator().manual_seed(1)).to(dtype).to(DEVICE)
     close(quant_matmul(x, weight_of(*kept), residual), exact + residual.double().cpu())
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the card decides")
+@pytest.mark.parametrize(("tokens", "inputs", "group", "zeros"), [(5, 2048, 128, "codes"), (130, 256, 128, "none")])
+def test_inputs_that_the_copy_engine_fetches(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, inputs: int, group: int, zeros: str
+) -> None:
+    """As on Hopper; behind the last token it reads zeros."""
+    monkeypatch.setattr(module, "capability_of", lambda device: 90)
+    kept, weight = made_up(70, inputs, group, zeros)
+    x = inputs_of(tokens, inputs, torch.float16)
+    assert can_fetch(x, group)
+    close(quant_matmul(x, weight_of(*kept)), x.double() @ weight.t())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "zeros"),
+    [(1, 256, "codes"), (1000, 4096, "none"), (130, 9728, "codes"), (17_001, 640, "none"), (384, 512, "minimums")],
+)
+def test_many_tokens(outputs: int, inputs: int, zeros: str) -> None:
+    """The same bits again, and beside tokens that are no numbers; memory that a product is about to get has none either."""
+    kept, weight = made_up(outputs, inputs, 128, zeros)
+    for tokens in (17, 64, 100, 129, 256, 700):
+        x = inputs_of(tokens, inputs, torch.bfloat16)
+        expected = x.double() @ weight.to(DEVICE).t()
+        filled = [torch.full((16 << 20,), float("nan"), device=DEVICE), torch.full_like(expected, float("nan"))]
+        filled.clear()
+        y = multiply(x, weight_of(*kept))
+        assert (y.double() - expected).norm() <= 0.006 * expected.norm()
+        x[tokens // 2 :] = float("nan")
+        assert torch.equal(multiply(x, weight_of(*kept))[: tokens // 2], y[: tokens // 2])
 
 
 @pytest.mark.parametrize("zeros", ["none", "codes", "minimums"])

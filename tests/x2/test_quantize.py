@@ -119,13 +119,6 @@ def test_the_engine_runs_what_was_measured(written: tuple[str, Report], text: Pa
     assert report.quality.tokens == rows[1][:, 1:].numel()
 
 
-@pytest.mark.parametrize("written", ["fp8", "awq"], indirect=True)
-def test_the_engine_answers(written: tuple[str, Report]) -> None:
-    """Alone and in a batch alike."""
-    alone, batched = answers(written[1].folder, ("m2", "m6"), 3)
-    assert alone == batched
-
-
 SHAPES: dict[str, dict[str, tuple[torch.dtype, list[int]]]] = {  # of o_proj: 128 inputs, 64 outputs
     "fp8": {"weight": (torch.float8_e4m3fn, [64, 128]), "weight_scale": (torch.float32, [64, 1])},
     "int8": {

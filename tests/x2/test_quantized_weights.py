@@ -133,16 +133,20 @@ class TestRefusals:
         with pytest.raises(ValueError, match="quantized by 'quip'"):
             set_up(EngineConfig(model=str(coded), device="cpu"))
 
-    def test_another_kind_of_codes(self, coded: Path) -> None:
-        altered(coded, quantization_config=KINDS["int8 channel"][1])
-        with pytest.raises(ValueError, match=r"proj.weight' is stored as F8_E4M3, and config.json makes it I8"):
-            Driver(coded)
-
-    def test_codes_that_nothing_speaks_of(self, coded: Path) -> None:
-        altered(coded, quantization_config=None)
-        with pytest.raises(
-            ValueError, match=r"stored as F8_E4M3: quantized weights that config.json does not speak of"
-        ):
+    @pytest.mark.parametrize(
+        ("said", "says"),
+        [
+            (KINDS["int8 channel"][1], r"proj.weight' is stored as float8_e4m3fn, and config.json makes it int8"),
+            (None, r"stored as float8_e4m3fn: quantized weights that config.json does not speak of"),
+            (
+                FP8_BLOCKS | {"weight_block_size": [32, 8]},
+                r"weight_scale_inv' has shape \[\d+, \d+\], the model expects",
+            ),
+        ],
+    )
+    def test_what_is_stored_is_not_what_is_said(self, coded: Path, said: Any, says: str) -> None:
+        altered(coded, quantization_config=said)
+        with pytest.raises(ValueError, match=says):
             Driver(coded)
 
     def test_codes_that_are_no_number(self, coded: Path) -> None:
@@ -150,11 +154,6 @@ class TestRefusals:
         tensors["model.layers.1.mlp.up_proj.weight"].view(torch.uint8)[3, 5] = 0xFF
         save_file(tensors, coded / "model.safetensors")
         with pytest.raises(ValueError, match=r"1.mlp.up_proj.weight' holds NaN or infinity"):
-            Driver(coded)
-
-    def test_scales_of_another_shape(self, coded: Path) -> None:
-        altered(coded, quantization_config=FP8_BLOCKS | {"weight_block_size": [32, 8]})
-        with pytest.raises(ValueError, match=r"weight_scale_inv' has shape \[\d+, \d+\], the model expects"):
             Driver(coded)
 
     def test_ranks_that_would_cut_blocks(self, coded: Path) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from folovllm.electives.spec_decode.draft_model import DraftModel
-from folovllm.electives.spec_decode.policy import FixedLength
 from folovllm.request import Sequence
 from folovllm.step.schedule import SchedulerOutput, StepResult
 from tests.x3.drafting_loop import Clock
@@ -111,14 +110,6 @@ def test_others_in_the_batch_are_still_served() -> None:
     assert drafting.speculation.num_accepted > 200 and drafting.writer.runs[other] > 15
 
 
-def test_a_small_model_that_writes_what_grammars_allow_is_asked_each_time() -> None:
-    drafting = Drafting(1)
-    drafting.speculation.policy = FixedLength(6)
-    drafting.is_known = lambda text: True  # type: ignore[method-assign]
-    drafting.serve([story(1, 245)], 45)
-    assert drafting.speculation.num_accepted > 150
-
-
 class Knowing(Drafting):
     """The small model knows all texts, or none; no answer has a grammar."""
 
@@ -156,15 +147,6 @@ def test_a_small_model_that_is_seldom_right_costs_a_few_steps_once(batch: int, c
     a_try = 16 * A_STEP + A_RUN + WAIT + float(CHECKED.at(16 * batch))
     assert 0 < seconds[0] - plain < 8 * a_try
     assert sum(seconds[1:]) < 1.02 * 13 * plain
-
-
-def test_a_small_model_that_becomes_wrong_within_an_answer_is_left_alone() -> None:
-    (plain,), drafting = without_grammars(Served(1), 1, 1), Knowing(1, True)
-    drafting.writer.end = 245
-    known = drafting.serve([story(1, 245)], 45)
-    assert drafting.serve([story(2, 245 + 800)], 45) - known < 5 * plain, (
-        "800 tokens are four times as many as in `plain`"
-    )
 
 
 def test_a_small_model_that_becomes_good_is_found_later() -> None:

@@ -73,12 +73,6 @@ def test_a_grammar_is_asked_for_no_more_than_it_allows_and_never_for_an_end() ->
     assert manager.trim(seq, [1, 9, 1]) == [1], "behind an end there is nothing to draft"
 
 
-def test_each_sample_has_its_own_mask() -> None:
-    seq = sequence([1, 1, 1], 8)
-    masks = manager_of(seq).bitmasks(step(seq, [1, 3]), [seq])
-    assert masks.rows.tolist() == [5, 5, 5] and masks.bits.tolist() == [[ANY]] * 3
-
-
 def test_masks_of_a_steps_samples() -> None:
     masks = TokenBitmasks(np.array([3, 3, 3, 2, 2], np.int32), np.arange(5, dtype=np.int32)[:, None])
     bits = masks.of_samples(np.array([3, 3, 3, 1, 2, 2], np.int32))

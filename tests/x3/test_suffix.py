@@ -48,15 +48,6 @@ def followed(other: SuffixAutomaton, text: list[int]) -> Place:
 
 
 class TestAutomaton:
-    def test_it_knows_what_was_there_before(self) -> None:
-        text = automaton_of([1, 2, 3, 1, 2])
-        assert text.longest_repeat().length == 2, '"1 2" occurs earlier, "3 1 2" does not'
-        assert text.following(text.longest_repeat()) == {3: 1}
-
-    def test_it_counts(self) -> None:
-        text = automaton_of([5, 1, 5, 2, 5, 1, 5])
-        assert text.following(text.follow(NOWHERE, 5)) == {1: 2, 2: 1}, "1 followed 5 twice, 2 once"
-
     @settings(max_examples=40)
     @given(Texts, Texts)
     def test_repeats_and_counts_equal_a_search(self, first: list[int], second: list[int]) -> None:

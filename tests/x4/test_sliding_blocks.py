@@ -125,43 +125,6 @@ def test_by_hand() -> None:
     assert seq.block_table == [] and kv.num_used == 0
 
 
-def test_a_collision_ends_with_the_name_that_it_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A block without a name is not given back. But its sequence takes free blocks meanwhile, and with each a name goes."""
-    monkeypatch.setattr(prefix_cache, "compute_hash", alike)
-    kv = SlidingPrefixCachingBlockManager(4, 2, window=2)
-    other, seq = make_seq(1), make_seq(10)
-    for _ in range(3):
-        other.append_token(7)
-    assert kv.allocate_slots(other, 4)
-    other.num_computed_tokens = 4
-    kv.cache_blocks(other)
-    kv.free(other)  # blocks 0 and 1 keep their names until they are taken, 1 before 0
-    tables = []
-    for length in range(2, 12, 2):
-        assert kv.allocate_slots(seq, 2)
-        tables.append(list(seq.block_table))
-        if length == 2:
-            seq.start()
-        seq.num_computed_tokens = length
-        kv.cache_blocks(seq)
-    assert tables[:4] == [[2], [2, 3], [2, 3, 1], [2, 3, 1, 0]], (
-        "block 0 has the name that this text's first block gets"
-    )
-    assert tables[4] == [GONE, GONE, GONE, 0, 1] and kv.num_used == 2
-
-
-def test_a_sequence_longer_than_the_pool() -> None:
-    """At a step's pace it never holds more than its window and the block that it writes to."""
-    kv = SlidingBlockManager(4, 4, window=6)
-    seq = make_seq(1)
-    for length in range(1, 200):
-        assert kv.allocate_slots(seq, 1) and kv.num_used <= 3
-        if length == 1:
-            seq.start()
-        seq.num_computed_tokens = length
-    assert seq.block_table.count(GONE) == 48
-
-
 def test_who_stands_where() -> None:
     """Every layer must slide, and a learner's own manager stays what it is."""
     from types import SimpleNamespace

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from folovllm import LLM, SamplingParams
+from folovllm import LLM
 from folovllm.electives.rollouts import demo
 from folovllm.electives.rollouts.demo_options import Options
 
@@ -92,15 +92,3 @@ def test_threads_are_as_before_after_an_interruption() -> None:
 def test_numbers_with_which_it_cannot_run_are_refused(field: str, value: int) -> None:
     with pytest.raises(ValueError, match=rf"{field} must be .*not {value}"):
         Options(**{field: value})
-
-
-def test_a_group_is_aborted_as_one() -> None:
-    """`n` rollouts of a prompt are one request: when nobody needs them any more, one call ends all of them."""
-    with LLM(device="cpu", use_tqdm=False, max_num_seqs=8, num_kv_blocks=300) as llm:
-        for group in ("short", "long"):
-            llm.engine.add_request(group, [5, 6, 7], SamplingParams(n=4, max_tokens=50, ignore_eos=True), stream=False)
-        for _ in range(5):
-            llm.engine.step()
-        ended = llm.engine.abort_request("long")
-        assert [answer.finish_reason for answer in ended.outputs] == ["abort"] * 4
-        assert llm.engine.request_ids == ["short"]

@@ -139,7 +139,7 @@ def test_floats_for_codes_are_refused(tmp_path: Path) -> None:
     coded, floats = write_quantized(tiny(), tmp_path, *KINDS["fp8 blocks"])
     with engine(coded) as llm:
         before = scores(llm)
-        with pytest.raises(ValueError, match="holds numbers of float32, and the model takes F8_E4M3"):
+        with pytest.raises(ValueError, match="holds numbers of float32, and the model takes float8_e4m3fn"):
             llm.update_weights(load_file(floats / "model.safetensors"))
         assert scores(llm) == before
 

@@ -44,6 +44,9 @@ def test_a_server_sleeps_and_wakes(transport: str) -> None:
             assert status == 200 and after["choices"] == before["choices"]
         for path, body, says in (
             ("/sleep?level=deep", None, "level must be 1 or 2"),
+            ("/sleep?level=1&level=2", None, "level must be 1 or 2, given once, not '1' and '2'"),
+            ("/sleep?level=1&level=1", None, "given once"),
+            ("/wake_up?tags=weights&tags=wheels", None, "tags must be among weights, kv_cache"),
             ("/sleep?lvl=2", None, "unknown field 'lvl': this address has level"),
             ("/sleep", {"level": 2}, "takes no body"),
             ("/wake_up?tag=weights", None, "unknown field 'tag': this address has tags"),
@@ -63,6 +66,6 @@ def test_requests_that_run_keep_it_awake() -> None:
         running.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         running.getresponse().read(1)
         status, said = server.ask("/sleep", method="POST")
-        assert status == 400 and said["error"]["message"].startswith("requests are being answered: wait")
+        assert status == 409 and said["error"]["message"].startswith("requests are being answered: wait")
         running.close()
         server.wait_until_idle()

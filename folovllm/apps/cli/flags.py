@@ -101,8 +101,8 @@ def _parameter(field: Field[Any], hint: Any, text: str, panel: str) -> inspect.P
     return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def writable(file: Path | None) -> Path | None:
-    """Check, before any work, that something can be written to `file` afterwards. Raises typer.BadParameter."""
+def writable(context: typer.Context, file: Path | None) -> Path | None:
+    """Check, before any work, that `file` can be written afterwards, and is the command's only output there. Raises typer.BadParameter."""
     if file is None:
         return None
     if not file.parent.is_dir():
@@ -112,6 +112,10 @@ def writable(file: Path | None) -> Path | None:
             file.open("ab").close()
         if file.is_file() or not file.exists():  # it is replaced by a file that is written beside it
             tempfile.TemporaryFile(dir=file.resolve().parent).close()
+            outputs: list[Path] = context.meta.setdefault("folovllm.outputs", [])
+            if file.resolve() in outputs:
+                raise typer.BadParameter(f"{file} is the file of another flag, too: name two files")
+            outputs.append(file.resolve())
     except OSError as error:
         raise typer.BadParameter(f"nothing can be written to {file}: {error.strerror}") from error
     return file

@@ -43,6 +43,8 @@ def inspect(
 
         require_recordings(recordings)
         if html is not None:
+            if html.resolve() in [file.resolve() for file in recordings]:
+                raise ValueError(f"--html {html} is one of the recordings, which it would replace: name another file")
             one_file(recordings, html)
             return print(html)
     chosen = engine_flags(given)

@@ -37,7 +37,7 @@ class FlashAttentionBackend(AttentionBackend):
         if find_spec("flash_attn") is None:
             raise BackendUnavailable(f'{name} needs a package: pip install flash-attn, or choose "triton"')
         if config.dtype not in (torch.float16, torch.bfloat16):
-            raise BackendUnavailable(f"{name} needs float16 or bfloat16, not {config.dtype}")
+            raise BackendUnavailable(f"{name} needs float16 or bfloat16, not {str(config.dtype)[6:]}")
         if config.head_dim % 8 or config.head_dim > 256:
             raise BackendUnavailable(f"{name} needs a head_dim of 8 to 256 in steps of 8, not {config.head_dim}")
         if config.block_size is not None and not cls.supports_block_size(config.block_size):

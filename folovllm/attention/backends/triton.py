@@ -79,7 +79,7 @@ class TritonBackend(AttentionBackend):
         if config.device.type == "cuda" and config.head_dim * config.dtype.itemsize > 512:
             raise BackendUnavailable(
                 f'attention_backend "triton" has tiles for a head_dim of up to 256 in half precision and 128 in float32, '
-                f"not {config.head_dim} in {config.dtype}: choose another dtype, or torch_paged"
+                f"not {config.head_dim} in {str(config.dtype)[6:]}: choose another dtype, or torch_paged"
             )
 
     def _make_decode(self, block_size: int) -> SplitKVDecode:

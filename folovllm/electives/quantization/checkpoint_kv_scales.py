@@ -30,7 +30,7 @@ def take_kv_scale(model: LlamaForCausalLM, name: str, tensor: torch.Tensor) -> N
     assert match is not None
     layer, is_key = int(match[1]), (match[2] or match[3]) == "k"
     if layer >= len(model.model.layers):
-        raise ValueError(f"the checkpoint holds {name!r}, for which the model has no place")
+        raise ValueError(f"the weights hold {name!r}, for which the model has no place")
     if tensor.numel() != 1 or not 0 < tensor.item() < float("inf"):
         raise ValueError(f"{name!r} must be one positive number: scales of single heads are not supported")
     attention = cast(LlamaDecoderLayer, model.model.layers[layer]).self_attn.attn

@@ -103,7 +103,7 @@ class Int4(QuantizedLinearMethod):
         if kind == self.names[0]:
             tensor.random_(-(2**31), 2**31 - 1, generator=generator)
         elif kind == self.names[1]:
-            tensor.fill_(0.02 / STEPS)
+            tensor.fill_(torch.tensor(0.02 / STEPS).half())  # as checkpoints have them
         elif kind == self.names[2] and not self.with_minimum:
             tensor.fill_(8)
         else:

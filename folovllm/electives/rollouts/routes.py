@@ -22,12 +22,10 @@ Query = dict[str, list[str]]
 def post_sleep(engine: LLMEngine, query: Query) -> None:
     """`/sleep?level=1`: free the cache and the weights (`sleep`). Raises ValueError as `sleep`."""
     check_fields(query, "level")
-    (level,) = query.get("level", ["1"])[-1:]
-    if level not in ("1", "2"):
-        raise ValueError(f"level must be 1 or 2, not {level!r}")
-    if engine.has_unfinished_requests():
-        raise ValueError("requests are being answered: wait until they have ended, or close their connections")
-    sleep(engine, int(level))
+    levels = query.get("level", ["1"])
+    if levels not in (["1"], ["2"]):
+        raise ValueError(f"level must be 1 or 2, given once, not {' and '.join(map(repr, levels))}")
+    sleep(engine, int(levels[0]))
 
 
 def post_wake_up(engine: LLMEngine, query: Query) -> None:

@@ -59,7 +59,7 @@ def sleep(engine: LLMEngine, level: int = 1) -> None:
         raise ValueError("the engine serves requests: let them end, or abort them, before it sleeps")
     engine.step()  # takes in a step whose requests were aborted
     if engine.setup.config.enable_prefix_caching:
-        engine.reset_prefix_cache()
+        engine.forget_prefixes()
     engine.executor.collective_rpc(free_storages, level)
     engine.refusal = ASLEEP
 

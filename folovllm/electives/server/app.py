@@ -211,6 +211,8 @@ class Api:
             prepared.append(await engine.prepare(prompt, params, priority=body.priority, cache_salt=body.cache_salt))
             await asyncio.sleep(0)  # others have their turn between two of many prompts
         self._check_room(len(prepared), params, sum(seqs[0].num_prompt_tokens for seqs in prepared))
+        if engine.bring is not None:
+            await unless_gone(request.receive, engine.bring_prefixes(prepared))
         handler = ResponseHandler(engine, prepared, writer, params.n)
         if body.stream:
             return handler.events(body.stream_options or protocol.StreamOptions())
@@ -258,6 +260,9 @@ class Api:
         async def call(request: Request) -> Response:
             if await http.read_body(request, self._config.max_body_size):
                 raise ApiError(400, f"{request.url.path} takes no body: give its fields in the address, as ?name=value")
+            if request.method == "POST" and self._engine.num_open:  # the same request is right later on
+                message = "requests are being answered: wait until they have ended, or close their connections"
+                raise ApiError(409, message, code="busy")
             query = {name: request.query_params.getlist(name) for name in request.query_params}
             value = await self._engine.call("call_function", function, query)
             return Response() if value is None else http.json_response(value)

@@ -207,7 +207,7 @@ def offered(tools: list[dict[str, Any]] | None, choice: ToolChoice) -> list[dict
     """The tools that the model is to know of: none if it may call none. Raises ApiError for what is no tool."""
     for tool in tools or ():
         if tool.get("type") != "function" or not _is_function(tool.get("function")):
-            shape = '{"type": "function", "function": {"name": ..., "parameters": {a JSON schema}}}'
+            shape = '{"type": "function", "function": {"name": ..., "parameters": {a JSON schema of an object}}}'
             raise ApiError(400, f"each of the tools must be {shape}", "tools")
     named = name_of(choice)
     if choice is not None and named is None and choice not in CHOICES:
@@ -221,8 +221,10 @@ def offered(tools: list[dict[str, Any]] | None, choice: ToolChoice) -> list[dict
 
 
 def _is_function(function: Any) -> bool:
-    named = isinstance(function, dict) and isinstance(function.get("name"), str)
-    return named and isinstance(function.get("parameters") or {}, dict)
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        return False
+    parameters = function.get("parameters")
+    return parameters is None or (isinstance(parameters, dict) and parameters.get("type", "object") == "object")
 
 
 def name_of(choice: ToolChoice) -> str | None:

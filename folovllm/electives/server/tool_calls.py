@@ -37,7 +37,8 @@ class ToolCallParser:
 
     Between two tags stands a call, or several. Their arguments are JSON objects, handed on as the model writes them. In a stream
     they are handed on as soon as the name is known: arguments that turn out to be no JSON have been delivered by then. In a whole
-    answer (`is_whole`) such a call is content, as all text is that turns out to be no call. Space around calls is dropped.
+    answer (`is_whole`) such a call is content, as all text is that turns out to be no call, also behind a call within its tags.
+    Space around calls is dropped.
 
     Each character is looked at once: what is kept of the text between two pieces is shorter than a tag.
     """
@@ -68,10 +69,8 @@ class ToolCallParser:
         tail = self._text[max(self._at, len(self._text) - len(OPENING)) :]
         end = tag if tag >= 0 else len(self._text) - (0 if last else common_part(tail, OPENING))
         text, self._at = self._text[self._at : end], end
-        if words := text.rstrip():
-            self._content += [*self._held, words]
-            self._held, self._has_called = [], False
-        self._held.append(text[len(words) :])
+        if self._keep(text):
+            self._has_called = False
         if tag >= 0:
             self._at += len(OPENING)
             self._held.append(OPENING)
@@ -81,15 +80,15 @@ class ToolCallParser:
         return tag >= 0
 
     def _read_between(self, last: bool) -> bool:
-        """Up to the next call or the closing tag. Behind a call all else is passed over; without one it makes the tag content."""
+        """Up to the next call or the closing tag. Behind a call all else but space is content; without one the tag is, too."""
         passed = (NO_CALL if self._has_called else SPACE).match(self._text, self._at)
         assert passed is not None
         self._at = passed.end()
-        self._held += [] if self._has_called else [passed[0]]
+        self._keep(passed[0])
         rest = self._text[self._at : self._at + len(CLOSING)]
         if rest.startswith("{"):
             self._object, self._body, self._step = JsonObject(), [], self._read_head
-        elif CLOSING.startswith(rest) and rest != CLOSING and not last:
+        elif CLOSING.startswith(rest) and rest != CLOSING and (self._has_called or not last):
             return False
         elif not self._has_called:
             self._give_up()
@@ -98,8 +97,16 @@ class ToolCallParser:
             self._held, self._step = [], self._read_content
         else:
             self._at += 1
-            return bool(rest)
+            self._keep("<")
         return True
+
+    def _keep(self, text: str) -> bool:
+        """Add text to the content, but hold space at its end back. Returns whether there is more than that."""
+        if words := text.rstrip():
+            self._content += [*self._held, words]
+            self._held = []
+        self._held.append(text[len(words) :])
+        return bool(words)
 
     def _read_head(self, last: bool) -> bool:
         """An object, as far as it may begin as a call does: up to the first object or list in it."""
@@ -200,13 +207,13 @@ class JsonObject:
 
 
 def name_in(text: str) -> str | None:
-    """The name that is written as a JSON string; None if it is none, or has no bytes (half a character)."""
+    """The name that is written as a JSON string; None if it is none, empty, or has no bytes (half a character)."""
     try:
         name = str(json.loads(text))
         name.encode()
     except ValueError:
         return None
-    return name
+    return name or None
 
 
 def call_in(text: str) -> tuple[str, str] | None:
@@ -221,7 +228,7 @@ def call_in(text: str) -> tuple[str, str] | None:
         f"{name}{arguments}".encode()
     except (ValueError, KeyError, TypeError, RecursionError):
         return None
-    return (name, arguments) if isinstance(name, str) and is_object else None
+    return (name, arguments) if isinstance(name, str) and name and is_object else None
 
 
 def arguments_in(text: str, arguments: object) -> str:

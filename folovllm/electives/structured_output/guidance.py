@@ -90,25 +90,38 @@ def source_of(asked: StructuredOutputsParams) -> str:
     if asked.regex is not None:
         return str(compiler.grammar_from_regex(asked.regex))
     if asked.grammar is not None:
-        from llguidance import grammar_from
+        from llguidance.gbnf_to_lark import any_to_lark
 
-        grammar = bounded(asked.grammar)
         try:
-            return str(grammar_from("grammar", grammar))
+            grammar = any_to_lark(asked.grammar)
+        except Exception as error:  # the library knows no narrower class
+            raise ValueError(f"structured_outputs holds a grammar that cannot be used: {error}") from error
+        grammar = bounded(grammar)
+        try:
+            return str(compiler.grammar_from_lark(grammar))
         except ValueError as error:
             raise ValueError(f"structured_outputs holds a grammar that cannot be used: {error}") from error
     space = WHITESPACE if asked.whitespace_pattern is None else bounded_pattern(asked.whitespace_pattern)
-    options = {"whitespace_flexible": False} if asked.disable_any_whitespace else {"whitespace_pattern": space}
+    whitespace = {"whitespace_pattern": None if asked.disable_any_whitespace else space}
     schema = asked.schema()
     if schema is False:
         raise ValueError("structured_outputs holds the JSON schema false, under which no document is valid")
-    overrides = {**options, "lenient": not asked.strict}
-    written = rewritten({} if schema is True else schema, str(asked.json))
+    overrides = {"whitespace_flexible": not asked.disable_any_whitespace, "lenient": not asked.strict}
+    written = rewritten({} if schema is True else schema, whitespace)
     return str(compiler.grammar_from_json_schema(written, overrides=overrides))
 
 
-def rewritten(schema: Any, otherwise: str) -> str:
-    """Return the schema `with_an_end`, as JSON; `otherwise` for what is no schema: the library says what is wrong with it."""
+def rewritten(schema: Any, whitespace: dict[str, Any], **defaults: Any) -> str:
+    """Return the schema `with_an_end` and bounded white space, as JSON; as it is if it is none: the library says what is wrong.
+
+    `whitespace` replaces the schema's own options, `defaults` do not.
+    """
+    otherwise = json.dumps(schema)
+    given = schema.get("x-guidance", {})
+    if isinstance(given, dict):
+        given = {key: bounded_pattern(v) if isinstance(v, str) else v for key, v in given.items() if v is not None}
+        options = {key: v for key, v in (defaults | given | whitespace).items() if v is not None}
+        schema = schema | {"x-guidance": options}
     try:
         return json.dumps(with_an_end(schema))
     except (TypeError, AttributeError, IndexError, RecursionError):
@@ -129,11 +142,7 @@ def bounded(grammar: str) -> str:
                 schema, end = json.JSONDecoder().raw_decode(grammar, found.end())
             except (ValueError, RecursionError):  # no JSON: the library says so
                 return parts + grammar[at:]
-            if isinstance(options := schema.get("x-guidance", {}), dict):
-                options = {"whitespace_pattern": WHITESPACE} | options
-                options = {key: bounded_pattern(v) if isinstance(v, str) else v for key, v in options.items()}
-            schema["x-guidance"] = options
-            parts += grammar[at : found.end()] + rewritten(schema, json.dumps(schema))
+            parts += grammar[at : found.end()] + rewritten(schema, {}, whitespace_pattern=WHITESPACE)
             outline += grammar[at : found.start()] + '""'
             at = end
     require_end(outline + grammar[at:])
@@ -190,7 +199,10 @@ def require_way_on(asked: StructuredOutputsParams, grammar: str) -> None:
     guidance, end = library(), time.process_time() + BYTE_SECONDS
     start = guidance.LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=guidance.LLParserLimits(**LIMITS))
     for seed in range(BYTE_WALKS):
-        if error_of_walk(start, random.Random(seed), BYTE_STEPS, STRUCTURE, end).startswith("NoExtensionBias"):
+        error = error_of_walk(start, random.Random(seed), BYTE_STEPS, STRUCTURE, end)
+        if error.startswith("Parser Error"):
+            require_good(asked, error)
+        if error.startswith("NoExtensionBias"):
             raise ValueError(
                 f"structured_outputs holds a {KIND.get(asked.kind, 'JSON schema')} that cannot be used: an answer may come to where nothing can follow, "
                 "and is not complete there"

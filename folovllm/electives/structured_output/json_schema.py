@@ -15,8 +15,13 @@ from collections.abc import Callable, Iterator
 from functools import cache, lru_cache
 from typing import Any
 
+import numpy as np
+
 Schema = dict[str, Any]
 LARGEST = 2**63 - 1024  # the largest float64 below 2**63, up to which llguidance counts
+SMALLEST = 1e-64  # the library's pattern for a fraction nests once for each zero
+MOST_OPTIONAL = 1900  # items: the library's parser keeps 2,000 places at once
+MOST_NAMES = 64  # of patterns, that are written out
 LEAST, MOST = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 FEW_NAMES = r"\^(\([^()*+{}]*\)|[^()|*+{}]*)\$"  # patterns of which no name goes on matching
 ONE = ("additionalProperties", "items", "additionalItems")  # keywords whose value is a schema
@@ -107,10 +112,23 @@ def _with_bounds(schema: Schema) -> Schema:
         whole = int(number) if isinstance(number, int) or number.is_integer() else 0
         if abs(whole) > LARGEST or int(float(whole)) != whole:
             raise ValueError(f"the number {number!r:.40} is beyond those that are kept exactly: write it as a text")
+    items, fixed = schema.get("prefixItems"), schema.get("minItems", 0)
+    if isinstance(items, list) and _is_number(fixed) and len(items) - fixed > MOST_OPTIONAL:
+        raise ValueError(
+            f"prefixItems has {len(items)} items, and at most {MOST_OPTIONAL} more than minItems can be kept"
+        )
     schema = {key: _bound(key, value) if key in (*LEAST, *MOST) else value for key, value in schema.items()}
     types, said = schema.get("type"), {*LEAST, *MOST, "enum", "const"}
     is_whole = "integer" in types and "number" not in types if isinstance(types, list) else types == "integer"
-    return {**schema, "minimum": -LARGEST, "maximum": LARGEST} if is_whole and said.isdisjoint(schema) else schema
+    if is_whole:
+        return {**schema, "minimum": -LARGEST, "maximum": LARGEST} if said.isdisjoint(schema) else schema
+    for exclusive, inclusive, sign in ("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1):
+        bound: Any = schema.get(exclusive)
+        if _is_number(bound):  # 1.00000000000000000001 is 1 to whoever reads it
+            next_one = math.nextafter(bound, sign * math.inf) if abs(bound) > SMALLEST else sign * SMALLEST
+            given = schema.get(inclusive, next_one)
+            schema = {**schema, inclusive: sign * max(sign * given, sign * next_one) if _is_number(given) else given}
+    return schema
 
 
 def _bound(key: str, value: Any) -> Any:
@@ -132,8 +150,15 @@ def _without_empty_patterns(schema: Schema) -> Schema:
     patterns = schema.get("patternProperties")
     if not patterns or not isinstance(patterns, dict):
         return schema
-    properties = dict(schema.get("properties") or {})
+    properties, least = dict(schema.get("properties") or {}), schema.get("minProperties", 0)
     names = [*dict.fromkeys([*properties, *(schema.get("required") or [])])]
+    if schema.get("additionalProperties") is False and _is_number(least) and least > 1:
+        # The library counts a name as often as it comes, and not where all names are known and required.
+        names = [*dict.fromkeys([*names, *(name for pattern in patterns for name in _few_names(pattern))])]
+        if least > len(names) and not _has_names(names, patterns, False):
+            raise ValueError(
+                f"minProperties asks for {least} properties, and only {len(names)} have a name that may be"
+            )
     kept = dict(patterns)
     for pattern, inner in patterns.items():
         if not _has_names(names, {pattern: {}}, False):
@@ -150,6 +175,25 @@ def _has_names(taken: list[str], patterns: Schema, additional: Schema | bool) ->
     schema = {"properties": dict.fromkeys(taken, False), "patternProperties": patterns}
     matcher = _matcher({"type": "object", **schema, "additionalProperties": additional})
     return bool(matcher.is_error() or matcher.validate_tokens(list(b'{"')) == 2)
+
+
+def _few_names(pattern: str) -> list[str]:
+    """Return the names that match a pattern, or none if they are more than `MOST_NAMES`."""
+    if not re.fullmatch(FEW_NAMES, pattern):
+        return []
+    start = _matcher({"type": "object", "patternProperties": {pattern: {}}, "additionalProperties": False})
+    names, begun = set[str](), [(start, b'{"')]
+    start.consume_tokens(list(b'{"'))
+    while begun and len(names) <= MOST_NAMES:
+        place, text = begun.pop()
+        for byte in np.unpackbits(np.frombuffer(place.compute_bitmask(), np.uint8), bitorder="little").nonzero()[0]:
+            if byte == ord('"'):
+                names.add(json.loads(text[1:] + b'"'))
+            else:
+                further = place.deep_copy()
+                further.consume_token(int(byte))
+                begun.append((further, text + bytes([byte])))
+    return sorted(names) if len(names) <= MOST_NAMES else []
 
 
 @lru_cache(4096)

@@ -42,17 +42,17 @@ def fp8_linear_kernel(
 ):  # fmt: skip
     """Multiply inputs and weights in FP8; scales are applied at the end, or after each group where weights have blocks.
 
-    Program (p, q, s): outputs p * BN to p * BN + BN of tokens q * BM to q * BM + BM; SPLIT: of every num_parts-th step
+    Program (q, p, s): outputs p * BN to p * BN + BN of tokens q * BM to q * BM + BM; SPLIT: of every num_parts-th step
     of inputs, from s on. A step has TIMES tiles of BK inputs, each within a group; so the scales of several are waited for at
     once. Scales of `x` are [K / GROUP, tokens], `stride_scale` apart.
     """
     let_next_start(PDL)
-    outputs = tl.program_id(0) * BN + tl.arange(0, BN)
-    tokens = tl.program_id(1) * BM + tl.arange(0, BM)
+    outputs = tl.program_id(1) * BN + tl.arange(0, BN)
+    tokens = tl.program_id(0) * BM + tl.arange(0, BM)
     rows = tl.minimum(outputs, OUTPUTS - 1).to(tl.int64)[:, None]
     token = tl.minimum(tokens, num_tokens - 1)[None, :].to(tl.int64)
     # One row of blocks has all outputs of a tile, or not.
-    blocks = tl.program_id(0) * BN // GROUP_ROWS if GROUP_ROWS % BN == 0 else rows // GROUP_ROWS
+    blocks = tl.program_id(1) * BN // GROUP_ROWS if GROUP_ROWS % BN == 0 else rows // GROUP_ROWS
     acc = tl.zeros([BN, BM], tl.float32)
     first, step = (tl.program_id(2), num_parts) if SPLIT else (0, 1)
     wait_for_inputs(PDL)
@@ -102,7 +102,7 @@ def fp8_linear(
     row_tiles, most = triton.cdiv(rows, tile["BN"]), max(1, width // (2 * tile["BK"] * tile["TIMES"]))
     parts = num_parts(row_tiles * token_tiles(num_tokens, tile["BM"]), PER_SM * num_sms(codes.device), most)
     pdl = available(codes.device)
-    fp8_linear_kernel[(row_tiles, triton.cdiv(num_tokens, tile["BM"]), parts)](
+    fp8_linear_kernel[(triton.cdiv(num_tokens, tile["BM"]), row_tiles, parts)](
         codes, scales, weight.weight, weight.scale, out if residual is None else residual, parts_for(out, out, parts),
         counters(codes.device), out, scales.stride(1), num_tokens, parts, OUTPUTS=rows, K=width, GROUP_ROWS=weight.rows,
         GROUP=min(weight.columns, width), RESIDUAL=residual is not None, SPLIT=parts > 1, PDL=pdl,

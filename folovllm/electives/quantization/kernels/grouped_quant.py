@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from folovllm.electives.quantization.kernels.int4_linear import EXPONENT
-from folovllm.electives.quantization.kernels.quant_matmul import add_tile, scale_of_rows
+from folovllm.electives.quantization.kernels.quant_matmul import add_tile, load_inputs, scale_of_rows
 from folovllm.electives.quantization.weight import QuantizedWeight, kind_of
 from folovllm.kernels.grouped_tiles import find_tile, finish_tile
 from folovllm.kernels.multiprocessors import capability_of
@@ -44,10 +44,11 @@ def grouped_quant_kernel(
         if GATED:
             up_scale = scale_of_rows(scale_ptr, rows + N, K, GROUP_ROWS, GROUP, KIND)
         for tile in range(0, tl.cdiv(K, TILE_K)):
-            total = add_tile(total, inputs, code_ptr, scale_ptr, zero_ptr, rows, tile, scale, exponent, K, GROUP_ROWS,
+            x = load_inputs(inputs, tile, K, GROUP, KIND, TILE_K)
+            total = add_tile(total, x, code_ptr, scale_ptr, zero_ptr, rows, tile, scale, exponent, K, GROUP_ROWS,
                              GROUP, KIND, TILE_K)  # fmt: skip
             if GATED:
-                total_up = add_tile(total_up, inputs, code_ptr, scale_ptr, zero_ptr, rows + N, tile, up_scale, exponent, K,
+                total_up = add_tile(total_up, x, code_ptr, scale_ptr, zero_ptr, rows + N, tile, up_scale, exponent, K,
                                     GROUP_ROWS, GROUP, KIND, TILE_K)  # fmt: skip
         result = finish_tile(total, total_up, DTYPE, GATED)
         tl.store(out_ptr + pair[None, :] * N + n, result, mask=inside[None, :] & (n < N))

@@ -1,0 +1,97 @@
+"""Time formats of weights beside 16 bits, in turns: `python -m tools.measure_formats`. A GPU must hold all engines at once.
+
+A step of some requests, and prompts of one request, both in milliseconds; random weights. Each round has all engines at each
+point, and every second round has them in the other order. The last table: medians, and in brackets the median over the rounds
+of the time of 16 bits divided by that of the format: above 1, the format is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from folovllm.apps.bench.contenders import GEOMETRIES
+from folovllm.apps.bench.serve import finish, running
+from folovllm.config import DEFAULT_MODEL, EngineConfig
+from folovllm.electives.quantization.config import made_up_integers
+from folovllm.engine.llm_engine import LLMEngine
+from folovllm.sampling_params import SamplingParams
+from tools.beside_vllm import WEIGHTS, write_model
+from tools.measure_step import step_time
+
+PLAIN = "16-bit"
+GROUPS_OF_32 = {"strategy": "group", "group_size": 32}  # as Q8_0 and Q4_0 of a GGUF file become
+FORMATS: dict[str, dict[str, Any] | None] = {
+    PLAIN: None, **WEIGHTS,
+    "int8": made_up_integers("int-quantized", num_bits=8, strategy="channel"),
+    "q8_0": made_up_integers("int-quantized", num_bits=8, **GROUPS_OF_32),
+    "q4_0": made_up_integers("pack-quantized", num_bits=4, **GROUPS_OF_32),
+}  # fmt: skip
+AT_ONCE, PROMPTS, TIMES = [1, 2, 4, 8, 16, 32, 64, 128, 256], [512, 2048, 16_000], 5
+COMMON: dict[str, Any] = {
+    "tokenizer": DEFAULT_MODEL, "model_impl": "native", "random_weights": True, "use_tqdm": False, "block_size": 16,
+    "num_kv_blocks": 4400, "max_model_len": 16_384, "max_num_batched_tokens": 16_384,
+}  # fmt: skip
+
+
+def prompt_time(engine: LLMEngine, length: int) -> float:
+    """Return the milliseconds of a prompt, from its arrival to its token."""
+    times = []
+    for number in range(TIMES + 1):  # the first one warms up
+        rng = random.Random(f"{length} {number}")
+        prompt = [rng.randrange(4000) for _ in range(length)]
+        began = time.perf_counter()
+        engine.add_request(f"p{number}", prompt, SamplingParams(max_tokens=1, ignore_eos=True), stream=False)
+        finish(engine)
+        times.append(1000 * (time.perf_counter() - began))
+    engine.reset_prefix_cache()
+    return statistics.median(times[1:])
+
+
+def print_table(rounds: dict[str, list[list[float]]], points: list[str]) -> None:
+    """Print of each format, at each point, the median, and that of the ratios."""
+    print(f"{'':12}" + "".join(f"{point:>16}" for point in points))
+    for name, times in rounds.items():
+        cells = []
+        for column, plain in zip(zip(*times, strict=True), zip(*rounds[PLAIN], strict=True), strict=True):
+            ratio = statistics.median(a / b for a, b in zip(plain, column, strict=True))
+            cells.append(f"{statistics.median(column):9.3f} ({ratio:4.2f})")
+        print(f"{name:12}" + "".join(cells), flush=True)
+
+
+def main() -> None:
+    """Start an engine for each format, and print each round and the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--geometry", default="qwen3-8b", choices=GEOMETRIES)
+    parser.add_argument("--formats", nargs="+", default=[PLAIN, *WEIGHTS], choices=FORMATS)
+    parser.add_argument("--at-once", type=int, nargs="*", default=AT_ONCE)
+    parser.add_argument("--prompts", type=int, nargs="*", default=PROMPTS)
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    names = [PLAIN, *(name for name in args.formats if name != PLAIN)]
+    points = [str(count) for count in args.at_once] + [f"prompt {length}" for length in args.prompts]
+    rounds: dict[str, list[list[float]]] = {name: [] for name in names}
+    with ExitStack() as stack:
+        engines = {}
+        for name in names:
+            began, folder = time.perf_counter(), Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            model = str(write_model(args.geometry, FORMATS[name], folder))
+            engines[name] = stack.enter_context(running(EngineConfig(model=model, **COMMON)))
+            print(f"{name} started in {time.perf_counter() - began:.1f} s", flush=True)
+        for number in range(args.rounds):
+            for name in names if number % 2 == 0 else reversed(names):
+                times = [step_time(engines[name], count) for count in args.at_once]
+                times += [prompt_time(engines[name], length) for length in args.prompts]
+                rounds[name].append(times)
+                print(f"{number} {name:12}" + "".join(f"{value:9.3f}" for value in times), flush=True)
+        print_table(rounds, points)
+
+
+if __name__ == "__main__":
+    main()
