@@ -32,9 +32,11 @@ class MtpHead(nn.Module):
     model's. What a chain carries is behind the norm, as what the model gives is behind its own.
     """
 
+    config: Any
     aux_layers: tuple[int, ...] = ()
-    target_ids = None
+    target_ids: torch.Tensor | None = None
     reorder = None
+    _target: list[LlamaForCausalLM]  # in a list: its weights are none of this module's
 
     def __init__(self, hf_config: Any, layers: LayerSet, max_model_len: int) -> None:
         """`hf_config`: the model's."""
@@ -43,7 +45,7 @@ class MtpHead(nn.Module):
         self.config.num_hidden_layers, self.config.layer_types = 1, [FULL]
         self.config.vocab_size, self.config.tie_word_embeddings = 1, False  # nobody reads an embedding of its own
         model = get_model_class(self.config)(self.config, layers, max_model_len)
-        self._model = [model]  # in a list: its embedding and its head are no weights of this module
+        self._model = [model]  # in a list, too, for its embedding and its head
         self.packed_modules_mapping = model.packed_modules_mapping
         size, eps = hf_config.hidden_size, hf_config.rms_norm_eps
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = (layers.make(Gemma3RMSNorm, size, eps) for _ in range(2))
