@@ -25,6 +25,13 @@ EXTENSIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda config: "batch_invariant" in config.extras,
     ),
 }
+# What brings K/V from elsewhere, likewise: functions of (setup, executor, kv) that make a `cache.connector:KVConnector`.
+CONNECTORS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "kv_offload (X7)": (
+        "folovllm.electives.kv_transfer.offload:OffloadConnector",
+        lambda config: "kv_offload" in config.extras,
+    ),
+}
 # Keywords of `EngineConfig` that electives own: dataclasses of them (`Options`).
 OPTIONS = (
     "folovllm.electives.quantization.options:QuantizationOptions",
@@ -32,6 +39,7 @@ OPTIONS = (
     "folovllm.electives.moe.options:ExpertOptions",
     "folovllm.electives.hybrid.options:HybridOptions",
     "folovllm.electives.rollouts.options:RolloutOptions",
+    "folovllm.electives.kv_transfer.options:TransferOptions",
 )
 # Structured output (X1): a module with `add_grammar(engine, sequences)`, for a request that asks for it, and `manager_of(engine)`.
 STRUCTURED_OUTPUT = "folovllm.electives.structured_output.masked_executor"
@@ -40,6 +48,7 @@ STRUCTURED_PARAMS = "folovllm.electives.structured_output.params:as_params"
 # Modules with commands: each has `add_to(app)`.
 COMMANDS = (
     "folovllm.electives.server.cli",
+    "folovllm.electives.kv_transfer.cli",
     "folovllm.apps.inspector.cli",
     "folovllm.electives.quantization.quantizer.cli",
     "folovllm.electives.rollouts.cli",
@@ -68,6 +77,8 @@ CALLS = {
 # Routes of a server with `--enable-sleep-mode`: path, method, and "module:function". That function gets the engine and the query of the
 # address, and returns what JSON can say, or None. Its ValueError is the client's mistake.
 SLEEP_ROUTES = "folovllm.electives.rollouts.routes:ROUTES"
+# What a server with `--role` has beside its engine (X7): an asynchronous context, whose value a request waits for before it is queued.
+ROLE = "folovllm.electives.kv_transfer.roles:role"
 
 # Models by the architecture that `config.json` names: the module that has a class of this name.
 MODELS = {

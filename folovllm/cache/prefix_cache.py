@@ -13,6 +13,7 @@ import xxhash
 
 from folovllm.cache.block_manager import Block, BlockManager
 from folovllm.cache.cached_prefix import CachedPrefix
+from folovllm.cache.connector import KVConnector
 from folovllm.cache.manager import PrefixCacheStats
 from folovllm.engine.event_stream import Events
 from folovllm.engine.events import BlockAdopted, BlockCached, BlockEvicted, PrefixHit
@@ -134,6 +135,10 @@ class PrefixCache:
         """Serial numbers of the blocks of `seq` that are published, in order, while it holds them."""
         return cached_prefix_of(seq).serials
 
+    def names(self, seq: Sequence) -> CachedPrefix:
+        """The hashes and tokens of all full blocks of `seq`."""
+        return self._named(seq, seq.num_tokens // self._block_size - 1)
+
     def _hash(self, seq: Sequence, i: int) -> int:
         """The hash of block i, a full one."""
         return self._named(seq, i).hashes[i]
@@ -177,11 +182,17 @@ class PrefixCachingBlockManager(BlockManager):
     """A `BlockManager` whose freed blocks can be found again until they are needed for something else.
 
     The free list is then the queue for eviction: least recently freed first, a sequence's tail before its beginning.
+
+    Attributes:
+        connector: hears of blocks that are evicted, and of sequences that end; None: nobody does.
     """
+
+    connector: KVConnector | None = None
 
     def __init__(self, num_blocks: int, block_size: int, events: Events | None = None) -> None:
         super().__init__(num_blocks, block_size, events)
         self.prefix_cache = PrefixCache(block_size, self.events)
+        self.num_recomputed = 0  # blocks at the end of a hit that are computed again, for what is kept beside their K/V
 
     @property
     def stats(self) -> PrefixCacheStats:
@@ -191,6 +202,8 @@ class PrefixCachingBlockManager(BlockManager):
     def reset(self) -> None:
         """Forget all cached prefixes."""
         self.prefix_cache.reset()
+        if self.connector is not None:
+            self.connector.reset()
 
     def get_computed_blocks(self, seq: Sequence) -> None:
         """Let a waiting sequence begin with the blocks that are cached.
@@ -212,7 +225,7 @@ class PrefixCachingBlockManager(BlockManager):
 
         Called once for each attempt to admit `seq`, with what is cached of its prefix.
         """
-        return found
+        return found[: max(0, len(found) - self.num_recomputed)]
 
     def adopt(self, block: Block) -> None:
         """Hold a cached block for one more sequence. A block that a sequence holds is not in the free list (`self._free`)."""
@@ -248,6 +261,8 @@ class PrefixCachingBlockManager(BlockManager):
 
     def free(self, seq: Sequence) -> None:
         """Take the blocks back; they stay findable."""
+        if self.connector is not None and seq.status.is_finished:
+            self.connector.request_finished(seq, seq.block_table)
         super().free(seq)
         self.prefix_cache.serials(seq).clear()
         if seq.status is SequenceStatus.WAITING:
@@ -256,5 +271,7 @@ class PrefixCachingBlockManager(BlockManager):
     def _take(self) -> int:
         """Take the least recently used block, and forget what it held."""
         block_id = super()._take()
+        if self.connector is not None and self.blocks[block_id].hash is not None:
+            self.connector.block_evicted(self.blocks[block_id])
         self.prefix_cache.forget(self.blocks[block_id])
         return block_id

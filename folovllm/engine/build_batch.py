@@ -21,7 +21,7 @@ from folovllm.cache.slot_manager import SlotManager
 from folovllm.config import EngineConfig
 from folovllm.engine.cpu_threads import largest_product
 from folovllm.engine.event_stream import Events
-from folovllm.engine.extension import Extension
+from folovllm.engine.extension import Extension, connected
 from folovllm.engine.scheduler import (
     Scheduler,
     SchedulerLike,
@@ -57,7 +57,7 @@ def make_scheduler(setup: EngineSetup, extension: Extension, executor: Executor,
     kv = make_kv(executor.num_kv_blocks, setup.block_size, events)
     if own := user_component(config, "scheduler"):
         return own(kv, setup.max_num_seqs, setup.max_num_batched_tokens, tokens)
-    return extension.scheduler(Scheduler, executor)(
+    scheduler = extension.scheduler(Scheduler, executor)(
         kv=kv,
         max_num_seqs=setup.max_num_seqs,
         max_num_batched_tokens=setup.max_num_batched_tokens,
@@ -65,6 +65,7 @@ def make_scheduler(setup: EngineSetup, extension: Extension, executor: Executor,
         on_full=wait if config.kv_cache == "slots" else preempt,  # M2; M3
         by_priority=config.scheduling == "priority",
     )
+    return connected(setup, scheduler, executor)
 
 
 def cache_manager(config: EngineConfig) -> type[KVCacheManager]:

@@ -57,8 +57,8 @@ class EngineCore:
             return []
         try:
             schedule = self.scheduler.schedule()
-            if schedule.preempted and not schedule.scheduled_seqs:
-                return []  # the next step uses the blocks of those that were preempted
+            if not schedule.scheduled_seqs and (schedule.preempted or schedule.extras):
+                return []  # the next step uses the blocks of those that were preempted, or K/V is on its way
             return self.collect(self.start(schedule))
         finally:
             self.events.drain()  # after an error, too: listeners then see how it came about

@@ -217,6 +217,16 @@ class DraftsVerified(Tagged, frozen=True):
     num_accepted: int  # the first so many; one token more was sampled
 
 
+class BlocksMoved(Tagged, frozen=True):
+    """K/V of blocks left the device for another memory, came back, or was lost there."""
+
+    what: str  # "offloaded", "loaded" or "lost"
+    place: str  # where to, or where from, or where it was: "host", "disk", "device"
+    num_blocks: int
+    num_bytes: int
+    seq_id: int  # for which sequence it came; -1: for none
+
+
 class BlockState(NamedTuple):
     """A block that is held or has a name."""
 
@@ -255,6 +265,6 @@ class Snapshot(Tagged, frozen=True):
 Event = (
     RequestAdded | Refused | Admitted | PrefixHit | Preempted | Finished | Aborted | StepBegan | StepEnded | ExpertsAsked
     | BlockClaimed | BlockFreed | BlockTaken | BlockAdopted | BlockCached | BlockEvicted | BlockPassed | TableFreed
-    | TableCut | SnapshotCached | SnapshotEvicted | DraftsVerified | GivenUp | Snapshot
+    | TableCut | SnapshotCached | SnapshotEvicted | DraftsVerified | BlocksMoved | GivenUp | Snapshot
 )  # fmt: skip
 Listener = Callable[[SequenceOf[Event]], None]

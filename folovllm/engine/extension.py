@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from folovllm.plugins import COMMANDS, EXTENSIONS, is_installed, named, require
+from folovllm.plugins import COMMANDS, CONNECTORS, EXTENSIONS, is_installed, named, require
 
 if TYPE_CHECKING:
     import typer
 
     from folovllm.attention.backends.abstract import AttentionBackend
-    from folovllm.engine.scheduler import Scheduler
+    from folovllm.engine.scheduler import Scheduler, SchedulerLike
     from folovllm.engine.setup import EngineSetup
     from folovllm.executor.abstract import Executor
     from folovllm.layers.layer_set import LayerSet
@@ -70,11 +70,26 @@ class Extension:
 
 def extension_of(setup: EngineSetup) -> Extension:
     """The extension that the configuration asks for, or one that changes nothing. Raises ValueError if it asks for two."""
-    asked = {name: place for name, (place, asks) in EXTENSIONS.items() if asks(setup.config)}
+    make = asked_for(EXTENSIONS, setup)
+    found: Extension = Extension(setup) if make is None else make(setup)
+    return found
+
+
+def asked_for(table: dict[str, tuple[str, Callable[[Any], bool]]], setup: EngineSetup) -> Callable[..., Any] | None:
+    """What the configuration asks for among a table's entries, if anything. Raises ValueError if it asks for two."""
+    asked = {name: place for name, (place, asks) in table.items() if asks(setup.config)}
     if len(asked) > 1:
         raise ValueError(f"{' and '.join(asked)} do not work together: choose one of them")
-    found: Extension = require(*asked.values(), *asked)(setup) if asked else Extension(setup)
-    return found
+    return require(*asked.values(), *asked) if asked else None
+
+
+def connected(setup: EngineSetup, scheduler: Scheduler, executor: Executor) -> SchedulerLike:
+    """The scheduler, with what brings K/V from elsewhere if the configuration asks for that."""
+    if (make := asked_for(CONNECTORS, setup)) is None:
+        return scheduler
+    from folovllm.engine.connected_scheduler import ConnectedScheduler
+
+    return ConnectedScheduler(scheduler, make(setup, executor, scheduler.kv))
 
 
 def add_commands(app: typer.Typer) -> None:

@@ -6,7 +6,8 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, overload
 
 import torch
@@ -172,6 +173,18 @@ class LLMEngine(EngineCalls):
         if self._is_closed:
             raise RuntimeError("the engine was closed: make a new one")
 
+    @contextmanager
+    def one_call(self) -> Iterator[None]:
+        """The call that has the engine. Raises RuntimeError at once if another one has it, in a thread or around this one."""
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                "the LLM serves another call, and one call at a time has the engine: wait until it has returned, or give it all prompts"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
     def close(self) -> None:
         """End all requests and give the memory of the model, and of a draft, back. A second call does nothing.
 
@@ -182,6 +195,8 @@ class LLMEngine(EngineCalls):
         with self.one_call():
             self._is_closed = True
             self.abort_request(list(self.core.output.requests))
+            if (connector := getattr(self.scheduler, "connector", None)) is not None:
+                connector.close()
             self.executor.shutdown()
             if self.extension is not None:
                 self.extension.close()

@@ -10,6 +10,7 @@ from typing import Any
 from folovllm.engine.event_stream import Events
 from folovllm.engine.events import (
     Aborted,
+    BlocksMoved,
     DraftsVerified,
     Event,
     ExpertsAsked,
@@ -52,6 +53,8 @@ class StepStats:
     scheduled_seqs: tuple[tuple[str, int, int, int], ...]  # (request_id, index, first token, number of tokens)
     num_draft_tokens: int = 0  # draft tokens that were verified
     num_accepted: int = 0  # and accepted
+    num_offloaded: int = 0  # blocks that left the device for host memory
+    num_loaded: int = 0  # and that came back
     experts: tuple[tuple[int, ...], ...] = ()  # [L][E], how often asked since the step before, where that is counted
 
     @property
@@ -86,6 +89,9 @@ class StepLog:
             elif isinstance(event, DraftsVerified):
                 for name in ("num_draft_tokens", "num_accepted"):
                     self._figures[name] = self._figures.get(name, 0) + getattr(event, name)
+            elif isinstance(event, BlocksMoved) and event.place == "host" and event.what != "lost":
+                name = f"num_{event.what}"
+                self._figures[name] = self._figures.get(name, 0) + event.num_blocks
             elif isinstance(event, ExpertsAsked):
                 pairs = zip(self._total, event.counts, strict=bool(self._total))
                 self._figures["experts"] = tuple(tuple(b - a for a, b in zip(*layer, strict=True)) for layer in pairs)

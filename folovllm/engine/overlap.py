@@ -6,6 +6,7 @@ scheduling, and for nothing else, since the host does not know it. The device do
 
 from __future__ import annotations
 
+from folovllm.engine.connected_scheduler import ConnectedScheduler
 from folovllm.engine.core import EngineCore, StartedStep
 from folovllm.engine.scheduler import Scheduler
 from folovllm.outputs import RequestOutput
@@ -16,7 +17,9 @@ class OverlappedEngine:
     """The other step over the parts of an `EngineCore`: it starts a step before it collects the tokens of the one before."""
 
     def __init__(self, core: EngineCore) -> None:
-        assert isinstance(core.scheduler, Scheduler), "steps overlap over `Scheduler`, which knows when to wait"
+        assert isinstance(core.scheduler, Scheduler | ConnectedScheduler), (
+            "steps overlap over `Scheduler`, which knows when to wait"
+        )
         self.core = core
         self.scheduler = core.scheduler
         self._start = core.start

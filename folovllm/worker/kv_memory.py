@@ -18,7 +18,7 @@ MOST_CACHED = 65_536  # blocks: each is an object on the host, and another engin
 
 
 def num_blocks_that_fit(
-    setup: EngineSetup, profile: Callable[[], None], captured: float = 0.0, state_bytes: int = 0
+    setup: EngineSetup, profile: Callable[[], None], captured: float = 0.0, state_bytes: int = 0, more_bytes: int = 0
 ) -> int:
     """Return the number of blocks to allocate: `num_kv_blocks` if set, else as many as fit and the engine can use.
 
@@ -30,12 +30,13 @@ def num_blocks_that_fit(
         captured: tokens of the largest captured step over those of the largest step. Captured steps have their own memory,
             and this share of the peak is left free for them.
         state_bytes: memory of the sequences' states, which is taken by now; on a CPU it is part of `kv_cache_memory`.
+        more_bytes: K and V of one token in layers that are not the model's own.
 
     Raises:
         ValueError: not even one sequence of `max_model_len` fits; the sentence says what would.
     """
     blocks_per_seq = most_blocks_of_a_sequence(setup)
-    bytes_per_block = setup.block_size * setup.kv_bytes_per_token
+    bytes_per_block = setup.block_size * (setup.kv_bytes_per_token + more_bytes)
     num_blocks = setup.config.num_kv_blocks
     if num_blocks is None:
         memory = (

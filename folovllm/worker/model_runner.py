@@ -84,9 +84,14 @@ class ModelRunner:
         """Find out how many blocks fit, and allocate them; returns their number. `captured`: see `num_blocks_that_fit`."""
         if self._setup.config.extras.get("calculate_kv_scales"):
             self.calculate_kv_scales()
-        num_blocks = num_blocks_that_fit(self._setup, self.warmup_model, captured, self.states.num_bytes)
+        memory = self.states.num_bytes, self.more_kv_bytes()
+        num_blocks = num_blocks_that_fit(self._setup, self.warmup_model, captured, *memory)
         self.allocate_kv_cache(num_blocks)
         return num_blocks
+
+    def more_kv_bytes(self) -> int:
+        """Return the bytes of K and V that a token takes in layers beside the model's, such as those of a draft head."""
+        return 0
 
     def calculate_kv_scales(self) -> None:
         """Set the scales of an FP8 cache: compute some tokens over a cache of full precision, and measure their K/V.
@@ -203,8 +208,7 @@ class ModelRunner:
         count = max(1, min(setup.max_num_seqs, setup.max_num_batched_tokens // length))
         with torch.inference_mode():
             batch = self._input_batch.build(dummy_seqs([length] * count, setup.block_size))
-            self._backend.plan(batch)
-            hidden = self.model(batch)
+            hidden = self.forward_hidden(batch)
             batch.logits_indices = torch.arange(num_samples, device=setup.device) % len(hidden)
             logits = self._full_logits(self.model.compute_logits(hidden, batch))
             rows = dummy_seqs([1] * num_samples, setup.block_size)

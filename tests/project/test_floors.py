@@ -58,7 +58,7 @@ ELECTIVES = {
     f"electives.{package}": owner
     for package, owner in {
         "server": "X1", "structured_output": "X1", "quantization": "X2", "spec_decode": "X3", "moe": "X4", "hybrid": "X5",
-        "rollouts": "X6", "hopper": "hopper",
+        "rollouts": "X6", "kv_transfer": "X7", "hopper": "hopper",
     }.items()
 }  # fmt: skip
 BESIDE = ("apps", "learn")  # they use the engine, and all of it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import add
 from types import SimpleNamespace
 from typing import Any
 
@@ -35,16 +36,17 @@ def config(hk: int, hv: int, dk: int, dv: int, width: int) -> Any:
     )  # fmt: skip
 
 
-def two_layers(geometry: str) -> tuple[GatedDeltaNet, GatedDeltaNet]:
-    """The torch form and the kernels', with the same weights and the same states of 6 slots."""
-    generator = torch.Generator().manual_seed(0)
-    plain = GatedDeltaNet(config(*GEOMETRIES[geometry]), LayerSet())
+def two_layers(geometry: str, most_samples: int = 1) -> tuple[GatedDeltaNet, GatedDeltaNet]:
+    """The torch form and the kernels', with the same weights and the same states of 6 slots, if no inputs are kept."""
+    generator, layers = torch.Generator().manual_seed(0), LayerSet(most_samples=most_samples)
+    plain = GatedDeltaNet(config(*GEOMETRIES[geometry]), layers)
     for parameter in plain.parameters():
         parameter.data = torch.randn(parameter.shape, generator=generator) * 0.5
-    plain.states = tuple(torch.randn(6, *shape, generator=generator) for shape, _ in plain.state_shapes())
-    fused = FusedGatedDeltaNet(config(*GEOMETRIES[geometry]), LayerSet())
+    fused = FusedGatedDeltaNet(config(*GEOMETRIES[geometry]), layers)
     fused.load_state_dict(plain.state_dict())
-    fused.states = tuple(state.clone().to(ON) for state in plain.states)
+    for layer in (plain, fused):
+        generator.manual_seed(1)
+        layer.states = tuple(torch.randn(6, *s, generator=generator).to(ON, dtype) for s, dtype in layer.state_shapes())
     return plain, fused
 
 
@@ -71,12 +73,17 @@ def test_a_ragged_batch(geometry: str) -> None:
     """Decodes, one of them a first token; a prompt of three chunks, a later piece shorter than the convolution, a whole chunk."""
     plain, fused = two_layers(geometry)
     lengths, computed, rows = [1, 1, 2 * CHUNK + 2, 2, CHUNK], [9, 0, 0, 17, 5], [3, 0, 5, 1, 2]
+    for row, start in zip(rows, computed, strict=True):
+        fused.states[0][row] = plain.states[0][row].roll(start, 0).to(ON)  # the ring of a sequence that is so long
     x = torch.randn(sum(lengths), 32, generator=torch.Generator().manual_seed(1))
     expected = plain(x, batch_of(lengths, computed, rows))
     actual = fused.to(ON)(x.to(ON), to_device(batch_of(lengths, computed, rows)))
     torch.testing.assert_close(actual.cpu(), expected, rtol=1e-4, atol=1e-4)
-    for ours, theirs in zip(fused.states, plain.states, strict=True):
-        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(fused.states[1].cpu(), plain.states[1], rtol=1e-4, atol=1e-4)
+    for row, end in zip(rows, map(add, lengths, computed), strict=True):
+        last = min(end, len(plain.states[0][row]))  # inputs before the first token are not stored
+        ours, theirs = fused.states[0][row].cpu().roll(-end, 0), plain.states[0][row]
+        torch.testing.assert_close(ours[len(ours) - last :], theirs[len(ours) - last :], rtol=1e-4, atol=1e-4)
 
 
 @torch.inference_mode()

@@ -35,7 +35,8 @@ class StepPrinter:
 
 
 def step_line(stats: StepStats) -> str:
-    """`step 3     waiting 2   running 4   tokens 4      12.3 ms   KV blocks 40`; with drafts also how many were accepted.
+    """`step 3     waiting 2   running 4   tokens 4      12.3 ms   KV blocks 40`; with drafts also how many were accepted, and
+    with offloading how many blocks left the device and came back.
 
     Where experts are counted, also how uneven their load is: the busiest one's, in multiples of an equal share.
     """
@@ -43,6 +44,8 @@ def step_line(stats: StepStats) -> str:
     drafts = (
         f"   draft tokens accepted {stats.num_accepted} of {stats.num_draft_tokens}" if stats.num_draft_tokens else ""
     )
+    if stats.num_offloaded or stats.num_loaded:
+        drafts += f"   offloaded {stats.num_offloaded} loaded {stats.num_loaded}"
     load = f"   busiest expert {max(map(imbalance, stats.experts)):.1f}x" if stats.experts else ""
     return f"step {stats.index:<5} {queues} tokens {stats.num_tokens:<6} {stats.seconds * 1e3:8.2f} ms   KV blocks {stats.kv_blocks_used}{drafts}{load}"
 

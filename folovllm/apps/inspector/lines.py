@@ -66,7 +66,7 @@ class DraftsVerified(ev.DraftsVerified, frozen=True):
 Entry = (
     ev.RequestAdded | ev.Refused | ev.Admitted | ev.PrefixHit | ev.Preempted | ev.Finished | ev.Aborted | ev.ExpertsAsked
     | ev.BlockClaimed | ev.BlockFreed | ev.BlockTaken | ev.BlockAdopted | ev.BlockCached | ev.BlockEvicted | ev.BlockPassed
-    | ev.TableFreed | ev.TableCut | ev.SnapshotCached | ev.SnapshotEvicted | ev.GivenUp | ev.Snapshot
+    | ev.TableFreed | ev.TableCut | ev.SnapshotCached | ev.SnapshotEvicted | ev.BlocksMoved | ev.GivenUp | ev.Snapshot
     | StepBegan | StepEnded | DraftsVerified
 )  # fmt: skip
 

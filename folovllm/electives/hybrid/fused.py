@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from triton import cdiv
 
 from folovllm.electives.hybrid.gated_attention import GatedAttention
 from folovllm.electives.hybrid.gated_delta_net import GatedDeltaNet, GatedRMSNorm
-from folovllm.electives.hybrid.kernels.delta_rule import DeltaHeads, delta_rule
+from folovllm.electives.hybrid.kernels.delta_rule import BLOCK_DV, DeltaHeads, delta_rule
 from folovllm.electives.hybrid.kernels.gated_norm import gated_norm
 from folovllm.electives.hybrid.kernels.short_conv import short_conv
 from folovllm.layers.layer_set import LayerSet
+from folovllm.layers.state_layer import Shape
 from folovllm.models.fused import FusedQwen3Attention
 from folovllm.step.forward_batch import ForwardBatch
 
@@ -27,13 +29,27 @@ class FusedGatedDeltaNet(GatedDeltaNet):
         super().__init__(config, layers, is_one_tensor)
         self.heads = DeltaHeads(self.num_k_heads, self.num_v_heads, self.k_dim, self.v_dim)
 
+    def state_shapes(self) -> tuple[Shape, ...]:
+        """The last inputs in a ring (`kernels.inputs`), the matrices, and what each part of these has seen, if inputs are kept."""
+        (last, matrices, *kept), columns = super().state_shapes(), cdiv(self.v_dim, BLOCK_DV)
+        (_, channels), dtype = kept[0] if kept else last
+        ring: Shape = (max(1, self.conv1d.weight.shape[2] - 1 + 2 * self.most_kept), channels), dtype
+        return ring, matrices, *([((self.num_v_heads, columns), torch.int32)] if kept else [])
+
     def forward_core(self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Convolve and apply the delta rule: [T, C] -> [T, Hv, Dv] in the dtype of the model."""
         assert batch.rows is not None
-        conv, state = self.states
+        ring, state, *num_seen = self.states
         shape = batch.query_start_loc, batch.seq_lens, batch.rows, batch.num_decodes, batch.max_query_len
-        mixed = short_conv(qkv, conv, self.conv1d.weight, *shape)
-        return delta_rule(mixed, (a, b, self.A_log, self.dt_bias), state, self.heads, *shape)
+        conv = qkv, ring, self.conv1d.weight, *shape, self.most_kept
+        mixed = short_conv(*conv)
+        kept = (ring, self.conv1d.weight, *num_seen) if num_seen else None
+        # A captured step with drafts spares the launches for prompts, which are rare there, and short.
+        few = batch.max_query_len if batch.has_drafts else max(1, self.most_kept)
+        out = delta_rule(mixed, (a, b, self.A_log, self.dt_bias), state, self.heads, *shape, kept, few)
+        if kept:
+            short_conv(*conv, out=mixed)
+        return out
 
 
 class FusedGatedRMSNorm(GatedRMSNorm):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from folovllm.electives.hybrid.delta_rule import delta_rule, delta_rule_step, l2norm
+from folovllm.electives.hybrid.delta_rule import delta_rule, delta_rule_step, delta_rule_steps, l2norm
 from folovllm.electives.hybrid.short_conv import convolve
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
@@ -48,6 +49,10 @@ class GatedDeltaNet(StateLayer):
 
     Each key head serves Hv / Hk neighbouring value heads. The state of a sequence has a fixed size: the last K - 1 inputs
     of the convolution, C = 2 Hk Dk + Hv Dv channels each, and a matrix [Dk, Dv] in float32 for each value head.
+
+    Where a step may sample several tokens of a sequence (`LayerSet.most_samples`), its few new tokens may be rejected after the
+    step. No state forgets a token. So the state stays as it was before them, their inputs are kept, and the next step, which
+    knows by its start how many were accepted, applies these first. So each step reads and writes one state, as without drafts.
     """
 
     def __init__(self, config: PretrainedConfig, layers: LayerSet, is_one_tensor: bool = False) -> None:
@@ -56,6 +61,7 @@ class GatedDeltaNet(StateLayer):
         if config.hidden_act != "silu":
             raise UnsupportedModel(f"hidden_act {config.hidden_act!r} is not supported: only 'silu' is")
         self.is_one_tensor = is_one_tensor
+        self.most_kept = layers.most_samples if layers.most_samples > 1 else 0  # inputs of a sequence
         self.num_k_heads, self.num_v_heads = config.linear_num_key_heads, config.linear_num_value_heads
         self.k_dim, self.v_dim = config.linear_key_head_dim, config.linear_value_head_dim
         keys, values = self.num_k_heads * self.k_dim, self.num_v_heads * self.v_dim
@@ -85,12 +91,14 @@ class GatedDeltaNet(StateLayer):
         return qkv, z.unflatten(1, (self.num_v_heads, self.v_dim)), b, a
 
     def state_shapes(self) -> tuple[Shape, ...]:
-        """The convolution's last inputs [K - 1, C], and the matrices [Hv, Dk, Dv]."""
-        channels, _, width = self.conv1d.weight.shape
-        return (
-            ((width - 1, channels), self.conv1d.weight.dtype),
-            ((self.num_v_heads, self.k_dim, self.v_dim), torch.float32),
-        )
+        """The convolution's last inputs [K - 1, C], and the matrices [Hv, Dk, Dv].
+
+        Behind them kept inputs [most_kept, C + 2 Hv], if a step may keep some, and [1], how many tokens the others have seen.
+        """
+        (channels, _, width), dtype = self.conv1d.weight.shape, self.conv1d.weight.dtype
+        matrices: Shape = (self.num_v_heads, self.k_dim, self.v_dim), torch.float32
+        kept: Shape = (self.most_kept, channels + 2 * self.num_v_heads), dtype
+        return ((width - 1, channels), dtype), matrices, *((kept, ((1,), torch.int32)) if self.most_kept else ())
 
     @property
     def state_flops(self) -> int:
@@ -110,16 +118,45 @@ class GatedDeltaNet(StateLayer):
         """
         assert batch.rows is not None
         rows, fresh = batch.rows.long(), lacks_initial_state(batch)
+        if self.most_kept:
+            self.apply_accepted(batch)
         n, outputs = batch.num_decodes, []
         if n:
             outputs.append(self.advance(delta_rule_step, qkv[:n, None], b[:n], a[:n], rows[:n], fresh[:n]))
         start = n
         for i in range(n, batch.num_seqs):
             end = start + batch.query_lens_host[i]
-            new = slice(start, end)
-            outputs.append(self.advance(delta_rule, qkv[new], b[new], a[new], rows[i], fresh[i]))
+            if start < end:  # a captured step has sequences without tokens
+                apply = self.look_ahead if self.keeps(end - start) else partial(self.advance, delta_rule)
+                outputs.append(apply(qkv[start:end], b[start:end], a[start:end], rows[i], fresh[i]))
             start = end
         return torch.cat(outputs)
+
+    def keeps(self, num_new_tokens: int) -> bool:
+        """Whether the inputs of a sequence's new tokens are kept, and its state stays as it was before them."""
+        return 1 < num_new_tokens <= self.most_kept
+
+    def apply_accepted(self, batch: ForwardBatch) -> None:
+        """Bring states up to the first new token: apply the kept inputs of tokens that were accepted."""
+        assert batch.rows is not None
+        _, _, kept, num_seen = self.states
+        sizes = [sum(self.sizes), self.num_v_heads, self.num_v_heads]
+        for row, end, n in zip(batch.rows, batch.seq_lens_host, batch.query_lens_host, strict=True):
+            num_accepted = end - n - int(num_seen[row])
+            if end > n and num_accepted > 0:
+                qkv, b, a = kept[row, :num_accepted].split(sizes, 1)
+                self.advance(delta_rule_steps, qkv, b, a, row, torch.zeros((), dtype=torch.bool, device=row.device))
+            num_seen[row] = end - n if self.keeps(n) else end
+
+    def look_ahead(
+        self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, row: torch.Tensor, fresh: torch.Tensor
+    ) -> torch.Tensor:
+        """Few tokens of a sequence, [n, C] -> [n, Hv, Dv], that may be rejected: keep their inputs and not their state."""
+        self.states[2][row, : len(qkv)] = torch.cat((qkv, b, a), 1)
+        before = self.read_states(row, fresh)
+        out = self.advance(delta_rule_steps, qkv, b, a, row, fresh)
+        self.states[0][row], self.states[1][row] = before
+        return out
 
     def advance(
         self,
@@ -139,7 +176,7 @@ class GatedDeltaNet(StateLayer):
 
     def read_states(self, rows: torch.Tensor, fresh: torch.Tensor) -> list[torch.Tensor]:
         """Copies of the states in these slots, and zeros for sequences that begin. A slot may hold NaN, so nothing multiplies it by 0."""
-        return [states[rows].masked_fill(fresh[(..., *[None] * (states.dim() - 1))], 0.0) for states in self.states]
+        return [states[rows].masked_fill(fresh[(..., *[None] * (states.dim() - 1))], 0.0) for states in self.states[:2]]
 
     def split_heads(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[n, C] -> queries and keys [n, Hv, Dk], of length 1 before the queries' factor 1 / sqrt(Dk), and values [n, Hv, Dv]."""

@@ -169,20 +169,31 @@ class SnapshotBlockManager(PrefixCachingBlockManager):
     def usable(self, seq: Sequence, found: list[Block]) -> list[Block]:
         """The blocks up to the last snapshot, which becomes the state of `seq`."""
         self.snapshots.clock += 1
-        blocks, snapshot = self.snapshots.longest_prefix(found)
+        blocks, snapshot = self.snapshots.longest_prefix(super().usable(seq, found))
         if snapshot is not None:
             self._loads[seq.seq_id] = snapshot.slot
         return blocks
 
     def allocate_slots(self, seq: Sequence, num_new_tokens: int) -> bool:
-        """Allocate blocks, and a slot for a snapshot where the step ends at a border. False if there are too few blocks."""
+        """Allocate blocks, and a slot for a snapshot where the step reaches a border. False if there are too few blocks.
+
+        Only with draft tokens does a step go beyond a border. Then it keeps their inputs beside the state before them, and the
+        copy has both: who begins with it at the border applies the inputs up to there.
+        """
         if not super().allocate_slots(seq, num_new_tokens):
             return False
-        end = seq.num_computed_tokens + num_new_tokens
-        if end % self.interval == 0 and (slot := self.snapshots.allocate()) is not None:
+        border = (seq.num_computed_tokens + num_new_tokens) // self.interval * self.interval
+        if border > seq.num_computed_tokens and (slot := self.snapshots.allocate()) is not None:
             self._saves[seq.seq_id] = slot
-            self._pending.setdefault(seq.seq_id, []).append((end, slot))
+            self._pending.setdefault(seq.seq_id, []).append((border, slot))
         return True
+
+    def truncate(self, seq: Sequence) -> None:
+        """Take back blocks behind the computed tokens, and the slots of snapshots in which a rejected token counts."""
+        super().truncate(seq)
+        pending = self._pending.get(seq.seq_id, [])
+        while pending and pending[-1][0] > seq.num_computed_tokens:
+            self.snapshots.free(pending.pop()[1])
 
     def cache_scheduled_blocks(self, seqs: Iterable[Sequence]) -> None:
         """Hash the blocks that the scheduled step fills; their snapshots are published by `cache_blocks`, after the step."""

@@ -78,6 +78,11 @@ class Aggregator:
                 stats.num_drafts += 1
                 stats.num_draft_tokens += event.num_draft_tokens
                 stats.num_accepted += event.num_accepted
+            case ev.BlocksMoved(what, place, num_blocks):
+                name = f"{what}_{place}"
+                stats.moved = stats.moved | {
+                    name: stats.moved.get(name, 0) + num_blocks
+                }  # a message may have the old one
             case ev.RequestAdded(seq_id, request_id, index, prompt):
                 served[seq_id] = Served(int(request_id), index, event.time, len(prompt))
             case ev.Admitted():

@@ -211,6 +211,8 @@ class Api:
             prepared.append(await engine.prepare(prompt, params, priority=body.priority, cache_salt=body.cache_salt))
             await asyncio.sleep(0)  # others have their turn between two of many prompts
         self._check_room(len(prepared), params, sum(seqs[0].num_prompt_tokens for seqs in prepared))
+        if engine.bring is not None:
+            await unless_gone(request.receive, engine.bring_prefixes(prepared))
         handler = ResponseHandler(engine, prepared, writer, params.n)
         if body.stream:
             return handler.events(body.stream_options or protocol.StreamOptions())

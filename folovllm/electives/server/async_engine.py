@@ -8,7 +8,7 @@ import logging
 import pickle
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, Self, TypeVar
@@ -25,7 +25,7 @@ from folovllm.engine.inputs import Prompt
 from folovllm.engine.setup import EngineSetup
 from folovllm.models.files import generation_defaults, load_tokenizer
 from folovllm.outputs import RequestOutput
-from folovllm.request import Sequence
+from folovllm.request import Request, Sequence
 from folovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger("folovllm")
@@ -79,6 +79,9 @@ class AsyncEngine:
         self.is_sleeping = False  # its memory was given back for a while (X6)
         self._calls: deque[asyncio.Future[Any]] = deque()  # sent and not answered, in order
         self.counters = self._open.counters
+        self.bring: Callable[[Request], Awaitable[None]] | None = (
+            None  # brings cached K/V of a prompt from elsewhere (X7)
+        )
         self.on_seen: Callable[[list[bytes]], object] = lambda pieces: None  # gets what `watch` asks for
 
     async def start(self) -> None:
@@ -115,6 +118,7 @@ class AsyncEngine:
             EngineDead, Unavailable: the engine has ended, or takes no new requests.
         """
         seqs = await self.prepare(prompt, params, priority=priority, cache_salt=cache_salt)
+        await self.bring_prefixes([seqs])
         stream = self.submit(seqs, request_id)
         try:
             async for output in stream:
@@ -137,6 +141,11 @@ class AsyncEngine:
         process = partial(self.processor.process, "", prompt, params, priority, cache_salt)
         is_text = isinstance(prompt, str) or (isinstance(prompt, Mapping) and prompt.get("prompt_token_ids") is None)
         return await self.in_thread(process) if is_text else process()
+
+    async def bring_prefixes(self, prepared: list[list[Sequence]]) -> None:
+        """Before requests are submitted: let K/V of their prompts come from elsewhere, if a role says so."""
+        if self.bring is not None:
+            await asyncio.gather(*(self.bring(seqs[0].request) for seqs in prepared))
 
     async def in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function that reads long texts, beside the event loop; one at a time."""

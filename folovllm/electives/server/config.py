@@ -9,6 +9,7 @@ from math import inf
 from folovllm.electives.server.reasoning import PARSERS
 from folovllm.electives.structured_output.params import GrammarLimits
 
+ROLES = ("prefill", "decode")
 HOST_NAME = re.compile(r"\*|[\w.-]+", re.ASCII)
 ORIGIN = re.compile(  # pages of other schemes have none
     r"\*|null|(?!(?:ftp|wss?|file|data|blob|about|javascript):)[a-z][a-z0-9+.-]*://(?:(?![/?#@])[!-~])+",
@@ -57,6 +58,10 @@ class ServerConfig:
             models whose answers begin in thought without a tag.
         inspector: show what the engine does, prompts and answers too, at /inspector.
         enable_sleep_mode: answer POST /sleep, POST /wake_up and GET /is_sleeping, as vLLM does (X6).
+        role: prefill computes prompts for other servers, decode has its prompts computed by one (X7).
+        peer: HOST:PORT where the two meet: a prefill server listens there, a decode server asks there. The variable
+            FOLOVLLM_PEER_SECRET is their secret; without one both must be on one machine.
+        peer_seconds: how long a request may wait for the peer; then its prompt is computed here.
         inspector_host: the same as `allowed_host`.
         ignore_unknown_fields: pass over fields of requests that nobody knows, instead of refusing them.
 
@@ -80,6 +85,9 @@ class ServerConfig:
     reasoning_parser: str | None = None
     inspector: bool = False
     enable_sleep_mode: bool = False
+    role: str | None = None
+    peer: str | None = None
+    peer_seconds: float = 10.0
     inspector_host: list[str] = field(default_factory=list)
     ignore_unknown_fields: bool = False
 
@@ -95,6 +103,12 @@ class ServerConfig:
             raise ValueError(f"drain_seconds must be 0 or more, not {self.drain_seconds}")
         if self.reasoning_parser not in (None, *PARSERS):
             raise ValueError(f"reasoning_parser must be one of {', '.join(PARSERS)}, not {self.reasoning_parser!r}")
+        if self.role not in (None, *ROLES):
+            raise ValueError(f"role must be one of {', '.join(ROLES)}, not {self.role!r}")
+        if (self.role is None) != (self.peer is None):
+            raise ValueError("role and peer belong together: give both, or none")
+        if not 0 < self.peer_seconds < inf:
+            raise ValueError(f"peer_seconds must be above 0, not {self.peer_seconds}")
         for field_name, pattern, wrong in TEXTS:
             for text in getattr(self, field_name):
                 if not pattern.fullmatch(text) or not text.isprintable():

@@ -76,6 +76,7 @@ class SchedulerStats(msgspec.Struct, array_like=True):
     num_drafts: int = 0  # drafts that were verified
     num_draft_tokens: int = 0
     num_accepted: int = 0
+    moved: dict[str, int] = msgspec.field(default_factory=dict)  # blocks of K/V, by what happened and where
 
 
 class Step(msgspec.Struct, array_like=True, tag=True, frozen=True):

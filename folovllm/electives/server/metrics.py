@@ -128,6 +128,10 @@ class Metrics(Collector):
             routed, text = "Tokens that were routed to an expert.", "A layer's busiest expert, 1 is its share."
             yield self._family(counter, "folovllm:expert_tokens", routed, each, "layer", "expert")
             yield self._family(gauge, "folovllm:expert_imbalance", text, uneven, "layer")
+        if moved := stats.moved:  # neither has it such metrics of K/V that move
+            by_name = [((*name.split("_"),), count) for name, count in moved.items()]
+            text = "Blocks of K/V that left the device, came back, or were lost."
+            yield self._family(counter, "folovllm:kv_blocks_moved", text, by_name, "what", "place")
         ends = [((reason,), counters.finished[reason]) for reason in REASONS]
         yield self._family(counter, "vllm:request_success", "Answers that ended.", ends, "finished_reason")
         for name, histogram in counters.histograms.items():

@@ -7,6 +7,8 @@ import gc
 import os
 import signal
 import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import uvicorn
@@ -19,6 +21,7 @@ from folovllm.electives.server.errors import EngineDead
 from folovllm.electives.server.listener import Server, ending_signals, listen
 from folovllm.electives.structured_output.params import GrammarLimits
 from folovllm.engine.setup import choose_device
+from folovllm.plugins import ROLE, require
 
 LINGER = 5.0  # seconds that /health says 503 before a server without an engine ends
 LAST_WORDS = 5  # seconds that responses have to reach their readers once the engine is done with them
@@ -55,7 +58,7 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, listener: soc
         transport="process" if has_process(config, engine_config) else "thread",
         grammar_limits=GrammarLimits(config.grammar_seconds, config.grammar_memory),
     )
-    async with engine:
+    async with engine, beside(engine, config):
         server = Server(build_app(engine, config), backlog=BACKLOG, timeout_graceful_shutdown=LAST_WORDS)
         ending = asyncio.create_task(shutdown.wait(server, engine, config.drain_seconds))
         gc.collect()
@@ -65,6 +68,16 @@ async def serve(config: ServerConfig, engine_config: EngineConfig, listener: soc
         await server.serve(sockets=[listener])
         await ending
     return 1 if engine.death is not None else 0
+
+
+@asynccontextmanager
+async def beside(engine: AsyncEngine, config: ServerConfig) -> AsyncIterator[None]:
+    """Run what `--role` asks for beside the engine. Raises ValueError if it cannot be had."""
+    if config.role is None:
+        yield
+        return
+    async with require(ROLE, "--role")(engine, config.role, config.peer, config.peer_seconds) as engine.bring:
+        yield
 
 
 def has_process(config: ServerConfig, engine_config: EngineConfig) -> bool:

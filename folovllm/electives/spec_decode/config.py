@@ -12,7 +12,9 @@ from folovllm.engine.require import is_whole
 if TYPE_CHECKING:
     from folovllm.electives.spec_decode.proposer import Proposer
 
-METHODS = ("ngram", "suffix", "draft_model")
+METHODS = ("ngram", "suffix", "draft_model", "eagle3", "mtp")
+HEADS = ("eagle3", "mtp")  # methods whose drafts come from a head of the model
+WITH_MODEL = ("draft_model", "eagle3")
 DEFAULT_TOKENS = 4
 MOST_TOKENS = 64
 
@@ -28,7 +30,8 @@ class SpeculativeConfig:
         prompt_lookup_min: and for fewer, down to so many.
         adaptive: draft as many tokens as pay, at most `num_speculative_tokens`; else always so many. A `Proposer` of your own is
             always asked.
-        model: of "draft_model": a small model with the vocabulary of the large one.
+        model: of "draft_model": a small model with the vocabulary of the large one; of "eagle3": the head's folder. "mtp" has
+            its head in the model's own.
     """
 
     method: str | Proposer = "ngram"
@@ -62,9 +65,12 @@ class SpeculativeConfig:
                     f"unknown speculative method {name!r}: choose one of {', '.join(METHODS)}, or join some by +"
                 )
         if isinstance(self.method, str):
-            if (self.model is not None) != ("draft_model" in self.methods):
+            drafters = [name for name in self.methods if name in (*WITH_MODEL, *HEADS)]
+            if len(drafters) > 1:
+                raise ValueError(f"methods {' and '.join(drafters)} do not work together: choose one of them")
+            if (self.model is not None) != any(name in WITH_MODEL for name in drafters):
                 raise ValueError(
-                    'method "draft_model" needs a model, a small one, and no other method takes one; '
+                    'method "draft_model" needs a model, a small one, "eagle3" needs a head, and no other method takes one; '
                     'speculative_config names it: {"method": "draft_model", "model": "stories-draft"}'
                 )
             return
@@ -79,6 +85,11 @@ class SpeculativeConfig:
     def methods(self) -> tuple[str, ...]:
         """Return the names in `method`; none where it is a proposer."""
         return tuple(self.method.split("+")) if isinstance(self.method, str) else ()
+
+    @property
+    def head(self) -> str | None:
+        """Return the method whose drafts come from a head; None without one."""
+        return next((name for name in self.methods if name in HEADS), None)
 
     @classmethod
     def parse(cls, given: str | Mapping[str, Any] | SpeculativeConfig) -> SpeculativeConfig:

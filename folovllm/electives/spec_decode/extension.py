@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from folovllm.electives.spec_decode import attention
 from folovllm.electives.spec_decode.config import SpeculativeConfig
 from folovllm.electives.spec_decode.draft_model import DraftModel, draft_setup
+from folovllm.electives.spec_decode.head_graphs import HeadGraphRunner
+from folovllm.electives.spec_decode.head_proposer import HeadProposer
+from folovllm.electives.spec_decode.head_runner import HeadModelRunner
+from folovllm.electives.spec_decode.head_setup import check_head, make_head
 from folovllm.electives.spec_decode.measure import clock_for, measure_drafting, measure_steps
 from folovllm.electives.spec_decode.multi_step import DraftTokens, MultiStepExecutor, MultiStepRunner
 from folovllm.electives.spec_decode.ngram import NgramProposer
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
     from folovllm.engine.extension import MakeGraphRunner, MakeScheduler
     from folovllm.engine.setup import EngineSetup
     from folovllm.executor.abstract import Executor
+    from folovllm.layers.layer_set import LayerSet
     from folovllm.worker.model_runner import ModelRunner
 
 
@@ -43,6 +49,8 @@ class SpeculativeDecoding(Extension):
     def prepare(self) -> None:
         """Make the proposer. A draft model has weights and a cache of its own."""
         config = self._config
+        if config.head is not None:
+            check_head(self.setup, config)
         if "draft_model" in config.methods:
             # A multi-step decode samples a token behind the draft, and may begin with one in flight.
             self._drafted = DraftTokens.for_multi_step(config.num_speculative_tokens + 2, self.setup)
@@ -58,6 +66,9 @@ class SpeculativeDecoding(Extension):
             return NgramProposer(self._config.prompt_lookup_min, self._config.prompt_lookup_max)
         if name == "suffix":
             return SuffixProposer()
+        if name == self._config.head:
+            num_rows = DraftTokens.num_rows(self.setup.max_num_seqs)
+            return HeadProposer(self.setup.vocab_size, num_rows, self.setup.config.packed_steps)
         assert self._config.model is not None
         return self._draft(self._config.model)
 
@@ -86,19 +97,35 @@ class SpeculativeDecoding(Extension):
         most_tokens = self._config.num_speculative_tokens + 1
         return attention.TritonVerifyBackend(self.setup.attention, most_tokens, max_samples(self.setup.max_num_seqs))
 
+    def layer_set(self, usual: Callable[[], LayerSet]) -> LayerSet:
+        """Return the usual layers. They learn how many tokens of a sequence a step may sample."""
+        return replace(usual(), most_samples=self._config.num_speculative_tokens + 1)
+
     def model_runner(self, usual: type[ModelRunner]) -> type[ModelRunner]:
-        """Return a runner that samples several tokens of a sequence."""
-        return VerifyingModelRunner
+        """Return a runner that samples several tokens of a sequence, and one beside which a head runs if there is one."""
+        if self._config.head is None:
+            return VerifyingModelRunner
+        make, longest = partial(make_head, self.setup, self._config), self._config.num_speculative_tokens
+        return cast("type[ModelRunner]", partial(HeadModelRunner, make_head=make, longest=longest))
 
     def graph_runner(self, usual: MakeGraphRunner) -> MakeGraphRunner:
-        """Return the graph runner with a verifier, which resolves placeholder ids of a draft model."""
+        """Return the graph runner with a verifier, which resolves placeholder ids of a draft model or a head."""
+        if self._config.head is not None:  # every rank has its own
+            setup, lines = self.setup, self._config.num_speculative_tokens + 1
+            drafted = DraftTokens(setup.vocab_size, lines, DraftTokens.num_rows(setup.max_num_seqs), setup.device)
+            verifier = DraftVerifier(max_samples(setup.max_num_seqs), drafted)
+            return partial(HeadGraphRunner, drafted=drafted, verifier=verifier)
         return partial(usual, verifier=DraftVerifier(max_samples(self.setup.max_num_seqs), self._drafted))
 
     def scheduler(self, usual: MakeScheduler, executor: Executor) -> MakeScheduler:
         """Return a scheduler that asks the proposer. What steps cost on this executor decides the draft lengths."""
         assert self._proposer is not None
+        self._proposer.bind(executor, lambda seq_id: 0)  # the made-up sequence of a measurement
         self._speculation = Speculation(self._proposer, self._policy(executor), DraftRules(), clock_for(self.setup))
-        return partial(SpeculativeScheduler, speculation=self._speculation)
+        num_recomputed = int(self._config.head is not None)
+        return partial(
+            SpeculativeScheduler, speculation=self._speculation, executor=executor, num_recomputed=num_recomputed
+        )
 
     def limit_drafts(self, rules: DraftRules) -> None:
         """Let the grammars of structured output limit drafts from now on."""
@@ -111,7 +138,7 @@ class SpeculativeDecoding(Extension):
         if not config.adaptive or not config.methods or "TORCHELASTIC_RUN_ID" in os.environ:
             return FixedLength(most)
         cost = measure_steps(executor, setup, most)
-        if "draft_model" not in config.methods:
+        if "draft_model" not in config.methods and config.head is None:
             return AdaptiveLength(cost, most, UNKNOWN)
         assert self._proposer is not None
         measure_drafting(executor, setup, self._proposer, most, cost)

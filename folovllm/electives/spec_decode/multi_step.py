@@ -55,8 +55,12 @@ class DraftTokens:
 
         `setup` describes the model that verifies. Lines begin at multiples of 16 bytes.
         """
-        rows = -(-setup.max_num_seqs // 4) * 4
-        return cls(setup.vocab_size, (1 << longest.bit_length()) - 1, rows, setup.device)
+        return cls(setup.vocab_size, (1 << longest.bit_length()) - 1, cls.num_rows(setup.max_num_seqs), setup.device)
+
+    @staticmethod
+    def num_rows(max_num_seqs: int) -> int:
+        """Return the rows of a line, which begins at a multiple of 16 bytes."""
+        return -(-max_num_seqs // 4) * 4
 
     def resolve_on_device(self, tokens: torch.Tensor) -> None:
         """Replace placeholder ids in `tokens` [n] int32; what is in flight stays. Device work only."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from folovllm.electives.spec_decode.config import gather
-from folovllm.models.model_config import num_linear_of
 
 if TYPE_CHECKING:
     from folovllm.config import EngineConfig
@@ -41,12 +39,3 @@ class SpeculationOptions:
             raise ValueError("speculative_config needs steps of several tokens: take milestone m2 or later")
         if self.speculative_config is not None and "scheduler" in config.builder_names:
             raise ValueError("speculative_config needs the engine's own scheduler: leave it out of builders")
-
-    @staticmethod
-    def check_model(extras: Mapping[str, Any], hf_config: Any) -> None:
-        """Raise ValueError for drafts in a model with layers of linear attention."""
-        if "speculative_config" in extras and num_linear_of(hf_config):
-            raise ValueError(
-                "a rejected draft token cannot be taken out of a state again, and this model has layers of linear attention: "
-                "leave speculative decoding out"
-            )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from folovllm.step.schedule import SamplingSpec, TokenIds
+
+if TYPE_CHECKING:
+    from folovllm.executor.abstract import Executor
 
 
 class RowState(NamedTuple):
@@ -18,6 +21,9 @@ class RowState(NamedTuple):
     num_prompt_tokens: int
     sampling: SamplingSpec  # with its seed and a position a draft model samples with the same noise
     cache_salt: str | None = None  # what is learnt from a sequence may serve only those of the same salt
+    num_in_flight: int = (
+        0  # 1 if a token behind `token_ids` is sampled and not known; then the draft begins with that one
+    )
 
 
 class Proposer(ABC):
@@ -53,6 +59,9 @@ class Proposer(ABC):
 
     def remember(self, answer: TokenIds, cache_salt: str | None) -> None:
         """Note the answer of a sequence that ended by itself and was never admitted: no draft was asked for."""
+
+    def bind(self, executor: Executor, row_of: Callable[[int], int]) -> None:
+        """Note the executor of the model that verifies, and what gives a running sequence's row, by its seq_id."""
 
     def close(self) -> None:
         """Release what is on a device: the engine was closed."""
@@ -101,6 +110,10 @@ class CompositeProposer(Proposer):
     def remember(self, answer: TokenIds, cache_salt: str | None) -> None:
         for proposer in self._proposers:
             proposer.remember(answer, cache_salt)
+
+    def bind(self, executor: Executor, row_of: Callable[[int], int]) -> None:
+        for proposer in self._proposers:
+            proposer.bind(executor, row_of)
 
     def close(self) -> None:
         for proposer in self._proposers:

@@ -7,10 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from folovllm.cache.prefix_cache import PrefixCachingBlockManager
 from folovllm.electives.spec_decode.speculation import Speculation
 from folovllm.electives.spec_decode.verify import max_samples
 from folovllm.engine.events import DraftsVerified
 from folovllm.engine.scheduler import BatchRows, Scheduler
+from folovllm.executor.abstract import Executor
 from folovllm.request import Sequence, SequenceOutput
 from folovllm.step.packed import IN_FLIGHT_TOKENS
 from folovllm.step.schedule import ScheduledSequence, SchedulerOutput
@@ -40,6 +42,10 @@ class DraftRows(BatchRows):
         tokens = np.array(draft[: num_new_tokens - 1], np.int32)
         return scheduled._replace(token_ids=np.concatenate([newest, tokens]), num_samples=num_new_tokens)
 
+    def row_of(self, seq_id: int) -> int:
+        """Return the row of a running sequence."""
+        return self._rows[seq_id].number
+
     def cut(self, seq: Sequence) -> None:
         """Note that the table of `seq` has become shorter: the devices get new blocks behind its end again."""
         row = self._rows[seq.seq_id]
@@ -61,10 +67,21 @@ class SpeculativeScheduler(Scheduler):
     in it gets a hash. A step never preempts for a draft: where room or budget is short, fewer tokens are verified.
     """
 
-    def __init__(self, *, speculation: Speculation, **rest: Any) -> None:
+    def __init__(
+        self, *, speculation: Speculation, executor: Executor | None = None, num_recomputed: int = 0, **rest: Any
+    ) -> None:
+        """`executor`: of the model that verifies, for a proposer that drafts on its device.
+
+        `num_recomputed`: 1 with a draft head. Its K/V of a block's last token depend on the token behind, and a hit brings no
+        hidden state: so the last block of a hit is computed again, and each block that is not has the one behind it in common.
+        """
         super().__init__(**rest)
+        if isinstance(self.kv, PrefixCachingBlockManager):
+            self.kv.num_recomputed = num_recomputed
         self.speculation = speculation
         self._rows: DraftRows = DraftRows(self._max_num_seqs, self.kv, lambda: self.waiting)
+        if executor is not None:
+            speculation.proposer.bind(executor, self._rows.row_of)
         self._num_samples = min(self._max_num_batched_tokens, max_samples(self._max_num_seqs))  # of a step, at most
         self._plain_tokens = self._tokens_of_step
         self._num_done = 0  # steps whose tokens have arrived

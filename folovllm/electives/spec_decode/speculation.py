@@ -28,8 +28,9 @@ class Known:
         """Return the sequence with the tokens that the proposer has."""
         seq = self.seq
         return RowState(
-            seq.seq_id, seq.tokens(0, self.num_observed), seq.num_prompt_tokens, self.spec, seq.request.cache_salt
-        )
+            seq.seq_id, seq.tokens(0, self.num_observed), seq.num_prompt_tokens, self.spec, seq.request.cache_salt,
+            num_in_flight(seq),
+        )  # fmt: skip
 
 
 class DraftRules:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from folovllm.electives.hybrid.kernels.inputs import l2norm_rows, load_gates, load_vectors
+from folovllm.electives.hybrid.kernels.inputs import apply_accepted, l2norm_rows, load_gates, load_vectors
 
 CHUNK = 64  # tokens
 # Rows of a diagonal block, which `invert_unit_lower` inverts row by row. Four blocks make a chunk: it would be wrong for more.
@@ -51,20 +51,20 @@ def invert_unit_lower(system, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     return inverse + tl.dot(tl.dot(rest, rest, input_precision=PRECISION), inverse, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["first_seq"], do_not_specialize_on_alignment=["start_ptr", "a_ptr", "b_ptr"])
+@triton.jit(do_not_specialize=["first_seq", "few"], do_not_specialize_on_alignment=["start_ptr", "a_ptr", "b_ptr"])
 def prepare_kernel(
-    mixed_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, factors_ptr, start_ptr, stride_a, stride_b, first_seq,
+    mixed_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, factors_ptr, start_ptr, stride_a, stride_b, first_seq, few,
     Hk: tl.constexpr, Hv: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, WIDTH_DK: tl.constexpr, WIDTH_DV: tl.constexpr,
     EPS: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (chunk, value head, sequence): store the factors for `scan_kernel`, in the dtype of the model.
+    """Program (chunk, value head, sequence of more than `few` tokens): store the factors for `scan_kernel`, in the dtype of the model.
 
     They are [T, Hv, 3 Dk + CHUNK + Dv]: W [Dk], query [Dk], key [Dk], scores [CHUNK], U [Dv]. Queries and keys have their decays.
     """
     head, seq, first = tl.program_id(1), first_seq + tl.program_id(2), tl.program_id(0) * CHUNK
     start = tl.load(start_ptr + seq)
     query_len = tl.load(start_ptr + seq + 1) - start
-    if first < query_len:
+    if (first < query_len) & (query_len > few):
         n, i, column = tl.arange(0, CHUNK), tl.arange(0, WIDTH_DK), tl.arange(0, WIDTH_DV)
         token, inside = (start + first + n).to(tl.int64), first + n < query_len
         DTYPE: tl.constexpr = factors_ptr.dtype.element_ty
@@ -93,25 +93,38 @@ def prepare_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["first_seq"],
+    do_not_specialize=["first_seq", "few"],
     do_not_specialize_on_alignment=["start_ptr", "len_ptr", "row_ptr", "a_ptr", "b_ptr"],
 )
 def scan_kernel(
-    factors_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, state_ptr, out_ptr, start_ptr, len_ptr, row_ptr, stride_a, stride_b,
-    first_seq, Hv: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, WIDTH_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
-    CHUNK: tl.constexpr,
+    factors_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, ring_ptr, weight_ptr, seen_ptr, state_ptr, out_ptr, start_ptr,
+    len_ptr, row_ptr, stride_a, stride_b, first_seq, few, Hk: tl.constexpr, Hv: tl.constexpr, Dk: tl.constexpr,
+    Dv: tl.constexpr, R: tl.constexpr, W: tl.constexpr, K: tl.constexpr, KEPT: tl.constexpr, WIDTH_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr, CHUNK: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """Program (columns of the state, value head, sequence): all new tokens, chunk by chunk; the state stays in registers."""
+    """Program (columns of the state, value head, sequence of more than `few` tokens): all new tokens, chunk by chunk.
+
+    The state stays in registers. If inputs were kept, those of accepted tokens come first.
+    """
     head, seq = tl.program_id(1), first_seq + tl.program_id(2)
     start = tl.load(start_ptr + seq)
     query_len = tl.load(start_ptr + seq + 1) - start
-    if query_len > 0:
+    if query_len > few:
         column, i, n = tl.program_id(0) * BLOCK_DV + tl.arange(0, BLOCK_DV), tl.arange(0, WIDTH_DK), tl.arange(0, CHUNK)
-        state_ptr += (tl.load(row_ptr + seq).to(tl.int64) * Hv + head) * Dk * Dv
+        slot = tl.load(row_ptr + seq).to(tl.int64)
+        state_ptr += (slot * Hv + head) * Dk * Dv
         at = i[:, None] * Dv + column[None, :]
         mask = (i < Dk)[:, None] & (column < Dv)[None, :]
-        has_state = tl.load(len_ptr + seq) > query_len  # else the slot holds another sequence's state
-        state = tl.load(state_ptr + at, mask=mask & has_state, other=0.0)
+        position = tl.maximum(tl.load(len_ptr + seq) - query_len, 0)  # 0: the slot holds another sequence's state
+        state = tl.load(state_ptr + at, mask=mask & (position > 0), other=0.0)
+        if KEPT:
+            seen_ptr += (slot * Hv + head) * tl.num_programs(0) + tl.program_id(0)
+            num_seen = tl.maximum(tl.load(seen_ptr), position - KEPT)
+            state = apply_accepted(
+                state, ring_ptr + slot * R * W, weight_ptr, A_log_ptr, dt_bias_ptr, num_seen, position, head, i, column,
+                Hk, Hv, Dk, Dv, R, W, K, EPS,
+            )  # fmt: skip
+            tl.store(seen_ptr, position + query_len)
         DTYPE: tl.constexpr = factors_ptr.dtype.element_ty
         for first in range(0, query_len, CHUNK):
             token, inside = (start + first + n).to(tl.int64), first + n < query_len

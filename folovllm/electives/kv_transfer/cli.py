@@ -1,0 +1,39 @@
+"""`folovllm route`: the command."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def route(
+    decode: Annotated[list[str], typer.Option(help="URL of a server with --role decode; several may be given.")],
+    prefill: Annotated[
+        list[str] | None, typer.Option(help="URL of one with --role prefill: it answers if no other can.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen at.")] = 8080,
+) -> None:
+    """Pass requests of OpenAI's API on to servers that answer, and back.
+
+    A decode server has its prompts computed by the prefill server that its --peer names.
+    """
+    try:
+        import uvicorn
+
+        from folovllm.electives.kv_transfer.router import Router
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            f'{error.name} is not installed: pip install "folovllm[serve]" brings what a router needs'
+        ) from error
+    for url in (*decode, *(prefill or ())):
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"a server's URL begins with http://, unlike {url!r}")
+    print(f"routing at http://{host}:{port}/v1 to {', '.join(decode)} (Ctrl-C ends it)", flush=True)
+    uvicorn.run(Router(decode, prefill or []).app, host=host, port=port, log_level="warning", access_log=False)
+
+
+def add_to(app: typer.Typer) -> None:
+    """Add the command to `app`."""
+    app.command()(route)

@@ -1,0 +1,148 @@
+"""The side that answers: it has a peer compute each prompt, and takes the K/V into its own cache before the request is queued.
+
+The request comes to this side, and this side asks the peer. So a prompt is tokenized once, the answer is sampled in one place, and the only
+thing that can go wrong is that K/V do not come: then the prompt is computed here. A router in front needs to know nothing of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+import msgspec
+import numpy as np
+
+from folovllm.electives.kv_transfer.blocks import Blocks, block_keys
+from folovllm.electives.kv_transfer.prefill import NUM_SEGMENTS, SENT, Engine, Segments, call, look_up
+from folovllm.electives.kv_transfer.segment import START, open_segment
+from folovllm.electives.kv_transfer.wire import (
+    SHORT,
+    Ask,
+    Connection,
+    Done,
+    Piece,
+    Reply,
+    SegmentRef,
+    WireError,
+    checksum_of,
+)
+from folovllm.request import Request
+
+logger = logging.getLogger("folovllm")
+GREETING = 5.0  # seconds to connect, and to prove who one is
+MOST_WAITING = 64  # prompts that wait for a peer at a time; one beyond is computed here
+IMPORTED = 64 << 20  # bytes that the engine takes in between two steps
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0  # seconds until a lost peer is asked again
+
+
+class PrefillClient:
+    """Brings K/V of prompts from one peer.
+
+    Args:
+        host, port: where the peer listens. secret: which both know.
+        seconds: from the arrival of a request until its prompt is computed here, if not all has come.
+    """
+
+    def __init__(self, engine: Engine, host: str, port: int, secret: bytes, seconds: float) -> None:
+        self._engine, self._host, self._port, self._secret, self._seconds = engine, host, port, secret, seconds
+        self._peer = f"{host}:{port}"
+        self._num_waiting = 0
+        self._mapped: dict[SegmentRef, memoryview] = {}  # the peer's segments that this process sees
+        self._num_failures, self._retry_at = 0, 0.0  # in a row; no request is brought before this time
+
+    async def start(self) -> None:
+        """Raises ValueError if the engine's K/V cannot travel. The peer need not be there yet."""
+        self._segments = Segments((await look_up(self._engine))[0])
+
+    def close(self) -> None:
+        """Give back the shared memory."""
+        self._mapped.clear()
+        self._segments.close()
+
+    async def bring(self, request: Request) -> None:
+        """Bring the K/V of a prompt into the cache, as far as they come in time. Raises nothing: what is missing will be computed.
+
+        Cancelling it, because the client left, ends the request at the peer, too.
+        """
+        size, now = self._engine.setup.block_size, time.monotonic()
+        num_blocks = (len(request.prompt_token_ids) - 1) // size  # one token is left to compute here
+        scored = request.params.prompt_logprobs is not None  # all of it must be computed where it is sampled
+        if not num_blocks or scored or now < self._retry_at or self._num_waiting >= MOST_WAITING:
+            return
+        if self._num_failures:  # one request tries, the others do not wait for it
+            self._retry_at = now + self._seconds
+        token_ids = np.array(request.prompt_token_ids[: num_blocks * size], np.int32).tobytes()
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout(self._seconds):
+                await self._transfer(token_ids, request.cache_salt)
+            self._num_failures, self._retry_at = 0, 0.0
+        except Exception as error:  # it died, is slow, refuses or lies; or the engine takes nothing, which the request will hear itself
+            pause = min(FIRST_PAUSE * 2**self._num_failures, LONGEST_PAUSE)
+            self._num_failures, self._retry_at = self._num_failures + 1, time.monotonic() + pause
+            why = str(error) or type(error).__name__
+            logger.warning("prompts are computed here for %g s: the peer at %s failed (%s)", pause, self._peer, why)
+        finally:
+            self._num_waiting -= 1
+
+    async def _transfer(self, token_ids: bytes, salt: str | None) -> None:
+        """Bring what is not cached yet, piece by piece. Raises OSError, EOFError, ValueError (`WireError` is one) or what the engine raises."""
+        layout, have, root = await look_up(self._engine, token_ids, salt)
+        keys, ask = block_keys(token_ids, layout.block_size, root), Ask(layout, token_ids, have, salt)
+        if have == len(keys):
+            return
+        async with asyncio.timeout(GREETING):
+            reader, writer = await asyncio.open_connection(self._host, self._port)
+            peer = Connection(reader, writer, self._secret, is_server=False)
+        try:
+            async with asyncio.timeout(GREETING):
+                await peer.greet()
+                await peer.send(ask)
+            while isinstance(piece := await peer.receive(Piece, Done, limit=SHORT + 16 * len(token_ids)), Piece):
+                piece.require_sound(ask, have, keys)
+                have = await self._take(peer, piece, ask)
+                is_whole = have == piece.first + len(piece.keys)  # else the cache has no room
+                await peer.send(Reply("next" if is_whole else "nothing"))
+        finally:
+            writer.close()
+
+    async def _take(self, peer: Connection, piece: Piece, ask: Ask) -> int:
+        """Check the bytes of a piece, and hand it to the engine. Returns how many blocks of the prompt are cached then."""
+        if (shared := self._shared(piece.memory)) is not None:
+            await check(shared, piece)
+            return await self._import(piece.memory, piece, ask)
+        await peer.send(Reply("bytes"))
+        async with self._segments.one() as segment:
+            for at in range(0, piece.num_bytes, SENT):
+                n = min(SENT, piece.num_bytes - at)
+                segment.data[at : at + n] = await peer.reader.readexactly(n)
+            await check(segment.data, piece)
+            return await self._import(segment.ref, piece, ask)
+
+    def _shared(self, memory: SegmentRef) -> memoryview | None:
+        """What a segment of the peer's holds; None if it is not seen here, as on another host."""
+        if memory not in self._mapped:
+            if len(self._mapped) == NUM_SEGMENTS:
+                self._mapped.clear()  # of a peer that has ended, most likely
+            try:
+                self._mapped[memory] = memoryview(open_segment(memory))[START:]
+            except WireError:
+                return None
+        return self._mapped[memory]
+
+    async def _import(self, memory: SegmentRef, piece: Piece, ask: Ask) -> int:
+        """Hand a piece to the engine in parts, since no step runs meanwhile."""
+        end, part = piece.first + len(piece.keys), max(1, IMPORTED // piece.layout.block_bytes)
+        for until in [*range(piece.first + part, end, part), end]:
+            blocks = Blocks(ask.token_ids, ask.salt, piece.first, end, until, memory, piece.layout)
+            have = int(await call(self._engine, "import_blocks", blocks=msgspec.msgpack.encode(blocks)))
+            if have < until:
+                break
+        return min(have, end)
+
+
+async def check(data: memoryview, piece: Piece) -> None:
+    """Raise WireError if the bytes are not those that the peer announced."""
+    if piece.num_bytes > len(data) or await asyncio.to_thread(checksum_of, data[: piece.num_bytes]) != piece.checksum:
+        raise WireError("the peer's K/V are damaged: their checksum is another")

@@ -1,0 +1,106 @@
+"""Blocks in files: each is written once, beside what it claims to be, and believed only if all of that is true."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import xxhash
+
+MAGIC = b"FOLOKV01"
+NAME = "folovllm-kv"  # of our folder in the user's
+SUFFIX = ".kv"
+STALE = 3600.0  # seconds after which a file that was never completed is nobody's
+
+
+def own_folder(parent: Path) -> Path:
+    """Make our folder in `parent`, readable by us alone: K/V tell what was asked. Raises ValueError where that cannot be."""
+    folder = parent / NAME
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        info = folder.lstat()
+        if not stat.S_ISDIR(info.st_mode) or info.st_uid != os.getuid():
+            raise ValueError(f"kv_offload_dir: {folder} is not a folder of yours: choose another place")
+        folder.chmod(0o700)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"kv_offload_dir: nothing can be written to {folder}: {error.strerror}") from error
+    return folder
+
+
+def stored_keys(folder: Path, num_ranks: int) -> Iterator[tuple[bytes, int]]:
+    """Yield the keys of complete blocks, which every rank has, with the bytes of all their files; the oldest first. Broken-off files are removed."""
+    found: dict[str, list[os.stat_result]] = {}
+    for entry in os.scandir(folder):
+        with suppress(OSError):
+            if entry.name.startswith("tmp") and time.time() - entry.stat().st_mtime > STALE:
+                os.unlink(entry.path)
+            elif entry.name.endswith(SUFFIX):
+                found.setdefault(entry.name.split(".")[0], []).append(entry.stat())
+    for name, stats in sorted(found.items(), key=lambda pair: pair[1][0].st_mtime_ns):
+        with suppress(ValueError):
+            if len(stats) == num_ranks:  # of another number of ranks there are other keys
+                yield bytes.fromhex(name), sum(each.st_size for each in stats)
+
+
+class BlockFiles:
+    """A rank's files, one a block."""
+
+    def __init__(self, folder: Path, rank: int, block_bytes: int) -> None:
+        self._folder, self._rank, self._block_bytes = folder, rank, block_bytes
+
+    def path(self, key: bytes) -> Path:
+        """The file of a block."""
+        return self._folder / f"{key.hex()}.{self._rank}{SUFFIX}"
+
+    def write(self, key: bytes, token_ids: bytes, payload: memoryview) -> None:
+        """Write a block so that its file is there completely or not at all. Raises OSError: the disk is full or broken."""
+        header = MAGIC + checksum(key, token_ids, payload) + len(token_ids).to_bytes(4, "little") + token_ids
+        handle, name = tempfile.mkstemp(prefix="tmp", dir=self._folder)  # mode 0600
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(header)
+                file.write(payload)
+            os.replace(name, self.path(key))
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(name)
+            raise
+
+    def read(self, key: bytes, token_ids: bytes, out: memoryview) -> bool:
+        """Read a block into `out`. False if it is not there, or is not what it claims to be: then its file is removed."""
+        header = len(MAGIC) + 16 + 4
+        try:
+            with self.path(key).open("rb") as file:
+                expected = header + len(token_ids) + self._block_bytes
+                claimed = file.read(header + len(token_ids))
+                right = os.fstat(file.fileno()).st_size == expected and file.readinto(out) == len(out)
+        except OSError:
+            return False
+        told = MAGIC + checksum(key, token_ids, out) + len(token_ids).to_bytes(4, "little") + token_ids
+        if right and claimed == told:
+            with suppress(OSError):
+                os.utime(self.path(key))  # the oldest go first
+            return True
+        self.remove(key)
+        return False
+
+    def remove(self, key: bytes) -> None:
+        """Remove a block's file, if it is there."""
+        with suppress(OSError):
+            self.path(key).unlink()
+
+
+def checksum(key: bytes, token_ids: bytes, payload: memoryview) -> bytes:
+    """16 bytes over a block's name, its tokens and its K/V."""
+    digest = xxhash.xxh3_128(key)
+    digest.update(token_ids)
+    digest.update(payload)
+    return digest.digest()

@@ -1,0 +1,65 @@
+"""What a server with `--role` does beside its engine. `folovllm.plugins` names `role`."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from folovllm.electives.kv_transfer.decode import PrefillClient
+from folovllm.electives.kv_transfer.prefill import Engine, PrefillServer
+from folovllm.request import Request
+
+SECRET = "FOLOVLLM_PEER_SECRET"
+Bring = Callable[[Request], Awaitable[None]]
+
+
+@asynccontextmanager
+async def role(engine: Engine, name: str, peer: str, seconds: float) -> AsyncIterator[Bring | None]:
+    """Run a role beside an engine: "prefill" computes prompts for others, who connect at `peer`; "decode" has them computed there.
+
+    Yields:
+        What a request waits for before it is queued; None: nothing.
+
+    Raises:
+        ValueError: the address is none, or another than this machine's own without a secret; or the engine's K/V cannot travel.
+    """
+    host, port = address_of(peer)
+    secret = os.environ.get(SECRET, "").encode()
+    if name == "prefill":
+        if not secret and not is_local(host):
+            raise ValueError(
+                f"whoever reaches {peer} could read prompts: set {SECRET} to a secret, or give 127.0.0.1:PORT"
+            )
+        server = PrefillServer(engine, secret)
+        port = await server.start(host, port)
+        print(f"computing prompts for peers at {host}:{port}", flush=True)
+        try:
+            yield None
+        finally:
+            await server.close()
+        return
+    client = PrefillClient(engine, host, port, secret, seconds)
+    await client.start()
+    try:
+        yield client.bring
+    finally:
+        client.close()
+
+
+def address_of(peer: str) -> tuple[str, int]:
+    """Host and port of "HOST:PORT"; a host with colons stands in brackets. Raises ValueError."""
+    host, colon, port = peer.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f"peer must be HOST:PORT, not {peer!r}")
+    return host, int(port)
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine can reach an address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,121 @@
+"""A router in front of servers: it passes requests to a decode server, and its answer back, byte by byte.
+
+It knows nothing of prompts, for a decode server has them computed by its peer (`folovllm.electives.kv_transfer.decode`). It
+chooses the server with the fewest requests. If one cannot be reached, or dies before its answer begins, another gets the request:
+the servers of prompts at last, which are whole engines.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import httpx
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from folovllm.electives.kv_transfer.wire import unless
+
+HOP = {
+    "connection",
+    "keep-alive",
+    "te",
+    "trailer",
+    "transfer-encoding",
+    "upgrade",
+    "proxy-connection",
+}  # of one connection alone
+MOST_BODY = 64 << 20  # bytes; servers have a limit of their own
+CONNECT = 5.0  # seconds
+CLIENT_GONE = 499
+PAUSE = 2.0  # seconds for which a server that failed comes last
+
+
+@dataclass(slots=True, eq=False)
+class Server:
+    """A server behind the router."""
+
+    url: str
+    is_prefill: bool
+    num_open: int = 0
+    failed_at: float = -PAUSE
+
+    def rank(self, now: float) -> tuple[bool, bool, int]:
+        """The smallest is asked first."""
+        return now < self.failed_at + PAUSE, self.is_prefill, self.num_open
+
+
+class Router:
+    """The application, for uvicorn."""
+
+    def __init__(
+        self, decode: list[str], prefill: list[str], transport: httpx.AsyncBaseTransport | None = None
+    ) -> None:
+        self.servers = [Server(url.rstrip("/"), False) for url in decode] + [
+            Server(url.rstrip("/"), True) for url in prefill
+        ]
+        timeout, limits = httpx.Timeout(None, connect=CONNECT), httpx.Limits(max_connections=None)
+        self._client = httpx.AsyncClient(timeout=timeout, limits=limits, transport=transport, trust_env=False)
+        methods = ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS"]  # HEAD comes with GET
+        self.app = Starlette(routes=[Route("/{path:path}", self.route, methods=methods)])
+
+    async def route(self, request: Request) -> Response:
+        """Pass a request on, to the first server that answers."""
+        body = bytearray()
+        async for piece in request.stream():
+            body += piece
+            if len(body) > MOST_BODY:
+                return refusal(413, f"the body is longer than {MOST_BODY} bytes")
+        why = ""
+        for server in sorted(self.servers, key=lambda server: server.rank(time.monotonic())):
+            server.num_open += 1
+            try:
+                sending = self._client.send(self._passed_on(server, request, bytes(body)), stream=True)
+                return Passed(server, await unless(left(request), sending))
+            except httpx.TransportError as error:
+                server.failed_at, why = time.monotonic(), f"{why}; {server.url}: {error or type(error).__name__}"
+            except EOFError:
+                return Response(status_code=CLIENT_GONE)
+            finally:
+                server.num_open -= 1
+        return refusal(503, f"no server answers{why}")
+
+    def _passed_on(self, server: Server, request: Request, body: bytes) -> httpx.Request:
+        """The request as it came, its Host header too: the server behind decides who may ask."""
+        headers = [(k, v) for k, v in request.headers.raw if k.decode("latin-1") not in HOP | {"content-length"}]
+        path = request.scope.get("raw_path", request.url.path.encode()).decode("latin-1")
+        query = f"?{request.url.query}" if request.url.query else ""
+        return self._client.build_request(request.method, server.url + path + query, headers=headers, content=body)
+
+
+class Passed(StreamingResponse):
+    """A server's answer, which counts as open until all is passed on, or nobody reads it any more."""
+
+    def __init__(self, server: Server, answer: httpx.Response) -> None:
+        super().__init__(answer.aiter_raw(), answer.status_code)
+        self.raw_headers = [(k.lower(), v) for k, v in answer.headers.raw if k.decode("latin-1").lower() not in HOP]
+        self._server, self._answer = server, answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass it on. Its end here ends it at the server."""
+        self._server.num_open += 1
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._server.num_open -= 1
+            await self._answer.aclose()
+
+
+async def left(request: Request) -> None:
+    """Wait until the client has left. Its body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def refusal(status: int, message: str) -> Response:
+    """An error as OpenAI's API has it."""
+    error = {"message": message, "type": "server_error" if status >= 500 else "invalid_request_error", "param": None}
+    return JSONResponse({"error": error | {"code": "no_server" if status == 503 else None}}, status)

@@ -1,0 +1,150 @@
+"""The runner of packed steps beside whose model a draft head runs: chains of drafts are captured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+
+from folovllm.electives.spec_decode.head_runner import CHAIN, HeadModelRunner
+from folovllm.electives.spec_decode.multi_step import WIDEST, DraftTokens
+from folovllm.sample.sampling_row import RowField
+from folovllm.step.bitmasks import TokenBitmasks
+from folovllm.step.forward_batch import ForwardBatch
+from folovllm.step.packed import Field, PackedStep, Parts, split, unpack_extras
+from folovllm.step.schedule import StepResult
+from folovllm.worker.buckets import Bucket, decode_bucket, padding_of
+from folovllm.worker.graph_runner import GraphRunner
+
+
+@dataclass(slots=True, frozen=True)
+class PendingChain:
+    """A chain of drafts that was started."""
+
+    drafted: DraftTokens
+    num_seqs: int
+    k: int
+
+    def is_here(self) -> bool:
+        """Return whether `wait` would return at once."""
+        return self.drafted.arrived is None or self.drafted.arrived.query()
+
+    def wait(self) -> StepResult:
+        """Wait for the drafts, and return for each sequence its newest token and its `k` draft tokens."""
+        names = self.drafted.placeholder_ids[: self.k + 1, : self.num_seqs]
+        return StepResult(self.drafted.resolve(names).T.tolist(), {})
+
+
+class HeadGraphRunner(GraphRunner):
+    """A `GraphRunner` that starts chains of drafts, too. What a chain drafts stays on the device, under placeholder ids.
+
+    Line 0 of `drafted` gets the newest tokens, and line i + 1 draft i, each sequence in its column of the chain's step.
+    """
+
+    def __init__(self, *arguments: Any, drafted: DraftTokens, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self._drafted, device = drafted, self._setup.device
+        rows = self._setup.max_num_seqs + 1
+        self._lengths = chain_lengths(len(drafted.sampled) - 1)
+        self._scratch = torch.zeros(2, rows, dtype=torch.int64, device=device)  # what kernels write besides
+        self._all_allowed = torch.full_like(self._row_sampler.masks[:rows], -1)
+        self._ended = torch.cuda.Event() if device.type == "cuda" else None
+
+    @property
+    def _inner(self) -> HeadModelRunner:
+        return cast(HeadModelRunner, self._runner)
+
+    def execute_model(self, step: PackedStep | TokenBitmasks) -> Any:
+        """Return what the runner returns for a step, and `PendingChain` where a chain is asked for."""
+        if isinstance(step, PackedStep) and step.extras.size:
+            asked = unpack_extras(step.extras).get(CHAIN)
+            if asked is not None:
+                return self._start_chain(step, int(asked[0, 1]))
+        return super().execute_model(step)
+
+    def _start_chain(self, step: PackedStep, k: int) -> PendingChain:
+        if step.is_decode:
+            k = next(length for length in self._lengths if length >= k)
+            graph = self._chain_graph(step.fields.shape[1], k, step.is_special)
+            graph.replay(self._steps_in.stage(step.fields.ravel()))
+            self._steps_in.mark()
+        else:
+            self._run_chain_eagerly(step, k)
+        if self._ended is not None:
+            self._ended.record()
+            self._drafted.arrived = self._ended
+        return PendingChain(self._drafted, step.num_seqs, k)
+
+    def _chain_graph(self, width: int, k: int, is_special: bool) -> Any:
+        bucket = decode_bucket(width)
+
+        def capture() -> Any:
+            work = partial(self._chain_of_decodes, bucket, k, is_special)
+            return self._graph_pool.capture(padding_of(bucket, self._setup.max_num_seqs), work)
+
+        return self._graphs.get(width, f"{k} drafts{' special' * is_special}", capture)
+
+    def _chain_of_decodes(self, bucket: Bucket, k: int, is_special: bool, numbers: torch.Tensor) -> None:
+        """Run a chain behind a step's decodes. This work is captured."""
+        fields = split(numbers, bucket.columns).fields
+        self._chain(self._tables.unpack_decode(fields, self._setup.max_model_len), fields, k, is_special)
+
+    def _run_chain_eagerly(self, step: PackedStep, k: int) -> None:
+        parts, _ = self._upload(step, None)
+        batch = self._tables.unpack(parts, step.num_seqs, 1, self._setup.max_model_len, step.fields)
+        self._chain(batch, parts.samples, k, step.is_special)
+
+    def _chain(self, batch: ForwardBatch, samples: torch.Tensor, k: int, is_special: bool) -> None:
+        """Draft behind the newest tokens of a batch, which are sampled by `samples` [len(Sample), S]. Device work only."""
+        sample = self._sample_special if is_special else self._sample_plainly
+        found = self._inner.chain(batch, k, lambda logits, i: sample(logits, later(samples, i)))
+        self._drafted.sampled[: k + 1, : found.shape[1]] = found
+        self._drafted.host.copy_(self._drafted.sampled, non_blocking=True)
+
+    def _sample_plainly(self, logits: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
+        out, last = self._scratch
+        self._step_sampler.one_pass(logits, samples, out, last)
+        return out[: len(logits)].clone()
+
+    def _sample_special(self, logits: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
+        """Sample with each row's filters and penalties, as they are before the drafts, and without its grammar."""
+        rows, positions = samples[Field.ROW], samples[Field.SEQ_LEN]
+        masks = self._all_allowed[: len(logits)]
+        return self._row_sampler.sample(self._step_sampler.full_logits(logits), rows, positions, masks=masks)
+
+    def _upload(self, step: PackedStep, bucket: Bucket | None) -> tuple[Parts[torch.Tensor], torch.Tensor]:
+        """As the parent. Rows with another sequence forget the hidden states that they keep."""
+        parts, padded = super()._upload(step, bucket)
+        if count := step.sampling_updates.num_rows:
+            width = 1 + len(RowField)
+            self._inner.kept.forget(parts.sampling_updates[: count * width].view(count, width)[:, 0].long())
+        return parts, padded
+
+    def _capture(self, bucket: Bucket) -> None:
+        super()._capture(bucket)
+        if bucket.is_decode:
+            for k in self._lengths:
+                for is_special in (False, True)[: 1 + (bucket.num_decodes <= WIDEST)]:
+                    self._chain_graph(bucket.num_decodes, k, is_special)
+
+    def _dry_run_graphs(self) -> None:
+        """Run a short chain of each width, too. What a chain launches does not depend on its length."""
+        super()._dry_run_graphs()
+        for bucket in map(decode_bucket, self._graphs.widths):
+            numbers = torch.from_numpy(padding_of(bucket, self._setup.max_num_seqs)).to(self._setup.device)
+            for is_special in (False, True):
+                self._chain_of_decodes(bucket, 1, is_special, numbers)
+
+
+def later(samples: torch.Tensor, i: int) -> torch.Tensor:
+    """Return the samples [len(Sample), S] of `i` positions later."""
+    samples = samples.clone()
+    samples[Field.SEQ_LEN] += i
+    return samples
+
+
+def chain_lengths(most: int) -> list[int]:
+    """Return the lengths of captured chains, ascending: a chain that is longer than asked for does no harm."""
+    return sorted({n for n in (1, 2, 3, 4, 6, 8, 16, 32) if n < most} | {most})

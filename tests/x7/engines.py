@@ -1,0 +1,55 @@
+"""Engines whose cache holds little, and requests that push each other out of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from folovllm.config import EngineConfig
+from folovllm.engine.llm_engine import LLMEngine
+from folovllm.engine.llm_engine import make_engine as make_any_engine
+from folovllm.sampling_params import SamplingParams
+from tests.helpers import prompts, tiny_checkpoint
+from tests.workloads import Request, serve
+
+PLAIN = SamplingParams(temperature=0.8, seed=1, max_tokens=8, ignore_eos=True)
+FIELDS: dict[str, Any] = {"device": "cpu", "use_tqdm": False, "max_model_len": 64, "block_size": 4, "max_num_seqs": 4}
+SMALL: dict[str, Any] = {"num_kv_blocks": 24, "max_num_batched_tokens": 24}
+ROOMY: dict[str, Any] = {"num_kv_blocks": 400, "max_num_batched_tokens": 24}
+
+
+def make_engine(**overrides: Any) -> LLMEngine:
+    return make_any_engine(EngineConfig(**{"model": str(tiny_checkpoint()), **FIELDS, **overrides}))
+
+
+def rounds() -> list[list[Request]]:
+    """Prompts with heads in common, others that push them out, then the heads again with other tails, and the first once more."""
+    heads, tails = prompts([24, 20, 28], seed=3), prompts([3, 5, 2, 6, 4, 1], seed=5)
+    first = [Request(a + b, replace(PLAIN, seed=i)) for i, (a, b) in enumerate(zip(heads, tails, strict=False))]
+    again = [Request(a + b, replace(PLAIN, seed=i)) for i, (a, b) in enumerate(zip(heads, tails[3:], strict=True))]
+    others = [Request(prompt, replace(PLAIN, seed=9)) for prompt in prompts([33, 29, 31, 27, 30], seed=8)]
+    return [first, others, again, others, first]
+
+
+def answers(engine: LLMEngine, requests: Sequence[Request]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in serve(engine, requests)]
+
+
+def connector_of(engine: LLMEngine) -> Any:
+    return engine.scheduler.connector  # type: ignore[attr-defined]
+
+
+def settle(engine: LLMEngine) -> None:
+    """Let all transfers end."""
+    import time
+
+    connector = connector_of(engine)
+    connector._settle(time.monotonic() + 10)
+
+
+def poison(block_ids: Sequence[int], cache: torch.Tensor) -> None:
+    """Fill blocks of a cache [2L, N, bytes] with bits that are no number in any float dtype."""
+    cache[:, list(block_ids)] = 0xFF

@@ -1,0 +1,132 @@
+"""Two engines in this process, one of which computes the prompts of the other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from folovllm.electives.kv_transfer.decode import PrefillClient
+from folovllm.electives.kv_transfer.prefill import PrefillServer
+from folovllm.electives.server.async_engine import AsyncEngine
+from folovllm.sampling_params import SamplingParams
+
+OPTIONS: dict[str, Any] = {
+    "model": "stories-5m",
+    "block_size": 16,
+    "num_kv_blocks": 96,
+    "max_model_len": 512,
+    "use_tqdm": False,
+}
+TEXT = "Once upon a time there was a little girl who had a red ball. " * 12
+PROMPTS = [TEXT, "Once", "The dog " * 60]
+GREEDY, SEEDED = SamplingParams(temperature=0, max_tokens=24), SamplingParams(temperature=1.0, seed=5, max_tokens=24)
+
+
+class Pair:
+    """`decode` answers; `client` asks `server`, which listens at `port`."""
+
+    def __init__(self, prefill: AsyncEngine, decode: AsyncEngine, secret: bytes, theirs: bytes) -> None:
+        self.prefill, self.decode, self._theirs, self.secret = prefill, decode, theirs, secret
+        self.server = PrefillServer(prefill, theirs)
+        self.port = 0
+
+    async def start(self) -> None:
+        self.port = await self.server.start("127.0.0.1", 0)
+        await self.ask(self.port)
+
+    async def ask(self, port: int, seconds: float = 20.0) -> None:
+        """Let `decode` ask a peer at another port."""
+        self.client = PrefillClient(self.decode, "127.0.0.1", port, self.secret, seconds)
+        await self.client.start()
+        self.decode.bring = self.client.bring
+
+    async def answer(self, prompt: Any, params: SamplingParams = GREEDY, **options: Any) -> tuple[list[int], int]:
+        """The tokens of an answer, and how many of the prompt's were not computed here."""
+        outputs = [output async for output in self.decode.generate(prompt, params, **options)]
+        return list(outputs[-1].outputs[0].token_ids), outputs[-1].num_cached_tokens or 0
+
+    async def require_idle(self) -> None:
+        """Nothing is held on either side."""
+        for engine in (self.prefill, self.decode):
+            for _ in range(400):
+                if not (engine.num_open or engine.stats.num_running or engine.stats.num_waiting):
+                    break
+                await asyncio.sleep(0.01)
+            assert (engine.num_open, engine.stats.kv_blocks_used, engine.num_queued) == (0, 0, 0)
+
+
+@asynccontextmanager
+async def pair(
+    secret: bytes = b"", theirs: bytes | None = None, common: dict[str, Any] | None = None, **other: Any
+) -> AsyncIterator[Pair]:
+    """Both engines. `common` are options of both, `other` those in which the one that answers differs."""
+    shared = OPTIONS | (common or {})
+    async with AsyncEngine(**shared) as prefill, AsyncEngine(**shared | other) as decode:
+        both = Pair(prefill, decode, secret, secret if theirs is None else theirs)
+        await both.start()
+        try:
+            yield both
+            await both.require_idle()
+        finally:
+            both.client.close()
+            await both.server.close()
+
+
+class Between:
+    """What lies between two peers: it passes `after` bytes of the answers, and then does something else.
+
+    Args:
+        what: "cut" ends the connection, "hang" passes nothing more, "flip" changes a bit of the next byte and goes on, "wrong" is a program
+            of another kind, which says something else from the start.
+    """
+
+    def __init__(self, port: int, what: str, after: int) -> None:
+        self._port, self._what, self._after = port, what, after
+        self.passed = 0  # bytes of the longest answer
+
+    async def __aenter__(self) -> int:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return int(self._server.sockets[0].getsockname()[1])
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, to = await asyncio.open_connection("127.0.0.1", self._port)
+        asking = asyncio.create_task(self._ask(reader, to))
+        try:
+            await self._reply(there, writer)
+        except (OSError, asyncio.CancelledError):
+            pass  # the client has left, or the test
+        finally:
+            asking.cancel()
+            writer.close()
+            to.close()
+
+    async def _ask(self, reader: asyncio.StreamReader, to: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            to.write(data)
+        to.close()
+
+    async def _reply(self, there: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._what == "wrong":
+            writer.write(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n")
+            return
+        passed = 0
+        while data := await there.read(1 << 16):
+            left = self._after - passed
+            if 0 <= left < len(data):
+                if self._what == "flip":
+                    data = data[:left] + bytes([data[left] ^ 0x10]) + data[left + 1 :]
+                else:
+                    writer.write(data[:left])
+                    await writer.drain()
+                    if self._what == "cut":
+                        return
+                    await asyncio.sleep(60)
+            passed += len(data)
+            self.passed = max(self.passed, passed)
+            writer.write(data)
+            await writer.drain()

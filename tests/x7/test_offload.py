@@ -1,0 +1,325 @@
+"""Offloading: wherever a prefix was, the answer is bit by bit that of an engine that never lost it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from folovllm.electives.kv_transfer import store as stores
+from folovllm.electives.kv_transfer.disk import NAME, BlockFiles
+from folovllm.electives.kv_transfer.index import HostIndex
+from folovllm.electives.rollouts.sleep import sleep, wake_up
+from folovllm.electives.rollouts.weights import get_weights, update_weights
+from folovllm.engine.events import BlocksMoved, Event
+from folovllm.engine.llm_engine import LLMEngine
+from tests.helpers import prompts, tiny_checkpoint
+from tests.workloads import Request, assert_nothing_left, serve
+from tests.x7.engines import PLAIN, ROOMY, SMALL, answers, connector_of, make_engine, poison, rounds, settle
+
+OFFLOAD = {"kv_offload": "4MiB"}
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Blocks that were saved, and those that a load is to fill, hold no numbers: who reads them too early is found out."""
+    start = stores.BlockStore.start_load_kv
+
+    def start_load_kv(self: stores.BlockStore, meta: stores.Meta) -> None:
+        loads, meta.loads = meta.loads, {}
+        start(self, meta)
+        poison([piece.block_id for piece in meta.saves.values()], self.cache)
+        poison([piece.block_id for pieces in loads.values() for piece in pieces], self.cache)
+        start(self, stores.Meta(loads=loads))
+
+    monkeypatch.setattr(stores.BlockStore, "start_load_kv", start_load_kv)
+    yield
+
+
+def check(engine: LLMEngine, expected: LLMEngine) -> None:
+    for requests in rounds():
+        assert answers(engine, requests) == answers(expected, requests)
+        assert_nothing_left(engine)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "m5": {"milestone": "m5"},
+    "m6, disk": {"milestone": "m6"},
+    "fp8, disk": {"milestone": "m6", "kv_cache_dtype": "fp8"},
+    "ngram": {
+        "milestone": "m6",
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "adaptive": False},
+    },
+    "chunks, disk": {"milestone": "m6", "max_num_batched_tokens": 9},
+    "invariant": {"milestone": "m6", "batch_invariant": True},
+    "little": {"milestone": "m6", "kv_offload": "40KiB"},  # a few blocks: most are lost
+    "little, disk": {"milestone": "m6", "kv_offload": "40KiB"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_answer_is_that_of_a_cache_with_room(case: str, tmp_path: Path) -> None:
+    fields, has_disk = CASES[case], case.endswith("disk")
+    more = {"kv_offload_dir": str(tmp_path)} if has_disk else {}
+    engine, expected = make_engine(**SMALL | OFFLOAD | fields | more), make_engine(**ROOMY | fields)
+    check(engine, expected)
+    counts = connector_of(engine).counters()
+    assert counts["offloaded_host"] > 20
+    if not case.startswith("little"):  # there the disk cannot keep up
+        assert counts["loaded_host"] > 8
+    engine.close()
+
+
+def test_a_restarted_engine_finds_its_prefixes(tmp_path: Path) -> None:
+    fields = {"milestone": "m6", **SMALL, **OFFLOAD, "kv_offload_dir": str(tmp_path)}
+    first = rounds()[0]
+    engine = make_engine(**fields)
+    expected = answers(engine, first)
+    engine.close()
+    assert (tmp_path / NAME).stat().st_mode & 0o777 == 0o700
+    again = make_engine(**fields)
+    outputs = serve(again, first)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+    assert [output.num_cached_tokens for output in outputs] == [24, 24, 28]
+    other = make_engine(**fields | {"kv_cache_dtype": "fp8"})
+    assert [output.num_cached_tokens for output in serve(other, first)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("lie", ["bit", "short", "long", "tokens", "swapped", "gone", "empty"])
+def test_a_file_that_lies_is_a_miss_and_goes(tmp_path: Path, lie: str) -> None:
+    fields = {"milestone": "m6", **SMALL, **OFFLOAD, "kv_offload_dir": str(tmp_path)}
+    first = rounds()[0]
+    engine = make_engine(**fields)
+    expected = answers(engine, first)
+    engine.close()
+    again = make_engine(**fields)
+    files = sorted((tmp_path / NAME).glob("*.kv"))
+    contents = [file.read_bytes() for file in files]
+    for i, (file, data) in enumerate(zip(files, contents, strict=True)):
+        changed = {
+            "bit": data[:-5] + bytes([data[-5] ^ 1]) + data[-4:], "short": data[:-1], "long": data + b"x", "empty": b"",
+            "tokens": data[:29] + bytes([data[29] ^ 1]) + data[30:], "swapped": contents[i - 1],
+        }  # fmt: skip
+        file.unlink() if lie == "gone" else file.write_bytes(changed[lie])
+    outputs = serve(again, first)
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+    assert {output.num_cached_tokens for output in outputs} == {0}
+    assert_nothing_left(again)
+    assert connector_of(again).counters()["lost_disk"] > 0 and not connector_of(again)._loads
+
+
+def test_a_disk_that_breaks_ends_the_disk_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def write(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(BlockFiles, "write", write)
+    engine = make_engine(milestone="m6", **SMALL, **OFFLOAD, kv_offload_dir=str(tmp_path))
+    with caplog.at_level("WARNING", "folovllm"):
+        check(engine, make_engine(milestone="m6", **ROOMY))
+        engine.close()
+    assert [record.message for record in caplog.records if "disk" in record.message] == [
+        "K/V go to the disk no more, and are not read from it: [Errno 28] No space left on device"
+    ]
+
+
+def test_the_folder_keeps_its_bound(tmp_path: Path) -> None:
+    fields = {"milestone": "m6", **SMALL, **OFFLOAD, "kv_offload_dir": str(tmp_path)}
+    engine = make_engine(**fields, kv_offload_dir_size="64KiB")
+    check(engine, make_engine(milestone="m6", **ROOMY))
+    settle(engine)
+    engine.close()
+    size = sum(file.stat().st_size for file in (tmp_path / NAME).iterdir())
+    assert 16 << 10 < size < 70 << 10
+
+
+def test_a_slow_disk_holds_up_only_who_waits_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {"milestone": "m6", **SMALL, **OFFLOAD, "kv_offload_dir": str(tmp_path)}
+    first, others = rounds()[:2]
+    engine = make_engine(**fields)
+    expected = [answers(engine, first[:1])[0], answers(engine, others[:1])[0]]
+    engine.close()
+    read = BlockFiles.read
+
+    def slowly(self: BlockFiles, *arguments: Any) -> bool:
+        time.sleep(0.3)
+        return read(self, *arguments)
+
+    monkeypatch.setattr(BlockFiles, "read", slowly)
+    again = make_engine(**fields)
+    again.add_request("old", first[0].prompt, first[0].params, stream=False)
+    tail = Request(prompts([11], seed=77)[0], PLAIN)
+    again.add_request("new", tail.prompt, tail.params, stream=False)
+    order, outputs = [], {}
+    while again.has_unfinished_requests():
+        for output in again.step():
+            order.append(output.request_id)
+            outputs[output.request_id] = output
+    assert order == ["new", "old"]
+    assert list(outputs["old"].outputs[0].token_ids) == expected[0] and outputs["old"].num_cached_tokens == 24
+
+
+def test_other_weights_find_nothing_of_before(tmp_path: Path) -> None:
+    fields = {"milestone": "m6", **SMALL, **OFFLOAD, "kv_offload_dir": str(tmp_path)}
+    engine, (first, others, *_) = make_engine(**fields), rounds()
+    before = answers(engine, first)
+    answers(engine, others)
+    weights = {name: tensor.clone() for name, tensor in get_weights(engine).items()}
+    changed = {
+        name: tensor * 1.25 if "k_proj" in name or "v_proj" in name else tensor for name, tensor in weights.items()
+    }
+    update_weights(engine, changed)
+    fresh = make_engine(milestone="m6", **ROOMY)
+    update_weights(fresh, changed)
+    for requests in (first, others, first):
+        assert answers(engine, requests) == answers(fresh, requests)
+    assert answers(engine, first) != before
+    sleep(engine)
+    wake_up(engine, weights)
+    assert answers(engine, first) == before
+    engine.close()
+    assert answers(make_engine(**fields), first) == before  # and no file is of the other weights
+
+
+def test_one_transfer_serves_all_who_wait_for_it() -> None:
+    engine, (first, others, *_) = make_engine(milestone="m6", **SMALL, **OFFLOAD), rounds()
+    expected = answers(engine, first[:1])[0]
+    answers(engine, others)
+    before = connector_of(engine).counters()["loaded_host"]
+    for i in range(3):
+        engine.add_request(str(i), first[0].prompt, first[0].params, stream=False)
+    outputs = [output for _ in range(200) for output in engine.step()]
+    assert [list(output.outputs[0].token_ids) for output in outputs] == [expected] * 3
+    assert {output.num_cached_tokens for output in outputs} == {24}
+    assert connector_of(engine).counters()["loaded_host"] - before == 6
+
+
+def test_salts_are_kept_apart() -> None:
+    engine = make_engine(milestone="m6", **SMALL, **OFFLOAD)
+    (request, *_), others, *_ = rounds()
+    cached = []
+    for salt in ("a", "b", "a"):
+        engine.add_request("1", request.prompt, request.params, cache_salt=salt, stream=False)
+        while not (outputs := engine.step()):
+            pass
+        cached.append(outputs[0].num_cached_tokens)
+        answers(engine, others)
+    assert cached == [0, 0, 24]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_aborts_and_preemptions_at_any_moment(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few blocks, many requests with few heads, aborts at random; a disk that is slow, and lies at times."""
+    rng, read = random.Random(seed), BlockFiles.read
+
+    def unreliable(self: BlockFiles, key: bytes, *arguments: Any) -> bool:
+        time.sleep(rng.choice((0.0, 0.0, 0.003)))
+        if rng.random() < 0.1:
+            self.path(key).unlink(missing_ok=True)
+        return read(self, key, *arguments)
+
+    monkeypatch.setattr(BlockFiles, "read", unreliable)
+    heads = prompts([28, 24, 21], seed=2)
+    requests = [
+        Request(heads[rng.randrange(3)] + tail, replace(PLAIN, seed=i, max_tokens=rng.randint(1, 14)))
+        for i, tail in enumerate(prompts([rng.randint(1, 12) for _ in range(40)], seed=seed))
+    ]
+    expected = answers(make_engine(milestone="m6", **ROOMY), requests)
+    engine = make_engine(milestone="m6", **SMALL, kv_offload="100KiB", kv_offload_dir=str(tmp_path))
+    aborted, done, left = set(), dict[str, list[int]](), list(range(len(requests)))
+    while left or engine.has_unfinished_requests():
+        while left and rng.random() < 0.5:
+            i = left.pop(0)
+            engine.add_request(str(i), requests[i].prompt, requests[i].params, stream=False)
+        for output in engine.step():
+            done[output.request_id] = list(output.outputs[0].token_ids)
+        if engine.request_ids and rng.random() < 0.1:
+            aborted.add(engine.abort_request(rng.choice(engine.request_ids)).request_id)
+    for number, tokens in done.items():
+        if number not in aborted:
+            assert tokens == expected[int(number)], number
+    assert len(done) > 15 and aborted
+    assert_nothing_left(engine)
+    settle(engine)
+    connector, index = connector_of(engine), connector_of(engine)._host
+    assert not connector._loads and not connector._by_seq and not index._holds and not index._orphans
+    assert connector.counters()["loaded_host"] > 0
+    engine.close()
+
+
+def test_listeners_hear_what_moves(tmp_path: Path) -> None:
+    engine = make_engine(milestone="m6", **SMALL, **OFFLOAD, kv_offload_dir=str(tmp_path))
+    heard: list[Event] = []
+    engine.subscribe(heard.extend)
+    check(engine, make_engine(milestone="m6", **ROOMY))
+    moved = [event for event in heard if isinstance(event, BlocksMoved)]
+    counts = connector_of(engine).counters()
+    for what in ("offloaded", "loaded"):
+        assert sum(e.num_blocks for e in moved if (e.what, e.place) == (what, "host")) == counts[f"{what}_host"] > 0
+    assert all(e.num_bytes == e.num_blocks * connector_of(engine)._block_bytes for e in moved)
+
+
+@pytest.mark.slow
+def test_two_ranks(tmp_path: Path) -> None:
+    fields = {"milestone": "m6", "tensor_parallel_size": 2}
+    engine = make_engine(**SMALL, **OFFLOAD, **fields, kv_offload_dir=str(tmp_path))
+    expected = make_engine(**ROOMY, **fields)
+    check(engine, expected)
+    assert connector_of(engine).counters()["loaded_host"] > 8
+    engine.close()
+    again = make_engine(**SMALL, **OFFLOAD, **fields, kv_offload_dir=str(tmp_path))
+    outputs = serve(again, rounds()[0])
+    assert [list(o.outputs[0].token_ids) for o in outputs] == answers(expected, rounds()[0])
+    assert min(output.num_cached_tokens for output in outputs) >= 20
+    again.close()
+
+
+def test_slots_are_held_while_something_moves() -> None:
+    index = HostIndex(2)
+    (a, gone), (b, _) = index.put(b"a", b"1"), index.put(b"b", b"2")
+    assert a is not None and b is not None and gone is None
+    index.hold(a.slot)
+    c, gone = index.put(b"c", b"3")
+    assert c is not None and gone == b"b" and c.slot == b.slot
+    index.hold(c.slot)
+    assert index.put(b"d", b"4") == (None, None)
+    index.drop(b"a")
+    assert index.put(b"d", b"4") == (None, None)
+    index.release(a.slot)
+    d, gone = index.put(b"d", b"4")
+    assert d is not None and d.slot == a.slot and gone is None
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "kv_offload must be a number of bytes": {"kv_offload": "much"},
+    "kv_offload_dir needs memory on the way": {"kv_offload_dir": "somewhere"},
+    "takes what the prefix cache evicts": {"kv_offload": "1M", "enable_prefix_caching": False},
+}
+
+
+@pytest.mark.parametrize("sentence", WRONG)
+def test_a_bad_option_is_refused_in_a_sentence(sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        make_engine(milestone="m6", **ROOMY, **WRONG[sentence])
+
+
+def test_models_with_states_and_windows_are_refused() -> None:
+    for family, sentence in (("qwen3_next", "keep states"), ("mistral", "window")):
+        with pytest.raises(ValueError, match=sentence):
+            make_engine(model=str(tiny_checkpoint(family)), milestone="m6", **OFFLOAD)
+
+
+def test_a_folder_that_cannot_be_ours_is_refused(tmp_path: Path) -> None:
+    (tmp_path / NAME).symlink_to(tmp_path)
+    with pytest.raises(ValueError, match="not a folder of yours"):
+        make_engine(milestone="m6", **ROOMY, **OFFLOAD, kv_offload_dir=str(tmp_path))
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ValueError, match="nothing can be written"):
+        make_engine(milestone="m6", **ROOMY, **OFFLOAD, kv_offload_dir=str(file))

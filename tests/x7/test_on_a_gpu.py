@@ -1,0 +1,105 @@
+"""Offloading on a GPU: copies on streams of their own, beside captured steps."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from folovllm.electives.kv_transfer import store as stores
+from tests.helpers import prompts
+from tests.workloads import Request, assert_nothing_left
+from tests.x7.engines import PLAIN, answers, connector_of, make_engine, poison, rounds, settle
+
+pytestmark = pytest.mark.gpu
+FIELDS: dict[str, Any] = {
+    "milestone": "m6",
+    "device": "cuda",
+    "block_size": 16,
+    "max_model_len": 256,
+    "max_num_batched_tokens": 96,
+}
+
+
+def store_of(worker: Any) -> stores.BlockStore:
+    store: stores.BlockStore = worker.state[stores.STORE]
+    return store
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_bytes_leave_and_come_back_as_they_were(dtype: str) -> None:
+    more = {"kv_cache_dtype": "fp8"} if dtype == "fp8" else {}
+    engine = make_engine(**FIELDS, dtype="bfloat16", num_kv_blocks=300, kv_offload="64MiB", **more)
+    (store,) = engine.executor.collective_rpc(store_of)
+    copies, cache = store._copies, store.cache
+    assert copies is not None
+    pieces = [
+        stores.Piece(slot, block, b"", b"")
+        for slot, block in zip(random.sample(range(len(store.host)), 250), random.sample(range(300), 250), strict=True)
+    ]
+    cache.random_(0, 256)
+    before = cache.clone()
+    copies.save(pieces)
+    poison([piece.block_id for piece in pieces], cache)
+    targets = random.sample(range(300), 250)
+    expected = cache.clone()
+    expected[:, targets] = before[:, [piece.block_id for piece in pieces]]
+    _, done = copies.load([piece._replace(block_id=target) for piece, target in zip(pieces, targets, strict=True)])
+    copies.let_steps_wait(done)
+    assert torch.equal(cache, expected)
+    engine.close()
+
+
+@pytest.mark.parametrize("has_disk", [False, True])
+def test_answers_are_those_of_a_cache_with_room(
+    has_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fixed shapes would make it bitwise; here a near tie may fall otherwise, so K/V are compared where they come back."""
+    start = stores.BlockStore.start_load_kv
+
+    def start_load_kv(self: stores.BlockStore, meta: stores.Meta) -> None:
+        loads, meta.loads = meta.loads, {}
+        start(self, meta)
+        poison([piece.block_id for pieces in loads.values() for piece in pieces], self.cache)
+        start(self, stores.Meta(loads=loads))
+
+    monkeypatch.setattr(stores.BlockStore, "start_load_kv", start_load_kv)
+    more = {"kv_offload_dir": str(tmp_path)} if has_disk else {}
+    fields = FIELDS | {"batch_invariant": True, "attention_backend": "triton"}
+    engine = make_engine(**fields, num_kv_blocks=24, kv_offload="1MiB" if has_disk else "64MiB", **more)
+    expected = make_engine(**fields, num_kv_blocks=2_000)
+    longer = [[Request(r.prompt * 5, replace(PLAIN, seed=i)) for i, r in enumerate(each)] for each in rounds()]
+    for requests in longer:
+        assert answers(engine, requests) == answers(expected, requests)
+        assert_nothing_left(engine)
+    assert connector_of(engine).counters()["loaded_host"] > 8
+    engine.close()
+    expected.close()
+
+
+def test_aborts_at_any_moment() -> None:
+    rng, heads = random.Random(0), prompts([120, 96], seed=2)
+    requests = [
+        Request(heads[rng.randrange(2)] + tail, replace(PLAIN, seed=i))
+        for i, tail in enumerate(prompts([9] * 40, seed=4))
+    ]
+    fields = FIELDS | {"batch_invariant": True, "attention_backend": "triton"}
+    expected = answers(make_engine(**fields, num_kv_blocks=2_000), requests)
+    engine, done, aborted = make_engine(**fields, num_kv_blocks=24, kv_offload="64MiB"), dict[str, list[int]](), set()
+    left = list(range(len(requests)))
+    while left or engine.has_unfinished_requests():
+        while left and rng.random() < 0.5:
+            i = left.pop(0)
+            engine.add_request(str(i), requests[i].prompt, requests[i].params, stream=False)
+        for output in engine.step():
+            done[output.request_id] = list(output.outputs[0].token_ids)
+        if engine.request_ids and rng.random() < 0.1:
+            aborted.add(engine.abort_request(rng.choice(engine.request_ids)).request_id)
+    assert all(tokens == expected[int(number)] for number, tokens in done.items() if number not in aborted)
+    settle(engine)
+    assert not connector_of(engine)._loads and not connector_of(engine)._host._holds
+    engine.close()

@@ -1,0 +1,190 @@
+"""`folovllm route` and both roles of `folovllm serve`, as they are started."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from folovllm.apps.cli import main
+from folovllm.electives.kv_transfer.roles import address_of
+from folovllm.electives.kv_transfer.router import Router
+from tests.x1.background import eventually
+from tests.x7.pair import TEXT
+
+pytestmark = pytest.mark.x7
+ROOT = Path(__file__).parents[2]
+SEEDED: dict[str, Any] = {"model": "stories-5m", "max_tokens": 24, "seed": 3, "temperature": 0.8}
+
+
+class Started:
+    """A command of ours that runs, in an `ExitStack` that ends it."""
+
+    def __init__(self, stack: ExitStack, *command: str) -> None:
+        line = [sys.executable, "-m", "folovllm", *command]
+        environment = os.environ | {"FOLOVLLM_PEER_SECRET": "a secret"}
+        self.process = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment)
+        stack.callback(self.end)
+
+    def url(self) -> str:
+        """The first address that it prints."""
+        assert self.process.stdout
+        for said in self.process.stdout:
+            if found := re.search(r"http://[\w.:]+", said):
+                return found[0]
+        raise AssertionError("it ended")
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout
+        self.process.stdout.close()
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
+
+
+SERVE = [
+    "serve",
+    "--port",
+    "0",
+    "--no-use-tqdm",
+    "--max-model-len",
+    "512",
+    "--num-kv-blocks",
+    "96",
+    "--block-size",
+    "16",
+]
+
+
+@pytest.mark.slow
+def test_three_processes_answer_as_one_and_survive_the_loss_of_one() -> None:
+    with ExitStack() as stack:
+        peer = f"127.0.0.1:{free_port()}"
+        prefill = Started(stack, *SERVE, "--role", "prefill", "--peer", peer, "--engine-process")
+        decode = Started(stack, *SERVE, "--role", "decode", "--peer", peer)
+        whole = prefill.url()
+        router = Started(stack, "route", "--decode", decode.url(), "--prefill", whole, "--port", str(free_port()))
+        one, both = (openai.OpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) for url in (whole, router.url()))
+        eventually(lambda: is_up(str(both.base_url).replace("/v1/", "/health")))
+        assert both.models.list().data[0].id == "stories-5m"
+        expected = one.completions.create(prompt=TEXT, **SEEDED)
+        answer = both.completions.create(prompt=TEXT, **SEEDED)
+        assert answer.choices == expected.choices
+        assert (
+            answer.usage
+            and answer.usage.prompt_tokens_details
+            and answer.usage.prompt_tokens_details.cached_tokens == 176
+        )
+        chat: Any = {"messages": [{"role": "user", "content": TEXT[:300]}], **SEEDED}
+        said = one.chat.completions.create(**chat).choices[0].message.content
+        assert (
+            "".join(c.choices[0].delta.content or "" for c in both.chat.completions.create(stream=True, **chat)) == said
+        )
+        with pytest.raises(openai.NotFoundError, match="no model 'other'"):
+            both.completions.create(prompt="x", **SEEDED | {"model": "other"})
+        with pytest.raises(openai.BadRequestError, match="max_tokens"):
+            both.completions.create(prompt="x", **SEEDED | {"max_tokens": -1})
+        stream = both.completions.create(prompt=TEXT[5:], stream=True, **SEEDED)
+        prefill.end()
+        assert len(list(stream)) > 1
+        answer = both.completions.create(prompt="And " + TEXT, **SEEDED)  # nobody has computed this
+        assert answer.usage and answer.usage.completion_tokens == 24
+
+
+def is_up(url: str) -> bool:
+    try:
+        return httpx.get(url).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+class Body(httpx.AsyncByteStream):
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        yield b"\xff as "
+        yield b"it is"
+
+
+def test_the_router_goes_on_to_the_next_server() -> None:
+    """One is not there, one dies before it answers; then the server of prompts has it. What it says passes as it is."""
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.host)
+        if request.url.host == "a":
+            raise httpx.ConnectError("refused")
+        if request.url.host == "b":
+            raise httpx.RemoteProtocolError("it died")
+        assert (request.url.raw_path, request.content, request.headers["host"]) == (b"/v1/x%20y?z=1", b"body", "name:1")
+        return httpx.Response(429, stream=Body(), headers={"Retry-After": "1", "Connection": "close"})
+
+    async def ask(router: Router) -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(router.app), base_url="http://name:1") as client:
+            return await client.post("/v1/x%20y?z=1", content=b"body")
+
+    async def check() -> None:
+        router = Router(["http://a", "http://b/"], ["http://c"], httpx.MockTransport(answer))
+        for _ in range(2):
+            response = await ask(router)
+            assert (response.status_code, response.content, response.headers["retry-after"]) == (
+                429,
+                b"\xff as it is",
+                "1",
+            )
+            assert "connection" not in response.headers
+        assert asked[:3] == ["a", "b", "c"] and asked[3] == "c", "who has failed comes last for a while"
+        assert [server.num_open for server in router.servers] == [0, 0, 0]
+        response = await ask(Router(["http://a"], [], httpx.MockTransport(answer)))
+        assert response.status_code == 503
+        assert "http://a: refused" in response.json()["error"]["message"]
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["serve", "--role", "prefill"], "role and peer belong together"),
+        (["serve", "--role", "both", "--peer", "a:1"], "role must be one of prefill, decode"),
+        (["serve", "--peer-seconds", "0"], "peer_seconds must be above 0"),
+        (["serve", "--port", "0", "--role", "prefill", "--peer", "0.0.0.0:1"], "set FOLOVLLM_PEER_SECRET"),
+        (["serve", "--port", "0", "--role", "decode", "--peer", "nowhere"], "peer must be HOST:PORT"),
+        (["serve", "stories-hybrid", "--port", "0", "--role", "decode", "--peer", "a:1"], "do not travel"),
+        (
+            ["serve", "--milestone", "m3", "--port", "0", "--role", "decode", "--peer", "a:1"],
+            "needs a cache of prefixes",
+        ),
+        (["route", "--decode", "a:1"], "begins with http://"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_served(
+    flags: list[str], says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FOLOVLLM_PEER_SECRET", raising=False)
+    with pytest.raises(SystemExit):
+        main(flags)
+    said = capsys.readouterr()
+    assert says in " ".join((said.out + said.err).split())
+
+
+def test_addresses_of_peers() -> None:
+    assert address_of("[::1]:80") == ("::1", 80)
+    assert address_of("host:0") == ("host", 0)
+    for wrong in ("", "host", ":1", "host:", "host:x", "host:65536", "host:-1", "host:²"):
+        with pytest.raises(ValueError, match="HOST:PORT"):
+            address_of(wrong)
