@@ -270,7 +270,7 @@ def test_aborts_and_preemptions_at_any_moment(seed: int, tmp_path: Path, monkeyp
     assert_nothing_left(engine)
     settle(engine)
     connector, index = connector_of(engine), connector_of(engine)._host
-    assert not connector._loads and not connector._by_seq and not index._holds and not index._orphans
+    assert not connector._loads and not index._holds and not index._orphans
     assert connector.counters()["loaded_host"] > 0
     engine.close()
 
