@@ -321,6 +321,7 @@ def test_slots_are_held_while_something_moves() -> None:
 WRONG: dict[str, dict[str, Any]] = {
     "kv_offload must be a number of bytes": {"kv_offload": "much"},
     "kv_offload_dir needs memory on the way": {"kv_offload_dir": "somewhere"},
+    "more than this machine's memory": {"kv_offload": "900TiB"},
     "takes what the prefix cache evicts": {"kv_offload": "1M", "enable_prefix_caching": False},
 }
 

@@ -57,7 +57,13 @@ class OffloadConnector(KVConnector):
         self.events = kv.events
         self._num_ranks = config.tensor_parallel_size
         self._folder = None if config.kv_offload_dir is None else own_folder(Path(config.kv_offload_dir))
-        share = num_bytes("kv_offload", config.kv_offload) // self._num_ranks
+        size, most = (
+            num_bytes("kv_offload", config.kv_offload),
+            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        )
+        if size > most:
+            raise ValueError(f"kv_offload is more than this machine's memory of {most:,} bytes: take less")
+        share = size // self._num_ranks
         made = executor.collective_rpc(register_kv_caches, share, self._folder, self._num_ranks)
         slots, sizes, rates = zip(*made, strict=True)
         self._host, self._block_bytes = HostIndex(min(slots)), sum(sizes)

@@ -57,9 +57,7 @@ class Meta:
 class Report:
     """What has ended on a rank since it was asked last."""
 
-    loads: dict[int, set[int]] = field(
-        default_factory=dict
-    )  # by number: places in the list of blocks that could not be read
+    loads: dict[int, set[int]] = field(default_factory=dict)  # by seq_id: which of its blocks could not be read
     written: list[bytes] = field(default_factory=list)
     error: str = ""  # of the disk
     rates: dict[str, float] = field(default_factory=dict)  # bytes a second, by place, where something was measured
@@ -136,9 +134,11 @@ class BlockStore:
             if not load.reads:
                 self._queue(load)
         for seq_id in meta.cancelled:
-            if (load := self._loads[seq_id]).is_queued and self._copies is not None:
-                self._copies.let_steps_wait(load.done)
-            load.is_cancelled = True
+            if (cancelled := self._loads.get(seq_id)) is None:
+                continue  # it has ended here, but not on all ranks
+            if cancelled.is_queued and self._copies is not None:
+                self._copies.let_steps_wait(cancelled.done)
+            cancelled.is_cancelled = True
 
     def get_finished(self) -> Report:
         """What has ended. What was read from the disk by now goes on its way."""
@@ -158,12 +158,6 @@ class BlockStore:
                 if (error := write.exception()) is not None:
                     report.error = str(error)
         return report
-
-    def wait_for_save(self, seconds: float) -> None:
-        """Wait until all writes have ended, at most so long."""
-        deadline = time.monotonic() + seconds
-        while any(not write.done() for write in self._writes.values()) and time.monotonic() < deadline:
-            time.sleep(0.002)
 
     def close(self) -> None:
         """End the threads and give the pinned memory back."""
