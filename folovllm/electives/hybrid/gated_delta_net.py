@@ -144,8 +144,8 @@ class GatedDeltaNet(StateLayer):
         for row, end, n in zip(batch.rows, batch.seq_lens_host, batch.query_lens_host, strict=True):
             num_accepted = end - n - int(num_seen[row])
             if end > n and num_accepted > 0:
-                inputs = kept[row, :num_accepted].split(sizes, 1)
-                self.advance(delta_rule_steps, *inputs, row, torch.zeros((), dtype=torch.bool, device=row.device))
+                qkv, b, a = kept[row, :num_accepted].split(sizes, 1)
+                self.advance(delta_rule_steps, qkv, b, a, row, torch.zeros((), dtype=torch.bool, device=row.device))
             num_seen[row] = end - n if self.keeps(n) else end
 
     def look_ahead(

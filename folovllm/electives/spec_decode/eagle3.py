@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from folovllm.attention.backends.registry import get_backend
-from folovllm.electives.spec_decode.eagle3_config import Eagle3Config, read_d2t, stored_shapes
+from folovllm.electives.spec_decode.eagle3_config import Eagle3Config, local_name, read_d2t, stored_shapes
 from folovllm.electives.spec_decode.head_runner import head_attention
 from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from folovllm.layers.layer_set import LayerSet
@@ -63,6 +63,12 @@ class Eagle3Layer(nn.Module):
         bias = None if linear.bias is None else linear.bias[first:]
         both = F.linear(both, linear.weight[first:], bias).view(len(both), 2, -1, attention.head_dim)
         key, value = both.unbind(1)  # [T, Hkv, D]
+        if (preparation := getattr(attention, "preparation", None)) is not None:
+            from folovllm.kernels.qk_norm_rope import qk_norm_rope_store  # one kernel for what follows
+
+            cache, slots = attention.attn.kv_cache, batch.slot_mapping
+            qk_norm_rope_store(key[:, :1], key, value, batch.positions, cache, slots, preparation())
+            return
         if isinstance(attention, Qwen3Attention):
             key = attention.k_norm(key.contiguous())
         _, key = attention.rope(batch.positions, key[:, :1], key)
@@ -183,9 +189,3 @@ class Eagle3Head(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, H] -> [S, draft vocabulary]."""
         return self._logits(hidden if self.config.norm_output else self.norm(hidden))
-
-
-def local_name(name: str) -> str | None:
-    """What a folder's tensor is called here; None for the maps between vocabularies, which are no weights."""
-    name = name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
-    return None if name in ("d2t", "t2d") or name.startswith("verifier_") else name
