@@ -109,7 +109,9 @@ def test_what_is_cached_does_not_travel_again(run: Run, apart: Pair) -> None:
         async with Between(apart.port, "pass", 10**9) as port:
             await apart.ask(port)
             await apart.answer(TEXT[:400], cache_salt=salt)  # all is here: nobody is asked
-            assert (await apart.answer(TEXT, cache_salt=salt))[1] > 100
+            before = apart.decode.stats.moved["loaded_peer"]
+            assert (await apart.answer(TEXT, cache_salt=salt))[1] == 176
+            assert 0 < apart.decode.stats.moved["loaded_peer"] - before < 11
 
     run(ask())
 

@@ -20,6 +20,7 @@ from folovllm.cache.prefix_cache import PrefixCachingBlockManager, compute_hash
 from folovllm.electives.kv_transfer.digest import model_digest
 from folovllm.electives.kv_transfer.segment import START, open_segment
 from folovllm.electives.kv_transfer.wire import Layout, SegmentRef, WireError
+from folovllm.engine.events import BlocksMoved
 from folovllm.layers.attention import attention_layers
 from folovllm.models.model_config import num_linear_of
 from folovllm.request import Request, Sequence
@@ -67,6 +68,7 @@ def export_blocks(engine: LLMEngine, query: dict[str, Any]) -> list[int | None]:
     found = kv.prefix_cache.longest_cached_prefix(seq)[asked.first :]
     if found:
         _on_workers(engine, read_blocks, asked, [block.block_id for block in found], 0, len(found))
+        _report(kv, "offloaded", len(found), asked)
     return [block.hash for block in found]
 
 
@@ -89,6 +91,7 @@ def import_blocks(engine: LLMEngine, query: dict[str, Any]) -> int:
         _on_workers(engine, write_blocks, asked, seq.block_table[have:], have - asked.first, asked.end - asked.first)
         seq.num_computed_tokens = asked.until * kv.block_size
         kv.cache_blocks(seq)
+        _report(kv, "loaded", asked.until - have, asked)
         return asked.until
     finally:
         kv.free(seq)
@@ -136,6 +139,11 @@ def _layout(engine: LLMEngine) -> Layout:
         model = model_digest(setup, by_time=False)
         known = _layouts[engine] = Layout(model, weights, dtype, scales, kv.block_size, shape, len(facts))
     return known
+
+
+def _report(kv: PrefixCachingBlockManager, what: str, count: int, asked: Blocks) -> None:
+    if kv.events.on:
+        kv.events.emit(BlocksMoved(what, "peer", count, count * asked.layout.block_bytes, -1))
 
 
 def _on_workers(engine: LLMEngine, function: Any, asked: Blocks, ids: list[int], skip: int, count: int) -> None:
