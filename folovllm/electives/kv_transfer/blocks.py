@@ -8,6 +8,7 @@ admitted, it computes them.
 
 from __future__ import annotations
 
+import os
 import weakref
 from typing import TYPE_CHECKING, Any, cast
 
@@ -136,8 +137,9 @@ def _layout(engine: LLMEngine) -> Layout:
     if (known := _layouts.get(engine)) is None or known.weights != weights:
         facts = engine.executor.collective_rpc(cache_facts)
         scales, (_, dtype, shape) = "".join(each[0] for each in facts), facts[0]
-        model = model_digest(setup, by_time=False)
-        known = _layouts[engine] = Layout(model, weights, dtype, scales, kv.block_size, shape, len(facts))
+        # What weights were changed to has no name that another process knows, so their K/V stay here.
+        model = os.urandom(16) if weights else model_digest(setup, by_time=False)
+        known = _layouts[engine] = Layout(weights, model, dtype, scales, kv.block_size, shape, len(facts))
     return known
 
 

@@ -43,8 +43,8 @@ class SegmentRef(msgspec.Struct, array_like=True, frozen=True):
 class Layout(msgspec.Struct, array_like=True, frozen=True):
     """What the bytes of a block depend on, beside its tokens: they mean the same to two engines if all of this is equal."""
 
-    model: bytes  # digest of configuration and weights
     weights: int  # how often the weights have changed since the start (X6)
+    model: bytes  # digest of configuration and weights
     dtype: str  # of a number in the cache
     scales: str  # digest of what the numbers of an 8-bit cache are multiples of
     block_size: int  # B
