@@ -109,7 +109,9 @@ def test_what_is_cached_does_not_travel_again(run: Run, apart: Pair) -> None:
         async with Between(apart.port, "pass", 10**9) as port:
             await apart.ask(port)
             await apart.answer(TEXT[:400], cache_salt=salt)  # all is here: nobody is asked
-            assert (await apart.answer(TEXT, cache_salt=salt))[1] > 100
+            before = apart.decode.stats.moved["loaded_peer"]
+            assert (await apart.answer(TEXT, cache_salt=salt))[1] == 176
+            assert 0 < apart.decode.stats.moved["loaded_peer"] - before < 11
 
     run(ask())
 
@@ -210,6 +212,10 @@ def test_another_secret_or_version_of_the_weights_is_refused(run: Run, caplog: p
             await both.prefill.call("call_function", f"{__name__}:change_weights", {})
             assert (await both.answer(TEXT, cache_salt="new"))[1] == 0
             assert "another weights" in caplog.text
+            await both.decode.call("call_function", f"{__name__}:change_weights", {})
+            await both.ask(both.port)  # the same number, and who knows what weights
+            assert (await both.answer(TEXT, cache_salt="new"))[1] == 0
+            assert "another model" in caplog.text
 
     run(compare())
 
@@ -233,6 +239,7 @@ def test_a_prompt_that_needs_scores_is_computed_here(run: Run, apart: Pair) -> N
     [
         ({"kv_cache_dtype": "fp8"}, {}),
         ({}, {"kv_offload": "16MiB", "num_kv_blocks": 40}),
+        ({}, {"speculative_config": {"method": "draft_model", "model": "stories-draft"}}),
         pytest.param({"tensor_parallel_size": 2}, {}, marks=pytest.mark.slow),
     ],
 )
