@@ -150,7 +150,7 @@ class HeadModelRunner(VerifyingModelRunner):
             return logits
         known, places = self._ids
         whole = logits.new_full((len(logits), len(self.model.lm_head.weight)), -torch.inf)
-        return whole.index_copy_(1, places, logits[:, known])
+        return whole.index_copy_(1, places, logits if known is None else logits[:, known])
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:
         """Run a step, or a chain of drafts if that is asked for: its result has the newest token first."""
@@ -187,12 +187,12 @@ def head_attention(setup: EngineSetup, config: Any) -> Any:
     )  # fmt: skip
 
 
-def own_ids(target_ids: torch.Tensor, model: LlamaForCausalLM) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which draft ids [n] are of this rank's part of the vocabulary, and their places [n] in it."""
+def own_ids(target_ids: torch.Tensor, model: LlamaForCausalLM) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return which draft ids [n] are of this rank's part of the vocabulary, None for all, and their places [n] in it."""
     group, count = getattr(model.model.embed_tokens, "group", None), len(model.lm_head.weight)
     places = target_ids - (0 if group is None else group.rank * count)
     known = ((places >= 0) & (places < count)).nonzero().flatten()
-    return known, places[known]
+    return None if len(known) == len(places) else known, places[known]
 
 
 def pairs(
