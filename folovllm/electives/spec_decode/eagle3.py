@@ -18,6 +18,7 @@ from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.linear import QKVParallelLinear
 from folovllm.layers.rotary_embedding import RotaryEmbedding, rope_amplitude, rope_frequencies
+from folovllm.models.files import reading
 from folovllm.models.llama import LlamaAttention, LlamaMLP
 from folovllm.models.loader import checkpoint_places, load_model
 from folovllm.models.model_config import head_dim_of
@@ -119,7 +120,7 @@ class Eagle3Head(nn.Module):
         config, stored = Eagle3Config.read(path, setup.hf_config), stored_shapes(path)
         get_backend(setup.backend).check_available(head_attention(setup, config))
         read_d2t(path, config, setup.vocab_size, stored)
-        with torch.device("meta"):
+        with reading(path / "config.json"), torch.device("meta"):
             places = checkpoint_places(Eagle3Head(config, PLAIN_LAYERS, 1, stored))  # type: ignore[arg-type]
         shapes = {name: list(place.view.shape) for name, place in places.items()}
         for name in sorted(shapes.keys() | stored.keys()):
