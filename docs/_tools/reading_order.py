@@ -170,7 +170,6 @@ ORDER: dict[str, list[tuple[str, str, str]]] = {
         ("electives/quantization/kernels/int4_linear.py", "", ""),
         ("electives/quantization/kernels/quant_matmul.py", "", ""),
         ("electives/quantization/kernels/fp8_linear.py", "", ""),
-        ("electives/hopper/int4.py", "", ""),
         ("step/kv_format.py", "", "model_executor/layers/quantization/kv_cache.py"),
         ("electives/quantization/calibrate.py", "", ""),
         ("kernels/fp8_cache.py", "", ""),

@@ -216,12 +216,13 @@ plt.show()
 # %%
 folder = Path(tempfile.mkdtemp())
 STORE = {"kv_offload": "16MiB", "kv_offload_dir": str(folder)}
+NEW = (f"Frog number {i} sat by the sea. " * 60 for i in range(100))  # texts that no folder has
 
 
 def restarted(**options):
     """Seconds to the first token of the prompt in a new engine, and which of its blocks came or were lost."""
     with LLM(num_kv_blocks=64, max_model_len=1024, max_num_batched_tokens=1024, **SMALL, **options) as llm:
-        llm.generate(["The frog sat. " * 100], ONE)  # so it knows how fast it computes
+        llm.generate([next(NEW)], ONE)  # so it knows how fast it computes
         moved = Counter()
         llm.engine.subscribe(lambda events: moved.update({f"{e.what} {e.place}": e.num_blocks for e in events if isinstance(e, BlocksMoved) and e.what != "offloaded"}))
         begin = time.perf_counter()
@@ -330,8 +331,8 @@ plt.show()
 # Chunks cut the gap into several smaller ones. Only an engine that computes no prompts has none of them:
 #
 # ```
-# folovllm serve --role prefill --port 8001
-# folovllm serve --role decode --port 8002 --peer localhost:PORT
+# folovllm serve --role prefill --peer 127.0.0.1:9001 --port 8001
+# folovllm serve --role decode --peer 127.0.0.1:9001 --port 8002
 # ```
 #
 # ## Break it

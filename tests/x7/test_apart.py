@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from folovllm.electives.kv_transfer import decode
+from folovllm.electives.kv_transfer import decode, prefill
 from folovllm.electives.kv_transfer.blocks import runner_of
 from folovllm.electives.rollouts.generation import next_generation
 from folovllm.sampling_params import SamplingParams
@@ -20,16 +20,8 @@ from tests.x7.pair import GREEDY, PROMPTS, SEEDED, TEXT, Between, Pair, pair
 pytestmark = pytest.mark.x7
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 salts = map(str, itertools.count())  # of prompts that no test has asked before
-PLACES = (
-    0,
-    30,
-    100,
-    250,
-    400,
-    600,
-    50_000,
-    150_000,
-)  # in what the peer says, of 180,000 bytes; K/V begin at about 1,000
+# In what the peer says, a million bytes: K/V begin at about 1,000.
+PLACES = (0, 30, 100, 250, 400, 600, 50_000, 900_000)
 
 
 @pytest.fixture(scope="module")
@@ -176,8 +168,10 @@ def test_clients_that_leave_at_any_moment_leave_nothing(run: Run, apart: Pair, w
     run(leave())
 
 
-def test_many_at_once_under_pressure(run: Run) -> None:
+def test_many_at_once_under_pressure_in_many_pieces(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache of the one that answers holds less than a third of what comes: blocks are evicted, sequences are preempted."""
+    monkeypatch.setattr(prefill, "LONGEST_PIECE", 400_000)  # four blocks
+    monkeypatch.setattr(decode, "IMPORTED", 200_000)
 
     async def compare() -> None:
         async with pair(num_kv_blocks=36) as both:
@@ -235,7 +229,12 @@ def test_a_prompt_that_needs_scores_is_computed_here(run: Run, apart: Pair) -> N
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [({"kv_cache_dtype": "fp8"},) * 2, ({}, {"kv_offload": "16MiB", "num_kv_blocks": 40})]
+    ("first", "second"),
+    [
+        ({"kv_cache_dtype": "fp8"}, {}),
+        ({}, {"kv_offload": "16MiB", "num_kv_blocks": 40}),
+        pytest.param({"tensor_parallel_size": 2}, {}, marks=pytest.mark.slow),
+    ],
 )
 def test_with_other_electives(run: Run, first: dict[str, Any], second: dict[str, Any]) -> None:
     async def compare() -> None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # the page is there before torch is
     from folovllm.electives.server.stream import Stream
 
 LONGEST = 160  # tokens of a prompt and its answer: few enough to watch
+HOST_MEMORY = "16MiB"  # for evicted blocks
 MOST_PROMPTS, MOST_TOKENS, MOST_DELAY, MOST_STEPS = 64, LONGEST, 2.0, 1000
 
 
@@ -64,6 +65,7 @@ CONTROLS = {  # by field of `EngineConfig`
         0, "tokens that a proposer drafts for each step (none: 0), and the model verifies", (0, 1, 2, 4, 8)
     ),
     "experts": Control(False, "the embedded mixture of experts instead of the dense model"),
+    "offload": Control(False, "keep evicted blocks in host memory, and bring them back"),
     "states": Control(False, "the embedded hybrid model, with a snapshot every 16 tokens, instead of the dense model"),
 }
 Settings = dict[str, Any]  # a value for each
@@ -100,6 +102,8 @@ def config_fields(settings: Settings, model: str | None = None) -> dict[str, Any
     chosen |= {"count_experts": settings["experts"] and model is None} | _speculation(settings["draft_tokens"], model)
     if milestone == "m2":
         return chosen | {"num_kv_blocks": max(1, memory // length)}
+    if settings["offload"] and settings["enable_prefix_caching"] and not settings["states"]:
+        chosen["kv_offload"] = HOST_MEMORY
     return chosen | {name: settings[name] for name in ("num_kv_blocks", "block_size", "enable_prefix_caching")}
 
 

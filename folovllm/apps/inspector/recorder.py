@@ -142,6 +142,8 @@ def header_of(engine: LLMEngine, title: str, started: str | None) -> dict[str, A
             "state_tokens": state_bytes // max(1, setup.kv_bytes_per_token),
             "num_snapshots": setup.num_snapshots,
         }
+    if "kv_offload" in config.extras:
+        described["kv_offload"] = True
     return {
         "format": FORMAT,
         "version": VERSION,

@@ -67,8 +67,10 @@ class OffloadConnector(KVConnector):
         self._model, self._dtype = model_digest(setup), str(setup.attention.kv_dtype or setup.dtype)
         self._nonce, self._epoch = os.urandom(8), 0  # of weights that no file describes
         self._meta = Meta()
+        self._promised: list[tuple[bytes, bytes]] = []  # keys and tokens of the blocks that were asked about last
         self._loads: dict[int, Coming] = {}  # by number
         self._by_seq: dict[int, int] = {}  # numbers of loads that were not cancelled
+        self._on_way: set[bytes] = set()  # keys of the blocks that loads bring
         self._num_loads = 0
         self._empty: list[int] = []  # seq_ids of which nothing can come after all
         self._unwritten: deque[bytes] = deque()
@@ -86,10 +88,11 @@ class OffloadConnector(KVConnector):
         if last <= first:
             return 0
         places: list[str | None] = [None] * first
-        for key, token_ids in self._names(seq, first, last):
+        self._promised = self._names(seq, first, last)
+        for key, token_ids in self._promised:
             if (place := self._place(key, token_ids)) is None:
                 break
-            if place == "coming":  # for another request: one transfer serves both
+            if place == "coming":  # for another request, and one transfer serves both
                 return None
             places.append(place)
         rate = self.compute_rate or 1.0  # not known: whatever there is, is worth it
@@ -100,12 +103,13 @@ class OffloadConnector(KVConnector):
 
     def update_state_after_alloc(self, seq: Sequence, block_ids: list[int], num_external_tokens: int) -> None:
         """Plan the load of these blocks. To make room for them may have taken some of them out of the store: then fewer come."""
-        first, pieces = seq.num_computed_tokens // self._kv.block_size, list[Piece]()
-        for (key, token_ids), block_id in zip(self._names(seq, first, first + len(block_ids)), block_ids, strict=True):
+        pieces = list[Piece]()
+        for (key, token_ids), block_id in zip(self._promised, block_ids, strict=False):
             piece = self._piece(key, token_ids, block_id)
             if piece is None:
                 break
             self._host.hold(piece.slot)
+            self._on_way.add(key)
             pieces.append(piece)
         if not pieces:
             self._empty.append(seq.seq_id)
@@ -214,9 +218,10 @@ class OffloadConnector(KVConnector):
         return [(self._key(hash_), token_ids) for hash_, token_ids in pairs]
 
     def _place(self, key: bytes, token_ids: bytes) -> str | None:
+        if key in self._on_way:
+            return "coming"
         if (entry := self._host.get(key)) is not None:
-            place = "host" if entry.is_ready else "coming"
-            return place if entry.token_ids == token_ids else None
+            return "host" if entry.token_ids == token_ids else None
         return "disk" if key in self._disk else None
 
     def _piece(self, key: bytes, token_ids: bytes, block_id: int) -> Piece | None:
@@ -225,7 +230,7 @@ class OffloadConnector(KVConnector):
         if place == "disk":
             entry, _ = self._host.put(key, token_ids)
             if entry is not None:
-                entry.is_on_disk, entry.is_ready = True, False
+                entry.is_on_disk = True
                 self._disk.move_to_end(key)
         else:
             entry = self._host.get(key) if place == "host" else None
@@ -259,8 +264,7 @@ class OffloadConnector(KVConnector):
         del self._ranks_left[number]
         for i, piece in enumerate(load.pieces):
             self._host.release(piece.slot)
-            if piece.on_disk and (entry := self._host.get(piece.key)) is not None:
-                entry.is_ready = True
+            self._on_way.discard(piece.key)
             if i in failed:
                 self._host.drop(piece.key)
                 self._forget(piece.key)

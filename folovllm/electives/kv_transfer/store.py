@@ -8,6 +8,7 @@ the same from the end. Nobody waits but the request whose blocks they are.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -217,8 +218,10 @@ class GpuCopies:
         )  # torch's own rounds up to a power of two
         if int(status) != 0:
             raise ValueError(f"kv_offload: {host.nbytes:,} bytes of memory cannot be pinned: take less")
+        self._unpin = weakref.finalize(self, unpin, host)  # also where nobody closes the engine
         self._chunk = max(1, BUFFER_BYTES // host.shape[1])  # blocks
-        count = max(2, torch.cuda.get_device_properties(cache.device).total_memory // CARD_SHARE // BUFFER_BYTES)
+        free, total = torch.cuda.mem_get_info(cache.device)
+        count = max(2, min(total // CARD_SHARE, free // 4) // BUFFER_BYTES)
         shape = 1 + count, self._chunk, host.shape[1]
         self._buffers = torch.empty(shape, dtype=torch.uint8, device=cache.device)  # the last is for what comes
         self._out, self._in = torch.cuda.Stream(cache.device), torch.cuda.Stream(cache.device)
@@ -270,8 +273,9 @@ class GpuCopies:
             event.synchronize()
 
     def close(self) -> None:
+        """Unpin the memory, once nothing moves."""
         torch.cuda.synchronize()
-        torch.cuda.cudart().cudaHostUnregister(self._host.data_ptr())
+        self._unpin()
 
     def _move(self, chunk: list[Piece], buffer: torch.Tensor, *, to_cache: bool) -> None:
         """Between the blocks of a chunk and the front of a buffer, on the current stream."""
@@ -280,6 +284,11 @@ class GpuCopies:
         ids = torch.tensor([piece.block_id for piece in chunk], dtype=torch.int32).pin_memory()
         lines = buffer[: len(chunk)].view(torch.int32).view(len(chunk), len(self._cache), -1)
         launch(self._cache, lines, ids.to(buffer.device, non_blocking=True), to_cache=to_cache)
+
+
+def unpin(host: torch.Tensor) -> None:
+    """Take back the registration of `host` before its memory is freed."""
+    torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
 
 
 def chunks(pieces: list[Piece], size: int) -> Iterator[list[Piece]]:
@@ -309,7 +318,7 @@ def register_kv_caches(
     cache: torch.Tensor = runner.kv_cache
     block_bytes = cache.nbytes // cache.shape[2]
     num_slots = max(1, num_bytes // block_bytes)
-    with worker.current, torch.inference_mode():
+    with worker.current:
         worker.state[STORE] = store = BlockStore(cache, num_slots, folder, rank)
         return num_slots, block_bytes, store.measure_link()
 

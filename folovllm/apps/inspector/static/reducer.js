@@ -22,6 +22,7 @@ export class EngineState {
     this.originSeq = new Float64Array(numBlocks).fill(-1); // whose tokens a block with a name holds,
     this.originPlace = new Int32Array(numBlocks); // and which block of them
     this.snapshots = new Map(); // of states, by number: {tokens, serial}
+    [this.host, this.leaving] = [new Map(), 0]; // copies of evicted blocks in host memory, by hash: whose tokens; how many are about to go there
   }
 
   /** Take in an event. */
@@ -36,7 +37,7 @@ export class EngineState {
     copy.sequences = new Map();
     for (const [id, seq] of this.sequences) copy.sequences.set(id, { ...seq, table: seq.table.slice() });
     copy.totals = { ...this.totals };
-    copy.snapshots = new Map(this.snapshots);
+    [copy.snapshots, copy.host] = [new Map(this.snapshots), new Map(this.host)];
     return copy;
   }
 
@@ -156,8 +157,13 @@ const REDUCERS = {
     [state.originSeq[i], state.originPlace[i]] = [seqId, place];
   },
   BlockEvicted(state, [, i]) {
+    if (state.leaving && state.leaving--) state.host.set(state.hash[i], state.originSeq[i]);
     [state.hash[i], state.serial[i], state.parent[i], state.originSeq[i]] = [null, 0, 0, -1];
     state.totals.evicted++;
+  },
+  BlocksMoved(state, [, what, place, n]) {
+    if (what === "offloaded" && place === "host") state.leaving += n;
+    if (what === "lost" && place === "host") for (const hash of [...state.host.keys()].slice(0, n)) state.host.delete(hash);
   },
   SnapshotCached: (state, [, number, tokens, serial]) => state.snapshots.set(number, { tokens, serial }),
   SnapshotEvicted: (state, [, number]) => state.snapshots.delete(number),

@@ -1,4 +1,4 @@
-// Layers with states: a slot of fixed size for each request that runs, and snapshots, which are copies of states.
+// Beside the blocks. Evicted ones in host memory (X7), or layers with states (X5): a slot of fixed size for each request that runs, and snapshots, which are copies of states.
 import { outline, write } from "./cells.js";
 import { contextOf, count, plural, setText, template, widthOf } from "./dom.js";
 import { drawPattern, hueOf, inkOn } from "./palette.js";
@@ -8,10 +8,15 @@ const [ROW, LEFT, WIDEST] = [24, 72, 130]; // pixels
 
 export class StatesView {
   constructor() {
-    [this.element, this.facts, this.stage, this.canvas] = template("states", "facts", "stage", "slots");
+    [this.element, this.title, this.facts, this.stage, this.canvas] = template("states", "title", "facts", "stage", "slots");
   }
 
-  draw({ recording, at, state, theme }) {
+  draw(frame) {
+    setText(this.facts, frame.recording.engine.state_tokens ? this.#drawStates(frame) : this.#drawHost(frame));
+    this.canvas.setAttribute("aria-label", this.facts.textContent);
+  }
+
+  #drawStates({ recording, at, state, theme }) {
     const { max_num_seqs: all, num_snapshots: most, state_tokens: size } = recording.engine;
     const running = [...state.sequences.values()].filter(({ row }) => row >= 0);
     const loads = loadsOf(recording.moments[at]);
@@ -41,9 +46,23 @@ export class StatesView {
       return kept && { info: recording.infos.get(state.originSeq[state.serial.indexOf(kept.serial)]), tokens: kept.tokens };
     });
     const values = { n: count(running.length), all: count(all), size: plural(size, "token"), kept: count(state.snapshots.size), most: count(most) };
-    const facts = t("{n} of {all} slots hold a state, as large as the K/V of {size} however long its text is", values);
-    setText(this.facts, most ? `${facts}${t("; {kept} of {most} snapshots", values)}` : facts);
-    this.canvas.setAttribute("aria-label", this.facts.textContent);
+    return t("{n} of {all} slots hold a state, as large as the K/V of {size} however long its text is", values) + (most ? t("; {kept} of {most} snapshots", values) : "");
+  }
+
+  /** Copies of evicted blocks in host memory, with the letters of those who computed them. */
+  #drawHost({ recording, state }) {
+    setText(this.title, t("Host memory"));
+    const width = Math.max(160, widthOf(this.stage));
+    const wide = Math.min(26, width / Math.max(1, state.host.size));
+    const ctx = contextOf(this.canvas, width, ROW);
+    [...state.host.values()].forEach((seq, i) => {
+      const [info, box] = [recording.infos.get(seq) ?? { index: 0, letters: "" }, [wide * i + 1, 1, wide - 2, ROW - 3]];
+      ctx.fillStyle = hueOf(info.index);
+      ctx.fillRect(...box);
+      drawPattern(ctx, info.index, ...box);
+      write(ctx, info.letters, box, inkOn(info.index), false, 0.5);
+    });
+    return t("{blocks} were evicted, and have a copy in host memory", { blocks: plural(state.host.size, "block") });
   }
 }
 
