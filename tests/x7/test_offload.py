@@ -187,6 +187,28 @@ def test_other_weights_find_nothing_of_before(tmp_path: Path) -> None:
     assert answers(make_engine(**fields), first) == before  # and no file is of the other weights
 
 
+@pytest.mark.parametrize("change", ["weights", "reset"])
+def test_what_is_on_its_way_when_all_is_forgotten_does_not_count(change: str) -> None:
+    engine, (first, others, *_) = make_engine(milestone="m6", **SMALL, **OFFLOAD), rounds()
+    expected = answers(engine, first[:1])
+    answers(engine, others)
+    engine.add_request("1", first[0].prompt, first[0].params, stream=False)
+    engine.step()
+    assert connector_of(engine)._loads
+    if change == "reset":
+        engine.reset_prefix_cache()
+    else:
+        changed = {name: tensor * 1.25 for name, tensor in get_weights(engine).items()}
+        fresh = make_engine(milestone="m6", **ROOMY)
+        update_weights(fresh, changed)
+        update_weights(engine, changed, in_flight="keep")
+        expected = answers(fresh, first[:1])
+    outputs = [output for _ in range(100) for output in engine.step()]
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+    assert outputs[0].num_cached_tokens == 0
+    assert answers(engine, first[:1]) == expected
+
+
 def test_one_transfer_serves_all_who_wait_for_it() -> None:
     engine, (first, others, *_) = make_engine(milestone="m6", **SMALL, **OFFLOAD), rounds()
     expected = answers(engine, first[:1])[0]
@@ -248,7 +270,7 @@ def test_aborts_and_preemptions_at_any_moment(seed: int, tmp_path: Path, monkeyp
     assert_nothing_left(engine)
     settle(engine)
     connector, index = connector_of(engine), connector_of(engine)._host
-    assert not connector._loads and not connector._by_seq and not index._holds and not index._orphans
+    assert not connector._loads and not index._holds and not index._orphans
     assert connector.counters()["loaded_host"] > 0
     engine.close()
 
@@ -299,6 +321,7 @@ def test_slots_are_held_while_something_moves() -> None:
 WRONG: dict[str, dict[str, Any]] = {
     "kv_offload must be a number of bytes": {"kv_offload": "much"},
     "kv_offload_dir needs memory on the way": {"kv_offload_dir": "somewhere"},
+    "more than this machine's memory": {"kv_offload": "900TiB"},
     "takes what the prefix cache evicts": {"kv_offload": "1M", "enable_prefix_caching": False},
 }
 
