@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--model", default="stories-5m")
     parser.add_argument("--methods", nargs="+", default=["ngram"])
     parser.add_argument("--draft", default="stories-draft", help="the small model of draft_model")
+    parser.add_argument("--head", default="stories-eagle3", help="the head of eagle3")
     parser.add_argument("--tokens", type=int, default=8, help="draft tokens for a sequence in a step, at most")
     parser.add_argument("--batches", nargs="+", type=int, default=[1])
     parser.add_argument("--rounds", type=int, default=2)
@@ -100,8 +101,9 @@ def main() -> None:
         plain.engine.prepare_structured_outputs()  # it takes a second, once, before the first answer with a form
         for method in args.methods:
             config = {"method": method, "num_speculative_tokens": args.tokens, "adaptive": not args.fixed}
-            if "draft_model" in method:
-                config["model"] = args.draft
+            for name, model in (("draft_model", args.draft), ("eagle3", args.head)):
+                if name in method:
+                    config["model"] = model
             with LLM(**common, speculative_config=config) as speculating:
                 speculating.engine.prepare_structured_outputs()
                 for batch in args.batches:

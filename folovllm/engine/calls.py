@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from folovllm.cache.manager import KVCacheManager, PrefixCacheStats
@@ -31,23 +30,11 @@ class EngineCalls:
     tokenizer: Any
     _processor: InputProcessor
     _log: StepLog | None = None
-    _lock: threading.Lock
+    one_call: Callable[[], AbstractContextManager[None]]
     require_open: Callable[[], None]
     add_request: Callable[..., None]
     abort_request: Callable[..., Any]
     step: Callable[[], list[RequestOutput]]
-
-    @contextmanager
-    def one_call(self) -> Iterator[None]:
-        """The call that has the engine. Raises RuntimeError at once if another one has it, in a thread or around this one."""
-        if not self._lock.acquire(blocking=False):
-            raise RuntimeError(
-                "the LLM serves another call, and one call at a time has the engine: wait until it has returned, or give it all prompts"
-            )
-        try:
-            yield
-        finally:
-            self._lock.release()
 
     @also_takes("generate")
     def generate(

@@ -6,7 +6,8 @@ import gc
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, overload
 
 import torch
@@ -171,6 +172,18 @@ class LLMEngine(EngineCalls):
         """Raise RuntimeError if the engine was closed."""
         if self._is_closed:
             raise RuntimeError("the engine was closed: make a new one")
+
+    @contextmanager
+    def one_call(self) -> Iterator[None]:
+        """The call that has the engine. Raises RuntimeError at once if another one has it, in a thread or around this one."""
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError(
+                "the LLM serves another call, and one call at a time has the engine: wait until it has returned, or give it all prompts"
+            )
+        try:
+            yield
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
         """End all requests and give the memory of the model, and of a draft, back. A second call does nothing.

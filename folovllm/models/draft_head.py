@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from folovllm.engine.setup import EngineSetup
     from folovllm.layers.layer_set import LayerSet
-    from folovllm.models.llama import LlamaForCausalLM
     from folovllm.step.forward_batch import ForwardBatch
 
 
@@ -51,8 +50,8 @@ class DraftHead(Protocol):
         """
 
     @classmethod
-    def load(cls, setup: EngineSetup, path: Path, target: LlamaForCausalLM, layers: LayerSet) -> DraftHead:
-        """Build the head of `layers` and fill it from folder `path`; with `setup.config.random_weights` from chance.
+    def load(cls, setup: EngineSetup, path: Path, target: Any, layers: LayerSet) -> DraftHead:
+        """Build the head of `target`, a `LlamaForCausalLM`, of `layers`, and fill it from folder `path`; with `setup.config.random_weights` from chance.
 
         It may keep `target`'s embedding and head, which on several ranks are cut by vocabulary and answer for all ranks.
         """

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from folovllm.distributed.sharding import Weight
-    from folovllm.models.draft_head import DraftHead
 
 
 class LlamaAttention(nn.Module):
@@ -191,7 +190,7 @@ class LlamaForCausalLM(nn.Module):
     # Brings a tensor of the checkpoint, by its name, into the order of this model, where that is another one.
     reorder: Callable[[str, Weight], torch.Tensor] | None = None
     takes_experts: ClassVar[bool] = False  # whether mixtures of experts may stand in the places of its MLPs
-    mtp_head: ClassVar[type[DraftHead] | None] = None  # the head that drafts, if checkpoints of the family hold one
+    mtp_head: ClassVar[type[nn.Module] | None] = None  # a `DraftHead`, if the family's checkpoints hold one that drafts
 
     def __init__(self, config: PretrainedConfig, layers: LayerSet, max_model_len: int | None = None) -> None:
         super().__init__()

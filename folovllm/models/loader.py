@@ -195,11 +195,12 @@ def require_stored(name: str, dtype: str, linear_methods: LinearMethods) -> None
     """Raise ValueError if a weight's numbers are other codes than its linear method, or none, has. Masks are allowed."""
     module, _, kind = name.rpartition(".")
     wanted = linear_methods.get(module, PLAIN).stored(kind)
+    if dtype in wanted or (wanted == FLOATS and not name.endswith(IN_FLOATS)):
+        return
     said, *names = torch_names([dtype, *wanted])
-    if name.endswith(IN_FLOATS) and wanted == FLOATS and dtype not in FLOATS:
+    if wanted == FLOATS:
         raise ValueError(f"{name!r} is stored as {said}: quantized weights that config.json does not speak of")
-    if wanted != FLOATS and dtype not in wanted:
-        raise ValueError(f"{name!r} is stored as {said}, and config.json makes it {' or '.join(names)}")
+    raise ValueError(f"{name!r} is stored as {said}, and config.json makes it {' or '.join(names)}")
 
 
 def checkpoint_files(path: Path) -> list[Path]:

@@ -26,9 +26,9 @@ from folovllm.step.schedule import NothingScheduled, SchedulerOutput, StepResult
 from tests.helpers import tiny_checkpoint
 
 RECORDS = [kind for _, kind in inspect.getmembers(ev, inspect.isclass) if issubclass(kind, ev.Tagged)]
-# No events, or of drafts, windows, experts and states.
+# No events, or of drafts, windows, experts, states and offloading.
 OTHERS = (ev.Tagged, ev.TableCut, ev.DraftsVerified, ev.BlockPassed, ev.ExpertsAsked, ev.GivenUp)
-OTHERS += (ev.SnapshotCached, ev.SnapshotEvicted)
+OTHERS += (ev.SnapshotCached, ev.SnapshotEvicted, ev.BlocksMoved)
 TIGHT = {"block_size": 4, "num_kv_blocks": 12, "max_num_seqs": 4, "max_num_batched_tokens": 24, "max_model_len": 32}
 
 EVERY = ["m1", "m2", "m5", pytest.param("m6", marks=pytest.mark.m6)]

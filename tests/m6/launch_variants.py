@@ -51,7 +51,11 @@ def pretend_gpu() -> None:
     """CPU tensors say that they are on a GPU; what a kernel would have written is zero."""
     JITFunction.run = note
     torch.Tensor.is_cuda = property(lambda _: True)
-    torch.empty, torch.empty_like, torch.Tensor.new_empty = torch.zeros, torch.zeros_like, torch.Tensor.new_zeros
+    empty = torch.empty
+    torch.empty = lambda *sizes, **given: (empty if f"{given.get('device')}" == "meta" else torch.zeros)(
+        *sizes, **given
+    )
+    torch.empty_like, torch.Tensor.new_empty = torch.zeros_like, torch.Tensor.new_zeros
     torch.cuda.get_device_capability = lambda *_: (9, 0)
     graph_runner.buckets_for = every_bucket
     triton_backend.interpreted = pdl.available = lambda *_: True

@@ -113,12 +113,17 @@ SHAPES = [  # tokens, outputs, inputs, block: outputs that fill no tile, tiles t
 
 @pytest.mark.parametrize(("tokens", "rows", "width", "block"), SHAPES)
 @pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("capability", [80, 90])
 def test_product(
-    quantize_rows: Any, tokens: int, rows: int, width: int, block: tuple[int, int] | None, residual: bool
-) -> None:
-    """Codes are multiplied exactly, whatever the dtype of the result."""
+    quantize_rows: Any, tokens: int, rows: int, width: int, block: tuple[int, int] | None, residual: bool, capability: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Codes are multiplied exactly, whatever the dtype of the result and however they are read."""
+    from folovllm.electives.quantization.kernels import fp8_linear
     from folovllm.electives.quantization.kernels.fp8_linear import fp8_product
 
+    if DEVICE == "cpu":
+        monkeypatch.setattr(fp8_linear, "capability_of", lambda device: capability)
     weight, exact = weight_of(rows, width, block)
     for dtype in (torch.float32, torch.float16):
         codes, scales = quantize_rows(made((tokens, width), 1, dtype), block and block[1])

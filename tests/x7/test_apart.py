@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from folovllm.electives.kv_transfer import decode
+from folovllm.electives.kv_transfer import decode, prefill
 from folovllm.electives.kv_transfer.blocks import runner_of
 from folovllm.electives.rollouts.generation import next_generation
 from folovllm.sampling_params import SamplingParams
@@ -20,16 +20,8 @@ from tests.x7.pair import GREEDY, PROMPTS, SEEDED, TEXT, Between, Pair, pair
 pytestmark = pytest.mark.x7
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 salts = map(str, itertools.count())  # of prompts that no test has asked before
-PLACES = (
-    0,
-    30,
-    100,
-    250,
-    400,
-    600,
-    50_000,
-    150_000,
-)  # in what the peer says, of 180,000 bytes; K/V begin at about 1,000
+# In what the peer says, a million bytes: K/V begin at about 1,000.
+PLACES = (0, 30, 100, 250, 400, 600, 50_000, 900_000)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +109,9 @@ def test_what_is_cached_does_not_travel_again(run: Run, apart: Pair) -> None:
         async with Between(apart.port, "pass", 10**9) as port:
             await apart.ask(port)
             await apart.answer(TEXT[:400], cache_salt=salt)  # all is here: nobody is asked
-            assert (await apart.answer(TEXT, cache_salt=salt))[1] > 100
+            before = apart.decode.stats.moved["loaded_peer"]
+            assert (await apart.answer(TEXT, cache_salt=salt))[1] == 176
+            assert 0 < apart.decode.stats.moved["loaded_peer"] - before < 11
 
     run(ask())
 
@@ -176,8 +170,10 @@ def test_clients_that_leave_at_any_moment_leave_nothing(run: Run, apart: Pair, w
     run(leave())
 
 
-def test_many_at_once_under_pressure(run: Run) -> None:
+def test_many_at_once_under_pressure_in_many_pieces(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The cache of the one that answers holds less than a third of what comes: blocks are evicted, sequences are preempted."""
+    monkeypatch.setattr(prefill, "LONGEST_PIECE", 400_000)  # four blocks
+    monkeypatch.setattr(decode, "IMPORTED", 200_000)
 
     async def compare() -> None:
         async with pair(num_kv_blocks=36) as both:
@@ -216,6 +212,10 @@ def test_another_secret_or_version_of_the_weights_is_refused(run: Run, caplog: p
             await both.prefill.call("call_function", f"{__name__}:change_weights", {})
             assert (await both.answer(TEXT, cache_salt="new"))[1] == 0
             assert "another weights" in caplog.text
+            await both.decode.call("call_function", f"{__name__}:change_weights", {})
+            await both.ask(both.port)  # the same number, and who knows what weights
+            assert (await both.answer(TEXT, cache_salt="new"))[1] == 0
+            assert "another model" in caplog.text
 
     run(compare())
 
@@ -235,7 +235,13 @@ def test_a_prompt_that_needs_scores_is_computed_here(run: Run, apart: Pair) -> N
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [({"kv_cache_dtype": "fp8"},) * 2, ({}, {"kv_offload": "16MiB", "num_kv_blocks": 40})]
+    ("first", "second"),
+    [
+        ({"kv_cache_dtype": "fp8"}, {}),
+        ({}, {"kv_offload": "16MiB", "num_kv_blocks": 40}),
+        ({}, {"speculative_config": {"method": "draft_model", "model": "stories-draft"}}),
+        pytest.param({"tensor_parallel_size": 2}, {}, marks=pytest.mark.slow),
+    ],
 )
 def test_with_other_electives(run: Run, first: dict[str, Any], second: dict[str, Any]) -> None:
     async def compare() -> None:

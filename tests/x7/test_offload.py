@@ -47,27 +47,30 @@ def check(engine: LLMEngine, expected: LLMEngine) -> None:
         assert_nothing_left(engine)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"milestone": "m5"},
-        {"milestone": "m6"},
-        {"milestone": "m6", "kv_cache_dtype": "fp8"},
-        {"milestone": "m6", "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "adaptive": False}},
-        {"milestone": "m6", "max_num_batched_tokens": 9},
-        {"milestone": "m6", "kv_offload": "40KiB"},  # a few blocks: most are lost
-        {"milestone": "m6", "batch_invariant": True},
-    ],
-    ids=["m5", "m6", "fp8", "ngram", "chunks", "little", "invariant"],
-)
-@pytest.mark.parametrize("has_disk", [False, True])
-def test_every_answer_is_that_of_a_cache_with_room(fields: dict[str, Any], has_disk: bool, tmp_path: Path) -> None:
+CASES: dict[str, dict[str, Any]] = {
+    "m5": {"milestone": "m5"},
+    "m6, disk": {"milestone": "m6"},
+    "fp8, disk": {"milestone": "m6", "kv_cache_dtype": "fp8"},
+    "ngram": {
+        "milestone": "m6",
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "adaptive": False},
+    },
+    "chunks, disk": {"milestone": "m6", "max_num_batched_tokens": 9},
+    "invariant": {"milestone": "m6", "batch_invariant": True},
+    "little": {"milestone": "m6", "kv_offload": "40KiB"},  # a few blocks: most are lost
+    "little, disk": {"milestone": "m6", "kv_offload": "40KiB"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_answer_is_that_of_a_cache_with_room(case: str, tmp_path: Path) -> None:
+    fields, has_disk = CASES[case], case.endswith("disk")
     more = {"kv_offload_dir": str(tmp_path)} if has_disk else {}
     engine, expected = make_engine(**SMALL | OFFLOAD | fields | more), make_engine(**ROOMY | fields)
     check(engine, expected)
     counts = connector_of(engine).counters()
     assert counts["offloaded_host"] > 20
-    if fields.get("kv_offload") is None or has_disk:
+    if not case.startswith("little"):  # there the disk cannot keep up
         assert counts["loaded_host"] > 8
     engine.close()
 
@@ -184,6 +187,41 @@ def test_other_weights_find_nothing_of_before(tmp_path: Path) -> None:
     assert answers(make_engine(**fields), first) == before  # and no file is of the other weights
 
 
+@pytest.mark.parametrize("change", ["weights", "reset"])
+def test_what_is_on_its_way_when_all_is_forgotten_does_not_count(change: str) -> None:
+    engine, (first, others, *_) = make_engine(milestone="m6", **SMALL, **OFFLOAD), rounds()
+    expected = answers(engine, first[:1])
+    answers(engine, others)
+    engine.add_request("1", first[0].prompt, first[0].params, stream=False)
+    engine.step()
+    assert connector_of(engine)._loads
+    if change == "reset":
+        engine.reset_prefix_cache()
+    else:
+        changed = {name: tensor * 1.25 for name, tensor in get_weights(engine).items()}
+        fresh = make_engine(milestone="m6", **ROOMY)
+        update_weights(fresh, changed)
+        update_weights(engine, changed, in_flight="keep")
+        expected = answers(fresh, first[:1])
+    outputs = [output for _ in range(100) for output in engine.step()]
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
+    assert outputs[0].num_cached_tokens == 0
+    assert answers(engine, first[:1]) == expected
+
+
+def test_one_transfer_serves_all_who_wait_for_it() -> None:
+    engine, (first, others, *_) = make_engine(milestone="m6", **SMALL, **OFFLOAD), rounds()
+    expected = answers(engine, first[:1])[0]
+    answers(engine, others)
+    before = connector_of(engine).counters()["loaded_host"]
+    for i in range(3):
+        engine.add_request(str(i), first[0].prompt, first[0].params, stream=False)
+    outputs = [output for _ in range(200) for output in engine.step()]
+    assert [list(output.outputs[0].token_ids) for output in outputs] == [expected] * 3
+    assert {output.num_cached_tokens for output in outputs} == {24}
+    assert connector_of(engine).counters()["loaded_host"] - before == 6
+
+
 def test_salts_are_kept_apart() -> None:
     engine = make_engine(milestone="m6", **SMALL, **OFFLOAD)
     (request, *_), others, *_ = rounds()
@@ -232,7 +270,7 @@ def test_aborts_and_preemptions_at_any_moment(seed: int, tmp_path: Path, monkeyp
     assert_nothing_left(engine)
     settle(engine)
     connector, index = connector_of(engine), connector_of(engine)._host
-    assert not connector._loads and not connector._by_seq and not index._holds and not index._orphans
+    assert not connector._loads and not index._holds and not index._orphans
     assert connector.counters()["loaded_host"] > 0
     engine.close()
 
@@ -283,6 +321,7 @@ def test_slots_are_held_while_something_moves() -> None:
 WRONG: dict[str, dict[str, Any]] = {
     "kv_offload must be a number of bytes": {"kv_offload": "much"},
     "kv_offload_dir needs memory on the way": {"kv_offload_dir": "somewhere"},
+    "more than this machine's memory": {"kv_offload": "900TiB"},
     "takes what the prefix cache evicts": {"kv_offload": "1M", "enable_prefix_caching": False},
 }
 

@@ -406,7 +406,7 @@ def main() -> None:
     parser.add_argument(
         "--layers", type=int, nargs=3, default=(1, 3, 5), help="eagle3: the target's layers that it reads"
     )
-    parser.add_argument("--vocabulary", type=int, default=1024, help="eagle3: ids that it knows; 0: all")
+    parser.add_argument("--vocabulary", type=int, default=2048, help="eagle3: ids that it knows; 0: all")
     parser.add_argument("--matrices", type=float, default=0.02)
     parser.add_argument("--others", type=float, default=2e-3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -12,6 +12,7 @@ import torch
 from folovllm.distributed.sharding import Rows, shard_column, shard_row
 from folovllm.electives.hybrid.gated_attention import GatedAttention, PartialRotaryEmbedding
 from folovllm.electives.hybrid.gated_delta_net import GatedDeltaNet
+from folovllm.electives.hybrid.mtp import MtpHead
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.rotary_embedding import RotaryEmbedding, rope_frequencies
@@ -47,12 +48,13 @@ class HybridModel(LlamaModel):
 class HybridForCausalLM(LlamaForCausalLM):
     """A causal LM whose `layer_types` chooses linear or full attention for each layer.
 
-    Checkpoints call linear attention `linear_attn`; here it stands where attention does. The weights of
-    multi-token prediction (`mtp`) and of the vision encoder (`visual`) are not loaded.
+    Checkpoints call linear attention `linear_attn`; here it stands where attention does. The weights of the head for multi-token
+    prediction (`mtp`) are loaded where somebody drafts with it, those of the vision encoder (`visual`) never.
     """
 
     attention_class = GatedAttention
     takes_experts = True
+    mtp_head = MtpHead
     renamed: ClassVar[dict[str, str]] = {"linear_attn.": "self_attn.", "model.language_model.": "model."}
     left_out: ClassVar[tuple[str, ...]] = ("mtp.", "model.visual.")
 

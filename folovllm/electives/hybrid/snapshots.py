@@ -169,7 +169,7 @@ class SnapshotBlockManager(PrefixCachingBlockManager):
     def usable(self, seq: Sequence, found: list[Block]) -> list[Block]:
         """The blocks up to the last snapshot, which becomes the state of `seq`."""
         self.snapshots.clock += 1
-        blocks, snapshot = self.snapshots.longest_prefix(found)
+        blocks, snapshot = self.snapshots.longest_prefix(super().usable(seq, found))
         if snapshot is not None:
             self._loads[seq.seq_id] = snapshot.slot
         return blocks

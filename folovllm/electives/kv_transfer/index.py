@@ -13,7 +13,6 @@ class Entry:
     slot: int
     token_ids: bytes
     is_on_disk: bool = False
-    is_ready: bool = True  # False while it is read from the disk
 
 
 class HostIndex:

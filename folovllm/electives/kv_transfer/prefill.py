@@ -185,7 +185,7 @@ class PrefillServer:
         if not keys:
             return None
         num_bytes = len(keys) * ask.layout.block_bytes
-        checksum = await asyncio.to_thread(checksum_of, segment.data[:num_bytes])
+        checksum = await checksum_of(segment.data[:num_bytes])
         token_ids = ask.token_ids[first * size : (first + len(keys)) * size]
         return Piece(ask.layout, first, keys, token_ids, num_bytes, checksum, segment.ref)
 

@@ -129,9 +129,9 @@ class Metrics(Collector):
             yield self._family(counter, "folovllm:expert_tokens", routed, each, "layer", "expert")
             yield self._family(gauge, "folovllm:expert_imbalance", text, uneven, "layer")
         if moved := stats.moved:  # neither has it such metrics of K/V that move
-            each = [((*name.split("_"),), count) for name, count in moved.items()]
+            by_name = [((*name.split("_"),), count) for name, count in moved.items()]
             text = "Blocks of K/V that left the device, came back, or were lost."
-            yield self._family(counter, "folovllm:kv_blocks_moved", text, each, "what", "place")
+            yield self._family(counter, "folovllm:kv_blocks_moved", text, by_name, "what", "place")
         ends = [((reason,), counters.finished[reason]) for reason in REASONS]
         yield self._family(counter, "vllm:request_success", "Answers that ended.", ends, "finished_reason")
         for name, histogram in counters.histograms.items():

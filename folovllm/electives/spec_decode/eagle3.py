@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from folovllm.attention.backends.registry import get_backend
-from folovllm.electives.spec_decode.eagle3_config import Eagle3Config, read_d2t, stored_shapes
+from folovllm.electives.spec_decode.eagle3_config import Eagle3Config, local_name, read_d2t, stored_shapes
 from folovllm.electives.spec_decode.head_runner import head_attention
 from folovllm.layers.embed_head import ParallelLMHead, VocabParallelEmbedding
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.linear import QKVParallelLinear
 from folovllm.layers.rotary_embedding import RotaryEmbedding, rope_amplitude, rope_frequencies
+from folovllm.models.files import reading
 from folovllm.models.llama import LlamaAttention, LlamaMLP
 from folovllm.models.loader import checkpoint_places, load_model
 from folovllm.models.model_config import head_dim_of
@@ -63,6 +64,12 @@ class Eagle3Layer(nn.Module):
         bias = None if linear.bias is None else linear.bias[first:]
         both = F.linear(both, linear.weight[first:], bias).view(len(both), 2, -1, attention.head_dim)
         key, value = both.unbind(1)  # [T, Hkv, D]
+        if (preparation := getattr(attention, "preparation", None)) is not None:
+            from folovllm.kernels.qk_norm_rope import qk_norm_rope_store  # one kernel for what follows
+
+            cache, slots = attention.attn.kv_cache, batch.slot_mapping
+            qk_norm_rope_store(key[:, :1], key, value, batch.positions, cache, slots, preparation())
+            return
         if isinstance(attention, Qwen3Attention):
             key = attention.k_norm(key.contiguous())
         _, key = attention.rope(batch.positions, key[:, :1], key)
@@ -110,10 +117,13 @@ class Eagle3Head(nn.Module):
     @staticmethod
     def check(setup: EngineSetup, path: Path) -> None:
         """Raise ValueError, which names the file or the tensor, if folder `path` has no head for this target."""
-        config, stored = Eagle3Config.read(path, setup.hf_config), stored_shapes(path)
+        config = Eagle3Config.read(path, setup.hf_config)
         get_backend(setup.backend).check_available(head_attention(setup, config))
+        if setup.config.random_weights:
+            return
+        stored = stored_shapes(path)
         read_d2t(path, config, setup.vocab_size, stored)
-        with torch.device("meta"):
+        with reading(path / "config.json"), torch.device("meta"):
             places = checkpoint_places(Eagle3Head(config, PLAIN_LAYERS, 1, stored))  # type: ignore[arg-type]
         shapes = {name: list(place.view.shape) for name, place in places.items()}
         for name in sorted(shapes.keys() | stored.keys()):
@@ -131,14 +141,16 @@ class Eagle3Head(nn.Module):
     @classmethod
     def load(cls, setup: EngineSetup, path: Path, target: LlamaForCausalLM, layers: LayerSet) -> Eagle3Head:
         """Build the head beside its target and fill it."""
-        config, stored = Eagle3Config.read(path, setup.hf_config), stored_shapes(path)
+        config, is_random = Eagle3Config.read(path, setup.hf_config), setup.config.random_weights
+        stored = {"lm_head.weight": [0]} if is_random else stored_shapes(path)
         with torch.device(setup.device), default_dtype(setup.dtype):
             head = cls(config, layers, setup.max_model_len, stored).requires_grad_(False).eval()
-        if setup.config.random_weights:
+        if is_random:
             init_random_weights(head, setup.config.seed, checkpoint_places(head))  # type: ignore[arg-type]
+            d2t = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
         else:
             load_model(head, path, use_tqdm=False)  # type: ignore[arg-type]
-        d2t = read_d2t(path, config, setup.vocab_size, stored)
+            d2t = read_d2t(path, config, setup.vocab_size, stored)
         if d2t is not None:
             head.target_ids = (d2t + torch.arange(len(d2t))).to(setup.device)
         head.share(target)
@@ -183,9 +195,3 @@ class Eagle3Head(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[S, H] -> [S, draft vocabulary]."""
         return self._logits(hidden if self.config.norm_output else self.norm(hidden))
-
-
-def local_name(name: str) -> str | None:
-    """What a folder's tensor is called here; None for the maps between vocabularies, which are no weights."""
-    name = name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
-    return None if name in ("d2t", "t2d") or name.startswith("verifier_") else name

@@ -93,13 +93,17 @@ def aux_layers_of(config: Any, num_layers: int) -> tuple[int, ...]:
         raise ValueError(
             f"eagle_aux_hidden_state_layer_ids are {[*layers]}: they must differ, and the model has layers 0 to {num_layers - 1}"
         )
-    return layers
+    return tuple(sorted(layers))  # a checkpoint's `fc` reads them in this order, whatever the order of the list
+
+
+def local_name(name: str) -> str | None:
+    """What a folder's tensor is called here; None for the maps between vocabularies, which are no weights."""
+    name = name.removeprefix("model.").replace("layers.0.", "midlayer.", 1)
+    return None if name in ("d2t", "t2d") or name.startswith("verifier_") else name
 
 
 def stored_shapes(path: Path) -> dict[str, list[int]]:
     """Return the shapes of a folder's weights, by our names. Only headers are read."""
-    from folovllm.electives.spec_decode.eagle3 import local_name
-
     found: dict[str, list[int]] = {}
     for file in checkpoint_files(path):
         with opened(file) as handle:

@@ -101,23 +101,14 @@ class HeadModelRunner(VerifyingModelRunner):
         states = [self._taken.get(i, hidden) for i in self.head.aux_layers]  # a dry run leaves layers out
         own = self.head.combine(torch.cat(states, -1) if states else hidden)
         self._taken.clear()
-        self._catch_up(own, batch)
-        return hidden
+        if own.is_cuda:
+            from folovllm.electives.spec_decode.kernels.pairs import pair_up
 
-    def _catch_up(self, own: torch.Tensor, batch: ForwardBatch) -> None:
-        """Store the head's K/V of the pairs whose tokens this step brings, and keep its last states."""
-        assert batch.rows is not None
-        ends, rows = batch.seq_lens.long(), batch.rows.long()
-        starts, sequence = ends - batch.query_start_loc.diff(), sequences_of(batch)
-        before, is_there = self.kept.before(rows, starts)
-        positions, hidden = head_inputs(batch.positions, own, sequence, before)
-        first = torch.where(is_there, starts - 1, starts)  # the first position with a pair
-        is_pair = (batch.slot_mapping >= 0) & (positions >= first[sequence])
-        positions, size = positions.clamp(min=0), self._setup.block_size
-        slots = batch.block_tables[sequence, positions // size].long() * size + positions % size
-        slots = torch.where(is_pair, slots, -1)
-        self.head.store(hidden, replace(batch, positions=positions, slot_mapping=slots))
-        self.kept.keep(rows[sequence], batch.positions, ends[sequence], own)
+            paired, positions, slots = pair_up(own, batch, self.kept, self._setup.block_size)
+        else:
+            paired, positions, slots = pairs(own, batch, self.kept, self._setup.block_size)
+        self.head.store(paired, replace(batch, positions=positions, slot_mapping=slots))
+        return hidden
 
     def chain(self, batch: ForwardBatch, k: int, sample: Sample) -> torch.Tensor:
         """Return the newest tokens, and `k` draft tokens behind each, [k + 1, S] int64. Device work only.
@@ -159,7 +150,7 @@ class HeadModelRunner(VerifyingModelRunner):
             return logits
         known, places = self._ids
         whole = logits.new_full((len(logits), len(self.model.lm_head.weight)), -torch.inf)
-        return whole.index_copy_(1, places, logits[:, known])
+        return whole.index_copy_(1, places, logits if known is None else logits[:, known])
 
     def execute_model(self, output: SchedulerOutput) -> StepResult:
         """Run a step, or a chain of drafts if that is asked for: its result has the newest token first."""
@@ -196,12 +187,33 @@ def head_attention(setup: EngineSetup, config: Any) -> Any:
     )  # fmt: skip
 
 
-def own_ids(target_ids: torch.Tensor, model: LlamaForCausalLM) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which draft ids [n] are of this rank's part of the vocabulary, and their places [n] in it."""
+def own_ids(target_ids: torch.Tensor, model: LlamaForCausalLM) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return which draft ids [n] are of this rank's part of the vocabulary, None for all, and their places [n] in it."""
     group, count = getattr(model.model.embed_tokens, "group", None), len(model.lm_head.weight)
     places = target_ids - (0 if group is None else group.rank * count)
     known = ((places >= 0) & (places < count)).nonzero().flatten()
-    return known, places[known]
+    return None if len(known) == len(places) else known, places[known]
+
+
+def pairs(
+    own: torch.Tensor, batch: ForwardBatch, kept: KeptStates, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return hidden states [T, H], positions and slots [T] of the pairs whose tokens a step brings, and keep its last states.
+
+    Args:
+        own: [T, H], what a chain carries of each token.
+    """
+    assert batch.rows is not None
+    ends, rows, sequence = batch.seq_lens.long(), batch.rows.long(), sequences_of(batch)
+    starts = ends - batch.query_start_loc.diff()
+    before, is_there = kept.before(rows, starts)
+    positions, hidden = head_inputs(batch.positions, own, sequence, before)
+    first = torch.where(is_there, starts - 1, starts)  # the first position with a pair
+    is_pair = (batch.slot_mapping >= 0) & (positions >= first[sequence])
+    positions = positions.clamp(min=0)
+    slots = batch.block_tables[sequence, positions // block_size].long() * block_size + positions % block_size
+    kept.keep(rows[sequence], batch.positions, ends[sequence], own)
+    return hidden, positions, torch.where(is_pair, slots, -1)
 
 
 def sequences_of(batch: ForwardBatch) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from folovllm.electives.spec_decode.config import SpeculativeConfig
 from folovllm.electives.spec_decode.eagle3 import Eagle3Head
@@ -23,7 +23,7 @@ def head_of(setup: EngineSetup, config: SpeculativeConfig) -> tuple[type[DraftHe
     if config.head == "eagle3":
         assert config.model is not None
         return Eagle3Head, resolve_model(config.model)
-    own = get_model_class(setup.hf_config).mtp_head
+    own = cast("type[DraftHead] | None", get_model_class(setup.hf_config).mtp_head)
     if own is None:
         names = ", ".join(setup.hf_config.architectures)
         raise ValueError(f'method "mtp" needs a model whose checkpoint holds a head, and {names} has none')

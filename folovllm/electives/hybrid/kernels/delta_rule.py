@@ -119,7 +119,15 @@ def delta_rule(
     tiles, width = triton.cdiv(dv, BLOCK_DV), triton.next_power_of_2(dk)
     ring, weight, num_seen = kept or (state, state, state)  # without kept inputs no kernel reads them
     common = (ring, weight, num_seen, state, out, starts, seq_lens, rows, *strides)
-    sizes: dict[str, int] = {"Hk": hk, "Hv": hv, "Dk": dk, "Dv": dv, "R": ring.shape[1], "W": ring.shape[2], "EPS": EPS}
+    sizes: dict[str, float] = {
+        "Hk": hk,
+        "Hv": hv,
+        "Dk": dk,
+        "Dv": dv,
+        "R": ring.shape[1],
+        "W": ring.shape[2],
+        "EPS": EPS,
+    }
     sizes |= {"K": weight.shape[-1], "KEPT": (ring.shape[1] - weight.shape[-1] + 1) // 2 if kept else 0}
     if num_one_by_one := len(rows) if kept else num_decodes:
         delta_decode_kernel[(tiles, hv, num_one_by_one)](

@@ -10,80 +10,86 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from folovllm.electives.quantization.weight import QuantizedWeight
-from folovllm.kernels.multiprocessors import num_sms
+from folovllm.kernels.multiprocessors import capability_of, num_sms
 from folovllm.kernels.pdl import available, let_next_start, wait_for_inputs
-from folovllm.kernels.skinny_linear import append
 from folovllm.kernels.split_sum import counters, num_parts, parts_for, store_sum, token_tiles
 
-PER_SM = 2  # programs that should be on each multiprocessor
 MANY, MANY_IN_BLOCKS = 129, 65  # tokens, from which on the library is faster
-MANY_ROWS = 16_384  # outputs that keep a GPU busy without shared tiles
 
 
 @triton.jit
-def add_tile(acc, x_ptr, weight_ptr, scales, K: tl.constexpr, BK: tl.constexpr, k):
-    """`acc` and the products of BK inputs from `k` on, times `scales` where they have their own."""
-    at = k + tl.arange(0, BK)
-    if K % BK == 0:
-        weights, x = tl.load(weight_ptr + at[None, :]), tl.load(x_ptr + at[:, None])
+def load_tile(place, first, row, k, K: tl.constexpr, FETCHED: tl.constexpr, SIZE: tl.constexpr, BK: tl.constexpr):
+    """BK codes of SIZE rows, [SIZE, BK], from input `k` on: from row `first` of a descriptor on, or of the rows [SIZE, 1] of a
+    matrix [rows, K].
+    """
+    at = k + tl.arange(0, BK)[None, :]
+    if FETCHED:
+        tile = place.load([first, k])
+    elif K % BK == 0:
+        tile = tl.load(place + row * K + at)
     else:
-        weights = tl.load(weight_ptr + at[None, :], mask=at[None, :] < K, other=0.0)
-        x = tl.load(x_ptr + at[:, None], mask=at[:, None] < K, other=0.0)
-    return acc + tl.dot(weights, x) * scales
+        tile = tl.load(place + row * K + at, mask=at < K, other=0.0)
+    return tile
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_parts", "stride_scale"])
 def fp8_linear_kernel(
-    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, residual_ptr, part_ptr, done_ptr, out_ptr, stride_scale, num_tokens, num_parts,
+    x_place, x_scale_ptr, weight_place, scale_ptr, residual_ptr, part_ptr, done_ptr, out_ptr, stride_scale, num_tokens, num_parts,
     OUTPUTS: tl.constexpr, K: tl.constexpr, GROUP_ROWS: tl.constexpr, GROUP: tl.constexpr, RESIDUAL: tl.constexpr,
-    SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TIMES: tl.constexpr, PDL: tl.constexpr,
+    FETCHED: tl.constexpr, SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply inputs and weights in FP8; scales are applied at the end, or after each group where weights have blocks.
 
-    Program (q, p, s): outputs p * BN to p * BN + BN of tokens q * BM to q * BM + BM; SPLIT: of every num_parts-th step
-    of inputs, from s on. A step has TIMES tiles of BK inputs, each within a group; so the scales of several are waited for at
-    once. Scales of `x` are [K / GROUP, tokens], `stride_scale` apart.
+    Program (q, p, s): outputs p * BN to p * BN + BN of tokens q * BM to q * BM + BM; SPLIT: part s of num_parts of the tiles of BK
+    inputs, each within a group. FETCHED: both places are descriptors, from which the copy engine fetches tiles (TMA); else
+    pointers. Scales of `x` are [K / GROUP, tokens], `stride_scale` apart; those of the next tile are asked for ahead of time.
     """
     let_next_start(PDL)
-    outputs = tl.program_id(1) * BN + tl.arange(0, BN)
-    tokens = tl.program_id(0) * BM + tl.arange(0, BM)
-    rows = tl.minimum(outputs, OUTPUTS - 1).to(tl.int64)[:, None]
-    token = tl.minimum(tokens, num_tokens - 1)[None, :].to(tl.int64)
+    first_row, first_token = tl.program_id(1) * BN, tl.program_id(0) * BM
+    rows = tl.minimum(first_row + tl.arange(0, BN), OUTPUTS - 1).to(tl.int64)[:, None]
+    token = tl.minimum(first_token + tl.arange(0, BM), num_tokens - 1).to(tl.int64)[None, :]
     # One row of blocks has all outputs of a tile, or not.
-    blocks = tl.program_id(1) * BN // GROUP_ROWS if GROUP_ROWS % BN == 0 else rows // GROUP_ROWS
-    acc = tl.zeros([BN, BM], tl.float32)
-    first, step = (tl.program_id(2), num_parts) if SPLIT else (0, 1)
+    blocks = first_row // GROUP_ROWS if GROUP_ROWS % BN == 0 else rows // GROUP_ROWS
+    scale_ptr, x_scale_ptr = scale_ptr + blocks * tl.cdiv(K, GROUP), x_scale_ptr + token
+    acc, TILES = tl.zeros([BN, BM], tl.float32), tl.cdiv(K, BK)
+    first, end = 0, TILES
+    if SPLIT:
+        first, end = tl.program_id(2) * TILES // num_parts, (tl.program_id(2) + 1) * TILES // num_parts
+    group = first * BK // GROUP
+    of_rows = tl.load(scale_ptr + group)
     wait_for_inputs(PDL)
-    for number in range(first, tl.cdiv(K, BK * TIMES), step):
-        scales = ()
-        for i in tl.static_range(TIMES if GROUP < K else 0):
-            group = (number * TIMES + i) * BK // GROUP
-            of_rows = tl.load(scale_ptr + blocks * (K // GROUP) + group)
-            scales = append(scales, of_rows * tl.load(x_scale_ptr + group * stride_scale + token))
-        for i in tl.static_range(TIMES):
-            acc = add_tile(
-                acc, x_ptr + token * K, weight_ptr + rows * K, scales[i] if GROUP < K else 1.0, K, BK,
-                (number * TIMES + i) * BK)  # fmt: skip
+    of_tokens = tl.load(x_scale_ptr + group * stride_scale)
+    for tile in range(first, end):
+        weights = load_tile(weight_place, first_row, rows, tile * BK, K, FETCHED, BN, BK)
+        x = load_tile(x_place, first_token, token.T, tile * BK, K, FETCHED, BM, BK).T
+        if GROUP < K:
+            scale, group = of_rows * of_tokens, tl.minimum(tile + 1, TILES - 1) * BK // GROUP
+            of_rows, of_tokens = tl.load(scale_ptr + group), tl.load(x_scale_ptr + group * stride_scale)
+            acc += tl.dot(weights, x) * scale
+        else:
+            acc += tl.dot(weights, x) * 1.0  # not in the accumulator of the tensor cores, which has fewer bits
     if GROUP == K:
-        acc *= tl.load(scale_ptr + blocks) * tl.load(x_scale_ptr + token)
+        acc *= of_rows * of_tokens
     store_sum(acc, part_ptr, done_ptr, residual_ptr, out_ptr, num_tokens, num_parts, OUTPUTS, SPLIT, RESIDUAL)
 
 
-def tile_for(num_tokens: int, rows: int, width: int, group: int) -> dict[str, int]:
-    """Return tokens, outputs and inputs of a program's tile, its warps, and how many tiles are on their way.
+def tile_for(num_tokens: int, rows: int, width: int, group: int, fetched: bool) -> dict[str, int]:
+    """Return tokens, outputs and inputs of a program's tile, its warps, how many tiles are on their way, and programs that a
+    multiprocessor should have.
 
-    What was fastest on an H200 (`docs/performance_log.md`), within 99 KiB of shared memory. A tile lies within a group.
+    What was fastest on an H200 (`docs/performance_log.md`); elsewhere within 99 KiB of shared memory. A tile lies within a group.
     """
-    m, is_busy = min(128, max(16, triton.next_power_of_2(num_tokens))), rows >= MANY_ROWS
-    k, times, stages = (256, 1, 4) if m < 64 else (256, 1, 3) if m == 64 and not is_busy else (128, 1, 4)
+    m = min(128, max(16, triton.next_power_of_2(num_tokens)))
     if group < width:
-        k, times, stages = group & -group, (4 if m < 64 else 2 if m == 64 else 1), (2 if m < 64 or is_busy else 3)
-        times = times if width % (times * k) == 0 else 1
-    return {
-        "BM": m, "BN": 64, "BK": min(k, triton.next_power_of_2(width)), "TIMES": times, "num_warps": 4, "num_stages": stages
-    }  # fmt: skip
+        k, stages, per_sm = min(256, group & -group), (6 if m < 64 else 4), 3
+    else:
+        k, stages, per_sm = min(256, triton.next_power_of_2(width)), 4, (2 if m < 64 else 1)
+    if not fetched and m >= 64:
+        k, stages, per_sm = min(128, k), 3, 2
+    return {"BM": m, "BN": 64, "BK": k, "num_warps": 4, "num_stages": stages, "per_sm": per_sm}
 
 
 def fp8_linear(
@@ -97,15 +103,22 @@ def fp8_linear(
 
     `residual` [T, outputs] is added. Sums of a tile of inputs are the tensor cores', those of tiles are float32.
     """
-    num_tokens, (rows, width) = len(out), weight.weight.shape
-    tile = tile_for(num_tokens, rows, width, weight.columns)
-    row_tiles, most = triton.cdiv(rows, tile["BN"]), max(1, width // (2 * tile["BK"] * tile["TIMES"]))
-    parts = num_parts(row_tiles * token_tiles(num_tokens, tile["BM"]), PER_SM * num_sms(codes.device), most)
+    num_tokens, (rows, width), fetched = len(out), weight.weight.shape, capability_of(codes.device) >= 90
+    tile = tile_for(num_tokens, rows, width, weight.columns, fetched)
+    row_tiles, programs = triton.cdiv(rows, tile["BN"]), tile.pop("per_sm") * num_sms(codes.device)
+    most = max(1, width // (2 * tile["BK"]))
+    parts = num_parts(row_tiles * token_tiles(num_tokens, tile["BM"]), programs, most)
+    places = codes, weight.weight
+    if fetched:
+        places = tuple(
+            TensorDescriptor.from_tensor(place, [tile[side], tile["BK"]])
+            for place, side in zip(places, ("BM", "BN"), strict=True)
+        )
     pdl = available(codes.device)
     fp8_linear_kernel[(triton.cdiv(num_tokens, tile["BM"]), row_tiles, parts)](
-        codes, scales, weight.weight, weight.scale, out if residual is None else residual, parts_for(out, out, parts),
+        places[0], scales, places[1], weight.scale, out if residual is None else residual, parts_for(out, out, parts),
         counters(codes.device), out, scales.stride(1), num_tokens, parts, OUTPUTS=rows, K=width, GROUP_ROWS=weight.rows,
-        GROUP=min(weight.columns, width), RESIDUAL=residual is not None, SPLIT=parts > 1, PDL=pdl,
+        GROUP=min(weight.columns, width), RESIDUAL=residual is not None, FETCHED=fetched, SPLIT=parts > 1, PDL=pdl,
         **({"launch_pdl": True} if pdl else {}), **tile,
     )  # fmt: skip
     return out

@@ -1,0 +1,166 @@
+"""Multi-token prediction: the head that drafts, one layer, in the checkpoints of Qwen3.5 and Qwen3-Next (`models.draft_head`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from folovllm.layers.layer_set import LayerSet
+from folovllm.models.gemma3 import Gemma3RMSNorm
+from folovllm.models.loader import checkpoint_files, checkpoint_places, load_model, opened, require_stored
+from folovllm.models.model_config import FULL
+from folovllm.models.random_weights import init_random_weights
+from folovllm.models.registry import PLAIN_LAYERS, default_dtype, get_model_class
+
+if TYPE_CHECKING:
+    from folovllm.engine.setup import EngineSetup
+    from folovllm.models.llama import LlamaForCausalLM
+    from folovllm.step.forward_batch import ForwardBatch
+
+PREFIX = "mtp."
+
+
+class MtpHead(nn.Module):
+    """Joins the embedding of a token and the hidden state of the token before; a layer and a norm give the next hidden state.
+
+    The layer is one of full attention as the model itself has them, with experts if it has some. Embedding and head are the
+    model's. What a chain carries is behind the norm, as what the model gives is behind its own.
+    """
+
+    config: Any
+    aux_layers: tuple[int, ...] = ()
+    target_ids: torch.Tensor | None = None
+    reorder = None
+    _target: list[LlamaForCausalLM]  # in a list: its weights are none of this module's
+
+    def __init__(self, hf_config: Any, layers: LayerSet, max_model_len: int) -> None:
+        """`hf_config`: the model's."""
+        super().__init__()
+        self.config = copy(hf_config)
+        self.config.num_hidden_layers, self.config.layer_types = 1, [FULL]
+        self.config.vocab_size, self.config.tie_word_embeddings = 1, False  # nobody reads an embedding of its own
+        model = get_model_class(self.config)(self.config, layers, max_model_len)
+        self._model = [model]  # in a list, too, for its embedding and its head
+        self.packed_modules_mapping = model.packed_modules_mapping
+        size, eps = hf_config.hidden_size, hf_config.rms_norm_eps
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = (layers.make(Gemma3RMSNorm, size, eps) for _ in range(2))
+        self.fc = nn.Linear(2 * size, size, bias=False)
+        self.layers, self.norm = model.model.layers, model.model.norm
+
+    @staticmethod
+    def check(setup: EngineSetup, path: Path) -> None:
+        """Raise ValueError, which names the file or the tensor, if the checkpoint in `path` holds no such head."""
+        config, file = setup.hf_config, path / "config.json"
+        counts = [getattr(config, name, None) for name in ("mtp_num_hidden_layers", "num_nextn_predict_layers")]
+        count = next((count for count in counts if count is not None), 1)
+        if count != 1:
+            raise ValueError(
+                f"{file} says that the head has {count!r} layers, and only heads of one layer are known here"
+            )
+        if getattr(config, "mtp_use_dedicated_embeddings", False):
+            raise ValueError(
+                f"{file}: mtp_use_dedicated_embeddings is true, and only heads with the model's embedding are known"
+            )
+        if setup.config.random_weights:
+            return
+        with torch.device("meta"):
+            places = checkpoint_places(MtpHead(config, PLAIN_LAYERS, 1))  # type: ignore[arg-type]
+            stored = {name: list(tensor.shape) for name, tensor in stored_tensors(path, torch.empty(0))}
+        if not stored:
+            raise ValueError(
+                f'method "mtp" needs a checkpoint that holds a head, and no tensor in {path} begins with "mtp."'
+            )
+        shapes = {name: list(place.view.shape) for name, place in places.items()}
+        for name in sorted(shapes.keys() | stored.keys()):
+            if shapes.get(name) != stored.get(name):
+                found, wanted = stored.get(name, "missing"), shapes.get(name, "no such tensor")
+                raise ValueError(f"the head in {path}: {PREFIX + name!r} is {found}, and config.json asks for {wanted}")
+
+    @classmethod
+    def load(cls, setup: EngineSetup, path: Path, target: LlamaForCausalLM, layers: LayerSet) -> MtpHead:
+        """Build the head beside its target and fill it."""
+        with torch.device(setup.device), default_dtype(setup.dtype):
+            head = cls(setup.hf_config, layers, setup.max_model_len).requires_grad_(False).eval()
+        if setup.config.random_weights:
+            init_random_weights(head._model[0], setup.config.seed, checkpoint_places(head))  # type: ignore[arg-type]
+            head._norms_loaded()
+        else:
+            load_model(head, stored_tensors(path), use_tqdm=False)  # type: ignore[arg-type]
+        head._target = [target]
+        return head
+
+    def local_name(self, name: str) -> str:
+        """What a tensor of the head is called here."""
+        return name
+
+    def checkpoint_name(self, name: str) -> str:
+        """What the checkpoint calls a tensor of ours."""
+        return PREFIX + name
+
+    def weights_loaded(self) -> None:
+        """Have the layer prepare what depends on the weights, and add 1 to those of norms."""
+        self._model[0].weights_loaded()
+        self._norms_loaded()
+
+    def _norms_loaded(self) -> None:
+        for norm in (self.pre_fc_norm_embedding, self.pre_fc_norm_hidden):
+            norm.weight_loaded()
+
+    def combine(self, states: torch.Tensor) -> torch.Tensor:
+        """The model's last hidden states as they are, [T, H]."""
+        return states
+
+    def inputs(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[T, H] -> what the layer reads, [T, H]."""
+        embedded = self._target[0].model.embed(batch.input_ids)
+        return self.fc(torch.cat((self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)), -1))
+
+    def store(self, hidden: torch.Tensor, batch: ForwardBatch) -> None:
+        """Cache K and V of pairs."""
+        layer: Any = self.layers[0]
+        attention = layer.self_attn
+        attention.prepare(attention.qkv_proj(layer.input_layernorm(self.inputs(hidden, batch))), batch)
+
+    def forward(self, hidden: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """[S, H] -> [S, H], the next hidden states."""
+        x, residual = self.layers[0](self.inputs(hidden, batch), None, batch)
+        carried: torch.Tensor = self.norm(x, residual)[0]
+        return carried
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, H] -> [S, V], by the model's own head."""
+        logits: torch.Tensor = self._target[0].lm_head(hidden)
+        return logits
+
+
+def stored_tensors(path: Path, instead: torch.Tensor | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the head's tensors in a checkpoint, by our names; or empty ones like `instead`, of which headers alone are read.
+
+    Experts may be stored as stacks [E, 2I, H] and [E, H, I]; they come one by one. Raises ValueError for weights in codes.
+    """
+    for file in checkpoint_files(path):
+        with opened(file) as handle:
+            for name in handle.keys():  # noqa: SIM118  # a handle is no dict
+                if not name.startswith(PREFIX):
+                    continue
+                stored = handle.get_slice(name)
+                require_stored(name, stored.get_dtype(), {})
+                tensor = handle.get_tensor(name) if instead is None else instead.new_empty(stored.get_shape())
+                yield from one_by_one(name.removeprefix(PREFIX), tensor)
+
+
+def one_by_one(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a tensor, or the weights of each expert in a stack of them."""
+    before, _, kind = name.rpartition("experts.")
+    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind, ())
+    if not before or not parts or tensor.dim() != 3:
+        yield name, tensor
+        return
+    for e, weight in enumerate(tensor):
+        for part, own in zip(parts, weight.chunk(len(parts)), strict=True):
+            yield f"{before}experts.{e}.{part}.weight", own

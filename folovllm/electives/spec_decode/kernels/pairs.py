@@ -1,0 +1,89 @@
+"""`pair_up`: what a draft head gets of a step, in two launches in place of forty. In torch it is `head_runner.pairs`."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from folovllm.electives.spec_decode.heads import KeptStates
+from folovllm.step.forward_batch import ForwardBatch
+
+
+@triton.jit
+def sequence_of(start_ptr, token, num_seqs, SEQS: tl.constexpr):
+    """Return the sequence that a token of the step is of: as many as end before it."""
+    seq, i = 0, tl.arange(0, SEQS)
+    for first in range(0, num_seqs, SEQS):
+        ends = tl.load(start_ptr + 1 + first + i, mask=first + i < num_seqs, other=2147483647)
+        seq += tl.sum((ends <= token).to(tl.int32))
+    return seq
+
+
+@triton.jit(do_not_specialize=["num_seqs", "stride_table"])
+def pair_up_kernel(
+    own_ptr, kept_ptr, kept_position_ptr, start_ptr, row_ptr, position_ptr, slot_ptr, table_ptr, hidden_ptr,
+    pair_position_ptr, pair_slot_ptr, num_seqs, stride_table, DEPTH: tl.constexpr, B: tl.constexpr, H: tl.constexpr,
+    WIDTH: tl.constexpr, SEQS: tl.constexpr,
+):  # fmt: skip
+    """Program (token): the hidden state of the token before it, that one's position, and its slot, -1 where there is no pair."""
+    token = tl.program_id(0)
+    seq = sequence_of(start_ptr, token, num_seqs, SEQS)
+    before = tl.load(position_ptr + token) - 1
+    is_first = token == tl.load(start_ptr + seq)
+    place = tl.load(row_ptr + seq).to(tl.int64) * DEPTH + tl.maximum(before, 0) % DEPTH
+    is_pair = (tl.load(slot_ptr + token) >= 0) & (before >= 0)
+    if is_first:
+        is_pair = is_pair & (tl.load(kept_position_ptr + place) == before)
+        source = kept_ptr + place * H
+    else:
+        source = own_ptr + (token - 1).to(tl.int64) * H
+    before = tl.maximum(before, 0)
+    tl.store(pair_position_ptr + token, before)
+    block = tl.load(table_ptr + seq.to(tl.int64) * stride_table + before // B, mask=is_pair, other=0).to(tl.int64)
+    tl.store(pair_slot_ptr + token, tl.where(is_pair, block * B + before % B, -1))
+    for first in range(0, H, WIDTH):
+        i = first + tl.arange(0, WIDTH)
+        state = tl.load(source + i, mask=i < H)
+        tl.store(hidden_ptr + token.to(tl.int64) * H + i, state, mask=i < H)
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def keep_kernel(
+    own_ptr, kept_ptr, kept_position_ptr, start_ptr, row_ptr, position_ptr, slot_ptr, len_ptr, num_seqs,
+    DEPTH: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, SEQS: tl.constexpr,
+):  # fmt: skip
+    """Program (token): keeps its hidden state if it is among its sequence's last DEPTH tokens."""
+    token = tl.program_id(0)
+    seq = sequence_of(start_ptr, token, num_seqs, SEQS)
+    position = tl.load(position_ptr + token)
+    if (tl.load(slot_ptr + token) >= 0) & (position >= tl.load(len_ptr + seq) - DEPTH):
+        place = tl.load(row_ptr + seq).to(tl.int64) * DEPTH + position % DEPTH
+        tl.store(kept_position_ptr + place, position)
+        for first in range(0, H, WIDTH):
+            i = first + tl.arange(0, WIDTH)
+            state = tl.load(own_ptr + token.to(tl.int64) * H + i, mask=i < H)
+            tl.store(kept_ptr + place * H + i, state, mask=i < H)
+
+
+def pair_up(
+    own: torch.Tensor, batch: ForwardBatch, kept: KeptStates, block_size: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return hidden states [T, H], positions and slots [T] int64 of the pairs of a step, and keep its last states.
+
+    Args:
+        own: [T, H], contiguous: what a chain carries of each token. A token without slot is padding.
+    """
+    (num_tokens, hidden), rows = own.shape, batch.rows
+    assert rows is not None
+    paired = torch.empty_like(own)
+    positions, slots = torch.empty(2, num_tokens, dtype=torch.int64, device=own.device)
+    given = own, kept.hidden, kept.positions, batch.query_start_loc, rows, batch.positions, batch.slot_mapping
+    width = min(1024, triton.next_power_of_2(hidden))
+    sizes = {"DEPTH": kept.hidden.shape[1], "H": hidden, "WIDTH": width, "SEQS": 128}
+    pair_up_kernel[(num_tokens,)](
+        *given, batch.block_tables, paired, positions, slots, batch.num_seqs, batch.block_tables.stride(0), B=block_size,
+        **sizes,
+    )  # fmt: skip
+    keep_kernel[(num_tokens,)](*given, batch.seq_lens, batch.num_seqs, **sizes)
+    return paired, positions, slots

@@ -1,0 +1,101 @@
+"""Draft heads on a GPU: captured chains, the kernel that pairs, and what a step costs where nobody drafts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from folovllm.attention.backends.abstract import BackendUnavailable
+from folovllm.llm import LLM
+from folovllm.sampling_params import SamplingParams
+from tests.helpers import prompts, tiny_checkpoint
+from tests.m6.traffic import assert_nothing_is_compiled_after_the_start
+from tests.workloads import Request, serve
+from tests.x3.eagle_folders import write_head
+from tests.x3.engines import Pair, make_engine, speculation_of
+from tests.x3.test_eagle3 import GREEDY, Drafted, check_drafts, eagle, few_head, letters_head
+from tests.x3.test_lossless import demanding
+from tests.x3.traffic import HEAD
+from tools.train_tiny.documents import prompt
+from tools.train_tiny.stories import request_and_story
+
+pytestmark = pytest.mark.gpu
+LAYOUTS = [{"milestone": "m5"}, {"milestone": "m6"}, {"milestone": "m6", "enforce_eager": True}]
+
+
+@pytest.mark.parametrize("backend", ["torch_paged", "triton"])
+@pytest.mark.parametrize("fields", LAYOUTS)
+def test_texts_agree_until_rounding_decides(fields: dict[str, object], backend: str) -> None:
+    requests = [replace(r, params=replace(r.params, logprobs=None, prompt_logprobs=None)) for r in demanding() * 3]
+    fields = {"device": "cuda", "dtype": "float32", "attention_backend": backend, "max_num_seqs": 8, **fields}
+    try:
+        pair = Pair.of(requests, **fields)
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
+    engine = make_engine(**pair.fields, **eagle(letters_head()))
+    assert pair.share_of_equal(serve(engine, requests)) >= 0.9
+    assert speculation_of(engine).num_draft_tokens > 50
+
+
+@pytest.mark.parametrize("fields", LAYOUTS)
+def test_drafts_are_those_of_the_definition(fields: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of them: products are rounded in another order, and a draft that was a close call is not compared."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    monkeypatch.setattr("tests.x3.test_eagle3.CLOSE", 0.05)
+    load = [Request(one, replace(GREEDY, max_tokens=30)) for one in prompts([9, 4, 31, 17, 22], seed=3)]
+    drafted = Drafted().watch(monkeypatch)
+    fields = {"device": "cuda", "dtype": "float32", "attention_backend": "triton", **fields}
+    engine = make_engine(**fields, **eagle(few_head()))
+    outputs = serve(engine, load)
+    texts = [[*one.prompt, *out.outputs[0].token_ids] for one, out in zip(load, outputs, strict=True)]
+    assert check_drafts(drafted, few_head(), tiny_checkpoint(), [0, 1, 2], texts) > 60
+    assert speculation_of(engine).num_accepted > 10
+
+
+def test_nothing_is_compiled_after_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_nothing_is_compiled_after_the_start({"model": "stories-5m", "speculative_config": HEAD}, monkeypatch)
+
+
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_the_embedded_head_is_right_nearly_always(batch: int) -> None:
+    """In bfloat16, at every width: 3.3 tokens a step at least."""
+    with LLM("stories-5m", device="cuda", max_num_seqs=batch, use_tqdm=False, speculative_config=HEAD) as llm:
+        rng = Random(99)
+        asked = [prompt(request_and_story(rng)[0]) for _ in range(max(16, batch))]
+        llm.generate(asked, SamplingParams(temperature=0, max_tokens=150))
+        made = speculation_of(llm.engine)
+    assert 1 + made.num_accepted / made.num_drafts >= 3.3
+
+
+@pytest.mark.parametrize("batch", [1, 64])
+def test_a_head_that_is_always_wrong_costs_little(batch: int, tmp_path: Path) -> None:
+    """Random weights of 0.6B's size: the policy stops asking, and the head's K/V alone are 2% of a step at most."""
+    sizes = {"num_hidden_layers": 28, "hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 32000}
+    sizes |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 2048}
+    shutil.copytree(tiny_checkpoint(), tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **sizes, "layer_types": None}))
+    own = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072}
+    head = write_head(tmp_path / "head", tmp_path / "model", **own)
+    params = SamplingParams(temperature=0, max_tokens=512, ignore_eos=True)
+    fields = {"model": str(tmp_path / "model"), "device": "cuda", "dtype": "bfloat16", "max_num_seqs": batch}
+    fields |= {"random_weights": True, "use_tqdm": False, "gpu_memory_utilization": 0.4}
+    with LLM(**fields) as plain, LLM(**fields, **eagle(head, adaptive=True)) as speculating:
+        given, ratios = prompts([32] * batch, seed=1), []
+        for _ in range(4):
+            seconds = []
+            for llm in (plain, speculating):
+                start = time.perf_counter()
+                llm.generate(given, params)
+                seconds.append(time.perf_counter() - start)
+            ratios.append(seconds[1] / seconds[0])
+        print(f"\nbatch {batch}: {[round(ratio, 3) for ratio in ratios]} times the time without a head")
+    assert statistics.median(ratios[1:]) < 1.04

@@ -1,0 +1,204 @@
+"""The head within a hybrid model's checkpoint drafts what the published definition drafts, and no text changes."""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from folovllm.sampling_params import SamplingParams
+from tests.helpers import prompts
+from tests.workloads import Request, serve
+from tests.x3.engines import Pair, make_engine, speculation_of
+from tests.x3.mtp_folders import PlainMtp, with_head
+from tests.x3.test_eagle3 import CLOSE, Drafted, hidden_states
+from tests.x3.test_lossless import LETTERS, demanding
+from tests.x5.checkpoints import hybrid_checkpoint
+
+FEW = LETTERS[:3]
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def mtp(k: int = 3, adaptive: bool = False) -> dict[str, Any]:
+    """The part of a configuration that turns the head on."""
+    return {"speculative_config": {"method": "mtp", "num_speculative_tokens": k, "adaptive": adaptive}}
+
+
+def random_case(rng: random.Random, folder: Path, experts: bool) -> Path:
+    """A model of any family, with a head."""
+    families = ("qwen3_next with experts", "qwen3_5_moe_text") if experts else ("qwen3_next", "qwen3_5_text")
+    heads, kv_heads = rng.choice([(4, 2), (2, 1), (3, 3), (6, 2)])
+    target = hybrid_checkpoint(
+        rng.choice(families), rng.choice(["LF", "FL", "LLF"]), num_heads=heads, num_kv_heads=kv_heads, tied=False,
+        head_dim=rng.choice([16, 32]), linear_conv_kernel_dim=rng.choice([2, 4]),
+        partial_rotary_factor=rng.choice([0.25, 0.5, 1.0]),
+    )  # fmt: skip
+    return with_head(folder, target, FEW, rng.randint(0, 99), stacked=experts and rng.random() < 0.5)
+
+
+def check_drafts(drafted: Drafted, folder: Path, texts: list[list[int]]) -> int:
+    """Each draft is the plain loop's, up to a close call. Returns how many tokens were compared."""
+    plain, count = PlainMtp(folder), 0
+    for text, draft in drafted.found:
+        whole = next(tuple(one) for one in texts if one[: len(text)] == text)
+        states, _ = hidden_states(folder, whole)
+        wanted, margin = plain.drafts(states[-1, : len(text) - 1], text, len(draft))
+        if margin > CLOSE:
+            assert draft == wanted, f"behind {len(text)} tokens"
+            count += len(draft)
+    return count
+
+
+def run(folder: Path, load: list[Request], drafted: Drafted, k: int, **fields: Any) -> tuple[int, int]:
+    """Serve with the head and without. Returns how many draft tokens were compared, and how many accepted."""
+    pair = Pair.of(load, model=str(folder), **fields)
+    drafted.found.clear()
+    engine = make_engine(**pair.fields, **mtp(k))
+    outputs = serve(engine, load)
+    pair.check(outputs)
+    texts = [[*one.prompt, *out.outputs[0].token_ids] for one, out in zip(load, outputs, strict=True)]
+    return check_drafts(drafted, folder, texts), speculation_of(engine).num_accepted
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize("part", range(3))
+def test_thirty_random_heads_of_each_kind(
+    part: int, experts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, accepted, drafted = 0, 0, Drafted().watch(monkeypatch)
+    for number in range(10 * part, 10 * part + 10):
+        rng = random.Random(number)
+        folder = random_case(rng, tmp_path / str(number), experts)
+        load = [Request(prompt, GREEDY) for prompt in prompts([rng.randint(1, 20), 5], seed=number)]
+        milestone = rng.choice(("m2", "m5", "m6", "m6"))
+        fields: dict[str, Any] = {"milestone": milestone}
+        if milestone != "m2":
+            fields |= {"block_size": 4, "snapshot_interval": 8, "max_num_batched_tokens": rng.choice((12, 64))}
+        found = run(folder, load, drafted, rng.randint(1, 4), **fields)
+        count, accepted = count + found[0], accepted + found[1]
+    assert count > 150 and accepted > 20, "drafts were compared, behind accepted ones, too"
+
+
+@cache
+def a_model(family: str = "qwen3_5_text") -> Path:
+    target = hybrid_checkpoint(family, "LF", tied=False, num_heads=2, num_kv_heads=1)
+    return with_head(Path(tempfile.mkdtemp()) / "model", target, FEW)
+
+
+def test_what_a_sample_depends_on_is_kept() -> None:
+    pair = Pair.of(demanding(), model=str(a_model()), milestone="m6", block_size=4, max_num_seqs=6)
+    engine = make_engine(**pair.fields, **mtp(adaptive=True))
+    pair.check(serve(engine, pair.requests))
+
+
+CROWDED: dict[str, dict[str, Any]] = {
+    "few blocks": {"num_kv_blocks": 40, "enable_prefix_caching": False},
+    "short chunks": {"max_num_batched_tokens": 16},
+    "one at a time": {"async_scheduling": False},
+    "triton": {"attention_backend": "triton", "dtype": "float32", "block_size": 16},
+}
+
+
+@pytest.mark.parametrize("how", CROWDED)
+def test_however_steps_are_made(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    count, length = (6, 12) if how != "triton" else (2, 4)
+    params = SamplingParams(temperature=0, max_tokens=2 * length, ignore_eos=True)
+    load = [Request(one, params) for one in prompts([length] * count, seed=8)]
+    fields = {"milestone": "m6", "block_size": 4, "max_model_len": 40, "snapshot_interval": 8, **CROWDED[how]}
+    compared, _ = run(a_model(), load, Drafted().watch(monkeypatch), 3, **fields)
+    assert compared > 3 * count
+
+
+def test_a_prefix_hit_brings_no_hidden_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence begins at the last snapshot before the last block that is cached; drafts are the same."""
+    (first,) = prompts([22], seed=2)
+    load = [Request([*first[:n], *tail], GREEDY) for n, tail in ((22, []), (20, [7, 8]), (22, [9]), (13, [1]))]
+    pair = Pair.of(load, model=str(a_model()), milestone="m6", block_size=4, snapshot_interval=4)
+    drafted, hits, outputs = Drafted().watch(monkeypatch), [], []
+    engine = make_engine(**pair.fields, **mtp())
+    kv: Any = engine.scheduler.kv
+    for one in load:
+        before = kv.stats.tokens_hit
+        outputs += serve(engine, [one])
+        hits.append(kv.stats.tokens_hit - before)
+    pair.check(outputs)
+    assert hits == [0, 16, 16, 8], "one block less than is cached"
+    texts = [[*one.prompt, *out.outputs[0].token_ids] for one, out in zip(load, outputs, strict=True)]
+    assert check_drafts(drafted, a_model(), texts) > 20
+
+
+@pytest.mark.slow
+def test_two_ranks() -> None:
+    """Each has the whole head, with all experts, beside its part of the model."""
+    load = [Request(one, GREEDY) for one in prompts([9, 5, 14], seed=8)]
+    model = hybrid_checkpoint("qwen3_5_moe_text", "LF", tied=False)
+    folder = with_head(Path(tempfile.mkdtemp()) / "model", model, FEW, stacked=True)
+    pair = Pair.of(load, model=str(folder), milestone="m6", block_size=4)
+    engine = make_engine(**pair.fields, tensor_parallel_size=2, **mtp())
+    try:
+        pair.check(serve(engine, load))
+        assert speculation_of(engine).num_accepted > 2
+    finally:
+        engine.close()
+
+
+def test_random_weights() -> None:
+    """To time a geometry, a head of random weights is made, too; the folder needs no tensors."""
+    engine = make_engine(model=str(hybrid_checkpoint()), random_weights=True, milestone="m6", **mtp())
+    serve(engine, [Request([1, 2, 3], GREEDY)])
+    assert speculation_of(engine).num_draft_tokens > 5
+
+
+def changed(folder: Path, drop: str | None = None, tensor: torch.Tensor | None = None, **given: Any) -> None:
+    """The model with other fields, or without a tensor, or with another in its place."""
+    fields = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(fields | given))
+    if drop is not None:
+        tensors = load_file(folder / "model.safetensors")
+        tensors = {name: t for name, t in tensors.items() if not name.startswith(drop)}
+        save_file(tensors | ({} if tensor is None else {drop: tensor}), folder / "model.safetensors", {"format": "pt"})
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no head": ({"drop": "mtp."}, 'no tensor in .* begins with "mtp."'),
+    "two layers": ({"mtp_num_hidden_layers": 2}, "the head has 2 layers"),
+    "none": ({"num_nextn_predict_layers": 0}, "the head has 0 layers"),
+    "its own embedding": ({"mtp_use_dedicated_embeddings": True}, "mtp_use_dedicated_embeddings is true"),
+    "a missing weight": ({"drop": "mtp.fc.weight"}, r"'mtp.fc.weight' is missing, and config.json asks for \[72, 144\]"),
+    "another shape": ({"drop": "mtp.norm.weight", "tensor": torch.ones(5)}, r"'mtp.norm.weight' is \[5\]"),
+    "an unknown weight": ({"drop": "mtp.x.weight", "tensor": torch.ones(5)}, "asks for no such tensor"),
+    "codes": ({"drop": "mtp.fc.weight", "tensor": torch.ones(72, 144, dtype=torch.int8)}, "quantized weights"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_head_that_does_not_fit_is_refused_before_weights_are_loaded(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil, sentence = BAD[what]
+    folder = with_head(tmp_path / "model", hybrid_checkpoint("qwen3_5_text", "LF", tied=False), FEW)
+    changed(folder, **spoil)
+    monkeypatch.setattr("folovllm.models.loader.load_model", None)
+    with pytest.raises(ValueError, match=sentence) as raised:
+        make_engine(model=str(folder), milestone="m6", **mtp())
+    assert str(folder) in str(raised.value) or what == "codes"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next with experts"])
+@pytest.mark.parametrize("eager", [False, True])
+def test_on_a_gpu(family: str, eager: bool) -> None:
+    """Captured chains and steps; texts agree until rounding decides."""
+    load = [Request(one, GREEDY) for one in prompts([9, 5, 14, 30] * 4, seed=8)]
+    fields = {"milestone": "m6", "device": "cuda", "dtype": "float32", "attention_backend": "triton", "max_num_seqs": 8}
+    pair = Pair.of(load, model=str(a_model(family)), enforce_eager=eager, **fields)
+    engine = make_engine(**pair.fields, **mtp())
+    assert pair.share_of_equal(serve(engine, load)) >= 0.9
+    assert speculation_of(engine).num_accepted > 10

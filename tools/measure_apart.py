@@ -1,0 +1,174 @@
+"""Prefill apart from decode, one card each, beside one engine: `python tools/measure_apart.py` (two GPUs; `--device cpu` tries it out).
+
+Some clients read long answers while a long prompt arrives every second. Printed for each way to serve: the median, 99th percentile and
+worst gap between the tokens of the long answers, and the median time to the first token of the prompts. The ways: one engine on one
+card; one engine with two ranks (only with GPUs); prompts on one card and answers on the other. Then how fast K/V travel: a prompt that
+the first server has cached and the second has not, against one that the second has, beside what a copy from pinned memory reaches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import secrets
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from folovllm.apps.bench.contenders import random_model
+from folovllm.apps.bench.http_load import Reply, Server
+from folovllm.apps.bench.serving import VOCABULARY, flags_of, serving
+from folovllm.apps.bench.workload import BenchRequest
+from folovllm.config import EngineConfig
+from folovllm.distributed.children import import_path, python_command
+from folovllm.engine.setup import set_up
+
+SECRET = secrets.token_hex()
+QUIET = 2.0  # seconds until the first prompt comes
+
+
+def prompt_of(rng: random.Random, length: int) -> list[int]:
+    """A prompt that nobody has asked before."""
+    return [rng.randrange(VOCABULARY // 2, VOCABULARY) for _ in range(length)]
+
+
+@contextmanager
+def server(fields: dict[str, Any], card: str, *flags: str) -> Iterator[Server]:
+    """A server of ours that sees these cards alone."""
+    rest = dict(fields)
+    command = [*python_command("folovllm", "serve", rest.pop("model")), "--port", "0", "--served-model-name", "model"]
+    environment = {"PYTHONPATH": import_path(), "CUDA_VISIBLE_DEVICES": card, "FOLOVLLM_PEER_SECRET": SECRET}
+    with serving([*command, *flags_of(rest), *flags], env=os.environ | environment) as url:
+        yield Server(url, "model")
+
+
+def free_address() -> str:
+    """An address where a peer may listen."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+async def load(target: Server, args: argparse.Namespace) -> None:
+    """Long answers beside prompts; prints what their clients saw."""
+    rng, prompts, answers = random.Random(1), list[Reply](), list[Reply]()
+    await target.ask(BenchRequest(prompt_of(rng, args.prompt_tokens), 2), 0.0, [])  # warms up
+    reading = [
+        asyncio.create_task(target.ask(BenchRequest(prompt_of(rng, 32), args.max_model_len - 64), 0.0, answers))
+        for _ in range(args.clients)
+    ]
+    await asyncio.sleep(QUIET)
+    begin = asyncio.get_running_loop().time()
+    asking = []
+    for i in range(args.seconds):
+        await asyncio.sleep(max(0.0, begin + i - asyncio.get_running_loop().time()))
+        asking.append(
+            asyncio.create_task(target.ask(BenchRequest(prompt_of(rng, args.prompt_tokens), 1), 0.0, prompts))
+        )
+    await asyncio.sleep(1)
+    end = asyncio.get_running_loop().time()
+    for task in reading:
+        task.cancel()
+    await asyncio.wait([*reading, *asking])
+    if errors := [reply.error for reply in (*prompts, *answers) if reply.error]:
+        print(f"   {len(errors)} failed: {errors[0]}")
+    gaps = sorted(
+        1e3 * (after - before)
+        for reply in answers
+        for before, after in zip(reply.times, reply.times[1:], strict=False)
+        if begin <= before <= end
+    )
+    first = [1e3 * reply.ttft for reply in prompts if reply.times]
+    if not gaps or not first:
+        print("   nothing was answered: give longer contexts, or fewer prompts")
+        return
+    print(
+        f"   gap {statistics.median(gaps):8.2f} ms, 99% {gaps[len(gaps) * 99 // 100]:8.2f}, worst {gaps[-1]:8.2f}   "
+        f"({len(gaps)} gaps)   first token of a prompt {statistics.median(first):8.1f} ms"
+    )
+
+
+async def transfer(prefill: Server, decode: Server, args: argparse.Namespace, num_bytes: int) -> None:
+    """Print how fast K/V travel: what a prompt takes longer if its K/V must come."""
+    rng, coming, here = random.Random(2), list[Reply](), list[Reply]()
+    for _ in range(5):
+        request = BenchRequest(prompt_of(rng, args.prompt_tokens), 1)
+        await prefill.ask(request, 0.0, [])
+        await decode.ask(request, 0.0, coming)
+        await decode.ask(request, 0.0, here)
+    ms = [1e3 * statistics.median(reply.ttft for reply in replies) for replies in (coming, here)]
+    rate = num_bytes / max(1e-6, ms[0] - ms[1]) / 1e6
+    print(
+        f"   K/V of a prompt: {num_bytes / 1e6:.1f} MB in {ms[0] - ms[1]:.1f} ms, {rate:.2f} GB/s; a copy reaches {link_rate():.2f} GB/s"
+    )
+
+
+def link_rate() -> float:
+    """GB/s of a copy from pinned memory to the card; without one, of a copy in memory."""
+    pinned = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    target = torch.empty_like(pinned, device="cuda" if torch.cuda.is_available() else "cpu", pin_memory=False)
+    seconds = []
+    for _ in range(6):
+        start = time.perf_counter()
+        target.copy_(pinned)
+        if target.is_cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return len(pinned) / min(seconds) / 1e9
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--geometry", default="qwen3-0.6b", help="random weights of this shape; on a CPU the embedded model"
+    )
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--prompt-tokens", type=int, default=8000)
+    parser.add_argument("--max-model-len", type=int, default=16384)
+    parser.add_argument("--clients", type=int, default=16, help="that read long answers")
+    parser.add_argument("--seconds", type=int, default=20, help="and as many prompts")
+    parser.add_argument("--ways", default="one,ranks,apart")
+    args = parser.parse_args()
+    cards, ways = ("0", "1") if args.device == "cuda" else ("", ""), args.ways.split(",")
+    with tempfile.TemporaryDirectory() as folder:
+        fields: dict[str, Any] = {
+            "max_model_len": args.max_model_len,
+            "block_size": 16,
+            "use_tqdm": False,
+            "device": args.device,
+        }
+        if args.device == "cuda":
+            fields = random_model(args.geometry, Path(folder), fields)
+        else:
+            fields["model"] = "stories-5m"
+        setup = set_up(EngineConfig(**fields))
+        num_bytes = (args.prompt_tokens - 1) // setup.block_size * setup.block_size * setup.kv_bytes_per_token
+        if "one" in ways:
+            print("one engine")
+            with server(fields, cards[0]) as target:
+                asyncio.run(load(target, args))
+        if "ranks" in ways and args.device == "cuda":
+            print("one engine, two ranks")
+            with server(fields | {"tensor_parallel_size": 2}, "0,1") as target:
+                asyncio.run(load(target, args))
+        if "apart" in ways:
+            print("prompts on one card, answers on the other")
+            peer = free_address()
+            with ExitStack() as stack:
+                prefill = stack.enter_context(server(fields, cards[0], "--role", "prefill", "--peer", peer))
+                decode = stack.enter_context(server(fields, cards[1], "--role", "decode", "--peer", peer))
+                asyncio.run(load(decode, args))
+                asyncio.run(transfer(prefill, decode, args, num_bytes))
+
+
+if __name__ == "__main__":
+    main()
