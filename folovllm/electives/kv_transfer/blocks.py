@@ -8,6 +8,7 @@ admitted, it computes them.
 
 from __future__ import annotations
 
+import os
 import weakref
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,6 +21,7 @@ from folovllm.cache.prefix_cache import PrefixCachingBlockManager, compute_hash
 from folovllm.electives.kv_transfer.digest import model_digest
 from folovllm.electives.kv_transfer.segment import START, open_segment
 from folovllm.electives.kv_transfer.wire import Layout, SegmentRef, WireError
+from folovllm.engine.events import BlocksMoved
 from folovllm.layers.attention import attention_layers
 from folovllm.models.model_config import num_linear_of
 from folovllm.request import Request, Sequence
@@ -67,6 +69,7 @@ def export_blocks(engine: LLMEngine, query: dict[str, Any]) -> list[int | None]:
     found = kv.prefix_cache.longest_cached_prefix(seq)[asked.first :]
     if found:
         _on_workers(engine, read_blocks, asked, [block.block_id for block in found], 0, len(found))
+        _report(kv, "offloaded", len(found), asked)
     return [block.hash for block in found]
 
 
@@ -89,6 +92,7 @@ def import_blocks(engine: LLMEngine, query: dict[str, Any]) -> int:
         _on_workers(engine, write_blocks, asked, seq.block_table[have:], have - asked.first, asked.end - asked.first)
         seq.num_computed_tokens = asked.until * kv.block_size
         kv.cache_blocks(seq)
+        _report(kv, "loaded", asked.until - have, asked)
         return asked.until
     finally:
         kv.free(seq)
@@ -133,9 +137,15 @@ def _layout(engine: LLMEngine) -> Layout:
     if (known := _layouts.get(engine)) is None or known.weights != weights:
         facts = engine.executor.collective_rpc(cache_facts)
         scales, (_, dtype, shape) = "".join(each[0] for each in facts), facts[0]
-        model = model_digest(setup, by_time=False)
-        known = _layouts[engine] = Layout(model, weights, dtype, scales, kv.block_size, shape, len(facts))
+        # What weights were changed to has no name that another process knows, so their K/V stay here.
+        model = os.urandom(16) if weights else model_digest(setup, by_time=False)
+        known = _layouts[engine] = Layout(weights, model, dtype, scales, kv.block_size, shape, len(facts))
     return known
+
+
+def _report(kv: PrefixCachingBlockManager, what: str, count: int, asked: Blocks) -> None:
+    if kv.events.on:
+        kv.events.emit(BlocksMoved(what, "peer", count, count * asked.layout.block_bytes, -1))
 
 
 def _on_workers(engine: LLMEngine, function: Any, asked: Blocks, ids: list[int], skip: int, count: int) -> None:

@@ -1,0 +1,10 @@
+"""Leaves padding at position -2, which RoPE does not know."""
+
+import torch
+
+
+def chain_places(newest, block_tables, block_size, k):
+    last = block_tables.shape[1] * block_size - 1
+    positions = (newest - 1 + torch.arange(k, device=newest.device)[:, None]).clamp(max=last)
+    blocks = block_tables[torch.arange(len(newest), device=newest.device), positions // block_size].long()
+    return positions, torch.where(newest < 0, -1, blocks * block_size + positions % block_size)

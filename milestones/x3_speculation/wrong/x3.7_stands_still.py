@@ -1,0 +1,10 @@
+"""Puts all pairs of the chain at the first one's position: each writes over the K and V of the one before."""
+
+import torch
+
+
+def chain_places(newest, block_tables, block_size, k):
+    last = block_tables.shape[1] * block_size - 1
+    positions = (newest - 1 + 0 * torch.arange(k, device=newest.device)[:, None]).clamp(0, last)
+    blocks = block_tables[torch.arange(len(newest), device=newest.device), positions // block_size].long()
+    return positions, torch.where(newest < 0, -1, blocks * block_size + positions % block_size)
