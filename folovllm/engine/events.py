@@ -221,7 +221,7 @@ class BlocksMoved(Tagged, frozen=True):
     """K/V of blocks left the device for another memory, came back, or was lost there."""
 
     what: str  # "offloaded", "loaded" or "lost"
-    place: str  # where to, or where from, or where it was: "host", "disk", "device"
+    place: str  # where to, or where from, or where it was: "host", "disk", "device", "peer"
     num_blocks: int
     num_bytes: int
     seq_id: int  # for which sequence it came; -1: for none

@@ -37,6 +37,9 @@ def report_step(events: Events, scheduler: SchedulerLike, new: Iterable[Sequence
             events.emit(Finished(seq.seq_id, status.value))
 
 
+SHOWN = (("offloaded", "host"), ("loaded", "host"), ("loaded", "disk"))  # what moved, and where
+
+
 @dataclass(slots=True, frozen=True)
 class StepStats:
     """One step, for `--show-steps`, plots and benchmarks."""
@@ -89,7 +92,7 @@ class StepLog:
             elif isinstance(event, DraftsVerified):
                 for name in ("num_draft_tokens", "num_accepted"):
                     self._figures[name] = self._figures.get(name, 0) + getattr(event, name)
-            elif isinstance(event, BlocksMoved) and event.place == "host" and event.what != "lost":
+            elif isinstance(event, BlocksMoved) and (event.what, event.place) in SHOWN:
                 name = f"num_{event.what}"
                 self._figures[name] = self._figures.get(name, 0) + event.num_blocks
             elif isinstance(event, ExpertsAsked):

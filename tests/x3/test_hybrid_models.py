@@ -40,6 +40,10 @@ def check_twice(pair: Pair, drafts: str, k: int = 3, **more: Any) -> None:
     engine = pair.engine(drafts, k, **more)
     for arrival in ("random_steps", "at_once"):
         pair.check(serve(engine, pair.requests, arrival))
+        for i, request in enumerate(pair.requests):  # some leave with their drafts under way
+            engine.add_request(f"left {i}", request.prompt, request.params)
+            engine.step()
+        engine.abort_request([f"left {i}" for i in range(len(pair.requests))])
     made = speculation_of(engine)
     assert made.num_draft_tokens > 5
     assert drafts != "right" or made.num_accepted == made.num_draft_tokens
@@ -114,9 +118,9 @@ def test_a_snapshot_between_drafts_serves_who_comes_next() -> None:
         assert len(kv.snapshots._free) + len(kv.snapshots) == 20
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix", "ngram+suffix"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "mtp"])
 def test_the_embedded_model(method: str) -> None:
-    """Its own text comes again in the prompt, so that copying pays."""
+    """Its own text comes again in the prompt, so that copying pays; its head knows it anyway."""
     ask = [{"role": "user", "content": "Tell me a story about Lily and a red kite."}]
     fields = {"device": "cpu", "max_model_len": 512, "max_num_seqs": 4, "snapshot_interval": 16, "use_tqdm": False}
     config = {"method": method, "num_speculative_tokens": 5, "adaptive": False}

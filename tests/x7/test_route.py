@@ -63,6 +63,8 @@ SERVE = [
     "--port",
     "0",
     "--no-use-tqdm",
+    "--device",
+    "cpu",
     "--max-model-len",
     "512",
     "--num-kv-blocks",
@@ -130,6 +132,8 @@ def test_the_router_goes_on_to_the_next_server() -> None:
             raise httpx.ConnectError("refused")
         if request.url.host == "b":
             raise httpx.RemoteProtocolError("it died")
+        if request.url.host == "sleeping":
+            return httpx.Response(503)
         assert (request.url.raw_path, request.content, request.headers["host"]) == (b"/v1/x%20y?z=1", b"body", "name:1")
         return httpx.Response(429, stream=Body(), headers={"Retry-After": "1", "Connection": "close"})
 
@@ -149,9 +153,61 @@ def test_the_router_goes_on_to_the_next_server() -> None:
             assert "connection" not in response.headers
         assert asked[:3] == ["a", "b", "c"] and asked[3] == "c", "who has failed comes last for a while"
         assert [server.num_open for server in router.servers] == [0, 0, 0]
-        response = await ask(Router(["http://a"], [], httpx.MockTransport(answer)))
+        response = await ask(Router(["http://a", "http://sleeping"], [], httpx.MockTransport(answer)))
         assert response.status_code == 503
-        assert "http://a: refused" in response.json()["error"]["message"]
+        message = response.json()["error"]["message"]
+        assert "http://a: refused" in message and "http://sleeping: status 503" in message
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("is_answering", [True, False])
+def test_a_client_that_leaves_ends_its_request_at_the_server(is_answering: bool) -> None:
+    """While the answer comes, or before it begins."""
+    ended: list[str] = []
+
+    class Endless(httpx.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            while True:
+                yield b"more"
+                await asyncio.sleep(0.001)
+
+        async def aclose(self) -> None:
+            ended.append("answer")
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        try:
+            await asyncio.sleep(0 if is_answering else 60)
+        except asyncio.CancelledError:
+            ended.append("request")
+            raise
+        return httpx.Response(200, stream=Endless())
+
+    async def check() -> None:
+        router, has_body, sent = Router(["http://a"], [], httpx.MockTransport(answer)), asyncio.Event(), [False]
+
+        async def receive() -> dict[str, Any]:
+            if not sent[0]:
+                sent[0] = True
+                return {"type": "http.request", "body": b"", "more_body": False}
+            await (has_body.wait() if is_answering else asyncio.sleep(0.05))
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            if message.get("body"):
+                has_body.set()
+
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "path": "/v1/models",
+            "raw_path": b"/v1/models",
+            "query_string": b"",
+            "headers": [],
+        }
+        await asyncio.wait_for(router.app(scope, receive, send), 10)
+        assert ended == ["answer" if is_answering else "request"]
+        assert router.servers[0].num_open == 0
 
     asyncio.run(check())
 

@@ -14,11 +14,11 @@ from folovllm.electives.kv_transfer import wire
 from folovllm.electives.kv_transfer.segment import START, Segment, open_segment
 
 pytestmark = pytest.mark.x7
-LAYOUT = wire.Layout(b"m", 0, "float32", "", 4, (2, 2, 2, 4, 8), 1)
+LAYOUT = wire.Layout(0, b"m", "float32", "", 4, (2, 2, 2, 4, 8), 1)
 hashes = st.integers(0, 2**64 - 1)
 segments = st.builds(wire.SegmentRef, st.text(max_size=30), st.binary(max_size=16), hashes)
 shapes = st.lists(st.integers(1, 999)).map(tuple)
-layouts = st.builds(wire.Layout, st.binary(), hashes, st.text(), st.text(), hashes, shapes, hashes)
+layouts = st.builds(wire.Layout, hashes, st.binary(), st.text(), st.text(), hashes, shapes, hashes)
 messages: st.SearchStrategy[Any] = st.one_of(
     st.builds(wire.Hello, st.binary()),
     st.builds(wire.Ask, layouts, st.binary(), hashes, st.none() | st.text()),
@@ -93,7 +93,7 @@ def test_a_refusal_says_why(data: bytes, says: str) -> None:
 def test_layouts_differ_in_a_sentence() -> None:
     LAYOUT.require_same(LAYOUT)
     assert LAYOUT.block_bytes == 2 * 2 * 2 * 4 * 8
-    for name, value in zip(LAYOUT.__struct_fields__, (b"o", 1, "o", "o", 8, (1,), 2), strict=True):
+    for name, value in zip(LAYOUT.__struct_fields__, (1, b"o", "o", "o", 8, (1,), 2), strict=True):
         with pytest.raises(wire.WireError, match=f"another {name}: "):
             LAYOUT.require_same(msgspec.structs.replace(LAYOUT, **{name: value}))
 

@@ -101,22 +101,6 @@ def delta_rule(
     return torch.cat(outputs), state
 
 
-def delta_rule_steps(
-    state: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `delta_rule`, token by token: for few tokens, with the very numbers of as many decodes."""
-    state, outputs = state[None], []
-    for token in zip(*(x.split(1) for x in (query, key, value, g, beta)), strict=True):
-        out, state = delta_rule_step(state, *token)
-        outputs.append(out)
-    return torch.cat(outputs), state[0]
-
-
 def lower_triangle(n: int, device: torch.device) -> torch.Tensor:
     """[n, n] bool: True where the column is at most the row."""
     return torch.ones(n, n, dtype=torch.bool, device=device).tril()

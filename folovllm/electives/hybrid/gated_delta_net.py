@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from folovllm.electives.hybrid.delta_rule import delta_rule, delta_rule_step, delta_rule_steps, l2norm
+from folovllm.electives.hybrid.delta_rule import delta_rule, delta_rule_step, l2norm
 from folovllm.electives.hybrid.short_conv import convolve
 from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.linear import MergedColumnParallelLinear, RowParallelLinear
@@ -145,7 +145,7 @@ class GatedDeltaNet(StateLayer):
             num_accepted = end - n - int(num_seen[row])
             if end > n and num_accepted > 0:
                 qkv, b, a = kept[row, :num_accepted].split(sizes, 1)
-                self.advance(delta_rule_steps, qkv, b, a, row, torch.zeros((), dtype=torch.bool, device=row.device))
+                self.one_by_one(qkv, b, a, row, torch.zeros_like(row, dtype=torch.bool))
             num_seen[row] = end - n if self.keeps(n) else end
 
     def look_ahead(
@@ -154,9 +154,19 @@ class GatedDeltaNet(StateLayer):
         """Few tokens of a sequence, [n, C] -> [n, Hv, Dv], that may be rejected: keep their inputs and not their state."""
         self.states[2][row, : len(qkv)] = torch.cat((qkv, b, a), 1)
         before = self.read_states(row, fresh)
-        out = self.advance(delta_rule_steps, qkv, b, a, row, fresh)
+        out = self.one_by_one(qkv, b, a, row, fresh)
         self.states[0][row], self.states[1][row] = before
         return out
+
+    def one_by_one(
+        self, qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, row: torch.Tensor, fresh: torch.Tensor
+    ) -> torch.Tensor:
+        """Tokens of a sequence with the very numbers of so many decodes: [n, C] -> [n, Hv, Dv]."""
+        outputs = []
+        for token in zip(qkv[:, None].split(1), b.split(1), a.split(1), strict=True):
+            outputs.append(self.advance(delta_rule_step, *token, row[None], fresh[None]))
+            fresh = torch.zeros_like(fresh)
+        return torch.cat(outputs)
 
     def advance(
         self,

@@ -8,6 +8,7 @@ admitted, it computes them.
 
 from __future__ import annotations
 
+import os
 import weakref
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,6 +21,7 @@ from folovllm.cache.prefix_cache import PrefixCachingBlockManager, compute_hash
 from folovllm.electives.kv_transfer.digest import model_digest
 from folovllm.electives.kv_transfer.segment import START, open_segment
 from folovllm.electives.kv_transfer.wire import Layout, SegmentRef, WireError
+from folovllm.engine.events import BlocksMoved
 from folovllm.layers.attention import attention_layers
 from folovllm.models.model_config import num_linear_of
 from folovllm.request import Request, Sequence
@@ -67,6 +69,7 @@ def export_blocks(engine: LLMEngine, query: dict[str, Any]) -> list[int | None]:
     found = kv.prefix_cache.longest_cached_prefix(seq)[asked.first :]
     if found:
         _on_workers(engine, read_blocks, asked, [block.block_id for block in found], 0, len(found))
+        _report(kv, "offloaded", len(found), asked)
     return [block.hash for block in found]
 
 
@@ -89,6 +92,7 @@ def import_blocks(engine: LLMEngine, query: dict[str, Any]) -> int:
         _on_workers(engine, write_blocks, asked, seq.block_table[have:], have - asked.first, asked.end - asked.first)
         seq.num_computed_tokens = asked.until * kv.block_size
         kv.cache_blocks(seq)
+        _report(kv, "loaded", asked.until - have, asked)
         return asked.until
     finally:
         kv.free(seq)
@@ -133,9 +137,15 @@ def _layout(engine: LLMEngine) -> Layout:
     if (known := _layouts.get(engine)) is None or known.weights != weights:
         facts = engine.executor.collective_rpc(cache_facts)
         scales, (_, dtype, shape) = "".join(each[0] for each in facts), facts[0]
-        model = model_digest(setup, by_time=False)
-        known = _layouts[engine] = Layout(model, weights, dtype, scales, kv.block_size, shape, len(facts))
+        # What weights were changed to has no name that another process knows, so their K/V stay here.
+        model = os.urandom(16) if weights else model_digest(setup, by_time=False)
+        known = _layouts[engine] = Layout(weights, model, dtype, scales, kv.block_size, shape, len(facts))
     return known
+
+
+def _report(kv: PrefixCachingBlockManager, what: str, count: int, asked: Blocks) -> None:
+    if kv.events.on:
+        kv.events.emit(BlocksMoved(what, "peer", count, count * asked.layout.block_bytes, -1))
 
 
 def _on_workers(engine: LLMEngine, function: Any, asked: Blocks, ids: list[int], skip: int, count: int) -> None:
@@ -143,7 +153,7 @@ def _on_workers(engine: LLMEngine, function: Any, asked: Blocks, ids: list[int],
     engine.executor.collective_rpc(function, memory, asked.layout.ranks, ids, skip, count)
 
 
-# --- on each rank, of whose cache a block is [2L, bytes] -----------------------------------------------------------
+# --- on each rank, of whose cache a block is [2L, words of 4 bytes] ----------------------------------------------------
 
 
 def cache_facts(worker: Worker) -> tuple[str, str, tuple[int, ...]]:
@@ -193,20 +203,23 @@ def runner_of(worker: Worker) -> ModelRunner:
 
 
 def _both(worker: Worker, memory: tuple[Any, ...], ranks: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cache of this rank [2L, N, bytes], and its part of shared memory with `count` blocks [count, 2L, bytes]."""
-    cache = runner_of(worker).kv_cache.view(torch.uint8).flatten(3).flatten(0, 1)
+    """The cache of this rank [2L, N, words], and its part of shared memory with `count` blocks [count, 2L, words]."""
+    cache = runner_of(worker).kv_cache.view(torch.int32).flatten(3).flatten(0, 1)
     pieces, _, width = cache.shape
-    shared = _mapped(worker, SegmentRef(*memory))[START:]
+    shared = _mapped(worker, SegmentRef(*memory))[START:].view(torch.int32)
     if ranks * count * pieces * width > len(shared):
-        raise ValueError(f"{count} blocks do not fit into shared memory of {len(shared)} bytes")
+        raise ValueError(f"{count} blocks do not fit into shared memory of {4 * len(shared)} bytes")
     parts = shared[: ranks * count * pieces * width].view(ranks, count, pieces, width)
     return cache, parts[torch.distributed.get_rank() if ranks > 1 else 0]
 
 
 def _parts(cache: torch.Tensor, ids: list[int]) -> list[tuple[int, torch.Tensor]]:
-    """The blocks in parts of COPIED bytes at most: where each part begins, and its ids on the device."""
-    n = max(1, COPIED // (cache.shape[0] * cache.shape[2]))
-    return [(at, torch.tensor(ids[at : at + n], device=cache.device)) for at in range(0, len(ids), n)]
+    """The blocks in parts of COPIED bytes at most: where each part begins, and its ids on the device, for which the host does not wait."""
+    n = max(1, COPIED // (4 * cache.shape[0] * cache.shape[2]))
+    there = torch.tensor(ids)
+    if cache.is_cuda:
+        there = there.pin_memory().to(cache.device, non_blocking=True)
+    return [(at, there[at : at + n]) for at in range(0, len(ids), n)]
 
 
 def _mapped(worker: Worker, ref: SegmentRef) -> torch.Tensor:

@@ -6,8 +6,9 @@ import logging
 import os
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,9 +42,10 @@ FLUSH_SECONDS = 20.0  # at the end
 class Coming:
     """A load, as the driver sees it."""
 
-    seq_id: int
     pieces: list[Piece]
     version: bytes
+    ranks_left: int  # that are not done
+    failed: set[int] = field(default_factory=set)  # places in `pieces` that some rank could not read
     is_cancelled: bool = False
 
 
@@ -56,7 +58,13 @@ class OffloadConnector(KVConnector):
         self.events = kv.events
         self._num_ranks = config.tensor_parallel_size
         self._folder = None if config.kv_offload_dir is None else own_folder(Path(config.kv_offload_dir))
-        share = num_bytes("kv_offload", config.kv_offload) // self._num_ranks
+        size, most = (
+            num_bytes("kv_offload", config.kv_offload),
+            os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
+        )
+        if size > most:
+            raise ValueError(f"kv_offload is more than this machine's memory of {most:,} bytes: take less")
+        share = size // self._num_ranks
         made = executor.collective_rpc(register_kv_caches, share, self._folder, self._num_ranks)
         slots, sizes, rates = zip(*made, strict=True)
         self._host, self._block_bytes = HostIndex(min(slots)), sum(sizes)
@@ -68,15 +76,11 @@ class OffloadConnector(KVConnector):
         self._nonce, self._epoch = os.urandom(8), 0  # of weights that no file describes
         self._meta = Meta()
         self._promised: list[tuple[bytes, bytes]] = []  # keys and tokens of the blocks that were asked about last
-        self._loads: dict[int, Coming] = {}  # by number
-        self._by_seq: dict[int, int] = {}  # numbers of loads that were not cancelled
+        self._loads: dict[int, Coming] = {}  # by seq_id
         self._on_way: set[bytes] = set()  # keys of the blocks that loads bring
-        self._num_loads = 0
         self._empty: list[int] = []  # seq_ids of which nothing can come after all
         self._unwritten: deque[bytes] = deque()
-        self._writing: dict[bytes, int] = {}  # slots
-        self._half_done: dict[int, set[int]] = {}  # of loads: what failed on the ranks that are done
-        self._ranks_left: Counter[object] = Counter()  # by load or key: ranks that are not done
+        self._writing: dict[bytes, list[int]] = {}  # by key: ranks that are not done, and the slot
         self._first_rates = RATES | {"host": sum(rate.get("host", RATES["host"]) for rate in rates)}
         self.rates, self.compute_rate = dict(self._first_rates), 0.0
         self._counts: Counter[str] = Counter()
@@ -88,13 +92,14 @@ class OffloadConnector(KVConnector):
         if last <= first:
             return 0
         places: list[str | None] = [None] * first
-        self._promised = self._names(seq, first, last)
-        for key, token_ids in self._promised:
+        self._promised = []
+        for key, token_ids in self._names(seq, first, last):
             if (place := self._place(key, token_ids)) is None:
                 break
             if place == "coming":  # for another request, and one transfer serves both
                 return None
             places.append(place)
+            self._promised.append((key, token_ids))
         rate = self.compute_rate or 1.0  # not known: whatever there is, is worth it
         blocks = blocks_to_load(places, first, self._block_bytes, size, self.rates, rate)
         if not blocks:
@@ -114,10 +119,8 @@ class OffloadConnector(KVConnector):
         if not pieces:
             self._empty.append(seq.seq_id)
             return
-        number = self._num_loads = self._num_loads + 1
-        self._meta.loads[number], self._by_seq[seq.seq_id] = pieces, number
-        self._loads[number] = Coming(seq.seq_id, pieces, self._version())
-        self._half_done[number], self._ranks_left[number] = set(), self._num_ranks
+        self._meta.loads[seq.seq_id] = pieces
+        self._loads[seq.seq_id] = Coming(pieces, self._version(), self._num_ranks)
 
     def block_evicted(self, block: Block) -> None:
         """Keep the block in host memory, if it is not there."""
@@ -157,17 +160,16 @@ class OffloadConnector(KVConnector):
         """If the blocks are being filled, let no later step see it: it begins after the copy, or there is none."""
         if seq.seq_id in self._empty:
             self._empty.remove(seq.seq_id)
-        if (number := self._by_seq.pop(seq.seq_id, None)) is None:
+        if (load := self._loads.get(seq.seq_id)) is None:
             return
-        self._loads[number].is_cancelled = True
-        if number in self._meta.loads:  # nobody was told yet
-            pieces = self._meta.loads.pop(number)
-            self._end_load(number)
-            for piece in pieces:
-                if piece.on_disk:  # it was never read
-                    self._host.drop(piece.key)
-        else:
-            self._executor.collective_rpc(on_store, "start_load_kv", Meta(cancelled=[number]))
+        load.is_cancelled = True
+        if self._meta.loads.pop(seq.seq_id, None) is None:
+            self._executor.collective_rpc(on_store, "start_load_kv", Meta(cancelled=[seq.seq_id]))
+            return
+        self._end_load(seq.seq_id)  # nobody was told yet
+        for piece in load.pieces:
+            if piece.on_disk:  # it was never read
+                self._host.drop(piece.key)
 
     def observe_step(self, num_tokens: int, seconds: float) -> None:
         """A large step tells how fast prompts are computed."""
@@ -187,13 +189,10 @@ class OffloadConnector(KVConnector):
 
     def close(self) -> None:
         """Write what has no file yet, as far as time allows, so that the next start finds it."""
-        deadline = time.monotonic() + FLUSH_SECONDS
-        if self._folder is not None and not self._version():
-            for block in self._kv.blocks:
-                if block.hash is not None and time.monotonic() < deadline:
-                    self._write_before_end(block)
-            self._settle(deadline)
-        self._executor.collective_rpc(on_store, "close")
+        with suppress(RuntimeError):  # a rank that died has nothing to write
+            if self._folder is not None and not self._version():
+                self._flush(time.monotonic() + FLUSH_SECONDS)
+            self._executor.collective_rpc(on_store, "close")
 
     def _hope(self) -> None:
         for place, first in self._first_rates.items():
@@ -211,11 +210,11 @@ class OffloadConnector(KVConnector):
     def _key(self, block_hash: int) -> bytes:
         return block_key(block_hash, self._model, self._version(), self._dtype, self._kv.block_size)
 
-    def _names(self, seq: Sequence, first: int, last: int) -> list[tuple[bytes, bytes]]:
-        """Keys and tokens of blocks `first` to `last` of a sequence."""
+    def _names(self, seq: Sequence, first: int, last: int) -> Iterator[tuple[bytes, bytes]]:
+        """Keys and tokens of blocks `first` to `last` of a sequence. Most prompts are nowhere: their first key is the only one made."""
         names = self._kv.prefix_cache.names(seq)
         pairs = zip(names.hashes[first:last], names.tokens[first:last], strict=True)
-        return [(self._key(hash_), token_ids) for hash_, token_ids in pairs]
+        return ((self._key(hash_), token_ids) for hash_, token_ids in pairs)
 
     def _place(self, key: bytes, token_ids: bytes) -> str | None:
         if key in self._on_way:
@@ -243,46 +242,41 @@ class OffloadConnector(KVConnector):
         for place, rate in report.rates.items():
             self.rates[place] = 0.5 * self.rates[place] + 0.5 * rate * self._num_ranks
         for key in report.written:
-            self._ranks_left[key] -= 1
-            if not self._ranks_left[key]:
-                del self._ranks_left[key]
-                self._host.release(self._writing.pop(key))
+            self._writing[key][0] -= 1
+            if not self._writing[key][0]:
+                self._host.release(self._writing.pop(key)[1])
                 self._moved("offloaded", "disk", 1)
         if report.error:
             self._give_disk_up(report.error)
         received = {}
-        for number, failed in report.loads.items():
-            self._half_done[number] |= failed
-            self._ranks_left[number] -= 1
-            if not self._ranks_left[number] and (ended := self._end_load(number)) is not None:
-                received[ended[0]] = ended[1]
+        for seq_id, failed in report.loads.items():
+            load = self._loads[seq_id]
+            load.failed |= failed
+            load.ranks_left -= 1
+            if not load.ranks_left:
+                received[seq_id] = self._end_load(seq_id)
         return received
 
-    def _end_load(self, number: int) -> tuple[int, int] | None:
-        """Release the slots of a load, and forget what could not be read. Returns seq_id and the tokens that came; None if nobody waits."""
-        load, failed = self._loads.pop(number), self._half_done.pop(number)
-        del self._ranks_left[number]
+    def _end_load(self, seq_id: int) -> int:
+        """Release the slots of a load, and forget what could not be read. Returns the tokens that have come and may be used."""
+        load, size = self._loads.pop(seq_id), self._kv.block_size
         for i, piece in enumerate(load.pieces):
             self._host.release(piece.slot)
             self._on_way.discard(piece.key)
-            if i in failed:
+            if i in load.failed:
                 self._host.drop(piece.key)
                 self._forget(piece.key)
-        self._moved("lost", "disk", len(failed))
-        if load.is_cancelled:
-            return None
-        del self._by_seq[load.seq_id]
-        if load.version != self._version():
-            return load.seq_id, 0
-        size, table = self._kv.block_size, [piece.block_id for piece in load.pieces]
-        lost = {table[i] for i in failed}
-        count = len(table) * size
-        count = requests_to_recompute({0: table}, {0: count}, lost, size).get(0, count)
+        self._moved("lost", "disk", len(load.failed))
+        if load.is_cancelled or load.version != self._version():
+            return 0
+        table = [piece.block_id for piece in load.pieces]
+        lost, all_of_it = {table[i] for i in load.failed}, len(table) * size
+        count = requests_to_recompute({seq_id: table}, {seq_id: all_of_it}, lost, size).get(seq_id, all_of_it)
         came = load.pieces[: count // size]
         from_disk = sum(piece.on_disk for piece in came)
-        self._moved("loaded", "disk", from_disk, load.seq_id)
-        self._moved("loaded", "host", len(came) - from_disk, load.seq_id)
-        return load.seq_id, count
+        self._moved("loaded", "disk", from_disk, seq_id)
+        self._moved("loaded", "host", len(came) - from_disk, seq_id)
+        return count
 
     def _moved(self, what: str, place: str, count: int, seq_id: int = -1) -> None:
         if count:
@@ -302,7 +296,7 @@ class OffloadConnector(KVConnector):
             self._remember(key, self._block_bytes)
             entry.is_on_disk = True
             self._host.hold(entry.slot)
-            self._writing[key], self._ranks_left[key] = entry.slot, self._num_ranks
+            self._writing[key] = [self._num_ranks, entry.slot]
             self._meta.writes.append(Piece(entry.slot, -1, key, entry.token_ids))
 
     def _remember(self, key: bytes, size: int) -> None:
@@ -331,11 +325,15 @@ class OffloadConnector(KVConnector):
         self._unwritten.clear()
         self._disk.clear()
 
-    def _write_before_end(self, block: Block) -> None:
-        """Offload a block of the device; now and then wait for the disk, for all slots may be held."""
-        self.block_evicted(block)
-        if len(self._meta.saves) >= MOST_WRITES:
-            self._settle(time.monotonic() + FLUSH_SECONDS)
+    def _flush(self, deadline: float) -> None:
+        """Offload what only the device has; now and then wait for the disk, for all slots may be held."""
+        for block in self._kv.blocks:
+            if block.hash is None or self._key(block.hash) in self._disk or time.monotonic() > deadline:
+                continue
+            self.block_evicted(block)
+            if len(self._meta.saves) >= MOST_WRITES:
+                self._settle(deadline)
+        self._settle(deadline)
 
     def _settle(self, deadline: float) -> None:
         """Have all written that is planned."""

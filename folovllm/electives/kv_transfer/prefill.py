@@ -130,15 +130,9 @@ class PrefillServer:
             if len(self._peers) > MOST_PEERS:
                 raise WireError(f"this server has {MOST_PEERS} peers already")
             await self._answer(peer)
-        except (
-            OSError,
-            EOFError,
-            asyncio.CancelledError,
-        ) as error:  # it has left, or says nothing (TimeoutError); or we close
+        except (OSError, EOFError, asyncio.CancelledError) as error:  # it has left or says nothing, or we close
             logger.debug("a peer's connection ended: %r", error)
-        except (
-            Exception
-        ) as error:  # a stranger, another model, a prompt that is too long, an engine that drains or ended
+        except Exception as error:  # a stranger, another model, too long a prompt, an engine that drains or ended
             logger.warning("a peer is refused: %s", error)
             with contextlib.suppress(OSError):
                 async with asyncio.timeout(1.0):
@@ -185,7 +179,7 @@ class PrefillServer:
         if not keys:
             return None
         num_bytes = len(keys) * ask.layout.block_bytes
-        checksum = await asyncio.to_thread(checksum_of, segment.data[:num_bytes])
+        checksum = await checksum_of(segment.data[:num_bytes])
         token_ids = ask.token_ids[first * size : (first + len(keys)) * size]
         return Piece(ask.layout, first, keys, token_ids, num_bytes, checksum, segment.ref)
 

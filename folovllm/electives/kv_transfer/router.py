@@ -30,7 +30,7 @@ HOP = {
 }  # of one connection alone
 MOST_BODY = 64 << 20  # bytes; servers have a limit of their own
 CONNECT = 5.0  # seconds
-CLIENT_GONE = 499
+CLIENT_GONE, UNAVAILABLE = 499, 503
 PAUSE = 2.0  # seconds for which a server that failed comes last
 
 
@@ -74,14 +74,18 @@ class Router:
             server.num_open += 1
             try:
                 sending = self._client.send(self._passed_on(server, request, bytes(body)), stream=True)
-                return Passed(server, await unless(left(request), sending))
+                answer = await unless(left(request), sending)
+                if answer.status_code != UNAVAILABLE:
+                    return Passed(server, answer)
+                await answer.aclose()  # its engine has ended, sleeps or drains
+                raise httpx.TransportError(f"status {UNAVAILABLE}")
             except httpx.TransportError as error:
                 server.failed_at, why = time.monotonic(), f"{why}; {server.url}: {error or type(error).__name__}"
             except EOFError:
                 return Response(status_code=CLIENT_GONE)
             finally:
                 server.num_open -= 1
-        return refusal(503, f"no server answers{why}")
+        return refusal(UNAVAILABLE, f"no server answers{why}")
 
     def _passed_on(self, server: Server, request: Request, body: bytes) -> httpx.Request:
         """The request as it came, its Host header too: the server behind decides who may ask."""
@@ -118,4 +122,4 @@ async def left(request: Request) -> None:
 def refusal(status: int, message: str) -> Response:
     """An error as OpenAI's API has it."""
     error = {"message": message, "type": "server_error" if status >= 500 else "invalid_request_error", "param": None}
-    return JSONResponse({"error": error | {"code": "no_server" if status == 503 else None}}, status)
+    return JSONResponse({"error": error | {"code": "no_server" if status == UNAVAILABLE else None}}, status)

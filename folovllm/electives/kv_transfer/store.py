@@ -44,7 +44,7 @@ class Meta:
     saves: dict[int, Piece] = field(
         default_factory=dict
     )  # by slot: of two blocks that came to one slot, the later stays
-    loads: dict[int, list[Piece]] = field(default_factory=dict)  # by number
+    loads: dict[int, list[Piece]] = field(default_factory=dict)  # by seq_id
     cancelled: list[int] = field(default_factory=list)
     writes: list[Piece] = field(default_factory=list)
     removed: list[bytes] = field(default_factory=list)
@@ -57,9 +57,7 @@ class Meta:
 class Report:
     """What has ended on a rank since it was asked last."""
 
-    loads: dict[int, set[int]] = field(
-        default_factory=dict
-    )  # by number: places in the list of blocks that could not be read
+    loads: dict[int, set[int]] = field(default_factory=dict)  # by seq_id: which of its blocks could not be read
     written: list[bytes] = field(default_factory=list)
     error: str = ""  # of the disk
     rates: dict[str, float] = field(default_factory=dict)  # bytes a second, by place, where something was measured
@@ -76,6 +74,18 @@ class Load:
     is_queued: bool = False
     is_cancelled: bool = False
     failed: set[int] = field(default_factory=set)
+
+    @property
+    def was_read(self) -> bool:
+        """Whether all that was to be read from the disk has been, or could not be."""
+        return all(read.done() for read in self.reads)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing moves any more."""
+        if not self.is_queued:
+            return self.is_cancelled and self.was_read
+        return self.done is None or bool(self.done.query())
 
 
 class BlockStore:
@@ -118,31 +128,29 @@ class BlockStore:
                 self._pool.submit(self._files.remove, key)
         for piece in meta.writes:
             self._writes[piece.key] = self._pool.submit(self._write, piece)
-        for number, pieces in meta.loads.items():
+        for seq_id, pieces in meta.loads.items():
             load = Load(pieces, [self._pool.submit(self._read, piece) for piece in pieces if piece.on_disk])
-            self._loads[number] = load
+            self._loads[seq_id] = load
             if not load.reads:
                 self._queue(load)
-        for number in meta.cancelled:
-            if (load := self._loads[number]).is_queued and self._copies is not None:
-                self._copies.let_steps_wait(load.done)
-            load.is_cancelled = True
+        for seq_id in meta.cancelled:
+            if (cancelled := self._loads.get(seq_id)) is None:
+                continue  # it has ended here, but not on all ranks
+            if cancelled.is_queued and self._copies is not None:
+                self._copies.let_steps_wait(cancelled.done)
+            cancelled.is_cancelled = True
 
     def get_finished(self) -> Report:
         """What has ended. What was read from the disk by now goes on its way."""
         report = Report()
-        for number, load in list(self._loads.items()):
-            if not load.is_queued and all(read.done() for read in load.reads):
+        for seq_id, load in list(self._loads.items()):
+            if load.was_read and not load.is_queued:
                 self._note_reads(load, report)
                 if not load.is_cancelled:
                     self._queue(load)
-            if load.is_cancelled and not load.is_queued and all(read.done() for read in load.reads):
-                report.loads[number] = load.failed
-                del self._loads[number]
-            elif load.is_queued and (self._copies is None or load.done.query()):
-                report.loads[number] = load.failed
-                del self._loads[number]
-                self._note_copy(load, report)
+            if load.is_done:
+                report.loads[seq_id] = load.failed
+                self._note_copy(self._loads.pop(seq_id), report)
         for key, write in list(self._writes.items()):
             if write.done():
                 del self._writes[key]
@@ -150,12 +158,6 @@ class BlockStore:
                 if (error := write.exception()) is not None:
                     report.error = str(error)
         return report
-
-    def wait_for_save(self, seconds: float) -> None:
-        """Wait until all writes have ended, at most so long."""
-        deadline = time.monotonic() + seconds
-        while any(not write.done() for write in self._writes.values()) and time.monotonic() < deadline:
-            time.sleep(0.002)
 
     def close(self) -> None:
         """End the threads and give the pinned memory back."""
@@ -203,7 +205,7 @@ class BlockStore:
             report.rates["disk"] = NUM_THREADS * self.block_bytes * (len(places) - len(load.failed)) / seconds
 
     def _note_copy(self, load: Load, report: Report) -> None:
-        if self._copies is not None and (count := len(load.pieces) - len(load.failed)):
+        if load.done is not None and (count := len(load.pieces) - len(load.failed)):
             report.rates["host"] = count * self.block_bytes / max(1e-6, load.began.elapsed_time(load.done) / 1e3)
 
 

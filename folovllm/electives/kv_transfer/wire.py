@@ -24,7 +24,9 @@ MAGIC = b"FOLOKV1\n"  # the version is in it
 HEAD = struct.Struct("<8sI32s")  # magic, length and HMAC of what follows
 SHORT = 1 << 16  # the longest message without tokens, in bytes
 NONCE = 16  # bytes
+STALLED = 10.0  # seconds
 LONGEST_PIECE = 256 << 20  # bytes of K/V
+SLICE = 16 << 20  # bytes that one thread hashes at a time
 
 
 class WireError(ValueError):
@@ -42,8 +44,8 @@ class SegmentRef(msgspec.Struct, array_like=True, frozen=True):
 class Layout(msgspec.Struct, array_like=True, frozen=True):
     """What the bytes of a block depend on, beside its tokens: they mean the same to two engines if all of this is equal."""
 
-    model: bytes  # digest of configuration and weights
     weights: int  # how often the weights have changed since the start (X6)
+    model: bytes  # digest of configuration and weights
     dtype: str  # of a number in the cache
     scales: str  # digest of what the numbers of an 8-bit cache are multiples of
     block_size: int  # B
@@ -85,7 +87,7 @@ class Piece(msgspec.Struct, array_like=True, tag=True, frozen=True):
     keys: list[int]  # the chained hash of each block
     token_ids: bytes  # of these blocks, int32
     num_bytes: int
-    checksum: bytes  # xxh3_128 of the K/V
+    checksum: bytes  # of the K/V (`checksum_of`)
     memory: SegmentRef  # where they lie, on the peer's host
 
     def require_sound(self, ask: Ask, first: int, keys: list[int]) -> None:
@@ -171,9 +173,10 @@ class Connection:
         self._nonces = own + theirs if self._sides[0] == b"client" else theirs + own
 
     async def send(self, message: Message) -> None:
-        """Send a message, and wait until the socket takes more."""
+        """Send a message. Raises TimeoutError, an OSError, if the peer takes nothing for too long."""
         self.writer.write(pack(message, self._secret, self._context(0)))
-        await self.writer.drain()
+        async with asyncio.timeout(STALLED):
+            await self.writer.drain()
 
     async def receive(self, kind: type[M], *others: type[M], limit: int = SHORT) -> M:
         """The next message, which must be of one of these kinds.
@@ -196,9 +199,11 @@ class Connection:
         return self._sides[direction] + self._nonces + count.to_bytes(8, "little")
 
 
-def checksum_of(data: memoryview) -> bytes:
-    """The checksum of K/V."""
-    return xxhash.xxh3_128_digest(data)
+async def checksum_of(data: memoryview) -> bytes:
+    """The checksum of K/V: of the checksums of its slices, which threads compute at once."""
+    slices = [data[at : at + SLICE] for at in range(0, len(data), SLICE)]
+    digests = await asyncio.gather(*(asyncio.to_thread(xxhash.xxh3_128_digest, part) for part in slices))
+    return xxhash.xxh3_128_digest(b"".join(digests))
 
 
 async def unless(leaving: Coroutine[Any, Any, object], work: Coroutine[Any, Any, T]) -> T:

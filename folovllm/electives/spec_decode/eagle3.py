@@ -18,6 +18,7 @@ from folovllm.layers.layer_set import LayerSet
 from folovllm.layers.layernorm import RMSNorm
 from folovllm.layers.linear import QKVParallelLinear
 from folovllm.layers.rotary_embedding import RotaryEmbedding, rope_amplitude, rope_frequencies
+from folovllm.models.files import reading
 from folovllm.models.llama import LlamaAttention, LlamaMLP
 from folovllm.models.loader import checkpoint_places, load_model
 from folovllm.models.model_config import head_dim_of
@@ -116,10 +117,13 @@ class Eagle3Head(nn.Module):
     @staticmethod
     def check(setup: EngineSetup, path: Path) -> None:
         """Raise ValueError, which names the file or the tensor, if folder `path` has no head for this target."""
-        config, stored = Eagle3Config.read(path, setup.hf_config), stored_shapes(path)
+        config = Eagle3Config.read(path, setup.hf_config)
         get_backend(setup.backend).check_available(head_attention(setup, config))
+        if setup.config.random_weights:
+            return
+        stored = stored_shapes(path)
         read_d2t(path, config, setup.vocab_size, stored)
-        with torch.device("meta"):
+        with reading(path / "config.json"), torch.device("meta"):
             places = checkpoint_places(Eagle3Head(config, PLAIN_LAYERS, 1, stored))  # type: ignore[arg-type]
         shapes = {name: list(place.view.shape) for name, place in places.items()}
         for name in sorted(shapes.keys() | stored.keys()):
@@ -137,14 +141,16 @@ class Eagle3Head(nn.Module):
     @classmethod
     def load(cls, setup: EngineSetup, path: Path, target: LlamaForCausalLM, layers: LayerSet) -> Eagle3Head:
         """Build the head beside its target and fill it."""
-        config, stored = Eagle3Config.read(path, setup.hf_config), stored_shapes(path)
+        config, is_random = Eagle3Config.read(path, setup.hf_config), setup.config.random_weights
+        stored = {"lm_head.weight": [0]} if is_random else stored_shapes(path)
         with torch.device(setup.device), default_dtype(setup.dtype):
             head = cls(config, layers, setup.max_model_len, stored).requires_grad_(False).eval()
-        if setup.config.random_weights:
+        if is_random:
             init_random_weights(head, setup.config.seed, checkpoint_places(head))  # type: ignore[arg-type]
+            d2t: torch.Tensor | None = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
         else:
             load_model(head, path, use_tqdm=False)  # type: ignore[arg-type]
-        d2t = read_d2t(path, config, setup.vocab_size, stored)
+            d2t = read_d2t(path, config, setup.vocab_size, stored)
         if d2t is not None:
             head.target_ids = (d2t + torch.arange(len(d2t))).to(setup.device)
         head.share(target)

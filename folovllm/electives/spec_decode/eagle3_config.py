@@ -93,7 +93,7 @@ def aux_layers_of(config: Any, num_layers: int) -> tuple[int, ...]:
         raise ValueError(
             f"eagle_aux_hidden_state_layer_ids are {[*layers]}: they must differ, and the model has layers 0 to {num_layers - 1}"
         )
-    return layers
+    return tuple(sorted(layers))  # a checkpoint's `fc` reads them in this order, whatever the order of the list
 
 
 def local_name(name: str) -> str | None:

@@ -18,8 +18,9 @@ class SpeculationOptions:
     Attributes:
         speculative_config: how draft tokens are proposed, as a dict with vLLM's keys, or one in JSON, such as
             {"method": "draft_model", "model": "stories-draft"}; see `SpeculativeConfig`.
-        speculative_method: the method alone: "ngram", "suffix", or several joined by "+", which are asked in turn
-            ("ngram+suffix"). "draft_model" needs a model, which only the configuration above can name.
+        speculative_method: the method alone: "ngram", "suffix", "mtp" (a head in the model's own checkpoint), or several joined by
+            "+", which are asked in turn ("ngram+suffix"). "draft_model" and "eagle3" need a model, which only the
+            configuration above can name.
         num_speculative_tokens: the most draft tokens that a step verifies for one sequence.
     """
 

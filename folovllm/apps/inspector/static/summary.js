@@ -19,7 +19,7 @@ export function sentencesOf(recording, at, state) {
   sayStates(say, recording.moments[at], state);
   sayEvicted(say, (by.BlockEvicted ?? []).map(([, block]) => block));
   const left = (by.BlocksMoved ?? []).reduce((sum, [, what, place, n]) => sum + (what === "offloaded" && place === "host" ? n : 0), 0);
-  for (const [, what, place, n, , seq] of by.BlocksMoved ?? []) if (what === "loaded") say("hit", place === "disk" ? "{blocks} came back from the disk for {seq}." : "{blocks} came back from host memory for {seq}.", { blocks: plural(n, "block"), seq: { seq } });
+  for (const [, what, place, n, , seq] of by.BlocksMoved ?? []) if (what === "loaded" && seq >= 0) say("hit", place === "disk" ? "{blocks} came back from the disk for {seq}." : "{blocks} came back from host memory for {seq}.", { blocks: plural(n, "block"), seq: { seq } });
   if (left) say("evict", "{blocks} went to host memory.", { blocks: plural(left, "block") });
   sayVerified(say, by.DraftsVerified ?? []);
   for (const event of by.StepBegan ?? []) sayStep(say, event, recording);

@@ -34,12 +34,12 @@ def load_inputs(
 @triton.jit
 def store_inputs(
     x_ptr, ring_ptr, query_len, position, c, stride_x, C: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
-    WIDTH: tl.constexpr,
+    COUNT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Store the last R new inputs in the ring, or all. WIDTH is a power of two that is not less than their number."""
+    """Store the last COUNT new inputs in the ring, or all. WIDTH is the power of two from COUNT up."""
     i = tl.arange(0, WIDTH)
-    at = tl.maximum(query_len - R, 0) + i
-    mask = ((i < R) & (at < query_len))[:, None] & (c < C)[None, :]
+    at = tl.maximum(query_len - COUNT, 0) + i
+    mask = ((i < COUNT) & (at < query_len))[:, None] & (c < C)[None, :]
     x = tl.load(x_ptr + at.to(tl.int64)[:, None] * stride_x + c[None, :], mask=mask, other=0.0)
     tl.debug_barrier()  # all threads have loaded before one of them stores: a row that is stored may be another thread's input
     tl.store(ring_ptr + ((position + at) % R)[:, None] * W + c[None, :], x.to(ring_ptr.dtype.element_ty), mask=mask)
@@ -48,8 +48,8 @@ def store_inputs(
 @triton.jit(do_not_specialize=["first_seq"], do_not_specialize_on_alignment=["start_ptr", "len_ptr", "row_ptr"])
 def short_conv_kernel(
     x_ptr, out_ptr, ring_ptr, weight_ptr, start_ptr, len_ptr, row_ptr, stride_x, first_seq,
-    C: tl.constexpr, K: tl.constexpr, R: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr,
-    TOKENS: tl.constexpr, MOST_STORED: tl.constexpr, COMPUTE: tl.constexpr, PDL: tl.constexpr,
+    C: tl.constexpr, K: tl.constexpr, R: tl.constexpr, W: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr, TOKENS: tl.constexpr, MOST_STORED: tl.constexpr, COMPUTE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of channels, tile of tokens, sequence): the convolution of these tokens; the first tile also stores the inputs.
 
@@ -81,7 +81,7 @@ def short_conv_kernel(
             tl.store(out_ptr + (start + token).to(tl.int64)[:, None] * C + c[None, :], out, mask=mask)
         stores = query_len <= MOST_STORED if COMPUTE else query_len > MOST_STORED
         if (first == 0) & stores:
-            store_inputs(x_ptr, ring_ptr, query_len, position, c, stride_x, C, R, W, WIDTH)
+            store_inputs(x_ptr, ring_ptr, query_len, position, c, stride_x, C, R, W, COUNT, WIDTH)
 
 
 def short_conv(
@@ -106,19 +106,22 @@ def short_conv(
         out: the result of the first call, in the second one.
     """
     channels, _, width = weight.shape
-    is_first, rows_of_ring = out is None, ring.shape[1]
+    is_first, size = out is None, ring.shape[1:]
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     tiles, num_prefills = triton.cdiv(channels, CHANNELS), len(rows) - num_decodes
 
-    def launch(first: int, count: int, num_tokens: int, tokens: int, most_stored: int) -> None:
+    def launch(first: int, count: int, num_tokens: int, tokens: int, stored: int) -> None:
         short_conv_kernel[(tiles, triton.cdiv(num_tokens, tokens) if is_first else 1, count)](
-            x, out, ring, weight, starts, seq_lens, rows, x.stride(0), first, C=channels, K=width, R=rows_of_ring,
-            W=ring.shape[2], WIDTH=triton.next_power_of_2(most_stored), CHANNELS=CHANNELS, TOKENS=tokens, MOST_STORED=most_kept or 1 << 30,
-            COMPUTE=is_first, **launch_options(x.device, len(x)),
+            x, out, ring, weight, starts, seq_lens, rows, x.stride(0), first, C=channels, K=width, R=size[0],
+            W=size[1], COUNT=stored, WIDTH=triton.next_power_of_2(stored), CHANNELS=CHANNELS, TOKENS=tokens,
+            MOST_STORED=most_kept or 1 << 30, COMPUTE=is_first, **launch_options(x.device, len(x)),
         )  # fmt: skip
 
     if num_decodes and is_first:
         launch(0, num_decodes, 1, 1, 1)
     if num_prefills and (is_first or max_query_len > most_kept):
-        launch(num_decodes, num_prefills, max_query_len, max(TOKENS, triton.next_power_of_2(width)), rows_of_ring)
+        stored = (is_first and most_kept) or max(
+            1, width - 1
+        )  # a state is whole behind a long sequence: nothing is kept
+        launch(num_decodes, num_prefills, max_query_len, max(TOKENS, triton.next_power_of_2(width)), stored)
     return out
