@@ -84,7 +84,9 @@ def load_model(
 
         source, tensors = "the given set of weights", given_tensors(path, linear_methods, part, model.local_name)
     extra = []
-    with tqdm(total=len(places), desc="Loading weights", unit="tensor", disable=not use_tqdm) as progress:
+    with tqdm(
+        total=len(places), desc="Loading weights", unit="tensor", disable=None if use_tqdm else True, delay=1
+    ) as progress:
         for name, tensor in tensors:
             if name not in places:
                 extra.append((name, tensor))

@@ -49,6 +49,7 @@ class MtpHead(nn.Module):
         self.packed_modules_mapping = model.packed_modules_mapping
         size, eps = hf_config.hidden_size, hf_config.rms_norm_eps
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = (layers.make(Gemma3RMSNorm, size, eps) for _ in range(2))
+        model.before_fc = nn.ModuleList([self.pre_fc_norm_embedding, self.pre_fc_norm_hidden])  # for `weights_loaded`
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.layers, self.norm = model.model.layers, model.model.norm
 
@@ -88,7 +89,6 @@ class MtpHead(nn.Module):
             head = cls(setup.hf_config, layers, setup.max_model_len).requires_grad_(False).eval()
         if setup.config.random_weights:
             init_random_weights(head._model[0], setup.config.seed, checkpoint_places(head))  # type: ignore[arg-type]
-            head._norms_loaded()
         else:
             load_model(head, stored_tensors(path), use_tqdm=False)  # type: ignore[arg-type]
         head._target = [target]
@@ -103,13 +103,8 @@ class MtpHead(nn.Module):
         return PREFIX + name
 
     def weights_loaded(self) -> None:
-        """Have the layer prepare what depends on the weights, and add 1 to those of norms."""
+        """Have linear layers prepare what depends on the weights, and add 1 to those of norms."""
         self._model[0].weights_loaded()
-        self._norms_loaded()
-
-    def _norms_loaded(self) -> None:
-        for norm in (self.pre_fc_norm_embedding, self.pre_fc_norm_hidden):
-            norm.weight_loaded()
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:
         """The model's last hidden states as they are, [T, H]."""
