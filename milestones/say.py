@@ -11,6 +11,7 @@ from rich.text import Text
 from milestones.language import t
 
 console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+errors = Console(highlight=False, stderr=True)
 
 
 def print_any_character() -> None:

@@ -1,25 +1,28 @@
 """`python -m milestones bugs` and `grade`: known mistakes to be found in code, and points for those who teach."""
 
 import json
+import os
 import re
-import shutil
 import tempfile
+import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 from rich.text import Text
 
 from milestones import splice
-from milestones.check import FIRST_FAILURE, Outcomes, run_tests, state_of, verdict
+from milestones.check import FIRST_FAILURE, run_tests, state_of
+from milestones.grading import Grade, Grader, Submission, Unit, as_rows, units
 from milestones.language import t
 from milestones.manifest import Course
 from milestones.mine import Mine, mutated, write_variant
-from milestones.say import console, print_code, say
+from milestones.say import console, errors, print_code, say
 from milestones.tasks import PACKAGE, Exercise, WrongAnswer
-from milestones.warm import OUT_OF_TIME
 
 app = typer.Typer()
 
@@ -75,60 +78,102 @@ def _print_bug(course: Course, bug: WrongAnswer) -> None:
         console.print()
 
 
-@dataclass(frozen=True, slots=True)
-class Grade:
-    """Of one exercise: a state as `status` shows it, or "out of time"; its difficulty in points if it passes."""
-
-    id: str
-    title: str
-    state: str
-    points: int
-    of: int
-    failed: str = ""  # the first test that failed
-
-
 @app.command()
 def grade(
-    ids: Annotated[list[str], typer.Argument(metavar="ID...", help="Milestones or exercises: m1 m2 x1.3.")],
+    ids: Annotated[
+        list[str],
+        typer.Argument(metavar="ID...", help="Milestones, exercises, builders or mini: m1 x1.3 m3.builder mini."),
+    ],
     folder: Annotated[Path, typer.Option("--folder", help="What was handed in: a mine/ folder.")] = Path("mine"),
+    many: Annotated[
+        Path | None,
+        typer.Option("--class", help="A folder with a folder for each student: its mine/, or what was in it."),
+    ] = None,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="So many at a time; of a class.")] = os.cpu_count() or 1,
     limit: Annotated[int, typer.Option("--limit", help="Seconds for the tests of one exercise.")] = 300,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
 ) -> None:
     """Points for what was handed in, by this checkout's own tests, each exercise with a limit of time; models are not downloaded.
 
-    An exercise that passes is worth its difficulty, 1 to 3 points. The exit status is 0 whatever the points are.
+    An exercise that passes is worth its difficulty, 1 to 3 points; a builder 3, a stage of mini 2. The exit status is 0 whatever the points are.
     """
     course = Course.here()
-    exercises = [e for id in ids for e in ([course.exercise(id)] if "." in id else course.milestone(id).exercises)]
-    if not (folder / PACKAGE).is_dir():
-        raise ValueError(t("{folder} has no {package}: hand in the whole mine/ folder", folder=folder, package=PACKAGE))
-    grades = list(graded(course, folder, exercises, limit))
+    wanted = units(course, ids)
+    if many:
+        _grade_class(course, many, wanted, jobs, limit, as_json)
+        return
+    submission = Submission.read(course, _handed_in(folder))
+    grades = list(graded(course, submission, wanted, limit))
     points, of = sum(g.points for g in grades), sum(g.of for g in grades)
     if as_json:
-        found = {"points": points, "of": of, "exercises": [*map(asdict, grades)]}
+        found = {"points": points, "of": of, "exercises": [*map(asdict, grades)], "refused": submission.refused}
         print(json.dumps(found, indent=1, ensure_ascii=False))
         return
     for g in grades:
         say("{id} {title}: {state}, {points} of {of}", **asdict(g) | {"state": t(g.state)})
+        if g.why:
+            console.print(Text(f"  {g.why}"), soft_wrap=True)
+    for name, reason in submission.refused.items():
+        console.print(Text(t("refused: {name}, {reason}", name=name, reason=reason)), soft_wrap=True)
     say("{points} of {of} points", points=points, of=of)
 
 
-def graded(course: Course, folder: Path, exercises: list[Exercise], limit: float) -> Iterator[Grade]:
-    """Each exercise's grade. Of the folder only the files that hold exercises count, so nothing else can change the tests."""
-    offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    with tempfile.TemporaryDirectory() as place:
-        mine = Mine(course, Path(place))
-        for path in dict.fromkeys(symbol.path for e in course.exercises for symbol in e.symbols):
-            if (folder / path).is_file():
-                (mine.folder / path).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(folder / path, mine.folder / path)
-        for e in exercises:
-            status, outcomes = 0, Outcomes()
-            if mine.written(e):
-                arguments = [*FIRST_FAILURE, "-q", *e.tests]
-                status, outcomes = run_tests(mine, arguments, quiet=True, limit=limit, environment=offline)
-            state = "missing" if mine.absent(e) else verdict(mine, e, outcomes)
-            state = "out of time" if status == OUT_OF_TIME else state
-            failed = next((node for node, (outcome, _) in outcomes.items() if outcome == "failed"), "")
-            points = e.difficulty if state == "passing" else 0
-            yield Grade(e.id, t(e.title), state, points, e.difficulty, failed)
+def graded(course: Course, submission: Submission, wanted: list[Unit], limit: float) -> list[Grade]:
+    """The grades of one submission."""
+    with Grader(course, limit) as grader:
+        return grader.grades(submission, wanted)
+
+
+def _handed_in(folder: Path) -> Path:
+    """A folder that has what `mine/` has. ValueError where it has not."""
+    for found in (folder, folder / "mine"):
+        if (found / PACKAGE).exists() or (found / "mini").exists():
+            return found
+    raise ValueError(t("{folder} has no {package}: hand in the whole mine/ folder", folder=folder, package=PACKAGE))
+
+
+def _grade_class(course: Course, many: Path, wanted: list[Unit], jobs: int, limit: float, as_json: bool) -> None:
+    """Grade each folder in a folder, and print a table; who handed in nothing has no points."""
+    folders = sorted(path for path in many.iterdir() if path.is_dir()) if many.is_dir() else []
+    if not folders:
+        raise ValueError(t("{folder} has no folders: one for each student, with a mine/ in it", folder=many))
+    grades, refused = dict[str, list[Grade]](), dict[str, dict[str, str]]()
+    began = time.monotonic()
+    for name, submission, found in _all_graded(course, folders, wanted, jobs, limit):
+        grades[name], refused[name] = found, submission.refused
+        minutes = (time.monotonic() - began) / 60
+        left = minutes / len(grades) * (len(folders) - len(grades))
+        of = {"n": len(grades), "all": len(folders), "minutes": f"{minutes:.1f}", "left": f"{left:.1f}", "name": name}
+        errors.print(t("{n} of {all} graded ({name}), {minutes} minutes, about {left} left", **of), soft_wrap=True)
+    rows = as_rows({folder.name: grades[folder.name] for folder in folders})
+    if as_json:
+        found_all = [row | {"refused": refused[row["name"]]} for row in rows]
+        print(json.dumps({"minutes": round(minutes, 2), "class": found_all}, indent=1, ensure_ascii=False))
+        return
+    table = Table("", *(unit.id for unit in wanted), t("points"), "", box=None)
+    for row in rows:
+        gone = t("{n} refused", n=len(refused[row["name"]])) if refused[row["name"]] else ""
+        cells = [str(row[unit.id]) for unit in wanted]
+        table.add_row(
+            row["name"], *cells, f"{row['points']} / {row['of']}", Text("; ".join(filter(None, [row["why"], gone])))
+        )
+    console.print(table)
+    say("{n} submissions, {minutes} minutes", n=len(rows), minutes=f"{minutes:.1f}")
+
+
+def _all_graded(
+    course: Course, folders: list[Path], wanted: list[Unit], jobs: int, limit: float
+) -> Iterator[tuple[str, Submission, list[Grade]]]:
+    """(name, submission, grades) of each as it is done. All are read before the first runs, so none can change another."""
+    read: dict[str, Submission] = {}
+    for folder in folders:
+        try:
+            read[folder.name] = Submission.read(course, _handed_in(folder))
+        except ValueError as error:
+            read[folder.name] = Submission({}, {str(folder): str(error)})
+    with Grader(course, limit) as grader, ThreadPoolExecutor(jobs) as pool:
+        for unit in wanted:
+            grader.right(unit)
+        futures: dict[Any, str] = {pool.submit(grader.grades, each, wanted): name for name, each in read.items()}
+        for future in as_completed(futures):
+            yield futures[future], read[futures[future]], future.result()

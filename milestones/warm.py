@@ -1,10 +1,11 @@
 """A process that has imported the large libraries, and forks a child for each run of pytest: a second in place of six.
 
-`run` starts it at the first call, on Linux. It ends when nobody has asked for ten minutes. It never imports folovllm, whose
+`run` starts it at the first call, on Linux (an `Owner` has one of its own, that nobody else can reach). It ends when nobody has asked for ten minutes. It never imports folovllm, whose
 files are what changes, and serves one interpreter and one environment: others have a process of their own.
 """
 
 import contextlib
+import ctypes
 import gc
 import hashlib
 import importlib
@@ -16,6 +17,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +31,7 @@ READ_EARLY = (
     "TRITON_", "OMP_", "MKL_", "CUDA_", "TORCH", "HF_", "TRANSFORMERS_", "PYTHON", "LC_", "LANG", "VIRTUAL_ENV",
 )  # fmt: skip
 OUT_OF_TIME = 124  # as `timeout` of coreutils says it
+PR_SET_CHILD_SUBREAPER = 36  # of Linux's prctl
 IDLE, START = 600, 120  # seconds without a run after which it ends; within which it has to be there
 
 
@@ -91,6 +94,111 @@ def _connected(environment: Mapping[str, str]) -> socket.socket | None:
     return None
 
 
+class Owner:
+    """Runs pytest in process groups of their own, of which nothing is left when a run is over. Threads may share it.
+
+    On Linux they are forks of a process that only the owner can reach, and what a run leaves behind is ended though it has
+    left its group. Elsewhere, and with `FOLOVLLM_WARM=0`, each is a process from scratch.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment, self._lock = dict(environment), threading.Lock()
+        self._channel: socket.socket | None = None
+        self._can_fork = sys.platform == "linux" and os.environ.get("FOLOVLLM_WARM") != "0"
+
+    def close(self) -> None:
+        """End the process to fork from. The owner may still be used: it starts another one."""
+        if self._channel:
+            self._channel.close()
+        self._channel = None
+
+    def run(self, words: list[str], folder: Path, environment: Mapping[str, str], said: Path, limit: float) -> int:
+        """pytest's exit status with these arguments in this folder, its words to the file `said`; after `limit` seconds `OUT_OF_TIME`."""
+        with said.open("w") as out, Path(os.devnull).open() as nothing:
+            if self._can_fork:
+                return self._forked(words, folder, environment, [nothing.fileno(), out.fileno(), out.fileno()], limit)
+            command = [sys.executable, "-m", "pytest", *words]
+            streams: Any = {"stdin": nothing, "stdout": out, "stderr": out}
+            child = subprocess.Popen(command, cwd=folder, env=dict(environment), start_new_session=True, **streams)
+            try:
+                return child.wait(limit)
+            except subprocess.TimeoutExpired:
+                return OUT_OF_TIME
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+
+    def _forked(
+        self, words: list[str], folder: Path, environment: Mapping[str, str], files: list[int], limit: float
+    ) -> int:
+        request = marshal.dumps((words, str(folder), dict(environment)))
+        ours = self._connection()
+        with ours:
+            try:
+                socket.send_fds(ours, [len(request).to_bytes(8)], files)
+                ours.sendall(request)
+                ours.settimeout(limit)
+                return int.from_bytes(ours.recv(1) or b"\1")
+            except TimeoutError:
+                ours.shutdown(socket.SHUT_WR)  # the end of which is heard, and all of the run ended
+                ours.settimeout(START)
+                ours.recv(1)
+                return OUT_OF_TIME
+            except OSError:  # the process that forked has been killed
+                return 1
+
+    def _connection(self) -> socket.socket:
+        """A new connection to a child of the process to fork from, which is started where it is gone."""
+        with self._lock:
+            for _ in range(2):
+                ours, theirs = socket.socketpair()
+                with theirs:
+                    try:
+                        socket.send_fds(self._started(), [b"!"], [theirs.fileno()])
+                        return ours
+                    except OSError:
+                        ours.close()
+                        self.close()
+        raise ValueError("the process that runs the tests was ended twice")
+
+    def _started(self) -> socket.socket:
+        if self._channel is None:
+            self._channel, theirs = socket.socketpair()
+            with theirs:
+                command = [sys.executable, str(Path(__file__)), str(theirs.fileno())]
+                streams: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+                fds, own = [theirs.fileno()], self._environment
+                subprocess.Popen(command, env=own, start_new_session=True, pass_fds=fds, **streams)
+        return self._channel
+
+
+def serve_owner(channel: socket.socket) -> None:
+    """Fork for each connection that comes over the channel, until its other end is closed."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        _, files, _, _ = socket.recv_fds(channel, 1, 1)
+        if not files:
+            return
+        if os.fork() == 0:
+            channel.close()
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+            _attend(socket.socket(fileno=files[0]), end_what_is_left=True)
+            os._exit(0)
+        os.close(files[0])
+
+
+def _end_what_is_left() -> None:
+    """Kill what a run has started and left: orphans are ours, also those that left its process group."""
+    while children := Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        for child in map(int, children):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child, 0)
+
+
 def serve(place: Path) -> None:
     """Fork for whoever connects, until nobody has done so for `IDLE` seconds."""
     listener = socket.socket(socket.AF_UNIX)
@@ -115,7 +223,7 @@ def serve(place: Path) -> None:
         connection.close()
 
 
-def _attend(connection: socket.socket) -> None:
+def _attend(connection: socket.socket, end_what_is_left: bool = False) -> None:
     """Run what is asked for in a child, and say its status; end it where the asker is gone."""
     size, files, _, _ = socket.recv_fds(connection, 8, 3)
     request = connection.recv(int.from_bytes(size), socket.MSG_WAITALL)
@@ -131,8 +239,11 @@ def _attend(connection: socket.socket) -> None:
     ready, _, _ = select.select(watched, [], [])
     if ended not in ready:
         os.killpg(child, signal.SIGKILL)
-        return
+        if not end_what_is_left:
+            return
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if end_what_is_left:
+        _end_what_is_left()
     connection.sendall((status if 0 <= status < 256 else 1).to_bytes(1))
 
 
@@ -143,7 +254,8 @@ def _become(words: list[str], folder: str, environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    sys.path.insert(0, folder)
+    tempfile.tempdir = None  # of the environment, and not of the process that was forked
+    sys.path[:0] = [folder, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     sys.dont_write_bytecode = True
     importlib.invalidate_caches()
     status = 1
@@ -164,4 +276,7 @@ if __name__ == "__main__":
             importlib.import_module(library)
     gc.collect()
     gc.freeze()
-    serve(Path(sys.argv[1]))
+    if sys.argv[1].isdigit():
+        serve_owner(socket.socket(fileno=int(sys.argv[1])))
+    else:
+        serve(Path(sys.argv[1]))

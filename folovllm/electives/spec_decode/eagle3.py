@@ -147,7 +147,7 @@ class Eagle3Head(nn.Module):
             head = cls(config, layers, setup.max_model_len, stored).requires_grad_(False).eval()
         if is_random:
             init_random_weights(head, setup.config.seed, checkpoint_places(head))  # type: ignore[arg-type]
-            d2t = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
+            d2t: torch.Tensor | None = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
         else:
             load_model(head, path, use_tqdm=False)  # type: ignore[arg-type]
             d2t = read_d2t(path, config, setup.vocab_size, stored)
