@@ -9,6 +9,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ RATES = {"host": 20e9, "disk": 1e9}  # bytes a second, until some were measured
 HOPE = 0.05  # what is not used is not measured: each time its rate comes so much closer to the first one again
 MOST_WRITES = 64  # under way at once
 FEWEST_TOKENS = 256  # of a step that tells how fast prompts are computed
+KNOWN_KEYS = 1 << 16
 FLUSH_SECONDS = 20.0  # at the end
 
 
@@ -72,7 +74,9 @@ class OffloadConnector(KVConnector):
         self._disk_size, self._disk_used = num_bytes("kv_offload_dir_size", config.kv_offload_dir_size), 0
         for key, size in () if self._folder is None else stored_keys(self._folder, self._num_ranks):
             self._remember(key, size)
-        self._model, self._dtype = model_digest(setup), str(setup.attention.kv_dtype or setup.dtype)
+        dtype = str(setup.attention.kv_dtype or setup.dtype)
+        make_key = partial(block_key, model=model_digest(setup), dtype=dtype, block_size=setup.block_size)
+        self._make_key = lru_cache(KNOWN_KEYS)(make_key)  # a long prompt is asked about more than once
         self._nonce, self._epoch = os.urandom(8), 0  # of weights that no file describes
         self._meta = Meta()
         self._promised: list[tuple[bytes, bytes]] = []  # keys and tokens of the blocks that were asked about last
@@ -208,7 +212,7 @@ class OffloadConnector(KVConnector):
         return self._nonce + self._epoch.to_bytes(8, "little") + generation.to_bytes(8, "little")
 
     def _key(self, block_hash: int) -> bytes:
-        return block_key(block_hash, self._model, self._version(), self._dtype, self._kv.block_size)
+        return self._make_key(block_hash, version=self._version())
 
     def _names(self, seq: Sequence, first: int, last: int) -> Iterator[tuple[bytes, bytes]]:
         """Keys and tokens of blocks `first` to `last` of a sequence. Most prompts are nowhere: their first key is the only one made."""

@@ -101,7 +101,8 @@ class HeadGraphRunner(GraphRunner):
         sample, own = self._sample_special if is_special else self._sample_plainly, samples.clone()
 
         def next_tokens(logits: torch.Tensor, i: int) -> torch.Tensor:
-            own[Field.SEQ_LEN] += int(i > 0)  # each draft is a position later
+            if i:
+                own[Field.SEQ_LEN] += 1  # each draft is a position later
             return sample(logits, own)
 
         found = self._inner.chain(batch, k, next_tokens)
