@@ -198,7 +198,7 @@ class Place:
             file.write_bytes(text)
         self.canary = secrets.token_hex(8)
         (self.root / f"tests/test_{self.canary}.py").write_text(CANARY.format(name=self.canary))
-        self.before = snapshot(self.root)
+        self.before = snapshot(self.root, is_whole=True)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -223,7 +223,7 @@ class Place:
             outcomes = json.loads(report.read_text("utf-8"))
         except (OSError, ValueError):
             outcomes = None
-        return Run(status, outcomes, changes(self.before, snapshot(self.root)))
+        return Run(status, outcomes, changes(self.before, snapshot(self.root, is_whole=True)))
 
     def _environment(self, unit: Unit, scratch: Path) -> dict[str, str]:
         """Offline, and with a home and a folder for what is temporary of its own."""
@@ -242,11 +242,11 @@ class Place:
         return kept | own
 
 
-def snapshot(root: Path) -> dict[str, str]:
-    """{path: what it holds, as a hash} of all files and links under a folder."""
+def snapshot(root: Path, is_whole: bool = False) -> dict[str, str]:
+    """{path: what it holds, as a hash} of all files and links under a folder; bytecode too if `is_whole`."""
     found = {}
     for folder, _, names in os.walk(root):
-        for name in names:
+        for name in names if Path(folder).name != "__pycache__" or is_whole else ():
             path = Path(folder, name)
             text = str(path.readlink()).encode() if path.is_symlink() else path.read_bytes() if path.is_file() else b""
             found[str(path.relative_to(root))] = hashlib.blake2b(text, digest_size=16).hexdigest() + str(
@@ -267,13 +267,25 @@ class Grader:
         self.course, self.limit = course, limit
         self.owner = warm.Owner({**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"})
         self._right: dict[tuple[str, int], Outcomes] = {}
-        self.checkout = {name: snapshot(course.root / name) for name in ("tests", "milestones")}
+        self._checkout = self._snapshot()
 
     def __enter__(self) -> "Grader":
         return self
 
     def __exit__(self, *error: object) -> None:
         self.owner.close()
+
+    def _snapshot(self) -> dict[str, dict[str, str]]:
+        return {name: snapshot(self.course.root / name) for name in COPIED[:3]}
+
+    def _refuse_changed(self) -> None:
+        """Raise ValueError where a run has reached out of its copy, into the checkout that grades."""
+        now = self._snapshot()
+        if found := [f"{name}/{path}" for name in now for path in changes(self._checkout[name], now[name])]:
+            said = (
+                "the checkout that grades has changed meanwhile ({what}): see `git status`, restore it, and grade again"
+            )
+            raise ValueError(t(said, what=", ".join(found[:3])))
 
     def right(self, unit: Unit) -> Outcomes:
         """What the unit's tests report of the reference. ValueError where it does not pass them on this machine."""
@@ -308,6 +320,7 @@ class Grader:
                 changed = changed or (changes and f"{unit.id}: {', '.join(changes[:3])}")  # type: ignore[assignment]
                 if changed:
                     break
+        self._refuse_changed()
         if not changed:
             return found
         why = t("the run changed tests or reference ({what})", what=changed)

@@ -1,6 +1,5 @@
 """`python -m milestones mini`, `path` and `build mini`: an engine of one's own, from an empty folder."""
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -135,24 +134,25 @@ def score(number: Number = None, seconds: Seconds = False, threads: Threads = 1)
     """Serve six requests, count what your engine does, and compare with the reference and with your earlier scores."""
     import torch
 
+    from milestones.mini import alone
     from milestones.mini import score as scoring
-    from milestones.mini.ledger import Rejected
 
     own = Own.here()
     stage = _played(own, number)
+    result = alone.call(alone.Job("score", str(own.folder), stage.number, seconds, threads))
+    if result.error or result.counts is None:
+        _print_red(result.error)
+        raise typer.Exit(1)
     torch.set_num_threads(threads)
-    try:
-        traces = scoring.traces(own.folder, stage.number, lambda whose: say("counted: {whose}", whose=t(whose)))
-        timed = partial(scoring.speeds, tell=lambda whose: say("timed, three times: {whose}", whose=t(whose)))
-        speeds = timed(own.folder, stage.number) if seconds else {}
-    except (Rejected, NotImplementedError) as error:
-        _print_red(_sentence(error))
-        raise typer.Exit(1) from None
-    counts = traces["yours"].counts
-    history = scoring.remember(own.folder / HISTORY, stage.number, counts, speeds.get("yours"))
-    table = Table("", *map(t, counts), t("tokens a second"), box=None)
-    for whose in dict.fromkeys([*traces, *speeds]):
-        numbers = traces[whose].counts if whose in traces else dict.fromkeys(counts)
+    say("counted: {whose}", whose=t("the reference"))
+    all_counts = {"yours": result.counts, "the reference": scoring.counts(stage.number)}
+    speeds: dict[str, float | None] = {"yours": result.speed}
+    if seconds:
+        speeds |= scoring.speeds(stage.number, lambda whose: say("timed, three times: {whose}", whose=t(whose)))
+    history = scoring.remember(own.folder / HISTORY, stage.number, result.counts, result.speed)
+    table = Table("", *map(t, result.counts), t("tokens a second"), box=None)
+    for whose in dict.fromkeys([*all_counts, *speeds]):
+        numbers = all_counts.get(whose) or dict.fromkeys(result.counts)
         table.add_row(t(whose), *_cells([*numbers.values(), speeds.get(whose)]))
     for past in history[-6:-1]:
         when = t("stage {stage}, {day}", stage=past["stage"], day=past["day"])
@@ -166,31 +166,21 @@ def record(
     stage: Annotated[int | None, typer.Option(help="A stage, 0 to 6; the last that passed if left out.")] = None,
 ) -> None:
     """Record your engine while it serves six requests, up to the step that is wrong if one is. The inspector plays it."""
-    from milestones.mini import harness, score
-    from milestones.mini.ledger import Rejected
+    from milestones.mini import alone
 
     own = Own.here()
-    chosen = _played(own, stage).number
-    trace = harness.Trace(score.limits(chosen), score.workload())
-    try:
-        harness.play(harness.load(own.folder), score.STORIES, trace, chosen)
-    except (Rejected, NotImplementedError) as error:
-        left = "{error}: the recording ends there" if trace.steps else "no step to record: {error}"
-        _print_red(t(left, error=_sentence(error)))
-    finally:  # an error of the engine's own goes on, and the steps before it are recorded, too
-        if trace.steps:
-            file.write_text(score.recording_of(trace, chosen), encoding="utf-8")
-            say("{file}: {n} steps. Look at it: folovllm inspect {file}", file=file, n=len(trace.steps))
-    if not trace.steps:
+    result = alone.call(alone.Job("record", str(own.folder), _played(own, stage).number))
+    if result.error:
+        left = "{error}: the recording ends there" if result.steps else "no step to record: {error}"
+        _print_red(t(left, error=result.error))
+    if not result.steps:
         raise typer.Exit(1)
+    file.write_text(result.recording, encoding="utf-8")
+    say("{file}: {n} steps. Look at it: folovllm inspect {file}", file=file, n=result.steps)
 
 
 def _cells(numbers: list[int | float | None]) -> list[str]:
     return ["-" if number is None else f"{number:,.0f}" for number in numbers]
-
-
-def _sentence(error: Exception) -> str:
-    return t("not written yet: {error}", error=error) if isinstance(error, NotImplementedError) else str(error)
 
 
 def _print_red(said: str) -> None:

@@ -67,42 +67,40 @@ def recording_of(trace: Trace, stage: int) -> str:
     return recording(trace, "mini", "stories-5m", texts, stage)
 
 
-def traces(path: Path, stage: int, tell: Callable[[str], None] = lambda whose: None) -> dict[str, Trace]:
-    """What the engine in `path` and the reference do with the workload in this stage. Raises `Rejected` as `play` does.
-
-    `tell` is called with whose turn it is.
-    """
-    found = {}
-    for whose, folder in {"yours": path, "the reference": REFERENCE}.items():
-        tell(whose)
-        found[whose] = play(harness.load(folder), STORIES, Trace(limits(stage), workload()), stage)
-    return found
+def counts(stage: int) -> dict[str, int]:
+    """What the reference does with the workload in this stage, as counts."""
+    return play(harness.load(REFERENCE), STORIES, Trace(limits(stage), workload()), stage).counts
 
 
-def speeds(path: Path, stage: int, tell: Callable[[str], None] = lambda whose: None) -> dict[str, float]:
-    """Generated tokens a second on this machine, each the best of three: yours, the reference's, the real engine's, and those of transformers.
+def speed(path: Path, stage: int) -> float:
+    """Generated tokens a second of the engine in `path` on this machine, the best of three."""
+    asks, threads, adapters = workload(0), torch.get_num_threads(), harness.load(path)
+    torch.set_num_threads(threads)  # whatever an engine does about that when it is loaded
+    traces = [play(adapters, STORIES, Trace(limits(stage), asks), stage, is_checked=False) for _ in range(3)]
+    return _num_answered(asks) / min(trace.times[-1][1] - trace.times[0][0] for trace in traces)
 
-    torch has as many threads as it has now, whatever an engine does about that. `tell` is called with whose turn it is.
+
+def speeds(stage: int, tell: Callable[[str], None] = lambda whose: None) -> dict[str, float]:
+    """The speeds of the reference, of the real engine, and of transformers. `tell` is called with whose turn it is.
+
+    torch has as many threads as it has now, whatever an engine does about that.
     """
     asks, threads = workload(0), torch.get_num_threads()
-
-    def best(folder: Path, stage: int) -> float:
-        adapters = harness.load(folder)
-        traces = [play(adapters, STORIES, Trace(limits(stage), asks), stage, is_checked=False) for _ in range(3)]
-        return min(trace.times[-1][1] - trace.times[0][0] for trace in traces)
-
     turns: dict[str, Callable[[], float]] = {
-        "yours": lambda: best(path, stage),
-        "the reference": lambda: best(REFERENCE, stage),
-        "FoloVLLM": lambda: _seconds_of_the_engine(asks),
-        "transformers": lambda: best(REFERENCE, 0),
+        "the reference": lambda: speed(REFERENCE, stage),
+        "FoloVLLM": lambda: _num_answered(asks) / _seconds_of_the_engine(asks),
+        "transformers": lambda: speed(REFERENCE, 0),
     }
     found = {}
-    for whose, seconds in turns.items():
+    for whose, measured in turns.items():
         tell(whose)
         torch.set_num_threads(threads)
-        found[whose] = sum(ask.max_tokens for ask in asks) / seconds()
+        found[whose] = measured()
     return found
+
+
+def _num_answered(asks: Sequence[Ask]) -> int:
+    return sum(ask.max_tokens for ask in asks)
 
 
 def _seconds_of_the_engine(asks: Sequence[Ask]) -> float:

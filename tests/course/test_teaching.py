@@ -2,15 +2,137 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from milestones.manifest import Course
-from milestones.teaching import graded
-from tests.course.test_cli import course, solve
+from tests.course.test_cli import STUB, course, solve
 
 pytestmark = pytest.mark.usefixtures("warm")
+
+TAKE = "        if not self.free:\n            raise Empty\n        return self.free.popleft()"
+HERE = "import os, sys\nfrom pathlib import Path\n\nROOT = Path(os.environ['FOLOVLLM_MINE']).parent\n"
+# What a body of m1.1 does beside a wrong answer: (lines, state, what is said of it).
+FORGED = {
+    "ends_the_process": ("os._exit(0)", "no report", "status 0"),
+    "kills_its_group": ("import signal; os.killpg(0, signal.SIGKILL)", "no report", "without a report"),
+    "skips": ("import pytest; pytest.skip('no need')", "not believed", "test_take was skipped"),
+    "writes_into_the_tests": (
+        "(ROOT / 'tests/m1/test_pool.py').write_text('def test_take(): ...'); raise SystemExit",
+        "changed the tests",
+        "tests/m1/test_pool.py",
+    ),
+    "writes_a_conftest": (
+        "(ROOT / 'conftest.py').write_text('raise SystemExit(0)'); return 0",
+        "changed the tests",
+        "conftest.py",
+    ),
+    "writes_into_the_reference": (
+        "(ROOT / 'folovllm/llm.py').write_text(''); return 0",
+        "changed the tests",
+        "folovllm/llm.py",
+    ),
+    "writes_bytecode": (
+        "(ROOT / 'tests/m1/__pycache__').mkdir(); (ROOT / 'tests/m1/__pycache__/x.pyc').write_text(''); return 0",
+        "changed the tests",
+        "__pycache__",
+    ),
+    "writes_a_sitecustomize": (
+        "(ROOT / 'sitecustomize.py').write_text(''); return 0",
+        "changed the tests",
+        "sitecustomize",
+    ),
+    "never_ends": ("while True: ...", "out of time", ""),
+    "is_wrong": ("return 0", "failing", ""),
+}
+# Code at the head of the file that holds the exercises, which is run when the tests are collected.
+PATCHED = {
+    "makes_reports_pass": """
+import pytest
+make = pytest.TestReport.from_item_and_call
+def passed(item, call):
+    call.excinfo = None
+    return make(item, call)
+pytest.TestReport.from_item_and_call = passed
+""",
+    "makes_tensors_equal": "import torch\ntorch.equal = lambda *tensors: True",
+    "hides_tests": """
+frame = sys._getframe()
+while frame:
+    if "test_pool" in frame.f_globals.get("__name__", ""):
+        frame.f_globals["__test__"] = False
+    frame = frame.f_back
+""",
+}
+DAEMON = """
+if os.fork() == 0:
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    Path({file!r}).write_text(str(os.getpid()))
+    import time
+    time.sleep(600)
+    os._exit(0)
+"""
+
+
+def hand_in(sample: Course, name: str, body: str = TAKE, head: str = HERE) -> Path:
+    """A student's folder in `class/`, with a body for m1.1."""
+    folder = sample.root.parent / "class" / name / "mine"
+    shutil.copytree(sample.root / "mine", folder)
+    file = folder / "folovllm/pool.py"
+    file.write_text(f"{head}\n{file.read_text().replace(STUB, body)}")
+    return folder
+
+
+def grades(sample: Course, *words: str) -> dict[str, dict[str, object]]:
+    """A class's rows by name; the progress, which goes to the other stream, is left out."""
+    said = course(sample, "grade", "m1.1", "--class", str(sample.root.parent / "class"), "--json", *words)
+    return {row["name"]: row for row in json.loads(said[: said.rindex("}") + 1])["class"]}
+
+
+def test_no_forgery_has_points(sample: Course, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One class: each way to points without an answer, and honest students before, between and behind."""
+    course(sample, "start", "m1")
+    for name, (lines, *_) in FORGED.items():
+        hand_in(sample, name, f"        {lines}")
+    for name, head in PATCHED.items():
+        hand_in(sample, name, TAKE if name == "makes_tensors_equal" else "        return 0", f"{HERE}\n{head}")
+    pid = sample.root.parent / "pid"
+    hand_in(sample, "leaves_a_process", head=HERE + DAEMON.format(file=str(pid)))
+    file = hand_in(sample, "links_to_the_answer") / "folovllm/pool.py"
+    file.unlink()
+    file.symlink_to(sample.root / "folovllm/pool.py")
+    package = hand_in(sample, "links_to_the_package") / "folovllm"
+    shutil.rmtree(package)
+    package.symlink_to(sample.root / "folovllm")
+    hand_in(sample, "has_no_python", body="        return (")
+    for name in ("a_honest", "m_honest", "z_honest"):
+        hand_in(sample, name)
+    (sample.root.parent / "class/nothing").mkdir()
+    monkeypatch.setenv("FOLOVLLM_WARM", "1")
+    rows = grades(sample, "--limit", "20")
+    passed = {"a_honest", "m_honest", "z_honest", "leaves_a_process"}
+    assert {name for name, row in rows.items() if row["points"]} == passed
+    for name, (_, _, why) in FORGED.items():
+        assert why in str(rows[name]["why"]), rows[name]
+    assert all("cannot be believed" in str(rows[name]["why"]) for name in PATCHED), rows
+    assert "symbolic link" in str(rows["links_to_the_answer"]["why"])
+    assert "symbolic link" in str(rows["links_to_the_package"]["why"])
+    assert "does not parse" in str(rows["has_no_python"]["why"])
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+def test_who_changes_the_checkout_itself_is_noticed(sample: Course) -> None:
+    course(sample, "start", "m1")
+    test = sample.root / "tests/m1/test_pool.py"
+    hand_in(sample, "reaches_out", body=f"        Path({str(test)!r}).write_text('def test_take(): ...')\n{TAKE}")
+    folder = sample.root.parent / "class/reaches_out"
+    said = course(sample, "grade", "m1.1", "--folder", str(folder), status=2)
+    assert "the checkout that grades has changed meanwhile (tests/m1/test_pool.py)" in said
 
 
 def test_points_are_for_what_passes(sample: Course) -> None:
@@ -37,16 +159,9 @@ def test_what_is_handed_in_cannot_change_the_tests(sample: Course) -> None:
     (sample.root / "mine/folovllm/extra.py").write_text("raise SystemExit(0)")
     (sample.root / "mine/folovllm/__init__.py").write_text("raise SystemExit(0)")
     solve(sample)
-    assert json.loads(course(sample, "grade", "m1.1", "--json"))["points"] == 1
-
-
-def test_a_loop_without_end_is_out_of_time(sample: Course, monkeypatch: pytest.MonkeyPatch) -> None:
-    course(sample, "start", "m1")
-    file = sample.root / "mine/folovllm/pool.py"
-    file.write_text(file.read_text().replace('raise NotImplementedError("m1.1: Pool.take")', "while True: ..."))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(sample.root), os.environ.get("PYTHONPATH", "")]))
-    (grade,) = graded(sample, sample.root / "mine", [sample.exercise("m1.1")], 0.5)
-    assert (grade.state, grade.points) == ("out of time", 0)
+    said = json.loads(course(sample, "grade", "m1.1", "--json"))
+    assert said["points"] == 1
+    assert {*said["refused"]} == {"conftest.py", "folovllm/__init__.py", "folovllm/extra.py"}
 
 
 def test_bugs(sample: Course) -> None:

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from milestones.cli import app
 from milestones.manifest import Course
 from milestones.mine import Mine
-from milestones.mini import score
+from milestones.mini import alone, score
 from milestones.mini.course import HERE, Notes, Own, stages
 from milestones.mini.harness import REFERENCE, Trace, load, play
 from milestones.mini.ledger import Ask
@@ -82,14 +82,16 @@ def test_hints_come_one_at_a_time(own: Own) -> None:
 def test_a_score_is_kept_and_shown_beside_the_next(own: Own, monkeypatch: pytest.MonkeyPatch) -> None:
     few = tuple(replace(ask, answer=ask.answer[:3]) for ask in score.workload()[:2])
     monkeypatch.setattr(score, "workload", lambda: few)
-    monkeypatch.setattr(score, "speeds", lambda folder, stage, tell: {"yours": 1234.0, "transformers": 900.0})
+    monkeypatch.setattr(score, "speeds", lambda stage, tell: {"transformers": 900.0})
+    monkeypatch.setattr(score, "speed", lambda folder, stage: 1234.0)
+    monkeypatch.setattr(alone, "call", alone.work)  # in a child there is no short workload
     own.begin()
     shutil.copytree(REFERENCE, own.folder, dirs_exist_ok=True)
     first, second = (run(app, ["mini", "score", *of]) for of in (["3", "--time"], ["5"]))
     assert first.exit_code == second.exit_code == 0
     assert "stage 3, " not in first.output and "stage 3, " in second.output and "stage 5, " not in second.output
     assert "1,234" in first.output and "1,234" in second.output, "a speed is kept, too"
-    assert "counted: the reference" in first.output, "it says what it is at"
+    assert "counted: yours" in first.output and "counted: the reference" in first.output, "it says what it is at"
     assert torch.get_num_threads() == 1
     history = json.loads((own.folder / ".history.json").read_text())
     assert [entry["stage"] for entry in history] == [3, 5]
@@ -113,6 +115,24 @@ def test_a_recording_ends_where_the_engine_is_wrong(own: Own, tmp_path: Path) ->
     said = run(app, ["mini", "record", str(tmp_path / "run.jsonl"), "--stage", "3"]).output
     assert "nothing of it was computed: the recording ends there" in said
     assert (tmp_path / "run.jsonl").read_text().splitlines()[-1].endswith('"closed"]')
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("import os; os._exit(0)", "the engine's process ended before its work was done, status 0"),
+        ("while True: ...", "the engine was still running after 20 seconds"),
+        ("__import__('folo' + 'vllm')", "the engine imports folovllm"),
+        (
+            "import sys; assert sys.modules['folovllm'] is None; raise NotImplementedError('all')",
+            "not written yet: all",
+        ),
+    ],
+)
+def test_an_engine_runs_alone(tmp_path: Path, line: str, said: str, warm: None) -> None:
+    (tmp_path / "adapters.py").write_text(f"def make(*a):\n    {line}\n")
+    limit = 20 if "while" in line else 120
+    assert said in alone.call(alone.Job("record", str(tmp_path), 2), limit).error
 
 
 def test_an_import_of_the_engine_is_refused(tmp_path: Path) -> None:

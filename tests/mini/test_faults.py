@@ -209,6 +209,6 @@ def test_all_are_timed_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
         patch.object(LLM, "generate") as generate,
         patch.object(LLM, "close", autospec=True, side_effect=LLM.close) as close,
     ):
-        speeds = score.speeds(HERE / "wrong/3_freed_twice.py", 3)
+        speeds = {"yours": score.speed(HERE / "wrong/3_freed_twice.py", 3)} | score.speeds(3)
     assert played == {3: 6, 0: 3} and generate.call_count == 3 and close.call_count == 1
     assert list(speeds) == ["yours", "the reference", "FoloVLLM", "transformers"] and min(speeds.values()) > 0

@@ -30,8 +30,10 @@ SPEAKING = (
     "check",
     "manifest",
     "teaching",
+    "grading",
     "update",
     "mini/cli",
+    "mini/alone",
     "mini/course",
 )  # to a learner, of milestones/
 

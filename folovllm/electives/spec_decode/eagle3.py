@@ -161,9 +161,10 @@ class Eagle3Head(nn.Module):
         self._embed: Callable[[torch.Tensor], torch.Tensor] = self.embed_tokens or target.model.embed_tokens
         self._logits: Callable[[torch.Tensor], torch.Tensor] = self.lm_head or target.lm_head
 
-    def local_name(self, name: str) -> str | None:
-        """What a tensor of the folder is called here; None if nobody here reads it."""
-        return local_name(name)
+    def local_tensors(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """A tensor of the folder by our name; none if nobody here reads it."""
+        named = local_name(name)
+        return [] if named is None else [(named, tensor)]
 
     def checkpoint_name(self, name: str) -> str:
         """What the folder calls a tensor of ours."""
