@@ -1,0 +1,13 @@
+"""A message of length 0 is dropped. Input: frame(b'')."""
+
+class Frames:
+    def feed(self, data):
+        self._buffer += data
+        while len(self._buffer) >= 4:
+            (n,) = _LENGTH.unpack_from(self._buffer)
+            if len(self._buffer) < 4 + n:
+                return
+            message = bytes(self._buffer[4 : 4 + n])
+            del self._buffer[: 4 + n]
+            if message:
+                yield message
