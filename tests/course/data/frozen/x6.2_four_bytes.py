@@ -1,6 +1,0 @@
-"""Four bytes of the generation. Input: generation 1."""
-
-def generation_root(salt, generation):
-    if generation == 0:
-        return salt
-    return xxhash.xxh64(generation.to_bytes(4, "little") + salt.to_bytes(8, "little")).intdigest()
