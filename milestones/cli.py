@@ -75,7 +75,7 @@ def start(id: MilestoneId) -> None:
     mine = _mine()
     for line in mine.start(id):
         say(f"  {line}")
-    if (mine.course.root / (chapter := mine.course.milestone(id).chapter)).is_file():
+    for chapter in (page for page in mine.course.milestone(id).chapters if (mine.course.root / page).is_file()):
         chapter = str(translated(mine.course.root / chapter).relative_to(mine.course.root))
         say("  {chapter}: to read; `make docs` builds the whole book into site/", chapter=chapter)
     below = [m for m in mine.course.milestones if m.id in mine.state.started and mine.course.milestone(id).is_after(m)]

@@ -129,9 +129,10 @@ def _milestone(file: Path) -> Milestone:
     data = tomllib.loads(file.read_text(encoding="utf-8"))
     raw, builders = data.pop("exercise", []), data.pop("builder", [])
     try:
-        exercises, flags = tuple(map(_exercise, raw)), tuple(data.pop("flags", ()))
+        exercises = tuple(map(_exercise, raw))
+        lists = {key: tuple(data.pop(key, ())) for key in ("flags", "more_chapters", "more_notebooks")}
         builder = next((_builder(data["id"], file.parent, **entry) for entry in builders), None)
-        return Milestone(**data, flags=flags, exercises=exercises, folder=file.parent, builder=builder)
+        return Milestone(**data, **lists, exercises=exercises, folder=file.parent, builder=builder)
     except (TypeError, KeyError) as error:
         raise ValueError(f"{file}: {error}") from error
 

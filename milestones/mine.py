@@ -161,7 +161,7 @@ class Mine:
             state.blanked = sorted({*state.blanked, *cut})
         state.started = sorted({*state.started, id})
         self.save(state)
-        return done + self._copy_notebook(milestone.notebook)
+        return done + [line for notebook in milestone.notebooks for line in self._copy_notebook(notebook)]
 
     def reset(self, exercise: Exercise) -> Path:
         """Cut the exercise out again; what was written goes to the returned backup folder."""
@@ -230,7 +230,7 @@ class Mine:
 
     def _copy_notebook(self, notebook: str) -> list[str]:
         source, copy = self.course.root / notebook, self.folder / Path(notebook).name
-        if not notebook or not source.is_file() or copy.exists():
+        if not source.is_file() or copy.exists():
             return []
         ours = source.parent / language() / source.name  # a folder deeper than the copy
         text = ours.read_text("utf-8").replace("](../../", "](../") if ours.is_file() else source.read_text("utf-8")

@@ -131,6 +131,16 @@ class Milestone:
     chapter: str = ""
     flags: tuple[str, ...] = ()  # of an elective: what switches on what it adds, in any later preset
     builder: Builder | None = None
+    more_chapters: tuple[str, ...] = ()
+    more_notebooks: tuple[str, ...] = ()
+
+    @property
+    def chapters(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.chapter, *self.more_chapters)))
+
+    @property
+    def notebooks(self) -> tuple[str, ...]:
+        return tuple(filter(None, (self.notebook, *self.more_notebooks)))
 
     @property
     def is_elective(self) -> bool:

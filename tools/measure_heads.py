@@ -81,7 +81,9 @@ def main() -> None:
         fields = random_model(args.geometry, folder, {"max_model_len": 2048, "max_num_seqs": max(args.at_once)})
         target = json.loads((Path(fields["model"]) / "config.json").read_text())
         speculative: dict[str, Any] = {"method": args.method, "num_speculative_tokens": K, "adaptive": False}
-        if args.method == "eagle3":
+        if args.method == "mtp":
+            (Path(fields["model"]) / "config.json").write_text(json.dumps(target | {"mtp_num_hidden_layers": 1}))
+        else:
             print(f"a draft reads {write_eagle3(target, folder / 'head') / 1e9:.2f} GB")
             speculative["model"] = str(folder / "head")
         with LLM(**fields) as llm:

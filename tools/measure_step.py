@@ -8,7 +8,6 @@ arrival to the tokens that follow them.
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import tempfile
@@ -88,18 +87,6 @@ def lines(engine: LLMEngine, args: argparse.Namespace) -> Iterator[str]:
         yield f"      {BUDGET:,} prompt tokens            {prompts_time(engine):>9.3f}"
 
 
-def head_config(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return the `speculative_config` of a head with random weights; an EAGLE-3 head has the sizes of the geometry's layers."""
-    config = {"method": args.head, "num_speculative_tokens": args.drafts, "adaptive": False}
-    if args.head == "mtp":
-        return config
-    fields = GEOMETRIES[args.geometry] | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}
-    fields |= {"num_hidden_layers": 1, "draft_vocab_size": 32_000}
-    (folder / "head").mkdir()
-    (folder / "head" / "config.json").write_text(json.dumps(fields))
-    return config | {"model": str(folder / "head")}
-
-
 def main() -> None:
     """Print the lines of each engine."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -110,19 +97,11 @@ def main() -> None:
     parser.add_argument("--num-seqs", type=int, nargs="*", default=[1, 64])
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND", help="; ".join(KINDS))
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--head", choices=("eagle3", "mtp"), help="each engine once more, with a draft head whose every step verifies"
-    )
-    parser.add_argument("--drafts", type=int, default=3, help="draft tokens of a step with --head")
     parser.add_argument("--prompts", action="store_true", help=f"time {BUDGET:,} prompt tokens, too")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         common = {"use_tqdm": False, "max_model_len": 4096, "max_num_batched_tokens": BUDGET}
-        contenders = parse_contenders(args.compare, random_model(args.geometry, Path(folder), common))
-        if args.head:
-            drafting = {"speculative_config": head_config(args, Path(folder))}
-            contenders += [(f"{name}, {args.drafts} drafts of {args.head}", f | drafting) for name, f in contenders]
-        for name, fields in contenders:
+        for name, fields in parse_contenders(args.compare, random_model(args.geometry, Path(folder), common)):
             began = time.perf_counter()
             with running(EngineConfig(**fields)) as engine:
                 print(f"{name}, started in {time.perf_counter() - began:.1f} s", flush=True)

@@ -110,7 +110,7 @@ def _state(source: str, section: Translated | None) -> str:
 
 def pairs() -> list[Pair]:
     """All that the Chinese edition has, or is to have."""
-    chapters = [ROOT / m.chapter for m in COURSE.milestones if m.chapter]
+    chapters = [ROOT / page for m in COURSE.milestones for page in m.chapters]
     pages = [
         ROOT / "README.md",
         ROOT / "docs/0_what_happens.md",
@@ -120,9 +120,8 @@ def pairs() -> list[Pair]:
     pages += [page for m in COURSE.milestones for page in sorted(m.folder.glob("hints/*.md")) if not is_chinese(page)]
     pages += [page for page in sorted((ROOT / "milestones/mini/hints").glob("*.md")) if not is_chinese(page)]
     pages += [b.folder / name for b in COURSE.builders for name in ("task.md", "hints.md")]
-    pages += [
-        ROOT / m.notebook.replace("notebooks/", "notebooks/src/").replace(".ipynb", ".py") for m in COURSE.milestones
-    ]
+    notebooks = [notebook for m in COURSE.milestones for notebook in m.notebooks]
+    pages += [ROOT / "notebooks/src" / f"{Path(notebook).stem}.py" for notebook in notebooks]
     stated = [
         Pair(m.folder / "statements" / f"{exercise.id}.zh.md", m.folder / "milestone.toml")
         for m in COURSE.milestones

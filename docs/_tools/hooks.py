@@ -28,6 +28,7 @@ from publish import fields  # noqa: E402
 from folovllm.apps.inspector.page import one_file  # noqa: E402
 from folovllm.apps.inspector.scenes import scenes  # noqa: E402
 from milestones.language import messages  # noqa: E402
+from milestones.tasks import Milestone  # noqa: E402
 
 ZH = "zh"
 MERMAID = "assets/mermaid/mermaid.tiny.js"
@@ -55,10 +56,18 @@ def on_config(config: Any) -> Any:
         part = parts["Electives" if m.is_elective else "Course"]
         if m.chapter and chapter not in part:
             part.append(chapter)
+            part += [{f"{m.id.upper()} {title}": Path(page).name} for page, title in _more(m)]
     said = messages(ZH)
-    titles = {f"{m.id.upper()} {m.title}": f"{m.id.upper()} {said.get(m.title, m.title)}" for m in COURSE.milestones}
+    known = [(m.id.upper(), title) for m in COURSE.milestones for title in (m.title, *(title for _, title in _more(m)))]
+    titles = {f"{id} {title}": f"{id} {said.get(title, title)}" for id, title in known}
     config.plugins["i18n"].get_language_config(ZH).nav_translations.update(said | titles)
     return config
+
+
+def _more(m: Milestone) -> list[tuple[str, str]]:
+    """The chapters beside a milestone's first one, each with the title in its heading, "X3. Draft heads" without the number."""
+    firsts = [(page, (COURSE.root / page).read_text("utf-8").partition("\n")[0]) for page in m.more_chapters]
+    return [(page, first.partition(". ")[2]) for page, first in firsts]
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

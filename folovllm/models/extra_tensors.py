@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -22,20 +22,8 @@ WeightLoader = Callable[[LlamaForCausalLM, str, torch.Tensor], None]
 Shard = Callable[[str, Any], torch.Tensor]
 
 
-class StoredTensor:
-    """A tensor that is still in its file. Indexing reads what is indexed, and nothing else."""
-
-    def __init__(self, stored: Any) -> None:
-        self._stored = stored
-        self.shape = torch.Size(stored.get_shape())
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        """As a tensor's, with slices."""
-        return cast(torch.Tensor, self._stored[index])
-
-
 def part_of(
-    places: Container[str], linear_methods: LinearMethods, shard: Shard, name: str, tensor: Any
+    places: Container[str], linear_methods: LinearMethods, shard: Shard, name: str, tensor: torch.Tensor
 ) -> torch.Tensor:
     """Return the part of a checkpoint's tensor that `shard` keeps; its linear method knows how the tensor is laid out.
 
@@ -45,10 +33,8 @@ def part_of(
         ValueError: the tensor has too few dimensions to be cut.
     """
     module, _, kind = name.rpartition(".")
-    if not isinstance(tensor, torch.Tensor):
-        tensor = StoredTensor(tensor)
     if is_ignored(name, linear_methods) or (name not in places and weight_loader_of(name) is not None):
-        return tensor[:] if tensor.shape else tensor[...]
+        return tensor
     linear_method = linear_methods[module] if name in places else PLAIN
     try:
         return fusable(linear_method).shard(kind, tensor, partial(shard, name))

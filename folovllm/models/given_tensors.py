@@ -16,29 +16,30 @@ def given_tensors(
     tensors: Iterable[tuple[str, torch.Tensor]],
     linear_methods: LinearMethods,
     shard: Shard | None,
-    local_name: Callable[[str], str | None],
+    local_tensors: Callable[..., Iterable[tuple[str, torch.Tensor]]],
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """As `read_tensors`, of tensors in memory."""
-    for given_name, tensor in map(as_named, tensors):
-        if (name := local_name(given_name)) is not None:
+    for given_name, given in map(as_named, tensors):
+        for name, tensor in local_tensors(given_name, given):
             if not is_ignored(name, linear_methods):
-                require_usable(given_name, tensor, linear_methods.get(name.rpartition(".")[0], PLAIN))
+                said = given_name if tensor is given else name
+                require_usable(said, tensor, linear_methods.get(name.rpartition(".")[0], PLAIN))
             yield name, tensor if shard is None else shard(name, tensor)
 
 
-def as_named(given: Any) -> tuple[str, Any]:
+def as_named(given: Any) -> tuple[str, torch.Tensor]:
     """Return a name and what should be its tensor. Raises ValueError if this is no such pair."""
     if not isinstance(given, tuple | list) or len(given) != 2 or not isinstance(given[0], str):
         raise ValueError(
             f"the given set of weights must hold pairs of a name and a tensor, not {printable(repr(given), 100)}"
         )
+    if not isinstance(given[1], torch.Tensor):
+        raise ValueError(f"{given[0]!r} is a {type(given[1]).__name__}, and must be a tensor")
     return given[0], given[1]
 
 
-def require_usable(name: str, tensor: Any, linear_method: LinearMethod) -> None:
-    """Raise ValueError if a given weight is no tensor, holds no numbers, or other ones than its linear method takes."""
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{name!r} is a {type(tensor).__name__}, and must be a tensor")
+def require_usable(name: str, tensor: torch.Tensor, linear_method: LinearMethod) -> None:
+    """Raise ValueError if a given weight holds no numbers, or other ones than its linear method takes."""
     if tensor.layout != torch.strided:
         raise ValueError(f"{name!r} is sparse, and must be a tensor of all its numbers")
     if tensor.is_meta:

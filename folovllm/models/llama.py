@@ -5,7 +5,7 @@ Everything runs on a ragged batch: `T` tokens of all sequences end to end, `[T, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
@@ -237,6 +237,11 @@ class LlamaForCausalLM(nn.Module):
         for theirs, ours in self.renamed.items():
             name = name.replace(theirs, ours)
         return name
+
+    def local_tensors(self, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+        """What a tensor of the checkpoint holds for this rank, by our names: views of it. A family may have several in one."""
+        named = self.local_name(name)
+        return [] if named is None else [(named, tensor)]
 
     def checkpoint_name(self, name: str) -> str:
         """What the checkpoint calls a tensor of ours: the inverse of `local_name`."""

@@ -78,13 +78,15 @@ def load_model(
 
         part = partial(part_of, places, linear_methods, shard)
     if isinstance(path, Path):
-        source, tensors = f"the checkpoint in {path}", read_tensors(path, linear_methods, part, model.local_name)
+        source, tensors = f"the checkpoint in {path}", read_tensors(path, linear_methods, part, model.local_tensors)
     else:
         from folovllm.models.given_tensors import given_tensors
 
-        source, tensors = "the given set of weights", given_tensors(path, linear_methods, part, model.local_name)
+        source, tensors = "the given set of weights", given_tensors(path, linear_methods, part, model.local_tensors)
     extra = []
-    with tqdm(total=len(places), desc="Loading weights", unit="tensor", disable=not use_tqdm) as progress:
+    with tqdm(
+        total=len(places), desc="Loading weights", unit="tensor", disable=None if use_tqdm else True, delay=1
+    ) as progress:
         for name, tensor in tensors:
             if name not in places:
                 extra.append((name, tensor))
@@ -229,24 +231,22 @@ def opened(file: Path) -> Iterator[Any]:
 
 
 def read_tensors(
-    path: Path, linear_methods: LinearMethods, shard: Shard | None, local_name: Callable[[str], str | None]
+    path: Path, linear_methods: LinearMethods, shard: Shard | None, local_tensors: Callable[..., Tensors]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor, one after the other, each a view of the memory-mapped file until it is copied.
 
-    `local_name` says what the model calls a tensor; where that is None it is not read.
+    `local_tensors` says what the model calls a tensor, or each part of it; the rest is not read.
     """
     for file in checkpoint_files(path):
         with opened(file) as handle:
             for stored_name in handle.keys():  # noqa: SIM118  # a handle is no dict
-                if (name := local_name(stored_name)) is None:
-                    continue
                 with reading(file, stored_name):
-                    stored = handle.get_slice(stored_name)
-                    require_stored(name, stored.get_dtype(), linear_methods)
-                    tensor = handle.get_tensor(stored_name) if shard is None else shard(name, stored)
-                yield name, tensor
+                    dtype = handle.get_slice(stored_name).get_dtype()
+                    for name, tensor in local_tensors(stored_name, handle.get_tensor(stored_name)):
+                        require_stored(name, dtype, linear_methods)
+                        yield name, tensor if shard is None else shard(name, tensor)
 
 
 def some_of(names: Iterable[str]) -> str:
-    listed = sorted(names)
+    listed = sorted(set(names))
     return ", ".join(listed[:5]) + (f" and {len(listed) - 5} more" if len(listed) > 5 else "")

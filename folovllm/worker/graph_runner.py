@@ -220,7 +220,9 @@ class GraphRunner:
         if self._setup.device.type == "cuda":
             kinds = self._others[False], [*self._decodes.values()], self._others[True]
             every = [bucket for kind in kinds for bucket in kind[::-1]]
-            for bucket in tqdm(every, desc="Capturing graphs", disable=not self._setup.config.use_tqdm):
+            for bucket in tqdm(
+                every, desc="Capturing graphs", disable=None if self._setup.config.use_tqdm else True, delay=1
+            ):
                 self._capture(bucket)
 
     def _capture(self, bucket: Bucket) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,8 +22,8 @@ from folovllm.step.schedule import SchedulerOutput, StepResult, one_each
 
 @contextmanager
 def progress_bars(wanted: bool) -> Iterator[None]:
-    """A context in which transformers shows its progress bars, or does not."""
-    if wanted or not hf_logging.is_progress_bar_enabled():
+    """A context in which transformers shows its progress bars, if they are wanted, in a terminal."""
+    if (wanted and sys.stderr.isatty()) or not hf_logging.is_progress_bar_enabled():
         yield
         return
     hf_logging.disable_progress_bar()

@@ -416,11 +416,12 @@ class TestChat:
         self, llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """After a reset there is the system message alone; a refusal leaves the conversation as it was."""
-        type_in("hi there\n\n/reset\nhi\ntoo long\nstill here\n", monkeypatch)
+        type_in("hi there\n\n/reset\n/help\nhi\ntoo long\nstill here\n/quit\nno more\n", monkeypatch)
         chat = self.chat()
-        chat.run()  # and Ctrl-D, the end of the input, leaves
+        chat.run()
         out, err = capsys.readouterr()
         assert out == "there hi \nhi \nhere still \n" and "longer than the context" in err
+        assert "/reset starts anew" in err
         assert [m["content"] for m in chat.messages if m["role"] != "assistant"] == ["Be brief.", "hi", "still here"]
 
     def test_ctrl_c_stops_the_answer_and_not_the_program(self, llm: Any, capsys: pytest.CaptureFixture[str]) -> None:

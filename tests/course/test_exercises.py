@@ -194,7 +194,7 @@ def test_no_symbol_is_in_two_exercises() -> None:
 
 @each_milestone
 def test_the_manifests_files_exist(milestone: Milestone) -> None:
-    for path in filter(None, (milestone.notebook, milestone.chapter)):
+    for path in (*milestone.notebooks, *milestone.chapters):
         assert (COURSE.root / path).is_file()
     known = {e.id for e in milestone.exercises}
     for file in [f for pattern in ("hints/*", "explain/*", "wrong/*.*") for f in milestone.folder.glob(pattern)]:

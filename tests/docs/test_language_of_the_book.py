@@ -59,9 +59,8 @@ def docstrings(file: Path) -> str:
 
 @pytest.mark.parametrize("exercise", COURSE.exercises, ids=str)
 def test_an_exercise_stands_where_its_idea_is_explained(exercise: Exercise) -> None:
-    text = (
-        (ROOT / COURSE.milestone(exercise.id.partition(".")[0]).chapter).read_text("utf-8").partition("## Your turn")[0]
-    )
+    pages = COURSE.milestone(exercise.id.partition(".")[0]).chapters
+    text = "".join((ROOT / page).read_text("utf-8").partition("## Your turn")[0] for page in pages)
     (says,) = re.findall(rf"^> \*\*Exercise {re.escape(exercise.id)}\b.*$", text, re.M)
     symbols = [str(symbol).partition(":") for symbol in exercise.symbols]
     names = [name for _, _, name in symbols] + [f"mine/{module.replace('.', '/')}.py" for module, _, _ in symbols]

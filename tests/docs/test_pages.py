@@ -50,10 +50,11 @@ def test_a_chapter_can_be_read_in_one_sitting(page: Path) -> None:
 
 def test_chapters_ask_about_five_of_their_wrong_answers() -> None:
     """In both editions about the same ones; the answers are folded."""
-    asking = [m for m in COURSE.milestones if "\n## Five wrong answers\n" in (ROOT / m.chapter).read_text("utf-8")]
+    chapters = [(m, ROOT / page) for m in COURSE.milestones for page in m.chapters]
+    asking = [(m, page) for m, page in chapters if "\n## Five wrong answers\n" in page.read_text("utf-8")]
     assert len(asking) >= 10
-    for milestone in asking:
-        there, chapter = {file.stem for file in milestone.folder.glob("wrong/*.py")}, ROOT / milestone.chapter
+    for milestone, chapter in asking:
+        there = {file.stem for file in milestone.folder.glob("wrong/*.py")}
         for page in (chapter, chapter.with_suffix(".zh.md")):
             cards = re.findall(r"<details markdown=\"1\">\n<summary>.*?</details>", page.read_text("utf-8"), re.S)
             asked = re.findall(rf"`({milestone.id}\.\d+_\w+)`", "".join(cards))

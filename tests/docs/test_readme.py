@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,3 +96,14 @@ def test_its_commands_work_in_its_order(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-3000:]
     assert '"delta"' in done.stdout, "the server's stream is README's last answer but for the course's"
+
+
+def test_the_wrong_answer_that_is_shown_is_the_courses_own() -> None:
+    """What the page shows of m3.1: the answer gives these slots, and the mistake has this sentence."""
+    text = README.read_text("utf-8").partition("## An exercise")[2]
+    code, shown = re.findall(r"```(?:python|text)\n(.*?)```", text, re.DOTALL)[:2]
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    assert f"yours:    {scope['slots']([5, 1], 4, 2, 6).tolist()}" in shown
+    wrong = ROOT / "milestones/m3_paged_kv/wrong/m3.1_contiguous.py"
+    assert ast.get_docstring(ast.parse(wrong.read_text("utf-8"))) in shown

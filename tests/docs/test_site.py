@@ -91,6 +91,7 @@ def test_a_recording_is_one_file_and_has_a_picture_for_paper(site: Path) -> None
         "3_paged_kv": 2,
         "6_speed_and_scale": 1,
         "x3_speculation": 1,
+        "x3_heads": 1,
         "inspector": 6,
     }
     assert shown == {**english, **{str(Path("zh", page)): count for page, count in english.items()}}

@@ -152,7 +152,12 @@ def test_drafts_experts_and_states() -> None:
             e.counts for turn in page.recording().turns() for e in turn.events if isinstance(e, ExpertsAsked)
         ]
         assert sum(map(sum, first)) == 0 and sum(map(sum, last)) > 0
-        await playground.build({"experts": False, "states": True})
+        for states in (False, True):  # EAGLE-3, and the hybrid model's MTP
+            await playground.build({"experts": False, "states": states, "draft_tokens": 2, "draft_head": True})
+            await playground.ask(["Once upon a time"], max_tokens=12)
+            await page.see(has("Finished"))
+            assert page.count("DraftsVerified") > 0
+        await playground.build({"draft_tokens": 0, "draft_head": False})
         await playground.ask(["Once upon a time, in a small house near the sea, there lived a girl"], max_tokens=3)
         await page.see(has("Finished"))
         assert page.count("SnapshotCached") > 0

@@ -91,6 +91,17 @@ class TestStates:
                 assert all(block >= 0 and hash_ for block, hash_ in here.run(marked, at)), at
 
 
+class TestHostMemory:
+    def test_an_evicted_block_leaves_a_copy_that_comes_back(self, browser: Any, tmp_path: Path) -> None:
+        with shown(browser) as here:
+            page = opened(here, scenes()["offload"].files, tmp_path, "t=49")
+            facts = page.locator(".states .facts").inner_text()
+            assert facts == "7 blocks were evicted, and have a copy in host memory"
+            page.evaluate("inspector.player.go(51)")
+            page.wait_for_function("document.querySelector('.said').innerText.includes('came back')")
+            assert "5 blocks came back from host memory for D." in page.locator(".said").inner_text()
+
+
 class TestPlayground:
     def test_a_scene_plays_while_the_engine_loads(self, browser: Any) -> None:
         """It plays from its recording; the engine takes it over once it is there and somebody asks for it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -107,7 +108,10 @@ def test_a_closed_engine_says_so_and_gives_its_model_back(milestone: str) -> Non
 
 
 @pytest.mark.parametrize("use_tqdm", [False, True])
-def test_transformers_shows_its_progress_when_asked_for(use_tqdm: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_transformers_shows_its_progress_when_asked_for(
+    use_tqdm: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)  # elsewhere it shows none
     hf_logging.enable_progress_bar()  # as it is outside of tests
     try:
         LLM(str(tiny_checkpoint()), milestone="m1", device="cpu", use_tqdm=use_tqdm).close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tqdm import tqdm
 from transformers import AutoConfig
 
 from folovllm.layers.linear import PLAIN
@@ -159,13 +161,18 @@ def test_sharded_checkpoint() -> None:
         assert torch.equal(a, b)
 
 
-def test_progress_is_shown_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("is_terminal", "use_tqdm"), [(True, True), (True, False), (False, True)])
+def test_long_work_shows_its_progress_in_a_terminal(
+    is_terminal: bool, use_tqdm: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tiny_checkpoint("qwen3")
     model = build_model(AutoConfig.from_pretrained(path), torch.float32, "cpu")
-    load_model(model, path)
-    assert "Loading weights: 100%" in capsys.readouterr().err
-    load_model(model, path, use_tqdm=False)
-    assert not capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    load_model(model, path, use_tqdm=use_tqdm)
+    assert not capsys.readouterr().err, "a bar for what takes no second"
+    monkeypatch.setattr("folovllm.models.loader.tqdm", lambda *args, **settings: tqdm(*args, **settings | {"delay": 0}))
+    load_model(model, path, use_tqdm=use_tqdm)
+    assert ("Loading weights: 100%" in capsys.readouterr().err) == (is_terminal and use_tqdm)
 
 
 def with_(name: str, make: Callable[[dict[str, torch.Tensor]], torch.Tensor]) -> Callable[..., object]:

@@ -34,6 +34,7 @@ from folovllm.electives.hopper.prefill import prefill_hopper
 from folovllm.electives.hybrid.kernels.delta_rule import DeltaHeads, delta_rule
 from folovllm.electives.hybrid.kernels.gated_norm import gated_norm
 from folovllm.electives.hybrid.kernels.short_conv import short_conv
+from folovllm.electives.kv_transfer.kernels.pieces import move_pieces
 from folovllm.electives.moe.kernels.grouped_linear import grouped_linear
 from folovllm.electives.moe.kernels.moe_gemv import moe_gemv
 from folovllm.electives.moe.kernels.route import choose, combine
@@ -428,8 +429,14 @@ def launch_x6(d: int, b: int) -> None:
         invariant_linear(float32(64, 1024), float32(6144, 1024))
 
 
+def launch_x7(d: int, b: int) -> None:
+    """Both ways between a cache and a buffer."""
+    for to_cache in (False, True):
+        move_pieces(int32(4, 9, 2 * d * b), int32(3, 4, 2 * d * b), int32(3), to_cache=to_cache)
+
+
 LAUNCH = {"m4": launch_m4, "m6": launch_m6, "x2": launch_x2, "x3": launch_x3, "x4": launch_x4, "x5": launch_x5,
-          "x6": launch_x6}  # fmt: skip
+          "x6": launch_x6, "x7": launch_x7}  # fmt: skip
 
 if __name__ == "__main__":
     JITFunction.run = compile_instead

@@ -40,6 +40,7 @@ MOST = {
         "short_conv_kernel": (80, 0), "delta_decode_kernel": (88, 0), "prepare_kernel": (255, 0), "scan_kernel": (255, 0), "gated_norm_kernel": (40, 0),
     },
     "x6": {"invariant_linear_kernel": (144, 16), "invariant_attention_kernel": (255, 16)},
+    "x7": {"move_pieces_kernel": (48, 0)},
 }  # fmt: skip
 WITHIN_ANOTHER = {"combine_kernel"}  # never launched
 STACK_OF_WIDE_HEADS = 64  # of the attention kernels where D is 256
@@ -64,7 +65,10 @@ BEFORE_A_RELEASE = pytest.mark.skipif("FOLOVLLM_RELEASE" not in os.environ, reas
     [
         "m4",
         pytest.param("m6", marks=pytest.mark.m6),
-        *(pytest.param(x, marks=[getattr(pytest.mark, x), BEFORE_A_RELEASE]) for x in ("x2", "x3", "x4", "x5", "x6")),
+        *(
+            pytest.param(x, marks=[getattr(pytest.mark, x), BEFORE_A_RELEASE])
+            for x in ("x2", "x3", "x4", "x5", "x6", "x7")
+        ),
     ],
 )
 def test_compiles_and_fits(milestone):

@@ -33,9 +33,9 @@ FEW = LETTERS[:3]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, allowed_token_ids=FEW)
 
 
-def eagle(folder: Path, k: int = 3, adaptive: bool = False) -> dict[str, Any]:
+def eagle(folder: Path, k: int = 3, adaptive: bool = False, method: str = "eagle3") -> dict[str, Any]:
     """The part of a configuration that turns a head on."""
-    given = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": k, "adaptive": adaptive}
+    given = {"method": method, "model": str(folder), "num_speculative_tokens": k, "adaptive": adaptive}
     return {"speculative_config": given}
 
 
@@ -156,11 +156,14 @@ def letters_head() -> Path:
     return only(write_head(Path(tempfile.mkdtemp()) / "head", tiny_checkpoint()), LETTERS)
 
 
-@pytest.mark.parametrize(("preset", "adaptive"), [("m2", False), ("m5", False), ("m6", False), ("m6", True)])
-def test_all_that_a_sample_depends_on_is_kept(preset: str, adaptive: bool) -> None:
+@pytest.mark.parametrize(
+    ("preset", "adaptive", "method"),
+    [("m2", False, "eagle3"), ("m5", False, "eagle3"), ("m6", True, "eagle3"), ("m6", False, "ngram+eagle3")],
+)
+def test_all_that_a_sample_depends_on_is_kept(preset: str, adaptive: bool, method: str) -> None:
     """Penalties, grammars, stop strings, log-probabilities: what every proposer must keep."""
     pair = demanding_pair(preset)
-    engine = make_engine(**pair.fields, **eagle(letters_head(), adaptive=adaptive))
+    engine = make_engine(**pair.fields, **eagle(letters_head(), adaptive=adaptive, method=method))
     pair.check(serve(engine, pair.requests))
     made = speculation_of(engine)
     assert made.num_draft_tokens > 20 and made.num_accepted > 2

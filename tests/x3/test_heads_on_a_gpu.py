@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import statistics
-import time
 from dataclasses import replace
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -19,7 +14,6 @@ from folovllm.sampling_params import SamplingParams
 from tests.helpers import prompts, tiny_checkpoint
 from tests.m6.traffic import assert_nothing_is_compiled_after_the_start
 from tests.workloads import Request, serve
-from tests.x3.eagle_folders import write_head
 from tests.x3.engines import Pair, make_engine, speculation_of
 from tests.x3.test_eagle3 import GREEDY, Drafted, check_drafts, eagle, few_head, letters_head
 from tests.x3.test_lossless import demanding
@@ -73,29 +67,3 @@ def test_the_embedded_head_is_right_nearly_always(batch: int) -> None:
         llm.generate(asked, SamplingParams(temperature=0, max_tokens=150))
         made = speculation_of(llm.engine)
     assert 1 + made.num_accepted / made.num_drafts >= 3.3
-
-
-@pytest.mark.parametrize("batch", [1, 64])
-def test_a_head_that_is_always_wrong_costs_little(batch: int, tmp_path: Path) -> None:
-    """Random weights of 0.6B's size: the policy stops asking, and the head's K/V alone are 2% of a step at most."""
-    sizes = {"num_hidden_layers": 28, "hidden_size": 1024, "intermediate_size": 3072, "vocab_size": 32000}
-    sizes |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 2048}
-    shutil.copytree(tiny_checkpoint(), tmp_path / "model")
-    file = tmp_path / "model" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **sizes, "layer_types": None}))
-    own = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072}
-    head = write_head(tmp_path / "head", tmp_path / "model", **own)
-    params = SamplingParams(temperature=0, max_tokens=512, ignore_eos=True)
-    fields = {"model": str(tmp_path / "model"), "device": "cuda", "dtype": "bfloat16", "max_num_seqs": batch}
-    fields |= {"random_weights": True, "use_tqdm": False, "gpu_memory_utilization": 0.4}
-    with LLM(**fields) as plain, LLM(**fields, **eagle(head, adaptive=True)) as speculating:
-        given, ratios = prompts([32] * batch, seed=1), []
-        for _ in range(4):
-            seconds = []
-            for llm in (plain, speculating):
-                start = time.perf_counter()
-                llm.generate(given, params)
-                seconds.append(time.perf_counter() - start)
-            ratios.append(seconds[1] / seconds[0])
-        print(f"\nbatch {batch}: {[round(ratio, 3) for ratio in ratios]} times the time without a head")
-    assert statistics.median(ratios[1:]) < 1.04

@@ -40,6 +40,10 @@ def check_twice(pair: Pair, drafts: str, k: int = 3, **more: Any) -> None:
     engine = pair.engine(drafts, k, **more)
     for arrival in ("random_steps", "at_once"):
         pair.check(serve(engine, pair.requests, arrival))
+        for i, request in enumerate(pair.requests):  # some leave with their drafts under way
+            engine.add_request(f"left {i}", request.prompt, request.params)
+            engine.step()
+        engine.abort_request([f"left {i}" for i in range(len(pair.requests))])
     made = speculation_of(engine)
     assert made.num_draft_tokens > 5
     assert drafts != "right" or made.num_accepted == made.num_draft_tokens

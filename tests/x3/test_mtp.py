@@ -166,6 +166,7 @@ def changed(folder: Path, drop: str | None = None, tensor: torch.Tensor | None =
         save_file(tensors | ({} if tensor is None else {drop: tensor}), folder / "model.safetensors", {"format": "pt"})
 
 
+EXPERTS = "mtp.layers.0.mlp.experts.down_proj"
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no head": ({"drop": "mtp."}, 'no tensor in .* begins with "mtp."'),
     "two layers": ({"mtp_num_hidden_layers": 2}, "the head has 2 layers"),
@@ -174,7 +175,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "a missing weight": ({"drop": "mtp.fc.weight"}, r"'mtp.fc.weight' is missing, and config.json asks for \[72, 144\]"),
     "another shape": ({"drop": "mtp.norm.weight", "tensor": torch.ones(5)}, r"'mtp.norm.weight' is \[5\]"),
     "an unknown weight": ({"drop": "mtp.x.weight", "tensor": torch.ones(5)}, "asks for no such tensor"),
-    "codes": ({"drop": "mtp.fc.weight", "tensor": torch.ones(72, 144, dtype=torch.int8)}, "quantized weights"),
+    "a stack": ({"drop": EXPERTS, "tensor": torch.ones(3, 72, 32)}, rf"{EXPERTS}: .*\[3, 72, 32\].* expects \[4, 72, 32\]"),
+    "codes": ({"drop": "mtp.fc.weight", "tensor": torch.ones(72, 144, dtype=torch.int8)}, "only heads in floating point"),
 }  # fmt: skip
 
 
@@ -183,12 +185,13 @@ def test_a_head_that_does_not_fit_is_refused_before_weights_are_loaded(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil, sentence = BAD[what]
-    folder = with_head(tmp_path / "model", hybrid_checkpoint("qwen3_5_text", "LF", tied=False), FEW)
+    target = hybrid_checkpoint("qwen3_5_moe_text", "LF", tied=False)
+    folder = with_head(tmp_path / "model", target, FEW, stacked=True)
     changed(folder, **spoil)
     monkeypatch.setattr("folovllm.models.loader.load_model", None)
     with pytest.raises(ValueError, match=sentence) as raised:
         make_engine(model=str(folder), milestone="m6", **mtp())
-    assert str(folder) in str(raised.value) or what == "codes"
+    assert str(folder) in str(raised.value)
 
 
 @pytest.mark.gpu

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+import shutil
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.helpers import tiny_checkpoint
+from tests.helpers import hf_model, tiny_checkpoint
 
 KINDS = {"L": "linear_attention", "F": "full_attention"}
 EXPERTS = {
@@ -31,6 +34,15 @@ def hybrid_checkpoint(family: str = "qwen3_next", layers: str = "LLF", **overrid
         "linear_conv_kernel_dim": 4, **FAMILIES[family], **overrides,
     }  # fmt: skip
     return tiny_checkpoint(family.split()[0], **fields)
+
+
+@cache
+def stacked_checkpoint() -> Path:
+    """A model whose experts are in stacks, as Qwen3.5 is published; transformers writes them so on request."""
+    single, folder = hybrid_checkpoint("qwen3_5_moe_text"), Path(tempfile.mkdtemp()) / "model"
+    shutil.copytree(single, folder)
+    hf_model(single).save_pretrained(folder, save_original_format=False)
+    return folder
 
 
 def random_geometry(seed: int, may_tie: bool = True) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from functools import cache
 from pathlib import Path
@@ -21,9 +22,11 @@ from folovllm.engine.setup import set_up
 from folovllm.layers.attention import Attention
 from folovllm.models.loader import load_native_model
 from folovllm.models.registry import build_model
+from folovllm.models.sharded_loader import load_sharded_model
 from tests.helpers import Driver, assert_logits_equal, hf_logits, hf_model, prompts, tiny_checkpoint
+from tests.m6.ranks import on_ranks
 from tests.workloads import ARRIVALS, Workload, answered, make_engine, mixed_requests, serve
-from tests.x5.checkpoints import FAMILIES, hybrid_checkpoint, random_geometry
+from tests.x5.checkpoints import FAMILIES, hybrid_checkpoint, random_geometry, stacked_checkpoint
 
 PIECES = ([150], [1] * 20 + [130], [5, 1, 1, 70, 1, 2, 3, 67])
 SMALL = {"block_size": 4, "num_kv_blocks": 40, "max_num_batched_tokens": 20}  # preemption, and prompts in chunks
@@ -61,6 +64,27 @@ def test_random_geometries_on_every_preset(seed: int) -> None:
     load = answered(random_geometry(seed, may_tie=False), mixed_requests("seeded", 6, seed))
     for fields in ENGINES.values():
         load.check(serve(make_engine(load.model, **fields), load.requests, ARRIVALS[2], seed))
+
+
+def test_experts_in_stacks_answer_as_transformers() -> None:
+    load = answered(stacked_checkpoint(), mixed_requests("seeded", 8))
+    load.check(serve(make_engine(load.model, **ENGINES["m6"]), load.requests))
+
+
+@pytest.mark.parametrize("shape", [(3, 64, 72), (4, 62, 72), (4, 64, 70), (64, 72)], ids=str)
+@pytest.mark.parametrize("fields", [{}, {"tensor_parallel_size": 2}], ids=["whole", "two ranks"])
+def test_a_stack_of_another_shape_is_refused(shape: tuple[int, ...], fields: dict[str, Any], tmp_path: Path) -> None:
+    shutil.copytree(stacked_checkpoint(), tmp_path / "model")
+    file, name = tmp_path / "model/model.safetensors", "model.layers.1.mlp.experts.gate_up_proj"
+    tensors = load_file(file) | {name: torch.ones(shape)}
+    save_file(tensors, file, {"format": "pt"})
+    setup = set_up(EngineConfig(model=str(file.parent), device="cpu", use_tqdm=False, **fields))
+    says = re.escape(f"{name!r} has shape {list(shape)}, the model expects [4, 64, 72]")
+    with pytest.raises(ValueError, match=says):
+        if fields:
+            on_ranks(2, lambda group: load_sharded_model(setup, group))
+        else:
+            load_native_model(setup)
 
 
 @cache

@@ -20,7 +20,8 @@ from folovllm.step.packed import PackedStep, StepPacker, unpack_extras
 from folovllm.step.schedule import SamplingSpec, ScheduledSequence, SchedulerOutput
 from tests.m6.ranks import ThreadGroup, on_ranks
 from tests.workloads import make_engine, serve
-from tests.x5.checkpoints import FAMILIES, hybrid_checkpoint
+from tests.x4.checkpoints import assert_ranks_have_experts
+from tests.x5.checkpoints import FAMILIES, hybrid_checkpoint, stacked_checkpoint
 from tests.x5.test_delta_kernels import batch_of
 from tests.x5.test_hybrid_models import seeded
 
@@ -51,6 +52,11 @@ def test_linear_layers_of_two_ranks_add_up(family: str, is_random: bool) -> None
         torch.testing.assert_close(summed, expected, rtol=1e-4, atol=1e-4)
     together = torch.cat([state for _, state in parts], dim=1)
     torch.testing.assert_close(together, whole.self_attn.states[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_two_ranks_take_their_experts_from_stacks(expert_parallel: bool) -> None:
+    assert_ranks_have_experts(stacked_checkpoint(), expert_parallel)
 
 
 def a_step() -> ForwardBatch:

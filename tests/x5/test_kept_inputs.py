@@ -64,7 +64,7 @@ def check(layer: GatedDeltaNet, reference: GatedDeltaNet, steps: Any, where: str
         actual = layer(torch.cat(new).to(where), batch if where == "cpu" else to_device(batch)).cpu().split(lengths)
         for x, out, (n, m, text) in zip(new, actual, taking_part, strict=True):
             wanted = expected(reference, torch.cat([text.accepted, x]))[len(text.accepted) :]
-            torch.testing.assert_close(out, wanted, rtol=2e-4, atol=2e-4)
+            torch.testing.assert_close(out, wanted, rtol=5e-4, atol=5e-4)
             text.accepted = torch.cat([text.accepted, x[: min(n, m)] if 1 < n <= MOST else x])
         if copied is not None:
             source = texts[copied[0]]

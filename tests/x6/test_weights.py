@@ -20,7 +20,7 @@ from tests.helpers import tiny_checkpoint
 from tests.x4.checkpoints import FAMILIES as EXPERTS
 from tests.x4.checkpoints import moe_checkpoint
 from tests.x5.checkpoints import FAMILIES as HYBRIDS
-from tests.x5.checkpoints import hybrid_checkpoint
+from tests.x5.checkpoints import hybrid_checkpoint, stacked_checkpoint
 
 NORM = "model.norm.weight"
 PROMPT = list(range(1, 60))
@@ -272,6 +272,7 @@ FAMILIES = {
     "llama, untied": partial(tiny_checkpoint, "llama", tied=False),
     **{family: partial(moe_checkpoint, family) for family in EXPERTS},
     **{family: partial(hybrid_checkpoint, family) for family in HYBRIDS},
+    "qwen3_5_moe, in stacks": stacked_checkpoint,
 }
 
 

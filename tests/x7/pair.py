@@ -14,6 +14,7 @@ from folovllm.sampling_params import SamplingParams
 
 OPTIONS: dict[str, Any] = {
     "model": "stories-5m",
+    "device": "cpu",
     "block_size": 16,
     "num_kv_blocks": 96,
     "max_model_len": 512,

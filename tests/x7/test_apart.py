@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from folovllm.electives.kv_transfer import decode, prefill
+from folovllm.electives.kv_transfer import decode, prefill, wire
 from folovllm.electives.kv_transfer.blocks import runner_of
 from folovllm.electives.rollouts.generation import next_generation
 from folovllm.sampling_params import SamplingParams
@@ -188,6 +188,38 @@ def test_many_at_once_under_pressure_in_many_pieces(run: Run, monkeypatch: pytes
     run(compare())
 
 
+def test_strangers_hold_nothing_up(run: Run, apart: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They send nothing, rubbish, a length that is too large, half a message, or ask for what is no prompt."""
+    monkeypatch.setattr(prefill, "PATIENCE", 0.5)
+    hello = wire.pack(wire.Hello(b"1" * 16), b"", b"client" + bytes(8))
+    too_long = wire.HEAD.pack(wire.MAGIC, 2**31, bytes(32)) + bytes(9)
+    rubbish = (b"", b"GET / HTTP/1.1\r\n\r\n" * 9, too_long, hello[:-1], hello)
+    no_prompts = ((b"123", 0), (bytes(64), 1), (bytes(64), -1), (b"", 0), (b"\xff" * 64, 0), (bytes(64 * 40), 0))
+
+    async def disturb() -> None:
+        strangers = []
+        for data in rubbish * 4:
+            strangers.append(await asyncio.open_connection("127.0.0.1", apart.port))
+            strangers[-1][1].write(data)
+        assert (await apart.answer(TEXT, cache_salt=next(salts)))[1] == 176
+        layout, _, _ = await prefill.look_up(apart.prefill)
+        for token_ids, first in no_prompts:
+            reader, writer = await asyncio.open_connection("127.0.0.1", apart.port)
+            peer = wire.Connection(reader, writer, b"", is_server=False)
+            await peer.greet()
+            await peer.send(wire.Ask(layout, token_ids, first, None))
+            with pytest.raises(wire.WireError, match=r"asks for|token id|context"):
+                await peer.receive(wire.Piece)
+            writer.close()
+        async with asyncio.timeout(10):
+            while apart.server._peers:
+                await asyncio.sleep(0.05)
+        for _, writer in strangers:
+            writer.close()
+
+    run(disturb())
+
+
 @pytest.mark.parametrize(
     "options", [{"kv_cache_dtype": "fp8"}, {"block_size": 32}, {"dtype": "float16"}, {"model": "stories-moe"}]
 )
@@ -241,6 +273,7 @@ def test_a_prompt_that_needs_scores_is_computed_here(run: Run, apart: Pair) -> N
         ({}, {"kv_offload": "16MiB", "num_kv_blocks": 40}),
         ({}, {"speculative_config": {"method": "draft_model", "model": "stories-draft"}}),
         pytest.param({"tensor_parallel_size": 2}, {}, marks=pytest.mark.slow),
+        pytest.param({"device": "cuda", "dtype": "float32"}, {}, marks=pytest.mark.gpu),
     ],
 )
 def test_with_other_electives(run: Run, first: dict[str, Any], second: dict[str, Any]) -> None:

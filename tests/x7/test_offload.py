@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,11 +13,14 @@ from typing import Any
 
 import pytest
 
+from folovllm.apps.cli.show import step_line
 from folovllm.electives.kv_transfer import store as stores
 from folovllm.electives.kv_transfer.disk import NAME, BlockFiles
 from folovllm.electives.kv_transfer.index import HostIndex
 from folovllm.electives.rollouts.sleep import sleep, wake_up
 from folovllm.electives.rollouts.weights import get_weights, update_weights
+from folovllm.electives.server.aggregator import Aggregator
+from folovllm.electives.server.metrics import Counters, Metrics
 from folovllm.engine.events import BlocksMoved, Event
 from folovllm.engine.llm_engine import LLMEngine
 from tests.helpers import prompts, tiny_checkpoint
@@ -279,12 +284,20 @@ def test_listeners_hear_what_moves(tmp_path: Path) -> None:
     engine = make_engine(milestone="m6", **SMALL, **OFFLOAD, kv_offload_dir=str(tmp_path))
     heard: list[Event] = []
     engine.subscribe(heard.extend)
+    engine.history = []
     check(engine, make_engine(milestone="m6", **ROOMY))
-    moved = [event for event in heard if isinstance(event, BlocksMoved)]
-    counts = connector_of(engine).counters()
-    for what in ("offloaded", "loaded"):
-        assert sum(e.num_blocks for e in moved if (e.what, e.place) == (what, "host")) == counts[f"{what}_host"] > 0
-    assert all(e.num_bytes == e.num_blocks * connector_of(engine)._block_bytes for e in moved)
+    connector = connector_of(engine)
+    moved, counts = [event for event in heard if isinstance(event, BlocksMoved)], connector.counters()
+    assert counts["offloaded_host"] and counts["loaded_host"]
+    for name, count in counts.items():
+        assert sum(event.num_blocks for event in moved if f"{event.what}_{event.place}" == name) == count, name
+    assert all(event.num_bytes == event.num_blocks * connector._block_bytes for event in moved)
+    assert sum(step.num_offloaded for step in engine.history) == counts["offloaded_host"]
+    assert any("offloaded" in step_line(step) for step in engine.history)
+    stats = Aggregator(True).take(moved, []).stats
+    page = Metrics("tiny", stats, Counters(), [], False).text().decode()
+    line = next(line for line in page.splitlines() if "kv_blocks_moved_total" in line and 'what="loaded"' in line)
+    assert float(line.split()[-1]) == counts["loaded_host"]
 
 
 @pytest.mark.slow
@@ -299,7 +312,8 @@ def test_two_ranks(tmp_path: Path) -> None:
     outputs = serve(again, rounds()[0])
     assert [list(o.outputs[0].token_ids) for o in outputs] == answers(expected, rounds()[0])
     assert min(output.num_cached_tokens for output in outputs) >= 20
-    again.close()
+    os.kill(again.executor.pids[1], signal.SIGKILL)  # type: ignore[attr-defined]
+    again.close()  # a rank that died does not keep the engine from its end
 
 
 def test_slots_are_held_while_something_moves() -> None:

@@ -63,6 +63,8 @@ SERVE = [
     "--port",
     "0",
     "--no-use-tqdm",
+    "--device",
+    "cpu",
     "--max-model-len",
     "512",
     "--num-kv-blocks",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from folovllm.llm import LLM
     from folovllm.sampling_params import SamplingParams
 
-HELP = "/reset starts anew, Ctrl-C stops an answer, Ctrl-D leaves."
+HELP = "/reset starts anew, /help shows this, /quit or Ctrl-D leaves, Ctrl-C stops an answer."
 
 
 class Chat:
@@ -41,8 +41,10 @@ class Chat:
             import readline  # noqa: F401  arrow keys and history in input()
 
             self.notes.print(HELP, style="dim")
-        while (line := self._read()) is not None:
-            if line == "/reset":
+        while (line := self._read()) not in (None, "/quit"):
+            if line == "/help":
+                self.notes.print(HELP, style="dim")
+            elif line == "/reset":
                 self.reset()
                 self.notes.print("A new conversation.", style="dim")
             elif line:

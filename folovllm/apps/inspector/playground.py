@@ -64,6 +64,7 @@ CONTROLS = {  # by field of `EngineConfig`
     "draft_tokens": Control(
         0, "tokens that a proposer drafts for each step (none: 0), and the model verifies", (0, 1, 2, 4, 8)
     ),
+    "draft_head": Control(False, "a head of the embedded model drafts these tokens, instead of a small model"),
     "experts": Control(False, "the embedded mixture of experts instead of the dense model"),
     "offload": Control(False, "keep evicted blocks in host memory, and bring them back"),
     "states": Control(False, "the embedded hybrid model, with a snapshot every 16 tokens, instead of the dense model"),
@@ -99,7 +100,7 @@ def config_fields(settings: Settings, model: str | None = None) -> dict[str, Any
     if milestone == "m1":
         return chosen
     chosen |= {"max_num_seqs": settings["max_num_seqs"], "enable_chunked_prefill": chunks}
-    chosen |= {"count_experts": settings["experts"] and model is None} | _speculation(settings["draft_tokens"], model)
+    chosen |= {"count_experts": settings["experts"] and model is None} | _speculation(settings, model)
     if milestone == "m2":
         return chosen | {"num_kv_blocks": max(1, memory // length)}
     if settings["offload"] and settings["enable_prefix_caching"] and not settings["states"]:
@@ -107,12 +108,16 @@ def config_fields(settings: Settings, model: str | None = None) -> dict[str, Any
     return chosen | {name: settings[name] for name in ("num_kv_blocks", "block_size", "enable_prefix_caching")}
 
 
-def _speculation(num_draft_tokens: int, model: str | None) -> dict[str, Any]:
-    """Draft tokens at every step: by the embedded draft model, or by n-grams for a model that it was not made for."""
-    if not num_draft_tokens:
+def _speculation(settings: Settings, model: str | None) -> dict[str, Any]:
+    """Draft tokens at every step: by the embedded draft model or head, or by n-grams for a model that these were not made for."""
+    if not settings["draft_tokens"]:
         return {}
-    method = {"method": "ngram"} if model else {"method": "draft_model", "model": "stories-draft"}
-    return {"speculative_config": method | {"num_speculative_tokens": num_draft_tokens, "adaptive": False}}
+    method = {"method": "draft_model", "model": "stories-draft"}
+    if model or (settings["draft_head"] and settings["experts"]):
+        method = {"method": "ngram"}
+    elif settings["draft_head"]:
+        method = {"method": "mtp"} if settings["states"] else {"method": "eagle3", "model": "stories-eagle3"}
+    return {"speculative_config": method | {"num_speculative_tokens": settings["draft_tokens"], "adaptive": False}}
 
 
 class Playground:

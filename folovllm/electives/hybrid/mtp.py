@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from folovllm.layers.layer_set import LayerSet
+from folovllm.layers.linear import FLOATS
+from folovllm.models.files import reading
 from folovllm.models.gemma3 import Gemma3RMSNorm
-from folovllm.models.loader import checkpoint_files, checkpoint_places, load_model, opened, require_stored
+from folovllm.models.loader import checkpoint_files, checkpoint_places, load_model, opened
 from folovllm.models.model_config import FULL
 from folovllm.models.random_weights import init_random_weights
 from folovllm.models.registry import PLAIN_LAYERS, default_dtype, get_model_class
@@ -49,6 +51,7 @@ class MtpHead(nn.Module):
         self.packed_modules_mapping = model.packed_modules_mapping
         size, eps = hf_config.hidden_size, hf_config.rms_norm_eps
         self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = (layers.make(Gemma3RMSNorm, size, eps) for _ in range(2))
+        model.before_fc = nn.ModuleList([self.pre_fc_norm_embedding, self.pre_fc_norm_hidden])  # for `weights_loaded`
         self.fc = nn.Linear(2 * size, size, bias=False)
         self.layers, self.norm = model.model.layers, model.model.norm
 
@@ -69,8 +72,8 @@ class MtpHead(nn.Module):
         if setup.config.random_weights:
             return
         with torch.device("meta"):
-            places = checkpoint_places(MtpHead(config, PLAIN_LAYERS, 1))  # type: ignore[arg-type]
-            stored = {name: list(tensor.shape) for name, tensor in stored_tensors(path, torch.empty(0))}
+            head = MtpHead(config, PLAIN_LAYERS, 1)
+        places, stored = checkpoint_places(head), stored_shapes(head, path)  # type: ignore[arg-type]
         if not stored:
             raise ValueError(
                 f'method "mtp" needs a checkpoint that holds a head, and no tensor in {path} begins with "mtp."'
@@ -88,28 +91,22 @@ class MtpHead(nn.Module):
             head = cls(setup.hf_config, layers, setup.max_model_len).requires_grad_(False).eval()
         if setup.config.random_weights:
             init_random_weights(head._model[0], setup.config.seed, checkpoint_places(head))  # type: ignore[arg-type]
-            head._norms_loaded()
         else:
-            load_model(head, stored_tensors(path), use_tqdm=False)  # type: ignore[arg-type]
+            load_model(head, path, use_tqdm=False)  # type: ignore[arg-type]
         head._target = [target]
         return head
 
-    def local_name(self, name: str) -> str:
-        """What a tensor of the head is called here."""
-        return name
+    def local_tensors(self, name: str, tensor: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+        """What a tensor of the checkpoint holds for the head, by our names; experts may be in stacks."""
+        return self._model[0].local_tensors(name.removeprefix(PREFIX), tensor) if name.startswith(PREFIX) else []
 
     def checkpoint_name(self, name: str) -> str:
         """What the checkpoint calls a tensor of ours."""
         return PREFIX + name
 
     def weights_loaded(self) -> None:
-        """Have the layer prepare what depends on the weights, and add 1 to those of norms."""
+        """Have linear layers prepare what depends on the weights, and add 1 to those of norms."""
         self._model[0].weights_loaded()
-        self._norms_loaded()
-
-    def _norms_loaded(self) -> None:
-        for norm in (self.pre_fc_norm_embedding, self.pre_fc_norm_hidden):
-            norm.weight_loaded()
 
     def combine(self, states: torch.Tensor) -> torch.Tensor:
         """The model's last hidden states as they are, [T, H]."""
@@ -138,29 +135,19 @@ class MtpHead(nn.Module):
         return logits
 
 
-def stored_tensors(path: Path, instead: torch.Tensor | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the head's tensors in a checkpoint, by our names; or empty ones like `instead`, of which headers alone are read.
+def stored_shapes(head: MtpHead, path: Path) -> dict[str, list[int]]:
+    """Return the shapes of the head's tensors in a checkpoint, by our names. Only headers are read.
 
-    Experts may be stored as stacks [E, 2I, H] and [E, H, I]; they come one by one. Raises ValueError for weights in codes.
+    Raises ValueError for weights in codes, and for a stack of experts of another shape.
     """
+    found: dict[str, list[int]] = {}
     for file in checkpoint_files(path):
         with opened(file) as handle:
             for name in handle.keys():  # noqa: SIM118  # a handle is no dict
-                if not name.startswith(PREFIX):
-                    continue
                 stored = handle.get_slice(name)
-                require_stored(name, stored.get_dtype(), {})
-                tensor = handle.get_tensor(name) if instead is None else instead.new_empty(stored.get_shape())
-                yield from one_by_one(name.removeprefix(PREFIX), tensor)
-
-
-def one_by_one(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a tensor, or the weights of each expert in a stack of them."""
-    before, _, kind = name.rpartition("experts.")
-    parts = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}.get(kind, ())
-    if not before or not parts or tensor.dim() != 3:
-        yield name, tensor
-        return
-    for e, weight in enumerate(tensor):
-        for part, own in zip(parts, weight.chunk(len(parts)), strict=True):
-            yield f"{before}experts.{e}.{part}.weight", own
+                with reading(file, name):
+                    own = dict(head.local_tensors(name, torch.empty(stored.get_shape(), device="meta")))
+                    if own and (dtype := stored.get_dtype()) not in FLOATS:
+                        raise ValueError(f"it is stored as {dtype}, and only heads in floating point are known here")
+                found |= {part: list(tensor.shape) for part, tensor in own.items()}
+    return found

@@ -153,7 +153,7 @@ def _on_workers(engine: LLMEngine, function: Any, asked: Blocks, ids: list[int],
     engine.executor.collective_rpc(function, memory, asked.layout.ranks, ids, skip, count)
 
 
-# --- on each rank, of whose cache a block is [2L, bytes] -----------------------------------------------------------
+# --- on each rank, of whose cache a block is [2L, words of 4 bytes] ----------------------------------------------------
 
 
 def cache_facts(worker: Worker) -> tuple[str, str, tuple[int, ...]]:
@@ -203,20 +203,23 @@ def runner_of(worker: Worker) -> ModelRunner:
 
 
 def _both(worker: Worker, memory: tuple[Any, ...], ranks: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cache of this rank [2L, N, bytes], and its part of shared memory with `count` blocks [count, 2L, bytes]."""
-    cache = runner_of(worker).kv_cache.view(torch.uint8).flatten(3).flatten(0, 1)
+    """The cache of this rank [2L, N, words], and its part of shared memory with `count` blocks [count, 2L, words]."""
+    cache = runner_of(worker).kv_cache.view(torch.int32).flatten(3).flatten(0, 1)
     pieces, _, width = cache.shape
-    shared = _mapped(worker, SegmentRef(*memory))[START:]
+    shared = _mapped(worker, SegmentRef(*memory))[START:].view(torch.int32)
     if ranks * count * pieces * width > len(shared):
-        raise ValueError(f"{count} blocks do not fit into shared memory of {len(shared)} bytes")
+        raise ValueError(f"{count} blocks do not fit into shared memory of {4 * len(shared)} bytes")
     parts = shared[: ranks * count * pieces * width].view(ranks, count, pieces, width)
     return cache, parts[torch.distributed.get_rank() if ranks > 1 else 0]
 
 
 def _parts(cache: torch.Tensor, ids: list[int]) -> list[tuple[int, torch.Tensor]]:
-    """The blocks in parts of COPIED bytes at most: where each part begins, and its ids on the device."""
-    n = max(1, COPIED // (cache.shape[0] * cache.shape[2]))
-    return [(at, torch.tensor(ids[at : at + n], device=cache.device)) for at in range(0, len(ids), n)]
+    """The blocks in parts of COPIED bytes at most: where each part begins, and its ids on the device, for which the host does not wait."""
+    n = max(1, COPIED // (4 * cache.shape[0] * cache.shape[2]))
+    there = torch.tensor(ids)
+    if cache.is_cuda:
+        there = there.pin_memory().to(cache.device, non_blocking=True)
+    return [(at, there[at : at + n]) for at in range(0, len(ids), n)]
 
 
 def _mapped(worker: Worker, ref: SegmentRef) -> torch.Tensor:

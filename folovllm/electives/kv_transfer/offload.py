@@ -6,8 +6,10 @@ import logging
 import os
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +36,7 @@ RATES = {"host": 20e9, "disk": 1e9}  # bytes a second, until some were measured
 HOPE = 0.05  # what is not used is not measured: each time its rate comes so much closer to the first one again
 MOST_WRITES = 64  # under way at once
 FEWEST_TOKENS = 256  # of a step that tells how fast prompts are computed
+KNOWN_KEYS = 1 << 16
 FLUSH_SECONDS = 20.0  # at the end
 
 
@@ -71,7 +74,9 @@ class OffloadConnector(KVConnector):
         self._disk_size, self._disk_used = num_bytes("kv_offload_dir_size", config.kv_offload_dir_size), 0
         for key, size in () if self._folder is None else stored_keys(self._folder, self._num_ranks):
             self._remember(key, size)
-        self._model, self._dtype = model_digest(setup), str(setup.attention.kv_dtype or setup.dtype)
+        dtype = str(setup.attention.kv_dtype or setup.dtype)
+        make_key = partial(block_key, model=model_digest(setup), dtype=dtype, block_size=setup.block_size)
+        self._make_key = lru_cache(KNOWN_KEYS)(make_key)  # a long prompt is asked about more than once
         self._nonce, self._epoch = os.urandom(8), 0  # of weights that no file describes
         self._meta = Meta()
         self._promised: list[tuple[bytes, bytes]] = []  # keys and tokens of the blocks that were asked about last
@@ -91,13 +96,14 @@ class OffloadConnector(KVConnector):
         if last <= first:
             return 0
         places: list[str | None] = [None] * first
-        self._promised = self._names(seq, first, last)
-        for key, token_ids in self._promised:
+        self._promised = []
+        for key, token_ids in self._names(seq, first, last):
             if (place := self._place(key, token_ids)) is None:
                 break
             if place == "coming":  # for another request, and one transfer serves both
                 return None
             places.append(place)
+            self._promised.append((key, token_ids))
         rate = self.compute_rate or 1.0  # not known: whatever there is, is worth it
         blocks = blocks_to_load(places, first, self._block_bytes, size, self.rates, rate)
         if not blocks:
@@ -187,13 +193,10 @@ class OffloadConnector(KVConnector):
 
     def close(self) -> None:
         """Write what has no file yet, as far as time allows, so that the next start finds it."""
-        deadline = time.monotonic() + FLUSH_SECONDS
-        if self._folder is not None and not self._version():
-            for block in self._kv.blocks:
-                if block.hash is not None and time.monotonic() < deadline:
-                    self._write_before_end(block)
-            self._settle(deadline)
-        self._executor.collective_rpc(on_store, "close")
+        with suppress(RuntimeError):  # a rank that died has nothing to write
+            if self._folder is not None and not self._version():
+                self._flush(time.monotonic() + FLUSH_SECONDS)
+            self._executor.collective_rpc(on_store, "close")
 
     def _hope(self) -> None:
         for place, first in self._first_rates.items():
@@ -209,13 +212,13 @@ class OffloadConnector(KVConnector):
         return self._nonce + self._epoch.to_bytes(8, "little") + generation.to_bytes(8, "little")
 
     def _key(self, block_hash: int) -> bytes:
-        return block_key(block_hash, self._model, self._version(), self._dtype, self._kv.block_size)
+        return self._make_key(block_hash, version=self._version())
 
-    def _names(self, seq: Sequence, first: int, last: int) -> list[tuple[bytes, bytes]]:
-        """Keys and tokens of blocks `first` to `last` of a sequence."""
+    def _names(self, seq: Sequence, first: int, last: int) -> Iterator[tuple[bytes, bytes]]:
+        """Keys and tokens of blocks `first` to `last` of a sequence. Most prompts are nowhere: their first key is the only one made."""
         names = self._kv.prefix_cache.names(seq)
         pairs = zip(names.hashes[first:last], names.tokens[first:last], strict=True)
-        return [(self._key(hash_), token_ids) for hash_, token_ids in pairs]
+        return ((self._key(hash_), token_ids) for hash_, token_ids in pairs)
 
     def _place(self, key: bytes, token_ids: bytes) -> str | None:
         if key in self._on_way:
@@ -326,11 +329,15 @@ class OffloadConnector(KVConnector):
         self._unwritten.clear()
         self._disk.clear()
 
-    def _write_before_end(self, block: Block) -> None:
-        """Offload a block of the device; now and then wait for the disk, for all slots may be held."""
-        self.block_evicted(block)
-        if len(self._meta.saves) >= MOST_WRITES:
-            self._settle(time.monotonic() + FLUSH_SECONDS)
+    def _flush(self, deadline: float) -> None:
+        """Offload what only the device has; now and then wait for the disk, for all slots may be held."""
+        for block in self._kv.blocks:
+            if block.hash is None or self._key(block.hash) in self._disk or time.monotonic() > deadline:
+                continue
+            self.block_evicted(block)
+            if len(self._meta.saves) >= MOST_WRITES:
+                self._settle(deadline)
+        self._settle(deadline)
 
     def _settle(self, deadline: float) -> None:
         """Have all written that is planned."""

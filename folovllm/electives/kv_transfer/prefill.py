@@ -130,15 +130,9 @@ class PrefillServer:
             if len(self._peers) > MOST_PEERS:
                 raise WireError(f"this server has {MOST_PEERS} peers already")
             await self._answer(peer)
-        except (
-            OSError,
-            EOFError,
-            asyncio.CancelledError,
-        ) as error:  # it has left, or says nothing (TimeoutError); or we close
+        except (OSError, EOFError, asyncio.CancelledError) as error:  # it has left or says nothing, or we close
             logger.debug("a peer's connection ended: %r", error)
-        except (
-            Exception
-        ) as error:  # a stranger, another model, a prompt that is too long, an engine that drains or ended
+        except Exception as error:  # a stranger, another model, too long a prompt, an engine that drains or ended
             logger.warning("a peer is refused: %s", error)
             with contextlib.suppress(OSError):
                 async with asyncio.timeout(1.0):

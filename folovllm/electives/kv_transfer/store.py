@@ -281,11 +281,13 @@ class GpuCopies:
 
     def _move(self, chunk: list[Piece], buffer: torch.Tensor, *, to_cache: bool) -> None:
         """Between the blocks of a chunk and the front of a buffer, on the current stream."""
-        from folovllm.electives.kv_transfer.kernels.pieces import launch  # here, for Triton may be missing on a CPU
+        from folovllm.electives.kv_transfer.kernels.pieces import (
+            move_pieces,
+        )  # here, for Triton may be missing on a CPU
 
         ids = torch.tensor([piece.block_id for piece in chunk], dtype=torch.int32).pin_memory()
         lines = buffer[: len(chunk)].view(torch.int32).view(len(chunk), len(self._cache), -1)
-        launch(self._cache, lines, ids.to(buffer.device, non_blocking=True), to_cache=to_cache)
+        move_pieces(self._cache, lines, ids.to(buffer.device, non_blocking=True), to_cache=to_cache)
 
 
 def unpin(host: torch.Tensor) -> None:

@@ -24,6 +24,7 @@ MAGIC = b"FOLOKV1\n"  # the version is in it
 HEAD = struct.Struct("<8sI32s")  # magic, length and HMAC of what follows
 SHORT = 1 << 16  # the longest message without tokens, in bytes
 NONCE = 16  # bytes
+STALLED = 10.0  # seconds
 LONGEST_PIECE = 256 << 20  # bytes of K/V
 SLICE = 16 << 20  # bytes that one thread hashes at a time
 
@@ -172,9 +173,10 @@ class Connection:
         self._nonces = own + theirs if self._sides[0] == b"client" else theirs + own
 
     async def send(self, message: Message) -> None:
-        """Send a message, and wait until the socket takes more."""
+        """Send a message. Raises TimeoutError, an OSError, if the peer takes nothing for too long."""
         self.writer.write(pack(message, self._secret, self._context(0)))
-        await self.writer.drain()
+        async with asyncio.timeout(STALLED):
+            await self.writer.drain()
 
     async def receive(self, kind: type[M], *others: type[M], limit: int = SHORT) -> M:
         """The next message, which must be of one of these kinds.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -14,7 +14,7 @@ from folovllm.electives.moe.layers import Experts, MoE
 from folovllm.electives.moe.quantized import QuantizedExperts, expert_linear_methods
 from folovllm.layers.layer_set import LayerSet
 from folovllm.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
-from folovllm.models.model_config import UnsupportedModel, num_experts_of
+from folovllm.models.model_config import UnsupportedModel, expert_size_of, num_experts_of
 from folovllm.models.qwen2 import Qwen2Attention
 from folovllm.models.qwen3 import Qwen3Attention
 from folovllm.step.forward_batch import ForwardBatch
@@ -69,6 +69,10 @@ class MoeForCausalLM(LlamaForCausalLM):
         }
         super().__init__(config, layers.having(own), max_model_len)
         self.load = load
+        self.has_stacks = False  # whether the checkpoint has a layer's experts in one tensor
+        whole = 1 if getattr(config, "expert_parallel", False) else self.moe().sum.size
+        count, inner, hidden = num_experts_of(config), expert_size_of(config) * whole, config.hidden_size
+        self.stacks = {"gate_up_proj": [count, 2 * inner, hidden], "down_proj": [count, hidden, inner]}
         held = self.moe().held
         stacks = {  # of experts in codes
             "gate_ups": [f"{e}.{part}" for e in held for part in self.packed_modules_mapping["gate_up_proj"]],
@@ -87,7 +91,35 @@ class MoeForCausalLM(LlamaForCausalLM):
         if named is None or EXPERTS not in named:
             return named
         number = named.partition(EXPERTS)[2].split(".")[0]
+        self.has_stacks = number in self.stacks
         return None if number.isdecimal() and int(number) not in self.moe().held else named
+
+    def local_tensors(self, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+        """Take a stack of all experts apart (Qwen3.5). Raises ValueError if it has another shape."""
+        for named, whole in super().local_tensors(name, tensor):
+            before, _, leaf = named.rpartition(EXPERTS)
+            if not before or leaf not in self.stacks:
+                yield named, whole
+                continue
+            if list(whole.shape) != self.stacks[leaf]:
+                raise ValueError(f"{name!r} has shape {list(whole.shape)}, the model expects {self.stacks[leaf]}")
+            parts = self.packed_modules_mapping.get(leaf, [leaf])
+            for e in self.moe().held:
+                for part, weight in zip(parts, whole[e].chunk(len(parts)), strict=True):
+                    yield f"{before}{EXPERTS}{e}.{part}.weight", weight
+
+    def checkpoint_name(self, name: str) -> str:
+        before, experts, own = name.partition(EXPERTS)
+        if experts and self.has_stacks:
+            name = f"{before}{EXPERTS}{'down_proj' if 'down_proj' in own else 'gate_up_proj'}"
+        return super().checkpoint_name(name)
+
+    def stored_weight(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        before, experts, own = name.partition(EXPERTS)
+        if not experts or not self.has_stacks:
+            return super().stored_weight(name, weight)
+        stacks = cast(Experts, self.get_submodule(f"{before}{EXPERTS}".rstrip(".")))
+        return stacks.down if "down_proj" in own else stacks.gate_up
 
     def moe(self) -> MoE:
         """Return the mixture of experts of the first layer; all are alike."""

@@ -89,15 +89,15 @@ def require_fitting(worker: Worker, setup: EngineSetup, weights: Mapping[str, to
         model = build_model(setup.hf_config, setup.dtype, "meta")
     places = checkpoint_places(model)
     methods = {name.rpartition(".")[0]: place.linear_method for name, place in places.items()}
-    own = {given: name for given in weights if (name := model.local_name(given)) is not None}
-    for given, name in own.items():
+    own = [(given, *named) for given, tensor in weights.items() for named in model.local_tensors(given, tensor)]
+    for given, name, tensor in own:
         is_tied = name == "lm_head.weight" and model.lm_head.weight is model.model.embed_tokens.weight
         if name in places:
-            require_usable(given, weights[given], places[name].linear_method)
-            require_place(name, weights[given], places)
+            require_usable(given if tensor is weights[given] else name, tensor, places[name].linear_method)
+            require_place(name, tensor, places)
         elif not (is_tied or is_ignored(name, methods) or weight_loader_of(name)):
-            require_usable(given, weights[given], PLAIN)
-            if not is_empty_bias(name, weights[given], methods.get(name.rpartition(".")[0], PLAIN)):
+            require_usable(given, tensor, PLAIN)
+            if not is_empty_bias(name, tensor, methods.get(name.rpartition(".")[0], PLAIN)):
                 pop_destination(given, torch.Size(), {})
     if places:
         raise ValueError(f"the given set of weights lacks {some_of(map(model.checkpoint_name, places))}")
@@ -197,7 +197,7 @@ def entries(weights: Any) -> Iterable[Any]:
 def on_host(named: tuple[str, torch.Tensor]) -> tuple[str, torch.Tensor]:
     """Return the name and its tensor, contiguous and on the CPU (a copy unless it is that already). Raises ValueError if it holds no weights."""
     name, tensor = named
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype not in QUANTIZED_DTYPES:
+    if tensor.dtype not in QUANTIZED_DTYPES:
         require_usable(name, tensor, PLAIN)
     return name, tensor.detach().contiguous().cpu()
 

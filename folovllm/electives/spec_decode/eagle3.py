@@ -147,7 +147,7 @@ class Eagle3Head(nn.Module):
             head = cls(config, layers, setup.max_model_len, stored).requires_grad_(False).eval()
         if is_random:
             init_random_weights(head, setup.config.seed, checkpoint_places(head))  # type: ignore[arg-type]
-            d2t = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
+            d2t: torch.Tensor | None = torch.zeros(config.draft_vocab_size, dtype=torch.int64)
         else:
             load_model(head, path, use_tqdm=False)  # type: ignore[arg-type]
             d2t = read_d2t(path, config, setup.vocab_size, stored)
@@ -161,9 +161,10 @@ class Eagle3Head(nn.Module):
         self._embed: Callable[[torch.Tensor], torch.Tensor] = self.embed_tokens or target.model.embed_tokens
         self._logits: Callable[[torch.Tensor], torch.Tensor] = self.lm_head or target.lm_head
 
-    def local_name(self, name: str) -> str | None:
-        """What a tensor of the folder is called here; None if nobody here reads it."""
-        return local_name(name)
+    def local_tensors(self, name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+        """A tensor of the folder by our name; none if nobody here reads it."""
+        named = local_name(name)
+        return [] if named is None else [(named, tensor)]
 
     def checkpoint_name(self, name: str) -> str:
         """What the folder calls a tensor of ours."""

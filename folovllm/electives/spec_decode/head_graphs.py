@@ -98,8 +98,14 @@ class HeadGraphRunner(GraphRunner):
 
     def _chain(self, batch: ForwardBatch, samples: torch.Tensor, k: int, is_special: bool) -> None:
         """Draft behind the newest tokens of a batch, which are sampled by `samples` [len(Sample), S]. Device work only."""
-        sample = self._sample_special if is_special else self._sample_plainly
-        found = self._inner.chain(batch, k, lambda logits, i: sample(logits, later(samples, i)))
+        sample, own = self._sample_special if is_special else self._sample_plainly, samples.clone()
+
+        def next_tokens(logits: torch.Tensor, i: int) -> torch.Tensor:
+            if i:
+                own[Field.SEQ_LEN] += 1  # each draft is a position later
+            return sample(logits, own)
+
+        found = self._inner.chain(batch, k, next_tokens)
         self._drafted.sampled[: k + 1, : found.shape[1]] = found
         self._drafted.host.copy_(self._drafted.sampled, non_blocking=True)
 
@@ -136,13 +142,6 @@ class HeadGraphRunner(GraphRunner):
             numbers = torch.from_numpy(padding_of(bucket, self._setup.max_num_seqs)).to(self._setup.device)
             for is_special in (False, True):
                 self._chain_of_decodes(bucket, 1, is_special, numbers)
-
-
-def later(samples: torch.Tensor, i: int) -> torch.Tensor:
-    """Return the samples [len(Sample), S] of `i` positions later."""
-    samples = samples.clone()
-    samples[Field.SEQ_LEN] += i
-    return samples
 
 
 def chain_lengths(most: int) -> list[int]:

@@ -117,17 +117,20 @@ class HeadModelRunner(VerifyingModelRunner):
             batch: the newest tokens, which are not computed, as a batch of decodes.
         """
         assert batch.rows is not None
-        rows, on_host = batch.rows.long(), batch.positions.device.type == "cpu"
+        rows, size = batch.rows.long(), self._setup.block_size
         newest = torch.where(batch.seq_lens > 0, batch.positions, -1)
         tables = self._with_spare_blocks(newest, rows, batch.block_tables)
-        positions, slots = chain_places(newest, tables, self._setup.block_size, k)
+        positions, slots = (
+            places.contiguous() for places in chain_places(newest, tables, size, k)
+        )  # kernels need that
+        lens, longest = torch.where(newest < 0, 0, positions + 1).int(), tables.shape[1] * size
         hidden, _ = self.kept.before(rows, newest)
         tokens = [batch.input_ids]
         for i in range(k):
-            lens = torch.where(newest < 0, 0, positions[i] + 1).int()
+            lens_host = [n and min(n - 1 + i, longest) for n in batch.seq_lens_host]  # none where a chain is captured
             step = replace(
-                batch, input_ids=tokens[-1], positions=positions[i].contiguous(), slot_mapping=slots[i].contiguous(), seq_lens=lens,
-                block_tables=tables, seq_lens_host=lens.tolist() if on_host else [],
+                batch, input_ids=tokens[-1], positions=positions[i], slot_mapping=slots[i], seq_lens=lens[i],
+                block_tables=tables, seq_lens_host=lens_host,
             )  # fmt: skip
             self._head_backend.plan(step)
             hidden = self.head.forward(hidden, step)

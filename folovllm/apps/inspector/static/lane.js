@@ -32,7 +32,7 @@ export class Lane {
       this.most = embed ? (innerHeight - 130) / (others + 1) - 22 : 70; // pixels
       return views.append(this.strip.element);
     }
-    const hasStates = recording.engine.state_tokens > 0 || recording.engine.kv_offload;
+    const hasStates = recording.engine.state_tokens > 0 || Boolean(recording.engine.kv_offload);
     this.memory = new MemoryView(pick, embed ? Math.max(120, innerHeight - (race ? 270 : 262) - 84 * hasStates) : 340);
     this.requests = new RequestsView(pick);
     this.experts = new ExpertsView();

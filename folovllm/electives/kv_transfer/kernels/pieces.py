@@ -15,7 +15,7 @@ WORDS = 2048  # of 4 bytes that a program moves
 
 
 @triton.jit
-def move_pieces(cache, buffer, block_ids, piece_stride, num_words, WORDS: tl.constexpr, TO_CACHE: tl.constexpr):
+def move_pieces_kernel(cache, buffer, block_ids, piece_stride, num_words, WORDS: tl.constexpr, TO_CACHE: tl.constexpr):
     """Copy part of piece j of block `block_ids[i]`: the cache is [2L, N, words], the buffer [k, 2L, words]. Grid (k, 2L, parts)."""
     i, j = tl.program_id(0), tl.program_id(1)
     at = tl.program_id(2) * WORDS + tl.arange(0, WORDS)
@@ -28,8 +28,8 @@ def move_pieces(cache, buffer, block_ids, piece_stride, num_words, WORDS: tl.con
         tl.store(in_buffer, tl.load(in_cache, mask=at < num_words), mask=at < num_words)
 
 
-def launch(cache: torch.Tensor, buffer: torch.Tensor, block_ids: torch.Tensor, *, to_cache: bool) -> None:
+def move_pieces(cache: torch.Tensor, buffer: torch.Tensor, block_ids: torch.Tensor, *, to_cache: bool) -> None:
     """Move `buffer` [k, 2L, words] int32 to or from the blocks `block_ids` [k] int32 of `cache` [2L, N, words] int32, on the current stream."""
     count, pieces, words = buffer.shape
     grid: Any = (count, pieces, triton.cdiv(words, WORDS))
-    move_pieces[grid](cache, buffer, block_ids, cache.stride(0), words, WORDS=WORDS, TO_CACHE=to_cache)
+    move_pieces_kernel[grid](cache, buffer, block_ids, cache.stride(0), words, WORDS=WORDS, TO_CACHE=to_cache)
