@@ -1,4 +1,5 @@
-"""A snapshot that was never used (0) is kept. Input: last used 0 and 4."""
+"""Takes 0 for never, and keeps what was used last at 0. Input: used last at 0 and at 4."""
+
 
 def snapshot_to_evict(snapshots):
     found = list(snapshots)
