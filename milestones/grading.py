@@ -32,6 +32,8 @@ RUNS_BY_ITSELF = ("conftest.py", "sitecustomize.py", "usercustomize.py")  # Pyth
 NOT_HANDED_IN = (".base", ".backup", "__pycache__", ".ipynb_checkpoints")
 CANARY = '''"""Fails, unless somebody has made wrong results look right."""
 
+import sys
+
 
 def holds(check):
     try:
@@ -46,15 +48,11 @@ def compare(left, right):
 
 def test_canary_{name}():
     checks = [lambda: compare(1, 2), lambda: compare([1], [2])]
-    try:
-        import numpy
-        import torch
-    except ImportError:
-        pass
-    else:
+    if torch := sys.modules.get("torch"):
         one, two = torch.ones(2), torch.ones(2) * 2
         checks += [lambda: torch.equal(one, two), lambda: torch.allclose(one, two)]
         checks += [lambda: bool((one == two).all()), lambda: torch.testing.assert_close(one, two)]
+    if numpy := sys.modules.get("numpy"):
         checks += [lambda: numpy.testing.assert_array_equal([1], [2])]
     assert any(map(holds, checks)), "as it must"
 '''

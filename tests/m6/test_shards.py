@@ -229,6 +229,11 @@ class TestVocabParallelArgmax:
             "a rank whose score is -inf has nothing to offer"
         )
 
+    def test_where_all_scores_are_minus_infinity(self) -> None:
+        """They are equal scores like others."""
+        best, winners = best_of_ranks(torch.full((3, 1), -torch.inf), torch.tensor([[7], [4], [6]], dtype=torch.int32))
+        assert (best.item(), winners.item()) == (-torch.inf, 4), "-inf everywhere: equal scores, so the lowest id"
+
     def test_no_step_waits_for_the_values(self) -> None:
         """It is part of a captured step: tensors without values must do."""
         scores, ids = torch.empty(4, 7, device="meta"), torch.empty(4, 7, dtype=torch.int32, device="meta")

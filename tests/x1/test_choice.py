@@ -49,6 +49,14 @@ def test_one_choice_begins_another() -> None:
     assert choice_mask(VOCABULARY, [b"yes", b"yesno"], b"", [END]) == [0, 1, 2, 9, 10], "each token once, in order"
 
 
+def test_any_collection_of_choices() -> None:
+    """They have no order that counts, and need no index."""
+    for choices in ({b"yes", b"no"}, frozenset([b"yes", b"no"]), dict.fromkeys([b"no", b"yes"]), (b"yes", b"no")):
+        said = f"the choices may come as a {type(choices).__name__}"
+        assert choice_mask(VOCABULARY, choices, b"", [END]) == [0, 1, 2, 5, 6, 9], said
+        assert choice_mask(VOCABULARY, choices, b"no", [END]) == [END], said
+
+
 def test_several_ends_and_a_half_character() -> None:
     vocabulary = {b"\xc3": [7], b"\xa9": [8]}
     choices = ["é".encode()]

@@ -53,6 +53,16 @@ class TestStep:
         }
         worked_case("x5.1", got, {"state": [4.0, 1.0], "out": [5.0]}, says)
 
+    @pytest.mark.parametrize("decay", [0.0, -1.0, -5.0, -200.0])
+    def test_any_decay(self, decay: float) -> None:
+        """From none to one that leaves nothing; each head has another share."""
+        state, queries, keys, values, g, beta = some(1)
+        g = torch.full_like(g, decay)
+        expected = by_steps(state, queries, keys, values, g, beta)
+        got = delta_rule_step(state[None], queries, keys, values, g, beta)
+        assert torch.allclose(got[0], expected[0], atol=1e-5), f"the state fades by exp({decay}), whatever that is"
+        assert torch.allclose(got[1][0], expected[1], atol=1e-5), f"the state fades by exp({decay}), whatever that is"
+
     def test_many_heads_and_sequences(self) -> None:
         """Each sequence and each head has a state of its own."""
         states = torch.stack([some(1, seed=s)[0] for s in range(4)])

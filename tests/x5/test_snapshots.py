@@ -102,6 +102,10 @@ class TestEvicting:
         old, short = Snapshot(0, 4096, 1, 11), Snapshot(1, 16, 2, 12)
         assert snapshot_to_evict([short, old]) is old, "the longer one is the least recently used"
 
+    def test_the_first_admission_is_a_time_like_others(self) -> None:
+        oldest, later = Snapshot(0, 512, 0, 11), Snapshot(1, 16, 4, 12)
+        assert snapshot_to_evict([later, oldest]) is oldest, "used last at 0, before the one that was used at 4"
+
     def test_it_takes_anything_that_can_be_walked(self) -> None:
         only = Snapshot(0, 16, 0, 11)
         assert snapshot_to_evict({1: only}.values()) is only, "there is but one"

@@ -28,6 +28,13 @@ def test_one_right_answer_of_four() -> None:
     torch.testing.assert_close(got, torch.tensor([-0.57735] * 3 + [1.73205]), rtol=1e-4, atol=1e-4, msg=says)
 
 
+def test_one_right_answer_of_many() -> None:
+    """Mean 1/101, deviation 10/101: the only right answer is 10 deviations above, and that is not cut."""
+    advantages = group_advantages(torch.tensor([[1.0] + 100 * [0.0]]))[0]
+    assert advantages[0].item() == pytest.approx(10, rel=1e-4), "100/101 by 10/101, however far that is"
+    assert advantages[1].item() == pytest.approx(-0.1, rel=1e-4), "-1/101 by 10/101"
+
+
 def test_what_all_rewards_share_changes_nothing() -> None:
     got = group_advantages(torch.tensor([[10_000.0, 10_001.0]]))[0]
     says = (

@@ -31,6 +31,17 @@ def test_equal_bits_are_exactly_1_and_still_teach() -> None:
     assert policy.grad.tolist() == [1.0, 1.0, 1.0], "the engine's part is data: with its gradient the two would cancel"
 
 
+def test_far_apart_is_not_cut() -> None:
+    policy, engine = torch.tensor([-0.5, -9.0], requires_grad=True), torch.tensor([-7.5, -1.0])
+    ratio = importance_ratio(policy, engine)
+    assert ratio.tolist() == pytest.approx([1096.633, 0.000335463], rel=1e-5), (
+        "exp(7) and exp(-8): the loss clips, not this"
+    )
+    ratio.sum().backward()
+    assert policy.grad is not None, "the trainer's part must keep its gradient"
+    assert policy.grad.tolist() == pytest.approx(ratio.tolist()), "its gradient is the ratio itself, however large"
+
+
 def test_half_precision_is_compared_in_float32() -> None:
     policy, engine = torch.tensor([-1.0], dtype=torch.bfloat16), torch.tensor([-1.001])
     ratio = importance_ratio(policy, engine)
