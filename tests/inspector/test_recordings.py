@@ -67,5 +67,7 @@ def test_the_book_shows_recordings_that_there_are() -> None:
         "each scene, in order"
     )
     assert names and all(len(found) <= 2 for found in names.values()), "at most two a chapter"
-    of_the_book = {name for found in names.values() for name in found} - scenes().keys()  # a chapter may show a scene, too
+    of_the_book = {
+        name for found in names.values() for name in found
+    } - scenes().keys()  # a chapter may show a scene, too
     assert of_the_book == {file.stem for file in BOOK.glob("*.jsonl")}
