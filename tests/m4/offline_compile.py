@@ -48,6 +48,8 @@ from folovllm.electives.quantization.kernels.quantize_rows import quantize_rows
 from folovllm.electives.quantization.weight import QuantizedWeight
 from folovllm.electives.rollouts.kernels.attention import attention_tile, invariant_attention
 from folovllm.electives.rollouts.kernels.linear import invariant_linear
+from folovllm.electives.spec_decode.heads import KeptStates
+from folovllm.electives.spec_decode.kernels.pairs import pair_up
 from folovllm.electives.spec_decode.kernels.verify_attention import SplitKVVerify
 from folovllm.kernels import multiprocessors, pdl, variants
 from folovllm.kernels.activation import gelu_and_mul, silu_and_mul
@@ -346,6 +348,16 @@ def launch_x3(d: int, b: int) -> None:
         kernel, out = SplitKVVerify(256, tokens, *heads.sizes, CUDA, is_fp8=is_fp8), torch.empty_like(heads.query)
         kernel.plan(heads.starts, heads.lens, 128)
         kernel(heads.query, heads.cache, heads.starts, heads.lens, heads.table, tokens, 0.1, out, scales=heads.scales)
+    if (card.capability, d) == (90, 128):
+        launch_pairs()
+
+
+def launch_pairs() -> None:
+    """What a draft head gets of a step."""
+    kept = KeptStates(8, 5, 4096, torch.bfloat16, torch.device("cpu"))
+    batch = SimpleNamespace(positions=new(64, dtype=torch.int64), slot_mapping=new(64, dtype=torch.int64), query_start_loc=int32(9),
+                            seq_lens=int32(8), rows=int32(8), block_tables=int32(8, 64), num_seqs=8)  # fmt: skip
+    pair_up(new(64, 4096), batch, kept, 16)
 
 
 def launch_x4(d: int, b: int) -> None:
@@ -413,6 +425,10 @@ def launch_x5(d: int, b: int) -> None:
         gates = new(64, 32), new(64, 32), new(32, dtype=torch.float32), new(32, dtype=torch.float32)
         out = delta_rule(mixed, gates, new(slots, 32, 128, 128, dtype=torch.float32), heads, *shape)
         gated_norm(out, torch.empty_like(out), new(128), 1e-6)
+    ring, seen = new(slots, 3 + 8, channels + 64), int32(slots, 32, 4)  # of an engine with drafts
+    weight, matrices = new(channels, 1, 4), new(slots, 32, 128, 128, dtype=torch.float32)
+    mixed = short_conv(new(64, channels), ring, weight, *shape, 4)
+    delta_rule(mixed, gates, matrices, heads, *shape, (ring, weight, seen), 5)
     many = new(256, 32, 128)
     gated_norm(many, many, new(128), 1e-6)
 

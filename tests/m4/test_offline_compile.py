@@ -31,13 +31,14 @@ MOST = {
     },
     "x3": {
         "verify_kernel": (255, 0), "merge_verify_kernel": (96, 0), "list_verify_tiles_kernel": (48, 0), "plan_verify_kernel": (40, 0),
+        "pair_up_kernel": (40, 0), "keep_kernel": (40, 0),
     },
     "x4": {
         "grouped_linear_kernel": (255, 0), "grouped_quant_kernel": (255, 0), "choose_kernel": (128, 0), "late_combine_kernel": (40, 0),
         "moe_gemv_kernel": (96, 0), "grouped_hopper_kernel": (255, 0), "order_kernel": (168, 0),
     },
     "x5": {
-        "short_conv_kernel": (80, 0), "delta_decode_kernel": (88, 0), "prepare_kernel": (255, 0), "scan_kernel": (255, 0), "gated_norm_kernel": (40, 0),
+        "short_conv_kernel": (80, 0), "delta_decode_kernel": (88, 0), "delta_draft_kernel": (168, 0), "prepare_kernel": (255, 0), "scan_kernel": (255, 80), "gated_norm_kernel": (40, 0),
     },
     "x6": {"invariant_linear_kernel": (144, 16), "invariant_attention_kernel": (255, 16)},
     "x7": {"move_pieces_kernel": (48, 0)},

@@ -20,10 +20,45 @@ from folovllm.kernels.pdl import launch_options, let_next_start, wait_for_inputs
 BLOCK_DV = 32  # columns of the state that a program updates
 
 
+@triton.jit(do_not_specialize_on_alignment=["start_ptr", "len_ptr", "row_ptr", "a_ptr", "b_ptr"])
+def delta_decode_kernel(
+    mixed_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, state_ptr, out_ptr, start_ptr, len_ptr, row_ptr, stride_a, stride_b,
+    Hk: tl.constexpr, Hv: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr, WIDTH_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    EPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Program (columns of the state, value head, sequence): one token, by `delta_rule_step`. Padding has no token.
+
+    Lengths and rows are complete before the step's first layer, so they are read before the wait; the state, after it.
+    """
+    let_next_start(PDL)
+    head, seq = tl.program_id(1), tl.program_id(2)
+    start = tl.load(start_ptr + seq)
+    if tl.load(start_ptr + seq + 1) > start:
+        column, i = tl.program_id(0) * BLOCK_DV + tl.arange(0, BLOCK_DV), tl.arange(0, WIDTH_DK)
+        state_ptr += (tl.load(row_ptr + seq).to(tl.int64) * Hv + head) * Dk * Dv
+        at = i[:, None] * Dv + column[None, :]
+        mask = (i < Dk)[:, None] & (column < Dv)[None, :]
+        has_state = tl.load(len_ptr + seq) > 1  # else the slot holds another sequence's state
+        wait_for_inputs(PDL)
+        token, inside = start.to(tl.int64) + tl.zeros([1], tl.int64), tl.full([1], 1, tl.int1)
+        k_head, C = head // (Hv // Hk), 2 * Hk * Dk + Hv * Dv
+        query = l2norm_rows(load_vectors(mixed_ptr, token, inside, k_head * Dk, i, Dk, C), EPS) * (Dk**-0.5)
+        key = l2norm_rows(load_vectors(mixed_ptr, token, inside, (Hk + k_head) * Dk, i, Dk, C), EPS)
+        value = load_vectors(mixed_ptr, token, inside, 2 * Hk * Dk + head * Dv, column, Dv, C)
+        g, beta = load_gates(a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, token, inside, head, stride_a, stride_b)
+        state = tl.load(state_ptr + at, mask=mask & has_state, other=0.0) * tl.exp(tl.sum(g, 0))
+        key, query = tl.reshape(key, [WIDTH_DK, 1]), tl.reshape(query, [WIDTH_DK, 1])
+        delta = tl.sum(beta, 0) * (tl.reshape(value, [BLOCK_DV]) - tl.sum(key * state, 0))
+        state += key * delta[None, :]
+        tl.store(state_ptr + at, state, mask=mask)
+        out = tl.sum(query * state, 0).to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + (start.to(tl.int64) * Hv + head) * Dv + column, out, mask=column < Dv)
+
+
 @triton.jit(
     do_not_specialize=["few"], do_not_specialize_on_alignment=["start_ptr", "len_ptr", "row_ptr", "a_ptr", "b_ptr"]
 )
-def delta_decode_kernel(
+def delta_draft_kernel(
     mixed_ptr, a_ptr, b_ptr, A_log_ptr, dt_bias_ptr, ring_ptr, weight_ptr, seen_ptr, state_ptr, out_ptr, start_ptr, len_ptr,
     row_ptr, stride_a, stride_b, few, Hk: tl.constexpr, Hv: tl.constexpr, Dk: tl.constexpr, Dv: tl.constexpr,
     R: tl.constexpr, W: tl.constexpr, K: tl.constexpr, KEPT: tl.constexpr, WIDTH_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -31,10 +66,9 @@ def delta_decode_kernel(
 ):  # fmt: skip
     """Program (columns of the state, value head, sequence of at most `few` tokens): token by token, by `delta_rule_step`.
 
-    If a step may keep inputs (KEPT), those of accepted tokens come first. A sequence with 2 to KEPT new tokens keeps theirs, and
-    its state is that before them. Each program counts the tokens that its part of a state has seen.
-
-    Lengths and rows are complete before the step's first layer, so they are read before the wait; the state, after it.
+    For engines with drafts; without, `delta_decode_kernel` needs half the registers. The kept inputs of accepted tokens come first. A
+    sequence with 2 to KEPT new tokens keeps theirs, and its state is that before them. Each program counts the tokens that its
+    part of a state has seen.
     """
     let_next_start(PDL)
     head, seq = tl.program_id(1), tl.program_id(2)
@@ -51,17 +85,16 @@ def delta_decode_kernel(
         k_head, C = head // (Hv // Hk), 2 * Hk * Dk + Hv * Dv
         wait_for_inputs(PDL)
         state = tl.load(state_ptr + at, mask=mask & (position > 0), other=0.0)
-        if KEPT:
-            ring_ptr += slot * R * W
-            seen_ptr += (slot * Hv + head) * tl.num_programs(0) + tl.program_id(0)
-            num_seen = tl.maximum(tl.load(seen_ptr), position - KEPT)
-            state = apply_accepted(
-                state, ring_ptr, weight_ptr, A_log_ptr, dt_bias_ptr, num_seen, position, head, i, column,
-                Hk, Hv, Dk, Dv, R, W, K, EPS,
-            )  # fmt: skip
-            tl.store(seen_ptr, tl.where(keeps, position, position + query_len))
-            tl.store(state_ptr + at, state, mask=mask & keeps)
-        for n in range(query_len if KEPT else 1):
+        ring_ptr += slot * R * W
+        seen_ptr += (slot * Hv + head) * tl.num_programs(0) + tl.program_id(0)
+        num_seen = tl.maximum(tl.load(seen_ptr), position - KEPT)
+        state = apply_accepted(
+            state, ring_ptr, weight_ptr, A_log_ptr, dt_bias_ptr, num_seen, position, head, i, column,
+            Hk, Hv, Dk, Dv, R, W, K, EPS,
+        )  # fmt: skip
+        tl.store(seen_ptr, tl.where(keeps, position, position + query_len))
+        tl.store(state_ptr + at, state, mask=mask & keeps)
+        for n in range(query_len):
             token, inside = (start + n).to(tl.int64) + tl.zeros([1], tl.int64), tl.full([1], 1, tl.int1)
             query = l2norm_rows(load_vectors(mixed_ptr, token, inside, k_head * Dk, i, Dk, C), EPS) * (Dk**-0.5)
             key = l2norm_rows(load_vectors(mixed_ptr, token, inside, (Hk + k_head) * Dk, i, Dk, C), EPS)
@@ -71,11 +104,10 @@ def delta_decode_kernel(
             state = updated(state, key, tl.reshape(value, [BLOCK_DV]), g, beta)
             out = tl.sum(query * state, 0).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + ((start + n).to(tl.int64) * Hv + head) * Dv + column, out, mask=column < Dv)
-            if KEPT:
-                gates = ring_ptr + ((position + n) % R) * W + C + head
-                is_one = keeps & (tl.program_id(0) == 0)  # of the programs of this head
-                tl.store(gates, tl.load(a_ptr + (start + n) * stride_a + head), mask=is_one)
-                tl.store(gates + Hv, tl.load(b_ptr + (start + n) * stride_b + head), mask=is_one)
+            gates = ring_ptr + ((position + n) % R) * W + C + head
+            is_one = keeps & (tl.program_id(0) == 0)  # of the programs of this head
+            tl.store(gates, tl.load(a_ptr + (start + n) * stride_a + head), mask=is_one)
+            tl.store(gates + Hv, tl.load(b_ptr + (start + n) * stride_b + head), mask=is_one)
         tl.store(state_ptr + at, state, mask=mask & (keeps == 0))
 
 
@@ -129,10 +161,15 @@ def delta_rule(
         "EPS": EPS,
     }
     sizes |= {"K": weight.shape[-1], "KEPT": (ring.shape[1] - weight.shape[-1] + 1) // 2 if kept else 0}
-    if num_one_by_one := len(rows) if kept else num_decodes:
-        delta_decode_kernel[(tiles, hv, num_one_by_one)](
+    if kept:
+        delta_draft_kernel[(tiles, hv, len(rows))](
             mixed, *gates, *common, few, WIDTH_DK=width, BLOCK_DV=BLOCK_DV, **sizes,
             **launch_options(mixed.device, len(mixed)),
+        )  # fmt: skip
+    elif num_decodes:
+        delta_decode_kernel[(tiles, hv, num_decodes)](
+            mixed, *gates, state, out, starts, seq_lens, rows, *strides, Hk=hk, Hv=hv, Dk=dk, Dv=dv, WIDTH_DK=width,
+            BLOCK_DV=BLOCK_DV, EPS=EPS, **launch_options(mixed.device, len(mixed)),
         )  # fmt: skip
     few = few if kept else 0
     if num_prefills and max_query_len > few:
