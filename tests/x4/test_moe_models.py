@@ -96,12 +96,12 @@ class TestRefusals:
         ("change", "says"),
         [
             (lambda t: t.pop("model.layers.1.mlp.experts.5.up_proj.weight"), "lacks model.layers.1.mlp.experts.5.up_proj.weight"),
-            (  # as transformers keeps experts in memory, and some checkpoints have them
-                lambda t: t.update({"model.layers.0.mlp.experts.down_proj": torch.zeros(2, 2)}),
-                "hold 'model.layers.0.mlp.experts.down_proj', for which",
+            (  # the stack of all experts beside each of them
+                lambda t: t.update({"model.layers.0.mlp.experts.down_proj": torch.zeros(8, 72, 48)}),
+                "down_proj.weight', for which the model has no place (or had it twice)",
             ),
         ],
-        ids=["an expert is missing", "experts are one tensor"],
+        ids=["an expert is missing", "experts are there twice"],
     )  # fmt: skip
     def test_a_broken_checkpoint(self, change: Any, says: str, tmp_path: Path) -> None:
         broken = shutil.copytree(moe_checkpoint(), tmp_path / "broken")

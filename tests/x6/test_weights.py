@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -289,6 +290,18 @@ def test_every_family_gives_back_its_checkpoint(family: str) -> None:
             assert not [name for name in stored if not torch.equal(found[name], stored[name].float())]
             llm.update_weights(found)
             assert tokens(llm) == before
+
+
+def test_a_given_stack_of_another_shape_changes_nothing() -> None:
+    with engine(stacked_checkpoint()) as llm:
+        before = tokens(llm)
+        weights = {name: weight.clone() + 1 for name, weight in llm.get_weights().items()}
+        name = "model.layers.2.mlp.experts.down_proj"
+        with pytest.raises(
+            ValueError, match=re.escape(f"{name!r} has shape [3, 72, 32], the model expects [4, 72, 32]")
+        ):
+            llm.update_weights(weights | {name: weights[name][:3]})
+        assert tokens(llm) == before
 
 
 def test_a_number_in_the_place_of_a_convolution_is_named() -> None:
