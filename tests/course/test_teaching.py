@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from milestones.grading import Submission, units
 from milestones.manifest import Course
 from tests.course.test_cli import STUB, course, solve
 
@@ -182,3 +183,17 @@ def test_a_whole_milestone_is_pasted(sample: Course) -> None:
     said = course(sample, "show", "m1", "--yes", "--paste")
     assert "def take" in said and "def give" in said and said.count("pasted") == 2
     assert "2 passed" in course(sample, "test", "m1") and Path(sample.root / "mine/.backup").is_dir()
+
+
+def test_builders_and_mini_are_graded_too(tmp_path: Path) -> None:
+    """Of mini only its own files count, and its notes say where to begin."""
+    course = Course(Path(__file__).resolve().parents[2])
+    wanted = units(course, ["m3", "m3.builder", "mini"])
+    assert [unit.id for unit in wanted][-2:] == ["m3.builder", "mini"] and wanted[-1].points == 14
+    builder = course.builder("m3")
+    for path in (builder.path, "mini/engine.py", "mini/conftest.py", "mini/.progress.json", "m3.ipynb", ".base/x.py"):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text('{"passed": 3}')
+    submission = Submission.read(course, tmp_path)
+    assert {*submission.files} == {builder.path, Path("mini/engine.py")} and submission.stage == 3
+    assert {*submission.refused} == {"mini/conftest.py"}
