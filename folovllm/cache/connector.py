@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from folovllm.request import Sequence
 from folovllm.step.schedule import SchedulerOutput
@@ -71,6 +71,3 @@ class KVConnector:
 
     def close(self) -> None:
         """The engine ends: its executor is still there. Give back what was taken."""
-
-
-MakeConnector = Any  # (setup, executor, kv) -> KVConnector

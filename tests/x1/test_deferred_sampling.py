@@ -25,7 +25,7 @@ needs_llguidance = pytest.mark.skipif(find_spec("llguidance") is None, reason="n
 
 def engine(**overrides: Any) -> LLMEngine:
     fields = {"milestone": "m6", "max_model_len": 200, "max_num_seqs": 40, "device": "cuda", "dtype": "float32"}
-    fields |= {"model": str(tiny_checkpoint()), "attention_backend": "triton", "use_tqdm": False}
+    fields |= {"model": str(tiny_checkpoint()), "attention_backend": "triton", "use_tqdm": False, "num_kv_blocks": 600}
     return make_engine(EngineConfig(**(fields | overrides)))
 
 
@@ -84,8 +84,8 @@ class TestOnAGPU:
 
     def test_two_engines_at_once(self) -> None:
         """Each in a thread of its own, on one card."""
-        engines = [engine(num_kv_blocks=600) for _ in range(2)]
-        expected = [essence(output) for output in serve(engine(num_kv_blocks=600), choices())]
+        engines = [engine() for _ in range(2)]
+        expected = [essence(output) for output in serve(engine(), choices())]
         with ThreadPoolExecutor(2) as pool:
             for outputs in pool.map(lambda served: serve(served, choices()), engines):
                 assert [essence(output) for output in outputs] == expected

@@ -28,9 +28,6 @@ class HostIndex:
         self._holds: Counter[int] = Counter()  # by slot
         self._orphans: set[int] = set()  # slots that are held for a block that is forgotten
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def get(self, key: bytes) -> Entry | None:
         """The block, which counts as used now."""
         if (entry := self._entries.get(key)) is not None:
