@@ -29,7 +29,12 @@ def blocks(**overrides: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    "options", [{"milestone": "m3"}, {"milestone": "m6"}, {"speculative_config": {"method": "ngram"}}]
+    "options",
+    [
+        {"milestone": "m3"},
+        pytest.param({"milestone": "m6"}, marks=pytest.mark.m6),
+        pytest.param({"speculative_config": {"method": "ngram"}}, marks=pytest.mark.x3),
+    ],
 )
 def test_tables_of_rows_that_do_not_fit_are_refused_before_they_are_made(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
