@@ -22,7 +22,7 @@ from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from folovllm.apps.inspector.playground import Playground
-from folovllm.apps.inspector.scenes import scenes
+from folovllm.apps.inspector.scenes import Sampling, scenes
 from folovllm.apps.inspector.web import FILES, PAGE, SAFE, file_response, page_response
 from folovllm.electives.server import http
 from folovllm.electives.server.errors import ApiError, as_api_error
@@ -54,6 +54,7 @@ class SceneRequest(msgspec.Struct, forbid_unknown_fields=True):
     """A scene that the engine is to play."""
 
     scene: str
+    sampling: Sampling | None = None
 
 
 class PaceRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -126,7 +127,7 @@ def playground_app(playground: Playground, host: str) -> Starlette:
         asked = await _json(request, SceneRequest)
         if asked.scene not in scenes():
             raise ValueError(f"there is no scene {asked.scene!r}: known are {', '.join(scenes())}")
-        await playground.play(scenes()[asked.scene])
+        await playground.play(scenes()[asked.scene], asked.sampling)
         return http.json_response(playground.described())
 
     async def abort(request: Request) -> Response:

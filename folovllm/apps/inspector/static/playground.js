@@ -1,4 +1,5 @@
 // An engine of the page's own: prompts to be typed in, and sliders for what it is built with.
+import { settings } from "./choice.js";
 import { el, setText, template } from "./dom.js";
 import { fetchWithKey } from "./lines.js";
 import { t } from "./words.js";
@@ -39,7 +40,7 @@ export class Playground {
 
   /** Let the engine play a scene. Returns whether it does. */
   play(scene) {
-    return this.#post("scene", { scene: scene.name });
+    return this.#post("scene", { scene: scene.name, sampling: scene.sampling ? settings : null });
   }
 
   /** Whether `act` did what it should; what it raises is shown. */
