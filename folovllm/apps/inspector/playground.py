@@ -206,7 +206,7 @@ class Playground:
         `sampling`: the reader's choice, for a scene that has one.
         """
         await self.build(DEFAULTS | scene.engines[-1])
-        self._arriving = asyncio.create_task(self._arrive(scene, params_of(scene.sampling and sampling or scene.sampling)))
+        self._arriving = asyncio.create_task(self._arrive(scene, params_of(sampling or scene.sampling)))
 
     async def _arrive(self, scene: Scene, sampling: dict[str, Any]) -> None:
         """Ask what the scene asks: a request that comes n turns later comes n delays later."""
@@ -223,14 +223,20 @@ class Playground:
             self._arriving = None
 
     async def ask(
-        self, prompts: list[str], max_tokens: int = 64, temperature: float = 0.7, seed: int | None = None
+        self,
+        prompts: list[str],
+        max_tokens: int = 64,
+        temperature: float = 0.7,
+        seed: int | None = None,
+        sampling: Sampling | None = None,
     ) -> list[str]:
         """Queue prompts, and return their requests' ids. Raises ValueError for what can never be served: then none is."""
         if not prompts or len(prompts) > MOST_PROMPTS:
             raise ValueError(f"send from 1 to {MOST_PROMPTS} prompts, not {len(prompts)}")
         if not 1 <= max_tokens <= MOST_TOKENS:
             raise ValueError(f"max_tokens must be from 1 to {MOST_TOKENS}, not {max_tokens}")
-        return await self._submit(prompts, SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed))
+        chosen = {"temperature": temperature, "seed": seed} if sampling is None else params_of(sampling)
+        return await self._submit(prompts, SamplingParams(max_tokens=max_tokens, **chosen))
 
     async def _submit(self, prompts: list[str], params: SamplingParams) -> list[str]:
         engine = self._running()

@@ -42,6 +42,7 @@ class AskRequest(msgspec.Struct, forbid_unknown_fields=True):
     max_tokens: int = 64
     temperature: float = 0.7
     seed: int | None = None
+    sampling: Sampling | None = None  # of a page that shows how each token is chosen
 
 
 class AbortRequest(msgspec.Struct, forbid_unknown_fields=True):
@@ -120,7 +121,7 @@ def playground_app(playground: Playground, host: str) -> Starlette:
     async def prompts(request: Request) -> Response:
         asked = await _json(request, AskRequest)
         return http.json_response(
-            {"requests": await playground.ask(asked.prompts, asked.max_tokens, asked.temperature, asked.seed)}
+            {"requests": await playground.ask(**msgspec.structs.asdict(asked))}
         )
 
     async def scene(request: Request) -> Response:

@@ -40,7 +40,7 @@ export class ChoiceView {
     const now = decided(score);
     const name = (id) => recording.decode([id]).replaceAll("\n", "⏎").replaceAll(" ", "␣");
     const before = recording.text(info, 0, position);
-    this.context.replaceChildren(before.length > CONTEXT ? "…" : "", before.slice(-CONTEXT), el("mark", {}, recording.decode([now.winner])));
+    this.context.replaceChildren(before.length > CONTEXT ? before.slice(-CONTEXT).replace(/^\S*/, "…") : before, el("mark", {}, recording.decode([now.winner])));
     this.#drawRows(score.order, now, name);
     const quoted = (id) => `“${name(id)}”`;
     const taken = info.drawn[position - info.prompt.length];

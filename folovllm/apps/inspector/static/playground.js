@@ -40,7 +40,7 @@ export class Playground {
 
   /** Let the engine play a scene. Returns whether it does. */
   play(scene) {
-    return this.#post("scene", { scene: scene.name, sampling: scene.sampling ? settings : null });
+    return this.#post("scene", { scene: scene.name, sampling: scene.sampling && settings });
   }
 
   /** Whether `act` did what it should; what it raises is shown. */
@@ -73,6 +73,7 @@ export class Playground {
     const body = { prompts: prompts.value.split("\n").filter((line) => line.trim()) };
     Object.assign(body, { max_tokens: Number(max_tokens.value), temperature: Number(temperature.value) });
     if (seed.value !== "") body.seed = Number(seed.value);
+    if (document.querySelector(".has-choice")) body.sampling = settings; // the sliders stand in the place of these two
     if (await this.#post("prompts", body)) this.onUse();
   }
 
