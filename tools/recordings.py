@@ -256,6 +256,11 @@ def play(take: Take, file: Path, device: str) -> None:
     engine.close()
 
 
+def is_scored(take: Take) -> bool:
+    """Whether its recording has what the model said of every token."""
+    return any(ask.sampling for ask in take.asks)
+
+
 def record(take: Take, file: Path, device: str) -> None:
     """Record a take; one whose times are measured so many times, and the fastest of them is kept."""
     play(take, file, device)
@@ -277,15 +282,16 @@ def without_times(file: Path) -> list[Any]:
     return [json.loads(line, parse_float=lambda _: 0) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
-def scores_of(events: list[Any]) -> npt.NDArray[np.float16]:
+def scores_in(events: list[Any]) -> npt.NDArray[np.float16]:
     """Take out of the lines of a recording what the model said of every token: in the last bits processors differ."""
-    scored = [event for line in events if line[0:1] == ["Turn"] for event in line[3] if event[0] == "Scored"]
+    turns = [line[3] for line in events[1:] if line[0] == "Turn"]
+    scored = [event for turn in turns for event in turn if event[0] == "Scored"]
     return np.frombuffer(b"".join(base64.b64decode(event.pop()) for event in scored), np.float16)
 
 
 def are_alike(made: list[Any], kept: list[Any]) -> bool:
     """Whether two recordings, without times, say the same."""
-    ours, theirs = scores_of(made), scores_of(kept)
+    ours, theirs = scores_in(made), scores_in(kept)
     return made == kept and np.allclose(ours, theirs, atol=0.05)
 
 
@@ -298,7 +304,8 @@ def main() -> None:
     )
     parser.add_argument("--device", default="cpu", help="for those: where the engine runs")
     wanted = parser.parse_args()
-    takes = TAKES + [take for scene in scenes().values() for take in takes_of(scene)]
+    of_scenes = [take for scene in scenes().values() for take in takes_of(scene)]
+    takes = TAKES + sorted(of_scenes, key=is_scored)  # sequences are numbered through all of them
     with tempfile.TemporaryDirectory() as folder:
         for take in takes:
             if take.is_measured != wanted.measured:
@@ -306,7 +313,7 @@ def main() -> None:
             made = Path(folder, "made.jsonl")
             record(take, made, wanted.device)
             size, name = made.stat().st_size, take.file.relative_to(ROOT)
-            if size > (most := MOST_SCORED if any(ask.sampling for ask in take.asks) else MOST_BYTES):
+            if size > (most := MOST_SCORED if is_scored(take) else MOST_BYTES):
                 sys.exit(f"{name} would have {size} bytes, more than {most}")
             if wanted.check and not are_alike(without_times(made), without_times(take.file)):
                 sys.exit(f"{name}: the engine does something else by now. Look at it, then: make recordings")

@@ -120,9 +120,7 @@ def playground_app(playground: Playground, host: str) -> Starlette:
 
     async def prompts(request: Request) -> Response:
         asked = await _json(request, AskRequest)
-        return http.json_response(
-            {"requests": await playground.ask(**msgspec.structs.asdict(asked))}
-        )
+        return http.json_response({"requests": await playground.ask(**msgspec.structs.asdict(asked))})
 
     async def scene(request: Request) -> Response:
         asked = await _json(request, SceneRequest)
