@@ -152,7 +152,9 @@ class LineWriter:
 
 def scores_of(event: ev.Event) -> Iterator[Scored]:
     """What a step's end says of every token, of the sequences whose rows hold the whole vocabulary."""
-    for i, rows in event.result.logprobs.items() if isinstance(event, ev.StepEnded) else ():
+    if not isinstance(event, ev.StepEnded):
+        return
+    for i, rows in event.result.logprobs.items():
         ids = [id_ for id_, _, _ in rows[-1]] if rows else []
         if len(ids) > 1 + max(ids, default=0):  # the sampled token, and then all
             values = np.empty(len(ids) - 1, np.float16)
