@@ -75,10 +75,12 @@ def main() -> None:
     parser.add_argument("--method", choices=["eagle3", "mtp"], default="eagle3")
     parser.add_argument("--geometry", default="qwen3-8b")
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--gpus", type=int, default=1, help="of one model (tensor parallelism)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        fields = random_model(args.geometry, folder, {"max_model_len": 2048, "max_num_seqs": max(args.at_once)})
+        common = {"max_model_len": 2048, "max_num_seqs": max(args.at_once), "tensor_parallel_size": args.gpus}
+        fields = random_model(args.geometry, folder, common)
         target = json.loads((Path(fields["model"]) / "config.json").read_text())
         speculative: dict[str, Any] = {"method": args.method, "num_speculative_tokens": K, "adaptive": False}
         if args.method == "mtp":
