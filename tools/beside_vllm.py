@@ -182,7 +182,7 @@ def serve(engine: str, model: Path, args: argparse.Namespace) -> None:
 
 def best_of(engine: str, *options: str) -> dict[str, float]:
     """The best seconds of each work, from a process that runs this engine alone; its lines are shown as they come."""
-    best = {}
+    best: dict[str, float] = {}
     command = [sys.executable, *sys.argv, "--engine", engine, *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None
