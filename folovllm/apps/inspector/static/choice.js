@@ -19,6 +19,7 @@ export class ChoiceView {
       onDraw();
     };
     this.sliders.oninput = ({ target: { name, value } }) => set({ [name]: name === "seed" ? Math.min(Number.MAX_SAFE_INTEGER, Math.floor(Math.abs(value))) : Number(value) });
+    this.sliders.onsubmit = (event) => event.preventDefault(); // Enter in the seed
     anew.onclick = () => set({ seed: settings.seed + 1 });
     again.onclick = () => set(this.recorded);
     this.#set(this.recorded);
