@@ -77,7 +77,8 @@ def compiled_in(pool: ThreadPoolExecutor) -> Iterator[list[Future[None]]]:
     def run(kernel: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
         nonlocal warm_up
         if threading.get_ident() != thread:
-            return launch(kernel, *args, warmup=warmup, **kwargs)
+            with _loading:  # its first launch loads, too
+                return launch(kernel, *args, warmup=warmup, **kwargs)
         warm_up = partial(launch, kernel, *args, warmup=True, **kwargs)
         return warm_up()
 

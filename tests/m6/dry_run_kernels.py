@@ -51,7 +51,7 @@ class Launcher:
     def __init__(self, *_):
         self.being_made.add(self)
         Launcher.most = max(self.most, len(self.being_made))
-        time.sleep(0.02)  # another thread's turn
+        time.sleep(0.3)  # another thread's turn
         self.being_made.remove(self)
 
     def __call__(self, *_):
