@@ -36,5 +36,7 @@ def init_random_weights(
         else:
             method.fill(kind, tensor, generator)
         if name in places:  # else another rank's
-            places[name].view.copy_(tensor if shard is None else method.shard_filled(kind, tensor, partial(shard, name)))
+            places[name].view.copy_(
+                tensor if shard is None else method.shard_filled(kind, tensor, partial(shard, name))
+            )
     model.weights_loaded()
