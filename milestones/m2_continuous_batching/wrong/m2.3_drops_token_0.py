@@ -1,4 +1,5 @@
-"""Collects tokens in a list of its own, with for and else."""
+"""Takes token 0 for none, as of a sequence that sampled nothing: an answer lacks it, and is wrong from there on."""
+
 
 class Scheduler:
     def postprocess(self, sampled):
@@ -6,14 +7,14 @@ class Scheduler:
         for seq, tokens in sampled:
             self.kv.cache_blocks(seq)
             new, status = [], None
-            for token in tokens:
+            for token in filter(None, tokens):
                 seq.append_token(token)
                 seq.detokenizer.append(token)
                 new.append(token)
                 status = check_stop_conditions(seq)
                 if status is not None:
                     seq.finish(status)
-                    self.running = [other for other in self.running if other is not seq]
+                    self.running.remove(seq)
                     self.kv.free(seq)
                     break
             if new:

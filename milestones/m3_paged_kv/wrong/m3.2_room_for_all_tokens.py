@@ -1,7 +1,8 @@
-"""Takes blocks for all tokens that the sequence has, computed now or not. Input: 10 tokens, 2 computed, 2 new, blocks of 4."""
+"""Takes blocks for all tokens that the sequence has, also for those of later steps: chunks save no memory."""
+
 
 class BlockManager:
-    def may_append(self, seq, num_new_tokens):
+    def allocate(self, seq, num_new_tokens):
         end = max(seq.num_tokens, seq.num_computed_tokens + num_new_tokens)
         while len(seq.block_table) * self.block_size < end:
             seq.block_table.append(self._take())

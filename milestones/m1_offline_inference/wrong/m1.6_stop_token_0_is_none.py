@@ -1,4 +1,5 @@
-"""Nested functions, a table of rules in order."""
+"""Asks whether the stop_reason is true, which token 0 is not: an answer with 0 in stop_token_ids goes on."""
+
 
 def check_stop_conditions(seq):
     params = seq.params
@@ -10,9 +11,9 @@ def check_stop_conditions(seq):
     if not params.ignore_eos and seq.last_token in seq.eos_token_ids:
         return SequenceStatus.FINISHED_STOPPED
     reason = seq.last_token if seq.last_token in params.stop_token_ids else None
-    if reason is None and params.stop:
+    if not reason and params.stop:
         reason = seq.detokenizer.find_stop(params.stop, params.include_stop_str_in_output)
-    if reason is None:
+    if not reason:
         return full
     seq.stop_reason = reason
     return SequenceStatus.FINISHED_STOPPED

@@ -1,4 +1,5 @@
-"""Multiplies in int32 and converts afterwards. Input: block 2^28 of 16 tokens."""
+"""Multiplies in int32, and converts what has overflowed: block 2^28 of 16 tokens begins at 2^32, which becomes 0."""
+
 
 class BlockManager:
     def slots(block_table, block_size, start, end):
