@@ -19,7 +19,8 @@ def test_a_worked_case() -> None:
 def test_whole_numbers_are_rewards_too() -> None:
     got = group_advantages(torch.tensor([[0, 1, 1, 0]]))
     assert got.dtype == torch.float32, "advantages are float32, whatever the rewards are"
-    torch.testing.assert_close(got, torch.tensor([[-1.0, 1.0, 1.0, -1.0]]), rtol=1e-4, atol=1e-4)
+    says = f"rewards 0, 1, 1, 0: mean and deviation are 1/2, so -1, 1, 1, -1, not {got.tolist()}"
+    torch.testing.assert_close(got, torch.tensor([[-1.0, 1.0, 1.0, -1.0]]), rtol=1e-4, atol=1e-4, msg=says)
 
 
 def test_one_right_answer_of_four() -> None:
