@@ -115,6 +115,16 @@ class TestStep:
             torch.testing.assert_close(out[s : s + 1], expected, msg=f"the output {says}")
             torch.testing.assert_close(after[s], state, msg=f"the state {says}")
 
+    def test_large_numbers(self) -> None:
+        """Nothing is cut: a state and values 4,096 times as large give outputs and a state that are so, too."""
+        state, query, key, value, *gates = some(1)
+        out, after = delta_rule_step(4096 * state[None], query, key, 4096 * value, *gates)
+        for name, got, small in zip(
+            ("outputs", "state"), (out, after[0]), by_steps(state, query, key, value, *gates), strict=True
+        ):
+            says = f"state and values are 4,096 times as large, {name} are not"
+            torch.testing.assert_close(got / 4096, small, rtol=1e-4, atol=1e-4, msg=says)
+
     def test_a_key_finds_its_value(self) -> None:
         """With beta 1 and no decay a key's answer is its value, whatever was there, and a key at right angles keeps its own."""
         state, _, _, value, _, _ = some(1)
@@ -159,6 +169,18 @@ class TestChunk:
         for name, got, expected in zip(("outputs", "state"), delta_rule_chunk(*given), by_steps(*given), strict=True):
             says = f"{name} of n, H, Dk, Dv = {sizes} are not those of single steps"
             torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4, msg=says)
+
+    def test_large_numbers(self) -> None:
+        """Nothing is cut: a state and values 4,096 times as large give outputs and a state that are so, too."""
+        state, query, key, value, *gates = some(7)
+        for name, got, small in zip(
+            ("outputs", "state"),
+            delta_rule_chunk(4096 * state, query, key, 4096 * value, *gates),
+            by_steps(state, query, key, value, *gates),
+            strict=True,
+        ):
+            says = f"state and values are 4,096 times as large, {name} are not"
+            torch.testing.assert_close(got / 4096, small, rtol=1e-4, atol=1e-4, msg=says)
 
     def test_keys_of_any_length(self) -> None:
         state, query, key, value, g, beta = some(9)
