@@ -182,6 +182,14 @@ class TestDraw:
         drawn = Sampler().sample_filtered(logits, rows(2, temperature=0.0)).tolist()
         assert drawn == [1, 0], "the largest; the first of the two 5s"
 
+    @pytest.mark.parametrize("temperatures", [[0.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
+    def test_ids_are_int64(self, temperatures: list[float]) -> None:
+        batch = rows(2, max(temperatures))
+        batch.temperature = torch.tensor(temperatures)
+        drawn = Sampler().sample_filtered(torch.zeros(2, 5), batch)
+        said = f"temperatures {temperatures}: [S] int64, not {list(drawn.shape)} {drawn.dtype}"
+        assert drawn.shape == (2,) and drawn.dtype == torch.int64, said
+
     def test_greedy_makes_no_noise(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def never(*args: object) -> torch.Tensor:
             raise AssertionError("noise was made though all rows are greedy")
