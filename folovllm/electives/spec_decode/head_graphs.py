@@ -120,6 +120,11 @@ class HeadGraphRunner(GraphRunner):
         masks = self._all_allowed[: len(logits)]
         return self._row_sampler.sample(self._step_sampler.full_logits(logits), rows, positions, masks=masks)
 
+    def _forward(self, bucket: Bucket, numbers: torch.Tensor) -> None:
+        """As the parent. The head's K/V is complete at its end."""
+        super()._forward(bucket, numbers)
+        self._inner.join()
+
     def _upload(self, step: PackedStep, bucket: Bucket | None) -> tuple[Parts[torch.Tensor], torch.Tensor]:
         """As the parent. Rows with another sequence forget the hidden states that they keep."""
         parts, padded = super()._upload(step, bucket)

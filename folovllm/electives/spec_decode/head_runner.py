@@ -33,7 +33,8 @@ class HeadModelRunner(VerifyingModelRunner):
     """Stores the head's K/V of every step, and drafts when it is asked.
 
     Behind the model's layers a step stores the head's K/V of the pairs whose tokens it brings (`head_inputs`): those of a
-    rejected draft are written over as the target's own are. The last token's hidden state waits for the token behind it
+    rejected draft are written over as the target's own are. A captured step does so beside the product with the vocabulary:
+    these are small kernels, which would take longer to start than to run. The last token's hidden state waits for the token behind it
     (`KeptStates`). A chain begins with that pair, so it needs nothing from the last step but this state.
     """
 
@@ -45,6 +46,8 @@ class HeadModelRunner(VerifyingModelRunner):
         super().__init__(*arguments)
         self._make_head, self._longest = make_head, longest
         self._taken: dict[int, torch.Tensor] = {}  # hidden states before layers, of the step under way
+        self._beside: torch.cuda.Stream | None = None  # of captured steps; ranks exchange numbers on one stream alone
+        self._read_beside: Any = None  # what must stay in memory until `join`
         self._specs: dict[int, SamplingSpec] = {}  # by row; a runner of packed steps has them on the device
 
     def load_model(self) -> None:
@@ -62,6 +65,8 @@ class HeadModelRunner(VerifyingModelRunner):
         )
         for i in self.head.aux_layers:
             [*model.model.layers, model.model.norm][i].register_forward_pre_hook(partial(self._take, i))
+        if setup.device.type == "cuda" and setup.config.tensor_parallel_size == 1:
+            self._beside = torch.cuda.Stream(setup.device)
         self._ids = None if self.head.target_ids is None else own_ids(self.head.target_ids, model)
 
     def _take(self, i: int, _: nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -95,12 +100,31 @@ class HeadModelRunner(VerifyingModelRunner):
         return super()._build(scheduled_seqs)
 
     def forward_hidden(self, batch: ForwardBatch) -> torch.Tensor:
-        """As the parent; also stores the head's K/V, and keeps the hidden states that the next step may need."""
+        """As the parent; also stores the head's K/V, and keeps the hidden states that the next step may need.
+
+        In a capture it may be under way until `join`.
+        """
         batch.only_last = False
         hidden = super().forward_hidden(batch)
-        states = [self._taken.get(i, hidden) for i in self.head.aux_layers]  # a dry run leaves layers out
+        taken, self._taken = self._taken, {}
+        if self._beside is None or not torch.cuda.is_current_stream_capturing():
+            self._store_pairs(hidden, taken, batch)
+            return hidden
+        self._beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._beside):
+            self._store_pairs(hidden, taken, batch)
+        self._read_beside = hidden, taken, batch
+        return hidden
+
+    def join(self) -> None:
+        """Let what comes next in a capture wait for the head's K/V."""
+        if self._beside is not None and self._read_beside is not None:
+            torch.cuda.current_stream().wait_stream(self._beside)
+            self._read_beside = None
+
+    def _store_pairs(self, hidden: torch.Tensor, taken: dict[int, torch.Tensor], batch: ForwardBatch) -> None:
+        states = [taken.get(i, hidden) for i in self.head.aux_layers]  # a dry run leaves layers out
         own = self.head.combine(torch.cat(states, -1) if states else hidden)
-        self._taken.clear()
         if own.is_cuda:
             from folovllm.electives.spec_decode.kernels.pairs import pair_up
 
@@ -108,7 +132,6 @@ class HeadModelRunner(VerifyingModelRunner):
         else:
             paired, positions, slots = pairs(own, batch, self.kept, self._setup.block_size)
         self.head.store(paired, replace(batch, positions=positions, slot_mapping=slots))
-        return hidden
 
     def chain(self, batch: ForwardBatch, k: int, sample: Sample) -> torch.Tensor:
         """Return the newest tokens, and `k` draft tokens behind each, [k + 1, S] int64. Device work only.
