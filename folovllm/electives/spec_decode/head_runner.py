@@ -139,16 +139,14 @@ class HeadModelRunner(VerifyingModelRunner):
         Args:
             batch: the newest tokens, which are not computed, as a batch of decodes.
         """
-        assert batch.rows is not None
-        rows, size = batch.rows.long(), self._setup.block_size
-        newest = torch.where(batch.seq_lens > 0, batch.positions, -1)
-        tables = self._with_spare_blocks(newest, rows, batch.block_tables)
-        positions, slots = (
-            places.contiguous() for places in chain_places(newest, tables, size, k)
-        )  # kernels need that
-        lens, longest = torch.where(newest < 0, 0, positions + 1).int(), tables.shape[1] * size
-        hidden, _ = self.kept.before(rows, newest)
-        tokens = [batch.input_ids]
+        size, spare = self._setup.block_size, (self._num_blocks, self._spare)
+        if batch.positions.is_cuda:
+            from folovllm.electives.spec_decode.kernels.pairs import start_chain
+
+            tables, positions, slots, lens, hidden = start_chain(batch, k, self.kept, size, *spare)
+        else:
+            tables, positions, slots, lens, hidden = chain_start(batch, k, self.kept, size, *spare)
+        tokens, longest = [batch.input_ids], tables.shape[1] * size
         for i in range(k):
             lens_host = [n and min(n - 1 + i, longest) for n in batch.seq_lens_host]  # none where a chain is captured
             step = replace(
@@ -159,16 +157,6 @@ class HeadModelRunner(VerifyingModelRunner):
             hidden = self.head.forward(hidden, step)
             tokens.append(sample(self._over_all_ids(self.head.compute_logits(hidden)), i))
         return torch.stack(tokens)
-
-    def _with_spare_blocks(self, newest: torch.Tensor, rows: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:
-        """Return block tables [S, max_blocks] whose entries behind those of the computed tokens are the rows' spare blocks.
-
-        A sequence may have no blocks yet for the tokens that are drafted behind it.
-        """
-        size = self._setup.block_size
-        behind = torch.arange(tables.shape[1], device=tables.device) - (newest + size - 1)[:, None] // size
-        spare = self._num_blocks + rows[:, None] * self._spare + behind.clamp(0, self._spare - 1)
-        return torch.where(behind < 0, tables, spare.int())
 
     def _over_all_ids(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the head's logits as the target's [S, V]; what the head does not know is never sampled."""
@@ -240,6 +228,26 @@ def pairs(
     slots = batch.block_tables[sequence, positions // block_size].long() * block_size + positions % block_size
     kept.keep(rows[sequence], batch.positions, ends[sequence], own)
     return hidden, positions, torch.where(is_pair, slots, -1)
+
+
+def chain_start(
+    batch: ForwardBatch, k: int, kept: KeptStates, block_size: int, first_spare: int, num_spare: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what a chain of `k` drafts begins with, for a batch whose newest tokens are not computed.
+
+    These are block tables [S, max_blocks] int32, positions and slots [k, S] int64 and lengths [k, S] int32 of the pairs, and the
+    hidden states [S, H] of the first ones. A sequence may have no blocks yet for the tokens that are drafted behind it: in the
+    tables its row's spare blocks follow, `num_spare` for each row from block `first_spare` on.
+    """
+    assert batch.rows is not None
+    rows, tables = batch.rows.long(), batch.block_tables
+    newest = torch.where(batch.seq_lens > 0, batch.positions, -1)
+    behind = torch.arange(tables.shape[1], device=tables.device) - (newest + block_size - 1)[:, None] // block_size
+    spare = first_spare + rows[:, None] * num_spare + behind.clamp(0, num_spare - 1)
+    tables = torch.where(behind < 0, tables, spare.int())
+    positions, slots = chain_places(newest, tables, block_size, k)
+    lens = torch.where(newest < 0, 0, positions + 1).int()
+    return tables, positions.contiguous(), slots.contiguous(), lens, kept.before(rows, newest)[0]
 
 
 def sequences_of(batch: ForwardBatch) -> torch.Tensor:
