@@ -26,7 +26,12 @@ TOKENS, TASKS = 96, 8  # tokens of an answer where steps are timed; requests in 
 
 def engines(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the fields of the engine, and its `speculative_config`. Two such engines fit on a card."""
-    common = {"max_num_seqs": max(args.at_once), "num_kv_blocks": 8192, "use_tqdm": False}
+    common = {
+        "max_num_seqs": max(args.at_once),
+        "num_kv_blocks": 8192,
+        "use_tqdm": False,
+        "tensor_parallel_size": args.gpus,
+    }
     speculative = {"method": args.method, "num_speculative_tokens": DRAFTS}
     if args.model:
         fields, head = common | {"model": args.model}, "stories-eagle3"
@@ -88,6 +93,7 @@ def main() -> None:
     parser.add_argument("--rule", action="store_true", help="throughput where draft lengths follow acceptance")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--at-once", type=int, nargs="+", default=[1, 8, 64])
+    parser.add_argument("--gpus", type=int, default=1, help="of one model (tensor parallelism)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         (print_rule if args.rule else print_steps)(args, *engines(args, Path(folder)))
