@@ -65,6 +65,7 @@ class HeadModelRunner(VerifyingModelRunner):
         )
         for i in self.head.aux_layers:
             [*model.model.layers, model.model.norm][i].register_forward_pre_hook(partial(self._take, i))
+        self._reads_the_end = max(self.head.aux_layers, default=len(model.model.layers)) >= len(model.model.layers) - 1
         if setup.device.type == "cuda" and setup.config.tensor_parallel_size == 1:
             self._beside = torch.cuda.Stream(setup.device)
         self._ids = None if self.head.target_ids is None else own_ids(self.head.target_ids, model)
@@ -104,7 +105,7 @@ class HeadModelRunner(VerifyingModelRunner):
 
         In a capture it may be under way until `join`.
         """
-        batch.only_last = False
+        batch.only_last = batch.only_last and not self._reads_the_end
         hidden = super().forward_hidden(batch)
         taken, self._taken = self._taken, {}
         if self._beside is None or not torch.cuda.is_current_stream_capturing():
