@@ -191,6 +191,8 @@ def best_of(engine: str, *options: str) -> dict[str, float]:
                 print(f"{engine:9} {line.strip()}", flush=True)
                 told = json.loads(line)
                 best |= {told["work"]: min(told["seconds"])} if "work" in told else {}
+            else:
+                print(line, end="", file=sys.stderr)
     if child.returncode:
         print(f"{engine:9} ended with code {child.returncode}", flush=True)
     return best
