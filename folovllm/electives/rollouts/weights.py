@@ -5,6 +5,7 @@ The names are those of the checkpoint. Packed layers and ranks take their parts 
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -165,7 +166,7 @@ def readable(engine: LLMEngine, weights: Weights | None) -> Iterator[Path | Tens
         yield None
         return
     if isinstance(weights, str | Path):
-        path = Path(weights) if Path(weights).is_dir() else resolve_model(str(weights))
+        path = Path(weights) if os.path.isdir(weights) else resolve_model(str(weights))
         require_same_codes(engine, path)
         yield path
         return

@@ -269,7 +269,11 @@ def require_good(asked: StructuredOutputsParams, error: str) -> None:
     """Raise ValueError with the library's `error`, if there is one."""
     if error and not error.startswith("WARNING"):
         kind = KIND.get(asked.kind, "JSON schema")
-        says = "no text matches it" if error.startswith("NoExtension") else " ".join(error.split("<backtrace>")[0].split())[:500]
+        says = (
+            "no text matches it"
+            if error.startswith("NoExtension")
+            else " ".join(error.split("<backtrace>")[0].split())[:500]
+        )
         raise ValueError(f"structured_outputs holds a {kind} that cannot be used: {says}")
 
 
