@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from folovllm.electives.rollouts.generation import next_generation
 from folovllm.layers.linear import PLAIN, LinearBase, Plain
 from folovllm.models.extra_tensors import is_empty_bias, is_ignored, repacked, weight_loader_of
-from folovllm.models.files import load_hf_config, read_json, resolve_model
+from folovllm.models.files import load_hf_config, read_json, reading, resolve_model
 from folovllm.models.gemma3 import Gemma3RMSNorm
 from folovllm.models.given_tensors import as_named, require_usable
 from folovllm.models.llama import LlamaForCausalLM
@@ -211,7 +211,8 @@ def require_same_codes(engine: LLMEngine, folder: Path) -> None:
     given = load_hf_config(folder, config)
     if (quantization := quantization_of(given, config)) is not None:
         given = quantization.configured(given, config)
-    built = [build_model(each, engine.setup.dtype, "meta") for each in (own, given)]
+    with reading(f"the model in {folder}"):
+        built = [build_model(each, engine.setup.dtype, "meta") for each in (own, given)]
     before, after = ([m.linear_method for m in model.modules() if isinstance(m, LinearBase)] for model in built)
     if before != after:
         raise ValueError(
