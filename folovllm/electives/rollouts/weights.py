@@ -247,7 +247,8 @@ def get_weights(engine: LLMEngine) -> dict[str, torch.Tensor]:
     """Return the weights by the checkpoint's names. They are the engine's own memory: copy what must outlast an update.
 
     What the engine keeps in another form is a copy: norms that add 1 (Gemma 3, Qwen3.5), projections in another order
-    (Qwen3-Next). If a norm was folded into the product behind it, the norm's weights are ones here too.
+    (Qwen3-Next). If a norm was folded into the product behind it, the norm's weights are ones here too. A head for drafts
+    (`mtp.`) is not among them, and no update changes it: texts stay right, and its drafts fit less well.
 
     Raises:
         ValueError: the model is in several parts, quantized or not ours.

@@ -43,7 +43,10 @@ NO_TOKENIZER = "json, regex and grammar cannot be had with this tokenizer"
 WALKS, STEPS = 4, 25  # of `check_grammar`: as long as grammars are that grow more ambiguous with each token
 BYTE_WALKS, BYTE_STEPS = 16, 120  # of `require_way_on`: some 10 ms
 BYTE_SECONDS = 0.25  # after which the walks end: in an ambiguous grammar one takes seconds
-STRUCTURE = frozenset(b'{}[]:,"0aet')  # bytes that lead through a document
+STRUCTURE, SPACE = (
+    frozenset(b'{}[]:,"0aet'),
+    frozenset(b" \n\t"),
+)  # bytes that lead through a document, and between its parts
 FEW = 16  # masks that are made one after the other: more of them on several threads
 
 
@@ -222,13 +225,14 @@ def bounded_pattern(pattern: str) -> str:
 def require_way_on(asked: StructuredOutputsParams, grammar: str) -> None:
     """Raise ValueError if a walk through the grammar, byte by byte, comes to where nothing follows and no text may end.
 
-    Walks prefer what ends strings and numbers, so that they see much of a document in a few steps.
+    Walks prefer what ends strings and numbers, so that they see much of a document in a few steps, and every fourth white space.
     """
     guidance, end = library(), time.process_time() + BYTE_SECONDS
     start = guidance.LLMatcher(byte_tokenizer(), grammar, log_level=0, limits=guidance.LLParserLimits(**LIMITS))
     for seed in range(BYTE_WALKS):
-        error = error_of_walk(start, random.Random(seed), BYTE_STEPS, STRUCTURE, end)
-        if error.startswith("Parser Error"):
+        likely, share = (STRUCTURE, 0.7) if seed % 4 else (SPACE, 0.95)
+        error = error_of_walk(start, random.Random(seed), BYTE_STEPS, likely, share, end)
+        if error.startswith(("Parser Error", "lexer error")):
             require_good(asked, error)
         if error.startswith("NoExtensionBias"):
             raise ValueError(
@@ -248,11 +252,11 @@ def check_grammar(asked: StructuredOutputsParams, tokenizer: Any) -> None:
 
 
 def error_of_walk(
-    start: Any, chance: random.Random, steps: int, likely: Collection[int] = (), end: float = math.inf
+    start: Any, chance: random.Random, steps: int, likely: Collection[int] = (), share: float = 0, end: float = math.inf
 ) -> str:
     """Return what the library says against a walk of `steps` tokens, "" if nothing.
 
-    Most tokens are of `likely` where the grammar allows some of them. At `end`, in seconds of the process, the walk ends.
+    So large a `share` of the tokens is of `likely` at least, where the grammar allows some of them. At `end`, in seconds of the process, the walk ends.
     """
     place = start.deep_copy()
     for _ in range(steps):
@@ -261,7 +265,7 @@ def error_of_walk(
         if place.is_stopped() or not allowed or time.process_time() > end:
             break
         first = [token for token in allowed if token in likely]
-        place.consume_token(chance.choice(first if first and chance.random() < 0.7 else allowed))
+        place.consume_token(chance.choice(first if first and chance.random() < share else allowed))
     return str(place.get_error())
 
 
