@@ -445,7 +445,13 @@ ENDS: list[dict[str, Any]] = [
     },
 ]
 NO_END: list[tuple[dict[str, Any], str]] = [
-    ({"grammar": 'start: "a" X\nX: /a/ & /b/'}, "nothing can follow"),
+    ({"grammar": 'start: "a" X\nX: /a/ & /b/'}, "no text matches X"),
+    ({"grammar": 'start: "x"{300} /[^\\s\\S]/'}, "no text matches /"),
+    ({"grammar": 'start: p::0\np::_ : "a" p::incr(_) %if lt(_, 300)'}, "parametric rules"),
+    ({"grammar": 'start : "b" | x\n  x : "a" x'}, ": x leads back to itself"),
+    ({"grammar": 'start: x y\nx: "a" x\ny: %lark {\n start: x\n x: "c"{2}\n}'}, ": start leads back to itself"),
+    ({"json": {**OBJECT_OF, "patternProperties": {"^a": False, "^.$": {}}}}, "not disjoint"),
+    ({"json": OBJECT, "whitespace_pattern": "((( *)*)*)*"}, "too many expressions"),
     ({"json": {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}}, "back to themselves"),
     ({"json": {"type": "object", "patternProperties": {"^a": {"$ref": "#"}}, "required": ["a"]}}, "back to themselves"),
     ({"json": {"type": "object", "patternProperties": {"f.*o": False}}}, "forbids all names with 'f"),
