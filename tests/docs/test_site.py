@@ -33,6 +33,7 @@ WORDS = {  # word: the chapter that is about it
         "量化": "/zh/x2_fewer_bits/",
         "连续批处理": "/zh/2_continuous_batching/",
         "混合专家": "/zh/x4_experts/",
+        "prefix caching": "/zh/map/",
     },
 }
 FETCHED = dict.fromkeys(("script", "img", "iframe", "source", "video"), "src") | {"link": "href", "object": "data"}
@@ -106,10 +107,23 @@ def test_the_chinese_edition(site: Path) -> None:
     lanes = re.findall(r'src="([^"]*abc_m3\.zh\.svg)"', (site / "zh/3_paged_kv/index.html").read_text("utf-8"))
     assert [">排队<" in (site / "zh/3_paged_kv" / picture).read_text("utf-8") for picture in lanes] == [True]
     assert NOT_TRANSLATED in (site / "zh/reference/api/index.html").read_text("utf-8")
-    found = json.loads((site / "search/search_index.json").read_text("utf-8"))
-    places = [entry["location"] for entry in found["docs"] if "\u200b" in entry["text"]]
-    assert found["config"]["lang"] == ["en", "zh"] and any(place.startswith("zh/troubleshooting/") for place in places)
-    assert not [entry for entry in found["docs"] if entry["location"].startswith("zh/reference/api/")]
+    english, chinese = (
+        json.loads((site / home / "search/search_index.json").read_text("utf-8"))["docs"] for home in ("", "zh")
+    )
+    assert not [entry for entry in english if entry["location"].startswith("zh/")]
+    places = [entry["location"] for entry in chinese if "\u200b" in entry["text"]]
+    assert any(place.startswith("troubleshooting/") for place in places)
+    assert not [entry for entry in chinese if entry["location"].startswith("reference/api/")]
+
+
+@pytest.mark.slow
+def test_an_address_that_does_not_exist(site: Path) -> None:
+    """One page in both languages, whose links lead somewhere from any folder."""
+    page = (site / "404.html").read_text("utf-8")
+    assert '<html lang="en"' in page and 'rel="alternate"' not in page and not (site / "sitemap.xml").exists()
+    links = re.findall(r'<li><a href="/([^"]+)"', page)
+    assert [link for link in links if not (site / link).exists()] == []
+    assert sum(link.startswith("zh/") for link in links) == len(links) / 2 > 3
 
 
 def test_the_overview_leads_to_chapters() -> None:
@@ -169,7 +183,7 @@ class TestInABrowser:
         files = {name: file for name, file in files.items() if NOT_TRANSLATED not in file.read_text("utf-8")}
         with browser.opened(book) as (page, outside):
             said = {name: browser.visit(page, file, name) for name, file in files.items()}
-        assert outside == [], "a page asks somebody else"
+        assert outside == [], "a page asks somebody else, or for what is not there"
         for name, seen in said.items():
             assert seen.diagrams == browser.num_diagrams(files[name]), name
             assert seen.no_alt == [], f"{name}: a picture has no alt text"
@@ -231,5 +245,7 @@ class TestInABrowser:
                 asked.fill(word)
                 asked.press("End")
                 page.wait_for_selector(".md-search-result__link")
-                found = [path for path in page.evaluate(browser.SEARCHED) if path.startswith("/zh/") == (home == "zh/")]
+                found = page.evaluate(browser.SEARCHED)
                 assert chapter in found[:3], f"{word} finds {found[:5]}"
+                assert {path.startswith("/zh/") for path in found} == {home == "zh/"}, "another language's pages"
+                assert not page.locator(".md-search-result__terms:visible").count(), "a word is called missing"
